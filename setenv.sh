@@ -9,7 +9,7 @@
 # time (minutes; later a fraction of a second), and says on stderr what it chose. It leaves the shell's options, traps,
 # IFS, directory and arguments alone. Source it again at any time, for instance after CUDA_VISIBLE_DEVICES changed.
 #
-# What you may set before (a value of yours always wins over a default; NVSHMEM's are in docs/multi-node.md):
+# What you may set before (a value of yours always wins over a default; the others are in docs/environment.md):
 #
 #   PYTHON                  the Python to look at first, and to make .venv with
 #   TDCOLL_PIP_ARGS         more arguments for pip when .venv is made. Example, PyTorch's CPU-only build on Linux:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives that run inside Triton kernels over NVSHMEM symmetric memory.
 
-Every public name is imported when it is first used. So ``import tdcoll`` costs nothing, a process pays for the
-collectives that it calls, and ``python -m tdcoll`` runs where PyTorch or Triton cannot be imported. Importing
+Every public name is imported when it is first used. ``import tdcoll`` therefore costs nothing, a process pays only for
+the collectives that it calls, and ``python -m tdcoll`` runs even if PyTorch or Triton cannot be imported. Importing
 tdcoll also makes ``init_process_group("tdcoll")`` known to ``torch.distributed``.
 """
 

@@ -2,8 +2,8 @@
 """Checks of arguments. Each names the argument, what was expected and what came.
 
 A wrong kind of value is a ``TypeError``, a value out of range a ``ValueError``. ``name`` is the argument as the caller
-knows it: the name of a parameter, or of an environment variable. Imports nothing but the standard library, for what
-must run where PyTorch is not (the doctor) or need not be imported (policies).
+knows it: the name of a parameter, or of an environment variable. This module imports nothing but the standard library,
+because the doctor must run when PyTorch is missing, and policies need not import it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def instance(name: str, value: Any, kind: type | tuple[type, ...], expected: str
 
 
 def _shown(value: Any) -> str:
-    """A value that is no type's default representation, else its type."""
+    """Return the text of a value, or its type if the text is Python's default representation."""
     return repr(value) if isinstance(value, (str, int, float, bytes)) else type(value).__name__
 
 
@@ -55,7 +55,7 @@ def tensor(name: str, value: Any) -> None:
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """``value``, an int of at least ``least`` and, unless None, at most ``most``."""
+    """Return ``value``, an int of at least ``least`` and, if ``most`` is given, at most that."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < least or (most is not None and value > most):
@@ -65,7 +65,7 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def seconds(name: str, value: Any) -> float:
-    """``value``, a deadline in seconds: more than 0 and at most :data:`MOST_SECONDS`, so that every wait ends."""
+    """Return ``value``, a deadline of 0 to :data:`MOST_SECONDS` seconds, without 0, because every wait must end."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, got {value!r}")
     if not 0 < float(value) <= MOST_SECONDS:  # nor NaN
@@ -74,7 +74,7 @@ def seconds(name: str, value: Any) -> float:
 
 
 def _quoted(text: str) -> str:
-    """``text`` for a message, cut off if it is long."""
+    """Return ``text`` for a message, cut off if it is long."""
     return repr(text) if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]!r}..."
 
 
@@ -104,7 +104,7 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def byte_count(name: str, value: Any) -> int:
-    """A positive number of bytes: an int, or a text as :func:`parse_bytes` reads it."""
+    """Return a positive number of bytes, given as an int or as a text for :func:`parse_bytes`."""
     if isinstance(value, str):
         return parse_bytes(value, name)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -122,7 +122,7 @@ def byte_text(nbytes: int) -> str:
 
 
 def extents(name: str, value: Any) -> tuple[int, ...]:
-    """A shape: one extent, or a sequence of them, each an int of at least 0."""
+    """Return a shape, given as one extent or a sequence of extents, each an int of at least 0."""
     try:
         if isinstance(value, (bool, str)):
             raise TypeError

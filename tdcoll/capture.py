@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs: is one being captured, and what cannot be done then."""
+"""CUDA graphs: whether one is being captured, and the error if an operation cannot be captured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def capture_of(stream: int) -> int:
 
 
 def refuse(device: torch.device, operation: str, why: str) -> None:
-    """Raise if a CUDA graph is being captured, which cannot hold what ``operation`` does next.
+    """Raise if a CUDA graph is being captured, because it cannot hold the next step of ``operation``.
 
     Raises:
         ContextError: with the operation and ``why``, which says what to do instead.

@@ -35,7 +35,7 @@ before the bytes of e. In one row, "at least e" would take it for the signal of 
 
 **In place.** When the result is the caller's own symmetric buffer there is only one of it, and the argument above
 fails: a peer may still read the result of e-1 from the very bytes that e would write. There, a rank first tells its
-peers that it has *entered* the call (``ready``), and nobody writes into a buffer before its owner has. (LL needs none
+peers that it has *entered* the call (``ready``), and no peer writes into a buffer before its owner has. (LL needs none
 of that: it lands in ``flagged``, and each rank writes its buffer itself.)
 """
 
@@ -43,18 +43,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import triton.language as tl
 
 from tdcoll import arguments, runtime
 from tdcoll.errors import HeapExhaustedError
-from tdcoll.preconditions import Preconditions
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
+from tdcoll.preconditions import Preconditions
 from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
 from tdcoll.runtime.topology import Topology
@@ -136,6 +136,9 @@ class CollectiveContext(Preconditions):
         HeapExhaustedError: the symmetric heap is too small.
         RankMismatchError: ranks pass different arguments. (Deadlines and streams may differ.)
     """
+
+    dense: ClassVar[bool] = True
+    """Whether it is for dense collectives."""
 
     def __init__(
         self,
@@ -249,13 +252,13 @@ class CollectiveContext(Preconditions):
                 sizes = sizes.with_less_lamport()
                 self.device_lamport = self._device_lamport(sizes)
         self.lamport_bytes = sizes.lamport_bytes
-        barrier(self._group)  # nobody may signal or send before everybody's memory is as it must be
+        barrier(self._group)  # no rank may signal or send before the memory of all is ready
         owner.held[id(self)] = self
 
     def take_back(self) -> None:
         """Give back what the context has taken, on this rank alone: where it could not be made, for whatever reason.
 
-        Nobody uses the memory: what all ranks do last is to wait for each other, and this one has not come so far.
+        No rank uses the memory: what all ranks do last is to wait for each other, and this one has not come so far.
         """
         self._closed, self._refusal = True, "the context could not be made"
         for tensor in self._symmetric:
@@ -363,7 +366,7 @@ class CollectiveContext(Preconditions):
         After an expired wait it is local, since a peer may be gone, and the memory stays taken.
 
         Raises:
-            CollectiveTimeout: a wait has expired, and nobody has been told yet.
+            CollectiveTimeout: a wait has expired, which hasn't been reported yet.
         """
         if self._closed:
             return

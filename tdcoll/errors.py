@@ -49,7 +49,7 @@ class AlreadyInitializedError(TdcollError):
 
 
 class HeapExhaustedError(TdcollError):
-    """The symmetric heap has no room; the message says how much was asked, how much is free, what to raise."""
+    """The symmetric heap is too small; the message has the requested and free bytes, and the setting to raise."""
 
 
 class NotSymmetricError(TdcollError, ValueError):
@@ -61,16 +61,16 @@ class RankMismatchError(TdcollError):
 
 
 class ContextError(TdcollError):
-    """A context used after close, on another stream or device, or over its capacity."""
+    """A context is used after close, on another stream or device, or a call exceeds its capacity."""
 
 
 class CollectiveTimeout(TdcollError):
-    """A deadline has passed: a rank did not do in time what this one waited for.
+    """A deadline has passed while this rank waited for another one.
 
-    Every deadline of tdcoll ends in this class or in one derived from it. A wait in a kernel, for a peer's signal, sets
+    Every expired wait of tdcoll raises this class or one derived from it. A wait in a kernel, for a peer's signal, sets
     all attributes. If the peer has itself timed out, and this rank may have read its memory too late, ``signal``,
     ``expected`` and ``seen`` are None. A wait on the host (joining, making a context, ``Work.wait``) sets ``timeout_s``
-    and, where it is known, ``rank``; the others are None, and the message names what was waited for.
+    and, if it is known, ``rank``; the others are None, and the message names the operation.
 
     Attributes:
         rank: rank that waited: of the group for a wait in a kernel, of the job for one on the host.
@@ -94,7 +94,8 @@ class CollectiveTimeout(TdcollError):
         expected: int | None = None,
         seen: int | None = None,
     ) -> None:
-        """``host_wait``: in what the host waited and for whom, as the words behind "waited 30 s"; a kernel's: None."""
+        """``host_wait``: the host's operation and the ranks that it waited for, as words behind "waited 30 s"; None if
+        a kernel waited."""
         self.rank, self.peer, self.signal, self.epoch = rank, peer, signal, epoch
         self.expected, self.seen, self.timeout_s = expected, seen, timeout_s
         if expected is None:
@@ -112,7 +113,7 @@ class CollectiveTimeout(TdcollError):
             )
         end = "What was being exchanged is incomplete, and the context cannot be used any more: start the job again"
         waited = host_wait or why + end
-        # PyTorch's tests, and whoever greps logs, look for the word with a space on both sides.
+        # PyTorch's tests, and people who grep logs, look for the word with a space on both sides.
         super().__init__(
             f"{'' if rank is None else f'rank {rank} '}waited {timeout_s:g} s {waited}. If a rank is only slow, set a "
             "longer timeout (initialize(timeout_s=...), TDCOLL_TIMEOUT_S, or that of the group or call)."

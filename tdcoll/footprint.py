@@ -27,7 +27,7 @@ _PART_OF = {"inbox": "inbox", "flagged": "LL", "lamport": "Lamport", "sparse": "
 
 @dataclass(frozen=True)
 class ContextMemory:
-    """What one context takes of each rank's symmetric heap, in bytes, padding included.
+    """The share that one context takes of each rank's symmetric heap, in bytes, padding included.
 
     Attributes:
         name: of the context.
@@ -53,7 +53,7 @@ class ContextMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a job takes of each rank's symmetric heap. ``str()`` is a table.
+    """The share that a job takes of each rank's symmetric heap. ``str()`` is a table.
 
     Attributes:
         world_size, nodes: of the job.

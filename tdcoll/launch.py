@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tdcoll run``: start a job with torchrun, on GPUs or on the simulator.
 
-``launch.sh`` runs this module in the first Python that it finds, so it imports nothing but the standard library.
+It imports nothing but the standard library, because ``launch.sh`` runs this module in the first Python that it finds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ Nothing has to be installed or activated, see setenv.sh.
   tests  pytest in this repository's root, without torchrun. On the simulator the tests are spread over the cores.
          Tests marked slow are the second tier: -m slow runs them."""
 
-_STATUS = "Exit status: 0 if every process ended well, else 1 (of tests pytest's own); 2 for a wrong command line."
+_STATUS = """\
+Exit status: 0 if every process ended well, else 1 (of tests pytest's own); 2 for a wrong command line; 130 after
+Ctrl-C."""
 
 _FLAGS = {
     "-m": "the program is a module",
@@ -67,11 +69,11 @@ _SPREAD = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 
 
 def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll run") -> int:
-    """Become what the command line asks for. With ``--setenv``, print the commands that ``setenv.sh`` evaluates.
+    """Replace this process by the requested job. With ``--setenv``, print the commands that ``setenv.sh`` evaluates.
 
     Args:
-        words: the command line; None: that of this process.
-        program: how the user has started it, for help and errors.
+        words: the command line; that of this process if None.
+        program: the user's command, for help and errors.
     """
     usage = _USAGE.format(program=program, tests=" | tests" * IN_CHECKOUT)
     about = _ABOUT + _ABOUT_TESTS * IN_CHECKOUT
@@ -86,6 +88,8 @@ def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll ru
     parser.add_argument("--setenv", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = parser.parse_args(words)
+    if given.program[:1] == ["--"]:
+        del given.program[0]
     try:
         if given.setenv:
             nnodes = _whole("TDCOLL_NNODES", os.environ.get("TDCOLL_NNODES") or "1", 1)
@@ -97,7 +101,7 @@ def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll ru
         say(str(error))
         return 2
     if job.simulated and not job.variables.get("OMP_NUM_THREADS"):
-        # Simulated PEs share the cores; a pool of threads in each would only make them wait for each other.
+        # Because simulated PEs share the cores, a pool of threads in each would only make them wait for each other.
         job.variables["OMP_NUM_THREADS"] = "1"
     command = [job.python, "-m", *command]
     if given.dry_run:
@@ -116,7 +120,7 @@ def _exports(variables: Mapping[str, str]) -> str:
 
 
 def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
-    """Return what the program runs with, and the module and arguments that Python is to run.
+    """Return the job's environment, and the module and arguments that Python runs.
 
     Raises ``ValueError`` if an option, or a variable of SLURM's, is wrong.
     """
@@ -171,7 +175,7 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
     if given.monitor_interval is not None:
         interval = arguments.seconds("--monitor-interval", given.monitor_interval)
         command += ["--monitor-interval", str(interval)]
-    # What comes after -- is not torchrun's. It knows -m as a flag.
+    # Words after -- are not torchrun's. It knows -m as a flag.
     return job, [
         *command,
         *(["-m"] if given.m or given.compat else []),
@@ -192,7 +196,7 @@ def _whole(name: str, text: str | None, least: int) -> int | None:
 
 
 def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]:
-    """Return how many hosts the job has, which this is, and where they meet, by options or by SLURM's variables."""
+    """Return the number of hosts, this one's, and their meeting place, from options or SLURM's variables."""
     slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_") and value}
     nnodes, node_rank = _whole("--nnodes", given.nnodes, 1), _whole("--node-rank", given.node_rank, 0)
     rdzv = given.rdzv
@@ -231,9 +235,16 @@ def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]
 
 def _rdzv_of_slurm(slurm: Mapping[str, str]) -> str:
     """Return the first host and a port, which are the same on all hosts, and the port another for each job."""
-    nodes = slurm.get("SLURM_STEP_NODELIST") or slurm.get("SLURM_JOB_NODELIST", "")
+    variable = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in slurm else "SLURM_JOB_NODELIST"
+    nodes = slurm.get(variable, "")
     host = run(["scontrol", "show", "hostnames", nodes], 30, os.environ, with_stderr=False).output.partition("\n")[0]
-    if not host and (found := re.match(r"([^],[]+)(?:\[([0-9]+)[^]]*\]([^],[]*))?", nodes)):  # node[03-05,9],other
+    if not host and nodes:
+        found = re.match(r"([^],[]+)(?:\[([0-9]+)[^]]*\]([^],[]*))?(?=,|$)", nodes)  # node[03-05,9],other
+        if found is None:
+            raise ValueError(
+                f"{variable}: expected a first host such as node[03-05,9], with one pair of brackets, got '{nodes}', "
+                "which needs SLURM's scontrol in PATH; or give --rdzv HOST:PORT"
+            )
         host = "".join(part or "" for part in found.groups())
     host = host or slurm.get("SLURM_LAUNCH_NODE_IPADDR", "")
     if not host:

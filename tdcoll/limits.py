@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What policies, contexts, tables and kernels share: numbers, and the names of the dense collectives."""
+"""Limits that policies, contexts, tables and kernels share, and the names of the dense collectives."""
 
 __all__ = ["CHANNELS", "COLLECTIVES", "MAX_PROGRAMS", "SHARED_WARPS", "flagged_bytes", "inbox_bytes"]
 __all__ += ["lamport_bytes"]
@@ -8,14 +8,14 @@ COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 """The dense collectives: each is a folder of :mod:`tdcoll.collectives` with a ``spec``."""
 
 CHANNELS = 512
-"""Most chunks that one rank's data is cut into, if a context is not made for fewer; each has its own signal."""
+"""The most chunks of one rank's data, if a context is not made for fewer; each has its own signal."""
 
 MAX_PROGRAMS = 1 << 20
-"""Programs of one launch on a context, at most: each adds its share, at least 1, of so many to the control word."""
+"""Thread blocks of one launch on a context, at most, because the control word counts up to so many."""
 
 SHARED_WARPS = 8
-"""The most warps of a program on a context whose launches have a limit of programs, because they share the GPU with
-others. A multiprocessor always has room for two such programs, whose threads have at most 128 registers."""
+"""The most warps of a thread block if a context has a budget of thread blocks, because it shares the GPU with others. A
+multiprocessor always fits two such thread blocks, whose threads have at most 128 registers."""
 
 _SENT_BYTES = 1 << 20
 _BYTES_BETWEEN_NODES = 16 << 10
@@ -24,10 +24,10 @@ _INBOX_BYTES = 16 << 20
 
 
 def flagged_bytes(world_size: int, n_nodes: int) -> int:
-    """Bytes of one rank for which a context has flagged words, if it is not told otherwise.
+    """Return the bytes of one rank that a context handles with LL, if nothing is specified.
 
-    Flagged words send a third more and save crossings. In one node, a rank sends 1 MiB in them to all others together;
-    in a group on several nodes each rank's data has 16 KiB, whatever the number of ranks.
+    LL sends a third more and saves hops. In one node, a rank sends at most 1 MiB to all others together; if a group is
+    on several nodes, each rank's data has at most 16 KiB, for any number of ranks.
     """
     return _BYTES_BETWEEN_NODES if n_nodes > 1 else _SENT_BYTES // max(1, world_size - 1)
 
@@ -35,16 +35,16 @@ def flagged_bytes(world_size: int, n_nodes: int) -> int:
 def inbox_bytes(world_size: int, heap_bytes: int) -> int:
     """Return the ``max_bytes_per_rank`` of a context, if nothing is specified.
 
-    The inbox, with its two slots, takes at most an eighth of the symmetric heap, and there is no use in more than
-    16 MiB per rank: larger calls take several epochs.
+    The inbox, with its two slots, takes at most an eighth of the symmetric heap, and at most 16 MiB per rank, because
+    larger calls take several epochs.
     """
     return min(_INBOX_BYTES, heap_bytes // (16 * world_size) // 128 * 128)
 
 
 def lamport_bytes(world_size: int, n_nodes: int) -> int:
-    """Bytes of one rank for which a context has words that announce themselves, if it is not told otherwise.
+    """Return the bytes of one rank that a context handles with the Lamport protocol, if nothing is specified.
 
-    They are for ranks of one node. An all-reduce of 16 MiB goes by such words in two stages. They take three times
-    32 MiB of the symmetric heap, whatever the number of ranks.
+    It is for ranks of one node. An all-reduce of 16 MiB takes two stages. The words take three times 32 MiB of the
+    symmetric heap, for any number of ranks.
     """
     return 0 if n_nodes > 1 else _ANNOUNCED_BYTES // world_size

@@ -24,19 +24,24 @@ def empty(
 ) -> torch.Tensor:
     """``-> [*shape]`` uninitialised tensor in symmetric memory: at the same offset on every rank of ``group``.
 
-    Collective over ``group``. Such a tensor is not freed by Python's garbage collector, which cannot act on all ranks
-    at once: give it to :func:`free`, or let :func:`tdcoll.finalize` take the whole heap.
+    Collective over ``group``. Python's garbage collector doesn't free such a tensor, because it cannot act on all ranks
+    at once: pass it to :func:`free`, or let :func:`tdcoll.finalize` release the whole heap.
+
+    >>> inbox = tdcoll.empty((2, 1024), torch.float32, name="inbox")
+    >>> inbox.shape
+    torch.Size([2, 1024])
 
     Args:
         shape: extents, or one extent.
         dtype: any torch dtype.
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
-        name: what the simulator's reports call it ("pe3.signals[0]"); the same on all ranks.
+        name: for the simulator's reports ("pe3.signals[0]"); the same on all ranks.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
         NotInitializedError: before :func:`tdcoll.initialize`.
-        HeapExhaustedError: no room; says how much was asked and is free, and which setting to raise.
+        HeapExhaustedError: the heap is too small; the message has the requested and free bytes, and the setting to
+            raise.
         RankMismatchError: ranks ask for different sizes. Nothing is allocated on any of them.
     """
     extents = arguments.extents("shape", shape)
@@ -53,9 +58,11 @@ def zeros(
     group: runtime.Group = None,
     name: str = "tensor",
 ) -> torch.Tensor:
-    """``-> [*shape]`` symmetric tensor of zeros, on every rank by the time this returns: for signals and counters.
+    """``-> [*shape]`` symmetric tensor of zeros, on every rank when this returns: for signals and counters.
 
-    As :func:`empty`, followed by :func:`barrier`: a peer may put to it, or signal it, at once.
+    Because it calls :func:`empty` and then :func:`barrier`, a peer may put to the tensor, or signal it, at once.
+
+    >>> signals = tdcoll.zeros(tdcoll.world_size(), torch.int64, name="signals")
     """
     tensor = empty(shape, dtype, group=group, name=name)
     tensor.zero_()
@@ -66,8 +73,10 @@ def zeros(
 def barrier(group: runtime.Group = None) -> None:
     """Wait for this rank's GPU, then for all ranks of ``group``. Collective; on the host, so not for the fast path.
 
+    >>> tdcoll.barrier()
+
     Raises:
-        TdcollError: a rank did not come within the time that :func:`tdcoll.initialize` was given.
+        TdcollError: a rank did not come within the timeout of :func:`tdcoll.initialize`.
     """
     owner = runtime.current()
     if owner.device.type == "cuda":
@@ -76,12 +85,18 @@ def barrier(group: runtime.Group = None) -> None:
 
 
 def device() -> torch.device:
-    """Where this rank's symmetric memory lies: its GPU, or the CPU in the simulator."""
+    """Return the device of this rank's symmetric memory: its GPU, or the CPU in the simulator.
+
+    >>> x = torch.ones(4, device=tdcoll.device())
+    """
     return runtime.current().device
 
 
 def free(tensor: torch.Tensor) -> None:
-    """Give back what :func:`empty` made. Collective over the ranks that made it; waits for this rank's GPU.
+    """Free a tensor of :func:`empty`. Collective over the ranks that made it; waits for this rank's GPU.
+
+    >>> scratch = tdcoll.empty(16)
+    >>> tdcoll.free(scratch)
 
     Raises:
         TypeError: not a tensor.
@@ -96,12 +111,17 @@ def free(tensor: torch.Tensor) -> None:
 
 
 def heap_info() -> HeapInfo:
-    """Use of this rank's symmetric heap: total, used, free and largest free piece, in bytes, and allocations."""
+    """Return the use of this rank's symmetric heap: total, used, free and largest free piece, in bytes, and
+    allocations.
+
+    >>> tdcoll.heap_info().allocations
+    0
+    """
     return runtime.current().heap_info
 
 
 def rank(group: runtime.Group = None) -> int:
-    """Return this process's rank in ``group``, of 0 to ``world_size(group) - 1``; in the job, if it is None.
+    """Return this process's rank in ``group``, from 0 to ``world_size(group) - 1``; in the job if it is None.
 
     >>> tdcoll.rank()  # on the second of two ranks
     1
@@ -128,5 +148,9 @@ def world_size(group: runtime.Group = None) -> int:
 
 
 def topology(group: runtime.Group = None) -> Topology:
-    """Ranks, PEs and nodes of ``group``, seen from this rank."""
+    """Return the ranks, PEs and nodes of ``group``, seen from this rank.
+
+    >>> tdcoll.topology().n_nodes
+    1
+    """
     return runtime.current().topology(group)

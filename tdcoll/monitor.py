@@ -30,6 +30,9 @@ class WaitMonitor:
     the kernel produced. (Kernels of ``triton.jit``, and tuples, take its :attr:`words`.) Every
     :class:`~tdcoll.CollectiveContext` has one.
 
+    >>> monitor = tdcoll.WaitMonitor(timeout_s=5)
+    >>> monitor.check()
+
     Args:
         timeout_s: deadline of each wait, seconds. Default: that of :func:`tdcoll.initialize`.
         rank: group rank to report. Default: the global rank.
@@ -39,7 +42,7 @@ class WaitMonitor:
 
     Attributes:
         words: int64 ``[4]`` on the device, laid out as ``MONITOR_*`` of the device language says.
-        valid: ``[1]``, on the host: 0 until a wait has expired. What a call looks at before it launches: it takes a
+        valid: ``[1]``, on the host: 0 until a wait has expired. A call looks at it before it launches: it takes a
             third of the time that numpy takes.
     """
 
@@ -63,7 +66,7 @@ class WaitMonitor:
         address = self.words.data_ptr()
         self._runtime.monitors.add(address)
         weakref.finalize(self, self._runtime.monitors.discard, address)
-        # Kernels write to this memory when a wait expires, whoever still refers to it.
+        # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
         self._runtime.held[id(self)] = self
 
     @property

@@ -26,6 +26,7 @@ from tdcoll.fused.op import DTYPES
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
 from tdcoll.limits import COLLECTIVES
+from tdcoll.primitives.reduce import operation_name
 
 __all__ = ["all_reduce_rms_norm", "fuse", "fusing", "group_name", "operators"]
 
@@ -37,8 +38,8 @@ def group_name(group: runtime.Group = None) -> str:
     """Return the string that names a group in calls of the operators.
 
     Args:
-        group: None: all ranks of the job. A ProcessGroup: the name that PyTorch gave it. A sequence of global ranks:
-            these, with a comma after each.
+        group: if None, all ranks of the job. For a ProcessGroup, the name that PyTorch gave it. For a sequence of
+            global ranks, these with a comma after each.
 
     Raises:
         NotInitializedError: (of ranks) before ``tdcoll.initialize()``.
@@ -83,7 +84,7 @@ def _operator(name: str) -> Any:
     options, defaults = ("str op='sum', ", ("sum", "")) if spec.reduces else ("", ("",))
 
     def op_and_group(*given: str) -> tuple[str | None, str]:
-        *op, group = (*given, *defaults[len(given) :])  # PyTorch leaves out what is as its default says
+        *op, group = (*given, *defaults[len(given) :])  # PyTorch leaves out arguments that equal their defaults
         return op[0] if op else None, group
 
     def call(x: torch.Tensor, *given: str) -> torch.Tensor:
@@ -92,7 +93,10 @@ def _operator(name: str) -> Any:
         return make(spec, x, op=op, group=_named(group))
 
     def shaped(x: torch.Tensor, *given: str) -> torch.Tensor:
-        return x.new_empty(spec.results(x.shape, _world(op_and_group(*given)[1]))[0])
+        world = _world(op_and_group(*given)[1])
+        if not (shapes := spec.results(x.shape, world)):
+            raise ValueError(f"x's first dimension must be divisible by the {world} rank(s); got {list(x.shape)}")
+        return x.new_empty(shapes[0])
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         group, adjoint = ctx.group, operators[spec.adjoint]
@@ -103,7 +107,8 @@ def _operator(name: str) -> Any:
         return (adjoint(grad, op, group), *ctx.others)
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.op, ctx.group = op_and_group(*inputs[1:])
+        op, ctx.group = op_and_group(*inputs[1:])
+        ctx.op = operation_name(op)
         ctx.others = (None,) * (len(inputs) - 1)
 
     schema = f"(Tensor x, {options}str group='') -> Tensor"
@@ -116,7 +121,7 @@ def _operator(name: str) -> Any:
 operators = {name: _operator(name) for name in COLLECTIVES}
 """The operators of the dense collectives, by name: ``(x, group="")``, of reductions ``(x, op="sum", group="")``.
 
-They return what the functions of ``tdcoll`` of the same name do.
+They return the same as the functions of ``tdcoll`` of the same name.
 """
 
 
@@ -178,9 +183,9 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
 
     The norm is over the last dimension, with a weight of the dtype of ``x``; residual and ``x`` have one shape and
     dtype; the sum of the ranks is used for nothing else. (The sum with the residual may be.) Nothing between the
-    all-reduce and the norm writes in place, as its name (``mul_``, ``operator.setitem``), ``out=`` or ``inplace=True``
-    says; ``total += residual`` may, ``residual += total`` may not. As the operator says, the residual has to be the
-    same on all ranks. The new residual keeps its bits; the norm is rounded once.
+    all-reduce and the norm writes in place, as shown by a name (``mul_``, ``operator.setitem``), ``out=`` or
+    ``inplace=True``; ``total += residual`` may, ``residual += total`` may not. As for the operator, the residual has to
+    be the same on all ranks. The new residual keeps its bits; the norm is rounded once.
 
     Args:
         module: as ``torch.compile`` gives it to a backend; it is changed.
@@ -196,7 +201,7 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
         if found is None:
             continue
         add, reduce, residual, weight, eps = found
-        # What the three read moves to the place of the addition.
+        # The inputs of the three move to the place of the addition.
         if place.get(weight, len(nodes)) > place[add]:
             continue
         if any(_writes(node) for node in nodes[place[reduce] : place[norm]] if node is not add):
@@ -222,7 +227,7 @@ def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Return whether a node says that it writes in place."""
+    """Return whether a node is known to write in place."""
     target, more = node.target, node.kwargs
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if isinstance(target, torch._ops.OpOverload):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands end whose output another program reads. Imports nothing but the standard library."""
+"""The end of commands if another program reads their output. Imports nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 __all__ = ["READER_GONE", "unless_the_reader_goes"]
 
 READER_GONE = 141
-"""The exit status of a command whose reader has gone: that of a shell for a program that SIGPIPE ends."""
+"""The exit status of a command when its reader has gone, as a shell reports it if SIGPIPE ends a program."""
 
 
 def unless_the_reader_goes(command: Callable[[], int]) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preconditions: whether a call may be made here and now.
 
-Each rule stands once, in :meth:`Preconditions.enter`, which is asked before every call and says nothing but yes or no: that is
-most of what a call costs the host. :meth:`Preconditions.begin` asks there, too, and raises the error or does what is left to do.
+Each rule stands once, in :meth:`Preconditions.enter`, which runs before every call and answers yes or no: that is most
+of what a call costs the host. :meth:`Preconditions.begin` calls it, too, and raises the error or does what is left.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def compare(
 
 
 class Preconditions:
-    """What a context's calls have to pass.
+    """The checks that a context's calls have to pass.
 
     Args:
         job, topology: of the context.
@@ -99,7 +99,7 @@ class Preconditions:
         self._calls = 0
         self._cuda = self.device.type == "cuda"
         self._stream = stream
-        self._captured: tuple[int, Any] | None = None
+        self._last_captured: tuple[int, Any] | None = None
         """The capture and the stream of the last call that was captured."""
         if self._cuda and stream is None:
             self._stream = torch.cuda.current_stream(self.device)
@@ -290,6 +290,6 @@ class Preconditions:
         """Order a call that is captured after the last one of the same capture, if that was on another stream."""
         stream = torch.cuda.current_stream(self.device)
         capture = capture_of(stream.cuda_stream)
-        if self._captured is not None and self._captured[0] == capture and self._captured[1] != stream:
-            stream.wait_stream(self._captured[1])
-        self._captured = capture, stream
+        if self._last_captured is not None and self._last_captured[0] == capture and self._last_captured[1] != stream:
+            stream.wait_stream(self._last_captured[1])
+        self._last_captured = capture, stream

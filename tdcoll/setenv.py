@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment of jobs: which Python, GPUs or the simulator, and NVSHMEM's variables.
 
-``setenv.sh`` exports it, and ``launch.sh`` starts jobs in it. Both run this module in the first Python that they find,
-so it imports nothing but the standard library.
+``setenv.sh`` exports it, and ``launch.sh`` starts jobs in it. The module imports nothing but the standard library,
+because both run it in the first Python that they find.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from tdcoll.child import run
 __all__ = ["IN_CHECKOUT", "ROOT", "Job", "count_gpus", "prepare", "say"]
 
 ROOT = Path(__file__).resolve().parent.parent
-IN_CHECKOUT = (ROOT / "launch.sh").is_file()
+IN_CHECKOUT = all((ROOT / name).is_file() for name in ("setenv.sh", "launch.sh", "constraints-cpu.txt"))
 """Whether this is a checkout of the repository, which may make ``.venv``, and not an installed package."""
 
 _VENV = ROOT / ".venv"
 _OWN = str(_VENV / "bin" / "python")
 _STAMP = _VENV / ".tdcoll-stamp"
-"""What ``.venv`` was made from, a line each, and in its last line what for: gpu or cpu."""
+"""The sources of ``.venv``, a line each, and in the last line its kind: gpu or cpu."""
 
 _INTERFACE = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
 
 
 class Job(NamedTuple):
-    """What a job runs with: a Python's path, the number of visible GPUs, whether it is simulated, the environment."""
+    """The setting of a job: a Python's path, the number of visible GPUs, whether it is simulated, the environment."""
 
     python: str
     gpus: int
@@ -63,18 +63,18 @@ def prepare(
     dry_run: bool = False,
     say: Callable[[str], None] = say,
 ) -> Job:
-    """Find a Python for jobs, or make ``.venv``, and set up the environment. Say on stderr what was chosen.
+    """Find a Python for jobs, or make ``.venv``, and set up the environment. Print the choice on stderr.
 
     Args:
         given: the environment so far. The user's values stay. ``TDCOLL_SETENV`` lists the defaults of an earlier call,
-            which are set anew, or taken out where they do not hold any more.
+            which are set again, or removed if they no longer hold.
         one_host: whether all ranks are on this host.
-        modules: what the Python needs beside tdcoll's own requirements.
+        modules: that the Python needs besides tdcoll's own requirements.
         dry_run: install nothing.
-        say: what to do with the lines.
+        say: prints the lines.
 
     Raises:
-        SystemExit: no Python has what is needed, and ``.venv`` cannot be made.
+        SystemExit: no Python has the modules, and ``.venv`` cannot be made.
     """
     variables = dict(given)
     for name, _, value in (word.partition("=") for word in variables.pop("TDCOLL_SETENV", "").split()):
@@ -88,7 +88,7 @@ def prepare(
         needed.append("greenlet")
     elif gpus and variables.get("TDCOLL_HEAP") != "torch":
         needed.append("nvshmem")
-    # .venv is made for the host's GPUs, visible or not: hiding them for a while is no reason to make it anew.
+    # .venv is made for the host's GPUs, visible or not, because hiding them for a while is no reason to make it again.
     python, about = _python(needed, host_gpus > 0, variables.get("TDCOLL_PIP_ARGS", "").split(), dry_run)
     say(f"python: {python} ({about})")
     asked = f", TRITON_INTERPRET={interpret}" if interpret else ""
@@ -115,11 +115,11 @@ def prepare(
 
 
 def _nvshmem_defaults(one_host: bool) -> dict[str, str]:
-    """Return NVSHMEM's settings where the user has none.
+    """Return NVSHMEM's settings if the user has none.
 
     Multicast is off because its set-up fails or hangs on some hosts, and tdcoll never needs it. Left to itself, NVSHMEM
     takes the first interface that is up, often a container engine's bridge that other ranks cannot reach. On one host
-    it need not look for network cards, which takes time, and fails where there are none.
+    it need not look for network cards, because that takes time, and fails if there are none.
     """
     defaults = {"NVSHMEM_DISABLE_NVLS": "1"}
     if one_host:
@@ -139,7 +139,7 @@ def count_gpus(variables: Mapping[str, str]) -> tuple[int, int]:
     if shutil.which("nvidia-smi", path=variables.get("PATH")):
         listed = run(["nvidia-smi", "-L"], 60, variables, with_stderr=False).output
         count = sum(line.startswith("GPU ") for line in listed.splitlines())
-    else:  # a container may have the device files alone
+    else:  # a container may have only the device files
         count = len(glob.glob("/dev/nvidia[0-9]*"))
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not count:
@@ -157,7 +157,8 @@ def count_gpus(variables: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _python(modules: Sequence[str], gpus: bool, pip_args: Sequence[str], dry_run: bool) -> tuple[str, str]:
-    """Return the path of this Python, and words about it, if it has all modules; else start again in ``.venv``'s."""
+    """Return the path of this Python, and words about it, if it has all modules; otherwise start again in
+    ``.venv``'s."""
     versions = {"torch": "?", "triton": "?"}
     for name in versions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -166,7 +167,8 @@ def _python(modules: Sequence[str], gpus: bool, pip_args: Sequence[str], dry_run
     about = ", ".join([f"Python {platform.python_version()}", *map(" ".join, versions.items())])
     if not IN_CHECKOUT:  # installed for this Python
         if problem and not dry_run:
-            sys.exit(f"tdcoll: {sys.executable} {problem}")
+            extras = "'tdcoll[sim]'" if "greenlet" in modules else "'tdcoll[cu12]' or 'tdcoll[cu13]', as PyTorch's CUDA"
+            sys.exit(f"tdcoll: {sys.executable} {problem}: pip install {extras}")
         return sys.executable, about
     sums = (str(zlib.crc32((ROOT / name).read_bytes())) for name in ("pyproject.toml", "constraints-cpu.txt"))
     inputs, kind, before = "\n".join([str(ROOT), *sums]), "gpu" if gpus else "cpu", _text(_STAMP)
@@ -191,7 +193,7 @@ def _python(modules: Sequence[str], gpus: bool, pip_args: Sequence[str], dry_run
 
 
 def _problem(modules: Sequence[str], versions: Mapping[str, str]) -> str:
-    """Return what speaks against this Python, in words; empty if nothing does. Import nothing large."""
+    """Return a problem of this Python, in words; empty if there is none. Import nothing large."""
 
     def lacks(name: str) -> bool:
         try:
@@ -232,11 +234,11 @@ def _make_venv(extra: Sequence[str], stamp: str, before: str) -> None:
     with open(ROOT / ".venv.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         now = _text(_STAMP)
-        if now != before and now == stamp:  # several agents may start on one host at once: another has made it
+        if now != before and now == stamp:  # if several agents start on one host at once, another has made it
             return
         inputs, _, kind = stamp.rpartition("\n")
-        kind = "gpu" if now.endswith("\ngpu") else kind  # it serves a machine without GPUs too
-        # One that was moved here, has a PyTorch for CPUs where there are GPUs, or has lost its Python starts afresh.
+        kind = "gpu" if now.endswith("\ngpu") else kind  # it works on a machine without GPUs too
+        # Start afresh if it was moved here, has a PyTorch for CPUs although there are GPUs, or has lost its Python.
         fits = now.startswith(f"{ROOT}\n") and now.endswith(f"\n{kind}") and Path(_OWN).exists()
         venv.create(_VENV, clear=bool(now) and not fits, symlinks=True, with_pip=True)
         if kind == "cpu":
@@ -252,7 +254,7 @@ def _make_venv(extra: Sequence[str], stamp: str, before: str) -> None:
 
 
 def _nvshmem_folders(home: str | None) -> list[Path]:
-    """Where NVSHMEM's libraries are looked for: as :func:`tdcoll.language.jit.bitcode_path` does."""
+    """Return the folders to search for NVSHMEM's libraries, as :func:`tdcoll.language.jit.bitcode_path` does."""
     places = [Path(home) / "lib"] if home else []
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec("nvidia")

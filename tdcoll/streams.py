@@ -21,10 +21,13 @@ _WORDS = {torch.int32: 32, torch.uint32: 32, torch.int64: 64, torch.uint64: 64}
 
 
 def peer_tensor(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """``-> [*tensor.shape]``: what stands on ``rank`` where ``tensor`` stands here. Local.
+    """``-> [*tensor.shape]``: return ``rank``'s copy of the symmetric ``tensor``. Local.
 
     The result is that memory itself: PyTorch's operators, copies and kernels on this GPU read and write it over NVLink
-    or PCIe. Signals and barriers say when they may. The result ends with the symmetric tensor.
+    or PCIe. Use signals and barriers to order them. The result is valid as long as the symmetric tensor.
+
+    >>> signals = tdcoll.zeros(2, torch.int64)
+    >>> of_peer = tdcoll.peer_tensor(signals, 1 - tdcoll.rank())
 
     Args:
         tensor: one that :func:`tdcoll.empty` made, or a view of it, of any strides.
@@ -62,12 +65,14 @@ def _barrier():
 def barrier_on_stream(stream: torch.cuda.Stream | None = None) -> None:
     """Let a stream wait until every rank of the job has come here on its stream. Collective over the job.
 
-    All that ranks have sent on their streams before it has arrived after it: stores, puts and signals of kernels, and
-    copies. Two streams of a rank may not be in it together. It is NVSHMEM's barrier, which has no deadline: on a GPU a
-    rank that does not come leaves the others waiting. On the simulator they raise :class:`~tdcoll.CollectiveTimeout`.
+    When it ends, all earlier messages on the ranks' streams have arrived: stores, puts and signals of kernels, and
+    copies. Two streams of a rank may not be in it together. It is NVSHMEM's barrier, which has no deadline: if a rank
+    does not come, the others wait forever on a GPU. On the simulator they raise :class:`~tdcoll.CollectiveTimeout`.
+
+    >>> tdcoll.barrier_on_stream()
 
     Args:
-        stream: default: the current one. Without meaning on the simulator.
+        stream: the current one if None. Ignored on the simulator.
 
     Raises:
         NotInitializedError: before :func:`tdcoll.initialize`.
@@ -84,8 +89,12 @@ def barrier_on_stream(stream: torch.cuda.Stream | None = None) -> None:
 def wait_on_stream(word: torch.Tensor, compare: Any, value: int, stream: torch.cuda.Stream | None = None) -> None:
     """Let a stream wait until ``word`` compares true with ``value``. No program of a kernel is needed for it.
 
-    What was written before the word, and released at system scope, is seen after. On a GPU there is no deadline. On the
-    simulator the host waits for that of :func:`tdcoll.initialize`.
+    Later work sees data that was written before the word, if it was released at system scope. On a GPU there is no
+    deadline. On the simulator the host waits for that of :func:`tdcoll.initialize`.
+
+    >>> arrived = tdcoll.zeros(1, torch.int64)
+    >>> tdcoll.write_on_stream(tdcoll.peer_tensor(arrived, 1 - tdcoll.rank()), 1)
+    >>> tdcoll.wait_on_stream(arrived, tdl.CMP_GE, 1)
 
     Args:
         word: ``[]`` or ``[1]`` of int32 or int64, signed or not, on this GPU: a word of a symmetric tensor, or any.
@@ -106,7 +115,10 @@ def wait_on_stream(word: torch.Tensor, compare: Any, value: int, stream: torch.c
 
 
 def write_on_stream(word: torch.Tensor, value: int, stream: torch.cuda.Stream | None = None) -> None:
-    """Let a stream write ``value`` to ``word``, after all that was queued before: a signal to whoever waits for it.
+    """Let a stream write ``value`` to ``word``, after all work queued before: a signal for a rank that waits for it.
+
+    >>> flag = tdcoll.zeros(1, torch.int64)
+    >>> tdcoll.write_on_stream(flag, 7)
 
     Args:
         word: ``[]`` or ``[1]`` of int32 or int64, signed or not: of this GPU, or of :func:`peer_tensor`.
@@ -123,7 +135,10 @@ def write_on_stream(word: torch.Tensor, value: int, stream: torch.cuda.Stream | 
 
 
 def copy_on_stream(dest: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-    """Let a stream copy ``source`` to ``dest`` by a copy engine, which takes no room from kernels.
+    """Let a stream copy ``source`` to ``dest`` by a copy engine, which takes no multiprocessors from kernels.
+
+    >>> inbox = tdcoll.zeros(4)
+    >>> tdcoll.copy_on_stream(tdcoll.peer_tensor(inbox, 1 - tdcoll.rank()), torch.ones(4))
 
     Args:
         dest, source: contiguous, of as many bytes, on this GPU or of :func:`peer_tensor`.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test kernels on a machine with no GPU: all PEs in one process, with schedules that are hard to get on GPUs.
 
-A test is a function that takes a :class:`World`, runs a host function on each of its PEs and checks what came
-out. :func:`explore` runs it with many seeds; each seed is another schedule, another order of deliveries,
-other stragglers. A failure names its seed, and :func:`replay` runs exactly that again, with a timeline if
-wanted::
+A test is a function that takes a :class:`World`, runs a host function on each of its PEs and checks the results.
+:func:`explore` runs it with many seeds; each seed is another schedule, another order of deliveries, other stragglers.
+If a test fails, the error names its seed, and :func:`replay` runs exactly that again, with a timeline if requested::
 
     def case(world):
         def host(pe):
@@ -14,7 +13,7 @@ wanted::
     explore(case, n_pes=4, seeds=200)
     replay(case, 17, n_pes=4, trace="seed17.json")
 
-Needs ``TRITON_INTERPRET=1`` before triton is first imported. ``docs/simulator.md`` says what is modelled.
+Set ``TRITON_INTERPRET=1`` before triton is first imported. ``docs/simulator.md`` describes the model.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class Failure:
 
     Attributes:
         seed: the seed.
-        error: what the case raised.
-        report: the error with the tasks that raised it, and what the schedule was like.
-        options: keyword arguments that :func:`replay` wants besides the seed.
+        error: of the case.
+        report: the error with the tasks that raised it, and the schedule's settings.
+        options: keyword arguments of :func:`replay` besides the seed.
     """
 
     seed: int
@@ -90,7 +89,7 @@ class ExplorationFailed(AssertionError):
 
 
 def _seeds(seeds: int | Iterable[int]) -> Sequence[int]:
-    """The seeds, at least one: without any, a case would pass that was never run."""
+    """Return the seeds, at least one, because otherwise a case would pass without being run."""
     chosen = range(seeds) if isinstance(seeds, int) else tuple(seeds)
     if not chosen:
         raise ValueError(f"seeds must be at least 1, or name at least one seed; got {seeds!r}")
@@ -100,7 +99,7 @@ def _seeds(seeds: int | Iterable[int]) -> Sequence[int]:
 def first_failure(
     case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: bool = True, **world: Any
 ) -> Failure | None:
-    """The first of ``seeds`` for which ``case`` raises, or None. For tests that a broken kernel *is* caught.
+    """Return the first of ``seeds`` for which ``case`` raises, or None. For tests that a broken kernel *is* caught.
 
     Args:
         case: runs something in the world it is given.
@@ -129,7 +128,7 @@ def explore(case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: b
 
     Raises:
         ValueError: there are no seeds.
-        ExplorationFailed: the case failed; says for which seed, why, and how to see it again.
+        ExplorationFailed: the case failed; the message has the seed, the error, and how to replay it.
     """
     failure = first_failure(case, n_pes=n_pes, seeds=seeds, weak=weak, **world)
     if failure is not None:
@@ -145,12 +144,12 @@ def replay(
     trace: str | Path | None = None,
     **world: Any,
 ) -> World:
-    """Run ``case`` once more with the schedule of ``seed``; whatever it raises comes through.
+    """Run ``case`` once more with the schedule of ``seed``; its errors are raised.
 
     Args:
         case: as given to :func:`explore`; so are ``n_pes``, ``weak`` and ``world``.
         seed: from the failure's report.
-        trace: write a timeline there (Chrome trace JSON, for Perfetto), also when the case fails.
+        trace: write a timeline there (Chrome trace JSON, for Perfetto), even if the case fails.
 
     Returns:
         The world in which it ran, with its counts, steps and memory.

@@ -2,7 +2,7 @@
 """PyTorch's internals that tdcoll depends on because no public interface does the same.
 
 Each is checked once, when this module is imported. If PyTorch has changed one of them, the function here that needs it
-warns at its first use, and :data:`_WITHOUT` says what happens instead.
+warns at its first use, and :data:`_WITHOUT` describes the consequence.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _WITHOUT: dict[Callable[[], bool], str] = {
     _ddp_ignores: "DistributedDataParallel does not leave the tables of SparseGradientReducer alone; do not use both",
     _skipping: "torch.compiler.disable keeps torch.compile away from tdcoll's methods, which takes a second at import",
 }
-"""What happens without each of the internals."""
+"""The consequence if an internal is missing."""
 
 
 def _there(probe: Callable[[], bool]) -> bool:
@@ -90,7 +90,7 @@ def _warn(probe: Callable[[], bool]) -> None:
 
 
 def _missing(probe: Callable[[], bool]) -> bool:
-    """Return whether PyTorch has changed what ``probe`` looked at; warn of it the first time."""
+    """Return whether PyTorch has changed the internal of ``probe``; warn if it is the first time."""
     if probe in _CHANGED:
         _warn(probe)
     return probe in _CHANGED
@@ -100,7 +100,7 @@ def _missing(probe: Callable[[], bool]) -> bool:
 
 
 def never_compiled(code: Code) -> Code:
-    """Keep ``torch.compile`` away from a function, or from a class's methods, and from all they call. Return it.
+    """Keep ``torch.compile`` away from a function, or from a class's methods, and from all their callees. Return it.
 
     C++ calls the backend's methods even while Dynamo is active, for example when DDP broadcasts buffers in a compiled
     model. Dynamo would take each for a part of the model, and it refuses process groups. ``torch.compiler.disable``
@@ -124,12 +124,12 @@ def never_compiled(code: Code) -> Code:
 
 @functools.cache
 def batch_messages_of(kind: type) -> None:
-    """Have ``torch.distributed.batch_isend_irecv`` make a batch for groups of a class, where their backend can.
+    """Have ``torch.distributed.batch_isend_irecv`` make a batch for groups of a class, if their backend can.
 
-    PyTorch makes one only if a group's type is ``ProcessGroup`` itself. Without it NCCL would have each message for
-    itself: two ranks that both send first, and ranks in a ring, would wait for each other for good.
+    PyTorch makes one only if a group's type is ``ProcessGroup`` itself. Without it NCCL would handle each message
+    separately: if two ranks both sent first, or ranks in a ring, they would wait for each other forever.
 
-    Only its code is replaced: others have imported the function, and ``torch.compile`` knows it.
+    Only its code is replaced, because other modules have imported the function, and ``torch.compile`` knows it.
     """
     if _missing(_batches):
         return
@@ -162,7 +162,7 @@ def name_groups_anew() -> None:
     """Have PyTorch name the next process group as the first one of a process.
 
     It names groups by a number that each process counts, and gloo's ranks meet under that name. A call of
-    ``init_process_group`` that fails, on some ranks perhaps, has counted.
+    ``init_process_group`` counts even if it fails, perhaps only on some ranks.
     """
     if not _missing(_group_names):
         c10d._world.group_count = 0
@@ -194,4 +194,4 @@ def living_ddp(inside: nn.Module) -> list[Any]:
     """Return the DistributedDataParallel wrappers that are in use: those in ``inside``, and all since
     :func:`watch_ddp`."""
     found = {*_ddp, *(module for module in inside.modules() if isinstance(module, DDP))}
-    return [module for module in found if hasattr(module, "reducer")]  # making the others has failed
+    return [module for module in found if hasattr(module, "reducer")]  # without it, making the wrapper has failed

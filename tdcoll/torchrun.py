@@ -26,7 +26,7 @@ import signal
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 __all__ = ["PATIENCE_S", "main", "summary"]
 
@@ -50,12 +50,12 @@ def summary(
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, (pid, status) in sorted(exits.items()):
         said = words.get(pid)
-        if pid in ended and (status < 0 or said is None):  # a handler of the signal may exit as it likes
-            how, why = "still running, ended by torchrun", ""
-        elif said is None:
-            how, why = ("died", _signal_name(-status)) if status < 0 else ("ended", f"exit status {status}")
-        else:
+        if said is not None:  # also of a rank that was still leaving when torchrun ended it
             how, why = ("noticed", "") if said["noticed"] else ("failed", _shortened(said["error"]))
+        elif pid in ended:  # whatever its status: a handler of the signal may exit as it likes
+            how, why = "still running, ended by torchrun", ""
+        else:
+            how, why = ("died", _signal_name(-status)) if status < 0 else ("ended", f"exit status {status}")
         groups.setdefault((how, why), []).append(rank)
 
     def of_first(ranks: Sequence[int]) -> Mapping[str, Any]:
@@ -146,7 +146,19 @@ def _read(file: IO[bytes]) -> dict[int, dict[str, Any]]:
 
 
 def main() -> None:
-    """Run torchrun with the arguments of this process."""
+    """Run torchrun with the arguments of this process. After Ctrl-C, exit with status 130."""
+    try:
+        _main()
+    except KeyboardInterrupt:  # before torchrun handles the signal, for example while PyTorch is imported
+        _end_of_ctrl_c()
+
+
+def _end_of_ctrl_c() -> NoReturn:
+    _say("Ctrl-C has ended the job")
+    sys.exit(128 + signal.SIGINT)
+
+
+def _main() -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -175,8 +187,7 @@ def main() -> None:
         except SignalException as error:
             if error.sigval != signal.SIGINT:
                 raise
-            _say("Ctrl-C has ended the job")
-            sys.exit(128 + signal.SIGINT)
+            _end_of_ctrl_c()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.distributed.Work`` of calls that are made when they return, or queued on a CUDA stream; their errors."""
+"""``torch.distributed.Work`` of calls that are complete when they return, or queued on a CUDA stream; their errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ backend_errors = _BackendErrors()
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
-    """Return the seconds of a ``Work.wait`` timeout; None where it means no limit."""
+    """Return the seconds of a ``Work.wait`` timeout; None if it means no limit."""
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
 
@@ -103,8 +103,8 @@ class Work(dist.Work):
 
 @never_compiled
 class CompletedWork(Work):
-    """The work of a synchronous call: nothing is left to wait for but the current stream. Made by :func:`completed`, or
-    without it where each microsecond counts."""
+    """The work of a synchronous call: ``wait()`` waits only for the current stream. Made by :func:`completed`, or
+    directly if each microsecond counts."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -134,11 +134,11 @@ class StreamWork(Work):
         result: tensors that the call writes.
         stream: on which it is queued, last.
         blocks: ``wait()`` blocks the host as well, as a barrier's does.
-        check: raises what is known to have gone wrong.
-        keep: tensors that the call reads and writes, if the stream is not the caller's: kept until ``wait()``, so that
-            their memory is not used anew.
-        events: free events. The work takes one of them, if there is one, and gives it back when it ends: making an
-            event takes microseconds.
+        check: raises known errors.
+        keep: tensors that the call reads and writes, if the stream is not the caller's: kept until ``wait()``, because
+            their memory must not be used again before.
+        events: free events. The work takes one of them, if there is one, and gives it back when it ends, because making
+            an event takes microseconds.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class StreamWork(Work):
         return True
 
     def __del__(self) -> None:
-        # Nobody has waited: the allocator has to, as it does for tensors that another stream uses.
+        # Because no one has waited, the allocator has to, as it does for tensors that another stream uses.
         if self._keep and not sys.is_finalizing() and not capturing(self._stream.device):
             for tensor in self._keep:
                 record_stream(tensor, self._stream)
@@ -204,11 +204,11 @@ class StreamWork(Work):
 
 
 _current: Any = None
-"""The stream that was last the current one."""
+"""The last current stream."""
 
 
 def current_stream(index: int) -> Any:
-    """Return what ``torch.cuda.current_stream(index)`` does, in a fifth of its time if it is the same as the last."""
+    """Return ``torch.cuda.current_stream(index)``, in a fifth of its time if it is the same as the last."""
     global _current
     stream, (name, device, kind) = _current, torch._C._cuda_getCurrentStream(index)
     if stream is None or stream.stream_id != name or stream.device_index != device:

@@ -67,6 +67,7 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
     (lambda given: make(group=["a"]), TypeError, f"{GROUP}['a']"),
     (lambda given: make(group="0"), TypeError, f"{GROUP}'0'"),
     # all-gathers
+    (lambda given: tdcoll.all_gather(X, ctx=given.sparse), TypeError, f"{CTX}SparseContext"),
     (lambda given: tdcoll.all_gather(None), TypeError, "tensor must be a torch.Tensor, got NoneType"),
     (lambda given: tdcoll.all_gather(None, ctx=given.ctx), TypeError, "tensor must be a torch.Tensor, got NoneType"),
     (

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import tdcoll``: names that are imported when they are used, and the environment variables that there are."""
+"""``import tdcoll``: names that are imported when they are used, and the environment variables that there are; the
+length of files."""
 
 from __future__ import annotations
 
@@ -205,5 +206,19 @@ def test_one_rank_per_host_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         environment.warn_of_unknown.__wrapped__()
         said[rank] = [record.getMessage() for record in caplog.records]
     (line,) = said["0"]
-    assert "TDCOLL_XYZ is none of tdcoll's and has no effect: docs/multi-node.md" in line
+    assert "TDCOLL_XYZ is none of tdcoll's and has no effect: docs/environment.md" in line
     assert said["1"] == []
+
+
+def too_long(root: Path) -> list[str]:
+    """Return the Python files of more than 500 lines."""
+    files = (file for name in ("tdcoll", "tests", "benchmarks", "tutorials") for file in (root / name).rglob("*.py"))
+    return [str(file.relative_to(root)) for file in files if len(file.read_text("utf-8").splitlines()) > 500]
+
+
+def test_no_file_is_too_long(tmp_path: Path) -> None:
+    assert too_long(ROOT) == []
+    (tmp_path / "tests" / "docs").mkdir(parents=True)
+    for lines in (500, 501):
+        (tmp_path / "tests" / "docs" / f"of_{lines}.py").write_text("#\n" * lines)
+    assert too_long(tmp_path) == ["tests/docs/of_501.py"]

@@ -14,7 +14,7 @@ import pytest
 from tiers import second
 
 WORKERS = Path(__file__).with_name("workers")
-GPU_ONLY = {"graphs", "capture_errors", "streams", "side_streams", "captured_chains"} | {
+GPU_ONLY = {"graphs", "capture_errors", "streams", "side_streams", "streams_in_turn", "captured_chains"} | {
     "large_calls_by_words_are_several_epochs",
     "some_ranks_replay_what_others_call",
     "sparse_graphs",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tutorials share: output, `--break RULE` in the simulator, and times on GPUs."""
+"""Functions that the tutorials share: output, `--break RULE` in the simulator, and times on GPUs."""
 
 import argparse
 import importlib.util

@@ -16,13 +16,13 @@ _OTHERS = {
     "sparse_all_reduce": ("SparseAllReduce", "the sum of row-sparse tensors against what NCCL can do"),
     "signal": ("Signalling", "how long a signal takes, one-way and all-to-all"),
 }
-"""Module, class, and what is measured, of the benchmarks that are not of a dense collective."""
+"""Module, class and subject of each benchmark that doesn't measure a dense collective."""
 
 BENCHMARKS = {
     **{name: f"{name.replace('_', '-')}s against their peers" for name in COLLECTIVES},
     **{name: what for name, (_, what) in _OTHERS.items()},
 }
-"""The name of each benchmark, and what it measures."""
+"""The name of each benchmark, and its subject."""
 
 _USAGE = "usage: bash launch.sh [--nproc N] -m tdcoll bench BENCHMARK [options]"
 
@@ -39,7 +39,7 @@ Each benchmark has a --help of its own. On the simulator they check results and 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one benchmark; its exit status."""
+    """Run one benchmark; return its exit status."""
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", ())
     if name in COLLECTIVES:
         return int(importlib.import_module("tdcoll.bench.dense").main(name, rest))

@@ -2,11 +2,11 @@
 """The benchmark of all-reduce + residual + RMSNorm: ``bash launch.sh [--nproc N] -m tdcoll bench all_reduce_rms_norm
 --help``.
 
-Peers are TensorRT-LLM's fused kernel, and chains of an all-reduce, NCCL's or tdcoll's own, and torch's addition and
-normalization, as eager kernels or as one that Inductor makes.
+Baselines are TensorRT-LLM's fused kernel, and chains of an all-reduce (NCCL's or tdcoll's) with torch's addition and
+normalization, as eager kernels or fused by Inductor.
 
-Inputs are whole numbers, so the new residual is exact. The normalized rows are compared with those of fp32, up to the
-rounding of their dtype.
+The new residual is exact, because inputs are whole numbers. The normalized rows are compared with fp32 results, up to
+the rounding of their dtype.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Calls:
         )
 
     def peer(self, name: str) -> Subject:
-        """Return a peer's calls. Raises the reason for which it cannot run."""
+        """Return a baseline's calls. If it cannot run, raise the reason."""
         residual, weight, ctx = self.residual, self.weight, self.context
         x = [given.view_as(residual) for given in self.buffers.inputs]
         if name == _TENSORRT:
@@ -149,7 +149,7 @@ class AllReduceNorm(case.Case):
         what = SPECS["all_reduce"], rows * row, topology.nodes, topology.rank, given.dtype, device
         buffers = Buffers(*what, sets=calls_of(rows * row * world)[1], op="sum")
         drawn = torch.Generator().manual_seed(5)
-        # Never above 0: the sums, which are, may be the largest numbers that are exact.
+        # Never above 0, because the sums are, and they may be the largest exact numbers.
         residual = -torch.randint(5, (rows, given.hidden), generator=drawn).to(device, given.dtype)
         weight = torch.rand(given.hidden, generator=drawn).to(device, given.dtype)
         room = (rows + 2) * row + 512 * rows  # rows that are not there, and measures

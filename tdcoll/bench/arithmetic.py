@@ -36,7 +36,7 @@ def summarize(times_us: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def ratio(peer_us: float | None, ours_us: float | None) -> float | None:
-    """Return how many times faster than the peer we are; below 1 we lose. None if either was not measured."""
+    """Return how many times faster than the baseline tdcoll is; None if either was not measured."""
     return None if not peer_us or not ours_us else peer_us / ours_us
 
 
@@ -59,7 +59,7 @@ class Floor:
 
     Attributes:
         launch_us: of an empty kernel, as it is launched.
-        crossing_us: from a store until the other GPU sees it.
+        crossing_us: of a hop: from a store until the other GPU sees it.
         gbps: rate at which a rank can store to all others.
     """
 
@@ -68,22 +68,22 @@ class Floor:
     gbps: float
 
     def us(self, sent: float, world: int) -> float:
-        """A launch and a crossing, or all that a rank sends (bytes) at the full rate: whichever takes longer."""
+        """Return the longer of a launch with one hop, and of sending all bytes of a rank at the full rate."""
         return max(self.launch_us + (self.crossing_us if world > 1 else 0.0), sent / self.gbps / 1e3)
 
 
 FLOORS = {"NVIDIA H200": Floor(launch_us=0.8, crossing_us=1.0, gbps=390.0)}
-"""Of GPUs with NVLink to all others of the node: launch and rate are measured. The rate is the best that was seen, of
-copy engines around a ring of 8 (stores to all 7 others at once reached 341). The crossing is about what a store and the
-load that sees it take; the signal benchmark measures it."""
+"""Of GPUs with NVLink to all others of the node: launch and rate are measured. The rate is the best that was seen, when
+copy engines sent around a ring of 8 (stores to all 7 others at once reached 341). A hop is about a store and the load
+that sees it; the signal benchmark measures it."""
 
 PAIR_GBPS = {"NVIDIA H200": 361.0}
-"""The rate between two GPUs that have nobody else to send to, both ways at once: the same for stores, bulk copies (TMA)
-and copy engines."""
+"""The rate between two GPUs if they send to no other, both ways at once: the same for stores, bulk copies (TMA) and
+copy engines."""
 
 
 def floor_of(head: dict[str, Any], rows: Sequence[Any], given: Floor | None = None) -> Floor | None:
-    """That of these rows: ``given``, or what is known of their GPUs. None between nodes."""
+    """Return the lower bound for these rows: ``given``, or the known one of their GPUs. None between nodes."""
     if not rows or any(row.nodes > 1 for row in rows):
         return None
     gpus = set(head["provenance"].get("gpus", []))
@@ -94,7 +94,7 @@ def floor_of(head: dict[str, Any], rows: Sequence[Any], given: Floor | None = No
 
 
 def parse_floor(text: str) -> Floor:
-    """``"0.8,1,341"``: an empty kernel, a crossing (both in microseconds), and the rate in GB/s.
+    """``"0.8,1,341"``: an empty kernel, a hop (both in microseconds), and the rate in GB/s.
 
     Raises:
         argparse.ArgumentTypeError: it is not three numbers above 0.

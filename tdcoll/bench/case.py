@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A :class:`Case` says what a benchmark has of its own. The command around it is the same for all."""
+"""A :class:`Case` holds the parts that differ between benchmarks. The command around it is the same for all."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tdcoll.runtime import lifecycle
 __all__ = ["AllWanted", "Case", "Show", "run"]
 
 Show = Callable[[Sequence[Row]], object]
-"""Takes the rows of a size as soon as they are known."""
+"""Receives the rows of a size when they are known."""
 
 AllWanted = AbstractContextManager[tuple[Sequence[Wanted], Callable[[], object]]]
-"""All that is measured side by side, and a check for expired waits."""
+"""The subjects that are measured side by side, and a check for expired waits."""
 
 
 class Case(Job, ABC):
-    """A benchmark of sizes, of each of which several subjects are measured side by side.
+    """A benchmark that measures several subjects side by side for each size.
 
     Attributes:
         benchmark: its name on the command line and in files.
@@ -54,20 +54,20 @@ class Case(Job, ABC):
     @classmethod
     @abstractmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
-        """Options from the command line; a wrong one ends the process with status 2."""
+        """Return the options from the command line; if one is wrong, end the process with status 2."""
 
     @classmethod
     def heap_bytes(cls, options: argparse.Namespace, world: int) -> int:
-        """Symmetric heap that it needs."""
+        """Return the bytes of symmetric heap that it needs."""
         return 1 << 20
 
     @abstractmethod
     def sizes(self) -> Iterator[Any]:
-        """Everything that is measured side by side, alike on all ranks."""
+        """Return the sizes, which are the same on all ranks."""
 
     @abstractmethod
     def wanted(self, size: Any) -> AllWanted:
-        """Give what to measure of one size. Collective."""
+        """Yield the subjects of one size. Collective."""
 
     @abstractmethod
     def facts(self, size: Any) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Case(Job, ABC):
         """Take note of all rows so far, after a size that took so long."""
 
     def measure_size(self, size: Any, line_up: LineUp | None, straggler: Straggler | None = None) -> list[Row]:
-        """Rows of one size, from GPUs, or, without ``line_up``, from the simulator. Collective."""
+        """Return the rows of one size, from GPUs or, if ``line_up`` is None, from the simulator. Collective."""
         entries, subjects = [], []
         with self.wanted(size) as (every, look):
             for one in every:
@@ -96,7 +96,7 @@ class Case(Job, ABC):
         return [entry.row(self, self.facts(size), straggler is not None) for entry in entries]
 
     def measure(self, show: Show) -> list[Row]:
-        """Rows of all sizes; those of each go to ``show`` as soon as they are known. Collective."""
+        """Return the rows of all sizes; call ``show`` with those of each size when they are known. Collective."""
         delays = getattr(self.options, "straggler", False) and not self.owner.simulated
         straggler = Straggler(self.topology.rank, self.topology.world_size) if delays else None
         rows: list[Row] = []
@@ -110,7 +110,7 @@ class Case(Job, ABC):
 
 
 def run(case: type[Case], arguments: Sequence[str], options: argparse.Namespace | None = None) -> int:
-    """Join, measure, show, write, leave. The exit status: 1 if a result was wrong; ends with 2 on shared GPUs.
+    """Join, measure, show, write, leave. Return 1 if a result was wrong; exit with 2 if ranks share GPUs.
 
     Rows are written after every size.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of dense collectives: what could be the fastest, and what a tuning table is to say of measured times.
+"""Choose plans of dense collectives: the candidates to measure, and the tuning table that follows from the times.
 
 The fastest right candidate is taken, with hysteresis: a candidate that is slower by at most a margin is kept if the
 size before has it, or if the operation's default heuristic takes it. Noise therefore makes no entries.
@@ -25,13 +25,13 @@ from tdcoll.tuning import Entry, Section, Table
 __all__ = ["CHANNEL_COUNTS", "WARP_COUNTS", "Candidate", "Choice", "Requested", "algorithms"]
 
 Requested = str | Plan
-"""What tdcoll's functions take for ``algorithm``."""
+"""Values that tdcoll's functions accept for ``algorithm``."""
 
 _BLOCKS = (64, 128, 256, 512, 1024)
-"""Words, which need no signal, that one program moves."""
+"""LL or Lamport words that one thread block moves."""
 
 CHANNEL_COUNTS = (1, 4, 16, 64, 256)
-"""Chunks of a segment that are tried, by default; and warps of a program."""
+"""Numbers of chunks of a segment, and of warps of a thread block, that are tried by default."""
 
 WARP_COUNTS = (2, 4, 8, 16)
 
@@ -46,7 +46,7 @@ def algorithms(spec: Spec) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to make a call; None is left to the rules.
+    """A way to make a call; if a field is None, the default heuristic decides.
 
     Attributes:
         algorithm: as in :class:`~tdcoll.Plan`.
@@ -116,15 +116,15 @@ class Choice:
         )
 
     def _several_epochs(self, algorithm: str, nbytes: int) -> bool:
-        """Return whether an algorithm by words takes several epochs, though the context holds the call by chunks."""
+        """Return whether LL or Lamport takes several epochs, although the context holds the call in chunks."""
         found = self.spec.collective.algorithm(algorithm)
         return bool(found.words) and found.epoch(self._facts(nbytes)) < nbytes
 
     def plan(self, candidate: Candidate, nbytes: int) -> Plan:
-        """Return the plan of a candidate for such a call, or for its first epoch where a call by words takes several.
+        """Return the plan of a candidate for such a call, or for its first epoch if LL or Lamport takes several.
 
         Raises:
-            ValueError: it cannot be had.
+            ValueError: this call doesn't support it.
         """
         topology, facts = self.topology, self._facts(nbytes, candidate.in_place)
         kind = ("", self.spec.name, topology.ranks_per_node or 0, topology.n_nodes, candidate.in_place)
@@ -132,14 +132,15 @@ class Choice:
         return self.spec.collective.choose(facts, candidate.algorithm, [section])
 
     def requested(self, candidate: Candidate, nbytes: int) -> Requested:
-        """Return what to give such a call: the candidate's plan, or its algorithm's name for one of several epochs."""
+        """Return the argument for such a call: the candidate's plan, or its algorithm's name if it takes several
+        epochs."""
         several = self._several_epochs(candidate.algorithm, nbytes)
         return candidate.algorithm if several else self.plan(candidate, nbytes)
 
     def _tried(
         self, algorithm: str, nbytes: int, channels: Sequence[int], warps: Sequence[int]
     ) -> list[dict[str, int]]:
-        """Return the chunks and warps that are tried of an algorithm; the first are those of the rules."""
+        """Return the chunks and warps that are tried of an algorithm, the default heuristic's first."""
         if self._several_epochs(algorithm, nbytes):
             return [{}]  # such calls take no plan
         if widths := self.spec.collective.algorithm(algorithm).words:
@@ -161,7 +162,7 @@ class Choice:
         channels: Sequence[int] = CHANNEL_COUNTS,
         warps: Sequence[int] = WARP_COUNTS,
     ) -> list[Candidate]:
-        """List different plans that can be had. The first of each algorithm is that of the rules."""
+        """List different supported plans. The first of each algorithm is the default heuristic's."""
         found: dict[Plan, Candidate] = {}
         known = algorithms(self.spec)
         for algorithm in known if names is None else [name for name in names if name in known]:
@@ -176,7 +177,7 @@ class Choice:
         return list(found.values())
 
     def picked(self, times_us: Mapping[int, Mapping[Candidate, float]]) -> list[tuple[int, Candidate]]:
-        """Return what is to be taken for each size: ``(bytes of a segment, candidate)``.
+        """Return the choice for each size: ``(bytes of a segment, candidate)``.
 
         In this order, of the candidates that are slower than the fastest by at most the margin: the same as for the
         size before; the default heuristic's own; the fastest.
@@ -198,7 +199,7 @@ class Choice:
     ) -> list[Section]:
         """Return a table's sections from the rows that were right.
 
-        An entry holds up to the largest size that it was picked for, and the rules above the largest of all.
+        An entry holds up to the largest size that it was picked for. Above all entries the default heuristic decides.
 
         Args:
             before: of measurements that are still to be finished: a table whose entries hold for larger sizes until
@@ -220,7 +221,7 @@ class Choice:
         return made
 
     def verdict(self, nbytes: int, rows: Sequence[Row]) -> str:
-        """Return one line: what is taken at a size, and how much longer the best of every other algorithm takes.
+        """Return one line: the choice at a size, and how much longer the best of every other algorithm takes.
 
         Args:
             rows: of this size, and of those before it, on which the choice depends.

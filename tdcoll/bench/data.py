@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs and results of dense collectives, and the check of results.
 
-Inputs are whole numbers, drawn by seeded generators: every rank can draw the input of any rank and call. They are
-small enough that every reduction over all ranks is exact in the dtype, in any order, and never 0.
+Inputs are whole numbers, drawn by seeded generators, because every rank must be able to draw the input of any rank and
+call. They are small enough that every reduction over all ranks is exact in the dtype, in any order, and never 0.
 
 A *round* is one launch of all calls. From one round to the next all numbers change on the device, in stream order,
 which shows results of an earlier launch. Consecutive calls of a launch use different buffers (*sets*).
@@ -48,9 +48,9 @@ class Buffers:
         dtype: of the data.
         device: where they are.
         sets: how many inputs and results there are.
-        calls: of a launch, which take the sets in turn; None: as many as there are sets.
-        op: how the collective reduces; None: it does not.
-        allocate: ``bytes -> [bytes]`` uint8, where it is not ordinary memory of the device.
+        calls: of a launch, which take the sets in turn; if None, as many as there are sets.
+        op: how the collective reduces; None if it does not.
+        allocate: ``bytes -> [bytes]`` uint8, if the buffers are not ordinary memory of the device.
         separate: each input and each result is an allocation.
 
     Attributes:
@@ -79,7 +79,7 @@ class Buffers:
         self.spec, self.nodes, self.rank, self.sets, self.op = spec, nodes, rank, sets, op
         self.world, self.calls, self.round = len(nodes), calls or sets, 0
         self._segment = nbytes // dtype.itemsize
-        # Calls in place that take a buffer again add up sums, and round each time that they add two.
+        # If calls in place take a buffer again, they add up sums, and round at each addition.
         terms = self.world if self.calls == sets else self.world**2
         room = exact(dtype) // (terms if op in ("sum", "mean") else 1)
         if room < 4:

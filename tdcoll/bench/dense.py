@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of every dense collective: ``bash launch.sh [--nproc N] -m tdcoll bench all_gather --help``.
 
-What differs between them follows from their :class:`~tdcoll.bench.specs.Spec`.
+Their :class:`~tdcoll.bench.specs.Spec` holds the differences between them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _OPERATIONS = {name: op for op, name in TORCH_OPERATIONS.items() if name != "pro
 
 _MOVED = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _REDUCED = [str(dtype).removeprefix("torch.") for dtype in ACCUMULATORS if dtype.itemsize > 1]
-"""PyTorch adds none of the others of one byte, and there are no sums of them."""
+"""The other dtypes of one byte are left out, because PyTorch cannot add them."""
 
 
 def _sets_of(given: argparse.Namespace, nbytes: int, world: int) -> int:
-    """Inputs and results that the calls of a launch take in turn: ``--buffers``, or one of its own for each call."""
+    """Return how many inputs and results a launch takes in turn: ``--buffers``, or one for each call if not given."""
     calls = calls_of(nbytes * world)[1]
     return min(given.buffers or calls, calls)
 
@@ -73,7 +73,7 @@ class Dense(case.Case):
 
     @classmethod
     def peers(cls) -> dict[str, Peer]:
-        """Return the peers that do this collective."""
+        """Return the baselines for this collective."""
         return {name: peer for name, peer in PEERS.items() if peer.of in (None, cls.benchmark)}
 
     @classmethod
@@ -108,7 +108,8 @@ class Dense(case.Case):
 
     @classmethod
     def heap_bytes(cls, options: argparse.Namespace, world: int) -> int:
-        """Return what a context takes, and buffers in the heap. The backend takes at most a quarter of the heap."""
+        """Return the bytes of a context, and of buffers in the heap. The backend takes at most a quarter of the
+        heap."""
         algorithms, spec = options.algorithms, cls.spec
         rooms = [spec.context_bytes(size, world) + 16 for size in options.sizes]
         slots = 2 * world * max(rooms)
@@ -130,7 +131,7 @@ class Dense(case.Case):
 
     @contextlib.contextmanager
     def context(self, nbytes: int) -> Iterator[tuple[CollectiveContext, Stock]]:
-        """Make what the subjects of one size share. Collective."""
+        """Make the context and the buffers that the subjects of one size share. Collective."""
         topology, given = self.topology, self.options
         what = self.spec, nbytes, topology.nodes, topology.rank, given.dtype, self.device
         sets, calls = _sets_of(given, nbytes, topology.world_size), calls_of(nbytes * topology.world_size)[1]
@@ -168,7 +169,7 @@ class Dense(case.Case):
         return {"took": said.algorithm} if said.algorithm else {}
 
     def _ours(self, name: str, nbytes: int, context: CollectiveContext, stock: Stock) -> Subject:
-        """tdcoll's calls by the name that ``--algorithms`` has for them."""
+        """Return tdcoll's calls by their name in ``--algorithms``."""
         if name == BACKEND:
             return self._backend(nbytes, stock.plain)
         special = name in (IN_PLACE, SYMMETRIC)
@@ -208,7 +209,7 @@ class Dense(case.Case):
         """torch.distributed's calls on a process group with backend ``"tdcoll"``.
 
         Raises:
-            ValueError: tdcoll's kernels do not serve the group.
+            ValueError: tdcoll's kernels do not handle the group.
         """
         from tdcoll.distributed import Options, explain  # registers the backend
 
@@ -220,7 +221,7 @@ class Dense(case.Case):
         return self.by_torch(buffers, lambda: dist.destroy_process_group(group), group)
 
     def _peer(self, name: str, stock: Stock) -> Subject:
-        """A peer's calls."""
+        """Return a baseline's calls."""
         peer = self.peers()[name]
         if self.op == "mean" and (world := self.topology.world_size) & (world - 1):
             raise ValueError(f"rounds a mean over {world} ranks more than once: it cannot be checked to the bit")
@@ -236,10 +237,10 @@ def case_of(name: str) -> type[Dense]:
 
 
 def main(name: str, arguments: Sequence[str]) -> int:
-    """The command of the collective of this name; its exit status: 1 if a result was wrong."""
+    """Run the benchmark of the collective of this name; return 1 if a result was wrong."""
     kind = case_of(name)
     options = kind.parse(arguments)
     if FCOLLECT in options.peers and not INTERPRETED:
-        # tdcoll turns off the NCCL that NVSHMEM may use for it, unless the variable, which is in the file, is set.
+        # tdcoll turns off NVSHMEM's use of NCCL, unless the variable, which is in the file, is set.
         os.environ["NVSHMEM_DISABLE_NCCL"] = os.environ.get("NVSHMEM_DISABLE_NCCL") or "0"
     return case.run(kind, arguments, options)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How everything is measured: subjects in, times and errors out.
 
-Everything of a size is prepared first (called with every input, checked, captured). Then it is measured in several
-turns each, so that clocks and temperature are the same for all. Inputs change on the device before every launch, and
-consecutive calls take different ones: a replay of one buffer reads lower than real use. Results are checked in the
-timed path. What can be checked depends on the subject:
+All subjects of a size are prepared first (called with every input, checked, captured). Then they are measured in
+several turns each, so that clocks and temperature are the same for all. Inputs change on the device before every
+launch, and consecutive calls take different ones, because a replay of one buffer is faster than real use. Results are
+checked in the timed path, as far as the subject permits:
 
 - Mostly each call of a launch has an input and a result of its own. Eager calls are timed in launches of as many calls
   as a graph has, and after each turn the results of every call of its last launch are checked. The last launches
   alternate between an even and an odd number of calls.
-- A subject that is ``alone`` makes results that last until its next call, or that have to know their size on the host.
-  Its eager calls may wait for the GPU: they are timed one at a time, and the result of each is checked. Of a graph the
-  last call of the last replay is.
+- A subject is ``alone`` if its results last only until its next call, or if the host has to know their size. Its eager
+  calls may wait for the GPU, so they are timed one at a time, and the result of each is checked. For a graph, the last
+  call of the last replay is checked.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tdcoll.language import INTERPRETED
 __all__ = ["CALLS", "TURNS", "Entry", "Found", "Job", "Subject", "Wanted", "calls_of", "measure", "nothing", "simulate"]
 
 TURNS = 4
-"""Turns that each entry takes per size; even, so that both launches are the last of as many turns."""
+"""Turns that each entry takes per size; even, because both launches must be the last of as many turns."""
 
 CALLS = (2, 3) if INTERPRETED else (20, 21)
-"""Calls timed together: an odd number shows protocols that mix up their buffers. Fewer where nothing is timed."""
+"""Calls timed together: an odd number shows protocols that mix up their buffers. Fewer if nothing is timed."""
 
 _RESULT_BYTES = 1 << 30
-"""About as much memory as the results of one launch take, each call having a result of its own."""
+"""About as much memory as the results of one launch take, if each call has its own result."""
 
 Found = tuple[int, str]
-"""How much is wrong, and where it begins."""
+"""The number of wrong elements, and where they begin."""
 
 
 def calls_of(nbytes: int) -> tuple[int, int]:
@@ -72,10 +72,10 @@ class Job:
         return self.owner.control.all_gather(range(self.owner.world_size), what, value)
 
     def agree(self, what: str, action: Callable[[], Any], peer: bool) -> tuple[Any, str | None]:
-        """``(result, None)`` if the action works on every rank, else ``(None, why not)``, on every rank.
+        """Return ``(result, None)`` if the action works on every rank, otherwise ``(None, why not)``, on every rank.
 
-        A peer may fail as it likes. What tdcoll does not support is a ValueError, what does not fit a
-        HeapExhaustedError; anything else is raised.
+        A baseline may raise any error. tdcoll raises ValueError if it doesn't support the call, and HeapExhaustedError
+        if the heap is too small; any other error is raised again.
         """
         result, problem = None, None
         try:
@@ -112,12 +112,12 @@ class Subject:
         errors: how much of that result is wrong, and where it begins.
         inputs: how many there are; the calls of a launch take them in turn.
         begin: new inputs and no results, before each turn; takes a number that no turn before had. May be collective.
-        before: what the inputs of the coming calls need, untimed, in stream order.
+        before: prepares the inputs of the coming calls, untimed, in stream order.
         calls: calls timed together, an even and an odd number.
-        parts: what a call counts as; times are of a part.
+        parts: of a call; times are of one part.
         alone: see the module.
         takes_part: whether this rank does; times of others do not count.
-        notes: what has to be known of it; may grow while it runs.
+        notes: remarks for the reader; may grow while it runs.
         close: gives back what it owns; collective.
     """
 
@@ -134,7 +134,7 @@ class Subject:
     close: Callable[[], object] = nothing
 
     def numbers(self, calls: int) -> list[int]:
-        """The inputs of so many calls."""
+        """Return the inputs of so many calls."""
         return [position % self.inputs for position in range(calls)]
 
 
@@ -144,7 +144,7 @@ class Wanted:
 
     Attributes:
         name, peer: of its rows.
-        make: makes the subject; raises the reason for which it cannot run. Collective.
+        make: makes the subject; raises the reason if it cannot run. Collective.
         launches: in which ways.
         facts: of its rows, besides those of all rows of the size.
     """
@@ -192,7 +192,7 @@ class Entry:
         )
 
     def tried(self, job: Job, what: str, action: Callable[[], Any]) -> Any:
-        """Return what an action gives that may not work here; None after one that did not."""
+        """Return the result of an action; None if it isn't supported here."""
         result, self.problem = job.agree(f"{what} {self.wanted.name}", action, self.wanted.peer)
         return result
 
@@ -205,8 +205,8 @@ class Entry:
 
 
 def _calls(subject: Subject, calls: int) -> list[Found]:
-    """At least so many calls, and what was wrong with each. Unless they are alone, as many as there are inputs are made
-    before the first is checked."""
+    """Make at least so many calls, and return the errors of each. Unless they are alone, as many calls as there are
+    inputs are made before the first is checked."""
     found, step = [], 1 if subject.alone else subject.inputs
     for first in range(0, calls, step):
         numbers = [(first + place) % subject.inputs for place in range(step)]
@@ -217,7 +217,7 @@ def _calls(subject: Subject, calls: int) -> list[Found]:
 
 
 def _prepare(job: Job, entry: Entry, warmup: int) -> None:
-    """Call it, and capture it if that is asked: what a launch needs before it can be timed."""
+    """Call it, and capture it if requested, because a launch needs both before it can be timed."""
     subject = entry.subject
 
     def launch(calls: int) -> Launch:
@@ -252,8 +252,8 @@ def _prepare(job: Job, entry: Entry, warmup: int) -> None:
 def _time_alone(subject: Subject, number: int, line_up: LineUp, straggler: Straggler | None) -> tuple[Any, list[float]]:
     """Return the result and the time of a call that may wait for the GPU, from an idle GPU.
 
-    The first line-up lets the hosts go on together. That of the launch, behind which the first event is, lets the
-    streams, so a rank that enters late is waited for before the others' first event.
+    The first line-up aligns the hosts. The one of the launch aligns the streams, and the first event comes behind it,
+    so if a rank enters late, the others wait for it before their first event.
     """
     results: list[Any] = []
 
@@ -270,7 +270,7 @@ def _time_alone(subject: Subject, number: int, line_up: LineUp, straggler: Strag
 def _turn(
     job: Job, entry: Entry, line_up: LineUp, turn: int, iterations: int, warmup: int, straggler: Straggler | None
 ) -> None:
-    """One turn of one entry: new data, launches, check."""
+    """Run one turn of one entry: new data, launches, check."""
     subject, launches = entry.subject, entry.launches
     subject.begin(next(job.rounds))
     torch.cuda.synchronize()
@@ -307,7 +307,7 @@ def measure(
     straggler: Straggler | None = None,
     look: Callable[[], object] = nothing,
 ) -> None:
-    """Measure those entries that can run, and put into each what came out. Collective.
+    """Measure the entries that can run, and put the results into each. Collective.
 
     Args:
         iterations, warmup: timed and untimed launches.
@@ -333,9 +333,9 @@ def measure(
 
 
 def simulate(job: Job, entry: Entry) -> None:
-    """Every input twice, or one of them twice if its calls are alone: checked, and counted.
+    """Call, check and count every input twice, or one input twice if its calls are alone.
 
-    The second time data of the first that was left behind is found.
+    The second call finds stale data of the first one.
     """
     if entry.problem is not None:
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of the benchmark of signals.
 
-Signals count up for as long as their memory lives: ``counter``, in device memory, holds the last value, so a replay of
-a captured launch goes on where the one before ended. Waits are bounded and compare with >=.
+Signals count up for as long as their memory lives: because ``counter``, in device memory, holds the last value, a
+replay of a captured launch continues where the one before ended. Waits are bounded and compare with >=.
 """
 
 import triton.language as tl
@@ -15,7 +15,7 @@ __all__ = ["ping_pong", "signal_all"]
 
 @jit
 def _send(signal, address, value, pe, DIRECT: tl.constexpr):
-    """``signal`` of PE ``pe`` becomes ``value``: by the library, or by a store to its ``address``."""
+    """Set ``signal`` of PE ``pe`` to ``value``: by the library, or by a store to its ``address``."""
     if DIRECT:
         tdl.st_release(address.to(tl.pointer_type(tl.int64)), value, "sys")
     else:
@@ -24,7 +24,7 @@ def _send(signal, address, value, pe, DIRECT: tl.constexpr):
 
 @jit(do_not_specialize=["rank", "peer", "pe", "first", "rounds"])
 def ping_pong(signals, addresses, counter, monitor, rank, peer, pe, first, rounds, DIRECT: tl.constexpr):
-    """``rounds`` times there and back between two ranks, one after the other; one program on each.
+    """Send a signal there and back between two ranks, ``rounds`` times; one program on each.
 
     Args:
         signals: int64, one for each rank: ``signals[r]`` is written by rank r.
@@ -56,9 +56,9 @@ def signal_all(
     """``rounds`` times: every rank signals every other, and waits for all of them. One program.
 
     Args:
-        signals: two rows of WORLD, taken in turn: a rank can be one round ahead, and of two signals to one word the
-            later may arrive first.
-        addresses: BLOCK of them, those that are no other rank's being of words that nobody reads.
+        signals: two rows of WORLD, taken in turn, because a rank can be one round ahead, and if two signals go to one
+            word, the later may arrive first.
+        addresses: BLOCK of them; the ones without another rank are of unused words.
         pes: int32, PE of each rank. Others: as for :func:`ping_pong`.
         BLOCK: a power of two of at least WORLD.
         DIRECT: all stores at once, a thread for each rank; else one signal after the other, the next rank first.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of command lines, one word for one thing, and what may be given for them."""
+"""Options of command lines, with one name for one thing, and the values that they accept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class Parser(argparse.ArgumentParser):
-    """One that speaks on rank 0 only: all ranks of a job read the same command line.
+    """A parser that prints on rank 0 only, because all ranks of a job read the same command line.
 
     Args:
         prog: the command, as in ``bash launch.sh [--nproc N] -m tdcoll bench signal``.
@@ -39,24 +39,24 @@ class Parser(argparse.ArgumentParser):
         if os.environ.get("RANK", "0") == "0":
             super()._print_message(message, file)
         elif file is sys.stderr:
-            time.sleep(10.0)  # the launcher ends all ranks when one has failed: rank 0 may speak before
+            time.sleep(10.0)  # the launcher ends all ranks when one fails: let rank 0 print first
 
     def option(self, name: str, kind: Kind, default: Any, metavar: str, text: str) -> None:
-        """An option with a value; its help says what it is by default."""
+        """Add an option with a value; its help shows the default."""
         self.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{text} (default %(default)s)")
 
     def some(self, name: str, known: Sequence[str], default: str | None = None) -> None:
-        """An option that takes some of these names, by default all."""
+        """Add an option that takes some of these names, by default all."""
         usual = ",".join(known) if default is None else default
         self.option(name, each(one_of(known), 0), usual, "A,B", f"some of {', '.join(known)}, or ''")
 
 
 Kind = Callable[[str], Any]
-"""What argparse takes as a type."""
+"""A type of argparse."""
 
 
 def each(kind: Kind, least: int = 1) -> Kind:
-    """``"a,b"``, each of this kind, and at least so many."""
+    """Parse ``"a,b"``, each of this kind, and at least so many."""
 
     def parse_list(text: str) -> list[Any]:
         try:
@@ -113,7 +113,7 @@ def new_file(text: str) -> Path:
 
 
 def add_common(parser: Parser, iterations: int, warmup: int = 5) -> None:
-    """The options that say how often, and where the result goes."""
+    """Add the options for the number of iterations, and for the file of the result."""
     what = "timed launches, or calls that are timed one at a time"
     parser.option("--iterations", at_least(2), iterations, "N", what)
     parser.option("--warmup", at_least(1), warmup, "N", "untimed ones before")
@@ -121,7 +121,7 @@ def add_common(parser: Parser, iterations: int, warmup: int = 5) -> None:
 
 
 def add_launches(parser: argparse.ArgumentParser, default: str) -> None:
-    """The options that say how to launch: ``launches``, of which ``default`` (``"graph"``, ``"both"``)."""
+    """Add the options for how to launch: ``launches``, with this ``default`` (``"graph"``, ``"both"``)."""
     group = parser.add_mutually_exclusive_group()
     for name, launches, what in (
         ("graph", ["graph"], "CUDA graph replays"),
@@ -137,7 +137,7 @@ def add_launches(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str) -> None:
-    """The options that say which sizes."""
+    """Add the options for the sizes."""
     for name, usual, what in (
         ("begin", begin, "first size"),
         ("end", end, "last size, such as 64M"),
@@ -147,7 +147,7 @@ def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str) -> None:
 
 
 def read_sizes(parser: argparse.ArgumentParser, given: argparse.Namespace, itemsize: int) -> list[int]:
-    """The sizes in bytes, such as 1024, 1K or 64M; wrong ones end the process with status 2."""
+    """Return the sizes in bytes, such as 1024, 1K or 64M; if one is wrong, end the process with status 2."""
     try:
         first, last = parse_bytes(given.begin, "-b"), parse_bytes(given.end, "-e")
         step = parse_whole(given.factor, "-f", 2)

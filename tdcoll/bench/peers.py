@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other libraries' dense collectives, to compare with: of NCCL, torch's symmetric memory, NVSHMEM and TensorRT-LLM.
 
-Each is made by a function of a :class:`Stock` of buffers, the device, and what makes the call of `torch.distributed`.
-It raises the reason for which the peer cannot run. All of them are collective.
+Each baseline is made by a function of a :class:`Stock` of buffers, the device, and a function for the call of
+`torch.distributed`. If the baseline cannot run, that function raises the reason. All of them are collective.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FCOLLECT = "fcollect"
 
 
 class Stock:
-    """Buffers for the calls of one size, some of which subjects share.
+    """Buffers for the calls of one size; subjects may share them.
 
     Args:
         new: makes buffers, given ``allocate`` and ``separate`` of :class:`~tdcoll.bench.data.Buffers`.
@@ -62,7 +62,7 @@ class Stock:
         return self.new(allocate=allocate)
 
     def close(self) -> None:
-        """Free what lies in tdcoll's heap. Collective."""
+        """Free the buffers in tdcoll's heap. Collective."""
         while self._held:
             tdcoll.free(self._held.pop())
 
@@ -75,7 +75,7 @@ Make = Callable[[Stock, torch.device, ByTorch], Subject]
 
 @dataclass(frozen=True)
 class Peer:
-    """What makes a peer's subject, and the collective that it does, with sums only; None: every collective."""
+    """A function that makes a baseline's subject, and its collective, with sums only; None if it does every one."""
 
     make: Make
     of: str | None = None
@@ -137,7 +137,7 @@ def _nccl(stock: Stock, device: torch.device, by_torch: ByTorch) -> Subject:
 
 
 def _nccl_symmetric(stock: Stock, device: torch.device, by_torch: ByTorch) -> Subject:
-    """The call of `torch.distributed` on buffers that NCCL allocated and registered as symmetric windows."""
+    """Return the call of `torch.distributed` on buffers that NCCL allocated and registered as symmetric windows."""
     backend = require_nccl(device)
     dist.all_reduce(torch.zeros(1, device=device))  # windows are registered with a communicator that exists
     pool = torch.cuda.MemPool(backend.mem_allocator)
@@ -160,8 +160,8 @@ def _nccl_symmetric(stock: Stock, device: torch.device, by_torch: ByTorch) -> Su
 def require_joined(call: Callable[[int], object], stream: Any) -> None:
     """Raise unless the current stream waits for what ``call`` does on ``stream``, a stream of its own.
 
-    Otherwise that work would go on when the clock has stopped. The stream is kept busy before, so its work ends late
-    for certain.
+    Otherwise that work would continue when the clock has stopped. The stream is kept busy before, because its work must
+    end late for certain.
     """
     with torch.cuda.stream(stream):
         pause(2000.0)
@@ -178,7 +178,7 @@ Bind = Callable[[Any, str, Buffers], Callable[[int], torch.Tensor]]
 
 
 def _on_symmetric(bind: Bind, in_place: bool = False, apart: bool = False) -> Make:
-    """Return what makes a peer of torch's symmetric memory.
+    """Return a function that makes a baseline of torch's symmetric memory.
 
     Args:
         in_place: its calls are in place.
@@ -195,7 +195,7 @@ def _on_symmetric(bind: Bind, in_place: bool = False, apart: bool = False) -> Ma
             symmetric.rendezvous(made, group)
             return made
 
-        buffers = stock.new(allocate=allocate, separate=True)  # handles speak of whole allocations
+        buffers = stock.new(allocate=allocate, separate=True)  # handles are of whole allocations
         call = bind(symmetric, str(group.group_name), buffers)  # type: ignore[union-attr]
         if apart:
             require_joined(call, symmetric._get_backend_stream())
@@ -205,7 +205,7 @@ def _on_symmetric(bind: Bind, in_place: bool = False, apart: bool = False) -> Ma
 
 
 def _operator(operator: str, arguments: Callable[[str, Buffers, int], tuple[Any, ...]]) -> Bind:
-    """Return what calls an operator of torch's with the arguments of ``(the group's name, buffers, number)``."""
+    """Bind an operator of torch's to arguments made from ``(the group's name, buffers, number)``."""
 
     def bind(_: Any, name: str, buffers: Buffers) -> Callable[[int], torch.Tensor]:
         function = getattr(torch.ops.symm_mem, operator)
@@ -217,7 +217,7 @@ def _operator(operator: str, arguments: Callable[[str, Buffers, int], tuple[Any,
 
 _ONE_SHOT = _operator("one_shot_all_reduce_out", lambda name, b, i: (b.inputs[i], "sum", name, b.results[i]))
 _TWO_SHOT = _operator("two_shot_all_reduce_", lambda name, b, i: (b.results[i], "sum", name))
-"""In place: the operator with another result writes to its input as well, and then copies."""
+"""In place, because the operator with a separate result also writes to its input, and then copies."""
 _REDUCE_SCATTER = _operator("reduce_scatter_out", lambda name, b, i: (b.inputs[i], name, False, b.results[i]))
 
 
@@ -228,7 +228,7 @@ def _low_contention(symmetric: Any, name: str, buffers: Buffers) -> Callable[[in
 
 
 def _cat(symmetric: Any, name: str, buffers: Buffers) -> Callable[[int], torch.Tensor]:
-    """All in one kernel, from torch's own pieces: barrier, `torch.cat` of all ranks' symmetric inputs, barrier."""
+    """Use one kernel of torch's own pieces: barrier, `torch.cat` of all ranks' symmetric inputs, barrier."""
     handles = [symmetric.rendezvous(given, dist.group.WORLD) for given in buffers.inputs]
     remote = [
         [handle.get_buffer(rank, given.shape, given.dtype) for rank in range(buffers.world)]
@@ -273,10 +273,10 @@ _ROW = 8192
 """Numbers in a row of TensorRT-LLM's all-reduce, as of a model's hidden state; smaller data is one row."""
 
 _TENSORRT_BYTES = 16 << 20
-"""TensorRT-LLM's all-reduce takes at most so much. Its memory is 4 times as large for each rank."""
+"""The most bytes of TensorRT-LLM's all-reduce. Its memory is 4 times as large for each rank."""
 
 _NOT_FUSED = ("residual_in", "residual_out", "norm_out", "quant_out", "scale_out", "rms_gamma", "rms_eps")
-"""The arguments for what TensorRT-LLM's all-reduce can be fused with."""
+"""The arguments for operations that TensorRT-LLM's all-reduce can be fused with."""
 
 
 def _flashinfer(device: torch.device) -> Any:
@@ -305,9 +305,9 @@ def _flashinfer(device: torch.device) -> Any:
 
 @functools.cache
 def _tensorrt_memory(fp32: bool) -> torch.Tensor:
-    """Return the addresses of what the ranks share: parts, flags, and three slots of Lamport words. Collective.
+    """Return the addresses of the shared memory: parts, flags, and three slots of Lamport words. Collective.
 
-    It is made once and lives as long as the process: memory that is given back while other processes have it mapped
+    It is made once and lives as long as the process, because memory that is freed while other processes have it mapped
     must not be used again.
 
     Args:
@@ -379,7 +379,7 @@ def tensorrt_rms_norm(
     """Return TensorRT-LLM's all-reduce fused with residual and RMSNorm, as a call by its number. Collective.
 
     Raises:
-        RuntimeError, ValueError: the reason for which it cannot run.
+        RuntimeError, ValueError: the reason, if it cannot run.
     """
     comm = _flashinfer(residual.device)
     if residual.shape[1] > _ROW or residual.nbytes > _TENSORRT_BYTES:

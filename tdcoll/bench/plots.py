@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of results: time against size, for tdcoll and its peers."""
+"""Pictures of results: time against size, for tdcoll and the baselines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tdcoll.bench.rows import LAYOUTS, Row, machine, name_of, shown_labels
 __all__ = ["CURVES", "draw", "plot"]
 
 CURVES = 8
-"""As many as a reader can tell apart, the floor included."""
+"""The most curves that a reader can tell apart, including the lower bound."""
 
 _OURS = "#d55e00", "#e69f00", "#8c564b", "#f0e442", "#ff9896", "#c49c94", "#b5651d", "#ffbb78"
 _PEERS = "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#7f7f7f", "#bcbd22", "#9467bd", "#98df8a"
@@ -23,12 +23,12 @@ _MARKERS = "sD^vXPp*"
 
 
 def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = (), floor: Floor | None = None) -> Any:
-    """A matplotlib figure of one file's rows, both axes logarithmic, with a panel for each kind of row.
+    """Return a matplotlib figure of one file's rows, both axes logarithmic, with a panel for each kind of row.
 
     Args:
-        only: algorithms and peers to draw; none: tdcoll's columns of the table, and all peers, or, where these are
-            too many, those that the layout names.
-        floor: in place of that of the known one.
+        only: algorithms and baselines to draw; if empty, tdcoll's columns of the table and all baselines, or, if these
+            are too many, those that the layout names.
+        floor: lower bound to use instead of the known one.
 
     Raises:
         ValueError: nothing was timed, there are more than :data:`CURVES` curves, or the benchmark has no pictures.
@@ -106,5 +106,5 @@ def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = (), fl
 def plot(
     head: dict[str, Any], rows: Sequence[Row], path: Path, only: Sequence[str] = (), floor: Floor | None = None
 ) -> None:
-    """Write what :func:`draw` draws as a PNG."""
+    """Write the figure of :func:`draw` as a PNG."""
     draw(head, rows, only, floor).savefig(path, format="png", dpi=150, metadata={"Software": None})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a result was measured with: versions, GPUs, environment. No host names, no paths of this machine."""
+"""The versions, GPUs and environment of a measurement. No host names, no paths of this machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ _LEFT_OUT = INTERNAL | {"TDCOLL_REQUIRES", "TDCOLL_PIP_ARGS", "TDCOLL_COMMIT"}
 
 
 def _output(*command: str) -> str | None:
-    """Return what a command prints; None where there is no such command or it fails."""
+    """Return the output of a command; None if there is no such command or it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -38,12 +39,12 @@ def _output(*command: str) -> str | None:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """Commit of the running tdcoll, and whether its files differ; in a copy ``TDCOLL_COMMIT``, for git's is wrong."""
+    """Return tdcoll's commit, and whether its files differ; in a copy ``TDCOLL_COMMIT``, because git's is wrong."""
     if told := os.environ.get("TDCOLL_COMMIT"):
         return told, None
     root = Path(tdcoll.__file__).resolve().parents[1]
     top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
-    # It may be installed below somebody else's repository.
+    # It may be installed inside another repository.
     if top is None or Path(top).resolve() != root or not (root / "pyproject.toml").is_file():
         return None, None
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
@@ -52,7 +53,7 @@ def _commit() -> tuple[str | None, bool | None]:
 
 
 def _package(*names: str) -> str | None:
-    """Version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed."""
     for name in names:
         try:
             return importlib.metadata.version(name)
@@ -62,7 +63,7 @@ def _package(*names: str) -> str | None:
 
 
 def _nvshmem_library() -> str | None:
-    """Version of NVSHMEM's host library: as it says itself, else its package's."""
+    """Return the version of NVSHMEM's host library, or of its package if the library doesn't report one."""
     try:
         import nvshmem.bindings.nvshmem as bindings
 
@@ -74,7 +75,7 @@ def _nvshmem_library() -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """The facts as JSON has them, on rank 0; nothing on the others. Collective."""
+    """Return the facts for JSON, on rank 0; nothing on the others. Collective."""
     owner = runtime.current()
     gpu = torch.cuda.get_device_name() if owner.device.type == "cuda" else None
     gpus = owner.control.all_gather(range(owner.world_size), "GPU names", gpu)
@@ -92,7 +93,7 @@ def provenance() -> dict[str, Any]:
         "gpus": gpus,
         "simulated": owner.simulated,
         "environment": {
-            name: Path(value).name if name == "TDCOLL_TUNING" else value.replace(host, "<host>") if host else value
+            name: _without_place(name, value.replace(host, "<host>") if host else value)
             for name, value in sorted(os.environ.items())
             if name.startswith(_VARIABLES) and name not in _LEFT_OUT
         },
@@ -110,16 +111,26 @@ def provenance() -> dict[str, Any]:
     return facts
 
 
+def _without_place(name: str, value: str) -> str:
+    """Return the value of a variable, of a path its last part."""
+    return Path(value).name if name == "TDCOLL_TUNING" or value.startswith("/") else value
+
+
 def command_line(benchmark: str, arguments: Sequence[str], world: int, simulated: bool) -> str:
-    """The command that starts this job, without the options that only say where to write."""
+    """Return the command that starts this job, without the options that only name output files."""
     local = os.environ.get("LOCAL_WORLD_SIZE", str(world))
-    words = ["bash launch.sh", f"--nproc {local}"]
+    words = ["bash", "launch.sh", "--nproc", local]
     if simulated:
         words.append("--simulate")
     if int(local) < world:
-        words.append(f"--nnodes {world // int(local)}")
+        words += ["--nnodes", str(world // int(local))]
     if emulated := os.environ.get("TDCOLL_EMULATE_NODES"):
-        words.append(f"--emulate-nodes {emulated}")
-    kept = re.sub(r"(?:^| )(?:--json|--output|-o)[ =]\S+", "", " ".join(arguments)).strip()
-    command = "tune" if benchmark == "tune" else f"bench {benchmark}"
-    return " ".join([*words, "-m tdcoll", command, *([kept] if kept else [])])
+        words += ["--emulate-nodes", emulated]
+    words += ["-m", "tdcoll", *([] if benchmark == "tune" else ["bench"]), benchmark]
+    given = iter(arguments)
+    for word in given:
+        if word in ("--json", "--output", "-o"):
+            next(given, None)  # the file
+        elif not word.startswith(("--json=", "--output=", "-o")):
+            words.append(word)
+    return shlex.join(words)

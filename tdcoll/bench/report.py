@@ -7,7 +7,7 @@ A page of the documentation says where a file's tables go::
     <!-- /report -->
     <!-- report: all-gather-4xH200 brief -->   one table, of few sizes and columns
     <!-- /report -->
-    <!-- report: all-gather-4xH200 losses -->  a list of the sizes at which a peer is faster
+    <!-- report: all-gather-4xH200 losses -->  a list of the sizes at which a baseline is faster
     <!-- /report -->
     ![...](results/all-gather-4xH200.png)      a picture of the same file
 
@@ -43,7 +43,7 @@ _NO_MULTICAST = "NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1", "NVS
 
 
 def _short(value: float | None) -> str:
-    """Three digits or more."""
+    """Return three digits or more."""
     return "–" if value is None else f"{value:#.3g}".rstrip(".") if value < 100 else f"{value:.0f}"
 
 
@@ -53,7 +53,7 @@ def _grid(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _caption(head: dict[str, Any], row: Row) -> str:
-    """Return which benchmark, on what, launched how: of the rows like ``row``."""
+    """Return the benchmark, machine and launch of the rows like ``row``."""
     layout = LAYOUTS[head["benchmark"]]
     straggler = "a random rank delayed in each iteration" if row.straggler else ""
     said = [layout.title, machine(head, row), layout.about(row), launch_of(row), straggler]
@@ -61,7 +61,7 @@ def _caption(head: dict[str, Any], row: Row) -> str:
 
 
 def _measured_with(head: dict[str, Any]) -> str:
-    """Versions, date, and whether multicast was off."""
+    """Return versions, date, and whether multicast was off."""
     facts = head["provenance"]
     commit = f" at {facts['commit'][:12]}" if facts.get("commit") else ""
     changed = " with uncommitted changes" if facts.get("dirty") else ""
@@ -74,7 +74,7 @@ def _measured_with(head: dict[str, Any]) -> str:
 
 
 def _time(row: Row | None, layout: Layout, fastest: Row | None = None) -> str:
-    """A time; what is wrong or slower than the fastest peer is marked."""
+    """Return a time, marked if the result was wrong or slower than the fastest baseline."""
     if row is None or row.check == "not run":
         return "–"
     text = _short(None if row.median_us is None else row.median_us * layout.scale)
@@ -84,13 +84,13 @@ def _time(row: Row | None, layout: Layout, fastest: Row | None = None) -> str:
 
 
 def _fastest(rows: Sequence[Row]) -> Row | None:
-    """The fastest whose result was right."""
+    """Return the fastest row with a right result."""
     good = [row for row in rows if row.check == "ok" and row.median_us]
     return min(good, key=lambda row: row.median_us or 0.0, default=None)
 
 
 def _table(layout: Layout, rows: Sequence[Row], shown: Sequence[str], floor: Floor | None, brief: bool) -> list[str]:
-    """A line for each size: times, the fastest peer and the floor, and how many times faster than that peer we are."""
+    """Return a line for each size: times, the fastest baseline, the lower bound, and the speedup over that baseline."""
     sizes = distinct(map(layout.key, rows))
     ours = [label for label in shown if any(row.label == label and not row.peer for row in rows)]
     peers = distinct([row.label for row in rows if row.peer and row.median_us])
@@ -122,11 +122,11 @@ def _table(layout: Layout, rows: Sequence[Row], shown: Sequence[str], floor: Flo
 
 
 def _notes(layout: Layout, rows: Sequence[Row]) -> list[str]:
-    """Return why what did not run did not, what was wrong, and what else has to be known."""
+    """Return the reasons of rows that did not run, errors, and other notes."""
     sizes = len(distinct(map(layout.key, rows)))
 
     def kind(row: Row) -> tuple[str, str, str | None]:
-        """Rows of one kind have one note: of wrong results, of which each has its own, the first one's."""
+        """Return a key for rows with one note: if results are wrong, each has its own, and the first one's is taken."""
         wrong = [other.note for other in rows if (other.label, other.check) == (row.label, "WRONG") and other.note]
         return row.label, row.check, wrong[0] if row.check == "WRONG" and wrong else row.note
 
@@ -145,7 +145,7 @@ def _notes(layout: Layout, rows: Sequence[Row]) -> list[str]:
 
 
 def _tables(layout: Layout, rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each table."""
+    """Return the rows of each table."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
         found.setdefault((row.launch, row.straggler, row.ranks, row.nodes, layout.about(row)), []).append(row)
@@ -160,13 +160,14 @@ def markdown(
     floor: Floor | None = None,
     brief: bool = False,
 ) -> str:
-    """The tables of one file, one for each way to launch, with what they were measured with.
+    """Return the tables of one file, one for each way to launch, with versions and machine.
 
     Args:
-        only: algorithms and peers that have a column; none: those of :data:`.columns.LAYOUTS`. The fastest peer is
-            found among all.
-        floor: in place of that of the known one.
-        brief: the first table alone, of at most 6 sizes, without floor, ratios and all peers but one and the fastest.
+        only: algorithms and baselines that have a column; if empty, those of :data:`.columns.LAYOUTS`. The fastest
+            baseline is found among all.
+        floor: lower bound to use instead of the known one.
+        brief: the first table alone, of at most 6 sizes, without lower bound and ratios, with one baseline and the
+            fastest.
 
     Raises:
         ValueError: there are no rows of some name of ``only``.
@@ -198,7 +199,8 @@ def markdown(
 
 
 def losses(head: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The sizes at which a peer is faster, and by how much: a line for each column of tdcoll's that has any."""
+    """Return the sizes at which a baseline is faster, and by how much: a line for each column of tdcoll's that
+    loses."""
     layout = LAYOUTS[head["benchmark"]]
     lines = []
     launches: list[str] = []
@@ -246,7 +248,7 @@ _PICTURE = re.compile(r"\]\((?:docs/)?results/([\w.-]+)\.png\)")
 
 
 def _documents(root: Path) -> dict[Path, str]:
-    """The pages of a checkout, by path.
+    """Return the pages of a checkout, by path.
 
     Raises:
         ValueError: ``root`` is none.
@@ -257,7 +259,7 @@ def _documents(root: Path) -> dict[Path, str]:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """The pages of the checkout ``root`` that have tables, as they have to be.
+    """Return the pages of the checkout ``root`` that have tables, with the tables filled in.
 
     Raises:
         ValueError: ``root`` is no checkout, a page's markers are wrong, or a file is no result.
@@ -296,7 +298,7 @@ def _write(root: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; its exit status."""
+    """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tdcoll report",
         description="Markdown tables, and pictures, of results that `tdcoll bench` wrote with --json.",

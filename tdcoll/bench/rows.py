@@ -33,13 +33,13 @@ class Row:
 
     Attributes:
         ranks, nodes: of the job.
-        algorithm: tdcoll's, or the peer's name.
-        peer: whether it is a peer's.
+        algorithm: tdcoll's, or the baseline's name.
+        peer: whether it is a baseline's.
         launch: ``"graph"``, ``"eager"`` or ``"simulator"``.
         check: ``"ok"``, ``"WRONG"``, or ``"not run"``, for which ``note`` gives the reason.
-        median_us, min_us, p90_us: per call, of the slowest rank in each iteration; None: not timed.
+        median_us, min_us, p90_us: per call, of the slowest rank in each iteration; None if not timed.
         skew_us: median over the iterations of the time between the fastest and the slowest rank.
-        note: why it did not run, what was wrong, or what else a reader has to know.
+        note: for the reader: why it did not run, or an error, for example.
         calls, iterations: calls timed together (alternating), and how many times.
         straggler: a random rank was delayed in each iteration; times include the waiting of the others.
         counts: per call, of each rank, what the simulator counted.
@@ -84,7 +84,7 @@ _NAMES = {
     "trtllm-two-shot": "TensorRT-LLM two-shot",
     "vllm": "vLLM",
 }
-"""Labels that are not shown as they are. Files also have peers that are no longer measured."""
+"""Labels that are not shown as they are. Files also have baselines that are no longer measured."""
 
 
 def number(value: float | None, digits: int) -> str:
@@ -98,7 +98,7 @@ def launch_of(row: Row) -> str:
 
 
 def machine(head: dict[str, Any], row: Any) -> str:
-    """Return what a row of the file was measured on: ``"4 × NVIDIA H200 on 1 node"``."""
+    """Return the machine of a row of the file: ``"4 × NVIDIA H200 on 1 node"``."""
     facts = head["provenance"]
     gpus = Counter(gpu for gpu in facts.get("gpus", []) if gpu)
     names = " and ".join(f"{count} × {name}" for name, count in gpus.items())
@@ -147,7 +147,7 @@ def _data(row: Row) -> str:
 
 
 def _most(key: str) -> Text:
-    """What the simulator counted per call, the most of any rank; all but loads and stores through pointers."""
+    """Return a count of the simulator per call, the most of any rank; loads and stores through pointers don't count."""
     return lambda row: f"{max(found):g}" if (found := (row.counts or {}).get(key)) else "-"
 
 
@@ -158,15 +158,15 @@ class Layout:
     Attributes:
         title: of the benchmark.
         size: heading and text of the columns that say which size a row is of. Rows of equal texts are compared.
-        derived: columns of the terminal besides: what follows from facts and times.
-        shown: algorithms and peers that have a column of a table unless others are asked for. If none of tdcoll's is
-            among them, all of tdcoll's have one.
-        drawn: algorithms and peers that a picture has if it would have too many curves otherwise.
-        about: what is the same for all rows of a table. Rows for which it differs get a table of their own.
+        derived: further columns of the terminal, which follow from facts and times.
+        shown: algorithms and baselines that have a column of a table unless others are requested. If none of tdcoll's
+            is among them, all of tdcoll's have one.
+        drawn: algorithms and baselines that a picture has if it would have too many curves otherwise.
+        about: text about all rows of a table. If it differs, rows get a table of their own.
         unit, scale: of times in tables; a microsecond is ``scale`` of them.
-        floor: the least time that a row could take, in microseconds; None: not known.
+        floor: lower bound of a row's time, in microseconds; None if not known.
         floor_text: how that time is made up.
-        x, x_text: place of a row on a picture's axis and what is written there; None: there are no pictures.
+        x, x_text: place of a row on a picture's axis and its label there; None if there are no pictures.
         panel: the line and the column of panels that a row belongs to.
     """
 
@@ -189,7 +189,7 @@ class Layout:
         return tuple(text(row) for text in self.size.values())
 
     def columns(self, simulated: bool) -> dict[str, Text]:
-        """Return heading and text of the columns on the terminal: times, or what the simulator counted."""
+        """Return heading and text of the columns on the terminal: times, or counts of the simulator."""
         counted = ("puts", "put_bytes", "signals", "waits", "inter_node_puts", "inter_node_bytes")
         times = {"µs": "median_us", "min µs": "min_us", "p90 µs": "p90_us", "skew µs": "skew_us"}
         counts = {key.replace("_", " "): _most(key) for key in counted}
@@ -206,7 +206,7 @@ class Layout:
 
 
 def line_of(columns: Mapping[str, Text], row: Row | None = None) -> str:
-    """Return a row's line on the terminal; of None: the headings."""
+    """Return a row's line on the terminal, or the headings if there is no row."""
     texts = columns if row is None else [text(row) for text in columns.values()]
     shown = [text.strip().rjust(max(len(heading), 9)) for heading, text in zip(columns, texts, strict=True)]
     return ("# " if row is None else "  ") + "  ".join(shown)
@@ -216,13 +216,13 @@ def _dense_floor(row: Row, floor: Floor | None) -> str:
     if floor is None:
         return ""
     return (
-        f"The floor is a launch ({floor.launch_us:g} µs) and a crossing ({floor.crossing_us:.3g} µs), or what a rank "
+        f"The floor is a launch ({floor.launch_us:g} µs) and a hop ({floor.crossing_us:.3g} µs), or what a rank "
         f"sends at {floor.gbps:g} GB/s, whichever takes longer."
     )
 
 
 def _dense(title: str = "", name: str | None = None, about: Text = _data) -> Layout:
-    """The layout of the collective of this name; None: rows say which."""
+    """Return the layout of the collective of this name; if None, each row names its collective."""
 
     def sent(row: Row) -> float:
         from tdcoll.bench.specs import SPECS  # which imports torch and the kernels: not for a --help
@@ -307,7 +307,7 @@ def save(path: Path, head: dict[str, Any], rows: Sequence[Row]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file as a whole: a process that is killed leaves the file as it was, or all of ``text``."""
+    """Write a file as a whole: if the process is killed, the file is as it was, or has all of ``text``."""
     begun = path.with_name(path.name + ".tmp")
     begun.write_text(text, encoding="utf-8")
     os.replace(begun, path)

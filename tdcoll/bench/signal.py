@@ -3,12 +3,12 @@
 
 Two patterns, each with signals of the library (``signal_block``) and by stores to the peer's memory (``st_release``):
 
-- *one-way*: from rank 0 to each other rank and back, many times in one launch, so that the launch hardly counts. What
-  is reported is half of the time there and back. It includes that the receiver, which polls, sees the signal.
-- *all-to-all*: every rank signals every other and waits for all of them: what a collective without data costs. Many
-  times in one launch, and once in a launch, where the launch counts, as in a collective of its own.
+- *one-way*: from rank 0 to each other rank and back, many times in one launch, so that the launch hardly counts. The
+  result is half of the round-trip time, which includes the receiver's polling.
+- *all-to-all*: every rank signals every other and waits for all of them, which is the cost of a collective without
+  data. Many times in one launch, and once in a launch, when the launch counts as it does in a collective.
 
-CUDA graph replays. The check: afterwards the signals have the values that so many rounds give.
+Both use CUDA graph replays. When they have ended, the signals must have the values that so many rounds give.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Signalling(case.Case):
         addresses += [scratch] * (self.block - world)
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         self.reached = self.gather("reached", [base != 0 for base in bases])
-        """``reached[r][s]``: whether rank r can store to the memory of rank s."""
+        """``reached[r][s]``: true if rank r can store to the memory of rank s."""
         self.launched = 0
         """Launches since the signals were 0."""
 
@@ -92,7 +92,7 @@ class Signalling(case.Case):
         yield made, self.monitor.check
 
     def subject(self, send: str, pattern: str, peer_rank: int | None, same_node: bool, rounds: int) -> Subject:
-        """A launch is a call. Ranks that take no part do nothing in it."""
+        """Return a subject whose launch is one call. If a rank takes no part, it does nothing in it."""
         ranks = range(self.topology.world_size) if peer_rank is None else (0, peer_rank)
         if SENDS[send] and not all(self.reached[one][other] for one in ranks for other in ranks):
             raise ValueError("needs ranks that can store to each other's memory")
@@ -112,7 +112,7 @@ class Signalling(case.Case):
         )
 
     def launch(self, ranks: Sequence[int], rounds: int, direct: bool, all_to_all: bool) -> None:
-        """One launch; nothing on ranks that take no part."""
+        """Launch once; do nothing if this rank takes no part."""
         topology, words = self.topology, self.monitor.words
         if (rank := topology.rank) not in ranks:
             return
@@ -131,7 +131,7 @@ class Signalling(case.Case):
         )
 
     def zero(self, _: int) -> None:
-        """Everything from 0 again. Collective."""
+        """Reset the signals to 0. Collective."""
         self.synchronize()
         self.gather("begin", None)
         self.signals.zero_()
@@ -146,7 +146,7 @@ class Signalling(case.Case):
             torch.cuda.synchronize()
 
     def errors(self, ranks: Sequence[int], rounds: int, all_to_all: bool) -> Found:
-        """Return what is wrong after all launches since the signals were 0. Collective."""
+        """Return the errors after all launches since the signals were 0. Collective."""
         self.synchronize()
         self.monitor.check()
         expected, own = self.launched * rounds, self.topology.rank

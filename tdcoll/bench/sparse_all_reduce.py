@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sparse all-reduce benchmark: ``bash launch.sh [--nproc N] -m tdcoll bench sparse_all_reduce --help``.
 
-tdcoll and its peers start from the same sparse tensors and end with the sum over the ranks, of which every number is
-checked, after every timed call. Each call has other row numbers and other values than the one before it. The peers are
-made of torch.distributed's collectives: over NCCL on GPUs, over gloo on the simulator, which is enough to check them.
+tdcoll and the baselines start from the same sparse tensors and end with the sum over the ranks. Every number of it is
+checked after every timed call. Each call has other row numbers and other values than the one before it. The baselines
+are made of torch.distributed's collectives: over NCCL on GPUs, over gloo on the simulator, which is enough to check
+them.
 
-Everything is drawn on the CPU by generators that are seeded with rank and input, so every rank knows the inputs of all
-others. Zipf's most frequent row is row 0, as in a vocabulary that is sorted by frequency. The number at place ``d`` of
-the j-th row that rank r gives in input i is ``head[r, i, j] + tail[d] + round``: small whole numbers, so sums are exact
-in any order. The round goes up from call to call, and the inputs are taken in turn, so the results of an earlier call
-are wrong everywhere.
+Every rank knows the inputs of all others, because everything is drawn on the CPU by generators that are seeded with
+rank and input. Zipf's most frequent row is row 0, as in a vocabulary that is sorted by frequency. The number at place
+``d`` of the j-th row that rank r gives in input i is ``head[r, i, j] + tail[d] + round``: small whole numbers, so sums
+are exact in any order. The results of an earlier call are wrong everywhere, because the round goes up from call to call
+and the inputs are taken in turn.
 
-Calls that give a sparse tensor have to know its size on the host, so they are timed one at a time and from an idle GPU;
-tdcoll's padded form, which needs no host, in CUDA graph replays.
+Calls that return a sparse tensor are timed one at a time and from an idle GPU, because the host has to know the size.
+tdcoll's padded form, which needs no host, is timed in CUDA graph replays.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _NOBODY = -1
 """Pads lists of row numbers."""
 
 _SPARE_BYTES = 2 << 30
-"""GPU memory that is left alone beside a dense tensor."""
+"""GPU memory that is kept free beside a dense tensor."""
 
 
 def distribution(name: str) -> str:
@@ -129,9 +130,9 @@ class SparseData:
         shape: theirs.
         rounds: that the values of each input are of.
         union_rows: different rows of all ranks, the mean over the inputs.
-        moved_rows: rows that cross between ranks if a contributor of each row sums it and tells all others, likewise:
-            ``sum(c_u - 1) + U (W - 1)``, with c_u contributors of row u, U rows of the union and W ranks. Nothing that
-            sums each row in one place and then spreads it moves fewer.
+        moved_rows: rows that move between ranks if a contributor of each row sums it and sends the sum to all others,
+            likewise: ``sum(c_u - 1) + U (W - 1)``, with c_u contributors of row u, U rows of the union and W ranks.
+            This is the lower bound if each row is summed in one place.
 
     Raises:
         ValueError: not enough rows, or sums would not be exact in ``dtype``.
@@ -234,10 +235,11 @@ def _padded(tensor: torch.Tensor, length: int, value: int) -> torch.Tensor:
 
 
 def all_reduce_union(tensor: torch.Tensor) -> torch.Tensor:
-    """The published method: rank 0 makes the union, and zeros that take every rank's rows are all-reduced.
+    """Reduce by the published method: rank 0 makes the union, and zeros with every rank's rows are all-reduced.
 
-    Row numbers to rank 0, padded to the longest list; duplicates out; the union's size and then the union to everybody;
-    where are mine in it; own rows into ``[U, dim]`` zeros; all-reduce.
+    Row numbers go to rank 0, padded to the longest list. It removes duplicates, and sends the union's size and then the
+    union to all ranks. Each rank finds its rows in the union, copies them into ``[U, dim]`` zeros, and all-reduces
+    these.
     """
     tensor = tensor.coalesce()
     rows, values = tensor.indices()[0], tensor.values()
@@ -264,7 +266,7 @@ def all_reduce_union(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_gather_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Everybody gets all row numbers and all rows, padded to the longest list, and adds up for itself."""
+    """Send all row numbers and all rows to all ranks, padded to the longest list; each rank sums them itself."""
     rows, values = tensor._indices()[0], tensor._values()
     counts = _counts(rows.numel(), rows.device)
     most, world = max(counts), len(counts)
@@ -279,7 +281,7 @@ def all_gather_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _subject_of(data: SparseData, call: Callable[[int], object], /, **named: Any) -> Subject:
-    """A subject whose calls take the inputs of ``data`` in turn, each in its next round."""
+    """Return a subject whose calls take the inputs of ``data`` in turn, each in its next round."""
 
     def before(numbers: Sequence[int]) -> None:
         for number in dict.fromkeys(numbers):
@@ -290,7 +292,7 @@ def _subject_of(data: SparseData, call: Callable[[int], object], /, **named: Any
 
 
 def _dense(data: SparseData) -> Subject:
-    """Into a dense ``[num_rows, dim]`` tensor, which is all-reduced and stays dense, if it fits beside everything."""
+    """Return a subject that all-reduces a dense ``[num_rows, dim]`` tensor, if it fits into the free memory."""
     need = data.shape[0] * data.shape[1] * data.dtype.itemsize
     if data.device.type == "cuda":
         torch.cuda.synchronize()
@@ -312,7 +314,7 @@ PEERS: dict[str, Callable[[SparseData], Subject]] = {
     "allgather": lambda data: _subject_of(data, lambda number: all_gather_rows(data.tensors[number])),
     "dense": _dense,
 }
-"""Makes each peer's subject; raises the reason for which it cannot run. Collective."""
+"""Functions that make each baseline's subject, or raise the reason if it cannot run. Collective."""
 
 
 class SparseAllReduce(case.Case):
@@ -355,13 +357,13 @@ class SparseAllReduce(case.Case):
 
     @classmethod
     def heap_bytes(cls, options: argparse.Namespace, world: int) -> int:
-        """Return what the largest size needs, and what lines the ranks up."""
+        """Return the bytes that the largest size and the line-up need."""
         sizes = [(rows, dim * options.dtype.itemsize) for rows in options.rows for dim in options.dims]
         return max(symmetric_bytes(world, *size) for size in sizes) + (world << 18) + (1 << 20)
 
     @staticmethod
     def forms(options: argparse.Namespace) -> list[tuple[str, bool | None]]:
-        """Return what tdcoll is asked for: ``(form, copy)``."""
+        """Return the requested forms of tdcoll's call: ``(form, copy)``."""
         copies = _COPIES[options.copy] if "eager" in options.launches else []
         return [*(("coo", copy) for copy in copies), *[("padded", None)] * ("graph" in options.launches)]
 
@@ -393,7 +395,7 @@ class SparseAllReduce(case.Case):
 
 
 def _ours(name: str, form: str, copy: bool, data: SparseData, context: tdcoll.SparseContext) -> Subject:
-    """tdcoll's all-reduce: from sparse tensor to sparse tensor, or padded."""
+    """Return tdcoll's all-reduce: from sparse tensor to sparse tensor, or padded."""
     calls = calls_of(data.tensors[0]._values().nbytes * context.world_size)
 
     def reduce(number: int) -> torch.Tensor:

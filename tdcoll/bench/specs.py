@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense collectives as `bench`, `tune` and `report` see them, derived from the ``SPEC`` of each."""
+"""The dense collectives for `bench`, `tune` and `report`, derived from the ``SPEC`` of each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Spec:
 
     @property
     def one_tensor(self) -> bool:
-        """Whether torch.distributed's function is in place, because input and result are one segment each."""
+        """Whether torch.distributed's function is in place, because input and result have one segment each."""
         return self.collective.segments == (1, 1)
 
     @property
@@ -68,7 +68,7 @@ class Spec:
 
     @property
     def tuned_dtype(self) -> str:
-        """The name of the dtype that tables are made with: data that is not reduced is moved as bytes."""
+        """The dtype that tables are made with; bytes if the collective doesn't reduce."""
         return "bfloat16" if self.reduces else "uint8"
 
     def extents(self, nbytes: int, world: int) -> tuple[int, int]:
@@ -77,7 +77,7 @@ class Spec:
         return given, result
 
     def sent_bytes(self, nbytes: int, world: int) -> float:
-        """Return the bytes that each rank at least sends, and receives: those of nccl-tests' bus bandwidth."""
+        """Return the lower bound of the bytes that each rank sends and receives, as in nccl-tests' bus bandwidth."""
         return (world - 1) * nbytes * (2 / world if self.one_tensor else 1)
 
     def context_bytes(self, nbytes: int, world: int) -> int:

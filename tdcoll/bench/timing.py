@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times on GPUs: CUDA-graph replays, or batches of eager calls, between two CUDA events.
 
-What is reported is the slowest rank: each iteration takes as long as its slowest rank did, and the result is
-the median of that over the iterations. Before each iteration the ranks line up *on their streams*: a pause, in
-which the host issues what is timed, and then a small all-gather, which nobody leaves before everybody is there.
-In this order neither a late host nor GPUs of different clocks, whose pauses last differently, make a skew that
-would be counted; one or two microseconds of an NVLink crossing remain, spread over the calls of an iteration.
-Before eager calls there is no pause: they are issued one by one, and that may be what takes longest.
+The slowest rank counts: each iteration takes as long as its slowest rank did, and the result is the median of that over
+the iterations. Before each iteration the ranks line up *on their streams*: a pause, in which the host issues the timed
+work, and then a small all-gather, which no rank leaves before all are there. Because of this order, neither a late host
+nor GPUs with different clocks, whose pauses differ, add to the measured skew; one or two microseconds of an NVLink hop
+remain, spread over the calls of an iteration. Eager calls have no pause before them, because issuing them one by one
+may be the bottleneck.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def pause(microseconds: float) -> None:
 
 
 class LineUp:
-    """Call it, and the current streams of all ranks of ``group`` go on at about the same moment. Collective.
+    """When called, let the current streams of all ranks of ``group`` continue at about the same moment. Collective.
 
-    A context manager. It has a context of its own on the current stream, so a rank that does not come is a
+    A context manager. It makes a collective context on the current stream: if a rank does not come, the others raise
     :class:`~tdcoll.CollectiveTimeout`.
 
     Args:
@@ -53,7 +53,7 @@ class LineUp:
         self._tokens = torch.zeros(self._context.world_size, dtype=torch.int64, device=self._context.device)
 
     def __call__(self, head_start_us: float = 0.0) -> None:
-        """Line up, not before about ``head_start_us`` microseconds: for the host to issue what comes next."""
+        """Line up after at least ``head_start_us`` microseconds, in which the host issues what comes next."""
         if head_start_us:
             pause(head_start_us)
         all_gather(self._token, ctx=self._context, out=self._tokens, algorithm="1d")
@@ -93,9 +93,9 @@ class Launch:
 
 
 def capture(call: Callable[[int], object], calls: int) -> Launch:
-    """``call(0)`` ... ``call(calls - 1)`` as one CUDA graph. Each must have run once before, uncaptured."""
+    """Capture ``call(0)`` ... ``call(calls - 1)`` as one CUDA graph. Each must have run once before, uncaptured."""
     graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog thread asks after its events all the time; what it does is not part of this capture.
+    # NCCL's watchdog thread polls its events all the time; its calls are not part of this capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for position in range(calls):
             call(position)
@@ -110,13 +110,13 @@ def time_launches(
     straggler: Straggler | None = None,
     last: int = 0,
 ) -> list[float]:
-    """Microseconds per call of each iteration, on this rank. Collective; waits for the GPU.
+    """Return the microseconds per call of each iteration, on this rank. Collective; waits for the GPU.
 
     Args:
         launches: taken in turn.
         iterations: how many launches.
-        line_up: what the ranks line up with.
-        before: runs before each, told its number of calls; untimed, in stream order.
+        line_up: aligns the ranks.
+        before: runs before each, with its number of calls; untimed, in stream order.
         straggler: delays a rank between lining up and the launch.
         last: index of the launch that the last iteration takes.
     """
@@ -146,7 +146,7 @@ def graph_time_us(
     warmup: int = 3,
     group: runtime.Group = None,
 ) -> float:
-    """Microseconds per call of ``function`` in a CUDA graph: median over replays of the slowest rank.
+    """Return the microseconds per call of ``function`` in a CUDA graph: median over replays of the slowest rank.
 
     Collective over ``group``: all its ranks make this call, on the stream that the function's context has::
 

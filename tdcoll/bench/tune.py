@@ -2,10 +2,10 @@
 """Measure a tuning table of the dense collectives: ``bash launch.sh [--nproc N] -m tdcoll tune --help``.
 
 For each size all candidates are measured as the collective's benchmark does it, interleaved and checked: algorithms,
-each with several numbers of chunks and of warps. :mod:`tdcoll.bench.choosing` says what the table takes.
+each with several numbers of chunks and of warps. :mod:`tdcoll.bench.choosing` describes how the table is made.
 
-After every size the table is written, with what is known by then, and beside it the rows that it follows from
-(``FILE.part``). A run that was cut off goes on from there, unless machine, versions or settings are not the same.
+After every size the table so far is written, and beside it the rows that it follows from (``FILE.part``). If a run was
+cut off, the next one continues from there, unless machine, versions or settings differ.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Operation:
     Attributes:
         case: its benchmark.
         options: that benchmark's.
-        sizes: bytes of a segment.
+        sizes: bytes of a segment, of which there is something to measure.
     """
 
     def __init__(self, name: str, options: argparse.Namespace, topology: Topology) -> None:
@@ -76,8 +76,9 @@ class Operation:
         spec = self.case.spec
         self.choice = Choice(spec, topology, options.margin / 100)
         dtype: torch.dtype = getattr(torch, spec.tuned_dtype)
-        self.sizes: list[int] = distinct(-(-size // dtype.itemsize) * dtype.itemsize for size in options.sizes)
         self._kinds = (False, True) if options.in_place and spec.in_heap else (False,)
+        sizes: list[int] = distinct(-(-size // dtype.itemsize) * dtype.itemsize for size in options.sizes)
+        self.sizes = [nbytes for nbytes in sizes if self.candidates(nbytes)]
         asked = {"algorithms": [IN_PLACE] if True in self._kinds else [], "dtype": dtype}
         self.options = argparse.Namespace(**{**vars(options), **asked, "peers": [], "op": "sum", "buffers": None})
 
@@ -95,11 +96,18 @@ class Operation:
 def _operations(options: argparse.Namespace, topology: Topology) -> list[Operation]:
     if topology.ranks_per_node is None:
         raise ValueError(f"tables are for nodes of one size; this job has {topology.describe()}")
-    return [Operation(name, options, topology) for name in options.operation]
+    operations = [Operation(name, options, topology) for name in options.operation]
+    operations = [operation for operation in operations if operation.sizes]
+    if not operations:
+        options.refuse(
+            f"--algorithms: expected one that {' or '.join(options.operation)} has for these sizes on "
+            f"{topology.describe()}, got {','.join(options.algorithms)}"
+        )
+    return operations
 
 
 def listing(options: argparse.Namespace, topology: Topology) -> str:
-    """Return what would be measured, as text."""
+    """Return a listing of the measurements to make, as text."""
     operations = _operations(options, topology)
     found = [(each.name, nbytes, each.candidates(nbytes)) for each in operations for nbytes in each.sizes]
     total = sum(len(candidates) for _, _, candidates in found)
@@ -110,7 +118,7 @@ def listing(options: argparse.Namespace, topology: Topology) -> str:
 
 
 Size = tuple[Operation, Dense, int]
-"""What is tuned, its benchmark on the ranks of this job, and bytes of a segment."""
+"""An operation to tune, its benchmark on the ranks of this job, and bytes of a segment."""
 
 
 class Tune(case.Case):
@@ -163,12 +171,13 @@ class Tune(case.Case):
                         load(file)
             except (OSError, ValueError) as error:
                 parser.error(f"-o: {error}")
-        given.arguments = list(arguments)
+        given.arguments, given.refuse = list(arguments), parser.error
         return given
 
     @classmethod
     def heap_bytes(cls, options: argparse.Namespace, world: int) -> int:
-        operations = _operations(options, Topology.of(0, range(world), [0] * world))
+        topology = Topology.of(0, range(world), [0] * world)  # what is measured is known after joining
+        operations = [Operation(name, options, topology) for name in options.operation]
         return max(each.case.heap_bytes(each.options, world) for each in operations)
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -183,7 +192,7 @@ class Tune(case.Case):
         settings = {name: getattr(options, name) for name in _SETTINGS}
         more = {"ranks": self.topology.describe(), "architectures": architectures(self.device)}
         self._circumstances = json.loads(json.dumps({**facts, **settings, **more}))
-        """Machine, versions and settings; rows of others do not count."""
+        """Machine, versions and settings; rows don't count if theirs differ."""
         self._rows: list[Row] = []
 
     def sizes(self) -> Iterator[Size]:
@@ -193,9 +202,10 @@ class Tune(case.Case):
 
     @contextlib.contextmanager
     def wanted(self, size: Size) -> Iterator[tuple[list[Wanted], Callable[[], object]]]:
-        """Every candidate; calls out of place share their buffers, and so do those in place.
+        """Yield every candidate; calls out of place share their buffers, and so do those in place.
 
-        They are timed in CUDA graphs: eager calls take the same plans, and times of small ones are the host's.
+        They are timed in CUDA graphs, because eager calls take the same plans, and small ones are bound by launch
+        overhead.
         """
         operation, bench, nbytes = size
         with bench.context(nbytes) as (context, stock):
@@ -215,7 +225,7 @@ class Tune(case.Case):
         return bench.facts(nbytes)
 
     def measure(self, show: case.Show) -> list[Row]:
-        """Measure what an earlier run has not, and write the table after every size. Collective."""
+        """Measure the sizes that an earlier run has not, and write the table after every size. Collective."""
         first = self.owner.rank == 0
         measured = [asdict(row) for row in self._resumed()] if first else []
         self._rows = [Row(**fields) for fields in self.gather("tune: what is measured already", measured)[0]]
@@ -243,7 +253,7 @@ class Tune(case.Case):
         return rows
 
     def _save(self, rows: Sequence[Row]) -> None:
-        """Write the table that follows from ``rows``; and them, unless all sizes are there."""
+        """Write the table that follows from ``rows``; also write the rows, unless all sizes are there."""
         output = self.options.output
         unfinished = any(each.left(rows) for each in self._operations)
         if unfinished:
@@ -259,7 +269,7 @@ class Tune(case.Case):
             part_of(output).unlink(missing_ok=True)
 
     def done(self, size: Size, rows: Sequence[Row], seconds: float) -> None:
-        """Save, and say what is taken and how much time is left if every measurement takes as long."""
+        """Save, and print the choice, and the time that is left if every measurement takes as long."""
         if self.owner.rank != 0:
             return
         (operation, _, nbytes), rows = size, [*self._rows, *rows]
@@ -275,7 +285,7 @@ class Tune(case.Case):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; its exit status: 1 if a result was wrong, 2 where nothing can be measured."""
+    """Run the command; return 1 if a result was wrong, 2 if nothing can be measured."""
     given = Tune.parse(arguments)
     if given.dry_run:
         tdcoll.initialize()

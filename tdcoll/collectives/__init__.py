@@ -12,7 +12,7 @@ __all__ = ["lazily"]
 
 
 def lazily(package: str, **modules: Sequence[str]) -> Callable[[str], Any]:
-    """A package's ``__getattr__``, which imports a public name when it is asked for: a policy needs no Triton.
+    """Return a package's ``__getattr__`` that imports a public name when it is requested: a policy needs no Triton.
 
     Args:
         package: its name.

@@ -2,8 +2,8 @@
 """Programs written for Triton-distributed, on stock Triton: ``import triton_dist`` resolves to tdcoll.
 
 Either start them by ``python -m tdcoll.compat script.py`` (``launch.sh --compat script.py``), or call :func:`activate`
-before the first ``import triton_dist``. ``docs/triton-distributed.md`` says what is the same, what differs, and what is
-not there. Names and behaviour follow ByteDance-Seed/Triton-distributed at commit
+before the first ``import triton_dist``. ``docs/triton-distributed.md`` lists what is the same, what differs, and what
+is missing. Names and behaviour follow ByteDance-Seed/Triton-distributed at commit
 1512a81189315eca7ba38f884aaf239469a88ba3; the code is tdcoll's own.
 """
 
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from tdcoll.compat.missing import NotProvidedError
+from tdcoll.compat.missing import NotProvidedError, missing_import, missing_module
 
 __all__ = ["NotProvidedError", "activate"]
 
@@ -50,7 +50,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """A finder of ``triton_dist``, of what lies below it, and of the parts of ``nvshmem`` that tdcoll stands in for."""
+    """A finder of ``triton_dist``, of modules below it, and of the parts of ``nvshmem`` that tdcoll replaces."""
 
     def __init__(self, without_nvshmem: bool) -> None:
         packages = ("nvshmem", "nvshmem.bindings", "nvshmem.bindings.nvshmem") if without_nvshmem else ()
@@ -64,14 +64,19 @@ class _Finder(importlib.abc.MetaPathFinder):
         elif fullname.partition(".")[0] == "triton_dist":
             ours = _HERE + _ALIASES.get(fullname, fullname).removeprefix("triton_dist")
         else:
+            if fullname.startswith(f"{_HERE}.") and not importlib.machinery.PathFinder.find_spec(fullname, path):
+                # Python looks for a submodule of the name in `from triton_dist.utils import name`.
+                if error := missing_import(fullname.removeprefix("tdcoll.compat.")):
+                    raise error
             return None
         try:
             found = importlib.util.find_spec(ours)
         except ModuleNotFoundError:  # of what is around it
             found = None
         if found is None:
-            raise NotProvidedError.of_module(fullname)
-        is_package = found.submodule_search_locations is not None
+            raise missing_module(fullname)
+        # Of a package Python asks the finder for names that are not there, so that their error can say why.
+        is_package = fullname not in self._nvshmem or found.submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(fullname, _Loader(ours), is_package=is_package)
 
 
@@ -79,11 +84,11 @@ def activate() -> None:
     """Let ``import triton_dist`` and its submodules resolve to tdcoll in this process, and ``nvshmem.core`` as well.
 
     Idempotent. On the simulator it also puts stand-ins for ``torch.cuda`` in place, and lets the device ``"cuda"`` be
-    the CPU. There, and where ranks share GPUs, collectives of process groups are complete when they return. Where
+    the CPU. There, and if ranks share GPUs, collectives of process groups are complete when they return. If
     ``TDCOLL_EMULATE_NODES`` is set, ``LOCAL_WORLD_SIZE`` and ``LOCAL_RANK`` become those of the emulated node.
 
     Raises:
-        ImportError: a real Triton-distributed is imported already, or installed; says where it is.
+        ImportError: a real Triton-distributed is imported already, or installed; the message has its path.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

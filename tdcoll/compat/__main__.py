@@ -11,8 +11,11 @@ from tdcoll.compat import activate
 
 
 def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        sys.exit("usage: python -m tdcoll.compat script.py [arguments...]" if len(sys.argv) < 2 else __doc__)
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m tdcoll.compat script.py [arguments...]")
+    if sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+        return
     script = sys.argv[1]
     if not os.path.isfile(script):
         sys.exit(f"tdcoll.compat: expected a script, got {script!r}, which is no file")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of Triton-distributed that are not provided, and why: errors say it, and the documentation lists it."""
+"""The names of Triton-distributed that are not provided, and the reasons, for errors and the documentation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
-__all__ = ["NotProvidedError", "attributes_of"]
+__all__ = ["NotProvidedError", "attributes_of", "missing_import", "missing_module"]
 
 _REASONS = {
     "tdcoll never uses NVLink multicast": "*.multimem_* *.remote_mc_ptr",
@@ -55,22 +55,40 @@ def _reason(name: str) -> str | None:
     return next((why for why, said in _REASONS.items() if any(fnmatchcase(below, one) for one in said.split())), None)
 
 
-class NotProvidedError(ImportError):
-    """A name of Triton-distributed that tdcoll.compat does not provide; the message says why."""
+class NotProvidedError(Exception):
+    """A module or name of Triton-distributed that tdcoll.compat does not provide; the message says why.
 
-    @classmethod
-    def of_module(cls, name: str) -> NotProvidedError:
-        """Make the error for a module."""
-        reason = _reason(name) or "it is not among the modules that tdcoll knows"
-        return cls(f"tdcoll.compat does not provide the module {name}: {reason}", name=name)
+    It is also an ``ImportError`` if the name was imported, and an ``AttributeError`` if it was looked up in a module.
+    Therefore ``hasattr``, and ``getattr`` with a default, work.
+    """
+
+
+class _ImportNotProvidedError(NotProvidedError, ImportError):
+    pass
+
+
+class _AttributeNotProvidedError(NotProvidedError, AttributeError):
+    pass
+
+
+def missing_module(name: str) -> NotProvidedError:
+    """Make the error for a module."""
+    reason = _reason(name) or "it is not among the modules that tdcoll knows"
+    return _ImportNotProvidedError(f"tdcoll.compat does not provide the module {name}: {reason}", name=name)
+
+
+def missing_import(name: str) -> NotProvidedError | None:
+    """Make the error for ``from module import name``, with both names in one; None if there is no reason to tell."""
+    reason = _reason(name)
+    return _ImportNotProvidedError(f"tdcoll.compat does not provide {name}: {reason}", name=name) if reason else None
 
 
 def attributes_of(module: str) -> Callable[[str], Any]:
-    """Make a ``__getattr__`` for ``module`` that says why a name is not there."""
+    """Make a ``__getattr__`` for ``module`` whose error gives the reason if a name is not provided."""
 
     def missing(name: str) -> Any:
         if not name.endswith("__") and (reason := _reason(f"{module}.{name}")):
-            raise NotProvidedError(f"tdcoll.compat does not provide {module}.{name}: {reason}")
+            raise _AttributeNotProvidedError(f"tdcoll.compat does not provide {module}.{name}: {reason}")
         raise AttributeError(f"module {module!r} of tdcoll.compat has no attribute {name!r}")
 
     return missing

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins on the simulator, and where ranks share GPUs: nodes, process groups, ``torch.cuda``, CUDA's driver.
+"""Stand-ins on the simulator, or if ranks share GPUs: nodes, process groups, ``torch.cuda``, CUDA's driver.
 
-A launch on the simulator returns when the kernel has ended, so there is one stream, work on it is done at once, and
-waiting for it does nothing. The device ``"cuda"`` is the CPU. gloo stands in for NCCL.
+Because a launch on the simulator returns when the kernel has ended, there is one stream, work on it is done at once,
+and waiting for it does nothing. The device ``"cuda"`` is the CPU. gloo stands in for NCCL.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def emulate_nodes() -> None:
     """Let ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` be those of the emulated node, if nodes are emulated.
 
     Raises:
-        ValueError: a variable is no number, or the processes of this host do not divide evenly; such programs take all
-            nodes to be of one size.
+        ValueError: a variable is no number, or the processes of this host do not divide evenly, because such programs
+            expect nodes of one size.
     """
     global _device
     _device = device_index()
@@ -52,7 +52,7 @@ def emulate_nodes() -> None:
 
 
 def device_index() -> int:
-    """Return the number of the host's GPU that this process takes."""
+    """Return the number of the host's GPU that this process uses."""
     return _number("LOCAL_RANK", 0) if _device is None else _device
 
 
@@ -70,9 +70,9 @@ _COLLECTIVES = re.compile("_?(all|barrier|broadcast|gather|reduce|scatter)")
 def wait_for_collectives() -> None:
     """Let the collectives of all process groups return when they are complete, for the rest of this process.
 
-    A collective of NCCL is ordered on the GPU, so programs go on without waiting for its ``Work`` on the host. gloo
-    runs it on a thread of its own, and the program would read old data. Sends and receives are left alone, because two
-    ranks that begin with a send would wait for each other.
+    Programs don't wait for a collective's ``Work`` on the host, because NCCL orders it on the GPU. gloo runs it on
+    another thread, and the program would read old data. Sends and receives are left alone, because two ranks that begin
+    with a send would wait for each other.
     """
 
     def completed(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ _STREAM = Stream()
 _PROPERTIES = SimpleNamespace(
     name="tdcoll's simulator", major=9, minor=0, multi_processor_count=32, total_memory=1 << 40, warp_size=32
 )
-"""An H100's capability, for programs that ask for descriptors, and few enough programs to be simulated."""
+"""An H100's capability, because programs may request descriptors, and few multiprocessors, so that grids are small."""
 
 _STAND_INS: dict[str, Any] = {
     "Stream": Stream,

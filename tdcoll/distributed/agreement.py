@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a new group agree on, and joining the job if nobody has.
+"""The agreement of the ranks of a new group, which also joins the job if it hasn't been joined.
 
-What is found here is the same on all ranks: an obstacle on one of them is an obstacle for the group.
+The result is the same on all ranks, because an obstacle on one of them is an obstacle for the group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = ["Agreement"]
 
 
 def _device_of_this_rank() -> torch.device:
-    """The GPU for the symmetric heap: the current one where the script has chosen, else the launcher's number."""
+    """Return the GPU for the symmetric heap: the current one if the script has chosen, otherwise the launcher's
+    number."""
     current, local = torch.cuda.current_device(), arguments.decimal(os.environ.get("LOCAL_RANK", ""))
     if current == 0 and local is not None:
         index = lifecycle.device_index(local, lifecycle.may_share_gpus())
@@ -36,7 +37,7 @@ def _device_of_this_rank() -> torch.device:
 
 
 def _obstacle() -> str | None:
-    """Return why tdcoll's kernels cannot run in this process; None if they can, as far as it can be seen alone."""
+    """Return why tdcoll's kernels cannot run in this process; None if they can, as far as this rank knows."""
     if INTERPRETED:
         return None
     if not torch.cuda.is_available():
@@ -52,12 +53,12 @@ def _obstacle() -> str | None:
 
 
 class Agreement:
-    """What the ranks of a group have agreed on when it was made.
+    """The agreement that the ranks of a group made when they created it.
 
     Attributes:
         kinds: handled by tdcoll's kernels.
-        reason: why that is not all that was asked for; or None.
-        name: of the group, as its first rank has it: other ranks may have counted otherwise.
+        reason: why that is not all that was requested; None if it is.
+        name: of the group on its first rank, because other ranks may have counted otherwise.
         token: of the group, and of no other.
     """
 
@@ -75,7 +76,7 @@ class Agreement:
 
     def _local_obstacle(self, size: int) -> str | None:
         if not self.kinds:
-            return "told to handle nothing"
+            return "configured to handle nothing"
         job = runtime.current_or_none()
         if job is not None:
             return None
@@ -84,7 +85,7 @@ class Agreement:
         return _obstacle()
 
     def _give_up(self, obstacles: Sequence[str | None]) -> None:
-        """If there is any obstacle, serve nothing and say so; the same on all ranks."""
+        """If there is any obstacle, handle nothing and log it; the same on all ranks."""
         found = {rank: obstacle for rank, obstacle in enumerate(obstacles) if obstacle is not None}
         if found:
             rank, obstacle = next(iter(found.items()))
@@ -93,7 +94,7 @@ class Agreement:
             self.reason = obstacle if everywhere else f"rank {rank}: {obstacle}"
 
     def join(self, store: Any, rank: int, size: int, heap_bytes: int | str | None, timeout_s: float | None) -> None:
-        """Initialise tdcoll for a group of all ranks, if nobody has. Collective."""
+        """Initialise tdcoll for a group of all ranks, if it isn't initialised. Collective."""
         if not self.kinds or runtime.current_or_none() is not None:
             return
         obstacle = None
@@ -109,4 +110,4 @@ class Agreement:
         self._give_up(self._control.all_gather(self._everyone, "joined", obstacle))
         if obstacle is None and not self.kinds:  # some have joined and others could not
             runtime.current().failed = True
-            tdcoll.finalize()  # forgets the job, and waits for nobody
+            tdcoll.finalize()  # forgets the job, and doesn't wait

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process group of backend ``tdcoll``: torch.distributed's calls, and the forms that their arguments come in.
+"""The process group of backend ``tdcoll``: torch.distributed's calls, and the forms of their arguments.
 
-``torch.distributed`` lets Python subclass ``ProcessGroup``, not ``Backend``. What is overridden here is reached from
-Python, and from C++ (DDP's reducer, functional collectives) where PyTorch's trampoline has the method; everything else
-is ``ProcessGroup``'s own, which finds gloo and NCCL registered with this object.
+``torch.distributed`` lets Python subclass ``ProcessGroup``, not ``Backend``. Python calls the methods overridden here,
+and C++ (DDP's reducer, functional collectives) calls them if PyTorch's trampoline has the method. Every other method is
+``ProcessGroup``'s own, which finds gloo and NCCL registered with this object.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from torch._C._distributed_c10d import (
 
 from tdcoll import arguments, capture, runtime
 from tdcoll.distributed.agreement import Agreement
-from tdcoll.distributed.call import Call, check_pieces
+from tdcoll.distributed.call import Call, check_pieces, plain
 from tdcoll.distributed.dispatch import Dispatcher
 from tdcoll.distributed.fallback import (
     Fallback,
@@ -51,24 +52,12 @@ from tdcoll.work import backend_errors, completed
 __all__ = ["TdcollProcessGroup", "create"]
 
 _UNSET = AllgatherOptions().timeout
-"""What a call's options hold when it has no timeout of its own."""
+"""The value in a call's options if it has no timeout."""
 
 
 def _operation(opts: Any) -> str:
-    """Return tdcoll's name of the operation in a call's options; torch's name of one that tdcoll does not have."""
+    """Return tdcoll's name of the operation in a call's options, or torch's name if tdcoll does not have it."""
     return NAMES_BY_HASH.get(hash(opts.reduceOp)) or str(operation_name(opts.reduceOp))
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or the one behind a functional collective's result, waited for.
-
-    PyTorch's dispatcher does that for its own backends. It is not on the way here.
-    """
-    if type(tensor) is torch.Tensor:
-        return tensor
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
@@ -109,8 +98,8 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
 def _meeting_place(store: Any, ranks: list[int]) -> Any:
     """``store`` without the prefixes of the group's name and device.
 
-    PyTorch's names are numbers that each process counts, and they differ from rank to rank once init_process_group has
-    failed on some of them. Who takes part says enough: see :func:`tdcoll.runtime.control.generation`.
+    PyTorch's names are numbers that each process counts, and they differ from rank to rank when init_process_group has
+    failed on some of them. The ranks that take part are enough: see :func:`tdcoll.runtime.control.generation`.
     """
     if ranks and isinstance(default := dist.distributed_c10d._get_default_group(), TdcollProcessGroup):
         return default._store
@@ -120,9 +109,9 @@ def _meeting_place(store: Any, ranks: list[int]) -> Any:
 
 
 class TdcollProcessGroup(ProcessGroup):
-    """A process group that handles some calls with tdcoll's kernels and hands the rest to gloo and NCCL.
+    """A process group that handles some calls with tdcoll's kernels and falls back to gloo and NCCL for the rest.
 
-    Made by ``init_process_group("tdcoll")`` and ``new_group``; see :func:`tdcoll.distributed.explain` for what it does.
+    Made by ``init_process_group("tdcoll")`` and ``new_group``; :func:`tdcoll.distributed.explain` describes it.
 
     Args:
         store: where its ranks meet; the group takes a part of it.
@@ -130,7 +119,7 @@ class TdcollProcessGroup(ProcessGroup):
         ranks: global ranks in the order of the group; empty for the default group.
         timeout: of the group; also the deadline of waits in kernels.
         name: of the group.
-        options: what to serve.
+        options: which calls to handle.
         split: whether NCCL may split the default group's communicator, in which all of its ranks take part.
     """
 
@@ -156,7 +145,7 @@ class TdcollProcessGroup(ProcessGroup):
         store = generation(store, members[rank], members, "backend tdcoll", timeout.total_seconds())
         self._store, self._timeout, self._options, self._ranks = store, timeout, options, ranks
         plain = self._plain = ProcessGroup(store, rank, size)
-        """gloo and NCCL, without what is overridden here."""
+        """gloo and NCCL, without the methods overridden here."""
         share_gpus = lifecycle.may_share_gpus()
         of_group = store, rank, size, timeout, name, ranks
         names = add_backends((self, plain), *of_group, options.nccl, split, share_gpus)
@@ -188,7 +177,7 @@ class TdcollProcessGroup(ProcessGroup):
             default=not ranks,
         )
 
-    # ------------------------------------------------------------------ what torch.distributed asks
+    # ------------------------------------------------------------------ queries of torch.distributed
 
     def getBackendName(self) -> str:
         return "tdcoll"
@@ -198,8 +187,8 @@ class TdcollProcessGroup(ProcessGroup):
 
     def _get_backend(self, device: Any) -> Any:
         device = torch.device(device)
-        # While it makes the default group, init_process_group(device_id=...) asks for the backend of that very device
-        # and then connects it, and tells this object nothing else of it; split_group and new_group want to know it.
+        # While it makes the default group, init_process_group(device_id=...) only requests the backend of that device
+        # and connects it. Take note of the device, because split_group and new_group need it.
         if device.type == "cuda" and device.index is not None and not self._ranks and not dist.is_initialized():
             self.bound_device_id = device
         return super()._get_backend(torch.device(device.type))
@@ -213,12 +202,14 @@ class TdcollProcessGroup(ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> TdcollProcessGroup | None:
-        """A group of ``new_ranks`` (ranks of this group), with communicators of its own; None if not in it."""
+        """Return a group of ``new_ranks`` (ranks of this group), with its own communicators; None if not in it."""
         if self._rank not in new_ranks:
             return None
         name = group_name if group_name is not None else "-".join(map(str, new_ranks))
         members = [self._members[rank] for rank in new_ranks]
-        options = self._options if not isinstance(opts, Options) else opts
+        options = self._options if opts is None else Options.of(opts)
+        if not isinstance(opts, Options):  # NCCL's, which torch.distributed.split_group always passes
+            options = dataclasses.replace(self._options, nccl=options.nccl)
         made: Any = _class_for(options)(
             self._store,
             new_ranks.index(self._rank),
@@ -235,12 +226,14 @@ class TdcollProcessGroup(ProcessGroup):
         return found
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self.dispatcher.coalescing = True  # what is issued until the end belongs to the fallback backend's one launch
         super()._start_coalescing(device)
+        self.dispatcher.coalescing = True  # what is issued until the end belongs to the fallback backend's one launch
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        self.dispatcher.coalescing = False
-        return super()._end_coalescing(device)
+        try:
+            return super()._end_coalescing(device)
+        finally:
+            self.dispatcher.coalescing = False
 
     def shutdown(self) -> None:
         expired = self.dispatcher.close()
@@ -386,10 +379,17 @@ class TdcollProcessGroup(ProcessGroup):
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Any:
-        """``[world * n, ...] -> [world * n, ...]``. Calls with split sizes, which differ from rank to rank, go on."""
+        """``[world * n, ...] -> [world * n, ...]``. Falls back if there are split sizes, which differ from rank to
+        rank."""
         output, input, opts = plain(output), plain(input), AllToAllOptions() if opts is None else opts
         if output_splits or input_splits:
-            return exchange_parts(self._plain, output, input, output_splits, input_splits, opts)
+            return self.dispatcher.call(
+                "all_to_all", Call([output], [input]), opts.asyncOp,
+                lambda group, call: exchange_parts(
+                    group, call.outs[0], call.inputs[0], output_splits, input_splits, opts
+                ),
+                refused="split sizes",
+            )  # fmt: skip
         return self.dispatcher.call_one(
             "all_to_all", output, input, None, opts.asyncOp,
             lambda group, call: exchange_parts(group, call.outs[0], call.inputs[0], [], [], opts),
@@ -421,7 +421,7 @@ class TdcollProcessGroup(ProcessGroup):
     # ------------------------------------------------------------------ barrier
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:  # type: ignore[override]
-        """Wait for all ranks, and for what they have queued on their current streams."""
+        """Wait for all ranks, and for the work on their current streams."""
         timeout = opts if isinstance(opts, timedelta) else timeout
         if not isinstance(opts, BarrierOptions):
             opts = BarrierOptions()
@@ -443,11 +443,12 @@ _METHODS = {
     "all_to_all": ("all_to_all_single", "alltoall_base"),
     "barrier": ("barrier",),
 }  # fmt: skip
-"""The methods that only one kind of call needs. (``allreduce`` is always needed: NCCL has none of sparse tensors.)"""
+"""The methods that only one kind of call needs. (``allreduce`` is always needed, because NCCL has no sparse one.)"""
 
 
 def _class_for(options: Options) -> type[TdcollProcessGroup]:
-    """Return a group's class. On GPUs it only passes on what tdcoll does not serve; gloo needs contiguous memory."""
+    """Return a group's class. On GPUs it passes calls on if tdcoll does not handle them; gloo needs contiguous
+    memory."""
     if not torch.cuda.is_available():
         return TdcollProcessGroup
     return _passing_on(tuple(name for kind in _METHODS if kind not in options.kinds for name in _METHODS[kind]))
@@ -462,9 +463,9 @@ def _passing_on(names: tuple[str, ...]) -> type[TdcollProcessGroup]:
 def _passed_on(names: tuple[str, ...]) -> dict[str, Any]:
     """Return methods that pass calls on to the plain group, by those of the names that this PyTorch has.
 
-    Each is one line of Python, which is needed: where a Python class overrides nothing, PyTorch's trampoline goes on to
-    C++ with the GIL held (``PyProcessGroup.hpp``), and waits there for a lock of gloo's or NCCL's. The lock's thread is
-    about to let go of a tensor, for which it wants the GIL. Without these methods one call in a hundred thousand never
+    Each is one line of Python, which is needed because of a deadlock: if a Python class overrides nothing, PyTorch's
+    trampoline calls C++ with the GIL held (``PyProcessGroup.hpp``), and waits there for a lock of gloo's or NCCL's. The
+    lock's thread needs the GIL when it releases a tensor. Without these methods one call in a hundred thousand never
     ended.
     """
 
@@ -483,7 +484,7 @@ never_compiled(TdcollProcessGroup)  # with these methods, and those of _passing_
 
 
 def _deadline(timeout: timedelta) -> float | None:
-    """Seconds that a kernel waits: the group's timeout if one was given, else ``TDCOLL_TIMEOUT_S`` if that is set."""
+    """Return the seconds that a kernel waits: the group's timeout if given, otherwise ``TDCOLL_TIMEOUT_S`` if set."""
     default = dist.distributed_c10d.default_pg_timeout
     if timeout == default and os.environ.get("TDCOLL_TIMEOUT_S"):
         return None

@@ -9,18 +9,18 @@ import torch
 
 from tdcoll.collectives._host.call import Ready
 
-__all__ = ["Call", "check_pieces", "is_plain", "plain_memory", "write"]
+__all__ = ["Call", "check_pieces", "is_plain", "plain", "plain_memory", "write"]
 
 
 class Call:
     """A call of ``torch.distributed``.
 
     Attributes:
-        outs, inputs: one tensor for each part of the call; to the user each part is a call of its own.
-        op: tdcoll's name of the operation, or another name; None where nothing is reduced.
+        outs, inputs: one tensor for each part of the call; for the user each part is a separate call.
+        op: tdcoll's name of the operation, or another name; None if nothing is reduced.
         pieces: the list of an all-gather into a list, a tensor for each rank. Then there is one input, and no ``outs``.
         device: of the tensors.
-        ready: what makes calls like this one again, after a dense call of one tensor.
+        ready: repeats calls like this one, after a dense call of one tensor.
     """
 
     __slots__ = ("device", "inputs", "op", "outs", "pieces", "ready")
@@ -55,6 +55,28 @@ class Call:
                 write(asked, made)
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself, or the one behind a functional collective's result, waited for.
+
+    PyTorch's dispatcher does the same for its own backends, but tdcoll's calls don't pass it.
+
+    Raises:
+        NotImplementedError: the tensor wraps others and has no memory itself, as a DTensor.
+    """
+    if type(tensor) is torch.Tensor:
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return plain(tensor.trigger_wait())
+    if tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.nbytes and not tensor.data_ptr():
+        raise NotImplementedError(
+            f"tensor must have memory of its own; got {type(tensor).__name__}, which wraps other tensors. Pass one of "
+            "those, for example DTensor.to_local()"
+        )
+    return tensor
+
+
 def check_pieces(call: Call, world: int) -> None:
     """Raise unless an all-gather into a list has a tensor for each rank."""
     if len(call.pieces) != world:
@@ -64,17 +86,17 @@ def check_pieces(call: Call, world: int) -> None:
 def write(out: torch.Tensor, values: torch.Tensor) -> None:
     """Copy ``values`` into ``out`` as a collective writes its result: autograd neither records nor counts it.
 
-    A kernel stores through addresses, which autograd does not see; gloo and NCCL do the same. A copy that stands for
-    such a store must not be seen either: it would give ``out`` a history, and be refused for a parameter.
+    A kernel stores through addresses, which autograd does not see; gloo and NCCL do the same. A copy that replaces such
+    a store must not be seen either, because it would give ``out`` a history, and be refused if ``out`` is a parameter.
     """
-    with torch.inference_mode():  # in which a tensor that was made in that mode may be written to as well
+    with torch.inference_mode():  # because only there a tensor that was made in that mode may be written to
         out.data.copy_(values)
 
 
 def plain_memory(call: Call) -> Call:
     """Return a call whose tensors are contiguous memory: the call itself, or one of copies, as far as they are needed.
 
-    Other than dense tensors are left as they are.
+    Tensors that aren't dense are left as they are.
     """
     if all(map(is_plain, call.touched)):
         return call
@@ -97,7 +119,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _plain(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
-    """Return the tensor if it is contiguous memory, else such a one of its shape; with its values, if wanted."""
+    """Return the tensor if it is contiguous memory, otherwise a contiguous one of its shape; with its values if
+    ``filled``."""
     if is_plain(tensor):
         return tensor
     if filled:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping by the norm of all gradients, where some of them are sparse."""
+"""Clipping by the norm of all gradients, if some of them are sparse."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Clip gradients by their norm, as ``torch.nn.utils.clip_grad_norm_`` does, where some of them are sparse.
+    """Clip gradients by their norm, as ``torch.nn.utils.clip_grad_norm_`` does, even if some of them are sparse.
 
-    torch's function refuses sparse gradients, such as those of ``nn.Embedding(sparse=True)``. This one takes each for
-    the dense tensor that it stands for: rows that come twice are added before they count, and rows that are missing are
+    torch's function refuses sparse gradients, such as those of ``nn.Embedding(sparse=True)``. This one treats each as
+    the dense tensor that it represents: if a row occurs twice, it is summed before it counts, and missing rows are
     zero. A sparse gradient that is not coalesced is coalesced in place, and on a GPU the host waits for that. Gradients
-    that tdcoll has reduced are coalesced. Otherwise the host waits only where it waits in torch's function, which does
+    that tdcoll has reduced are coalesced. Otherwise the host waits only when it waits in torch's function, which does
     all the arithmetic.
 
-    Not collective: gradients that are the same on all ranks have the same norm there. Call it after all of them are
-    reduced, and with a ``GradScaler`` after ``scaler.unscale_(optimizer)``.
+    Not collective, because gradients that are the same on all ranks have the same norm there. Call it after all of them
+    are reduced, and with a ``GradScaler`` after ``scaler.unscale_(optimizer)``.
+
+    >>> table = torch.nn.Embedding(4, 2, sparse=True)
+    >>> table(torch.tensor([1])).sum().backward()
+    >>> norm = tdcoll.distributed.clip_grad_norm_(table.parameters(), 1.0)
 
     Args:
         parameters: a tensor, or several, whose ``grad`` is scaled in place; those without one are left out.
         max_norm: the largest norm that the gradients keep.
         norm_type: the order of the norm, ``float("inf")`` for the maximum.
         error_if_nonfinite: raise if the norm is NaN or infinite. The host waits for the norm then.
-        foreach: whether to use torch's foreach functions. None: where the device has them.
+        foreach: whether to use torch's foreach functions. If None, use them if the device has them.
 
     Returns:
         ``[]``: the norm of all gradients together, before they were scaled.
@@ -64,7 +68,7 @@ def clip_grad_norm_(
         for values, grad in zip(held, grads, strict=True)
     ]
     norm = utils.get_total_norm(counted, norm_type, error_if_nonfinite, foreach)
-    holders: Any = [SimpleNamespace(grad=values) for values in held]  # all that torch looks at
+    holders: Any = [SimpleNamespace(grad=values) for values in held]  # the only attribute that torch reads
     utils.clip_grads_with_norm_(holders, max_norm, norm, foreach)
     return norm
 
@@ -72,7 +76,7 @@ def clip_grad_norm_(
 def _values(grad: torch.Tensor) -> torch.Tensor:
     """Return the rows ``[n, ...]`` of a sparse tensor, each once, in its own memory."""
     if not grad.is_coalesced():
-        grad.data = grad.coalesce()  # whoever else holds it sees it clipped
+        grad.data = grad.coalesce()  # all its holders see it clipped
     return grad._values()
 
 

@@ -71,6 +71,11 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     Gradients are averaged. A sparse one is reduced on a stream of its own while the backward pass goes on. DDP itself
     wants every sparse table used in every backward pass; see :class:`SparseGradientReducer` where that does not hold.
 
+    >>> torch.distributed.init_process_group("tdcoll")
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
+    >>> model.register_comm_hook(None, tdcoll.distributed.sparse_hook)
+    >>> model(torch.tensor([1])).sum().backward()
+
     Args:
         state: the process group of the model, or None for the default one.
         bucket: ``torch.distributed.GradBucket``.
@@ -152,6 +157,13 @@ class SparseGradientReducer:
     one table.
 
     The weights are made equal to those of rank 0.
+
+    >>> tdcoll.initialize()
+    >>> torch.distributed.is_initialized() or torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    >>> table = torch.nn.Embedding(4, 2, sparse=True)
+    >>> reducer = tdcoll.distributed.SparseGradientReducer(table)
+    >>> table(torch.tensor([1])).sum().backward()
+    >>> reducer.finish()
 
     Args:
         module: whose ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` are meant.

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,16 +11,19 @@ import torch.distributed as dist
 from tdcoll import arguments
 from tdcoll.distributed.backend import TdcollProcessGroup
 from tdcoll.distributed.dispatch import Dispatcher
-from tdcoll.distributed.options import KINDS, HANDLES
+from tdcoll.distributed.options import KINDS
 
 __all__ = ["explain"]
 
 
 def explain(group: Any = None) -> str:
-    """Return what handles which calls of a process group, and why; with the number of calls so far. Text, for people.
+    """Return a text for people: the backend of each kind of call of a process group, the reasons, and numbers of calls.
+
+    >>> torch.distributed.init_process_group("tdcoll")
+    >>> print(tdcoll.distributed.explain())
 
     Args:
-        group: a process group; None for the default one.
+        group: a process group; the default one if None.
 
     Raises:
         TypeError: ``group`` is no process group.
@@ -40,18 +42,15 @@ def explain(group: Any = None) -> str:
 
 
 def _lines(dispatcher: Dispatcher) -> Iterator[str]:
-    """Yield what handles which calls, and why; calls so far."""
-    agreed, job = dispatcher.agreed, dispatcher.job
+    """Yield the backend of each kind of call, the reasons, and the calls so far."""
+    job = dispatcher.job
     if job is not None:
         where = "simulator" if job.simulated else str(dispatcher.device)
         yield f"  ranks: {job.topology(dispatcher.ranks).describe()}, symmetric memory: {where}"
     yield f"  fallback backend: {dispatcher.fallback}"
     for kind in KINDS:
-        if kind in agreed.kinds:
-            yield f"  {kind}: tdcoll; {dispatcher.handlers[kind].describe()}"
-        else:
-            configured = dispatcher.options.handles or os.environ.get(HANDLES)
-            yield f"  {kind}: fallback backend; {agreed.reason or f'configured kinds: {configured}'}"
+        by, why = dispatcher.handled_by(kind)
+        yield f"  {kind}: {by}; {why}"
     yield "  everything else: fallback backend"
     for (kind, by, why), count in dispatcher.counts.items():
         yield f"  calls so far: {count} {kind} by {by}" + (f" ({why})" if why else "")

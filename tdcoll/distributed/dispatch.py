@@ -41,7 +41,7 @@ _MOST_KNOWN = 4096
 
 
 class _Known(NamedTuple):
-    """What a group remembers about a call.
+    """A call that a group remembers.
 
     Attributes:
         counted: the kind, the implementation that handled it, and the reason: the key of ``counts``.
@@ -70,7 +70,7 @@ class Dispatcher:
 
     Attributes:
         handlers: for each kind of call; empty without a job.
-        device: where tdcoll's memory is; None without a job.
+        device: of tdcoll's memory; None if there is no job.
         coalescing: whether calls belong to a block that the fallback backend launches as one.
         counts: calls so far, by kind, implementation, and reason.
         Others: as given.
@@ -122,10 +122,21 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ who handles a call
 
+    def handled_by(self, kind: str) -> tuple[str, str]:
+        """Return which backend handles calls of a kind now, and its limits or the reason, as text."""
+        why = self._never(kind) or self._obstacle() or self.handlers[kind].problem
+        return ("tdcoll", self.handlers[kind].describe()) if why is None else ("fallback backend", why)
+
+    def _never(self, kind: str) -> str | None:
+        """Return why tdcoll never handles calls of a kind; None if it may."""
+        if kind not in self.agreed.kinds:
+            return self.agreed.reason or f"configured kinds: {self.options.handles}"
+        return "one rank" if len(self.ranks) == 1 and not self.handlers[kind].alone else None
+
     def _unsupported(self, kind: str, call: Call) -> str | None:
         """Return why tdcoll never handles such calls; None if it may."""
-        if kind not in self.agreed.kinds:
-            return self.agreed.reason or "not among the configured kinds"
+        if (why := self._never(kind)) is not None:
+            return why
         own, device = self.device, call.device
         assert own is not None
         if call.inputs and device.type != own.type:
@@ -135,10 +146,7 @@ class Dispatcher:
                 f"{kind}: the tensor is on {device}, and tdcoll has this rank's memory on {own}; call "
                 'torch.cuda.set_device(LOCAL_RANK) before init_process_group("tdcoll")'
             )
-        handler = self.handlers[kind]
-        if len(self.ranks) == 1 and not handler.alone:
-            return "one rank"
-        return handler.refuse(call)
+        return self.handlers[kind].refuse(call)
 
     def compares(self, kind: str, call: Call) -> bool:
         """Return whether the ranks compare a call like this one: in debug mode, of a kind that tdcoll may handle."""
@@ -193,10 +201,10 @@ class Dispatcher:
             start: starts the call on the fallback backend.
             key: remember the call under this key for :meth:`call_one`; None for calls that aren't remembered.
             refused: why tdcoll doesn't handle it; None if it may.
-            how: how the fallback backend makes it, for people.
+            how: describes how the fallback backend makes it, for people.
         """
         obstacle = self._obstacle()
-        # In debug mode the ranks compare a call first, since a wrong argument may decide who handles it.
+        # In debug mode the ranks compare a call first, because a wrong argument may decide who handles it.
         skip = refused is None and obstacle is None and self.compares(kind, call)
         unsupported = refused or (None if skip else self._unsupported(kind, call))
         why = unsupported or obstacle
@@ -437,7 +445,7 @@ class Dispatcher:
     def _ends(self, job: Runtime) -> bool:
         """Count this group out; return whether a job that the backend has joined ends with it.
 
-        It ends with the default group, and with the last group of all ranks.
+        It ends when the default group or the last group of all ranks ends.
         """
         counted, self._whole = self._whole, False
         job.groups -= counted

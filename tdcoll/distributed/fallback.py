@@ -32,7 +32,7 @@ class Fallback:
     """The fallback backend of one group.
 
     Args:
-        group: a process group without what tdcoll overrides.
+        group: a process group without tdcoll's overrides.
         names: of the backend for each type of device.
         beside: makes another such group of the same ranks, for CPU tensors and one kind of call. Collective.
     """
@@ -55,7 +55,7 @@ class Fallback:
         get a copy of it.
 
         Args:
-            beside: make it by a group of its own for this kind of call. Its calls have an order of their own.
+            beside: make it by a separate group for this kind of call, because its calls have a separate order.
         """
         group, taken = self.group, plain_memory(call)
         if beside is not None:
@@ -74,12 +74,12 @@ class Fallback:
 
 @never_compiled
 class _CopiedWork(Work):
-    """The work of a call of the fallback backend on copies, which copies back what it has written.
+    """The work of a call that the fallback backend makes on copies; it copies the results back.
 
     Args:
         work: of the fallback backend.
-        made: the call that the fallback backend has been given.
-        asked: the call that the user has made.
+        made: the call that the fallback backend makes.
+        asked: the user's call.
     """
 
     def __init__(self, work: Any, made: Call, asked: Call) -> None:
@@ -94,7 +94,7 @@ class _CopiedWork(Work):
             self._future = None
 
     def _copy_back(self, done: Any = None) -> list[torch.Tensor]:
-        """Copy what the fallback backend has written, once; raise what it has raised, if ``done`` is its future."""
+        """Copy the fallback backend's results, once; raise its error, if ``done`` is its future."""
         if done is not None:
             done.value()
         with self._copying:
@@ -181,7 +181,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks
 def beside(kind: str, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: list[int]) -> Any:
     """Make another fallback group, of gloo alone, for the calls of one kind. Collective.
 
-    The store is reached by another connection, since a wait on one keeps other threads from using it.
+    It uses another connection to the store, because a wait on one keeps other threads from using it.
     """
     store = store.clone() if hasattr(store, "clone") else store
     group: Any = ProcessGroup(store, rank, size)
@@ -194,10 +194,12 @@ def beside(kind: str, store: Any, rank: int, size: int, timeout: timedelta, name
 def _nccl(
     store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: list[int], given: Any, split: bool
 ) -> Any:
-    """As ``torch.distributed`` makes it, splitting the default group's communicator where torch does."""
+    """Make NCCL as ``torch.distributed`` does, splitting the default group's communicator if torch does."""
     c10d = dist.distributed_c10d
     options = copy.deepcopy(given) if given is not None else dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
+    if getattr(given, "split_from", None) is not None:  # split_group passes the options of another group
+        options.split_from = None
     # Ranks outside of a new group split the default group's communicator if it is bound to a device: so must we.
     if split and ranks and dist.is_initialized() and c10d._get_default_group().bound_device_id:
         if source := c10d._get_split_source(c10d._get_default_group()):
@@ -216,7 +218,7 @@ _SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_sing
 
 
 def gather_into(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-    """``group``'s all-gather into one tensor, under the name that this PyTorch has for it. Its work."""
+    """Start ``group``'s all-gather into one tensor, under the name that this PyTorch has for it. Return its work."""
     return getattr(group, _GATHER)(out, tensor, AllgatherOptions() if opts is None else opts)
 
 
@@ -231,10 +233,10 @@ def exchange_parts(group: Any, out: torch.Tensor, tensor: torch.Tensor, out_spli
 
 
 def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Tensor:
-    """The sum or mean of a COO tensor by all-gathers of dense ones, for a group that has none of sparse tensors.
+    """Return the sum or mean of a COO tensor by dense all-gathers, if a group has none of sparse tensors.
 
-    All indices and all values go to all ranks, padded to the most that a rank has; each adds up for itself. Waits for
-    the number of rows on the host.
+    All indices and all values go to all ranks, padded to the longest; each rank sums them itself. Waits for the number
+    of rows on the host.
     """
     world = group.size()
     tensor = tensor.detach().coalesce()

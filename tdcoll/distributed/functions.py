@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions with torch.distributed's signatures, in the order of the current stream.
 
-Each uses a context that tdcoll makes for the group at the first call and replaces when a larger message comes. That is
-collective and synchronises, so make the first and the largest call before you capture a CUDA graph.
+Each uses a context that tdcoll makes for the group at the first call and replaces when a larger message comes. Make the
+first and the largest call before you capture a CUDA graph, because making a context is collective and synchronises.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.distributed import ReduceOp, Work
 from tdcoll import arguments, runtime
 from tdcoll.collectives._host.call import make, spec_of
 from tdcoll.collectives._host.pool import pooled
+from tdcoll.distributed.call import plain
 from tdcoll.work import StreamWork, backend_errors, completed
 
 __all__ = ["all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor"]
@@ -110,23 +111,40 @@ def all_to_all_single(
     Args:
         output: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype as ``input``.
         input: ``[world * n, ...]``, contiguous.
-        output_split_sizes, input_split_sizes: None, or ``n`` for each rank.
+        output_split_sizes, input_split_sizes: None, or an int for each rank, all the same, which add up to the first
+            extent of the tensor.
         group, async_op: as for :func:`all_gather_into_tensor`.
 
     Returns:
         None, or the ``Work``.
 
     Raises:
-        ValueError: segments have different sizes, for which there is ``torch.distributed.all_to_all_single``.
+        ValueError: wrong split sizes, or segments of different sizes; use ``torch.distributed.all_to_all_single``
+            for those.
         Others: as :func:`all_gather_into_tensor` and :func:`tdcoll.all_to_all`.
     """
-    for name, sizes in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
-        if sizes and len(set(sizes)) > 1:
-            raise ValueError(
-                f"{name} must be None or the same for each rank; got {list(sizes)}. Use torch.distributed's "
-                "all_to_all_single for segments of different sizes"
-            )
+    _check_splits("output_split_sizes", output_split_sizes, "output", output, group)
+    _check_splits("input_split_sizes", input_split_sizes, "input", input, group)
     return _call("all_to_all", output, input, None, group, async_op, ("input", "output"))
+
+
+def _check_splits(
+    name: str, sizes: Sequence[int] | None, argument: str, tensor: torch.Tensor, group: runtime.Group
+) -> None:
+    """Raise unless split sizes are None, or the same for each rank and, added up, the tensor's first extent."""
+    if not sizes:
+        return
+    arguments.tensor(argument, tensor)
+    world, rows = len(runtime.current().ranks_of(group)), tensor.shape[0] if tensor.dim() else 1
+    if len(sizes) != world:
+        raise ValueError(f"{name} must have {world} sizes, one per rank; got {list(sizes)}")
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"{name} must be None or the same for each rank; got {list(sizes)}. Use torch.distributed's "
+            "all_to_all_single for segments of different sizes"
+        )
+    if sum(sizes) != rows:
+        raise ValueError(f"{name} must add up to the first extent of {argument}, {rows}; got {list(sizes)}")
 
 
 def _call(
@@ -141,9 +159,10 @@ def _call(
     """Make a call of the collective ``name``; ``names`` are the caller's, of input and output."""
     for argument, tensor in zip(names, (input, output), strict=True):
         arguments.tensor(argument, tensor)
+    output, input = plain(output), plain(input)
     spec = spec_of(name)
     ctx = pooled(spec, input, group)
-    # Detached, because stores of a kernel are nothing that autograd sees.
+    # Detached, because autograd doesn't see a kernel's stores.
     make(spec, input.detach(), op=op, out=output.detach(), ctx=ctx, names=names)
     if not async_op:
         return None

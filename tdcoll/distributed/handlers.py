@@ -31,7 +31,7 @@ from tdcoll.runtime.control import ControlPlane
 __all__ = ["Barrier", "Dense", "Handler", "Lane", "Members"]
 
 PACKED_BYTES = 256 << 10
-"""Several tensors of one call are packed for one launch up to so many bytes in all: a copy costs less than a launch."""
+"""Up to so many bytes, several tensors of one call are packed for one launch, because a copy is cheaper than one."""
 
 
 class Lane:
@@ -77,6 +77,7 @@ class Handler(ABC):
         blocks: whether ``wait()`` of an asynchronous call waits on the host.
         members: of the group.
         lane: of its calls.
+        problem: why it has no context and can't get one, the same on all ranks; None if it may have one.
         stream: CUDA stream of asynchronous calls; made with the first.
         before: event that the stream waits for before each call.
         events: free events, which works take and give back.
@@ -89,17 +90,19 @@ class Handler(ABC):
 
     def __init__(self, members: Members, lane: Lane) -> None:
         self.members, self.lane = members, lane
+        self.problem: str | None = None
         self.stream: Any = None
         self.before: Any = None
         self.events: list[Any] = []
 
     @abstractmethod
     def refuse(self, call: Call) -> str | None:
-        """Return why this call cannot be handled, or None if it can, from what is the same on all ranks."""
+        """Return why this call cannot be handled, or None if it can, from facts that are the same on all ranks."""
 
     @abstractmethod
     def prepare(self, call: Call) -> str | None:
-        """Make what the call needs, which is collective; return why it cannot be had, the same everywhere; or None."""
+        """Prepare the call, which is collective; return why it cannot be handled, the same on all ranks; None if it
+        can."""
 
     @abstractmethod
     def check_call(self, call: Call) -> None:
@@ -110,11 +113,12 @@ class Handler(ABC):
         """
 
     def facts(self, call: Call) -> dict[str, Any]:
-        """Return what of a call must be the same on all ranks, for debug mode. Some of it decides who handles it."""
+        """Return the facts that must be the same on all ranks, for debug mode, because some decide who handles the
+        call."""
         return {"op": call.op, "dtypes": [str(tensor.dtype) for tensor in call.inputs]}
 
     def compare(self, call: Call) -> None:
-        """Raise on all ranks what is wrong with the call on one of them, or differs. Collective; for debug mode.
+        """Raise on all ranks if the call is wrong on one of them, or differs. Collective; for debug mode.
 
         Raises:
             RankMismatchError: something differs, or another rank's tensors do not fit each other.
@@ -137,11 +141,11 @@ class Handler(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return what is handled, in words for people."""
+        """Return a description of the handled calls, for people."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise the error that finished kernels have left, if any.
+        """Raise the error of finished kernels, if there is one.
 
         Raises:
             CollectiveTimeout: a wait has expired.
@@ -153,7 +157,7 @@ class Handler(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free what it holds. Collective."""
+        """Free its memory. Collective."""
 
 
 class Dense(Handler):
@@ -213,7 +217,9 @@ class Dense(Handler):
         nbytes = self._inbox(self._packed(call) or max(self._segments(call)))
         if not self.pool.holds(nbytes):
             self.lane.queue.drain()  # its calls use the context that is replaced
-        return None if self.pool.prepare(nbytes) else self.pool.problem
+        made = self.pool.prepare(nbytes)
+        self.problem = None if self.pool.context is not None else self.pool.problem
+        return None if made else self.pool.problem
 
     def check_call(self, call: Call) -> None:
         world, spec, device = len(self.members.ranks), self.spec, call.device
@@ -250,7 +256,7 @@ class Dense(Handler):
         return context is not None and all(is_prepared(self.spec, context, size, options) for size in sizes)
 
     def _packed(self, call: Call) -> int:
-        """Return the bytes of a segment of all tensors of the call if one launch has them all, else 0."""
+        """Return the bytes of a segment of all tensors of the call if one launch has them all, otherwise 0."""
         sizes = self._segments(call)
         total = sum(sizes)
         together = len(sizes) > 1 and total <= min(PACKED_BYTES, self.limit) and len(set(map(_kind, call.inputs))) == 1
@@ -341,7 +347,8 @@ class Barrier(Handler):
         return None
 
     def prepare(self, call: Call) -> str | None:
-        return None if self._gathers.pool.prepare(0) else self._gathers.pool.problem
+        self.problem = None if self._gathers.pool.prepare(0) else self._gathers.pool.problem
+        return self.problem
 
     def run(self, call: Call) -> list[torch.Tensor]:
         gathers, context = self._gathers, self._gathers.pool.context
@@ -354,12 +361,12 @@ class Barrier(Handler):
         return f"on the context of {self._gathers.kind}"
 
     def check(self) -> None:
-        """Do nothing: a barrier has nothing of its own."""
+        """Do nothing, because a barrier uses the context of all-gathers."""
 
     give_up = close = check
 
     def check_call(self, call: Call) -> None:
-        """Do nothing: there is no tensor."""
+        """Do nothing, because there is no tensor."""
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process group of backend ``tdcoll`` is told: which kinds of call tdcoll's kernels serve, and how large."""
+"""Options of a process group of backend ``tdcoll``: the kinds and sizes of calls that tdcoll's kernels handle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tdcoll import arguments
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.limits import COLLECTIVES, MAX_PROGRAMS
 
-__all__ = ["KINDS", "SERVES", "Options"]
+__all__ = ["HANDLES", "KINDS", "Options"]
 
 KINDS = (*COLLECTIVES, "sparse_all_reduce", "barrier")
 """The kinds of call that tdcoll's kernels can handle."""
@@ -20,11 +20,11 @@ HANDLES = "TDCOLL_BACKEND_HANDLES"
 """Environment variable: default of :attr:`Options.handles`."""
 
 PROGRAMS = 64
-"""Default of :attr:`Options.programs`: two to a multiprocessor, so that two kinds in flight leave half of an H100."""
+"""Default of :attr:`Options.programs`: at two per multiprocessor, two kinds of call in flight leave half of an H100."""
 
 
 def _kinds(text: str, source: str) -> tuple[str, ...]:
-    """``"all"``, ``"none"`` or names with commas between them, as kinds in the order of :data:`KINDS`."""
+    """Parse ``"all"``, ``"none"`` or names with commas between them, as kinds in the order of :data:`KINDS`."""
     names = [name.strip() for name in text.lower().split(",") if name.strip()]
     if names == ["all"]:
         return KINDS
@@ -42,15 +42,18 @@ def _kinds(text: str, source: str) -> tuple[str, ...]:
 class Options:
     """``pg_options`` of ``init_process_group("tdcoll")`` and ``new_group``. The same on all ranks of the group.
 
+    >>> options = tdcoll.distributed.Options(handles="all_reduce,all_gather")
+    >>> torch.distributed.init_process_group("tdcoll", pg_options=options)
+
     Attributes:
-        handles: what tdcoll's kernels serve: ``"all"``, ``"none"``, or some of :data:`KINDS` with commas between them;
-            the rest goes to the fallback backend. None: ``TDCOLL_BACKEND_HANDLES``, else ``"all"``.
-        max_bytes_per_rank: the largest segment that tdcoll handles, in bytes: what a rank brings to an all-gather or an
-            all-reduce, and what it gets from a reduce-scatter. None: the limit in each collective's spec.
-        programs: the most programs of one launch, which is what a kind of call takes of the GPU while it waits for
-            other ranks; the rest stays free for compute. At least ``2 * ranks + 2`` are taken.
-        heap_bytes: symmetric heap of each rank, bytes or a text as ``"2G"``, for the group that joins the job. A group
-            that finds tdcoll initialised uses the heap that is there. None: as for :func:`tdcoll.initialize`.
+        handles: the calls that tdcoll's kernels handle: ``"all"``, ``"none"``, or some of :data:`KINDS` with commas
+            between them; the rest falls back. None becomes ``TDCOLL_BACKEND_HANDLES`` as it is now, else ``"all"``.
+        max_bytes_per_rank: the largest segment that tdcoll handles, in bytes: a rank's input of an all-gather or an
+            all-reduce, and its result of a reduce-scatter. If None, the limit in each collective's spec.
+        programs: the most thread blocks of one launch. A kind of call occupies so many when it waits for other ranks;
+            the rest of the GPU stays free for compute. At least ``2 * ranks + 2`` are taken.
+        heap_bytes: symmetric heap of each rank, bytes or a text such as ``"2G"``, for the group that joins the job. If
+            tdcoll is initialised already, a group uses the existing heap. None: as for :func:`tdcoll.initialize`.
         nccl: ``ProcessGroupNCCL.Options`` of the fallback backend for CUDA tensors.
 
     Raises:
@@ -64,7 +67,10 @@ class Options:
     nccl: Any = None
 
     def __post_init__(self) -> None:
-        if self.handles is not None:
+        if self.handles is None:
+            object.__setattr__(self, "handles", os.environ.get(HANDLES) or "all")
+            _kinds(str(self.handles), HANDLES)
+        else:
             arguments.instance("handles", self.handles, str, "a str or None")
             _kinds(self.handles, "handles")
         if self.max_bytes_per_rank is not None:
@@ -75,10 +81,8 @@ class Options:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds that tdcoll handles, by this and the environment."""
-        if self.handles is not None:
-            return _kinds(self.handles, "handles")
-        return _kinds(os.environ.get(HANDLES) or "all", HANDLES)
+        """The kinds that tdcoll handles, in the order of :data:`KINDS`."""
+        return _kinds(str(self.handles), "handles")
 
     def limits(self) -> dict[str, int]:
         """Return the most bytes of a segment that is handled, for each dense kind."""
@@ -87,7 +91,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Any) -> Options:
-        """``pg_options`` as given: None, :class:`Options`, or options of NCCL, which go to the fallback backend."""
+        """Convert ``pg_options``: None, :class:`Options`, or options of NCCL, which go to the fallback backend."""
         if given is None:
             return cls()
         if isinstance(given, cls):

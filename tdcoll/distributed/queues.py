@@ -2,24 +2,26 @@
 """Queues of calls that have to wait on the host, the threads that make them, and their ``Work``.
 
 A call has to wait on the host when it runs in the simulator, or when the size of its result must be known (the sparse
-all-reduce). Where such a call is asynchronous, a :class:`Queue` makes it on a thread of its own. Calls of one queue are
-made in the order in which they were issued, which is the same on all ranks. Those of different queues do not wait for
-each other, so ranks may issue them in different orders.
+all-reduce). If such a call is asynchronous, a :class:`Queue` makes it on its own thread. Calls of one queue are made in
+the order in which they were issued, which is the same on all ranks. Ranks may issue those of different queues in
+different orders, because they do not wait for each other.
 
-Callbacks of futures run on threads that make no calls (:class:`_Callbacks`), since a callback may issue a call and wait
-for it. They run right behind their call and before the next one of the queue, as they do on NCCL's futures, and what
-they issue to that queue is made at once. All ranks therefore make the calls of callbacks in the same order, too. A
-callback that waits for a call further back in the queue would wait for itself: the queue goes on as soon as that is
-known, and after :data:`_CALLBACKS_S` in any case.
+Callbacks of futures run on threads that make no calls (:class:`_Callbacks`), because a callback may issue a call and
+wait for it. They run right behind their call and before the next one of the queue, as they do on NCCL's futures, and
+calls that they issue to that queue are made at once. All ranks therefore make the calls of callbacks in the same order,
+too. If a callback waited for a call further back in the queue, it would wait for itself, so the queue continues when
+that is known, and after :data:`_CALLBACKS_S` in any case.
 
-All threads end before the interpreter does: a thread that Python stops inside of C++, where a call waits, aborts the
-process. A forked child has none of them, and finds the outstanding calls failed.
+All threads end before the interpreter does, because a thread that Python stops inside of C++, where a call waits,
+aborts the process. A forked child has none of them, and its outstanding calls fail.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -37,12 +39,14 @@ from tdcoll.torch_internals import never_compiled
 from tdcoll.work import Work, as_backend_error, expired, record_stream, seconds_of
 
 _LAST_S = 3.0
-"""How long the calls that are outstanding may take when the process ends."""
+"""The time for outstanding calls when the process ends."""
 
 _CALLBACKS_S = 1.0
-"""How long a queue waits for the callbacks of a call before it makes the next one all the same."""
+"""The longest time that a queue waits for the callbacks of a call before it makes the next one."""
 
 __all__ = ["Queue", "Task", "TaskWork"]
+
+_log = logging.getLogger("tdcoll")
 
 
 class Task:
@@ -50,8 +54,8 @@ class Task:
 
     Args:
         make: makes the call; its result is that of the work, a list of tensors.
-        stream: CUDA stream that it is made on, behind what the calling stream has now; None without a GPU.
-        after: an event to be made behind instead.
+        stream: CUDA stream that it is made on, behind the present work of the calling stream; None without a GPU.
+        after: an event to wait for instead.
         give_up: ends the waits of its kernels, so that the call fails soon; from another thread.
     """
 
@@ -66,13 +70,16 @@ class Task:
         self._make: Callable[[], list[torch.Tensor]] | None = make
         self.stream, self.give_up = stream, give_up
         self.event: Any = None
-        """Recorded behind the call, on its stream; when it is there."""
+        """Recorded behind the call, on its stream, if it has one."""
         self._before: Any = None
         if stream is not None:
             self._before = after or torch.cuda.current_stream(stream.device).record_event()
         self.done = threading.Event()
         self.result: list[torch.Tensor] = []
         self.error: BaseException | None = None
+        self.undelivered: list[BaseException] = []
+        """The error, as long as it has not been raised or returned."""
+        self._dropped = False
         self._future: Any = None
         self._finishing = threading.Lock()
 
@@ -89,7 +96,7 @@ class Task:
         return found
 
     def run(self) -> bool:
-        """Make the call, by the queue's thread; return whether somebody has asked for its future."""
+        """Make the call, by the queue's thread; return whether its future was requested."""
         make, self._make = self._make, None
         assert make is not None
         try:
@@ -101,10 +108,11 @@ class Task:
                     self.event = self.stream.record_event()
         except BaseException as error:
             self.error = as_backend_error(error)
+            self.undelivered.append(self.error)
         return self._finish()
 
     def lose(self) -> None:
-        """Let it fail, because the process that would have made it is another one."""
+        """Let it fail, because it belongs to another process."""
         self._finishing = threading.Lock()
         self.done, self._make = threading.Event(), None
         self.error = TdcollError("the call is outstanding in the parent process, which makes it; a child cannot wait")
@@ -113,10 +121,31 @@ class Task:
     def _finish(self) -> bool:
         with self._finishing:
             self.done.set()
-            return self._future is not None
+            asked = self._future is not None
+        if self._dropped:
+            self._report()
+        return asked
+
+    def drop(self) -> None:
+        """Log its error, now or when it fails, unless that was raised or returned. Takes no lock, for ``__del__``."""
+        self._dropped = True
+        if self.done.is_set():
+            self._report()
+
+    def _report(self) -> None:
+        try:
+            error = self.undelivered.pop()
+        except IndexError:
+            return
+        if self._future is None:
+            _log.error(
+                "backend tdcoll: an asynchronous call failed, and its Work was dropped without wait(): %s: %s",
+                type(error).__name__,
+                error,
+            )
 
     def tell(self) -> None:
-        """Give the future what it is of, and with that run its callbacks."""
+        """Set the future's result, which runs its callbacks."""
         if self.error is not None:
             self._future.set_exception(self.error)
         else:
@@ -149,7 +178,7 @@ class Queue:
         self._closing = self._giving_up = False
 
     def submit(self, task: Task) -> Task:
-        """Let the thread make ``task`` when it has made those before."""
+        """Let the thread make ``task`` after the earlier ones."""
         _at_the_end()
         with self._changed:
             (self._urgent if self.calls_back else self._tasks).append(task)
@@ -167,8 +196,8 @@ class Queue:
         return getattr(_here, "queue", None) is self
 
     def drain(self) -> None:
-        """Return when all tasks are made, well or not, and their callbacks have run. At once for such a callback, and
-        for a task."""
+        """Return when all tasks have succeeded or failed, and their callbacks have run. Return at once if called by
+        such a callback or a task."""
         if threading.current_thread() is self._thread or self.calls_back:
             return
         with self._changed:
@@ -181,7 +210,7 @@ class Queue:
         return [task for task in known if not task.done.is_set()]
 
     def waits_behind(self, task: Task) -> bool:
-        """Whether the thread has to make other tasks first, and not at once."""
+        """Return whether the thread has to make other tasks first."""
         with self._changed:
             return task in self._tasks
 
@@ -192,7 +221,7 @@ class Queue:
             self._changed.notify_all()
 
     def join(self, deadline: float) -> bool:
-        """Wait for the thread's end until then, after :meth:`close`; return whether it has ended."""
+        """Wait for the thread's end until ``deadline``, after :meth:`close`; return whether it has ended."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -200,7 +229,7 @@ class Queue:
         return True
 
     def give_up(self) -> None:
-        """Wait no longer, in this task and in those behind it, for ranks that do not come."""
+        """Stop waiting for missing ranks, in this task and in those behind it."""
         self._giving_up, current = True, self._current
         if current is not None:
             current.give_up()
@@ -240,7 +269,7 @@ class Queue:
             self._changed.notify_all()
 
     def _wait_for(self, callbacks: _Callbacks) -> None:
-        """Make what the callbacks of a task issue, until they have run or wait for something else."""
+        """Make the calls that the callbacks of a task issue, until they have run or wait for something else."""
         deadline = time.monotonic() + _CALLBACKS_S
         while True:
             with self._changed:
@@ -254,7 +283,7 @@ class Queue:
             deadline = time.monotonic() + _CALLBACKS_S
 
     def let_go(self, callbacks: _Callbacks) -> None:
-        """Wait no longer for these callbacks."""
+        """Stop waiting for these callbacks."""
         with self._changed:
             callbacks.over = True
             self._changed.notify_all()
@@ -276,7 +305,7 @@ class _Callbacks:
 
     @classmethod
     def of(cls, task: Task, queue: Queue) -> _Callbacks:
-        """Let a thread run them: one that is idle, or a new one, for the others may be waiting in callbacks."""
+        """Let a thread run them: an idle one, or a new one, because the others may be waiting in callbacks."""
         made = cls(task, queue)
         try:
             work = _idle.pop()
@@ -305,12 +334,12 @@ class _Callbacks:
 
 _queues: weakref.WeakSet[Queue] = weakref.WeakSet()
 _idle: list[SimpleQueue[_Callbacks | None]] = []
-"""What the idle threads for callbacks wait for."""
+"""Queues that the idle threads for callbacks wait for."""
 _registered = False
 
 
 def _at_the_end() -> None:
-    """See to the threads when the process ends; registered late, so that it runs before PyTorch's own end."""
+    """End the threads when the process ends; registered late, because it must run before PyTorch's own end."""
     global _registered
     if not _registered:
         _registered = True
@@ -318,7 +347,8 @@ def _at_the_end() -> None:
 
 
 def _end() -> None:
-    """Let the threads make what is left, for ranks that wait for it; then no longer wait for those that do not come."""
+    """Let the threads make the remaining calls, because other ranks wait for them; then stop waiting for missing
+    ranks."""
     queues = list(_queues)
     for queue in queues:
         queue.close()
@@ -355,6 +385,10 @@ class TaskWork(Work):
         super().__init__()
         self._task, self._queue = task, queue
 
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._task.drop()
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         task, seconds = self._task, seconds_of(timeout)
         if self._queue.calls_back and self._queue.waits_behind(task):
@@ -363,6 +397,7 @@ class TaskWork(Work):
             assert seconds is not None
             raise expired(seconds)
         if task.error is not None:
+            task.undelivered.clear()
             raise task.error
         if task.stream is not None:
             current = torch.cuda.current_stream(task.stream.device)
@@ -376,12 +411,13 @@ class TaskWork(Work):
         return task.done.is_set() and (task.event is None or bool(task.event.query()))
 
     def exception(self) -> Any:
+        self._task.undelivered.clear()
         return self._task.error
 
     def result(self) -> list[torch.Tensor]:
         return self._task.result
 
     def get_future(self) -> Any:
-        # An exception that is *set* is a value to C++ (DDP's reducer would take it for the gradient); one that a
-        # callback raises is an error.
+        # If an exception is *set*, C++ treats it as a value (DDP's reducer would take it for the gradient); if a
+        # callback raises it, it is an error.
         return self._task.future.then(lambda done: done.value())

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from tdcoll import arguments, environment
+from tdcoll import arguments, environment, limits
 from tdcoll.doctor.facts import Facts
 
 __all__ = ["Line", "diagnose", "note", "ok", "problem"]
@@ -178,7 +178,7 @@ def _gpus(facts: Facts) -> list[Line]:
 
 
 def _simulator(name: str, facts: Facts) -> Line:
-    """Say which launchers run kernels in the simulator, which isn't the same for all of them."""
+    """Name the launchers that run kernels in the simulator, because not all of them do."""
     variables = facts.environment
     by_setenv = "TRITON_INTERPRET=1" in variables.get("TDCOLL_SETENV", "").split()
     if variables.get("TRITON_INTERPRET") and not by_setenv:
@@ -282,13 +282,22 @@ def _variables(facts: Facts) -> list[Line]:
 
 _CHOICES = {"TDCOLL_COMPILER": ("triton", "triton_dist"), "TDCOLL_HEAP": ("auto", "nvshmem", "torch")}
 
+_KINDS = (*limits.COLLECTIVES, "sparse_all_reduce", "barrier")
+"""As ``tdcoll.distributed.options``, which needs PyTorch."""
+
 
 def _refuse(variable: str, value: str, facts: Facts) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if tdcoll refuses the value. It takes an empty one for none."""
+    """Raise ``TypeError`` or ``ValueError`` if tdcoll refuses the value. An empty one counts as unset."""
     if not value:
         return
     if variable in _CHOICES and value not in _CHOICES[variable]:
         raise ValueError(f"{variable} must be {' or '.join(_CHOICES[variable])}, got {value!r}")
+    if variable == "TDCOLL_BACKEND_HANDLES":
+        names = [name.strip() for name in value.lower().split(",") if name.strip()]
+        if names not in (["all"], ["none"]) and (not names or {*names} - {*_KINDS}):
+            raise ValueError(f"{variable} must be all, none or some of {', '.join(_KINDS)} with commas; got {value!r}")
+    if variable == "TDCOLL_TUNING" and facts.tuning_error:
+        raise ValueError(f"{variable} must be the file of a tuning table, got {value!r}: {facts.tuning_error}")
     if variable == "TDCOLL_TIMEOUT_S":
         seconds: object = value
         with contextlib.suppress(ValueError):

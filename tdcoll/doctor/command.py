@@ -103,7 +103,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> i
 
 
 def _of_interest(variables: Mapping[str, str]) -> dict[str, str]:
-    """Keep the variables that say how a job starts; the others are nobody's business."""
+    """Keep the variables that affect how a job starts; the others are private."""
     prefixes = ("TDCOLL_", "NVSHMEM_", "NCCL_", "TORCH_SYMM_MEM_", "CUDA_", "TRITON_")
     names = ("LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
     return {name: value for name, value in sorted(variables.items()) if name.startswith(prefixes) or name in names}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small job on this host: the doctor starts it, and its ranks run ``-m tdcoll.doctor.job SECONDS``.
 
-The ranks join, make a symmetric heap, and gather numbers that say whose they are and where: once with puts and signals
+The ranks join, make a symmetric heap, and gather numbers that encode their rank and place: once with puts and signals
 between all pairs (if the heap has puts), and once with the algorithm that ``"auto"`` chooses. Each rank prints lines of
 JSON about its stage, so that the doctor can say where a rank hangs.
 """
@@ -107,7 +107,7 @@ def run(timeout_s: float) -> str:
 
     Raises:
         AssertionError: a rank got other numbers than were sent.
-        TdcollError: whatever tdcoll finds wrong.
+        TdcollError: any error of tdcoll's.
     """
     _say(stage="import tdcoll")
     import torch

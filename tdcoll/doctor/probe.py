@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look at one package, in a child: ``python -m tdcoll.doctor.probe STEP``.
 
-A step yields its findings piece by piece, each a line of JSON on stdout, so that a crash or a hang loses only the
-pieces that are still to come.
+A step yields its findings piece by piece, each a line of JSON on stdout, so that only later pieces are lost if it
+crashes or hangs.
 """
 
 from __future__ import annotations

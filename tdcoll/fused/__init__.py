@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives and what comes after them in one kernel: all-reduce + residual + RMSNorm."""
+"""Collectives fused with the operations behind them: all-reduce + residual + RMSNorm."""
 
 from typing import TYPE_CHECKING
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce, residual and RMSNorm of rows in one kernel, inside one node, by words that announce themselves.
+"""All-reduce, residual and RMSNorm of rows in one kernel, inside one node, by the Lamport protocol.
 
 Scope: one node whose ranks can store to each other's memory; fp16, bf16 and fp32; rows of whole 16-byte words, all
-addresses multiples of 16; calls that fit into the context's Lamport memory. Anything else is an all-reduce and then
+addresses multiples of 16; calls that fit into the context's Lamport memory. All other calls use an all-reduce and then
 :func:`norm_rows`, with the same bits.
 
-A row of W words is cut into PIECES of BLOCK words, a power of two, each a program's. With one row and one program the
-memory of one SM bounds the call; with many rows one piece for each is best.
+A row of W words is cut into PIECES of BLOCK words, a power of two, one for each thread block. If one thread block
+handles the only row, the memory of one SM bounds the call; with many rows one piece for each is best.
 
-**One-shot** (few rows). Every rank sends all rows to all others and does all the work: one crossing. ::
+**One-shot** (few rows). Every rank sends all rows to all others and does all the work: one hop. ::
 
     x --words--> inbox[slot, r] on every other rank
     inbox[slot, 0], ..., x, ..., inbox[slot, world - 1] --sum in rank order--> + residual --> new residual, out
@@ -22,28 +22,32 @@ memory of one SM bounds the call; with many rows one piece for each is best.
 
 The second part begins after as many words as the first has for ``ceil(rows / world)`` rows, the measures after as many
 again. Measures are the piece's sum of squares and, for a scale per row, its largest value: they are never the sentinel,
-since neither is negative. Only the owner's residual is read: it must be the same on all ranks.
+because neither is negative. The residual must be the same on all ranks, because only the owner's is read.
 
-Rows of several pieces. Every program that stores pieces of a row needs the measures of all its pieces. No program may
-wait for a later one of its own launch, so a piece that is reduced here has two programs: the first sends, reduces and
-*publishes* the measures; the second, behind the first programs of all pieces of its row, reduces the same words again,
-waits for the measures, and stores. Measures of one GPU are flagged words (:mod:`tdcoll.primitives.ll`) in the rank's
-own segment of the inbox, which no peer writes to; their flag is the number of the call (:func:`_flag`), so nothing has
-to be cleared. A wide word holds flag and measures and arrives whole, so nothing else has to be ordered.
+Rows of several pieces. Every thread block that stores pieces of a row needs the measures of all its pieces. Because no
+thread block may wait for a later one of its own launch, a piece that is reduced here has two thread blocks: the first
+sends, reduces and *publishes* the measures; the second, behind the first thread blocks of all pieces of its row,
+reduces the same words again, waits for the measures, and stores. Measures of one GPU are LL words
+(:mod:`tdcoll.primitives.ll`) in the rank's own segment of the inbox, which no peer writes to. Nothing has to be
+cleared, because their flag is the number of the call (:func:`_flag`), and nothing else has to be ordered, because a
+wide word holds flag and measures and arrives whole.
 
 Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s and polled by r; those of
-``inbox[slot, r]`` are written by the publishing programs of r and polled by its storing ones.
+``inbox[slot, r]`` are written by the publishing thread blocks of r and polled by its storing ones.
 
 Ordering and reuse of a slot: those of :mod:`tdcoll.primitives.lamport`. A rank is done with a call when it has heard
-from every peer: one-shot, of every row; two-stage, since it owns a row, for which all have sent, and has rows of all.
+from every peer: in one-shot, of every row; in two-stage, because it owns a row, for which all have sent, and has rows
+of all.
 
-Order of programs. One-shot, by rows: a row's first programs send before they wait, and wait for the programs of the
-same number elsewhere; its second ones wait for the first ones, here and elsewhere, which come before. Two-stage: those
-that reduce own rows come before all others. They send before they wait, and wait for the same programs elsewhere; the
-others wait for what these have sent or published. So any number of resident blocks makes progress.
+Order of thread blocks. One-shot, by rows: a row's first thread blocks send before they wait, and wait for the thread
+blocks of the same number elsewhere; its second ones wait for the first ones, here and elsewhere, which come before.
+Two-stage: those that reduce own rows come before all others. They send before they wait, and wait for the same thread
+blocks elsewhere; the others wait for words that these have sent or published. Any number of resident blocks therefore
+makes progress.
 
-In place: ``new`` may be ``residual``, word for word. A piece is stored by the only program that reads its residual; or,
-in several pieces, by its second program after the measures of all pieces have come, so that its first has read it.
+In place: ``new`` may be ``residual``, word for word. A piece is stored by the only thread block that reads its
+residual; or, if a row has several pieces, by its second thread block when the measures of all pieces have come, so that
+its first has read it.
 
 Bits: those of an all-reduce, rounded, and of :mod:`tdcoll.fused.kernels_rows`, in all three kernels. They depend
 neither on the number of rows nor on PIECES, BLOCK, the number of warps or the algorithm.
@@ -63,20 +67,21 @@ __all__ = ["norm_rows", "norm_rows_one_shot", "norm_rows_two_stage"]
 
 @jit
 def _flag(call):
-    """Return the flag of a call's measures: 31 bits, so never the sentinel. It comes again in another slot."""
+    """Return the flag of a call's measures: never the sentinel, because it has 31 bits. It comes again in another
+    slot."""
     return (call & 0x7FFFFFFF).to(tl.int32)
 
 
 @jit
 def _new(g, inbox, word, mine, residual, call, mask, DTYPE: tl.constexpr):
-    """Return ``(words of the new residual, mask)``, from ``mine``, what all others have sent, and the residual."""
+    """Return ``(words of the new residual, mask)``, from ``mine``, the words of all others, and the residual."""
     parts, mask = words.receive(g, inbox, word, mine, call, mask, True)
     return add(words.reduce(parts, g.world, DTYPE, tl.float32, SUM, True), residual, DTYPE), mask
 
 
 @jit
 def _as_words(total, largest, BLOCK: tl.constexpr):
-    """Return measures as a block of words, of which only the first counts."""
+    """Return measures as a block of words; only the first counts."""
     nothing = tl.zeros([BLOCK], tl.int32)
     return (
         nothing + total.to(tl.int32, bitcast=True),
@@ -88,7 +93,7 @@ def _as_words(total, largest, BLOCK: tl.constexpr):
 
 @jit
 def _publish(g, inbox, index, total, largest, call, BLOCK: tl.constexpr):
-    """Store the measures of piece ``index`` for other programs of this GPU."""
+    """Store the measures of piece ``index`` for other thread blocks of this GPU."""
     lane = tl.arange(0, BLOCK)
     at = lamport.segment(g, inbox, call, g.rank) + 16 * tl.cast(index + lane, tl.int64)
     measures = _as_words(total, largest, BLOCK)
@@ -106,7 +111,7 @@ def _together(totals, largests, arrived):
 
 @jit
 def _published(g, inbox, index, call, PIECES: tl.constexpr, ROOM: tl.constexpr):
-    """Return ``(total, largest)`` of the row whose pieces begin at ``index``, once all are published."""
+    """Return ``(total, largest)`` of the row whose pieces begin at ``index``, when all are published."""
     piece = tl.arange(0, ROOM)
     at = lamport.segment(g, inbox, call, g.rank) + 16 * tl.cast(index + piece, tl.int64)
     mask = piece < PIECES
@@ -131,14 +136,14 @@ def norm_rows_one_shot(
     rows: tl.int32, eps: tl.int32, HIDDEN: tl.constexpr, DTYPE: tl.constexpr, WEIGHT: tl.constexpr,
     SCALE: tl.constexpr, PIECES: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``[rows, HIDDEN] -> [rows, HIDDEN]``, twice. Programs: one for each row, or two for each of several pieces.
+    """``[rows, HIDDEN] -> [rows, HIDDEN]``, twice. Thread blocks: one for each row, or two for each of several pieces.
 
-    Args (addresses are integers, so that one compilation serves all ranks):
-        x, residual: what is reduced, and what is added to it.
+    Args (addresses are integers, so that all ranks share one compilation):
+        x, residual: the rows to reduce, and those to add to the sum.
         weight: ``[HIDDEN]``.
         new, out: the new residual, and the normalized one. ``new`` may be ``residual``.
         scale: fp32 of :data:`~tdcoll.fused.kernels_rows.GIVEN` or ``PER_ROW`` scales.
-        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, with room in each segment for all words.
+        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, whose segments hold all words.
         g: :class:`~tdcoll.primitives.group.Group`.
         eps: the bits of an fp32.
         DTYPE, WEIGHT: of the elements and of the weights.
@@ -193,12 +198,12 @@ def norm_rows_two_stage(
 ):  # fmt: skip
     """``[rows, HIDDEN] -> [rows, HIDDEN]``, twice, on at least two ranks, of at least as many rows.
 
-    Programs: ``PIECES`` for each of ``ceil(rows / world)`` rows that a rank may own, which reduce; then ``PIECES`` for
-    each of these rows of every rank, which store. With one piece for each row the first ones also store the rank's own
-    rows, and the others are for rows of other ranks only.
+    Thread blocks: ``PIECES`` for each of ``ceil(rows / world)`` rows that a rank may own, which reduce; then ``PIECES``
+    for each of these rows of every rank, which store. With one piece for each row the first ones also store the rank's
+    own rows, and the others are for rows of other ranks only.
 
-    Args: those of :func:`norm_rows_one_shot`; the inbox has room in each segment for two such parts of the words, and
-    a word for each piece of one.
+    Args: those of :func:`norm_rows_one_shot`; the inbox's segments hold two such parts of the words, and a word for
+    each piece of one.
     """
     in_stream_order()
     width: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 128  # words of a row
@@ -212,7 +217,7 @@ def norm_rows_two_stage(
     piece = program % PIECES
     word = piece * BLOCK + tl.arange(0, BLOCK)
     inside = word < width
-    # Of whose row: the owners in the order in which they send to this rank, itself last.
+    # The owners of the rows, in the order in which they send to this rank, itself last.
     turn = (program - reducing) // PIECES
     step = turn % owners + 1
     i = turn // owners
@@ -225,7 +230,8 @@ def norm_rows_two_stage(
     place = i * width + word
     at = tl.cast(row, tl.int64) * (16 * width)
     own = tl.where((row < rows) & (owner == g.rank), 16 * width, 0)
-    # All is loaded before the number of the call is known, and before anything is sent: loads do not pass such stores.
+    # All is loaded before the number of the call is known, and before anything is sent, because loads do not pass
+    # stores.
     deltas = words.deltas_of(g)
     mine = lamport.load(x + at, word, own)
     old = lamport.load(residual + at, word, own)
@@ -276,7 +282,7 @@ def norm_rows(
     HIDDEN: tl.constexpr, DTYPE: tl.constexpr, WEIGHT: tl.constexpr, SCALE: tl.constexpr, PIECES: tl.constexpr,
     ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``[rows, HIDDEN] -> [rows, HIDDEN]``, twice: what comes after an all-reduce. Programs: one for each row.
+    """``[rows, HIDDEN] -> [rows, HIDDEN]``, twice: the norm after an all-reduce. Thread blocks: one for each row.
 
     Args: those of :func:`norm_rows_one_shot`; ``x`` is reduced already.
     """
@@ -298,7 +304,7 @@ def norm_rows(
         largests = tl.where(pieces == piece, largest, largests)
     total = tree(totals)
     largest = tl.max(largests, 0)
-    tdl.syncthreads()  # another thread may have stored what one now loads
+    tdl.syncthreads()  # because another thread may have stored these words
     for piece in tl.static_range(PIECES):
         word = piece * BLOCK + tl.arange(0, BLOCK)
         made = lamport.load(new + at, word, 16 * width)

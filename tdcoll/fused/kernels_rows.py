@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic of rows: residual, sum of squares, RMSNorm, fp8. Every kernel that normalizes takes it from here.
 
-A row is cut into words of 16 bytes, as it travels. Its bits are specified, whoever computes them::
+A row is cut into words of 16 bytes, as it travels. Its bits are specified for all kernels::
 
     new     = rounded(fp32(all-reduced x) + fp32(residual))          in the row's dtype
     mean    = tree(new^2) / hidden                                   in fp32
     out     = rounded((new * (1 / sqrt(mean + eps))) * weight)       in fp32, rounded once
 
 Divisions and the square root are correctly rounded. The squares of a word are added in the order of its parts, those of
-the row by a tree that adds neighbours: words 2i and 2i + 1, then sums 2i and 2i + 1, and so on. Each level of the tree
-is an operation of its own, so the order depends neither on the compiler's choice of layout nor on the number of
-threads. A piece whose length is a power of two, and which begins at a multiple of it, is a subtree; so a row may be cut
-into any such pieces. Words past the end are zeros, which change no sum.
+the row by a tree that adds neighbours: words 2i and 2i + 1, then sums 2i and 2i + 1, and so on. The order depends
+neither on the compiler's choice of layout nor on the number of threads, because each level of the tree is a separate
+operation. A row may be cut into pieces whose length is a power of two and which begin at a multiple of it, because each
+is a subtree. Words past the end are zeros, which change no sum.
 
 With fp8, ``scale = max(|new * weight|) * (1 / sqrt(mean + eps)) / 448``, at least 2^-100 / 448. It needs the maximum of
-the row, which has no order, and which is known together with the sum. What is over 448 after the division saturates.
+the row, which has no order, and which is known together with the sum. If a value exceeds 448 after the division, it
+saturates.
 
 Words are a tuple of four blocks of int32, their *parts*; weights and other elements of words a tuple of blocks of fp32,
 part by part.
@@ -74,7 +75,7 @@ def load_weight(weight, word, HIDDEN: tl.constexpr, DTYPE: tl.constexpr, WEIGHT:
 
 @jit
 def measure(new, weights, DTYPE: tl.constexpr, SCALE: tl.constexpr):
-    """Return ``(sum of squares, largest |new * weight|)`` of words; the latter is 0 where no scale is asked for."""
+    """Return ``(sum of squares, largest |new * weight|)`` of words; the latter is 0 if no scale is requested."""
     places: tl.constexpr = 32 // DTYPE.primitive_bitwidth
     total = tl.zeros(new[0].shape, tl.float32)
     most = total
@@ -84,7 +85,7 @@ def measure(new, weights, DTYPE: tl.constexpr, SCALE: tl.constexpr):
         for part in tl.static_range(4):
             value = element(new[part], place, DTYPE, tl.float32)
             if part > 0:
-                squares = tl.fma(value, value, squares)  # said to be fused, so that the compiler has no choice
+                squares = tl.fma(value, value, squares)  # fused explicitly, so that the compiler has no choice
             if SCALE == PER_ROW:
                 most = tl.maximum(most, tl.abs(value * weights[places * part + place]))
         total = squares if place == 0 else total + squares

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce + residual + RMSNorm: what users call."""
+"""All-reduce + residual + RMSNorm: the public function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["DTYPES", "all_reduce_rms_norm"]
 _log = logging.getLogger("tdcoll")
 
 _FP8 = torch.float8_e4m3fn
-_REGISTERS = 128  # of a thread: what one of the largest programs, of 16 warps, can have
+_REGISTERS = 128  # of a thread, if a thread block has the most warps, 16
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of rows that can be reduced and normalized."""
@@ -55,28 +55,32 @@ def all_reduce_rms_norm(
     ``normalized = new / sqrt(mean(new ** 2) + eps) * weight`` over the last dimension, from ``new`` as it is rounded to
     its dtype. Collective, asynchronous and CUDA-graph safe as :func:`tdcoll.all_gather`; one kernel inside a node.
 
-    It has no derivative: ``x``, ``residual`` and ``weight`` must not require grad, unless under ``torch.no_grad()``.
-    The operator ``torch.ops.tdcoll.all_reduce_rms_norm`` has one (:mod:`tdcoll.ops`).
+    Because it has no derivative, ``x``, ``residual`` and ``weight`` must not require grad, unless under
+    ``torch.no_grad()``. The operator ``torch.ops.tdcoll.all_reduce_rms_norm`` has one (:mod:`tdcoll.ops`).
 
     ``new`` has the bits of :func:`tdcoll.all_reduce` and an addition. All results have the same bits on every rank and
     in every run, for every algorithm, and for a row whatever rows are beside it; :mod:`tdcoll.fused.kernels_rows` says
     how they are computed. In between is fp32, and everything is rounded once.
 
+    >>> normalized, new = tdcoll.fused.all_reduce_rms_norm(torch.ones(2, 8), torch.zeros(2, 8), torch.ones(8))
+    >>> new[0, 0]
+    tensor(2.)
+
     Args:
-        x: what is reduced: contiguous, on the context's device, of fp16, bf16 or fp32. ``hidden`` is at most 16384 and
-            ``hidden * x.element_size()`` a multiple of 16.
-        residual: what is added, of the same shape and dtype, with the same values on all ranks: where there are
-            many rows, only one rank reads each.
+        x: the rows to reduce: contiguous, on the context's device, of fp16, bf16 or fp32. ``hidden`` is at most 16384
+            and ``hidden * x.element_size()`` a multiple of 16.
+        residual: the rows to add, of the same shape and dtype. The values must be the same on all ranks, because only
+            one rank reads each row if there are many.
         weight: ``[hidden]``, of the same dtype or fp32; the same on all ranks.
         eps: added to the mean of squares.
         group, ctx: as for :func:`tdcoll.all_gather`.
         in_place: write ``new`` over ``residual``.
         out_dtype: ``torch.float8_e4m3fn`` for a quantized ``normalized``; else None or the dtype of ``x``.
-        scale: with fp8: what ``normalized`` is divided by, one fp32 on the device. None: each row has its own, by which
+        scale: with fp8: the divisor of ``normalized``, one fp32 on the device. If None, each row has its own, by which
             its largest element becomes 448.
         algorithm: ``"one_shot"``, ``"two_stage"``, ``"composed"`` (an all-reduce and a kernel) or ``"auto"``, or a
-            :class:`~tdcoll.Plan` for rows cut into ``channels`` pieces of ``chunk`` bytes. Where the ranks are not of
-            one node, or the context's ``lamport_bytes`` do not hold the rows, ``"auto"`` is ``"composed"``.
+            :class:`~tdcoll.Plan` for rows cut into ``channels`` pieces of ``chunk`` bytes. If the ranks are not of one
+            node, or the context's ``lamport_bytes`` do not hold the rows, ``"auto"`` is ``"composed"``.
 
     Returns:
         ``(normalized, new)``; with fp8 ``(normalized, new, scale)``, of which the last is ``scale`` or, for each row,
@@ -86,8 +90,8 @@ def all_reduce_rms_norm(
         RankMismatchError: (``debug``) ranks pass different shapes, dtypes or algorithms.
         Others: as :func:`tdcoll.all_gather`.
 
-    Algorithms: one-shot and two-stage all-reduces by data that announces itself, followed by the norm in the same
-    kernel, are TensorRT-LLM's; the fixed order of the sums, and rows of several programs, are tdcoll's.
+    Algorithms: one-shot and two-stage all-reduces by the Lamport protocol, followed by the norm in the same kernel, are
+    TensorRT-LLM's; the fixed order of the sums, and rows of several thread blocks, are tdcoll's.
     """
     if ctx is None:
         arguments.tensor("x", x)
@@ -99,12 +103,12 @@ def all_reduce_rms_norm(
     key: Hashable = None
     ready = None
     try:
-        # All that the launches depend on but where the tensors lie; ``True == 1``, so types belong to it.
+        # All that the launches depend on, except the tensors' addresses; types belong to it because ``True == 1``.
         shapes = x.shape, residual.shape, weight.shape, x.dtype, residual.dtype, weight.dtype
         scaling = None if scale is None else (scale.shape, scale.dtype)
         key = (NAME, *shapes, type(eps), eps, type(in_place), in_place, scaling, out_dtype, algorithm)
         ready = ctx.known.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # no tensors, nested ones, or what cannot be a key
+    except (AttributeError, TypeError, RuntimeError):  # no tensors, nested ones, or no valid key
         pass
     made = None if ready is None else again(ctx, ready, *tensors)
     return _first(ctx, key, tensors, eps, in_place, out_dtype, algorithm) if made is None else made
@@ -208,7 +212,7 @@ def _check(
 def _ready(
     ctx: CollectiveContext, tensors: tuple[Any, ...], eps: Any, in_place: bool, out_dtype: Any, algorithm: Any
 ) -> Ready:
-    """Return what calls like this one are made with; its kernel is compiled and loaded."""
+    """Return the object that makes calls like this one; its kernel is compiled and loaded."""
     x, _, weight = tensors[:3]
     hidden, shape = x.shape[-1], x.shape
     rows = Rows(shape.numel() // hidden, hidden, x.dtype.itemsize)

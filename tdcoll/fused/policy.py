@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithm of a fused call, and how rows are cut: a pure function of what is the same on every rank.
+"""The algorithm of a fused call, and how rows are cut: a pure function of facts that are the same on every rank.
 
-A :class:`~tdcoll.collectives._host.plan.Plan` of a fused call says into how many pieces a row is cut (``channels``),
-the bytes of a piece (``chunk``, 16 times a power of two), and the warps of a program.
+A :class:`~tdcoll.collectives._host.plan.Plan` of a fused call has the number of pieces of a row (``channels``), the
+bytes of a piece (``chunk``, 16 times a power of two), and the warps of a thread block.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ MOST_HIDDEN = 16384
 """Elements of a row, at most."""
 
 _MOST_WORDS = 64
-"""Words of a piece for each warp of a program, at most: more do not fit into its registers."""
+"""Words of a piece for each warp of a thread block, at most, because more do not fit into its registers."""
 
 _MOST_WARPS = 16
-"""Warps of a program, at most. Programs that wait for peers have fewer on contexts that share the GPU."""
+"""Warps of a thread block, at most. If a context shares the GPU, thread blocks that wait for peers have fewer."""
 
 _FEWEST_WORDS = 128
 """Words of a piece, at least, unless a row has fewer: one for each thread of four warps."""
 
 _BUSY = 128
-"""Programs that are worth having for a stage. H200s have 132 SMs, and one SM moves some 100 GB/s."""
+"""The most useful thread blocks of a stage. H200s have 132 SMs, and one SM moves some 100 GB/s."""
 
 _OF_TWO_RANKS = range(1 << 20, (8 << 20) + 1)
-"""Bytes of a call between two ranks that goes in two stages. Both ways send as many, but in two stages a rank adds the
+"""Bytes of a call between two ranks that takes two stages. Both send as many, but with two stages a rank adds the
 residual to half of the rows only. Two stages and one take 6.9 and 7.8 us for 1 MB on 2 H200s, 29.7 and 32.5 for 8 MB,
 but 4.5 and 4.0 for 128 KB, and 59.8 and 56.6 for 16 MB."""
 
 _SAVED_BYTES = 300 << 10
-"""A call goes in two stages if they save a rank more bytes than this. More bytes cost more than the second crossing:
+"""A call takes two stages if they save a rank more bytes than this, because more bytes cost more than the second hop:
 about 1 us of NVLink."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a call, as far as the choice looks at them.
+    """The rows of a call, as the heuristic sees them.
 
     Attributes:
         rows, hidden: extents.
@@ -94,7 +94,7 @@ def _room(rows: Rows, algorithm: str, pieces: int, world: int) -> int:
 
 
 def programs(rows: Rows, plan: Plan, world: int) -> int:
-    """Return the number of programs of the launch."""
+    """Return the number of thread blocks of the launch."""
     pieces = plan.channels
     if plan.algorithm == ONE_SHOT:
         return rows.rows * (2 * pieces if pieces > 1 else 1)
@@ -104,7 +104,7 @@ def programs(rows: Rows, plan: Plan, world: int) -> int:
 
 
 def _problem(rows: Rows, plan: Plan, facts: Facts) -> str | None:
-    """Return why a call cannot have a plan, as a sentence that begins with ``needs``; None if it can."""
+    """Return why a call doesn't support a plan, as a sentence that begins with ``needs``; None if it does."""
     world = facts.topology.world_size
     if plan.algorithm == COMPOSED:
         return None  # its all-reduce has a plan of its own
@@ -121,12 +121,12 @@ def _problem(rows: Rows, plan: Plan, facts: Facts) -> str | None:
 
 
 def _warps(algorithm: str, facts: Facts) -> int:
-    """Return how many warps a program may have. The kernel behind a composed call's all-reduce waits for no peer."""
+    """Return the most warps of a thread block. The kernel behind a composed call's all-reduce waits for no peer."""
     return _MOST_WARPS if algorithm == COMPOSED else min(_MOST_WARPS, most_warps(facts))
 
 
 def _cut(rows: Rows, algorithm: str, facts: Facts) -> Plan:
-    """Cut rows into the smallest pieces with which a stage has no more programs than are worth having."""
+    """Cut rows into the smallest pieces with which a stage has no more thread blocks than are useful."""
     world = facts.topology.world_size
     stage = rows.rows if algorithm == ONE_SHOT else _owned(rows, world)
     whole = power(rows.words)
@@ -145,11 +145,11 @@ def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
     """Return the plan of a call.
 
     Args:
-        facts: of the context; ``nbytes`` is not looked at.
-        algorithm: one of :data:`ALGORITHMS`, or a plan, which is checked and taken as it is.
+        facts: of the context; ``nbytes`` is ignored.
+        algorithm: one of :data:`ALGORITHMS`, or a plan, which is checked and used as it is.
 
     Raises:
-        ValueError: an unknown algorithm, one that such a call cannot have, a plan that cannot be launched.
+        ValueError: the algorithm is unknown, such a call doesn't support it, or the plan cannot be launched.
     """
     where = facts.topology.describe()
     if isinstance(algorithm, Plan):
@@ -166,7 +166,7 @@ def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
         return plan
     world = facts.topology.world_size
     nbytes = rows.rows * rows.hidden * rows.itemsize
-    saved = (world - 1) * nbytes * (world - 2) // world  # two stages send 2 / world of what one does
+    saved = (world - 1) * nbytes * (world - 2) // world  # two stages send 2 / world as many bytes as one
     two = nbytes in _OF_TWO_RANKS if world == 2 else saved > _SAVED_BYTES
     order = (TWO_STAGE, ONE_SHOT) if two else (ONE_SHOT, TWO_STAGE)
     plans = (_cut(rows, name, facts) for name in (*order, COMPOSED))
@@ -196,7 +196,7 @@ def explain_rows(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Ex
 
 
 def _check(rows: Rows, plan: Plan, facts: Facts) -> None:
-    """Raise unless the plan, which somebody has made by hand, fits the rows."""
+    """Raise unless the plan, which was made by hand, fits the rows."""
     if plan.algorithm not in ALGORITHMS[1:]:
         raise ValueError(f"a Plan's algorithm must be one of {', '.join(ALGORITHMS[1:])}; got {plan.algorithm!r}")
     check_numbers(plan)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual and RMSNorm of what an all-reduce has made, on plain tensors.
+"""Residual and RMSNorm of an all-reduce's result, on plain tensors.
 
-The results are the kernels' to the bit, but for squares of fp32, which GPUs do not round before they add them. The sum
-before is that of :func:`~tdcoll.collectives.reduce_scatter.reference.reduce_parts`.
+The results are the kernels' to the bit, except for fp32, because GPUs do not round squares before they add them. The
+sum before is that of :func:`~tdcoll.collectives.reduce_scatter.reference.reduce_parts`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def norm_reference(
     """Return ``(normalized, new residual, scale)`` of ``[rows, hidden]``.
 
     Args:
-        scale: None: the result has the dtype of the rows; ``"row"``: fp8, with a scale for each row; or the scale.
+        scale: if None, the result has the dtype of the rows; if ``"row"``, fp8 with a scale for each row; or the scale.
     """
     new = (reduced.float() + residual.float()).to(reduced.dtype)
     rows, hidden = new.shape
@@ -38,7 +38,7 @@ def norm_reference(
         squares = in_words[:, :, part] * in_words[:, :, part] + squares
     words = squares[:, :, 0] + squares[:, :, 1] if width == 8 else squares[:, :, 0]
     mean = _tree(words) / torch.tensor(float(hidden))
-    # In fp64, since PyTorch's square root of fp32 is not always rounded correctly.
+    # In fp64, because PyTorch's square root of fp32 is not always rounded correctly.
     root = (mean + torch.tensor(eps, dtype=torch.float32)).double().sqrt().float()
     factor = (1.0 / root)[:, None]
     value = (new.float() * factor) * weight.float()

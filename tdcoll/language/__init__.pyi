@@ -135,60 +135,62 @@ def putmem_nbi_block(dest: _Pointer, source: _Pointer, bytes: _Number, pe: _Numb
 def putmem_signal(
     dest: _Pointer, source: _Pointer, bytes: _Number, sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number
 ) -> None:
-    """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`. `source` may be any memory of this
-    GPU when the PE is reachable over NVLink or PCIe, and must be symmetric otherwise. Then updates the 64-bit signal at
-    the symmetric address `sig_addr` on that PE by `sig_op` (SIGNAL_SET or SIGNAL_ADD) with `signal`: whoever sees the
-    signal also sees these bytes, but not those of other puts. Returns when `source` may be written again; delivery is
-    not ordered with anything later without `fence`, `quiet` or a signal of its own. Each thread that calls makes a
-    transfer of its own: call it from one thread."""
+    """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`, then updates a signal there.
+    `source` may be any memory of this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric
+    otherwise. The signal is the 64-bit word at the symmetric address `sig_addr` on that PE, which `sig_op` (SIGNAL_SET
+    or SIGNAL_ADD) updates with `signal`. A reader that sees the signal also sees these bytes, but not those of other
+    puts. Returns when `source` may be written again; delivery is not ordered with anything later without `fence`,
+    `quiet` or a signal of its own. Each thread that calls makes a transfer of its own: call it from one thread."""
 
 def putmem_signal_warp(
     dest: _Pointer, source: _Pointer, bytes: _Number, sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number
 ) -> None:
-    """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`. `source` may be any memory of this
-    GPU when the PE is reachable over NVLink or PCIe, and must be symmetric otherwise. Then updates the 64-bit signal at
-    the symmetric address `sig_addr` on that PE by `sig_op` (SIGNAL_SET or SIGNAL_ADD) with `signal`: whoever sees the
-    signal also sees these bytes, but not those of other puts. Returns when `source` may be written again; delivery is
-    not ordered with anything later without `fence`, `quiet` or a signal of its own. All threads of a warp call it
-    together, with the same arguments."""
+    """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`, then updates a signal there.
+    `source` may be any memory of this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric
+    otherwise. The signal is the 64-bit word at the symmetric address `sig_addr` on that PE, which `sig_op` (SIGNAL_SET
+    or SIGNAL_ADD) updates with `signal`. A reader that sees the signal also sees these bytes, but not those of other
+    puts. Returns when `source` may be written again; delivery is not ordered with anything later without `fence`,
+    `quiet` or a signal of its own. All threads of a warp call it together, with the same arguments."""
 
 def putmem_signal_block(
     dest: _Pointer, source: _Pointer, bytes: _Number, sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number
 ) -> None:
-    """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`. `source` may be any memory of this
-    GPU when the PE is reachable over NVLink or PCIe, and must be symmetric otherwise. Then updates the 64-bit signal at
-    the symmetric address `sig_addr` on that PE by `sig_op` (SIGNAL_SET or SIGNAL_ADD) with `signal`: whoever sees the
-    signal also sees these bytes, but not those of other puts. Returns when `source` may be written again; delivery is
-    not ordered with anything later without `fence`, `quiet` or a signal of its own. All threads of the block call it
-    together, with the same arguments."""
+    """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`, then updates a signal there.
+    `source` may be any memory of this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric
+    otherwise. The signal is the 64-bit word at the symmetric address `sig_addr` on that PE, which `sig_op` (SIGNAL_SET
+    or SIGNAL_ADD) updates with `signal`. A reader that sees the signal also sees these bytes, but not those of other
+    puts. Returns when `source` may be written again; delivery is not ordered with anything later without `fence`,
+    `quiet` or a signal of its own. All threads of the block call it together, with the same arguments."""
 
 def putmem_signal_nbi(
     dest: _Pointer, source: _Pointer, bytes: _Number, sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number
 ) -> None:
-    """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`. `source` may be any memory of this
-    GPU when the PE is reachable over NVLink or PCIe, and must be symmetric otherwise. Then updates the 64-bit signal at
-    the symmetric address `sig_addr` on that PE by `sig_op` (SIGNAL_SET or SIGNAL_ADD) with `signal`: whoever sees the
-    signal also sees these bytes, but not those of other puts. Returns at once: `source` must stay as it is until
-    `quiet`, or until the receiver confirms. Each thread that calls makes a transfer of its own: call it from one
-    thread."""
+    """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`, then updates a signal there.
+    `source` may be any memory of this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric
+    otherwise. The signal is the 64-bit word at the symmetric address `sig_addr` on that PE, which `sig_op` (SIGNAL_SET
+    or SIGNAL_ADD) updates with `signal`. A reader that sees the signal also sees these bytes, but not those of other
+    puts. Returns at once: `source` must stay as it is until `quiet`, or until the receiver confirms. Each thread that
+    calls makes a transfer of its own: call it from one thread."""
 
 def putmem_signal_nbi_warp(
     dest: _Pointer, source: _Pointer, bytes: _Number, sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number
 ) -> None:
-    """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`. `source` may be any memory of this
-    GPU when the PE is reachable over NVLink or PCIe, and must be symmetric otherwise. Then updates the 64-bit signal at
-    the symmetric address `sig_addr` on that PE by `sig_op` (SIGNAL_SET or SIGNAL_ADD) with `signal`: whoever sees the
-    signal also sees these bytes, but not those of other puts. Returns at once: `source` must stay as it is until
-    `quiet`, or until the receiver confirms. All threads of a warp call it together, with the same arguments."""
+    """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`, then updates a signal there.
+    `source` may be any memory of this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric
+    otherwise. The signal is the 64-bit word at the symmetric address `sig_addr` on that PE, which `sig_op` (SIGNAL_SET
+    or SIGNAL_ADD) updates with `signal`. A reader that sees the signal also sees these bytes, but not those of other
+    puts. Returns at once: `source` must stay as it is until `quiet`, or until the receiver confirms. All threads of a
+    warp call it together, with the same arguments."""
 
 def putmem_signal_nbi_block(
     dest: _Pointer, source: _Pointer, bytes: _Number, sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number
 ) -> None:
-    """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`. `source` may be any memory of this
-    GPU when the PE is reachable over NVLink or PCIe, and must be symmetric otherwise. Then updates the 64-bit signal at
-    the symmetric address `sig_addr` on that PE by `sig_op` (SIGNAL_SET or SIGNAL_ADD) with `signal`: whoever sees the
-    signal also sees these bytes, but not those of other puts. Returns at once: `source` must stay as it is until
-    `quiet`, or until the receiver confirms. All threads of the block call it together, with the same arguments."""
+    """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`, then updates a signal there.
+    `source` may be any memory of this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric
+    otherwise. The signal is the 64-bit word at the symmetric address `sig_addr` on that PE, which `sig_op` (SIGNAL_SET
+    or SIGNAL_ADD) updates with `signal`. A reader that sees the signal also sees these bytes, but not those of other
+    puts. Returns at once: `source` must stay as it is until `quiet`, or until the receiver confirms. All threads of the
+    block call it together, with the same arguments."""
 
 def getmem(dest: _Pointer, source: _Pointer, bytes: _Number, pe: _Number) -> None:
     """Copies `bytes` bytes from the symmetric address `source` on PE `pe` to `dest`. Returns when the bytes are in
@@ -220,8 +222,9 @@ def signal_op(sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number)
     SIGNAL_ADD wants one thread."""
 
 def signal_wait_until(sig_addr: _Pointer, cmp_: _Number, cmp_val: _Number) -> tl.tensor:
-    """Waits until this PE's signal compares true (CMP_*), and returns its value. Whoever returns sees what was put
-    before the signal. Has no deadline: a peer that dies leaves the GPU hanging. `wait_signal` is the bounded form."""
+    """Waits until this PE's signal compares true (CMP_*), and returns its value. The caller then sees the bytes that
+    were put before the signal. Has no deadline: a peer that dies leaves the GPU hanging. `wait_signal` is the bounded
+    form."""
 
 def fence() -> None:
     """Puts and signals that this PE has issued before arrive, at each PE, before those that it issues afterwards. Those
@@ -274,8 +277,8 @@ def syncthreads() -> None:
     """Barrier of the block's threads; orders their memory accesses among each other."""
 
 def ld(ptr: _Pointer, scope: _Scope = "gpu", semantic: _Semantic = "relaxed") -> Any:
-    """Loads the integer(s) at `ptr` with the memory order `semantic` (relaxed or acquire) at `scope` (gpu or sys). What
-    another GPU writes wants sys."""
+    """Loads the integer(s) at `ptr` with the memory order `semantic` (relaxed or acquire) at `scope` (gpu or sys). Use
+    sys for memory that another GPU writes."""
 
 def ld_acquire(ptr: _Pointer, scope: _Scope = "gpu") -> Any:
     """`ld` with acquire order: what was written before the matching release is seen after it."""
@@ -324,8 +327,8 @@ def wait_token(
     After a 0 the loads read what is there: test the token before the result is used."""
 
 def consume_token(value: _Value, token: _Value) -> Any:
-    """`value` unchanged: a pointer, a block of pointers, or an integer offset of a descriptor's load. What is loaded
-    there is loaded after the `wait_token` that returned `token`."""
+    """`value` unchanged: a pointer, a block of pointers, or an integer offset of a descriptor's load. Loads from there
+    come after the `wait_token` that returned `token`."""
 
 def wait_signals(
     signals: _Pointer,
@@ -361,8 +364,8 @@ def wait_until_any(
 ) -> tl.tensor:
     """The whole block waits until one of `signals[0:count]`, but for index `skip` (-1: none), `compare`s true with
     `value`, and returns the lowest index that does, the same in all threads. Returns -1 when a deadline expires, as for
-    `wait_signal`, and where there is nothing to wait for. `BLOCK` is a power of two of at least `count`. What was put
-    before that signal is seen; what was put before others may not be."""
+    `wait_signal`, and where there is nothing to wait for. `BLOCK` is a power of two of at least `count`. Bytes put
+    before that signal are seen; those put before others may not be."""
 
 def test_signal(signal: _Pointer, compare: tl.constexpr | int, value: _Number) -> tl.tensor:
     """Returns 1 if this PE's 64-bit signal `compare`s true with `value` now, for all threads of the block, else 0. It
@@ -370,8 +373,8 @@ def test_signal(signal: _Pointer, compare: tl.constexpr | int, value: _Number) -
 
 def grid_barrier(counter: _Pointer, monitor: _Pointer) -> tl.tensor:
     """Waits for all programs of the launch, and returns 1; or 0 when a deadline expires, as for `wait_signal`, with
-    this rank as the peer. What each has stored before is seen by all after. `counter` is an int64 of this GPU's memory,
-    0 at first, and never set back: launches that follow one another, and replays of a CUDA graph, may share it,
+    this rank as the peer. Stores of each before it are seen by all after it. `counter` is an int64 of this GPU's
+    memory, 0 at first, and never set back: launches that follow one another, and replays of a CUDA graph, may share it,
     whatever their grids. All programs must be on the GPU at once: launch with `launch_cooperative_grid=True`."""
 
 def wait_flagged(words: _Pointer, flag: _Number, mask: _Value, monitor: _Pointer, peer: _Number = -1) -> Any:
@@ -423,8 +426,8 @@ def block_and(flag: _Number) -> tl.tensor:
     threads may have read differently fit to branch on."""
 
 def signal_block(sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number) -> None:
-    """`signal_op`, once for the whole block: a block barrier, then one thread fences and updates. What the block has
-    read, stored, and sent to `pe` before comes before the signal."""
+    """`signal_op`, once for the whole block: a block barrier, then one thread fences and updates. The block's earlier
+    loads, stores and puts to `pe` come before the signal."""
 
 def copy_block(dst: _Pointer, src: _Pointer, nbytes: _Number) -> None:
     """The block copies `nbytes` bytes between addresses that it can load and store, any alignment (fastest when all

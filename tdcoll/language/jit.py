@@ -297,7 +297,7 @@ class TdcollJITFunction(JITFunction):
 
     @functools.cached_property
     def _reached(self) -> tuple[Any, ...]:
-        """What this kernel reaches, whatever its arguments are."""
+        """All that this kernel reaches, whatever its arguments are."""
         return tuple(_reach(self))
 
     @functools.cached_property
@@ -412,6 +412,10 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     this one. A :class:`~tdcoll.WaitMonitor` may be passed as it is. Options are ``triton.jit``'s. Integers that are
     annotated with their type (``rank: tl.int32``), as parameters or as fields of a ``NamedTuple``, are not specialised:
     one compilation serves all values.
+
+    >>> @tdcoll.jit
+    ... def whoami(out):
+    ...     tl.store(out, tdl.my_pe())
     """
     inspect.signature(triton.jit).bind(fn, **options)  # raises TypeError for an option that there is not
 

@@ -50,7 +50,7 @@ def _lowered(spec: DeviceFunction) -> Any:
             lowered.append(core.cast(_semantic.to_tensor(value), kinds[kind], _semantic=_semantic))
             require_scalar(name, parameter, lowered[-1])
         types = tuple(kinds[kind] for _, kind in spec.parameters)
-        # A void function is declared with an int result: Triton wants one, and nobody reads it.
+        # A void function is declared with an int result: Triton wants one, which isn't read.
         result = core.extern_elementwise(
             "", "", lowered, {types: (symbol, returns)}, name in _PURE, _semantic=_semantic
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton does once per process before its first kernel, done early and in the background.
+"""The work that Triton does once per process before its first kernel, done early and in the background.
 
 With every kernel in Triton's cache, the first launch of a process still takes half a second. Triton hashes its own
 library of 400 MB, and tdcoll NVSHMEM's of 30 MB, to find the part of it that kernels link. Triton imports the whole of

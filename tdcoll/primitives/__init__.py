@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels of several collectives share: device functions, and the tuples that they take.
+"""Device functions that kernels of several collectives share, and the tuples that they take.
 
 ``docs/architecture.md`` lists the modules. Only ``puts`` needs NVSHMEM's device code.
 """

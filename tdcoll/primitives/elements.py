@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data of any alignment and length as 32-bit words, and those as elements: what messages of words are made of."""
+"""Data of any alignment and length as 32-bit words, and those as elements, for LL and the Lamport protocol."""
 
 import triton.language as tl
 
@@ -21,7 +21,7 @@ def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @jit
 def count(nbytes, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Elements of ``nbytes`` bytes; ``ALIGNED``: a multiple of 16 bytes, which the compiler is shown."""
+    """Return the elements of ``nbytes`` bytes; if ``ALIGNED``, the compiler learns that these are a multiple of 16."""
     width: tl.constexpr = DTYPE.primitive_bitwidth // 8
     if ALIGNED:
         number = nbytes // 16 * (16 // width)
@@ -32,8 +32,8 @@ def count(nbytes, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @jit
 def load_words(source, index, nbytes):
-    """32-bit words ``index`` of ``nbytes`` bytes at ``source``, zeros past the end; all zeros unless both are multiples
-    of 4. Without a branch, so that nobody waits for it before the data is needed."""
+    """Load 32-bit words ``index`` of ``nbytes`` bytes at ``source``, zeros past the end; all zeros unless both are
+    multiples of 4. Without a branch, because that would wait for the data before it is needed."""
     mask = (index < nbytes // 4) & ((source | nbytes) % 4 == 0)
     return tl.load(source.to(tl.pointer_type(tl.int32)) + index, mask=mask, other=0)
 
@@ -51,7 +51,8 @@ def load_bytes(source, index, nbytes):
 
 @jit
 def store_any(out, index, nbytes, words, mask):
-    """Words ``index``, where ``mask`` is true, to ``nbytes`` bytes at ``out``, any alignment; none past the end."""
+    """Store words ``index``, where ``mask`` is true, to ``nbytes`` bytes at ``out``, any alignment; none past the
+    end."""
     if (out | nbytes) % 4 == 0:
         tl.store(out.to(tl.pointer_type(tl.int32)) + index, words, mask=mask & (index < nbytes // 4))
     else:
@@ -73,9 +74,9 @@ def widened(values, DTYPE: tl.constexpr, ACC: tl.constexpr):
 
 @jit
 def element(words, PLACE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr):
-    """The element ``PLACE`` of 32-bit words, of which each has one, two or four, in ``ACC``: ``[n] -> [n]``.
+    """Return the element ``PLACE`` of 32-bit words, each of one, two or four elements, in ``ACC``: ``[n] -> [n]``.
 
-    One at a time: where blocks are joined or split, the compiler changes their layout, and repeats waits for words.
+    One at a time, because the compiler changes the layout when blocks are joined or split, and repeats waits for words.
     """
     kind: tl.constexpr = tl.uint8 if DTYPE.is_fp8() else DTYPE
     if DTYPE.primitive_bitwidth == 32:
@@ -89,7 +90,7 @@ def element(words, PLACE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr):
 
 @jit
 def placed(values, PLACE: tl.constexpr):
-    """Elements that are rounded already as the element ``PLACE`` of 32-bit words, whose other bits are 0."""
+    """Return rounded elements as the element ``PLACE`` of 32-bit words, whose other bits are 0."""
     if values.dtype.primitive_bitwidth == 32:
         words = values.to(tl.int32, bitcast=True)
     elif values.dtype.primitive_bitwidth == 16:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """8-bit floating-point numbers (e4m3fn, e5m2) to and from fp32, by arithmetic on their bits.
 
-Conversions of Triton's will not do: GPUs before sm_89 have none of e4m3fn, and the interpreter's differ from GPUs' in
-NaN, infinities and rounding. The same source is compiled and interpreted, so the bits are the same everywhere.
+Triton's conversions are not used, because GPUs before sm_89 have none of e4m3fn, and the interpreter's differ from
+GPUs' in NaN, infinities and rounding. The bits are the same everywhere, because the same source is compiled and
+interpreted.
 
-:func:`encode` rounds to nearest, ties to even, as ``tensor.to(dtype)`` of PyTorch does from fp32. What is too large
-becomes the largest number of e4m3fn, which is 448 (infinities too), and infinity of e5m2. (PyTorch before 2.12 makes it
-NaN in e4m3fn.) NaN stays NaN. Subnormal numbers are kept.
+:func:`encode` rounds to nearest, ties to even, as ``tensor.to(dtype)`` of PyTorch does from fp32. If a value is too
+large, it becomes the largest number of e4m3fn, which is 448 (infinities too), and infinity of e5m2. (PyTorch before
+2.12 makes it NaN in e4m3fn.) NaN stays NaN. Subnormal numbers are kept.
 """
 
 import triton.language as tl

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A context as kernels see it: the ranks, the number of this call, the signals, and the memory that peers write to.
 
-Every launch of a protocol calls :func:`start` once in each of its programs, which gives the epoch and counts it. The
-epoch says which of two *slots* of signals and memory the call uses: :func:`slot` is the only place that knows.
-:mod:`tdcoll.context` explains why a slot may be reused.
+Every launch of a protocol calls :func:`start` once in each of its programs, which returns the epoch and counts it. The
+epoch selects one of two *slots* of signals and memory, in :func:`slot` only. :mod:`tdcoll.context` explains why a slot
+may be reused.
 
-Signals are named by their role. ``arrived[slot, channel, r]`` is set to the epoch by whoever delivers chunk
+Signals are named by their role. ``arrived[slot, channel, r]`` is set to the epoch by the rank that delivers chunk
 ``channel`` of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call in
 which peers write to memory of the caller's or read it, and polled here before that memory of rank r is touched.
-``gave_up[r]`` is set by rank r, once and for all, if it ends a call before its peers have read its memory, and looked
-at here after that memory has been read; see :mod:`tdcoll.primitives.stores`.
+``gave_up[r]`` is set by rank r, once and for all, if it ends a call before its peers have read its memory, and checked
+here when that memory has been read; see :mod:`tdcoll.primitives.stores`.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 EPOCH_SHIFT = tl.constexpr(MAX_PROGRAMS.bit_length() - 1)
-"""The control word holds the number of finished epochs above this bit, and how far the next one is below it."""
+"""The control word holds the number of finished epochs above this bit, and the progress of the next one below it."""
 _EPOCH = tl.constexpr(1 << EPOCH_SHIFT.value)
 
 
@@ -45,8 +45,8 @@ class Group(NamedTuple):
         gave_up: int64 ``[world]``, symmetric: 0, or ``GAVE_UP`` plus the epoch in which that rank gave up.
         control: int64 ``[1]``: the epoch.
         monitor: int64 ``[4]``: deadline of waits.
-        deltas: int64 ``[world]``: from an address in the context's symmetric memory to the same on each rank that can
-            be stored to.
+        deltas: int64 ``[world]``: from an address in the context's symmetric memory to the same on each peer-accessible
+            rank.
         rank: group rank.
         channels, world: extents of ``arrived``.
     """
@@ -63,14 +63,14 @@ class Group(NamedTuple):
 
 
 class Inbox(NamedTuple):
-    """Symmetric memory of every rank that its peers write to: segment ``[slot, r]`` of it is for rank r to fill.
+    """Symmetric memory of every rank that its peers write to: rank r fills its segment ``[slot, r]``.
 
     Attributes:
         base: its address here.
         stride: bytes from the segment of one rank to that of the next.
-        deltas: int64 ``[world]``: from an address in it to the same on each rank that can be stored to.
-        slots: 2 of the context's own memory; 1 of a buffer of the caller's, ``[r]``, which peers may write to only
-            after its owner has entered the call.
+        deltas: int64 ``[world]``: from an address in it to the same on each peer-accessible rank.
+        slots: 2 of the context's own memory; 1 of a buffer of the caller's, ``[r]``, which peers may write to only when
+            its owner has entered the call.
     """
 
     base: tl.int64
@@ -80,7 +80,7 @@ class Inbox(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """Which rank of a group is where; made by :func:`nodes_of`.
+    """The PEs and nodes of a group's ranks; made by :func:`nodes_of`.
 
     Attributes:
         pes: int32 ``[world]``: PE of each rank.
@@ -89,8 +89,8 @@ class Nodes(NamedTuple):
             ascending.
         node: this rank's.
         n_nodes: how many.
-        world: ranks. Not a constant as in the group: loops over all ranks that look for one id would be unrolled, and
-            take twice the registers.
+        world: ranks. Not a constant as in the group, because loops over all ranks that look for one id would be
+            unrolled, and take twice the registers.
     """
 
     pes: Any
@@ -103,7 +103,7 @@ class Nodes(NamedTuple):
 
 
 def nodes_of(topology: Topology, device: torch.device) -> Nodes:
-    """A group's :class:`Nodes`, on the device."""
+    """Return a group's :class:`Nodes`, on the device."""
 
     def table(values: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=device)
@@ -128,19 +128,18 @@ if INTERPRETED:
 
 else:
     from tdcoll.language.ptx import stream_order as in_stream_order
-in_stream_order.__doc__ = """What follows comes after all that was launched before on the stream.
+in_stream_order.__doc__ = """Wait until all earlier launches on the stream have ended.
 
-The first statement of a kernel that may be launched early (programmatic dependent launch): its blocks are then brought
-onto the GPU while the last ones of the launch before still run, and wait here until that is over and its stores are to
-be seen. Then they let the next launch begin likewise. No access to memory comes before, so protocols are the same with
-it and without. Which kernels it is true of, how they are launched, and why nothing waits for ever:
-:mod:`tdcoll.collectives._host.launch`.
+The first statement of a kernel that may use programmatic dependent launch (PDL): its blocks then start while the last
+ones of the launch before still run, and wait here until that is over and its stores are visible. Then they let the next
+launch begin likewise. Protocols are the same with it and without, because no access to memory comes before.
+:mod:`tdcoll.collectives._host.launch` lists the kernels, and explains why none waits forever.
 """
 
 
 @jit
 def this_program():
-    """``(program, programs)``: the number of this program and how many there are, of all dimensions of the grid."""
+    """Return ``(program, programs)``: this program's number and the number of all, over all dimensions of the grid."""
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
     program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
     return program, programs
@@ -148,7 +147,7 @@ def this_program():
 
 @jit
 def still_alive(monitor):
-    """1 until a wait of the context has expired; then 0, and the program must do nothing that peers may notice.
+    """Return 1 until a wait of the context has expired; then 0, and the program must do nothing that peers may notice.
 
     A barrier of the block, whose threads all get the same answer.
     """
@@ -157,14 +156,14 @@ def still_alive(monitor):
 
 @jit
 def begin_epoch(control, monitor):
-    """``(epoch, alive)``: this call, counted from 1. Every program of the launch calls it exactly once.
+    """Return ``(epoch, alive)``: this call, counted from 1. Every program of the launch calls it exactly once.
 
-    Every program adds its share of one epoch to the control word after it has read it, so the epoch goes up when the
-    last one has read it; the next launch on the stream starts after this one ends. The barrier makes that true of every
-    thread: all read the word, and one adds. Nobody waits for the addition.
+    Every program adds its share of one epoch to the control word when it has read it, so the epoch goes up when the
+    last one has read it; the next launch on the stream starts after this one ends. A barrier is needed, because all
+    threads read the word, and one adds. Nothing waits for the addition.
 
-    ``alive`` is that of :func:`still_alive`. A rank that gave up on a peer and went on sending would write the next
-    calls' data over what a peer that is only late has yet to read.
+    ``alive`` is that of :func:`still_alive`. If a rank gave up on a peer and continued to send, it would overwrite data
+    that a late peer has yet to read.
     """
     program, programs = this_program()
     word = tdl.ld(control, "gpu", "relaxed")
@@ -190,13 +189,13 @@ def slot(epoch):
 
 @jit
 def row(g, epoch, channel):
-    """``-> [world]``: the signals of all ranks' chunks ``channel`` in this call."""
+    """``-> [world]``: return the signals of all ranks' chunks ``channel`` in this call."""
     return g.arrived + (slot(epoch) * g.channels + channel) * g.world
 
 
 @jit
 def segment(inbox, g, epoch, origin):
-    """Address, on this rank, of rank ``origin``'s segment of a inbox in this call."""
+    """Return the address, on this rank, of rank ``origin``'s segment of an inbox in this call."""
     at = inbox.base
     if inbox.slots == 2:
         at += slot(epoch) * g.world * inbox.stride
@@ -205,6 +204,6 @@ def segment(inbox, g, epoch, origin):
 
 @jit
 def chunk_bytes(nbytes, chunk, channel):
-    """Bytes of chunk ``channel`` when ``nbytes`` are cut into pieces of ``chunk``: 0 past the end."""
+    """Return the bytes of chunk ``channel`` when ``nbytes`` are cut into pieces of ``chunk``: 0 past the end."""
     left = tl.maximum(tl.cast(nbytes, tl.int64) - tl.cast(channel, tl.int64) * chunk, 0)
     return tl.minimum(left, tl.cast(chunk, tl.int64))

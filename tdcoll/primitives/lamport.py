@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words that announce themselves: data without flag or signal, inside a node, for floating types (Lamport).
+"""The Lamport protocol: data without flag or signal, inside a node, for floating-point types.
 
-The inbox holds a sentinel wherever nothing has come. A receiver polls the data itself until the sentinel is gone: one
-crossing, no fence, no release, and not a byte besides the data. The sentinel is the 32-bit word 0x80000000: -0.0 in
-fp32; in fp16, bf16 and fp8 a -0.0 above zeros. A sender turns that word into 0, so what differs is the sign of a zero.
-Not for integers, nor for fp64, which have other values with such a word.
+The inbox holds a sentinel until data comes. A receiver polls the data itself until the sentinel is gone: one hop, no
+fence, no release, and not a byte besides the data. The sentinel is the 32-bit word 0x80000000: -0.0 in fp32; in fp16,
+bf16 and fp8 a -0.0 above zeros. A sender turns that word into 0, so only the sign of a zero differs. The protocol isn't
+for integers or fp64, because they have other values with such a word.
 
-Words are stored and loaded by 128 bits, for speed. Nothing relies on a word arriving whole: the receiver looks at each
-of its four parts, and parts of 32 bits do arrive whole.
+Words are stored and loaded by 128 bits, for speed. They need not arrive whole, because the receiver checks each of
+their four parts, and parts of 32 bits do arrive whole.
 
 Slots and calls. A call that begins with :func:`start` counts as a *Lamport call*, on the device and apart from the
-epoch, which calls of other kinds advance as well. Call k uses slot k mod 3, and every program of it takes part in
-:func:`clear`, which fills with sentinels what call k - 1 has left in its slot. ::
+epoch, because calls of other kinds advance that as well. Call k uses slot k mod 3, and every program of it takes part
+in :func:`clear`, which overwrites the data of call k - 1 in its slot with sentinels. ::
 
     call k        peers write slot k        this rank polls slot k, and clears slot k - 1
     call k + 1    peers write slot k + 1    ... clears slot k
@@ -21,16 +21,16 @@ A peer starts k + 2 when it is done with k + 1, for which it has heard from this
 call k is over, and with it the clearing of slot k - 1. With two slots a peer would write, in k + 1, the slot that this
 rank still clears in k. The data of k - 1 may be cleared in k because the launch of k - 1, which has read it, is over.
 
-Extents. What has to be cleared is what was *written* there: calls differ in size, and with CUDA graphs only the device
-knows which call came before. So each call notes on the device how many words of each segment its peers write.
+Extents. A call clears only the words that were *written*. It notes on the device how many words of each segment its
+peers write, because calls differ in size, and with CUDA graphs only the device knows which call came before.
 
 Ordering: that of the kernels of one stream, and nothing else.
 
-A call of no bytes sends one word all the same (:func:`carry`), so that every call hears from every peer.
+A call of no bytes still sends one word (:func:`carry`), because every call must hear from every peer.
 
-Data may have any alignment and length. Where all of it is aligned to 128 bits it is loaded without a branch, before the
-call is known; other data is loaded anew after it (:func:`repair`). What words carry is a tuple of four blocks of int32,
-their *parts*.
+Data may have any alignment and length. If all of it is aligned to 128 bits, it is loaded without a branch, before the
+call is known; other data is loaded again after it (:func:`repair`). The contents of words are a tuple of four blocks of
+int32, their *parts*.
 """
 
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ SENTINEL = tl.constexpr(-(1 << 31))
 
 
 class Lamport(NamedTuple):
-    """Memory of words that announce themselves, as kernels see it: ``ctx.device_lamport``.
+    """Memory of the Lamport protocol, as kernels see it: ``ctx.device_lamport``.
 
     Attributes:
         base: address here of the inbox ``[3, world, stride]``, symmetric.
@@ -79,9 +79,9 @@ class Lamport(NamedTuple):
 
 @jit
 def start(g, lamport):
-    """``(call, alive)``: the Lamport call, counted from 1. Every program of the launch calls it exactly once.
+    """Return ``(call, alive)``: the Lamport call, counted from 1. Every program of the launch calls it exactly once.
 
-    As :func:`tdcoll.primitives.group.start` for epochs, of which a call that uses nothing else needs none.
+    As :func:`tdcoll.primitives.group.start` for epochs. If a call uses only this protocol, it needs no epoch.
     """
     return begin_epoch(lamport.control, g.monitor)
 
@@ -94,23 +94,24 @@ def slot(call):
 
 @jit
 def segment(g, lamport, call, origin):
-    """Address, on this rank, of rank ``origin``'s segment in this call."""
+    """Return the address, on this rank, of rank ``origin``'s segment in this call."""
     return lamport.base + (slot(call) * g.world + origin) * lamport.stride
 
 
 @jit
 def load(source, word, nbytes):
-    """Load what the 128-bit words ``word`` carry of ``nbytes`` at ``source``, if all is aligned: see :func:`repair`."""
+    """Load the contents of the 128-bit words ``word`` of ``nbytes`` at ``source``, if all is aligned: see
+    :func:`repair`."""
     mask = (word < nbytes // 16) & ((source | nbytes) % 16 == 0)
     return tdl.load_words(source + 16 * tl.cast(word, tl.int64), mask)
 
 
 @jit
 def repair(source, word, nbytes, parts):
-    """Return what :func:`load` gave, loaded anew if that was not aligned.
+    """Return the result of :func:`load`, loaded again if it was not aligned.
 
-    Bytes in a loop at run time: a kernel repairs once for each rank, and the time to compile it grows faster than the
-    number of its accesses.
+    It loads bytes in a loop at run time, because a kernel repairs once for each rank, and the time to compile it grows
+    faster than the number of its accesses.
     """
     first, second, third, fourth = parts
     if (source | nbytes) % 16 != 0:
@@ -138,8 +139,8 @@ def repair(source, word, nbytes, parts):
 def store(out, word, nbytes, parts, mask):
     """The inverse of :func:`load`, for any alignment, where ``mask`` is true.
 
-    All in the one dimension of ``word``: a mask of two, made of what :func:`receive` says has arrived, would have the
-    compiler repeat its waits in the layout of that mask.
+    All blocks have the one dimension of ``word``, because if a mask had two, made from :func:`receive`'s ``arrived``,
+    the compiler would repeat its waits in the layout of that mask.
     """
     first, second, third, fourth = parts
     if (out | nbytes) % 16 == 0:
@@ -151,7 +152,8 @@ def store(out, word, nbytes, parts, mask):
         for part in tl.static_range(4):
             tl.store(place + part, parts[part], mask=mask & (part < left))
     else:
-        # A loop at run time: a kernel stores once for each rank, and its bytes in a row would double what is compiled.
+        # A loop at run time, because a kernel stores once for each rank, and unrolled bytes would double the compiled
+        # code.
         bytes = out.to(tl.pointer_type(tl.uint8))
         for byte in tl.range(0, 4):
             place = 16 * word + byte
@@ -163,19 +165,19 @@ def store(out, word, nbytes, parts, mask):
 
 @jit
 def carry(word, nbytes):
-    """Return which of the 128-bit words carry something of ``nbytes``; the first always does."""
+    """Return which of the 128-bit words carry some of ``nbytes``; the first always does."""
     return word < tl.maximum((nbytes + 15) // 16, 1)
 
 
 @jit
 def _present(part):
-    """A part of a word as it may be sent."""
+    """Return a part of a word with the sentinel replaced by 0."""
     return tl.where(part == SENTINEL, 0, part)
 
 
 @jit
 def send(g, lamport, origin, peer_delta, word, parts, call, mask):
-    """Words of rank ``origin``'s segment to a peer."""
+    """Send words of rank ``origin``'s segment to a peer."""
     first, second, third, fourth = parts
     theirs = segment(g, lamport, call, origin) + peer_delta + 16 * tl.cast(word, tl.int64)
     tdl.store_words(theirs, _present(first), _present(second), _present(third), _present(fourth), mask)
@@ -183,20 +185,21 @@ def send(g, lamport, origin, peer_delta, word, parts, call, mask):
 
 @jit
 def receive(g, lamport, origin, word, call, mask):
-    """``(first, second, third, fourth, arrived)``: words of rank ``origin``'s segment here, once they are there."""
+    """Return ``(first, second, third, fourth, arrived)``: words of rank ``origin``'s segment here, when they have
+    come."""
     landed = segment(g, lamport, call, origin) + 16 * tl.cast(word, tl.int64)
     return tdl.wait_words(landed, SENTINEL, mask, g.monitor, origin, call)
 
 
 @jit
 def clear(g, lamport, call, nbytes, BLOCK: tl.constexpr):
-    """Clear what the call before has left, and note what this one leaves. Every program calls it once.
+    """Clear the words of the call before, and note the extent of this one. Every program calls it once.
 
-    Best between sending and receiving, where it costs no time. The programs share the work, whatever the grids of the
-    two calls.
+    Call it between sending and receiving, because it costs no time there. The programs share the work, for any grids of
+    the two calls.
 
     Args:
-        nbytes: what peers write to each segment in this call, at most.
+        nbytes: the most that peers write to each segment in this call.
         BLOCK: words that a program clears at once.
     """
     program, programs = this_program()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data and signals by NVSHMEM: ranks of any node. Between nodes, only from symmetric memory.
 
-A put with a signal orders its own bytes before that signal and nothing else, so each chunk has a signal of its own.
+Each chunk has its own signal, because a put with a signal orders its own bytes before that signal and nothing else.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ __all__ = ["Routes", "push", "push_remote", "put_staged", "say_entered"]
 
 
 class Routes(NamedTuple):
-    """To whom a rank sends, inside its node and elsewhere. Every rank starts with its successor.
+    """The ranks that a rank sends to, inside its node and elsewhere. Every rank starts with its successor.
 
     Attributes:
         ranks: int32: ``n_local`` group ranks of this node, then their PEs, then ``n_remote`` group ranks of other
@@ -42,7 +42,7 @@ def say_entered(g, routes, epoch):
 
 @jit
 def push(target, source, nbytes, signal, value, pe):
-    """``nbytes`` at ``source`` to ``pe``'s copy of ``target``; then its copy of ``signal`` becomes ``value``."""
+    """Put ``nbytes`` at ``source`` to ``pe``'s copy of ``target``; then its copy of ``signal`` becomes ``value``."""
     tdl.putmem_signal_block(target, source, nbytes, signal, value, tdl.SIGNAL_SET, pe)
 
 
@@ -50,8 +50,8 @@ def push(target, source, nbytes, signal, value, pe):
 def put_staged(to, pe, source, inbox, g, outbox, offset, size, signal, epoch):
     """Put a chunk at ``source`` to rank ``to``, which is ``pe``; nothing waits for it.
 
-    It is copied first to the outbox of this rank's segment for that rank, at byte ``outbox``: puts are from symmetric
-    memory.
+    It is copied first to the outbox of this rank's segment for that rank, at byte ``outbox``, because puts need
+    symmetric memory.
     """
     staged = segment(inbox, g, epoch, to) + outbox + offset
     tdl.copy_block(staged, source, size)
@@ -65,9 +65,9 @@ def push_remote(i, routes, g, inbox, staged, source, nbytes, signal, epoch):
     """Put a chunk to the remote ranks of ``routes``, from symmetric memory.
 
     With two slots the chunk is first copied to ``staged``, this rank's own segment, and put from there to all of them;
-    nothing waits for the puts, because that segment is written next two epochs later. In the caller's buffer, where it
-    is already, it is put to the i-th of them, once that rank has entered the call, and is complete when this returns:
-    the caller may overwrite it as soon as the call is over.
+    nothing waits for the puts, because that segment is written next two epochs later. If the chunk is in the caller's
+    buffer, it is put to the i-th of them when that rank has entered the call, and is complete when this returns,
+    because the caller may overwrite it when the call is over.
     """
     elsewhere = routes.ranks + 2 * routes.n_local
     if inbox.slots == 1:

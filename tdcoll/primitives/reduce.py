@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of reductions: what parts are added in, how they are added, and how the result is rounded.
+"""Arithmetic of reductions: the accumulator, the operations, and how the result is rounded.
 
 A reduction goes over its parts in an order that its caller fixes, in an *accumulator* that is wider than types of less
 than 32 bits (:data:`ACCUMULATORS`), and begins with zeros::
@@ -9,11 +9,11 @@ than 32 bits (:data:`ACCUMULATORS`), and begins with zeros::
     out = rounded(sum, out's type, OP)
 
 A mean divides by the number of ranks, in one of two places, and the bits differ. A dense collective divides the sum
-once (:func:`finish`, before :func:`rounded`). The sparse all-reduce, where nobody adds all parts of a row, divides each
-part (:func:`share`). Both divisions are correctly rounded.
+once (:func:`finish`, before :func:`rounded`). The sparse all-reduce divides each part (:func:`share`), because no rank
+adds all parts of a row. Both divisions are correctly rounded.
 
-No floating-point result is -0.0. A sum that began at +0.0 is never -0.0; a product, a maximum of zeros of both signs
-and what is rounded to zero may be, and are replaced by 0. NaN propagates through maximum and minimum.
+No floating-point result is -0.0. A sum that began at +0.0 is never -0.0; if a product, a maximum of zeros of both signs
+or a value rounded to zero is, it is replaced by 0. NaN propagates through maximum and minimum.
 """
 
 from collections.abc import Mapping
@@ -90,7 +90,7 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:
-    """The constant ``ACC`` for values of ``dtype``, one of :data:`ACCUMULATORS`."""
+    """Return the constant ``ACC`` for values of ``dtype``, one of :data:`ACCUMULATORS`."""
     return triton_dtype(ACCUMULATORS[dtype])
 
 
@@ -133,12 +133,15 @@ def check_operation(op: Any, dtype: torch.dtype) -> str:
     if isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
         spelled = {name: kind.name for kind, name in TORCH_OPERATIONS.items()}
         allowed, got = [spelled[name] for name in allowed], spelled.get(name) or name.name
-    raise ValueError(f"op must be one of {', '.join(allowed)}{f' for {dtype}' if known else ''}; got {got}")
+    named = isinstance(op, (str, ReduceOp, ReduceOp.RedOpType))
+    hint = "" if named else ". Arguments behind op are passed by name, such as ctx="
+    raise ValueError(f"op must be one of {', '.join(allowed)}{f' for {dtype}' if known else ''}; got {got}{hint}")
 
 
 @jit
 def accumulate(sum, part, first, OP: tl.constexpr):
-    """``sum`` and one more ``part``. A ``sum`` to which nothing was added is zeros; ``part`` is then the ``first``."""
+    """Combine ``sum`` and one more ``part``. If nothing was added yet, ``sum`` is zeros and ``part`` is the
+    ``first``."""
     if OP == MAX:
         both = tl.where(first, part, tl.maximum(sum, part, propagate_nan=tl.PropagateNan.ALL))
     elif OP == MIN:
@@ -152,7 +155,7 @@ def accumulate(sum, part, first, OP: tl.constexpr):
 
 @jit
 def _divided(value, world):
-    """``value`` by the number of ranks, correctly rounded, which "/" of fp32 is not."""
+    """Divide ``value`` by the number of ranks, correctly rounded, because "/" of fp32 is not."""
     if value.dtype == tl.float32:
         part = tl.div_rn(value, tl.cast(world, value.dtype))
     else:
@@ -162,7 +165,7 @@ def _divided(value, world):
 
 @jit
 def share(values, world, ACC: tl.constexpr, OP: tl.constexpr):
-    """Return what a rank brings to a sparse reduction, in ``ACC``: its ``values``, or its share of the mean."""
+    """Return a rank's part of a sparse reduction, in ``ACC``: its ``values``, or its share of the mean."""
     part = values.to(ACC)
     if OP == MEAN:
         part = _divided(part, world)
@@ -171,7 +174,7 @@ def share(values, world, ACC: tl.constexpr, OP: tl.constexpr):
 
 @jit
 def finish(sum, world, OP: tl.constexpr):
-    """A dense reduction of all ``world`` parts, still in the accumulator: their ``sum``, or its mean."""
+    """Return a dense reduction of all ``world`` parts, still in the accumulator: their ``sum``, or its mean."""
     if OP == MEAN:
         sum = _divided(sum, world) + 0.0  # a small negative sum may be divided to -0.0
     return sum
@@ -179,7 +182,7 @@ def finish(sum, world, OP: tl.constexpr):
 
 @jit
 def rounded(sum, DTYPE: tl.constexpr, OP: tl.constexpr):
-    """``sum`` as a result of type ``DTYPE`` is stored: rounded, -0.0 as +0.0; for fp8, its codes."""
+    """Return ``sum`` as a result of type ``DTYPE`` is stored: rounded, -0.0 as +0.0; for fp8, its codes."""
     if DTYPE.is_fp8():
         result = fp8.encode(sum, DTYPE)
         result = tl.where(result == 0x80, tl.zeros_like(result), result)
@@ -188,6 +191,7 @@ def rounded(sum, DTYPE: tl.constexpr, OP: tl.constexpr):
     if sum.dtype.is_floating() and not DTYPE.is_fp8():
         if (OP != SUM and OP != MEAN) or sum.dtype != DTYPE:
             value = result.to(sum.dtype)
-            # Not by adding 0: fused with a product that is about to be rounded to -0.0, that would change nothing.
+            # Not by adding 0, because fused with a product that is about to be rounded to -0.0, that would change
+            # nothing.
             result = tl.where(value == 0, tl.zeros_like(value), value).to(DTYPE)
     return result

@@ -2,24 +2,24 @@
 """Data and signals by stores: ranks of one node, whose memory this GPU can address.
 
 A peer's copy of a symmetric address is that address plus the peer's *delta*. The order of data and signal is PTX's: the
-stores of a block come before its barrier, and that comes before the release at system scope by one of its threads; who
-acquires the signal sees the data. Nothing of NVSHMEM's device code is needed.
+stores of a block come before its barrier, and that comes before the release at system scope by one of its threads; a
+reader that acquires the signal sees the data. NVSHMEM's device code is not needed.
 
-**Loads from a peer's memory, and a peer that gives up.** A rank whose memory peers load from waits at the end of its
-launch until they say that they have. If that wait expires, the launch ends all the same, and the next kernel on the
-stream may fill the memory anew while a peer that is late still reads it. Waiting alone therefore can't protect the
-reader, and the two sides do this:
+**Loads from a peer's memory, and a peer that gives up.** If peers load from a rank's memory, it waits at the end of its
+launch until they signal that they have. If that wait expires, the launch still ends, and the next kernel on the stream
+may fill the memory again while a late peer still reads it. Because waiting alone can't protect the reader, the two
+sides do this:
 
 - The owner calls :func:`tell_gave_up` before its launch ends, unless it has heard from all readers. One program does,
   and it must also do so if it begins with ``alive`` 0: another program of the same launch may have invited the peers to
   read before a wait of a third one expired. A rank that has given up enters no later call, so telling once is enough.
-- A reader calls :func:`none_gave_up` after its loads. If a peer has given up, the reader counts as expired as well: its
-  numbers may be wrong, and the next call or check on its host raises, naming that peer.
+- A reader calls :func:`none_gave_up` after its loads. If a peer has given up, the reader counts as expired as well,
+  because its numbers may be wrong, and the next call or check on its host raises, naming that peer.
 
 Why a reader that sees nothing has read the right bytes: the owner's word reaches the peers before the owner's launch
 ends, because a release at system scope follows it, and its memory changes only after the launch. A reader whose load
 took a new byte took it after that, and looks at the word later still. On the reader's side the order is: a thread
-stores what it has made of its loads, hence has their values; then comes a barrier of the block and a release at system
+stores results of its loads, and therefore has their values; then comes a barrier of the block and a release at system
 scope, that of the signal "I have read"; then a barrier, and the acquire loads of the words. One step is an assumption
 about the machine rather than a promise of PTX, whose model says nothing of a weak load that races with a store: a load
 whose value is known is not performed later, and the acquire load after the barrier doesn't take an older view of
@@ -39,7 +39,7 @@ __all__ += ["tell_gave_up"]
 
 @jit
 def release(signal, delta, value):
-    """The peer's copy of ``signal`` becomes ``value``, after all that the block has stored before."""
+    """Set the peer's copy of ``signal`` to ``value``, after all earlier stores of the block."""
     tdl.syncthreads()
     theirs = (tl.cast(signal, tl.int64) + delta).to(tl.pointer_type(tl.int64))
     if tdl.tid(0) == 0:
@@ -48,7 +48,7 @@ def release(signal, delta, value):
 
 @jit
 def release_to_all(g, signal, value):
-    """The copy of ``signal`` of every other rank becomes ``value``, after all that the block has stored before."""
+    """Set every other rank's copy of ``signal`` to ``value``, after all earlier stores of the block."""
     tdl.syncthreads()
     for step in range(1, g.world):
         theirs = tl.cast(signal, tl.int64) + tl.load(g.deltas + (g.rank + step) % g.world)
@@ -58,8 +58,7 @@ def release_to_all(g, signal, value):
 
 @jit
 def release_to(g, ranks, count, signal, value):
-    """The copies of ``signal`` of the first ``count`` of ``ranks`` become ``value``, after all that the block has
-    stored before."""
+    """Set the copies of ``signal`` of the first ``count`` of ``ranks`` to ``value``, after all earlier stores."""
     tdl.syncthreads()
     for i in tl.range(0, count):
         theirs = tl.cast(signal, tl.int64) + tl.load(g.deltas + tl.load(ranks + i))
@@ -69,7 +68,7 @@ def release_to(g, ranks, count, signal, value):
 
 @jit
 def push(target, source, nbytes, delta, signal, signal_delta, value):
-    """``nbytes`` at ``source`` to the peer's copy of ``target``; then its copy of ``signal`` becomes ``value``."""
+    """Store ``nbytes`` at ``source`` to the peer's copy of ``target``; then set its copy of ``signal`` to ``value``."""
     tdl.copy_block(target + delta, source, nbytes)
     release(signal, signal_delta, value)
 
@@ -82,10 +81,10 @@ def say_entered(g, peer_delta, epoch):
 
 @jit
 def may_write(g, inbox, peer, epoch):
-    """1 when rank ``peer`` lets its segments be written in this call; 0 if it did not say so in time.
+    """Return 1 when rank ``peer`` lets its segments be written in this call; 0 if it did not in time.
 
-    A inbox of two slots may always be written, see :mod:`tdcoll.context`; one of the caller's only after its owner has
-    entered the call.
+    An inbox of two slots may always be written, see :mod:`tdcoll.context`; a buffer of the caller's only when its owner
+    has entered the call.
     """
     allowed = tl.cast(1, tl.int32)
     if inbox.slots == 1:
@@ -97,7 +96,8 @@ def may_write(g, inbox, peer, epoch):
 def tell_gave_up(g, epoch):
     """Tell all peers that this rank has timed out in call ``epoch``, and that its memory may change from now on.
 
-    For one program of a launch, before it ends. A rank tells once: by the next launch, peers may have left.
+    One program of a launch calls it before it ends. A rank tells once, because peers may have left when the next launch
+    runs.
     """
     mine = g.gave_up + g.rank
     if tdl.block_and(tdl.ld(mine, "gpu", "relaxed") == 0) != 0:
@@ -108,10 +108,11 @@ def tell_gave_up(g, epoch):
 
 @jit
 def none_gave_up(g, WAITED: tl.constexpr):
-    """1 if no peer had given up when the block's earlier loads were done; otherwise 0, and the monitor has the peer.
+    """Return 1 if no peer had given up when the block's earlier loads were done; otherwise 0, and the monitor has the
+    peer.
 
-    To be called after the release that says that the loads are done. A peer that has given up won't take that back, so
-    the wait runs until the deadline.
+    Call it after the release that signals that the loads are done. If a peer has given up, the wait runs until the
+    deadline, because the peer won't take that back.
 
     Args:
         WAITED: a power of two of at least ``world``.

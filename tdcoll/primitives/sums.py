@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tile of every rank's data, reduced in the order that all dense reductions keep: what is summed where, and how.
+"""A tile of every rank's data, reduced in the order that all dense reductions keep.
 
-The parts of other ranks have landed in the segments of a inbox; a rank's own is where the caller has it. With a inbox
-of one slot all parts are where the caller has them, in a symmetric tensor, and are read there. The ranks of a node are
-taken in rank order, then the nodes in node order (:mod:`tdcoll.primitives.reduce` has the arithmetic). Everything here
-works on the tile whose elements are ``index`` of the chunk at byte ``offset``.
+The parts of other ranks have landed in the segments of an inbox; a rank's own is in the caller's tensor. If the inbox
+has one slot, all parts are in the callers' symmetric tensors, and are read there. The ranks of a node are taken in rank
+order, then the nodes in node order (:mod:`tdcoll.primitives.reduce` has the arithmetic). All functions here work on the
+tile whose elements are ``index`` of the chunk at byte ``offset``.
 """
 
 import triton.language as tl
@@ -21,7 +21,7 @@ __all__ = ["load_part", "sum_of_node", "sum_of_ranks"]
 def load_part(
     r, own, inbox, g, epoch, offset, index, mask, DTYPE: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Load rank ``r``'s part, in ``ACC``: from its segment of the inbox, or this rank's from ``own``. With a inbox of
+    """Load rank ``r``'s part, in ``ACC``: from its segment of the inbox, or this rank's from ``own``. If the inbox has
     one slot, load it from ``own`` on that rank."""
     if inbox.slots == 1:
         at = own + tl.load(inbox.deltas + r)
@@ -52,7 +52,7 @@ def sum_of_ranks(
     own, inbox, g, nodes, epoch, offset, index, mask,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the parts of all ranks. ``nodes`` is None where all are on one node; their parts are loaded at once."""
+    """Reduce the parts of all ranks. ``nodes`` is None if all are on one node; their parts are loaded at once."""
     total = tl.zeros(index.shape, ACC)
     if nodes is None:
         for r in tl.static_range(g.world):

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words that need no signal, of either kind, for kernels that reduce what comes in them.
+"""Words of the Lamport protocol or LL, for kernels that reduce their contents.
 
-``LAMPORT`` says which: words that announce themselves (:mod:`tdcoll.primitives.lamport`), which hold 16 bytes, or words
-that carry a flag (:mod:`tdcoll.primitives.ll`), which hold 12. Their memory is called the *inbox*: a
+If ``LAMPORT`` is true, they use the Lamport protocol (:mod:`tdcoll.primitives.lamport`) and hold 16 bytes, otherwise LL
+(:mod:`tdcoll.primitives.ll`), with 12. Their memory is called the *inbox*: a
 :class:`~tdcoll.primitives.lamport.Lamport` or a :class:`~tdcoll.primitives.group.Inbox`.
 
-What takes time on the way is begun before it is needed. A kernel that sends each rank a share of its data loads the
-shares for all (:func:`load_shares`), and the addresses of the peers (:func:`deltas_of`), before the number of the call
-is known; and it loads all of a block before it sends any (:func:`send_shares`), since a load behind a store would wait
-its turn.
+Slow loads begin before they are needed. If a kernel sends each rank a share of its data, it loads the shares for all
+(:func:`load_shares`), and the addresses of the peers (:func:`deltas_of`), before the number of the call is known; and
+it loads all of a block before it sends any (:func:`send_shares`), because a load behind a store would wait its turn.
 
-The words of several ranks are waited for at once, where they announce themselves: the loads of all are on their way at
-the same time, and not one after the other. Whatever comes first, they are added in rank order.
+With the Lamport protocol, one wait polls the words of several ranks, so that their loads are on their way at the same
+time. They are added in rank order, whichever come first.
 
-Blocks have one dimension throughout, and so do the elements of words (:func:`tdcoll.primitives.elements.element`): of
-what a wait returns in one layout and somebody needs in another, the compiler makes two waits.
+Blocks have one dimension throughout, and so do the elements of words (:func:`tdcoll.primitives.elements.element`),
+because if a wait's result is needed in another layout, the compiler makes two waits.
 """
 
 import triton.language as tl
@@ -30,18 +29,18 @@ __all__ = ["AT_ONCE", "carry", "deltas_of", "load", "load_shares", "receive", "r
 __all__ += ["send_shares", "send_to_all", "start", "store"]
 
 AT_ONCE = tl.constexpr(8)
-"""Ranks whose words one wait takes at once; a wait for more of them would take too many registers."""
+"""Ranks whose words one wait polls; for more of them it would take too many registers."""
 
 
 @jit
 def load(source, word, nbytes, LAMPORT: tl.constexpr):
-    """Return what the words ``word`` carry of ``nbytes`` at ``source``, where all is aligned: see :func:`repair`."""
+    """Return the contents of the words ``word`` of ``nbytes`` at ``source``, if all is aligned: see :func:`repair`."""
     return lamport.load(source, word, nbytes) if LAMPORT else ll.load(source, word, nbytes)
 
 
 @jit
 def repair(source, word, nbytes, parts, LAMPORT: tl.constexpr):
-    """Return what :func:`load` gave, loaded anew if that was not aligned."""
+    """Return the result of :func:`load`, loaded again if it was not aligned."""
     return lamport.repair(source, word, nbytes, parts) if LAMPORT else ll.repair(source, word, nbytes, parts)
 
 
@@ -56,19 +55,19 @@ def store(out, word, nbytes, parts, mask, LAMPORT: tl.constexpr):
 
 @jit
 def carry(word, nbytes, LAMPORT: tl.constexpr):
-    """Return which of the words carry something of ``nbytes``; the first always does."""
+    """Return which of the words carry some of ``nbytes``; the first always does."""
     return lamport.carry(word, nbytes) if LAMPORT else ll.carry(word, nbytes)
 
 
 @jit
 def start(g, inbox, LAMPORT: tl.constexpr):
-    """``(number of this call, alive)``. Every program of the launch calls it exactly once."""
+    """Return ``(number of this call, alive)``. Every program of the launch calls it exactly once."""
     return lamport.start(g, inbox) if LAMPORT else group_start(g)
 
 
 @jit
 def send(g, inbox, peer_delta, word, parts, call, mask, LAMPORT: tl.constexpr):
-    """Words of this rank to a peer."""
+    """Send words of this rank to a peer."""
     if LAMPORT:
         lamport.send(g, inbox, g.rank, peer_delta, word, parts, call, mask)
     else:
@@ -77,7 +76,7 @@ def send(g, inbox, peer_delta, word, parts, call, mask, LAMPORT: tl.constexpr):
 
 @jit
 def deltas_of(g):
-    """Of all other ranks, the successor's first."""
+    """Return the deltas of all other ranks, the successor's first."""
     deltas = ()
     for step in tl.static_range(1, g.world):
         deltas += (tl.load(g.deltas + (g.rank + step) % g.world),)
@@ -86,22 +85,22 @@ def deltas_of(g):
 
 @jit
 def send_to_all(g, inbox, deltas, word, parts, call, mask, LAMPORT: tl.constexpr):
-    """The same words to every other rank."""
+    """Send the same words to every other rank."""
     for i in tl.static_range(g.world - 1):
         send(g, inbox, deltas[i], word, parts, call, mask, LAMPORT)
 
 
 @jit
 def _share(source, stride, total, most, g, step):
-    """``(address, bytes)`` of the share for the ``step``-th successor: shares begin ``stride`` bytes apart, have at
-    most ``most`` bytes, and end with the ``total`` bytes that there are."""
+    """Return ``(address, bytes)`` of the share for the ``step``-th successor: shares begin ``stride`` bytes apart, have
+    at most ``most`` bytes, and end with the ``total`` bytes."""
     begin = tl.cast((g.rank + step) % g.world, tl.int64) * stride
     return source + begin, tl.minimum(tl.maximum(total - begin, 0), most).to(tl.int32)
 
 
 @jit
 def load_shares(source, stride, total, most, word, g, LAMPORT: tl.constexpr):
-    """Words ``word`` of the share for every other rank, the successor's first, and then of this rank's own."""
+    """Load words ``word`` of the share for every other rank, the successor's first, and then of this rank's own."""
     shares = ()
     for step in tl.static_range(1, g.world + 1):
         at, size = _share(source, stride, total, most, g, step)
@@ -113,7 +112,7 @@ def load_shares(source, stride, total, most, word, g, LAMPORT: tl.constexpr):
 def send_shares(
     source, stride, total, most, word, shares, g, inbox, deltas, call, mask, LAMPORT: tl.constexpr
 ):  # fmt: skip
-    """Store what :func:`load_shares` gave to those whom it is for; return this rank's own."""
+    """Send each rank its share from :func:`load_shares`; return this rank's own."""
     for step in tl.static_range(1, g.world + 1):
         at, size = _share(source, stride, total, most, g, step)
         given = repair(at, word, size, shares[step - 1], LAMPORT)
@@ -124,7 +123,7 @@ def send_shares(
 
 @jit
 def receive(g, inbox, word, mine, call, mask, LAMPORT: tl.constexpr):
-    """``(words, arrived)``: those of every rank, and which of them came in time from all.
+    """Return ``(words, arrived)``: those of every rank, and which of them came in time from all.
 
     ``words`` is a tuple of the ranks' words, in rank order; this rank's are ``mine``.
     """
@@ -155,7 +154,7 @@ def receive(g, inbox, word, mine, call, mask, LAMPORT: tl.constexpr):
 
 @jit
 def _reduced(words, PART: tl.constexpr, world, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr):
-    """The part ``PART`` of the result, of the same part of all ranks' words."""
+    """Return the part ``PART`` of the result, from the same part of all ranks' words."""
     result = tl.zeros_like(words[0][PART])
     for place in tl.static_range(32 // DTYPE.primitive_bitwidth):
         sum = tl.zeros(result.shape, ACC)
@@ -167,7 +166,7 @@ def _reduced(words, PART: tl.constexpr, world, DTYPE: tl.constexpr, ACC: tl.cons
 
 @jit
 def reduce(words, world, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr):
-    """The words of the result: those of all ranks, as :func:`receive` gives them, added in rank order."""
+    """Return the words of the result: those of all ranks, from :func:`receive`, added in rank order."""
     first = _reduced(words, 0, world, DTYPE, ACC, OP)
     second = _reduced(words, 1, world, DTYPE, ACC, OP)
     third = _reduced(words, 2, world, DTYPE, ACC, OP)

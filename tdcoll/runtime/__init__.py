@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joining a job: ranks, nodes, PEs, and the symmetric heap.
 
-:func:`tdcoll.runtime.lifecycle.initialize` builds one :class:`Runtime` per process and installs it here; an
-in-process simulation installs a resolver instead, because there every simulated PE has a runtime of its own.
-Everything else in tdcoll asks :func:`current`.
+:func:`tdcoll.runtime.lifecycle.initialize` builds one :class:`Runtime` per process and installs it here; an in-process
+simulation installs a resolver instead, because there every simulated PE has its own runtime. The rest of tdcoll calls
+:func:`current`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ def group_of(group: Group) -> Group:
         raise ValueError(
             f"group must be a DeviceMesh of one dimension, as mesh[name] is; got one of {list(group.mesh.shape)}"
         )
+    if group.get_coordinate() is None:
+        raise ValueError(f"group {group.mesh.tolist()} does not contain this process")
     return group.get_group()
 
 
 @dataclass
 class Runtime:
-    """What one PE knows of its job.
+    """A job, seen from one PE.
 
     Attributes:
         rank: global rank, which is also the PE.
@@ -76,15 +78,16 @@ class Runtime:
     timeout_s: float
     arena: Arena = field(init=False)
     contexts: dict[Any, Any] = field(init=False, default_factory=dict)
-    """Contexts that tdcoll made itself for the drop-in calls; closed by ``finalize``."""
+    """Contexts that tdcoll made for the drop-in calls; closed by ``finalize``."""
     held: dict[int, Any] = field(init=False, default_factory=dict)
-    """What kernels and captured graphs may still use, by id: open contexts and monitors, kept until ``finalize``."""
+    """Open contexts and monitors, by id, kept until ``finalize`` because kernels and captured graphs may still use
+    them."""
     monitors: set[int] = field(init=False, default_factory=set)
-    """Addresses of the words of all monitors, which is what a bounded wait may be given."""
+    """Addresses of the words of all monitors, which bounded waits accept."""
     programs_taken: int = field(init=False, default=0)
-    """Programs that tdcoll's own contexts may have in flight at once, all launches together."""
+    """Thread blocks that tdcoll's own contexts may have in flight at once, all launches together."""
     failed: bool = field(init=False, default=False)
-    """A wait has expired: peers may be gone, and nothing collective is tried any more."""
+    """A wait has expired: no collective operation is tried any more, because peers may be gone."""
     closed: bool = field(init=False, default=False)
     """``finalize`` has been called."""
     of_backend: bool = field(init=False, default=False)
@@ -92,7 +95,7 @@ class Runtime:
     groups: int = field(init=False, default=0)
     """The backend's process groups of all ranks."""
     accounts: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
-    """Held while a thread changes ``programs_taken``; never while it waits for other ranks."""
+    """Held when a thread changes ``programs_taken``; never while it waits for other ranks."""
     _given: threading.local = field(init=False, repr=False, default_factory=threading.local)
 
     def __post_init__(self) -> None:
@@ -100,13 +103,13 @@ class Runtime:
 
     @property
     def device(self) -> torch.device:
-        """The device that symmetric tensors lie on."""
+        """The device of symmetric tensors."""
         return self.heap.device
 
     # ------------------------------------------------------------------ groups
 
     def ranks_of(self, group: Group) -> tuple[int, ...]:
-        """Global ranks of ``group``, in group-rank order.
+        """Return the global ranks of ``group``, in group-rank order.
 
         Raises:
             TypeError: ``group`` is none of the accepted kinds.
@@ -133,14 +136,14 @@ class Runtime:
         return ranks
 
     def topology(self, group: Group = None) -> Topology:
-        """Topology of ``group``, seen from this rank."""
+        """Return the topology of ``group``, seen from this rank."""
         ranks = self.ranks_of(group)
         return Topology.of(ranks.index(self.rank), ranks, [self.node_ids[rank] for rank in ranks])
 
     # ------------------------------------------------------------------ symmetric memory
 
     def exchange(self, ranks: Sequence[int], tag: str, value: Any = None) -> list[Any]:
-        """``value`` of every rank of ``ranks``, over the control plane.
+        """Return ``value`` of every rank of ``ranks``, over the control plane.
 
         Raises:
             NotInitializedError: after ``finalize``.
@@ -160,15 +163,15 @@ class Runtime:
             return control.all_gather(ranks, f"{tag}{who and f' ({who})'}", value, timeout_s)
         except RankMismatchError:
             raise
-        except TdcollError:  # whoever comes late finds an exchange that is over: the numbering is lost
+        except TdcollError:  # if a rank comes late, the exchange is over: the numbering is lost
             self.failed = True
             raise
 
     @contextlib.contextmanager
     def within(self, timeout_s: float | None, who: str = "") -> Iterator[None]:
-        """Exchanges that this thread makes inside wait for ``timeout_s`` seconds; None: for the job's deadline.
+        """Let exchanges that this thread makes inside wait for ``timeout_s`` seconds, or the job's deadline if None.
 
-        ``who`` is part of each exchange's tag. It must be the same on all ranks: ranks whose tags differ raise
+        ``who`` is part of each exchange's tag, and must be the same on all ranks: if tags differ, ranks raise
         :class:`RankMismatchError`.
         """
         before = getattr(self._given, "here", (None, ""))
@@ -180,10 +183,10 @@ class Runtime:
 
     @contextlib.contextmanager
     def through(self, control: ControlPlane) -> Iterator[None]:
-        """Exchanges that this thread makes inside go through ``control``, a part of the job's control plane.
+        """Let exchanges that this thread makes inside go through ``control``, a part of the job's control plane.
 
-        Exchanges of one part have an order, which must be the same on all ranks. Those of different parts have none:
-        what threads exchange beside each other needs a part for each of them.
+        Exchanges of one part have an order, which must be the same on all ranks. If threads exchange values beside each
+        other, each needs its own part, because exchanges of different parts have no order.
         """
         before = getattr(self._given, "control", self.control)
         self._given.control = control
@@ -204,7 +207,7 @@ class Runtime:
         ranks = self.ranks_of(group)
         nbytes = math.prod(shape) * dtype.itemsize
         offset = self._place(ranks, nbytes, name)
-        if offset is None:  # PyTorch gives such a tensor no address, so it takes no place in the heap
+        if offset is None:  # it takes no memory in the heap, because PyTorch gives such a tensor no address
             return torch.empty(shape, dtype=dtype, device=self.device)
         self.heap.label(offset, nbytes, name, dtype.itemsize, ranks)
         return self.heap.view(offset, nbytes).view(dtype).view(shape)
@@ -212,9 +215,9 @@ class Runtime:
     def _place(self, ranks: Sequence[int], nbytes: int, name: str) -> int | None:
         """Take ``nbytes`` at an offset that is free on all of ``ranks``, and return it; None for no bytes. Collective.
 
-        Another thread may take memory for other ranks meanwhile, before this one does here and behind it on another
-        rank. So a rank holds the place that it proposes. All have it when all propose the same; otherwise they move to
-        the lowest place that all have, which one of them may find taken, and propose again.
+        A rank holds the place that it proposes, because another thread may take memory for other ranks meanwhile,
+        before this one here and after it on another rank. If all propose the same place, all have it; otherwise they
+        move to the lowest place that is free on all, which one of them may find taken, and propose again.
         """
         held = self.arena.hold(nbytes, ranks) if nbytes else None
         try:
@@ -227,7 +230,7 @@ class Runtime:
                     return held
                 wanted = agree([free for _, _, free in answers], nbytes, self.heap.nbytes)
                 moved = self.arena.hold(nbytes, ranks, held, wanted)
-                if moved != wanted:  # two allocations are after each other's places: one of them pauses for longer
+                if moved != wanted:  # if two allocations want each other's places, one of them pauses for longer
                     time.sleep(random.uniform(0, _PAUSE_S))
                 held = moved
         except BaseException:
@@ -236,7 +239,7 @@ class Runtime:
             raise
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Free what :meth:`allocate` gave. Collective over the ranks that allocated it; waits until all are here."""
+        """Free a tensor of :meth:`allocate`. Collective over the ranks that allocated it; waits until all are here."""
         if tensor.nbytes == 0:
             return
         offset = self.offset_of(tensor, "tensor")
@@ -252,14 +255,14 @@ class Runtime:
         self.take_back(tensor)
 
     def take_back(self, tensor: torch.Tensor) -> None:
-        """Undo :meth:`allocate` on this rank alone: where nobody has used the memory, and nobody will."""
+        """Undo :meth:`allocate` on this rank alone, if the memory was never used and never will be."""
         if tensor.nbytes:
             offset = self.offset_of(tensor, "tensor")
             self.arena.release(offset)
             self.heap.unlabel(offset)
 
     def offset_of(self, tensor: torch.Tensor, argument: str) -> int:
-        """Offset of ``tensor``'s first byte in the symmetric heap (0 if it has no bytes).
+        """Return the offset of ``tensor``'s first byte in the symmetric heap (0 if it has no bytes).
 
         ``argument`` names the tensor in the error.
 
@@ -280,7 +283,7 @@ class Runtime:
 
     @property
     def heap_info(self) -> HeapInfo:
-        """Use of this PE's symmetric heap."""
+        """Return the use of this PE's symmetric heap."""
         return self.arena.info
 
 
@@ -289,12 +292,12 @@ _resolver: Callable[[], Runtime | None] | None = None
 
 
 def current_or_none() -> Runtime | None:
-    """The runtime of the calling PE, or None outside a job."""
+    """Return the runtime of the calling PE, or None outside a job."""
     return _resolver() if _resolver is not None else _runtime
 
 
 def current() -> Runtime:
-    """The runtime of the calling PE.
+    """Return the runtime of the calling PE.
 
     Raises:
         NotInitializedError: there is none.
@@ -309,7 +312,8 @@ def current() -> Runtime:
 
 @contextlib.contextmanager
 def failing_with_the_store() -> Iterator[None]:
-    """If the store is lost inside, the job of this PE has failed: leaving it must not ask the store again."""
+    """Mark the job of this PE as failed if the store is lost inside, because leaving it must not use the store
+    again."""
     try:
         yield
     except StoreLost:
@@ -325,6 +329,6 @@ def install(runtime: Runtime | None) -> None:
 
 
 def install_resolver(resolver: Callable[[], Runtime | None] | None) -> None:
-    """Let ``resolver`` say which PE's runtime is meant: used by in-process simulations; None removes it."""
+    """Let ``resolver`` return the calling PE's runtime, for in-process simulations; None removes it."""
     global _resolver
     _resolver = resolver

@@ -29,14 +29,14 @@ class ControlPlane(Protocol):
     """Exchanges among a subset of the job's ranks. Every rank of ``ranks`` must make the same calls."""
 
     def all_gather(self, ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
-        """``value`` of every rank, in the order of ``ranks``.
+        """Return ``value`` of every rank, in the order of ``ranks``.
 
         Raises CollectiveTimeout if a rank does not come within ``timeout_s``, or the control plane's own deadline.
         """
         ...
 
     def part(self, name: str) -> ControlPlane:
-        """Return a control plane whose exchanges have an order of their own, and wait beside those of other parts.
+        """Return a control plane whose exchanges have a separate order, and wait beside those of other parts.
 
         ``name`` is the same on all ranks, and used once.
         """
@@ -46,7 +46,7 @@ class ControlPlane(Protocol):
 def require_equal(values: Sequence[Any], ranks: Sequence[int], what: str) -> None:
     """Raise :class:`RankMismatchError`, naming each rank's value, unless all are the same.
 
-    Of mappings with the same keys, which are then fields of ``what``, it names the fields that differ.
+    If the values are mappings with the same keys, which are fields of ``what``, it names the fields that differ.
     """
 
     def listing(found: Iterable[Any]) -> str:
@@ -63,7 +63,7 @@ def require_equal(values: Sequence[Any], ranks: Sequence[int], what: str) -> Non
 
 
 def missing_ranks(rank: int, tag: str, missing: Sequence[int], timeout_s: float) -> CollectiveTimeout:
-    """The error of an exchange, ``tag``, for which some ranks did not come."""
+    """Return the error of an exchange, ``tag``, for which some ranks did not come."""
     what = f"in '{tag}' for rank(s) {list(missing)}, which did not make the same call"
     return CollectiveTimeout(what, rank=rank, timeout_s=timeout_s)
 
@@ -84,14 +84,15 @@ def wait_for(store: Any, rank: int, tag: str, keys: Mapping[int, str], timeout_s
 class StoreControlPlane:
     """Control plane over a ``torch.distributed.Store``.
 
-    Each exchange among the same ranks has a number of its own, and each rank writes one key. A rank removes
-    its key of two exchanges ago: by then every rank of the group has read it.
+    Each exchange among the same ranks has its own number, and each rank writes one key. A rank removes its key of two
+    exchanges ago, because every rank of the group has read it by then.
     """
 
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
         self._store, self._rank, self._timeout_s, self._name = store, rank, timeout_s, ""
         self._idle = [store]
-        """Connections to the store. A wait keeps everybody else from using the same one, so threads need several."""
+        """Connections to the store. Threads need several, because a wait keeps other threads from using the same
+        one."""
         self._count: dict[tuple[int, ...], int] = defaultdict(int)
         self._counting = threading.Lock()
 
@@ -140,19 +141,19 @@ class StoreControlPlane:
 def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s: float) -> Any:
     """Return a part of ``store`` for ``ranks`` and for this one time, in which no earlier generation has left anything.
 
-    A store outlives the process groups that were made from it: torchrun's serves the whole job, and one in rank 0's
-    process serves until that process ends (:func:`keep`). What gloo, NCCL and tdcoll have left there, an address where
-    nobody listens any more or a key of an earlier exchange, must not be found by those who join again. Counting the
-    joins in each process would not do: after a join that failed on one rank only, the counts differ.
+    A store outlives the process groups that were made from it: torchrun's lives as long as the job, and one in rank 0's
+    process until that process ends (:func:`keep`). Ranks that join again must not find keys that gloo, NCCL and tdcoll
+    have left there, for example an address without a listener or a key of an earlier exchange. Counting the joins in
+    each process is not enough, because if a join fails on one rank only, the counts differ.
 
     The ranks therefore agree through the store. Each asks under a new token. The first of ``ranks`` waits until all of
-    them ask, and answers each token with its own, which names the generation. A token that has its answer is spent, and
-    a rank that gives up writes the time beside its token, so that ranks which try again meet once all of them are here.
+    them ask, and answers each token with its own, which names the generation. A token that has its answer is spent. If
+    a rank gives up, it writes the time beside its token, so that ranks which try again meet when all of them are here.
 
     Args:
         store: of ``torch.distributed``, the same for all ranks; holds no answer of other ranks under the same prefix.
         rank: this process, one of ``ranks``.
-        ranks: who takes part, the same on all of them; each number always means the same process.
+        ranks: that take part, the same on all of them; each number always means the same process.
         tag: names the call in errors.
         timeout_s: how long to wait for the others, seconds.
 
@@ -172,16 +173,16 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
         return decode(store.get(key), f"rank {rank} in '{tag}': the store's key {key}")
 
     def asked() -> dict[int, tuple[str, float | None]]:
-        """Return what each rank that has ever asked has written last."""
+        """Return the last token of each rank that has ever written one."""
         return {other: read(key) for other, key in asks.items() if store.check([key])}
 
     def asking() -> dict[int, str]:
-        """Return the tokens of those who ask now."""
+        """Return the tokens of the ranks that ask now."""
         found = {other: its for other, (its, gave_up) in asked().items() if gave_up is None}
         return {other: its for other, its in found.items() if not store.check([answer(its)])}
 
     def too_late() -> CollectiveTimeout:
-        """Name who was not here, and so none of those who have waited beside this rank and have given up."""
+        """Name the ranks that never came, but none that waited beside this rank and gave up."""
         here = {other for other, (_, gave_up) in asked().items() if gave_up is not None and gave_up >= began}
         here |= {*asking()}
         return missing_ranks(rank, tag, [other for other in ranks if other not in here] or ranks[:1], timeout_s)
@@ -192,7 +193,7 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
             if rank == ranks[0]:
                 wait_for(store, rank, tag, asks, timeout_s)
                 pause_s = 1e-4
-                while len(tokens := asking()) < len(asks):  # some have asked for an earlier one, and not yet again
+                while len(tokens := asking()) < len(asks):  # some have asked for an earlier one, but not again
                     if time.monotonic() > deadline:
                         raise too_late()
                     time.sleep(pause_s)
@@ -212,7 +213,7 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
 
 
 def another_connection(store: Any) -> Any:
-    """Return ``store`` by a connection of its own, if it has connections."""
+    """Return ``store`` by another connection, if it has connections."""
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -222,9 +223,9 @@ _kept: Any = None
 def keep(store: Any) -> None:
     """Hold ``store`` until the next call of this, or the end of the process.
 
-    Where there is no launcher's store, rank 0's process serves one for as long as something there refers to it. When
-    rank 0 has left a job and another rank joins the next one already, that server has to be the one which rank 0 comes
-    back to: PyTorch finds a server of the same port that is alive, and starts another one only when there is none.
+    If there is no launcher's store, rank 0's process runs one as long as something there refers to it. When rank 0 has
+    left a job and another rank joins the next one already, rank 0 must come back to the same server: PyTorch uses a
+    live server of the same port, and starts another one only if there is none.
     """
     global _kept
     _kept = store

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What symmetric heaps on GPUs have in common, whoever makes their memory."""
+"""The common parts of symmetric heaps on GPUs, for every transport."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _RESOURCE_OF_SMS = 1
 
 
 class _Resource(ctypes.Structure):
-    """The beginning of ``CUdevResource``, with as much behind it as any version of CUDA has."""
+    """The beginning of ``CUdevResource``, padded to its largest size in any version of CUDA."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -69,7 +69,7 @@ class _Resource(ctypes.Structure):
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors the current CUDA context can use, ``device`` being the current one.
+    """Return how many multiprocessors the current CUDA context can use, if ``device`` is the current one.
 
     A green context has a part of the GPU, and so has a process under MPS with ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE``
     (CUDA Driver API, *Green Contexts*; ``cuCtxGetDevResource``, from CUDA 12.4 on). Older drivers know of the whole
@@ -116,7 +116,7 @@ class CudaHeap(ABC):
         return self._tensor(self.peer_base(pe) + offset, nbytes)
 
     def _tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        # as_tensor would ask CUDA whose memory it is, and copy what is another GPU's.
+        # as_tensor would ask CUDA whose memory it is, and copy it if it is another GPU's.
         storage = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
@@ -135,6 +135,6 @@ class CudaHeap(ABC):
         )
 
     def label(self, *of: Any) -> None:  # noqa: B027
-        """Do nothing: there are no reports to put names in."""
+        """Do nothing, because there are no reports to put names in."""
 
     unlabel = label

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symmetric heap: what a transport must offer, and the allocator that all transports share.
+"""The symmetric heap: the interface of a transport, and the allocator that all transports share.
 
 A *transport* (NVSHMEM or PyTorch's symmetric memory on GPUs, shared memory in the simulator) offers one block of
 ``nbytes`` bytes on every PE, mapped or reachable from every other PE. tdcoll cuts that block up itself, for two
 reasons:
 
-- NVSHMEM's own ``nvshmem_malloc`` is collective over *all* PEs, so a context for a subgroup would hang.
-  Here an allocation is collective over the ranks that take part: they agree on one offset that is free
-  on each of them (:meth:`Arena.free` and :func:`agree`).
-- The use of the heap is known exactly, so running out of it is an error with numbers in it.
+- A context for a subgroup would hang with ``nvshmem_malloc``, because that is collective over *all* PEs. Here an
+  allocation is collective over the ranks that take part: they agree on one offset that is free on each of them
+  (:meth:`Arena.free` and :func:`agree`).
+- If the heap is full, the error has exact numbers, because its use is known.
 
-The same offset on every PE is what "symmetric" means: the address of a peer's copy is
-``peer_base(pe) + (address - base)``.
+"Symmetric" means the same offset on every PE: the address of a peer's copy is ``peer_base(pe) + (address - base)``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tdcoll.errors import HeapExhaustedError
 __all__ = ["ALIGNMENT", "Arena", "HeapInfo", "SymmetricHeap", "agree"]
 
 ALIGNMENT = 512
-"""Bytes. Every allocation starts at a multiple of it: wide enough for TMA and for a cache line pair."""
+"""Bytes. Every allocation starts at a multiple of it, which is enough for TMA and for a cache line pair."""
 
 
 class SymmetricHeap(Protocol):
@@ -40,8 +39,8 @@ class SymmetricHeap(Protocol):
         nbytes: size of the block on every PE, in bytes.
         base: address of this PE's block.
         device: the torch device that the block lies on.
-        puts: whether NVSHMEM's functions work in kernels. Without them a job is one node, and all PEs are reached by
-            loads and stores.
+        puts: whether NVSHMEM's functions work in kernels. If they don't, a job is one node, and all PEs are
+            peer-accessible.
     """
 
     pe: int
@@ -52,39 +51,40 @@ class SymmetricHeap(Protocol):
     puts: bool
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """``-> [nbytes]`` uint8 tensor on this PE's bytes ``[offset, offset + nbytes)``."""
+        """``-> [nbytes]``: return a uint8 tensor on this PE's bytes ``[offset, offset + nbytes)``."""
         ...
 
     def peer_base(self, pe: int) -> int:
-        """Address at which this PE can load and store ``pe``'s block, or 0 if only puts and gets reach it."""
+        """Return the address at which this PE can load and store ``pe``'s block, or 0 if only puts and gets reach
+        it."""
         ...
 
     def peer_view(self, pe: int, offset: int, nbytes: int) -> torch.Tensor:
-        """``-> [nbytes]`` uint8 tensor on ``pe``'s bytes ``[offset, offset + nbytes)``, where loads and stores reach
-        them."""
+        """``-> [nbytes]``: return a uint8 tensor on ``pe``'s bytes ``[offset, offset + nbytes)``, if it is
+        peer-accessible."""
         ...
 
     def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
         """Let a stream wait until the word of 32 or 64 bits at ``address`` is ``value``, or ``at_least`` that.
 
-        Where there are no streams, the caller waits, for ``timeout_s`` at most."""
+        If there are no streams, the caller waits, for ``timeout_s`` at most."""
         ...
 
     def stream_write(self, stream: int, address: int, bits: int, value: int) -> None:
-        """Let a stream write a word of 32 or 64 bits, after all that was queued before has been seen by everybody."""
+        """Let a stream write a word of 32 or 64 bits when all ranks see the work that was queued before."""
         ...
 
     def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
-        """Let a stream copy bytes between memory of this PE and memory of PEs that it reaches by loads and stores."""
+        """Let a stream copy bytes between memory of this PE and peer-accessible memory."""
         ...
 
     def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
-        """An allocation of ``pes`` was made here: its name for reports ("pe3.signals[0]"), and the bytes that an access
-        may reach. Transports that check and report nothing ignore it."""
+        """Take note of an allocation of ``pes``: its name for reports ("pe3.signals[0]"), and the bytes that an access
+        may reach. Ignored if a transport checks and reports nothing."""
         ...
 
     def unlabel(self, offset: int) -> None:
-        """The allocation at ``offset`` was freed here."""
+        """Take note that the allocation at ``offset`` was freed."""
         ...
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class SymmetricHeap(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Let this process join another job. Local, for a job that has failed: peers may still write to the block."""
+        """Let this process join another job when this one has failed. Local; peers may still write to the block."""
         ...
 
 
@@ -121,7 +121,7 @@ class Arena:
 
     @staticmethod
     def padded(nbytes: int) -> int:
-        """Bytes that an allocation of ``nbytes`` takes: a multiple of :data:`ALIGNMENT`, never none."""
+        """Return the bytes that an allocation of ``nbytes`` takes: a multiple of :data:`ALIGNMENT`, never 0."""
         return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
 
     @property
@@ -145,9 +145,8 @@ class Arena:
     def hold(
         self, nbytes: int, owners: Sequence[int], held: int | None = None, wanted: int | None = None
     ) -> int | None:
-        """Take ``nbytes`` for the ranks ``owners``: at the first place that is free, or at ``wanted`` in the place of
-        the allocation at ``held``. Return where the allocation is now: as it was, if ``wanted`` is not free; None, if
-        there is none."""
+        """Take ``nbytes`` for the ranks ``owners``: at the first free place, or at ``wanted`` instead of the allocation
+        at ``held``. Return the allocation's offset: as it was if ``wanted`` is not free, None if there is none."""
         size = self.padded(nbytes)
         with self._lock:
             free = self._gaps(held)
@@ -168,12 +167,13 @@ class Arena:
             self.releases += 1
 
     def owners_of(self, offset: int) -> tuple[int, ...] | None:
-        """Ranks that share the allocation that starts at ``offset``, or None if there is none."""
+        """Return the ranks that share the allocation that starts at ``offset``, or None if there is none."""
         found = self._used.get(offset)
         return None if found is None else found[1]
 
     def owners_around(self, offset: int, nbytes: int) -> tuple[int, ...] | None:
-        """Ranks that share the allocation that holds ``[offset, offset + nbytes)``, or None if none holds it."""
+        """Return the ranks that share the allocation that holds ``[offset, offset + nbytes)``, or None if none holds
+        it."""
         for begin, (size, owners) in tuple(self._used.items()):
             if begin <= offset and offset + nbytes <= begin + size:
                 return owners
@@ -195,7 +195,7 @@ def agree(proposals: Sequence[Sequence[tuple[int, int]]], nbytes: int, total: in
 
     Args:
         proposals: the free intervals of each participant.
-        nbytes: asked for.
+        nbytes: requested.
         total: size of the heap, for the error.
 
     Raises:

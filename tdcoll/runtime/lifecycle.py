@@ -112,7 +112,11 @@ _own_group: Any = None
 
 
 def is_initialized() -> bool:
-    """True between :func:`initialize` and :func:`finalize` (on the calling PE, inside a simulation)."""
+    """True between :func:`initialize` and :func:`finalize` (on the calling PE, inside a simulation).
+
+    >>> tdcoll.is_initialized()
+    False
+    """
     return runtime.current_or_none() is not None
 
 
@@ -144,6 +148,8 @@ def initialize(
 
     A second call does nothing, unless it asks for other ranks or settings. After :func:`finalize` the ranks may join
     again, as often as they like; so they may when a call of this has failed, on all of them or on some.
+
+    >>> tdcoll.initialize(heap_bytes="64M")
 
     Args:
         heap_bytes: symmetric heap of each rank, bytes, or a text such as ``"2G"``. It is taken from the GPU at once and
@@ -421,8 +427,11 @@ def finalize() -> None:
     only forgets the job, and the process group stays. If no peer is gone, all ranks may join again; on GPUs the
     memory of the job that has failed stays taken.
 
+    >>> tdcoll.initialize()
+    >>> tdcoll.finalize()
+
     Raises:
-        CollectiveTimeout: a wait in one of tdcoll's own contexts has expired, and nobody has been told yet.
+        CollectiveTimeout: a wait in one of tdcoll's own contexts has expired, which hasn't been reported yet.
     """
     global _settings, _own_group
     if _settings is None:

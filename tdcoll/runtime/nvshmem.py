@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The symmetric heap on GPUs: one NVSHMEM allocation per PE, made through nvshmem4py's bindings.
 
-NVSHMEM is one per process. If something else in the process (PyTorch's symmetric memory, say) has initialised it
-already, that instance is used when its PEs are numbered like the ranks, and is not finalised here.
+A process has one NVSHMEM. If another library in the process, for example PyTorch's symmetric memory, has initialised it
+already, that instance is used if its PEs are numbered like the ranks, and is not finalised here.
 
-``nvshmem.core``, the Python layer above the bindings, is left alone: it imports CuPy and mpi4py wherever they are
-installed, which takes longer than the start of NVSHMEM, and the latter starts MPI. A program that calls it as well
+``nvshmem.core``, the Python layer above the bindings, is not used, because it imports CuPy and mpi4py if they are
+installed, which takes longer than the start of NVSHMEM, and the latter starts MPI. If a program calls it as well, it
 initialises NVSHMEM by ``nvshmem.core.init`` before tdcoll.
 """
 
@@ -26,19 +26,19 @@ from tdcoll.runtime.cuda import CudaHeap, variable
 __all__ = ["NvshmemHeap"]
 
 _INTERNAL_BYTES = 64 << 20
-"""Room left to NVSHMEM for its own use (teams, collectives) where its heap does not grow on demand."""
+"""Bytes for NVSHMEM's own use (teams, collectives) if its heap does not grow on demand."""
 
 _IS_INITIALIZED = 2
 """``NVSHMEM_STATUS_IS_INITIALIZED``; higher values are kinds of it (``nvshmemx_init_status``)."""
 
 
 _NO_NCCL = "NVSHMEM_DISABLE_NCCL"
-"""NVSHMEM makes an NCCL communicator of its own, for its collectives on the host. tdcoll calls none of them, and the
+"""Turned off: NVSHMEM's NCCL communicator, for its collectives on the host, because tdcoll calls none of them, and the
 communicator doubles the time that NVSHMEM takes to start and the GPU memory of the process."""
 
 
 def _bindings() -> Any:
-    """``nvshmem.bindings.nvshmem`` with the host library loaded."""
+    """Return ``nvshmem.bindings.nvshmem`` with the host library loaded."""
     try:
         import nvshmem.bindings.nvshmem as bindings
         from cuda.pathfinder import load_nvidia_dynamic_lib
@@ -87,7 +87,7 @@ class NvshmemHeap(CudaHeap):
         bindings = self._bindings
         if not os.environ.get(_NO_NCCL):
             os.environ[_NO_NCCL] = "1"
-        torch.cuda.synchronize(self.device)  # NVSHMEM takes the current CUDA context: have one
+        torch.cuda.synchronize(self.device)  # make a CUDA context, because NVSHMEM takes the current one
         unique_id = bindings.uniqueid()
         if self.pe == 0:
             bindings.get_uniqueid(unique_id.ptr)
@@ -113,5 +113,6 @@ class NvshmemHeap(CudaHeap):
             self._bindings.hostlib_finalize()
 
     def abandon(self) -> None:
-        """NVSHMEM stops on all PEs or on none: so it goes on, with the block, until another heap here takes it over."""
+        """Keep NVSHMEM and the block until another heap here takes them over, because it stops on all PEs or on
+        none."""
         set_module_init(None)

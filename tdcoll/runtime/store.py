@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions to ``torch.distributed``'s key-value store: each ends, and no answer is ever run as code.
+"""Requests to ``torch.distributed``'s key-value store: each ends, and no answer is ever run as code.
 
 All of tdcoll's traffic with a store goes through :func:`ask`, and the values in it through :func:`encode` and
 :func:`decode`.
@@ -24,7 +24,7 @@ __all__ = ["StoreLost", "StoreSilent", "ask", "decode", "encode"]
 Answer = TypeVar("Answer")
 
 _SLACK_S = 1.0
-"""How much longer than its own deadline a question may take: for the round trips before and after a wait."""
+"""How much longer than its own deadline a question may take, because there are round trips before and after a wait."""
 
 _LONGEST_SHOWN = 60
 
@@ -45,18 +45,18 @@ def ask(
     whom: str = "the store, which does not answer: the process that serves it, usually rank 0's or torchrun's, is "
     "stopped or cannot be reached",
 ) -> Answer:
-    """Return ``question()``, which asks a store. It has ``timeout_s`` and a second.
+    """Return ``question()``, which asks a store. It may take ``timeout_s`` and a second.
 
-    The question is asked on a thread of its own, which stays with it if it never ends. PyTorch's client of a TCPStore
-    gives up waiting for a key, but it waits without end for the server's next word: when the server's process is
-    stopped, so is every client.
+    The question runs on a separate thread, which is lost if it never ends. PyTorch's client of a TCPStore gives up
+    waiting for a key, but it waits without end for the server's next word: when the server's process is stopped, so is
+    every client.
 
     Args:
         question: bounds its own waits for other ranks by ``timeout_s``.
         rank: this rank, for errors.
         tag: names the call in errors.
         timeout_s: seconds.
-        whom: the question waits for, in the error's words.
+        whom: the ranks that the question waits for, in the error's words.
 
     Raises:
         StoreSilent: the question has not ended.
@@ -90,7 +90,7 @@ def _find_out(question: Callable[[], Answer], answer: Future[Answer]) -> None:
 def encode(tag: str, value: Any) -> bytes:
     """Return bytes for :func:`decode`: JSON, in which an object names a type that JSON does not have.
 
-    Values are None, bool, int, float, str, bytes, and lists, tuples and dicts of values. What comes back is equal.
+    Values are None, bool, int, float, str, bytes, and lists, tuples and dicts of values. The decoded value is equal.
 
     Raises:
         TypeError: the value, or a part of it, is something else.
@@ -126,7 +126,7 @@ def decode(data: bytes, where: str) -> tuple[str, Any]:
         found = json.loads(data, object_hook=_of_type)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)):
             raise ValueError("a rank writes a pair of a tag and a value")
-    except (ValueError, TypeError, RecursionError) as error:  # what is not JSON, or not UTF-8, is a ValueError
+    except (ValueError, TypeError, RecursionError) as error:  # data that is not JSON, or not UTF-8, raises ValueError
         raise TdcollError(
             f"{where} holds {len(data)} bytes that no rank of this job writes, beginning with "
             f"{bytes(data[:_LONGEST_SHOWN])!r}: another process writes to the job's store. Nothing of it was run. See "

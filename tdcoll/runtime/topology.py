@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks of a group are: group rank -> PE, node, place inside the node. Pure, no GPU, no torch.
+"""The places of a group's ranks: group rank -> PE, node, place inside the node. Pure, no GPU, no torch.
 
 Three numberings are kept apart everywhere:
 
@@ -33,7 +33,7 @@ class Topology:
 
     @classmethod
     def of(cls, rank: int, pes: Sequence[int], node_ids: Sequence[object]) -> Topology:
-        """Topology of ``pes``, whose i-th member runs on the node named ``node_ids[i]`` (any hashable)."""
+        """Return the topology of ``pes``, whose i-th member runs on the node named ``node_ids[i]`` (any hashable)."""
         numbers: dict[object, int] = {}
         nodes = tuple(numbers.setdefault(node, len(numbers)) for node in node_ids)
         return cls(rank, tuple(pes), nodes)
@@ -57,7 +57,7 @@ class Topology:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """Ranks on every node, or None where nodes differ."""
+        """Ranks on every node, or None if nodes differ."""
         sizes = {len(ranks) for ranks in self.members}
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -78,7 +78,7 @@ class Topology:
 
 
 def emulated_node(local_rank: int, local_world_size: int, n_nodes: int) -> int:
-    """Logical node of a local rank when one host stands for ``n_nodes`` nodes: contiguous, near-equal blocks.
+    """Return the logical node of a local rank when one host emulates ``n_nodes`` nodes: contiguous, near-equal blocks.
 
     Raises:
         ValueError: ``n_nodes`` is not between 1 and ``local_world_size``.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The symmetric heap on the GPUs of one host, without NVSHMEM: a block of PyTorch's symmetric memory per PE.
 
-PyTorch makes the memory and maps it into the peers' address spaces (``torch.distributed._symmetric_memory``). That is
-all tdcoll asks of it: signals and protocols are tdcoll's, and so are the words that they use. No process group of
-the user's is needed, since the ranks meet through the store of the job. Loads and stores reach all PEs; nothing puts.
+PyTorch makes the memory and maps it into the peers' address spaces (``torch.distributed._symmetric_memory``). tdcoll
+uses nothing else of it: signals and protocols are tdcoll's, and so are the words that they use. No process group of the
+user's is needed, because the ranks meet through the store of the job. Loads and stores reach all PEs; there are no
+puts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["TorchHeap"]
 
 _numbers = itertools.count()
 _abandoned: list[Any] = []
-"""Heaps of jobs that have failed: peers may still write to them."""
+"""Heaps of failed jobs, kept because peers may still write to them."""
 
 
 class TorchHeap(CudaHeap):
@@ -63,7 +64,8 @@ class TorchHeap(CudaHeap):
                 self._allocate(store, timeout_s)
             except (ImportError, RuntimeError) as error:
                 problem = str(error)
-            # PyTorch waits for all ranks when they meet, and counts the meetings in each process: all come, or none.
+            # All ranks come or none, because PyTorch waits for all of them when they meet, and counts the meetings in
+            # each process.
             for other, theirs in enumerate(control.all_gather(range(n_pes), "symmetric memory", problem)):
                 if theirs is not None:
                     raise self._error(other, theirs)
@@ -93,7 +95,7 @@ class TorchHeap(CudaHeap):
         from torch._C import _distributed_c10d
 
         c10d: Any = _distributed_c10d
-        # PyTorch finds the store by what was set for the name; from some version on by a process group of that name.
+        # PyTorch finds the store by the name, or in newer versions by a process group of that name.
         c10d._register_process_group(self._name, self._group)
         try:
             # tdcoll has no use for a multicast object, and on some hosts asking for one fails or hangs.
@@ -124,5 +126,5 @@ class TorchHeap(CudaHeap):
         del self._bytes
 
     def abandon(self) -> None:
-        """Keep the memory, since peers may write to it."""
+        """Keep the memory, because peers may write to it."""
         _abandoned.append(self)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel may say: constants and functions, of which :mod:`tdcoll.language` has the lowerings."""
+"""The device language: constants and functions, of which :mod:`tdcoll.language` has the lowerings."""

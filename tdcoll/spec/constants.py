@@ -17,7 +17,7 @@ CMP_GE = NVSHMEM_CMP_GE = tl.constexpr(5)
 SIGNAL_SET = NVSHMEM_SIGNAL_SET = tl.constexpr(9)
 SIGNAL_ADD = NVSHMEM_SIGNAL_ADD = tl.constexpr(10)
 
-# What a rank that gives up tells its peers: this, plus the epoch. More than any epoch. See tdcoll.primitives.stores.
+# A rank that gives up tells its peers this plus the epoch, which is more than any epoch. See tdcoll.primitives.stores.
 GAVE_UP = tl.constexpr(1 << 62)
 
 # A *monitor* is what bounded waits share with the host: int64 words in device memory. See tdcoll.monitor.

@@ -2,8 +2,9 @@
 """The device language as data: one entry per function, from which lowerings, docs and tests are made.
 
 Names and argument order of NVSHMEM's functions (:mod:`tdcoll.spec.nvshmem`) are those of Triton-distributed's
-``libshmem_device``, where it has them. The table in ``docs/language.md`` is generated from this one (``python -m
-tdcoll.language``); a test compares it with Triton-distributed's sources, another with what each lowering implements.
+``libshmem_device``, where it has them. The tables in ``docs/language.md`` and ``docs/functions.md`` are generated from
+this one (``python -m tdcoll.language``). One test compares it with Triton-distributed's sources, another with the
+functions of each lowering.
 
 Source, for loads, stores and atomics: the PTX ISA's memory consistency model.
 """
@@ -17,8 +18,8 @@ from tdcoll.spec import constants
 from tdcoll.spec.entry import LIBRARY, LINKED, DeviceFunction, declared, no_puts, not_a_monitor, not_linked
 from tdcoll.spec.nvshmem import NVSHMEM_FUNCTIONS
 
-__all__ = ["FUNCTIONS", "LIBRARY", "LINKED", "DeviceFunction", "no_puts", "not_a_monitor", "not_linked", "stubs"]
-__all__ += ["table"]
+__all__ = ["FUNCTIONS", "LIBRARY", "LINKED", "DeviceFunction", "no_puts", "not_a_monitor", "not_linked"]
+__all__ += ["overview", "stubs", "table"]
 
 _FUNCTIONS = [
     *NVSHMEM_FUNCTIONS,
@@ -44,7 +45,7 @@ _FUNCTIONS = [
         "ld(ptr: ptr, scope: constant = 'gpu', semantic: constant = 'relaxed') -> value",
         "ld.{relaxed,acquire}.{gpu,sys}",
         "Loads the integer(s) at `ptr` with the memory order `semantic` (relaxed or acquire) at `scope` (gpu or sys). "
-        "What another GPU writes wants sys.",
+        "Use sys for memory that another GPU writes.",
     ),
     declared(
         "ld_acquire(ptr: ptr, scope: constant = 'gpu') -> value",
@@ -101,8 +102,8 @@ _FUNCTIONS = [
     declared(
         "consume_token(value: value, token: value) -> value",
         "an addition of 0 that the compiler cannot see through",
-        "`value` unchanged: a pointer, a block of pointers, or an integer offset of a descriptor's load. What is "
-        "loaded there is loaded after the `wait_token` that returned `token`.",
+        "`value` unchanged: a pointer, a block of pointers, or an integer offset of a descriptor's load. "
+        "Loads from there come after the `wait_token` that returned `token`.",
     ),
     declared(
         "wait_signals(signals: ptr64, count: int, skip: int, compare: constant, value: u64, monitor: ptr64, BLOCK: "
@@ -127,7 +128,7 @@ _FUNCTIONS = [
         "The whole block waits until one of `signals[0:count]`, but for index `skip` (-1: none), `compare`s true with "
         "`value`, and returns the lowest index that does, the same in all threads. Returns -1 when a deadline "
         "expires, as for `wait_signal`, and where there is nothing to wait for. `BLOCK` is a power of two of at least "
-        "`count`. What was put before that signal is seen; what was put before others may not be.",
+        "`count`. Bytes put before that signal are seen; those put before others may not be.",
         acquires=True,
     ),
     declared(
@@ -141,7 +142,7 @@ _FUNCTIONS = [
         "grid_barrier(counter: ptr64, monitor: ptr64) -> int32",
         "bounded cooperative_groups::this_grid().sync()",
         "Waits for all programs of the launch, and returns 1; or 0 when a deadline expires, as for `wait_signal`, "
-        "with this rank as the peer. What each has stored before is seen by all after. `counter` is an int64 of this "
+        "with this rank as the peer. Stores of each before it are seen by all after it. `counter` is an int64 of this "
         "GPU's memory, 0 at first, and never set back: launches that follow one another, and replays of a CUDA graph, "
         "may share it, whatever their grids. All programs must be on the GPU at once: launch with "
         "`launch_cooperative_grid=True`.",
@@ -208,8 +209,8 @@ _FUNCTIONS = [
     declared(
         "signal_block(sig_addr: ptr64, signal: u64, sig_op: int, pe: pe)",
         "signal_op by the block",
-        "`signal_op`, once for the whole block: a block barrier, then one thread fences and updates. What the block "
-        "has read, stored, and sent to `pe` before comes before the signal.",
+        "`signal_op`, once for the whole block: a block barrier, then one thread fences and updates. The block's "
+        "earlier loads, stores and puts to `pe` come before the signal.",
     ),
     declared(
         "copy_block(dst: ptr, src: ptr, nbytes: size)",
@@ -223,8 +224,36 @@ FUNCTIONS: dict[str, DeviceFunction] = {function.name: function for function in 
 """Every function of the device language by name."""
 
 
+_TOPICS = {
+    "Ranks and addresses": "my_pe n_pes remote_ptr",
+    "Puts and gets": "putmem getmem p g int_p",
+    "Signals": "putmem_signal signal_block signal_op",
+    "Waits with a deadline": "wait_signal wait_signals wait_until_any wait_word wait_token consume_token test_signal",
+    "Order and barriers": "fence quiet syncthreads block_and grid_barrier barrier_all sync_all signal_wait_until",
+    "Atomics": "atomic_add atomic_fetch_add atomic_swap atomic_compare_swap atomic_fetch atomic_set atom_add atom_cas",
+    "Loads, stores and copies": "ld ld_acquire st st_release copy_block tid ntid",
+    "LL and Lamport words": "store_flagged wait_flagged store_words load_words wait_words wait_words_of_all",
+}
+"""The functions by topic, without the forms that end with _nbi, _warp and _block of functions that have them."""
+
+
+def overview() -> str:
+    """Return the tables of ``docs/language.md``: a line for each function and its forms, by topic."""
+    parts = []
+    for topic, names in _TOPICS.items():
+        lines = [f"**{topic}**", "", "| function | meaning |", "|---|---|"]
+        for name in names.split():
+            function = FUNCTIONS[name]
+            forms = [end for end in ("_nbi", "_warp", "_block") if not name.endswith(end) and name + end in FUNCTIONS]
+            also = f", also {', '.join(f'`{end}`' for end in forms)}" if forms else ""
+            first = function.doc.partition(". ")[0].partition("; ")[0].removesuffix(".").replace("|", "\\|")
+            lines.append(f"| `{function.signature}`{also} | {first} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
 def table() -> str:
-    """``docs/language.md``'s table: each function's signature beside what it stands for."""
+    """Return the table of ``docs/functions.md``: each function's signature, what it stands for, and its meaning."""
     lines = ["| in a kernel | stands for | meaning |", "|---|---|---|"]
     for function in FUNCTIONS.values():
         cells = (f"`{function.signature}`", f"`{function.prototype}`", function.doc)

@@ -23,6 +23,7 @@ _PUT = (
     "Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`. `source` may be any memory of "
     "this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric otherwise. "
 )
+_PUT_SIGNAL = _PUT.replace("PE `pe`. ", "PE `pe`, then updates a signal there. ")
 _GET = "Copies `bytes` bytes from the symmetric address `source` on PE `pe` to `dest`. "
 _BLOCKING_PUT = (
     "Returns when `source` may be written again; delivery is not ordered with anything later without `fence`, "
@@ -32,8 +33,9 @@ _NBI_PUT = "Returns at once: `source` must stay as it is until `quiet`, or until
 _BLOCKING_GET = "Returns when the bytes are in `dest`. "
 _NBI_GET = "Returns at once: the bytes are in `dest` after `quiet`. "
 _SIGNAL = (
-    "Then updates the 64-bit signal at the symmetric address `sig_addr` on that PE by `sig_op` (SIGNAL_SET or "
-    "SIGNAL_ADD) with `signal`: whoever sees the signal also sees these bytes, but not those of other puts. "
+    "The signal is the 64-bit word at the symmetric address `sig_addr` on that PE, which `sig_op` (SIGNAL_SET or "
+    "SIGNAL_ADD) updates with `signal`. A reader that sees the signal also sees these bytes, but not those of other "
+    "puts. "
 )
 
 
@@ -41,7 +43,7 @@ def _transfers() -> list[DeviceFunction]:
     made = []
     for base, what, blocking, nbi in (
         ("putmem", _PUT, _BLOCKING_PUT, _NBI_PUT),
-        ("putmem_signal", _PUT + _SIGNAL, _BLOCKING_PUT, _NBI_PUT),
+        ("putmem_signal", _PUT_SIGNAL + _SIGNAL, _BLOCKING_PUT, _NBI_PUT),
         ("getmem", _GET, _BLOCKING_GET, _NBI_GET),
     ):
         signal, in_c = "", ""
@@ -162,9 +164,9 @@ NVSHMEM_FUNCTIONS = [
     declared(
         "signal_wait_until(sig_addr: ptr64, cmp_: int, cmp_val: u64) -> uint64",
         "uint64_t nvshmem_signal_wait_until(uint64_t *sig_addr, int cmp, uint64_t cmp_val)",
-        "Waits until this PE's signal compares true (CMP_*), and returns its value. Whoever returns sees what was put "
-        "before the signal. Has no deadline: a peer that dies leaves the GPU hanging. `wait_signal` is the bounded "
-        "form.",
+        "Waits until this PE's signal compares true (CMP_*), and returns its value. The caller "
+        "then sees the bytes that were put before the signal. Has no deadline: a peer that dies leaves the GPU "
+        "hanging. `wait_signal` is the bounded form.",
         acquires=True,
     ),
     declared(

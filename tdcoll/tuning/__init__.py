@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning tables: which algorithm was the fastest on which machine. This package is pure; :mod:`.agreement` is not."""
+"""Tuning tables: the fastest algorithms of each machine. This package is pure; :mod:`.agreement` is not."""
 
 from tdcoll.tuning.table import SIMULATOR, WARPS, Entry, Section, Table, shipped
 

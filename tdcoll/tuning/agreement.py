@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a context go by, on which they agree when they make it."""
+"""The tuning of a context, on which its ranks agree when they make it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VARIABLE = "TDCOLL_TUNING"
 
 
 def architectures(device: torch.device) -> tuple[str, ...]:
-    """Return what tables may call a device: its name, its compute capability."""
+    """Return the names of a device in tables: its name, its compute capability."""
     if device.type != "cuda":
         return (SIMULATOR,)
     major, minor = torch.cuda.get_device_capability(device)
@@ -30,7 +30,7 @@ def architectures(device: torch.device) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a context goes by; agreed by its ranks.
+    """The tuning that a context uses; agreed by its ranks.
 
     Attributes:
         sections: of the table, for these GPUs and groups of this shape; none if the GPUs differ.
@@ -57,10 +57,10 @@ def _table(given: Any) -> Table:
 
 
 def agree(owner: runtime.Runtime, ranks: Sequence[int], given: Table | str | os.PathLike[str] | None) -> Tuning:
-    """The tuning of a context that is being made: compared, so that all ranks choose alike. Collective over ``ranks``.
+    """Return the tuning of a new context, compared because all ranks must choose alike. Collective over ``ranks``.
 
     Args:
-        given: a table, or the path of its file; None: that of ``TDCOLL_TUNING``, else tdcoll's own.
+        given: a table, or the path of its file; if None, that of ``TDCOLL_TUNING``, otherwise tdcoll's own.
 
     Raises:
         TypeError: ``given`` is none of these.
@@ -71,7 +71,7 @@ def agree(owner: runtime.Runtime, ranks: Sequence[int], given: Table | str | os.
     table: Table | None = None
     try:
         table = _table(given)
-    except Exception as error:  # of whatever kind: the other ranks wait to be told
+    except Exception as error:  # of any kind, because the other ranks wait for it
         problem = error
     names = architectures(owner.device)
     mine = (None if problem is None else str(problem), table and (table.digest, table.name), names)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tuning table, in a JSON file: a section for each kind of call that was measured, with entries by size.
 
-``docs/benchmarks.md`` has the format, and why a section says nothing of CUDA graphs. If there is no section for a call,
-the default of the collective decides.
+``docs/benchmarks.md`` has the format, and why sections don't depend on CUDA graphs. If there is no section for a call,
+the default heuristic of the collective decides.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tdcoll.limits import CHANNELS, COLLECTIVES
 __all__ = ["SIMULATOR", "WARPS", "Entry", "Section", "Table", "shipped"]
 
 VERSION = 4
-"""Older versions told eager calls from those in CUDA graphs, by which ranks could choose differently."""
+"""Older versions distinguished eager calls from those in CUDA graphs, so ranks could choose differently."""
 
 WARPS = (1, 2, 4, 8, 16, 32)
-"""That a program may have."""
+"""Numbers of warps that a thread block may have."""
 
 SIMULATOR = "simulator"
 """The architecture of simulated ranks."""
@@ -35,7 +35,7 @@ _KIND = ("architecture", "operation", "ranks_per_node", "nodes", "in_place")
 
 
 def _written(nbytes: int | None) -> str | int | None:
-    """4096 -> "4 KB"; as it is if it is no whole number of KB."""
+    """4096 -> "4 KB"; unchanged if it is no whole number of KB."""
     if nbytes is None or nbytes == 0 or nbytes % 1024:
         return nbytes
     shift, unit = next((s, u) for s, u in ((30, "GB"), (20, "MB"), (10, "KB")) if nbytes % (1 << s) == 0)
@@ -44,13 +44,13 @@ def _written(nbytes: int | None) -> str | int | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a section says of calls up to one size; None is left to the policy.
+    """A section's plan for calls up to one size; if a field is None, the policy decides.
 
     Attributes:
-        up_to: the most bytes of a segment that it holds for; None: any number.
+        up_to: the most bytes of a segment that it holds for; if None, any number.
         algorithm: one of the operation's.
         channels, chunk: chunks of a segment, or bytes of one; at most one of the two.
-        num_warps: warps of each program.
+        num_warps: warps of each thread block.
     """
 
     up_to: int | None
@@ -68,10 +68,10 @@ class Section:
         architecture: name or compute capability.
         operation: such as ``"all_gather"``.
         ranks_per_node, nodes: the group that it was measured on.
-        in_place: whether the calls are those of the form whose peers write into the caller's buffer, such as
+        in_place: whether peers write into the caller's buffer in these calls, for example of
             :func:`tdcoll.all_gather_`.
         entries: ascending.
-        source: where it comes from.
+        source: of the measurements.
     """
 
     architecture: str
@@ -84,17 +84,17 @@ class Section:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What no two sections of a table share: the architecture, and then the kind of call."""
+        """The key of a section, unique in a table: the architecture, and then the kind of call."""
         return tuple(getattr(self, name) for name in _KIND)
 
     def where(self, entry: Entry) -> str:
-        """Where an entry is, for messages."""
+        """Return the place of an entry, for messages."""
         said = ", ".join(f"{name} {json.dumps(getattr(self, name))}" for name in _KIND)
         return f"{said}: entry up to {json.dumps(_written(entry.up_to))}"
 
 
 class _Reader:
-    """A value of the file, and where it is; raises what was expected there."""
+    """A value of the file, and its place; if it is wrong, raises an error with the expected value."""
 
     def __init__(self, where: str, value: Any) -> None:
         self.where, self.value = where, value
@@ -187,14 +187,14 @@ class Table:
 
     @classmethod
     def parse(cls, text: str, name: str = "a tuning table") -> Table:
-        """The table that ``text`` holds.
+        """Return the table that ``text`` holds.
 
         Raises:
-            ValueError: naming ``name``, the entry, and what was expected there.
+            ValueError: naming ``name``, the entry, and the expected value.
         """
         try:
             return cls._parse(text, name)
-        except RecursionError:  # of the JSON reader, or of the writer that a message quotes a value with
+        except RecursionError:  # of the JSON reader, or of the writer that quotes a value in a message
             raise ValueError(f"{name}: expected a tuning table, got JSON that is nested too deeply") from None
 
     @classmethod
@@ -220,7 +220,7 @@ class Table:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Table:
-        """The table of a file.
+        """Return the table of a file.
 
         Raises:
             ValueError: it cannot be read, or is no table.
@@ -236,7 +236,7 @@ class Table:
         return cls.parse(text, os.fspath(path))
 
     def text(self) -> str:
-        """Return what :meth:`parse` reads; one line for each entry."""
+        """Return the text for :meth:`parse`; one line for each entry."""
         shown = []
         for section in self.sections:
             lines = [f"   {json.dumps(name)}: {json.dumps(getattr(section, name))}" for name in _KIND]
@@ -257,12 +257,12 @@ class Table:
 
     @property
     def digest(self) -> str:
-        """A hash of what it says, whoever measured it: the same for tables that decide alike."""
+        """Return a hash of its entries without their sources: the same if tables decide alike."""
         said = sorted(repr(dataclasses.replace(section, source="")) for section in self.sections)
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
     def of(self, names: Sequence[str]) -> tuple[Section, ...]:
-        """Sections for a GPU of these names; of two for one kind of call, that of the earlier name."""
+        """Return the sections for a GPU of these names; if two are for one kind of call, that of the earlier name."""
         found: dict[tuple[Any, ...], Section] = {}
         for name in names:
             for section in self.sections:
@@ -271,11 +271,11 @@ class Table:
         return tuple(found.values())
 
     def with_sections(self, sections: Sequence[Section]) -> Table:
-        """This table with ``sections`` in the place of those of the same kinds."""
+        """Return this table with ``sections`` instead of those of the same kinds."""
         merged = {section.kind: section for section in (*self.sections, *sections)}
         return Table(tuple(merged.values()), self.name)
 
 
 def shipped() -> Table:
-    """tdcoll's own table."""
+    """Return tdcoll's own table."""
     return Table.load(Path(__file__).with_name("shipped.json"))

@@ -128,9 +128,13 @@ def test_rank_0_speaks_for_all(rank: str, monkeypatch: pytest.MonkeyPatch, capsy
 def test_the_command_is_repeated_without_what_is_local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("TDCOLL_EMULATE_NODES", "2")
-    for json_option in (["--json", "/somewhere/a.json"], ["--json=/somewhere/a.json"], ["-o", "/somewhere/t.json"]):
+    file = "/some where/a.json"
+    for json_option in (["--json", file], [f"--json={file}"], ["-o", file], [f"-o{file}"], ["--output", file]):
         said = command_line("all_gather", ["-b", "1K", *json_option, "--eager"], 4, False)
         assert said == "bash launch.sh --nproc 4 --emulate-nodes 2 -m tdcoll bench all_gather -b 1K --eager"
+    quoted = command_line("all_gather", ["--peers", "nccl", "--title", "two  words; a -o b"], 4, False)
+    assert quoted.endswith(" bench all_gather --peers nccl --title 'two  words; a -o b'")
+    assert command_line("tune", ["-o", file, "--margin", "1"], 4, False).endswith(" -m tdcoll tune --margin 1")
     assert "--nproc 4 --simulate --nnodes 2" in command_line("all_gather", [], 8, True)
 
 

@@ -288,8 +288,10 @@ def test_the_commit_that_is_told_and_variables_of_the_launcher(monkeypatch: pyte
         monkeypatch.setenv(name, "/a/path")
     monkeypatch.setenv("TDCOLL_COMMIT", "0123")
     monkeypatch.setenv("TDCOLL_DEBUG", "0")
+    monkeypatch.setenv("NVSHMEM_HOME", "/home/somebody/nvshmem-3")
     (facts,) = World(1).run(lambda pe: provenance.provenance())
     assert (facts["commit"], facts["dirty"], facts["environment"]["TDCOLL_DEBUG"]) == ("0123", None, "0")
+    assert facts["environment"]["NVSHMEM_HOME"] == "nvshmem-3"
     assert environment.INTERNAL & set(facts["environment"]) == set()
 
 
@@ -360,7 +362,7 @@ def test_a_floor_is_latency_or_bandwidth(tmp_path: Path, capsys: pytest.CaptureF
     assert found == pytest.approx([2.0, 2.0, 20.0, 0.8])  # 7 * 100 KB take 2 us at 350 GB/s
     path = str(write(tmp_path / "unknown.json", example(), head()))
     assert main([path, "--floor", "2,3,100"]) == 0
-    assert "a launch (2 µs) and a crossing (3 µs), or what a rank sends at 100 GB/s" in capsys.readouterr().out
+    assert "a launch (2 µs) and a hop (3 µs), or what a rank sends at 100 GB/s" in capsys.readouterr().out
 
 
 def test_tables_of_known_gpus_in_a_node_have_a_floor() -> None:

@@ -151,6 +151,19 @@ def test_the_listing() -> None:
     ]
 
 
+def test_sizes_and_operations_without_candidates_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--dry-run", "-b1K", "-e512K", "-f512", "--channels", "1", "--warps", "4", "--algorithms"]
+    operations = ["--operation", "all_gather,all_to_all"]
+    listed = tune.listing(Tune.parse([*arguments, "ring", *operations]), FOUR).splitlines()[1:]
+    assert [line.partition(" per rank")[0] for line in listed] == ["all_gather, 1 KB", "all_gather, 512 KB"]
+    listed = tune.listing(Tune.parse([*arguments, "ll", "--operation", "all_gather"]), FOUR).splitlines()[1:]
+    assert [line.partition(" per rank")[0] for line in listed] == ["all_gather, 1 KB"]
+    with pytest.raises(SystemExit, match="2"):
+        tune.listing(Tune.parse([*arguments, "2d", *operations]), FOUR)
+    said = "--algorithms: expected one that all_gather or all_to_all has for these sizes on 4 rank(s) on 1 node(s) (4)"
+    assert f"{said}, got 2d\n" in capsys.readouterr().err
+
+
 def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """With calls of which the test says how long they take: the fastest get into the table, and the rest stays."""
     called, took, quick = set(), {"ll": 3.0, "1d": 5.0}, Plan("1d", 4, 1024, 4)

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,7 @@ def test_names_that_are_not_provided_say_why(name: str, reason: str) -> None:
     ours = importlib.import_module("tdcoll.compat." + module)
     with pytest.raises(NotProvidedError, match=f"does not provide triton_dist.{name}: {reason}"):
         getattr(ours, attribute)
+    assert getattr(ours, attribute, None) is None
     assert not hasattr(ours, "__no_such_name__")
 
 
@@ -174,12 +176,32 @@ def test_modules_that_are_other_names_of_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_from_import_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("language.simt_exec_region", "stock Triton's `with` cannot"),
+        ("utils.is_hip", "it is for other vendors' GPUs"),
+        ("kernels.common_ops.bisect_left_kernel", "tdcoll has no counterpart of it"),
+    ],
+)
+def test_from_import_says_why(name: str, reason: str, tmp_path: Path) -> None:
+    module, _, attribute = f"triton_dist.{name}".rpartition(".")
     path = tmp_path / "script.py"
-    path.write_text("from triton_dist.language import simt_exec_region\n")
+    path.write_text(
+        f"import {module}\nassert getattr({module}, '{attribute}', None) is None\n"
+        f"try:\n    from {module} import no_such_name\nexcept ImportError:\n    pass\n"
+        f"try:\n    from {module} import {attribute}\nexcept ImportError as error:\n    print(error)\n"
+    )
     done = run(path, tmp_path)
-    assert done.returncode == 1
-    assert "does not provide triton_dist.language.simt_exec_region: stock Triton's `with` cannot" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert re.match(rf"tdcoll\.compat does not provide triton_dist\.\S*{attribute}: {reason}", done.stdout)
+
+
+def test_help_is_no_error() -> None:
+    done = run(Path("--help"), Path())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "python -m tdcoll.compat script.py" in done.stdout
+    assert run(Path("no-such-script.py"), Path()).returncode == 1
 
 
 @jit

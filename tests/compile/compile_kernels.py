@@ -183,7 +183,7 @@ def compile_all_reduce(kernel, arch: int, constants: dict[str, object], world: i
         "nodes": SPARSE_TYPES["nodes"],
         "g": tuples()["g"]._replace(world=world),
         "inbox": Lamport("i64", "i64", "*i64", "*i64") if announced else tuples()["words"],
-        "straight": "*i64",
+        "out_deltas": "*i64",
     }
     compiled = compile_for(kernel, arch, constants, types)
     ptx = compiled.asm["ptx"]

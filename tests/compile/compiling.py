@@ -21,7 +21,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
 from tdcoll.language.library import part_for_language
-from tdcoll.primitives.group import Group, Nodes, Inbox
+from tdcoll.primitives.group import Group, Inbox, Nodes
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.puts import Routes
 
@@ -152,7 +152,7 @@ def compiled_forms(kernel) -> int:
             **dict.fromkeys(("inbox", "words"), Inbox(16 * rank, 1 + rank, word, tl.constexpr(2))),
             "inbox": Lamport(16 * rank, 1 + rank, word, word),
             "routes": Routes(table, rank, 31 - rank),
-            "straight": word,
+            "out_deltas": word,
             "nodes": Nodes(table, table, table, table, rank, 1 + rank, 32 + rank),
             **{name: 8 for name in kernel.arg_names if name.isupper()},
         }

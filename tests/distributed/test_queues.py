@@ -118,6 +118,34 @@ def test_a_future_that_is_asked_for_late() -> None:
     assert seen == [(1.0, threading.current_thread())]
 
 
+@pytest.mark.parametrize("way", ["dropped early", "dropped late", "wait", "exception", "future"])
+def test_an_undelivered_error_is_logged_once(way: str, caplog) -> None:
+    queue, go = Queue(), threading.Event()
+
+    def fail() -> list[torch.Tensor]:
+        assert go.wait(PLENTY_S)
+        raise ValueError("of the call")
+
+    work = TaskWork(queue.submit(Task(fail)), queue)
+    future = work.get_future().then(lambda done: done.value()) if way == "future" else None
+    if way == "dropped early":
+        del work
+    go.set()
+    queue.drain()
+    if way == "wait":
+        with pytest.raises(ValueError, match="of the call"):
+            work.wait()
+    if way == "exception":
+        assert isinstance(work.exception(), ValueError)
+    assert len(caplog.records) == (way == "dropped early")
+    if way != "dropped early":
+        del work
+    assert [(record.name, record.levelname) for record in caplog.records] == [("tdcoll", "ERROR")] * ("dropped" in way)
+    assert all("dropped without wait(): ValueError: of the call" in line for line in caplog.messages)
+    del future
+    queue.close()
+
+
 def test_a_forked_child_finds_outstanding_calls_failed() -> None:
     queue, told, go = Queue(), [], threading.Event()
     running, waiting = telling(queue, told, "running", go), telling(queue, told, "waiting")

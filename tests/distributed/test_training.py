@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "gpu" / "training.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "training.py"
 _spec = importlib.util.spec_from_file_location("training", SCRIPT)
 training: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(training)

@@ -266,7 +266,14 @@ def test_where_the_time_of_a_start_goes(launch: Launch, tmp_path: Path) -> None:
     """What Triton does once per process is not left to the first call, and NVSHMEM makes no communicator of NCCL's."""
     ranks, file = min(GPUS, 2), tmp_path / "start.json"
     for _ in range(2):  # the first run fills Triton's cache
-        done = launch("--nproc", str(ranks), str(HERE / "start_up.py"), "--json", str(file), timeout=TIMEOUT_S)
+        done = launch(
+            "--nproc",
+            str(ranks),
+            str(HERE.parents[1] / "benchmarks" / "start_up.py"),
+            "--json",
+            str(file),
+            timeout=TIMEOUT_S,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(file.read_text())
     assert report["NVSHMEM_DISABLE_NCCL"] == "1"

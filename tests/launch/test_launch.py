@@ -142,6 +142,14 @@ def test_arguments_are_the_programs_own(plan: Planner) -> None:
         assert p.command[p.command.index("--") - 1] == "-m"
 
 
+def test_one_leading_dash_dash_is_no_program(plan: Planner, refusal: Callable[..., str]) -> None:
+    assert plan("--nproc 2 -- job.py -- --nproc 9").program == ["job.py", "--", "--nproc", "9"]
+    assert plan("-- tests -s").command == ["PYTHON", "-m", "pytest", "-s"]
+    assert plan("-m -- some.module").program == ["some.module"]
+    assert "got nothing" in refusal("--nproc 2 --")
+    assert "script: expected a Python file, got '--'" in refusal("-- -- job.py")
+
+
 def test_tests_are_pytest_without_torchrun(plan: Planner) -> None:
     assert plan("tests -k", "two words").command[3:] == [*launch._SPREAD, "-k", "two words"]
     assert Path.cwd() == REPOSITORY
@@ -202,6 +210,8 @@ def test_scontrol_knows_the_first_host_best(plan: Planner, shell: Shell) -> None
         ("--nnodes 2", BATCH, "--rdzv: expected HOST:PORT"),
         ("", "LOCALID=1", "SLURM_LOCALID: "),
         ("", "JOB_NODELIST=", "--rdzv: |SLURM_JOB_NODELIST"),
+        ("", "JOB_NODELIST=rack[1-2]n[3-4]", "SLURM_JOB_NODELIST: |one pair|'rack[1-2]n[3-4]'|scontrol|--rdzv"),
+        ("", "STEP_NODELIST=[1-2] LAUNCH_NODE_IPADDR=10.0.0.1", "SLURM_STEP_NODELIST: |'[1-2]'"),
     ],
 )
 def test_what_slurm_says_wrong(refusal: Callable[..., str], options: str, changes: str, words: str) -> None:

@@ -160,6 +160,22 @@ def test_modules_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found == "lacks only_a_folder, no_such_module, no_such_module.inside"
 
 
+@pytest.mark.parametrize(("interpret", "extras"), [("1", "'tdcoll[sim]'"), ("0", "'tdcoll[cu12]' or 'tdcoll[cu13]'")])
+def test_an_installed_package_says_what_to_install(shell: Shell, interpret: str, extras: str) -> None:
+    """One file of the checkout's name beside the package makes no checkout."""
+    skipped = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "tdcoll", shell.directory / "tdcoll", ignore=skipped)
+    for name in ("tdcoll_torch.py", "launch.sh"):
+        shutil.copy(REPOSITORY / name, shell.directory)
+    command = f"'{sys.executable}' -S -m tdcoll run tdcoll_torch.py"
+    done = shell.run("-c", command, PYTHONPATH=str(shell.directory), TRITON_INTERPRET=interpret)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"tdcoll: {sys.executable} lacks torch, triton, numpy")
+    assert f": pip install {extras}" in line
+    assert not (shell.directory / ".venv").exists()
+
+
 # ---------------------------------------------------------------------- .venv
 
 

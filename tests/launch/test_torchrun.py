@@ -9,6 +9,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from tdcoll import runtime
 from tdcoll.errors import CollectiveTimeout, TdcollError
 from tdcoll.runtime import last_words, lifecycle
 from tdcoll.torchrun import _read, summary
+
+from .conftest import REPOSITORY
 
 KILLED, SEGV, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM
 PEER = "CollectiveTimeout: rank 0 waited 3 s for peer 1: signal 4 had to reach 12. The peer has died, hangs, or more."
@@ -45,7 +48,11 @@ CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
     ),
     "killed, and the others were still running": (
         {1: (KILLED,), 0: (TERM, None, True), 2: (TERM, gave_up(), True)},
-        ["died: rank 1 (SIGKILL)", "still running, ended by torchrun: ranks 0, 2"],
+        ["died: rank 1 (SIGKILL)", f"only noticed: rank 2 ({TOLD})", "still running, ended by torchrun: rank 0"],
+    ),
+    "the culprit was still leaving when torchrun ended it": (
+        {0: NOTICED, 1: (TERM, failed("ValueError: x"), True)},
+        ["failed: rank 1 (ValueError: x)", f"only noticed: rank 0 ({TOLD})"],
     ),
     "one that hung did not even end on SIGTERM": (
         {0: NOTICED, 1: (KILLED, None, True)},
@@ -111,6 +118,18 @@ def test_a_line_that_was_cut_off_is_left_out() -> None:
     written = b"".join(b"\n" + line.encode("latin-1") for line in lines)
     assert _read(io.BytesIO(written)) == {6: {"pid": 6, **gave_up()}}
     assert _read(io.BytesIO(b"")) == {}
+
+
+@pytest.mark.parametrize("module", ["torch/__init__.py", "torch/distributed/run.py"])
+def test_ctrl_c_during_the_start(module: str, tmp_path: Path) -> None:
+    for folder in ("torch", "torch/distributed"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / module).write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    paths = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    command = [sys.executable, "-m", "tdcoll.torchrun", "job.py"]
+    ended = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "tdcoll: Ctrl-C has ended the job\n")
 
 
 # ---------------------------------------------------------------------- what a rank writes down

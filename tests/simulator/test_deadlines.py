@@ -43,7 +43,7 @@ WAITED = rf"\(from rank 7; .*cases\.py:{wait_once.__code__.co_firstlineno + 2}\)
 
 
 def test_wait_expires_or_raises_as_asked():
-    with pytest.raises(Deadlock, match=rf"pe0 call\(0,0,0\) waits for pe0\.signals\[3\] >= 6, is 0 {WAITED}"):
+    with pytest.raises(Deadlock, match=rf"pe0 call\(0,0,0\) waits for pe0\.signals\[3\] >= 6, is 0 {WAITED}(?m:$)"):
         World(2).run(_waits())
     killing = World(2)
     for world, host in ((World(2, on_timeout="expire"), _waits()), (killing, _waits(killing))):
@@ -109,8 +109,10 @@ def test_waits_expire_early_while_their_peer_is_only_late():
         seen.add(gave_up)
         if gave_up:
             (report,) = early.gave_up
-            waiting = r"pe0 call\(0,0,0\) at step \d+, which waits for pe0\.signals\[0\] >= 1, is 0 "
-            assert re.fullmatch(waiting + r"\(from rank 7; .*:\d+\)", report)
+            waiting = (
+                r"pe0 call\(0,0,0\) at step \d+, which waits for pe0\.signals\[0\] >= 1, is 0 \(from rank 7; .*:\d+\)"
+            )
+            assert re.fullmatch(waiting, report)
             assert f"impatient; gave up early: {report}" in early.describe()
         else:
             assert early.fingerprint == expired.fingerprint

@@ -331,10 +331,19 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
         ({"n_pes": 4, "ranks_per_node": 0}, "ranks_per_node must be at least 1"),
         ({"n_pes": 4, "on_timeout": "ignore"}, "on_timeout must be 'raise', 'expire' or 'early', got 'ignore'"),
         ({"n_pes": 4, "on_timeout": "early"}, "on_timeout='early' needs a seed"),
+        ({"n_pes": 2.0}, "n_pes must be an int, got 2.0"),
+        ({"n_pes": 4, "seed": "1"}, "seed must be an int or None, got '1'"),
+        ({"n_pes": 4, "timeout_s": 0}, "timeout_s must be greater than 0"),
+        ({"n_pes": 4, "timeout_s": "1"}, "timeout_s must be a number of seconds, got '1'"),
+        ({"n_pes": 4, "resident": 1.5}, "resident must be an int, got 1.5"),
+        ({"n_pes": 4, "room": 0}, "room must be at least 1, got 0"),
+        ({"n_pes": 4, "seed": 1, "stragglers": 4}, "stragglers must be 0 to 3, got 4"),
+        ({"n_pes": 4, "stragglers": 0}, "stragglers=0 needs a seed"),
+        ({"n_pes": 4, "late_data": True}, "late_data=True needs a seed"),
     ],
 )
 def test_world_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         World(**arguments)
 
 

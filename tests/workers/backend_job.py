@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What checks of backend "tdcoll" share: joining a job, data, calls by any PyTorch's names, and who served them."""
+"""What checks of backend "tdcoll" share: joining a job, data, calls by any PyTorch's names, and who handled them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ import torch
 import torch.distributed as dist
 from harness import device, everyone, expect
 
+from tdcoll.distributed import Options
+
 SINGLE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def join() -> None:
-    """Begin a job with backend "tdcoll"."""
+def join(programs: int = 64) -> None:
+    """Begin a job with backend "tdcoll". ``programs``: of the default group's launches."""
     warnings.simplefilter("ignore")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("tdcoll", timeout=timedelta(seconds=60))
+    dist.init_process_group("tdcoll", timeout=timedelta(seconds=60), pg_options=Options(programs=programs))
 
 
-def served(kind: str, group=None) -> int:
-    """Calls of a kind that tdcoll's kernels have served."""
+def handled(kind: str, group=None) -> int:
+    """Calls of a kind that tdcoll's kernels have handled."""
     group = group or dist.group.WORLD
     return sum(count for (k, side, _), count in group.dispatcher.counts.items() if (k, side) == (kind, "tdcoll"))
 
 
 def by_inner(kind: str, group=None) -> dict[str, int]:
-    """Calls of a kind that the fallback backend has served, by reason."""
+    """Calls of a kind that the fallback backend has handled, by reason."""
     counts = (group or dist.group.WORLD).dispatcher.counts
     return {why: count for (k, side, why), count in counts.items() if k == kind and side != "tdcoll"}
 

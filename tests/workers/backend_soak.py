@@ -18,7 +18,7 @@ os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # PyTorch keeps the traces of the last
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, data, join, served, single, sparse
+from backend_job import SINGLE_SCATTER, data, handled, join, single, sparse
 from harness import device, expect, rank, world
 
 KINDS = ("all_gather", "all_reduce", "reduce_scatter", "sparse_all_reduce", "barrier")
@@ -59,10 +59,10 @@ def one_round() -> None:
 def main(calls: int) -> None:
     join()
     torch.set_num_threads(1)
-    first = sum(map(served, KINDS))
+    first = sum(map(handled, KINDS))
     for _ in range(60):  # which warms up caches
         one_round()
-    per_round = (sum(map(served, KINDS)) - first) // 60
+    per_round = (sum(map(handled, KINDS)) - first) // 60
     rounds = max(1, calls // per_round)
     seen, began = [held()], time.monotonic()
     for _ in range(2):

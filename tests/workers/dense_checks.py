@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +25,11 @@ from dense_parts import (
     in_pieces,
     kind_of,
     kinds_of,
+    left_alone,
     make,
     place,
     reference,
+    replay_captured,
     right,
     served,
     sizes_of,
@@ -50,7 +54,6 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.launches import facts_of, launches_of
-from tdcoll.collectives._host.spec import Collective
 from tdcoll.primitives.reduce import OPERATIONS_OF
 
 OTHERS = (torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
@@ -300,16 +303,17 @@ def several_contexts() -> None:
 @check
 def errors() -> None:
     """What must be refused on GPUs as well: devices and streams of tensors, and what differs between ranks."""
-    with tdcoll.CollectiveContext(max_bytes_per_rank=256) as ctx:
+    bound = None if simulated() else torch.cuda.current_stream()
+    with tdcoll.CollectiveContext(max_bytes_per_rank=256, stream=bound) as ctx:
         for spec in SPECS:
             call, x = getattr(tdcoll, spec.name), torch.zeros(4 * world(), device=device())
-            expect_raises(TypeError, partial(call, [1, 2], ctx), "tensor", "list")
-            expect_raises(ValueError, partial(call, x.view(-1, 2).t(), ctx), "tensor", "contiguous")
-            expect_raises(ValueError, partial(call, x, ctx, out=x.new_empty(5)), "out", "[5]")
+            expect_raises(TypeError, partial(call, [1, 2], ctx=ctx), "tensor", "list")
+            expect_raises(ValueError, partial(call, x.view(-1, 2).t(), ctx=ctx), "tensor", "contiguous")
+            expect_raises(ValueError, partial(call, x, ctx=ctx, out=x.new_empty(5)), "out", "[5]")
             if not simulated():
-                expect_raises(ValueError, partial(call, x.cpu(), ctx), "tensor", "cuda")
+                expect_raises(ValueError, partial(call, x.cpu(), ctx=ctx), "tensor", "cuda")
                 with torch.cuda.stream(torch.cuda.Stream()):
-                    expect_raises(tdcoll.ContextError, partial(call, x, ctx), "stream")
+                    expect_raises(tdcoll.ContextError, partial(call, x, ctx=ctx), "stream")
             for form in kinds_of(spec):
                 if form in "sp":
                     ordinary = place(spec, "i", 4, 0, ctx, torch.float32, None)
@@ -322,46 +326,11 @@ def errors() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024, debug=True) as debug:
             for spec in SPECS:
                 call, x = getattr(tdcoll, spec.name), torch.zeros(world() * (2 + rank() % 2), device=device())
-                expect_raises(tdcoll.RankMismatchError, partial(call, x, debug), f"{spec.name} arguments")
+                expect_raises(tdcoll.RankMismatchError, partial(call, x, ctx=debug), f"{spec.name} arguments")
                 call(x[: 2 * world()], ctx=debug)
 
 
 # ---------------------------------------------------------------------- graphs and streams
-
-
-def replay_captured(spec: Collective, n: int, captured: int, replays: int) -> None:
-    """``captured`` calls of all kinds as one graph, of changing data, replayed with eager calls in between."""
-    dtype = torch.float32 if spec.reduces else torch.int32
-    base = [tensor.remainder(50).to(dtype) for tensor in data(spec, 3, n, torch.int32)]  # exact in any order
-    watched, step = Watched(spec, n, dtype), torch.ones((), dtype=dtype, device=device())
-    with tdcoll.CollectiveContext(max_bytes_per_rank=8192) as ctx:
-        kinds = [
-            (kind, name)
-            for kind in kinds_of(spec)
-            for name in ("auto", *served(spec, ctx, n * dtype.itemsize, dtype, kind))
-        ]
-
-        def one(turn: int) -> None:
-            kind, name = kinds[turn % len(kinds)]
-            step.add_(1)
-            every = [tensor * step for tensor in base]
-            watched.call(ctx, kind, every, n, name, wanted(spec, every))
-
-        for turn in range(len(kinds)):
-            one(turn)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for turn in range(captured):
-                one(turn)
-        for replay in range(replays):
-            step.fill_(replay % 100)
-            graph.replay()
-            if replay % 7 == 3:
-                one(replay)
-        ctx.check()
-    expect(int(step) >= captured, "the graph did not run")
-    watched.done(f"{captured} calls of {n} captured")
 
 
 @check(gpu_only=True)
@@ -380,7 +349,7 @@ def capture_errors() -> None:
         with torch.cuda.graph(graph):
             for spec in SPECS:
                 call = getattr(tdcoll, spec.name)
-                expect_raises(tdcoll.ContextError, partial(call, x, ctx), "capturing")
+                expect_raises(tdcoll.ContextError, partial(call, x, ctx=ctx), "capturing")
             x.add_(1)
 
 
@@ -395,6 +364,39 @@ def side_streams() -> None:
                 out = torch.empty_like(wanted(spec, every))
                 make(spec, "o", every[rank()], out, ctx)
                 right(out, wanted(spec, every), f"{spec.name} on a side stream")
+
+
+@check(gpu_only=True)
+def streams_in_turn() -> None:
+    """A context follows its caller from stream to stream, eagerly and within one capture; both streams are busy."""
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(here)
+    for spec in SPECS:
+        every = [data(spec, call, 1024, torch.float32) for call in range(12)]
+        outs = [torch.empty_like(wanted(spec, one)) for one in every]
+        with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
+
+            def calls(first: int, streams: Sequence[Any], ctx: tdcoll.CollectiveContext = ctx) -> None:
+                for number in range(first, first + 4):
+                    with torch.cuda.stream(streams[number % 2]):
+                        torch.cuda._sleep(200_000 * (1 + number % 3))
+                        make(spec, "o", every[number][rank()], outs[number], ctx)  # noqa: B023
+
+            calls(0, (here, side))
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                main = torch.cuda.current_stream()
+                side.wait_stream(main)
+                calls(4, (main, side))
+                main.wait_stream(side)
+            for _ in range(3):
+                graph.replay()
+            calls(8, (here, side))
+            here.wait_stream(side)
+            for number, (one, out) in enumerate(zip(every, outs, strict=True)):
+                right(out, wanted(spec, one), f"{spec.name}, call {number}")
+            ctx.check()
 
 
 @check(gpu_only=True)
@@ -427,11 +429,6 @@ def some_ranks_replay_what_others_call() -> str:
 
 
 # ---------------------------------------------------------------------- peers that are gone: the last checks
-
-
-def left_alone() -> None:
-    """Let all ranks leave without each other: contexts whose calls failed are never given back."""
-    runtime.current().failed = True
 
 
 @check

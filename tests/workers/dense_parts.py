@@ -28,11 +28,12 @@ from collectives.suite.calls import (
 from primitives import cases
 
 import tdcoll
+from tdcoll import runtime
 from tdcoll.collectives._host.launches import facts_of
 from tdcoll.collectives._host.spec import Collective
 
-__all__ = ["SIZES", "SPECS", "Calls", "Watched", "cases", "data", "had", "in_pieces", "kind_of", "kinds_of", "make"]
-__all__ += ["place", "reference", "right", "served", "sizes_of", "wanted"]
+__all__ = ["SIZES", "SPECS", "Calls", "Watched", "cases", "data", "had", "in_pieces", "kind_of", "kinds_of"]
+__all__ += ["left_alone", "make", "place", "reference", "replay_captured", "right", "served", "sizes_of", "wanted"]
 
 SIZES = [0, 1, 2, 7, 255, 1000, 4096, 65536 + 3, 1 << 18, 3 << 20]
 
@@ -100,3 +101,43 @@ class Watched:
         """Raise if anything was wrong; give the memory back."""
         expect(int(self.wrong) == 0, f"{self.spec.name}, {what}: {int(self.wrong)} wrong elements")
         tdcoll.free(self.shared)
+
+
+def replay_captured(spec: Collective, n: int, captured: int, replays: int) -> None:
+    """``captured`` calls of all kinds as one graph, of changing data, replayed with eager calls in between."""
+    dtype = torch.float32 if spec.reduces else torch.int32
+    base = [tensor.remainder(50).to(dtype) for tensor in data(spec, 3, n, torch.int32)]  # exact in any order
+    watched, step = Watched(spec, n, dtype), torch.ones((), dtype=dtype, device=device())
+    with tdcoll.CollectiveContext(max_bytes_per_rank=8192) as ctx:
+        kinds = [
+            (kind, name)
+            for kind in kinds_of(spec)
+            for name in ("auto", *served(spec, ctx, n * dtype.itemsize, dtype, kind))
+        ]
+
+        def one(turn: int) -> None:
+            kind, name = kinds[turn % len(kinds)]
+            step.add_(1)
+            every = [tensor * step for tensor in base]
+            watched.call(ctx, kind, every, n, name, wanted(spec, every))
+
+        for turn in range(len(kinds)):
+            one(turn)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for turn in range(captured):
+                one(turn)
+        for replay in range(replays):
+            step.fill_(replay % 100)
+            graph.replay()
+            if replay % 7 == 3:
+                one(replay)
+        ctx.check()
+    expect(int(step) >= captured, "the graph did not run")
+    watched.done(f"{captured} calls of {n} captured")
+
+
+def left_alone() -> None:
+    """Let all ranks leave without each other: contexts whose calls failed are never given back."""
+    runtime.current().failed = True

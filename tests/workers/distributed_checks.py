@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
-from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, same, handled, single, sparse
+from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, handled, same, single, sparse
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, same, handled, single, sparse
+from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, handled, same, single, sparse
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch.distributed import batch_isend_irecv  # before there is a group of tdcoll's
 
@@ -270,7 +270,7 @@ def options_and_words() -> None:
     expect(not any(handled(kind, group) for kind in ("all_gather", "sparse_all_reduce", "barrier")), explain(group))
     text = explain(group)
     for kind in ("all_gather", "sparse_all_reduce", "barrier"):
-        expect(f"  {kind}: fallback backend; told to handle nothing" in text, text)
+        expect(f"  {kind}: fallback backend; configured to handle nothing" in text, text)
     if rank() == 0:
         lines = [line for line in LINES[before:] if f"of group {group.group_name} " in line]
         kinds = 3 if device().type == "cpu" else 1  # what NCCL has itself does not pass tdcoll

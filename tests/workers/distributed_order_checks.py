@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from backend_job import by_inner, data, same, handled, single, sparse
+from backend_job import by_inner, data, handled, same, single, sparse
 from harness import check, device, everyone, expect, rank, simulated, world
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, by_inner, data, same, handled, single
+from backend_job import SINGLE_SCATTER, by_inner, data, handled, same, single
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch import nn
 
@@ -126,7 +126,8 @@ def strided_tensors_of_any_size() -> None:
                     wanted = sums(3 * n * rows).view(n, rows, 3)[rank()]
                     same(out.clone().resolve_neg().contiguous(), wanted, f"reduce_scatter {what}")
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-        expect(handled(kind, group) > 0, explain(group))
+        crowded = any("other contexts have left" in why for why in by_inner(kind, group))  # with 3 ranks and more
+        expect(handled(kind, group) > 0 or crowded, explain(group))
         expect(any("more than 256 bytes" in why for why in by_inner(kind, group)), explain(group))
     dist.destroy_process_group(group)
 

@@ -7,7 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from backend_job import same, handled, single
+from backend_job import handled, same, single
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch import nn
 from torch._dynamo import convert_frame

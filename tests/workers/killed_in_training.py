@@ -57,7 +57,7 @@ def main() -> None:
                 table.weight.register_hook(lambda gradient: (time.sleep(0.5), die(), gradient)[2])
             loss.backward()
         except RuntimeError as error:
-            report(rank, error, time.monotonic() - began)
+            say(f"rank {rank} after {time.monotonic() - began:.0f} s: {error}")
             try:  # and a call of tdcoll's own kernels says so as well, in the exception that is documented
                 (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(
                     torch.empty(dist.get_world_size(), device=device), torch.ones(1, device=device)
@@ -65,13 +65,15 @@ def main() -> None:
                 dist.barrier()
             except (dist.DistBackendError, tdcoll.TdcollError) as error:
                 kind = "BackendTimeout" if isinstance(error, BackendTimeout) else type(error).__name__
-                print(f"rank {rank} then: {kind}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
+                say(f"rank {rank} then: {kind}: {error}")
             raise
         optimizer.step()
 
 
-def report(rank: int, error: RuntimeError, seconds: float) -> None:
-    print(f"rank {rank} after {seconds:.0f} s: {error}".replace("\n", " "), file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    """On a line of its own: ``print`` writes a text and its end apart, and ranks share the standard error."""
+    sys.stderr.write(text.replace("\n", " ") + "\n")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kernel_mutants import Change, installed
 
-KERNEL = "tdcoll.collectives.reduce_scatter.kernels_pull"
 PULL = "reduce_scatter.kernels_pull.reduce_scatter_pull"
 OWN = "own = source + tl.cast(g.rank, tl.int64) * source_stride"
 STALL = f"""
@@ -46,7 +45,7 @@ def main() -> None:
     if "unchecked" in sys.argv[1:]:
         changes.append(Change(PULL, CHECK, "pass"))
     source = tdcoll.empty((world * COUNT,), torch.int32)
-    with tempfile.TemporaryDirectory() as folder, installed(changes, Path(folder), [KERNEL]):
+    with tempfile.TemporaryDirectory() as folder, installed(changes, Path(folder)):
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=8 * COUNT, timeout_s=TIMEOUT_S)
         wanted = source.fill_(rank + 1)[:COUNT].clone().fill_(world * (world + 1) // 2)
         first = tdcoll.reduce_scatter(source, ctx=ctx, algorithm="pull", symmetric=True)

@@ -139,27 +139,28 @@ def sparse_ranks_that_disagree() -> str:
 @check
 def sparse_arguments() -> None:
     part = Part(torch.tensor([2, 1], device=device()), torch.ones(2, 4, device=device()))
-    ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16)
+    bound = None if simulated() else torch.cuda.current_stream()
+    ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, stream=bound)
     reduce: Callable[..., Any] = tdcoll.sparse_all_reduce
     rows: Callable[..., Any] = tdcoll.sparse_all_reduce_rows
-    expect_raises(ValueError, lambda: reduce(part.values, ctx), "tensor", "torch.sparse_coo", "strided")
-    expect_raises(TypeError, lambda: reduce(part.sparse(9).bool(), ctx), "tensor", "torch.bool")
-    expect_raises(ValueError, lambda: reduce(part.sparse(9).int(), ctx, "mean"), "mean", "torch.int32")
-    expect_raises(ValueError, lambda: reduce(part.sparse(9), ctx, "avg"), "op", "avg")
-    expect_raises(ValueError, lambda: reduce(part.sparse(9), ctx, algorithm="ring"), "algorithm", "ring")
-    expect_raises(TypeError, lambda: reduce(part.sparse(9), dist.group.WORLD), "ctx", "ProcessGroup")
-    expect_raises(ValueError, lambda: rows(part.ids.int(), part.values, 9, ctx), "indices", "int64", "int32")
-    expect_raises(ValueError, lambda: rows(part.ids, part.values[:1], 9, ctx), "values", "2", "[1, 4]")
-    expect_raises(TypeError, lambda: rows(part.ids, part.values, 9.0, ctx), "num_rows", "9.0")
-    expect_raises(tdcoll.ContextError, lambda: rows(part.ids, part.values.double(), 9, ctx), "32 bytes", "16")
+    expect_raises(ValueError, lambda: reduce(part.values, ctx=ctx), "tensor", "torch.sparse_coo", "strided")
+    expect_raises(TypeError, lambda: reduce(part.sparse(9).bool(), ctx=ctx), "tensor", "torch.bool")
+    expect_raises(ValueError, lambda: reduce(part.sparse(9).int(), "mean", ctx=ctx), "mean", "torch.int32")
+    expect_raises(ValueError, lambda: reduce(part.sparse(9), "median", ctx=ctx), "op", "median")
+    expect_raises(ValueError, lambda: reduce(part.sparse(9), ctx=ctx, algorithm="ring"), "algorithm", "ring")
+    expect_raises(TypeError, lambda: reduce(part.sparse(9), ctx=dist.group.WORLD), "ctx", "ProcessGroup")
+    expect_raises(ValueError, lambda: rows(part.ids.int(), part.values, 9, ctx=ctx), "indices", "int64", "int32")
+    expect_raises(ValueError, lambda: rows(part.ids, part.values[:1], 9, ctx=ctx), "values", "2", "[1, 4]")
+    expect_raises(TypeError, lambda: rows(part.ids, part.values, 9.0, ctx=ctx), "num_rows", "9.0")
+    expect_raises(tdcoll.ContextError, lambda: rows(part.ids, part.values.double(), 9, ctx=ctx), "32 bytes", "16")
     if not simulated():
-        expect_raises(ValueError, lambda: reduce(part.sparse(9).cpu(), ctx), "tensor", "cuda", "cpu")
-        expect_raises(ValueError, lambda: rows(part.ids.cpu(), part.values, 9, ctx), "indices", "cuda", "cpu")
+        expect_raises(ValueError, lambda: reduce(part.sparse(9).cpu(), ctx=ctx), "tensor", "cuda", "cpu")
+        expect_raises(ValueError, lambda: rows(part.ids.cpu(), part.values, 9, ctx=ctx), "indices", "cuda", "cpu")
         with torch.cuda.stream(torch.cuda.Stream()):
-            expect_raises(tdcoll.ContextError, lambda: reduce(part.sparse(9), ctx), "stream")
+            expect_raises(tdcoll.ContextError, lambda: reduce(part.sparse(9), ctx=ctx), "stream")
     call(ctx, [part] * world(), 9)
     ctx.close()
-    expect_raises(tdcoll.ContextError, lambda: reduce(part.sparse(9), ctx), "closed")
+    expect_raises(tdcoll.ContextError, lambda: reduce(part.sparse(9), ctx=ctx), "closed")
 
 
 @check(gpu_only=True)
@@ -171,16 +172,16 @@ def sparse_capture_errors() -> None:
     for eager in (False, True):
         if eager:
             call(ctx, [mine] * world(), 9)
-            padded(mine.ids, mine.values, 9, ctx)
+            padded(mine.ids, mine.values, 9, ctx=ctx)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             expect_raises(
                 tdcoll.ContextError, lambda: tdcoll.sparse_all_reduce(mine.sparse(9), ctx=ctx), "CUDA graph", "padded"
             )
             if not eager:
-                expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values, 9, ctx), "before")
-            expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values.double(), 9, ctx), "before")
-            expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values, 1 << 24, ctx), "before")
+                expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values, 9, ctx=ctx), "before")
+            expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values.double(), 9, ctx=ctx), "before")
+            expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values, 1 << 24, ctx=ctx), "before")
             counted.add_(1)
         graph.replay()
     expect(int(counted) == 2, "a refused call must not spoil the capture")

@@ -4,9 +4,9 @@
 The time of a small call is the host's. A context therefore remembers a :class:`Ready` for each kind of call that it has
 made: one look-up finds it by everything that shapes, dtypes and arguments decide, and only the following may have
 changed since: the device, layout, contiguity and sign of each tensor (:func:`usable`); what ``place`` looks at, which
-is the overlap of two tensors (:func:`overlap`) and whether peers reach the memory (:class:`~.registered.Registered`); and the
-context (:meth:`~tdcoll.preconditions.Preconditions.enter`). This fast path raises no errors of its own. Any mismatch falls back to the
-slow path, which finds out what is wrong and says so.
+is the overlap of two tensors (:func:`overlap`) and whether peers reach the memory
+(:class:`~.registered.Registered`); and the context (:meth:`~tdcoll.preconditions.Preconditions.enter`). This fast path
+raises no errors of its own. Any mismatch falls back to the slow path, which finds out what is wrong and says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tdcoll import arguments, runtime
 from tdcoll.collectives._host.gradient import attach, linear
 from tdcoll.collectives._host.launches import Launches, launches_of
 from tdcoll.collectives._host.pool import pooled, strided_bytes
-from tdcoll.collectives._host.registered import Registered, deltas_to, place_of
+from tdcoll.collectives._host.registered import Registered, deltas_to, lies_in_heap, place_of
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.reduce import OPERATIONS, check_dtype, check_operation, operation_name
@@ -42,6 +42,7 @@ def usable(tensor: torch.Tensor, device: torch.device) -> bool:
         and tensor.layout is _STRIDED
         and tensor.is_contiguous()
         and not (tensor.is_neg() or tensor.is_conj())
+        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
     )
 
 
@@ -55,8 +56,10 @@ def overlap(tensor: int, nbytes: int, out: int, total: int, allowed: int | None)
 
 
 def check_context(ctx: Any) -> None:
-    """Raise unless ``ctx`` is a context."""
-    if not isinstance(ctx, CollectiveContext):
+    """Raise unless ``ctx`` is a context for dense calls."""
+    if not isinstance(ctx, CollectiveContext) or not ctx.dense:
+        if isinstance(ctx, CollectiveContext):
+            raise TypeError(f"ctx must be a tdcoll.CollectiveContext, got {type(ctx).__name__}")
         arguments.instance("ctx", ctx, CollectiveContext, "a tdcoll.CollectiveContext")
 
 
@@ -71,6 +74,11 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
         raise ValueError(f"{name} must be on {device}, where the context is; got {tensor.device}")
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{name} must hold its values as they are; call resolve_conj() and resolve_neg() first")
+    if tensor.layout is _STRIDED and tensor.is_contiguous():  # of a subclass that wraps others, as DTensor does
+        raise TypeError(
+            f"{name} must be a tensor with memory of its own; got {type(tensor).__name__}. Pass what it holds, such as "
+            "to_local() of a DTensor or wait() of an AsyncCollectiveTensor"
+        )
     how = f"in {tensor.layout}" if tensor.layout is not _STRIDED else f"with strides {tensor.stride()}"
     raise ValueError(f"{name} must be contiguous; got shape {list(tensor.shape)} {how}")
 
@@ -195,6 +203,9 @@ def _derivative(
         if op == "mean":
             grad = grad / (ctx or pooled(adjoint, grad, group)).world_size
         return make(adjoint, grad, group=group, ctx=ctx)
+    if grad.is_complex():
+        parts = make(adjoint, torch.view_as_real(grad), op=op or "sum", group=group, ctx=ctx)
+        return torch.view_as_complex(parts)
     return make(adjoint, grad, op=op or "sum", group=group, ctx=ctx)
 
 
@@ -220,6 +231,7 @@ def _first(
     world = ctx.world_size
     reaches_tensor = spec.reaches_tensor or in_place
     shared = tensor if reaches_tensor else out
+    into = symmetric is True and spec.in_place and not in_place  # peers write into ``out``, as they do in place
 
     def prepare() -> tuple[Launches, Ready, torch.Tensor, tuple[int, int]]:
         check_tensor(names[0], tensor, ctx.device)
@@ -248,10 +260,14 @@ def _first(
             algorithm,
             options=options,
             dtype=tensor.dtype if spec.reduces else None,
-            in_place=in_place,
-            symmetric=symmetric,
+            in_place=in_place or into,
+            symmetric=symmetric and not into,
             deltas=deltas,
         )
+        if into:
+            ready = _gathering(spec, ctx, segment, launches)
+            base = out.data_ptr() or ctx.inbox.data_ptr()
+            return launches, ready, out, (base + ctx.rank * segment, base)
         if in_place:
             ready = _in_place(operation, ctx, segment, launches)
             base = tensor.data_ptr() or ctx.inbox.data_ptr()  # a tensor of no bytes has no address
@@ -274,6 +290,8 @@ def _first(
         **({"op": name} if spec.reduces else {}),
     }
     with ctx.calling(operation, facts, prepare) as (launches, ready, result, addresses):
+        if into:
+            _bring(tensor, out, ctx)
         launches(*addresses)
     return result, ready
 
@@ -309,8 +327,11 @@ def _check_result(
 
 
 def _remember(ctx: CollectiveContext, key: Hashable, ready: Ready, shared: Any) -> None:
-    """Let the next call with this key, whose tensors have been found right, be made by :func:`again`."""
-    if ctx.capturing:
+    """Let the next call with this key, whose tensors have been found right, be made by :func:`again`.
+
+    A record of a call on memory of PyTorch's has the deltas of that memory, and is for no other: it is not kept.
+    """
+    if ctx.capturing or (ready.registered is not None and not lies_in_heap(shared, ctx)):
         return
     known = ctx.once(key, lambda: ready)
     if known.registered is not None and shared is not None:
@@ -327,6 +348,30 @@ def _in_place(operation: str, ctx: CollectiveContext, segment: int, launches: La
         return buffer, (base + own, 0, base) if in_buffer else (base + own, base)
 
     return Ready(operation, place, launches.run, registered)
+
+
+def _gathering(spec: Collective, ctx: CollectiveContext, segment: int, launches: Launches) -> Ready:
+    """Return what calls are made with that gather in symmetric memory, into which this rank's segment is copied."""
+    registered, own, in_buffer = Registered(ctx), ctx.rank * segment, launches.in_buffer
+
+    def place(tensor: torch.Tensor, out: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
+        source, base = tensor.data_ptr(), out.data_ptr()
+        if not registered.holds(out) or overlap(source, segment, base, segment * ctx.world_size, own):
+            return None
+        return out, (tensor, out, (base + own, 0, base) if in_buffer else (base + own, base))
+
+    def run(stream: int, tensor: torch.Tensor, out: torch.Tensor, addresses: tuple[int, ...]) -> None:
+        _bring(tensor, out, ctx)
+        launches.run(stream, *addresses)
+
+    return Ready(spec.name, place, run, registered)
+
+
+def _bring(tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) -> None:
+    """Copy this rank's segment to its place in ``out``, on the current stream, if it isn't there."""
+    own = out.detach().view(ctx.world_size, tensor.numel())[ctx.rank]
+    if own.data_ptr() != tensor.data_ptr():
+        own.copy_(tensor.detach().view(-1))
 
 
 def _making(
@@ -368,7 +413,7 @@ def unchecked(
     """Make a call for a caller that has checked both tensors, which may have any shapes.
 
     Returns:
-        What :func:`again` makes calls with, of tensors of the same numbers of elements and dtypes.
+        The record with which :func:`again` makes calls, of tensors of the same numbers of elements and dtypes.
     """
     segment = spec.segment_bytes(tensor.nbytes, ctx.world_size)
     options, dtype = ((tensor.dtype, op), tensor.dtype) if spec.reduces else (None, None)

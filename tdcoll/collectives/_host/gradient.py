@@ -14,21 +14,21 @@ __all__ = ["attach", "linear"]
 class _Attached(torch.autograd.Function):
     """The node of the autograd graph for a result that has been computed.
 
-    The collective is not called in here. In the simulator's ``World`` the ranks of a process take turns during a call,
-    and would see this rank's grad mode.
+    The collective is not called in here, because in the simulator's ``World`` the ranks of a process take turns during
+    a call, and would see this rank's grad mode.
     """
 
     @staticmethod
     def forward(
         node: Any, tensor: torch.Tensor, made: torch.Tensor, derivative: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        node.mark_dirty(made)  # what is returned is `made` itself, no view of it
+        node.mark_dirty(made)  # `made` itself is returned, no view of it
         node.shape, node.derivative = tensor.shape, derivative
         return made
 
     @staticmethod
     def backward(node: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return node.derivative(grad.contiguous()).view(node.shape), None, None
+        return node.derivative(grad.resolve_conj().resolve_neg().contiguous()).view(node.shape), None, None
 
 
 def attach(

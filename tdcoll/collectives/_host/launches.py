@@ -91,7 +91,7 @@ class Planned:
             "chunk": plan.chunk,
             "channels": plan.channels,
             "blocks": plan.channels,
-            "straight": self.deltas,
+            "out_deltas": self.deltas,
         }
 
 
@@ -140,7 +140,7 @@ def outside_of_graphs(ctx: CollectiveContext, operation: str) -> None:
 
 
 def local_peers(topology: Topology) -> list[int]:
-    """The other ranks of this node, the successor first, so that no rank is everybody's first target."""
+    """The other ranks of this node, the successor first, so that no rank is the first target of all."""
     mates = topology.members[topology.node]
     return [mates[(topology.place + i) % len(mates)] for i in range(1, len(mates))]
 
@@ -216,7 +216,7 @@ class Launches:
         self.run(self._context.current_stream(), *self.addresses(source, out))
 
     def addresses(self, source: int, out: int) -> tuple[int, ...]:
-        """Return what :attr:`run` takes: a inbox of the caller's memory is a third address, and has no result."""
+        """Return what :attr:`run` takes: an inbox of the caller's memory is a third address, and has no result."""
         return (source, 0, out) if self.in_buffer else (source, out)
 
     def prepare(self) -> None:
@@ -268,7 +268,7 @@ def launches_of(
         dtype: if elements are reduced.
         in_place: peers write to the caller's buffer.
         symmetric: peers may reach the caller's tensor or result.
-        deltas: from addresses in the caller's memory to the same places on each rank, by :func:`~.reach.deltas_to`.
+        deltas: from addresses in the caller's memory to the same on each rank, by :func:`~.registered.deltas_to`.
 
     Raises:
         TypeError, ValueError: ``algorithm`` is not one that such a call can have.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a call is cut: pure functions of facts that are the same on every rank.
 
-Two ranks that choose differently wait for signals that nobody sends. A choice may therefore look at :class:`Facts`, at
+Two ranks that choose differently wait for signals that no rank sends. A choice may therefore look at :class:`Facts`, at
 the algorithm that the caller asks for and at the sections of a tuning table, which the ranks have compared
 (:mod:`tdcoll.tuning`), and at nothing else: not at the rank, the clock, the device or an environment variable, and not
 at whether this rank captures a CUDA graph, because another may replay one while this rank calls eagerly.
@@ -74,6 +74,8 @@ _REDUCED_BYTES = 1 << 30
 class Plan:
     """How one call is launched.
 
+    >>> plan = tdcoll.Plan("direct", channels=8, chunk=4096, num_warps=8)
+
     Attributes:
         algorithm: one of its operation's, not ``"auto"``.
         channels: chunks that each segment is cut into.
@@ -92,7 +94,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a choice may look at; the same on every rank of the group, but for the rank in ``topology``.
+    """The facts on which a choice may depend; the same on every rank of the group, but for the rank in ``topology``.
 
     Attributes:
         nbytes: of one segment, which is what one rank sends to another.
@@ -131,7 +133,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Payload:
-    """What the chunks of a call are cut from.
+    """The bytes from which the chunks of a call are cut.
 
     Attributes:
         nbytes: that they cover together.
@@ -155,7 +157,10 @@ def needs_words(facts: Facts) -> str | None:
     if facts.ll_bytes < 0:
         limit = "ranks that can store to each other's memory inside each node"
     elif facts.topology.ranks_per_node is not None and facts.nbytes <= facts.ll_bytes:
-        if _fewest_words(Payload(facts.nbytes, programs=facts.topology.world_size), facts.max_programs) <= LL_MOST_WORDS:
+        if (
+            _fewest_words(Payload(facts.nbytes, programs=facts.topology.world_size), facts.max_programs)
+            <= LL_MOST_WORDS
+        ):
             return None
         limit = f"more than {facts.max_programs} programs"
     return f"needs the same number of ranks on every node and {limit}; got {facts.nbytes} bytes on "

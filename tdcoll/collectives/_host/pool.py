@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts that tdcoll makes by itself: when they are needed, and larger ones when larger calls come.
+"""Contexts that tdcoll makes by itself when they are needed, and replaces when larger calls come.
 
-What is decided here is decided from sizes that are the same on all ranks, in the order of the calls.
+All decisions depend on sizes that are the same on all ranks, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ _SIMULATED_MULTIPROCESSORS = 132
 
 
 def on(device: torch.device) -> Any:
-    """``device`` as the current one, where it is a GPU."""
+    """Return a context manager that makes ``device`` the current one, if it is a GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _room(device: torch.device) -> int:
-    """Return how many programs of at most :data:`~tdcoll.limits.SHARED_WARPS` warps this process has room for."""
+    """Return how many thread blocks of at most :data:`~tdcoll.limits.SHARED_WARPS` warps fit on this process's GPU."""
     return 2 * (multiprocessors(device) if device.type == "cuda" else _SIMULATED_MULTIPROCESSORS)
 
 
 def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int, operation: str) -> int:
-    """Take programs for the launches of a context that may be in flight beside those of other contexts. Collective.
+    """Reserve thread blocks for a context whose launches may be in flight beside those of other contexts. Collective.
 
-    Two launches wait for each other without end if each fills one GPU and waits for its part on the other. So the
-    programs that contexts take here fit on the GPU together: see ``docs/architecture.md``.
+    Two launches wait for each other without end if each fills one GPU and waits for its part on the other. The thread
+    blocks that contexts reserve here therefore fit on the GPU together: see ``docs/architecture.md``.
 
     Args:
         owner: the job.
         ranks: global ranks of the context.
-        wanted: how many to take. The call takes no more than a third of what is left, so that later contexts find some;
-            but at least what one chunk needs.
-        operation: what the context is for, as errors name it.
+        wanted: how many to reserve. The call takes at most a third of those that are left, because later contexts need
+            some too; but at least as many as one chunk needs.
+        operation: the context's purpose, as errors name it.
 
     Returns:
-        The number of programs taken, the same on all ranks.
+        The number of thread blocks reserved, the same on all ranks.
 
     Raises:
-        ContextError: on some rank fewer are left than one chunk needs. All ranks raise it.
+        ContextError: on some rank fewer are left than one chunk needs. If so, all ranks raise it.
     """
     least, taken = 2 * len(ranks) + 2, 0
     with owner.accounts:  # a thread that makes another context must not offer the same
@@ -82,7 +82,7 @@ def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int, operation: 
 
 
 def give_back_programs(owner: Runtime, programs: int) -> None:
-    """Give back, on this rank, ``programs`` that :func:`take_programs` took."""
+    """Give back, on this rank, ``programs`` thread blocks that :func:`take_programs` reserved."""
     with owner.accounts:
         owner.programs_taken -= programs
 
@@ -93,21 +93,21 @@ def _generous(old: CollectiveContext | None, nbytes: int) -> int:
 
 
 class Pool:
-    """The context for one kind of call of one set of ranks, and those that it has outgrown and graphs still use.
+    """The context for one kind of call of one set of ranks, and outgrown ones that graphs still use.
 
     Args:
         owner: the job.
         ranks: global ranks, in the order of the group.
-        operation: what the calls are named in messages.
-        limit: a context never holds more bytes per rank; None: what the heap has room for.
-        timeout_s: deadline of waits, seconds. Default: that of the job.
+        operation: the name of the calls in messages.
+        limit: the most bytes per rank of a context; if None, the heap is the limit.
+        timeout_s: deadline of waits, seconds; that of the job if None.
         lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
-        programs: the most programs of a launch, to be taken by :func:`take_programs`. None: there is no limit, and
-            launches must not be in flight beside those of other contexts.
+        programs: the most thread blocks of a launch, to be reserved by :func:`take_programs`. If None, there is no
+            limit, and launches must not be in flight beside those of other contexts.
 
     Attributes:
         context: for the next call; None as long as there was none.
-        limit: as given; less once the heap has had no room.
+        limit: as given; less when the heap has been full.
         problem: why the last :meth:`prepare` had no context; None if it had.
     """
 
@@ -136,13 +136,13 @@ class Pool:
         return self.context is not None and nbytes <= self.context.max_bytes_per_rank
 
     def prepare(self, nbytes: int) -> bool:
-        """Make a context for ``nbytes`` per rank if need be; return whether there is one. Collective when it is made.
+        """Make a context for ``nbytes`` per rank if needed; return whether there is one. Collective when it is made.
 
         Without ``limit`` and ``programs`` it returns true or raises.
 
         Raises:
             ContextError: it has to be made, and a CUDA graph is being captured.
-            HeapExhaustedError: the heap has no room, and no limit was given. On all ranks; the context is as it was.
+            HeapExhaustedError: the heap is too small, and no limit was given. On all ranks; the context is as it was.
         """
         if self.holds(nbytes):
             return True
@@ -160,7 +160,7 @@ class Pool:
         return self._make(nbytes)
 
     def _make(self, nbytes: int) -> bool:
-        """Make a context for ``nbytes`` per rank; return whether there was room for it."""
+        """Make a context for ``nbytes`` per rank; return False if the heap is too small for it."""
         if self._wanted is not None and not self._programs:
             try:
                 self._programs = take_programs(self._owner, self._ranks, self._wanted, self._operation)
@@ -178,8 +178,8 @@ class Pool:
         return True
 
     def _larger(self, old: CollectiveContext | None, nbytes: int) -> CollectiveContext:
-        """A context for ``nbytes`` and, where the heap has room, for twice what the old one holds. Beside the old one
-        if possible, else in its place, unless a graph may use it."""
+        """Make a context for ``nbytes`` and, if the heap has space, for twice the old capacity. It lies beside the old
+        one if possible, and otherwise replaces it, unless a graph may use it."""
         size = old.max_bytes_per_rank if old is not None else 0
         generous = _generous(old, nbytes)
         if self.limit is not None:
@@ -229,13 +229,18 @@ class Pool:
         if self.context is not None:
             yield self.context
 
+    @property
+    def outgrown(self) -> bool:
+        """Whether there are contexts that captured graphs may still use, beside :attr:`context`."""
+        return bool(self._kept)
+
     def check(self) -> None:
-        """Raise what the kernels that are finished have left, also those of graphs that use an outgrown context."""
+        """Raise the errors of finished kernels, also of graphs that use an outgrown context."""
         for context in self._all():
             context.monitor.raise_if_expired()
 
     def give_up(self) -> None:
-        """End the waits of its kernels; for a process that ends, from any thread."""
+        """End the waits of its kernels when the process ends; from any thread."""
         for context in self._all():
             context.monitor.abort()
 
@@ -254,13 +259,12 @@ def pooled(spec: Collective, tensor: torch.Tensor, group: runtime.Group, operati
     Collective when it is made or grows.
 
     Args:
-        operation: what the calls are named in messages, if they are not the collective's; they have a context of
-            their own.
+        operation: the name of the calls in messages, if it is not the collective's; they have a context of their own.
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
         ContextError: it has to be made, and a CUDA graph is being captured.
-        HeapExhaustedError: the heap has no room. On all ranks.
+        HeapExhaustedError: the heap is too small. On all ranks.
     """
     owner = runtime.current()
     ranks = owner.ranks_of(group)
@@ -272,6 +276,8 @@ def pooled(spec: Collective, tensor: torch.Tensor, group: runtime.Group, operati
     segment = spec.segment_bytes(strided_bytes(tensor), len(ranks))
     pool.prepare(spec.inbox(segment, len(ranks), owner.heap.nbytes))
     assert pool.context is not None
+    if pool.outgrown:
+        pool.check()  # no one else looks at contexts that only captured graphs still use
     return pool.context
 
 
@@ -349,5 +355,5 @@ def sizes_for(
 
 
 def strided_bytes(tensor: Any) -> int:
-    """Return the bytes of a tensor; 0 of anything that is none, or has no strides."""
+    """Return the bytes of a tensor; 0 if it is no tensor, or has no strides."""
     return tensor.nbytes if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caller's memory that peers load from or store to: tdcoll's own, or PyTorch's symmetric memory.
+"""Registered buffers: memory of the caller's that peers load from or store to, in tdcoll's heap or of PyTorch's.
 
 A kernel finds the same place on a peer by adding that peer's *delta* to an address. All of tdcoll's heap has one table
 of deltas, and each allocation of PyTorch's (``torch.distributed._symmetric_memory``: ``empty`` or a memory pool, and
@@ -33,8 +33,8 @@ def place_of(tensor: Any, ctx: CollectiveContext) -> int | str:
 class Registered:
     """The tensors for which calls of one kind need not make the checks of :func:`deltas_to` again.
 
-    These are tensors in the heap, at the addresses where the checks passed, until memory is released. PyTorch does not
-    say when it releases memory, so each call checks what lies there.
+    These are tensors in the heap, at the addresses where the checks passed, until memory is released. Each call checks
+    memory of PyTorch's again, because PyTorch does not report when it releases memory.
     """
 
     __slots__ = ("_addresses", "_context", "_releases")
@@ -61,8 +61,8 @@ class Registered:
 def deltas_to(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> torch.Tensor:
     """Return int64 ``[world]`` on the device: from an address in a tensor to the same place in that of each rank.
 
-    The ranks promise to pass the same tensor. For memory of PyTorch's the first call on a context is
-    collective if nobody has called ``rendezvous`` for its group yet; the context keeps such memory until it is closed.
+    The ranks promise to pass the same tensor. For memory of PyTorch's the first call on a context is collective if
+    ``rendezvous`` was not called for its group yet; the context keeps such memory until it is closed.
 
     Args:
         name: the tensor's name, for errors.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dense collective is: one :class:`Collective`, which its folder exports as ``SPEC``.
+"""A dense collective as data: one :class:`Collective`, which its folder exports as ``SPEC``.
 
 Everything that is not the same for all dense collectives stands in that record: calls, the backend, operators, tuning,
 benchmarks and tests read it there, and name no collective. This module needs neither torch nor triton.
@@ -18,8 +18,8 @@ from tdcoll.collectives._host.plan import (
     CHUNK_ALIGNMENT,
     LL_MOST_WORDS,
     MOST_EPOCHS,
-    Payload,
     Facts,
+    Payload,
     Plan,
     check_numbers,
     check_warps,
@@ -115,7 +115,7 @@ class Collective:
         reduces: whether elements are reduced: calls then have an operation, and a dtype that matters.
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
         handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed`` handles by default: up
-            to there, calls take no longer than NCCL's (``tests/gpu/backend_calls.py`` measures it).
+            to there, calls take no longer than NCCL's (``benchmarks/backend_calls.py`` measures it).
     """
 
     name: str
@@ -304,7 +304,7 @@ class Collective:
                 f"a Plan's chunks must be {expected} bytes and cover all {extent.nbytes} bytes; got {plan.channels} of "
                 f"{plan.chunk} bytes"
             )
-        # No more blocks of words than carry something: others would wait for puts that nobody makes.
+        # No more blocks of words than carry something: others would wait for puts that no block makes.
         signalled = most_channels(replace(facts, channels=facts.channels // extent.signals))
         most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
         if not 1 <= plan.channels <= most:

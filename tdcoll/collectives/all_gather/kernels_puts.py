@@ -10,37 +10,38 @@ Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``chann
          inbox[slot, s] --stores--> the same on every rank of this node, for each s on r's rail, and a release
     both inbox[slot, s] --copy--> out[s], for every rank s, as soon as its signal is there
 
-In 2D a segment crosses between nodes once per node pair rather than once per rank pair. Where the ranks of a node
-cannot store to each other's memory (not ``STORES``), they put + signal, as in 1D.
+In 2D a segment crosses between nodes once per node pair rather than once per rank pair. If the ranks of a node cannot
+store to each other's memory (not ``STORES``), they put + signal, as in 1D.
 
 Signal map: ``arrived[slot, channel, s]`` on rank r
 
-- is written (SET to the epoch) by whoever delivers chunk ``channel`` of rank s to r: s itself, or in 2D the rank of
-  r's node on s's rail, which forwards it;
-- is polled (>= epoch) on r by the program that copies that chunk out, and in 2D on s's rail by those that forward it.
+- is written (SET to the epoch) by the rank that delivers chunk ``channel`` of rank s to r: s itself, or in 2D the rank
+  of r's node on s's rail, which forwards it;
+- is polled (>= epoch) on r by the thread block that copies that chunk out, and in 2D on s's rail by those that forward
+  it.
 
 Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and nothing
-else is needed, because each chunk has a signal of its own and a forwarder has *acquired* the chunk (``wait_signal``)
-before it passes it on. Inter-node puts
-are nbi: their source is this rank's own inbox segment, which is written next two epochs later, after the receiver
-has confirmed by starting the next call (see :mod:`tdcoll.context`). So no quiet at the end.
+else is needed, because each chunk has its own signal and a forwarder has *acquired* the chunk (``wait_signal``) before
+it passes it on. Puts between nodes are nbi and need no quiet at the end, because their source is this rank's own inbox
+segment, which is written next two epochs later, when the receiver has confirmed by starting the next call (see
+:mod:`tdcoll.context`).
 
-Order of programs: first all that put to other nodes; then chunk by chunk those that put it inside the node, those that
-forward it, and those that receive it. So the chunks of a large message are copied out while later ones are on their
-way. A GPU starts programs in grid order, so a launch with fewer resident blocks than programs still makes progress: no
-program waits for one that comes after it, on any rank.
+Order of thread blocks: first all that put to other nodes; then chunk by chunk those that put it inside the node, those
+that forward it, and those that receive it. The chunks of a large message are therefore copied out while later ones are
+on their way. A launch with fewer resident blocks than thread blocks still makes progress, because a GPU starts thread
+blocks in grid order and no thread block waits for one that comes after it, on any rank.
 
-In place (a inbox of one slot): the caller's symmetric buffer is the inbox, on both sides, and nothing is copied.
-``entered[p] >= epoch`` is waited for before the first write to rank p, see :mod:`tdcoll.context`; one more program, the
-first of the grid, tells the others. The caller may overwrite its own segment as soon as the call is over, so the nbi
-puts are completed (quiet) before the launch ends. One program per chunk waits for its signals of all ranks. Signals
-alternate between the slots here too: a signal word must not be set again before the rank that polls it is done with
-the epoch.
+In place (an inbox of one slot): the caller's symmetric buffer is the inbox, on both sides, and nothing is copied.
+Before the first write to rank p, a sender waits for ``entered[p] >= epoch``, see :mod:`tdcoll.context`; one more thread
+block, the first of the grid, tells the others. The nbi puts are completed (quiet) before the launch ends, because the
+caller may overwrite its own segment when the call is over. One thread block per chunk waits for its signals of all
+ranks. Signals alternate between the slots here too, because a signal word must not be set again before the rank that
+polls it is done with the epoch.
 
-Counted (``COUNTED``, in place only): segments have room for ``nbytes`` bytes and carry fewer, as many as the 64-bit
-integer at the beginning of each says; chunks are cut at the same places whatever it says, and those past it are
-signalled and empty. The count of its own segment is there before the launch; that of another arrives with chunk 0, for
-whose signal a 2D forwarder waits first.
+Counted (``COUNTED``, in place only): segments have a capacity of ``nbytes`` bytes and carry as many as the 64-bit
+integer at the beginning of each counts. Chunks are cut at the same places for any count, and if they lie past it, they
+are signalled and empty. The count of its own segment is there before the launch; that of another arrives with chunk 0,
+for whose signal a 2D forwarder waits first.
 """
 
 import triton.language as tl
@@ -56,7 +57,7 @@ __all__ = ["all_gather_1d", "all_gather_2d", "all_gather_ll_2d"]
 
 @jit
 def _n_senders(routes, inbox):
-    """Programs per channel that put to other nodes: one that stages the chunk once, or in place one per rank."""
+    """Return the senders per channel to other nodes: one that stages the chunk, or in place one per rank."""
     if inbox.slots == 1:
         n_senders = routes.n_remote
     else:
@@ -66,10 +67,10 @@ def _n_senders(routes, inbox):
 
 @jit
 def _task(channels, n_senders, n_pushes, inbox, g):
-    """``(program, channel, given)``: which chunk this program is for, and what it does with it.
+    """Return ``(program, channel, given)``: the chunk of this thread block, and its task.
 
-    ``program`` counts from -1, the announcer, in place. ``given`` is negative for senders to other nodes; then come
-    ``n_pushes`` that put inside this node; then receivers.
+    ``program`` counts from -1, which in place is the announcer. ``given`` is negative if the thread block sends to
+    other nodes; then come ``n_pushes`` that put inside this node; then receivers.
     """
     program = tl.program_id(0)
     per_chunk = n_pushes
@@ -102,7 +103,7 @@ def _push_local(peer, pe, g, inbox, target, source, size, signal, epoch, STORES:
 
 @jit
 def _receive(i, channel, source, out, out_stride, inbox, g, nbytes, chunk, epoch, BLOCK: tl.constexpr):
-    """Copy out the chunk of the i-th rank after this one, or, in place, wait for that chunk of all ranks."""
+    """Copy out the chunk of the i-th rank after this one, or, if in place, wait for that chunk of all ranks."""
     signals = row(g, epoch, channel)
     if inbox.slots == 1:
         tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, BLOCK)
@@ -120,7 +121,7 @@ def all_gather_1d(
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]``: every rank puts its segment to every other.
 
-    Programs: ``channels`` times one remote sender if n_remote > 0, then ``channels`` times (n_local pushes, world
+    Thread blocks: ``channels`` times one remote sender if n_remote > 0, then ``channels`` times (n_local pushes, world
     receivers); in place an announcer first, n_remote remote senders per channel, and one receiver per channel.
 
     Args: those of ``exchange_direct``, and
@@ -161,13 +162,13 @@ def all_gather_2d(
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]``: between nodes along rails, then forwarded inside each node.
 
-    Programs: ``channels`` times one rail sender if n_remote > 0, then ``channels`` times (n_local pushes, n_remote *
-    n_local forwarders, world receivers); in place an announcer first, n_remote rail senders per channel, and one
+    Thread blocks: ``channels`` times one rail sender if n_remote > 0, then ``channels`` times (n_local pushes, n_remote
+    * n_local forwarders, world receivers); in place an announcer first, n_remote rail senders per channel, and one
     receiver per channel. Every node has ``n_local + 1`` ranks.
 
     Args: those of :func:`all_gather_1d`, except
         routes: names as remote ranks only this rank's rail: one per other node.
-        STORES: whether ranks of this node can be stored to.
+        STORES: whether this rank can store to the ranks of its node.
     """
     n_senders = _n_senders(routes, inbox)
     n_local = routes.n_local
@@ -222,13 +223,13 @@ def all_gather_ll_2d(
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]`` over several nodes of ``n_local + 1`` ranks each, small messages.
 
-    Programs: ``channels`` that put to the rail; then ``blocks`` times (1 for the own segment, n_remote for those of the
-    rail, world - 1 - n_remote receivers).
+    Thread blocks: ``channels`` that put to the rail; then ``blocks`` times (1 for the own segment, n_remote for those
+    of the rail, world - 1 - n_remote receivers).
 
     Args: those of :func:`all_gather_2d` and ``exchange_ll``, except
-        routes: after them, the group ranks whose words come flagged.
+        routes: after them, the group ranks whose data comes by LL.
         chunk: bytes of a put between nodes, a multiple of ``12 * BLOCK``; there are ``channels``.
-        blocks: programs for each segment, of ``BLOCK`` words each.
+        blocks: thread blocks for each segment, of ``BLOCK`` words each.
     """
     program = tl.program_id(0)
     block = (program - channels) % blocks

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-gather inside one node around a ring: every rank stores to its successor only, and passes on what it gets.
 
-For large messages: a rank then has one other GPU to store to at any time, and not all of them. On 4
-H200s it was the fastest at 64 MB per rank, and slower than ``exchange_direct`` below 16 MB. On 8 GPUs it was not
-measured, so only a caller or a tuning table chooses it.
+The ring is for large messages, because a rank then stores to one GPU at a time instead of all of them. On 4 H200s it
+was the fastest at 64 MB per rank, and slower than ``exchange_direct`` below 16 MB. Only a caller or a tuning table
+chooses it, because it was not measured on 8 GPUs.
 
 Data flow, seen from rank r of W with n = r + 1 and p = r - 1 (both modulo W) and a segment of ``nbytes`` bytes, cut
 into ``channels`` chunks of ``chunk`` bytes; o = r - s (modulo W) is whose segment step s moves::
@@ -13,33 +13,35 @@ into ``channels`` chunks of ``chunk`` bytes; o = r - s (modulo W) is whose segme
                    inbox[slot, o] --stores--> inbox[slot, o] on n; then a release;  inbox[slot, o] --> out[o]
     step W-1       once it is there: inbox[slot, o] --copy--> out[o]
 
-A chunk is passed on before it is copied out: somebody waits for the former, and the latter finds it in L2. A rank alone
-copies its own.
+A chunk is passed on before it is copied out, because the next rank waits for it, and the copy finds it in L2. If there
+is one rank, it copies its own.
 
-Signal map: ``arrived[slot, channel, o]`` on rank r is set to the epoch by p, whoever o is, when p has stored o's chunk
-there, and polled by the one program that moves that chunk. The address of a peer's copy of a symmetric address is that
-address plus ``g.deltas[peer]``.
+Signal map: ``arrived[slot, channel, o]`` on rank r is set to the epoch by p, for every o, when p has stored o's chunk
+there, and polled by the one thread block that moves that chunk. The address of a peer's copy of a symmetric address is
+that address plus ``g.deltas[peer]``.
 
 Ordering: the block's stores of a chunk come before its barrier, and that before the release at system scope by one of
-its threads; n acquires the signal before it reads the chunk, be it to copy it out or to pass it on. Each hop is such a
-pair of its own, and nothing else is relied on.
+its threads; n acquires the signal before it reads the chunk, whether to copy it out or to pass it on. Each hop has its
+own such pair, and nothing else is relied on.
 
-Reuse of a slot: a rank completes only when it has all chunks of all other ranks, and nobody passes on what its origin
-has not sent; so every rank has started the epoch, which is what :mod:`tdcoll.context` needs, whatever calls come before
-and after. On a ring, only p writes into r's inbox and signals. It writes slot ``e % 2`` again in epoch e + 2, after
-it has completed e + 1, for which it needed r's segment: r had then started e + 1, and was done with e.
+Reuse of a slot: when a rank completes, it has all chunks of all other ranks, and a chunk is passed on only if its
+origin has sent it. Every rank has therefore started the epoch, as :mod:`tdcoll.context` requires, whatever calls come
+before and after. On a ring, only p writes into r's inbox and signals. It writes slot ``e % 2`` again in epoch e + 2,
+after it has completed e + 1, for which it needed r's segment: r had then started e + 1, and was done with e.
 
-Order of programs: chunk by chunk, step by step. Step s of a channel waits for step s - 1 of the same channel on p,
-which has a smaller index there; so any number of resident blocks makes progress. The steps of a chunk follow each
-other, so about one in W of the resident blocks moves data at a time, and the others wait.
+Order of thread blocks: chunk by chunk, step by step. Any number of resident blocks makes progress, because step s of a
+channel waits for step s - 1 of the same channel on p, which has a smaller index there. About one in W of the resident
+blocks moves data at a time while the others wait, because the steps of a chunk follow each other.
 
-In place (a inbox of one slot): the symmetric buffer is the inbox, and nothing is copied out. The first program
+In place (an inbox of one slot): the symmetric buffer is the inbox, and nothing is copied out. The first thread block
 first tells p, which is the only one that writes here, that this rank has entered the call (``entered``), and every
-program that stores waits until n has told so. Of the segments here p writes all but r's own, each chunk once, and r
-waits for each: when its call is over nothing is on the way to its buffer, and its own reads for n are over.
+thread block that stores waits until n has entered the call too. Of the segments here p writes all but r's own, each
+chunk once, and r waits for each: when its call is over, nothing is on the way to its buffer, and its own reads for n
+are over.
 
-When a wait expires, its record names p (or n, for ``entered``): the rank that had to deliver. That one may itself have
-waited for the rank before it, so the cause may be further up the ring: a rank that is named and raises nothing itself.
+When a wait expires, its record names p (or n, for ``entered``): the rank that had to deliver. If that rank itself
+waited for the rank before it, the cause is further up the ring: look for a rank that is named and raises nothing
+itself.
 """
 
 import triton.language as tl
@@ -56,7 +58,7 @@ __all__ = ["all_gather_ring"]
 def all_gather_ring(
     source: tl.int64, out: tl.int64, inbox, g, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64
 ):  # fmt: skip
-    """``[nbytes] -> [world * nbytes]`` inside one node. Programs: ``world`` for each chunk.
+    """``[nbytes] -> [world * nbytes]`` inside one node. Thread blocks: ``world`` for each chunk.
 
     Args: those of ``exchange_direct``.
     """

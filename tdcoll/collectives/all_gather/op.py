@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tdcoll import runtime
@@ -28,7 +26,7 @@ def all_gather(
     """``[n, ...] -> [world * n, ...]``: concatenate the tensors of all ranks, in rank order.
 
     Collective over the group. Asynchronous on the current stream, without any synchronisation, and safe in CUDA graphs
-    after one eager call of the size. Any dtype will do, because bytes are moved as they are.
+    after one eager call of the size. Any dtype is supported, because bytes are moved as they are.
 
     >>> tdcoll.all_gather(torch.tensor([tdcoll.rank()]))  # on 2 ranks
     tensor([0, 1])
@@ -38,15 +36,15 @@ def all_gather(
 
     Args:
         tensor: contiguous, on the context's device; of the same size on all ranks.
-        out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.
-            May hold ``tensor`` as its own segment, and must not overlap it otherwise. It gets no gradient, hence
-            ``tensor`` must not require grad, unless under ``torch.no_grad()``.
+        out: the result: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None. May hold
+            ``tensor`` as its own segment, and must not overlap it otherwise. Because it gets no gradient, ``tensor``
+            must not require grad, unless under ``torch.no_grad()``.
         group: a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for all ranks. The call
             uses a context of tdcoll's own, which it makes at the first call and enlarges for a larger one. That is
             collective and synchronises.
         ctx: a context of yours, instead of ``group``.
-        algorithm: ``"ll"``, ``"direct"``, ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which decides by the tuning
-            table, size and topology. A :class:`~tdcoll.Plan` fixes chunks and warps as well.
+        algorithm: ``"ll"``, ``"direct"``, ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table,
+            size and topology. A :class:`~tdcoll.Plan` fixes chunks and warps as well.
         symmetric: ``out`` is symmetric memory that peers may write to, as for :func:`all_gather_`.
 
     Returns:
@@ -62,14 +60,6 @@ def all_gather(
     Algorithms: one-sided puts, each with a signal (NVSHMEM documentation, *Signaling Operations*), or stores with a
     released flag inside a node; a hierarchical exchange between nodes; LL (after NCCL's protocol) for small sizes.
     """
-    if (
-        symmetric is True
-        and isinstance(out, torch.Tensor)
-        and (own := _own_segment(tensor, out, group, ctx)) is not None
-    ):
-        if own.data_ptr() != tensor.data_ptr():
-            own.copy_(tensor)
-        return all_gather_(out, group=group, ctx=ctx, algorithm=algorithm)
     return make(SPEC, tensor, out=out, group=group, ctx=ctx, algorithm=algorithm, symmetric=symmetric)
 
 
@@ -107,18 +97,3 @@ def all_gather_(
         Others: as for :func:`all_gather`.
     """
     return make(SPEC, tensor, group=group, ctx=ctx, algorithm=algorithm, in_place=True, names=("tensor", "tensor"))
-
-
-def _own_segment(tensor: Any, out: torch.Tensor, group: runtime.Group, ctx: Any) -> torch.Tensor | None:
-    """Return the segment of ``out`` that is for ``tensor``; None if the call is wrong, which :func:`make` then says."""
-    if not isinstance(tensor, torch.Tensor) or not (tensor.layout is out.layout is torch.strided):
-        return None
-    if tensor.dtype != out.dtype or not out.is_contiguous() or (tensor.requires_grad and torch.is_grad_enabled()):
-        return None
-    if ctx is None:
-        ctx = runtime.current().topology(group)
-    elif group is not None or not isinstance(ctx, CollectiveContext):
-        return None
-    if tuple(out.shape) not in map(tuple, SPEC.results(tensor.shape, ctx.world_size)):
-        return None
-    return out.view(ctx.world_size, *tensor.shape)[ctx.rank]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which all-gather to launch where nothing was measured, and how it is cut: pure, see :mod:`.._host.plan`."""
+"""The default heuristic for all-gathers if nothing was measured, and chunks: pure, see :mod:`.._host.plan`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from tdcoll.tuning import Entry
 __all__ = ["LL_RESULT_BYTES", "blocks_of_puts", "cut_segments", "default", "epoch", "needs_even_nodes", "put_chunks"]
 
 LL_RESULT_BYTES = 512 << 10
-"""Of all ranks together. Over several nodes LL is taken up to here: beyond, what comes from other nodes and is passed
-on with its flags costs more than the crossings that it saves against 2D. By a cost model that is no longer
-shipped; not measured. (Against 1D, which puts to more ranks, few bytes are worth it if a put costs its rank more than
-0.03 us.)"""
+"""Bytes of all ranks together. Over several nodes LL is taken up to here: beyond, forwarding data with its flags inside
+a node costs more than the hops that LL saves against 2D. By a cost model that is no longer shipped; not measured.
+(Against 1D, which puts to more ranks, LL pays off for few bytes if a put costs its rank more than 0.03 us.)"""
 
 
 def needs_even_nodes(facts: Facts) -> str | None:
-    """Return why a call cannot go by rails, or None if it can."""
+    """Return why a call cannot use rails, or None if it can."""
     if facts.topology.ranks_per_node is None:
         return "needs the same number of ranks on every node; this group has "
     return needs_puts(facts)
 
 
 def epoch(facts: Facts) -> int:
-    """Return the bytes of a segment in each epoch: what the inbox holds, and all of a call in place."""
+    """Return the bytes of a segment in each epoch: the inbox's capacity, or all of it if the call is in place."""
     return facts.nbytes if facts.in_place else facts.capacity
 
 
 def cut_segments(facts: Facts, entry: Entry, algorithm: str) -> Plan:
-    """Cut segments into chunks; in place in one node into larger ones, since nothing is copied out. (But the ring
+    """Cut segments into chunks; in place in one node into larger ones, because nothing is copied out. (But the ring
     forwards chunks.)"""
     large = facts.topology.n_nodes == 1 and facts.in_place and algorithm != "ring"
     return cut_chunks(facts, entry, algorithm, large)
@@ -56,16 +55,17 @@ def blocks_of_puts(facts: Facts, plan: Plan) -> int:
 
 
 def default(facts: Facts) -> str:
-    """Return the algorithm that is taken where no table says anything.
+    """Return the algorithm that is taken if no table has an entry.
 
-    - LL where it can be had, in one node, and over nodes of several ranks each up to :data:`LL_RESULT_BYTES`; never in
-      the simulator, which makes about a hundred block operations, some 20 ms, for every program of LL, and one copy for
-      a chunk of the others.
-    - In one node direct stores for other messages of less than ``LARGE`` bytes, and in place or without puts for all.
-    - 2D where there are several nodes of several ranks each, all of one size: a segment then crosses between nodes once
-      per node pair.
+    - LL if it is supported, in one node, and over nodes of several ranks each up to :data:`LL_RESULT_BYTES`; never in
+      the simulator, because that makes about a hundred block operations, some 20 ms, for every program of LL, and one
+      copy for a chunk of the others.
+    - In one node direct stores for other messages of less than ``LARGE`` bytes, and for all if in place or without
+      puts.
+    - 2D if there are several nodes of several ranks each, all of one size, because a segment then crosses between nodes
+      once per node pair.
     - 1D everywhere else.
-    - The ring nowhere: it was the fastest where a table says so, and was not measured on more than four GPUs.
+    - The ring never, because it was not measured on more than four GPUs. If it was the fastest, a table selects it.
     """
     topology, nbytes = facts.topology, facts.nbytes
     one_node, per_node = topology.n_nodes == 1, topology.ranks_per_node

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce inside one node by stores, in two stages without a barrier between them.
 
-Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced; messages for which the
-bytes count, and not the crossings. Every rank sends and receives ``2 * (world - 1) / world`` times the data, which is
-the least. Each chunk is summed and sent on as soon as its parts are there. It needs nothing of NVSHMEM's device code.
+Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced; messages that are bound by
+bandwidth instead of hops. Every rank sends and receives ``2 * (world - 1) / world`` times the data, which is the lower
+bound. Each chunk is summed and sent on when its parts are there. NVSHMEM's device code is not needed.
 
 Data flow, seen from rank r. The data is cut into a part of ``part`` bytes for each rank, the last ones perhaps shorter
 or empty, and each part into ``channels`` chunks. A segment of the inbox has two halves::
@@ -14,31 +14,32 @@ or empty, and each part into ``channels`` chunks. A segment of the inbox has two
     second half of inbox[slot, p] --> out[p], for every other rank p
 
 Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s when its chunk for rank r is there. It
-is polled by the program that sums the chunk. ``arrived[slot, channels + channel, s]`` is set by rank s when its sum is
-there, and polled by the program that copies it out.
+is polled by the thread block that sums the chunk. ``arrived[slot, channels + channel, s]`` is set by rank s when its
+sum is there, and polled by the thread block that copies it out.
 
-Ordering: that of :mod:`tdcoll.primitives.stores`. The summing program stores a chunk to all ranks, passes one block
-barrier, and then releases the second signal to each. Reuse of a slot is what :mod:`tdcoll.context` says: a rank that
-has the second signals of epoch e from everybody knows that everybody has started e.
+Ordering: that of :mod:`tdcoll.primitives.stores`. The summing thread block stores a chunk to all ranks, passes one
+block barrier, and then releases the second signal to each. Reuse of a slot follows from :mod:`tdcoll.context`: when a
+rank has the second signals of epoch e from all ranks, all have started e.
 
-Order of programs: chunk by chunk; in a chunk first those that send, then the one that sums, then those that copy out. A
-sender waits for nobody. The sum waits for senders of its chunk on other ranks, and who copies out waits for the sums of
-its chunk there. All of these come before the one that waits, on every rank; so any number of resident blocks makes
-progress.
+Order of thread blocks: chunk by chunk; in a chunk first those that send, then the one that sums, then those that copy
+out. A sender doesn't wait. The sum waits for senders of its chunk on other ranks, and a receiver waits for the sums of
+its chunk there. Any number of resident blocks makes progress, because all of these come before the one that waits, on
+every rank.
 
-In place: ``out`` may be ``source``. ``out[r]`` is written by the program that has read ``source[r]``. ``out[p]`` is
-written over ``source[p]`` when the sum of that chunk has come back from rank p, which had it from this rank before: its
-sender here had read it. Chunks are cut alike in both stages.
+In place: ``out`` may be ``source``. ``out[r]`` is written by the thread block that has read ``source[r]``. ``out[p]``
+is written over ``source[p]`` when the sum of that chunk has come back from rank p, which had it from this rank before:
+its sender here had read it. Chunks are cut alike in both stages.
 
-Straight (``ZERO_COPY``): ``out`` is symmetric, and the second stage stores sums into it on every rank. Nothing is copied
-out, and a segment has the first half only. ::
+Without a copy (``ZERO_COPY``): ``out`` is symmetric, and the second stage stores sums into it on every rank. Nothing is
+copied out, and a segment has the first half only. ::
 
     first halves of inbox[slot, 0], ..., source[r], ... --sum in rank order--> out[r] here, and by the same stores
                                 --> out[r] on every other rank; then the chunk's second signal
 
-No rank has to say that it may be written to. A chunk is summed when all ranks have sent their parts of it, so every
-rank has begun the call by then: its earlier work, which may have used ``out``, is over. In place its sender has read
-``source[r]`` there. The last program of a chunk waits for all second signals, which acquires what others have stored.
+No rank has to announce that peers may write to it, because a chunk is summed when all ranks have sent their parts of
+it. Every rank has begun the call by then, so its earlier work, which may have used ``out``, is over. If in place, its
+sender has read ``source[r]`` there. The last thread block of a chunk waits for all second signals, and thereby acquires
+the stores of other ranks.
 
 Bits: those of every other algorithm, see ``kernels_words``.
 """
@@ -60,7 +61,7 @@ def _sum_chunk(
     own, out, landing, landing_deltas, inbox, g, epoch, offset, size,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """This rank's chunk at ``offset`` of all ranks ``->`` ``out``, and ``landing`` on every other rank."""
+    """Sum this rank's chunk at ``offset`` of all ranks to ``out``, and to ``landing`` on every other rank."""
     count = elements.count(size, DTYPE, ALIGNED)
     for begin in tl.range(0, count, COUNT):
         index = begin + tl.arange(0, COUNT)
@@ -79,21 +80,22 @@ def all_reduce_direct(
     channels: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr, ZERO_COPY: tl.constexpr,
 ):  # fmt: skip
-    """``[nbytes] -> [nbytes]`` inside one node. Programs for each chunk: ``2 * world - 1``, straight ``world + 1``.
+    """``[nbytes] -> [nbytes]`` inside one node. Thread blocks for each chunk: ``2 * world - 1``; without a copy ``world
+    + 1``.
 
-    Args (addresses are integers, so that one compilation serves all ranks):
+    Args (addresses are integers, so that all ranks share one compilation):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.
-        out: the result, likewise; may be ``source``. Straight: symmetric, at the same offset on all ranks.
+        out: the result, likewise; may be ``source``. Without a copy: symmetric, at the same offset on all ranks.
         inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots; its segments have ``second + part`` bytes,
-            straight ``part``.
+            without a copy ``part``.
         g: :class:`~tdcoll.primitives.group.Group`, of at least ``2 * channels`` channels.
         nbytes: of a rank's data in this epoch.
         part: bytes of a rank's part, a multiple of 16.
         second: where the second half of a segment begins, in bytes: a multiple of 16, at least ``part``. Not used
-            straight.
+            without a copy.
         chunk: bytes of a chunk, a multiple of 16.
         channels: chunks of a part.
-        straight: int64 ``[world]``: from an address in ``out`` to the same on each rank, where sums go straight there.
+        out_deltas: int64 ``[world]``: from an address in ``out`` to the same on each rank, if kernels store sums there.
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
         COUNT: elements of a tile.
         WAITED: a power of two of at least ``world``.

@@ -3,12 +3,12 @@
 
 Scope: several nodes with the same number of ranks each, which can store to each other inside a node. A rail is the
 ranks that have the same place on their nodes. Each part crosses between two nodes once, as a sum over a whole node; by
-``kernels_puts`` it crosses once for every rank. The node sums travel in the accumulator's type, so that the bits are
-those of every other algorithm.
+``kernels_puts`` it crosses once for every rank. The node sums travel in the accumulator's type, because the bits must
+be those of every other algorithm.
 
 Data flow, seen from rank r, the k-th of its node. The data is cut into a part of ``part`` bytes for each place, the
 last ones perhaps shorter or empty, and each part into ``channels`` chunks. A segment of the inbox has two pieces. The
-first has room for a part in the accumulator's type::
+first holds a part in the accumulator's type::
 
     source[j] --stores--> first piece of inbox[slot, r] on the j-th rank of the node, for all j but k; a release
     first pieces of the node's ranks, source[k] --sum in rank order--> first piece of own inbox[slot, r]
@@ -19,18 +19,18 @@ first has room for a part in the accumulator's type::
 
 Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s: of the node, when its chunk for rank
 r is there; of the rail, when its node's sum is. ``arrived[slot, channels + channel, s]`` is set by rank s of the node
-when the result is there. The first are polled by the program that sums the chunk, the second by the one that copies it
-out.
+when the result is there. The first are polled by the thread block that sums the chunk, the second by the one that
+copies it out.
 
 Ordering: that of ``kernels_puts``. Reuse of a slot: a rank is done with epoch e when it has the results of all ranks of
-its node. Each of these has heard from its whole rail, and each rank of a rail from its whole node; so everybody has
-started e, for every chunk.
+its node. All ranks have then started e, for every chunk, because each rank of its node has heard from its whole rail,
+and each rank of a rail from its whole node.
 
-Order of programs: chunk by chunk; in a chunk those that send inside the node, the one that sums, and those that copy
-out. The one that sums waits for senders of its chunk; then it puts, and waits for those that sum this chunk on its
-rail, which put before they wait for it. Who copies out waits for those that sum. So each waits only for programs that
-come before its own number on every rank, or for those of its own number once they have put; any number of resident
-blocks makes progress.
+Order of thread blocks: chunk by chunk; in a chunk those that send inside the node, the one that sums, and those that
+copy out. The one that sums waits for senders of its chunk; then it puts, and waits for those that sum this chunk on its
+rail, which put before they wait for it. Receivers wait for those that sum. Any number of resident blocks makes
+progress, because each thread block waits only for ones that come before its own number on every rank, or for those of
+its own number when they have put.
 
 In place: as in ``kernels_direct``.
 """
@@ -52,7 +52,7 @@ def _sum_node(
     own, inbox, g, nodes, epoch, offset, partial, size,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The chunk at ``offset`` of all ranks of this node ``->`` ``partial``, in the accumulator's type."""
+    """Sum the chunk at ``offset`` of all ranks of this node to ``partial``, in the accumulator's type."""
     count = elements.count(size, DTYPE, ALIGNED)
     for begin in tl.range(0, count, COUNT):
         index = begin + tl.arange(0, COUNT)
@@ -66,7 +66,7 @@ def _sum_rail(
     out, landing, inbox, g, routes, nodes, place, epoch, offset, partial_offset, size,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The sums of all nodes at ``partial_offset`` ``->`` ``out``, and ``landing`` on the other ranks of this node."""
+    """Sum the nodes' sums at ``partial_offset`` to ``out``, and to ``landing`` on the other ranks of this node."""
     count = elements.count(size, DTYPE, ALIGNED)
     for begin in tl.range(0, count, COUNT):
         index = begin + tl.arange(0, COUNT)
@@ -86,7 +86,7 @@ def _sum_rail(
 
 @jit
 def _wait_for(ranks, count, signals, first_index, g, epoch):
-    """1 when all of ``count`` ranks have set their signals; 0 if one did not in time."""
+    """Return 1 when all of ``count`` ranks have set their signals; 0 if one did not in time."""
     came = tl.cast(1, tl.int32)
     for i in tl.range(0, count):
         r = tl.load(ranks + i)
@@ -102,7 +102,7 @@ def all_reduce_nodes(
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on nodes of as many ranks each.
 
-    Programs: for each chunk n_local that send, one that sums, and n_local that copy out.
+    Thread blocks: for each chunk n_local that send, one that sums, and n_local that copy out.
 
     Args: those of ``all_reduce_direct``, and
         routes: :class:`~tdcoll.primitives.puts.Routes`: local ones to the other ranks of the node, remote ones to the
@@ -110,7 +110,7 @@ def all_reduce_nodes(
         nodes: :class:`~tdcoll.primitives.group.Nodes`.
         place: of this rank on its node.
         part: bytes of a part for a place, a multiple of 16.
-        second: at least ``part``, times what an element of the accumulator is larger than one of ``DTYPE``.
+        second: at least ``part``, times the size of an accumulator's element over that of ``DTYPE``.
     """
     wider: tl.constexpr = ACC.primitive_bitwidth // DTYPE.primitive_bitwidth
     per_chunk = 2 * routes.n_local + 1

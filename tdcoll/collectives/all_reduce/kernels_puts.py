@@ -18,15 +18,15 @@ this rank puts::
 
 Signal map: that of ``kernels_direct``.
 
-Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it; who waits
-acquires. A block barrier comes between stores to what is put and the put. The nbi puts read the outbox, and the own
-second inbox, after the launch has ended; nothing waits for them. This rank writes there next in epoch e + 2, when it is
-done with e + 1, for which it has heard from every peer. So each peer had started e + 1, hence was done with e and had
-received what was put to it.
+Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it; waits
+acquire. A block barrier comes between stores to the source of a put and the put. The nbi puts read the outbox, and the
+own second inbox, after the launch has ended; nothing waits for them. This rank writes there next in epoch e + 2, when
+it is done with e + 1, for which it has heard from every peer. By then each peer had started e + 1, and was therefore
+done with e and had received the puts to it.
 
-Order of programs: first all that put source; then chunk by chunk those that store, the one that sums, and those that
-copy out. As in ``kernels_direct`` each waits only for programs that come before its own number on every rank, so any
-number of resident blocks makes progress.
+Order of thread blocks: first all that put source; then chunk by chunk those that store, the one that sums, and those
+that copy out. Any number of resident blocks makes progress, because, as in ``kernels_direct``, each waits only for
+thread blocks that come before its own number on every rank.
 
 In place: as in ``kernels_direct``. A putter has copied ``source[p]`` to the outbox before rank p can have summed it.
 """
@@ -48,7 +48,7 @@ def _sum_chunk(
     own, out, landing, inbox, g, routes, nodes, epoch, offset, size,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """This rank's chunk at ``offset`` of all ranks ``->`` ``out``, and ``landing`` here and on local ranks."""
+    """Sum this rank's chunk at ``offset`` of all ranks to ``out``, and to ``landing`` here and on local ranks."""
     count = elements.count(size, DTYPE, ALIGNED)
     for begin in tl.range(0, count, COUNT):
         index = begin + tl.arange(0, COUNT)
@@ -64,7 +64,7 @@ def _sum_chunk(
 
 @jit
 def _send_sum(landing, size, g, routes, signal, epoch):
-    """The sum at ``landing`` is there on local ranks; put it to the same address on the remote ones."""
+    """Put the sum at ``landing``, which local ranks have already, to the same address on the remote ones."""
     stores.release_to(g, routes.ranks, routes.n_local, signal, epoch)
     pes = routes.ranks + 2 * routes.n_local + routes.n_remote
     for i in tl.range(0, routes.n_remote):
@@ -79,11 +79,11 @@ def all_reduce_puts(
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on any nodes.
 
-    Programs: ``channels`` times n_remote that put, then ``channels`` times n_local that store, one that sums, and
+    Thread blocks: ``channels`` times n_remote that put, then ``channels`` times n_local that store, one that sums, and
     ``world - 1`` that copy out.
 
     Args: those of ``all_reduce_direct``, and
-        routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; as local ones those that can be stored to.
+        routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; the local ones are peer-accessible.
         nodes: :class:`~tdcoll.primitives.group.Nodes`.
         outbox: where that piece of a segment begins, in bytes: a multiple of 16, at least ``part``.
         second: the same of the second inbox: at least ``outbox + part``.

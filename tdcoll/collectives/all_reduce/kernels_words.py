@@ -1,45 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce of small messages inside one node, by words that need no signal: one-shot, or two-shot.
+"""All-reduce of small messages inside one node by the Lamport protocol or LL: one-shot, or two-shot.
 
-Scope: one node whose ranks can store to each other's memory; dtypes of at most 4 bytes. Floating types go by words that
-announce themselves (:mod:`tdcoll.primitives.lamport`), where the context has memory for them; all others by words that
-carry a flag (:mod:`tdcoll.primitives.ll`), a third more of them. (Elements of 8 bytes would lie across flagged words,
-and have legal values with a sentinel in them: they go by ``kernels_direct``.)
+Scope: one node whose ranks can store to each other's memory; dtypes of at most 4 bytes. Floating-point types use the
+Lamport protocol (:mod:`tdcoll.primitives.lamport`), if the context has memory for it; all others use LL
+(:mod:`tdcoll.primitives.ll`), which sends a third more words. (Elements of 8 bytes use ``kernels_direct``, because they
+would lie across LL words, and some of their values contain the sentinel.)
 
-**One-shot.** Every rank sends all of its data to all others, and every rank sums everything: one crossing, ``world -
-1`` times the data. ::
+**One-shot.** Every rank sends all of its data to all others, and every rank sums everything: one hop, ``world - 1``
+times the data. ::
 
     source --words--> inbox[slot, r] on every other rank
     inbox[slot, 0], ..., source, ..., inbox[slot, world - 1] --sum in rank order--> out
 
-**Two-shot.** The data is cut into a part for each rank, which sums it and sends the sum on: two crossings, ``2 *
-(world - 1) / world`` times the data. A part is a whole number of words, and parts at the end may be empty. ::
+**Two-shot.** The data is cut into a part for each rank, which sums it and sends the sum on: two hops, ``2 * (world - 1)
+/ world`` times the data. A part is a whole number of words, and parts at the end may be empty. ::
 
     source[p] --words--> first half of inbox[slot, r] on rank p, for every other rank p
     first halves of inbox[slot, 0], ..., source[r], ..., inbox[slot, world - 1] --sum in rank order--> out[r]
     out[r] --words--> second half of inbox[slot, r] on every other rank
     second half of inbox[slot, p] --> out[p]
 
-The second half begins where the first ends, after as many words as a part has. It cannot be the first half again: a
-peer that is ahead sends its sum while this rank still reads what that peer sent first.
+The second half begins where the first ends, after as many words as a part has. It cannot be the first half again,
+because a peer that is ahead sends its sum while this rank still reads that peer's first words.
 
 Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s, and polled by the program
 of rank r that has the number of the one which sent them.
 
-Ordering and reuse of a slot: those of the words' own modules. A rank is done with a call when it has heard from every
-peer in its last stage, also where it has nothing to receive: each program sends at least its first word to everybody.
+Ordering and reuse of a slot: those of the protocols' modules. A rank is done with a call when it has heard from every
+peer in its last stage, even if it has nothing to receive, because each program sends at least its first word to all
+ranks.
 
 Order of programs: the data is cut into blocks of words, and program i takes the blocks i, i + programs, ... one after
 the other. It sends a block before it waits for it, and waits for programs i of other ranks only, which do the same in
-the same order. In two stages it waits for what program i of a peer sends in the second, which that one does when it has
-the words of the first stage from all programs i. So any number of resident blocks makes progress, and any number of
-programs, as long as it is the same on all ranks.
+the same order. In the second of two stages it waits for words that program i of a peer sends when it has those of the
+first stage from all programs i. Any number of resident blocks therefore makes progress, and any number of programs, if
+it is the same on all ranks.
 
 In place: ``out`` may be ``source``. Each program stores to the words that it has loaded before, and to no others.
 
-Bits: sums are in rank order, in the accumulator's type, rounded once; in two stages it is the rounded sum that travels.
-So they are those of every other algorithm, on every rank. A sender of words that announce themselves sends a -0.0 as
-+0.0, which changes no result: none is -0.0 (:mod:`tdcoll.primitives.reduce`).
+Bits: those of every other algorithm, on every rank, because sums are in rank order, in the accumulator's type, rounded
+once; in two stages the rounded sum travels. With the Lamport protocol a sender replaces -0.0 by +0.0, which changes no
+result, because none is -0.0 (:mod:`tdcoll.primitives.reduce`).
 """
 
 import triton.language as tl
@@ -59,16 +60,16 @@ def all_reduce_one_shot(
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Programs: ``blocks``, or with ``LOOPED`` any number up to that.
 
-    Args (addresses are integers, so that one compilation serves all ranks):
+    Args (addresses are integers, so that all ranks share one compilation):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.
         out: the result, likewise; may be ``source``.
-        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or with flags :class:`~tdcoll.primitives.group.Inbox`, with
-            room in each segment for all words of a rank.
+        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or for LL :class:`~tdcoll.primitives.group.Inbox`, whose
+            segments hold all words of a rank.
         g: :class:`~tdcoll.primitives.group.Group`.
         nbytes: of a rank's data.
         blocks: of ``BLOCK`` words, which hold all data; at least one.
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
-        LAMPORT: the words announce themselves and hold 16 bytes; else they carry a flag and hold 12.
+        LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise LL, with 12.
         BLOCK: words of a block.
         LOOPED: programs take several blocks each.
     """
@@ -101,7 +102,7 @@ def _one_shot_sum(
     out, inbox, g, size, word, mine, call, mask,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr,
 ):  # fmt: skip
-    """Reduce what all ranks have sent of a block ``-> out``."""
+    """Reduce a block of all ranks' words to ``out``."""
     parts, summed = words.receive(g, inbox, word, mine, call, mask, LAMPORT)
     result = words.reduce(parts, g.world, DTYPE, ACC, OP, LAMPORT)
     words.store(out, word, size, result, summed, LAMPORT)
@@ -112,7 +113,7 @@ def _sum_and_hand_on(
     out, inbox, g, deltas, place, part, size, mine, call, mask,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr,
 ):  # fmt: skip
-    """Reduce what all ranks have sent of a block of this rank's part, and send it to all; all sums ``-> out``."""
+    """Reduce a block of this rank's part from all ranks, send the sum to all, and store all sums to ``out``."""
     parts, summed = words.receive(g, inbox, place, mine, call, mask, LAMPORT)
     result = words.reduce(parts, g.world, DTYPE, ACC, OP, LAMPORT)
     words.send_to_all(g, inbox, deltas, part + place, result, call, summed, LAMPORT)
@@ -131,7 +132,7 @@ def all_reduce_two_shot(
     """``[nbytes] -> [nbytes]`` inside one node. Programs: ``blocks``, or with ``LOOPED`` any number up to that.
 
     Args: those of :func:`all_reduce_one_shot`, except
-        inbox: has room in each segment for the words of two parts.
+        inbox: its segments hold the words of two parts.
         blocks: of ``BLOCK`` words, which hold all words of a part; at least one.
     """
     in_stream_order()

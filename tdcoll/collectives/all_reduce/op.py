@@ -32,15 +32,15 @@ def all_reduce(
     tensor([2., 2.])
 
     The bits are the same in every run, for every algorithm and size, and for a row whatever else is in the batch:
-    ``docs/architecture.md#dense-reductions`` says how elements are summed and rounded. Differentiable for ``"sum"`` and
-    ``"mean"``, under the rules of :func:`tdcoll.all_gather`.
+    ``docs/architecture.md#dense-reductions`` describes how elements are summed and rounded. Differentiable for
+    ``"sum"`` and ``"mean"``, under the rules of :func:`tdcoll.all_gather`.
 
     Args:
         tensor: contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn, e5m2), int32, int64, int8
             or uint8; the same shape on all ranks.
         op: ``"sum"``, ``"mean"`` or ``"avg"`` (floating point only), ``"max"``, ``"min"``, ``"prod"`` or ``"product"``
             (not of fp8), or a ``torch.distributed.ReduceOp``; of int8 and uint8 ``"max"`` or ``"min"``.
-        out: where the result goes: contiguous, of the same shape and dtype. Made if None. May be ``tensor``, and must
+        out: the result: contiguous, of the same shape and dtype. Made if None. May be ``tensor``, and must
             not overlap it otherwise. It gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"1d"``, ``"2d"`` or ``"auto"``, or a

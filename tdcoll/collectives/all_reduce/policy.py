@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which all-reduce to launch where nothing was measured, and how it is cut: pure, see :mod:`.._host.plan`."""
+"""The default heuristic for all-reduces if nothing was measured, and chunks: pure, see :mod:`.._host.plan`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from tdcoll.collectives._host.plan import (
     CHUNK_ALIGNMENT,
-    Payload,
     Facts,
+    Payload,
     Plan,
     cut_chunks,
     cut_reduced_words,
@@ -28,32 +28,32 @@ __all__ = ["ONE_SHOT", "TWO_SHOT", "Words", "cut_parts", "default", "epoch_of_pa
 __all__ += ["needs_direct", "needs_rails", "needs_signalled_puts", "part_bytes", "parts", "piece_bytes", "pieces"]
 
 _ONE_SHOT_BYTES = 1536 << 10
-"""Most of a message by one-shot."""
+"""The most bytes that one-shot takes."""
 
 _SPARED_BYTES = 320 << 10
-"""That a second crossing costs as much as: one-shot is taken while it sends no more than so many bytes beyond two-shot.
-Both send as many with 2 ranks, and at 1 MB one crossing less still pays there; with 4 ranks it does up to about 200 KB.
-Measured on H200s."""
+"""Bytes that cost as much as a second hop: one-shot is taken if it sends at most so many more than two-shot. With 2
+ranks both send as many, and one hop less still pays off at 1 MB; with 4 ranks it does up to about 200 KB. Measured on
+H200s."""
 
 _LEAST_EPOCH = 4 << 20
-"""The least bytes of an epoch for which several epochs by two-shot are taken before stores. On 2 H200s two-shot takes
-14.5 us for 4 MB and 49.6 us for 16 MB; stores take 211 us for 64 MB and 809 us for 256 MB."""
+"""If epochs have at least so many bytes, several epochs of two-shot are taken instead of stores. On 2 H200s two-shot
+takes 14.5 us for 4 MB and 49.6 us for 16 MB; stores take 211 us for 64 MB and 809 us for 256 MB."""
 
 _DIRECT_CHUNK = 16 << 10
-"""Bytes of a chunk by stores, while the context has signals for so many chunks. One program sums a chunk, tile by tile,
-and waits for each tile's loads, so a chunk twice as large takes it twice as long. With larger chunks 4 MB took 22 us on
-2 H200s, twice what the links need."""
+"""Bytes of a chunk by stores, if the context has signals for so many chunks. A chunk twice as large takes twice as
+long, because one thread block sums a chunk, tile by tile, and waits for each tile's loads. With larger chunks 4 MB took
+22 us on 2 H200s, twice what the links need."""
 
 
 def part_bytes(nbytes: int, parts: int) -> int:
-    """Bytes of a part where the data is cut into so many, and these into chunks: a multiple of 16."""
+    """Return the bytes of a part if the data is cut into so many, and these into chunks: a multiple of 16."""
     return max(1, -(-nbytes // (16 * parts))) * 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """How an all-reduce by words is cut: in one stage ("shot"), each of which sends all data, or in two, each of which
-    sends a part to each rank."""
+    """How an all-reduce by Lamport or LL is cut: one stage ("shot") sends all data; with two, each sends a part to each
+    rank."""
 
     name: str
     shots: int
@@ -69,11 +69,11 @@ class Words:
         return dataclasses.replace(facts, nbytes=self.epoch(facts))
 
     def extent(self, facts: Facts) -> Payload:
-        """Return what blocks of words are cut from in the first epoch."""
+        """Return the data of the first epoch, which is cut into blocks of words."""
         return reduced_words(self._first(facts), self._pieces(facts), self.shots)
 
     def supports(self, facts: Facts) -> str | None:
-        """Return why a call cannot have it, or None if it can."""
+        """Return why a call doesn't support it, or None if it does."""
         return needs_reduced_words(self._first(facts), self._pieces(facts), self.shots)
 
     def cut(self, facts: Facts, entry: Entry) -> Plan:
@@ -85,7 +85,7 @@ ONE_SHOT, TWO_SHOT = Words("one_shot", 1), Words("two_shot", 2)
 
 
 def extent_of_parts(facts: Facts, algorithm: str) -> Payload:
-    """Return what chunks are cut from: a part, whose chunks have a signal in each of two stages."""
+    """Return the data that is cut into chunks: a part, whose chunks have a signal in each of two stages."""
     return Payload(part_bytes(facts.nbytes, parts(facts.topology, algorithm)), signals=2)
 
 
@@ -100,17 +100,17 @@ def cut_parts(facts: Facts, entry: Entry, algorithm: str) -> Plan:
 
 
 def pieces(facts: Facts, algorithm: str) -> int:
-    """Into how many pieces a segment of the inbox is cut. The last is for what has been summed, the first for what has
-    not."""
+    """Return the number of pieces of a segment of the inbox. The first is for data before the sum, the last for
+    sums."""
     if algorithm == "2d":  # a node's sum travels in the accumulator's type
         return 1 + max(1, 4 // facts.itemsize)
-    if needs_stores(facts) is not None:  # an outbox between the two, where a rank has to put
+    if needs_stores(facts) is not None:  # an outbox between the two, if a rank has to put
         return 3
     return 1 if algorithm == "direct" and facts.symmetric else 2
 
 
 def piece_bytes(facts: Facts, algorithm: str) -> int:
-    """Bytes of a piece."""
+    """Return the bytes of a piece."""
     return facts.capacity // (16 * pieces(facts, algorithm)) * 16
 
 
@@ -120,7 +120,7 @@ def epoch_of_parts(facts: Facts, algorithm: str) -> int:
 
 
 def parts(topology: Topology, algorithm: str) -> int:
-    """Into how many parts the data is cut: one for each rank, or for each place on a node."""
+    """Return the number of parts of the data: one for each rank, or for each place on a node."""
     return topology.ranks_per_node or 1 if algorithm == "2d" else topology.world_size
 
 
@@ -131,17 +131,17 @@ def _needs_signals(facts: Facts) -> str | None:
 
 
 def needs_direct(facts: Facts) -> str | None:
-    """Return why a call cannot go by stores with signals, or None if it can."""
+    """Return why a call cannot use stores with signals, or None if it can."""
     return needs_stores(facts) or _needs_signals(facts)
 
 
 def needs_signalled_puts(facts: Facts) -> str | None:
-    """Return why a call cannot go by puts, or None if it can."""
+    """Return why a call cannot use puts, or None if it can."""
     return needs_puts(facts) or _needs_signals(facts)
 
 
 def needs_rails(facts: Facts) -> str | None:
-    """Return why a call cannot go by rails, or None if it can."""
+    """Return why a call cannot use rails, or None if it can."""
     topology = facts.topology
     if topology.n_nodes < 2 or (topology.ranks_per_node or 1) < 2 or not facts.stores:
         return "needs several nodes of the same number of ranks, which can store to each other; got "
@@ -154,20 +154,20 @@ def _one_crossing_pays(facts: Facts) -> bool:
 
 
 def _epochs_pay(facts: Facts) -> bool:
-    """Return whether two-shot, which supports the call, is taken before stores: in one epoch, or in several large ones.
+    """Return whether two-shot, if it supports the call, is taken before stores: in one epoch, or in several large ones.
 
-    It is not taken in several epochs where stores go straight into the result.
+    It is not taken in several epochs if stores are zero-copy.
     """
     epoch = TWO_SHOT.epoch(facts)
     return epoch == facts.nbytes or (epoch >= _LEAST_EPOCH and not facts.symmetric)
 
 
 def default(facts: Facts) -> str:
-    """Return the algorithm that is taken where no table says anything.
+    """Return the algorithm that is taken if no table has an entry.
 
-    - Words where the context has room (not in the simulator, where they cost much more): one-shot for few bytes, else
-      two-shot, also in several large epochs.
-    - Else stores in one node, rails where all nodes have as many ranks, and puts elsewhere.
+    - Lamport or LL if the context has memory for them (not in the simulator, because they cost much more there):
+      one-shot for few bytes, otherwise two-shot, also in several large epochs.
+    - Otherwise stores in one node, rails if all nodes have as many ranks, and puts elsewhere.
     """
     one, two = (words.supports(facts) is None for words in (ONE_SHOT, TWO_SHOT))
     if not facts.simulated:
@@ -179,4 +179,4 @@ def default(facts: Facts) -> str:
         ("direct", needs_direct(facts) is None), ("2d", needs_rails(facts) is None),
         ("1d", needs_signalled_puts(facts) is None), ("one_shot", one), ("two_shot", two),
     )  # fmt: skip
-    return next((name for name, supported in others if supported), "1d")  # which then says why not
+    return next((name for name, supported in others if supported), "1d")  # which then raises the reason

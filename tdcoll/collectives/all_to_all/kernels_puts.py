@@ -2,7 +2,7 @@
 """All-to-all over any nodes: every rank sends its segment for rank p to rank p.
 
 Scope: ranks on several nodes, any number on each; also one node whose ranks can't store to each other's memory. Every
-segment crosses between nodes by itself, which is the least that can be sent. (To collect a node's segments for a rail
+segment crosses between nodes by itself, which is the lower bound. (To collect a node's segments for a rail
 first would make fewer and larger puts, at the price of two more hops inside the nodes.)
 
 Data flow, seen from rank r, whose ``source`` has a segment of ``nbytes`` bytes for each rank, cut into chunks. A
@@ -19,11 +19,11 @@ copies that chunk out.
 Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and the
 receiver acquires the signal. The nbi puts read the outbox after the launch has ended, and nothing waits for them. This
 rank writes that outbox next in epoch e + 2, when it is done with e + 1, for which it has heard from every peer; each
-peer had then started e + 1, hence was done with e and had received what was put to it.
+peer had then started e + 1, and was therefore done with e and had received the puts to it.
 
-Order of thread blocks: first all that put; then chunk by chunk those that store, and those that receive. A sender waits
-for nobody. A receiver waits for a sender of its chunk, which comes before the receivers of that chunk on every rank; so
-any number of resident blocks makes progress.
+Order of thread blocks: first all that put; then chunk by chunk those that store, and those that receive. A sender
+doesn't wait. Any number of resident blocks makes progress, because a receiver waits for a sender of its chunk, which
+comes before the receivers of that chunk on every rank.
 """
 
 import triton.language as tl
@@ -48,7 +48,7 @@ def all_to_all_puts(
 
     Args: those of ``exchange_direct``, and
         inbox: its segments have at least ``outbox + nbytes`` bytes.
-        routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; as local ones those that can be stored to.
+        routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; the local ones are peer-accessible.
         outbox: where the second half of a segment begins, in bytes: a multiple of 16, and at least ``nbytes``.
         channels: chunks.
     """

@@ -34,11 +34,11 @@ def all_to_all(
     Args:
         tensor: a segment for each rank, contiguous, on the context's device; its first extent is divisible by the
             number of ranks.
-        out: where the result goes: of the same shape and dtype, contiguous. Made if None. Must not overlap ``tensor``,
+        out: the result: of the same shape and dtype, contiguous. Made if None. Must not overlap ``tensor``,
             and gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
         algorithm: ``"ll"``, ``"direct"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
-        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. No algorithm makes use of it yet.
+        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. No algorithm uses it yet.
 
     Returns:
         ``out``, or a new ordinary tensor.

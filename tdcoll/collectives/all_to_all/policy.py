@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which all-to-all to launch where nothing was measured, and how it is cut: pure, see :mod:`.._host.plan`."""
+"""The default heuristic for all-to-alls if nothing was measured, and chunks: pure, see :mod:`.._host.plan`."""
 
 from __future__ import annotations
 

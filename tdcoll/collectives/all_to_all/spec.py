@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-all as the rest of tdcoll sees it: :data:`SPEC`. Calls have no options."""
+"""The spec of the all-to-all: :data:`SPEC`. Calls have no options."""
 
 from __future__ import annotations
 

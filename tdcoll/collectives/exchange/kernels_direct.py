@@ -7,23 +7,23 @@ Data flow, seen from rank r, whose ``source[p]`` is its segment for rank p (of a
     source[p] --stores--> inbox[slot, r] on rank p, for every other p, chunk by chunk; then a release of the signal
     inbox[slot, s] --copy--> out[s], for every other rank s, as soon as its signal is there;  source[r] --> out[r]
 
-Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the program that copies
-that chunk out.
+Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the thread block that
+copies that chunk out.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`; the receiver acquires the signal. Nothing else is relied on. Reuse of
-a slot is what :mod:`tdcoll.context` says.
+a slot follows from :mod:`tdcoll.context`.
 
-Order of programs: chunk by chunk, so that those of a large message are copied out while later ones are on their way.
-Program i of a channel sends to the i-th successor and then waits for the i-th predecessor, whose program i sends to it;
-so any number of resident blocks makes progress.
+Order of thread blocks: chunk by chunk, so that those of a large message are copied out while later ones are on their
+way. Any number of resident blocks makes progress, because thread block i of a channel sends to the i-th successor and
+then waits for the i-th predecessor, whose thread block i sends to it.
 
-In place (a inbox of one slot; all-gathers only): the caller's symmetric buffer is the inbox, and nothing is copied.
-The program of channel 0 first tells the rank that it waits for that this rank has entered the call, and every program
-writes to a rank only when that rank has told so.
+In place (an inbox of one slot; all-gathers only): the caller's symmetric buffer is the inbox, and nothing is copied.
+The thread block of channel 0 first tells the rank from which it receives that this rank has entered the call, and a
+thread block writes to a rank only when that rank has entered the call.
 
-Counted (``COUNTED``, in place only): segments have room for ``nbytes`` bytes and carry fewer, as many as the 64-bit
-integer at the beginning of each says; chunks are cut at the same places whatever it says, and those past it are
-signalled and empty.
+Counted (``COUNTED``, in place only): segments have a capacity of ``nbytes`` bytes and carry as many as the 64-bit
+integer at the beginning of each counts. Chunks are cut at the same places for any count, and if they lie past it, they
+are signalled and empty.
 """
 
 import triton.language as tl
@@ -38,7 +38,7 @@ __all__ = ["exchange_direct", "receive_chunk", "used_bytes"]
 
 @jit
 def used_bytes(segment, nbytes, COUNTED: tl.constexpr):
-    """Bytes that the segment at address ``segment`` carries."""
+    """Return the bytes that the segment at address ``segment`` carries."""
     used = tl.cast(nbytes, tl.int64)
     if COUNTED:
         used = tl.minimum(tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64))), used)
@@ -63,9 +63,9 @@ def exchange_direct(
     source: tl.int64, out: tl.int64, inbox, g, source_stride: tl.int64, out_stride: tl.int64, nbytes: tl.int64,
     chunk: tl.int64, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Programs: ``world`` for each chunk.
+    """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Thread blocks: ``world`` for each chunk.
 
-    Args (addresses are integers, so that one compilation serves all dtypes and alignments):
+    Args (addresses are integers, so that all dtypes and alignments share one compilation):
         source: this rank's segments, the first for rank 0. In place: its segment of the buffer.
         out: the result, any memory of this GPU. Not used in place.
         inbox: :class:`~tdcoll.primitives.group.Inbox` of segments of at least ``nbytes`` bytes.

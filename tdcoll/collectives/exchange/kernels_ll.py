@@ -6,13 +6,14 @@ Data flow, seen from rank r, whose ``source[p]`` is its segment for rank p (of a
     source[p] --{data, data, data, flag} words--> words[slot, r] on rank p, for every other rank p
     words[slot, s] --data--> out[s], for every other rank s;  source[r] --> out[r]
 
-A put with a signal crosses NVLink three times: the data, their acknowledgement (the signal may not overtake them), the
-signal. Here data and flag cross together, once: see :mod:`tdcoll.primitives.ll`, for the flags and the ordering too.
-Reuse of a slot is what :mod:`tdcoll.context` says: a rank that has all words of epoch e knows that everybody has
-started e. It is the same in place, since nothing lands in the caller's buffer but what this rank writes.
+A put with a signal takes three hops: the data, their acknowledgement (because the signal must not overtake them), the
+signal. With LL data and flag take one hop together: see :mod:`tdcoll.primitives.ll`, for the flags and the ordering
+too. Reuse of a slot follows from :mod:`tdcoll.context`: when a rank has all words of epoch e, all ranks have started e.
+It is the same in place, because only this rank writes to the caller's buffer.
 
-Order of programs: program i of every rank sends to its i-th successor and then waits for its i-th predecessor, whose
-program i sends to it: no program waits for one of another index, so any number of resident blocks makes progress.
+Order of thread blocks: thread block i of every rank sends to its i-th successor and then waits for its i-th
+predecessor, whose thread block i sends to it. Any number of resident blocks makes progress, because no thread block
+waits for one of another index.
 """
 
 import triton.language as tl
@@ -29,13 +30,13 @@ def exchange_ll(
     source: tl.int64, out: tl.int64, words, g, source_stride: tl.int64, out_stride: tl.int64, nbytes: tl.int64,
     blocks: tl.int32, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Programs: ``world * blocks``.
+    """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Thread blocks: ``world * blocks``.
 
     Args:
         source, out, source_stride, out_stride, g: as for ``exchange_direct``; of an all-gather, ``source`` may be this
             rank's segment of ``out``.
         words: :class:`~tdcoll.primitives.group.Inbox` of at least ``ceil(nbytes / 12)`` words per segment, and 1.
-        blocks: programs per peer, of ``BLOCK`` words each.
+        blocks: thread blocks per peer, of ``BLOCK`` words each.
     """
     in_stream_order()
     block = tl.program_id(0) % blocks

@@ -77,7 +77,7 @@ class Index(NamedTuple):
     """A directory as kernels see it: the lists, and where each of their ids is.
 
     Attributes:
-        lists: int64 ``[world, stride]``: header and ids of each list. What follows the ids is not looked at.
+        lists: int64 ``[world, stride]``: header and ids of each list. Words behind the ids are ignored.
         entries: int64 ``[world + 1, words]`` of a bitmap; not read by a search.
         union: int64 ``[max_union]``: the different ids, ascending.
         status: int64 ``[STATUS_WORDS]``: how many there are, and what is wrong with the lists.

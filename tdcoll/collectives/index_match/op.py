@@ -234,6 +234,9 @@ def match_indices(local: torch.Tensor, global_: torch.Tensor) -> torch.Tensor:
     No synchronisation. This is what sparse all-reduces do with the ids of one rank and those of all of them, under
     names such as *invert index*.
 
+    >>> tdcoll.match_indices(torch.tensor([5, 2, 9]), torch.tensor([2, 5, 7]))
+    tensor([ 1,  0, -1])
+
     Args:
         local: int64, ids in any order; ascending is fastest, since neighbours then share what they load.
         global_: int64, ascending and unique. If it is not, the answer means nothing.
@@ -290,6 +293,9 @@ def match_lists(
     """W lists ``[n_q]`` (or one ``[W, n]``) of ids -> their union, and where everything is in everything else.
 
     Launches on the current stream; no synchronisation, no round trip to the host.
+
+    >>> lists = [torch.tensor([1, 4]), torch.tensor([4, 6])]
+    >>> tdcoll.match_lists(lists, num_rows=8).check()
 
     Args:
         lists: int64 tensors on one device, each ascending and unique; may be empty.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kind of directory to build: a pure function of numbers that are the same on every rank.
+"""The kind of directory to build: a pure function of numbers that are the same on every rank.
 
 The ranks need not choose alike for the results to be right (both kinds give the same answers), but they take as long
 as the slowest of them.

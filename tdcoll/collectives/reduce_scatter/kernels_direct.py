@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter inside one node by direct stores. It needs nothing of NVSHMEM's device code.
+"""Reduce-scatter inside one node by direct stores. NVSHMEM's device code is not needed.
 
 Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced. One stage: every part
-crosses NVLink once, which is the least, and every rank reduces what it returns, so all parts are in one place and the
-order of the sum is free to choose. Small messages are faster by ``kernels_words``, which has no signal to wait for.
+crosses NVLink once, which is the lower bound. The order of the sum can be chosen freely, because every rank reduces its
+own result and all parts are in one place. Small messages are faster with ``kernels_words``, because it waits for no
+signal.
 
 Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into chunks::
 
     source[p] --stores--> inbox[slot, r] on rank p, for every other rank p; then a release of the chunk's signal
     inbox[slot, 0], ..., source[r], ..., inbox[slot, world - 1] --sum in rank order--> out
 
-Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the programs that
-reduce that chunk. They wait for all ranks at once, since the sum takes them in order.
+Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the thread blocks that
+reduce that chunk. They wait for all ranks at once, because the sum takes them in order.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`; the reducer acquires the signals. Nothing else is relied on. Reuse of
-a slot is what :mod:`tdcoll.context` says: a rank that has the signals of epoch e from everybody knows that everybody
-has started e, hence has read the inbox of e - 1.
+a slot follows from :mod:`tdcoll.context`: when a rank has the signals of epoch e from all ranks, all have started e,
+and have therefore read the inbox of e - 1.
 
-Order of programs: chunk by chunk, and in a chunk the senders first. A sender waits for nobody. A reducer waits for the
-senders of its chunk on other ranks, which come before the reducers of that chunk there; so any number of resident
-blocks makes progress, and the chunks of a large message are reduced while later ones are on their way.
+Order of thread blocks: chunk by chunk, and in a chunk the senders first. A sender doesn't wait. Any number of resident
+blocks makes progress, because a reducer waits for the senders of its chunk on other ranks, which come before the
+reducers of that chunk there. The chunks of a large message are reduced while later ones are on their way.
 
-In place: ``out`` may be ``source[r]``. Nobody else reads that part, and every element of it is read by the program that
-then writes it.
+In place: ``out`` may be ``source[r]``. No other rank reads that part, and every element of it is read by the thread
+block that then writes it.
 
 The association is that of every dense reduction on one node: rank order, in the accumulator's type
 (:mod:`tdcoll.primitives.reduce`).
@@ -46,7 +47,7 @@ def reduce_chunk(
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Reduce this worker's tiles of the chunk at ``offset``, of all ranks, to the same place in ``out``. ``nodes`` is
-    None where all ranks are on one."""
+    None if all ranks are on one."""
     count = elements.count(size, DTYPE, ALIGNED)
     for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
         index = begin + tl.arange(0, COUNT)
@@ -62,9 +63,9 @@ def reduce_scatter_direct(
     reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr,
 ):  # fmt: skip
-    """``[world, nbytes] -> [nbytes]`` inside one node. Programs: ``world - 1 + reducers`` for each chunk.
+    """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``world - 1 + reducers`` for each chunk.
 
-    Args (addresses are integers, so that one compilation serves all ranks):
+    Args (addresses are integers, so that all ranks share one compilation):
         source: the parts, the first for rank 0; any alignment that ``DTYPE`` allows.
         source_stride: bytes from the part for one rank to that for the next.
         out: the result, ``nbytes`` bytes, any memory of this GPU; or this rank's part of ``source``.
@@ -72,7 +73,7 @@ def reduce_scatter_direct(
         g: :class:`~tdcoll.primitives.group.Group`.
         nbytes: of a part in this epoch.
         chunk: bytes of a chunk, a multiple of 16.
-        reducers: programs that reduce a chunk, tile by tile in turn.
+        reducers: thread blocks that reduce a chunk, tile by tile in turn.
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
         COUNT: elements of a tile.
         WAITED: a power of two of at least ``world``.

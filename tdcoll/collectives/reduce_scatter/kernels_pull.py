@@ -2,38 +2,38 @@
 """Reduce-scatter of a symmetric tensor inside one node: every rank reads its part where it lies on the others.
 
 Scope: one node whose ranks can address each other's memory; ``source`` is symmetric, at the same offset on all ranks;
-any dtype that can be reduced; messages for which the bytes count. A part crosses NVLink once, as by ``kernels_direct``,
-and is neither stored to an inbox nor loaded from it: so a call of any size is one epoch. It takes more crossings: the
-ranks say to each other when ``source`` may be read, and when it has been.
+any dtype that can be reduced; messages that are bound by bandwidth. A part crosses NVLink once, as by
+``kernels_direct``. A call of any size is one epoch, because no part is stored to an inbox or loaded from it. It takes
+more hops, because the ranks tell each other when ``source`` may be read, and when it has been read.
 
 Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into chunks::
 
     entered --> every other rank: source is there
     source[r] on rank 0, ..., on rank world - 1 --loads, sum in rank order--> out; then the chunk's signal to every rank
 
-Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by every program that sums.
+Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by every thread block that sums.
 ``arrived[slot, channel, s]`` on rank r is set by rank s when it has read that chunk of its part here, and polled by the
-last program, which so hears from every rank.
-``gave_up[s]`` on rank r is set by the last program of rank s if it has not heard from every peer in time, and looked at
-by every program that has summed.
+last thread block, which thereby hears from every rank. ``gave_up[s]`` on rank r is set by the last thread block of rank
+s if it has not heard from every peer in time, and looked at by every thread block that has summed.
 
-Ordering: what has filled ``source`` is earlier on the stream, hence before the release of ``entered``; who sums
-acquires it. A release comes after the loads of its block, which its barrier has waited for. So the loads come before
-whatever the rank that acquires the signal does after the call, such as filling ``source`` anew.
+Ordering: the kernel that filled ``source`` is earlier on the stream, and therefore before the release of ``entered``,
+which the summing thread blocks acquire. A release comes after the loads of its block, because its barrier has waited
+for them. The loads therefore come before the later work of the rank that acquires the signal, for example when it fills
+``source`` anew.
 
 A rank that gives up may still overwrite ``source``, and a late peer would then sum the new numbers. It therefore tells
-its peers before its launch ends, and they check after their loads, see :mod:`tdcoll.primitives.stores`. The last
-program tells, because it knows whether all peers have finished reading. It also tells if it starts after another
-program has timed out, since the first program may have said that ``source`` is there. If all programs start after that,
-no peer has been told to read. The check comes after the release, so it overlaps with the signal's latency: a barrier,
-and ``world - 1`` loads at once from this GPU's memory.
+its peers before its launch ends, and they check after their loads, see :mod:`tdcoll.primitives.stores`. The last thread
+block tells, because it knows whether all peers have finished reading. It also tells if it starts after another thread
+block has timed out, because the first thread block may have announced that ``source`` is there. If all thread blocks
+start after that, no peer was invited to read. The check comes after the release, so it overlaps with the signal's
+latency: a barrier, and ``world - 1`` loads at once from this GPU's memory.
 
-Order of programs: the first says that the rank has entered before it waits. Those that sum wait for that alone. The
-last waits for programs that sum on other ranks, which come before it there; so any number of resident blocks makes
-progress.
+Order of thread blocks: the first says that the rank has entered before it waits. Those that sum wait for that alone.
+Any number of resident blocks makes progress, because the last one waits for thread blocks that sum on other ranks,
+which come before it there.
 
-In place: ``out`` may be ``source[r]``. Nobody else reads that part, and every element of it is read by the program that
-then writes it.
+In place: ``out`` may be ``source[r]``. No other rank reads that part, and every element of it is read by the thread
+block that then writes it.
 """
 
 import triton.language as tl
@@ -53,7 +53,7 @@ def reduce_scatter_pull(
     channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr,
 ):  # fmt: skip
-    """``[world, nbytes] -> [nbytes]`` inside one node. Programs: ``channels + 1``.
+    """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``channels + 1``.
 
     Args: those of ``reduce_scatter_direct``, except
         source: symmetric, at the same offset on all ranks.

@@ -12,18 +12,18 @@ from which this rank puts::
     source[p] --> outbox of own inbox[slot, p] --nbi put+signal--> inbox of inbox[slot, r] on p             all others
     inboxes and source[r] --sum in rank order inside each node--> node sums --sum in node order--> out
 
-Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the programs that
+Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the thread blocks that
 reduce that chunk.
 
 Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and the
 reducer acquires the signals. The nbi puts read the outbox after the launch has ended; nothing waits for them. This rank
-writes that outbox next in epoch e + 2, when it is done with e + 1, for which it has heard from every peer. So each peer
-had started e + 1, hence was done with e and had received what was put to it. By then every rank knows this of all
-others, so a call of another kind may write the whole segment in e + 2, too.
+writes that outbox next in epoch e + 2, when it is done with e + 1, for which it has heard from every peer. By then each
+peer had started e + 1, and was therefore done with e and had received the puts to it. A call of another kind may write
+the whole segment in e + 2, too, because every rank then knows this of all others.
 
-Order of programs: first all that put; then chunk by chunk those that store, and those that reduce. A sender waits for
-nobody. A reducer waits for senders of its chunk, which on every rank come before the reducers of that chunk; so any
-number of resident blocks makes progress.
+Order of thread blocks: first all that put; then chunk by chunk those that store, and those that reduce. A sender
+doesn't wait. Any number of resident blocks makes progress, because a reducer waits for senders of its chunk, which on
+every rank come before the reducers of that chunk.
 
 In place: as in ``kernels_direct``.
 """
@@ -47,11 +47,11 @@ def reduce_scatter_puts(
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` on any nodes.
 
-    Programs: ``channels`` times n_remote that put, then ``channels`` times (n_local that store, ``reducers``).
+    Thread blocks: ``channels`` times n_remote that put, then ``channels`` times (n_local that store, ``reducers``).
 
     Args: those of ``reduce_scatter_direct``, and
         inbox: its segments have at least ``outbox + nbytes`` bytes.
-        routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; as local ones those that can be stored to.
+        routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; the local ones are peer-accessible.
         nodes: :class:`~tdcoll.primitives.group.Nodes`.
         outbox: where the second half of a segment begins, in bytes: a multiple of 16, and at least ``nbytes``.
         channels: chunks.
@@ -88,6 +88,4 @@ def reduce_scatter_puts(
         if (source | source_stride | out | nbytes) % 16 == 0:
             reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, True, COUNT)
         else:
-            reduce_chunk(
-                worker, reducers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, False, COUNT
-            )
+            reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, False, COUNT)

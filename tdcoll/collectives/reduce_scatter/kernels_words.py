@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter inside one node, by words that need no signal: one crossing.
+"""Reduce-scatter inside one node by the Lamport protocol or LL: one hop.
 
-Scope: one node whose ranks can store to each other's memory; dtypes of at most 4 bytes. Floating types go by words that
-announce themselves (:mod:`tdcoll.primitives.lamport`), where the context has memory for them; all others by words that
-carry a flag (:mod:`tdcoll.primitives.ll`), a third more of them. (Elements of 8 bytes would lie across flagged words,
-and have legal values with a sentinel in them: they go by ``kernels_direct``.)
+Scope: one node whose ranks can store to each other's memory; dtypes of at most 4 bytes. Floating-point types use the
+Lamport protocol (:mod:`tdcoll.primitives.lamport`), if the context has memory for it; all others use LL
+(:mod:`tdcoll.primitives.ll`), which sends a third more words. (Elements of 8 bytes use ``kernels_direct``, because they
+would lie across LL words, and some of their values contain the sentinel.)
 
 Data flow, seen from rank r::
 
@@ -14,16 +14,16 @@ Data flow, seen from rank r::
 Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s, and polled by the program
 of rank r that has the number of the one which sent them.
 
-Ordering and reuse of a slot: those of the words' own modules. Each rank sends at least one word to everybody, so a rank
-that is done with a call has heard from all.
+Ordering and reuse of a slot: those of the protocols' modules. When a rank is done with a call, it has heard from all,
+because each rank sends at least one word to every other.
 
 Order of programs: the data is cut into blocks of words, and program i takes the blocks i, i + programs, ... one after
-the other. It sends a block before it waits for it, and waits for programs i of other ranks only, which do the same in
-the same order; so any number of resident blocks makes progress, and any number of programs, as long as it is the same
-on all ranks.
+the other. Any number of resident blocks makes progress, and any number of programs, if it is the same on all ranks,
+because program i sends a block before it waits for it, and waits for programs i of other ranks only, which do the same
+in the same order.
 
-In place: ``out`` may be ``source[r]``. Nobody else reads that part, and a program stores to the words that it has
-loaded before, and to no others.
+In place: ``out`` may be ``source[r]``. No other rank reads that part, and a program stores only to words that it has
+loaded before.
 
 Bits: sums are in rank order, in the accumulator's type, rounded once, as in every other algorithm.
 """
@@ -46,10 +46,10 @@ def reduce_scatter_words(
     """``[world, nbytes] -> [nbytes]`` inside one node. Programs: ``blocks``, or with ``LOOPED`` any number up to that.
 
     Args: those of ``reduce_scatter_direct``, except
-        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or with flags :class:`~tdcoll.primitives.group.Inbox`, with
-            room in each segment for the words of ``nbytes``.
+        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or for LL :class:`~tdcoll.primitives.group.Inbox`, whose
+            segments hold the words of ``nbytes``.
         blocks: of ``BLOCK`` words, which hold all words of a part; at least one.
-        LAMPORT: the words announce themselves and hold 16 bytes; else they carry a flag and hold 12.
+        LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise LL, with 12.
         BLOCK: words of a block.
         LOOPED: programs take several blocks each.
     """
@@ -84,7 +84,7 @@ def _sum(
     out, inbox, g, nbytes, word, mine, call, mask,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr,
 ):  # fmt: skip
-    """Reduce what all ranks have sent of a block ``-> out``."""
+    """Reduce a block of all ranks' words to ``out``."""
     parts, summed = words.receive(g, inbox, word, mine, call, mask, LAMPORT)
     result = words.reduce(parts, g.world, DTYPE, ACC, OP, LAMPORT)
     words.store(out, word, tl.cast(nbytes, tl.int32), result, summed, LAMPORT)

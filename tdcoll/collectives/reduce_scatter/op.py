@@ -38,7 +38,7 @@ def reduce_scatter(
         tensor: a segment for each rank, contiguous, on the context's device, of a dtype that :func:`tdcoll.all_reduce`
             takes. With ``out`` it may be ``[world, n, ...]`` as well; without, the first extent is what is divided.
         op: as for :func:`tdcoll.all_reduce`.
-        out: where the result goes: contiguous, same dtype. Made if None. May be this rank's own segment of ``tensor``,
+        out: the result: contiguous, same dtype. Made if None. May be this rank's own segment of ``tensor``,
             and must not overlap it otherwise. It gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
         algorithm: ``"ll"``, ``"direct"``, ``"pull"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.

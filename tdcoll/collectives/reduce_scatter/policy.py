@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which reduce-scatter to launch where nothing was measured, and how it is cut: pure, see :mod:`.._host.plan`."""
+"""The default heuristic for reduce-scatters if nothing was measured, and chunks: pure, see :mod:`.._host.plan`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def blocks(facts: Facts, plan: Plan) -> int:
 
 
 def default(facts: Facts) -> str:
-    """Return the algorithm that is taken where no table says anything.
+    """Return the algorithm that is taken if no table has an entry.
 
-    - In one node words where the context has room (not in the simulator, where they cost much more), else loads from
-      symmetric memory, else stores.
+    - In one node Lamport or LL if the context has memory for them (not in the simulator, because they cost much more
+      there), otherwise loads if the input is symmetric memory, otherwise stores.
     - Puts elsewhere.
     """
     if not facts.simulated and needs_reduced_words(facts) is None:

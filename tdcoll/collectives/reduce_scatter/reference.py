@@ -25,8 +25,8 @@ def reduce_parts(parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = 
 
     The accumulator is fp32 for fp8, fp16, bf16 and fp32, and the dtype itself otherwise; integers wrap. Parts are
     combined in rank order inside each node, and the results of the nodes in node order. A mean is the sum divided once
-    by ``world``. The result is rounded once; a -0.0 becomes +0.0. What is too large for e4m3fn becomes its largest
-    number, infinities too.
+    by ``world``. The result is rounded once; a -0.0 becomes +0.0. If a value is too large for e4m3fn, it becomes the
+    largest number, infinities too.
 
     Args:
         parts: one per rank, in rank order.
@@ -50,7 +50,7 @@ def reduce_parts(parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = 
         total = total / torch.full_like(total, len(parts))  # by a tensor: by a number, a GPU multiplies
     if not dtype.is_floating_point:
         return total.to(dtype, copy=True)
-    if dtype == torch.float8_e4m3fn:  # PyTorch before 2.12 makes NaN of what is too large
+    if dtype == torch.float8_e4m3fn:  # PyTorch before 2.12 makes NaN of larger numbers
         limit = torch.finfo(dtype).max
         total = total.clamp(-limit, limit)
     return (total.to(dtype).to(total.dtype) + 0.0).to(dtype)
@@ -63,7 +63,7 @@ def reduce_scatter_reference(
 
     Args:
         tensors: one per rank, in rank order.
-        nodes, op: as for :func:`reduce_parts`, which also says what is raised.
+        nodes, op: as for :func:`reduce_parts`, which also lists the errors.
     """
     parts = [tensor.chunk(len(tensors)) if tensor.numel() else [tensor] * len(tensors) for tensor in tensors]
     return [reduce_parts([of[rank] for of in parts], nodes, op) for rank in range(len(tensors))]

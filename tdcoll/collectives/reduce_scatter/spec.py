@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter as the rest of tdcoll sees it: :data:`SPEC`. Options of a call are its dtype and its operation."""
+"""The spec of the reduce-scatter: :data:`SPEC`. Options of a call are its dtype and its operation."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ The exchange is the all-gather in place: by stores in one node, else by puts. Si
 
 Why the memory may be used again: when *exchange* of the next call is complete here, every rank has begun that call, so
 it is done with the results of this one (the caller's work on its stream included) and with everybody's ``stage``. The
-exchange itself lets nobody write into ``lists`` of a rank that has not begun. So one ``lists``, one ``stage`` and one
+exchange itself lets no peer write into ``lists`` of a rank that has not begun. So one ``lists``, one ``stage`` and one
 ``out`` are enough. If a wait expires, no call follows that could complete, and *combine* leaves ``stage`` alone for
 peers that still read it.
 

@@ -43,7 +43,7 @@ def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 class _Kind:
-    """What calls of one kind on a context have in common, which the host need not find out again.
+    """The facts that calls of one kind on a context have in common, which the host need not find out again.
 
     Attributes:
         algorithm: the choice that the context's capacity allows.

@@ -94,6 +94,9 @@ class SparseContext(CollectiveContext):
     any number of rows, any dtype and any row of at most ``max_row_bytes``. ``docs/sparse-all-reduce.md`` says how much
     memory it takes; :func:`symmetric_bytes` computes what it takes of the symmetric heap.
 
+    >>> with tdcoll.SparseContext(max_rows_per_rank=1024, max_row_bytes=256) as ctx:
+    ...     ctx.check()
+
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
         max_rows_per_rank: the most *different* rows that one rank brings to a call.
@@ -115,6 +118,8 @@ class SparseContext(CollectiveContext):
         HeapExhaustedError: the symmetric heap is too small.
         RankMismatchError: ranks pass different arguments.
     """
+
+    dense = False
 
     def __init__(
         self,
@@ -163,7 +168,7 @@ class SparseContext(CollectiveContext):
             raise
 
     def _prepare(self, group: runtime.Group, max_programs: int | None) -> None:
-        """What does not depend on the capacity."""
+        """Parts that don't depend on the capacity."""
         dist, device, words = torch.distributed, self.device, STATUS_WORDS.value
         cuda = device.type == "cuda"
         self.process_group = group if isinstance(group, dist.ProcessGroup) else None
@@ -179,7 +184,7 @@ class SparseContext(CollectiveContext):
         most = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self.most_programs = most if max_programs is None else min(most, max_programs)
         self.status_words = torch.zeros(words, dtype=torch.int64, pin_memory=cuda)
-        """What the lists of a call say, on the host."""
+        """The status of a call, from its lists, on the host."""
         self.status_event = torch.cuda.Event() if cuda else None
         self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=device)
         """The first status that was wrong in a call of fixed size, and 1 + the number of rows of its table."""

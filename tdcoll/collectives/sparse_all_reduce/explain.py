@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be said of a sparse all-reduce before the ranks have exchanged their ids."""
+"""Facts about a sparse all-reduce before the ranks have exchanged their ids."""
 
 from __future__ import annotations
 

@@ -70,6 +70,7 @@ def _calling(
     refuses calls. ``facts``: what more debug mode compares."""
 
     def checked() -> Rows:
+        arguments.instance("algorithm", algorithm, str, "a str")
         rows = prepare()
         check_operation(op, rows.values.dtype)
         begin, end = ctx.area.data_ptr(), ctx.area.data_ptr() + ctx.area.nbytes
@@ -151,8 +152,12 @@ def sparse_all_reduce(
     nodes, if there are several), in fp32 for fp16 and bf16, and rounded once per level: repeated rows, node, result.
     NaN propagates through max and min; -0.0 in the result is +0.0.
 
-    The call returns when the size of the result is known; the rows may still be on their way, in the order of the
-    stream. It cannot be captured in a CUDA graph: see :func:`sparse_all_reduce_padded`.
+    The result has no gradient. The call returns when its size is known; the rows may still be on their way, in the
+    order of the stream. It cannot be captured in a CUDA graph: see :func:`sparse_all_reduce_padded`.
+
+    >>> mine = torch.sparse_coo_tensor([[tdcoll.rank(), 2]], torch.ones(2, 1), (4, 1))
+    >>> tdcoll.sparse_all_reduce(mine).to_dense().flatten()  # on 2 ranks
+    tensor([1., 1., 2., 0.])
 
     Args:
         tensor: ``torch.sparse_coo`` with one sparse dimension and any dense ones, coalesced or not; fp16, bf16, fp32,
@@ -204,6 +209,10 @@ def sparse_all_reduce_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[n], [n, ...] -> [U], [U, ...]``: :func:`sparse_all_reduce` on indices and rows.
 
+    >>> ids, rows = tdcoll.sparse_all_reduce_rows(torch.tensor([tdcoll.rank(), 2]), torch.ones(2, 1), num_rows=4)
+    >>> ids  # on 2 ranks
+    tensor([0, 1, 2])
+
     Args:
         indices: int64 ``[n]``, each in ``0..num_rows - 1``; any order, and repeated, unless ``coalesced``.
         values: ``[n, ...]``, the rows.
@@ -247,6 +256,12 @@ def sparse_all_reduce_padded(
     What only the lists of all ranks show (too many rows, indices out of range, other arguments on other ranks) gives 0
     rows on every rank, and so does a wait that has expired on the rank where it has; :meth:`SparseContext.check` then
     raises it.
+
+    >>> with tdcoll.SparseContext(max_rows_per_rank=2, max_row_bytes=4) as ctx:
+    ...     ids = torch.tensor([tdcoll.rank(), 2])
+    ...     padded = tdcoll.sparse_all_reduce_padded(ids, torch.ones(2, 1), 4, ctx=ctx)
+    >>> padded.count  # on 2 ranks
+    tensor([3])
 
     Args:
         ctx: a :class:`SparseContext`. It does not grow here.

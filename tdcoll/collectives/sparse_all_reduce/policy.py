@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How to sum sparse rows: pure functions of facts that are the same on every rank.
 
-Two ranks that choose differently wait for signals that nobody sends. So the choice sees the context's capacities, the
+Two ranks that choose differently wait for signals that no rank sends. So the choice sees the context's capacities, the
 shape of the tensor, the topology, and counts that every rank has read from the same lists; never the rank, its own
 number of rows, the clock or the device.
 """
@@ -18,7 +18,7 @@ __all__ = ["ALGORITHMS", "EXCHANGE_CHANNELS", "Tiles", "choose", "prefers_dense"
 ALGORITHMS = ("auto", "owner", "gather", "dense")
 
 GATHER_BYTES = 64 << 10
-"""Bytes of ids and rows of one rank, at the context's capacity, up to which everybody is sent everything: beyond it
+"""Bytes of ids and rows of one rank, at the context's capacity, up to which every rank is sent everything: beyond it
 the bytes cost more than the two launches and the hop that it saves."""
 
 GATHERED_BYTES = 8 << 20

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank brings to a sparse all-reduce, checked."""
+"""The rows of one rank in a sparse all-reduce, checked."""
 
 from __future__ import annotations
 

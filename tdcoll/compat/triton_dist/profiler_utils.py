@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``triton_dist.profiler_utils``: how long a function takes."""
+"""``triton_dist.profiler_utils``: measures the time of a function."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ __getattr__ = attributes_of("triton_dist.utils")
 NVSHMEM_SIGNAL_DTYPE = torch.int64
 
 _HEAP_BYTES = 2 << 30
-"""Symmetric heap of each rank, if ``NVSHMEM_SYMMETRIC_SIZE`` is not set: such programs keep whole matrices there. On
-the simulator it takes memory only for what is written to."""
+"""Symmetric heap of each rank if ``NVSHMEM_SYMMETRIC_SIZE`` is not set, because such programs keep whole matrices
+there. On the simulator it takes memory only when it is written to."""
 
 # ---------------------------------------------------------------------- joining and leaving
 
@@ -56,10 +56,10 @@ def initialize_distributed(seed: int | None = None, initialize_shmem: bool = Tru
 
     Args:
         seed: generators get ``3 + seed``; default: the rank.
-        initialize_shmem: whether to join the job; False: make only the process group.
+        initialize_shmem: whether to join the job; if False, make only the process group.
 
     Returns:
-        A group of all ranks: NCCL's on GPUs, gloo's on the simulator and where ranks share GPUs.
+        A group of all ranks: NCCL's on GPUs, gloo's on the simulator and if ranks share GPUs.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if not INTERPRETED:
@@ -141,7 +141,7 @@ def supports_p2p_native_atomic() -> bool:
 
 
 def requires_p2p_native_atomic(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``fn`` warn when it is called where atomics do not work on peers' memory."""
+    """Make ``fn`` warn when it is called and atomics do not work on peers' memory."""
 
     @functools.wraps(fn)
     def warned(*args: Any, **kwargs: Any) -> Any:
@@ -158,12 +158,12 @@ def has_tma() -> bool:
 
 
 def has_fullmesh_nvlink() -> bool:
-    """Return True: tdcoll starts only where every GPU of a node reaches every other."""
+    """Return True, because tdcoll starts only if every GPU of a node reaches every other."""
     return True
 
 
 def launch_cooperative_grid_options() -> dict[str, bool]:
-    """Return the launch options of a grid whose programs are all on the GPU at once."""
+    """Return the launch options of a grid whose thread blocks are all resident at once."""
     return {"launch_cooperative_grid": True}
 
 

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rewritten kernels (:mod:`.rewrite`) call: the truth of tensors, and branches on the thread index.
+"""Functions that rewritten kernels (:mod:`.rewrite`) call: the truth of tensors, and branches on the thread index.
 
 Every tensor of ``and``, ``or`` and ``not`` is evaluated, and only compile-time values cut an expression short, as in
 compiled Triton.
 
-A program is one thread of control, so a test on the thread index cannot branch. Instead the body runs once for each
-thread that the test selects, one after another, and ``tid(0)`` in it is that thread's index:
+A test on the thread index cannot branch, because a program is one thread of control. Instead the body runs once for
+each thread that the test selects, one after another, and ``tid(0)`` in it is that thread's index:
 
 - ``if tid(0) < n: ... else: ...``, also nested;
 - ``for i in range(tid(0), n, ntid(0))`` and ``while``: every thread runs its loop.
 
-A name whose value differs from thread to thread, as of ``t = tid(0) // 32``, has a block of all values, of a shape that
-no other block has. Each thread that runs gets its own in such names. What it assigns there is gone when the next runs.
+If the value of a name differs from thread to thread, for example ``t = tid(0) // 32``, the name has a block of all
+values, of a shape that no other block has. Each thread that runs gets its own value, and loses its assignments when the
+next one runs.
 
-Not possible: ``tid``, or a name that depends on it, anywhere else, since a program has one value there; and races
+Not possible: ``tid``, or a name that depends on it, anywhere else, because a program has one value there; and races
 between threads of one block.
 """
 
@@ -34,18 +35,18 @@ from tdcoll.runtime.simulator.tasks import Task
 __all__ = ["FUNCTIONS", "differs", "of_threads", "one_value", "thread_index"]
 
 _ALL = -2
-"""``Task.lane`` while an expression is evaluated for all threads at once."""
+"""``Task.lane`` when an expression is evaluated for all threads at once."""
 
 _EACH = (1, 1, 1, 1)
 """A block of the values of n threads has the shape ``[n, 1, 1, 1, 1]``."""
 
 
 _UNSET: Any = object()
-"""What a name is that has no value."""
+"""The value of a name that has none."""
 
 
 def thread_index(task: Task, axis: int) -> Any:
-    """``tid(axis)`` of the thread that ``task`` runs as."""
+    """Return ``tid(axis)`` of the thread that ``task`` runs as."""
     if axis == 0 and task.lane is None:
         raise one_value("tid()")
     if axis == 0 and task.lane == _ALL:
@@ -54,7 +55,7 @@ def thread_index(task: Task, axis: int) -> Any:
 
 
 def one_value(what: str) -> TdcollError:
-    """The error for something that has to be the same for all threads, and isn't."""
+    """Return the error for a value that has to be the same for all threads, if it isn't."""
     return TdcollError(
         f"{what} is different in each thread, and the simulator runs a program as one: use it in the test of an `if`, "
         "in the range of a `for`, or inside of them"
@@ -73,21 +74,21 @@ def differs(value: Any) -> bool:
 
 
 def _tensor(data: Any, kind: Any, origin: Any = None) -> Any:
-    """A scalar, or the values of all threads."""
+    """Return a scalar, or the values of all threads."""
     handle = triton_interpreter.TensorHandle(data if data.size == 1 else data.reshape(-1, *_EACH), kind)
     handle.origin = origin
     return tl.tensor(handle, kind if data.size == 1 else tl.block_type(kind, list(handle.data.shape)))
 
 
 def _own(value: Any, lane: int | None) -> Any:
-    """What ``value`` is in one thread; in the program as a whole, for None."""
+    """Return ``value`` in one thread; in the program as a whole if ``lane`` is None."""
     if lane is None or not differs(value):
         return value
     return _tensor(value.handle.data[lane].reshape(1), value.type.scalar, value.handle.origin)
 
 
 def _read(name: str, value: Any) -> Any:
-    """The value of a name that may differ from thread to thread."""
+    """Return the value of a name that may differ from thread to thread."""
     if value is _UNSET:
         raise TdcollError(f"{name} has no value here: what a branch or loop on tid() assigns is gone at its end")
     if differs(value) and machine().program.lane is None:
@@ -96,7 +97,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _assigned(evaluate: Callable[[], Any]) -> Any:
-    """The value of an expression: of all threads, outside of branches and loops on the thread index."""
+    """Return the value of an expression: of all threads, outside of branches and loops on the thread index."""
     task = machine().program
     if task.lane is not None:
         return evaluate()
@@ -111,7 +112,8 @@ def _assigned(evaluate: Callable[[], Any]) -> Any:
 
 
 def _split(test: Callable[[], Any], assigned: int, values: tuple[Any, ...]) -> _Split:
-    """For which threads a test holds. ``values``: those of the names in the branches; so many of them are assigned."""
+    """Return the threads for which a test holds. ``values``: those of the names in the branches, the assigned ones
+    first."""
     task, held = machine().program, _assigned(test)
     if task.lane is None and differs(held):
         holds: dict[int | None, bool] = dict(enumerate(held.handle.data.reshape(-1).astype(bool).tolist()))
@@ -120,7 +122,8 @@ def _split(test: Callable[[], Any], assigned: int, values: tuple[Any, ...]) -> _
 
 
 def _split_all(each: bool, deciding: tuple[Any, ...], assigned: int, values: tuple[Any, ...]) -> _Split:
-    """The threads that run a loop: all, if it runs in ``each`` or names that decide it differ, or the one that runs."""
+    """Return the threads that run a loop: all if it runs in ``each`` or names in its test differ, otherwise the one
+    that runs."""
     task = machine().program
     each = task.lane is None and (each or any(map(differs, deciding)))
     return _Split(task, dict.fromkeys(range(task.threads) if each else [task.lane], True), assigned, values)
@@ -133,7 +136,7 @@ class _Split:
         self._task, self._holds, self._assigned, self._values = task, holds, assigned, values
 
     def threads(self, wanted: bool) -> Iterator[tuple[Any, ...]]:
-        """The values of the names in each thread for which the test is ``wanted``, while that thread runs."""
+        """Yield the values of the names in each thread for which the test is ``wanted``, while that thread runs."""
         outer = self._task.lane
         try:
             for lane in [lane for lane, holds in self._holds.items() if holds is wanted]:
@@ -143,14 +146,14 @@ class _Split:
             self._task.lane = outer
 
     def after(self, *values: Any) -> tuple[Any, ...]:
-        """What is in the names now, given what is in them where the last thread has ended."""
+        """Return the values of the names now, given those when the last thread has ended."""
         if len(self._holds) == 1:
             return values
         return (*[_UNSET] * self._assigned, *self._values[self._assigned :])
 
 
 def _truth(value: Any) -> bool:
-    """Return the truth that ``if`` and ``while`` ask for: of a tensor of one value only."""
+    """Return the truth for ``if`` and ``while``: of a tensor of one value only."""
     if isinstance(value, tl.tensor) and value.handle.data.size != 1:
         raise ValueError(
             f"a block of shape {list(value.handle.data.shape)} is neither true nor false: `if` and `while` take "
@@ -160,12 +163,13 @@ def _truth(value: Any) -> bool:
 
 
 def _every(value: Any) -> bool:
-    """Return the truth that ``assert`` asks for: of a block, that of every value."""
+    """Return the truth for ``assert``: of a block, that of every value."""
     return bool(value.handle.data.all()) if isinstance(value, tl.tensor) else bool(value)
 
 
 def _logical(sign: str, ends: bool, *values: Callable[[], Any]) -> Any:
-    """``and`` and ``or``: a compile-time value that is ``ends`` decides; tensors are all evaluated and combined."""
+    """Evaluate ``and`` and ``or``: a compile-time value decides if it is ``ends``; tensors are all evaluated and
+    combined."""
     tensors, last = [], None
     for evaluate in values:
         last = evaluate()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interpreter's builder on a simulated machine: which operations it sees, and what they do to values.
+"""The interpreter's builder on a simulated machine: the operations that it sees, and their effect on values.
 
-The position in the grid is read from the running task, and loads, stores and atomics are shown to the machine, so that
-switching tasks has nothing to save or restore. Handles carry the origin of what they hold (:mod:`.extents`), in an
+Switching tasks has nothing to save or restore, because the position in the grid is read from the running task, and
+loads, stores and atomics are shown to the machine. Handles carry the origin of their values (:mod:`.extents`), in an
 attribute that :class:`.interpreter.Installed` gives them. Arithmetic on bf16, and casts to and from bf16 and fp8, which
 Triton's interpreter gets wrong, are done here (:mod:`.floats`).
 """
@@ -34,7 +34,7 @@ _RELEASES = (_SEMANTIC.RELEASE, _SEMANTIC.ACQUIRE_RELEASE)
 _BITS = "HB"
 """Codes of the numpy types that hold the bits of bf16 and fp8."""
 _MOVING = "addptr ashr bitcast broadcast expand_dims gather idiv int_to_ptr ptr_to_int reshape trans unsplat"
-"""Operations whose first operand is where their result comes from."""
+"""Operations whose result has the origin of their first operand."""
 
 
 def _flat(handle: Any) -> np.ndarray[Any, Any]:
@@ -127,7 +127,7 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
             return _computed(op, lhs, rhs)
         result = super().binary_op(lhs, rhs, op)
         if result.data.dtype.char == "?":
-            result.dtype = tl.int1  # the interpreter gives a comparison the type of what was compared
+            result.dtype = tl.int1  # the interpreter gives a comparison the type of its operands
         if lhs.origin is not None or rhs.origin is not None:
             # A distance within one tensor is no address, nor is the remainder of one.
             distance = op is np.subtract and lhs.origin is rhs.origin
@@ -191,14 +191,14 @@ for _name in _MOVING.split():
 
 
 def moved_from(source: Any, result: Any) -> Any:
-    """``result``, which was made of ``source``."""
+    """Return ``result``, which was made of ``source``."""
     if source.origin is not None:
         result.origin = source.origin
     return result
 
 
 def _either(one: Any, other: Any, result: Any) -> Any:
-    """``result``, each of whose elements is one of ``one`` or of ``other``."""
+    """Return ``result``, each of whose elements is one of ``one`` or of ``other``."""
     if one.origin is not None or other.origin is not None:
         result.origin = one.origin if one.origin is other.origin else MIXED
     return result
@@ -214,7 +214,7 @@ def is_narrow_handle(handle: Any) -> bool:
 
 
 def _computed(op: Callable[..., Any], *operands: Any) -> Any:
-    """``op`` of bf16, computed in fp32 and rounded."""
+    """Return ``op`` of bf16, computed in fp32 and rounded."""
     kind = operands[-1].dtype.scalar
     if is_fp8(kind):
         raise TypeError(f"Triton has no arithmetic on {kind}: cast to a wider type first, such as .to(tl.float32)")
@@ -225,7 +225,7 @@ def _computed(op: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _add_narrow(ptr: Any, val: Any, wanted: Any) -> Any:
-    """An atomic addition of bf16, which the interpreter does not have; what was there before."""
+    """Add bf16 atomically, because the interpreter cannot; return the old value."""
     kind, addresses, before = val.dtype.scalar, _flat(ptr), np.zeros(ptr.data.size, np.uint16)
     summands = to_float32(np.broadcast_to(val.data, ptr.data.shape).reshape(-1), kind)
     for place in np.flatnonzero(wanted).tolist():
@@ -242,7 +242,7 @@ _uncached_numpy_dtype = triton_interpreter._get_np_dtype
 
 
 def numpy_dtype(dtype: Any) -> Any:
-    """The numpy type of a Triton type. Triton builds a table of all types to answer that, for every operation."""
+    """Return the numpy type of a Triton type. Triton's own function builds a table of all types for every operation."""
     found = _numpy_dtypes.get(dtype.name)
     if found is None:
         found = _numpy_dtypes[dtype.name] = _uncached_numpy_dtype(dtype)

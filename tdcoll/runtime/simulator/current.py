@@ -13,7 +13,7 @@ _machine: Machine | None = None
 
 
 def machine() -> Machine:
-    """The machine that kernels run on.
+    """Return the machine that kernels run on.
 
     Raises:
         NotInitializedError: there is none.
@@ -27,12 +27,12 @@ def machine() -> Machine:
 
 
 def pointers() -> PointerAccess:
-    """Loads and stores on that machine."""
+    """Return the loads and stores of that machine."""
     return PointerAccess(machine())
 
 
 def put(wanted: Machine | None) -> None:
-    """Let kernels run on this machine; None: on none.
+    """Let kernels run on this machine, or on none if it is None.
 
     Raises:
         TdcollError: they run on another one.

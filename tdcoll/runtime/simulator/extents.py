@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which bytes a kernel's pointers may reach: those of the tensor that each was derived from.
+"""The bytes that a kernel's pointers may reach: those of the tensor that each was derived from.
 
 A pointer, or an integer that was made of one, carries its *origin*: the storage of an ordinary tensor, or a symmetric
 allocation, whose copies on all PEs that made it count as one. The interpreter's handles pass it on (see
-:mod:`.interpreter`). Views reach the whole of what they view.
+:mod:`.interpreter`). Views reach the whole storage.
 
-Where the origin is not known (an address given as an integer, or loaded from memory, or chosen among several origins)
-an access has to lie within one tensor that is alive.
+If the origin is not known (an address given as an integer, or loaded from memory, or chosen among several origins), an
+access has to lie within one tensor that is alive.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Storage:
 
 
 class _Mixed:
-    """Made of pointers with different origins, so that any of them may be meant."""
+    """The origin of a value made of pointers with different origins: any of them is possible."""
 
 
 MIXED = _Mixed()
 
 Origin = Storage | Allocation | _Mixed | None
-"""Where a value comes from; None: from no pointer, as far as anybody knows."""
+"""The origin of a value; None if it comes from no known pointer."""
 
 
 class Address(int):
@@ -50,22 +50,22 @@ class Address(int):
 
 
 def origin_of(address: int) -> Origin:
-    """The origin of an :class:`Address`; None for any other number."""
+    """Return the origin of an :class:`Address`; None for any other number."""
     return getattr(address, "origin", None)
 
 
 def joined(one: Origin, other: Origin) -> Origin:
-    """The origin of a value that was made of two."""
+    """Return the origin of a value that was made of two."""
     if other is None or one is other:
         return one
     return other if one is None else MIXED
 
 
 class _Storages:
-    """Storages of ordinary tensors by address, for addresses that came without their tensor.
+    """Storages of ordinary tensors by address, for addresses without a tensor.
 
-    Remembers those whose address somebody has asked for. Python's garbage collector knows all the others, but takes
-    milliseconds to say so: it is asked only before an access is refused.
+    It remembers storages whose address was requested. Python's garbage collector knows all the others, but is asked
+    only before an access is refused, because that takes milliseconds.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Storages:
         self._lock = threading.RLock()  # threads of the host ask tensors for their addresses
 
     def remember(self, tensor: torch.Tensor) -> None:
-        """An address of ``tensor`` is known to the program that runs."""
+        """Take note that the running program knows an address of ``tensor``."""
         try:
             storage = tensor.untyped_storage()
             begin, nbytes = storage.data_ptr(), storage.nbytes()
@@ -95,7 +95,8 @@ class _Storages:
                     self._most = max(1024, 2 * len(self._begins))
 
     def around(self, begin: int, end: int) -> tuple[int, int] | None:
-        """The live storage that holds bytes ``[begin, end)``; or, if none does, one that holds the first of them."""
+        """Return the live storage that holds bytes ``[begin, end)``; or, if none does, one that holds the first of
+        them."""
         with self._lock:
             found = self._lookup(begin)
             if found is None or found[1] < end:
@@ -130,7 +131,7 @@ class Extents:
         self._storages = _Storages()
 
     def of_tensor(self, tensor: torch.Tensor, name: str) -> Origin:
-        """The origin of a kernel's argument ``name``."""
+        """Return the origin of a kernel's argument ``name``."""
         first, memory = tensor.data_ptr(), self._memory
         if memory.owns(first):
             return memory.allocations[memory.pe_of(first)].at((first - memory.base) % memory.nbytes)
@@ -139,14 +140,15 @@ class Extents:
         return Storage(begin, begin + storage.nbytes(), name)
 
     def remember(self, tensor: torch.Tensor, first: int) -> int:
-        """``first``, an address of ``tensor``, was asked for: it may come to a kernel as a number."""
+        """Return ``first``, an address of ``tensor``, and take note of it, because it may reach a kernel as a
+        number."""
         if first and not self._memory.owns(first):
             self._storages.remember(tensor)
         return first
 
     def problem(self, begin: int, end: int, origin: Origin, pe: int) -> str | None:
-        """Return why a program of ``pe`` may not access bytes ``[begin, end)`` by a pointer from ``origin``; None if it
-        may. Such as ``bytes 320..328 of pe0.a, which has 8 bytes``."""
+        """Return why a program of ``pe`` may not access bytes ``[begin, end)`` by a pointer from ``origin``, for
+        example ``bytes 320..328 of pe0.a, which has 8 bytes``; None if it may."""
         memory = self._memory
         if begin < NULL_PAGE:
             return "a null pointer: remote_ptr() gives one for PEs on other nodes, which only puts and gets reach"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bf16 and fp8, which numpy does not have: the interpreter keeps their bits in unsigned integers.
+"""bf16 and fp8: the interpreter keeps their bits in unsigned integers, because numpy does not have them.
 
-Every operation on them is computed in fp32 and rounded once, to nearest even, as GPUs do. That is exact for bf16: fp32
-has more than twice its bits. Conversions to fp8 saturate, as those of NVIDIA's GPUs do.
+Every operation on them is computed in fp32 and rounded once, to nearest even, as GPUs do. That is exact for bf16,
+because fp32 has more than twice its bits. Conversions to fp8 saturate, as those of NVIDIA's GPUs do.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def is_narrow(kind: Any) -> bool:
 
 
 def to_float32(bits: Array, kind: Any) -> Array:
-    """The values of bits of a narrow type."""
+    """Return the values of bits of a narrow type."""
     return torch.from_numpy(np.array(bits)).view(_NARROW[kind.name]).to(torch.float32).numpy()
 
 
 def from_float32(values: Array, kind: Any) -> Array:
-    """fp32 rounded to a narrow type, to nearest even; its bits."""
+    """Return the bits of fp32 rounded to a narrow type, to nearest even."""
     target = _NARROW[kind.name]
     if kind.name in _SATURATING:
         limit = torch.finfo(target).max
@@ -47,11 +47,11 @@ def from_float32(values: Array, kind: Any) -> Array:
 
 
 def narrowed(values: Array, kind: Any) -> Array:
-    """Numbers of any numpy type rounded to a narrow type, once; its bits."""
+    """Return the bits of numbers of any numpy type rounded once to a narrow type."""
     if values.dtype != np.float64:
         return from_float32(values.astype(np.float32), kind)
-    # By way of fp32, rounded to odd: what is cut off leaves a trace in the last bit, so that the second rounding is
-    # the only one.
+    # Rounded to odd in fp32 first: bits that are cut off leave a trace in the last one, so that only the second
+    # rounding counts.
     with np.errstate(over="ignore"):
         nearest = values.astype(np.float32)
     bits = nearest.view(np.uint32)

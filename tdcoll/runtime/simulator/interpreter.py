@@ -14,6 +14,7 @@ Everything is put back by :meth:`Installed.remove`, also after errors.
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +41,7 @@ _rewritten: dict[Any, Any] = {}  # kernels rewritten with KernelTransformer
 
 
 def _called_at_once(owner: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
-    """Make a function of Triton's language one that kernels call, without Triton's two wrappers around it."""
+    """Let kernels call a function of Triton's language without Triton's two wrappers around it."""
     function = getattr(member, "__wrapped__", member)
 
     def call(*args: Any, **named: Any) -> Any:
@@ -51,7 +52,7 @@ def _called_at_once(owner: Any, name: str, member: Callable[..., Any], builder: 
 
 
 def _reducing(original: Callable[..., Any], element_by_element: str) -> Callable[..., Any]:
-    """A reduction or a scan that leaves bf16 to the function that combines, as numpy cannot add it up."""
+    """Return a reduction or scan that leaves bf16 to the combining function, because numpy cannot add it."""
 
     def apply_impl(self: Any, input: Any) -> Any:
         if any(map(of_threads, input)):
@@ -64,13 +65,26 @@ def _reducing(original: Callable[..., Any], element_by_element: str) -> Callable
 
 
 def _materializing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Pointers of a block pointer or a descriptor have the origin of its base."""
+    """Let pointers of a block pointer or a descriptor have the origin of its base."""
 
     def materialize_pointers(self: Any, *args: Any) -> Any:
         pointers, mask = original(self, *args)
         return moved_from(self.base, pointers), mask
 
     return materialize_pointers
+
+
+def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let threads rewrite functions in turn: ``ast.parse`` in several at once raises SystemError in Python 3.11."""
+    lock = threading.Lock()
+
+    def rewrite(self: Any) -> Any:
+        if self.fn in self.rewritten_fn:
+            return self.rewritten_fn[self.fn]
+        with lock:
+            return original(self)
+
+    return rewrite
 
 
 class Installed:
@@ -104,8 +118,11 @@ class Installed:
                 scope.set_attr(owner, "materialize_pointers", _materializing(owner.materialize_pointers))
         for owner, generic in ((module.ReduceOps, "generic_reduce"), (module.ScanOps, "generic_scan")):
             scope.set_attr(owner, "apply_impl", _reducing(owner.apply_impl, generic))
-        scope.set_attr(module.FunctionRewriter, "ast_transformer", KernelTransformer())
+        # Each function gets a transformer of its own, which has state: threads may launch kernels at the same time.
+        fresh = types.SimpleNamespace(visit=lambda tree: KernelTransformer().visit(tree))
+        scope.set_attr(module.FunctionRewriter, "ast_transformer", fresh)
         scope.set_attr(module.InterpretedFunction, "rewritten_fn", _rewritten)
+        scope.set_attr(module.InterpretedFunction, "rewrite", _one_at_a_time(module.InterpretedFunction.rewrite))
         call = lambda function, *args, **named: function.rewrite()(*args, **named)  # noqa: E731  lets errors through
         scope.set_attr(module.InterpretedFunction, "__call__", call)
         for name, value in branches.FUNCTIONS.items():

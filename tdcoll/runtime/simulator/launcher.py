@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``kernel[grid](...)`` does: it binds the arguments, and hands the launch to the machine."""
+"""``kernel[grid](...)``: bind the arguments, and pass the launch to the machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _THREADS_PER_WARP = 32
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error that Triton's interpreter wrapped, maybe several times over."""
+    """Return the error that Triton's interpreter wrapped, perhaps several times."""
     while isinstance(error, InterpreterError) and error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -37,7 +37,7 @@ _INTEGERS = {"i32": tl.int32, "i64": tl.int64}
 
 
 class _Signature:
-    """What a launch needs to know of a rewritten kernel."""
+    """The signature of a rewritten kernel, for launches."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.name = fn.__name__
@@ -49,11 +49,11 @@ class _Signature:
         self.constexprs = frozenset(name for name, kind in kinds.items() if kind == "constexpr")
 
     def known(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Those that are arguments of the kernel; the others are launch options."""
+        """Return those that are arguments of the kernel; the others are launch options."""
         return {name: value for name, value in kwargs.items() if name in self.signature.parameters}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by name, tensors as pointers. Raises TypeError as a Python call would."""
+        """Return arguments by name, tensors as pointers. Raises TypeError as a Python call would."""
         try:
             bound = self.signature.bind(*args, **self.known(kwargs))
         except TypeError as error:
@@ -69,7 +69,7 @@ _signature = functools.cache(_Signature)
 
 
 def _to_device(name: str, value: Any, kind: Any = None) -> Any:
-    """A kernel's argument as the interpreter wants it, with its origin; of the type ``kind`` if that is one."""
+    """Return a kernel's argument as the interpreter needs it, with its origin; of the type ``kind`` if that is one."""
     if isinstance(value, tuple):
         fields, kinds = getattr(value, "_fields", None), getattr(type(value), "__annotations__", {})
         if fields is None:
@@ -95,7 +95,7 @@ def _to_device(name: str, value: Any, kind: Any = None) -> Any:
 
 
 class MachineLauncher(triton_interpreter.GridExecutor):
-    """What ``kernel[grid]`` makes: hands the launch to the machine."""
+    """The result of ``kernel[grid]``, which passes the launch to the machine."""
 
     def __init__(self, fn: Any, arg_names: Any, grid: Any, pre_run_hooks: Any = ()) -> None:
         self.fn, self.grid, self.pre_run_hooks = fn, grid, pre_run_hooks
@@ -111,7 +111,8 @@ class MachineLauncher(triton_interpreter.GridExecutor):
             raise ValueError(f"the grid of {signature.name} must have 1 to 3 extents of at least 0, got {grid}")
 
         def program(keep_alive: object = (args, kwargs)) -> None:
-            # Messages may read and write the kernel's tensors after its end; they hold their program, it these.
+            # Keep the tensors, because messages, which hold their program, may read and write them after the kernel's
+            # end.
             machine().program.linked = linked
             fn(**bound)
 

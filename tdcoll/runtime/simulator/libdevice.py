@@ -6,7 +6,7 @@
 replaced too. The functions choose a symbol of the library by the types of their arguments, as they do when they are
 compiled, and :func:`computed` looks it up in a table. A symbol that isn't there is an error.
 
-fp32 is computed in fp64 and rounded, so a result is exact to the last bit or two, where the GPU's may be a few off.
+A result is exact to the last bit or two, because fp32 is computed in fp64 and rounded; the GPU's may be a few off.
 ``fast_*`` are computed like the functions that they approximate.
 """
 
@@ -51,7 +51,7 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "powi": torch.pow,
     "round": _half_away_from_zero,
 }
-"""By name, as a rule without the type, which symbols end or begin with: ``expf``, ``isnand``, ``fadd_rn``."""
+"""By name, usually without the type that symbols end or begin with, for example ``expf``, ``isnand``, ``fadd_rn``."""
 
 
 def computed(symbol: str, operands: list[Any], kind: Any) -> Any:
@@ -99,8 +99,8 @@ def _extern(fn: Callable[..., Any]) -> Any:
 def replacements() -> list[tuple[Any, str, Any]]:
     """Return what to replace while a machine is installed: function, attribute and value.
 
-    The functions get other code, since programs import them by name, too (``from triton.language.extra.libdevice import
-    tanh``).
+    The functions get other code, because programs import them by name, too (``from triton.language.extra.libdevice
+    import tanh``).
     """
 
     def found() -> Iterator[tuple[Any, str, Any]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a simulated machine: the symmetric blocks of all PEs in one buffer, and what each PE has allocated."""
+"""The bytes of a simulated machine: the symmetric blocks of all PEs in one buffer, and each PE's allocations."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tdcoll.runtime.heap import ALIGNMENT
 __all__ = ["NULL_PAGE", "Allocation", "Memory", "MemoryView", "aligned", "read_word", "write_word"]
 
 NULL_PAGE = 4096
-"""No memory lies below this address: a pointer there is null, or null plus an offset."""
+"""If a pointer is below this address, it is null, or null plus an offset, because no memory lies there."""
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to the alignment of symmetric allocations."""
+    """Return ``nbytes`` rounded up to the alignment of symmetric allocations."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def read_word(address: int) -> int:
-    """The unsigned 64-bit word at any address of this process."""
+    """Return the unsigned 64-bit word at any address of this process."""
     return ctypes.c_uint64.from_address(address).value
 
 
 def write_word(address: int, value: int) -> None:
-    """Write a 64-bit word at any address of this process; as one store where the address is aligned."""
+    """Write a 64-bit word at any address of this process; as one store if the address is aligned."""
     ctypes.c_uint64.from_address(address).value = value & 0xFFFF_FFFF_FFFF_FFFF
 
 
@@ -42,7 +42,7 @@ class Allocation:
     """Symmetric memory that ranks have allocated together: bytes ``[begin, end)`` of the block of each.
 
     Attributes:
-        begin, end: offsets; ``end - begin`` is what was asked for, without padding.
+        begin, end: offsets; ``end - begin`` bytes were requested, without padding.
         name: for reports.
         itemsize: bytes of an element.
         pes: PEs that have it.
@@ -58,21 +58,21 @@ class Allocation:
 
 
 class _Allocations:
-    """What one PE has allocated, by offset."""
+    """The allocations of one PE, by offset."""
 
     def __init__(self) -> None:
         self._held: list[Allocation] = []
         self._begins: list[int] = []  # sorted
 
     def replace(self, begin: int, end: int, by: Sequence[Allocation] = ()) -> None:
-        """Whatever has one of the bytes ``[begin, end)`` is gone, and ``by`` is there."""
+        """Remove the allocations that have one of the bytes ``[begin, end)``, and add ``by``."""
         for held in self._held:
             held.live = not (held.begin < end and begin < held.end)
         self._held = sorted((a for a in (*self._held, *by) if a.live), key=lambda a: a.begin)
         self._begins = [a.begin for a in self._held]
 
     def at(self, offset: int) -> Allocation | None:
-        """Return what lies at ``offset``, if anything."""
+        """Return the allocation at ``offset``, if there is one."""
         found = self._held[place - 1] if (place := bisect_right(self._begins, offset)) else None
         return found if found is not None and offset < found.end else None
 
@@ -84,12 +84,12 @@ class Memory:
         buffer: writable, at least ``begin + n_pes * nbytes`` bytes.
         begin: where the first block starts.
         nbytes: size of one block, a multiple of the alignment of allocations.
-        one_view: only one PE says what it has allocated, and that stands for all of them: it is what a process knows
-            that is one PE of several.
+        one_view: take one PE's allocations for those of all, because a process that is one PE of several knows only its
+            own.
         puts: whether NVSHMEM's functions work in kernels.
 
     Attributes:
-        allocations: what each PE has allocated.
+        allocations: of each PE.
     """
 
     def __init__(
@@ -107,19 +107,19 @@ class Memory:
         return 0 <= address - self.base < self.total
 
     def pe_of(self, address: int) -> int:
-        """The PE in whose block ``address`` lies."""
+        """Return the PE in whose block ``address`` lies."""
         return (address - self.base) // self.nbytes
 
     def block(self, pe: int) -> int:
-        """Address of ``pe``'s block."""
+        """Return the address of ``pe``'s block."""
         return self.base + pe * self.nbytes
 
     def words(self, addresses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The unsigned 64-bit words at aligned symmetric addresses (uint64), each as one load."""
+        """Return the unsigned 64-bit words at aligned symmetric addresses (uint64), each as one load."""
         return self._words[(addresses - np.uint64(self.base)) >> np.uint64(3)]
 
     def describe(self, address: int) -> str:
-        """``pe3.signals[0]`` for an address in an allocation, else the PE and the offset."""
+        """Return ``pe3.signals[0]`` if an address is in an allocation, otherwise the PE and the offset."""
         if not self.owns(address):
             return f"address {address:#x}"
         pe, offset = divmod(address - self.base, self.nbytes)
@@ -194,7 +194,7 @@ class MemoryView:
     ) -> bool:
         """Wait on the host until ``ready()``, which is about the word at ``address``; return False after ``timeout_s``.
 
-        The host polls, since another process may write there.
+        The host polls, because another process may write there.
         """
         end = time.monotonic() + timeout_s
         while not ready():
@@ -204,7 +204,7 @@ class MemoryView:
         return True
 
     def written_by_host(self, address: int, nbytes: int) -> None:
-        """Tell waits on the host that it has written these bytes. Those that poll need not be told."""
+        """Tell waits on the host that it has written these bytes. Waits that poll need no notice."""
 
     def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
         made = Allocation(offset, offset + nbytes, name, itemsize, frozenset(pes))
@@ -214,7 +214,7 @@ class MemoryView:
         self._memory.allocations[self.pe].replace(offset, offset + 1)
 
     def close(self) -> None:
-        """Nothing to give back: the buffer goes with the last tensor that views it."""
+        """Do nothing, because the buffer is freed with the last tensor that views it."""
 
     def abandon(self) -> None:
-        """Nothing to leave behind."""
+        """Do nothing, because there is nothing to leave behind."""

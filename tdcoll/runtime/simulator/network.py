@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weak network: messages that arrive as late, and in as strange an order, as NVSHMEM and PTX permit.
 
-Every PE has one *channel* to each PE. What its programs send (puts, signals, stores through a peer pointer) waits
+Every PE has one *channel* to each PE. Messages of its programs (puts, signals, stores through a peer pointer) wait
 there as operations:
 
 - an operation's bytes are cut into one to three pieces, which arrive in any order and interleaved with those
   of other operations; its signal, if it has one, arrives after its own pieces and says nothing of others;
-- a fence, by whatever program, opens a new *epoch* in each of the PE's channels; only operations of a channel's oldest
-  epoch arrive;
-- ``quiet`` waits until all has arrived that the PE had in flight when it was called, but for other programs' stores;
+- a fence, by any program, opens a new *epoch* in each of the PE's channels; only operations of a channel's oldest epoch
+  arrive;
+- ``quiet`` waits until all messages have arrived that the PE had in flight when it was called, except other programs'
+  stores;
 - a blocking put captures its bytes when it is called; an ``nbi`` put reads them when they leave;
-- gets travel in channels of their own, which fences do not order; ``quiet`` waits for them;
+- gets travel in separate channels, which fences do not order; ``quiet`` waits for them;
 - copies of streams travel in those as well, and ``quiet`` does not wait for them;
 - an operation may be *held back* until no task can run but stragglers (see :mod:`tdcoll.runtime.simulator.policy`).
 
-Operations outlive the program that issued them, except stores: those are complete when the launch ends.
+Operations outlive the program that issued them, except stores, which are complete when the launch ends.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Operation:
     Attributes:
         kind: ``"put"``, ``"get"``, ``"signal"``, ``"store"`` or ``"copy"``.
         issuer: program that issued it.
-        channel: from the program's PE to another, and whether it is one that fences do not order.
+        channel: from the program's PE to another, and whether fences do not order it.
         pieces: bytes that have not arrived yet.
-        signal: applied after the last piece; None when there is none, or when it has arrived.
+        signal: applied after the last piece; None if there is none, or when it has arrived.
         done: called when everything has arrived.
         move: called with destination, source and length of each piece when it arrives.
         late: held back until no task can run but stragglers.
@@ -65,7 +66,7 @@ class Operation:
 
 
 class Network:
-    """Messages in flight, and which of them may arrive next, which ``policy`` chooses.
+    """Messages in flight, from which ``policy`` chooses the next to arrive.
 
     ``written`` is called with address and length of bytes that have arrived, and ``arrived`` with ``("arrived", PE)``
     when an operation of that PE has.
@@ -92,7 +93,7 @@ class Network:
         move: Callable[[int, Any, int], Any] = ctypes.memmove,
         is_flag: bool = False,
     ) -> Operation:
-        """Put a message of ``issuer`` into the channel to ``pe``; the rest as in Operation."""
+        """Put a message of ``issuer`` into the channel to ``pe``; other arguments as in Operation."""
         late = self._policy.holds_back(has_signal=signal is not None, is_flag=is_flag)
         channel = issuer.pe, pe, kind in ("get", "copy")
         operation = Operation(kind, issuer, channel, list(pieces), signal, done, move, late)
@@ -107,7 +108,7 @@ class Network:
         return operation
 
     def cut(self, dest: int, source: int | bytes, nbytes: int, unit: int = 1) -> list[Piece]:
-        """Pieces of a copy, cut at multiples of ``unit`` bytes."""
+        """Return the pieces of a copy, cut at multiples of ``unit`` bytes."""
         cuts = [0, *(unit * at for at in self._policy.cuts(nbytes // unit)), nbytes]
         pieces: list[Piece] = []
         for begin, end in pairwise(cuts):
@@ -117,13 +118,13 @@ class Network:
         return pieces
 
     def fence(self, source_pe: int) -> None:
-        """Deliver what ``source_pe`` sends to a PE from now on after what it has sent there already."""
+        """Deliver later messages of ``source_pe`` to a PE after its earlier ones."""
         for (sender, _, unordered), epochs in self._channels.items():
             if sender == source_pe and not unordered and epochs[-1]:
                 epochs.append([])
 
     def outstanding(self, issuer: Task) -> list[Operation]:
-        """Return what has to arrive before a ``quiet`` of ``issuer`` returns that is called now."""
+        """Return the operations that must arrive before ``quiet`` returns if ``issuer`` calls it now."""
         sent = self._sent_by(issuer.pe)
         return [
             operation for operation in sent if operation.issuer is issuer or operation.kind not in ("store", "copy")
@@ -134,7 +135,7 @@ class Network:
         return chain.from_iterable(chain.from_iterable(epochs))
 
     def deliver(self) -> bool:
-        """One piece or one signal of some operation arrives; False if nothing is in flight."""
+        """Let one piece or one signal of some operation arrive; return False if nothing is in flight."""
         queue = self.eager or self._late
         if not queue:
             return False
@@ -147,7 +148,8 @@ class Network:
         return True
 
     def flush_stores(self, issuer: Task, touching: tuple[int, int] | None = None, to: int | None = None) -> None:
-        """Stores of ``issuer`` arrive now, in the order of issue, and before them whatever a fence orders first.
+        """Let stores of ``issuer`` arrive now, in the order of issue, and before them operations that a fence orders
+        first.
 
         Only those that have yet to write to addresses ``touching``, ``[first, end)``, and only those to the PE ``to``.
         """
@@ -163,18 +165,20 @@ class Network:
                 self._flush(channel, wanted)
 
     def release_stores(self, issuer: Task) -> None:
-        """Stores of ``issuer`` so far come before what other programs of its PE do when they have heard of it."""
+        """Order the stores of ``issuer`` so far before later operations of other programs of its PE that have heard of
+        it."""
         if issuer.in_flight:
             stores = (op for op in self._sent_by(issuer.pe) if op.issuer is issuer and op.kind == "store")
             self._released.update(dict.fromkeys(stores))
 
     def flush_released(self, source_pe: int) -> None:
-        """Stores that programs of ``source_pe`` have released to each other arrive now, as in :meth:`flush_stores`."""
+        """Let stores that programs of ``source_pe`` have released to each other arrive now, as in
+        :meth:`flush_stores`."""
         for channel in {op.channel: None for op in self._released if op.issuer.pe == source_pe}:
             self._flush(channel, self._released.__contains__)
 
     def flush_fenced(self, source_pe: int, pe: int) -> None:
-        """Deliver now what ``source_pe`` has sent to ``pe`` before its last fence."""
+        """Deliver now the messages of ``source_pe`` to ``pe`` before its last fence."""
         channel = source_pe, pe, False
         fenced = list(chain.from_iterable(self._channels.get(channel, [])[:-1]))
         self._flush(channel, fenced.__contains__)
@@ -195,7 +199,7 @@ class Network:
             self._close(operation)
 
     def drop(self, source_pe: int) -> None:
-        """Lose everything that ``source_pe`` has sent and that has not arrived yet."""
+        """Drop all messages of ``source_pe`` that have not arrived yet."""
         for operation in list(self._sent_by(source_pe)):
             operation.done = None
             self._withdraw(operation)
@@ -220,7 +224,7 @@ class Network:
             queue.remove(operation)
 
     def _close(self, operation: Operation) -> None:
-        """Everything of ``operation`` has arrived; if it was the last of its epoch, the next one opens."""
+        """Remove ``operation``, which has arrived; if it was the last of its epoch, open the next one."""
         epochs = self._channels[operation.channel]
         next(epoch for epoch in epochs if operation in epoch).remove(operation)
         was_oldest = not epochs[0]

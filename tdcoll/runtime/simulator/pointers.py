@@ -3,9 +3,9 @@
 
 Stores through a peer pointer travel through the network as puts do, element by element at the finest; a
 release at system scope makes the program's earlier ones arrive. Stores to the PE's own memory are seen by its
-own programs at once, and land when they have travelled as well (:mod:`.unseen`): until then other PEs do not see
-them, and what those write to the same bytes is lost. Atomics take effect at once wherever they go. A program sees
-its own stores.
+own programs at once, and land when they have travelled as well (:mod:`.unseen`): until then other PEs do not see them,
+and if those write to the same bytes, these writes are lost. Atomics take effect at once on every PE. A program sees its
+own stores.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ __all__ = ["PointerAccess", "replace_word"]
 Array = np.ndarray[Any, Any]
 
 _QUIET_LOADS = 64
-"""Loads of ordinary memory in a row after which one is a schedule point after all."""
+"""Loads of ordinary memory in a row, until one is a schedule point."""
 _interpreter = triton_interpreter._interpreter
 
 
 class PointerAccess:
-    """What loads and stores of kernels do on ``machine``."""
+    """Loads and stores of kernels on ``machine``."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
     def check(self, addresses: Array, mask: Array, nbytes: int, origin: Origin, what: str) -> bool:
-        """Refuse an access to memory that the program may not reach; whether it goes to symmetric memory.
+        """Refuse an access to memory that the program may not reach; return whether it is to symmetric memory.
 
-        ``what`` is done, "load from" or "store to", to elements of ``nbytes`` bytes at flat ``addresses``, as far as
-        the ``mask`` says so, by pointers from ``origin``. Raises ValueError if one lies outside.
+        ``what``, "load from" or "store to", accesses elements of ``nbytes`` bytes at flat ``addresses``, where ``mask``
+        is true, by pointers from ``origin``. Raises ValueError if one lies outside.
         """
         if not mask.all():
             addresses = addresses[mask]
@@ -67,7 +67,7 @@ class PointerAccess:
             raise ValueError(f"{machine.program.name} would {what} {problem}")
 
     def check_words(self, addresses: Array, mask: Array, origin: Origin, what: str) -> None:
-        """As :meth:`check`, for words of 128 bits, which are aligned."""
+        """As :meth:`check`, for words of 128 bits, which must be aligned."""
         self.check(addresses, mask, 16, origin, what)
         for address in addresses[mask & (addresses % np.uint64(16) != 0)].tolist():
             raise ValueError(f"words must be 16-byte aligned, got {address:#x}")
@@ -85,9 +85,10 @@ class PointerAccess:
         return self._machine.unseen.as_seen_by(pe, begin, end)
 
     def before_load(self, addresses: Array, mask: Array, *, polls: bool, symmetric: bool) -> None:
-        """Called before the running program loads; a schedule point if others could have written there.
+        """Prepare a load of the running program; a schedule point if others could have written there.
 
-        ``polls``: it asks for memory that others write (volatile, atomic, ``ld``). ``symmetric``: of :meth:`check`.
+        ``polls``: whether it reads memory that others write (volatile, atomic, ``ld``). ``symmetric``: of
+        :meth:`check`.
         """
         machine, program = self._machine, self._machine.program
         inside = self._symmetric(addresses, mask) if symmetric else None
@@ -110,7 +111,7 @@ class PointerAccess:
                 machine.network.flush_stores(program, (int(remote.min()), int(remote.max()) + 8))
 
     def stored(self, addresses: Array, mask: Array) -> None:
-        """Called after the running program stored to memory: wakes who waits there. A schedule point."""
+        """Wake tasks that wait for memory that the running program has stored to. A schedule point."""
         scheduler = self._machine.scheduler
         inside = self._symmetric(addresses, mask)
         if inside is None:
@@ -122,7 +123,7 @@ class PointerAccess:
         scheduler.turn()
 
     def store_weakly(self, addresses: Array, values: Array, mask: Array) -> Array:
-        """Send the elements that lie on other PEs through the network; the mask of those that do not, which the caller
+        """Send the elements that lie on other PEs through the network; return the mask of the others, which the caller
         stores, and which other PEs see later."""
         inside, network = self._symmetric(addresses, mask), self._machine.network
         if inside is None or network is None:
@@ -145,8 +146,8 @@ class PointerAccess:
         """Store 128-bit words, ``[n, 4]`` uint32, each ``whole``, or in parts that may arrive one by one. A schedule
         point.
 
-        Other processes that read the same memory see a whole word's upper half after its lower one, if not with it (on
-        x86, whose stores arrive in their order).
+        Other processes that read the same memory see a whole word's upper half after its lower one, or with it (on x86,
+        because its stores arrive in order).
         """
         if not whole:
             places = (addresses[:, None] + np.arange(0, 16, 4, dtype=np.uint64)).reshape(-1)
@@ -195,7 +196,7 @@ class PointerAccess:
         network.issue(program, pe, "store", pieces, done=done, move=move, is_flag=len(data) <= max(8, unit))
 
     def _store_here(self, network: Network, runs: list[tuple[int, int]], unit: int) -> None:
-        """The program is about to store to its own PE's memory; the store lands when it has arrived.
+        """Prepare a store of the program to its own PE's memory; the store lands when it has arrived.
 
         ``runs``: address and length of each stretch of bytes, ascending. ``unit``: bytes of an element.
         """
@@ -209,27 +210,29 @@ class PointerAccess:
         network.issue(program, program.pe, "store", pieces, move=reveal, is_flag=end - first <= max(8, unit))
 
     def _show(self, network: Network, begin: int, end: int) -> None:
-        """Earlier stores of the PE's programs to bytes ``[begin, end)`` arrive."""
+        """Let earlier stores of the PE's programs to bytes ``[begin, end)`` arrive."""
         for issuer in self._machine.unseen.issuers(begin, end):
             network.flush_stores(issuer, (begin, end))
 
     @contextmanager
     def atomic(self, addresses: Array, mask: Array, nbytes: int, *, symmetric: bool) -> Iterator[None]:
-        """Make an atomic read-modify-write of words of ``nbytes`` bytes meanwhile. A schedule point before."""
+        """Let the caller make an atomic read-modify-write of words of ``nbytes`` bytes inside. A schedule point
+        before."""
         self.before_load(addresses, mask, polls=True, symmetric=symmetric)
         with self._changing(self._machine.program.pe, addresses[mask], nbytes):
             yield
 
     def change_word(self, pe: int, address: int, kind: Any, change: Callable[[Any], Any]) -> Any:
-        """``pe`` does as :func:`replace_word`, with the word as it sees it."""
+        """Do :func:`replace_word` for ``pe``, with the word as it sees it."""
         with self._changing(pe, np.array([address], np.uint64), kind.itemsize):
             return replace_word(address, kind, change)
 
     @contextmanager
     def _changing(self, pe: int, addresses: Array, nbytes: int) -> Iterator[None]:
-        """Meanwhile the memory has what ``pe`` sees of these words, which it changes by atomics; then wake who waits.
+        """Let the memory have ``pe``'s view of these words inside, while it changes them by atomics; then wake waiting
+        tasks.
 
-        Its own programs' earlier stores to them land before, since what others see of a word is the word from then on.
+        Its own programs' earlier stores to them land before, because all PEs see the same word from then on.
         """
         if not addresses.size:
             yield
@@ -249,7 +252,7 @@ class PointerAccess:
         return memory.pe_of(address) if memory.owns(address) else None
 
     def _pes(self, addresses: Array) -> Array:
-        """The PE of each symmetric address."""
+        """Return the PE of each symmetric address."""
         memory = self._machine.memory
         return ((addresses - np.uint64(memory.base)) // np.uint64(memory.nbytes)).astype(np.int64)
 
@@ -261,7 +264,7 @@ class PointerAccess:
 
 
 def _words(addresses: Array, nbytes: int) -> Array:
-    """The words of ``nbytes`` bytes at any addresses, as unsigned integers."""
+    """Return the words of ``nbytes`` bytes at any addresses, as unsigned integers."""
     kind = np.dtype(f"u{nbytes}")
     return _interpreter.load(addresses, np.ones(addresses.size, bool), np.zeros(addresses.size, kind), kind)
 

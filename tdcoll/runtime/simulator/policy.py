@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies: every choice that a simulated machine leaves open, in one object.
 
-Which ready task runs next, when a message arrives and in what pieces, which of them are late. Without a seed
-the choices are fair and dull: tasks take turns and messages arrive last, in the order in which they were
-sent. With a seed they are random, and two habits of real machines are mixed in, because uniform choice alone
-seldom drives one part far enough behind the others:
+A policy chooses the ready task that runs next, when a message arrives and in what pieces, and which of them are late.
+Without a seed the choices are fair: tasks take turns and messages arrive last, in the order in which they were sent.
+With a seed they are random, and two habits of real machines are mixed in, because uniform choice alone seldom drives
+one part far enough behind the others:
 
-- *late data*: bytes that no signal accompanies arrive only when no task can run but stragglers. A kernel that signals
-  without ordering the data first is caught in nearly every run.
-- *stragglers*: one PE, or some programs, hardly ever get their turn while another task can run or a message can
-  arrive. A kernel that relies on ranks being about equally fast is caught.
+- *late data*: bytes without a signal arrive only when no task can run but stragglers. If a kernel signals without
+  ordering the data first, nearly every run shows it.
+- *stragglers*: one PE, or some programs, hardly ever get their turn when another task can run or a message can arrive.
+  This shows kernels that rely on ranks being about equally fast.
 
-By default the seed decides, too: of four in a row, from 0 on, one has late data, one stragglers, one both, one neither.
+By default the seed selects the habits, too: of four in a row, from 0 on, one has late data, one stragglers, one both,
+    one neither.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Policy:
         return False
 
     def cuts(self, units: int) -> list[int]:
-        """Where to cut a message of ``units`` indivisible parts: ascending, each in ``1..units - 1``."""
+        """Return where to cut a message of ``units`` indivisible parts: ascending, each in ``1..units - 1``."""
         return []
 
     def is_slow(self, pe: int) -> bool:
@@ -53,11 +54,11 @@ class Policy:
         return False
 
     def gives_up_now(self) -> bool:
-        """Return whether a kernel's wait expires now, though what it waits for may be on its way."""
+        """Return whether a kernel's wait expires now, although its message may be on its way."""
         return False
 
     def describe(self) -> str:
-        """For reports."""
+        """Describe the policy for reports."""
         return "fair order"
 
 
@@ -67,8 +68,8 @@ class RandomPolicy(Policy):
     Args:
         seed: any int.
         n_pes: number of PEs.
-        late_data: True, False, or None for the seed to decide.
-        stragglers: True, False, a PE, or None for the seed to decide.
+        late_data: True, False, or None if the seed decides.
+        stragglers: True, False, a PE, or None if the seed decides.
         impatient: waits of kernels may expire at any time. Until the first does, the seed's choices are the same as
             without.
     """
@@ -84,7 +85,7 @@ class RandomPolicy(Policy):
     ) -> None:
         self._random, self._patience = random.Random(seed), random.Random(f"patience {seed}")
         self.gives_up_rate = self._patience.choice((0.001, 0.005, 0.02)) if impatient else 0.0
-        # always draw the same numbers, so that fixing one habit leaves the others as they were
+        # always draw the same numbers, because fixing one habit must not change the others
         which, self.rate = int(self._random.random() * n_pes), (0.1, 0.3, 0.6)[int(self._random.random() * 3)]
         self.late_data = seed % 4 in (0, 2) if late_data is None else late_data
         self.slow_pe, self.slow_share = None, 0.0

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler of one process among several: other processes write to the memory that its programs wait on.
 
-Nobody tells when that happens, so waits are asked again and again; in between the process gives up its core,
-first for a moment, then for up to a millisecond, so that eight processes get on on two cores. Deadlines are
-wall time.
+Waits poll, because writes of other processes come without notice. In between the process gives up its core, first for a
+moment, then for up to a millisecond, so that eight processes can share two cores. Deadlines are wall time.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class PollingScheduler:
     """Runs the programs of launches in turns. Launches of several threads of the host run beside each other.
 
     Args:
-        timeout_s: after so long, waits without a deadline of their own, and spin loops, are given up with an
-        error.
+        timeout_s: seconds after which waits without a deadline, and spin loops, raise an error.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -43,8 +41,8 @@ class PollingScheduler:
         """Run these programs until all are done.
 
         Raises:
-            CollectiveTimeout: a program waits for longer than the timeout; it is named, and so is what it waits
-            for. Exception: whatever a program raised, with a note that names it.
+            CollectiveTimeout: a program waits for longer than the timeout; the message names it and the awaited word.
+            Exception: any error of a program, with a note that names it.
         """
         switch, left, idle = make_switch(None), list(tasks), 0
         for task in tasks:
@@ -73,7 +71,7 @@ class PollingScheduler:
         return task is not None and task.thread == threading.get_ident()
 
     def _round(self, switch: Switch, left: list[Task]) -> bool:
-        """Resume every task that is left and does not wait; return whether one of them got on."""
+        """Resume every task that is left and does not wait; return whether one of them made progress."""
         busy = False
         for task in list(left):
             if task.wait is not None and not (task.wait.ready() or self._over(task.wait)):
@@ -92,7 +90,7 @@ class PollingScheduler:
 
     @property
     def now_ns(self) -> int:
-        """Wall time."""
+        """Return the wall time."""
         return time.monotonic_ns()
 
     def turn(self) -> None:

@@ -3,15 +3,15 @@
 
 The symmetric blocks of all ranks are one sparse file in memory that never has a name: rank 0 makes it, and the others
 open it through rank 0's descriptor (``/proc/PID/fd``). The kernel therefore frees it with the last process that maps
-it, however and whenever a job ends. Host code runs as ordinary code in each process; a launch runs its programs as
-tasks (:mod:`.polling`) until all are done.
+it, even if a job crashes. Host code runs as ordinary code in each process; a launch runs its programs as tasks
+(:mod:`.polling`) until all are done.
 
-Messages arrive at once and in order here: delivery is not weakened, schedules are the operating system's, and
-a deadlock is found by timeout. For exact reports and adverse orders use :class:`tdcoll.testing.World`.
+Messages arrive at once and in order here: delivery is not weakened, schedules are the operating system's, and a
+deadlock is found by timeout. If you need exact reports or adverse orders, use :class:`tdcoll.testing.World`.
 
 Layout: one cache line per PE with how often it has arrived at each barrier, then the blocks. Every counter has
 one writer, a signal is one aligned 8-byte store, and additions use the interpreter's atomic operations, which
-are the processor's. On x86 stores are seen in program order, so nothing more is needed.
+are the processor's. Nothing more is needed, because on x86 stores are seen in program order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ProcessHeap(MemoryView):
         n_pes: number of PEs, all on this host.
         nbytes: size of each PE's block.
         control: exchanges with the other PEs.
-        timeout_s: when to give up waits that have no deadline of their own.
+        timeout_s: seconds until waits without a deadline raise.
         puts: whether NVSHMEM's functions work in kernels.
 
     Attributes:
@@ -107,7 +107,7 @@ class ProcessHeap(MemoryView):
 
 
 def _share(pe: int, everyone: Sequence[int], nbytes: int, control: ControlPlane) -> mmap.mmap:
-    """The same ``nbytes`` zeros in every process."""
+    """Return the same ``nbytes`` zeros in every process."""
     memory = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     if nbytes > memory:
         raise HeapExhaustedError(

@@ -2,10 +2,10 @@
 """The source of kernels, rewritten for the interpreter: truth of tensors, and branches on the thread index.
 
 Python's ``and``, ``or``, ``not`` and chained comparisons ask for the truth of a tensor; Triton computes with it. Here
-they do as the compiler does. What asks for the truth of a tensor (``if``, ``while``) wants a scalar.
+they behave as in the compiler. If ``if`` or ``while`` tests a tensor, it must be a scalar.
 
-Names that may differ from thread to thread are found (those assigned from ``tid``, or where a branch or loop on it
-leads), and what is done with them goes through :mod:`.branches`.
+Operations on names that may differ from thread to thread (because they are assigned from ``tid``, or in a branch or
+loop on it) go through :mod:`.branches`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def _lambda(body: ast.expr) -> ast.Lambda:
 
 
 def _tuple(names: list[str]) -> str:
-    """The source of a tuple of these names."""
+    """Return the source of a tuple of these names."""
     return f"({''.join(f'{name}, ' for name in names)})"
 
 
 def _statements(source: str, node: ast.stmt) -> Any:
-    """Statements in the place of ``node``."""
+    """Return statements that replace ``node``."""
     made = ast.parse(source)
     for inner in ast.walk(made):
         ast.copy_location(inner, node)
@@ -69,7 +69,7 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         return self._asked(node, "every")
 
     def _asked(self, node: Any, how: str = "truth") -> Any:
-        """A node with a ``test``, the truth of which is asked for."""
+        """Rewrite a node whose ``test`` needs the truth of a value."""
         self.generic_visit(node)
         node.test = _call(how, node.test)
         return node
@@ -90,7 +90,7 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         return node
 
     def _assigned_by_threads(self, statements: list[ast.stmt], within: bool) -> Iterator[str]:
-        """Names that ``statements`` assign a value which may differ from thread to thread.
+        """Yield the names that ``statements`` assign a value which may differ from thread to thread.
 
         ``within``: they stand in a branch or loop on the thread index.
         """
@@ -109,7 +109,7 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         return _calls_tid(node) or bool(self._names(node))
 
     def _names(self, *nodes: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> list[str]:
-        """The names in ``nodes`` that may differ from thread to thread."""
+        """Return the names in ``nodes`` that may differ from thread to thread."""
         found = (i for node in nodes for i in ast.walk(node) if isinstance(i, ast.Name) and isinstance(i.ctx, context))
         return sorted({name.id for name in found} & self._threaded)
 
@@ -134,7 +134,7 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
     visit_AugAssign = visit_AnnAssign = _other_assignment
 
     def visit_If(self, node: ast.If) -> Any:
-        """A branch on the thread index runs for one thread after the other; so does its ``else``."""
+        """Let a branch on the thread index, and its ``else``, run for one thread after the other."""
         if not self._depends(node.test):
             return self._asked(node)
         self._refuse_leaving(node, in_loop=False)
@@ -152,7 +152,7 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         return [statement for statement in made if getattr(statement, "body", True)]
 
     def _loop(self, node: Any) -> Any:
-        """A loop on the thread index runs for one thread after the other."""
+        """Let a loop on the thread index run for one thread after the other."""
         decides, visit = (node.iter, self.generic_visit) if isinstance(node, ast.For) else (node.test, self._asked)
         if not self._depends(decides):
             return visit(node)
@@ -170,14 +170,15 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
     visit_For = visit_While = _loop
 
     def _new_split(self, *nodes: ast.AST) -> tuple[str, int, str]:
-        """The name of a split, how many names of ``nodes`` are assigned there, and these and then the others."""
+        """Return the name of a split, how many names of ``nodes`` are assigned there, and these and then the others."""
         self._splits += 1
         assigned = self._names(*nodes, context=ast.Store)
         others = [name for name in self._names(*nodes) if name not in assigned]
         return f"_tdcoll_split_{self._splits}", len(assigned), _tuple([*assigned, *others])
 
     def _refuse_leaving(self, node: ast.AST, in_loop: bool) -> None:
-        """The other threads stay when one leaves a loop or the kernel from a branch or loop on the thread index."""
+        """Raise if a branch or loop on the thread index leaves a loop or the kernel, because the other threads would
+        stay."""
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Return) or (isinstance(child, (ast.Break, ast.Continue)) and not in_loop):
                 what = type(child).__name__.lower()
@@ -189,7 +190,7 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
 
 
 def _bound(statement: Any) -> list[str]:
-    """Names that an assignment binds."""
+    """Return the names that an assignment binds."""
     targets = getattr(statement, "targets", None) or [statement.target]
     nodes = (node for target in targets for node in ast.walk(target))
     return [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]

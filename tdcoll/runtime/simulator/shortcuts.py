@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short ways through Triton's language, for operands that need no conversion.
+"""Fast paths through Triton's language, for operands that need no conversion.
 
-Before every ``a + b`` Triton works out a common type, makes constants of numbers, casts and broadcasts. Under the
-interpreter that takes ten times as long as the addition, and most of what kernels compute is indices: scalars of one
-type, and numbers. For those, and for blocks of one shape, the functions here compute at once. Everything else is left
-to Triton, and so are integers that were made of pointers (:mod:`.extents`).
+Before every ``a + b`` Triton finds a common type, makes constants of numbers, casts and broadcasts. Under the
+interpreter that takes ten times as long as the addition, although most operands are indices: scalars of one type, and
+numbers. For those, and for blocks of one shape, the functions here compute at once. All other operands fall back to
+Triton, and so do integers that were made of pointers (:mod:`.extents`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _KINDS = {
     "fp64": ("f", 0, -1),
     "int1": ("b", 0, -1),
 }
-"""Kind of each type that has a short way, and the least and the greatest number that may be the other operand."""
+"""Kind of each type that has a fast path, and the least and the greatest number that may be the other operand."""
 _POINTER, _NO_KIND = ("p", -(2**63), 2**63 - 1), (" ", 0, -1)
 _INTEGERS = ("int32", "int64", "uint32", "uint64")
 _SIGNED = ("int32", "int64")
-"""Types of what may be added to a pointer; two operands of different ones are computed with as int64."""
+"""Types that may be added to a pointer; if two operands have different ones, they are computed as int64."""
 
 
 def _divided(lhs: Any, rhs: Any) -> Any:
     return (lhs - np.fmod(lhs, rhs)) // rhs  # towards 0, unlike Python's
 
 
-# What computes, and for operands of which kinds: what may overflow, and the rest.
+# Functions and the kinds of their operands: those that may overflow, and the rest.
 _CHECKED: _Table = {"add": (np.add, "iuf"), "sub": (np.subtract, "iuf"), "mul": (np.multiply, "iuf")}
 _UNCHECKED: _Table = {
     "floordiv": (_divided, "iu"),
@@ -66,7 +66,7 @@ _block_types: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 
 def block_type(dtype: Any, shape: Sequence[int]) -> Any:
-    """The type of a block of this shape."""
+    """Return the type of a block of this shape."""
     key = dtype.name, tuple(shape)
     found = _block_types.get(key)
     if found is None:
@@ -75,13 +75,13 @@ def block_type(dtype: Any, shape: Sequence[int]) -> Any:
 
 
 def _tensor(data: Any, kind: Any, shaped: Any) -> Any:
-    """A scalar, or a block if ``shaped`` is one."""
+    """Return a scalar, or a block if ``shaped`` is one."""
     handle = triton_interpreter.TensorHandle(data, kind)
     return tl.tensor(handle, block_type(kind, data.shape) if shaped.type.is_block() else kind)
 
 
 def _operator(stock: Function, compute: Function, kinds: str, table: _Table, *, reflected: bool) -> Function:
-    """A binary operator of ``tl.tensor`` that is in ``table``; ``stock`` is Triton's."""
+    """Return a binary operator of ``tl.tensor`` that is in ``table``; ``stock`` is Triton's."""
     compares, shifts, moves = table is _COMPARISONS, table is _SHIFTS, compute is np.add and not reflected
     tensor, constexpr, bit, wide = tl.tensor, tl.constexpr, tl.int1, tl.int64
 
@@ -120,7 +120,7 @@ def _operator(stock: Function, compute: Function, kinds: str, table: _Table, *, 
 
 
 def _remembering_types(stock: Function) -> Function:
-    """``tl.tensor.__init__``, which finds out what a tensor has of its type only for the first one of a type."""
+    """Return a ``tl.tensor.__init__`` that derives a tensor's attributes only for the first one of a type."""
     of_type: dict[str, dict[str, Any]] = {}
 
     @wraps(stock)
@@ -137,7 +137,8 @@ def _remembering_types(stock: Function) -> Function:
 
 
 def _checking_once(stock: Function) -> Function:
-    """``TensorHandle.__post_init__``, which compares the size of numbers with that of a type once for each pair."""
+    """Return a ``TensorHandle.__post_init__`` that compares the size of numbers with that of a type once for each
+    pair."""
     right: set[tuple[int, str]] = set()
 
     @wraps(stock)
@@ -151,7 +152,7 @@ def _checking_once(stock: Function) -> Function:
 
 
 def _casting(stock: Function) -> Function:
-    """``TritonSemantic.cast``, between integers."""
+    """Return a ``TritonSemantic.cast`` with a fast path between integers."""
 
     @wraps(stock)
     def cast(self: Any, input: Any, dst_ty: Any, *rest: Any) -> Any:
@@ -166,7 +167,7 @@ def _casting(stock: Function) -> Function:
 
 
 def shortcuts(*, check_overflow: bool) -> Iterator[tuple[Any, str, Function]]:
-    """Return what replaces Triton's functions: class, name, and a function that falls back on the one that is there.
+    """Return replacements of Triton's functions: class, name, and a function that falls back to the existing one.
 
     Args:
         check_overflow: sums, differences and products are left to Triton, which checks them.

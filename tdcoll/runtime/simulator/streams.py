@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams in a World: what a PE's host queues on one is carried out in order, by a task that belongs to the stream.
+"""Streams in a World: a stream's task carries out the operations that a PE's host queues on it, in order.
 
-The host goes on at once. Streams are independent of each other, and of the host, unless one joins another. Copies
+The host continues at once. Streams are independent of each other, and of the host, unless one joins another. Copies
 travel through the network as copy engines would carry them: late, in pieces, and read when the bytes leave. The next
 operation of the stream begins when all of them have arrived.
 """
@@ -22,7 +22,7 @@ from tdcoll.runtime.simulator.tasks import Task
 __all__ = ["Stream", "copy", "host_of"]
 
 _ENGINE = -1
-"""Sees memory as no PE does: without any store that has not landed yet."""
+"""A view of memory that no PE has: without any store that has not landed yet."""
 
 
 def host_of(scheduler: Scheduler | PollingScheduler) -> Task:
@@ -53,19 +53,19 @@ class Stream:
         self._queued = self._done = 0
 
     def queue(self, operation: Callable[[], Any]) -> None:
-        """Carry out ``operation`` after everything that has been queued before. Returns at once."""
+        """Carry out ``operation`` after all operations queued before. Returns at once."""
         self._queued += 1
         self._queue.append(operation)
         if len(self._queue) == 1:
             self._scheduler.spawn(f"pe{self._pe} {self._name}", self._pe, self._run)
 
     def join(self, other: Stream) -> None:
-        """Let what is queued from now on wait for what ``other`` has been given so far, as for an event."""
+        """Let later operations wait for those queued on ``other`` so far, as for an event."""
         number = other._queued
         self.queue(lambda: other._wait(number))
 
     def synchronize(self) -> None:
-        """Let the calling host wait until everything that has been queued so far is done."""
+        """Let the calling host wait until all operations queued so far are done."""
         self._wait(self._queued)
 
     def __enter__(self) -> Stream:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks, and the two ways of switching between them.
 
-Greenlets where the package is installed. Otherwise threads that hand on a baton, so that still only one of
+Tasks are greenlets if the package is installed. Otherwise they are threads that pass on a baton, so that only one of
 them runs at a time: the same schedules, several times slower.
 """
 
@@ -24,12 +24,13 @@ __all__ = ["Launch", "Switch", "Task", "TaskKilled", "Wait", "count_poll", "make
 
 
 class TaskKilled(BaseException):
-    """Unwinds a task whose PE was killed or whose run has ended. Not an ``Exception``: nobody handles it."""
+    """Unwinds a task whose PE was killed or whose run has ended. Not an ``Exception``, because no code may handle
+    it."""
 
 
 @dataclass(slots=True)
 class Wait:
-    """What a blocked task waits for."""
+    """The condition that a blocked task waits for."""
 
     ready: Callable[[], bool]
     describe: Callable[[], str]
@@ -145,10 +146,10 @@ class Launch:
 
 
 def count_poll(task: Task, key: Hashable, progress: int) -> int:
-    """Note that ``task`` loads the words at ``key``; how many loads in a row have told it nothing new.
+    """Note that ``task`` loads the words at ``key``; return how many loads in a row have told it nothing new.
 
-    That is, loads of words that it has loaded already, with nobody having written anything since
-    (``progress`` is the number of writes so far).
+    Such loads are of words that it has loaded already, if no task has written since (``progress`` is the number of
+    writes so far).
     """
     if task.progress_seen != progress:
         task.progress_seen, task.polls = progress, 0
@@ -172,15 +173,15 @@ class _Greenlets:
         task.handle = greenlet.greenlet(task.run, self._main)  # explicit parent: a host task spawns programs
 
     def resume(self, task: Task) -> None:
-        """Called by the scheduler: run the task until it suspends or ends."""
+        """Run the task until it suspends or ends; called by the scheduler."""
         task.handle.switch()
 
     def suspend(self, task: Task) -> None:
-        """Called by the running task: back to the scheduler. Raises TaskKilled if unwound meanwhile."""
+        """Go back to the scheduler; called by the running task. Raises TaskKilled if unwound meanwhile."""
         self._main.switch()
 
     def unwind(self, task: Task) -> None:
-        """Called by the scheduler, or by another task: end a task where it is."""
+        """End a task where it is; called by the scheduler, or by another task."""
         if not task.done and task.handle:  # a greenlet that has not started is False
             task.handle.parent = greenlet.getcurrent()  # come back here when it is dead
             task.handle.throw(TaskKilled)
@@ -224,7 +225,7 @@ Switch = _Greenlets | _Threads
 
 
 def make_switch(backend: str | None) -> Switch:
-    """The switch named ``"greenlet"`` or ``"thread"``; None takes greenlets where they are installed."""
+    """Return the switch named ``"greenlet"`` or ``"thread"``; if None, greenlets if they are installed."""
     kinds: dict[str, Callable[[], Switch]] = {"thread": _Threads}
     if greenlet is not None:
         kinds["greenlet"] = _Greenlets

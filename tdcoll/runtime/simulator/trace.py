@@ -3,8 +3,8 @@
 
 One process per PE. Row 0 is the host with its launches, row ``k + 1`` is program ``k`` of each launch with
 its waits. Transfers are spans of their own, from the call to the arrival of the last byte; signals are marks
-on the PE that they arrive at. One unit of time is a scheduler step in a World, and a microsecond of wall time
-where each rank is a process.
+on the PE that they arrive at. One unit of time is a scheduler step in a World, and a microsecond of wall time if each
+rank is a process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Trace:
 
     @contextmanager
     def slice(self, pe: int, track: int, name: str) -> Iterator[None]:
-        """A span of time on a row; spans on one row nest, unless several threads of the host launch."""
+        """Record a span of time on a row; spans on one row nest, unless several threads of the host launch."""
         begin = self._clock()
         try:
             yield
@@ -51,11 +51,11 @@ class Trace:
         return lambda: self._add("e", pe, track, name, **this)
 
     def instant(self, pe: int, name: str, details: dict[str, Any]) -> None:
-        """A mark on the PE's row of signals."""
+        """Record a mark on the PE's row of signals."""
         self._add("i", pe, _SIGNAL_TRACK, name, s="t", args=details)
 
     def to_json(self) -> str:
-        """The trace as JSON text."""
+        """Return the trace as JSON text."""
         return json.dumps({"traceEvents": self._events, "displayTimeUnit": "ns"})
 
     def save(self, path: str | Path) -> None:

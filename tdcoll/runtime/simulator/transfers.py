@@ -35,7 +35,8 @@ def _send(
     move: Callable[[int, Any, int], Any] | None = None,
     is_flag: bool = False,
 ) -> Operation | None:
-    """Give a message of the running program to the network; without one it arrives at once. See :class:`Operation`."""
+    """Give a message of the running program to the network; if there is none, it arrives at once. See
+    :class:`Operation`."""
     program, network, scheduler = machine.program, machine.network, machine.scheduler
     if network is not None:
         pieces = [(dest, source, nbytes)] if is_flag and nbytes else network.cut(dest, source, nbytes)
@@ -65,7 +66,7 @@ def put(
 ) -> None:
     """Copy to ``pe``, then update the signal ``(address, value, operation)`` there.
 
-    A ``source`` of bytes is a word, which arrives whole. What is at an address is read when the bytes leave if ``nbi``.
+    A ``source`` of bytes is a word, which arrives whole. If ``nbi``, an address is read when the bytes leave.
     """
     remote, counts = machine.on(pe, dest) if nbytes else 0, machine.counts[machine.program.pe]
     counts.puts += 1
@@ -109,7 +110,7 @@ def signal(machine: Machine, address: int, value: int, operation: int, pe: int) 
 
 
 def _update(machine: Machine, pe: int, address: int, value: int, operation: int) -> Callable[[], None]:
-    """The update of ``pe``'s signal, to be made when it arrives."""
+    """Return the update of ``pe``'s signal, to be called when it arrives."""
     program, memory, remote = machine.program, machine.memory, machine.on(pe, address)
     machine.counts[program.pe].signals += 1
 
@@ -133,7 +134,7 @@ def atomic(machine: Machine, address: int, kind: Any, pe: int, change: Callable[
     Args:
         address: of the word here, a multiple of its size.
         kind: its numpy type.
-        fetches: make the change at once, and return the old word. Else it travels as a signal does.
+        fetches: if true, make the change at once, and return the old word. Otherwise it travels as a signal does.
     """
     program, network, remote = machine.program, machine.network, machine.on(pe, address)
     update = partial(PointerAccess(machine).change_word, program.pe, remote, kind, change)
@@ -149,17 +150,17 @@ def atomic(machine: Machine, address: int, kind: Any, pe: int, change: Callable[
 
 
 def fence(machine: Machine) -> None:
-    """Order what the PE sends to each PE, before and after."""
+    """Order the PE's messages to each PE before and after this."""
     program, network = machine.program, machine.network
     if network is not None:
-        # NVSHMEM's fence is a membar as well: other PEs see what this one has stored to its own memory.
+        # NVSHMEM's fence is a membar as well, so other PEs see this one's stores to its own memory.
         network.flush_stores(program, to=program.pe)
         network.flush_released(program.pe)
         network.fence(program.pe)
 
 
 def quiet(machine: Machine) -> None:
-    """Wait until what the PE has sent so far has arrived, but for the stores of other programs."""
+    """Wait until all messages of the PE so far have arrived, except the stores of other programs."""
     program, network = machine.program, machine.network
     if network is None:
         machine.scheduler.turn()
@@ -174,12 +175,13 @@ def quiet(machine: Machine) -> None:
 
 
 def release(machine: Machine, *, system: bool = True) -> None:
-    """Order the running program's earlier stores before what follows; says nothing of its puts.
+    """Order the running program's earlier stores, but not its puts, before later operations.
 
-    With them come the stores that other programs of the PE have released: whoever acquired them passes that on.
+    It also orders stores that other programs of the PE have released, because a program that has acquired them passes
+    that on.
 
     Args:
-        system: for all PEs; else for the programs of this one.
+        system: for all PEs; otherwise for the programs of this one.
     """
     program, network = machine.program, machine.network
     if network is None:

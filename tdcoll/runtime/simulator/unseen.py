@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores of programs to their own PE's symmetric memory that have not landed yet.
 
-The programs of the PE see such a store at once, and the memory itself changes at once. What other PEs see in its place
-until it lands, by itself or through a release, is kept here. A write of another PE to the same bytes that arrives
-before changes only what is kept here: the store lands on top of it.
+The programs of the PE see such a store at once, and the memory itself changes at once. This module keeps the bytes that
+other PEs see instead until it lands, by itself or through a release. If a write of another PE to the same bytes arrives
+before, it changes only these bytes, because the store lands on top of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOTHING_HIDDEN = nullcontext()
 
 
 class HiddenStore:
-    """One store: who made it, the span of addresses that it lies in, and what lies beneath it, by address.
+    """One store: its issuer, the span of its addresses, and the bytes beneath it, by address.
 
     ``runs``: address and length of each stretch of bytes, ascending.
     """
@@ -31,7 +31,7 @@ class HiddenStore:
         self.beneath = [(at, ctypes.string_at(at, nbytes)) for at, nbytes in runs]
 
     def swap(self) -> None:
-        """Exchange what the memory has and what lies beneath the store."""
+        """Exchange the memory's bytes and those beneath the store."""
         beneath = self.beneath
         self.beneath = [(at, ctypes.string_at(at, len(old))) for at, old in beneath]
         for at, old in beneath:
@@ -45,37 +45,38 @@ class Unseen:
         self._stores: dict[HiddenStore, None] = {}
 
     def hide(self, issuer: Task, runs: Sequence[tuple[int, int]]) -> HiddenStore:
-        """``issuer`` is about to store to its PE's memory, none of which is hidden. ``runs``: as for HiddenStore."""
+        """Hide a coming store of ``issuer`` to its PE's memory, none of which is hidden yet. ``runs``: as for
+        HiddenStore."""
         store = HiddenStore(issuer, runs)
         self._stores[store] = None
         return store
 
     def reveal(self, store: HiddenStore) -> None:
-        """The store has landed, on top of what came before."""
+        """Remove a store that has landed, on top of earlier writes."""
         del self._stores[store]
 
     def _at(self, begin: int, end: int) -> list[HiddenStore]:
         return [store for store in self._stores if store.begin < end and begin < store.end]
 
     def issuers(self, begin: int, end: int) -> set[Task]:
-        """Who has stored to ``[begin, end)`` unseen."""
+        """Return the issuers of unseen stores to ``[begin, end)``."""
         return {store.issuer for store in self._at(begin, end)}
 
     def as_seen_by(self, pe: int, begin: int, end: int) -> AbstractContextManager[None]:
-        """Meanwhile the memory has what ``pe`` sees of the bytes ``[begin, end)``, and what is written there comes from
-        ``pe``: it lies beneath the stores that ``pe`` does not see."""
+        """Let the memory have ``pe``'s view of the bytes ``[begin, end)`` inside. Writes there come from ``pe``, and
+        lie beneath the stores that it does not see."""
         hidden = [store for store in self._at(begin, end) if store.issuer.pe != pe]
         return _swapped(hidden) if hidden else _NOTHING_HIDDEN
 
     def write_from(self, pe: int, dest: int, source: int | bytes, nbytes: int) -> None:
-        """Bytes that ``pe`` has sent arrive at ``dest``."""
+        """Let bytes that ``pe`` has sent arrive at ``dest``."""
         with self.as_seen_by(pe, dest, dest + nbytes):
             ctypes.memmove(dest, source, nbytes)
 
 
 @contextmanager
 def _swapped(stores: list[HiddenStore]) -> Iterator[None]:
-    """Meanwhile these stores have not happened."""
+    """Undo these stores inside the context."""
     for store in stores:
         store.swap()
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All PEs of a job in one process: seeded, with exact deadlock reports. What tests are made of.
+"""All PEs of a job in one process: seeded, with exact deadlock reports, for tests.
 
-:meth:`World.run` runs one host function per PE as a task of its own. In it all of tdcoll's host API works
-unmodified: :func:`tdcoll.runtime.current` gives the runtime of the PE whose task is running. A launch
-suspends its host task until all programs of the grid are done.
+:meth:`World.run` runs one host function per PE as a separate task. All of tdcoll's host API works in it unmodified,
+because :func:`tdcoll.runtime.current` returns the runtime of the PE whose task is running. A launch suspends its host
+task until all programs of the grid are done.
 """
 
 from __future__ import annotations
@@ -108,28 +108,31 @@ class World:
     Args:
         n_pes: number of PEs.
         heap_bytes: symmetric heap of each PE, bytes, or a text such as ``"1G"``.
-        seed: makes all choices random, and repeatable; None is a fair order.
-        weak: messages arrive late and in any order that NVSHMEM permits; False: at once.
-        ranks_per_node: PEs of each node, or the list of their numbers; None: all on one node.
+        seed: makes all choices random, and repeatable; if None, the order is fair.
+        weak: messages arrive late and in any order that NVSHMEM permits; at once if False.
+        ranks_per_node: PEs of each node, or the list of their numbers; if None, all are on one node.
         resident: at most so many programs of one launch are in flight, started in the order in which a GPU
             starts them (x fastest); None: all.
         room: at most so many programs of all launches of a PE are in flight, those of the launch that came first
             before those of later ones; None: all. See :meth:`streams`.
-        puts: whether NVSHMEM's functions work in kernels. False: as on a heap of PyTorch's symmetric memory.
-        late_data: with ``weak``, bytes that no signal accompanies arrive when no task can run but stragglers; None: the
-            seed decides.
-        stragglers: True (the seed picks a PE, or some programs), a PE, or False; None: the seed decides.
+        puts: whether NVSHMEM's functions work in kernels. If False, the heap is as one of PyTorch's symmetric memory.
+        late_data: with ``weak``, bytes without a signal arrive when no task can run but stragglers; if None, the seed
+            decides.
+        stragglers: True (the seed picks a PE, or some programs), a PE, or False; if None, the seed decides.
         on_timeout: when nothing can run any more but waits with a deadline are left: ``"raise"`` a
             :class:`~tdcoll.testing.Deadlock`, or let them ``"expire"``. After a :meth:`kill` they expire. ``"early"``,
             with a seed: as ``"expire"``, and waits of kernels also expire while what they wait for is only late.
         timeout_s: deadline of waits inside kernels and of host-side exchanges, in virtual seconds.
-        backend: ``"greenlet"`` or ``"thread"``; None: greenlets where installed.
+        backend: ``"greenlet"`` or ``"thread"``; if None, greenlets if installed.
         trace: record a timeline; see :attr:`trace`.
-        check_overflow: 32-bit integers that overflow in a kernel are errors, and so are failed
-            ``tl.device_assert``; a GPU wraps and goes on. Kernels take about twice as long.
-        max_steps: a run that takes more is ended as a deadlock.
-        spin_limit: loads of the same words, while nobody else does anything, after which a spin loop counts
-            as blocked.
+        check_overflow: raise if a 32-bit integer overflows in a kernel or ``tl.device_assert`` fails; a GPU wraps and
+            continues. Kernels take about twice as long.
+        max_steps: if a run takes more, it ends as a deadlock.
+        spin_limit: loads of the same words, while no other task does anything, after which a spin loop counts as
+            blocked.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or ``late_data`` or ``stragglers`` has no seed.
 
     Attributes:
         n_pes: number of PEs.
@@ -159,11 +162,18 @@ class World:
         max_steps: int = 10_000_000,
         spin_limit: int = 1000,
     ) -> None:
-        if n_pes < 1:
-            raise ValueError(f"n_pes must be at least 1, got {n_pes}")
+        arguments.whole("n_pes", n_pes, 1)
         for name, most in (("resident", resident), ("room", room)):
-            if most is not None and most < 1:
-                raise ValueError(f"{name} must be at least 1, or None for no limit; got {most}")
+            if most is not None:
+                arguments.whole(name, most, 1)
+        arguments.seconds("timeout_s", timeout_s)
+        if seed is not None:
+            arguments.instance("seed", seed, int, "an int or None")
+        if stragglers is not None and not isinstance(stragglers, bool):
+            arguments.whole("stragglers", stragglers, 0, n_pes - 1)
+        for name, habit in (("late_data", late_data), ("stragglers", stragglers)):
+            if seed is None and habit is not None and habit is not False:
+                raise ValueError(f"{name}={habit} needs a seed, whose random choices it is about; got seed=None")
         if on_timeout not in ("raise", "expire", "early"):
             raise ValueError(f"on_timeout must be 'raise', 'expire' or 'early', got {on_timeout!r}")
         if on_timeout == "early" and seed is None:
@@ -217,13 +227,13 @@ class World:
         ]
 
     def run(self, host: Callable[[int], Result]) -> list[Result | None]:
-        """Run ``host(pe)`` on every PE that lives; their results, None for those that were killed.
+        """Run ``host(pe)`` on every living PE; return the results, None for PEs that were killed.
 
         Returns when all tasks are done and every message has arrived.
 
         Raises:
             Deadlock: nothing can run any more. The report names every blocked task and every missing signal.
-            Exception: whatever a host or a program raised, with a note that names it.
+            Exception: any error of a host or a program, with a note that names it.
         """
         results: list[Result | None] = [None] * self.n_pes
 
@@ -251,8 +261,8 @@ class World:
         """Run ``hosts`` at once on the calling PE, each as on a stream of its own; return their results at the end.
 
         Call it in a host function. Launches of one stream follow each other, those of several are in flight together;
-        ``room`` limits their programs, as a GPU's size does. Whatever exchanges values on the host, such as making a
-        context, belongs before the call: two streams of a PE would do it in any order.
+        ``room`` limits their programs, as a GPU's size does. If you exchange values on the host, for example by making
+        a context, do it before the call, because two streams of a PE would do it in any order.
 
         Raises:
             TdcollError: called outside of a host function.
@@ -272,7 +282,7 @@ class World:
         """Return a new stream of the calling PE, on which it queues launches, copies, waits and writes of words:
         ``with stream: ...``.
 
-        Call it in a host function. Without a stream each of them is done before it returns.
+        Call it in a host function. If no stream is entered, each of them is done before it returns.
 
         Raises:
             TdcollError: called outside of a host function.
@@ -290,19 +300,19 @@ class World:
             operation()
 
     def pause(self, turns: int = 1) -> None:
-        """The calling host task lets others go first, ``turns`` times: a host that is slow."""
+        """Let other tasks go before the calling host task, ``turns`` times, as if the host were slow."""
         for _ in range(turns):
             self.scheduler.turn()
 
     def kill(self, pe: int, *, after_turns: int = 0, lose_messages: bool = True) -> None:
-        """PE ``pe`` dies: its host task and programs stop where they are.
+        """Kill PE ``pe``: its host task and programs stop where they are.
 
-        From then on bounded waits that nothing can satisfy expire, whatever ``on_timeout`` says.
+        From then on bounded waits that nothing can satisfy expire, for any ``on_timeout``.
 
         Args:
             pe: the PE. Killing one's own ends the calling task with this call.
             after_turns: let the PE's tasks take so many more turns before.
-            lose_messages: what it has sent and what has not arrived yet is lost.
+            lose_messages: messages of it that have not arrived yet are lost.
         """
         self._machine.check_pe(pe)
         if after_turns > 0:
@@ -317,7 +327,7 @@ class World:
 
     @property
     def counts(self) -> list[Counts]:
-        """What each PE did so far: puts, bytes, signals, waits, traffic between nodes."""
+        """Return the counts of each PE so far: puts, bytes, signals, waits, traffic between nodes."""
         return self._machine.counts
 
     @property
@@ -331,15 +341,15 @@ class World:
         return self.scheduler.fingerprint
 
     def describe(self) -> str:
-        """Return what decides this world's schedule, for reports; and which waits expired that need not have."""
+        """Describe this world's schedule for reports, and the waits that ``on_timeout="early"`` has let expire."""
         words = [f"seed {self.seed}", "weak" if self._weak else "strong", self._policy.describe()]
         words += [f"{name}={most}" for name in ("resident", "room") if (most := getattr(self, name)) is not None]
         return ", ".join(words) + (f"; gave up early: {'; '.join(self.gave_up)}" if self.gave_up else "")
 
     @property
     def gave_up(self) -> tuple[str, ...]:
-        """The waits that ``on_timeout="early"`` has let expire in the latest :meth:`run`: program, step, and what each
-        waited for."""
+        """The waits that ``on_timeout="early"`` has let expire in the latest :meth:`run`: program, step, and awaited
+        word."""
         return tuple(self.scheduler.gave_up)
 
     def _count_turn(self, task: Task) -> None:
@@ -377,7 +387,7 @@ class World:
                 machine.network.flush_stores(task)
 
     def _start_programs(self, pe: int) -> None:
-        """Start the programs that there is room for, in the order in which a GPU does."""
+        """Start as many programs as fit, in the order in which a GPU does."""
         launches = self._launches[pe]
         running = sum(launch.running for launch in launches)
         for launch in launches:
@@ -388,7 +398,7 @@ class World:
                 running += 1
 
     def _ended(self, pe: int, launch: Launch) -> None:
-        """One of its programs has."""
+        """Take note that one of the launch's programs has ended."""
         if launch.done == launch.total:
             self._launches[pe].remove(launch)
             self.scheduler.notify(launch)
@@ -396,7 +406,7 @@ class World:
 
 
 def _nodes(n_pes: int, ranks_per_node: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The node of each PE."""
+    """Return the node of each PE."""
     if ranks_per_node is None:
         return (0,) * n_pes
     if isinstance(ranks_per_node, int):

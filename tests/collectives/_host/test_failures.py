@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import tdcoll
+from tdcoll import runtime
 from tdcoll.collectives._host.launch import Launch, Launcher
 from tdcoll.collectives._host.launches import launches_of
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
+from tdcoll.spec.constants import RECORD_VALID
 from tdcoll.testing import World
 
 WORLD = 2
@@ -286,6 +288,66 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_context_open(monkeypatch: p
                     reduce(ctx, pe, 0)
                 fails[0] = False
             assert reduce(ctx, pe, 0).tolist() == expected(reduce, pe, 0)
+
+    World(WORLD).run(host)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    """Also where a call with such a shape has been made before."""
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
+            for call in (tdcoll.all_reduce, tdcoll.all_gather):
+                for _ in range(2):
+                    with pytest.raises(TypeError, match=r"tensor must be a tensor with memory of its own; got Wrapped"):
+                        call(Wrapped(torch.ones(4)), ctx=ctx)
+                    call(torch.ones(4), ctx=ctx)
+
+    World(WORLD).run(host)
+
+
+def test_a_refused_gather_into_symmetric_memory_leaves_it_alone() -> None:
+    def host(pe: int) -> None:
+        out, x = tdcoll.zeros(4), torch.ones(2)
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES)
+        for wrong, text in ((out[2 - 2 * pe :][:2], "must not overlap"), (torch.ones(4)[::2], "must be contiguous")):
+            with pytest.raises(ValueError, match=rf"tensor {text}"):
+                tdcoll.all_gather(wrong, out=out, ctx=ctx, symmetric=True)
+        with pytest.raises(tdcoll.NotSymmetricError, match=r"^out must be made by"):
+            tdcoll.all_gather(x, out=torch.zeros(4), ctx=ctx, symmetric=True)
+        ctx.close()
+        with pytest.raises(tdcoll.ContextError, match=r"^all_gather: the context is closed"):
+            tdcoll.all_gather(x, out=out, ctx=ctx, symmetric=True)
+        assert not out.any()
+
+    World(WORLD).run(host)
+
+
+def test_a_timeout_in_an_outgrown_context_is_raised_by_the_next_call() -> None:
+    """A captured graph may still use it, and nobody else has a handle to it."""
+
+    def host(pe: int) -> None:
+        tdcoll.all_reduce(torch.ones(4))
+        pool = runtime.current().contexts["all_reduce", (0, 1)]
+        old = pool.context
+        old.captured = True
+        tdcoll.all_reduce(torch.ones(1 << 18))
+        assert pool.context is not old
+        old.monitor._record[RECORD_VALID.value] = 1  # as a replay does whose wait expires
+        with pytest.raises(tdcoll.CollectiveTimeout):
+            tdcoll.all_reduce(torch.ones(4))
 
     World(WORLD).run(host)
 

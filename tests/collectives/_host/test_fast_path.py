@@ -52,6 +52,9 @@ FORMS = {
     "all_gather": Form(tdcoll.all_gather, lambda: {"tensor": mine(N)}),
     "all_gather into out": Form(tdcoll.all_gather, lambda: {"tensor": mine(N), "out": torch.empty(WORLD * N)}),
     "all_gather_": Form(tdcoll.all_gather_, lambda: {"tensor": _symmetric(WORLD, N)}),
+    "all_gather, symmetric": Form(
+        tdcoll.all_gather, lambda: {"tensor": mine(N), "out": _symmetric(WORLD, N), "symmetric": True}
+    ),
     "reduce_scatter": Form(tdcoll.reduce_scatter, lambda: {"tensor": mine(WORLD, N)}),
     "reduce_scatter into out": Form(tdcoll.reduce_scatter, lambda: {"tensor": mine(WORLD, N), "out": torch.empty(N)}),
     "reduce_scatter, symmetric": Form(
@@ -214,7 +217,11 @@ def _cases() -> list[Any]:
     found = []
     for name, form in FORMS.items():
         keys = ("x", "residual", "weight") if "norm" in name else None
-        keys = keys or (("tensor", "out") if "into out" in name or name == "all_reduce, symmetric" else ("tensor",))
+        keys = keys or (
+            ("tensor", "out")
+            if "into out" in name or name in ("all_reduce, symmetric", "all_gather, symmetric")
+            else ("tensor",)
+        )
         changes: dict[str, Change] = {
             f"{key} {how}": of(key, change) for key in keys for how, change in TENSORS.items()
         }

@@ -120,6 +120,20 @@ def test_a_forward_pass_leaves_the_other_ranks_alone() -> None:
     World(WORLD, heap_bytes=1 << 24, backend="greenlet", seed=3).run(host)
 
 
+def test_gradients_of_complex_tensors() -> None:
+    """Also such as autograd has conjugated lazily."""
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
+            for call, n in ((tdcoll.all_gather, 2), (tdcoll.all_to_all, 2 * WORLD)):
+                x = torch.full((n,), 1 + 2j, requires_grad=True)
+                (call(x, ctx=ctx).conj() * (3 + 1j)).real.sum().backward()
+                each = WORLD if call is tdcoll.all_gather else 1
+                assert torch.equal(x.grad, torch.full((n,), each * (3 + 1j)))  # type: ignore[arg-type]
+
+    run(host)
+
+
 def refusals(x: torch.Tensor, ctx: Any) -> list[Callable[[], object]]:
     n = x.numel()
     return [

@@ -16,6 +16,7 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.collectives._host import call as calls
 from tdcoll.collectives._host import registered
 from tdcoll.testing import World
 
@@ -68,6 +69,25 @@ def _in_a_context(memory: _Memory, world: int, call: Any, **options: Any) -> Non
             call(pe, memory.of(whole, world), ctx)
 
     World(world, heap_bytes=16 << 20, seed=3, weak=True).run(host)
+
+
+def test_buffers_of_both_kinds_in_turn(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one shape and on one context: the addresses of PyTorch's memory are no good for the heap's."""
+    in_heap: set[int] = set()
+    monkeypatch.setattr(registered, "lies_in_heap", lambda tensor, ctx: tensor.data_ptr() in in_heap)
+    monkeypatch.setattr(calls, "lies_in_heap", lambda tensor, ctx: tensor.data_ptr() in in_heap)
+
+    def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
+        heap = tdcoll.zeros(4096, torch.uint8)
+        in_heap.add(heap.data_ptr())
+        for buffer in (piece[:4096], heap, heap, piece[:4096], heap):
+            buffer.view(2, 2048)[pe].fill_(pe + 1)
+            tdcoll.all_gather_(buffer, ctx=ctx, algorithm="direct")
+            assert buffer.view(2, 2048).float().mean(1).tolist() == [1, 2]
+            buffer.zero_()
+            tdcoll.barrier()
+
+    _in_a_context(memory, 2, call)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

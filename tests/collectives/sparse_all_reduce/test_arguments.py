@@ -128,6 +128,7 @@ PAIRS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"^op must be one of sum, max, min, prod for torch\.int32; got 'mean'$",
     ),
+    ("algorithm a list", {"algorithm": ["owner"]}, TypeError, r"^algorithm must be a str, got list$"),
     (
         "algorithm unknown",
         {"algorithm": "ring"},

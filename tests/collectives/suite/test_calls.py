@@ -411,9 +411,22 @@ def test_drop_ins_name_their_own_arguments() -> None:
             (ValueError, r"op must be one of MAX, MIN for torch\.uint8; got SUM", reduce, (x.byte(),)),
             (TypeError, r"tensor must be of float16, .*; got torch\.bool", reduce, (x.bool(),)),
         ]
+        exchange = tdcoll.distributed.all_to_all_single
+        cases += [
+            (ValueError, r"output_split_sizes must have 2 sizes, one per rank; got \[4\]", exchange, (y, y + 1, [4])),
+            (ValueError, "input_split_sizes must be None or the same", exchange, (y, y + 1, [2, 2], [1, 3])),
+            (
+                ValueError,
+                r"input_split_sizes must add up to the first extent of input, 4; got \[7, 7\]",
+                exchange,
+                (y, y + 1, None, [7, 7]),
+            ),
+        ]
         for kind, message, call, arguments in cases:
             with pytest.raises(kind, match=message):
                 call(*arguments)
+        exchange(y, torch.arange(4.0) + 4 * pe, [2, 2], [2, 2])
+        assert y.tolist() == [2 * pe, 2 * pe + 1, 4 + 2 * pe, 5 + 2 * pe]
 
     World(2).run(host)
 

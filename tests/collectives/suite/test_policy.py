@@ -369,7 +369,7 @@ def test_plans_made_by_hand_keep_to_the_warps_of_their_context(spec: Collective)
 
 
 class Extents(NamedTuple):
-    """What a program of an all-gather needs of a inbox, and of a group, to know its task."""
+    """What a program of an all-gather needs of an inbox, and of a group, to know its task."""
 
     slots: tl.constexpr
     world: tl.constexpr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``triton_dist.language``: what its compiler adds to Triton, as functions of stock Triton."""
+"""``triton_dist.language``: its compiler's additions to Triton, as functions of stock Triton."""
 
 import triton
 import triton.language as tl
@@ -58,7 +58,7 @@ else:
         order = choice("dl.wait: semantic", semantic, ("acquire", "relaxed"))
         hopper = int("".join(filter(str.isdigit, _semantic.builder.options.arch))) >= 90
         bits = kind.primitive_bitwidth
-        # Each lane of a warp polls the words that fall to it; what descriptors load goes through the async proxy.
+        # Each lane of a warp polls its own words; loads of descriptors go through the async proxy.
         text = f"""{{
 .reg .pred more, differs;
 .reg .b32 lane;
@@ -90,7 +90,8 @@ def wait(barrierPtrs, numBarriers, scope: tl.constexpr, semantic: tl.constexpr, 
 
     The words have 32 or 64 bits, and are of this rank or, through ``symm_at``, of a peer. The lanes of each warp wait,
     and the warp goes on together. Loads that follow in the program stay behind the wait, because stock Triton does not
-    pipeline a loop that has one. It has no deadline on a GPU; on the simulator a job's deadline ends it.
+    pipeline a loop that has one. It has no deadline on a GPU; on the simulator it ends when the job's deadline has
+    passed.
     """
     _until_equal(barrierPtrs, numBarriers, waitValue, scope, semantic)
     return tl.cast(0, tl.int32)
@@ -110,9 +111,10 @@ def notify(
     sig_op: tl.constexpr = _DEFAULT_OP,
     comm_scope: tl.constexpr = _DEFAULT_SCOPE,
 ):
-    """Set a 64-bit signal of ``rank``, or add to it, after what this thread has written.
+    """Set a 64-bit signal of ``rank``, or add to it, after the earlier stores of this thread.
 
-    It has no barrier of the block before it; the kernel writes ``__syncthreads()``, as in Triton-distributed.
+    It has no barrier of the block before it: if the kernel needs one, it calls ``__syncthreads()``, as in
+        Triton-distributed.
 
     ``comm_scope``: ``gpu``, this rank's own signal, for its other programs; ``intra_node``, by a store to the peer's
     memory; ``inter_node``, by NVSHMEM after its fence, which reaches every rank.

@@ -6,8 +6,8 @@ The barrier of a node, by tokens: ``flags[r]`` on rank p is where rank r leaves 
     rank r  --0 becomes 1-->  flags[r] on every rank p of the node, r itself included
     rank r  <--1 becomes 0--  its own flags[p], for every p
 
-A rank that has taken everybody's token knows that all have come. A second barrier may follow at once: who leaves a
-token first waits until the last one was taken, which needs only ranks that have left this barrier or are in it.
+When a rank has taken the tokens of all, all have come. A second barrier may follow at once, because a rank that leaves
+a token first waits until the last one was taken, which needs only ranks that have left this barrier or are in it.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _meet_once(local_rank, rank, num_ranks, flags, target_value):
 def barrier_all_intra_node_non_atomic_block(local_rank, rank, num_ranks, symm_flags, target_value):
     """Wait for all ranks of the node without atomics; launched as one program, each time with another value.
 
-    ``symm_flags``: symmetric int32 or int64 ``[2 * num_ranks]``. The ranks meet twice, so that one that is ahead cannot
-    overwrite what another has yet to read.
+    ``symm_flags``: symmetric int32 or int64 ``[2 * num_ranks]``. The ranks meet twice, because one that is ahead would
+    otherwise overwrite a value that another has yet to read.
     """
     _meet_once(local_rank, rank, num_ranks, symm_flags, target_value)
     _meet_once(local_rank, rank, num_ranks, symm_flags + num_ranks, target_value)
@@ -76,10 +76,10 @@ def barrier_all_intra_node_non_atomic_block(local_rank, rank, num_ranks, symm_fl
 
 @triton.jit
 def barrier_on_this_grid(ptr, use_cooperative: tl.constexpr):
-    """Wait for all programs of the launch, which must be on the GPU at once. ``ptr``: int32, 0 at first.
+    """Wait for all thread blocks of the launch, which must be resident at once. ``ptr``: int32, 0 at first.
 
-    The top bit of the word turns over when the last program has come: the shares of all add up to it.
-    ``tdl.grid_barrier`` is the one with a deadline.
+    The top bit of the word turns over when the last thread block has come, because the shares of all add up to it. Use
+    ``tdl.grid_barrier`` for one with a deadline.
     """
     word = ptr.to(tl.pointer_type(tl.int32))
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
@@ -97,7 +97,7 @@ def barrier_on_this_grid(ptr, use_cooperative: tl.constexpr):
 def barrier_all_intra_node_non_atomic(
     local_rank, rank, num_ranks, symm_flags, target_value, use_cooperative: tl.constexpr
 ):
-    """Wait for all programs of all ranks of the node, each time with another value.
+    """Wait for all thread blocks of all ranks of the node, each time with another value.
 
     ``symm_flags``: symmetric int32 ``[2 * num_ranks + 1]``, the last for the programs, 0 at first.
     """
@@ -113,7 +113,7 @@ class BarrierAllContext:
     """The memory and the count of barriers of a node, or of all ranks. Collective to make.
 
     Args:
-        is_intra_node: whether they are of this node's ranks; else they are of all.
+        is_intra_node: whether they are of this node's ranks; otherwise of all.
     """
 
     def __init__(self, is_intra_node: bool) -> None:
@@ -132,7 +132,7 @@ class BarrierAllContext:
 
 
 def barrier_all_on_stream(ctx: BarrierAllContext | None, stream: torch.cuda.Stream | None = None) -> None:
-    """Let a stream, by default the current one, wait for the ranks that ``ctx`` is of; None: for all."""
+    """Let a stream, by default the current one, wait for the ranks of ``ctx``, or for all if it is None."""
     if ctx is None or not ctx.is_intra_node:
         tdcoll.barrier_on_stream(stream)
         return
@@ -160,14 +160,14 @@ def _handle(stream: Any) -> int:
 
 
 def wait_eq(signal_tensor: torch.Tensor | int, signal: int, stream: Any = None, require_i64: bool = False) -> None:
-    """Let a stream wait until a word is ``signal``. ``require_i64`` is for addresses: they have no type."""
+    """Let a stream wait until a word is ``signal``. ``require_i64`` is for addresses, because they have no type."""
     address, bits = _word(signal_tensor, require_i64)
     job = runtime.current()
     job.heap.stream_wait(_handle(stream), address, bits, False, signal, job.timeout_s)
 
 
 def set_signal(signal_tensor: torch.Tensor | int, signal: int, stream: Any = None, require_i64: bool = False) -> None:
-    """Let a stream write ``signal`` to a word. ``require_i64`` is for addresses: they have no type."""
+    """Let a stream write ``signal`` to a word. ``require_i64`` is for addresses, because they have no type."""
     address, bits = _word(signal_tensor, require_i64)
     runtime.current().heap.stream_write(_handle(stream), address, bits, signal)
 

@@ -10,8 +10,8 @@ For nodes of L ranks each, on rank ``(node, local)``; rows are cut into one part
                                      meet
     sum over n of gathered[n]      ------------------------------->  output
 
-Signals are this rank's own: the matmul sets one when the part is there, and the operation sets them back. What a rank
-writes to a peer is read before that peer comes to the barrier with which the next operation begins.
+Signals are this rank's own: the matmul sets one when the part is there, and the operation sets them back. A peer reads
+the data that it receives before it comes to the barrier with which the next operation begins.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def ring_reduce(
     It is made on the current stream, in fp32, and rounded once. (Triton-distributed's adds in the type of the input.)
 
     Args:
-        num_sms: programs; -1: as many as there are blocks.
+        num_sms: thread blocks; if -1, as many as there are blocks of data.
 
     Raises:
         ValueError: shapes do not match.
@@ -86,9 +86,9 @@ class ReduceScatter2DContext:
         scatter_bufs: ``[max_M, N]`` of each rank of this node.
         rs_per_node_bufs: ``[max_M / local_world_size, N]`` of each rank of this node: sums of a node.
         p2p_bufs: as large: sums of all nodes, for this rank.
-        scatter_signal_buf: int64 ``[world_size]``: set to 1 by who produces the input, when the part for a rank is
+        scatter_signal_buf: int64 ``[world_size]``: set to 1 by the producer of the input when the part for a rank is
             there.
-        num_rs_sms: how many programs run beside the matmul.
+        num_rs_sms: how many thread blocks run beside the matmul.
     """
 
     max_M: int
@@ -117,7 +117,7 @@ class ReduceScatter2DContext:
 
     @property
     def num_rs_sms(self) -> int:
-        """Return how many programs run beside the matmul: none on one node, where copy engines do the work."""
+        """Return how many thread blocks run beside the matmul: none on one node, because copy engines do the work."""
         return 1 + self.num_reduction_sms if self.nnodes > 1 else 0
 
     def reset_barriers(self) -> None:

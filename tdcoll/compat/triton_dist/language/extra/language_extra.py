@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``triton_dist.language.extra.language_extra``: threads, and loads and stores with an order, by the thread.
 
-Loads, stores and atomics take pointers to anything of 32 or 64 bits. What threads of a warp exchange through registers
-(``__shfl_*``, ``__ballot_sync``, ``laneid``) cannot be simulated, since the simulator runs a program as one thread:
-there it is an error that says so.
+Loads, stores and atomics take pointers to anything of 32 or 64 bits. Exchanges of a warp through registers
+(``__shfl_*``, ``__ballot_sync``, ``laneid``) raise an error on the simulator, because it runs a program as one thread.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ def _word(ptr):
 
 @triton.jit
 def ld(ptr, scope: tl.constexpr = _GPU, semantic: tl.constexpr = _RELAXED):
-    """Load what is at ``ptr``, in the order ``semantic`` (relaxed, acquire) at ``scope`` (gpu, sys)."""
+    """Load from ``ptr``, in the order ``semantic`` (relaxed, acquire) at ``scope`` (gpu, sys)."""
     return tdl.ld(_word(ptr), scope, semantic).to(ptr.dtype.element_ty, bitcast=True)
 
 
 @triton.jit
 def ld_acquire(ptr, scope: tl.constexpr = _GPU):
-    """Load what is at ``ptr`` with acquire order, at ``scope`` (gpu, sys)."""
+    """Load from ``ptr`` with acquire order, at ``scope`` (gpu, sys)."""
     return ld(ptr, scope, "acquire")
 
 
@@ -71,13 +70,13 @@ def st(ptr, val, scope: tl.constexpr = _GPU, semantic: tl.constexpr = _RELAXED):
 
 @triton.jit
 def atomic_add(ptr, value, scope: tl.constexpr = _GPU, semantic: tl.constexpr = _RELAXED):
-    """Add to the integer at ``ptr``, once for each thread that calls; return what was there before."""
+    """Add to the integer at ``ptr``, once for each thread that calls; return the old value."""
     return tdl.atom_add(ptr, value, scope, semantic)
 
 
 @triton.jit
 def atomic_cas(ptr, value, target_value, scope: tl.constexpr, semantic: tl.constexpr):
-    """Write ``target_value`` to ``ptr`` if ``value`` is there, once for each calling thread; return what was there."""
+    """Write ``target_value`` to ``ptr`` if ``value`` is there, once for each calling thread; return the old value."""
     return tdl.atom_cas(ptr, value, target_value, scope, semantic)
 
 
@@ -165,7 +164,7 @@ else:
         return asm(_semantic, text, predicate=(predicate, tl.int32), mask=(mask, tl.uint32))
 
     def _order(semantic: Any, scope: Any) -> str:
-        """Return what an access says of its order; one that says nothing is volatile."""
+        """Return the order of an access; volatile if it specifies none."""
         return "".join(f".{one}" for one in map(core._unwrap_if_constexpr, (semantic, scope)) if one) or ".volatile"
 
     def _loads(suffix: str, kind: Any, parts: int) -> Any:
@@ -203,7 +202,7 @@ else:
 
     @triton.jit
     def atomic_add_per_warp(barrier_ptr, value, scope: tl.constexpr, semantic: tl.constexpr):
-        """Add to the integer at ``barrier_ptr`` once for each warp; return in all its threads what was there."""
+        """Add to the integer at ``barrier_ptr`` once for each warp; return the old value in all its threads."""
         before = tl.cast(0, barrier_ptr.dtype.element_ty)
         if laneid() == 0:
             before = tdl.atom_add(barrier_ptr, value, scope, semantic)

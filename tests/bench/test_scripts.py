@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts of tests/gpu, which are given to machines with GPUs: the commands of measure.py are ones that there are, and
-its jobs end; the columns of backend_calls.py are named after the programs that the launches had."""
+"""benchmarks/, for machines with GPUs: the commands of measure.py exist, and its jobs end; backend_calls.py makes its
+calls, and names its columns after the programs that the launches had."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import importlib
+import json
 import re
 import shlex
 import signal
@@ -19,12 +20,14 @@ from typing import Any
 
 import pytest
 
+from tdcoll import runtime
 from tdcoll.__main__ import main
 from tdcoll.bench import case, sparse_all_reduce, tune
 from tdcoll.distributed.handlers import Dense
+from tdcoll.testing import World
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests" / "gpu"))
+sys.path.append(str(ROOT / "benchmarks"))
 measure: Any = importlib.import_module("measure")
 backend_calls: Any = importlib.import_module("backend_calls")
 
@@ -64,7 +67,7 @@ def test_scripts_have_the_options_that_they_are_given() -> None:
     for jobs in measure.stages(2).values():
         for job in jobs:
             script = next(word for word in job.words if word.endswith(".py") or word == "-m" or word == "tests")
-            if script.startswith("tests/"):
+            if script.startswith(("benchmarks/", "tests/")):
                 given = {word for word in job.words[job.words.index(script) :] if word.startswith("--")}
                 assert given <= options_of(script), script
                 seen.add(script)
@@ -72,7 +75,7 @@ def test_scripts_have_the_options_that_they_are_given() -> None:
                 assert job.words[-2:-1] in (["--json"], ["-o"])
             else:
                 assert script == "tests" or (ROOT / script).is_file()
-    assert seen == {"tests/gpu/backend_calls.py", "tests/gpu/training.py", "tests/sanitizer/sanitize.py"}
+    assert seen == {"benchmarks/backend_calls.py", "benchmarks/training.py", "tests/sanitizer/sanitize.py"}
 
 
 def test_heaps_differ_in_the_heap_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,3 +178,20 @@ def test_columns_are_named_after_the_granted_programs(monkeypatch: pytest.Monkey
 
 def test_a_group_that_serves_nothing_has_a_column_too() -> None:
     assert backend_calls.column(32, Group(32).explain()) == "tdcoll none (of 32)"
+
+
+def test_every_own_call_is_made(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    dist = SimpleNamespace(get_world_size=lambda: 2, get_rank=lambda: runtime.current().rank)
+    monkeypatch.setattr(backend_calls, "dist", dist)
+    monkeypatch.setattr(backend_calls, "ROUNDS", 1)
+    monkeypatch.setattr(backend_calls, "host_us", lambda call, asynchronous: float(call().numel()))
+    row, _ = World(2).run(lambda pe: backend_calls.own_row())
+    gathered = {"all_gather": [2048.0], "all_gather_": [2048.0], "reduce_scatter": [1024.0]}
+    reduced = {name: [1024.0] for name in ("all_reduce", "all_reduce_", "all_reduce_ symmetric")}
+    assert row == {"kind": "own calls", "nbytes": 4096, "us": gathered | reduced}
+    assert capsys.readouterr().out.count("own calls") == 1
+
+
+def test_the_page_has_the_table_of_its_file() -> None:
+    rows = json.loads((ROOT / "docs/results/host/calls-2xH200.json").read_text())["host"]
+    assert backend_calls.table(rows) in (ROOT / "docs/tables.md").read_text()

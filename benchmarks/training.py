@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of a training step on backend "tdcoll" and on "nccl", in turns, and whether the losses are the same.
 
-    python tests/gpu/training.py --nproc 2 [--repeats 3] [--workloads fsdp-256,dlrm] [--json FILE] [-- options]
+    python benchmarks/training.py --nproc 2 [--repeats 3] [--workloads fsdp-256,dlrm] [--json FILE] [-- options]
 
 Options after -- are launch.sh's.
 
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 Step = Callable[[], torch.Tensor]
 
 
@@ -153,7 +153,7 @@ def dlrm(width: int, compiled: bool, small: bool) -> Step:
 
 
 def pipeline(width: int, compiled: bool, small: bool) -> Step:
-    """Make a step that passes activations on and gradients back: point-to-point calls, which tdcoll hands over."""
+    """Make a step that passes activations on and gradients back: point-to-point calls, for which tdcoll falls back."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1 + rank)
     model = nn.Sequential(*(Mlp(width) for _ in range(2))).to(device())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time and the memory of a start go: from `import tdcoll` to the result of a first all-gather.
 
-    bash launch.sh --nproc 1 tests/gpu/start_up.py
-    bash launch.sh --nproc 2 tests/gpu/start_up.py [--json FILE] [--stacks] [--cprofile FILE]
+    bash launch.sh --nproc 1 benchmarks/start_up.py
+    bash launch.sh --nproc 2 benchmarks/start_up.py [--json FILE] [--stacks] [--cprofile FILE]
 
 Run it twice: the first run fills Triton's cache. The clock starts in a process that has imported PyTorch and has its
 CUDA context (on the simulator: imported PyTorch). A stage that is indented is a part of the one above it, or, with a
@@ -80,7 +80,7 @@ def timed(owner: Any, attribute: str, name: str) -> None:
 
 
 def watch_programs(stacks: bool) -> None:
-    """Makes a row of each program that is started, whoever starts it."""
+    """Makes a row of each program that is started, by any starter."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.system") or not began:
@@ -109,7 +109,7 @@ def parse() -> argparse.Namespace:
 
 
 def meet() -> None:
-    """Waits for the other ranks at the launcher's store, so that nobody's start is the wait for a later process."""
+    """Waits for the other ranks at the launcher's store, because no start may include the wait for a later process."""
     env = os.environ
     if "RANK" in env:
         store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a call: of torch.distributed's on backend "tdcoll" and on NCCL, and of tdcoll's own on a context.
 
-    bash launch.sh --nproc 2 tests/gpu/backend_calls.py [--sizes 4K,256K,4M] [--programs 32,64,128] [--json FILE]
-    python tests/gpu/backend_calls.py --table FILE
+    bash launch.sh --nproc 2 benchmarks/backend_calls.py [--sizes 4K,256K,4M] [--programs 32,64,128] [--json FILE]
+    python benchmarks/backend_calls.py --table FILE
 
 Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place), reduce-scatter and
-all-reduce. Those of torch.distributed are synchronous, and with async_op=True and wait(); for tdcoll once served and
-once handed over. Each of tdcoll's own has its own context. Device times are of a graph of ten synchronous calls, by
+all-reduce. Those of torch.distributed are synchronous, and with async_op=True and wait(); for tdcoll once handled and
+once falling back. Each of tdcoll's own has its own context. Device times are of a graph of ten synchronous calls, by
 the number of programs that the context got, of those requested (`tdcoll 20 (of 64)`): they say up to which sizes
 tdcoll should serve (`handled_bytes` of its spec). Bytes are what each rank brings to an all-gather
 and an all-reduce, and what it gets from a reduce-scatter. What is compared takes turns, five rounds; the table has the
@@ -131,31 +131,31 @@ def show(rows: Iterable[dict[str, Any]], what: str) -> None:
 
 
 def host_rows(kinds: list[str]) -> list[dict[str, Any]]:
-    """Measure and show calls of 4 KB, served and handed over."""
-    handed = dist.new_group(backend="tdcoll", pg_options=Options(max_bytes_per_rank=0))
+    """Measure and show calls of 4 KB that tdcoll handles, and that fall back."""
+    falling_back = dist.new_group(backend="tdcoll", pg_options=Options(max_bytes_per_rank=0))
     rows = []
     for kind in kinds:
         ways: dict[str, Callable[[], float]] = {}
-        for name, group in (("nccl", PLAIN), ("tdcoll", dist.group.WORLD), ("handed over", handed)):
+        for name, group in (("nccl", PLAIN), ("tdcoll", dist.group.WORLD), ("falls back", falling_back)):
             call = call_of(kind, 4096, group)
             ways[name] = lambda call=call: host_us(call, False)
             ways[f"{name} async"] = lambda call=call: host_us(call, True)
         rows.append({"kind": kind, "nbytes": 4096, "us": rounds(ways)})
         show(rows[-1:], "host")
-    dist.destroy_process_group(handed)
+    dist.destroy_process_group(falling_back)
     return rows
 
 
 def own_row() -> dict[str, Any]:
     """Measure and show tdcoll's own calls of 4 KB, beside each other."""
     world, n = dist.get_world_size(), 1024
-    part, whole = torch.ones(n, device="cuda"), torch.ones(world * n, device="cuda")
     buffer, shared = tdcoll.zeros(world * n), tdcoll.zeros(n)
+    part, whole = torch.ones(n, device=shared.device), torch.ones(world * n, device=shared.device)
     with contextlib.ExitStack() as stack:  # maxima, since a sum in place would grow from call to call
 
         def on_a_context(call: Callable[..., torch.Tensor], tensor: torch.Tensor, **more: Any) -> Callable[[], float]:
             ctx = stack.enter_context(tdcoll.CollectiveContext(max_bytes_per_rank=4 * n))
-            return lambda: host_us(lambda: call(tensor, ctx, **more), False)
+            return lambda: host_us(lambda: call(tensor, ctx=ctx, **more), False)
 
         ways = {
             "all_gather": on_a_context(tdcoll.all_gather, part),
@@ -173,11 +173,16 @@ def own_row() -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the median host times of a file as Markdown: tdcoll's own calls, then those of torch.distributed."""
+    """Return the median host times of a file as Markdown: tdcoll's own calls, then those of torch.distributed.
+
+    Files of older commits have other names for two of them.
+    """
     own, *others = rows
     lines = ["| own call | µs |", "|---|---|"]
-    lines += [f"| `{name}` | {statistics.median(times):.1f} |" for name, times in own["us"].items()]
-    lines += ["", f"| call | {' | '.join(others[0]['us'])} |", f"|---|{'---|' * len(others[0]['us'])}"]
+    for name, times in own["us"].items():
+        lines.append(f"| `{name.replace('all_gather_in_place', 'all_gather_')}` | {statistics.median(times):.1f} |")
+    names = [name.replace("handed over", "falls back") for name in others[0]["us"]]
+    lines += ["", f"| call | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     for row in others:
         lines.append(f"| {row['kind']} | {' | '.join(f'{statistics.median(t):.1f}' for t in row['us'].values())} |")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the tests on GPUs, and most of what docs/performance.md shows, on one host, in stages that can be had one by one.
 
-    python tests/gpu/measure.py [--nproc N] [--limit SECONDS] [--dry-run] FOLDER STAGE...
+    python benchmarks/measure.py [--nproc N] [--limit SECONDS] [--dry-run] FOLDER STAGE...
 
 Stages, of which each is a job or a few:
 
@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 _REDUCE = "nccl,nccl-symmetric,torch-one-shot,torch-two-shot,trtllm-one-shot"
 _SCATTER = "nccl,nccl-symmetric,torch-reduce-scatter"
@@ -103,8 +103,8 @@ def stages(nproc: int) -> dict[str, list[Job]]:
         "tune": [
             job("tune", f"{launch} -m tdcoll tune --operation all_reduce,reduce_scatter,all_gather {tune} -o FILE")
         ],
-        "calls": [job("calls", f"{launch} tests/gpu/backend_calls.py --programs 32,64,128 --json FILE")],
-        "training": [job("training", f"{python} tests/gpu/training.py --nproc {nproc} --json FILE")],
+        "calls": [job("calls", f"{launch} benchmarks/backend_calls.py --programs 32,64,128 --json FILE")],
+        "training": [job("training", f"{python} benchmarks/training.py --nproc {nproc} --json FILE")],
         "tutorial": [job("tutorial", f"{launch} tutorials/05-all-reduce.py")],
     }
 

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every public function has an example in its docstring, and each runs: on two simulated ranks, or as a job of one."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import inspect
+import io
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+import tdcoll
+import tdcoll.distributed
+import tdcoll.fused
+import tdcoll.language as tdl
+from tdcoll.testing import World
+
+WITHOUT = {"Explanation", "MemoryPlan", "PaddedRows", "Table", "Topology", "begin_epoch", "TdcollProcessGroup"}
+"""What calls return or take, and what only kernels call: docs/kernels.md has examples of them."""
+
+JOBS = {f"tdcoll.{name}" for name in ("initialize", "finalize", "is_initialized", "jit")}
+JOBS |= {f"tdcoll.distributed.{name}" for name in ("explain", "Options", "SparseGradientReducer", "sparse_hook")}
+"""Examples that join a job themselves, or define a kernel, which needs a file."""
+
+
+def public() -> dict[str, Any]:
+    found = {}
+    for module in (tdcoll, tdcoll.distributed, tdcoll.fused):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            error = isinstance(thing, type) and issubclass(thing, Exception)
+            if callable(thing) and not error and name not in WITHOUT:
+                found[f"{module.__name__}.{name}"] = thing
+    return found
+
+
+PUBLIC = public()
+
+
+def examples(name: str) -> list[doctest.Example]:
+    return doctest.DocTestParser().get_examples(inspect.getdoc(PUBLIC[name]) or "")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_there_is_one(name: str) -> None:
+    assert examples(name), f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in JOBS])
+def test_on_two_ranks(name: str) -> None:
+    """Rank 1 compares the output: of a statement that is an expression, its ``repr``."""
+
+    def host(pe: int) -> None:
+        x = torch.ones(4)
+        known: dict[str, Any] = {"torch": torch, "tdcoll": tdcoll, "tl": tl, "tdl": tdl, "x": x, "whole": torch.ones(4)}
+        known |= {"gathered": torch.empty(8), "received": torch.empty(4), "mine": torch.empty(2)}
+        for example in examples(name):
+            if not example.want or "H200s" in example.source:  # whose numbers are not the simulator's
+                exec(example.source, known)
+            else:
+                with contextlib.redirect_stdout(io.StringIO()) as printed:
+                    value = eval(example.source, known)
+                got = printed.getvalue() + ("" if value is None else f"{value!r}\n")
+                same = doctest.OutputChecker().check_output(example.want, got, doctest.NORMALIZE_WHITESPACE)
+                assert same or pe == 0, f"{example.source.strip()} gives {got.strip()}"
+
+    World(2).run(host)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name in JOBS])
+def test_as_a_job(name: str) -> None:
+    lines = ["import torch, tdcoll, tdcoll.distributed", "import triton.language as tl, tdcoll.language as tdl"]
+    for example in examples(name):
+        lines += (
+            [f"assert repr({example.source.strip()}) == {example.want.strip()!r}"] if example.want else [example.source]
+        )
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", **alone}
+    command = [sys.executable, "-W", "ignore", "-c", "\n".join(lines)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
