@@ -49,6 +49,7 @@ import torch
 import triton.language as tl
 
 from tdcoll import arguments, limits, runtime
+from tdcoll.calls import Calls
 from tdcoll.errors import HeapExhaustedError
 from tdcoll.gate import Gate
 from tdcoll.language import INTERPRETED
@@ -171,6 +172,7 @@ class CollectiveContext(Gate):
                 f"{max_programs}"
             )
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
+        monitor.calls = Calls(topology.pes, _group_name(group, topology))
         super().__init__(job, topology, monitor, debug, stream)
         if max_bytes_per_rank is None:
             max_bytes_per_rank = limits.inbox_bytes(topology.world_size, job.heap.nbytes)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tdcoll.calls import Calls
 from tdcoll.capture import capture_of
 from tdcoll.errors import ContextError, NotInitializedError, RankMismatchError
 from tdcoll.monitor import WaitMonitor
@@ -94,6 +95,10 @@ class Gate:
         self.captured = False
         """Whether a call was made while a CUDA graph was being captured: then a graph may still use the memory."""
         self._expired = monitor.valid
+        self.calls: Calls = monitor.calls if monitor.calls is not None else Calls(topology.pes, None)
+        """What the context remembers of its calls; see :attr:`noted`."""
+        self.noted = self.calls.add
+        """Note a call, before it launches: a :class:`~tdcoll.calls.Made`, or its name."""
         self._refusal: str | None = None
         self._obstacle = ""
         self._calls = 0
@@ -251,6 +256,7 @@ class Gate:
         if self.capturing and self.follows_stream:
             self._follow_in_capture()
         self.captured = self.captured or self.capturing
+        self.calls.exact = not self.captured
 
     def _agree(self, operation: str, agree: Mapping[str, Any], prepare: Callable[[], Any], obstacle: str | None) -> Any:
         """The checks of a call in debug mode: what is wrong on one rank is an error on all."""

@@ -1,24 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounded waits, host side: the deadline that kernels read and the record that they leave behind.
 
-A kernel's ``wait_signal(..., monitor, ...)`` reads its deadline from four words in device memory. When it expires,
+A kernel's ``wait_signal(..., monitor, ...)`` reads its deadline from words in device memory. When it expires,
 the first wait to do so sets the *aborted* word, which ends every other wait on the same monitor at once, and writes
 one record (rank, peer, signal, epoch, expected, seen) to pinned host memory. The host can read that without a
 synchronisation, so looking at it before every call costs next to nothing.
+
+Long before its deadline, a wait leaves *notices* behind the record: what it waits for, and for how long. There are 16
+places for them, one for each peer modulo 16, and a place gets one every 200 ms, whoever waits. The thread of
+:mod:`tdcoll.runtime.watch` reads them: a notice is of a wait that goes on if its stamp has changed a moment ago.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from tdcoll import arguments, runtime
+from tdcoll.calls import Calls
 from tdcoll.errors import CollectiveTimeout
+from tdcoll.runtime import watch
 from tdcoll.spec import constants as c
 
 __all__ = ["WaitMonitor"]
+
+_NOTICE_S = 0.2
+"""After so long a wait leaves notices, and then as often."""
+
+_ALIVE_S = 4 * _NOTICE_S
+"""A wait that has left no notice for so long is over."""
 
 
 class WaitMonitor:
@@ -35,7 +49,7 @@ class WaitMonitor:
         TypeError, ValueError: an argument is not as described.
 
     Attributes:
-        words: int64 ``[4]`` on the device, laid out as ``MONITOR_*`` of the device language says.
+        words: int64 ``[21]`` on the device, laid out as ``MONITOR_*`` of the device language says.
         valid: ``[1]``, on the host: 0 until a wait has expired. What a call looks at before it launches: it takes a
             third of the time that numpy takes.
     """
@@ -55,6 +69,7 @@ class WaitMonitor:
         words[c.MONITOR_TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
         words[c.MONITOR_RECORD.value] = self._record.data_ptr()
         words[c.MONITOR_RANK.value] = self._runtime.rank if rank is None else rank
+        words[c.MONITOR_NOTICE_NS.value] = int(min(_NOTICE_S, self.timeout_s / 8) * 1e9)
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
         self._reported = False
         address = self.words.data_ptr()
@@ -62,6 +77,10 @@ class WaitMonitor:
         weakref.finalize(self, self._runtime.monitors.discard, address)
         # Kernels write to this memory when a wait expires, whoever still refers to it.
         self._runtime.held[id(self)] = self
+        self.calls: Calls | None = None
+        """Those of the context whose monitor this is."""
+        self._stamps: dict[int, tuple[int, float]] = {}
+        watch.add(self)
 
     @property
     def reported(self) -> bool:
@@ -88,6 +107,36 @@ class WaitMonitor:
         with torch.cuda.stream(stream):
             self.words[place : place + 1].copy_(one, non_blocking=True)
         stream.synchronize()  # `one` lives until then
+
+    @property
+    def job(self) -> runtime.Runtime:
+        """The job whose kernels it is for."""
+        return self._runtime
+
+    def waits(self) -> Iterator[watch.Wait]:
+        """Waits in kernels that go on, as the notices say. For one thread, which looks more often than they are left.
+
+        One for each peer; of peers that share a place, one at a time.
+        """
+        now = time.monotonic()
+        if self.calls is not None:
+            self.calls.forget()
+        for place in range(c.NOTICES.value):
+            begin = c.RECORD_NOTICES.value + place * c.NOTICE_WORDS.value
+            stamp, waited_ns, peer, signal, epoch, lamport, expected, seen = map(
+                int, self._host[begin : begin + c.NOTICE_WORDS.value]
+            )
+            before, since = self._stamps.get(place, (0, now))
+            if stamp != before:
+                since = now
+                self._stamps[place] = stamp, now
+            if stamp and now - since < _ALIVE_S:
+                yield watch.Wait(peer, signal, epoch, bool(lamport), expected, seen, waited_ns / 1e9)
+
+    @property
+    def open(self) -> bool:
+        """Whether kernels may use it: its context is not closed, nor the job."""
+        return not self._runtime.closed and id(self) in self._runtime.held
 
     def check(self) -> None:
         """Wait for the current stream, and raise if a wait in one of its kernels has expired.

@@ -149,6 +149,7 @@ def _first(
     }
     with ctx.calling(_NAME, facts, checked) as (ready, (result, given)):
         ctx.wait_for_loads(_NAME, key)
+        ctx.noted(ready)
         ready.run(ctx.current_stream(), *given)
     made: tuple[torch.Tensor, ...] = result
     return made
@@ -227,7 +228,7 @@ def _ready(
         return made, (_aligned(x), residual, _aligned(weight), new, out, scale, summed, result)
 
     if not rows.rows:
-        return Ready(_NAME, place, lambda *given: None)
+        return Ready(_NAME, place, lambda *given: None, None, (0, 0))
     (bits,) = struct.unpack("<i", struct.pack("<f", eps))
     scaling = arithmetic.NONE if out_dtype is not _FP8 else arithmetic.PER_ROW if by_rows else arithmetic.GIVEN
     given: dict[str, Any] = {
@@ -264,4 +265,4 @@ def _ready(
         if result is not new:
             result.copy_(new)
 
-    return Ready(_NAME, place, run)
+    return Ready(_NAME, place, run, None, reduce.counts if composed else (0, 1))

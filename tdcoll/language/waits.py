@@ -24,13 +24,14 @@ __all__ = ["block_and", "consume_token", "grid_barrier", "test_signal", "wait_si
 __all__ += ["wait_until_any", "wait_word"]
 
 # A thread polls until `look` has set the predicate `done`, or another wait of the monitor has expired, or its own
-# deadline has passed: the first of all threads for which it has leaves the record. `ok` is a result, `active`, `peer`,
-# `index`, `epoch` and `expected` are operands or registers; `prepare`, `look`, and `see`, which leaves in `word` what
-# was seen last, are PTX.
+# deadline has passed: the first of all threads for which it has leaves the record. Long before that, a thread leaves a
+# notice now and then. `ok` is a result, `active`, `peer`, `index`, `epoch`, `expected` and `lamport` are operands,
+# registers or numbers; `prepare`, `look`, and `see`, which leaves in `word` what was seen last and may use `again` and
+# `aborted`, are PTX.
 _POLL = """
 .reg .pred done, again;
 .reg .b32 misses, phase, flag;
-.reg .b64 word, begin, now, limit, aborted, record;
+.reg .b64 word, begin, now, limit, aborted, record, stamp;
 mov.b32 misses, 0;
 mov.b64 begin, 0;
 mov.b32 {ok}, 1;
@@ -49,14 +50,41 @@ CHECK:
 ld.relaxed.gpu.global.b64 aborted, [$monitor+{MONITOR_ABORTED}];
 setp.ne.u64 done, aborted, 0;
 @done bra GIVE_UP;
-ld.relaxed.gpu.global.b64 limit, [$monitor+{MONITOR_TIMEOUT_NS}];
+ld.relaxed.gpu.global.b64 limit, [$monitor+{MONITOR_NOTICE_NS}];
 sub.u64 now, now, begin;
+setp.lt.u64 again, now, limit;
+@again bra {again};
+{see}
+and.b32 phase, {peer}, {NOTICES} - 1;
+mad.wide.u32 record, phase, 8, $monitor;
+ld.relaxed.gpu.global.b64 aborted, [record+{MONITOR_NOTICED}];
+add.u64 limit, aborted, limit;
+add.u64 stamp, begin, now;
+setp.lt.u64 again, stamp, limit;
+@again bra LIMIT;
+atom.relaxed.gpu.global.max.u64 limit, [record+{MONITOR_NOTICED}], stamp;
+setp.ne.u64 again, limit, aborted;
+@again bra LIMIT;
+ld.global.b64 record, [$monitor+{MONITOR_RECORD}];
+mad.wide.u32 record, phase, {NOTICE_WORDS}, record;
+st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_WAITED_NS}], now;
+cvt.s64.s32 limit, {peer};
+st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_PEER}], limit;
+cvt.s64.s32 limit, {index};
+st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_SIGNAL}], limit;
+st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_EPOCH}], {epoch};
+mov.b64 limit, {lamport};
+st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_LAMPORT}], limit;
+st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_EXPECTED}], {expected};
+st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_SEEN}], word;
+st.release.sys.global.b64 [record+{RECORD_NOTICES}+{NOTICE_STAMP}], stamp;
+LIMIT:
+ld.relaxed.gpu.global.b64 limit, [$monitor+{MONITOR_TIMEOUT_NS}];
 setp.lt.u64 again, now, limit;
 @again bra {again};
 atom.relaxed.gpu.global.cas.b64 aborted, [$monitor+{MONITOR_ABORTED}], 0, 1;
 setp.ne.u64 done, aborted, 0;
 @done bra GIVE_UP;
-{see}
 ld.global.b64 record, [$monitor+{MONITOR_RECORD}];
 ld.global.b64 now, [$monitor+{MONITOR_RANK}];
 st.global.b64 [record+{RECORD_RANK}], now;
@@ -80,14 +108,15 @@ setp.ne.u32 again, phase, 0;
 @again bra POLL;"""
 """The clock is read on every 256th miss."""
 
-_PLACES = {name: 8 * word.value for name, word in vars(constants).items() if re.match("MONITOR_|RECORD_", name)}
-"""Bytes from the start of the monitor's words, and of the record."""
+_PLACES = {name: 8 * word.value for name, word in vars(constants).items() if re.match("(MONITOR|RECORD|NOTICE)_", name)}
+"""Bytes from the start of the monitor's words, of the record, and of a notice."""
 
 
 def _polling(**pieces: str) -> str:
     """Return PTX that polls. Operands are called as the pieces that are left out; ``$monitor`` is always one."""
     usual = {name: f"${name}" for name in ("active", "peer", "index")}
     usual |= {"ok": "$0", "prepare": "", "see": "", "epoch": pieces["expected"], "pace": _PACE, "again": "POLL"}
+    usual |= {"lamport": "0", "NOTICES": str(constants.NOTICES.value)}
     return "{" + _POLL.format(**(usual | pieces), **_PLACES) + "}"
 
 

@@ -38,7 +38,7 @@ def _poll_words(words, absent, monitor, active, peer, index, call, _semantic=Non
     """Per element: (data, data, data, data, 1) once no part of the word is ``absent``; (any, 0) after the deadline."""
     parts = ("$0", "$1", "$2", "$3")
     look = "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$words];\nsetp.ne.b32 done, $0, $absent;\n"
-    count = "setp.ne.b32 again, {}, $absent;\nselp.u64 now, 1, 0, again;\nadd.u64 word, word, now;"
+    count = "setp.ne.b32 again, {}, $absent;\nselp.u64 aborted, 1, 0, again;\nadd.u64 word, word, aborted;"
     text = _polling(
         prepare=".reg .b64 four;\nmov.b64 four, 4;\n" + "\n".join(f"mov.b32 {part}, 0;" for part in parts),
         look=look + "\n".join(f"setp.ne.and.b32 done, {part}, $absent, done;" for part in parts[1:]),
@@ -46,6 +46,7 @@ def _poll_words(words, absent, monitor, active, peer, index, call, _semantic=Non
         ok="$4",
         epoch="$call",
         expected="four",
+        lamport="1",
     )
     operands = {"words": (words, tl.int64), "absent": (absent, tl.int32), "active": (active, tl.int32)}
     return asm(_semantic, text, (tl.int32,) * 5, **operands, **_report(monitor, peer, index), call=(call, tl.uint64))
@@ -82,11 +83,13 @@ def _poll_words_of_all(words, stride, count, skip, absent, monitor, active, inde
     for rank in reversed(range(n)):
         see.append("mov.b64 there, 0;")
         for part in parts[rank]:
-            see += [f"setp.ne.b32 again, {part}, $absent;", "selp.u64 now, 1, 0, again;", "add.u64 there, there, now;"]
+            see += [f"setp.ne.b32 again, {part}, $absent;", "selp.u64 aborted, 1, 0, again;"]
+            see.append("add.u64 there, there, aborted;")
         see += ["setp.ne.u64 again, there, 4;", f"setp.ne.and.s32 again, $skip, {rank}, again;"]
         see += ["selp.b64 word, there, word, again;", f"selp.b32 who, {rank}, who, again;"]
     prepared, looked, seen = map("\n".join, (prepare, look, see))
-    text = _polling(prepare=prepared, look=looked, see=seen, ok=f"${4 * n}", peer="who", epoch="$call", expected="four")
+    pieces = {"prepare": prepared, "look": looked, "see": seen, "peer": "who", "lamport": "1"}
+    text = _polling(**pieces, ok=f"${4 * n}", epoch="$call", expected="four")
     operands = {"words": (words, tl.int64), "stride": (stride, tl.int64), "skip": (skip, tl.int32)}
     operands |= {"absent": (absent, tl.int32), "active": (active, tl.int32), "call": (call, tl.uint64)}
     operands |= {"monitor": (monitor, tl.int64), "index": (index, tl.int32)}

@@ -25,7 +25,10 @@ MONITOR_ABORTED = tl.constexpr(0)  # 1 once a wait has expired: later waits retu
 MONITOR_TIMEOUT_NS = tl.constexpr(1)  # deadline of a wait, nanoseconds
 MONITOR_RECORD = tl.constexpr(2)  # address of the record, in memory that the host can read
 MONITOR_RANK = tl.constexpr(3)  # group rank, copied into the record
-MONITOR_WORDS = tl.constexpr(4)
+MONITOR_NOTICE_NS = tl.constexpr(4)  # waits that last longer leave notices, no more than one in this time in each place
+MONITOR_NOTICED = tl.constexpr(5)  # when the last notice was left in each place, nanoseconds
+NOTICES = tl.constexpr(16)  # places for notices: peer p has place p modulo this power of two
+MONITOR_WORDS = tl.constexpr(21)
 
 # The record of the first wait that expired: int64 words in pinned host memory.
 RECORD_VALID = tl.constexpr(0)  # written last
@@ -35,6 +38,18 @@ RECORD_SIGNAL = tl.constexpr(3)
 RECORD_EPOCH = tl.constexpr(4)
 RECORD_EXPECTED = tl.constexpr(5)
 RECORD_SEEN = tl.constexpr(6)
-RECORD_WORDS = tl.constexpr(8)
+RECORD_NOTICES = tl.constexpr(8)  # the notices follow it: int64 words of waits that have lasted for a while
+RECORD_WORDS = tl.constexpr(136)
+
+# A notice.
+NOTICE_STAMP = tl.constexpr(0)  # when it was left, by the clock of the waits; written last
+NOTICE_WAITED_NS = tl.constexpr(1)
+NOTICE_PEER = tl.constexpr(2)
+NOTICE_SIGNAL = tl.constexpr(3)
+NOTICE_EPOCH = tl.constexpr(4)
+NOTICE_LAMPORT = tl.constexpr(5)  # 1 if the epoch is the number of a Lamport call
+NOTICE_EXPECTED = tl.constexpr(6)
+NOTICE_SEEN = tl.constexpr(7)
+NOTICE_WORDS = tl.constexpr(8)
 
 __all__ = [name for name in dir() if name.isupper()]

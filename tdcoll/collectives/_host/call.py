@@ -87,12 +87,14 @@ class Ready(NamedTuple):
             tensors don't lie as they must.
         run: launches, given the handle of the stream.
         registered: the tensors that peers may reach; None if they reach none.
+        counts: epochs and Lamport calls of the launches.
     """
 
     operation: str
     place: Callable[..., tuple[Any, tuple[Any, ...]] | None]
     run: Callable[..., None]
     registered: Standing | None = None
+    counts: tuple[int, int] = (1, 0)
 
 
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
@@ -108,11 +110,12 @@ def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
     for tensor in tensors:
         if not usable(tensor, device):
             return None
-    operation, place, run, _ = ready
+    operation, place, run, *_ = ready
     placed = place(*tensors)
     if placed is None or (stream := ctx.enter()) is None:
         return None
     result, given = placed
+    ctx.noted(ready)
     try:
         run(stream, *given)
     except BaseException as error:
@@ -274,6 +277,7 @@ def _first(
         **({"op": name} if spec.reduces else {}),
     }
     with ctx.calling(operation, facts, prepare) as (launches, ready, result, addresses):
+        ctx.noted(ready)
         launches(*addresses)
     return result, ready
 
@@ -326,7 +330,7 @@ def _in_place(operation: str, ctx: CollectiveContext, segment: int, launches: La
         base = buffer.data_ptr()
         return buffer, (base + own, 0, base) if in_buffer else (base + own, base)
 
-    return Ready(operation, place, launches.run, registered)
+    return Ready(operation, place, launches.run, registered, launches.counts)
 
 
 def _making(
@@ -342,7 +346,7 @@ def _making(
         made = empty()
         return made, (tensor.data_ptr(), made.data_ptr())
 
-    return Ready(spec.name, place, launches.run, registered)
+    return Ready(spec.name, place, launches.run, registered, launches.counts)
 
 
 def _filling(
@@ -359,7 +363,7 @@ def _filling(
         source, target = tensor.data_ptr(), out.data_ptr()
         return None if overlap(source, nbytes, target, total, at) else (out, (source, target))
 
-    return Ready(spec.name, place, launches.run, registered)
+    return Ready(spec.name, place, launches.run, registered, launches.counts)
 
 
 def unchecked(
@@ -376,5 +380,7 @@ def unchecked(
     with ctx.calling(
         spec.name, facts, lambda: launches_of(spec, ctx, segment, options=options, dtype=dtype)
     ) as launches:
+        ready = _filling(spec, ctx, segment, launches)
+        ctx.noted(ready)
         launches(tensor.data_ptr(), out.data_ptr())
-    return _filling(spec, ctx, segment, launches)
+    return ready

@@ -36,7 +36,7 @@ Threads = Sequence[tuple[int, int]]
 
 @dataclass
 class Monitor:
-    """A kernel's view of the four words that bounded waits share with the host; see :mod:`tdcoll.monitor`."""
+    """A kernel's view of the words that bounded waits share with the host; see :mod:`tdcoll.monitor`."""
 
     address: int
 
@@ -53,6 +53,34 @@ class Monitor:
     def timeout_ns(self) -> int:
         """Deadline of each wait."""
         return read_word(self.address + 8 * c.MONITOR_TIMEOUT_NS.value)
+
+    @property
+    def notice_ns(self) -> int:
+        """After so long a wait leaves notices."""
+        return read_word(self.address + 8 * c.MONITOR_NOTICE_NS.value)
+
+    def notice(
+        self, peer: int, signal: int, expected: int, seen: int, epoch: int, lamport: int, waited_ns: int, now_ns: int
+    ) -> None:  # fmt: skip
+        """Leave a notice of a wait that began ``waited_ns`` ago, unless its place has got one a short time ago."""
+        place = peer % c.NOTICES.value
+        noticed = self.address + 8 * (c.MONITOR_NOTICED.value + place)
+        if now_ns < read_word(noticed) + self.notice_ns // 2:
+            return
+        write_word(noticed, now_ns)
+        record = read_word(self.address + 8 * c.MONITOR_RECORD.value)
+        begin = record + 8 * (c.RECORD_NOTICES.value + place * c.NOTICE_WORDS.value)
+        for word, value in (
+            (c.NOTICE_WAITED_NS, waited_ns),
+            (c.NOTICE_PEER, peer),
+            (c.NOTICE_SIGNAL, signal),
+            (c.NOTICE_EPOCH, epoch),
+            (c.NOTICE_LAMPORT, lamport),
+            (c.NOTICE_EXPECTED, expected),
+            (c.NOTICE_SEEN, seen),
+            (c.NOTICE_STAMP, now_ns),
+        ):
+            write_word(begin + 8 * word.value, value)
 
     def give_up(self, peer: int, signal: int, expected: int, seen: int, epoch: int) -> None:
         """Set the aborted word and write the record, unless another wait did so first."""
@@ -203,8 +231,24 @@ def _wait(
     def over() -> bool:
         return monitor is not None and monitor.aborted
 
+    begin_ns = scheduler.now_ns
+    notice_at_ns = begin_ns + (0 if monitor is None else monitor.notice_ns)
+
+    def notice(of: Monitor) -> None:
+        nonlocal notice_at_ns
+        now_ns, found = scheduler.now_ns, read(addresses[left])
+        lasts = {"lamport": int(epoch is not None), "waited_ns": now_ns - begin_ns, "now_ns": now_ns}
+        for i in np.flatnonzero(~true(found)).tolist():
+            peer, index = threads[left[i]]
+            of.notice(peer, index, expected, number(found[i]), expected if epoch is None else epoch, **lasts)
+        notice_at_ns = now_ns + of.notice_ns
+
     def ready() -> bool:
-        return bool(enough(true(read(addresses[left])))) or over()
+        if enough(true(read(addresses[left]))):
+            return True
+        if monitor is not None and scheduler.now_ns >= notice_at_ns:
+            notice(monitor)
+        return over()
 
     def missing() -> str:
         now = read(addresses[left])
@@ -213,7 +257,7 @@ def _wait(
         ]
         return f"waits for {'one of ' if one else ''}{', '.join(absent)}"
 
-    deadline_ns = None if monitor is None else scheduler.now_ns + monitor.timeout_ns
+    deadline_ns = None if monitor is None else begin_ns + monitor.timeout_ns
     in_time = True
     with machine.slice(f"wait {describe(int(addresses[0]))}{f' and {n - 1} more' if n > 1 else ''} {condition}"):
         while left.size and in_time and not (one and content.any()):
