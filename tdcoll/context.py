@@ -41,7 +41,7 @@ of that: it lands in ``flagged``, and each rank writes its buffer itself.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,13 +51,14 @@ import triton.language as tl
 from tdcoll import arguments, limits, runtime
 from tdcoll.calls import Calls
 from tdcoll.errors import HeapExhaustedError
-from tdcoll.gate import Gate
+from tdcoll.gate import Debug, Gate, shown
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
+from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning.agreement import agree
 
@@ -123,8 +124,9 @@ class CollectiveContext(Gate):
             (:mod:`tdcoll.collectives._host.launch`). Not with ``max_programs``; pass False, too, if launches of this
             context and of others, on other streams, are in flight together. Ranks may differ.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
-        debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange.
-            Default: whether ``TDCOLL_DEBUG`` is set to something other than 0.
+        debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange; or, if
+            it is ``"first"``, on the first call with such arguments. Default: ``TDCOLL_DEBUG``, which is 0, 1 or
+            ``first``; if it is not set, ``"first"`` in the simulator and False on GPUs.
         stream: bind the context to this CUDA stream: eager calls on another one raise ContextError. Calls made while a
             CUDA graph is being captured are not checked: replay the graph on this stream.
         tuning: a :class:`~tdcoll.Table` that says which algorithms are the fastest, or
@@ -148,9 +150,10 @@ class CollectiveContext(Gate):
         max_programs: int | None = None,
         early: bool = True,
         timeout_s: float | None = None,
-        debug: bool | None = None,
+        debug: Debug | None = None,
         stream: Any = None,
         tuning: Any = None,
+        _call: Mapping[str, Any] | None = None,
     ) -> None:
         if max_bytes_per_rank is not None:
             arguments.whole("max_bytes_per_rank", max_bytes_per_rank, 0)
@@ -162,6 +165,8 @@ class CollectiveContext(Gate):
         if max_programs is not None:
             arguments.whole("max_programs", max_programs, 1, MAX_PROGRAMS)
         arguments.instance("early", early, bool, "a bool")
+        if debug is not None and debug != "first":
+            arguments.instance("debug", debug, bool, 'a bool, "first" or None')
         if stream is not None:
             arguments.instance("stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
         job = runtime.current()
@@ -211,13 +216,18 @@ class CollectiveContext(Gate):
         self._loaded: set[Hashable] = set()
         self._symmetric: list[torch.Tensor] = []
         try:
-            self._make(tuning)
+            self._make(tuning, _call)
         except Exception:
             self.take_back()
             raise
 
-    def _make(self, tuning: Any) -> None:
-        """Agree with the other ranks, and take memory. Collective."""
+    def _make(self, tuning: Any, call: Mapping[str, Any] | None) -> None:
+        """Agree with the other ranks, and take memory. Collective.
+
+        Args:
+            call: what must be the same on all ranks of the call for which tdcoll makes the context: its ``operation``
+                and arguments, by name. None: of no call.
+        """
         owner, world = self.job, self.topology.world_size
         same = {
             "max_bytes_per_rank": self.max_bytes_per_rank,
@@ -227,7 +237,11 @@ class CollectiveContext(Gate):
             "max_programs": self.max_programs,
             "debug": self.debug,
         }
-        owner.agree(self._group, "arguments of CollectiveContext", same)
+        what = "arguments of CollectiveContext"
+        answers = owner.exchange(self._group, what, (shown(call or {}), same))
+        if call is not None:
+            require_equal([theirs for theirs, _ in answers], self._group, f"{call['operation']} arguments")
+        require_equal([theirs for _, theirs in answers], self._group, what)
         self.tuning = agree(owner, self._group, tuning)
         self.capacity = max(16, -(-self.max_bytes_per_rank // 16) * 16)
         self.stores = self._agree_on_stores()

@@ -7,7 +7,7 @@ one record (rank, peer, signal, epoch, expected, seen) to pinned host memory. Th
 synchronisation, so looking at it before every call costs next to nothing.
 
 Long before its deadline, a wait leaves *notices* behind the record: what it waits for, and for how long. There are 16
-places for them, one for each peer modulo 16, and a place gets one every 200 ms, whoever waits. The thread of
+places for them, one for each peer modulo 16, and a place gets one every 100 ms, whoever waits. The thread of
 :mod:`tdcoll.runtime.watch` reads them: a notice is of a wait that goes on if its stamp has changed a moment ago.
 """
 
@@ -29,9 +29,9 @@ from tdcoll.spec import constants as c
 __all__ = ["WaitMonitor"]
 
 _NOTICE_S = 0.2
-"""After so long a wait leaves notices, and then as often."""
+"""After so long a wait leaves notices."""
 
-_ALIVE_S = 4 * _NOTICE_S
+_ALIVE_S = 0.8
 """A wait that has left no notice for so long is over."""
 
 
@@ -49,7 +49,7 @@ class WaitMonitor:
         TypeError, ValueError: an argument is not as described.
 
     Attributes:
-        words: int64 ``[21]`` on the device, laid out as ``MONITOR_*`` of the device language says.
+        words: int64 ``[7]`` on the device, laid out as ``MONITOR_*`` of the device language says.
         valid: ``[1]``, on the host: 0 until a wait has expired. What a call looks at before it launches: it takes a
             third of the time that numpy takes.
     """
@@ -70,6 +70,9 @@ class WaitMonitor:
         words[c.MONITOR_RECORD.value] = self._record.data_ptr()
         words[c.MONITOR_RANK.value] = self._runtime.rank if rank is None else rank
         words[c.MONITOR_NOTICE_NS.value] = int(min(_NOTICE_S, self.timeout_s / 8) * 1e9)
+        self._noticed = torch.zeros(c.NOTICES.value, dtype=torch.int64, device=device)
+        words[c.MONITOR_NOTICED.value] = self._noticed.data_ptr()
+        words[c.MONITOR_PLACES.value] = c.NOTICES.value - 1
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
         self._reported = False
         address = self.words.data_ptr()
@@ -123,15 +126,13 @@ class WaitMonitor:
             self.calls.forget()
         for place in range(c.NOTICES.value):
             begin = c.RECORD_NOTICES.value + place * c.NOTICE_WORDS.value
-            stamp, waited_ns, peer, signal, epoch, lamport, expected, seen = map(
-                int, self._host[begin : begin + c.NOTICE_WORDS.value]
-            )
+            stamp, began, peer, signal, epoch, lamport, *_ = map(int, self._host[begin : begin + c.NOTICE_WORDS.value])
             before, since = self._stamps.get(place, (0, now))
             if stamp != before:
                 since = now
                 self._stamps[place] = stamp, now
             if stamp and now - since < _ALIVE_S:
-                yield watch.Wait(peer, signal, epoch, bool(lamport), expected, seen, waited_ns / 1e9)
+                yield watch.Wait(peer, signal, epoch, bool(lamport), (stamp - began) / 1e9)
 
     @property
     def open(self) -> bool:

@@ -31,7 +31,7 @@ __all__ += ["wait_until_any", "wait_word"]
 _POLL = """
 .reg .pred done, again;
 .reg .b32 misses, phase, flag;
-.reg .b64 word, begin, now, limit, aborted, record, stamp;
+.reg .b64 word, begin, now, limit, aborted, record;
 mov.b32 misses, 0;
 mov.b64 begin, 0;
 mov.b32 {ok}, 1;
@@ -51,40 +51,37 @@ ld.relaxed.gpu.global.b64 aborted, [$monitor+{MONITOR_ABORTED}];
 setp.ne.u64 done, aborted, 0;
 @done bra GIVE_UP;
 ld.relaxed.gpu.global.b64 limit, [$monitor+{MONITOR_NOTICE_NS}];
-sub.u64 now, now, begin;
+add.u64 limit, begin, limit;
 setp.lt.u64 again, now, limit;
 @again bra {again};
-{see}
-and.b32 phase, {peer}, {NOTICES} - 1;
-mad.wide.u32 record, phase, 8, $monitor;
-ld.relaxed.gpu.global.b64 aborted, [record+{MONITOR_NOTICED}];
-add.u64 limit, aborted, limit;
-add.u64 stamp, begin, now;
-setp.lt.u64 again, stamp, limit;
+{whose}
+ld.relaxed.gpu.global.b64 record, [$monitor+{MONITOR_NOTICED}];
+ld.relaxed.gpu.global.b32 phase, [$monitor+{MONITOR_PLACES}];
+and.b32 phase, phase, {peer};
+mad.wide.u32 record, phase, 8, record;
+ld.relaxed.gpu.global.b64 limit, [record];
+sub.s64 limit, now, limit;
+setp.lt.s64 again, limit, {NOTICE_INTERVAL_NS};
 @again bra LIMIT;
-atom.relaxed.gpu.global.max.u64 limit, [record+{MONITOR_NOTICED}], stamp;
-setp.ne.u64 again, limit, aborted;
-@again bra LIMIT;
-ld.global.b64 record, [$monitor+{MONITOR_RECORD}];
+st.relaxed.gpu.global.b64 [record], now;
+ld.relaxed.gpu.global.b64 record, [$monitor+{MONITOR_RECORD}];
 mad.wide.u32 record, phase, {NOTICE_WORDS}, record;
-st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_WAITED_NS}], now;
-cvt.s64.s32 limit, {peer};
-st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_PEER}], limit;
-cvt.s64.s32 limit, {index};
-st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_SIGNAL}], limit;
-st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_EPOCH}], {epoch};
+st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_BEGAN}], begin;
+st.global.b32 [record+{RECORD_NOTICES}+{NOTICE_PEER}], {peer};
+st.global.b32 [record+{RECORD_NOTICES}+{NOTICE_SIGNAL}], {index};
+st.global.{bits} [record+{RECORD_NOTICES}+{NOTICE_EPOCH}], {number};
 mov.b64 limit, {lamport};
 st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_LAMPORT}], limit;
-st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_EXPECTED}], {expected};
-st.global.b64 [record+{RECORD_NOTICES}+{NOTICE_SEEN}], word;
-st.release.sys.global.b64 [record+{RECORD_NOTICES}+{NOTICE_STAMP}], stamp;
+st.release.sys.global.b64 [record+{RECORD_NOTICES}+{NOTICE_STAMP}], now;
 LIMIT:
+sub.u64 now, now, begin;
 ld.relaxed.gpu.global.b64 limit, [$monitor+{MONITOR_TIMEOUT_NS}];
 setp.lt.u64 again, now, limit;
 @again bra {again};
 atom.relaxed.gpu.global.cas.b64 aborted, [$monitor+{MONITOR_ABORTED}], 0, 1;
 setp.ne.u64 done, aborted, 0;
 @done bra GIVE_UP;
+{see}
 ld.global.b64 record, [$monitor+{MONITOR_RECORD}];
 ld.global.b64 now, [$monitor+{MONITOR_RANK}];
 st.global.b64 [record+{RECORD_RANK}], now;
@@ -116,8 +113,9 @@ def _polling(**pieces: str) -> str:
     """Return PTX that polls. Operands are called as the pieces that are left out; ``$monitor`` is always one."""
     usual = {name: f"${name}" for name in ("active", "peer", "index")}
     usual |= {"ok": "$0", "prepare": "", "see": "", "epoch": pieces["expected"], "pace": _PACE, "again": "POLL"}
-    usual |= {"lamport": "0", "NOTICES": str(constants.NOTICES.value)}
-    return "{" + _POLL.format(**(usual | pieces), **_PLACES) + "}"
+    usual |= {"bits": "b64", "number": pieces.get("epoch", pieces["expected"]), "lamport": "0", "whose": ""}
+    usual["NOTICE_INTERVAL_NS"] = str(constants.NOTICE_INTERVAL_NS.value)
+    return "{" + _POLL.format(**(_PLACES | usual | pieces)) + "}"
 
 
 def _report(monitor: Any, peer: Any, index: Any) -> dict[str, tuple[Any, Any]]:

@@ -26,6 +26,8 @@ def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
         prepare=prepare + "mov.b32 $0, 0;\nmov.b32 $1, 0;\nmov.b32 $2, 0;",
         look=look + "mov.b64 {$2, flag}, high;\nsetp.eq.b32 done, flag, $flag;",
         see="cvt.u64.u32 word, flag;",
+        bits="b32",
+        number="$flag",
         ok="$3",
         expected="wanted",
     )
@@ -38,7 +40,7 @@ def _poll_words(words, absent, monitor, active, peer, index, call, _semantic=Non
     """Per element: (data, data, data, data, 1) once no part of the word is ``absent``; (any, 0) after the deadline."""
     parts = ("$0", "$1", "$2", "$3")
     look = "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$words];\nsetp.ne.b32 done, $0, $absent;\n"
-    count = "setp.ne.b32 again, {}, $absent;\nselp.u64 aborted, 1, 0, again;\nadd.u64 word, word, aborted;"
+    count = "setp.ne.b32 again, {}, $absent;\nselp.u64 now, 1, 0, again;\nadd.u64 word, word, now;"
     text = _polling(
         prepare=".reg .b64 four;\nmov.b64 four, 4;\n" + "\n".join(f"mov.b32 {part}, 0;" for part in parts),
         look=look + "\n".join(f"setp.ne.and.b32 done, {part}, $absent, done;" for part in parts[1:]),
@@ -80,15 +82,18 @@ def _poll_words_of_all(words, stride, count, skip, absent, monitor, active, inde
         width *= 2
     look.append("setp.ne.u32 done, differ0, 0;")
     see = ["mov.b64 word, 0;"]
+    whose = []
     for rank in reversed(range(n)):
+        whose.append(f"setp.eq.b32 again, {parts[rank][0]}, $absent;")
+        whose += [f"setp.eq.or.b32 again, {part}, $absent, again;" for part in parts[rank][1:]]
+        whose += [f"setp.ne.and.s32 again, $skip, {rank}, again;", f"selp.b32 who, {rank}, who, again;"]
         see.append("mov.b64 there, 0;")
         for part in parts[rank]:
-            see += [f"setp.ne.b32 again, {part}, $absent;", "selp.u64 aborted, 1, 0, again;"]
-            see.append("add.u64 there, there, aborted;")
+            see += [f"setp.ne.b32 again, {part}, $absent;", "selp.u64 now, 1, 0, again;", "add.u64 there, there, now;"]
         see += ["setp.ne.u64 again, there, 4;", f"setp.ne.and.s32 again, $skip, {rank}, again;"]
         see += ["selp.b64 word, there, word, again;", f"selp.b32 who, {rank}, who, again;"]
-    prepared, looked, seen = map("\n".join, (prepare, look, see))
-    pieces = {"prepare": prepared, "look": looked, "see": seen, "peer": "who", "lamport": "1"}
+    written = {"prepare": prepare, "look": look, "whose": whose, "see": see}
+    pieces = {name: "\n".join(lines) for name, lines in written.items()} | {"peer": "who", "lamport": "1"}
     text = _polling(**pieces, ok=f"${4 * n}", epoch="$call", expected="four")
     operands = {"words": (words, tl.int64), "stride": (stride, tl.int64), "skip": (skip, tl.int32)}
     operands |= {"absent": (absent, tl.int32), "active": (active, tl.int32), "call": (call, tl.uint64)}

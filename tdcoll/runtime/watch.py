@@ -53,14 +53,12 @@ _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (runtime.__path__[
 
 
 class Wait(NamedTuple):
-    """A wait that goes on: ``expected`` and ``seen`` are values of a signal, ``peer`` is a rank of the group."""
+    """A wait that goes on, for a rank of the group. ``epoch`` is what the signal has to reach, or a Lamport call."""
 
     peer: int
     signal: int
     epoch: int
     lamport: bool
-    expected: int
-    seen: int
     waited_s: float
 
 
@@ -96,7 +94,7 @@ def _described(subject: Subject, waits: Sequence[Wait]) -> str:
     longest, calls = max(waits, key=lambda wait: wait.waited_s), subject.calls
     peers = sorted({wait.peer for wait in waits})
     if calls is None:
-        what = f"a kernel that waits for {longest.expected} in signal {longest.signal}"
+        what = f"a kernel that waits for signal {longest.signal} to reach {longest.epoch}"
     else:
         what = calls.name_of(longest.epoch, longest.lamport)
         peers = sorted(calls.ranks[peer] if 0 <= peer < len(calls.ranks) else peer for peer in peers)

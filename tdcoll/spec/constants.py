@@ -25,10 +25,12 @@ MONITOR_ABORTED = tl.constexpr(0)  # 1 once a wait has expired: later waits retu
 MONITOR_TIMEOUT_NS = tl.constexpr(1)  # deadline of a wait, nanoseconds
 MONITOR_RECORD = tl.constexpr(2)  # address of the record, in memory that the host can read
 MONITOR_RANK = tl.constexpr(3)  # group rank, copied into the record
-MONITOR_NOTICE_NS = tl.constexpr(4)  # waits that last longer leave notices, no more than one in this time in each place
-MONITOR_NOTICED = tl.constexpr(5)  # when the last notice was left in each place, nanoseconds
-NOTICES = tl.constexpr(16)  # places for notices: peer p has place p modulo this power of two
-MONITOR_WORDS = tl.constexpr(21)
+MONITOR_NOTICE_NS = tl.constexpr(4)  # waits that last longer leave notices
+MONITOR_NOTICED = tl.constexpr(5)  # address of words that say when each place got its last notice, nanoseconds
+MONITOR_PLACES = tl.constexpr(6)  # places for notices, minus 1: peer p has place p modulo their number
+MONITOR_WORDS = tl.constexpr(7)
+
+NOTICES = tl.constexpr(16)  # places for notices; a power of two
 
 # The record of the first wait that expired: int64 words in pinned host memory.
 RECORD_VALID = tl.constexpr(0)  # written last
@@ -41,15 +43,15 @@ RECORD_SEEN = tl.constexpr(6)
 RECORD_NOTICES = tl.constexpr(8)  # the notices follow it: int64 words of waits that have lasted for a while
 RECORD_WORDS = tl.constexpr(136)
 
-# A notice.
+NOTICE_INTERVAL_NS = tl.constexpr(100_000_000)  # a place gets no more than one notice in this time
+
+# A notice. Peer and signal are the low halves of their words.
 NOTICE_STAMP = tl.constexpr(0)  # when it was left, by the clock of the waits; written last
-NOTICE_WAITED_NS = tl.constexpr(1)
+NOTICE_BEGAN = tl.constexpr(1)  # when the wait began, by the same clock
 NOTICE_PEER = tl.constexpr(2)
 NOTICE_SIGNAL = tl.constexpr(3)
 NOTICE_EPOCH = tl.constexpr(4)
 NOTICE_LAMPORT = tl.constexpr(5)  # 1 if the epoch is the number of a Lamport call
-NOTICE_EXPECTED = tl.constexpr(6)
-NOTICE_SEEN = tl.constexpr(7)
 NOTICE_WORDS = tl.constexpr(8)
 
 __all__ = [name for name in dir() if name.isupper()]

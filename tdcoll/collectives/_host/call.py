@@ -153,7 +153,7 @@ def make(
     given = ctx
     if ctx is None:
         arguments.tensor(names[0], tensor)
-        ctx = pooled(spec, tensor, group)
+        ctx = pooled(spec, tensor, group, op=op, algorithm=algorithm)
     elif group is not None:
         raise ValueError(f"{spec.name}: group must be None with ctx, which has a group already; got {group!r}")
     check_context(ctx)

@@ -16,6 +16,7 @@ from tdcoll.collectives.sparse_all_reduce.kernels_lists import HEADER, LISTS, Me
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS, PROGRAMS_PER_SM
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
+from tdcoll.gate import Debug
 from tdcoll.limits import MAX_PROGRAMS
 from tdcoll.memory import barrier
 from tdcoll.primitives.group import nodes_of
@@ -88,7 +89,7 @@ class SparseContext(CollectiveContext):
         grow: bool = False,
         max_programs: int | None = None,
         timeout_s: float | None = None,
-        debug: bool | None = None,
+        debug: Debug | None = None,
         stream: Any = None,
     ) -> None:
         rows = arguments.whole("max_rows_per_rank", max_rows_per_rank, 1)

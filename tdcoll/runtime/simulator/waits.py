@@ -59,25 +59,21 @@ class Monitor:
         """After so long a wait leaves notices."""
         return read_word(self.address + 8 * c.MONITOR_NOTICE_NS.value)
 
-    def notice(
-        self, peer: int, signal: int, expected: int, seen: int, epoch: int, lamport: int, waited_ns: int, now_ns: int
-    ) -> None:  # fmt: skip
-        """Leave a notice of a wait that began ``waited_ns`` ago, unless its place has got one a short time ago."""
+    def notice(self, peer: int, signal: int, epoch: int, lamport: bool, began_ns: int, now_ns: int) -> None:
+        """Leave a notice of a wait, unless its place has got one a short time ago."""
         place = peer % c.NOTICES.value
-        noticed = self.address + 8 * (c.MONITOR_NOTICED.value + place)
-        if now_ns < read_word(noticed) + self.notice_ns // 2:
+        noticed = read_word(self.address + 8 * c.MONITOR_NOTICED.value) + 8 * place
+        if (last_ns := read_word(noticed)) and now_ns < last_ns + c.NOTICE_INTERVAL_NS.value:
             return
         write_word(noticed, now_ns)
         record = read_word(self.address + 8 * c.MONITOR_RECORD.value)
         begin = record + 8 * (c.RECORD_NOTICES.value + place * c.NOTICE_WORDS.value)
         for word, value in (
-            (c.NOTICE_WAITED_NS, waited_ns),
+            (c.NOTICE_BEGAN, began_ns),
             (c.NOTICE_PEER, peer),
             (c.NOTICE_SIGNAL, signal),
             (c.NOTICE_EPOCH, epoch),
             (c.NOTICE_LAMPORT, lamport),
-            (c.NOTICE_EXPECTED, expected),
-            (c.NOTICE_SEEN, seen),
             (c.NOTICE_STAMP, now_ns),
         ):
             write_word(begin + 8 * word.value, value)
@@ -236,12 +232,11 @@ def _wait(
 
     def notice(of: Monitor) -> None:
         nonlocal notice_at_ns
-        now_ns, found = scheduler.now_ns, read(addresses[left])
-        lasts = {"lamport": int(epoch is not None), "waited_ns": now_ns - begin_ns, "now_ns": now_ns}
-        for i in np.flatnonzero(~true(found)).tolist():
-            peer, index = threads[left[i]]
-            of.notice(peer, index, expected, number(found[i]), expected if epoch is None else epoch, **lasts)
-        notice_at_ns = now_ns + of.notice_ns
+        now_ns = scheduler.now_ns
+        for i in left[~true(read(addresses[left]))].tolist():
+            peer, index = threads[i]
+            of.notice(peer, index, expected if epoch is None else epoch, epoch is not None, begin_ns, now_ns)
+        notice_at_ns = now_ns + c.NOTICE_INTERVAL_NS.value
 
     def ready() -> bool:
         if enough(true(read(addresses[left]))):
