@@ -129,7 +129,7 @@ class Gate:
     ) -> None:
         self.job, self.topology, self.device, self.monitor = job, topology, job.device, monitor
         self.debug: Debug = debugging(job.simulated) if debug is None else debug if debug == "first" else bool(debug)
-        self._compares_all, self._compared = self.debug is True, Compared()
+        self._compared = Compared()
         self.staging: torch.Tensor
         """Of the context; where it lies in the symmetric heap says which context it is."""
         self.follows_stream = stream is None
@@ -197,7 +197,7 @@ class Gate:
         obstacle = self._obstacle if self.enter() is None else None
         if obstacle in _FOR_GOOD:
             self._overcome(obstacle, operation)
-        if self._compares_all:
+        if self.debug is True:
             return self._agree(operation, agree, prepare, obstacle)
         if self.debug:
             with self._compared.first(self.job, operation, agree) as new:
@@ -276,7 +276,7 @@ class Gate:
                 return self._stopped_by(_CAPTURING)
             if current != handle:
                 return self._stopped_by(_OTHER_STREAM)
-        if self._compares_all:
+        if self.debug is True:
             return self._stopped_by(_DEBUG)
         self.capturing = False
         return handle

@@ -154,6 +154,59 @@ def test_wait_is_ended_by_the_expiry_of_another() -> None:
     alone(host)
 
 
+def test_an_expired_wait_has_left_a_notice_of_each_missing_peer() -> None:
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        monitor = tdcoll.WaitMonitor()
+        assert list(monitor.waits()) == []
+        signals[:3] = torch.tensor([2, 5, 3])
+        wait_for_all[(1,)](signals, monitor.words, ok, 3, 7, 4, 4)
+        assert int(ok) == 0
+        waits = [(wait.peer, wait.signal, wait.epoch, wait.lamport) for wait in monitor.waits()]
+        assert waits == [(0, 0, 4, False), (2, 2, 4, False)]
+        assert all(wait.waited_s == pytest.approx(monitor.timeout_s) for wait in monitor.waits())
+
+    alone(host)
+
+
+def test_a_wait_that_ends_in_time_leaves_no_notice() -> None:
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        monitor = tdcoll.WaitMonitor()
+        signals[0] = 4
+        wait_once[(1,)](signals, monitor.words, ok, 0, 4, 1, 0, tdl.CMP_GE)
+        assert int(ok) == 1
+        assert list(monitor.waits()) == []
+
+    alone(host)
+
+
+def test_a_notice_without_a_successor_is_of_a_wait_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("tdcoll.monitor.time.monotonic", lambda: now[0])
+
+    def host(pe: int) -> None:
+        monitor = tdcoll.WaitMonitor()
+
+        def leave(place: int, stamp: int, peer: int) -> None:
+            begin = tdl.RECORD_NOTICES.value + place * tdl.NOTICE_WORDS.value
+            for word, value in ((tdl.NOTICE_STAMP, stamp), (tdl.NOTICE_BEGAN, 10), (tdl.NOTICE_PEER, peer)):
+                monitor._host[begin + word.value] = value
+
+        def peers() -> list[int]:
+            return [wait.peer for wait in monitor.waits()]
+
+        leave(1, 20, 1)
+        assert peers() == [1]
+        now[0] += 0.5
+        leave(3, 20, 19)
+        assert peers() == [1, 19]
+        now[0] += 0.5
+        assert peers() == [19], "that of rank 1 is a second old"
+        leave(1, 30, 17)
+        assert peers() == [17, 19], "another wait took the place"
+
+    World(1).run(host)
+
+
 def test_defaults() -> None:
     def host(pe: int) -> None:
         monitor = tdcoll.WaitMonitor()
