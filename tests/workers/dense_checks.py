@@ -7,7 +7,10 @@ tests/collectives/suite, of larger sizes. A kernel takes seconds to compile, so 
 
 from __future__ import annotations
 
+import logging
+import os
 import random
+import threading
 import time
 from functools import partial
 
@@ -47,7 +50,7 @@ from harness import (
 )
 
 import tdcoll
-from tdcoll import runtime
+from tdcoll import hang, runtime
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.launches import facts_of, launches_of
 from tdcoll.collectives._host.spec import Collective
@@ -424,6 +427,45 @@ def some_ranks_replay_what_others_call() -> str:
                 ctx.check()
                 right(got, should, f"{mine.nbytes} bytes")
     return ", ".join(plans)
+
+
+# ---------------------------------------------------------------------- a peer that is late
+
+
+@check
+def a_long_wait_says_so() -> str:
+    """The others log whom they wait for, and answer `tdcoll hang` while their main threads wait for the GPU."""
+    if world() == 1:
+        return "one rank waits for nobody"
+    late, lines, answers = world() - 1, list[str](), list[dict[str, object]]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tdcoll")
+    logger.addHandler(handler)
+    try:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=256, timeout_s=15) as ctx:
+            x = torch.ones(16, device=device())
+            tdcoll.all_reduce(x, ctx=ctx)
+            ctx.check()
+            tdcoll.barrier()
+            if rank() == late:
+                time.sleep(8)
+            else:
+                asking = threading.Timer(6, lambda: answers.append(hang.ask(hang.address(os.getpid()))))
+                asking.start()
+            tdcoll.all_reduce(x, ctx=ctx)
+            ctx.check()
+            if rank() != late:
+                asking.join()
+    finally:
+        logger.removeHandler(handler)
+    if rank() != late:
+        said = [line for line in lines if "all_reduce, call 2 of" in line]
+        expect(len(said) == 1 and said[0].startswith(f"rank {rank()}: "), f"logged: {lines}")
+        expect(f"all_reduce, call 2 of group {ctx.group_name}" in str(answers[0]["waits"]), f"answered: {answers}")
+        if tdcoll.topology().n_nodes == 1:
+            expect(said[0].endswith(f"for rank {late}"), said[0])
+    return f"logged: {lines}"
 
 
 # ---------------------------------------------------------------------- peers that are gone: the last checks

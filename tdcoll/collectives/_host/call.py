@@ -110,7 +110,7 @@ def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
     for tensor in tensors:
         if not usable(tensor, device):
             return None
-    operation, place, run, *_ = ready
+    operation, place, run, _, _ = ready
     placed = place(*tensors)
     if placed is None or (stream := ctx.enter()) is None:
         return None
