@@ -217,10 +217,11 @@ def test_reduce_scatter_moves_16_bytes_at_a_time_and_fuses_nothing(compiled) -> 
 
 def test_who_loads_from_peers_looks_whether_one_has_given_up(compiled) -> None:
     """Three waits: that peers have entered, that they have read, and that none has given up. Releases: three to every
-    peer (entered, read, given up), the last of them also to this rank, and one for the record of each wait."""
+    peer (entered, read, given up), the last of them also to this rank, and each wait has one for its record and one for
+    notices."""
     for kernel in (k for k in compiled["reduce_scatter"] if k["kernel"] == "reduce_scatter_pull"):
         assert kernel["globaltimer"] == 3, kernel
-        assert kernel["release_sys"] == 3 * (kernel["world"] - 1) + 1 + 3, kernel
+        assert kernel["release_sys"] == 3 * (kernel["world"] - 1) + 1 + 2 * 3, kernel
 
 
 def test_a_maximum_propagates_nan(compiled) -> None:
@@ -281,7 +282,7 @@ def test_fused_kernels_compile_without_spills_for_all_ranks_at_once(compiled) ->
     assert set(compiled["fused_forms"].values()) == {1}
     assert [k for k in kernels if k["needs"] or k["registers"] > 128] == []
     # With 8 ranks, threads of 16 warps that have 2 words each need a few registers more than there are.
-    allowed = {("norm_rows_one_shot", 16): 16, ("norm_rows_two_stage", 16): 88}
+    allowed = {("norm_rows_one_shot", 16): 16, ("norm_rows_two_stage", 16): 104}
     for kernel in kernels:
         most = allowed.get((kernel["kernel"], kernel["warps"]), 0) if kernel["world"] == 8 else 0
         assert kernel["spilled_bytes"] <= most, kernel
