@@ -70,8 +70,9 @@ VARIABLES = (
     ),
     Variable(
         "TDCOLL_DEBUG",
-        "0",
-        "1: check on every call that the ranks agree on its arguments (`CollectiveContext(debug=True)`).",
+        "`first` on the simulator, otherwise 0",
+        "1: check on every call that the ranks [agree on its arguments](errors.md#ranks-that-pass-different-sizes) "
+        "(`CollectiveContext(debug=True)`). `first`: on the first call of each kind. 0: never.",
     ),
     Variable(
         "TDCOLL_HEAP",

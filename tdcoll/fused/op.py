@@ -157,6 +157,7 @@ def _first(
     }
     with ctx.calling(NAME, facts, checked) as (ready, (result, given)):
         ctx.wait_for_loads(NAME, key)
+        ctx.noted(ready)
         ready.run(ctx.current_stream(), *given)
     made: tuple[torch.Tensor, ...] = result
     return made
@@ -238,7 +239,7 @@ def _ready(
         return made, (_aligned(x), residual, _aligned(weight), new, out, scale, summed, result)
 
     if not rows.rows:
-        return Ready(NAME, place, lambda *given: None)
+        return Ready(NAME, place, lambda *given: None, None, (0, 0))
     (bits,) = struct.unpack("<i", struct.pack("<f", eps))
     scaling = arithmetic.NONE if out_dtype is not _FP8 else arithmetic.PER_ROW if by_rows else arithmetic.GIVEN
     given: dict[str, Any] = {
@@ -273,4 +274,5 @@ def _ready(
         if result is not new:
             result.copy_(new)
 
-    return Ready(NAME, place, ranged(f"tdcoll.{NAME}[{plan.algorithm}, {byte_text(x.nbytes)}]", run))
+    run_in_range = ranged(f"tdcoll.{NAME}[{plan.algorithm}, {byte_text(x.nbytes)}]", run)
+    return Ready(NAME, place, run_in_range, None, reduce.counts if composed else (0, 1))

@@ -129,6 +129,12 @@ def test_pytorchs_memory_as_callers_tensors(launch: Launch, heap: str) -> None:
     assert set(verdicts(done)) == checks_of(script.name)
 
 
+@ranks_of(2, 4)
+def test_ranks_say_for_whom_they_wait(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "hang_checks.py")
+    assert set(verdicts(done)) == checks_of("hang_checks.py")
+
+
 @needs(2)
 def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
     """The negative control of all the others: what they look for is there to be seen on these GPUs."""

@@ -178,6 +178,7 @@ class Launches:
     Attributes:
         plan: of the first epoch.
         in_buffer: peers write to the caller's buffer.
+        counts: epochs and Lamport calls of a call.
         run: launches, given the handle of a stream and :meth:`addresses`.
     """
 
@@ -185,6 +186,8 @@ class Launches:
         first = calls[0]
         self._context, self._operation, self.plan = first.ctx, operation, first.plan
         self.in_buffer = in_buffer = first.in_buffer
+        lamport = sum(call.width == LAMPORT_WORD_BYTES for call in calls)
+        self.counts = len(calls) - lamport, lamport
         changing = ("source", "out", "inbox.base") if in_buffer else ("source", "out")
         self.kernel = kernel = algorithm.kernel(first.facts)
         launches: dict[Planned, Launch] = {}

@@ -88,6 +88,7 @@ def _calling(
     with ctx.calling(operation, {"op": name, "algorithm": algorithm, **facts}, checked, alike) as rows:
         kind = rows.num_rows, rows.shape, rows.values.dtype, name, algorithm  # the same on all ranks
         ctx.wait_for_loads(operation, kind)
+        ctx.noted(operation)
         label = f"tdcoll.{operation}[{algorithm}, rows of {byte_text(rows.row_bytes)}]"
         with ctx.once(("range", operation, *kind), lambda: range_of(label)):
             yield rows
