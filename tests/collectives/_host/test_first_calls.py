@@ -163,6 +163,6 @@ def test_contexts_that_tdcoll_makes_or_enlarges_compare_the_call(monkeypatch: py
         with pytest.raises(tdcoll.RankMismatchError, match=r"arguments .* differ in operation \(rank 0: all_red"):
             (tdcoll.reduce_scatter if pe else tdcoll.all_reduce)(torch.ones(4))
         with pytest.raises(tdcoll.RankMismatchError, match=r"differ in op \(rank 0: sum, rank 1: max\)"):
-            tdcoll.all_reduce(torch.ones(4), ctx="max" if pe else "sum")
+            tdcoll.all_reduce(torch.ones(4), "max" if pe else "sum")
 
     World(2, heap_bytes=64 << 20).run(host)
