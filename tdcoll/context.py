@@ -42,7 +42,7 @@ of that: it lands in ``flagged``, and each rank writes its buffer itself.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -50,14 +50,16 @@ import torch
 import triton.language as tl
 
 from tdcoll import arguments, runtime
+from tdcoll.calls import Calls
 from tdcoll.errors import HeapExhaustedError
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
-from tdcoll.preconditions import Preconditions
+from tdcoll.preconditions import Debug, Preconditions, shown
 from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
+from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
 from tdcoll.sizes import Area, ContextSizes, context_sizes
 from tdcoll.tuning.agreement import agree
@@ -124,8 +126,9 @@ class CollectiveContext(Preconditions):
             (:mod:`tdcoll.collectives._host.launch`). Not with ``max_programs``; pass False, too, if launches of this
             context and of others, on other streams, are in flight together. Ranks may differ.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
-        debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange.
-            Default: whether ``TDCOLL_DEBUG`` is set to something other than 0.
+        debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange; or, if
+            it is ``"first"``, on the first call with such arguments. Default: ``TDCOLL_DEBUG``, which is 0, 1 or
+            ``first``; if it is not set, ``"first"`` in the simulator and False on GPUs.
         stream: bind the context to this CUDA stream: eager calls on another one raise ContextError. Calls made while a
             CUDA graph is being captured are not checked: replay the graph on this stream.
         tuning: a :class:`~tdcoll.Table` that says which algorithms are the fastest, or
@@ -152,9 +155,10 @@ class CollectiveContext(Preconditions):
         max_programs: int | None = None,
         early: bool = True,
         timeout_s: float | None = None,
-        debug: bool | None = None,
+        debug: Debug | None = None,
         stream: Any = None,
         tuning: Any = None,
+        _call: Mapping[str, Any] | None = None,
     ) -> None:
         if max_bytes_per_rank is not None:
             arguments.whole("max_bytes_per_rank", max_bytes_per_rank, 0)
@@ -166,6 +170,8 @@ class CollectiveContext(Preconditions):
         if max_programs is not None:
             arguments.whole("max_programs", max_programs, 1, MAX_PROGRAMS)
         arguments.instance("early", early, bool, "a bool")
+        if debug is not None and debug != "first":
+            arguments.instance("debug", debug, bool, 'a bool, "first" or None')
         if stream is not None:
             arguments.instance("stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
         job = runtime.current()
@@ -176,6 +182,7 @@ class CollectiveContext(Preconditions):
                 f"{max_programs}"
             )
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
+        monitor.calls = Calls(topology.pes, _group_name(group, topology))
         super().__init__(job, topology, monitor, debug, stream)
         self._given_sizes: dict[str, Any] = {
             "max_bytes_per_rank": max_bytes_per_rank,
@@ -214,13 +221,18 @@ class CollectiveContext(Preconditions):
         self._loaded: set[Hashable] = set()
         self._symmetric: list[torch.Tensor] = []
         try:
-            self._make(tuning)
+            self._make(tuning, _call)
         except Exception:
             self.take_back()
             raise
 
-    def _make(self, tuning: Any) -> None:
-        """Agree with the other ranks, and take memory. Collective."""
+    def _make(self, tuning: Any, call: Mapping[str, Any] | None) -> None:
+        """Agree with the other ranks, and take memory. Collective.
+
+        Args:
+            call: the arguments, by name, that must be the same on all ranks in the call for which tdcoll makes the
+                context, its ``operation`` among them; None if the caller makes it.
+        """
         owner, given = self.job, self._given_sizes
         same = {
             **given,
@@ -228,7 +240,11 @@ class CollectiveContext(Preconditions):
             "max_programs": self.max_programs,
             "debug": self.debug,
         }
-        owner.agree(self._group, "arguments of CollectiveContext", same)
+        what = "arguments of CollectiveContext"
+        answers = owner.exchange(self._group, what, (shown(call or {}), same))
+        if call is not None:
+            require_equal([theirs for theirs, _ in answers], self._group, f"{call['operation']} arguments")
+        require_equal([theirs for _, theirs in answers], self._group, what)
         self.tuning = agree(owner, self._group, tuning)
         self.stores = self._agree_on_stores()
         sizes = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, **given)

@@ -70,8 +70,9 @@ VARIABLES = (
     ),
     Variable(
         "TDCOLL_DEBUG",
-        "0",
-        "1: check on every call that the ranks agree on its arguments (`CollectiveContext(debug=True)`).",
+        "`first` on the simulator, otherwise 0",
+        "1: check on every call that the ranks [agree on its arguments](errors.md#ranks-that-pass-different-sizes) "
+        "(`CollectiveContext(debug=True)`). `first`: on the first call of each kind. 0: never.",
     ),
     Variable(
         "TDCOLL_HEAP",
@@ -99,6 +100,11 @@ VARIABLES = (
         "TDCOLL_PDL",
         "1",
         "0: no kernel is launched before the one ahead of it on the stream ends (`CollectiveContext(early=False)`).",
+    ),
+    Variable(
+        "TDCOLL_NVTX",
+        "0",
+        "1: each call is an NVTX range on the host, named by its algorithm and size, for [nsys](profiling.md#nsys).",
     ),
     Variable("TDCOLL_COMPILER", "`triton`", "`triton_dist`: compile with an installed Triton-distributed."),
     Variable(

@@ -48,7 +48,7 @@ def explain(
     or of the one that the first such call would make, assuming that all ranks have the same GPUs.
 
     >>> print(tdcoll.explain("all_reduce", (4096, 8192), dtype=torch.bfloat16))  # on 8 H200s
-    all_reduce of 64 MiB per rank on 8 rank(s) on 1 node(s) (8): two_shot, 512 chunks of 8 KiB, ... (default: ...)
+    all_reduce of 64 MiB per rank on 8 rank(s) on 1 node(s) (8): two_shot, 171 chunks of 8 KiB, ... (default: ...)
 
     Args:
         operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"``,

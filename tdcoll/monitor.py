@@ -1,26 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounded waits, host side: the deadline that kernels read and the record that they leave behind.
 
-A kernel's ``wait_signal(..., monitor, ...)`` reads its deadline from four words in device memory. When it expires,
+A kernel's ``wait_signal(..., monitor, ...)`` reads its deadline from words in device memory. When it expires,
 the first wait to do so sets the *aborted* word, which ends every other wait on the same monitor at once, and writes
 one record (rank, peer, signal, epoch, expected, seen) to pinned host memory. The host can read that without a
 synchronisation, so looking at it before every call costs next to nothing.
+
+A wait that lasts for more than 134 ms leaves a *notice* behind the record, and another each 134 ms: its peer and epoch,
+and how long it has lasted. There are 16 places for them, one for each peer modulo 16. The thread of
+:mod:`tdcoll.runtime.watch` reads them: the wait goes on if its notice has changed a moment ago.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from tdcoll import arguments, runtime
+from tdcoll.calls import Calls
 from tdcoll.errors import CollectiveTimeout
+from tdcoll.runtime import watch
 from tdcoll.spec import constants as c
 
 __all__ = ["WaitMonitor"]
 
 _TOLD = (c.RECORD_PEER, c.RECORD_SIGNAL)
+
+_ALIVE_S = 0.8
+"""A wait that has left no notice for so long is over."""
 
 
 class WaitMonitor:
@@ -68,6 +80,12 @@ class WaitMonitor:
         weakref.finalize(self, self._runtime.monitors.discard, address)
         # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
         self._runtime.held[id(self)] = self
+        self.calls: Calls | None = None
+        """Those of the context whose monitor this is."""
+        self._notices = self._host[c.RECORD_NOTICES.value :].reshape(2, c.NOTICES.value, 2)
+        self._changed: dict[tuple[bool, int], tuple[list[int], float]] = {}
+        """Each notice as it was seen last, and when it was first seen like this."""
+        watch.add(self)
 
     @property
     def kernel_argument(self) -> torch.Tensor:
@@ -99,6 +117,35 @@ class WaitMonitor:
         with torch.cuda.stream(stream):
             self.words[place : place + 1].copy_(one, non_blocking=True)
         stream.synchronize()  # `one` lives until then
+
+    @property
+    def job(self) -> runtime.Runtime:
+        """The job whose kernels it is for."""
+        return self._runtime
+
+    def waits(self) -> Iterator[watch.Wait]:
+        """Waits in kernels that go on, as the notices say. For one thread, which looks more often than they are left.
+
+        One for each peer; of peers that share a place, one at a time.
+        """
+        now = time.monotonic()
+        if self.calls is not None:
+            self.calls.forget()
+        for lamport, place in itertools.product((False, True), range(c.NOTICES.value)):
+            notice = self._notices[int(lamport), place].tolist()
+            before, since = self._changed.get((lamport, place), ([0, 0], now))
+            if notice != before:
+                since = now
+                self._changed[lamport, place] = notice, now
+            if any(notice) and now - since < _ALIVE_S:
+                peer, waited = divmod(notice[0], 1 << 32)
+                waited_s = (waited << c.NOTICE_SHIFT.value) / 1e9
+                yield watch.Wait(peer if peer >= 0 else None, notice[1], lamport, waited_s)
+
+    @property
+    def open(self) -> bool:
+        """Whether kernels may use it: its context is not closed, nor the job."""
+        return not self._runtime.closed and id(self) in self._runtime.held
 
     def check(self) -> None:
         """Wait for the current stream, and raise if a wait in one of its kernels has expired.

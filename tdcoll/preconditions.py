@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from tdcoll.calls import Calls
 from tdcoll.capture import capture_of
-from tdcoll.errors import ContextError, NotInitializedError, RankMismatchError
+from tdcoll.errors import CollectiveTimeout, ContextError, NotInitializedError, RankMismatchError
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Preconditions", "compare", "debugging"]
+__all__ = ["Compared", "Debug", "Preconditions", "compare", "debugging"]
 
 _REFUSED, _JOB_ENDED, _EXPIRED = "refused", "job ended", "expired"
 _ELSEWHERE, _CAPTURING, _OTHER_STREAM, _DEBUG = "elsewhere", "capturing", "other stream", "debug"
@@ -30,14 +32,57 @@ _FOR_GOOD = (_REFUSED, _JOB_ENDED, _EXPIRED)
 """Obstacles of which a rank does not tell the others in debug mode: they may be past this call, or gone."""
 
 
-def debugging() -> bool:
-    """Return whether ``TDCOLL_DEBUG`` asks for debug mode."""
-    return os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0")
+Debug = bool | Literal["first"]
+"""Which calls have their arguments compared: all, none, or the first of each kind (:class:`Compared`)."""
+
+_MOST_COMPARED = 2048
 
 
-def _shown(fact: Any) -> Any:
-    """Return a fact as ranks exchange it. The caller may have passed any object."""
-    return fact if fact is None or isinstance(fact, (bool, int, float, str)) else str(fact)
+def debugging(simulated: bool) -> Debug:
+    """Return what ``TDCOLL_DEBUG`` asks for; unless it is set, the first calls in the simulator, and none on GPUs."""
+    asked = os.environ.get("TDCOLL_DEBUG") or ("first" if simulated else "0")
+    return "first" if asked == "first" else asked != "0"
+
+
+class Compared:
+    """The kinds of calls whose arguments ranks have compared, which is the same on all of them.
+
+    A kind is all that the ranks have to agree on. Those whose arguments are equal therefore find each kind new in the
+    same call. If one passes something that it has passed before, and another something new, the latter waits for the
+    former in vain, and says so.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+
+    @contextlib.contextmanager
+    def first(self, job: Runtime, operation: str, facts: Mapping[str, Any]) -> Iterator[bool]:
+        """Tell whether a call is the first of its kind; the comparison is the body.
+
+        Raises:
+            CollectiveTimeout: of the body, in other words.
+        """
+        kind = f"{operation} {shown(facts)}"
+        new = kind not in self._kinds and len(self._kinds) < _MOST_COMPARED
+        try:
+            yield new
+        except CollectiveTimeout as error:
+            if (missing := re.search(r"for rank\(s\) \[.*?\]", str(error))) is None:
+                raise
+            given = ", ".join(f"{name}: {fact}" for name, fact in shown(facts).items())
+            what = (
+                f"{missing[0]} to compare the arguments of its first {operation} with {given}. They did not make the "
+                "call, or with arguments that they had passed before; TDCOLL_DEBUG=1 compares those, too"
+            )
+            raise CollectiveTimeout(what, rank=job.rank, timeout_s=error.timeout_s) from error
+        if new:
+            self._kinds.add(kind)
+
+
+def shown(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts as ranks exchange them. The caller may have passed any object."""
+    plain = (bool, int, float, str, type(None))
+    return {name: fact if isinstance(fact, plain) else str(fact) for name, fact in facts.items()}
 
 
 def compare(
@@ -55,8 +100,7 @@ def compare(
         TypeError, ValueError, TdcollError: ``problem``.
     """
     what = f"{operation} arguments"
-    shown = {name: _shown(fact) for name, fact in facts.items()}
-    answers = job.exchange(ranks, what, (str(problem) if problem else None, shown))
+    answers = job.exchange(ranks, what, (str(problem) if problem else None, shown(facts)))
     if problem is not None:
         raise problem
     for rank, (other, _) in enumerate(answers):
@@ -71,7 +115,7 @@ class Preconditions:
     Args:
         job, topology: of the context.
         monitor: of the waits in its kernels.
-        debug: compare the ranks' arguments on every call. None: whether ``TDCOLL_DEBUG`` is set to other than 0.
+        debug: compare the ranks' arguments, see :data:`Debug`. None: :func:`debugging`.
         stream: that calls are made on. None: the context follows the caller from stream to stream.
     """
 
@@ -80,11 +124,12 @@ class Preconditions:
         job: Runtime,
         topology: Topology,
         monitor: WaitMonitor,
-        debug: bool | None,
+        debug: Debug | None,
         stream: Any,
     ) -> None:
         self.job, self.topology, self.device, self.monitor = job, topology, job.device, monitor
-        self.debug = debugging() if debug is None else bool(debug)
+        self.debug: Debug = debugging(job.simulated) if debug is None else debug if debug == "first" else bool(debug)
+        self._compared = Compared()
         self.inbox: torch.Tensor
         """Of the context; where it lies in the symmetric heap says which context it is."""
         self.follows_stream = stream is None
@@ -94,6 +139,10 @@ class Preconditions:
         self.captured = False
         """Whether a call was made while a CUDA graph was being captured: then a graph may still use the memory."""
         self._expired = monitor.valid
+        self.calls: Calls = monitor.calls if monitor.calls is not None else Calls(topology.pes, None)
+        """What the context remembers of its calls; see :attr:`noted`."""
+        self.noted = self.calls.add
+        """Note a call, before it launches: a :class:`~tdcoll.calls.Made`, or its name."""
         self._refusal: str | None = None
         self._obstacle = ""
         self._calls = 0
@@ -148,8 +197,12 @@ class Preconditions:
         obstacle = self._obstacle if self.enter() is None else None
         if obstacle in _FOR_GOOD:
             self._overcome(obstacle, operation)
-        if self.debug:
+        if self.debug is True:
             return self._agree(operation, agree, prepare, obstacle)
+        if self.debug:
+            with self._compared.first(self.job, operation, agree) as new:
+                if new:
+                    return self._agree(operation, agree, prepare, obstacle)
         self._overcome(obstacle, operation)
         return prepare()
 
@@ -223,7 +276,7 @@ class Preconditions:
                 return self._stopped_by(_CAPTURING)
             if current != handle:
                 return self._stopped_by(_OTHER_STREAM)
-        if self.debug:
+        if self.debug is True:
             return self._stopped_by(_DEBUG)
         self.capturing = False
         return handle
@@ -251,6 +304,7 @@ class Preconditions:
         if self.capturing and self.follows_stream:
             self._follow_in_capture()
         self.captured = self.captured or self.capturing
+        self.calls.exact = not self.captured
 
     def _agree(self, operation: str, agree: Mapping[str, Any], prepare: Callable[[], Any], obstacle: str | None) -> Any:
         """The checks of a call in debug mode: what is wrong on one rank is an error on all."""

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests run interpreted. Those marked `slow` are the second tier; those marked `gpu` start jobs of their own."""
+"""Tests run interpreted. Those marked `slow` are the second tier; those marked `gpu` start jobs of their own.
+
+As on GPUs, ranks don't compare the arguments of first calls unless a test asks for it: a rank whose first call fails
+alone would tell the others, and one that makes none would be missed on the host, not in a kernel.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import sys
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is first imported
+os.environ.setdefault("TDCOLL_DEBUG", "0")
 
 import pytest
 import torch

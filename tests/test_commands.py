@@ -110,8 +110,8 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "expected run, doctor, bench, tune, report or --help, got nothing"),
-        (["docter"], "expected run, doctor, bench, tune, report or --help, got docter"),
+        ([], "expected run, doctor, hang, bench, tune, report or --help, got nothing"),
+        (["docter"], "expected run, doctor, hang, bench, tune, report or --help, got docter"),
         (["bench"], "expected all_gather, "),
         (["bench", "all_scatter"], "got all_scatter"),
         (["report"], "expected either FILE.json or --write"),

@@ -18,7 +18,7 @@ COLLECTIVES = (*limits.COLLECTIVES, "index_match")
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "limits"),
-    ("arguments", "capture", "child", "output", "torch_internals"),
+    ("arguments", "calls", "capture", "child", "hang", "output", "ranges", "torch_internals"),
     ("work",),
     ("environment",),
     ("spec",),

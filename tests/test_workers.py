@@ -49,6 +49,7 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, obje
         second("fused_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="fused, 2 + 1"),
         pytest.param("operators_checks.py", ("--nproc", "2"), id="operators, 2 ranks"),
         second("operators_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="operators, 2 + 1"),
+        second("hang_checks.py", ("--nproc", "3"), id="a late rank, 3 ranks"),
         pytest.param("language_checks.py", ("--nproc", "3"), id="language, 3 ranks"),
         pytest.param("stores_and_waits_checks.py", ("--nproc", "3"), id="stores and waits, 3 ranks"),
         pytest.param("words_checks.py", ("--nproc", "2"), id="words, 2 ranks"),

@@ -29,6 +29,7 @@ from tdcoll.distributed.queues import Task, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.errors import TdcollError
 from tdcoll.limits import COLLECTIVES
+from tdcoll.preconditions import debugging
 from tdcoll.runtime import Runtime
 from tdcoll.work import CompletedWork, StreamWork, backend_errors, completed, current_stream, error_of, record_stream
 
@@ -103,7 +104,8 @@ class Dispatcher:
             self._whole = len(ranks) == job.world_size
             job.groups += self._whole
             self._wait_s = job.timeout_s if timeout_s is None else timeout_s
-            self._make_handlers(Members(job, tuple(ranks), self._wait_s, options))
+            debug = debugging(job.simulated)
+            self._make_handlers(Members(job, tuple(ranks), self._wait_s, options, debug is True, debug == "first"))
         elif options.kinds and rank == 0:
             _log.warning("backend tdcoll: %s handles all calls of group %s: %s", fallback, name, agreed.reason)
 
@@ -172,6 +174,8 @@ class Dispatcher:
                 handler.compare(call)
                 if (why := self._unsupported(kind, call)) is not None:
                     return why
+            elif len(self.ranks) > 1:
+                handler.compare_first(call)
             return handler.prepare(call)
 
     def count(self, kind: str, by: str, why: str) -> None:

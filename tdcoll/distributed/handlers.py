@@ -11,7 +11,7 @@ A handler refuses a call only because of facts that are the same on all ranks, i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from tdcoll.collectives._host.spec import Collective
 from tdcoll.distributed.call import Call, check_pieces, write
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue
-from tdcoll.preconditions import compare, debugging
+from tdcoll.preconditions import Compared, compare
 from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import ControlPlane
@@ -58,13 +58,15 @@ class Members:
         timeout_s: deadline of waits in kernels, seconds.
         options: of the group.
         debug: whether the ranks compare each call, as ``TDCOLL_DEBUG`` asks for.
+        first: whether they compare the first call with such arguments.
     """
 
     job: Runtime
     ranks: tuple[int, ...]
     timeout_s: float
     options: Options
-    debug: bool = field(default_factory=debugging)
+    debug: bool = False
+    first: bool = False
 
 
 class Handler(ABC):
@@ -78,6 +80,7 @@ class Handler(ABC):
         members: of the group.
         lane: of its calls.
         problem: why it has no context and can't get one, the same on all ranks; None if it may have one.
+        compared: the calls whose arguments the ranks have compared in debug mode of first calls.
         stream: CUDA stream of asynchronous calls; made with the first.
         before: event that the stream waits for before each call.
         events: free events, which works take and give back.
@@ -91,6 +94,7 @@ class Handler(ABC):
     def __init__(self, members: Members, lane: Lane) -> None:
         self.members, self.lane = members, lane
         self.problem: str | None = None
+        self.compared = Compared()
         self.stream: Any = None
         self.before: Any = None
         self.events: list[Any] = []
@@ -130,6 +134,13 @@ class Handler(ABC):
         except (TypeError, ValueError) as error:
             problem = error
         compare(self.members.job, self.members.ranks, self.kind, self.facts(call), problem)
+
+    def compare_first(self, call: Call) -> None:
+        """:meth:`compare`, if no call with such arguments was made before and the ranks are asked to compare those."""
+        if self.members.first:
+            with self.compared.first(self.members.job, self.kind, self.facts(call)) as new:
+                if new:
+                    self.compare(call)
 
     def loaded(self, call: Call) -> bool:
         """Return whether nothing has to be compiled or loaded before the call is launched."""
@@ -184,6 +195,7 @@ class Dense(Handler):
             timeout_s=members.timeout_s,
             lamport_bytes=None if spec.reduces else 0,
             programs=members.options.programs,
+            debug=members.debug,  # if the ranks compare first calls only, the handler does
         )
 
     def _inbox(self, segment: int) -> int:
@@ -217,7 +229,7 @@ class Dense(Handler):
         nbytes = self._inbox(self._packed(call) or max(self._segments(call)))
         if not self.pool.holds(nbytes):
             self.lane.queue.drain()  # its calls use the context that is replaced
-        made = self.pool.prepare(nbytes)
+        made = self.pool.holds(nbytes) or self.pool.prepare(nbytes, self.facts(call))
         self.problem = None if self.pool.context is not None else self.pool.problem
         return None if made else self.pool.problem
 

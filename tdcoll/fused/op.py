@@ -12,6 +12,7 @@ import torch
 import triton
 
 from tdcoll import arguments, runtime
+from tdcoll.arguments import byte_text
 from tdcoll.collectives._host.call import Ready, again, check_context, check_tensor, overlap
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.launches import facts_of, launches_of, prepare
@@ -23,6 +24,7 @@ from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
 from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, Rows, choose, explain_rows, takes
 from tdcoll.primitives.reduce import triton_dtype
+from tdcoll.ranges import ranged
 
 __all__ = ["DTYPES", "all_reduce_rms_norm"]
 
@@ -155,6 +157,7 @@ def _first(
     }
     with ctx.calling(NAME, facts, checked) as (ready, (result, given)):
         ctx.wait_for_loads(NAME, key)
+        ctx.noted(ready)
         ready.run(ctx.current_stream(), *given)
     made: tuple[torch.Tensor, ...] = result
     return made
@@ -236,7 +239,7 @@ def _ready(
         return made, (_aligned(x), residual, _aligned(weight), new, out, scale, summed, result)
 
     if not rows.rows:
-        return Ready(NAME, place, lambda *given: None)
+        return Ready(NAME, place, lambda *given: None, None, (0, 0))
     (bits,) = struct.unpack("<i", struct.pack("<f", eps))
     scaling = arithmetic.NONE if out_dtype is not _FP8 else arithmetic.PER_ROW if by_rows else arithmetic.GIVEN
     given: dict[str, Any] = {
@@ -271,4 +274,5 @@ def _ready(
         if result is not new:
             result.copy_(new)
 
-    return Ready(NAME, place, run)
+    run_in_range = ranged(f"tdcoll.{NAME}[{plan.algorithm}, {byte_text(x.nbytes)}]", run)
+    return Ready(NAME, place, run_in_range, None, reduce.counts if composed else (0, 1))

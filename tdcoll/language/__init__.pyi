@@ -26,6 +26,9 @@ MONITOR_RANK: tl.constexpr
 MONITOR_RECORD: tl.constexpr
 MONITOR_TIMEOUT_NS: tl.constexpr
 MONITOR_WORDS: tl.constexpr
+NOTICES: tl.constexpr
+NOTICE_EVERY: tl.constexpr
+NOTICE_SHIFT: tl.constexpr
 NVSHMEM_CMP_EQ: tl.constexpr
 NVSHMEM_CMP_GE: tl.constexpr
 NVSHMEM_CMP_GT: tl.constexpr
@@ -36,6 +39,7 @@ NVSHMEM_SIGNAL_ADD: tl.constexpr
 NVSHMEM_SIGNAL_SET: tl.constexpr
 RECORD_EPOCH: tl.constexpr
 RECORD_EXPECTED: tl.constexpr
+RECORD_NOTICES: tl.constexpr
 RECORD_PEER: tl.constexpr
 RECORD_RANK: tl.constexpr
 RECORD_SEEN: tl.constexpr

@@ -24,12 +24,14 @@ __all__ = ["block_and", "consume_token", "grid_barrier", "test_signal", "wait_si
 __all__ += ["wait_until_any", "wait_word"]
 
 # A thread polls until `look` has set the predicate `done`, or another wait of the monitor has expired, or its own
-# deadline has passed: the first of all threads for which it has leaves the record. `ok` is a result, `active`, `peer`,
-# `index`, `epoch` and `expected` are operands or registers; `prepare`, `look`, and `see`, which leaves in `word` what
-# was seen last, are PTX.
+# deadline has passed: the first of all threads for which it has leaves the record. A thread that has waited for long
+# leaves a notice now and then, on the path that has read the clock anyway and where the fewest registers are in use.
+# `ok` is a result, `active`, `peer`, `index`, `epoch` and `expected` are operands or registers; `prepare`, `look`,
+# `whose`, which finds the peer of a notice, and `see`, which leaves in `word` what was seen last, are PTX. `notices` is
+# where those of such a wait lie.
 _POLL = """
 .reg .pred done, again;
-.reg .b32 misses, phase, flag;
+.reg .b32 misses, phase, flag, number;
 .reg .b64 word, begin, now, limit, aborted, record;
 mov.b32 misses, 0;
 mov.b64 begin, 0;
@@ -51,8 +53,23 @@ setp.ne.u64 done, aborted, 0;
 @done bra GIVE_UP;
 ld.relaxed.gpu.global.b64 limit, [$monitor+{MONITOR_TIMEOUT_NS}];
 sub.u64 now, now, begin;
-setp.lt.u64 again, now, limit;
+setp.ge.u64 done, now, limit;
+@done bra EXPIRED;
+shr.u64 now, now, {NOTICE_SHIFT};
+cvt.u32.u64 phase, now;
+setp.eq.u32 again, phase, 0;
 @again bra {again};
+and.b32 number, phase, {UNITS};
+setp.ne.u32 again, number, 0;
+@again bra {again};
+{whose}
+ld.relaxed.gpu.global.b64 record, [$monitor+{MONITOR_RECORD}];
+and.b32 number, {peer}, {PLACES};
+mad.wide.u32 record, number, 16, record;
+mov.b64 now, {{phase, {peer}}};
+st.relaxed.sys.global.v2.b64 [record+{notices}], {{now, {epoch}}};
+bra {again};
+EXPIRED:
 atom.relaxed.gpu.global.cas.b64 aborted, [$monitor+{MONITOR_ABORTED}], 0, 1;
 setp.ne.u64 done, aborted, 0;
 @done bra GIVE_UP;
@@ -83,12 +100,17 @@ setp.ne.u32 again, phase, 0;
 _PLACES = {name: 8 * word.value for name, word in vars(constants).items() if re.match("MONITOR_|RECORD_", name)}
 """Bytes from the start of the monitor's words, and of the record."""
 
+_NUMBERS = {"NOTICE_SHIFT": constants.NOTICE_SHIFT.value, "UNITS": constants.NOTICE_EVERY.value - 1}
+_NUMBERS["PLACES"] = constants.NOTICES.value - 1
+
 
 def _polling(**pieces: str) -> str:
     """Return PTX that polls. Operands are called as the pieces that are left out; ``$monitor`` is always one."""
-    usual = {name: f"${name}" for name in ("active", "peer", "index")}
+    usual: dict[str, str] = {name: f"${name}" for name in ("active", "peer", "index")}
     usual |= {"ok": "$0", "prepare": "", "see": "", "epoch": pieces["expected"], "pace": _PACE, "again": "POLL"}
-    return "{" + _POLL.format(**(usual | pieces), **_PLACES) + "}"
+    lamport = "epoch" in pieces  # or the number of a Lamport call
+    usual |= {"whose": "", "notices": str(_PLACES["RECORD_NOTICES"] + lamport * 16 * constants.NOTICES.value)}
+    return "{" + _POLL.format(**(usual | pieces), **_PLACES, **_NUMBERS) + "}"
 
 
 def _report(monitor: Any, peer: Any, index: Any) -> dict[str, tuple[Any, Any]]:

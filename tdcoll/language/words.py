@@ -78,15 +78,19 @@ def _poll_words_of_all(words, stride, count, skip, absent, monitor, active, inde
         look += [f"min.u32 differ{i}, differ{i}, differ{i + width};" for i in pairs]
         width *= 2
     look.append("setp.ne.u32 done, differ0, 0;")
-    see = ["mov.b64 word, 0;"]
+    see, whose = ["mov.b64 word, 0;"], []
     for rank in reversed(range(n)):
+        whose.append(f"setp.eq.b32 again, {parts[rank][0]}, $absent;")
+        whose += [f"setp.eq.or.b32 again, {part}, $absent, again;" for part in parts[rank][1:]]
+        whose += [f"setp.ne.and.s32 again, $skip, {rank}, again;", f"selp.b32 who, {rank}, who, again;"]
         see.append("mov.b64 there, 0;")
         for part in parts[rank]:
             see += [f"setp.ne.b32 again, {part}, $absent;", "selp.u64 now, 1, 0, again;", "add.u64 there, there, now;"]
         see += ["setp.ne.u64 again, there, 4;", f"setp.ne.and.s32 again, $skip, {rank}, again;"]
         see += ["selp.b64 word, there, word, again;", f"selp.b32 who, {rank}, who, again;"]
-    prepared, looked, seen = map("\n".join, (prepare, look, see))
-    text = _polling(prepare=prepared, look=looked, see=seen, ok=f"${4 * n}", peer="who", epoch="$call", expected="four")
+    pieces = {"prepare": prepare, "look": look, "whose": whose, "see": see}
+    joined = {name: "\n".join(lines) for name, lines in pieces.items()}
+    text = _polling(**joined, ok=f"${4 * n}", peer="who", epoch="$call", expected="four")
     operands = {"words": (words, tl.int64), "stride": (stride, tl.int64), "skip": (skip, tl.int32)}
     operands |= {"absent": (absent, tl.int32), "active": (active, tl.int32), "call": (call, tl.uint64)}
     operands |= {"monitor": (monitor, tl.int64), "index": (index, tl.int32)}

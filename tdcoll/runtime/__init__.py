@@ -27,7 +27,7 @@ from tdcoll.runtime.store import StoreLost
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["Group", "Runtime", "current", "current_or_none", "failing_with_the_store", "group_of", "install"]
-__all__ += ["install_resolver"]
+__all__ += ["install_resolver", "simulates_all"]
 
 Group = Any
 """A ``torch.distributed.ProcessGroup``, a one-dimensional ``DeviceMesh``, a sequence of global ranks, or None for all
@@ -94,6 +94,8 @@ class Runtime:
     """The torch.distributed backend has joined the job, and leaves it with its default group or the last of all."""
     groups: int = field(init=False, default=0)
     """The backend's process groups of all ranks."""
+    exchanging: dict[int, tuple[float, str, Sequence[int], float]] = field(init=False, default_factory=dict)
+    """Exchanges that go on, by thread: since when (``time.monotonic``), tag, ranks, deadline in seconds."""
     accounts: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
     """Held when a thread changes ``programs_taken``; never while it waits for other ranks."""
     _given: threading.local = field(init=False, repr=False, default_factory=threading.local)
@@ -159,6 +161,8 @@ class Runtime:
             )
         timeout_s, who = getattr(self._given, "here", (None, ""))
         control = getattr(self._given, "control", self.control)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        self.exchanging[threading.get_ident()] = time.monotonic(), tag, ranks, limit_s
         try:
             return control.all_gather(ranks, f"{tag}{who and f' ({who})'}", value, timeout_s)
         except RankMismatchError:
@@ -166,6 +170,8 @@ class Runtime:
         except TdcollError:  # if a rank comes late, the exchange is over: the numbering is lost
             self.failed = True
             raise
+        finally:
+            self.exchanging.pop(threading.get_ident(), None)
 
     @contextlib.contextmanager
     def within(self, timeout_s: float | None, who: str = "") -> Iterator[None]:
@@ -326,6 +332,11 @@ def install(runtime: Runtime | None) -> None:
     """Make ``runtime`` this process's runtime; None removes it."""
     global _runtime
     _runtime = runtime
+
+
+def simulates_all() -> bool:
+    """Return whether this process simulates all PEs of a job."""
+    return _resolver is not None
 
 
 def install_resolver(resolver: Callable[[], Runtime | None] | None) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tdcoll import arguments, environment, runtime
 from tdcoll.errors import AlreadyInitializedError, CollectiveTimeout, RankMismatchError, TdcollError
 from tdcoll.language import INTERPRETED
-from tdcoll.runtime import last_words
+from tdcoll.runtime import last_words, watch
 from tdcoll.runtime.control import StoreControlPlane, another_connection, generation, keep, require_equal
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.store import ask
@@ -449,6 +449,7 @@ def finalize() -> None:
         _settings = None
         runtime.install(None)
         leaving.closed = True
+        watch.stop()
     last_words.gave_up = leaving.failed
     if leaving.failed:
         leaving.heap.abandon()

@@ -116,7 +116,8 @@ def compile_for(
     problems = [*ptx_order.problems(ptx), *ptx_divergence.problems(ptx)]
     seen = {"problems": problems, "of_this_gpu": ptx_order.of_this_gpu(ptx), **ptx_order.count(ptx)}
     early = {"launched_early": compiled.metadata.launch_pdl, "waits_first": ptx_order.early(ptx)}
-    ORDER.append({"module": kernel.__module__, "kernel": kernel.__name__, "arch": arch, **early, **seen})
+    names = {"module": kernel.__module__, "kernel": kernel.__name__, "name": compiled.metadata.name}
+    ORDER.append({**names, "arch": arch, **early, **seen})
     return compiled
 
 

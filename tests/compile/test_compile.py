@@ -270,6 +270,13 @@ def test_every_device_function_compiles(compiled) -> None:
     assert len(FUNCTIONS) > 40
 
 
+def test_profilers_show_whose_kernels_they_are(compiled) -> None:
+    names = {(one["module"].split(".")[0], one["kernel"], one["name"]) for one in compiled["order"]}
+    ours = {name for package, _, name in names if package == "tdcoll"}
+    assert {"tdcoll_all_reduce_one_shot", "tdcoll_exchange_ll", "tdcoll_norm_rows_two_stage"} <= ours
+    assert [n for n in names if n[2] != (f"tdcoll_{n[1].lstrip('_')}" if n[0] == "tdcoll" else n[1])] == []
+
+
 def test_only_kernels_that_need_nvshmem_link_it(compiled) -> None:
     for kernel in compiled["language"]:
         assert kernel["links"] == kernel["needs"], kernel

@@ -56,11 +56,11 @@ def test_it_is_what_a_job_takes(world: int, nodes: int) -> None:
         "none": {"max_bytes_per_rank": 0, "flagged_bytes": 0, "lamport_bytes": 0},
         "rows": SPARSE,
         "few": {**SPARSE, "max_union_rows": 120},
-        "all_gather": 4096 * world,
-        "all_reduce": 1 << 18,
+        "all_gather": 3 << 19 if world == 1 else 4096,  # more, and less, than the least that a context holds
+        "all_reduce": 1 << 14,
         "all_to_all": 64 * world,
-        "reduce_scatter": (1 << 18) * world // 4 * 4,
-        "all_reduce_rms_norm": 1 << 16,
+        "reduce_scatter": 4096 * world,
+        "all_reduce_rms_norm": 1 << 13,
     }
     compare(contexts, world, nodes)
 

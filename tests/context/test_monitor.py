@@ -130,6 +130,59 @@ def test_second_wait_returns_at_once_and_keeps_the_first_record() -> None:
     world.run(host)
 
 
+def test_an_expired_wait_has_left_a_notice_of_each_missing_peer() -> None:
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        monitor = tdcoll.WaitMonitor()
+        assert list(monitor.waits()) == []
+        signals[:3] = torch.tensor([2, 5, 3])
+        wait_for_all[(1,)](signals, monitor.words, ok, 3, 7, 4, 4)
+        assert int(ok) == 0
+        waits = [(wait.peer, wait.epoch, wait.lamport) for wait in monitor.waits()]
+        assert waits == [(0, 4, False), (2, 4, False)]
+        assert all(wait.waited_s == pytest.approx(monitor.timeout_s, abs=0.01) for wait in monitor.waits())
+
+    alone(host)
+
+
+def test_a_wait_that_ends_in_time_leaves_no_notice() -> None:
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        monitor = tdcoll.WaitMonitor()
+        signals[0] = 4
+        wait_once[(1,)](signals, monitor.words, ok, 0, 4, 1, 0, tdl.CMP_GE)
+        assert int(ok) == 1
+        assert list(monitor.waits()) == []
+
+    alone(host)
+
+
+def test_a_notice_without_a_successor_is_of_a_wait_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("tdcoll.monitor.time.monotonic", lambda: now[0])
+
+    def host(pe: int) -> None:
+        monitor = tdcoll.WaitMonitor()
+
+        def leave(place: int, waited: int, peer: int) -> None:
+            at = tdl.RECORD_NOTICES.value + 2 * place
+            monitor._host[at : at + 2] = waited + (peer << 32), 7
+
+        def peers() -> list[int | None]:
+            return [wait.peer for wait in monitor.waits()]
+
+        leave(1, 64, 1)
+        assert list(monitor.waits()) == [(1, 7, False, pytest.approx(64 * 2**21 / 1e9))]
+        now[0] += 0.5
+        leave(3, 64, 19)
+        leave(15 + 16, 64, -1)
+        assert peers() == [1, 19, None]
+        now[0] += 0.5
+        assert peers() == [19, None], "that of rank 1 is a second old"
+        leave(1, 128, 17)
+        assert peers() == [17, 19, None], "another wait took the place"
+
+    World(1).run(host)
+
+
 def test_defaults() -> None:
     def host(pe: int) -> None:
         monitor = tdcoll.WaitMonitor()

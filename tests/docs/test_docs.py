@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import importlib.util
 import os
@@ -21,6 +22,11 @@ import torch
 import tdcoll
 from tdcoll import environment, errors, runtime
 from tdcoll.bench import report
+from tdcoll.collectives._host.call import spec_of
+from tdcoll.collectives._host.explain import explain_call
+from tdcoll.collectives._host.plan import Facts
+from tdcoll.collectives._host.pool import sizes_for
+from tdcoll.runtime.topology import Topology
 from tdcoll.spec.functions import FUNCTIONS, overview, table
 from tdcoll.testing import Deadlock, World, explore, first_failure
 
@@ -183,6 +189,20 @@ def test_mistakes_in_the_first_kernel_are_named(tmp_path):
 
     with pytest.raises(AssertionError):
         all_seeds()
+
+
+def test_the_profiling_page_has_what_is_printed():
+    """Of 8 GPUs for which nothing was measured."""
+    text, nbytes, heap = (ROOT / "docs/profiling.md").read_text(encoding="utf-8"), 4096 * 8192 * 2, 384 << 20
+    topology, spec = Topology.of(0, range(8), [0] * 8), spec_of("all_reduce")
+    sizes = sizes_for(spec, spec.inbox(nbytes, 8, heap), topology, heap, heap)
+    words = {"ll_bytes": sizes.ll_bytes, "lamport_bytes": sizes.lamport_bytes, "itemsize": 2}
+    said = explain_call(spec, Facts(nbytes, topology, sizes.capacity, stores=True, **words))
+    assert f"```\n{said}\n```" in text
+    (call,) = re.findall(r"^print\((tdcoll\.memory_plan.*)\)$", text, re.M)
+    assert f"```\n{eval(call, {'tdcoll': tdcoll})}\n```" in text
+    examples = doctest.DocTestFinder().find(tdcoll.memory_plan, globs={"tdcoll": tdcoll})
+    assert doctest.DocTestRunner().run(examples[0]) == (0, 2)
 
 
 def test_tables_are_what_the_results_say():

@@ -208,6 +208,7 @@ def monitors(driver: NotingDriver) -> dict[str, list[str]]:
         "the monitor itself, by name": events_of(
             driver, lambda: kernels.waits[(1,)](out, monitor=SimpleMonitor(words[4:]))
         ),
+        "untold": events_of(driver, lambda: kernels.waits_untold[(1,)](out, SimpleMonitor(words))),
         "a monitor": events_of(driver, lambda: kernels.waits[(1,)](out, words)),
         "other memory": events_of(driver, lambda: kernels.waits[(1,)](out, words[4:])),
         "other memory, by name": events_of(driver, lambda: kernels.waits[(1,)](out, monitor=words[4:])),

@@ -245,6 +245,15 @@ MISTAKES = (
 
 
 @tdcoll.jit
+def waits_untold(out, monitor):
+    came = tdl.wait_signal(monitor, tdl.CMP_GE, 1, monitor) & tdl.wait_word(out, tdl.CMP_GE, 1, monitor)
+    token = tdl.wait_token(monitor, tdl.CMP_GE, 1, monitor, index=2)
+    lane = tl.arange(0, 32)
+    _, _, _, there = tdl.wait_flagged(monitor + 2 * lane, 1, lane < 1, monitor)
+    tl.store(out + lane, there & came & token)
+
+
+@tdcoll.jit
 def waits(out, monitor):
     tl.store(out, tdl.wait_signal(monitor, tdl.CMP_GE, 1, monitor, 0, 0))
 

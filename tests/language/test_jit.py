@@ -94,6 +94,7 @@ def test_monitor_that_is_none_is_refused_at_the_launch(compiled: dict[str, Any])
     seen = compiled["monitors"]
     assert [event.split()[0] for event in seen["the monitor itself"]] == ["load", "launch"]
     assert seen["a monitor"] == ["launch waits"]
+    assert [event.split()[0] for event in seen["untold"]] == ["load", "launch"], "of which peer, and of which signal"
     for name in ("other memory", "other memory, by name", "the monitor itself, by name"):
         (refusal,) = seen[name]
         assert refusal.startswith("ValueError: waits: monitor must be the words of an open tdcoll.WaitMonitor")

@@ -95,12 +95,14 @@ class Ready(NamedTuple):
             tensors don't lie as they must.
         run: launches, given the handle of the stream.
         registered: the tensors that peers may reach; None if they reach none.
+        counts: epochs and Lamport calls of the launches.
     """
 
     operation: str
     place: Callable[..., tuple[Any, tuple[Any, ...]] | None]
     run: Callable[..., None]
     registered: Registered | None = None
+    counts: tuple[int, int] = (1, 0)
 
 
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
@@ -116,11 +118,12 @@ def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
     for tensor in tensors:
         if not usable(tensor, device):
             return None
-    operation, place, run, _ = ready
+    operation, place, run, _, _ = ready
     placed = place(*tensors)
     if placed is None or (stream := ctx.enter()) is None:
         return None
     result, given = placed
+    ctx.noted(ready)
     try:
         run(stream, *given)
     except BaseException as error:
@@ -158,7 +161,7 @@ def make(
     given = ctx
     if ctx is None:
         arguments.tensor(names[0], tensor)
-        ctx = pooled(spec, tensor, group)
+        ctx = pooled(spec, tensor, group, op=op, algorithm=algorithm)
     elif group is not None:
         raise ValueError(f"{spec.name}: group must be None with ctx, which has a group already; got {group!r}")
     check_context(ctx)
@@ -290,6 +293,7 @@ def _first(
         **({"op": name} if spec.reduces else {}),
     }
     with ctx.calling(operation, facts, prepare) as (launches, ready, result, addresses):
+        ctx.noted(ready)
         if into:
             _bring(tensor, out, ctx)
         launches(*addresses)
@@ -347,7 +351,7 @@ def _in_place(operation: str, ctx: CollectiveContext, segment: int, launches: La
         base = buffer.data_ptr()
         return buffer, (base + own, 0, base) if in_buffer else (base + own, base)
 
-    return Ready(operation, place, launches.run, registered)
+    return Ready(operation, place, launches.run, registered, launches.counts)
 
 
 def _gathering(spec: Collective, ctx: CollectiveContext, segment: int, launches: Launches) -> Ready:
@@ -364,7 +368,7 @@ def _gathering(spec: Collective, ctx: CollectiveContext, segment: int, launches:
         _bring(tensor, out, ctx)
         launches.run(stream, *addresses)
 
-    return Ready(spec.name, place, run, registered)
+    return Ready(spec.name, place, run, registered, launches.counts)
 
 
 def _bring(tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) -> None:
@@ -387,7 +391,7 @@ def _making(
         made = empty()
         return made, (tensor.data_ptr(), made.data_ptr())
 
-    return Ready(spec.name, place, launches.run, registered)
+    return Ready(spec.name, place, launches.run, registered, launches.counts)
 
 
 def _filling(
@@ -404,7 +408,7 @@ def _filling(
         source, target = tensor.data_ptr(), out.data_ptr()
         return None if overlap(source, nbytes, target, total, at) else (out, (source, target))
 
-    return Ready(spec.name, place, launches.run, registered)
+    return Ready(spec.name, place, launches.run, registered, launches.counts)
 
 
 def unchecked(
@@ -421,5 +425,7 @@ def unchecked(
     with ctx.calling(
         spec.name, facts, lambda: launches_of(spec, ctx, segment, options=options, dtype=dtype)
     ) as launches:
+        ready = _filling(spec, ctx, segment, launches)
+        ctx.noted(ready)
         launches(tensor.data_ptr(), out.data_ptr())
-    return _filling(spec, ctx, segment, launches)
+    return ready

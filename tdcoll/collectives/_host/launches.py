@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tdcoll import arguments, capture
+from tdcoll.arguments import byte_text
 from tdcoll.collectives._host.explain import explain_call
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, Facts, Plan
@@ -22,6 +23,7 @@ from tdcoll.context import CollectiveContext
 from tdcoll.primitives.group import Inbox
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
+from tdcoll.ranges import ranged
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Section
 
@@ -175,6 +177,7 @@ class Launches:
     Attributes:
         plan: of the first epoch.
         in_buffer: peers write to the caller's buffer.
+        counts: epochs and Lamport calls of a call.
         run: launches, given the handle of a stream and :meth:`addresses`.
     """
 
@@ -182,6 +185,8 @@ class Launches:
         first = calls[0]
         self._context, self._operation, self.plan = first.ctx, operation, first.plan
         self.in_buffer = in_buffer = first.in_buffer
+        lamport = sum(call.width == LAMPORT_WORD_BYTES for call in calls)
+        self.counts = len(calls) - lamport, lamport
         changing = ("source", "out", "inbox.base") if in_buffer else ("source", "out")
         self.kernel = kernel = algorithm.kernel(first.facts)
         launches: dict[Planned, Launch] = {}
@@ -202,7 +207,10 @@ class Launches:
             for epoch, launch in enumerate(in_order):
                 launch(stream, source + epoch * room, out + epoch * room)
 
-        self.run: Callable[..., None] = in_epochs if len(calls) > 1 else only.__call__
+        form = f"{operation}{'_' if first.facts.in_place else ''}"
+        size = byte_text(sum(call.facts.nbytes for call in calls))
+        run = in_epochs if len(calls) > 1 else only.__call__
+        self.run: Callable[..., None] = ranged(f"tdcoll.{form}[{first.plan.algorithm}, {size}]", run)
 
     def __call__(self, source: int, out: int) -> None:
         """Make the call on the current stream, given the addresses of tensor and result, or of segment and buffer."""

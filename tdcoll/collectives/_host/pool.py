@@ -7,7 +7,7 @@ All decisions depend on sizes that are the same on all ranks, in the order of th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from tdcoll.collectives._host.spec import Collective
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
+from tdcoll.preconditions import Debug
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.cuda import multiprocessors
 from tdcoll.runtime.topology import Topology
@@ -104,6 +105,7 @@ class Pool:
         lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
         programs: the most thread blocks of a launch, to be reserved by :func:`take_programs`. If None, there is no
             limit, and launches must not be in flight beside those of other contexts.
+        debug: as for :class:`~tdcoll.CollectiveContext`.
 
     Attributes:
         context: for the next call; None as long as there was none.
@@ -121,10 +123,12 @@ class Pool:
         timeout_s: float | None = None,
         lamport_bytes: int | None = 0,
         programs: int | None = None,
+        debug: Debug | None = None,
     ) -> None:
         self._owner, self._ranks, self._operation, self._timeout_s = owner, tuple(ranks), operation, timeout_s
         self._lamport_bytes = lamport_bytes
         self._wanted, self._programs = programs, 0
+        self._debug, self._call = debug, dict[str, Any]()
         self._without_room: str | None = None
         self.limit = limit
         self.problem: str | None = None
@@ -135,10 +139,12 @@ class Pool:
         """Return whether there is a context for ``nbytes`` per rank."""
         return self.context is not None and nbytes <= self.context.max_bytes_per_rank
 
-    def prepare(self, nbytes: int) -> bool:
+    def prepare(self, nbytes: int, call: Mapping[str, Any] | None = None) -> bool:
         """Make a context for ``nbytes`` per rank if needed; return whether there is one. Collective when it is made.
 
-        Without ``limit`` and ``programs`` it returns true or raises.
+        ``call`` has the call's arguments that must be the same on all ranks, by name. The ranks compare them when they
+        make a context, because they exchange its arguments anyway. Without ``limit`` and ``programs`` it returns true
+        or raises.
 
         Raises:
             ContextError: it has to be made, and a CUDA graph is being captured.
@@ -157,6 +163,7 @@ class Pool:
             f"{nbytes} bytes per rank need a larger context, which cannot be made while a CUDA graph is captured; make "
             "one call of this size before",
         )
+        self._call = {"operation": self._operation, **(call or {})}
         return self._make(nbytes)
 
     def _make(self, nbytes: int) -> bool:
@@ -216,6 +223,8 @@ class Pool:
                         lamport_bytes=self._lamport_bytes,
                         max_programs=self._programs or None,
                         timeout_s=self._timeout_s,
+                        debug=self._debug,
+                        _call=self._call,
                     )
             except HeapExhaustedError as error:  # on all ranks
                 problem = error
@@ -253,13 +262,16 @@ class Pool:
         self._programs = 0
 
 
-def pooled(spec: Collective, tensor: torch.Tensor, group: runtime.Group, operation: str = "") -> CollectiveContext:
+def pooled(
+    spec: Collective, tensor: torch.Tensor, group: runtime.Group, operation: str = "", **given: Any
+) -> CollectiveContext:
     """Return tdcoll's own context of a group for calls of a collective with such a tensor.
 
     Collective when it is made or grows.
 
     Args:
         operation: the name of the calls in messages, if it is not the collective's; they have a context of their own.
+        given: more arguments that must be the same on all ranks; compared when the context is made or grows.
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
@@ -274,7 +286,10 @@ def pooled(spec: Collective, tensor: torch.Tensor, group: runtime.Group, operati
         pool = Pool(owner, ranks, name, lamport_bytes=_lamport_bytes(spec))
         owner.contexts[name, ranks] = pool
     segment = spec.segment_bytes(strided_bytes(tensor), len(ranks))
-    pool.prepare(spec.inbox(segment, len(ranks), owner.heap.nbytes))
+    nbytes = spec.inbox(segment, len(ranks), owner.heap.nbytes)
+    if not pool.holds(nbytes):
+        facts = {"bytes": strided_bytes(tensor), "dtype": getattr(tensor, "dtype", None), **given}
+        pool.prepare(nbytes, facts)
     assert pool.context is not None
     if pool.outgrown:
         pool.check()  # no one else looks at contexts that only captured graphs still use

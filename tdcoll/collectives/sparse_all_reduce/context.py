@@ -19,6 +19,7 @@ from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.limits import MAX_PROGRAMS
 from tdcoll.memory import barrier
+from tdcoll.preconditions import Debug
 from tdcoll.primitives.group import nodes_of
 from tdcoll.runtime.topology import Topology
 from tdcoll.sizes import Area, ContextSizes, context_sizes
@@ -131,7 +132,7 @@ class SparseContext(CollectiveContext):
         grow: bool = False,
         max_programs: int | None = None,
         timeout_s: float | None = None,
-        debug: bool | None = None,
+        debug: Debug | None = None,
         stream: Any = None,
     ) -> None:
         rows = arguments.whole("max_rows_per_rank", max_rows_per_rank, 1)

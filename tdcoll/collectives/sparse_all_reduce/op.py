@@ -13,6 +13,7 @@ from typing import Any, overload
 import torch
 
 from tdcoll import arguments, runtime
+from tdcoll.arguments import byte_text
 from tdcoll.capture import refuse
 from tdcoll.collectives._host.launches import outside_of_graphs
 from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, TOTAL, UNION
@@ -23,6 +24,7 @@ from tdcoll.collectives.sparse_all_reduce.pool import default_context
 from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, joined, rows_of_pair, rows_of_tensor
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.primitives.reduce import check_operation, operation_name
+from tdcoll.ranges import range_of
 
 __all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
 
@@ -101,7 +103,12 @@ def _calling(
     with ctx.calling(operation, {"op": name, "algorithm": algorithm, **facts}, checked, alike) as calls:
         kind = *((rows.tables, rows.dtype) for _, rows in calls), name, algorithm  # the same on all ranks
         ctx.wait_for_loads(operation, kind)
-        yield calls
+        ctx.noted(operation)
+        widths = byte_text(sum(rows.row_bytes for _, rows in calls))
+        with ctx.once(
+            ("range", operation, *kind), lambda: range_of(f"tdcoll.{operation}[{algorithm}, rows of {widths}]")
+        ):
+            yield calls
 
 
 def _facts(name: str, tensors: Any, first: int = 0) -> dict[str, Any]:

@@ -37,7 +37,7 @@ Threads = Sequence[tuple[int, int]]
 
 @dataclass
 class Monitor:
-    """A kernel's view of the four words that bounded waits share with the host; see :mod:`tdcoll.monitor`."""
+    """A kernel's view of the words that bounded waits share with the host; see :mod:`tdcoll.monitor`."""
 
     address: int
 
@@ -54,6 +54,13 @@ class Monitor:
     def timeout_ns(self) -> int:
         """Deadline of each wait."""
         return read_word(self.address + 8 * c.MONITOR_TIMEOUT_NS.value)
+
+    def notice(self, peer: int, epoch: int, lamport: bool, waited_ns: int) -> None:
+        """Leave a notice of a wait that goes on."""
+        place = peer % c.NOTICES.value + lamport * c.NOTICES.value
+        at = read_word(self.address + 8 * c.MONITOR_RECORD.value) + 8 * c.RECORD_NOTICES.value + 16 * place
+        write_word(at, waited_ns >> c.NOTICE_SHIFT.value | (peer & 0xFFFF_FFFF) << 32)
+        write_word(at + 8, epoch)
 
     def give_up(self, peer: int, signal: int, expected: int, seen: int, epoch: int) -> None:
         """Set the aborted word and write the record, unless another wait did so first."""
@@ -204,8 +211,23 @@ def _wait(
     def over() -> bool:
         return monitor is not None and monitor.aborted
 
+    begin_ns = last_ns = scheduler.now_ns
+
+    def leave_notices(monitor: Monitor) -> None:
+        nonlocal last_ns
+        now_ns = scheduler.now_ns
+        if now_ns - last_ns >= c.NOTICE_EVERY.value << c.NOTICE_SHIFT.value:
+            last_ns = now_ns
+            for i in left[~true(read(addresses[left]))].tolist():
+                number = expected if epoch is None else epoch
+                monitor.notice(threads[i][0], number, epoch is not None, now_ns - begin_ns)
+
     def ready() -> bool:
-        return bool(enough(true(read(addresses[left])))) or over()
+        if enough(true(read(addresses[left]))):
+            return True
+        if monitor is not None:
+            leave_notices(monitor)
+        return over()
 
     def missing() -> str:
         now = read(addresses[left])
@@ -215,7 +237,7 @@ def _wait(
         whom = f"from rank {', '.join(map(str, peers))}" if peers else ""
         return f"waits for {'one of ' if one else ''}{', '.join(values)}{place.note(whom)}"
 
-    deadline_ns = None if monitor is None else scheduler.now_ns + monitor.timeout_ns
+    deadline_ns = None if monitor is None else begin_ns + monitor.timeout_ns
     in_time = True
     with machine.slice(f"wait {describe(int(addresses[0]))}{f' and {n - 1} more' if n > 1 else ''} {condition}"):
         while left.size and in_time and not (one and content.any()):

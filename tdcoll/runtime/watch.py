@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long waits, said aloud: a thread that logs them, and answers ``python -m tdcoll hang``.
+
+Kernels that wait leave notices in memory of the host (:mod:`tdcoll.monitor`). One daemon thread of the process looks at
+those of all monitors twice a second. It makes no call of CUDA, so it goes on while the main thread waits for the GPU.
+(A thread that holds Python's global lock keeps it from running, for example one that launches while the GPU's queue of
+launches is full.) The thread starts with the first monitor of a job and ends with :func:`tdcoll.finalize`; a simulated
+:class:`~tdcoll.testing.World` has none, and a forked child begins without one.
+
+Those who ask come to a socket in Linux's abstract namespace, whose name holds user, process and PID namespace: no file
+is left behind, however a process ends. Both ends check that the other is the same user, or root. ``SIGUSR1`` has the
+thread log the same report, unless the process has a handler for that signal. The handler is faulthandler's, which
+doesn't wait for the interpreter: it writes to a pipe, and the thread reads that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import json
+import logging
+import os
+import re
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import triton
+
+from tdcoll import runtime
+from tdcoll.calls import Calls, ranks_text
+from tdcoll.hang import address, user_of
+
+__all__ = ["Subject", "Wait", "add", "lines_at", "stop"]
+
+_log = logging.getLogger("tdcoll")
+
+_PERIOD_S = 0.5
+_FIRST_S, _SECOND_S = 10.0, 60.0
+_FRAMES = 4
+"""Innermost frames of the main thread's stack that a report has: the caller's own, if there are any."""
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (runtime.__path__[0], torch.__file__, triton.__file__))
+
+
+class Wait(NamedTuple):
+    """A wait that goes on, for a rank of the group, if the kernel has named one. ``epoch`` is what the
+    signal has to reach, or the number of a Lamport call."""
+
+    peer: int | None
+    epoch: int
+    lamport: bool
+    waited_s: float
+
+
+class Subject(Protocol):
+    """What the thread looks at: a :class:`~tdcoll.WaitMonitor`. Its job says which rank this is."""
+
+    timeout_s: float
+    calls: Calls | None
+
+    @property
+    def job(self) -> runtime.Runtime: ...
+
+    @property
+    def open(self) -> bool: ...
+
+    @property
+    def expired(self) -> bool: ...
+
+    def waits(self) -> Iterator[Wait]: ...
+
+
+def lines_at(timeout_s: float) -> list[float]:
+    """After how many seconds a wait with this deadline is logged."""
+    return [min(_FIRST_S, timeout_s / 3), *([_SECOND_S] if timeout_s > _SECOND_S else [])]
+
+
+def _seconds(waited_s: float) -> str:
+    return f"{waited_s:.0f} s" if waited_s >= 3 else f"{waited_s:.1f} s"
+
+
+def _described(subject: Subject, waits: Sequence[Wait]) -> str:
+    """``all_reduce, call 4 of group 0, has waited 60 s for rank 2``: waits of one launch."""
+    longest, calls = max(waits, key=lambda wait: wait.waited_s), subject.calls
+    peers = sorted({wait.peer for wait in waits if wait.peer is not None})
+    if calls is None:
+        what = f"a kernel that waits for a signal to reach {longest.epoch}"
+    else:
+        what = calls.name_of(longest.epoch, longest.lamport)
+        peers = sorted(calls.ranks[peer] if peer < len(calls.ranks) else peer for peer in peers)
+    whom = ranks_text(peers) if peers else "a rank that the kernel doesn't name"
+    return f"{what}, has waited {_seconds(longest.waited_s)} for {whom}"
+
+
+def _by_launch(subject: Subject) -> dict[tuple[int, bool], list[Wait]]:
+    found: dict[tuple[int, bool], list[Wait]] = {}
+    for wait in subject.waits():
+        found.setdefault((wait.epoch, wait.lamport), []).append(wait)
+    return found
+
+
+class _Exchange(NamedTuple):
+    """A wait on the host, for the values of other ranks."""
+
+    tag: str
+    ranks: Sequence[int]
+    timeout_s: float
+    waited_s: float
+
+    def describe(self) -> str:
+        return f"'{self.tag}', which {ranks_text(self.ranks)} make together, has waited {_seconds(self.waited_s)}"
+
+
+def _exchanges(job: runtime.Runtime) -> Iterator[tuple[Hashable, _Exchange]]:
+    for begin, tag, ranks, timeout_s in list(job.exchanging.values()):
+        yield (tag, begin), _Exchange(tag, ranks, timeout_s, time.monotonic() - begin)
+
+
+class _Watch:
+    """The thread. It alone changes what is here, except for ``subjects`` and ``ending``."""
+
+    def __init__(self) -> None:
+        self.subjects: weakref.WeakKeyDictionary[Subject, None] = weakref.WeakKeyDictionary()
+        self.lock = threading.Lock()
+        """Held while ``subjects`` change or are listed."""
+        self.ending = False
+        self._said: dict[Hashable, int] = {}
+        """How many lines there were about each wait that goes on."""
+        self._listener: socket.socket | None = socket.socket(socket.AF_UNIX)
+        try:
+            self._listener.bind(address(os.getpid()))
+            self._listener.listen()
+        except OSError as error:  # another process has that name
+            _log.debug("nobody can ask this rank what it waits for: %s", error)
+            self._listener.close()
+            self._listener = None
+        self._wake, self._waker = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="tdcoll-watch", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self.ending = True
+        with contextlib.suppress(OSError):
+            os.write(self._waker, b"x")
+        if self._thread is not threading.current_thread():
+            self._thread.join(2)
+
+    def close(self) -> None:
+        for descriptor in (self._wake, self._waker):
+            os.close(descriptor)
+        if self._listener is not None:
+            self._listener.close()
+
+    def _run(self) -> None:
+        signalled = _signals()
+        with selectors.DefaultSelector() as selector:
+            for source in (self._wake, signalled, self._listener):
+                if source is not None:
+                    selector.register(source, selectors.EVENT_READ)
+            while not self.ending:
+                ready = [key.fileobj for key, _ in selector.select(_PERIOD_S)]
+                try:
+                    self._look()
+                    if signalled is not None and signalled in ready:
+                        _drain(signalled)
+                        report = self._report()
+                        _log.warning("%s", "\n  ".join([report["rank"], *report["lines"]]))
+                    if self._listener is not None and self._listener in ready:
+                        self._answer(self._listener)
+                except Exception:
+                    _log.debug("looking for long waits has failed", exc_info=True)
+        self.close()
+
+    def _open(self) -> list[Subject]:
+        with self.lock:
+            return [subject for subject in self.subjects if subject.open]
+
+    def _look(self) -> None:
+        """Log what has become long since the last look."""
+        before, self._said = self._said, {}
+        jobs = dict[int, runtime.Runtime]()
+
+        def say(key: Hashable, timeout_s: float, rank: int, waited_s: float, what: Callable[[], str]) -> None:
+            due = sum(waited_s >= at for at in lines_at(timeout_s))
+            if due > before.get(key, 0):
+                _log.warning("rank %d: %s", rank, what())
+            self._said[key] = max(due, before.get(key, 0))
+
+        for subject in self._open():
+            job = subject.job
+            for launch, waits in _by_launch(subject).items():
+                longest = max(wait.waited_s for wait in waits)
+                describe = functools.partial(_described, subject, waits)
+                say((id(subject), launch), subject.timeout_s, job.rank, longest, describe)
+            jobs[id(job)] = job
+        for job in jobs.values():
+            for thread, exchange in _exchanges(job):
+                say(thread, exchange.timeout_s, job.rank, exchange.waited_s, exchange.describe)
+
+    def _report(self) -> dict[str, Any]:
+        """Return what to tell those who ask: ``rank``, a line; ``waits`` and ``lines``, of which each wait is one."""
+        subjects, rank, waits, lines = self._open(), "a rank between two jobs", list[str](), list[str]()
+        for subject in subjects:
+            rank = f"rank {subject.job.rank} of {subject.job.world_size}"
+            mine = []
+            for (epoch, lamport), of_launch in _by_launch(subject).items():
+                waits.append(_described(subject, of_launch))
+                mine.append(f"in {'Lamport call' if lamport else 'epoch'} {epoch}: {waits[-1]}")
+            if subject.expired:
+                mine.append("a wait has expired")
+            if subject.calls is not None:
+                lines.append("; ".join([subject.calls.describe(), *(mine or ["no wait"])]))
+            else:
+                lines += mine
+        for job in {id(subject.job): subject.job for subject in subjects}.values():
+            waits += (exchanges := [exchange.describe() for _, exchange in _exchanges(job)])
+            lines += exchanges
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        stack = [at for at in stack if not at.filename.startswith(_LIBRARIES)] or stack
+        lines += [f"main thread: {at.filename}:{at.lineno} in {at.name}" for at in reversed(stack[-_FRAMES:])]
+        return {"rank": rank, "waits": waits, "lines": lines}
+
+    def _answer(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(1)
+            if user_of(connection) in (os.geteuid(), 0):
+                connection.sendall(json.dumps(self._report()).encode())
+
+
+_current: _Watch | None = None
+_starting = threading.Lock()
+_pipe: tuple[int, int] | None = None
+"""Where faulthandler writes when the signal comes: for the life of the process, as it may come at any time."""
+
+
+def _signals() -> int | None:
+    """Return what becomes readable when ``SIGUSR1`` comes; None if the process has a handler of its own."""
+    global _pipe
+    if _pipe is None:
+        with open("/proc/self/status", encoding="ascii") as status:
+            masks = dict(re.findall(r"^(SigIgn|SigCgt):\s*(\w+)", status.read(), re.MULTILINE))
+        if any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks.values()):
+            return None
+        _pipe = os.pipe()
+        for end in _pipe:
+            os.set_blocking(end, False)
+        faulthandler.register(signal.SIGUSR1, _pipe[1], all_threads=False)
+    return _pipe[0]
+
+
+def _drain(descriptor: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while os.read(descriptor, 1 << 16):
+            pass
+
+
+def add(subject: Subject) -> None:
+    """Look at the waits of a monitor from now on."""
+    global _current
+    if runtime.simulates_all():
+        return
+    with _starting:
+        if _current is None:
+            _current = _Watch()
+        with _current.lock:
+            _current.subjects[subject] = None
+
+
+def stop() -> None:
+    """End the thread, if there is one."""
+    global _current
+    with _starting:
+        if _current is not None:
+            _current.end()
+        _current = None
+
+
+def _in_child() -> None:
+    """Leave the parent's sockets and pipes to it: a forked child has got them, and not the thread."""
+    global _current, _starting, _pipe
+    if _current is not None:
+        _current.close()
+    if _pipe is not None:  # the signal's handler stays, and a later thread of the child reads what it writes
+        ends = os.pipe()
+        for new, old in zip(ends, _pipe, strict=True):
+            os.dup2(new, old, inheritable=False)
+            os.close(new)
+            os.set_blocking(old, False)
+    _current, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)

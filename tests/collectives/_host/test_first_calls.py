@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks compare the arguments of first calls, and what they exchange anyway says which call it is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll.preconditions import debugging
+from tdcoll.runtime import Runtime
+from tdcoll.testing import Deadlock, World
+
+
+@pytest.fixture(autouse=True)
+def _usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TDCOLL_DEBUG", raising=False)
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The exchanges of rank 0 that compare arguments of calls."""
+    made: list[str] = []
+    exchange = Runtime.exchange
+
+    def counting(job: Runtime, ranks: Any, tag: str, value: Any = None) -> Any:
+        if job.rank == 0 and tag.endswith(" arguments"):
+            made.append(tag)
+        return exchange(job, ranks, tag, value)
+
+    monkeypatch.setattr(Runtime, "exchange", counting)
+    return made
+
+
+def context(**more: Any) -> tdcoll.CollectiveContext:
+    return tdcoll.CollectiveContext(max_bytes_per_rank=256, **more)
+
+
+def test_each_kind_of_call_is_compared_once(compared: list[str]) -> None:
+    def host(pe: int) -> None:
+        with context() as ctx:
+            assert ctx.debug == "first"
+            for n in (4, 8):
+                for _ in range(3):
+                    tdcoll.all_reduce(torch.ones(n), ctx=ctx)
+            # Other calls here, and the same ones for the other rank: what ranks agree on has been compared.
+            tdcoll.all_reduce(torch.ones(4) if pe else torch.ones(2, 2), ctx=ctx)
+            x = torch.ones(4)
+            tdcoll.all_reduce(x, ctx=ctx, **({"out": x} if pe else {}))
+            tdcoll.all_gather(torch.ones(4), ctx=ctx)
+
+    World(2).run(host)
+    assert compared == ["all_reduce arguments", "all_reduce arguments", "all_gather arguments"]
+
+
+def test_what_differs_is_said_for_each_rank_and_the_context_goes_on() -> None:
+    def host(pe: int) -> None:
+        with context() as ctx:
+            for _ in range(2):
+                with pytest.raises(tdcoll.RankMismatchError) as raised:
+                    tdcoll.all_reduce(torch.ones(4 + 4 * pe), ctx=ctx)
+                text = (
+                    "all_reduce arguments must be the same on all ranks; they differ in bytes (rank 0: 16, rank 1: 32)"
+                )
+                assert str(raised.value) == text
+            with pytest.raises(ValueError if pe else tdcoll.RankMismatchError, match="contiguous"):
+                tdcoll.all_reduce(torch.ones(4, 4).t() if pe else torch.ones(4, 4), ctx=ctx)
+            assert tdcoll.all_reduce(torch.ones(4), ctx=ctx).tolist() == [2.0] * 4
+
+    World(2).run(host)
+
+
+def test_an_old_call_of_another_rank_is_waited_for() -> None:
+    def host(pe: int) -> None:
+        ctx = context()
+        tdcoll.all_reduce(torch.ones(4), ctx=ctx)
+        tdcoll.all_reduce(torch.ones(4 + 4 * pe), ctx=ctx)
+
+    with pytest.raises(Deadlock, match=r"pe1 host waits in 'all_reduce arguments' for rank\(s\) \[0\]"):
+        World(2).run(host)
+
+
+def test_a_comparison_that_expires_says_what_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = Runtime.exchange
+
+    def expiring(job: Runtime, ranks: Any, tag: str, value: Any = None) -> Any:
+        if tag == "all_reduce arguments":
+            what = f"in '{tag}' for rank(s) [0], which did not make the same call"
+            raise tdcoll.CollectiveTimeout(what, rank=job.rank, timeout_s=3)
+        return exchange(job, ranks, tag, value)
+
+    def host(pe: int) -> None:
+        ctx = context()
+        monkeypatch.setattr(Runtime, "exchange", expiring)
+        with pytest.raises(tdcoll.CollectiveTimeout) as raised:
+            tdcoll.all_reduce(torch.ones(8), ctx=ctx)
+        text = (
+            "rank 0 waited 3 s for rank(s) [0] to compare the arguments of its first all_reduce with bytes: 32, dtype: "
+        )
+        assert str(raised.value).startswith(text)
+        assert "TDCOLL_DEBUG=1 compares those, too" in str(raised.value)
+
+    World(1).run(host)
+
+
+@pytest.mark.parametrize(
+    ("value", "simulated", "wanted"), [("", True, "first"), ("", False, False), (None, False, False)]
+)
+def test_unless_it_is_set_only_the_simulator_compares(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, simulated: bool, wanted: Any
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("TDCOLL_DEBUG", value)
+    assert debugging(simulated) == wanted
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("0", False), ("first", "first"), ("1", True)])
+def test_the_variable_says_which_calls(
+    monkeypatch: pytest.MonkeyPatch, compared: list[str], value: str, wanted: Any
+) -> None:
+    monkeypatch.setenv("TDCOLL_DEBUG", value)
+
+    def host(pe: int) -> None:
+        with context() as ctx:
+            assert ctx.debug == wanted
+            for _ in range(3):
+                tdcoll.all_reduce(torch.ones(4), ctx=ctx)
+
+    World(2).run(host)
+    assert len(compared) == {"0": 0, "first": 1, "1": 3}[value]
+
+
+def test_debug_is_one_of_three() -> None:
+    def host(pe: int) -> None:
+        with pytest.raises(TypeError, match=r'debug must be a bool, "first" or None, got'):
+            context(debug="frist")
+
+    World(1).run(host)
+
+
+@pytest.mark.parametrize("debug", ["0", "first"])
+def test_contexts_that_tdcoll_makes_or_enlarges_compare_the_call(monkeypatch: pytest.MonkeyPatch, debug: str) -> None:
+    """Whatever debug mode is: the ranks exchange the context's arguments anyway."""
+    monkeypatch.setenv("TDCOLL_DEBUG", debug)
+    large = 1 << 19
+
+    def host(pe: int) -> None:
+        for n in (4, large):  # the first makes the context, the second a larger one
+            with pytest.raises(tdcoll.RankMismatchError) as raised:
+                tdcoll.all_gather(torch.ones(n + 4 * pe))
+            assert str(raised.value) == (
+                "all_gather arguments must be the same on all ranks; they differ in bytes "
+                f"(rank 0: {4 * n}, rank 1: {4 * n + 16})"
+            )
+            with pytest.raises(
+                tdcoll.RankMismatchError, match=r"differ in dtype \(rank 0: torch.int32, rank 1: torch.f"
+            ):
+                tdcoll.all_gather(torch.ones(n, dtype=torch.float32 if pe else torch.int32))
+            if n == 4:
+                tdcoll.all_gather(torch.ones(n))
+        with pytest.raises(tdcoll.RankMismatchError, match=r"arguments .* differ in operation \(rank 0: all_red"):
+            (tdcoll.reduce_scatter if pe else tdcoll.all_reduce)(torch.ones(4))
+        with pytest.raises(tdcoll.RankMismatchError, match=r"differ in op \(rank 0: sum, rank 1: max\)"):
+            tdcoll.all_reduce(torch.ones(4), "max" if pe else "sum")
+
+    World(2, heap_bytes=64 << 20).run(host)

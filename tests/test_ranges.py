@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVTX ranges of calls: there if ``TDCOLL_NVTX`` asks for them, and else nothing is in the way of a call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll import ranges
+from tdcoll.collectives._host.launch import Launch
+from tdcoll.collectives._host.launches import Launches
+from tdcoll.fused import all_reduce_rms_norm
+from tdcoll.testing import World
+
+
+@pytest.fixture
+def pushed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What NVTX is told: names, and "end"."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("end"))
+    ranges._available.cache_clear()
+    yield told
+    ranges._available.cache_clear()
+
+
+CALLS: dict[str, Callable[[tdcoll.CollectiveContext], object]] = {
+    "all_reduce[one_shot, 64 B]": lambda ctx: tdcoll.all_reduce(torch.ones(16), ctx=ctx, algorithm="one_shot"),
+    "all_gather[1d, 4.9 KiB]": lambda ctx: tdcoll.all_gather(torch.ones(1250), ctx=ctx, algorithm="1d"),  # two epochs
+    "all_reduce_rms_norm[composed, 128 B]": lambda ctx: all_reduce_rms_norm(
+        torch.ones(2, 16), torch.ones(2, 16), torch.ones(16), ctx=ctx, algorithm="composed"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_call_is_a_range(name: str, pushed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TDCOLL_NVTX", "1")
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
+            for _ in range(3):
+                CALLS[name](ctx)
+
+    World(1).run(host)
+    of_calls = [told for told in pushed if told == f"tdcoll.{name}"]
+    assert len(of_calls) == 3
+    assert pushed.count("end") == len(pushed) // 2
+    if "composed" in name:  # the all-reduce in it is a range inside
+        assert "tdcoll.all_reduce[" in pushed[pushed.index(f"tdcoll.{name}") + 1]
+
+
+def test_calls_in_place_and_sparse_ones(pushed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TDCOLL_NVTX", "1")
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
+            tdcoll.all_gather_(tdcoll.zeros(16), ctx=ctx, algorithm="ll")
+        rows = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(2, 4), (8, 4))
+        for _ in range(2):
+            tdcoll.sparse_all_reduce(rows)
+
+    World(1).run(host)
+    names = [told for told in pushed if told.startswith("tdcoll.")]
+    assert names == ["tdcoll.all_gather_[ll, 64 B]", *2 * ["tdcoll.sparse_all_reduce[auto, rows of 16 B]"]]
+
+
+def test_a_range_ends_when_the_call_fails(pushed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TDCOLL_NVTX", "1")
+
+    def fails() -> None:
+        raise ValueError("of the call")
+
+    with pytest.raises(ValueError, match="of the call"):
+        ranges.ranged("tdcoll.call", fails)()
+    assert pushed[-2:] == ["tdcoll.call", "end"]
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_without_the_variable_nothing_is_in_the_way(
+    value: str | None, pushed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TDCOLL_NVTX", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TDCOLL_NVTX", value)
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
+            CALLS["all_reduce[one_shot, 64 B]"](ctx)
+            (launches,) = [made for made in ctx.known.values() if isinstance(made, Launches)]
+            assert launches.run.__func__ is Launch.__call__  # type: ignore[attr-defined]
+
+    World(1).run(host)
+    assert pushed == []
+
+
+def test_a_pytorch_without_nvtx_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(name: str) -> None:
+        raise RuntimeError("NVTX functions not installed")
+
+    monkeypatch.setenv("TDCOLL_NVTX", "1")
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", missing)
+    ranges._available.cache_clear()
+    with caplog.at_level(logging.WARNING, "tdcoll"):
+        assert ranges.ranged("tdcoll.call", missing) is missing
+        assert ranges.ranged("tdcoll.call", missing) is missing
+    assert [record.getMessage() for record in caplog.records] == [
+        "TDCOLL_NVTX has no effect: NVTX functions not installed"
+    ]
+    ranges._available.cache_clear()
