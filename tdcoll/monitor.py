@@ -7,8 +7,9 @@ one record (rank, peer, signal, epoch, expected, seen) to pinned host memory. Th
 synchronisation, so looking at it before every call costs next to nothing.
 
 A wait that lasts for more than 134 ms leaves a *notice* behind the record, and another each 134 ms: its peer and epoch,
-and how long it has lasted. There are 16 places for them, one for each peer modulo 16. The thread of
-:mod:`tdcoll.runtime.watch` reads them: the wait goes on if its notice has changed a moment ago.
+and how long it has lasted. There are 16 places for them, so that thread blocks which wait for different peers usually
+don't overwrite each other's. The thread of :mod:`tdcoll.runtime.watch` reads them: the wait goes on if its notice has
+changed a moment ago.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class WaitMonitor:
     def waits(self) -> Iterator[watch.Wait]:
         """Waits in kernels that go on, as the notices say. For one thread, which looks more often than they are left.
 
-        One for each peer; of peers that share a place, one at a time.
+        Of waits that share a place, one at a time.
         """
         now = time.monotonic()
         if self.calls is not None:

@@ -28,7 +28,8 @@ __all__ += ["wait_until_any", "wait_word"]
 # leaves a notice now and then, on the path that has read the clock anyway and where the fewest registers are in use.
 # `ok` is a result, `active`, `peer`, `index`, `epoch` and `expected` are operands or registers; `prepare`, `look`,
 # `whose`, which finds the peer of a notice, and `see`, which leaves in `word` what was seen last, are PTX. `notices` is
-# where those of such a wait lie.
+# where those of such a wait lie, and `place` distinguishes threads that wait for different peers. (Which number does it
+# decides how many registers ptxas gives to a kernel.)
 _POLL = """
 .reg .pred done, again;
 .reg .b32 misses, phase, flag, number;
@@ -64,7 +65,8 @@ setp.ne.u32 again, number, 0;
 @again bra {again};
 {whose}
 ld.relaxed.gpu.global.b64 record, [$monitor+{MONITOR_RECORD}];
-and.b32 number, {peer}, {PLACES};
+mov.u32 number, {place};
+and.b32 number, number, {PLACES};
 mad.wide.u32 record, number, 16, record;
 mov.b64 now, {{phase, {peer}}};
 st.relaxed.sys.global.v2.b64 [record+{notices}], {{now, {epoch}}};
@@ -109,8 +111,17 @@ def _polling(**pieces: str) -> str:
     usual: dict[str, str] = {name: f"${name}" for name in ("active", "peer", "index")}
     usual |= {"ok": "$0", "prepare": "", "see": "", "epoch": pieces["expected"], "pace": _PACE, "again": "POLL"}
     lamport = "epoch" in pieces  # or the number of a Lamport call
-    usual |= {"whose": "", "notices": str(_PLACES["RECORD_NOTICES"] + lamport * 16 * constants.NOTICES.value)}
+    usual |= {
+        "whose": "",
+        "place": "%ctaid.x",
+        "notices": str(_PLACES["RECORD_NOTICES"] + lamport * 16 * constants.NOTICES.value),
+    }
     return "{" + _POLL.format(**(usual | pieces), **_PLACES, **_NUMBERS) + "}"
+
+
+def _is_block(peer: Any) -> bool:
+    """Return whether the threads of a block wait for different peers."""
+    return isinstance(peer, tl.tensor) and peer.type.is_block()
 
 
 def _report(monitor: Any, peer: Any, index: Any) -> dict[str, tuple[Any, Any]]:
@@ -123,7 +134,8 @@ def _poll(signal, compare, value, monitor, active, peer, index, _semantic=None):
     """Per element: 1 once ``*signal compare value`` holds (or ``active`` is 0), 0 after the monitor's deadline."""
     look = f"ld.acquire.sys.global.b64 word, [$signal];\nsetp.{comparison(compare)}.u64 done, word, $value;"
     operands = {"signal": (signal, tl.int64), "value": (value, tl.uint64), "active": (active, tl.int32)}
-    return asm(_semantic, _polling(look=look, expected="$value"), **operands, **_report(monitor, peer, index))
+    text = _polling(look=look, expected="$value", place="$peer" if _is_block(peer) else "%ctaid.x")
+    return asm(_semantic, text, **operands, **_report(monitor, peer, index))
 
 
 @core.extern

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language import core
 
 from tdcoll.language.ptx import acquired, asm, require_ptr64
-from tdcoll.language.waits import _polling, _report
+from tdcoll.language.waits import _is_block, _polling, _report
 
 __all__ = ["load_words", "store_flagged", "store_words", "wait_flagged", "wait_words", "wait_words_of_all"]
 
@@ -28,6 +28,7 @@ def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
         see="cvt.u64.u32 word, flag;",
         ok="$3",
         expected="wanted",
+        place="%tid.x" if _is_block(peer) else "%ctaid.x",
     )
     operands = {"words": (words, tl.int64), "flag": (flag, tl.int32), "active": (active, tl.int32)}
     return asm(_semantic, text, (tl.int32,) * 4, **operands, **_report(monitor, peer, index))
@@ -46,6 +47,7 @@ def _poll_words(words, absent, monitor, active, peer, index, call, _semantic=Non
         ok="$4",
         epoch="$call",
         expected="four",
+        place="%tid.x" if _is_block(peer) else "%ctaid.x",
     )
     operands = {"words": (words, tl.int64), "absent": (absent, tl.int32), "active": (active, tl.int32)}
     return asm(_semantic, text, (tl.int32,) * 5, **operands, **_report(monitor, peer, index), call=(call, tl.uint64))
@@ -90,7 +92,7 @@ def _poll_words_of_all(words, stride, count, skip, absent, monitor, active, inde
         see += ["selp.b64 word, there, word, again;", f"selp.b32 who, {rank}, who, again;"]
     pieces = {"prepare": prepare, "look": look, "whose": whose, "see": see}
     joined = {name: "\n".join(lines) for name, lines in pieces.items()}
-    text = _polling(**joined, ok=f"${4 * n}", peer="who", epoch="$call", expected="four")
+    text = _polling(**joined, ok=f"${4 * n}", peer="who", place="0", epoch="$call", expected="four")
     operands = {"words": (words, tl.int64), "stride": (stride, tl.int64), "skip": (skip, tl.int32)}
     operands |= {"absent": (absent, tl.int32), "active": (active, tl.int32), "call": (call, tl.uint64)}
     operands |= {"monitor": (monitor, tl.int64), "index": (index, tl.int32)}
