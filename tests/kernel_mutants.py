@@ -24,7 +24,7 @@ from tdcoll.limits import COLLECTIVES
 __all__ = ["Argument", "Call", "Change", "Inserted", "Moved", "Mutant", "at_once", "dropped", "installed", "missing"]
 
 MODULES = [  # each may import those before it
-    *(f"tdcoll.primitives.{name}" for name in ("group", "stores", "puts", "ll", "lamport", "reduce", "words", "sums")),
+    *(f"tdcoll.primitives.{name}" for name in ("group", "stores", "puts", "ll", "lamport", "reduce", "words", "sums", "copies")),
     *(f"tdcoll.collectives.exchange.kernels_{name}" for name in ("direct", "ll")),
     *(f"tdcoll.collectives.all_gather.kernels_{name}" for name in ("ring", "puts")),
     "tdcoll.collectives.all_to_all.kernels_puts",

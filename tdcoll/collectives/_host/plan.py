@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 __all__ = [
     *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
     *("TARGET_CHUNK_BYTES", "Payload", "Facts", "Plan", "check_numbers", "check_warps", "cut_chunks"),
+    "cut_copies",
     *("cut_reduced_words", "cut_words", "epoch_of_words", "half", "is_word_chunk", "most_channels", "most_warps"),
     *("needs_puts", "needs_reduced_words", "needs_stores", "needs_words", "per_channel", "per_segment", "power"),
-    *("reduced_words", "several_nodes", "staged_epoch", "warps", "word_chunks", "words_of"),
+    *("reduced_words", "several_nodes", "staged_epoch", "summing_blocks"),
+    *("warps", "word_chunks", "words_of"),
 ]
 
 CHUNK_ALIGNMENT = 128
@@ -65,6 +67,12 @@ MOST_EPOCHS = 1024
 
 REDUCING_PROGRAMS = 128
 """Blocks of words that are reduced: about one for each SM."""
+
+SUMMING_BLOCKS = 32
+"""Thread blocks that sum what copy engines have brought, at most."""
+
+SUMMED_BYTES = 16 << 10
+"""Bytes that such a thread block sums, at least."""
 
 _REDUCED_BYTES = 1 << 30
 """Kernels count the bytes that go by words in 32 bits, and go somewhat beyond the last."""
@@ -255,6 +263,18 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
     channels = max(1, -(-facts.nbytes // chunk))
     num_warps = min(entry.num_warps or warps(facts.nbytes, chunk), most_warps(facts))
     return Plan(algorithm, channels, chunk, num_warps)
+
+
+def cut_copies(facts: Facts, entry: Entry, whole: int) -> Plan:
+    """Copies of ``whole`` bytes: one, because copy engines are the faster the more they move at once."""
+    channels = min(most_channels(facts), entry.channels or -(-whole // (entry.chunk or max(1, whole))) or 1)
+    chunk = max(1, -(-whole // (channels * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
+    return Plan("ce", max(1, -(-whole // chunk)), chunk, min(entry.num_warps or 16, most_warps(facts)))
+
+
+def summing_blocks(facts: Facts, nbytes: int) -> int:
+    """Return the thread blocks that sum ``nbytes`` bytes of each rank which copy engines have brought: few."""
+    return max(1, min(SUMMING_BLOCKS, facts.max_programs - 1, nbytes // SUMMED_BYTES))
 
 
 def is_word_chunk(nbytes: int, width: int = LL_WORD_BYTES) -> bool:

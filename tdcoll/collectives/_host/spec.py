@@ -82,6 +82,8 @@ class Algorithm:
         epoch: bytes of a segment in each epoch of a call; the last may be shorter. If a call has several epochs,
             ``cut`` and ``extent`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
+        copies: of a :class:`~tdcoll.collectives._host.launches.Planned` call whose data is moved by copy engines: what
+            makes it, in the place of one launch of ``kernel``.
         differs: whether it does anything on these ranks that no other algorithm of the collective does; if it doesn't,
             there is no need to measure it.
     """
@@ -96,6 +98,7 @@ class Algorithm:
     extent: Callable[[Facts], Payload] = lambda facts: Payload(facts.nbytes, programs=facts.topology.world_size)
     epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
     early: Callable[[Facts], bool] = lambda facts: True
+    copies: Callable[[Any], Any] | None = None
     differs: Callable[[Topology], bool] = lambda topology: True
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import triton
 
+from tdcoll.collectives._host import copies
 from tdcoll.collectives._host.launches import (
     Launches,
     Planned,
@@ -23,6 +24,7 @@ from tdcoll.collectives._host.plan import (
     LL_WORD_BYTES,
     Facts,
     Plan,
+    cut_copies,
     cut_words,
     needs_puts,
     needs_stores,
@@ -122,6 +124,15 @@ SPEC = Collective(
             epoch=epoch,
             early=_early,
             differs=lambda topology: topology.world_size > 2,  # from direct stores
+        ),
+        Algorithm(
+            "ce",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_copies(facts, entry, facts.nbytes),
+            kernel=copies.kernel,
+            blocks=lambda facts, plan: 1,
+            epoch=epoch,
+            copies=lambda call: copies.exchange(call, 0),
         ),
         Algorithm(
             "1d",

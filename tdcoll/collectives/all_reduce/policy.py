@@ -106,7 +106,7 @@ def pieces(facts: Facts, algorithm: str) -> int:
         return 1 + max(1, 4 // facts.itemsize)
     if needs_stores(facts) is not None:  # an outbox between the two, if a rank has to put
         return 3
-    return 1 if algorithm == "direct" and facts.symmetric else 2
+    return 1 if algorithm in ("direct", "ce") and facts.symmetric else 2
 
 
 def piece_bytes(facts: Facts, algorithm: str) -> int:

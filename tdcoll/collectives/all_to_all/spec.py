@@ -6,10 +6,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from tdcoll.collectives._host import copies
 from tdcoll.collectives._host.launches import Planned, routes_beside_stores
 from tdcoll.collectives._host.plan import (
     LL_WORD_BYTES,
     cut_chunks,
+    cut_copies,
     cut_words,
     half,
     needs_puts,
@@ -50,6 +52,15 @@ SPEC = Collective(
             blocks=per_segment,
             values=lambda call: {"COUNTED": False},
             epoch=staged_epoch,
+        ),
+        Algorithm(
+            "ce",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_copies(facts, entry, facts.nbytes),
+            kernel=copies.kernel,
+            blocks=lambda facts, plan: 1,
+            epoch=lambda facts: facts.nbytes if copies.lands_in_result(facts) else staged_epoch(facts),
+            copies=lambda call: copies.exchange(call, call.stride),
         ),
         Algorithm(
             "1d",

@@ -53,7 +53,7 @@ MUTANTS = (
 
 DENSE = Dense(
     SPEC,
-    nodes={"ll": ((3,), (4,)), "direct": ((3,), (4,)), "1d": ((2, 1), (2, 2), (1, 2, 1), (4,))},
+    nodes={"ll": ((3,), (4,)), "direct": ((3,), (4,)), "ce": ((3,), (4,)), "1d": ((2, 1), (2, 2), (1, 2, 1), (4,))},
     counts=50,
     grids=((Calls(SPEC, "direct ll 1d ll", "oxooxoo", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),),
     mutants=MUTANTS,
