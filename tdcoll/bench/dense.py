@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -23,11 +24,14 @@ from tdcoll.bench.engine import Subject, Wanted, calls_of, nothing
 from tdcoll.bench.peers import FCOLLECT, PEERS, Peer, Stock, subject_of
 from tdcoll.bench.rows import IN_PLACE
 from tdcoll.bench.specs import SPECS, Spec
+from tdcoll.collectives._host.launches import facts_of
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import RankMismatchError
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import lamport_bytes
 from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
+from tdcoll.runtime.cuda import multiprocessors
+from tdcoll.tuning import Entry, Section
 
 __all__ = ["Dense", "case_of", "main"]
 
@@ -98,6 +102,8 @@ class Dense(case.Case):
             "1, one buffer is replayed, which reads lower than real use)"
         )
         parser.add_argument("--buffers", type=options.at_least(1), metavar="N", help=what)
+        what = "also measure algorithms for which any number of thread blocks works with so many"
+        parser.add_argument("--blocks", type=options.each(options.at_least(1)), default=[], metavar="N,M", help=what)
         options.add_launches(parser, "graph")
         options.add_common(parser, 100)
         found = parser.parse_args(arguments)
@@ -152,21 +158,42 @@ class Dense(case.Case):
                 )
                 for name in given.algorithms
             ]  # fmt: skip
+            for name, blocks in itertools.product(given.algorithms, given.blocks):
+                if name in self.spec.collective.names and self.spec.collective.algorithm(name).any_blocks:
+                    make = partial(self._with_blocks, name, blocks, nbytes, context, stock)
+                    ours.append(Wanted(f"{name} {blocks} blocks", False, make, launches, self._sms(blocks)))
             peers = [Wanted(name, True, partial(self._peer, name, stock), launches) for name in given.peers]
             yield [*ours, *peers], context.check
 
-    def _took(self, name: str, nbytes: int, context: CollectiveContext) -> dict[str, str]:
-        """Return the algorithm that is chosen where none is requested, as a fact of rows."""
-        if name not in ("auto", IN_PLACE, SYMMETRIC):
+    def _took(self, name: str, nbytes: int, context: CollectiveContext) -> dict[str, Any]:
+        """Return the facts of rows that follow from the plan: the algorithm that is chosen where none is requested, and
+        the multiprocessors."""
+        special = name in ("auto", IN_PLACE, SYMMETRIC)
+        if name == BACKEND:
             return {}
         given, result = self.spec.extents(nbytes, context.world_size)
         in_place, dtype = name == IN_PLACE, self.options.dtype
         extent = (result if in_place else given) // dtype.itemsize
         how = {"op": self.op} if self.op else {}
         said = tdcoll.explain(
-            self.spec.name, extent, dtype=dtype, ctx=context, in_place=in_place, symmetric=name == SYMMETRIC, **how
-        )
-        return {"took": said.algorithm} if said.algorithm else {}
+            self.spec.name, extent, dtype=dtype, ctx=context, in_place=in_place, symmetric=name == SYMMETRIC,
+            algorithm="auto" if special else name, **how,
+        )  # fmt: skip
+        if not said.algorithm:
+            return {}
+        return {**({"took": said.algorithm} if special else {}), **self._sms(said.blocks)}
+
+    def _sms(self, blocks: int) -> dict[str, int]:
+        """Return, as a fact, the multiprocessors that so many thread blocks occupy if the GPU spreads them."""
+        here = multiprocessors(self.device) if self.device.type == "cuda" else blocks
+        return {"sms": min(blocks, here)}
+
+    def _with_blocks(self, name: str, blocks: int, nbytes: int, context: CollectiveContext, stock: Stock) -> Subject:
+        """Return tdcoll's calls by an algorithm with so many thread blocks."""
+        facts = facts_of(context, nbytes, self.options.dtype if self.spec.reduces else None)
+        kind = ("", self.spec.name, facts.topology.ranks_per_node or 0, facts.topology.n_nodes, False)
+        section = Section(*kind, (Entry(None, name, blocks=blocks),))
+        return self.subject(self.spec.collective.choose(facts, name, [section]), context, stock)
 
     def _ours(self, name: str, nbytes: int, context: CollectiveContext, stock: Stock) -> Subject:
         """Return tdcoll's calls by their name in ``--algorithms``."""

@@ -38,6 +38,7 @@ from tdcoll.fused.kernels_rows import NONE, PER_ROW
 from tdcoll.fused.op import _REGISTERS as REGISTERS
 from tdcoll.fused.policy import Rows, choose
 from tdcoll.language.jit import needs_nvshmem
+from tdcoll.primitives import copies
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
 from tdcoll.runtime.topology import Topology
@@ -205,6 +206,30 @@ def compile_all_reduce(kernel, arch: int, constants: dict[str, object], world: i
     }
 
 
+_SUMMED = {**_FLOATS, "DTYPE": tl.bfloat16, "OP": SUM, "COUNT": 4096, "WHOLE": True}
+COPIES = [  # kernel, constants, warps
+    (copies.enter, {}, 1),
+    (copies.hear, {"LOOKS": True}, 1),
+    (copies.hear, {"LOOKS": False}, 1),
+    (copies.look, {}, 1),
+    (copies.sum_copies, _SUMMED, 16),
+]
+
+
+def compile_copies(kernel, arch: int, constants: dict[str, object], warps: int) -> dict[str, object]:
+    constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in {**_TILES, **constants}.items()}
+    ptx = compile_for(kernel, arch, constants, tuples() | {"stamp": "*i64"}, num_warps=warps).asm["ptx"]
+    return {
+        "kernel": kernel.__name__,
+        "arch": arch,
+        "needs": needs_nvshmem(kernel),
+        "globaltimer": ptx.count("%globaltimer"),
+        "release_sys": ptx.count("st.release.sys"),
+        "wide_loads": len(re.findall(r"ld\.global\S*\.v[248]", ptx)),
+        **resources(ptx, arch),
+    }
+
+
 _NORMS = {
     "one_shot": fused.norm_rows_one_shot,
     "two_stage": fused.norm_rows_two_stage,
@@ -292,6 +317,7 @@ def collectives() -> dict[str, object]:
         "reduce_scatter": [compile_reduce_scatter(k, arch, c) for k, c, archs in REDUCE_SCATTER for arch in archs],
         "all_reduce_forms": {kernel.__name__: compiled_forms(kernel) for kernel in reduces},
         "all_reduce": [compile_all_reduce(k, arch, c, n) for k, c, n, archs in ALL_REDUCE for arch in archs],
+        "copies": [compile_copies(kernel, arch, c, n) for kernel, c, n in COPIES for arch in (90, 100)],
         "order": list(ORDER),
     }
 

@@ -271,6 +271,19 @@ def test_words_are_moved_by_128_bits_and_waited_for_once(compiled) -> None:
     assert (scattered[True]["globaltimer"], scattered[False]["globaltimer"]) == (1, 8)
 
 
+def test_calls_by_copy_engines_have_bounded_waits_and_tell_who_has_given_up(compiled) -> None:
+    """Releases: that a rank has entered, that it has given up, the latter also to itself, and the record of each
+    wait."""
+    found = {(k["kernel"], k["globaltimer"], k["release_sys"]) for k in compiled["copies"]}
+    waits = {("enter", 1, 7 + 7 + 1 + 1), ("look", 1, 1), ("hear", 1, 1), ("hear", 2, 2), ("sum_copies", 1, 1)}
+    assert found == waits
+    for kernel in compiled["copies"]:
+        assert not kernel["needs"], kernel
+        assert kernel["spilled_bytes"] == 0, kernel
+        assert kernel["registers"] <= 128, kernel
+        assert (kernel["wide_loads"] >= 8) == (kernel["kernel"] == "sum_copies"), kernel
+
+
 def test_fused_kernels_compile_without_spills_for_all_ranks_at_once(compiled) -> None:
     kernels = compiled["fused"]
     assert {(k["kernel"], k["arch"]) for k in kernels} == {

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -134,17 +134,22 @@ class Copies:
             self._look(stream)
 
     def _send(self, number: int, hop: Hop, stream: int, begin: int, result: int) -> None:
-        """Queue the copies to all peers, each on a stream of its own, and behind them the stamp."""
-        call, stamp = self._call, self._stamp.data_ptr()
-        copy, chunk = call.ctx.job.heap.stream_copy, call.plan.chunk
+        """Queue the copies to all peers, each on a stream of its own."""
+        ctx, chunk, stamp = self._call.ctx, self._call.plan.chunk, self._stamp.data_ptr()
+        signal = self._signals + 8 * number * ctx.world_size
         for peer, side in self._sides.items():
             side.fork(stream)
             part = hop.sent[peer]
             landing = result + self._result_deltas[peer] if hop.into_result else self._inbox + self._deltas[peer]
-            for at in range(0, part.nbytes, chunk):
-                copy(side.handle, landing + part.at + at, begin + part.begin + at, min(chunk, part.nbytes - at))
-            signal = self._signals + 8 * number * call.ctx.world_size
-            copy(side.handle, signal + self._deltas[peer], stamp, 8)
+            moved = Copy(begin + part.begin, landing + part.at, part.nbytes)
+            _queue(ctx.job.heap.stream_copy, side.handle, moved, chunk, signal + self._deltas[peer], stamp)
+
+
+def _queue(copy: Callable[..., None], stream: int, moved: Copy, chunk: int, signal: int, stamp: int) -> None:
+    """Queue copies of at most ``chunk`` bytes each, and behind them that of the stamp."""
+    for at in range(0, moved.nbytes, chunk):
+        copy(stream, moved.at + at, moved.begin + at, min(chunk, moved.nbytes - at))
+    copy(stream, signal, stamp, 8)
 
 
 def summed(call: Planned, nbytes: int, at: int, whole: bool) -> Launch:

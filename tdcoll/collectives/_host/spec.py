@@ -82,6 +82,7 @@ class Algorithm:
         epoch: bytes of a segment in each epoch of a call; the last may be shorter. If a call has several epochs,
             ``cut`` and ``extent`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
+        any_blocks: whether any number of thread blocks works, with the same bits; a plan then says how many.
         copies: of a :class:`~tdcoll.collectives._host.launches.Planned` call whose data is moved by copy engines: what
             makes it, in the place of one launch of ``kernel``.
         differs: whether it does anything on these ranks that no other algorithm of the collective does; if it doesn't,
@@ -98,6 +99,7 @@ class Algorithm:
     extent: Callable[[Facts], Payload] = lambda facts: Payload(facts.nbytes, programs=facts.topology.world_size)
     epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
     early: Callable[[Facts], bool] = lambda facts: True
+    any_blocks: bool = False
     copies: Callable[[Any], Any] | None = None
     differs: Callable[[Topology], bool] = lambda topology: True
 
@@ -308,7 +310,9 @@ class Collective:
                 f"{plan.chunk} bytes"
             )
         # No more blocks of words than carry something: others would wait for puts that no block makes.
-        signalled = most_channels(replace(facts, channels=facts.channels // extent.signals))
+        signalled = facts.channels // extent.signals
+        if not algorithm.any_blocks:
+            signalled = most_channels(replace(facts, channels=signalled))
         most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
         if not 1 <= plan.channels <= most:
             raise ValueError(f"a Plan's channels must be 1 to {most}, got {plan.channels}")
@@ -317,7 +321,10 @@ class Collective:
                 f"a Plan for {plan.algorithm!r} must have chunks of more than {plan.chunk} bytes for "
                 f"{facts.topology.describe()}"
             )
-        if plan.blocks not in (0, blocks := algorithm.blocks(facts, plan)):
+        if algorithm.any_blocks:
+            if not 0 <= plan.blocks < facts.max_programs:
+                raise ValueError(f"a Plan's blocks must be 0 to {facts.max_programs - 1}, got {plan.blocks}")
+        elif plan.blocks not in (0, blocks := algorithm.blocks(facts, plan)):
             raise ValueError(f"a Plan's blocks must be 0 or {blocks} for {plan.algorithm!r}, got {plan.blocks}")
 
     def sections(self, table: Sequence[Section], name: str) -> tuple[Section, ...]:

@@ -25,7 +25,9 @@ from tdcoll.collectives._host.plan import (
     Facts,
     Plan,
     cut_copies,
+    cut_loop,
     cut_words,
+    loop_blocks,
     needs_puts,
     needs_stores,
     needs_words,
@@ -42,7 +44,7 @@ from tdcoll.collectives.all_gather.policy import (
     needs_even_nodes,
     put_chunks,
 )
-from tdcoll.collectives.exchange import kernels_direct, kernels_ll
+from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.puts import Routes
 
@@ -124,6 +126,17 @@ SPEC = Collective(
             epoch=epoch,
             early=_early,
             differs=lambda topology: topology.world_size > 2,  # from direct stores
+        ),
+        Algorithm(
+            "loop",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
+            kernel=lambda facts: kernels_loop.exchange_loop,
+            blocks=loop_blocks,
+            values=lambda call: {"source_stride": 0},
+            epoch=epoch,
+            early=_early,
+            any_blocks=True,
         ),
         Algorithm(
             "ce",

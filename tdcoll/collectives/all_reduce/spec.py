@@ -24,12 +24,14 @@ from tdcoll.collectives._host.plan import (
     Facts,
     Plan,
     cut_copies,
+    cut_loop,
+    loop_blocks,
     per_channel,
     several_nodes,
     summing_blocks,
 )
 from tdcoll.collectives._host.spec import Algorithm, Collective
-from tdcoll.collectives.all_reduce import kernels_direct, kernels_nodes, kernels_puts, kernels_words
+from tdcoll.collectives.all_reduce import kernels_direct, kernels_loop, kernels_nodes, kernels_puts, kernels_words
 from tdcoll.collectives.all_reduce.policy import (
     ONE_SHOT,
     TWO_SHOT,
@@ -147,6 +149,17 @@ SPEC = Collective(
             lambda call: {**_parts(call), "ZERO_COPY": call.facts.symmetric},
         ),
         Algorithm(
+            "loop",
+            supports=needs_direct,
+            cut=lambda facts, entry: cut_loop(facts, entry, extent_of_parts(facts, "loop").nbytes, signals=2),
+            kernel=lambda facts: kernels_loop.all_reduce_loop,
+            blocks=loop_blocks,
+            values=lambda call: {**_parts(call), "ZERO_COPY": call.facts.symmetric},
+            extent=partial(extent_of_parts, algorithm="loop"),
+            epoch=partial(epoch_of_parts, algorithm="loop"),
+            any_blocks=True,
+        ),
+        Algorithm(
             "ce",
             supports=needs_direct,
             cut=lambda facts, entry: cut_copies(facts, entry, extent_of_parts(facts, "ce").nbytes),
@@ -154,6 +167,7 @@ SPEC = Collective(
             blocks=lambda facts, plan: summing_blocks(facts, extent_of_parts(facts, "ce").nbytes),
             extent=partial(extent_of_parts, algorithm="ce"),
             epoch=partial(epoch_of_parts, algorithm="ce"),
+            any_blocks=True,
             copies=_copies,
         ),
         _by_parts(

@@ -12,8 +12,10 @@ from tdcoll.collectives._host.plan import (
     LL_WORD_BYTES,
     cut_chunks,
     cut_copies,
+    cut_loop,
     cut_words,
     half,
+    loop_blocks,
     needs_puts,
     needs_stores,
     per_segment,
@@ -22,7 +24,7 @@ from tdcoll.collectives._host.plan import (
 from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_to_all import kernels_puts
 from tdcoll.collectives.all_to_all.policy import blocks_of_puts, default, needs_words_of_a_node
-from tdcoll.collectives.exchange import kernels_direct, kernels_ll
+from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
 
 __all__ = ["SPEC"]
 
@@ -52,6 +54,15 @@ SPEC = Collective(
             blocks=per_segment,
             values=lambda call: {"COUNTED": False},
             epoch=staged_epoch,
+        ),
+        Algorithm(
+            "loop",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
+            kernel=lambda facts: kernels_loop.exchange_loop,
+            blocks=loop_blocks,
+            epoch=staged_epoch,
+            any_blocks=True,
         ),
         Algorithm(
             "ce",

@@ -15,8 +15,10 @@ from tdcoll.collectives._host.plan import (
     LL_WORD_BYTES,
     cut_chunks,
     cut_copies,
+    cut_loop,
     cut_reduced_words,
     half,
+    loop_blocks,
     needs_puts,
     needs_reduced_words,
     needs_stores,
@@ -26,7 +28,7 @@ from tdcoll.collectives._host.plan import (
     summing_blocks,
 )
 from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
-from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_pull, kernels_puts, kernels_words
+from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_loop, kernels_pull, kernels_puts, kernels_words
 from tdcoll.collectives.reduce_scatter.policy import blocks, default, needs_symmetric, reducers
 from tdcoll.primitives.group import Inbox, nodes_of
 
@@ -81,12 +83,23 @@ SPEC = Collective(
             values=lambda call: {**tiles(call), "inbox": Inbox(0, 0, call.deltas, tl.constexpr(1))},
         ),
         Algorithm(
+            "loop",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
+            kernel=lambda facts: kernels_loop.reduce_scatter_loop,
+            blocks=loop_blocks,
+            values=tiles,
+            epoch=staged_epoch,
+            any_blocks=True,
+        ),
+        Algorithm(
             "ce",
             supports=needs_stores,
             cut=lambda facts, entry: cut_copies(facts, entry, facts.nbytes),
             kernel=kernel,
             blocks=lambda facts, plan: summing_blocks(facts, facts.nbytes),
             epoch=staged_epoch,
+            any_blocks=True,
             copies=_copies,
         ),
         Algorithm(

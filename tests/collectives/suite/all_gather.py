@@ -10,12 +10,12 @@ from kernel_mutants import Argument, Call, Change, Moved, at_once, dropped, miss
 from tdcoll.collectives.all_gather.spec import SPEC
 
 from .calls import Calls
-from .ways import WRONG, Dense, job, mutant
+from .ways import WRONG, Dense, job, mutant, mutants_of_copies
 
 M = partial(mutant, SPEC, algorithm="1d")
 NODES = partial(M, nodes=(2, 2))
 TWO = partial(NODES, algorithm="2d")
-LL, DIRECT, RING = (partial(M, algorithm=name) for name in ("ll", "direct", "ring"))
+LL, DIRECT, LOOP, RING = (partial(M, algorithm=name) for name in ("ll", "direct", "loop", "ring"))
 LL_NODES = partial(NODES, algorithm="ll")
 WAITS_FIRST = {"world": {"resident": 1}}
 """With one resident block, programs that wait must come after those that they wait for."""
@@ -25,6 +25,7 @@ PUTS, RAILS, LL_2D, RECEIVE = (
 )
 AROUND, STORES, FLAGGED = "kernels_ring.all_gather_ring", "exchange_direct", "kernels_ll.exchange_ll"
 STORES, RECEIVED = (f"exchange.kernels_direct.{name}" for name in (STORES, "receive_chunk"))
+LOOPS = "exchange.kernels_loop.exchange_loop"
 SIGNAL_FIRST = "tdl.signal_block({3}, {4}, {5}, {6})\ntdl.fence()\n"
 LOADED = """
 part = {0}.to(tl.pointer_type(tl.int32))
@@ -168,6 +169,13 @@ MUTANTS = (
     ),
     DIRECT("forgotten signal", dropped("stores.push", "release"), UNRELEASED),
     DIRECT("in place: nobody says that it has entered", dropped(STORES, "stores.say_entered"), UNENTERED, calls="pppp"),
+    # ------------------------------------------------------------------ loops
+    LOOP("one slot", Change("group.segment", "slot(epoch)", "0")),
+    LOOP("the receiver does not wait", at_once(RECEIVED)),
+    LOOP("the second chunk has the signal of the first", Argument(LOOPS, "row", "sent", "0"), UNRELEASED),
+    LOOP("in place: a rank is written to before it has entered", at_once("stores.may_write"), calls="pppp"),
+    LOOP("in place: nobody says that it has entered", dropped(LOOPS, "stores.release_to_all"), UNENTERED, calls="pppp"),
+    LOOP("in place: nobody waits for what arrives", at_once(LOOPS), calls="pppp"),
     # ------------------------------------------------------------------ the ring
     RING("one slot", Change("group.segment", "slot(epoch)", "0")),
     RING("passed on before it is there", at_once(AROUND)),
@@ -205,6 +213,7 @@ DENSE = Dense(
     nodes={
         "ll": ((3,), (2, 2), (2, 2, 2)),
         "direct": ((3,),),
+        "loop": ((3,), (2,)),
         "ce": ((3,), (2,)),
         "ring": ((3,), (4,)),
         "1d": ((2, 1), (3,), (2, 2)),
@@ -220,5 +229,5 @@ DENSE = Dense(
         # Words of several pieces for each put between nodes.
         (Calls(SPEC, "ll", "ooo", (201,), pieces=5), job((2, 2), seeds=2)),
     ),
-    mutants=MUTANTS,
+    mutants=(*MUTANTS, *mutants_of_copies(SPEC)),
 )

@@ -25,7 +25,7 @@ from .reduce_scatter import (
     RANK_ORDER,
     UNSTAGED,
 )
-from .ways import FLAGS, LOOPED, WRONG, Dense, job, mutant
+from .ways import FLAGS, LOOPED, WRONG, Dense, job, mutant, mutants_of_copies, mutants_of_loops
 
 M = partial(mutant, SPEC)
 ONE, TWO = (partial(M, algorithm=name, nodes=(3,)) for name in ("one_shot", "two_shot"))
@@ -39,7 +39,7 @@ BY_ONE, ADD_ONE, BY_TWO, ADD_TWO, STORES, ADD_STORES, SENDS, ADD_SENT, SEND_SUM,
     f"all_reduce.kernels_{name}"
     for name in (
         *("words.all_reduce_one_shot", "words._one_shot_sum", "words.all_reduce_two_shot", "words._sum_and_hand_on"),
-        *("direct.all_reduce_direct", "direct._sum_chunk", "puts.all_reduce_puts", "puts._sum_chunk", "puts._send_sum"),
+        *("direct.all_reduce_direct", "direct.sum_chunk", "puts.all_reduce_puts", "puts._sum_chunk", "puts._send_sum"),
         *("nodes.all_reduce_nodes", "nodes._sum_node", "nodes._sum_rail", "nodes._wait_for"),
     )
 )
@@ -49,7 +49,7 @@ STORE_SUM = "elements.pointer({}, DTYPE, ALIGNED) + index"
 TWO_SLOTS = Change("lamport.slot", "call % 3", "call % 2")
 KEPT, TOLD_EARLY = (
     dropped(ADD_STORES, "tl.store", STORE_SUM.format("landing + delta")),
-    Moved(STORES, "_sum_chunk", "stores.release_to_all"),
+    Moved(STORES, "sum_chunk", "stores.release_to_all"),
 )
 SUM_AT_ONCE, UNTOLD = at_once(STORES, "tdl.wait_signals", "arrived"), dropped(STORES, "stores.release_to_all")
 FIRST_PART = """
@@ -282,6 +282,7 @@ DENSE = Dense(
         "one_shot": ((3,), (4,)),
         "two_shot": ((3,), (4,)),
         "direct": ((3,), (4,)),
+        "loop": ((3,), (2,)),
         "ce": ((3,), (4,)),
         "1d": ((2, 1), (2, 2), (1, 2, 1), (4,)),
         "2d": ((2, 2), (3, 3)),
@@ -308,5 +309,5 @@ DENSE = Dense(
         (Calls(SPEC, "direct 1d", "oi", (3300,), pieces=1), job((3,), seeds=1, heap_bytes=1 << 20)),
         (Calls(SPEC, "1d", "o", (3300,), pieces=1), job((2, 1), seeds=1, heap_bytes=1 << 20)),
     ),
-    mutants=MUTANTS,
+    mutants=(*MUTANTS, *mutants_of_loops(SPEC), *mutants_of_copies(SPEC)),
 )

@@ -10,7 +10,7 @@ from kernel_mutants import Argument, Call, Change, at_once, dropped, missing
 from tdcoll.collectives.all_to_all.spec import SPEC
 
 from .calls import Calls
-from .ways import Dense, job, mutant
+from .ways import Dense, job, mutant, mutants_of_copies
 
 LL, DIRECT, PUTS = (partial(mutant, SPEC, algorithm=name) for name in ("ll", "direct", "1d"))
 NODES = partial(PUTS, nodes=(2, 2))
@@ -53,8 +53,14 @@ MUTANTS = (
 
 DENSE = Dense(
     SPEC,
-    nodes={"ll": ((3,), (4,)), "direct": ((3,), (4,)), "ce": ((3,), (4,)), "1d": ((2, 1), (2, 2), (1, 2, 1), (4,))},
+    nodes={
+        "ll": ((3,), (4,)),
+        "direct": ((3,), (4,)),
+        "loop": ((3,), (2,)),
+        "ce": ((3,), (4,)),
+        "1d": ((2, 1), (2, 2), (1, 2, 1), (4,)),
+    },
     counts=50,
     grids=((Calls(SPEC, "direct ll 1d ll", "oxooxoo", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),),
-    mutants=MUTANTS,
+    mutants=(*MUTANTS, *mutants_of_copies(SPEC)),
 )
