@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls by copy engines on every rank of a job: the order of copies that they rely on, and what runs on multiprocessors.
+"""Calls by copy engines on every rank of a job: the order of copies that they rely on, and what runs beside them.
 
 `bash launch.sh tests/workers/copies_checks.py [checks]`; the GPU tests also set ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
 """

@@ -22,17 +22,9 @@ if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
 __all__ = [
-    *(
-        "CHUNK_ALIGNMENT",
-        "LAMPORT_WORD_BYTES",
-        "LL_BLOCK",
-        "LL_MOST_WORDS",
-        "LL_WORD_BYTES",
-        "LOOPS_FROM",
-        "MOST_EPOCHS",
-    ),
+    *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
     *("TARGET_CHUNK_BYTES", "Payload", "Facts", "Plan", "check_numbers", "check_warps", "cut_chunks"),
-    *("cut_copies", "cut_loop", "loop_blocks"),
+    *("cut_copies", "cut_loop", "loop_blocks", "prefers_loops"),
     *("cut_reduced_words", "cut_words", "epoch_of_words", "half", "is_word_chunk", "most_channels", "most_warps"),
     *("needs_puts", "needs_reduced_words", "needs_stores", "needs_words", "per_channel", "per_segment", "power"),
     *("reduced_words", "several_nodes", "shares_gpu", "staged_epoch", "summing_blocks"),
@@ -76,12 +68,12 @@ MOST_EPOCHS = 1024
 REDUCING_PROGRAMS = 128
 """Blocks of words that are reduced: about one for each SM."""
 
-LOOP_BLOCKS = 32
-"""Thread blocks that loop over chunks, at most, if nothing else is measured: prototypes reach 95 percent of the speed
-of a link with them (and with 8 of 16 warps)."""
+LOOP_WARPS = 512
+"""Warps that loop over chunks, of all thread blocks, if nothing else is measured: with 32 thread blocks of 16 warps
+prototypes reach 95 percent of the speed of a link."""
 
-LOOPS_FROM = 1 << 20
-"""Bytes. Where few thread blocks have to do, larger reductions are summed by loops rather than by words, which need
+FEW_BLOCKS, LOOPS_FROM = 48, 1 << 20
+"""Where there are fewer thread blocks, larger reductions (bytes) are summed by loops rather than by words, which need
 many: on 2 H200s with 30 thread blocks, 16 MB take 216 us by words, and a prototype of the loops takes 98."""
 
 LOOP_CHUNKS = 8
@@ -301,18 +293,24 @@ def cut_loop(facts: Facts, entry: Entry, whole: int, signals: int = 1) -> Plan:
     """Chunks with a signal each, of which any number of thread blocks takes one after the other: about
     :data:`LOOP_CHUNKS` each, because a barrier and a release follow each chunk, but no smaller than
     :data:`TARGET_CHUNK_BYTES`."""
-    blocks = min(entry.blocks or LOOP_BLOCKS, facts.max_programs - 1)
+    num_warps = min(entry.num_warps or 16, most_warps(facts))
+    blocks = min(entry.blocks or LOOP_WARPS // num_warps, facts.max_programs - 1)
     usual = max(TARGET_CHUNK_BYTES, -(-whole // (LOOP_CHUNKS * blocks)))
     wanted = entry.channels or -(-whole // (entry.chunk or usual))
     channels = min(facts.channels // signals, max(1, wanted))
     chunk = max(1, -(-whole // (channels * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
     channels = max(1, -(-whole // chunk))
-    return Plan("loop", channels, chunk, min(entry.num_warps or 16, most_warps(facts)), min(channels, blocks))
+    return Plan("loop", channels, chunk, num_warps, min(channels, blocks))
 
 
 def loop_blocks(facts: Facts, plan: Plan) -> int:
     """Return the thread blocks of a plan whose thread blocks loop over chunks, if it doesn't state them."""
-    return min(plan.channels, LOOP_BLOCKS, facts.max_programs - 1)
+    return min(plan.channels, LOOP_WARPS // plan.num_warps, facts.max_programs - 1)
+
+
+def prefers_loops(facts: Facts, nbytes: int) -> bool:
+    """Return whether a reduction of ``nbytes`` bytes of a rank's data takes loops rather than words."""
+    return nbytes > LOOPS_FROM and facts.max_programs < FEW_BLOCKS
 
 
 def summing_blocks(facts: Facts, nbytes: int) -> int:

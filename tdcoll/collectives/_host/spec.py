@@ -121,6 +121,7 @@ class Collective:
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
         handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed`` handles by default: up
             to there, calls take no longer than NCCL's (``benchmarks/backend_calls.py`` measures it).
+        few_blocks: ``(blocks, bytes)``: on a context with fewer thread blocks, it handles no more than so many bytes.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Collective:
     reduces: bool = False
     in_place: bool = False
     handled_bytes: int = 4 << 20
+    few_blocks: tuple[tuple[int, int], ...] = ((16, 1 << 20),)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,6 +144,10 @@ class Collective:
     def algorithm(self, name: str) -> Algorithm:
         """Return the algorithm of this name."""
         return next(algorithm for algorithm in self.algorithms if algorithm.name == name)
+
+    def handled_with(self, blocks: int) -> int:
+        """Return the largest segment that the backend handles by default on a context of so many thread blocks."""
+        return min([self.handled_bytes, *(nbytes for least, nbytes in self.few_blocks if blocks < least)])
 
     # ------------------------------------------------------------------ shapes
 

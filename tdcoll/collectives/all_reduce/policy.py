@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from tdcoll.collectives._host.plan import (
     CHUNK_ALIGNMENT,
-    LOOPS_FROM,
     Facts,
     Payload,
     Plan,
@@ -18,6 +17,7 @@ from tdcoll.collectives._host.plan import (
     needs_puts,
     needs_reduced_words,
     needs_stores,
+    prefers_loops,
     reduced_words,
     shares_gpu,
 )
@@ -160,7 +160,7 @@ def _epochs_pay(facts: Facts) -> bool:
 
     It is not taken in several epochs if stores are zero-copy, nor for much data where few thread blocks have to do.
     """
-    if shares_gpu(facts) and facts.nbytes > LOOPS_FROM:
+    if prefers_loops(facts, facts.nbytes):
         return False
     epoch = TWO_SHOT.epoch(facts)
     return epoch == facts.nbytes or (epoch >= _LEAST_EPOCH and not facts.symmetric)
@@ -171,7 +171,8 @@ def default(facts: Facts) -> str:
 
     - Lamport or LL if the context has memory for them (not in the simulator, because they cost much more there):
       one-shot for few bytes, otherwise two-shot, also in several large epochs.
-    - Otherwise stores in one node (by loops if the context has a budget of thread blocks), rails if all nodes have as many ranks, and puts elsewhere.
+    - Otherwise stores in one node, by loops if the context has a budget of thread blocks; rails if all nodes have as
+      many ranks, and puts elsewhere.
     """
     one, two = (words.supports(facts) is None for words in (ONE_SHOT, TWO_SHOT))
     if not facts.simulated:

@@ -192,4 +192,5 @@ SPEC = Collective(
     adjoint="all_reduce",
     reduces=True,
     handled_bytes=16 << 20,
+    few_blocks=((48, 4 << 20), (30, 1 << 20)),
 )

@@ -3,7 +3,14 @@
 
 from __future__ import annotations
 
-from tdcoll.collectives._host.plan import LOOPS_FROM, Facts, Plan, needs_reduced_words, needs_stores, shares_gpu
+from tdcoll.collectives._host.plan import (
+    Facts,
+    Plan,
+    needs_reduced_words,
+    needs_stores,
+    prefers_loops,
+    shares_gpu,
+)
 
 __all__ = ["blocks", "default", "needs_symmetric", "reducers"]
 
@@ -34,8 +41,8 @@ def default(facts: Facts) -> str:
       Stores by loops if the context has a budget of thread blocks, and before Lamport and LL for much data.
     - Puts elsewhere.
     """
-    few = shares_gpu(facts) and facts.nbytes * facts.topology.world_size > LOOPS_FROM
-    if not facts.simulated and not few and needs_reduced_words(facts) is None:
+    loops = prefers_loops(facts, facts.nbytes * facts.topology.world_size)
+    if not facts.simulated and not loops and needs_reduced_words(facts) is None:
         return "ll"
     if needs_symmetric(facts) is None:
         return "pull"
