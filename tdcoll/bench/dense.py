@@ -49,6 +49,13 @@ _REDUCED = [str(dtype).removeprefix("torch.") for dtype in ACCUMULATORS if dtype
 """The other dtypes of one byte are left out, because PyTorch cannot add them."""
 
 
+def _parts(name: str) -> tuple[str, bool, bool]:
+    """Return what a name of ``--algorithms`` stands for: the algorithm, and whether in place, and symmetric."""
+    in_place = name.startswith(IN_PLACE)
+    algorithm = name.removeprefix(IN_PLACE).removeprefix("-") if in_place else name
+    return ("auto" if algorithm in ("", SYMMETRIC) else algorithm), in_place, name == SYMMETRIC
+
+
 def _sets_of(given: argparse.Namespace, nbytes: int, world: int) -> int:
     """Return how many inputs and results a launch takes in turn: ``--buffers``, or one for each call if not given."""
     calls = calls_of(nbytes * world)[1]
@@ -83,8 +90,9 @@ class Dense(case.Case):
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         spec, dtype = cls.spec, options.dtype(_REDUCED if cls.spec.reduces else _MOVED)
-        in_place = [IN_PLACE] if spec.in_place else []
-        known = ["auto", *choosing.algorithms(spec), *in_place, *([SYMMETRIC] if spec.reduces else []), BACKEND]
+        in_place, names = [IN_PLACE] if spec.in_place else [], choosing.algorithms(spec)
+        chosen = [f"{IN_PLACE}-{name}" for name in names if spec.in_place]
+        known = ["auto", *names, *in_place, *chosen, *([SYMMETRIC] if spec.reduces else []), BACKEND]
         given, result = ("one for each rank" if each else "one" for each in spec.segment_of_each)
         parser = options.Parser(
             prog=f"bash launch.sh [--nproc N] -m tdcoll bench {cls.benchmark}",
@@ -121,7 +129,7 @@ class Dense(case.Case):
         slots = 2 * world * max(rooms)
         need = slots + 3 * world * min(max(rooms), lamport_bytes(world, 1)) + (8 << 20)
         fcollect = FCOLLECT in options.peers and not INTERPRETED
-        if fcollect or SYMMETRIC in algorithms or (spec.in_heap and IN_PLACE in algorithms):
+        if fcollect or SYMMETRIC in algorithms or (spec.in_heap and any(_parts(name)[1] for name in algorithms)):
             need += max(buffer_bytes(spec, size, world, _sets_of(options, size, world)) for size in options.sizes)
         if BACKEND in algorithms:
             need += 4 * (slots + (4 << 20))
@@ -168,20 +176,20 @@ class Dense(case.Case):
     def _took(self, name: str, nbytes: int, context: CollectiveContext) -> dict[str, Any]:
         """Return the facts of rows that follow from the plan: the algorithm that is chosen where none is requested, and
         the multiprocessors."""
-        special = name in ("auto", IN_PLACE, SYMMETRIC)
         if name == BACKEND:
             return {}
+        algorithm, in_place, symmetric = _parts(name)
         given, result = self.spec.extents(nbytes, context.world_size)
-        in_place, dtype = name == IN_PLACE, self.options.dtype
+        dtype = self.options.dtype
         extent = (result if in_place else given) // dtype.itemsize
         how = {"op": self.op} if self.op else {}
         said = tdcoll.explain(
-            self.spec.name, extent, dtype=dtype, ctx=context, in_place=in_place, symmetric=name == SYMMETRIC,
-            algorithm="auto" if special else name, **how,
+            self.spec.name, extent, dtype=dtype, ctx=context, in_place=in_place, symmetric=symmetric,
+            algorithm=algorithm, **how,
         )  # fmt: skip
         if not said.algorithm:
             return {}
-        return {**({"took": said.algorithm} if special else {}), **self._sms(said.blocks)}
+        return {**({"took": said.algorithm} if algorithm == "auto" else {}), **self._sms(said.blocks)}
 
     def _sms(self, blocks: int) -> dict[str, int]:
         """Return, as a fact, the multiprocessors that so many thread blocks occupy if the GPU spreads them."""
@@ -199,8 +207,8 @@ class Dense(case.Case):
         """Return tdcoll's calls by their name in ``--algorithms``."""
         if name == BACKEND:
             return self._backend(nbytes, stock.plain)
-        special = name in (IN_PLACE, SYMMETRIC)
-        return self.subject("auto" if special else name, context, stock, name == IN_PLACE, name == SYMMETRIC)
+        algorithm, in_place, symmetric = _parts(name)
+        return self.subject(algorithm, context, stock, in_place, symmetric)
 
     def subject(
         self,

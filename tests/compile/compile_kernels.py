@@ -24,12 +24,14 @@ from tdcoll.bench import kernels as bench
 from tdcoll.collectives._host.plan import Facts
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_reduce import kernels_direct as reduce_direct
+from tdcoll.collectives.all_reduce import kernels_loop as reduce_loop
 from tdcoll.collectives.all_reduce import kernels_nodes as reduce_over_nodes
 from tdcoll.collectives.all_reduce import kernels_puts as reduce_puts
 from tdcoll.collectives.all_reduce import kernels_words as reduce_words
 from tdcoll.collectives.all_to_all import kernels_puts as to_all_puts
-from tdcoll.collectives.exchange import kernels_direct, kernels_ll
+from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
+from tdcoll.collectives.reduce_scatter import kernels_loop as scatter_loop
 from tdcoll.collectives.reduce_scatter import kernels_pull as scatter_pull
 from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts
 from tdcoll.collectives.reduce_scatter import kernels_words as scatter_words
@@ -121,6 +123,11 @@ REDUCE_SCATTER = [  # kernel, constants, architectures
     (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MAX, "COUNT": 2048}, (90,)),
     (_SCATTER_DIRECT, {**_TILES, "DTYPE": tl.int64, "ACC": tl.int64, "OP": MAX, "COUNT": 512}, (90,)),
     (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": PROD, "COUNT": 1024}, (90,)),
+    (
+        scatter_loop.reduce_scatter_loop,
+        {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": SUM, "COUNT": 2048},
+        (90, 100),
+    ),
     (_SCATTER_PULL, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": SUM, "COUNT": 2048}, (90, 100)),
     (_SCATTER_PUTS, {**_FLOATS, **_TILES, "OP": SUM, "COUNT": 1024}, (90, 100)),
     (_SCATTER_PUTS, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MEAN, "COUNT": 2048}, (90,)),
@@ -172,6 +179,8 @@ ALL_REDUCE = [  # kernel, constants, ranks, architectures
     (reduce_direct.all_reduce_direct, {**_FP32, **_STAGED, "COUNT": 1024, "WAITED": 4}, 4, (90, 100)),
     (reduce_direct.all_reduce_direct, {**_BF16, "ZERO_COPY": True, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
     (reduce_direct.all_reduce_direct, {**_FP8, **_STAGED, "OP": MEAN, "COUNT": 1024, "WAITED": 8}, 8, (90, 100)),
+    (reduce_loop.all_reduce_loop, {**_BF16, **_STAGED, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
+    (reduce_loop.all_reduce_loop, {**_BF16, "ZERO_COPY": True, "COUNT": 2048, "WAITED": 8}, 8, (90,)),
     (reduce_puts.all_reduce_puts, {**_BF16, "OP": MEAN, "COUNT": 2048, "WAITED": 8}, 8, (90, 100)),
     (reduce_over_nodes.all_reduce_nodes, {**_BF16, "COUNT": 2048}, 8, (90, 100)),
 ]
@@ -304,9 +313,16 @@ def collectives() -> dict[str, object]:
         ll += [compile_ll(arch, 128, over) for over in (False, True)]
         for kernel in (kernels_puts.all_gather_1d, kernels_puts.all_gather_2d):
             gathers += [compile_all_gather(kernel, arch, place) for place in (False, True) if arch == 90 or not place]
-    scatters = (_SCATTER_DIRECT, _SCATTER_PULL, _SCATTER_PUTS, scatter_words.reduce_scatter_words)
-    reduces = (_ONE, _TWO, *(kernel for kernel, *_ in ALL_REDUCE[-3:]))
-    stores = (kernels_direct.exchange_direct, kernels_ring.all_gather_ring)
+    scatters = (
+        _SCATTER_DIRECT,
+        scatter_loop.reduce_scatter_loop,
+        _SCATTER_PULL,
+        _SCATTER_PUTS,
+        scatter_words.reduce_scatter_words,
+    )
+    reduces = (_ONE, _TWO, reduce_loop.all_reduce_loop, *(kernel for kernel, *_ in ALL_REDUCE[-2:]))
+    reduces += (reduce_direct.all_reduce_direct,)
+    stores = (kernels_direct.exchange_direct, kernels_loop.exchange_loop, kernels_ring.all_gather_ring)
     return {
         "all_gather": gathers,
         "ll": ll,

@@ -101,7 +101,7 @@ def test_ll_needs_nvshmem_between_nodes_only_and_has_bounded_waits(compiled) -> 
 def test_direct_stores_need_no_nvshmem_and_are_wide(compiled) -> None:
     assert {(k["kernel"], k["arch"], k["in_place"]) for k in compiled["direct"]} == {
         (name, arch, in_place)
-        for name in ("exchange_direct", "all_gather_ring")
+        for name in ("exchange_direct", "exchange_loop", "all_gather_ring")
         for arch in (90, 100)
         for in_place in (False, True)
     }
@@ -195,7 +195,7 @@ def test_all_to_all_between_nodes_compiles_without_spills_and_never_waits_withou
 def test_reduce_scatter_compiles_without_spills_and_needs_nvshmem_for_puts_only(compiled) -> None:
     kernels = compiled["reduce_scatter"]
     assert {(k["kernel"], k["arch"]) for k in kernels} == {
-        (f"reduce_scatter_{name}", arch) for name in ("direct", "pull", "puts", "words") for arch in (90, 100)
+        (f"reduce_scatter_{name}", arch) for name in ("direct", "loop", "pull", "puts", "words") for arch in (90, 100)
     }
     for kernel in kernels:
         assert kernel["spilled_bytes"] == 0, kernel
@@ -232,14 +232,14 @@ def test_a_maximum_propagates_nan(compiled) -> None:
 
 def test_reduce_scatter_is_compiled_once_for_all_ranks(compiled) -> None:
     forms = compiled["reduce_scatter_forms"]
-    assert forms == {f"reduce_scatter_{name}": 1 for name in ("direct", "pull", "puts", "words")}
+    assert forms == {f"reduce_scatter_{name}": 1 for name in ("direct", "loop", "pull", "puts", "words")}
 
 
 def test_all_reduce_compiles_for_all_ranks_at_once_and_needs_nvshmem_for_puts_only(compiled) -> None:
     kernels, over_nodes = compiled["all_reduce"], ("all_reduce_puts", "all_reduce_nodes")
     assert {(k["kernel"], k["arch"]) for k in kernels} == {
         (f"all_reduce_{name}", arch)
-        for name in ("one_shot", "two_shot", "direct", "puts", "nodes")
+        for name in ("one_shot", "two_shot", "direct", "loop", "puts", "nodes")
         for arch in (90, 100)
     }
     assert set(compiled["all_reduce_forms"].values()) == {1}
