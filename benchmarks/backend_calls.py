@@ -224,43 +224,43 @@ def device_rows(kinds: list[str], sizes: list[int], programs: list[int]) -> list
     return rows
 
 
-def beside_rows() -> list[dict[str, Any]]:
-    """Measure and show two matmuls of 8192 x 8192 x 8192, alone and with all-gathers on another stream beside them."""
+def beside_row(count: int, nbytes: int) -> dict[str, Any]:
+    """Measure and show two matmuls of 8192 x 8192 x 8192, alone and with ``count`` all-gathers on another stream."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    out, side, rows = torch.empty_like(a), torch.cuda.Stream(priority=-1), []
-    for count, nbytes in ((4, 16 << 20), (18, 4 << 20)):
-        part = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
-        whole = torch.empty(dist.get_world_size() * nbytes, dtype=torch.uint8, device="cuda")
-        shared = tdcoll.empty(whole.numel(), torch.uint8)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=nbytes, max_programs=64) as ctx:
-            gathers: dict[str, Call] = {
-                "alone": lambda: None,
-                "nccl": lambda: GATHER(whole, part, group=PLAIN),
-                "ce in place": lambda: tdcoll.all_gather_(shared, ctx=ctx, algorithm="ce"),
-                **{
-                    name: lambda name=name: tdcoll.all_gather(part, ctx=ctx, out=whole, algorithm=name)
-                    for name in ("ce", "loop", "direct")
-                },
-            }
+    out, side = torch.empty_like(a), torch.cuda.Stream(priority=-1)
+    part = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
+    whole = torch.empty(dist.get_world_size() * nbytes, dtype=torch.uint8, device="cuda")
+    shared = tdcoll.empty(whole.numel(), torch.uint8)
 
-            def step(gather: Call, count: int = count) -> None:
-                main = torch.cuda.current_stream()
-                side.wait_stream(main)
-                with torch.cuda.stream(side):
-                    for _ in range(count):
-                        gather()
-                for _ in range(2):
-                    torch.mm(a, a, out=out)
-                main.wait_stream(side)
+    def step(gather: Call) -> None:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            for _ in range(count):
+                gather()
+        for _ in range(2):
+            torch.mm(a, a, out=out)
+        main.wait_stream(side)
 
-            graphs = {name: captured(lambda gather=gather: step(gather), 1) for name, gather in gathers.items()}
-            ways = {name: lambda graph=graph: device_us(graph, 1) for name, graph in graphs.items()}
-            rows.append({"kind": f"{count} all-gathers", "nbytes": nbytes, "us": rounds(ways)})
-            ways.clear()
-            graphs.clear()
-        tdcoll.free(shared)
-        show(rows[-1:], "beside")
-    return rows
+    with tdcoll.CollectiveContext(max_bytes_per_rank=nbytes, max_programs=64) as ctx:
+
+        def ours(algorithm: str) -> Call:
+            return lambda: tdcoll.all_gather(part, ctx=ctx, out=whole, algorithm=algorithm)
+
+        gathers: dict[str, Call] = {
+            "alone": lambda: None,
+            "nccl": lambda: GATHER(whole, part, group=PLAIN),
+            "ce in place": lambda: tdcoll.all_gather_(shared, ctx=ctx, algorithm="ce"),
+            **{name: ours(name) for name in ("ce", "loop", "direct")},
+        }
+        graphs = {name: captured(lambda gather=gather: step(gather), 1) for name, gather in gathers.items()}
+        ways = {name: lambda graph=graph: device_us(graph, 1) for name, graph in graphs.items()}
+        row = {"kind": f"{count} all-gathers", "nbytes": nbytes, "us": rounds(ways)}
+        ways.clear()
+        graphs.clear()  # NCCL's group cannot be destroyed while one lives
+    tdcoll.free(shared)
+    show([row], "beside")
+    return row
 
 
 def main() -> None:
@@ -284,7 +284,7 @@ def main() -> None:
     global PLAIN
     PLAIN = dist.new_group(backend="nccl")
     if arguments.beside:
-        beside, facts = beside_rows(), provenance()
+        beside, facts = [beside_row(4, 16 << 20), beside_row(18, 4 << 20)], provenance()
         if dist.get_rank() == 0 and arguments.json:
             Path(arguments.json).write_text(json.dumps({**facts, "beside": beside}, indent=1))
         dist.destroy_process_group()
