@@ -107,7 +107,7 @@ def stages(nproc: int) -> dict[str, list[Job]]:
         "blocks": [
             bench(
                 f"blocks-{sizes.split()[0].replace('_', '-')}",
-                f"{sizes} --blocks 8,16,32,64 {few} --graph --peers nccl",
+                f"{sizes} --blocks 8,16,32,64 {few} --graph --peers nccl,nccl-zero-cta",
             )
             for sizes, few in (
                 ("all_gather -b 1M -e 64M -f 4", f"{loops},in-place,in-place-ce,in-place-loop"),

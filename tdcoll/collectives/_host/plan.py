@@ -281,12 +281,14 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
     return Plan(algorithm, channels, chunk, num_warps)
 
 
-def cut_copies(facts: Facts, entry: Entry, whole: int) -> Plan:
-    """Copies of ``whole`` bytes: one, because copy engines are the faster the more they move at once."""
+def cut_copies(facts: Facts, entry: Entry, whole: int, sums: bool = False) -> Plan:
+    """Copies of ``whole`` bytes: one, because copy engines are the faster the more they move at once. Thread blocks of
+    the plan are those that sum, if there are any."""
     channels = min(most_channels(facts), entry.channels or -(-whole // (entry.chunk or max(1, whole))) or 1)
     chunk = max(1, -(-whole // (channels * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
-    num_warps = min(entry.num_warps or 16, most_warps(facts))
-    return Plan("ce", max(1, -(-whole // chunk)), chunk, num_warps, min(entry.blocks or 0, facts.max_programs - 1))
+    num_warps = min(entry.num_warps or 16, most_warps(facts)) if sums else 1
+    blocks = min(entry.blocks or 0, facts.max_programs - 1) if sums else 1
+    return Plan("ce", max(1, -(-whole // chunk)), chunk, num_warps, blocks)
 
 
 def cut_loop(facts: Facts, entry: Entry, whole: int, signals: int = 1) -> Plan:

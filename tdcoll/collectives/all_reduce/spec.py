@@ -162,7 +162,7 @@ SPEC = Collective(
         Algorithm(
             "ce",
             supports=needs_direct,
-            cut=lambda facts, entry: cut_copies(facts, entry, extent_of_parts(facts, "ce").nbytes),
+            cut=lambda facts, entry: cut_copies(facts, entry, extent_of_parts(facts, "ce").nbytes, sums=True),
             kernel=kernel,
             blocks=lambda facts, plan: summing_blocks(facts, extent_of_parts(facts, "ce").nbytes),
             extent=partial(extent_of_parts, algorithm="ce"),

@@ -95,7 +95,7 @@ SPEC = Collective(
         Algorithm(
             "ce",
             supports=needs_stores,
-            cut=lambda facts, entry: cut_copies(facts, entry, facts.nbytes),
+            cut=lambda facts, entry: cut_copies(facts, entry, facts.nbytes, sums=True),
             kernel=kernel,
             blocks=lambda facts, plan: summing_blocks(facts, facts.nbytes),
             epoch=staged_epoch,
