@@ -2,6 +2,7 @@
 """The cost of a call: of torch.distributed's on backend "tdcoll" and on NCCL, and of tdcoll's own on a context.
 
     bash launch.sh --nproc 2 benchmarks/backend_calls.py [--sizes 4K,256K,4M] [--programs 32,64,128] [--json FILE]
+    bash launch.sh --nproc 2 benchmarks/backend_calls.py --beside [--json FILE]
     python benchmarks/backend_calls.py --table FILE
 
 Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place), reduce-scatter and
@@ -10,7 +11,8 @@ and falling back. Each of tdcoll's own calls has its own context. Device times a
 by the number of programs that the context got, of those requested (`tdcoll 20 (of 64)`): they show up to which sizes
 the backend should handle calls (`handled_bytes` of the spec). Bytes are what each rank brings to an all-gather and an
 all-reduce, and what it gets from a reduce-scatter. The compared calls take turns for five rounds; the table has the
-median round of the slowest rank, and in brackets the fastest and the slowest round.
+median round of the slowest rank, and in brackets the fastest and the slowest round. `--beside` has device times
+of two matmuls and of all-gathers on another stream beside them, all in one graph.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def host_us(call: Call, asynchronous: bool) -> float:
     return slowest(1e6 * took / CALLS)
 
 
-def device_us(graph: torch.cuda.CUDAGraph) -> float:
+def device_us(graph: torch.cuda.CUDAGraph, calls: int = CAPTURED) -> float:
     """Return the microseconds of the device per captured call."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.barrier(group=PLAIN)
@@ -92,10 +94,10 @@ def device_us(graph: torch.cuda.CUDAGraph) -> float:
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return slowest(1e3 * begin.elapsed_time(end) / (3 * CAPTURED))
+    return slowest(1e3 * begin.elapsed_time(end) / (3 * calls))
 
 
-def captured(call: Call) -> torch.cuda.CUDAGraph:
+def captured(call: Call, calls: int = CAPTURED) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -105,7 +107,7 @@ def captured(call: Call) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=side):
-        for _ in range(CAPTURED):
+        for _ in range(calls):
             call()
     return graph
 
@@ -222,12 +224,52 @@ def device_rows(kinds: list[str], sizes: list[int], programs: list[int]) -> list
     return rows
 
 
+def beside_row(count: int, nbytes: int) -> dict[str, Any]:
+    """Measure and show two matmuls of 8192 x 8192 x 8192, alone and with ``count`` all-gathers on another stream."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    out, side = torch.empty_like(a), torch.cuda.Stream(priority=-1)
+    part = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
+    whole = torch.empty(dist.get_world_size() * nbytes, dtype=torch.uint8, device="cuda")
+    shared = tdcoll.empty(whole.numel(), torch.uint8)
+
+    def step(gather: Call) -> None:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            for _ in range(count):
+                gather()
+        for _ in range(2):
+            torch.mm(a, a, out=out)
+        main.wait_stream(side)
+
+    with tdcoll.CollectiveContext(max_bytes_per_rank=nbytes, max_programs=64) as ctx:
+
+        def ours(algorithm: str) -> Call:
+            return lambda: tdcoll.all_gather(part, ctx=ctx, out=whole, algorithm=algorithm)
+
+        gathers: dict[str, Call] = {
+            "alone": lambda: None,
+            "nccl": lambda: GATHER(whole, part, group=PLAIN),
+            "ce in place": lambda: tdcoll.all_gather_(shared, ctx=ctx, algorithm="ce"),
+            **{name: ours(name) for name in ("ce", "loop", "direct")},
+        }
+        graphs = {name: captured(lambda gather=gather: step(gather), 1) for name, gather in gathers.items()}
+        ways = {name: lambda graph=graph: device_us(graph, 1) for name, graph in graphs.items()}
+        row = {"kind": f"{count} all-gathers", "nbytes": nbytes, "us": rounds(ways)}
+        ways.clear()
+        graphs.clear()  # NCCL's group cannot be destroyed while one lives
+    tdcoll.free(shared)
+    show([row], "beside")
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M", help="of the device times; '' for none")
     parser.add_argument("--programs", default="32,64", help="numbers with commas between them")
     parser.add_argument("--heap", default="4G", help="symmetric heap of each rank")
     parser.add_argument("--json", help="write what was measured there")
+    parser.add_argument("--beside", action="store_true", help="measure only all-gathers beside matmuls")
     parser.add_argument("--table", help="measure nothing, but print the host times of such a file as Markdown")
     arguments = parser.parse_args()
     if arguments.table:
@@ -241,6 +283,12 @@ def main() -> None:
     dist.init_process_group("tdcoll", pg_options=Options(heap_bytes=arguments.heap))
     global PLAIN
     PLAIN = dist.new_group(backend="nccl")
+    if arguments.beside:
+        beside, facts = [beside_row(4, 16 << 20), beside_row(18, 4 << 20)], provenance()
+        if dist.get_rank() == 0 and arguments.json:
+            Path(arguments.json).write_text(json.dumps({**facts, "beside": beside}, indent=1))
+        dist.destroy_process_group()
+        return
     host = [own_row(), *host_rows(["all_gather", "all_gather in place", "reduce_scatter", "all_reduce"])]
     device = device_rows(["all_gather", "reduce_scatter", "all_reduce"], sizes, programs)
     facts = provenance()

@@ -11,6 +11,8 @@ Stages, of which each is a job or a few:
                     latency by size, with all peers
     marks           one buffer replayed in CUDA graphs: for figures of others that were taken so
     heaps           the dense collectives on NVSHMEM's heap and on PyTorch's, in turns
+    blocks          the dense collectives by copy engines, and by the number of thread blocks
+    beside          all-gathers beside matmuls
     tune            a tuning table
     calls           host times of the backend, and device times by the number of programs
     training        training steps over the backend and over NCCL
@@ -36,6 +38,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
+M = 1 << 20
 _REDUCE = "nccl,nccl-symmetric,torch-one-shot,torch-two-shot,trtllm-one-shot"
 _SCATTER = "nccl,nccl-symmetric,torch-reduce-scatter"
 _GATHER = "nccl,nccl-symmetric,torch-symm,torch-symm-cat,fcollect"
@@ -80,6 +83,7 @@ def stages(nproc: int) -> dict[str, list[Job]]:
     all_reduce, reduce_scatter, all_gather = dense("", usual, _GATHER)
     sparse = "sparse_all_reduce --rows 50000 --dims 2048 --distributions uniform,zipf1.05,zipf1.2 --iterations 8"
     norm = "all_reduce_rms_norm --rows 1,8,64,512 --hidden 8192 --both --iterations 60"
+    loops = "--iterations 40 --algorithms auto,direct,loop,ce"
     tune = "-b 1K -e 64M -f 4 --in-place --channels 16,64 --warps 8,16 --iterations 20 --warmup 2"
     return {
         "tests": [job("tests", "bash launch.sh tests tests/gpu -k 'not shared' -n 8 --tb=short")],
@@ -100,6 +104,19 @@ def stages(nproc: int) -> dict[str, list[Job]]:
             for sizes in (reduce, scatter, gather)
             for heap in ("nvshmem", "torch")
         ],
+        "blocks": [
+            bench(
+                f"blocks-{sizes.split()[0].replace('_', '-')}",
+                f"{sizes} --blocks 8,16,32,64 {few} --graph --peers nccl,nccl-zero-cta",
+            )
+            for sizes, few in (
+                ("all_gather -b 1M -e 64M -f 4", f"{loops},in-place,in-place-ce,in-place-loop"),
+                ("all_reduce -b 1M -e 64M -f 4 --dtype bfloat16", loops),
+                (f"reduce_scatter -b {M // nproc} -e {64 * M // nproc} -f 4 --dtype bfloat16", loops),
+                ("all_to_all -b 1M -e 16M -f 4", loops),
+            )
+        ],
+        "beside": [job("beside", f"{launch} benchmarks/backend_calls.py --beside --json FILE")],
         "tune": [
             job("tune", f"{launch} -m tdcoll tune --operation all_reduce,reduce_scatter,all_gather {tune} -o FILE")
         ],

@@ -18,9 +18,9 @@ protocol (:mod:`tdcoll.primitives.lamport`).
 
 **One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2. No host value takes
 part: every program of a launch reads the control word, whose high bits count the finished epochs, and then adds its
-share of one epoch to it; the shares of all programs of a launch make exactly one. Therefore no program can read an
-epoch that another has already raised, no program has to reset anything at the end, and a CUDA graph may be replayed at
-will.
+share of one epoch to it; the shares of all programs of a launch make exactly one. (Calls by copy engines take even
+epochs only, and leave out an odd one: :mod:`tdcoll.primitives.copies`.) Therefore no program can read an epoch that
+another has already raised, no program has to reset anything at the end, and a CUDA graph may be replayed at will.
 
 **Why the slots may be reused.** A call completes on a rank only when it has a signal of the epoch from every peer. A
 peer sends it from inside the same call; so when epoch e is complete here, every peer has *started* e, and the stream

@@ -24,12 +24,16 @@ from tdcoll.limits import COLLECTIVES
 __all__ = ["Argument", "Call", "Change", "Inserted", "Moved", "Mutant", "at_once", "dropped", "installed", "missing"]
 
 MODULES = [  # each may import those before it
-    *(f"tdcoll.primitives.{name}" for name in ("group", "stores", "puts", "ll", "lamport", "reduce", "words", "sums")),
-    *(f"tdcoll.collectives.exchange.kernels_{name}" for name in ("direct", "ll")),
+    *(
+        f"tdcoll.primitives.{name}"
+        for name in ("group", "stores", "puts", "ll", "lamport", "reduce", "words", "sums", "copies")
+    ),
+    "tdcoll.collectives._host.copies",
+    *(f"tdcoll.collectives.exchange.kernels_{name}" for name in ("direct", "ll", "loop")),
     *(f"tdcoll.collectives.all_gather.kernels_{name}" for name in ("ring", "puts")),
     "tdcoll.collectives.all_to_all.kernels_puts",
-    *(f"tdcoll.collectives.reduce_scatter.kernels_{name}" for name in ("direct", "pull", "puts", "words")),
-    *(f"tdcoll.collectives.all_reduce.kernels_{name}" for name in ("words", "direct", "puts", "nodes")),
+    *(f"tdcoll.collectives.reduce_scatter.kernels_{name}" for name in ("direct", "loop", "pull", "puts", "words")),
+    *(f"tdcoll.collectives.all_reduce.kernels_{name}" for name in ("words", "direct", "loop", "puts", "nodes")),
     *("tdcoll.fused.kernels_rows", "tdcoll.fused.kernels"),
     "tdcoll.collectives.index_match.kernels",
     *(

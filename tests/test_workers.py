@@ -23,7 +23,13 @@ GPU_ONLY = {"graphs", "capture_errors", "streams", "side_streams", "streams_in_t
     "devices_and_streams",
     "sparse_streams",
 }
-GPU_ONLY |= {"fused_graphs", "compiled_by_inductor", "derivatives_on_another_stream"}
+GPU_ONLY |= {
+    "data_moves_by_memcpy",
+    "beside_matmuls",
+    "fused_graphs",
+    "compiled_by_inductor",
+    "derivatives_on_another_stream",
+}
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -53,6 +59,7 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, obje
         pytest.param("language_checks.py", ("--nproc", "3"), id="language, 3 ranks"),
         pytest.param("stores_and_waits_checks.py", ("--nproc", "3"), id="stores and waits, 3 ranks"),
         pytest.param("words_checks.py", ("--nproc", "2"), id="words, 2 ranks"),
+        pytest.param("copies_checks.py", ("--nproc", "2"), id="copy engines, 2 ranks"),
         second("sparse_checks.py", ("--nproc", "2"), id="sparse all-reduce, 2 ranks"),
         second("sparse_contexts_checks.py", ("--nproc", "2"), id="its contexts, 2 ranks"),
         second("stall_checks.py", ("--nproc", "2"), id="a planted stall, 2 ranks"),

@@ -35,6 +35,9 @@ CHANNEL_COUNTS = (1, 4, 16, 64, 256)
 
 WARP_COUNTS = (2, 4, 8, 16)
 
+BLOCK_COUNTS = (8, 16, 32, 64)
+"""Numbers of thread blocks that are tried where any number works."""
+
 _LEAST_CHUNK = 1 << 10
 """Bytes; smaller chunks are not tried."""
 
@@ -51,7 +54,7 @@ class Candidate:
     Attributes:
         algorithm: as in :class:`~tdcoll.Plan`.
         in_place: whether the call is.
-        channels, chunk, num_warps: as in :class:`~tdcoll.tuning.Entry`.
+        channels, chunk, num_warps, blocks: as in :class:`~tdcoll.tuning.Entry`.
     """
 
     algorithm: str
@@ -59,6 +62,7 @@ class Candidate:
     channels: int | None = None
     chunk: int | None = None
     num_warps: int | None = None
+    blocks: int | None = None
 
     @property
     def name(self) -> str:
@@ -70,11 +74,13 @@ class Candidate:
             words.append(f"{format_bytes(self.chunk)} chunks")
         if self.num_warps is not None:
             words.append(f"{self.num_warps} warps")
+        if self.blocks is not None:
+            words.append(f"{self.blocks} blocks")
         return " ".join(words)
 
     def entry(self, up_to: int | None) -> Entry:
         """Return a table's entry that says so."""
-        return Entry(up_to, self.algorithm, self.channels, self.chunk, self.num_warps)
+        return Entry(up_to, self.algorithm, self.channels, self.chunk, self.num_warps, self.blocks)
 
 
 def _times_of(rows: Sequence[Row]) -> dict[bool, dict[int, dict[Candidate, float]]]:
@@ -151,6 +157,8 @@ class Choice:
                 for n in warps
                 if 32 * n <= block and width * block < 2 * max(width * _BLOCKS[0], nbytes)
             ]
+        if self.spec.collective.algorithm(algorithm).any_blocks:
+            return [{}] + [{"blocks": count, "num_warps": n} for count in BLOCK_COUNTS for n in warps if n >= 8]
         fitting = [count for count in channels if count == 1 or nbytes >= count * _LEAST_CHUNK]
         return [{}] + [{"channels": count, "num_warps": n} for count in fitting for n in warps]
 

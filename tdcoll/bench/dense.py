@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -23,12 +24,15 @@ from tdcoll.bench.engine import Subject, Wanted, calls_of, nothing
 from tdcoll.bench.peers import FCOLLECT, PEERS, Peer, Stock, subject_of
 from tdcoll.bench.rows import IN_PLACE
 from tdcoll.bench.specs import SPECS, Spec
+from tdcoll.collectives._host.launches import facts_of
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import RankMismatchError
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import lamport_bytes
 from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
+from tdcoll.runtime.cuda import multiprocessors
 from tdcoll.setenv import COMMAND
+from tdcoll.tuning import Entry, Section
 
 __all__ = ["Dense", "case_of", "main"]
 
@@ -44,6 +48,13 @@ _OPERATIONS = {name: op for op, name in TORCH_OPERATIONS.items() if name != "pro
 _MOVED = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _REDUCED = [str(dtype).removeprefix("torch.") for dtype in ACCUMULATORS if dtype.itemsize > 1]
 """The other dtypes of one byte are left out, because PyTorch cannot add them."""
+
+
+def _parts(name: str) -> tuple[str, bool, bool]:
+    """Return what a name of ``--algorithms`` stands for: the algorithm, and whether in place, and symmetric."""
+    in_place = name.startswith(IN_PLACE)
+    algorithm = name.removeprefix(IN_PLACE).removeprefix("-") if in_place else name
+    return ("auto" if algorithm in ("", SYMMETRIC) else algorithm), in_place, name == SYMMETRIC
 
 
 def _sets_of(given: argparse.Namespace, nbytes: int, world: int) -> int:
@@ -80,8 +91,9 @@ class Dense(case.Case):
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         spec, dtype = cls.spec, options.dtype(_REDUCED if cls.spec.reduces else _MOVED)
-        in_place = [IN_PLACE] if spec.in_place else []
-        known = ["auto", *choosing.algorithms(spec), *in_place, *([SYMMETRIC] if spec.reduces else []), BACKEND]
+        in_place, names = [IN_PLACE] if spec.in_place else [], choosing.algorithms(spec)
+        chosen = [f"{IN_PLACE}-{name}" for name in names if spec.in_place]
+        known = ["auto", *names, *in_place, *chosen, *([SYMMETRIC] if spec.reduces else []), BACKEND]
         given, result = ("one for each rank" if each else "one" for each in spec.segment_of_each)
         parser = options.Parser(
             prog=f"{COMMAND} [--nproc N] -m tdcoll bench {cls.benchmark}",
@@ -99,6 +111,8 @@ class Dense(case.Case):
             "1, one buffer is replayed, which reads lower than real use)"
         )
         parser.add_argument("--buffers", type=options.at_least(1), metavar="N", help=what)
+        what = "also measure algorithms for which any number of thread blocks works with so many"
+        parser.add_argument("--blocks", type=options.each(options.at_least(1)), default=[], metavar="N,M", help=what)
         options.add_launches(parser, "graph")
         options.add_common(parser, 100)
         found = parser.parse_args(arguments)
@@ -116,7 +130,7 @@ class Dense(case.Case):
         slots = 2 * world * max(rooms)
         need = slots + 3 * world * min(max(rooms), lamport_bytes(world, 1)) + (8 << 20)
         fcollect = FCOLLECT in options.peers and not INTERPRETED
-        if fcollect or SYMMETRIC in algorithms or (spec.in_heap and IN_PLACE in algorithms):
+        if fcollect or SYMMETRIC in algorithms or (spec.in_heap and any(_parts(name)[1] for name in algorithms)):
             need += max(buffer_bytes(spec, size, world, _sets_of(options, size, world)) for size in options.sizes)
         if BACKEND in algorithms:
             need += 4 * (slots + (4 << 20))
@@ -153,28 +167,49 @@ class Dense(case.Case):
                 )
                 for name in given.algorithms
             ]  # fmt: skip
+            for name, blocks in itertools.product(given.algorithms, given.blocks):
+                if name in self.spec.collective.names and self.spec.collective.algorithm(name).any_blocks:
+                    make = partial(self._with_blocks, name, blocks, nbytes, context, stock)
+                    ours.append(Wanted(f"{name} {blocks} blocks", False, make, launches, self._sms(blocks)))
             peers = [Wanted(name, True, partial(self._peer, name, stock), launches) for name in given.peers]
             yield [*ours, *peers], context.check
 
-    def _took(self, name: str, nbytes: int, context: CollectiveContext) -> dict[str, str]:
-        """Return the algorithm that is chosen where none is requested, as a fact of rows."""
-        if name not in ("auto", IN_PLACE, SYMMETRIC):
+    def _took(self, name: str, nbytes: int, context: CollectiveContext) -> dict[str, Any]:
+        """Return the facts of rows that follow from the plan: the algorithm that is chosen where none is requested, and
+        the multiprocessors."""
+        if name == BACKEND:
             return {}
+        algorithm, in_place, symmetric = _parts(name)
         given, result = self.spec.extents(nbytes, context.world_size)
-        in_place, dtype = name == IN_PLACE, self.options.dtype
+        dtype = self.options.dtype
         extent = (result if in_place else given) // dtype.itemsize
         how = {"op": self.op} if self.op else {}
         said = tdcoll.explain(
-            self.spec.name, extent, dtype=dtype, ctx=context, in_place=in_place, symmetric=name == SYMMETRIC, **how
-        )
-        return {"took": said.algorithm} if said.algorithm else {}
+            self.spec.name, extent, dtype=dtype, ctx=context, in_place=in_place, symmetric=symmetric,
+            algorithm=algorithm, **how,
+        )  # fmt: skip
+        if not said.algorithm:
+            return {}
+        return {**({"took": said.algorithm} if algorithm == "auto" else {}), **self._sms(said.blocks)}
+
+    def _sms(self, blocks: int) -> dict[str, int]:
+        """Return, as a fact, the multiprocessors that so many thread blocks occupy if the GPU spreads them."""
+        here = multiprocessors(self.device) if self.device.type == "cuda" else blocks
+        return {"sms": min(blocks, here)}
+
+    def _with_blocks(self, name: str, blocks: int, nbytes: int, context: CollectiveContext, stock: Stock) -> Subject:
+        """Return tdcoll's calls by an algorithm with so many thread blocks."""
+        facts = facts_of(context, nbytes, self.options.dtype if self.spec.reduces else None)
+        kind = ("", self.spec.name, facts.topology.ranks_per_node or 0, facts.topology.n_nodes, False)
+        section = Section(*kind, (Entry(None, name, blocks=blocks),))
+        return self.subject(self.spec.collective.choose(facts, name, [section]), context, stock)
 
     def _ours(self, name: str, nbytes: int, context: CollectiveContext, stock: Stock) -> Subject:
         """Return tdcoll's calls by their name in ``--algorithms``."""
         if name == BACKEND:
             return self._backend(nbytes, stock.plain)
-        special = name in (IN_PLACE, SYMMETRIC)
-        return self.subject("auto" if special else name, context, stock, name == IN_PLACE, name == SYMMETRIC)
+        algorithm, in_place, symmetric = _parts(name)
+        return self.subject(algorithm, context, stock, in_place, symmetric)
 
     def subject(
         self,

@@ -68,7 +68,10 @@ class Stock:
 
 
 ByTorch = Callable[..., Subject]
-"""``(buffers, close=...)``: makes the subject of torch.distributed's call on the default group."""
+"""``(buffers, close=..., group=...)``: makes the subject of torch.distributed's call, by default on all ranks."""
+
+_CTA_POLICY_ZERO = 2
+"""``NCCL_CTA_POLICY_ZERO``."""
 
 Make = Callable[[Stock, torch.device, ByTorch], Subject]
 
@@ -136,10 +139,10 @@ def _nccl(stock: Stock, device: torch.device, by_torch: ByTorch) -> Subject:
     return by_torch(stock.plain)
 
 
-def _nccl_symmetric(stock: Stock, device: torch.device, by_torch: ByTorch) -> Subject:
+def _nccl_symmetric(stock: Stock, device: torch.device, by_torch: ByTorch, group: Any = None) -> Subject:
     """Return the call of `torch.distributed` on buffers that NCCL allocated and registered as symmetric windows."""
-    backend = require_nccl(device)
-    dist.all_reduce(torch.zeros(1, device=device))  # windows are registered with a communicator that exists
+    backend = require_nccl(device) if group is None else group._get_backend(device)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes the communicator that takes the windows
     pool = torch.cuda.MemPool(backend.mem_allocator)
 
     def allocate(nbytes: int) -> torch.Tensor:
@@ -153,8 +156,25 @@ def _nccl_symmetric(stock: Stock, device: torch.device, by_torch: ByTorch) -> Su
     def close() -> None:
         torch.cuda.synchronize()
         backend.deregister_mem_pool(pool)
+        if group is not None:
+            dist.destroy_process_group(group)
 
-    return by_torch(buffers, close)
+    return by_torch(buffers, close, group)
+
+
+def _nccl_zero_cta(stock: Stock, device: torch.device, by_torch: ByTorch) -> Subject:
+    """Return the same of a group whose policy is to use copy engines where NCCL has such collectives (2.28).
+
+    Raises:
+        RuntimeError: PyTorch can't ask its NCCL for that.
+    """
+    require_nccl(device)
+    options = dist.ProcessGroupNCCL.Options()
+    name = next((name for name in ("cta_policy", "ctaPolicy") if hasattr(options.config, name)), None)
+    if name is None:
+        raise RuntimeError("this PyTorch's options of NCCL have no policy for thread blocks")
+    setattr(options.config, name, _CTA_POLICY_ZERO)
+    return _nccl_symmetric(stock, device, by_torch, dist.new_group(backend="nccl", pg_options=options))
 
 
 def require_joined(call: Callable[[int], object], stream: Any) -> None:
@@ -399,6 +419,7 @@ def tensorrt_rms_norm(
 PEERS = {
     "nccl": Peer(_nccl),
     "nccl-symmetric": Peer(_nccl_symmetric),
+    "nccl-zero-cta": Peer(_nccl_zero_cta),
     "torch-symm": Peer(_on_symmetric(_low_contention, apart=True), "all_gather"),
     "torch-symm-cat": Peer(_on_symmetric(_cat), "all_gather"),
     FCOLLECT: Peer(_fcollect, "all_gather"),

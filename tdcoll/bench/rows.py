@@ -232,7 +232,10 @@ def _dense(title: str = "", name: str | None = None, about: Text = _data) -> Lay
     return Layout(
         title=title or str(name).replace("_", "-").capitalize(),
         size={"bytes per rank": lambda row: format_bytes(row.facts["bytes_per_rank"])},
-        derived={"bus GB/s": lambda row: number(row.median_us and sent(row) / row.median_us / 1e3, 1)},
+        derived={
+            "bus GB/s": lambda row: number(row.median_us and sent(row) / row.median_us / 1e3, 1),
+            "SMs": lambda row: str(row.facts.get("sms", "-")),
+        },
         shown=("auto", IN_PLACE, "nccl", "nccl-symmetric"),
         drawn=("auto", "nccl", "nccl-symmetric", "torch-one-shot", "torch-two-shot", "trtllm-one-shot", "vllm"),
         about=about,

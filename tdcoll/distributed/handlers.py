@@ -179,24 +179,31 @@ class Dense(Handler):
         spec: the collective.
 
     Attributes:
-        limit: the largest segment that it handles, in bytes.
         pool: the context.
     """
 
     def __init__(self, members: Members, lane: Lane, spec: Collective) -> None:
         super().__init__(members, lane)
         self.kind, self.spec = spec.name, spec
-        self.limit = members.options.limits()[spec.name]
+        self._most = members.options.limits()[spec.name]
         self.pool = Pool(
             members.job,
             members.ranks,
             self.kind,
-            limit=self._inbox(self.limit),
+            limit=self._inbox(self._most),
             timeout_s=members.timeout_s,
             lamport_bytes=None if spec.reduces else 0,
             programs=members.options.programs,
             debug=members.debug,  # if the ranks compare first calls only, the handler does
         )
+
+    @property
+    def limit(self) -> int:
+        """The largest segment that it handles, in bytes: by default as the thread blocks of the context allow."""
+        context = self.pool.context
+        if context is None or self.members.options.max_bytes_per_rank is not None:
+            return self._most
+        return self.spec.handled_with(context.max_programs)
 
     def _inbox(self, segment: int) -> int:
         """Return the bytes per rank that a context needs for a call."""
@@ -221,9 +228,14 @@ class Dense(Handler):
             for tensor in call.inputs:
                 if call.op not in OPERATIONS_OF.get(tensor.dtype, ()):
                     return f"{call.op} of {tensor.dtype} is not among tdcoll's reductions"
-        if max(self._segments(call)) > self.limit:
-            return f"more than {self.limit} bytes per rank"
-        return None
+        return self._too_large(call)
+
+    def _too_large(self, call: Call) -> str | None:
+        limit, context = self.limit, self.pool.context
+        if max(self._segments(call)) <= limit:
+            return None
+        few = f", with {context.max_programs} thread blocks" if context is not None and limit < self._most else ""
+        return f"more than {limit} bytes per rank{few}"
 
     def prepare(self, call: Call) -> str | None:
         nbytes = self._inbox(self._packed(call) or max(self._segments(call)))
@@ -231,7 +243,7 @@ class Dense(Handler):
             self.lane.queue.drain()  # its calls use the context that is replaced
         made = self.pool.holds(nbytes) or self.pool.prepare(nbytes, self.facts(call))
         self.problem = None if self.pool.context is not None else self.pool.problem
-        return None if made else self.pool.problem
+        return self._too_large(call) if made else self.pool.problem
 
     def check_call(self, call: Call) -> None:
         world, spec, device = len(self.members.ranks), self.spec, call.device
@@ -333,7 +345,8 @@ class Dense(Handler):
             else f"context of {context.max_bytes_per_rank} bytes per rank, launches of at most "
             f"{context.max_programs} programs"
         )
-        return f"up to {self.limit} bytes per rank, {held}"
+        few = f" ({self._most} with more thread blocks)" if self.limit < self._most else ""
+        return f"up to {self.limit} bytes per rank{few}, {held}"
 
     def check(self) -> None:
         self.pool.check()

@@ -27,8 +27,8 @@ from tdcoll.runtime.topology import Topology
 
 __all__ = [
     *("EPOCH_SHIFT", "Group", "Nodes", "Inbox"),
-    *("begin_epoch", "chunk_bytes", "in_stream_order", "nodes_of", "row", "segment", "slot", "start"),
-    *("say_done", "still_alive", "this_program", "wait_until_done"),
+    *("begin_epoch", "begin_even_epoch", "chunk_bytes", "in_stream_order", "nodes_of", "row", "say_done", "segment"),
+    *("slot", "start", "still_alive", "this_epoch", "this_program", "wait_until_done"),
 ]
 
 EPOCH_SHIFT = tl.constexpr(MAX_PROGRAMS.bit_length() - 1)
@@ -208,6 +208,27 @@ def begin_epoch(control, monitor):
         share = _EPOCH - share * (programs - 1)
     tl.atomic_add(control, share.to(tl.int64), sem="relaxed", scope="gpu")
     return (word >> EPOCH_SHIFT) + 1, alive
+
+
+@jit
+def begin_even_epoch(control, monitor):
+    """Return ``(epoch, alive)`` as :func:`begin_epoch` does, for a launch of one program: the next even epoch.
+
+    Signals and memory of even epochs always lie in the first slot, which is why copies can be captured with their
+    addresses. An odd epoch is left out if it would have been the next one; the same on all ranks.
+    """
+    word = tdl.ld(control, "gpu", "relaxed")
+    alive = still_alive(monitor)
+    epoch = (word >> EPOCH_SHIFT) + 1
+    epoch += epoch % 2
+    tl.store(control, epoch << EPOCH_SHIFT)
+    return epoch, alive
+
+
+@jit
+def this_epoch(control):
+    """Return the epoch that an earlier launch of the same call has begun."""
+    return tdl.ld(control, "gpu", "relaxed") >> EPOCH_SHIFT
 
 
 @jit

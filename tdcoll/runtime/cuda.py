@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -89,6 +90,45 @@ def multiprocessors(device: torch.device) -> int:
     return min(whole, int(resource.sm_count)) or whole
 
 
+def _call(function: str, *arguments: Any) -> None:
+    _checked(function, getattr(_driver(), function)(*arguments))
+
+
+_NON_BLOCKING, _DISABLE_TIMING = 1, 2
+"""``CU_STREAM_NON_BLOCKING`` and ``CU_EVENT_DISABLE_TIMING``."""
+
+
+class CudaSideStream:
+    """A CUDA stream of the highest priority with an event for forks and joins: :class:`~.heap.SideStream`.
+
+    It is not one of PyTorch's, because these come from a small pool and may be the caller's own.
+    """
+
+    def __init__(self) -> None:
+        lowest, highest, stream, self._event = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        _call("cuCtxGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest))
+        _call("cuStreamCreateWithPriority", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING), highest)
+        _call("cuEventCreate", ctypes.byref(self._event), ctypes.c_uint(_DISABLE_TIMING))
+        self.handle = int(stream.value or 0)
+        weakref.finalize(self, _destroy, stream, self._event).atexit = False
+
+    def fork(self, stream: int) -> None:
+        self._order(stream, self.handle)
+
+    def join(self, stream: int) -> None:
+        self._order(self.handle, stream)
+
+    def _order(self, first: int, then: int) -> None:
+        """Let later work on ``then`` wait for the work on ``first`` so far. In a capture this adds ``then`` to it."""
+        _call("cuEventRecord", self._event, ctypes.c_void_p(first))
+        _call("cuStreamWaitEvent", ctypes.c_void_p(then), self._event, ctypes.c_uint(0))
+
+
+def _destroy(stream: ctypes.c_void_p, event: ctypes.c_void_p) -> None:
+    _driver().cuEventDestroy_v2(event)
+    _driver().cuStreamDestroy_v2(stream)
+
+
 class CudaHeap(ABC):
     """This PE's block of GPU memory, and that of peers at :meth:`peer_base`.
 
@@ -133,6 +173,9 @@ class CudaHeap(ABC):
                 ctypes.c_uint64(dest), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
             ),
         )
+
+    def side_stream(self) -> CudaSideStream:
+        return CudaSideStream()
 
     def label(self, *of: Any) -> None:  # noqa: B027
         """Do nothing, because there are no reports to put names in."""

@@ -24,10 +24,28 @@ import torch
 
 from tdcoll.errors import HeapExhaustedError
 
-__all__ = ["ALIGNMENT", "Arena", "HeapInfo", "SymmetricHeap", "agree"]
+__all__ = ["ALIGNMENT", "Arena", "HeapInfo", "SideStream", "SymmetricHeap", "agree"]
 
 ALIGNMENT = 512
 """Bytes. Every allocation starts at a multiple of it, which is enough for TMA and for a cache line pair."""
+
+
+class SideStream(Protocol):
+    """A stream of its own for copies beside the caller's stream. For one thread at a time.
+
+    Attributes:
+        handle: as ``stream_copy`` takes it.
+    """
+
+    handle: int
+
+    def fork(self, stream: int) -> None:
+        """Let later work here wait for the work that is queued on ``stream`` so far."""
+        ...
+
+    def join(self, stream: int) -> None:
+        """Let later work on ``stream`` wait for the work that is queued here so far."""
+        ...
 
 
 class SymmetricHeap(Protocol):
@@ -76,6 +94,10 @@ class SymmetricHeap(Protocol):
 
     def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
         """Let a stream copy bytes between memory of this PE and peer-accessible memory."""
+        ...
+
+    def side_stream(self) -> SideStream:
+        """Make a stream of the highest priority that this device has."""
         ...
 
     def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll import arguments
-from tdcoll.limits import CHANNELS, COLLECTIVES
+from tdcoll.limits import CHANNELS, COLLECTIVES, MAX_PROGRAMS
 
 __all__ = ["SIMULATOR", "WARPS", "Entry", "Section", "Table", "shipped"]
 
@@ -51,6 +51,7 @@ class Entry:
         algorithm: one of the operation's.
         channels, chunk: chunks of a segment, or bytes of one; at most one of the two.
         num_warps: warps of each thread block.
+        blocks: thread blocks, at most, if any number works.
     """
 
     up_to: int | None
@@ -58,6 +59,7 @@ class Entry:
     channels: int | None = None
     chunk: int | None = None
     num_warps: int | None = None
+    blocks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class _Reader:
 
 
 def _read_entry(at: _Reader, before: int | None, last: bool) -> Entry:
-    given = at.fields(("up_to", "algorithm"), ("channels", "chunk", "num_warps"))
+    given = at.fields(("up_to", "algorithm"), ("channels", "chunk", "num_warps", "blocks"))
     up_to = None if given["up_to"].value is None else given["up_to"].nbytes()
     if up_to is None and not last:
         raise given["up_to"].fail("a number of bytes: null is for the last entry")
@@ -155,6 +157,8 @@ def _read_entry(at: _Reader, before: int | None, last: bool) -> Entry:
         raise ValueError(f"{at.where}: expected channels or chunk, got both")
     if "num_warps" in given:
         how["num_warps"] = given["num_warps"].one_of(WARPS)
+    if "blocks" in given:
+        how["blocks"] = given["blocks"].whole(1, MAX_PROGRAMS - 1)
     if "channels" in given:
         how["channels"] = given["channels"].whole(1, CHANNELS)
     if "chunk" in given:
@@ -244,7 +248,7 @@ class Table:
                 lines.append(f'   "source": {json.dumps(section.source, ensure_ascii=False)}')
             entries = []
             for entry in section.entries:
-                how = {name: getattr(entry, name) for name in ("channels", "chunk", "num_warps")}
+                how = {name: getattr(entry, name) for name in ("channels", "chunk", "num_warps", "blocks")}
                 how["chunk"] = _written(entry.chunk)
                 known = {name: value for name, value in how.items() if value is not None}
                 entries.append(

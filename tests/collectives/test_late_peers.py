@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_mutants import Argument, Call, Change, Mutant
+from kernel_mutants import Argument, Call, Change, Mutant, dropped
 from tiers import seeds
 
 import tdcoll
@@ -48,7 +48,7 @@ class Operation:
         call: ``call(source, out, ctx, algorithm)``: make the call; return its results.
         wanted: ``wanted(sources, topology)``: its results, given what all ranks bring.
         sparse: its context is a ``SparseContext``.
-        tells: peers read the source, so that a rank which gives up tells them.
+        tells: a rank that gives up tells its peers: they read its source, or its copies run in any case.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Operation:
     tells: bool = False
 
 
-def dense(spec: Collective, kind: str) -> Operation:
-    """Calls of this kind of a dense collective."""
+def dense(spec: Collective, kind: str, copies: bool = False) -> Operation:
+    """Calls of this kind of a dense collective, by copy engines or not."""
 
     def memory(ctx: Any) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         shared = tdcoll.empty((128,), torch.float32) if kind in "sp" else None
@@ -72,7 +72,7 @@ def dense(spec: Collective, kind: str) -> Operation:
         memory,
         lambda source, out, ctx, algorithm: [make(spec, kind, source, out, ctx, algorithm)],
         lambda sources, topology: [reference(spec, sources, topology)],
-        tells=kind == "s" and spec.reaches_tensor,
+        tells=copies or (kind == "s" and spec.reaches_tensor),
     )
 
 
@@ -167,12 +167,15 @@ def calls_of(known: Dense) -> list[Calls]:
                 facts = Facts(72, topology_of(nodes), stores=True, ll_bytes=99, lamport_bytes=99, **form)
                 if how.supports(facts) is not None or kind not in kinds_of(known.spec):
                     continue
+                if kind != "o" and how.copies is not None:
+                    continue  # if peers write into the caller's memory, it is undefined after a timeout
                 if kind == "s" and how.supports(Facts(72, facts.topology, stores=True)) is None:
                     continue  # as out of place, but for where sums land
                 kernel = how.kernel(facts).fn
                 where = f"{kernel.__module__}.{kernel.__name__}"
                 words = (None, 0) if len(how.words) == 2 else (None,)
-                found += [Calls(dense(known.spec, kind), name, (where,), nodes, lamport) for lamport in words]
+                operation = dense(known.spec, kind, how.copies is not None)
+                found += [Calls(operation, name, (where,), nodes, lamport) for lamport in words]
     return found
 
 
@@ -273,6 +276,38 @@ def test_every_rank_gives_up_or_has_the_right_result(calls: Calls, seeds: range)
     assert set(case.ended) == {"right", "gave up"}
 
 
+class LookedAt(Queued):
+    """As :class:`Queued`, but ranks other than the first check every call when it is done, and then use its result."""
+
+    def host(self, pe: int, world: World) -> tuple[str, Tensors]:
+        """Run on one rank."""
+        if pe == 0:
+            return super().host(pe, world)
+        calls, operation = self.calls, self.calls.operation
+        ctx, _ = calls.context()
+        source, out, memories = operation.memory(ctx)
+        for call in range(QUEUED):
+            source.copy_(given(pe, call, source))
+            try:
+                made = operation.call(source, out, ctx, calls.algorithm)
+                ctx.check()
+            except tdcoll.CollectiveTimeout:
+                return "gave up", ()
+            calls.check(ctx, call, made, source)
+        for tensor in memories:
+            tensor.fill_(LOST)
+        return "right", memories
+
+
+BY_COPIES = [calls for calls in ALL if calls.algorithm == "ce"]
+
+
+@seeds(3, 60)
+@pytest.mark.parametrize("calls", BY_COPIES, ids=str)
+def test_copies_of_a_rank_that_has_given_up_spoil_no_result_that_passes_a_check(calls: Calls, seeds: range) -> None:
+    explore(LookedAt(calls), **{**job(calls.nodes), **EARLY}, seeds=seeds)
+
+
 class Deserted:
     """A rank begins its second call when another one has given up on it. Both are neighbours, or of two nodes, as the
     seed has it.
@@ -353,6 +388,8 @@ WORDS, RAILS = "all_reduce.kernels_words._sum_and_hand_on", "all_reduce.kernels_
 HEEDLESS = [
     _heedless("direct writes to who has not entered", "all_gather p direct 2", "", _any("stores.may_write")),
     _heedless("ring writes to who has not entered", "all_gather p ring 3", "", _any("stores.may_write")),
+    _heedless("loop writes to who has not entered", "all_gather p loop 2", "", _any("stores.may_write")),
+    _heedless("loop sums what has not come", "all_reduce o loop 2", "", _any("tdl.wait_signals", "arrived")),
     _heedless("1d writes to who has not entered", "all_gather p 1d 1+1", "puts.push_remote", _any("may_write")),
     _heedless("ring passes on what has not come", "all_gather o ring 3", "", _any("tdl.wait_signal")),
     _heedless("2d passes on what has not come", "all_gather o 2d 2+2", "", _any("tdl.wait_signal")),
@@ -382,7 +419,21 @@ HEEDLESS = [
 ]  # fmt: skip
 """A late peer would take for right what a rank sends that has given up within the launch."""
 
+SPOILED = [
+    Mutant(
+        f"{what} of {calls}", (change,), "wrong numbers", LookedAt(calls), {**job(calls.nodes), **EARLY}, seeds=300,
+        any_seed=True,
+    )
+    for calls in BY_COPIES
+    for what, change in (
+        ("nobody looks who has given up", Call("primitives.stores.none_gave_up", "tdl.wait_signals", "1")),
+        ("who gives up does not tell", dropped("primitives.copies.enter", "stores.tell_gave_up")),
+        ("the stamp of who gives up", Change("primitives.copies.enter", "entered != 0", "epoch > 0")),
+    )
+]  # fmt: skip
+"""Copies that are queued run although a wait has expired."""
 
-@pytest.mark.parametrize("mutant", [*GO_ON, *HEEDLESS], ids=str)
+
+@pytest.mark.parametrize("mutant", [*GO_ON, *HEEDLESS, *SPOILED], ids=str)
 def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     mutant.is_caught(tmp_path)

@@ -23,12 +23,14 @@ from tdcoll.bench import kernels as bench
 from tdcoll.collectives._host.plan import Facts
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_reduce import kernels_direct as reduce_direct
+from tdcoll.collectives.all_reduce import kernels_loop as reduce_loop
 from tdcoll.collectives.all_reduce import kernels_nodes as reduce_over_nodes
 from tdcoll.collectives.all_reduce import kernels_puts as reduce_puts
 from tdcoll.collectives.all_reduce import kernels_words as reduce_words
 from tdcoll.collectives.all_to_all import kernels_puts as to_all_puts
-from tdcoll.collectives.exchange import kernels_direct, kernels_ll
+from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
+from tdcoll.collectives.reduce_scatter import kernels_loop as scatter_loop
 from tdcoll.collectives.reduce_scatter import kernels_pull as scatter_pull
 from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts
 from tdcoll.collectives.reduce_scatter import kernels_words as scatter_words
@@ -36,6 +38,7 @@ from tdcoll.fused import kernels as fused
 from tdcoll.fused.kernels_rows import NONE, PER_ROW
 from tdcoll.fused.op import _REGISTERS as REGISTERS
 from tdcoll.fused.policy import Rows, choose
+from tdcoll.primitives import copies
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
 from tdcoll.runtime.topology import Topology
@@ -52,6 +55,11 @@ REDUCE_SCATTER = [  # kernel, constants, architectures
     (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MAX, "COUNT": 2048}, (90,)),
     (_SCATTER_DIRECT, {**_TILES, "DTYPE": tl.int64, "ACC": tl.int64, "OP": MAX, "COUNT": 512}, (90,)),
     (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": PROD, "COUNT": 1024}, (90,)),
+    (
+        scatter_loop.reduce_scatter_loop,
+        {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": SUM, "COUNT": 2048},
+        (90, 100),
+    ),
     (_SCATTER_PULL, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": SUM, "COUNT": 2048}, (90, 100)),
     (_SCATTER_PUTS, {**_FLOATS, **_TILES, "OP": SUM, "COUNT": 1024}, (90, 100)),
     (_SCATTER_PUTS, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MEAN, "COUNT": 2048}, (90,)),
@@ -79,6 +87,8 @@ ALL_REDUCE = [  # kernel, constants, ranks, architectures
     (reduce_direct.all_reduce_direct, {**_FP32, **_STAGED, "COUNT": 1024, "WAITED": 4}, 4, (90, 100)),
     (reduce_direct.all_reduce_direct, {**_BF16, "ZERO_COPY": True, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
     (reduce_direct.all_reduce_direct, {**_FP8, **_STAGED, "OP": MEAN, "COUNT": 1024, "WAITED": 8}, 8, (90, 100)),
+    (reduce_loop.all_reduce_loop, {**_BF16, **_STAGED, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
+    (reduce_loop.all_reduce_loop, {**_BF16, "ZERO_COPY": True, "COUNT": 2048, "WAITED": 8}, 8, (90,)),
     (reduce_puts.all_reduce_puts, {**_BF16, "OP": MEAN, "COUNT": 2048, "WAITED": 8}, 8, (90, 100)),
     (reduce_over_nodes.all_reduce_nodes, {**_BF16, "COUNT": 2048}, 8, (90, 100)),
 ]
@@ -95,6 +105,14 @@ def compile_reduction(kernel, constants: dict[str, Any], world: int, arch: int) 
     dtype = str(getattr(constants["DTYPE"], "value", constants["DTYPE"]))
     about = {"world": world, "announced": announced, "looped": bool(constants.get("LOOPED")), "dtype": dtype}
     return record(kernel, arch, constants, types, about)
+
+
+COPIES = [  # kernel, constants, warps
+    (copies.enter, {"WAITED": WORLD}, 1),
+    *((copies.hear, {"WAITED": WORLD, "LOOKS": looks}, 1) for looks in (False, True)),
+    (copies.look, {"WAITED": WORLD}, 1),
+    (copies.sum_copies, {**_FP32, "DTYPE": tl.bfloat16, "COUNT": 4096, "WHOLE": True, "WAITED": WORLD}, 16),
+]
 
 
 _NORMS = {
@@ -156,6 +174,7 @@ def gathers() -> dict[str, object]:
         record(kernel, arch, constants, tuples(1 if in_place else 2), {"in_place": in_place})
         for kernel, constants in (
             (kernels_direct.exchange_direct, {"COUNTED": False}),
+            (kernels_loop.exchange_loop, {}),
             (kernels_ring.all_gather_ring, {}),
         )
         for arch in (90, 100)
@@ -184,6 +203,11 @@ def collectives() -> dict[str, object]:
         "reduce_scatter": reduce_scatter,
         "all_reduce": all_reduce,
         "forms": {name: compiled_forms(kernel) for name, kernel in reductions.items()},
+        "copies": [
+            record(kernel, arch, constants, tuples() | {"stamp": "*i64"}, {}, num_warps=warps)
+            for kernel, constants, warps in COPIES
+            for arch in (90, 100)
+        ],
         "order": list(ORDER),
     }
 

@@ -21,7 +21,7 @@ from tdcoll.spec.functions import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_THIS_GPU = {
-    *("primitives.group.begin_epoch", "primitives.group.still_alive"),
+    *(f"primitives.group.{name}" for name in ("begin_epoch", "begin_even_epoch", "still_alive", "this_epoch")),
     "primitives.stores.tell_gave_up",
     "workers.language_checks.put_by_another",
     "workers.stores_and_waits_checks.sum_of_late_parts",

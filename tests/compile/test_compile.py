@@ -59,7 +59,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
 
 
 COLLECTIVES = ("all_gather", "ll", "direct", "exchange", "all_to_all", "reduce_scatter", "all_reduce", "fused")
-COLLECTIVES += ("index_match", "sparse")
+COLLECTIVES += ("index_match", "sparse", "copies")
 PUTS = {
     *("all_gather_1d", "all_gather_2d", "all_gather_ll_2d", "all_to_all_puts", "reduce_scatter_puts"),
     *("all_reduce_puts", "all_reduce_nodes", "reduce_nodes", "reduce_nodes_of_single", "forward", "meet_nodes"),
@@ -70,6 +70,7 @@ STORES = {
     *("exchange_ll", "exchange_direct", "all_gather_ring", "norm_rows_one_shot", "norm_rows_two_stage"),
     *("reduce_scatter_direct", "reduce_scatter_pull", "reduce_scatter_words", "reduce", "meet"),
     *("all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_direct"),
+    *("exchange_loop", "reduce_scatter_loop", "all_reduce_loop", "enter", "hear", "look", "sum_copies"),
 }
 """Kernels that store to peers' memory, and wait."""
 
@@ -131,7 +132,7 @@ def test_kernels_are_compiled_once_for_all_ranks(compiled) -> None:
     assert {name for name in forms if "reduce" in name} == {
         k["kernel"] for k in kernels_of(compiled, *COLLECTIVES[5:7])
     }
-    assert len(forms) == 12
+    assert len(forms) == 14
     assert set(forms.values()) == {1}
 
 
@@ -210,6 +211,16 @@ def test_words_are_moved_by_128_bits_and_waited_for_once(compiled) -> None:
             assert kernel["sent"] >= (2 * (world - 1) + world if two else world), kernel
     scattered = {k["announced"]: k for k in compiled["reduce_scatter"] if k["kernel"] == "reduce_scatter_words"}
     assert (scattered[True]["globaltimer"], scattered[False]["globaltimer"]) == (1, 8)
+
+
+def test_calls_by_copy_engines_tell_who_has_given_up(compiled) -> None:
+    """Releases: that a rank has entered, that it has given up, the latter also to itself, and the record of each
+    wait."""
+    found = {(k["kernel"], k["globaltimer"], k["release_sys"]) for k in compiled["copies"]}
+    waits = {("enter", 1, 7 + 7 + 1 + 1), ("look", 1, 1), ("hear", 1, 1), ("hear", 2, 2), ("sum_copies", 1, 1)}
+    assert found == waits
+    for kernel in compiled["copies"]:
+        assert (kernel["wide_loads"] >= 8) == (kernel["kernel"] == "sum_copies"), kernel
 
 
 def test_fused_kernels_wait_once_for_each_word_of_a_thread_and_contract_nothing_but_squares(compiled) -> None:

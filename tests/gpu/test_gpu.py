@@ -112,6 +112,19 @@ def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
 
 @needs(2)
 @pytest.mark.parametrize("heap", ["nvshmem", "torch"])
+@pytest.mark.parametrize("connections", ["8", "1"])
+def test_calls_by_copy_engines(launch: Launch, heap: str, connections: str) -> None:
+    """Also where all streams share one queue to the GPU, as with Megatron."""
+    script, environment = (
+        WORKERS / "copies_checks.py",
+        {"TDCOLL_HEAP": heap, "CUDA_DEVICE_MAX_CONNECTIONS": connections},
+    )
+    done = launch("--nproc", str(min(GPUS, 4)), str(script), timeout=TIMEOUT_S, env=environment)
+    assert set(verdicts(done)) == checks_of(script.name)
+
+
+@needs(2)
+@pytest.mark.parametrize("heap", ["nvshmem", "torch"])
 def test_pytorchs_memory_as_callers_tensors(launch: Launch, heap: str) -> None:
     names = "sizes", "larger_calls_are_several_epochs", "graphs"
     variables = {"TDCOLL_HEAP": heap, "CALLERS_MEMORY": "torch"}

@@ -189,9 +189,13 @@ class Launches:
         self.counts = len(calls) - lamport, lamport
         changing = ("source", "out", "inbox.base") if in_buffer else ("source", "out")
         self.kernel = kernel = algorithm.kernel(first.facts)
-        launches: dict[Planned, Launch] = {}
+        launches: dict[Planned, Any] = {}
         variant: set[Any] = set()
         for call in dict.fromkeys(calls):
+            if algorithm.copies is not None:
+                launches[call] = copies = algorithm.copies(call)
+                variant.add(copies.variant)
+                continue
             known = {**call.values(), **algorithm.values(call)}
             given = {name: known[name] for name in kernel.arg_names if name in known}
             warps, early = call.plan.num_warps, call.ctx.early and algorithm.early(call.facts)
@@ -338,7 +342,7 @@ def sections_of(spec: Collective, ctx: CollectiveContext) -> tuple[Section, ...]
     return ctx.once((spec.name, "sections"), lambda: spec.sections(ctx.tuning.sections, ctx.tuning.name))
 
 
-def prepare(ctx: CollectiveContext, operation: str, variant: Hashable, launches: Iterable[Launch]) -> None:
+def prepare(ctx: CollectiveContext, operation: str, variant: Hashable, launches: Iterable[Any]) -> None:
     """Compile and load the kernels of a call.
 
     Args:

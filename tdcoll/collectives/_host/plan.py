@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 __all__ = [
     *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
     *("TARGET_CHUNK_BYTES", "Payload", "Facts", "Plan", "check_numbers", "check_warps", "cut_chunks"),
+    *("cut_copies", "cut_loop", "loop_blocks", "prefers_loops"),
     *("cut_reduced_words", "cut_words", "epoch_of_words", "half", "is_word_chunk", "most_channels", "most_warps"),
     *("needs_puts", "needs_reduced_words", "needs_stores", "needs_words", "per_channel", "per_segment", "power"),
-    *("reduced_words", "several_nodes", "staged_epoch", "warps", "word_chunks", "words_of"),
+    *("reduced_words", "several_nodes", "shares_gpu", "staged_epoch", "summing_blocks"),
+    *("warps", "word_chunks", "words_of"),
 ]
 
 CHUNK_ALIGNMENT = 128
@@ -65,6 +67,23 @@ MOST_EPOCHS = 1024
 
 REDUCING_PROGRAMS = 128
 """Blocks of words that are reduced: about one for each SM."""
+
+LOOP_WARPS = 512
+"""Warps that loop over chunks, of all thread blocks, if nothing else is measured: with 32 thread blocks of 16 warps
+prototypes reach 95 percent of the speed of a link."""
+
+FEW_BLOCKS, LOOPS_FROM = 48, 1 << 20
+"""Where there are fewer thread blocks, larger reductions (bytes) are summed by loops rather than by words, which need
+many: on 2 H200s with 30 thread blocks, 16 MB take 216 us by words, and a prototype of the loops takes 98."""
+
+LOOP_CHUNKS = 8
+"""Chunks that such a thread block has of a large message."""
+
+SUMMING_BLOCKS = 32
+"""Thread blocks that sum what copy engines have brought, at most."""
+
+SUMMED_BYTES = 16 << 10
+"""Bytes that such a thread block sums, at least."""
 
 _REDUCED_BYTES = 1 << 30
 """Kernels count the bytes of words in 32 bits, and go somewhat beyond the last."""
@@ -166,6 +185,11 @@ def needs_words(facts: Facts) -> str | None:
     return f"needs the same number of ranks on every node and {limit}; got {facts.nbytes} bytes on "
 
 
+def shares_gpu(facts: Facts) -> bool:
+    """Return whether launches of other contexts need room on the GPU, so that few thread blocks have to do."""
+    return facts.max_programs != MAX_PROGRAMS
+
+
 def several_nodes(topology: Topology) -> bool:
     """Return whether there is more than one node: on one, ``2d`` does the same as ``1d``."""
     return topology.n_nodes > 1
@@ -218,7 +242,7 @@ def warps(nbytes: int, chunk: int) -> int:
 
 def most_warps(facts: Facts) -> int:
     """Return how many warps a program may have: fewer where launches of other contexts need room on the GPU."""
-    return max(WARPS) if facts.max_programs == MAX_PROGRAMS else SHARED_WARPS
+    return SHARED_WARPS if shares_gpu(facts) else max(WARPS)
 
 
 def check_numbers(plan: Plan) -> None:
@@ -255,6 +279,45 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
     channels = max(1, -(-facts.nbytes // chunk))
     num_warps = min(entry.num_warps or warps(facts.nbytes, chunk), most_warps(facts))
     return Plan(algorithm, channels, chunk, num_warps)
+
+
+def cut_copies(facts: Facts, entry: Entry, whole: int, sums: bool = False) -> Plan:
+    """Copies of ``whole`` bytes: one, because copy engines are the faster the more they move at once. Thread blocks of
+    the plan are those that sum, if there are any."""
+    channels = min(most_channels(facts), entry.channels or -(-whole // (entry.chunk or max(1, whole))) or 1)
+    chunk = max(1, -(-whole // (channels * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
+    num_warps = min(entry.num_warps or 16, most_warps(facts)) if sums else 1
+    blocks = min(entry.blocks or 0, facts.max_programs - 1) if sums else 1
+    return Plan("ce", max(1, -(-whole // chunk)), chunk, num_warps, blocks)
+
+
+def cut_loop(facts: Facts, entry: Entry, whole: int, signals: int = 1) -> Plan:
+    """Chunks with a signal each, of which any number of thread blocks takes one after the other: about
+    :data:`LOOP_CHUNKS` each, because a barrier and a release follow each chunk, but no smaller than
+    :data:`TARGET_CHUNK_BYTES`."""
+    num_warps = min(entry.num_warps or 16, most_warps(facts))
+    blocks = min(entry.blocks or LOOP_WARPS // num_warps, facts.max_programs - 1)
+    usual = max(TARGET_CHUNK_BYTES, -(-whole // (LOOP_CHUNKS * blocks)))
+    wanted = entry.channels or -(-whole // (entry.chunk or usual))
+    channels = min(facts.channels // signals, max(1, wanted))
+    chunk = max(1, -(-whole // (channels * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
+    channels = max(1, -(-whole // chunk))
+    return Plan("loop", channels, chunk, num_warps, min(channels, blocks))
+
+
+def loop_blocks(facts: Facts, plan: Plan) -> int:
+    """Return the thread blocks of a plan whose thread blocks loop over chunks, if it doesn't state them."""
+    return min(plan.channels, LOOP_WARPS // plan.num_warps, facts.max_programs - 1)
+
+
+def prefers_loops(facts: Facts, nbytes: int) -> bool:
+    """Return whether a reduction of ``nbytes`` bytes of a rank's data takes loops rather than words."""
+    return nbytes > LOOPS_FROM and facts.max_programs < FEW_BLOCKS
+
+
+def summing_blocks(facts: Facts, nbytes: int) -> int:
+    """Return the thread blocks that sum ``nbytes`` bytes of each rank which copy engines have brought: few."""
+    return max(1, min(SUMMING_BLOCKS, facts.max_programs - 1, nbytes // SUMMED_BYTES))
 
 
 def is_word_chunk(nbytes: int, width: int = LL_WORD_BYTES) -> bool:

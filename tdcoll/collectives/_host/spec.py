@@ -82,6 +82,9 @@ class Algorithm:
         epoch: bytes of a segment in each epoch of a call; the last may be shorter. If a call has several epochs,
             ``cut`` and ``extent`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
+        any_blocks: whether any number of thread blocks works, with the same bits; a plan then says how many.
+        copies: of a :class:`~tdcoll.collectives._host.launches.Planned` call whose data is moved by copy engines: what
+            makes it, in the place of one launch of ``kernel``.
         differs: whether it does anything on these ranks that no other algorithm of the collective does; if it doesn't,
             there is no need to measure it.
     """
@@ -96,6 +99,8 @@ class Algorithm:
     extent: Callable[[Facts], Payload] = lambda facts: Payload(facts.nbytes, programs=facts.topology.world_size)
     epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
     early: Callable[[Facts], bool] = lambda facts: True
+    any_blocks: bool = False
+    copies: Callable[[Any], Any] | None = None
     differs: Callable[[Topology], bool] = lambda topology: True
 
 
@@ -116,6 +121,7 @@ class Collective:
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
         handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed`` handles by default: up
             to there, calls take no longer than NCCL's (``benchmarks/backend_calls.py`` measures it).
+        few_blocks: ``(blocks, bytes)``: on a context with fewer thread blocks, it handles no more than so many bytes.
     """
 
     name: str
@@ -128,6 +134,7 @@ class Collective:
     reduces: bool = False
     in_place: bool = False
     handled_bytes: int = 4 << 20
+    few_blocks: tuple[tuple[int, int], ...] = ((16, 1 << 20),)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,6 +144,10 @@ class Collective:
     def algorithm(self, name: str) -> Algorithm:
         """Return the algorithm of this name."""
         return next(algorithm for algorithm in self.algorithms if algorithm.name == name)
+
+    def handled_with(self, blocks: int) -> int:
+        """Return the largest segment that the backend handles by default on a context of so many thread blocks."""
+        return min([self.handled_bytes, *(nbytes for least, nbytes in self.few_blocks if blocks < least)])
 
     # ------------------------------------------------------------------ shapes
 
@@ -305,7 +316,9 @@ class Collective:
                 f"{plan.chunk} bytes"
             )
         # No more blocks of words than carry something: others would wait for puts that no block makes.
-        signalled = most_channels(replace(facts, channels=facts.channels // extent.signals))
+        signalled = facts.channels // extent.signals
+        if not algorithm.any_blocks:
+            signalled = most_channels(replace(facts, channels=signalled))
         most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
         if not 1 <= plan.channels <= most:
             raise ValueError(f"a Plan's channels must be 1 to {most}, got {plan.channels}")
@@ -314,7 +327,10 @@ class Collective:
                 f"a Plan for {plan.algorithm!r} must have chunks of more than {plan.chunk} bytes for "
                 f"{facts.topology.describe()}"
             )
-        if plan.blocks not in (0, blocks := algorithm.blocks(facts, plan)):
+        if algorithm.any_blocks:
+            if not 0 <= plan.blocks < facts.max_programs:
+                raise ValueError(f"a Plan's blocks must be 0 to {facts.max_programs - 1}, got {plan.blocks}")
+        elif plan.blocks not in (0, blocks := algorithm.blocks(facts, plan)):
             raise ValueError(f"a Plan's blocks must be 0 or {blocks} for {plan.algorithm!r}, got {plan.blocks}")
 
     def sections(self, table: Sequence[Section], name: str) -> tuple[Section, ...]:

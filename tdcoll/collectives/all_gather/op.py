@@ -43,8 +43,10 @@ def all_gather(
             uses a context of tdcoll's own, which it makes at the first call and enlarges for a larger one. That is
             collective and synchronises.
         ctx: a context of yours, instead of ``group``.
-        algorithm: ``"ll"``, ``"direct"``, ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table,
-            size and topology. A :class:`~tdcoll.Plan` fixes chunks and warps as well.
+        algorithm: ``"ll"``, ``"direct"``, ``"loop"`` (any number of thread blocks), ``"ce"`` (copy engines),
+            ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table, size and topology. A
+            :class:`~tdcoll.Plan` fixes chunks and warps as well. With ``"ce"`` peers write into symmetric memory even
+            after a timeout, so that it is undefined then.
         symmetric: ``out`` is symmetric memory that peers may write to, as for :func:`all_gather_`.
 
     Returns:

@@ -62,6 +62,7 @@ def default(facts: Facts) -> str:
       copy for a chunk of the others.
     - In one node direct stores for other messages of less than ``LARGE`` bytes, and for all if in place or without
       puts.
+    - Loops before that if out of place and the context has a budget of thread blocks, because few blocks suffice them.
     - 2D if there are several nodes of several ranks each, all of one size, because a segment then crosses between nodes
       once per node pair.
     - 1D everywhere else.
@@ -73,6 +74,8 @@ def default(facts: Facts) -> str:
     few = one_node or (in_two and nbytes * topology.world_size <= LL_RESULT_BYTES)
     if few and not facts.simulated and needs_words(facts) is None:
         return "ll"
+    if one_node and facts.stores and plans.shares_gpu(facts) and not facts.in_place:
+        return "loop"
     if one_node and facts.stores and (facts.in_place or nbytes < plans.LARGE or not facts.puts):
         return "direct"
     return "2d" if in_two else "1d"

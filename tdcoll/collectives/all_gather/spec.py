@@ -9,6 +9,7 @@ from typing import Any
 
 import triton
 
+from tdcoll.collectives._host import copies
 from tdcoll.collectives._host.launches import (
     Launches,
     Planned,
@@ -23,7 +24,10 @@ from tdcoll.collectives._host.plan import (
     LL_WORD_BYTES,
     Facts,
     Plan,
+    cut_copies,
+    cut_loop,
     cut_words,
+    loop_blocks,
     needs_puts,
     needs_stores,
     needs_words,
@@ -40,7 +44,7 @@ from tdcoll.collectives.all_gather.policy import (
     needs_even_nodes,
     put_chunks,
 )
-from tdcoll.collectives.exchange import kernels_direct, kernels_ll
+from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.puts import Routes
 
@@ -122,6 +126,26 @@ SPEC = Collective(
             epoch=epoch,
             early=_early,
             differs=lambda topology: topology.world_size > 2,  # from direct stores
+        ),
+        Algorithm(
+            "loop",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
+            kernel=lambda facts: kernels_loop.exchange_loop,
+            blocks=loop_blocks,
+            values=lambda call: {"source_stride": 0},
+            epoch=epoch,
+            early=_early,
+            any_blocks=True,
+        ),
+        Algorithm(
+            "ce",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_copies(facts, entry, facts.nbytes),
+            kernel=copies.kernel,
+            blocks=lambda facts, plan: 1,
+            epoch=epoch,
+            copies=lambda call: copies.exchange(call, 0),
         ),
         Algorithm(
             "1d",

@@ -53,11 +53,11 @@ from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, 
 from tdcoll.primitives.reduce import finish, rounded
 from tdcoll.primitives.sums import sum_of_ranks
 
-__all__ = ["all_reduce_direct"]
+__all__ = ["all_reduce_direct", "sum_chunk"]
 
 
 @jit
-def _sum_chunk(
+def sum_chunk(
     own, out, landing, landing_deltas, inbox, g, epoch, offset, size,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -134,9 +134,9 @@ def all_reduce_direct(
             to = out_deltas if ZERO_COPY else inbox.deltas
             own = source + at
             if (source | out | size) % 16 == 0:
-                _sum_chunk(own, out + at, landing, to, inbox, g, epoch, offset, size, DTYPE, ACC, OP, True, COUNT)
+                sum_chunk(own, out + at, landing, to, inbox, g, epoch, offset, size, DTYPE, ACC, OP, True, COUNT)
             else:
-                _sum_chunk(own, out + at, landing, to, inbox, g, epoch, offset, size, DTYPE, ACC, OP, False, COUNT)
+                sum_chunk(own, out + at, landing, to, inbox, g, epoch, offset, size, DTYPE, ACC, OP, False, COUNT)
             stores.release_to_all(g, summed + g.rank, epoch)
     elif ZERO_COPY:
         tdl.wait_signals(summed, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)

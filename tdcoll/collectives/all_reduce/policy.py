@@ -17,7 +17,9 @@ from tdcoll.collectives._host.plan import (
     needs_puts,
     needs_reduced_words,
     needs_stores,
+    prefers_loops,
     reduced_words,
+    shares_gpu,
 )
 from tdcoll.tuning import Entry
 
@@ -106,7 +108,7 @@ def pieces(facts: Facts, algorithm: str) -> int:
         return 1 + max(1, 4 // facts.itemsize)
     if needs_stores(facts) is not None:  # an outbox between the two, if a rank has to put
         return 3
-    return 1 if algorithm == "direct" and facts.symmetric else 2
+    return 1 if algorithm in ("direct", "loop", "ce") and facts.symmetric else 2
 
 
 def piece_bytes(facts: Facts, algorithm: str) -> int:
@@ -156,8 +158,10 @@ def _one_crossing_pays(facts: Facts) -> bool:
 def _epochs_pay(facts: Facts) -> bool:
     """Return whether two-shot, if it supports the call, is taken before stores: in one epoch, or in several large ones.
 
-    It is not taken in several epochs if stores are zero-copy.
+    It is not taken in several epochs if stores are zero-copy, nor for much data where few thread blocks have to do.
     """
+    if prefers_loops(facts, facts.nbytes):
+        return False
     epoch = TWO_SHOT.epoch(facts)
     return epoch == facts.nbytes or (epoch >= _LEAST_EPOCH and not facts.symmetric)
 
@@ -167,7 +171,8 @@ def default(facts: Facts) -> str:
 
     - Lamport or LL if the context has memory for them (not in the simulator, because they cost much more there):
       one-shot for few bytes, otherwise two-shot, also in several large epochs.
-    - Otherwise stores in one node, rails if all nodes have as many ranks, and puts elsewhere.
+    - Otherwise stores in one node, by loops if the context has a budget of thread blocks; rails if all nodes have as
+      many ranks, and puts elsewhere.
     """
     one, two = (words.supports(facts) is None for words in (ONE_SHOT, TWO_SHOT))
     if not facts.simulated:
@@ -176,7 +181,7 @@ def default(facts: Facts) -> str:
         if two and _epochs_pay(facts):
             return "two_shot"
     others = (
-        ("direct", needs_direct(facts) is None), ("2d", needs_rails(facts) is None),
+        ("loop" if shares_gpu(facts) else "direct", needs_direct(facts) is None), ("2d", needs_rails(facts) is None),
         ("1d", needs_signalled_puts(facts) is None), ("one_shot", one), ("two_shot", two),
     )  # fmt: skip
     return next((name for name, supported in others if supported), "1d")  # which then raises the reason

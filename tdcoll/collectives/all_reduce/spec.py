@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from tdcoll.collectives._host.copies import Copies, Copy, Hop, kernel, summed
 from tdcoll.collectives._host.launches import (
     Planned,
     local_peers,
@@ -14,11 +15,23 @@ from tdcoll.collectives._host.launches import (
     of_words,
     on_device,
     routes_beside_stores,
+    successors,
     tiles,
 )
-from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Facts, Plan, per_channel, several_nodes
+from tdcoll.collectives._host.plan import (
+    LAMPORT_WORD_BYTES,
+    LL_WORD_BYTES,
+    Facts,
+    Plan,
+    cut_copies,
+    cut_loop,
+    loop_blocks,
+    per_channel,
+    several_nodes,
+    summing_blocks,
+)
 from tdcoll.collectives._host.spec import Algorithm, Collective
-from tdcoll.collectives.all_reduce import kernels_direct, kernels_nodes, kernels_puts, kernels_words
+from tdcoll.collectives.all_reduce import kernels_direct, kernels_loop, kernels_nodes, kernels_puts, kernels_words
 from tdcoll.collectives.all_reduce.policy import (
     ONE_SHOT,
     TWO_SHOT,
@@ -105,6 +118,23 @@ def _by_parts(
     )
 
 
+def _copies(call: Planned) -> Copies:
+    """Two hops, as ``direct``: parts to the first half of the inbox, sums to the second or into the result."""
+    ctx, facts = call.ctx, call.facts
+    part, second = part_bytes(facts.nbytes, ctx.world_size), (pieces(facts, "ce") - 1) * piece_bytes(facts, "ce")
+    peers, sizes = successors(ctx.topology), [min(part, max(0, facts.nbytes - r * part)) for r in range(ctx.world_size)]
+    mine, box, size = ctx.rank * part, ctx.rank * ctx.capacity, sizes[ctx.rank]
+    direct = facts.symmetric
+    first = {peer: Copy(peer * part, box, sizes[peer]) for peer in peers}
+    sums = dict.fromkeys(peers, Copy(mine, mine if direct else box + second, size))
+    taken = [] if direct else [Copy(peer * ctx.capacity + second, peer * part, sizes[peer]) for peer in peers]
+    return Copies(
+        call,
+        Hop(first, sum=summed(call, size, mine, whole=True)),
+        Hop(sums, of_result=True, into_result=direct, taken=taken),
+    )
+
+
 SPEC = Collective(
     name="all_reduce",
     segments=(1, 1),
@@ -117,6 +147,28 @@ SPEC = Collective(
             lambda facts: kernels_direct.all_reduce_direct,
             _direct_blocks,
             lambda call: {**_parts(call), "ZERO_COPY": call.facts.symmetric},
+        ),
+        Algorithm(
+            "loop",
+            supports=needs_direct,
+            cut=lambda facts, entry: cut_loop(facts, entry, extent_of_parts(facts, "loop").nbytes, signals=2),
+            kernel=lambda facts: kernels_loop.all_reduce_loop,
+            blocks=loop_blocks,
+            values=lambda call: {**_parts(call), "ZERO_COPY": call.facts.symmetric},
+            extent=partial(extent_of_parts, algorithm="loop"),
+            epoch=partial(epoch_of_parts, algorithm="loop"),
+            any_blocks=True,
+        ),
+        Algorithm(
+            "ce",
+            supports=needs_direct,
+            cut=lambda facts, entry: cut_copies(facts, entry, extent_of_parts(facts, "ce").nbytes, sums=True),
+            kernel=kernel,
+            blocks=lambda facts, plan: summing_blocks(facts, extent_of_parts(facts, "ce").nbytes),
+            extent=partial(extent_of_parts, algorithm="ce"),
+            epoch=partial(epoch_of_parts, algorithm="ce"),
+            any_blocks=True,
+            copies=_copies,
         ),
         _by_parts(
             "1d",
@@ -140,4 +192,5 @@ SPEC = Collective(
     adjoint="all_reduce",
     reduces=True,
     handled_bytes=16 << 20,
+    few_blocks=((48, 4 << 20), (30, 1 << 20)),
 )

@@ -37,8 +37,9 @@ def all_to_all(
         out: the result: of the same shape and dtype, contiguous. Made if None. Must not overlap ``tensor``,
             and gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
-        algorithm: ``"ll"``, ``"direct"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
-        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. No algorithm uses it yet.
+        algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
+        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. ``"ce"`` then copies straight into
+            it.
 
     Returns:
         ``out``, or a new ordinary tensor.

@@ -6,12 +6,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from tdcoll.collectives._host import copies
 from tdcoll.collectives._host.launches import Planned, routes_beside_stores
 from tdcoll.collectives._host.plan import (
     LL_WORD_BYTES,
     cut_chunks,
+    cut_copies,
+    cut_loop,
     cut_words,
     half,
+    loop_blocks,
     needs_puts,
     needs_stores,
     per_segment,
@@ -20,7 +24,7 @@ from tdcoll.collectives._host.plan import (
 from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_to_all import kernels_puts
 from tdcoll.collectives.all_to_all.policy import blocks_of_puts, default, needs_words_of_a_node
-from tdcoll.collectives.exchange import kernels_direct, kernels_ll
+from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
 
 __all__ = ["SPEC"]
 
@@ -50,6 +54,24 @@ SPEC = Collective(
             blocks=per_segment,
             values=lambda call: {"COUNTED": False},
             epoch=staged_epoch,
+        ),
+        Algorithm(
+            "loop",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
+            kernel=lambda facts: kernels_loop.exchange_loop,
+            blocks=loop_blocks,
+            epoch=staged_epoch,
+            any_blocks=True,
+        ),
+        Algorithm(
+            "ce",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_copies(facts, entry, facts.nbytes),
+            kernel=copies.kernel,
+            blocks=lambda facts, plan: 1,
+            epoch=lambda facts: facts.nbytes if copies.lands_in_result(facts) else staged_epoch(facts),
+            copies=lambda call: copies.exchange(call, call.stride),
         ),
         Algorithm(
             "1d",

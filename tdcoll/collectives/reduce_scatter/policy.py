@@ -3,7 +3,14 @@
 
 from __future__ import annotations
 
-from tdcoll.collectives._host.plan import Facts, Plan, needs_reduced_words, needs_stores
+from tdcoll.collectives._host.plan import (
+    Facts,
+    Plan,
+    needs_reduced_words,
+    needs_stores,
+    prefers_loops,
+    shares_gpu,
+)
 
 __all__ = ["blocks", "default", "needs_symmetric", "reducers"]
 
@@ -31,10 +38,14 @@ def default(facts: Facts) -> str:
 
     - In one node Lamport or LL if the context has memory for them (not in the simulator, because they cost much more
       there), otherwise loads if the input is symmetric memory, otherwise stores.
+      Stores by loops if the context has a budget of thread blocks, and before Lamport and LL for much data.
     - Puts elsewhere.
     """
-    if not facts.simulated and needs_reduced_words(facts) is None:
+    loops = prefers_loops(facts, facts.nbytes * facts.topology.world_size)
+    if not facts.simulated and not loops and needs_reduced_words(facts) is None:
         return "ll"
     if needs_symmetric(facts) is None:
         return "pull"
+    if shares_gpu(facts) and needs_stores(facts) is None:
+        return "loop"
     return "direct" if needs_stores(facts) is None else "1d"

@@ -8,22 +8,27 @@ from typing import Any
 
 import triton.language as tl
 
-from tdcoll.collectives._host.launches import Planned, of_words, on_device, routes_beside_stores, tiles
+from tdcoll.collectives._host.copies import Copies, Copy, Hop, kernel, summed
+from tdcoll.collectives._host.launches import Planned, of_words, on_device, routes_beside_stores, successors, tiles
 from tdcoll.collectives._host.plan import (
     LAMPORT_WORD_BYTES,
     LL_WORD_BYTES,
     cut_chunks,
+    cut_copies,
+    cut_loop,
     cut_reduced_words,
     half,
+    loop_blocks,
     needs_puts,
     needs_reduced_words,
     needs_stores,
     per_channel,
     reduced_words,
     staged_epoch,
+    summing_blocks,
 )
 from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
-from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_pull, kernels_puts, kernels_words
+from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_loop, kernels_pull, kernels_puts, kernels_words
 from tdcoll.collectives.reduce_scatter.policy import blocks, default, needs_symmetric, reducers
 from tdcoll.primitives.group import Inbox, nodes_of
 
@@ -38,6 +43,12 @@ def _tables(call: Planned) -> dict[str, Any]:
     ctx = call.ctx
     nodes = on_device(ctx, "reduce_scatter", "nodes", lambda: nodes_of(ctx.topology, ctx.device))
     return {"routes": routes_beside_stores(ctx, "reduce_scatter"), "nodes": nodes}
+
+
+def _copies(call: Planned) -> Copies:
+    ctx, nbytes = call.ctx, call.facts.nbytes
+    sent = {peer: Copy(peer * call.stride, ctx.rank * ctx.capacity, nbytes) for peer in successors(ctx.topology)}
+    return Copies(call, Hop(sent, sum=summed(call, nbytes, ctx.rank * call.stride, whole=False)))
 
 
 SPEC = Collective(
@@ -70,6 +81,26 @@ SPEC = Collective(
             kernel=lambda facts: kernels_pull.reduce_scatter_pull,
             blocks=lambda facts, plan: plan.channels + 1,
             values=lambda call: {**tiles(call), "inbox": Inbox(0, 0, call.deltas, tl.constexpr(1))},
+        ),
+        Algorithm(
+            "loop",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
+            kernel=lambda facts: kernels_loop.reduce_scatter_loop,
+            blocks=loop_blocks,
+            values=tiles,
+            epoch=staged_epoch,
+            any_blocks=True,
+        ),
+        Algorithm(
+            "ce",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_copies(facts, entry, facts.nbytes, sums=True),
+            kernel=kernel,
+            blocks=lambda facts, plan: summing_blocks(facts, facts.nbytes),
+            epoch=staged_epoch,
+            any_blocks=True,
+            copies=_copies,
         ),
         Algorithm(
             "1d",

@@ -140,6 +140,17 @@ class Memory:
         return f"{found.name}[{begin}]" if end == begin + 1 else f"{found.name}[{begin}:{end}]"
 
 
+class AtOnce:
+    """A :class:`~tdcoll.runtime.heap.SideStream` where there are no streams."""
+
+    handle = 0
+
+    def fork(self, stream: int) -> None:
+        """Do nothing, because all work is done."""
+
+    join = fork
+
+
 class MemoryView:
     """One PE's view of a :class:`Memory`: the symmetric heap that tdcoll's host code works with.
 
@@ -188,6 +199,10 @@ class MemoryView:
     def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
         ctypes.memmove(dest, source, nbytes)
         self.written_by_host(dest, nbytes)
+
+    def side_stream(self) -> Any:
+        """Return a stream on which everything is done at once, as on the caller's."""
+        return AtOnce()
 
     def wait_on_host(
         self, address: int, ready: Callable[[], bool], describe: Callable[[], str], timeout_s: float

@@ -19,7 +19,7 @@ from tdcoll.runtime.simulator.polling import PollingScheduler
 from tdcoll.runtime.simulator.scheduler import Scheduler
 from tdcoll.runtime.simulator.tasks import Task
 
-__all__ = ["Stream", "copy", "host_of"]
+__all__ = ["Side", "Stream", "copy", "host_of"]
 
 _ENGINE = -1
 """A view of memory that no PE has: without any store that has not landed yet."""
@@ -90,6 +90,25 @@ class Stream:
             return f"waits for {self._name}, which has done {self._done} of {number} operations"
 
         self._scheduler.wait(lambda: self._done >= number, describe, [self])
+
+
+class Side(Stream):
+    """A :class:`~tdcoll.runtime.heap.SideStream`: one that the host doesn't enter, and forks from the stream that it
+    has entered."""
+
+    def __init__(self, scheduler: Scheduler, pe: int, handle: int) -> None:
+        super().__init__(scheduler, pe, f"side stream {handle}")
+        self.handle = handle
+
+    def fork(self, stream: int) -> None:
+        if entered := host_of(self._scheduler).streams:
+            super().join(entered[-1])
+
+    def join(self, stream: Any) -> None:
+        if entered := host_of(self._scheduler).streams:
+            entered[-1].join(self)
+        else:
+            self.synchronize()
 
 
 def copy(machine: Machine, dest: int, source: int, nbytes: int) -> None:

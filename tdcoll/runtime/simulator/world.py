@@ -12,6 +12,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from tdcoll import arguments, runtime
 from tdcoll.errors import RankMismatchError, TdcollError
@@ -22,7 +23,7 @@ from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
 from tdcoll.runtime.simulator.scheduler import Scheduler
-from tdcoll.runtime.simulator.streams import Stream, copy, host_of
+from tdcoll.runtime.simulator.streams import Side, Stream, copy, host_of
 from tdcoll.runtime.simulator.tasks import Launch, Task
 from tdcoll.runtime.simulator.trace import Trace, slice_of
 from tdcoll.runtime.store import decode, encode
@@ -79,6 +80,7 @@ class _View(MemoryView):
         reachable = tuple(node == world.node_ids[pe] for node in world.node_ids)
         super().__init__(world.memory, pe, reachable)
         self._world = world
+        self._sides = WeakValueDictionary[int, Side]()
 
     def stream_wait(self, *given: Any) -> None:
         self._world._in_order(partial(super().stream_wait, *given))
@@ -87,7 +89,15 @@ class _View(MemoryView):
         self._world._in_order(partial(super().stream_write, *given))
 
     def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
-        self._world._in_order(partial(copy, self._world._machine, dest, source, nbytes))
+        carry_out = partial(copy, self._world._machine, dest, source, nbytes)
+        side = self._sides.get(stream)
+        self._world._in_order(carry_out) if side is None else side.queue(carry_out)
+
+    def side_stream(self) -> Side:
+        streams = self._world._streams
+        streams[self.pe] += 1
+        side = self._sides[streams[self.pe]] = Side(self._world.scheduler, self.pe, streams[self.pe])
+        return side
 
     def wait_on_host(
         self, address: int, ready: Callable[[], bool], describe: Callable[[], str], timeout_s: float

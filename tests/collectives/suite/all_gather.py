@@ -10,12 +10,12 @@ from kernel_mutants import Argument, Call, Change, Moved, at_once, dropped, miss
 from tdcoll.collectives.all_gather.spec import SPEC
 
 from .calls import Calls
-from .ways import WRONG, Dense, job, mutant
+from .ways import WRONG, Dense, job, mutant, mutants_of_copies
 
 M = partial(mutant, SPEC, algorithm="1d")
 NODES = partial(M, nodes=(2, 2))
 TWO = partial(NODES, algorithm="2d")
-LL, DIRECT, RING = (partial(M, algorithm=name) for name in ("ll", "direct", "ring"))
+LL, DIRECT, LOOP, RING = (partial(M, algorithm=name) for name in ("ll", "direct", "loop", "ring"))
 LL_NODES = partial(NODES, algorithm="ll")
 WAITS_FIRST = {"world": {"resident": 1}}
 """With one resident block, programs that wait must come after those that they wait for."""
@@ -23,7 +23,7 @@ WAITS_FIRST = {"world": {"resident": 1}}
 PUTS, RAILS, LL_2D, RECEIVE = (
     f"all_gather.kernels_puts.{name}" for name in ("all_gather_1d", "all_gather_2d", "all_gather_ll_2d", "_receive")
 )
-AROUND = "kernels_ring.all_gather_ring"
+AROUND, LOOPS = "kernels_ring.all_gather_ring", "exchange.kernels_loop.exchange_loop"
 STORES, RECEIVED = (f"exchange.kernels_direct.{name}" for name in ("exchange_direct", "receive_chunk"))
 SIGNAL_FIRST = "tdl.signal_block({3}, {4}, {5}, {6})\ntdl.fence()\n"
 LOADED = """
@@ -130,6 +130,13 @@ MUTANTS = (
         Argument("stores.release", "tdl.st_release", "'sys'", "'gpu'"),
     ),
     DIRECT("in place: nobody says that it has entered", dropped(STORES, "stores.say_entered"), UNENTERED, calls="pppp"),
+    # ------------------------------------------------------------------ loops
+    LOOP("one slot", Change("group.segment", "slot(epoch)", "0")),
+    LOOP("the receiver does not wait", at_once(RECEIVED)),
+    LOOP("the second chunk has the signal of the first", Argument(LOOPS, "row", "sent", "0"), UNRELEASED),
+    LOOP("in place: a rank is written to before it has entered", at_once("stores.may_write"), calls="pppp"),
+    LOOP("in place: nobody says that it has entered", dropped(LOOPS, "stores.release_to_all"), UNENTERED, calls="pppp"),
+    LOOP("in place: nobody waits for what arrives", at_once(LOOPS), calls="pppp"),
     # ------------------------------------------------------------------ the ring
     RING("one slot", Change("group.segment", "slot(epoch)", "0")),
     RING("passed on before it is there", at_once(AROUND)),
@@ -151,6 +158,8 @@ DENSE = Dense(
     nodes={
         "ll": ((3,), (2, 2), (2, 2, 2)),
         "direct": ((3,),),
+        "loop": ((3,), (2,)),
+        "ce": ((3,), (2,)),
         "ring": ((3,), (4,)),
         "1d": ((2, 1), (3,), (2, 2)),
         "2d": ((2, 2), (2, 2, 2), (3, 3)),
@@ -165,5 +174,5 @@ DENSE = Dense(
         # Words of several pieces for each put between nodes.
         (Calls(SPEC, "ll", "ooo", (201,), pieces=5), job((2, 2), seeds=2)),
     ),
-    mutants=MUTANTS,
+    mutants=(*MUTANTS, *mutants_of_copies(SPEC)),
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
-from kernel_mutants import AnyChange, Mutant
+from kernel_mutants import AnyChange, Argument, Change, Mutant, at_once, dropped, missing
 
 from tdcoll.collectives._host.plan import Facts
 from tdcoll.collectives._host.spec import Collective
@@ -22,7 +22,7 @@ FLAGS = {"lamport_bytes": 0}
 """All words have flags."""
 
 LOOPED = {"max_programs": 6, "pieces": 9, "counts": (100, 90)}
-"""On two ranks, programs take several blocks of words each."""
+"""On two ranks, programs take several blocks of words, or several chunks, each."""
 
 WRONG = r"AssertionError: rank \d+, call \d+ \(\w\): \d+ wrong elements"
 
@@ -124,6 +124,8 @@ def ways_of(dense: Dense, every: bool = False) -> list[Way]:
                 found.append(replace(way, more=FLAGS))
         if len(how.words) == 2 and how.extent(way.facts()).programs == 0:
             found += [Way(dense, name, (2,), {**LOOPED, **words}) for words in ({}, FLAGS)]
+        if how.any_blocks and how.copies is None:
+            found.append(Way(dense, name, (2,), LOOPED))
     return found
 
 
@@ -149,3 +151,51 @@ def mutant(
     changes = changes if isinstance(changes, tuple) else (changes,)
     name = f"{spec.name} {algorithm} {'+'.join(map(str, nodes))}: {name}"
     return Mutant(name, changes, expect, Calls(spec, algorithm, calls, **case), job(nodes, **world or {}))
+
+
+def mutants_of_loops(spec: Collective) -> tuple[Mutant, ...]:
+    """Of reductions whose thread blocks loop over chunks."""
+    kernel = f"{spec.name}.kernels_loop.{spec.name}_loop"
+    found = [
+        ("the sum does not wait", at_once(kernel, "tdl.wait_signals", "arrived"), WRONG),
+        ("the second chunk has the signal of the first", Argument(kernel, "row", "sent", "0"), missing("signals")),
+        ("the order of ranks", Argument("sums.sum_of_ranks", "load_part", "r", "(r + g.rank) % g.world"), WRONG),
+    ]
+    if spec.scatters:  # an all-reduce hears from all twice
+        found.append(("one slot", Change("group.segment", "slot(epoch)", "0"), WRONG))
+    else:
+        found += [
+            ("sums are copied out before they are there", at_once(kernel), WRONG),
+            ("nobody hears of the sums", dropped(kernel, "stores.release_to_all"), missing("signals")),
+            ("sums and parts have the same signals", Change(kernel, "channels + summed", "summed"), missing("signals")),
+        ]
+    return tuple(mutant(spec, *each, algorithm="loop", nodes=(3,)) for each in found)
+
+
+_LAST = "copy(stream, signal, stamp, 8)"
+_DATA = """for at in range(0, moved.nbytes, chunk):
+    copy(stream, moved.at + at, moved.begin + at, min(chunk, moved.nbytes - at))
+"""
+
+
+def mutants_of_copies(spec: Collective) -> tuple[Mutant, ...]:
+    """Of the protocol of copy engines, shown by calls of any collective."""
+    found = [
+        ("a rank is written to before it has entered", at_once("primitives.copies.enter", "tdl.wait_signals"), WRONG),
+        (
+            "nobody says that it has entered", dropped("primitives.copies.enter", "stores.release_to_all"),
+            missing("ready"),
+        ),
+        ("nobody waits for the stamps", at_once("primitives.copies.hear", "tdl.wait_signals"), WRONG),
+        ("odd epochs", Change("group.begin_even_epoch", "epoch += epoch % 2", "pass"), missing("signals")),
+    ]  # fmt: skip
+    if not spec.reduces:  # whose specs name the function that is changed
+        found += [
+            ("the stamp before the data", Change("_host.copies._queue", _DATA + _LAST, _LAST + "\n" + _DATA), WRONG),
+            ("no stamp", Change("_host.copies._queue", _LAST, "pass"), missing("signals")),
+        ]
+    if spec.segments == (1, 1):
+        found.append(("one stamp for both hops", Argument("primitives.copies.hear", "row", "hop", "0"), WRONG))
+    # An all-reduce alone hears from all twice. An all-gather before it in an even epoch has the same slot.
+    how = {"calls": "oooo"} if spec.scatters or spec.gathers else {"calls": "xxoxxoo", "others": ("all_gather",)}
+    return tuple(mutant(spec, *each, algorithm="ce", nodes=(3,), **how) for each in found)

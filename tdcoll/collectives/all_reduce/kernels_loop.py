@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce inside one node by stores in two stages, with any number of thread blocks.
+
+Scope, data flow, signals and bits are those of ``kernels_direct``; the loop is that of
+:mod:`tdcoll.collectives.exchange.kernels_loop`. Thread block b of B takes chunk c = b + t B of every part at turn t::
+
+    turn t:   send chunk c of each part to its rank;   sum chunk c - LAG B of the own part, and send the sum to all;
+              copy the sums of chunk c - 2 LAG B out (without a copy: wait for them)
+
+Order of thread blocks: a thread block waits for thread blocks of its own index only: the sum for what they sent
+``LAG`` turns earlier, the last step for what they summed at the turn before that. Any number of resident blocks
+therefore makes progress.
+
+In place: as in ``kernels_direct``; each chunk of ``source[p]`` is sent by the thread block that later overwrites it.
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.collectives.all_reduce.kernels_direct import sum_chunk
+from tdcoll.collectives.exchange.kernels_loop import LAG
+from tdcoll.language.jit import jit
+from tdcoll.primitives import stores
+from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
+
+__all__ = ["all_reduce_loop"]
+
+
+@jit
+def all_reduce_loop(
+    source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
+    channels: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    WAITED: tl.constexpr, ZERO_COPY: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] -> [nbytes]`` inside one node. Any number of thread blocks. Args: those of ``all_reduce_direct``."""
+    in_stream_order()
+    blocks = tl.num_programs(0)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    at = tl.cast(g.rank, tl.int64) * part
+    own = source + at
+    to_deltas = out_deltas if ZERO_COPY else inbox.deltas
+    for sent in tl.range(tl.program_id(0), channels + 2 * LAG * blocks, blocks, disable_licm=True):
+        if sent < channels:
+            offset = tl.cast(sent, tl.int64) * chunk
+            signal = row(g, epoch, sent) + g.rank
+            for step in tl.range(1, g.world):
+                to = (g.rank + step) % g.world
+                begin = tl.cast(to, tl.int64) * part
+                size = chunk_bytes(chunk_bytes(nbytes, part, to), chunk, sent)
+                mine = segment(inbox, g, epoch, g.rank) + offset
+                given = source + begin + offset
+                stores.push(mine, given, size, tl.load(inbox.deltas + to), signal, tl.load(g.deltas + to), epoch)
+        summed = sent - LAG * blocks
+        if (summed >= 0) & (summed < channels):
+            arrived = row(g, epoch, summed)
+            if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+                offset = tl.cast(summed, tl.int64) * chunk
+                size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, summed)
+                staged = segment(inbox, g, epoch, g.rank) + second + offset
+                landing = out + at + offset if ZERO_COPY else staged
+                if (source | out | size) % 16 == 0:
+                    sum_chunk(
+                        own, out + at, landing, to_deltas, inbox, g, epoch, offset, size, DTYPE, ACC, OP, True, COUNT
+                    )
+                else:
+                    sum_chunk(
+                        own, out + at, landing, to_deltas, inbox, g, epoch, offset, size, DTYPE, ACC, OP, False, COUNT
+                    )
+                stores.release_to_all(g, row(g, epoch, channels + summed) + g.rank, epoch)
+        came = sent - 2 * LAG * blocks
+        if came >= 0:
+            sums = row(g, epoch, channels + came)
+            if ZERO_COPY:
+                tdl.wait_signals(sums, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
+            else:
+                offset = tl.cast(came, tl.int64) * chunk
+                for step in tl.range(1, g.world):
+                    frm = (g.rank - step + g.world) % g.world
+                    index = (channels + came) * g.world + frm
+                    if tdl.wait_signal(sums + frm, tdl.CMP_GE, epoch, g.monitor, frm, index) != 0:
+                        begin = tl.cast(frm, tl.int64) * part
+                        size = chunk_bytes(chunk_bytes(nbytes, part, frm), chunk, came)
+                        theirs = segment(inbox, g, epoch, frm) + second + offset
+                        tdl.copy_block(out + begin + offset, theirs, size)

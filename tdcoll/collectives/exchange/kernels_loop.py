@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-gather and all-to-all inside one node by direct stores, with any number of thread blocks.
+
+Scope: as ``kernels_direct``, for launches that leave most of the GPU to others. There a thread block has one chunk of
+one peer; here each thread block does everything for its chunks, and takes one after the other.
+
+Data flow and signals are those of ``kernels_direct``. Thread block b of B sends chunks b, b + B, b + 2 B, ... to every
+peer, and receives those chunks of every peer ``LAG`` turns later, when they have most likely arrived::
+
+    turn t:   send chunk b + t B to every other rank, with a signal each;   then receive chunk b + (t - LAG) B of each
+
+Order of thread blocks: sending doesn't wait, and a chunk is sent by the thread block of the same index that receives it
+on the other ranks, at an earlier turn. Any number of resident blocks therefore makes progress. (If peers write to the
+caller's buffer, thread block 0 tells all of them first that this rank has entered.)
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.collectives.exchange.kernels_direct import receive_chunk
+from tdcoll.language.jit import jit
+from tdcoll.primitives import stores
+from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
+
+__all__ = ["LAG", "exchange_loop"]
+
+LAG = tl.constexpr(2)
+"""Turns from sending a chunk to receiving the same one."""
+
+
+@jit
+def exchange_loop(
+    source: tl.int64, out: tl.int64, inbox, g, source_stride: tl.int64, out_stride: tl.int64, nbytes: tl.int64,
+    chunk: tl.int64, channels: tl.int32,
+):  # fmt: skip
+    """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Any number of thread blocks.
+
+    Args: those of ``exchange_direct``, and
+        channels: chunks of a segment.
+    """
+    in_stream_order()
+    blocks = tl.num_programs(0)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    if inbox.slots == 1:
+        if tl.program_id(0) == 0:
+            stores.release_to_all(g, g.entered + g.rank, epoch)
+    own = source + tl.cast(g.rank, tl.int64) * source_stride
+    for sent in tl.range(tl.program_id(0), channels + LAG * blocks, blocks):
+        if sent < channels:
+            offset = tl.cast(sent, tl.int64) * chunk
+            size = chunk_bytes(nbytes, chunk, sent)
+            for step in tl.range(1, g.world):
+                to = (g.rank + step) % g.world
+                if stores.may_write(g, inbox, to, epoch) != 0:
+                    given = source + tl.cast(to, tl.int64) * source_stride + offset
+                    mine = segment(inbox, g, epoch, g.rank) + offset
+                    signal = row(g, epoch, sent) + g.rank
+                    stores.push(mine, given, size, tl.load(inbox.deltas + to), signal, tl.load(g.deltas + to), epoch)
+        came = sent - LAG * blocks
+        if came >= 0:
+            offset = tl.cast(came, tl.int64) * chunk
+            size = chunk_bytes(nbytes, chunk, came)
+            if inbox.slots == 2:
+                for step in tl.range(0, g.world):
+                    frm = (g.rank - step + g.world) % g.world
+                    receive_chunk(frm, came, own, out, out_stride, inbox, g, offset, size, epoch)
+            else:
+                for step in tl.range(1, g.world):
+                    frm = (g.rank - step + g.world) % g.world
+                    signal = row(g, epoch, came) + frm
+                    tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, frm, came * g.world + frm)

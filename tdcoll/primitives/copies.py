@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls whose data is moved by copy engines, inside one node: what runs on multiprocessors before and after the copies.
+
+Scope: one node whose ranks can address each other's memory; large messages, and calls beside compute, because the
+copies take no multiprocessor. The host issues the copies (:mod:`tdcoll.collectives._host.copies`). Of the kernels here,
+all have one thread block and only send and await signals, but for :func:`sum_copies`, which reduces with any number.
+
+Data flow of a call, seen from rank r::
+
+    enter: begin the epoch; entered --> every other rank; wait until all have entered; write the epoch to stamp
+    one stream for each other rank p, when enter has ended:
+        data for p --copy engine--> memory of rank p;  then stamp --copy of 8 bytes--> arrived[0, hop, r] on rank p
+    hear: wait until arrived[0, hop, s] of every other rank s is the epoch
+    copies or a sum take the data out of the inbox, unless it has landed in the caller's memory
+    look: has a peer given up?
+
+An all-reduce has two hops: parts, and after their sum the sums.
+
+Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by ``enter``. ``arrived[0, hop, s]`` is
+written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` of rank s.
+
+Ordering: a copy on a stream begins when the one before it on that stream has ended, so the stamp arrives after the
+data. This is CUDA's order of a stream, seen from the GPU that is written to: an assumption, which
+``tests/workers/copies_checks.py`` tests. ``hear`` acquires the stamps. Work behind it on the stream sees the data.
+
+Why addresses are fixed: a captured copy has the addresses with which it was captured, and the epoch is only known on
+the device. Calls by copies therefore take even epochs only (:func:`~tdcoll.primitives.group.begin_even_epoch`), so
+there is one buffer, the first slot, and the value that is sent is read from memory when the copy runs.
+
+Why the buffer may be reused: a rank writes to a peer only when that peer has entered the same call. All earlier work on
+the peer's stream is over by then, and with it whatever read the buffer. What comes next is as after any other call:
+call e is complete on a rank when it has heard from every peer, each of which had entered e, and e + 1 uses the other
+slot. An odd epoch that is left out has no signals and no data. The stamp is written by the next call's ``enter``, which
+comes after this call's copies on the stream.
+
+A rank that gives up: copies that are queued can't be held back, also those of later calls that are queued already.
+If ``enter`` finds that a wait has expired, or its own expires, it tells its peers before it ends, hence before the
+copies run, and leaves the stamp as it is. Peers then wait in vain for this epoch and time out as well, and a peer that
+still takes data of the call before out of its inbox finds in ``look`` that it may have been overwritten: see
+:mod:`tdcoll.primitives.stores`. Not protected is what nothing looks after: the caller's memory if peers write into it
+(it is undefined after a timeout on any rank), and on a rank that is late by a whole deadline the inbox of an earlier
+call of another algorithm.
+
+Order of thread blocks: ``enter`` sends before it waits, and waits only for ``enter`` on other ranks. ``hear`` waits for
+copies, which need no thread block. No kernel here waits for one of the same rank.
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.language.jit import jit
+from tdcoll.primitives import elements, stores
+from tdcoll.primitives.group import begin_even_epoch, row, still_alive, this_epoch
+from tdcoll.primitives.reduce import finish, rounded
+from tdcoll.primitives.sums import sum_of_ranks
+
+__all__ = ["enter", "hear", "look", "sum_copies"]
+
+
+@jit
+def enter(g, stamp, WAITED: tl.constexpr):
+    """Begin a call, and end when every rank has entered it. One thread block.
+
+    Args:
+        g: :class:`~tdcoll.primitives.group.Group`.
+        stamp: int64 ``[1]``, which is then copied to the peers: the epoch, or an earlier one if a wait has expired.
+        WAITED: a power of two of at least ``world``.
+    """
+    epoch, entered = begin_even_epoch(g.control, g.monitor)
+    if entered != 0:
+        stores.release_to_all(g, g.entered + g.rank, epoch)
+        entered = tdl.wait_signals(g.entered, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
+    if entered != 0:
+        tl.store(stamp, epoch)
+    else:
+        stores.tell_gave_up(g, epoch)
+
+
+@jit
+def hear(g, hop: tl.int32, LOOKS: tl.constexpr, WAITED: tl.constexpr):
+    """Wait until the stamp of every other rank is here. One thread block.
+
+    Args:
+        hop: of the call, 0 or 1.
+        LOOKS: nothing is read after this, so find out here whether a peer has given up.
+    """
+    if still_alive(g.monitor) != 0:
+        epoch = this_epoch(g.control)
+        if tdl.wait_signals(row(g, epoch, hop), g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+            if LOOKS:
+                stores.none_gave_up(g, WAITED)
+
+
+@jit
+def look(g, WAITED: tl.constexpr):
+    """Find out whether a peer has given up, when the inbox has been read. One thread block."""
+    if still_alive(g.monitor) != 0:
+        stores.none_gave_up(g, WAITED)
+
+
+@jit
+def _sum(
+    own, out, inbox, g, count,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Sum this thread block's tiles of ``count`` elements."""
+    epoch = this_epoch(g.control)
+    step = tl.num_programs(0).to(tl.int64) * COUNT
+    for begin in tl.range(tl.program_id(0).to(tl.int64) * COUNT, count, step):
+        index = begin + tl.arange(0, COUNT)
+        mask = index < count
+        sum = sum_of_ranks(own, inbox, g, None, epoch, 0, index, mask, DTYPE, ACC, OP, ALIGNED)
+        result = rounded(finish(sum, g.world, OP), DTYPE, OP)
+        tl.store(elements.pointer(out, DTYPE, ALIGNED) + index, result, mask=mask)
+
+
+@jit
+def sum_copies(
+    source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, at: tl.int64,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, WAITED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Sum what all ranks have sent to this one, in rank order: ``nbytes`` bytes. Any number of thread blocks.
+
+    Args:
+        source: this rank's tensor, whose part begins ``at`` bytes behind it.
+        out: the result.
+        inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots.
+        WHOLE: the part of the result begins ``at`` bytes behind ``out``, too.
+        DTYPE, ACC, OP, COUNT, WAITED: as for ``reduce_scatter_direct``.
+    """
+    if still_alive(g.monitor) != 0:
+        own = source + at
+        to = out + at if WHOLE else out
+        if (own | to | nbytes) % 16 == 0:
+            _sum(own, to, inbox, g, elements.count(nbytes, DTYPE, True), DTYPE, ACC, OP, True, COUNT)
+        else:
+            _sum(own, to, inbox, g, elements.count(nbytes, DTYPE, False), DTYPE, ACC, OP, False, COUNT)
+        stores.none_gave_up(g, WAITED)

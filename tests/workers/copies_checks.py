@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls by copy engines on every rank of a job: the order of copies that they rely on, and what runs beside them.
+
+`bash launch.sh tests/workers/copies_checks.py [checks]`; the GPU tests also set ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton.language as tl
+from harness import check, device, expect, neighbour, rank, run, scaled, simulated, world
+
+import tdcoll
+import tdcoll.language as tdl
+from tdcoll import runtime
+from tdcoll.collectives._host.call import spec_of
+from tdcoll.limits import COLLECTIVES
+
+ROUNDS = 16
+"""Rounds of the litmus test between two barriers. Each has data and a stamp of its own."""
+
+
+@tdcoll.jit
+def count_old(data, stamps, wrong, n, number, monitor, BLOCK: tl.constexpr):
+    """Wait for the stamp of each round, and count the words of its data that are not the round's, last words first."""
+    for turn in range(16):
+        tdl.wait_signal(stamps + turn, tdl.CMP_GE, number, monitor, 0, turn)
+        for begin in range(0, n, BLOCK):
+            at = n - begin - BLOCK + tl.arange(0, BLOCK)
+            old = (tl.load(data + turn * n + at) != number).to(tl.int32)
+            tl.store(wrong, tl.load(wrong) + tl.sum(old))
+            tdl.syncthreads()
+
+
+@check
+def stamps_follow_data() -> str:
+    """The litmus test: a copy of 8 bytes behind a copy on the same stream is not seen before all of its data is."""
+    heap, done = runtime.current().heap, 0
+    monitor, to = tdcoll.WaitMonitor(), neighbour()
+    main = torch.cuda.current_stream().cuda_stream if not simulated() else 0
+    wrong, side = torch.zeros(1, dtype=torch.int32, device=device()), heap.side_stream()
+    for n in scaled((256, 1 << 14, 1 << 19), (256,)):
+        data, stamps = tdcoll.zeros((ROUNDS, n), torch.int64), tdcoll.zeros(ROUNDS, torch.int64)
+        theirs, theirs_stamps = tdcoll.peer_tensor(data, to), tdcoll.peer_tensor(stamps, to)
+        for number in range(1, 1 + scaled(40, 3)):
+            source = torch.full((n,), number, dtype=torch.int64, device=device())
+            if not simulated() and (number + rank()) % 3 == 0:
+                torch.cuda._sleep(100_000)
+            tdcoll.barrier()
+            side.fork(main)
+            for turn in range(ROUNDS):
+                heap.stream_copy(side.handle, theirs[turn].data_ptr(), source.data_ptr(), source.nbytes)
+                heap.stream_copy(side.handle, theirs_stamps[turn].data_ptr(), source.data_ptr(), 8)
+            count_old[(1,)](data, stamps, wrong, n, number, monitor.words, min(n, 2048), num_warps=8)
+            side.join(main)
+            done += ROUNDS
+        monitor.check()
+        tdcoll.barrier()
+        tdcoll.free(stamps)
+        tdcoll.free(data)
+    expect(int(wrong) == 0, f"{int(wrong)} words were old when their stamp had come")
+    return f"{done} copies"
+
+
+def calls(ctx: tdcoll.CollectiveContext, n: int) -> dict[str, Callable[[], Any]]:
+    """A call of every collective by copy engines, of ``n`` fp32 per segment; results are sums of ones, or ranks."""
+    whole, one = torch.full((world() * n,), float(rank()), device=device()), torch.full((n,), 1.0, device=device())
+    made = {
+        name: lambda name=name: getattr(tdcoll, name)(whole if spec_of(name).scatters else one, ctx=ctx, algorithm="ce")
+        for name in COLLECTIVES
+    }
+    shared = tdcoll.zeros(world() * n)
+    made["all_gather_"] = lambda: tdcoll.all_gather_(shared, ctx=ctx, algorithm="ce")
+    return made
+
+
+def events_of(run_it: Callable[[], Any]) -> list[dict[str, Any]]:
+    """What a profiler sees on the GPU."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    tdcoll.barrier()
+    with torch.profiler.profile(activities=activities) as profile:
+        run_it()
+        torch.cuda.synchronize()
+    tdcoll.barrier()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy")]
+
+
+@check(gpu_only=True)
+def data_moves_by_memcpy() -> str:
+    """Eagerly and in a replay: kernels are signal kernels of one thread block, and sums."""
+    n, seen = 1 << 20, []
+    with tdcoll.CollectiveContext(max_bytes_per_rank=4 * n) as ctx:
+        for name, call in calls(ctx, n).items():
+            call()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+            graph.replay()
+            blocks = tdcoll.explain(name.strip("_"), world() * n, ctx=ctx, algorithm="ce").blocks
+            for how, run_it in (("eager", call), ("replay", graph.replay)):
+                events = events_of(run_it)
+                kernels = [event for event in events if event["cat"] == "kernel"]
+                copies = [event for event in events if event["cat"] == "gpu_memcpy"]
+                for kernel in kernels:
+                    grid, known = kernel["args"]["grid"][0], kernel["name"].split("(")[0]
+                    most = blocks if known == "sum_copies" else 1
+                    expect(known in ("enter", "hear", "look", "sum_copies"), f"{how} {name} runs {kernel['name']}")
+                    expect(grid <= most, f"{how} {name}: {known} has {grid} thread blocks")
+                moved = sum(event["args"].get("bytes", 0) for event in copies)
+                expect(moved >= 4 * n * (world() - 1) // world(), f"{how} {name} copies {moved} bytes")
+                seen.append(len(kernels))
+        ctx.check()
+    return f"{min(seen)} to {max(seen)} kernels a call"
+
+
+@check(gpu_only=True)
+def beside_matmuls() -> None:
+    """Right results while matmuls on another stream fill the GPU, replayed and eager, with ranks that come late."""
+    n = 1 << 18
+    a = torch.randn(8192, 8192, device=device(), dtype=torch.bfloat16)
+    beside, out = torch.cuda.Stream(), torch.empty_like(a)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=4 * n) as ctx:
+        for name, call in calls(ctx, n).items():
+            first = call().clone()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                kept = call()
+            for turn in range(10):
+                with torch.cuda.stream(beside):
+                    torch.mm(a, a, out=out)
+                if (turn + rank()) % 3 == 0:
+                    torch.cuda._sleep(300_000)
+                graph.replay()
+                expect(bool((kept == first).all()), f"{name}, replay {turn}")
+                expect(bool((call() == first).all()), f"{name}, call {turn}")
+        ctx.check()
+
+
+if __name__ == "__main__":
+    run()
