@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a context remembers of its calls, to name the one in which a kernel waits. Needs neither torch nor triton.
+"""The calls that a context remembers, to name the one in which a kernel waits. Needs neither torch nor triton.
 
 A kernel knows the number of its epoch, or of its Lamport call (:mod:`tdcoll.primitives.lamport`), and no names. Each
 call is therefore noted before its launches, which costs the host one ``list.append``; everything else is done when a

@@ -33,7 +33,7 @@ _FOR_GOOD = (_REFUSED, _JOB_ENDED, _EXPIRED)
 
 
 Debug = bool | Literal["first"]
-"""Which calls have their arguments compared: all, none, or the first of each kind (:class:`Compared`)."""
+"""The calls whose arguments are compared: all, none, or the first of each kind (:class:`Compared`)."""
 
 _MOST_COMPARED = 2048
 
@@ -140,7 +140,7 @@ class Preconditions:
         """Whether a call was made while a CUDA graph was being captured: then a graph may still use the memory."""
         self._expired = monitor.valid
         self.calls: Calls = monitor.calls if monitor.calls is not None else Calls(topology.pes, None)
-        """What the context remembers of its calls; see :attr:`noted`."""
+        """The calls that the context remembers; see :attr:`noted`."""
         self.noted = self.calls.add
         """Note a call, before it launches: a :class:`~tdcoll.calls.Made`, or its name."""
         self._refusal: str | None = None

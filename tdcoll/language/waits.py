@@ -69,7 +69,8 @@ mov.u32 number, {place};
 and.b32 number, number, {PLACES};
 mad.wide.u32 record, number, 16, record;
 mov.b64 now, {{phase, {peer}}};
-st.relaxed.sys.global.v2.b64 [record+{notices}], {{now, {epoch}}};
+st.relaxed.sys.global.b64 [record+{notices}+8], {epoch};
+st.relaxed.sys.global.b64 [record+{notices}], now;
 bra {again};
 EXPIRED:
 atom.relaxed.gpu.global.cas.b64 aborted, [$monitor+{MONITOR_ABORTED}], 0, 1;

@@ -63,7 +63,7 @@ class Wait(NamedTuple):
 
 
 class Subject(Protocol):
-    """What the thread looks at: a :class:`~tdcoll.WaitMonitor`. Its job says which rank this is."""
+    """An object that the thread looks at: a :class:`~tdcoll.WaitMonitor`. Its job says which rank this is."""
 
     timeout_s: float
     calls: Calls | None

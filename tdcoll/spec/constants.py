@@ -38,10 +38,10 @@ RECORD_SEEN = tl.constexpr(6)
 RECORD_NOTICES = tl.constexpr(8)  # the notices follow the record
 RECORD_WORDS = tl.constexpr(72)
 
-# A notice of a wait that goes on: two int64 words, written by one store. The low half of the first says how long the
-# wait has lasted, in units of 2 ** NOTICE_SHIFT ns, and the high half names the peer; the second has the epoch. There
-# are NOTICES places for waits that name an epoch, and as many behind them for those that name a Lamport call. Thread
-# blocks, or threads, whose numbers are equal modulo NOTICES share a place.
+# A notice of a wait that goes on: two int64 words, of which the second is written first. The low half of the first says
+# how long the wait has lasted, in units of 2 ** NOTICE_SHIFT ns, and the high half names the peer. The second has the
+# epoch. There are NOTICES places for waits that name an epoch, and as many behind them for those that name a Lamport
+# call. Thread blocks, or threads, whose numbers are equal modulo NOTICES share a place.
 NOTICES = tl.constexpr(16)
 NOTICE_SHIFT = tl.constexpr(21)
 NOTICE_EVERY = tl.constexpr(64)  # units: a wait leaves notices in one unit of so many, and not in the first

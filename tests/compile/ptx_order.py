@@ -53,7 +53,7 @@ EARLY = r"\bgriddepcontrol\.wait; griddepcontrol\.launch_dependents;"
 WAIT = r"\bld\.acquire\.sys\.global\.(b64 word|b32 half)"  # of a signal, or of a word
 # Of a word that holds its data, and orders nothing else.
 FLAGGED = r"\bld\.(volatile\.global\.b128 wide|relaxed\.sys\.global\.v4\.b32)"
-MONITOR = r"\b(ld\.relaxed\.gpu\.global\.b64 (aborted|limit)|atom\.relaxed\.gpu\.global\.cas\.b64 aborted),"
+MONITOR = r"\b(ld\.relaxed\.gpu\.global\.b64 (aborted|limit|record)|atom\.relaxed\.gpu\.global\.cas\.b64 aborted),"
 ORDERED = r"(?<![.\w])((?:ld|st|atom|red|fence|membar)\.[\w.:]+)"
 ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|bar|barrier|membar|fence)\.|\bcall\b")  # all that has a kind
 NVSHMEM = frozenset(name for name, function in FUNCTIONS.items() if function.symbol)
