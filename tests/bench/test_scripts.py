@@ -53,7 +53,7 @@ def test_benchmarks_can_be_given(nproc: int, tmp_path: Path, monkeypatch: Any) -
             if "tdcoll" in command:
                 assert main(command[command.index("tdcoll") + 1 :]) == 0
                 files.add(getattr(parsed[-1], "json", None) or parsed[-1].output)
-    assert len(parsed) == len(files) == 21
+    assert len(parsed) == len(files) == 25
     assert all(Path(file).parent == tmp_path for file in files)
 
 
@@ -133,7 +133,7 @@ def test_a_job_that_takes_too_long_ends_with_all_it_has_started(tmp_path: Path, 
 def test_columns_are_named_after_the_granted_programs(granted: int | None, name: str) -> None:
     """Those of the kind that was called; a group that serves nothing has a column too."""
     contexts = granted and SimpleNamespace(max_bytes_per_rank=1 << 20, max_programs=granted), None
-    kinds = [SimpleNamespace(pool=SimpleNamespace(context=context), limit=4096) for context in contexts]
+    kinds = [SimpleNamespace(pool=SimpleNamespace(context=context), limit=4096, _most=4096) for context in contexts]
     said = [
         f"  {kind}: tdcoll; {Dense.describe(of)}" for kind, of in zip(("all_gather", "all_reduce"), kinds, strict=True)
     ]
