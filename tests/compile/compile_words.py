@@ -66,7 +66,8 @@ def main() -> None:
             needs = needs_nvshmem(kernel)
             found.append({"kernel": name, "arch": arch, "problems": problems, "needs": needs, **seen})
             found[-1] |= resources(ptx, arch)
-            found[-1]["whole"] = len(re.findall(r"\bLDG?\.E\.128\.STRONG\.SYS\b", instructions(ptx, arch)))
+            loads = re.findall(r"\bLDG?\.E(\S*)\.STRONG\.SYS\b", instructions(ptx, arch))
+            found[-1]["widths"] = sorted(set(loads))
     json.dump({"triton": triton.__version__, "kernels": found}, sys.stdout)
 
 

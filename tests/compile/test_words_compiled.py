@@ -66,5 +66,5 @@ def test_instructions(compiled: list[dict[str, Any]], kernel: str, instructions:
 
 def test_a_flagged_word_is_loaded_whole_where_only_part_of_it_is_used(compiled: list[dict[str, Any]]) -> None:
     """Else the flag could be newer than the data. ptxas divides a relaxed load of 128 bits into those that are used."""
-    loads = {one["arch"]: one["whole"] for one in compiled if one["kernel"] == "part_of_flagged"}
-    assert loads == {90: 1, 100: 1}
+    loads = {one["arch"]: one["widths"] for one in compiled if one["kernel"] == "part_of_flagged"}
+    assert loads == {90: [".128"], 100: [".128"]}
