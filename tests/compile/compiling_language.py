@@ -102,8 +102,8 @@ def compile_words() -> list[dict[str, Any]]:
             ptx = compile_for(kernel, arch, constants, WORD_TYPES).asm["ptx"]
             body = ptx[ptx.index(".entry") :]
             seen = {what: body.count(text) for what, text in INSTRUCTIONS.items()}
-            whole = len(re.findall(r"\bLDG?\.E\.128\.STRONG\.SYS\b", instructions(ptx, arch)))
-            about = {"kernel": name, "arch": arch, "needs": needs_nvshmem(kernel), "whole": whole}
+            widths = sorted(set(re.findall(r"\bLDG?\.E(\S*)\.STRONG\.SYS\b", instructions(ptx, arch))))
+            about = {"kernel": name, "arch": arch, "needs": needs_nvshmem(kernel), "widths": widths}
             found.append({**about, "problems": ORDER.pop()["problems"], **seen, **resources(ptx, arch)})
     return found
 

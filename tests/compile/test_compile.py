@@ -108,6 +108,8 @@ def spills_of(kernel: dict[str, Any]) -> int:
         return 56
     if kernel.get("search") or (name, kernel["arch"]) == ("reduce_nodes_of_single", 90):
         return 64
+    if (name, kernel["arch"]) == ("exchange_loop", 90) and not kernel["in_place"]:
+        return 32  # addresses, once per chunk
     # With 8 ranks, threads of 16 warps that have 2 words each need a few registers more than there are.
     most = {("norm_rows_one_shot", 16): 16, ("norm_rows_two_stage", 16): 104}
     return most.get((name, warps), 0) if kernel.get("world") == 8 else 0
@@ -418,5 +420,5 @@ def test_instructions(compiled, kernel: str, instructions: dict[str, int]) -> No
 
 def test_a_flagged_word_is_loaded_whole_where_only_part_of_it_is_used(compiled) -> None:
     """Else the flag could be newer than the data. ptxas divides a relaxed load of 128 bits into those that are used."""
-    loads = {one["arch"]: one["whole"] for one in compiled["words"] if one["kernel"] == "part_of_flagged"}
-    assert loads == {90: 1, 100: 1}
+    loads = {one["arch"]: one["widths"] for one in compiled["words"] if one["kernel"] == "part_of_flagged"}
+    assert loads == {90: [".128"], 100: [".128"]}
