@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the figures of the documentation: ``python docs/figures.py [FOLDER]``. It needs matplotlib (extra ``bench``).
 
-``docs/figures/NAME.svg`` is a sequence diagram of an entry of ``docs/protocols.py``. The file also holds
-:func:`protocols.summary`, which a test compares with that of a new run. ``docs/results/tutorials/ddp-2xH200.svg`` is
+``docs/figures/NAME.svg`` is a sequence diagram of an entry of ``docs/sequences.py``. The file also holds
+:func:`sequences.summary`, which a test compares with that of a new run. ``docs/results/tutorials/ddp-2xH200.svg`` is
 drawn from the result file beside it.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from protocols import PROTOCOLS, ROOT, Event, Protocol, events, held, reason, summary
+from sequences import PROTOCOLS, ROOT, Event, Protocol, events, held, reason, summary
 
 SLOTS = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 """Colours of slots, or of the ranks whose pieces travel."""

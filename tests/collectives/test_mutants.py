@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fused.mutants import MUTANTS as FUSED
@@ -20,7 +22,15 @@ ALL = [*DENSE, *FUSED, *SPARSE, *INDEX_MATCH]
 SETTINGS = {mutant.setting: mutant for mutant in ALL}
 
 
-@pytest.mark.parametrize("mutant", ALL, ids=str)
+def some(mutants: Sequence[Mutant]) -> list[Any]:
+    """Every fourth in the first tier, the others in the second."""
+    return [
+        pytest.param(mutant, id=str(mutant), marks=[pytest.mark.slow] if number % 4 else [])
+        for number, mutant in enumerate(mutants)
+    ]
+
+
+@pytest.mark.parametrize("mutant", some(ALL))
 def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     mutant.is_caught(tmp_path)
 

@@ -15,34 +15,34 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs/figures"
 sys.path.insert(0, str(ROOT / "docs"))
-protocols = importlib.import_module("protocols")
+sequences = importlib.import_module("sequences")
 
 
-@pytest.mark.parametrize("name", protocols.PROTOCOLS)
+@pytest.mark.parametrize("name", sequences.PROTOCOLS)
 def test_figures_are_current(name: str) -> None:
-    protocol = protocols.PROTOCOLS[name]
-    found = protocols.events(protocol)
+    protocol = sequences.PROTOCOLS[name]
+    found = sequences.events(protocol)
     drawn = xml.parse(FIGURES / f"{name}.svg").findtext(".//{http://purl.org/dc/elements/1.1/}description")
     assert drawn is not None
-    assert drawn.splitlines() == protocols.summary(found), "run python docs/figures.py"
-    assert protocols.overwritten(protocol, found) == []
+    assert drawn.splitlines() == sequences.summary(found), "run python docs/figures.py"
+    assert sequences.overwritten(protocol, found) == []
     if protocol.reason:
-        earlier, message, later = protocols.reason(protocol, found)
-        assert protocols.held(protocol, found, earlier)[2] <= message.begin < message.end <= later.begin
+        earlier, message, later = sequences.reason(protocol, found)
+        assert sequences.held(protocol, found, earlier)[2] <= message.begin < message.end <= later.begin
 
 
 def test_every_figure_is_on_a_page() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
-    assert {path.stem for path in FIGURES.glob("*.svg")} == set(protocols.PROTOCOLS)
-    assert [name for name in protocols.PROTOCOLS if f"](figures/{name}.svg)" not in text] == []
+    assert {path.stem for path in FIGURES.glob("*.svg")} == set(sequences.PROTOCOLS)
+    assert [name for name in sequences.PROTOCOLS if f"](figures/{name}.svg)" not in text] == []
     assert [path.name for path in FIGURES.glob("*") if path.stat().st_size >= 150_000] == []
 
 
 def test_an_overwritten_slot_is_found() -> None:
     """With one slot, rank 0 sends call 2 to the slot that rank 1 still reads."""
-    protocol = protocols.PROTOCOLS["two-slots"]
-    found = protocols.events(protocol, partial(protocol.case, slots=1))
-    assert "data 2: rank 0 -> rank 1, slot 0" in map(str, protocols.overwritten(protocol, found))
+    protocol = sequences.PROTOCOLS["two-slots"]
+    found = sequences.events(protocol, partial(protocol.case, slots=1))
+    assert "data 2: rank 0 -> rank 1, slot 0" in map(str, sequences.overwritten(protocol, found))
 
 
 def test_the_command_draws_all_figures(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def doctor(*arguments: str, path: str = "", **variables: str) -> subprocess.Comp
     return subprocess.run(words, env=shell, capture_output=True, text=True, timeout=150)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpret", ["1", pytest.param("", marks=pytest.mark.gpu)])
 def test_on_this_host(tmp_path, interpret):
     """With variables that an outer job has left."""

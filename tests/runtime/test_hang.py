@@ -87,6 +87,7 @@ def processes(job: Job) -> list[int]:
     return [found[0], found[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(4 * MOST_S)
 def test_a_job_that_hangs_says_who_is_missing(job: Job) -> None:
     job.begun("make")

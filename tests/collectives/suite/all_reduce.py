@@ -166,7 +166,7 @@ MUTANTS = (
         DIRECT(f"{what}{' into results' * (calls != 'oooo')}", change, calls=calls)
         for what, change, kinds in (
             ("the signal goes before the part", RELEASED_FIRST, ("oooo", "tttt")),
-            ("the signal goes before the sum", Moved(STORES, "_sum_chunk", "stores.release_to_all"), ("oooo", "ssss")),
+            ("the signal goes before the sum", Moved(STORES, "sum_chunk", "stores.release_to_all"), ("oooo", "ssss")),
             ("the sum does not wait", at_once(STORES, "tdl.wait_signals", "arrived"), ("tttt",)),
             ("nobody waits for sums", at_once(STORES, "tdl.wait_signals", "summed"), ("ssss",)),
         )

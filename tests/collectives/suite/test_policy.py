@@ -144,7 +144,7 @@ def test_few_thread_blocks_loop(
         assert plan.algorithm in (wanted, "one_shot" if nbytes <= M else wanted)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_plans_and_entries_say_how_many_thread_blocks(spec: Collective) -> None:
     """By default 512 warps; entries and plans made by hand may have any number that the context allows."""
     facts = Facts(8 * M, topology_of((2,)), max_programs=24, **STORES)
