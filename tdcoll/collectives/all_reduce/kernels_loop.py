@@ -41,7 +41,7 @@ def all_reduce_loop(
     at = tl.cast(g.rank, tl.int64) * part
     own = source + at
     to_deltas = out_deltas if ZERO_COPY else inbox.deltas
-    for sent in tl.range(tl.program_id(0), channels + 2 * LAG * blocks, blocks):
+    for sent in tl.range(tl.program_id(0), channels + 2 * LAG * blocks, blocks, disable_licm=True):
         if sent < channels:
             offset = tl.cast(sent, tl.int64) * chunk
             signal = row(g, epoch, sent) + g.rank

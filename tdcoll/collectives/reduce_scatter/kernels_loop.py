@@ -36,7 +36,7 @@ def reduce_scatter_loop(
     if alive == 0:
         return
     own = source + tl.cast(g.rank, tl.int64) * source_stride
-    for sent in tl.range(tl.program_id(0), channels + LAG * blocks, blocks):
+    for sent in tl.range(tl.program_id(0), channels + LAG * blocks, blocks, disable_licm=True):
         if sent < channels:
             offset = tl.cast(sent, tl.int64) * chunk
             size = chunk_bytes(nbytes, chunk, sent)

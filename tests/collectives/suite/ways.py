@@ -157,12 +157,13 @@ def mutants_of_loops(spec: Collective) -> tuple[Mutant, ...]:
     """Of reductions whose thread blocks loop over chunks."""
     kernel = f"{spec.name}.kernels_loop.{spec.name}_loop"
     found = [
-        ("one slot", Change("group.segment", "slot(epoch)", "0"), WRONG),
         ("the sum does not wait", at_once(kernel, "tdl.wait_signals", "arrived"), WRONG),
         ("the second chunk has the signal of the first", Argument(kernel, "row", "sent", "0"), missing("signals")),
         ("the order of ranks", Argument("sums.sum_of_ranks", "load_part", "r", "(r + g.rank) % g.world"), WRONG),
     ]
-    if spec.segments == (1, 1):
+    if spec.scatters:  # an all-reduce hears from all twice
+        found.append(("one slot", Change("group.segment", "slot(epoch)", "0"), WRONG))
+    else:
         found += [
             ("sums are copied out before they are there", at_once(kernel), WRONG),
             ("nobody hears of the sums", dropped(kernel, "stores.release_to_all"), missing("signals")),
@@ -186,13 +187,14 @@ def mutants_of_copies(spec: Collective) -> tuple[Mutant, ...]:
             missing("ready"),
         ),
         ("nobody waits for the stamps", at_once("primitives.copies.hear", "tdl.wait_signals"), WRONG),
-        ("no stamp", Change("_host.copies._queue", _LAST, "pass"), missing("signals")),
         ("odd epochs", Change("group.begin_even_epoch", "epoch += epoch % 2", "pass"), missing("signals")),
     ]  # fmt: skip
     if not spec.reduces:  # whose specs name the function that is changed
-        found.append(
-            ("the stamp before the data", Change("_host.copies._queue", _DATA + _LAST, _LAST + "\n" + _DATA), WRONG)
-        )
+        found += [
+            ("the stamp before the data", Change("_host.copies._queue", _DATA + _LAST, _LAST + "\n" + _DATA), WRONG),
+            ("no stamp", Change("_host.copies._queue", _LAST, "pass"), missing("signals")),
+        ]
     if spec.segments == (1, 1):
         found.append(("one stamp for both hops", Argument("primitives.copies.hear", "row", "hop", "0"), WRONG))
-    return tuple(mutant(spec, *each, algorithm="ce", nodes=(3,)) for each in found)
+    calls = {"calls": "oxoxox", "others": ("all_gather",)}  # an all-reduce alone hears from all twice
+    return tuple(mutant(spec, *each, algorithm="ce", nodes=(3,), **calls) for each in found)
