@@ -388,6 +388,8 @@ WORDS, RAILS = "all_reduce.kernels_words._sum_and_hand_on", "all_reduce.kernels_
 HEEDLESS = [
     _heedless("direct writes to who has not entered", "all_gather p direct 2", "", _any("stores.may_write")),
     _heedless("ring writes to who has not entered", "all_gather p ring 3", "", _any("stores.may_write")),
+    _heedless("loop writes to who has not entered", "all_gather p loop 2", "", _any("stores.may_write")),
+    _heedless("loop sums what has not come", "all_reduce o loop 2", "", _any("tdl.wait_signals", "arrived")),
     _heedless("1d writes to who has not entered", "all_gather p 1d 1+1", "puts.push_remote", _any("may_write")),
     _heedless("ring passes on what has not come", "all_gather o ring 3", "", _any("tdl.wait_signal")),
     _heedless("2d passes on what has not come", "all_gather o 2d 2+2", "", _any("tdl.wait_signal")),

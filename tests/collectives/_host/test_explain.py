@@ -101,9 +101,9 @@ def test_reasons() -> None:
             assert tdcoll.explain("all_reduce", 256, ctx=ctx, algorithm=plan).warps == 4
 
     World(N).run(host)
-    facts = Facts(1 << 10, Topology.of(0, range(N), [0] * N), stores=True, puts=False, itemsize=8)
+    facts = Facts(1 << 10, Topology.of(0, range(N), range(N)), itemsize=8)
     only = explain_call(spec_of("all_reduce"), facts)
-    assert (only.algorithm, only.reason, len(only.unsupported)) == ("direct", "supports", 4)
+    assert (only.algorithm, only.reason, len(only.unsupported)) == ("1d", "supports", 6)
 
 
 def test_the_fused_call() -> None:

@@ -208,6 +208,24 @@ def test_symmetric_tensors_are_as_they_should_be_on_all_ranks() -> None:
     World(2).run(host)
 
 
+def test_an_all_to_all_goes_straight_into_symmetric_memory_by_copies() -> None:
+    """However small the context, and again by the fast path."""
+
+    def host(pe: int) -> None:
+        out = tdcoll.empty((96,), torch.int32)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
+            for turn in range(4):
+                x = torch.arange(96, dtype=torch.int32) + 1000 * pe + turn
+                tdcoll.all_to_all(x, ctx=ctx, out=out, algorithm="ce", symmetric=True)
+                parts = [torch.arange(32 * pe, 32 * pe + 32) + 1000 * rank + turn for rank in range(3)]
+                assert out.tolist() == torch.cat(parts).tolist()
+                tdcoll.barrier()  # before a peer writes there again
+            assert int(ctx.control) >> EPOCH_SHIFT.value == 8, "even epochs only"
+            ctx.check()
+
+    World(3, seed=1, weak=True).run(host)
+
+
 # ---------------------------------------------------------------------- contexts
 
 

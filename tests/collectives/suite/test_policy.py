@@ -102,7 +102,7 @@ def test_what_is_taken_where_nothing_was_measured(
     assert plan.algorithm == algorithm
     assert plan.channels * plan.chunk >= nbytes
     few = choose(spec, nbytes, nodes, max_programs=100, **facts)
-    assert few.algorithm == "ll" or few.channels * (2 * sum(nodes) + 1) < 100 or sum(nodes) > 49
+    assert few.algorithm in ("ll", "loop") or few.channels * (2 * sum(nodes) + 1) < 100 or sum(nodes) > 49
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,68 @@ def test_which_all_reduce_is_taken(
     plan = choose(REDUCE, nbytes, nodes, **facts)
     assert (plan.algorithm, plan.chunk) == (algorithm, chunk)
     few = choose(REDUCE, nbytes, nodes, max_programs=100, **facts)
-    assert "shot" in few.algorithm or few.channels * (2 * sum(nodes) + 1) < 100
+    assert few.algorithm == "loop" or "shot" in few.algorithm or few.channels * (2 * sum(nodes) + 1) < 100
+
+
+@pytest.mark.parametrize(
+    ("spec", "nbytes", "programs", "more", "wanted"),
+    [
+        (GATHER, 4 * M, 31, {}, Plan("loop", 240, 137 * 128, 8, 30)),
+        (GATHER, 4 * M, 31, INSIDE, "direct"),
+        (GATHER, 4 * M, MAX_PROGRAMS, {}, "direct"),
+        (ALL, 4 * M, 14, {}, Plan("loop", 104, 316 * 128, 8, 13)),
+        (SCATTER, 4 * M, 47, {**LARGE, "lamport_bytes": 16 * M}, Plan("loop", 361, 91 * 128, 8, 46)),
+        (SCATTER, 4 * M, 64, {**LARGE, "lamport_bytes": 16 * M}, "ll"),
+        (SCATTER, M // 2, 47, LARGE, "ll"),
+        (REDUCE, 4 * M, 47, LARGE, "loop"),
+        *((REDUCE, n, programs, LARGE, "two_shot") for n, programs in ((4 * M, 64), (M, 47), (4 * M, MAX_PROGRAMS))),
+        (REDUCE, 64 * M, 64, FLAGS, "loop"),
+    ],
+)
+def test_few_thread_blocks_loop(
+    spec: Collective, nbytes: int, programs: int, more: dict[str, Any], wanted: Plan | str
+) -> None:
+    plan = spec.choose(Facts(nbytes, topology_of((2,)), max_programs=programs, **{**STORES, **more}))
+    if isinstance(wanted, Plan):
+        assert plan == wanted
+    else:
+        assert plan.algorithm in (wanted, "one_shot" if nbytes <= M else wanted)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_plans_and_entries_say_how_many_thread_blocks(spec: Collective) -> None:
+    """By default 512 warps; entries and plans made by hand may have any number that the context allows."""
+    facts = Facts(8 * M, topology_of((2,)), max_programs=24, **STORES)
+    for name in ("loop", "ce"):
+        free = replace(facts, max_programs=MAX_PROGRAMS)
+        plan, how = spec.choose(free, name), spec.algorithm(name)
+        assert plan.blocks == (1 if not how.any_blocks else 32)
+        kind = ("", spec.name, 2, 1, False)
+        for blocks, found in ((8, 8), (16, 16), (64, 23)):
+            taken = spec.choose(facts, name, [Section(*kind, (Entry(None, name, blocks=blocks),))])
+            assert taken.blocks == (found if how.any_blocks else 1)
+            assert taken.num_warps <= SHARED_WARPS
+        if how.any_blocks:
+            for blocks in (1, 7, 23):
+                assert spec.choose(facts, replace(taken, blocks=blocks)).blocks == blocks
+            with pytest.raises(ValueError, match="a Plan's blocks must be 0 to 23, got 24"):
+                spec.choose(facts, replace(taken, blocks=24))
+
+
+def test_copies_are_whole_and_not_for_several_nodes() -> None:
+    for spec in SPECS:
+        facts = Facts(5 * M, topology_of((2,)), itemsize=4, **STORES)
+        plan = spec.choose(facts, "ce")
+        assert plan.channels == 1
+        assert plan.chunk >= spec.algorithm("ce").extent(facts).nbytes
+        with pytest.raises(ValueError, match="algorithm='ce' needs one node whose ranks can store to each other's mem"):
+            spec.choose(replace(facts, topology=topology_of((2, 2))), "ce")
+        assert "ce" not in {spec.choose(replace(facts, nbytes=n)).algorithm for n in (0, 64, K, M, 64 * M, G)}
+
+
+def test_budgets_limit_what_the_backend_handles() -> None:
+    assert [REDUCE.handled_with(blocks) for blocks in (64, 48, 45, 30, 20)] == [16 * M, 16 * M, 4 * M, 4 * M, M]
+    assert [GATHER.handled_with(blocks) for blocks in (64, 16, 13)] == [4 * M, 4 * M, M]
 
 
 SIZES_OF_CHUNKS = [

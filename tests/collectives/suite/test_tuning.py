@@ -53,6 +53,7 @@ EXAMPLE = Table(
         section(*FILE),
         section(Entry(1 << 20, "1d", num_warps=4), in_place=True, source="somewhere"),
         section(Entry(None, "1d", chunk=1 << 20), in_place=True, architecture="sm_90"),
+        section(Entry(None, "loop", num_warps=8, blocks=16), architecture="sm_90"),
     )
 )
 
@@ -114,7 +115,11 @@ def test_a_table_comes_back_as_it_was() -> None:
         ((*ENTRY, "channels"), 513, "entries[1]: channels: expected 1 to 512, got 513"),
         ((*ENTRY, "chunk"), "8 KB", "entries[1]: expected channels or chunk, got both"),
         ((*ENTRY, "num_warps"), 3, "entries[1]: num_warps: expected one of 1, 2, 4, 8, 16, 32, got 3"),
-        ((*ENTRY, "warps"), 4, "entries[1]: expected no fields but up_to, algorithm, channels, chunk, num_warps"),
+        (
+            (*ENTRY, "warps"),
+            4,
+            "expected no fields but up_to, algorithm, channels, chunk, num_warps, blocks; got",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, message: str) -> None:
@@ -125,8 +130,12 @@ def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, message: str)
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ((*ENTRY, "algorithm"), "3d", "algorithm: expected one of ll, direct, ring, 1d, 2d, got 3d"),
-        ((*ENTRY, "algorithm"), "auto", "entry up to 4194305: algorithm: expected one of ll, direct, ring, 1d"),
+        ((*ENTRY, "algorithm"), "3d", "algorithm: expected one of ll, direct, ring, loop, ce, 1d, 2d, got 3d"),
+        (
+            (*ENTRY, "algorithm"),
+            "auto",
+            "entry up to 4194305: algorithm: expected one of ll, direct, ring, loop",
+        ),
         ((*FIRST, "entries", 0, "chunk"), 4096, "chunk: expected 12 times a power of two, from 3072 (a word for each"),
         ((*FIRST, "entries", 0, "chunk"), 1536, "chunk: expected 12 times a power of two, from 3072 (a word for each"),
         ((*FIRST, "entries", 0, "chunk"), 24576, "(a word for each thread) to 12288 bytes, got 24576"),
@@ -174,7 +183,7 @@ def test_a_section_takes_the_place_of_that_of_its_kind() -> None:
     new = section(Entry(None, "1d"), in_place=True)
     merged = EXAMPLE.with_sections([new, section(Entry(None, "1d"), ranks_per_node=2)])
     assert merged.sections[:3] == (EXAMPLE.sections[0], new, EXAMPLE.sections[2])
-    assert len(merged.sections) == 4
+    assert len(merged.sections) == 5
 
 
 def test_a_name_goes_before_a_compute_capability() -> None:
@@ -254,7 +263,7 @@ def test_entries_for_words_of_two_kinds_and_for_several_epochs() -> None:
     assert reduced(Entry(None, "two_shot"), nbytes=(1 << 20) + 1).algorithm == "two_shot"  # in two epochs
     assert reduced(Entry(None, "two_shot"), nbytes=(1 << 30) + 1).algorithm == "direct"  # which cannot be had
     for entry, message in (
-        (Entry(None, "ll"), "algorithm: expected one of one_shot, two_shot, direct, 1d, 2d, got ll"),
+        (Entry(None, "ll"), "algorithm: expected one of one_shot, two_shot, direct, loop, ce, 1d, 2d, got ll"),
         (Entry(None, "one_shot", chunk=640), "expected 16 times a power of two, from 512 .* or 12 times .* got 640"),
         (Entry(None, "direct", chunk=100), "chunk: expected a multiple of 128 bytes, got 100"),
     ):
