@@ -196,5 +196,6 @@ def mutants_of_copies(spec: Collective) -> tuple[Mutant, ...]:
         ]
     if spec.segments == (1, 1):
         found.append(("one stamp for both hops", Argument("primitives.copies.hear", "row", "hop", "0"), WRONG))
-    calls = {"calls": "oxoxox", "others": ("all_gather",)}  # an all-reduce alone hears from all twice
-    return tuple(mutant(spec, *each, algorithm="ce", nodes=(3,), **calls) for each in found)
+    # An all-reduce alone hears from all twice. An all-gather before it in an even epoch has the same slot.
+    how = {"calls": "oooo"} if spec.scatters or spec.gathers else {"calls": "xxoxxoo", "others": ("all_gather",)}
+    return tuple(mutant(spec, *each, algorithm="ce", nodes=(3,), **how) for each in found)
