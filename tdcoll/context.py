@@ -18,7 +18,8 @@ protocol (:mod:`tdcoll.primitives.lamport`).
 
 **One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2. No host value takes
 part: every program of a launch reads the control word, whose high bits count the finished epochs, and then adds its
-share of one epoch to it; the shares of all programs of a launch make exactly one. So no program can read an epoch that
+share of one epoch to it; the shares of all programs of a launch make exactly one. (Calls by copy engines take even
+epochs only, and leave out an odd one: :mod:`tdcoll.primitives.copies`.) So no program can read an epoch that
 another has raised already, nobody has to be last and reset anything, and a CUDA graph may be replayed at will.
 
 **Why the slots may be reused.** A call completes on a rank only when it has a signal of the epoch from every peer. A
