@@ -38,7 +38,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-M = 1 << 20
 _REDUCE = "nccl,nccl-symmetric,torch-one-shot,torch-two-shot,trtllm-one-shot"
 _SCATTER = "nccl,nccl-symmetric,torch-reduce-scatter"
 _GATHER = "nccl,nccl-symmetric,torch-symm,torch-symm-cat,fcollect"
@@ -63,6 +62,7 @@ def stages(nproc: int) -> dict[str, list[Job]]:
     python, launch = shlex.quote(sys.executable), f"bash launch.sh --nproc {nproc}"
     # Bytes of a rank's part, in ten steps from an input of about 1 KB to one of about 256 MB.
     part = max(16, 1024 // nproc // 16 * 16)
+    large = (1 << 20) // nproc // 16 * 16
     reduce, gather = "all_reduce -b 1K -e 256M -f 4", "all_gather -b 1K -e 64M -f 4"
     scatter = f"reduce_scatter -b {part} -e {part << 18} -f 4"
     usual, marks = "--both --iterations 40", "--graph --buffers 1 --iterations 60"
@@ -112,7 +112,7 @@ def stages(nproc: int) -> dict[str, list[Job]]:
             for sizes, few in (
                 ("all_gather -b 1M -e 64M -f 4", f"{loops},in-place,in-place-ce,in-place-loop"),
                 ("all_reduce -b 1M -e 64M -f 4 --dtype bfloat16", loops),
-                (f"reduce_scatter -b {M // nproc} -e {64 * M // nproc} -f 4 --dtype bfloat16", loops),
+                (f"reduce_scatter -b {large} -e {large << 6} -f 4 --dtype bfloat16", loops),
                 ("all_to_all -b 1M -e 16M -f 4", loops),
             )
         ],

@@ -157,7 +157,10 @@ class Choice:
                 for n in warps
                 if 32 * n <= block and width * block < 2 * max(width * _BLOCKS[0], nbytes)
             ]
-        if self.spec.collective.algorithm(algorithm).any_blocks:
+        how = self.spec.collective.algorithm(algorithm)
+        if how.copies is not None and not how.any_blocks:
+            return [{}]  # copy engines are the fastest with one copy
+        if how.any_blocks:
             return [{}] + [{"blocks": count, "num_warps": n} for count in BLOCK_COUNTS for n in warps if n >= 8]
         fitting = [count for count in channels if count == 1 or nbytes >= count * _LEAST_CHUNK]
         return [{}] + [{"channels": count, "num_warps": n} for count in fitting for n in warps]

@@ -159,7 +159,7 @@ def _nccl_symmetric(stock: Stock, device: torch.device, by_torch: ByTorch, group
         if group is not None:
             dist.destroy_process_group(group)
 
-    return by_torch(buffers, close, group)
+    return by_torch(buffers, close) if group is None else by_torch(buffers, close, group)
 
 
 def _nccl_zero_cta(stock: Stock, device: torch.device, by_torch: ByTorch) -> Subject:

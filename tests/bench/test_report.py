@@ -118,7 +118,7 @@ def test_every_benchmark_has_a_layout_and_lines_on_the_terminal() -> None:
     assert set(LAYOUTS) == {*BENCHMARKS, "tune"}
     one = dataclasses.replace(example()[0], min_us=3.5, note="x", counts={"puts": [3.0, 4.0], "waits": [0.0, 0.0]})
     columns = LAYOUTS["reduce_scatter"].columns(False)
-    headings = "# bytes per rank ranks nodes algorithm launch µs min µs p90 µs skew µs bus GB/s check"
+    headings = "# bytes per rank ranks nodes algorithm launch µs min µs p90 µs skew µs bus GB/s SMs check"
     assert " ".join(line_of(columns).split()) == headings
     assert " ".join(line_of(columns, one).split()) == "1 KB 8 1 tdcoll auto graph 4.00 3.50 - - 1.8 ok: x"
     took = dataclasses.replace(one, facts={**one.facts, "took": "direct"})

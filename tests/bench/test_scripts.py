@@ -58,7 +58,7 @@ def test_benchmarks_can_be_given(nproc: int, tmp_path: Path, monkeypatch: Any) -
             if "tdcoll" in command:
                 assert main(command[command.index("tdcoll") + 1 :]) == 0
                 files.add(getattr(parsed[-1], "json", None) or parsed[-1].output)
-    assert len(parsed) == len(files) == 21
+    assert len(parsed) == len(files) == 25
     assert all(Path(file).parent == tmp_path for file in files)
 
 
@@ -149,8 +149,8 @@ class Group:
             self.context = SimpleNamespace(max_bytes_per_rank=1 << 20, max_programs=granted)
 
     def explain(self) -> str:
-        service = SimpleNamespace(pool=SimpleNamespace(context=self.context), limit=4096)
-        idle = SimpleNamespace(pool=SimpleNamespace(context=None), limit=4096)
+        service = SimpleNamespace(pool=SimpleNamespace(context=self.context), limit=4096, _most=4096)
+        idle = SimpleNamespace(pool=SimpleNamespace(context=None), limit=4096, _most=4096)
         said = {"all_gather": Dense.describe(service), "all_reduce": Dense.describe(idle)}  # type: ignore[arg-type]
         return "\n".join(f"  {kind}: tdcoll; {text}" for kind, text in said.items())
 

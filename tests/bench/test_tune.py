@@ -36,6 +36,10 @@ SMALL, WIDE = Candidate("ll", chunk=1536), Candidate("1d", channels=32, num_warp
 GATHER, SCATTER, REDUCE = (Choice(SPECS[name], FOUR) for name in ("all_gather", "reduce_scatter", "all_reduce"))
 
 
+FEW = "loop", "ce"
+"""Algorithms that leave most of the GPU to others."""
+
+
 def test_what_is_tried() -> None:
     found = GATHER.candidates(4096, channels=(1, 4, 8), warps=(4, 8))
     assert [c.name for c in found] == [
@@ -43,6 +47,7 @@ def test_what_is_tried() -> None:
         *("ll 6 KB chunks 4 warps", "ll 6 KB chunks 8 warps"),
         *("direct", "direct 1 chunks 4 warps", "direct 4 chunks 4 warps", "direct 4 chunks 8 warps"),
         *("ring", "ring 1 chunks 4 warps", "ring 4 chunks 4 warps", "ring 4 chunks 8 warps"),
+        *("loop", "loop 8 warps 8 blocks", "ce"),
         *("1d", "1d 1 chunks 4 warps", "1d 4 chunks 4 warps", "1d 4 chunks 8 warps"),  # 1 with 8 is the rules'
     ]
     plans = [GATHER.plan(c, 4096) for c in found]
@@ -57,10 +62,12 @@ def test_what_cannot_be_had_is_not_tried() -> None:
         choice = Choice(SPECS["all_gather"], Topology.of(0, range(len(nodes)), nodes))
         return {c.algorithm for c in choice.candidates(nbytes, **options)}
 
-    assert algorithms(1 << 20, 0, 0, 0, 0) == {"direct", "ring", "1d"}
-    assert algorithms(64, 0, 0, 0, 0) == algorithms(64, 0, 0, 0, 0, in_place=True) == {"ll", "direct", "ring", "1d"}
-    assert algorithms(64, 0, 0, 0) == {"ll", "direct", "ring", "1d"}
-    assert algorithms(64, 0, 0) == {"ll", "direct", "1d"}
+    assert algorithms(1 << 20, 0, 0, 0, 0) == {"direct", "ring", "1d", *FEW}
+    assert algorithms(64, 0, 0, 0, 0) == algorithms(64, 0, 0, 0, 0, in_place=True) == {
+        *("ll", "direct", "ring", "1d"), *FEW,
+    }  # fmt: skip
+    assert algorithms(64, 0, 0, 0) == {"ll", "direct", "ring", "1d", *FEW}
+    assert algorithms(64, 0, 0) == {"ll", "direct", "1d", *FEW}
     assert algorithms(64, 0, 0, 1, 1) == {"ll", "1d", "2d"}
     assert algorithms(1 << 20, 0, 0, 1, 1) == {"1d", "2d"}
 
@@ -70,7 +77,7 @@ def test_calls_of_several_epochs_are_tried_by_name() -> None:
     named = Candidate("two_shot")
     for nbytes, several in ((16 << 20, False), ((16 << 20) + 16, True), (64 << 20, True)):
         found = REDUCE.candidates(nbytes)
-        assert {c.algorithm for c in found} == {"two_shot", "direct", "1d"}
+        assert {c.algorithm for c in found} == {"two_shot", "direct", "1d", *FEW}
         assert ([c for c in found if c.algorithm == "two_shot"] == [named]) == several
         for c in found:
             by_name = several and c == named
