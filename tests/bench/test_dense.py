@@ -70,7 +70,7 @@ def test_counts_and_checks_over_two_nodes(rows_of: Callable[..., list[Any]]) -> 
     assert [row.check for row in rows] == ["ok", "ok", "not run"]
     assert "needs one node whose ranks can store" in rows[2].note
     facts = {"bytes_per_rank": 1024, "operation": "reduce_scatter", "dtype": "bfloat16", "op": "sum", "buffers": None}
-    for row, took in zip(rows, ({"took": "1d", "sms": 4}, {}), strict=False):  # what auto chose
+    for row, took in zip(rows, ({"took": "1d", "sms": 4}, {"sms": 4}), strict=False):  # what auto chose
         assert row.counts["inter_node_bytes"] == [2 * 1024] * 4  # a part to each rank of the other node
         assert (row.facts, row.median_us) == (facts | took, None)
 

@@ -120,7 +120,7 @@ def test_every_benchmark_has_a_layout_and_lines_on_the_terminal() -> None:
     columns = LAYOUTS["reduce_scatter"].columns(False)
     headings = "# bytes per rank ranks nodes algorithm launch µs min µs p90 µs skew µs bus GB/s SMs check"
     assert " ".join(line_of(columns).split()) == headings
-    assert " ".join(line_of(columns, one).split()) == "1 KB 8 1 tdcoll auto graph 4.00 3.50 - - 1.8 ok: x"
+    assert " ".join(line_of(columns, one).split()) == "1 KB 8 1 tdcoll auto graph 4.00 3.50 - - 1.8 - ok: x"
     took = dataclasses.replace(one, facts={**one.facts, "took": "direct"})
     assert " tdcoll auto (direct) graph " in " ".join(line_of(columns, took).split())
     counted = line_of(LAYOUTS["reduce_scatter"].columns(True), one)
