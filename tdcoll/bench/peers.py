@@ -142,7 +142,8 @@ def _nccl(stock: Stock, device: torch.device, by_torch: ByTorch) -> Subject:
 def _nccl_symmetric(stock: Stock, device: torch.device, by_torch: ByTorch, group: Any = None) -> Subject:
     """Return the call of `torch.distributed` on buffers that NCCL allocated and registered as symmetric windows."""
     backend = require_nccl(device) if group is None else group._get_backend(device)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes the communicator that takes the windows
+    given = {} if group is None else {"group": group}
+    dist.all_reduce(torch.zeros(1, device=device), **given)  # windows are registered with a communicator that exists
     pool = torch.cuda.MemPool(backend.mem_allocator)
 
     def allocate(nbytes: int) -> torch.Tensor:
@@ -159,7 +160,7 @@ def _nccl_symmetric(stock: Stock, device: torch.device, by_torch: ByTorch, group
         if group is not None:
             dist.destroy_process_group(group)
 
-    return by_torch(buffers, close) if group is None else by_torch(buffers, close, group)
+    return by_torch(buffers, close, **given)
 
 
 def _nccl_zero_cta(stock: Stock, device: torch.device, by_torch: ByTorch) -> Subject:
