@@ -32,7 +32,7 @@ _OPERATIONS = (*COLLECTIVES, _SPARSE, fused.NAME)
 
 def explain(
     operation: str,
-    tensor: torch.Tensor | Sequence[int] | int,
+    tensor: torch.Tensor | Sequence[torch.Tensor] | Sequence[int] | int,
     *,
     op: str | torch.distributed.ReduceOp = "sum",
     dtype: torch.dtype | None = None,
@@ -53,8 +53,8 @@ def explain(
     Args:
         operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"``,
             ``"all_reduce_rms_norm"`` or ``"sparse_all_reduce"``.
-        tensor: the tensor of the call, or its shape. For the sparse all-reduce the COO tensor, or the shape of the rows
-            that this rank brings: ``(rows, ...)``.
+        tensor: the tensor of the call, or its shape. For the sparse all-reduce the COO tensor, a list of those of one
+            dtype, or the shape of the rows that this rank brings: ``(rows, ...)``.
         op: of a reduction.
         dtype: of the tensor, if a shape is given. Default: fp32.
         group, ctx: as for the call.
@@ -77,20 +77,34 @@ def explain(
     arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
     for name, flag in (("in_place", in_place), ("symmetric", symmetric)):
         arguments.instance(name, flag, bool, "a bool")
-    if isinstance(tensor, torch.Tensor):
-        if dtype not in (None, tensor.dtype):
-            raise ValueError(f"dtype must be None with a tensor, which is of {tensor.dtype}; got {dtype}")
-        shape, dtype = tuple(tensor.shape), tensor.dtype
+    shape: tuple[int, ...] = ()
+    tensors = _tensors(tensor, several=operation == _SPARSE)
+    if tensors:
+        first = tensors[0]
+        if dtype not in (None, first.dtype):
+            raise ValueError(f"dtype must be None with a tensor, which is of {first.dtype}; got {dtype}")
+        for place, one in enumerate(tensors):
+            if one.dtype != first.dtype:
+                raise ValueError(f"tensor[{place}] must be of {first.dtype}, as tensor[0]; got {one.dtype}")
+        shape, dtype = tuple(first.shape), first.dtype
     else:
         arguments.instance("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype or None")
         shape, dtype = arguments.extents("tensor", tensor), dtype or torch.float32
     if operation == _SPARSE:
-        return _sparse(tensor, shape, dtype, op, group, ctx, algorithm)
+        return _sparse(tensors, shape, dtype, op, group, ctx, algorithm)
     if ctx is not None:
         check_context(ctx)
     if operation == fused.NAME:
         return _fused(shape, dtype, group, ctx, algorithm)
     return _dense(operation, shape, dtype, op, group, ctx, algorithm, in_place, symmetric)
+
+
+def _tensors(given: Any, several: bool) -> list[torch.Tensor]:
+    """Return the tensors if ``given`` is one, or a list of ``several``; none if it is a shape."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    found = list(given) if several and isinstance(given, (list, tuple)) else []
+    return found if all(isinstance(one, torch.Tensor) for one in found) else []
 
 
 def _dense(
@@ -145,14 +159,21 @@ def _fused(
 
 
 def _sparse(
-    tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, op: Any, group: runtime.Group, ctx: Any, algorithm: Any
+    tensors: Sequence[torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    op: Any,
+    group: runtime.Group,
+    ctx: Any,
+    algorithm: Any,
 ) -> Explanation:
     _check_dtype(dtype, DTYPES)
     check_operation(op, dtype)
     if ctx is not None:
         arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext or None")
-    if isinstance(tensor, torch.Tensor):
-        rows, row_bytes = extents_of(tensor)
+    if tensors:
+        sizes = [extents_of(one) for one in tensors]
+        rows, row_bytes = sum(n for n, _ in sizes), max(nbytes for _, nbytes in sizes)
     else:
         rows, row_bytes = (shape[0] if shape else 0), torch.Size(shape[1:]).numel() * dtype.itemsize
     context = existing(group) if ctx is None else ctx
@@ -161,8 +182,9 @@ def _sparse(
     else:
         topology, most = runtime.current().topology(group), max(FEWEST_ROWS, rows)
         capacities = Capacities(topology, most, row_bytes, topology.world_size * most, True)
-    sparse = isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo
-    return explain_rows(capacities, rows, row_bytes, shape[0] if sparse else None, algorithm)
+    sparse = tensors and all(one.layout == torch.sparse_coo for one in tensors)
+    num_rows = sum(one.shape[0] for one in tensors) if sparse else None
+    return explain_rows(capacities, rows, row_bytes, num_rows, algorithm)
 
 
 def _check_dtype(dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:

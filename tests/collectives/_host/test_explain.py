@@ -141,6 +141,11 @@ def test_the_sparse_call(ranks_per_node: int | None) -> None:
             assert ctx.last_algorithm == said.algorithm
             assert tdcoll.explain("sparse_all_reduce", tensor, ctx=ctx).algorithm == said.algorithm
             assert "known after the exchange of ids" in str(said)
+            both = [tensor, torch.sparse_coo_tensor(indices, values[:, :1], (2 * count, 1))]
+            several = tdcoll.explain("sparse_all_reduce", both, ctx=ctx)
+            assert several.nbytes == 2 * count * width * 4
+            with pytest.raises(ValueError, match=r"^tensor\[1\] must be of torch.float32, as tensor\[0\]; got"):
+                tdcoll.explain("sparse_all_reduce", [tensor, tensor.double()])
             assert not said.unsupported
             dense = "dense instead if the ranks bring more than half of the table each" in str(said)
             assert dense == (said.algorithm == "owner" and ranks_per_node is not None)
