@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def said(package: Path, *words: str) -> str:
     """What a command of the package in a folder prints, on a machine without GPUs."""
-    variables = {**os.environ, "PYTHONPATH": str(package), "CUDA_VISIBLE_DEVICES": ""}
-    variables.pop("TRITON_INTERPRET", None)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TDCOLL_", "TRITON_"))}
+    variables = {**inherited, "PYTHONPATH": str(package), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tdcoll", *words]
     done = subprocess.run(command, cwd=package, env=variables, capture_output=True, text=True, timeout=200)
     return done.stdout + done.stderr
