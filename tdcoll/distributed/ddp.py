@@ -175,10 +175,12 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
             future = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
             future.set_result(sparse_sum_by_gather(group, gradient, "mean"))
         else:
-            if model not in _passes:
-                _passes[model] = _HookedPass(sums, group)
-            number = _passes[model].add(gradient)
-            future = _passes[model].task.future.then(lambda done: done.value()[number])
+            alone = model is _SOME_MODEL  # several models may stand behind it: no pass can gather their gradients
+            gathered = _HookedPass(sums, group) if alone else _passes.setdefault(model, _HookedPass(sums, group))
+            number = gathered.add(gradient)
+            future = gathered.task.future.then(lambda done: done.value()[number])
+            if alone:
+                gathered.make()
     if bucket.is_last() and (ready := _passes.pop(model, None)) is not None:
         ready.make()  # DDP has all gradients, so the wait for the sizes of results holds up nothing
     return future

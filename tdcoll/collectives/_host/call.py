@@ -161,12 +161,13 @@ def make(
     given = ctx
     if ctx is None:
         arguments.tensor(names[0], tensor)
-        ctx = pooled(spec, tensor, group, op=op, algorithm=algorithm)
     elif group is not None:
         raise ValueError(f"{spec.name}: group must be None with ctx, which has a group already; got {group!r}")
+    name = op if op is None or (type(op) is str and op in OPERATIONS) else operation_name(op)
+    if ctx is None:
+        ctx = pooled(spec, tensor, group, op=name, algorithm=algorithm)
     check_context(ctx)
     requiring = getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
-    name = op if op is None or (type(op) is str and op in OPERATIONS) else operation_name(op)
     key: Hashable = None
     try:
         if symmetric is False or symmetric is True:

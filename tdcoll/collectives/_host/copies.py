@@ -122,9 +122,10 @@ class Copies:
             for part in hop.kept:
                 if part.nbytes and source + part.begin != result + part.at:
                     copy(stream, result + part.at, source + part.begin, part.nbytes)
-            self._hear[number](stream)
+            # First, because graphs may put the kernel ahead of this rank's copies, for which the peers' kernels wait.
             for side in self._sides.values():
                 side.join(stream)
+            self._hear[number](stream)
             if hop.sum is not None:
                 hop.sum(stream, source, result)
             for part in hop.taken:
