@@ -443,7 +443,7 @@ def timeouts_name_the_peer() -> str:
                 if rank() != absent:
                     call()
                     error = expect_raises(tdcoll.CollectiveTimeout, ctx.check)
-                    expect(error.rank == rank() != error.peer and error.epoch == 2, str(error))  # type: ignore[attr-defined]
+                    expect(error.rank == rank() != error.peer and error.epoch >= 2, str(error))  # type: ignore[attr-defined]
                     peer = error.peer  # type: ignore[attr-defined]
                     expect_raises(tdcoll.CollectiveTimeout, call)
                     ctx.close()
