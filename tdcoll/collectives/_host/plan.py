@@ -152,7 +152,9 @@ class Payload:
 
 
 def needs_words(facts: Facts) -> str | None:
-    """Return why a call cannot go by flagged words, or None if it can."""
+    """Return why a call cannot use LL, or None if it can."""
+    if several_nodes(facts.topology) and not facts.puts:
+        return needs_puts(facts)
     limit = f"at most {facts.ll_bytes} bytes per rank"
     if facts.ll_bytes < 0:
         limit = "ranks that can store to each other's memory inside each node"

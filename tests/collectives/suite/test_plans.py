@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tdcoll.collectives._host import plan as plans
@@ -100,6 +100,7 @@ def test_plans_cover_the_data_and_can_be_launched(
 
 
 @given(SIZES, NODES, FACTS)
+@example(0, (1, 1), {"puts": False, "stores": True, "ll_bytes": 0})
 def test_auto_takes_what_can_be_had(nbytes: int, nodes: Nodes, facts: Any) -> None:
     for spec in SPECS:
         known = Facts(nbytes, topology_of(nodes), **facts)
