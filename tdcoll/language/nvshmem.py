@@ -16,6 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from triton.language import core
+from triton.language.extra.cuda import num_threads
 
 from tdcoll.language.checks import WORDS, require_64_bits, require_scalar, word_type
 from tdcoll.language.ptx import *  # noqa: F403
@@ -126,7 +127,9 @@ def copy_block(dst, src, nbytes):
     size = _size_of_copy(nbytes)
     odd = to | frm | size
     if odd % 16 == 0:
-        _copy_as(to, frm, size, tl.int32, 4096, True)
+        # Each thread has 64 bytes on the way, because a few thread blocks can't fill a link with less.
+        words: tl.constexpr = 16 * num_threads()
+        _copy_as(to, frm, size, tl.int32, words if words > 4096 else 4096, True)
     else:
         if odd % 4 == 0:
             _copy_as(to, frm, size, tl.int32, 2048, False)

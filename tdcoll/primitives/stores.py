@@ -32,9 +32,10 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
+from tdcoll.primitives import elements
 
-__all__ = ["may_write", "none_gave_up", "push", "release", "release_to", "release_to_all", "say_entered"]
-__all__ += ["tell_gave_up"]
+__all__ = ["may_write", "none_gave_up", "push", "push_to_all", "release", "release_to", "release_to_all"]
+__all__ += ["say_entered", "tell_gave_up"]
 
 
 @jit
@@ -71,6 +72,33 @@ def push(target, source, nbytes, delta, signal, signal_delta, value):
     """Store ``nbytes`` at ``source`` to the peer's copy of ``target``; then set its copy of ``signal`` to ``value``."""
     tdl.copy_block(target + delta, source, nbytes)
     release(signal, signal_delta, value)
+
+
+@jit
+def push_to_all(g, inbox, target, own, source, nbytes, signal, value, WORDS: tl.constexpr):
+    """Store ``nbytes`` at ``source`` to every other rank's copy of ``target``, in an inbox of two slots also to this
+    rank's ``own``, reading them once; then set the others' copies of ``signal`` to ``value``.
+
+    Args:
+        WORDS: 32-bit words of a tile, a power of two.
+    """
+    if (target | own | source | nbytes) % 16 == 0:
+        count = elements.count(nbytes, tl.int32, True)
+        for begin in tl.range(0, count, WORDS):
+            index = begin + tl.arange(0, WORDS)
+            mask = index < count
+            words = tl.load(elements.pointer(source, tl.int32, True) + index, mask=mask)
+            for step in tl.static_range(1, g.world):
+                delta = tl.load(inbox.deltas + (g.rank + step) % g.world)
+                tl.store(elements.pointer(target + delta, tl.int32, True) + index, words, mask=mask)
+            if inbox.slots == 2:
+                tl.store(elements.pointer(own, tl.int32, True) + index, words, mask=mask)
+    else:
+        for step in tl.range(1, g.world):
+            tdl.copy_block(target + tl.load(inbox.deltas + (g.rank + step) % g.world), source, nbytes)
+        if inbox.slots == 2:
+            tdl.copy_block(own, source, nbytes)
+    release_to_all(g, signal, value)
 
 
 @jit

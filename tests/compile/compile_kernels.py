@@ -174,7 +174,8 @@ def gathers() -> dict[str, object]:
         record(kernel, arch, constants, tuples(1 if in_place else 2), {"in_place": in_place})
         for kernel, constants in (
             (kernels_direct.exchange_direct, {"COUNTED": False}),
-            (kernels_loop.exchange_loop, {}),
+            (kernels_loop.exchange_loop, {"SAME": True, "WORDS": 4096}),
+            (kernels_loop.exchange_loop, {"SAME": False, "WORDS": 4096}),
             (kernels_ring.all_gather_ring, {}),
         )
         for arch in (90, 100)

@@ -156,7 +156,7 @@ def test_a_rank_that_reads_too_late_says_so_only_if_it_looks(launch: Launch, che
 
 @needs(2)
 @pytest.mark.parametrize(
-    ("benchmark", "options"),
+    ("operation", "options"),
     [
         # Sizes that are no multiples of 16 bytes, and such that are.
         *((name, "-b 1032 -e 66048 -f 64 --both") for name in ("all_gather", "all_reduce", "reduce_scatter")),
@@ -164,13 +164,13 @@ def test_a_rank_that_reads_too_late_says_so_only_if_it_looks(launch: Launch, che
         ("all_reduce_rms_norm", "--rows 2"),
     ],
 )
-def test_baselines_of_benchmarks_are_right(launch: Launch, benchmark: str, options: str, tmp_path: Path) -> None:
+def test_baselines_of_benchmarks_are_right(launch: Launch, operation: str, options: str, tmp_path: Path) -> None:
     """Eagerly and in graphs; or they say what they lack."""
-    names = [name for name, peer in PEERS.items() if peer.of in (None, benchmark)]
-    if benchmark == "all_reduce_rms_norm":
+    names = [name for name, peer in PEERS.items() if peer.of in (None, operation)]
+    if operation == "all_reduce_rms_norm":
         names = ["nccl", "tdcoll-torch", "trtllm-one-shot"]
     file, given = tmp_path / "result.json", f"{options} --iterations 4 --warmup 1 --peers {','.join(names)}"
-    job = ("-m", "tdcoll.bench", benchmark, *given.split(), "--json", str(file))
+    job = ("-m", "tdcoll.bench", operation, *given.split(), "--json", str(file))
     done = launch("--nproc", "2", *job, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [(row.algorithm, row.check, row.note) for row in load(file)[1] if row.peer]

@@ -28,7 +28,16 @@ from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Section
 
 __all__ = ["Launches", "Planned", "arithmetic", "facts_of", "is_prepared", "launches_by", "launches_of", "local_peers"]
-__all__ += ["make_routes", "of_words", "on_device", "plan_of", "prepare", "routes_beside_stores", "sections_of"]
+__all__ += [
+    "loop_constants",
+    "make_routes",
+    "of_words",
+    "on_device",
+    "plan_of",
+    "prepare",
+    "routes_beside_stores",
+    "sections_of",
+]
 __all__ += ["successors", "tiles"]
 
 _Made = TypeVar("_Made")
@@ -104,12 +113,19 @@ def tiles(call: Planned) -> dict[str, Any]:
     """Return the constants of a reduction by chunks: those of :func:`arithmetic`, ``COUNT`` and ``WAITED``.
 
     A thread has 16 bytes of a tile, or 4 if elements have one byte: with 8 from each of 8 ranks, it would run out of
-    registers.
+    registers. Where few thread blocks do all the work, it has up to 64, if there are few ranks.
     """
     size = call.options[0].itemsize
     per_thread = 16 // size if size > 1 else 4
+    if call.plan.algorithm in ("loop", "ce") and size > 1:  # few threads, which need more bytes on the way
+        per_thread *= max(1, 4 // triton.next_power_of_2(max(1, call.ctx.world_size // 2)))
     waited = triton.next_power_of_2(call.ctx.world_size)
     return {**arithmetic(call), "COUNT": 32 * call.plan.num_warps * per_thread, "WAITED": waited}
+
+
+def loop_constants(call: Planned, same: bool) -> dict[str, Any]:
+    """Return the constants of ``exchange_loop``: a thread has 64 bytes of a tile."""
+    return {"SAME": same, "WORDS": 16 * 32 * call.plan.num_warps}
 
 
 def of_words(call: Planned) -> dict[str, Any]:

@@ -68,16 +68,13 @@ MOST_EPOCHS = 1024
 REDUCING_PROGRAMS = 128
 """Blocks of words that are reduced: about one for each SM."""
 
-LOOP_WARPS = 512
-"""Warps that loop over chunks, of all thread blocks, if nothing else is measured: with 32 thread blocks of 16 warps
-prototypes reach 95 percent of the speed of a link."""
+LOOP_BLOCKS, LOOP_BYTES = (32, 64), 128 << 10
+"""Thread blocks that loop over chunks, at least and at most, and bytes for each between the two, if nothing else is
+measured: so many reach 90 percent of the speed that more of them have on 2 H100s."""
 
 FEW_BLOCKS, LOOPS_FROM = 48, 1 << 20
 """Where there are fewer thread blocks, larger reductions (bytes) are summed by loops rather than by words, which need
 many: on 2 H200s with 30 thread blocks, 16 MB take 216 us by words, and a prototype of the loops takes 98."""
-
-LOOP_CHUNKS = 8
-"""Chunks that such a thread block has of a large message."""
 
 SUMMING_BLOCKS = 32
 """Thread blocks that sum what copy engines have brought, at most."""
@@ -294,22 +291,23 @@ def cut_copies(facts: Facts, entry: Entry, whole: int, sums: bool = False) -> Pl
 
 
 def cut_loop(facts: Facts, entry: Entry, whole: int, signals: int = 1) -> Plan:
-    """Chunks with a signal each, of which any number of thread blocks takes one after the other: about
-    :data:`LOOP_CHUNKS` each, because a barrier and a release follow each chunk, but no smaller than
-    :data:`TARGET_CHUNK_BYTES`."""
-    num_warps = min(entry.num_warps or 16, most_warps(facts))
-    blocks = min(entry.blocks or LOOP_WARPS // num_warps, facts.max_programs - 1)
-    usual = max(TARGET_CHUNK_BYTES, -(-whole // (LOOP_CHUNKS * blocks)))
+    """One chunk for each thread block, if nothing else is measured: on 2 H100s with 8 to 64 thread blocks, more and
+    smaller chunks were slower, because a barrier and a release follow each."""
+    least, most = LOOP_BLOCKS
+    wanted = entry.blocks or max(least, min(most, whole // LOOP_BYTES))
+    blocks = min(wanted, facts.max_programs - 1)
+    usual = max(TARGET_CHUNK_BYTES, -(-whole // blocks))
     wanted = entry.channels or -(-whole // (entry.chunk or usual))
     channels = min(facts.channels // signals, max(1, wanted))
     chunk = max(1, -(-whole // (channels * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
     channels = max(1, -(-whole // chunk))
+    num_warps = min(entry.num_warps or warps(facts.nbytes, chunk), most_warps(facts))
     return Plan("loop", channels, chunk, num_warps, min(channels, blocks))
 
 
 def loop_blocks(facts: Facts, plan: Plan) -> int:
     """Return the thread blocks of a plan whose thread blocks loop over chunks, if it doesn't state them."""
-    return min(plan.channels, LOOP_WARPS // plan.num_warps, facts.max_programs - 1)
+    return min(plan.channels, LOOP_BLOCKS[1], facts.max_programs - 1)
 
 
 def prefers_loops(facts: Facts, nbytes: int) -> bool:

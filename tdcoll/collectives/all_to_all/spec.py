@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from tdcoll.collectives._host import copies
-from tdcoll.collectives._host.launches import Planned, routes_beside_stores
+from tdcoll.collectives._host.launches import Planned, loop_constants, routes_beside_stores
 from tdcoll.collectives._host.plan import (
     LL_WORD_BYTES,
     cut_chunks,
@@ -61,6 +61,7 @@ SPEC = Collective(
             cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
             kernel=lambda facts: kernels_loop.exchange_loop,
             blocks=loop_blocks,
+            values=partial(loop_constants, same=False),
             epoch=staged_epoch,
             any_blocks=True,
         ),

@@ -17,7 +17,6 @@ caller's buffer, thread block 0 tells all of them first that this rank has enter
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.exchange.kernels_direct import receive_chunk
 from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
@@ -31,43 +30,53 @@ LAG = tl.constexpr(2)
 @jit
 def exchange_loop(
     source: tl.int64, out: tl.int64, inbox, g, source_stride: tl.int64, out_stride: tl.int64, nbytes: tl.int64,
-    chunk: tl.int64, channels: tl.int32,
+    chunk: tl.int64, channels: tl.int32, SAME: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Any number of thread blocks.
 
     Args: those of ``exchange_direct``, and
         channels: chunks of a segment.
+        SAME: all ranks get the same segment, so a chunk is read once.
+        WORDS: 32-bit words of a tile of such a chunk.
     """
     in_stream_order()
     blocks = tl.num_programs(0)
     epoch, alive = start(g)
     if alive == 0:
         return
+    allowed = tl.cast(1, tl.int32)
     if inbox.slots == 1:
         if tl.program_id(0) == 0:
             stores.release_to_all(g, g.entered + g.rank, epoch)
+        for step in tl.range(1, g.world):
+            allowed &= stores.may_write(g, inbox, (g.rank + step) % g.world, epoch)
+    if allowed == 0:
+        return
     own = source + tl.cast(g.rank, tl.int64) * source_stride
-    for sent in tl.range(tl.program_id(0), channels + LAG * blocks, blocks):
+    kept = out + tl.cast(g.rank, tl.int64) * out_stride
+    for sent in tl.range(tl.program_id(0), channels + LAG * blocks, blocks, disable_licm=True):
         if sent < channels:
             offset = tl.cast(sent, tl.int64) * chunk
             size = chunk_bytes(nbytes, chunk, sent)
-            for step in tl.range(1, g.world):
-                to = (g.rank + step) % g.world
-                if stores.may_write(g, inbox, to, epoch) != 0:
+            mine = segment(inbox, g, epoch, g.rank) + offset
+            signal = row(g, epoch, sent) + g.rank
+            if SAME:
+                stores.push_to_all(g, inbox, mine, kept + offset, source + offset, size, signal, epoch, WORDS)
+            else:
+                for step in tl.range(1, g.world):
+                    to = (g.rank + step) % g.world
                     given = source + tl.cast(to, tl.int64) * source_stride + offset
-                    mine = segment(inbox, g, epoch, g.rank) + offset
-                    signal = row(g, epoch, sent) + g.rank
                     stores.push(mine, given, size, tl.load(inbox.deltas + to), signal, tl.load(g.deltas + to), epoch)
+                if inbox.slots == 2:
+                    tdl.copy_block(kept + offset, own + offset, size)
         came = sent - LAG * blocks
         if came >= 0:
             offset = tl.cast(came, tl.int64) * chunk
             size = chunk_bytes(nbytes, chunk, came)
-            if inbox.slots == 2:
-                for step in tl.range(0, g.world):
-                    frm = (g.rank - step + g.world) % g.world
-                    receive_chunk(frm, came, own, out, out_stride, inbox, g, offset, size, epoch)
-            else:
-                for step in tl.range(1, g.world):
-                    frm = (g.rank - step + g.world) % g.world
-                    signal = row(g, epoch, came) + frm
-                    tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, frm, came * g.world + frm)
+            for step in tl.range(1, g.world):
+                frm = (g.rank - step + g.world) % g.world
+                signal = row(g, epoch, came) + frm
+                if tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, frm, came * g.world + frm) != 0:
+                    if inbox.slots == 2:
+                        target = out + tl.cast(frm, tl.int64) * out_stride + offset
+                        tdl.copy_block(target, segment(inbox, g, epoch, frm) + offset, size)
