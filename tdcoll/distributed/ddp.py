@@ -375,7 +375,7 @@ class SparseGradientReducer:
             RuntimeError: inside of :meth:`no_sync`.
             NotInitializedError: after ``tdcoll.finalize()``.
             CollectiveTimeout: a rank did not take part.
-            HeapExhaustedError: there is no room for as many rows; on all ranks.
+            HeapExhaustedError: there is no room for the rows of one table; on all ranks.
         """
         if not self._synchronising:
             raise RuntimeError("SparseGradientReducer: finish() inside of no_sync()")

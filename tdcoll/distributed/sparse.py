@@ -100,9 +100,8 @@ class SparseAllReduce(Handler):
             HeapExhaustedError: on all ranks.
             ContextError: other contexts have left no programs; on all ranks.
         """
-        if self.context is not None:
-            return
-        self.lane.queue.drain()
+        if self.context is None:
+            self.lane.queue.drain()
         job, ranks = self.members.job, self.members.ranks
         with self._in_use, job.through(self.lane.control):
             if self.context is not None:
