@@ -4,6 +4,7 @@
 import contextlib
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,9 @@ _log = logging.getLogger("tdcoll")
 _FIRST_ROWS = 1024
 """Rows of a table per rank that a reducer's context begins with."""
 
+_making = threading.Lock()
+"""Held by the thread that looks for the object of a group, because two of one group would need two contexts."""
+
 
 def _group(given: Any) -> Any:
     group = dist.group.WORLD if given is None else given
@@ -44,18 +48,20 @@ def _sums(group: Any) -> SparseAllReduce:
     ends."""
     owner = runtime.current()
     key = ("tdcoll.distributed", owner.ranks_of(group))
-    found: SparseAllReduce | None = owner.contexts.get(key)
-    if found is None:
-        lane = Lane(owner.control.part("sparse gradients of " + "-".join(map(str, key[1]))))
-        members = Members(owner, key[1], owner.timeout_s, Options())
-        found = owner.contexts[key] = SparseAllReduce(members, lane)
-        if owner.device.type == "cuda":
-            found.stream = torch.cuda.Stream(owner.device)
+    with _making:
+        found: SparseAllReduce | None = owner.contexts.get(key)
+        if found is None:
+            lane = Lane(owner.control.part("sparse gradients of " + "-".join(map(str, key[1]))))
+            members = Members(owner, key[1], owner.timeout_s, Options())
+            found = SparseAllReduce(members, lane)
+            if owner.device.type == "cuda":
+                found.stream = torch.cuda.Stream(owner.device)
+            owner.contexts[key] = found
     return found
 
 
 class _Pass:
-    """The sparse gradients of one model in one backward pass, which are reduced by one call.
+    """The sparse gradients of one model in one backward pass, which are reduced together.
 
     Args:
         sums: reduces them.
@@ -280,7 +286,7 @@ class SparseGradientReducer:
         self._take_over(tables)
         self._sums = _sums(group)
         row_bytes = max(p[:1].numel() * p.element_size() for p in tables)
-        self._sums.open(rows_per_rank * len(tables), row_bytes)
+        self._sums.open(rows_per_rank, row_bytes)
         self._pass: _Pass | None = None
         """The call of this step; None until there are gradients of all tables."""
         self._synchronising = True
@@ -354,9 +360,10 @@ class SparseGradientReducer:
 
     def _begin(self) -> _Pass:
         """Return the call of this step: tables in the same order on all ranks, whatever order gradients come in."""
-        self._pass = made = _Pass(self._sums)
+        made = _Pass(self._sums)
         for table in self._tables:
             made.add(table.taken, table.there)
+        self._pass = made
         return made
 
     def finish(self) -> None:
@@ -368,7 +375,7 @@ class SparseGradientReducer:
             RuntimeError: inside of :meth:`no_sync`.
             NotInitializedError: after ``tdcoll.finalize()``.
             CollectiveTimeout: a rank did not take part.
-            HeapExhaustedError: there is no room for as many rows; on all ranks.
+            HeapExhaustedError: there is no room for the rows of one table; on all ranks.
         """
         if not self._synchronising:
             raise RuntimeError("SparseGradientReducer: finish() inside of no_sync()")
@@ -376,11 +383,10 @@ class SparseGradientReducer:
         for table in self._tables:
             if table.taken is None:
                 self._hold(table)
-        ready = self._pass
-        if ready is None:
-            ready = self._begin()
-            ready.make()
         try:
+            if (ready := self._pass) is None:
+                ready = self._begin()
+                ready.make()
             TaskWork(ready.task, self._sums.lane.queue).wait()
             for table, mean in zip(self._tables, ready.task.result, strict=True):
                 if not table.frozen:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,10 @@ class SparseAllReduce(Handler):
         self.context: SparseContext | None = None
         self.problem: str | None = None
         self._programs = 0
+        self._in_use = threading.RLock()
+        """Held by the thread that makes or uses the context, and never while it waits for the queue."""
+        self._most: int | None = None
+        """Tensors of one call, if the heap had no room for a longer list; the same on all ranks."""
 
     def refuse(self, call: Call) -> str | None:
         for tensor in call.inputs:
@@ -81,7 +86,7 @@ class SparseAllReduce(Handler):
             rows = [tensor.detach()._values() for tensor in call.inputs]
             widest = max(values.shape[1:].numel() * values.dtype.itemsize for values in rows)
             try:
-                self.open(sum(values.shape[0] for values in rows), widest)
+                self.open(max(values.shape[0] for values in rows), widest)  # it grows if the heap has room for all
             except HeapExhaustedError:  # on all ranks
                 self.problem = "the symmetric heap has no room for it"
             except ContextError as error:  # likewise
@@ -95,11 +100,12 @@ class SparseAllReduce(Handler):
             HeapExhaustedError: on all ranks.
             ContextError: other contexts have left no programs; on all ranks.
         """
-        if self.context is not None:
-            return
-        self.lane.queue.drain()
+        if self.context is None:
+            self.lane.queue.drain()
         job, ranks = self.members.job, self.members.ranks
-        with job.through(self.lane.control):
+        with self._in_use, job.through(self.lane.control):
+            if self.context is not None:
+                return
             self._programs = most = take_programs(job, ranks, self.members.options.programs, self.kind)
             options = {"max_programs": most, "timeout_s": self.members.timeout_s}
             try:
@@ -114,17 +120,26 @@ class SparseAllReduce(Handler):
         return list(call.inputs)
 
     def reduce(self, tensors: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
-        """Return the sum or mean over the ranks of each COO tensor, coalesced, by one call. After :meth:`prepare`.
+        """Return the sum or mean over the ranks of each COO tensor, coalesced. After :meth:`prepare`.
+
+        One call reduces all tensors, or half as many until the heap has room for its context. Later calls take no more.
 
         Raises:
-            HeapExhaustedError: they need a larger context than the heap has room for; on all ranks.
+            HeapExhaustedError: one tensor needs a larger context than the heap has room for; on all ranks.
         """
         assert self.context is not None
         given = [_with_one_dimension(tensor.detach()) for tensor in tensors]
-        with self.members.job.through(self.lane.control):  # the context may grow
-            made = sparse_all_reduce(given, op, ctx=self.context)
-        if self.context.device.type == "cpu":
-            self.context.monitor.raise_if_expired()
+        made: list[torch.Tensor] = []
+        with self._in_use, self.members.job.through(self.lane.control):  # the context may grow
+            while some := given[len(made) :][: self._most]:
+                try:
+                    made += sparse_all_reduce(some, op, ctx=self.context)
+                except HeapExhaustedError:  # on all ranks, because they allocate together
+                    if len(some) == 1:
+                        raise
+                    self._most = len(some) // 2
+            if self.context.device.type == "cpu":
+                self.context.monitor.raise_if_expired()
         return [_with_dimensions_of(tensor, one) for tensor, one in zip(tensors, made, strict=True)]
 
     def describe(self) -> str:

@@ -222,6 +222,30 @@ def reducer() -> None:
 
 
 @check
+def reducer_after_an_interrupt() -> None:
+    """Ctrl-C in finish(), before the call is made: nobody waits for it later."""
+    tables = nn.ModuleList(nn.Embedding(16, 4, sparse=True) for _ in range(2)).to(device())
+    sums = SparseGradientReducer(tables)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    for broken in (True, False):
+        tables[0](torch.tensor([rank()], device=device())).sum().backward()
+        if broken:
+            sums._sums.lane.queue.drain = interrupted
+            expect_raises(KeyboardInterrupt, sums.finish)
+            del sums._sums.lane.queue.drain
+            expect(sums._pass is None, "a call that was not made is still waited for")
+        else:
+            sums.finish()
+    wanted = torch.zeros(16, 4)
+    wanted[: world()] = 1 / world()
+    torch.testing.assert_close(tables[0].weight.grad.to_dense().cpu(), wanted)
+    sums.close()
+
+
+@check
 def reducer_accumulates_and_scales() -> None:
     wanted = None
     for sparse_tables in (False, True):

@@ -116,6 +116,7 @@ class Call:
     Attributes:
         kind: what it shares with other calls.
         algorithm: the one that is taken; final once :meth:`settle` has been called, if the call ``decides_late``.
+        may_be_dense: whether the number of rows may still change ``algorithm`` to dense.
         decides_late: the host must read the counts before rows are moved.
         variant: what Triton specialises kernels on, besides the constants that are parameters.
     """
@@ -126,7 +127,8 @@ class Call:
         key = "sparse", rows.tables, rows.dtype, rows.coalesced, self.op, algorithm, aligned
         self.kind: _Kind = ctx.once(key, lambda: _Kind(ctx, rows, self.op, algorithm))
         self.algorithm = self.kind.algorithm
-        self.decides_late = self.kind.too_wide or self.kind.may_be_dense or self.algorithm == "dense"
+        self.may_be_dense = self.kind.may_be_dense and ctx.may_densify
+        self.decides_late = self.kind.too_wide or self.may_be_dense or self.algorithm == "dense"
         ctx.directory.prepare(rows.num_rows)
         like = rows.parts[0].values
         place = like.data_ptr() % 16 if rows.single else aligned
@@ -306,10 +308,11 @@ class Call:
         """Decide by the counts of this call, and move the rows of the union ``-> [at least union, elements]``."""
         if self.algorithm == "dense":
             return self._densify(status[UNION.value])
-        if self.kind.may_be_dense and prefers_dense(status[TOTAL.value], self.rows.num_rows, self.ctx.topology):
+        if self.may_be_dense and prefers_dense(status[TOTAL.value], self.rows.num_rows, self.ctx.topology):
             try:
                 self.ctx.for_tables()
-            except HeapExhaustedError:
+            except HeapExhaustedError:  # on all ranks
+                self.ctx.may_densify = False
                 return self.move()
             self.algorithm = "dense"
             return self._densify(status[UNION.value])

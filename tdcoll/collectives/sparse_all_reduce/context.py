@@ -156,6 +156,8 @@ class SparseContext(CollectiveContext):
         )
         self.capacity = 0  # other collectives find no room, and say so
         self._of_tables: CollectiveContext | None = None
+        self.may_densify = True
+        """Whether ``"auto"`` may try to make the context of dense all-reduces; False when the heap had no room."""
         self.grow = bool(grow)
         try:
             if not self.stores:  # on which the ranks have agreed
@@ -350,6 +352,7 @@ class SparseContext(CollectiveContext):
                 "and it cannot grow after a call was captured in a CUDA graph, which uses its memory; make it larger"
             )
         old = self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows
+        self.may_densify = lost = True
         owner.release(self._symmetric.pop())
         try:
             for quarters in (5, 4):
@@ -361,13 +364,15 @@ class SparseContext(CollectiveContext):
                     room = min(world * most, union * quarters // 4)
                 try:
                     self._make_area(most, widest, room)
+                    lost = False
                     return
                 except HeapExhaustedError:  # on all ranks alike
                     if quarters == 4:
                         raise
         except (HeapExhaustedError, ValueError):
             self._make_area(*old)
+            lost = False
             raise
-        except BaseException:
-            self.refuse("it has lost its memory in an attempt to make it larger; close() it")
-            raise
+        finally:
+            if lost:
+                self.refuse("it has lost its memory in an attempt to make it larger; close() it")

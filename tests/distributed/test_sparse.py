@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists of sparse tensors for the hook, the reducer and the backend: how many one call takes, and one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.distributed import Options, sparse
+from tdcoll.distributed.call import Call
+from tdcoll.distributed.handlers import Lane, Members
+from tdcoll.distributed.sparse import SparseAllReduce
+from tdcoll.testing import World
+
+ROWS, WIDTH = 256, 64
+
+
+def handler() -> SparseAllReduce:
+    job = runtime.current()
+    members = Members(job, tuple(range(job.world_size)), job.timeout_s, Options())
+    return SparseAllReduce(members, Lane(job.control.part("sparse")))
+
+
+def table(rank: int, rows: int = ROWS, few: int | None = None) -> torch.Tensor:
+    """A gradient of ``rows`` rows, or of a ``few`` of them, that the other rank has not."""
+    count = rows if few is None else few
+    ids = torch.arange(count)[None] * 2 + rank
+    values = torch.full((count, WIDTH), 1.0 + rank)
+    return torch.sparse_coo_tensor(ids, values, (2 * rows, WIDTH), check_invariants=False)
+
+
+def test_the_first_context_has_the_capacity_for_the_largest_tensor() -> None:
+    def host(pe: int) -> None:
+        sums, given = handler(), [table(pe, rows) for rows in (300, 400, 200)]
+        assert sums.prepare(Call(given, given, "sum")) is None
+        assert sums.context is not None
+        assert sums.context.max_rows_per_rank == 400
+        sums.close()
+
+    World(2).run(host)
+
+
+def test_a_list_for_which_the_heap_has_no_room_takes_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on all ranks, also if one has few rows; and later lists begin with as many tensors as have fitted."""
+    taken: dict[int, list[int]] = {0: [], 1: []}
+    reduce = sparse.sparse_all_reduce
+
+    def counted(tensors: list[torch.Tensor], op: str, *, ctx: tdcoll.SparseContext) -> list[torch.Tensor]:
+        taken[ctx.rank].append(len(tensors))
+        return reduce(tensors, op, ctx=ctx)
+
+    monkeypatch.setattr(sparse, "sparse_all_reduce", counted)
+
+    def host(pe: int) -> None:
+        sums = handler()
+        every = [table(0), table(1, ROWS, few=8)]
+        given, wanted = [every[pe]] * 5, (every[0] + every[1]).to_dense()
+        assert sums.prepare(Call(given, given, "sum")) is None
+        for _ in range(2):
+            made = sums.reduce(given, "sum")
+            assert len(made) == 5
+            assert all(torch.equal(one.to_dense(), wanted) for one in made)
+        with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
+            sums.reduce([table(pe, 3000)], "sum")
+        assert torch.equal(sums.reduce([every[pe]], "sum")[0].to_dense(), wanted)
+        sums.close()
+
+    one = tdcoll.collectives.sparse_all_reduce.context.symmetric_bytes(2, ROWS, 4 * WIDTH)
+    World(2, heap_bytes=3 * one).run(host)
+    assert taken[0] == taken[1] == [5, 2, 2, 1, 2, 2, 1, 1, 1]
+
+
+def test_one_thread_at_a_time_uses_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(2)
+    met: list[bool] = []
+
+    def reduce(tensors: list[torch.Tensor], op: str, **more: Any) -> list[torch.Tensor]:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(1)
+            met.append(True)
+        return tensors
+
+    monkeypatch.setattr(sparse, "sparse_all_reduce", reduce)
+    job: Any = SimpleNamespace(through=lambda control: contextlib.nullcontext())
+    members, lane = Members(job, (0,), 1.0, Options()), Lane(SimpleNamespace())  # type: ignore[arg-type]
+    sums = SparseAllReduce(members, lane)
+    sums.context = SimpleNamespace(device=torch.device("meta"))  # type: ignore[assignment]
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(sums.reduce([table(0)], "sum"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2
+    assert not met
