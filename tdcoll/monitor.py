@@ -130,8 +130,6 @@ class WaitMonitor:
         Of waits that share a place, one at a time.
         """
         now = time.monotonic()
-        if self.calls is not None:
-            self.calls.forget()
         for lamport, place in itertools.product((False, True), range(c.NOTICES.value)):
             notice = self._notices[int(lamport), place].tolist()
             before, since = self._changed.get((lamport, place), ([0, 0], now))

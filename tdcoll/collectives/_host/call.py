@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tdcoll import arguments, runtime
+from tdcoll.calls import Counts
 from tdcoll.collectives._host.gradient import attach, linear
 from tdcoll.collectives._host.launches import Launches, launches_of
 from tdcoll.collectives._host.pool import pooled, strided_bytes
@@ -95,14 +96,14 @@ class Ready(NamedTuple):
             tensors don't lie as they must.
         run: launches, given the handle of the stream.
         registered: the tensors that peers may reach; None if they reach none.
-        counts: epochs and Lamport calls of the launches.
+        counts: what the launches take of epochs and Lamport calls.
     """
 
     operation: str
     place: Callable[..., tuple[Any, tuple[Any, ...]] | None]
     run: Callable[..., None]
     registered: Registered | None = None
-    counts: tuple[int, int] = (1, 0)
+    counts: Counts = Counts(1, 0)
 
 
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
