@@ -77,11 +77,12 @@ class Calls:
     Attributes:
         exact: whether all epochs are those of noted calls. False once a CUDA graph has been captured, since the host
             doesn't see replays.
+        group: its name, for people.
     """
 
     def __init__(self, ranks: Sequence[int], group: str | None) -> None:
         self.ranks, self.exact = ranks, True
-        self._group = f"group {group}" if group is not None else ranks_text(ranks)
+        self.group = f"group {group}" if group is not None else ranks_text(ranks)
         # One attribute, because the thread that asks for names must get the two as they belong together.
         self._kept: tuple[_Reached, list[Made | str]] = _Reached(), []
 
@@ -105,19 +106,19 @@ class Calls:
             for made in log:
                 reached = _after(reached, [made])
                 if epoch <= (reached.lamport if lamport else reached.epoch):
-                    return f"{made.operation}, call {reached.calls} of {self._group}"  # type: ignore[union-attr]
+                    return f"{made.operation}, call {reached.calls} of {self.group}"  # type: ignore[union-attr]
         what = f"{names.pop()}, " if len(names) == 1 else ""
-        return f"{what}{number} {epoch} of {self._group}"
+        return f"{what}{number} {epoch} of {self.group}"
 
     def describe(self) -> str:
         """Say how many calls were made: ``group 0: 12 calls made, the last one all_reduce, up to epoch 14``."""
         before, log = self._kept
         log = list(log)
         if not log:
-            return f"{self._group}: no call made"
+            return f"{self.group}: no call made"
         calls, epoch, lamport, known = _after(before, log)
         last = log[-1] if isinstance(log[-1], str) else log[-1].operation
-        text = f"{self._group}: {calls} call{'s' if calls > 1 else ''} made, the last one {last}"
+        text = f"{self.group}: {calls} call{'s' if calls > 1 else ''} made, the last one {last}"
         if self.exact and known:
             reached = ("epoch", epoch), ("Lamport call", lamport)
             text += ", up to " + " and ".join(f"{number} {count}" for number, count in reached if count)

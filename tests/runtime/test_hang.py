@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ import pytest
 from hang_job import FIRST_S, SECOND_S
 
 from tdcoll import hang
-from tdcoll.calls import Calls, ranks_text
+from tdcoll.calls import Calls, Counts, ranks_text
 from tdcoll.runtime import watch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,8 +164,8 @@ def test_ranks_as_text() -> None:
 
 
 class Made:
-    def __init__(self, operation: str, epochs: int = 1, lamport: int = 0) -> None:
-        self.operation, self.counts = operation, (epochs, lamport)
+    def __init__(self, operation: str, epochs: int = 1, lamport: int = 0, even: bool = False) -> None:
+        self.operation, self.counts = operation, Counts(epochs, lamport, even)
 
 
 def calls(*made: Made | str) -> Calls:
@@ -198,18 +199,27 @@ def test_names_that_are_not_known() -> None:
     assert calls("s", "s").describe() == "group 7: 2 calls made, the last one s"
 
 
+def test_calls_that_take_even_epochs() -> None:
+    of = calls(Made("a"), Made("by copies", even=True), Made("b"), Made("by copies", 2, even=True), Made("c"))
+    names = {1: "a, call 1", 2: "by copies, call 2", 3: "b, call 3", 4: "by copies, call 4", 6: "by copies, call 4"}
+    assert {epoch: of.name_of(epoch, False) for epoch in names} == {k: f"{v} of group 7" for k, v in names.items()}
+    assert of.name_of(7, False) == "c, call 5 of group 7"
+    assert of.describe() == "group 7: 5 calls made, the last one c, up to epoch 7"
+    first = calls(Made("by copies", even=True))
+    assert first.name_of(2, False) == "by copies, call 1 of group 7"
+    assert first.describe().endswith("up to epoch 2")
+
+
 def test_old_calls_are_forgotten_and_still_counted() -> None:
-    made = [Made("a", 2), Made("b", 0, 1), Made("c")]
-    kept, of = calls(*(1000 * made)), calls(*(1000 * made))
-    of.forget()
-    assert len(of._log) < 2048 < len(kept._log)
-    assert (
-        of.describe()
-        == kept.describe()
-        == "group 7: 3000 calls made, the last one c, up to epoch 3000 and Lamport call 1000"
-    )
-    assert of.name_of(2999, False) == kept.name_of(2999, False) == "a, call 2998 of group 7"
-    assert of.name_of(1, False) == "epoch 1 of group 7"
-    assert kept.name_of(1, False) == "a, call 1 of group 7"
-    of.forget()
+    """By those who note calls, because in a simulated `World` no thread asks for names."""
+    made = [Made("a", 2), Made("b", 0, 1), Made("c", even=True)]
+    of = calls(*(1000 * made))
+    assert sum(isinstance(each, Made) for each in gc.get_referents(*gc.get_referents(*vars(of).values()))) < 2048
+    assert of.describe() == "group 7: 3000 calls made, the last one c, up to epoch 4000 and Lamport call 1000"
+    assert of.name_of(3998, False) == "a, call 2998 of group 7"
+    assert of.name_of(4000, False) == "c, call 3000 of group 7"
     assert of.name_of(1000, True) == "b, call 2999 of group 7"
+    assert of.name_of(1, False) == "epoch 1 of group 7"
+    unknown = calls("s", *(3000 * [Made("a")]))
+    assert unknown.describe() == "group 7: 3001 calls made, the last one a"
+    assert unknown.name_of(3000, False) == "a, epoch 3000 of group 7"

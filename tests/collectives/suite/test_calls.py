@@ -218,6 +218,31 @@ def test_an_all_to_all_goes_straight_into_symmetric_memory_by_copies() -> None:
     World(3, seed=1, weak=True).run(host)
 
 
+def test_the_epochs_of_calls_are_known_with_and_without_copies() -> None:
+    def host(pe: int) -> None:
+        x = torch.ones(96)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            for algorithm in ("ce", "direct", "direct", "direct", "ce", "ce", "direct", "ce"):
+                tdcoll.all_reduce(x, ctx=ctx, algorithm=algorithm)
+                epoch = int(ctx.control) >> EPOCH_SHIFT.value
+                assert ctx.calls.describe().endswith(f"the last one all_reduce, up to epoch {epoch}")
+            assert ctx.calls.name_of(epoch, False).startswith("all_reduce, call 8 of ")
+            ctx.check()
+
+    World(2).run(host)
+
+
+def test_a_first_call_by_copies_in_a_graph_is_an_error_that_names_the_operation(monkeypatch) -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            monkeypatch.setattr("tdcoll.capture.capturing", lambda device: True)
+            with pytest.raises(tdcoll.ContextError, match=r"^all_gather: the first call of a kind"):
+                launches_of(GATHER, ctx, 16, "ce")
+            monkeypatch.undo()
+
+    World(2).run(host)
+
+
 # ---------------------------------------------------------------------- contexts
 
 
