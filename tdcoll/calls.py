@@ -8,35 +8,32 @@ a name is wanted, by the thread of :mod:`tdcoll.runtime.watch`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-__all__ = ["Calls", "Counts", "Made", "ranks_text"]
+__all__ = ["Calls", "Made", "kind_of", "ranks_text"]
 
 _KEPT = 1024
 """So many of the last calls have names, and fewer than twice as many are kept."""
 
 
-class Counts(NamedTuple):
-    """How many epochs and Lamport calls a call takes on the device.
+class Made(NamedTuple):
+    """A kind of call. :func:`kind_of` returns the same object for the same kind, because a context keeps many.
 
     Attributes:
+        operation: its name.
+        epochs, lamport: how many epochs and Lamport calls it takes on the device.
         even: the epochs are the next even ones (:mod:`tdcoll.primitives.copies`).
     """
 
-    epochs: int
-    lamport: int
+    operation: str
+    epochs: int = 1
+    lamport: int = 0
     even: bool = False
 
 
-class Made(Protocol):
-    """A kind of call: its name, and what it takes."""
-
-    @property
-    def operation(self) -> str: ...
-
-    @property
-    def counts(self) -> Counts: ...
+kind_of = functools.cache(Made)
 
 
 class _Reached(NamedTuple):
@@ -50,11 +47,11 @@ class _Reached(NamedTuple):
 
 def _after(reached: _Reached, log: Sequence[Made | str]) -> _Reached:
     calls, epoch, lamport, known = reached
-    for made in log:
-        if isinstance(made, str):
+    for call in log:
+        if isinstance(call, str):
             known = False
         else:
-            epochs, more, even = made.counts
+            _, epochs, more, even = call
             epoch = 2 * (epoch // 2 + epochs) if even else epoch + epochs
             lamport += more
     return _Reached(calls + len(log), epoch, lamport, known)
@@ -86,10 +83,10 @@ class Calls:
         # One attribute, because the thread that asks for names must get the two as they belong together.
         self._kept: tuple[_Reached, list[Made | str]] = _Reached(), []
 
-    def add(self, made: Made | str) -> None:
+    def add(self, call: Made | str) -> None:
         """Note a call, before its launches: a :class:`Made`, or the name alone of one whose epochs are not known."""
         reached, log = self._kept
-        log.append(made)
+        log.append(call)
         if len(log) == 2 * _KEPT:
             self._kept = _after(reached, log[:_KEPT]), log[_KEPT:]
 
@@ -101,12 +98,12 @@ class Calls:
         """
         reached, log = self._kept
         log, number = list(log), "Lamport call" if lamport else "epoch"
-        names = {made if isinstance(made, str) else made.operation for made in log}
+        names = {call if isinstance(call, str) else call.operation for call in log}
         if self.exact and _after(reached, log).known and epoch > (reached.lamport if lamport else reached.epoch):
-            for made in log:
-                reached = _after(reached, [made])
+            for call in log:
+                reached = _after(reached, [call])
                 if epoch <= (reached.lamport if lamport else reached.epoch):
-                    return f"{made.operation}, call {reached.calls} of {self.group}"  # type: ignore[union-attr]
+                    return f"{call.operation}, call {reached.calls} of {self.group}"  # type: ignore[union-attr]
         what = f"{names.pop()}, " if len(names) == 1 else ""
         return f"{what}{number} {epoch} of {self.group}"
 

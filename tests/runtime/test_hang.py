@@ -18,7 +18,7 @@ import pytest
 from hang_job import FIRST_S, SECOND_S
 
 from tdcoll import hang
-from tdcoll.calls import Calls, Counts, ranks_text
+from tdcoll.calls import Calls, Made, kind_of, ranks_text
 from tdcoll.runtime import watch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,14 +163,9 @@ def test_ranks_as_text() -> None:
     ]  # fmt: skip
 
 
-class Made:
-    def __init__(self, operation: str, epochs: int = 1, lamport: int = 0, even: bool = False) -> None:
-        self.operation, self.counts = operation, Counts(epochs, lamport, even)
-
-
-def calls(*made: Made | str) -> Calls:
+def calls(*several: Made | str) -> Calls:
     found = Calls((0, 1), "7")
-    for each in made:
+    for each in several:
         found.add(each)
     return found
 
@@ -199,6 +194,11 @@ def test_names_that_are_not_known() -> None:
     assert calls("s", "s").describe() == "group 7: 2 calls made, the last one s"
 
 
+def test_calls_of_a_kind_are_one_object() -> None:
+    assert kind_of("a", 2) is kind_of("a", 2)
+    assert kind_of("a", 2) == Made("a", 2, 0, False) != kind_of("a", 2, 0, True)
+
+
 def test_calls_that_take_even_epochs() -> None:
     of = calls(Made("a"), Made("by copies", even=True), Made("b"), Made("by copies", 2, even=True), Made("c"))
     names = {1: "a, call 1", 2: "by copies, call 2", 3: "b, call 3", 4: "by copies, call 4", 6: "by copies, call 4"}
@@ -212,8 +212,7 @@ def test_calls_that_take_even_epochs() -> None:
 
 def test_old_calls_are_forgotten_and_still_counted() -> None:
     """By those who note calls, because in a simulated `World` no thread asks for names."""
-    made = [Made("a", 2), Made("b", 0, 1), Made("c", even=True)]
-    of = calls(*(1000 * made))
+    of = calls(*(1000 * [Made("a", 2), Made("b", 0, 1), Made("c", even=True)]))
     assert sum(isinstance(each, Made) for each in gc.get_referents(*gc.get_referents(*vars(of).values()))) < 2048
     assert of.describe() == "group 7: 3000 calls made, the last one c, up to epoch 4000 and Lamport call 1000"
     assert of.name_of(3998, False) == "a, call 2998 of group 7"

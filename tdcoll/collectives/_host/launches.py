@@ -14,7 +14,6 @@ import triton.language as tl
 
 from tdcoll import arguments, capture
 from tdcoll.arguments import byte_text
-from tdcoll.calls import Counts
 from tdcoll.collectives._host.explain import explain_call
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, Facts, Plan
@@ -179,7 +178,7 @@ class Launches:
     Attributes:
         plan: of the first epoch.
         in_buffer: peers write to the caller's buffer.
-        counts: what a call takes of epochs and Lamport calls.
+        counts: epochs and Lamport calls of a call, and whether the epochs are even: see :class:`~tdcoll.calls.Made`.
         run: launches, given the handle of a stream and :meth:`addresses`.
     """
 
@@ -189,7 +188,7 @@ class Launches:
         self._operation = operation = first.operation
         self.in_buffer = in_buffer = first.in_buffer
         lamport = sum(call.width == LAMPORT_WORD_BYTES for call in calls)
-        self.counts = Counts(len(calls) - lamport, lamport, even=algorithm.copies is not None)
+        self.counts = len(calls) - lamport, lamport, algorithm.copies is not None
         changing = ("source", "out", "inbox.base") if in_buffer else ("source", "out")
         self.kernel = kernel = algorithm.kernel(first.facts)
         launches: dict[Planned, Any] = {}
