@@ -17,7 +17,6 @@ from tdcoll.runtime.simulator.builder import numpy_dtype
 from tdcoll.runtime.simulator.current import pointers
 from tdcoll.runtime.simulator.extents import origin_of
 from tdcoll.runtime.simulator.machine import Machine
-from tdcoll.runtime.simulator.memory import read_word
 from tdcoll.runtime.simulator.waits import Monitor
 from tdcoll.spec import constants as c
 

@@ -233,15 +233,14 @@ def test_the_epochs_of_calls_are_known_with_and_without_copies() -> None:
 
 
 def test_calls_of_a_kind_are_noted_by_one_object() -> None:
-    """Also by the slow path, which makes a new record each time if a tensor has strides."""
+    """Whatever records of them there are, because the context remembers many calls."""
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            for _ in range(3):
-                tdcoll.all_reduce(torch.ones(8, 2)[:, 0], ctx=ctx)
-                tdcoll.all_reduce(torch.ones(8), ctx=ctx)
+            for shape in ((8,), (9,), (4, 2), (8,)):
+                tdcoll.all_reduce(torch.ones(shape), ctx=ctx)
             noted = ctx.calls._kept[1]
-            assert (len(noted), len({id(each) for each in noted})) == (6, 1)
+            assert (len(noted), len({id(each) for each in noted})) == (4, 1)
 
     World(2).run(host)
 
