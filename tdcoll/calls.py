@@ -12,10 +12,10 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Calls", "Made", "kind_of", "ranks_text"]
+__all__ = ["MOST", "Calls", "Made", "kind_of", "ranks_text"]
 
-_KEPT = 1024
-"""So many of the last calls have names, and fewer than twice as many are kept."""
+MOST = 2048
+"""When a context remembers so many calls, it forgets the older half."""
 
 
 class Made(NamedTuple):
@@ -75,20 +75,22 @@ class Calls:
         exact: whether all epochs are those of noted calls. False once a CUDA graph has been captured, since the host
             doesn't see replays.
         group: its name, for people.
+        log: the calls that are remembered, in order, to which each is appended before its launches: a :class:`Made`, or
+            the name alone of a call whose epochs are not known.
     """
 
     def __init__(self, ranks: Sequence[int], group: str | None) -> None:
         self.ranks, self.exact = ranks, True
         self.group = f"group {group}" if group is not None else ranks_text(ranks)
-        # One attribute, because the thread that asks for names must get the two as they belong together.
-        self._kept: tuple[_Reached, list[Made | str]] = _Reached(), []
+        self.log: list[Made | str] = []
+        # Changed together, because another thread asks for names.
+        self._kept = _Reached(), self.log
 
-    def add(self, call: Made | str) -> None:
-        """Note a call, before its launches: a :class:`Made`, or the name alone of one whose epochs are not known."""
-        reached, log = self._kept
-        log.append(call)
-        if len(log) == 2 * _KEPT:
-            self._kept = _after(reached, log[:_KEPT]), log[_KEPT:]
+    def forget(self) -> None:
+        """Forget the older half of the calls, but for their number. For the thread that makes calls."""
+        half = len(self.log) // 2
+        reached, self.log = _after(self._kept[0], self.log[:half]), self.log[half:]
+        self._kept = reached, self.log
 
     def name_of(self, epoch: int, lamport: bool) -> str:
         """Name the call of an epoch, or of a Lamport call: ``all_reduce, call 4 of group 0``.

@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 
 import tdcoll
 import tdcoll.distributed
+from tdcoll.calls import MOST, kind_of
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.collectives._host.launches import launches_of
 from tdcoll.collectives._host.plan import MOST_EPOCHS, Facts, Plan
@@ -239,10 +240,25 @@ def test_calls_of_a_kind_are_noted_by_one_object() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             for shape in ((8,), (9,), (4, 2), (8,)):
                 tdcoll.all_reduce(torch.ones(shape), ctx=ctx)
-            noted = ctx.calls._kept[1]
+            noted = ctx.calls.log
             assert (len(noted), len({id(each) for each in noted})) == (4, 1)
 
     World(2).run(host)
+
+
+def test_a_context_remembers_so_many_calls() -> None:
+    """In a simulated world, too, where no thread asks for their names."""
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            for number in range(5 * MOST):
+                ctx.noted(kind_of("all_reduce"))
+                assert len(ctx.calls.log) < MOST, number
+            assert ctx.calls.describe().endswith(
+                f"{5 * MOST} calls made, the last one all_reduce, up to epoch {5 * MOST}"
+            )
+
+    World(1).run(host)
 
 
 def test_a_first_call_by_copies_in_a_graph_is_an_error_that_names_the_operation(monkeypatch) -> None:
