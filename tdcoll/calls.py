@@ -2,30 +2,59 @@
 """The calls that a context remembers, to name the one in which a kernel waits. Needs neither torch nor triton.
 
 A kernel knows the number of its epoch, or of its Lamport call (:mod:`tdcoll.primitives.lamport`), and no names. Each
-call is therefore noted before its launches, which costs the host one ``list.append``; everything else is done when a
-name is wanted, and by the thread of :mod:`tdcoll.runtime.watch`.
+call is therefore noted before its launches, which costs the host a tenth of a microsecond; everything else is done when
+a name is wanted, by the thread of :mod:`tdcoll.runtime.watch`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
-__all__ = ["Calls", "Made", "ranks_text"]
+__all__ = ["MOST", "Calls", "Made", "kind_of", "ranks_text"]
 
-_KEPT = 1024
-"""The last calls, whose names are kept."""
+MOST = 2048
+"""When a context remembers so many calls, it forgets the older half."""
 
 
-class Made(Protocol):
-    """A kind of call: its name, and how many epochs and Lamport calls it takes on the device."""
+class Made(NamedTuple):
+    """A kind of call. :func:`kind_of` returns the same object for the same kind, because a context keeps many.
 
-    @property
-    def operation(self) -> str: ...
+    Attributes:
+        operation: its name.
+        epochs, lamport: how many epochs and Lamport calls it takes on the device.
+        even: the epochs are the next even ones (:mod:`tdcoll.primitives.copies`).
+    """
 
-    @property
-    def counts(self) -> tuple[int, int]: ...
+    operation: str
+    epochs: int = 1
+    lamport: int = 0
+    even: bool = False
+
+
+kind_of = functools.cache(Made)
+
+
+class _Reached(NamedTuple):
+    """How many calls there were, and the last epoch and Lamport call, which are ``known`` if those of all calls are."""
+
+    calls: int = 0
+    epoch: int = 0
+    lamport: int = 0
+    known: bool = True
+
+
+def _after(reached: _Reached, log: Sequence[Made | str]) -> _Reached:
+    calls, epoch, lamport, known = reached
+    for call in log:
+        if isinstance(call, str):
+            known = False
+        else:
+            _, epochs, more, even = call
+            epoch = 2 * (epoch // 2 + epochs) if even else epoch + epochs
+            lamport += more
+    return _Reached(calls + len(log), epoch, lamport, known)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -43,38 +72,25 @@ class Calls:
         group: the name of the process group in ``torch.distributed``, if it has one.
 
     Attributes:
-        add: note a call, before its launches: a :class:`Made`, or the name alone of one whose epochs are not known.
         exact: whether all epochs are those of noted calls. False once a CUDA graph has been captured, since the host
             doesn't see replays.
+        group: its name, for people.
+        log: the calls that are remembered, in order, to which each is appended before its launches: a :class:`Made`, or
+            the name alone of a call whose epochs are not known.
     """
 
     def __init__(self, ranks: Sequence[int], group: str | None) -> None:
         self.ranks, self.exact = ranks, True
-        self._group = f"group {group}" if group is not None else ranks_text(ranks)
-        self._log: list[Made | str] = []
-        self._forgotten = [0, 0, 0]
-        self.add: Callable[[Made | str], None] = self._log.append
+        self.group = f"group {group}" if group is not None else ranks_text(ranks)
+        self.log: list[Made | str] = []
+        # Changed together, because another thread asks for names.
+        self._kept = _Reached(), self.log
 
     def forget(self) -> None:
-        """Keep the last calls only, once there are many more. For one thread, the only one that asks for names."""
-        n = len(self._log) - _KEPT
-        if n < _KEPT:
-            return
-        for begin in range(0, n, _KEPT):
-            self._count(self._log[begin : min(begin + _KEPT, n)], self._forgotten)
-            time.sleep(0)  # those who make calls need not wait for Python's global lock
-        del self._log[:n]
-
-    @staticmethod
-    def _count(log: Sequence[Made | str], counts: list[int]) -> None:
-        counts[0] += len(log)
-        for made in log:
-            if not isinstance(made, str):
-                counts[1] += made.counts[0]
-                counts[2] += made.counts[1]
-
-    def _exact(self, log: Sequence[Made | str]) -> bool:
-        return self.exact and not any(isinstance(made, str) for made in log)
+        """Forget the older half of the calls, but for their number. For the thread that makes calls."""
+        half = len(self.log) // 2
+        reached, self.log = _after(self._kept[0], self.log[:half]), self.log[half:]
+        self._kept = reached, self.log
 
     def name_of(self, epoch: int, lamport: bool) -> str:
         """Name the call of an epoch, or of a Lamport call: ``all_reduce, call 4 of group 0``.
@@ -82,26 +98,27 @@ class Calls:
         If the number of the call isn't known, that of the epoch stands in its place; if the operation isn't, neither
         does that.
         """
-        log, number = list(self._log), "Lamport call" if lamport else "epoch"
-        call, done = self._forgotten[0], self._forgotten[1 + lamport]
-        names = {made if isinstance(made, str) else made.operation for made in log}
-        for made in log if self._exact(log) and epoch > done else ():
-            call += 1
-            done += made.counts[lamport]  # type: ignore[union-attr]
-            if epoch <= done:
-                return f"{made.operation}, call {call} of {self._group}"  # type: ignore[union-attr]
+        reached, log = self._kept
+        log, number = list(log), "Lamport call" if lamport else "epoch"
+        names = {call if isinstance(call, str) else call.operation for call in log}
+        if self.exact and _after(reached, log).known and epoch > (reached.lamport if lamport else reached.epoch):
+            for call in log:
+                reached = _after(reached, [call])
+                if epoch <= (reached.lamport if lamport else reached.epoch):
+                    return f"{call.operation}, call {reached.calls} of {self.group}"  # type: ignore[union-attr]
         what = f"{names.pop()}, " if len(names) == 1 else ""
-        return f"{what}{number} {epoch} of {self._group}"
+        return f"{what}{number} {epoch} of {self.group}"
 
     def describe(self) -> str:
         """Say how many calls were made: ``group 0: 12 calls made, the last one all_reduce, up to epoch 14``."""
-        log, counts = list(self._log), list(self._forgotten)
+        before, log = self._kept
+        log = list(log)
         if not log:
-            return f"{self._group}: no call made"
-        self._count(log, counts)
+            return f"{self.group}: no call made"
+        calls, epoch, lamport, known = _after(before, log)
         last = log[-1] if isinstance(log[-1], str) else log[-1].operation
-        text = f"{self._group}: {counts[0]} call{'s' if counts[0] > 1 else ''} made, the last one {last}"
-        if self._exact(log):
-            reached = zip(("epoch", "Lamport call"), counts[1:], strict=True)
+        text = f"{self.group}: {calls} call{'s' if calls > 1 else ''} made, the last one {last}"
+        if self.exact and known:
+            reached = ("epoch", epoch), ("Lamport call", lamport)
             text += ", up to " + " and ".join(f"{number} {count}" for number, count in reached if count)
         return text

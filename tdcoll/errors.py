@@ -69,8 +69,10 @@ class CollectiveTimeout(TdcollError):
 
     Every expired wait of tdcoll raises this class or one derived from it. A wait in a kernel, for a peer's signal, sets
     all attributes. If the peer has itself timed out, and this rank may have read its memory too late, ``signal``,
-    ``expected`` and ``seen`` are None. A wait on the host (joining, making a context, ``Work.wait``) sets ``timeout_s``
-    and, if it is known, ``rank``; the others are None, and the message names the operation.
+    ``expected`` and ``seen`` are None. A wait in ``grid_barrier`` sets ``rank``, ``peer`` (this rank) and
+    ``timeout_s``.
+    A wait on the host (joining, making a context, ``Work.wait``) sets ``timeout_s`` and, if it is known, ``rank``; the
+    others are None, and the message names the operation.
 
     Attributes:
         rank: rank that waited: of the group for a wait in a kernel, of the job for one on the host.

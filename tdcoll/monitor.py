@@ -130,8 +130,6 @@ class WaitMonitor:
         Of waits that share a place, one at a time.
         """
         now = time.monotonic()
-        if self.calls is not None:
-            self.calls.forget()
         for lamport, place in itertools.product((False, True), range(c.NOTICES.value)):
             notice = self._notices[int(lamport), place].tolist()
             before, since = self._changed.get((lamport, place), ([0, 0], now))
@@ -141,7 +139,8 @@ class WaitMonitor:
             if any(notice) and now - since < _ALIVE_S:
                 peer, waited = divmod(notice[0], 1 << 32)
                 waited_s = (waited << c.NOTICE_SHIFT.value) / 1e9
-                yield watch.Wait(peer if peer >= 0 else None, notice[1], lamport, waited_s)
+                numbered = notice[1] != c.GAVE_UP.value and peer != c.OWN_GRID.value
+                yield watch.Wait(peer if peer >= 0 else None, notice[1] if numbered else None, lamport, waited_s)
 
     @property
     def open(self) -> bool:
@@ -168,6 +167,9 @@ class WaitMonitor:
             self._runtime.failed = self._reported = True
             words = [int(word) for word in self._host]
             rank, seen = words[c.RECORD_RANK.value], words[c.RECORD_SEEN.value]
+            if words[c.RECORD_PEER.value] == c.OWN_GRID.value:
+                what = "in grid_barrier for other programs of its launch: they don't call it, or don't fit on the GPU"
+                raise CollectiveTimeout(what, rank=rank, peer=rank, timeout_s=self.timeout_s)
             # -1: the kernel has not told its wait.
             peer, signal = (number if (number := words[place.value]) >= 0 else None for place in _TOLD)
             if words[c.RECORD_EXPECTED.value] == c.GAVE_UP.value:  # stores.none_gave_up

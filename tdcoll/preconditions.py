@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from tdcoll.calls import Calls
+from tdcoll.calls import MOST, Calls, Made
 from tdcoll.capture import capture_of
 from tdcoll.errors import CollectiveTimeout, ContextError, NotInitializedError, RankMismatchError
 from tdcoll.monitor import WaitMonitor
@@ -140,9 +140,7 @@ class Preconditions:
         """Whether a call was made while a CUDA graph was being captured: then a graph may still use the memory."""
         self._expired = monitor.valid
         self.calls: Calls = monitor.calls if monitor.calls is not None else Calls(topology.pes, None)
-        """The calls that the context remembers; see :attr:`noted`."""
-        self.noted = self.calls.add
-        """Note a call, before it launches: a :class:`~tdcoll.calls.Made`, or its name."""
+        """The calls that the context remembers; see :meth:`noted`."""
         self._refusal: str | None = None
         self._obstacle = ""
         self._calls = 0
@@ -166,6 +164,13 @@ class Preconditions:
         if self._cuda:
             self._stream.synchronize()
         self.monitor.raise_if_expired()
+
+    def noted(self, call: Made | str) -> None:
+        """Note a call, before it launches, by its kind or, if its epochs are not known, by its name."""
+        log = self.calls.log
+        log.append(call)
+        if len(log) == MOST:
+            self.calls.forget()
 
     def refuse(self, why: str) -> None:
         """Every call from now on is an error that says ``why``."""

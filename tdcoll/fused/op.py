@@ -13,6 +13,7 @@ import triton
 
 from tdcoll import arguments, runtime
 from tdcoll.arguments import byte_text
+from tdcoll.calls import kind_of
 from tdcoll.collectives._host.call import Ready, again, check_context, check_tensor, overlap
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.launches import facts_of, launches_of, prepare
@@ -157,7 +158,7 @@ def _first(
     }
     with ctx.calling(NAME, facts, checked) as (ready, (result, given)):
         ctx.wait_for_loads(NAME, key)
-        ctx.noted(ready)
+        ctx.noted(ready.made)
         ready.run(ctx.current_stream(), *given)
     made: tuple[torch.Tensor, ...] = result
     return made
@@ -239,7 +240,7 @@ def _ready(
         return made, (_aligned(x), residual, _aligned(weight), new, out, scale, summed, result)
 
     if not rows.rows:
-        return Ready(NAME, place, lambda *given: None, None, (0, 0))
+        return Ready(kind_of(NAME, 0), place, lambda *given: None)
     (bits,) = struct.unpack("<i", struct.pack("<f", eps))
     scaling = arithmetic.NONE if out_dtype is not _FP8 else arithmetic.PER_ROW if by_rows else arithmetic.GIVEN
     given: dict[str, Any] = {
@@ -275,4 +276,4 @@ def _ready(
             result.copy_(new)
 
     run_in_range = ranged(f"tdcoll.{NAME}[{plan.algorithm}, {byte_text(x.nbytes)}]", run)
-    return Ready(NAME, place, run_in_range, None, reduce.counts if composed else (0, 1))
+    return Ready(kind_of(NAME, *(reduce.counts if composed else (0, 1))), place, run_in_range)

@@ -17,7 +17,6 @@ from tdcoll.runtime.simulator.builder import numpy_dtype
 from tdcoll.runtime.simulator.current import pointers
 from tdcoll.runtime.simulator.extents import origin_of
 from tdcoll.runtime.simulator.machine import Machine
-from tdcoll.runtime.simulator.memory import read_word
 from tdcoll.runtime.simulator.waits import Monitor
 from tdcoll.spec import constants as c
 
@@ -104,7 +103,7 @@ def grid_barrier(running, counter, monitor):
     share = (1 << 32) - (x * y * z - 1) if running.program.grid_idx == (0, 0, 0) else 1
     transfers.release(running, system=False)
     before = pointers().change_word(running.program.pe, counter, kind, lambda old: old + share)
-    thread, wanted = (read_word(monitor + 8 * c.MONITOR_RANK.value), 0), ((int(before) >> 32) + 1) << 32
+    thread, wanted = (c.OWN_GRID.value, -1), ((int(before) >> 32) + 1) << 32
     _, came = waits.word(running, counter, kind, c.CMP_GE.value, wanted, threads=[thread], monitor=held)
     return int32(came.all())
 

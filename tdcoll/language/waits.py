@@ -316,8 +316,7 @@ def grid_barrier(counter, monitor):
         share = (tl.cast(1, tl.int64) << 32) - (programs - 1)
     syncthreads()
     before = tl.atomic_add(word, share, sem="acq_rel", scope="gpu")
-    me = tl.load(monitor.to(tl.pointer_type(tl.int64)) + constants.MONITOR_RANK)
-    return wait_word(word, constants.CMP_GE, ((before >> 32) + 1) << 32, monitor, me, 0)
+    return wait_word(word, constants.CMP_GE, ((before >> 32) + 1) << 32, monitor, constants.OWN_GRID)
 
 
 @triton.jit

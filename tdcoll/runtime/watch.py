@@ -54,10 +54,11 @@ _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (runtime.__path__[
 
 class Wait(NamedTuple):
     """A wait that goes on, for a rank of the group, if the kernel has named one. ``epoch`` is what the
-    signal has to reach, or the number of a Lamport call."""
+    signal has to reach, or the number of a Lamport call; None if the peer has given up, or, without a peer, if it waits
+    in a barrier of its own grid."""
 
     peer: int | None
-    epoch: int
+    epoch: int | None
     lamport: bool
     waited_s: float
 
@@ -93,19 +94,26 @@ def _described(subject: Subject, waits: Sequence[Wait]) -> str:
     """``all_reduce, call 4 of group 0, has waited 60 s for rank 2``: waits of one launch."""
     longest, calls = max(waits, key=lambda wait: wait.waited_s), subject.calls
     peers = sorted({wait.peer for wait in waits if wait.peer is not None})
+    if calls is not None:
+        peers = sorted(calls.ranks[peer] if peer < len(calls.ranks) else peer for peer in peers)
+    if longest.epoch is None:
+        what = f"a kernel{'' if calls is None else f' of {calls.group}'} has waited {_seconds(longest.waited_s)}"
+        if not peers:
+            return f"{what} in a barrier of its grid"
+        return f"{what}: {ranks_text(peers)} {'has' if len(peers) == 1 else 'have'} given up"
+    whom = ranks_text(peers) if peers else "a rank that the kernel doesn't name"
     if calls is None:
         what = f"a kernel that waits for a signal to reach {longest.epoch}"
     else:
         what = calls.name_of(longest.epoch, longest.lamport)
-        peers = sorted(calls.ranks[peer] if peer < len(calls.ranks) else peer for peer in peers)
-    whom = ranks_text(peers) if peers else "a rank that the kernel doesn't name"
     return f"{what}, has waited {_seconds(longest.waited_s)} for {whom}"
 
 
-def _by_launch(subject: Subject) -> dict[tuple[int, bool], list[Wait]]:
-    found: dict[tuple[int, bool], list[Wait]] = {}
+def _by_launch(subject: Subject) -> dict[Hashable, list[Wait]]:
+    found: dict[Hashable, list[Wait]] = {}
     for wait in subject.waits():
-        found.setdefault((wait.epoch, wait.lamport), []).append(wait)
+        in_barrier = wait.epoch is None and wait.peer is None
+        found.setdefault((wait.epoch, wait.lamport, in_barrier), []).append(wait)
     return found
 
 
@@ -213,9 +221,11 @@ class _Watch:
         for subject in subjects:
             rank = f"rank {subject.job.rank} of {subject.job.world_size}"
             mine = []
-            for (epoch, lamport), of_launch in _by_launch(subject).items():
+            for of_launch in _by_launch(subject).values():
                 waits.append(_described(subject, of_launch))
-                mine.append(f"in {'Lamport call' if lamport else 'epoch'} {epoch}: {waits[-1]}")
+                _, epoch, lamport, _ = of_launch[0]
+                number = "" if epoch is None else f"in {'Lamport call' if lamport else 'epoch'} {epoch}: "
+                mine.append(number + waits[-1])
             if subject.expired:
                 mine.append("a wait has expired")
             if subject.calls is not None:

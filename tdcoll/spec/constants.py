@@ -20,6 +20,9 @@ SIGNAL_ADD = NVSHMEM_SIGNAL_ADD = tl.constexpr(10)
 # A rank that gives up tells its peers this plus the epoch, which is more than any epoch. See tdcoll.primitives.stores.
 GAVE_UP = tl.constexpr(1 << 62)
 
+# The peer of a wait in a barrier of the grid: the other programs of the launch, in its record and notices.
+OWN_GRID = tl.constexpr(-2)
+
 # A *monitor* is what bounded waits share with the host: int64 words in device memory. See tdcoll.monitor.
 MONITOR_ABORTED = tl.constexpr(0)  # 1 once a wait has expired: later waits return at once
 MONITOR_TIMEOUT_NS = tl.constexpr(1)  # deadline of a wait, nanoseconds

@@ -222,15 +222,9 @@ def events(text: str, kinds: dict[str, str]) -> list[str]:
     return [kind for kind, _ in groupby(found)]
 
 
-LOADS = {"grid_barrier"}
-"""Waits that load something themselves, between two barriers."""
-
-
-def problem_of_plain(lowered: dict[str, str], loads: bool = False) -> str | None:
-    """A plain wait: the loop is as it was written, each load behind its wait. ``loads``: so does the wait."""
+def problem_of_plain(lowered: dict[str, str]) -> str | None:
+    """A plain wait: the loop is as it was written, each load behind its wait."""
     seen = events(lowered["ttgir"], TTGIR)
-    if loads and seen[1:3] == ["wait", "load"]:
-        del seen[1:3]
     # Loads by descriptors, where they are not pointers in disguise, are copies that are waited for at once.
     if seen not in (["for", "wait", "load"], ["for", "wait", "async"]):
         return f"TTGIR has {seen}"
@@ -281,7 +275,7 @@ def main(folder: Path) -> int:
     bars = lower(plain["stream"], 90, 3)["ptx"].count("bar.sync")
     note(f"PTX has {bars} bar.sync" if bars else None, "nothing is left of what holds the loads")
     for name, wait in made.items():
-        note(problem_of_plain(lower(loops(wait)["load"], 90, 3, "ttgir"), name in LOADS), name)
+        note(problem_of_plain(lower(loops(wait)["load"], 90, 3, "ttgir")), name)
 
     for name, wait in {"unheld": unheld, "token not consumed": token_not_consumed}.items():
         for form, kernel in loops(wait).items():

@@ -13,6 +13,8 @@ import triton.language as tl
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
+from tdcoll.calls import Calls
+from tdcoll.runtime import watch
 from tdcoll.testing import Deadlock, World
 
 
@@ -24,6 +26,12 @@ def wait_once(signals, monitor, ok, at, value, peer, index, COMPARE: tl.constexp
 @tdcoll.jit
 def wait_for_all(signals, monitor, ok, count, skip, value, BLOCK: tl.constexpr):
     tl.store(ok, tdl.wait_signals(signals, count, skip, tdl.CMP_GE, value, monitor, BLOCK))
+
+
+@tdcoll.jit
+def first_in_barrier(counter, monitor, ok):
+    if tl.program_id(0) == 0:
+        tl.store(ok, tdl.grid_barrier(counter, monitor))
 
 
 def alone(host: Callable[[torch.Tensor, torch.Tensor], Any], **options: Any) -> Any:
@@ -140,6 +148,37 @@ def test_an_expired_wait_has_left_a_notice_of_each_missing_peer() -> None:
         waits = [(wait.peer, wait.epoch, wait.lamport) for wait in monitor.waits()]
         assert waits == [(0, 4, False), (2, 4, False)]
         assert all(wait.waited_s == pytest.approx(monitor.timeout_s, abs=0.01) for wait in monitor.waits())
+
+    alone(host)
+
+
+def test_a_peer_that_has_given_up_is_named_without_an_epoch() -> None:
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        monitor = tdcoll.WaitMonitor()
+        signals[0] = tdl.GAVE_UP.value + 3
+        wait_once[(1,)](signals, monitor, ok, 0, tdl.GAVE_UP.value, 1, 0, tdl.CMP_LT)
+        assert int(ok) == 0
+        waits = list(monitor.waits())
+        assert [(wait.peer, wait.epoch, wait.lamport) for wait in waits] == [(1, None, False)]
+        assert watch._described(monitor, waits) == "a kernel has waited 30 s: rank 1 has given up"
+        monitor.calls = Calls((4, 6), "7")
+        assert watch._described(monitor, waits) == "a kernel of group 7 has waited 30 s: rank 6 has given up"
+        assert caught(monitor).epoch == 3
+
+    alone(host)
+
+
+def test_a_barrier_of_a_grid_is_named_without_an_epoch() -> None:
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        monitor = tdcoll.WaitMonitor(rank=5)
+        first_in_barrier[(2,)](torch.zeros(1, dtype=torch.int64), monitor, ok)
+        assert int(ok) == 0
+        waits = list(monitor.waits())
+        assert [(wait.peer, wait.epoch) for wait in waits] == [(None, None)]
+        assert watch._described(monitor, waits) == "a kernel has waited 30 s in a barrier of its grid"
+        error = caught(monitor)
+        assert fields(error) == (5, 5, None, None, None, None, 30.0)
+        assert str(error).startswith("rank 5 waited 30 s in grid_barrier for other programs of its launch: they don't")
 
     alone(host)
 

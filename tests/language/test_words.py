@@ -144,5 +144,5 @@ def test_programs_of_a_grid_meet() -> None:
 def test_a_grid_that_does_not_fit_cannot_meet() -> None:
     with pytest.raises(Deadlock, match="waits for"):
         meeting(True)(World(1, resident=3))
-    with pytest.raises(CollectiveTimeout, match="waited 1 s for peer 0"):
+    with pytest.raises(CollectiveTimeout, match="rank 0 waited 1 s in grid_barrier"):
         meeting(True)(World(1, resident=3, on_timeout="expire"))

@@ -125,7 +125,11 @@ def test_ctrl_c_during_the_start(module: str, tmp_path: Path) -> None:
     for folder in ("torch", "torch/distributed"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").touch()
-    (tmp_path / module).write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / module).write_text(
+        "import os, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+    )
     paths = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     command = [sys.executable, "-m", "tdcoll.torchrun", "job.py"]
     ended = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=60)

@@ -17,7 +17,7 @@ import pytest
 from hang_job import FIRST_S, SECOND_S
 
 from tdcoll import hang
-from tdcoll.calls import Calls, ranks_text
+from tdcoll.calls import Calls, Made, kind_of, ranks_text
 from tdcoll.runtime import watch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,15 +162,9 @@ def test_ranks_as_text() -> None:
     ]  # fmt: skip
 
 
-class Made:
-    def __init__(self, operation: str, epochs: int = 1, lamport: int = 0) -> None:
-        self.operation, self.counts = operation, (epochs, lamport)
-
-
-def calls(*made: Made | str) -> Calls:
+def calls(*several: Made | str) -> Calls:
     found = Calls((0, 1), "7")
-    for each in made:
-        found.add(each)
+    found.log += several
     return found
 
 
@@ -191,25 +185,40 @@ def test_names_that_are_not_known() -> None:
     captured = calls(Made("a"), Made("a"))
     captured.exact = False
     assert captured.name_of(2, False) == "a, epoch 2 of group 7"
-    captured.add(Made("b"))
+    captured.log.append(Made("b"))
     assert captured.name_of(2, False) == "epoch 2 of group 7"
     assert calls("s", "s").name_of(2, False) == "s, epoch 2 of group 7"
     assert calls("s", Made("t")).name_of(1, False) == "epoch 1 of group 7"
     assert calls("s", "s").describe() == "group 7: 2 calls made, the last one s"
 
 
+def test_calls_of_a_kind_are_one_object() -> None:
+    assert kind_of("a", 2) is kind_of("a", 2)
+    assert kind_of("a", 2) == Made("a", 2, 0, False) != kind_of("a", 2, 0, True)
+
+
+def test_calls_that_take_even_epochs() -> None:
+    of = calls(Made("a"), Made("by copies", even=True), Made("b"), Made("by copies", 2, even=True), Made("c"))
+    names = {1: "a, call 1", 2: "by copies, call 2", 3: "b, call 3", 4: "by copies, call 4", 6: "by copies, call 4"}
+    assert {epoch: of.name_of(epoch, False) for epoch in names} == {k: f"{v} of group 7" for k, v in names.items()}
+    assert of.name_of(7, False) == "c, call 5 of group 7"
+    assert of.describe() == "group 7: 5 calls made, the last one c, up to epoch 7"
+    first = calls(Made("by copies", even=True))
+    assert first.name_of(2, False) == "by copies, call 1 of group 7"
+    assert first.describe().endswith("up to epoch 2")
+
+
 def test_old_calls_are_forgotten_and_still_counted() -> None:
-    made = [Made("a", 2), Made("b", 0, 1), Made("c")]
-    kept, of = calls(*(1000 * made)), calls(*(1000 * made))
+    of = calls(*(1000 * [Made("a", 2), Made("b", 0, 1), Made("c", even=True)]))
     of.forget()
-    assert len(of._log) < 2048 < len(kept._log)
-    assert (
-        of.describe()
-        == kept.describe()
-        == "group 7: 3000 calls made, the last one c, up to epoch 3000 and Lamport call 1000"
-    )
-    assert of.name_of(2999, False) == kept.name_of(2999, False) == "a, call 2998 of group 7"
-    assert of.name_of(1, False) == "epoch 1 of group 7"
-    assert kept.name_of(1, False) == "a, call 1 of group 7"
     of.forget()
+    assert len(of.log) == 750
+    assert of.describe() == "group 7: 3000 calls made, the last one c, up to epoch 4000 and Lamport call 1000"
+    assert of.name_of(3998, False) == "a, call 2998 of group 7"
+    assert of.name_of(4000, False) == "c, call 3000 of group 7"
     assert of.name_of(1000, True) == "b, call 2999 of group 7"
+    assert of.name_of(1, False) == "epoch 1 of group 7"
+    unknown = calls("s", *(3000 * [Made("a")]))
+    unknown.forget()
+    assert unknown.describe() == "group 7: 3001 calls made, the last one a"
+    assert unknown.name_of(3000, False) == "a, epoch 3000 of group 7"

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tdcoll import arguments, runtime
+from tdcoll.calls import Made, kind_of
 from tdcoll.collectives._host.gradient import attach, linear
 from tdcoll.collectives._host.launches import Launches, launches_of
 from tdcoll.collectives._host.pool import pooled, strided_bytes
@@ -90,19 +91,17 @@ class Ready(NamedTuple):
     """A call that a context has made, as it is made again.
 
     Attributes:
-        operation: its name, for errors.
+        made: the kind of call, by which it is noted.
         place: ``(tensors) -> (result, what run takes)``; makes the results that the caller doesn't give. None if the
             tensors don't lie as they must.
         run: launches, given the handle of the stream.
         registered: the tensors that peers may reach; None if they reach none.
-        counts: epochs and Lamport calls of the launches.
     """
 
-    operation: str
+    made: Made
     place: Callable[..., tuple[Any, tuple[Any, ...]] | None]
     run: Callable[..., None]
     registered: Registered | None = None
-    counts: tuple[int, int] = (1, 0)
 
 
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
@@ -118,16 +117,16 @@ def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
     for tensor in tensors:
         if not usable(tensor, device):
             return None
-    operation, place, run, _, _ = ready
+    kind, place, run, _ = ready
     placed = place(*tensors)
     if placed is None or (stream := ctx.enter()) is None:
         return None
     result, given = placed
-    ctx.noted(ready)
+    ctx.noted(kind)
     try:
         run(stream, *given)
     except BaseException as error:
-        ctx.fail(operation, error)
+        ctx.fail(kind.operation, error)
         raise
     return result
 
@@ -294,7 +293,7 @@ def _first(
         **({"op": name} if spec.reduces else {}),
     }
     with ctx.calling(operation, facts, prepare) as (launches, ready, result, addresses):
-        ctx.noted(ready)
+        ctx.noted(ready.made)
         if into:
             _bring(tensor, out, ctx)
         launches(*addresses)
@@ -352,7 +351,7 @@ def _in_place(operation: str, ctx: CollectiveContext, segment: int, launches: La
         base = buffer.data_ptr()
         return buffer, (base + own, 0, base) if in_buffer else (base + own, base)
 
-    return Ready(operation, place, launches.run, registered, launches.counts)
+    return Ready(kind_of(operation, *launches.counts), place, launches.run, registered)
 
 
 def _gathering(spec: Collective, ctx: CollectiveContext, segment: int, launches: Launches) -> Ready:
@@ -369,7 +368,7 @@ def _gathering(spec: Collective, ctx: CollectiveContext, segment: int, launches:
         _bring(tensor, out, ctx)
         launches.run(stream, *addresses)
 
-    return Ready(spec.name, place, run, registered, launches.counts)
+    return Ready(kind_of(spec.name, *launches.counts), place, run, registered)
 
 
 def _bring(tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) -> None:
@@ -392,7 +391,7 @@ def _making(
         made = empty()
         return made, (tensor.data_ptr(), made.data_ptr())
 
-    return Ready(spec.name, place, launches.run, registered, launches.counts)
+    return Ready(kind_of(spec.name, *launches.counts), place, launches.run, registered)
 
 
 def _filling(
@@ -409,7 +408,7 @@ def _filling(
         source, target = tensor.data_ptr(), out.data_ptr()
         return None if overlap(source, nbytes, target, total, at) else (out, (source, target))
 
-    return Ready(spec.name, place, launches.run, registered, launches.counts)
+    return Ready(kind_of(spec.name, *launches.counts), place, launches.run, registered)
 
 
 def unchecked(
@@ -427,6 +426,6 @@ def unchecked(
         spec.name, facts, lambda: launches_of(spec, ctx, segment, options=options, dtype=dtype)
     ) as launches:
         ready = _filling(spec, ctx, segment, launches)
-        ctx.noted(ready)
+        ctx.noted(ready.made)
         launches(tensor.data_ptr(), out.data_ptr())
     return ready

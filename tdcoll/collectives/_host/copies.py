@@ -97,7 +97,7 @@ class Copies:
         self.variant = ("copies", len(hops), self._look is None, call.options, call.plan.num_warps)
 
     def _once(self, key: Any, make: Any) -> Any:
-        return on_device(self._call.ctx, self._call.plan.algorithm, ("copies", key), make)
+        return on_device(self._call.ctx, self._call.operation, ("copies", key), make)
 
     @property
     def prepared(self) -> bool:

@@ -50,6 +50,7 @@ class Planned:
     """A kind of call, and what was decided about it.
 
     Attributes:
+        operation: its name, for errors.
         ctx: the context.
         facts: of the call; ``nbytes`` is what one launch moves of each segment.
         plan: how.
@@ -59,6 +60,7 @@ class Planned:
         deltas: int64 ``[world]``: from an address in the caller's memory, where peers reach it, to the same on each.
     """
 
+    operation: str
     ctx: CollectiveContext
     facts: Facts
     plan: Plan
@@ -186,23 +188,23 @@ class Launches:
     """The launches of one kind of call: one, or one for each epoch of a larger call.
 
     Args:
-        operation: its name, for errors.
         algorithm: of the calls.
         calls: one for each epoch.
 
     Attributes:
         plan: of the first epoch.
         in_buffer: peers write to the caller's buffer.
-        counts: epochs and Lamport calls of a call.
+        counts: epochs and Lamport calls of a call, and whether the epochs are even: see :class:`~tdcoll.calls.Made`.
         run: launches, given the handle of a stream and :meth:`addresses`.
     """
 
-    def __init__(self, operation: str, algorithm: Algorithm, calls: list[Planned]) -> None:
+    def __init__(self, algorithm: Algorithm, calls: list[Planned]) -> None:
         first = calls[0]
-        self._context, self._operation, self.plan = first.ctx, operation, first.plan
+        self._context, self.plan = first.ctx, first.plan
+        self._operation = operation = first.operation
         self.in_buffer = in_buffer = first.in_buffer
         lamport = sum(call.width == LAMPORT_WORD_BYTES for call in calls)
-        self.counts = len(calls) - lamport, lamport
+        self.counts = len(calls) - lamport, lamport, algorithm.copies is not None
         changing = ("source", "out", "inbox.base") if in_buffer else ("source", "out")
         self.kernel = kernel = algorithm.kernel(first.facts)
         launches: dict[Planned, Any] = {}
@@ -342,8 +344,8 @@ def launches_by(
         if calls and nbytes != calls[0].facts.nbytes:  # the last, which may be shorter
             plan = spec.choose(part, plan.algorithm, sections_of(spec, ctx))
         width = algorithm.extent(part).width if algorithm.words else 0
-        calls.append(Planned(ctx, part, plan, options, facts.nbytes, width, deltas))
-    made = Launches(spec.name, algorithm, calls)
+        calls.append(Planned(spec.name, ctx, part, plan, options, facts.nbytes, width, deltas))
+    made = Launches(algorithm, calls)
     made.prepare()
     return made
 

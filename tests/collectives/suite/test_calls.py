@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 
 import tdcoll
 import tdcoll.distributed
+from tdcoll.calls import MOST, kind_of
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.collectives._host.launches import launches_of
 from tdcoll.collectives._host.plan import MOST_EPOCHS, Facts, Plan
@@ -216,6 +217,59 @@ def test_an_all_to_all_goes_straight_into_symmetric_memory_by_copies() -> None:
             ctx.check()
 
     World(3, seed=1, weak=True).run(host)
+
+
+def test_the_epochs_of_calls_are_known_with_and_without_copies() -> None:
+    def host(pe: int) -> None:
+        x = torch.ones(96)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            for algorithm in ("ce", "direct", "direct", "direct", "ce", "ce", "direct", "ce"):
+                tdcoll.all_reduce(x, ctx=ctx, algorithm=algorithm)
+                epoch = int(ctx.control) >> EPOCH_SHIFT.value
+                assert ctx.calls.describe().endswith(f"the last one all_reduce, up to epoch {epoch}")
+            assert ctx.calls.name_of(epoch, False).startswith("all_reduce, call 8 of ")
+            ctx.check()
+
+    World(2).run(host)
+
+
+def test_calls_of_a_kind_are_noted_by_one_object() -> None:
+    """Whatever records of them there are, because the context remembers many calls."""
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            for shape in ((8,), (9,), (4, 2), (8,)):
+                tdcoll.all_reduce(torch.ones(shape), ctx=ctx)
+            noted = ctx.calls.log
+            assert (len(noted), len({id(each) for each in noted})) == (4, 1)
+
+    World(2).run(host)
+
+
+def test_a_context_remembers_so_many_calls() -> None:
+    """In a simulated world, too, where no thread asks for their names."""
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            for number in range(5 * MOST):
+                ctx.noted(kind_of("all_reduce"))
+                assert len(ctx.calls.log) < MOST, number
+            assert ctx.calls.describe().endswith(
+                f"{5 * MOST} calls made, the last one all_reduce, up to epoch {5 * MOST}"
+            )
+
+    World(1).run(host)
+
+
+def test_a_first_call_by_copies_in_a_graph_is_an_error_that_names_the_operation(monkeypatch) -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            monkeypatch.setattr("tdcoll.capture.capturing", lambda device: True)
+            with pytest.raises(tdcoll.ContextError, match=r"^all_gather: the first call of a kind"):
+                launches_of(GATHER, ctx, 16, "ce")
+            monkeypatch.undo()
+
+    World(2).run(host)
 
 
 # ---------------------------------------------------------------------- contexts
