@@ -67,7 +67,8 @@ class Fallback:
             return work
         if asynchronous:
             return _CopiedWork(work, taken, call)
-        work.wait()
+        if work is not None:  # NCCL has none for a synchronous call
+            work.wait()
         taken.copy_to(call)
         return completed(call.results)
 

@@ -113,7 +113,7 @@ def data_moves_by_memcpy() -> str:
                 kernels = [event for event in events if event["cat"] == "kernel"]
                 copies = [event for event in events if event["cat"] == "gpu_memcpy"]
                 for kernel in kernels:
-                    grid, known = kernel["args"]["grid"][0], kernel["name"].split("(")[0]
+                    grid, known = kernel["args"]["grid"][0], kernel["name"].split("(")[0].removeprefix("tdcoll_")
                     most = blocks if known == "sum_copies" else 1
                     expect(known in ("enter", "hear", "look", "sum_copies"), f"{how} {name} runs {kernel['name']}")
                     expect(grid <= most, f"{how} {name}: {known} has {grid} thread blocks")

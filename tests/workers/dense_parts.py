@@ -67,7 +67,7 @@ def served(
     form = {"in_place": kind == "p", "symmetric": kind in "st"}
     facts = facts_of(ctx, nbytes, dtype if spec.reduces else None, **form)
     names = [each.name for each in spec.algorithms if each.supports(facts) is None]
-    return [name for name in names if not (OF_PYTORCH and kind == "p" and name in ("1d", "2d"))]
+    return [name for name in names if not (OF_PYTORCH and kind in "pst" and name in ("1d", "2d"))]
 
 
 def sizes_of(spec: Collective) -> list[int]:

@@ -43,9 +43,10 @@ class Tiles(NamedTuple):
 
 
 def tiles(row_elements: int, itemsize: int) -> Tiles:
-    """Tiles of :data:`TILE_BYTES` for rows of ``row_elements`` elements of ``itemsize`` bytes."""
+    """Tiles of :data:`TILE_BYTES` for rows of ``row_elements`` elements of ``itemsize`` bytes. They are two elements
+    wide at least, because Triton 3.6 can't compile ``kernels_reduce.reduce`` for tiles of one."""
     elements = TILE_BYTES // itemsize
-    wide = min(elements, 1 << max(0, row_elements - 1).bit_length())
+    wide = min(elements, 1 << max(1, (row_elements - 1).bit_length()))
     return Tiles(min(64, elements // wide), wide, min(16, elements // wide * 4))
 
 
