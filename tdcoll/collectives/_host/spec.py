@@ -25,6 +25,7 @@ from tdcoll.collectives._host.plan import (
     check_warps,
     is_word_chunk,
     most_channels,
+    shares_gpu,
     word_chunks,
 )
 from tdcoll.errors import ContextError
@@ -133,8 +134,8 @@ class Collective:
     adjoint: str
     reduces: bool = False
     in_place: bool = False
-    handled_bytes: int = 4 << 20
-    few_blocks: tuple[tuple[int, int], ...] = ((16, 1 << 20),)
+    handled_bytes: int = 16 << 20
+    few_blocks: tuple[tuple[int, int], ...] = ((30, 4 << 20), (13, 1 << 20))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -290,14 +291,15 @@ class Collective:
         return plan if plan.blocks else replace(plan, blocks=self.algorithm(plan.algorithm).blocks(facts, plan))
 
     def _entry(self, facts: Facts, sections: Sequence[Section]) -> tuple[Section, Entry] | None:
-        """The first entry that holds for such a call, and its section."""
+        """The first entry that holds for such a call, and its section. On a context with a budget of thread blocks only
+        those hold that state how many, because the others were measured with the whole GPU."""
         topology = facts.topology
         kind = (self.name, topology.ranks_per_node, topology.n_nodes, facts.in_place)
         for section in sections:
             if section.kind[1:] == kind:
                 for entry in section.entries:
                     if entry.up_to is None or facts.nbytes <= entry.up_to:
-                        return section, entry
+                        return None if shares_gpu(facts) and entry.blocks is None else (section, entry)
         return None
 
     def _check_plan(self, facts: Facts, plan: Plan) -> None:

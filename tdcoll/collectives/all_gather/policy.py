@@ -62,7 +62,8 @@ def default(facts: Facts) -> str:
       copy for a chunk of the others.
     - In one node direct stores for other messages of less than ``LARGE`` bytes, and for all if in place or without
       puts.
-    - Loops before that if out of place and the context has a budget of thread blocks, because few blocks suffice them.
+    - Before all of these, if the context has a budget of thread blocks: loops from :data:`LOOPS_FROM` bytes, which few
+      blocks suffice, and in place copy engines from ``LARGE`` bytes, which need none.
     - 2D if there are several nodes of several ranks each, all of one size, because a segment then crosses between nodes
       once per node pair.
     - 1D everywhere else.
@@ -72,10 +73,10 @@ def default(facts: Facts) -> str:
     one_node, per_node = topology.n_nodes == 1, topology.ranks_per_node
     in_two = not one_node and per_node is not None and per_node > 1
     few = one_node or (in_two and nbytes * topology.world_size <= LL_RESULT_BYTES)
+    if plans.prefers_loops(facts, nbytes):
+        return "ce" if facts.in_place and nbytes >= plans.LARGE else "loop"
     if few and not facts.simulated and needs_words(facts) is None:
         return "ll"
-    if one_node and facts.stores and plans.shares_gpu(facts) and not facts.in_place:
-        return "loop"
     if one_node and facts.stores and (facts.in_place or nbytes < plans.LARGE or not facts.puts):
         return "direct"
     return "2d" if in_two else "1d"

@@ -19,7 +19,6 @@ from tdcoll.collectives._host.plan import (
     needs_stores,
     prefers_loops,
     reduced_words,
-    shares_gpu,
 )
 from tdcoll.tuning import Entry
 
@@ -31,6 +30,10 @@ __all__ += ["needs_direct", "needs_rails", "needs_signalled_puts", "part_bytes",
 
 _ONE_SHOT_BYTES = 1536 << 10
 """The most bytes that one-shot takes."""
+
+_MANY_BLOCKS = 45
+"""With a budget of fewer thread blocks, loops take one-shot's calls from ``LOOPS_FROM`` bytes: on 2 H100s, 45 take 10.9
+us for 1 MB in one shot and 11.4 by loops, and 30 take 13.0 and 12.4."""
 
 _SPARED_BYTES = 320 << 10
 """Bytes that cost as much as a second hop: one-shot is taken if it sends at most so many more than two-shot. With 2
@@ -158,10 +161,8 @@ def _one_crossing_pays(facts: Facts) -> bool:
 def _epochs_pay(facts: Facts) -> bool:
     """Return whether two-shot, if it supports the call, is taken before stores: in one epoch, or in several large ones.
 
-    It is not taken in several epochs if stores are zero-copy, nor for much data where few thread blocks have to do.
+    It is not taken in several epochs if stores are zero-copy.
     """
-    if prefers_loops(facts, facts.nbytes):
-        return False
     epoch = TWO_SHOT.epoch(facts)
     return epoch == facts.nbytes or (epoch >= _LEAST_EPOCH and not facts.symmetric)
 
@@ -175,13 +176,16 @@ def default(facts: Facts) -> str:
       many ranks, and puts elsewhere.
     """
     one, two = (words.supports(facts) is None for words in (ONE_SHOT, TWO_SHOT))
-    if not facts.simulated:
+    loops = prefers_loops(facts, facts.nbytes)
+    if facts.max_programs >= _MANY_BLOCKS and facts.nbytes <= _ONE_SHOT_BYTES:
+        loops = loops and not one
+    if not facts.simulated and not loops:
         if one and _one_crossing_pays(facts):
             return "one_shot"
         if two and _epochs_pay(facts):
             return "two_shot"
     others = (
-        ("loop" if shares_gpu(facts) else "direct", needs_direct(facts) is None), ("2d", needs_rails(facts) is None),
+        ("loop" if loops else "direct", needs_direct(facts) is None), ("2d", needs_rails(facts) is None),
         ("1d", needs_signalled_puts(facts) is None), ("one_shot", one), ("two_shot", two),
     )  # fmt: skip
     return next((name for name, supported in others if supported), "1d")  # which then raises the reason

@@ -191,6 +191,4 @@ SPEC = Collective(
     capacity=lambda segment, world: 3 * (segment // world + 16),  # three pieces between nodes
     adjoint="all_reduce",
     reduces=True,
-    handled_bytes=16 << 20,
-    few_blocks=((48, 4 << 20), (30, 1 << 20)),
 )

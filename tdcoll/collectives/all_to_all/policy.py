@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tdcoll.collectives._host.plan import Facts, Plan, needs_stores, needs_words, shares_gpu
+from tdcoll.collectives._host.plan import Facts, Plan, needs_stores, needs_words, prefers_loops
 
 __all__ = ["blocks_of_puts", "default", "needs_words_of_a_node"]
 
@@ -21,12 +21,12 @@ def blocks_of_puts(facts: Facts, plan: Plan) -> int:
 def default(facts: Facts) -> str:
     """Return the algorithm that is taken if no table says anything.
 
-    - In one node LL if the context has memory for it (not in the simulator, where it costs much more), else stores, by
-      loops if the context has a budget of thread blocks.
+    - In one node loops if the context has a budget of thread blocks, but for few bytes; otherwise LL if the context has
+      memory for it (not in the simulator, where it costs much more), else stores.
     - Puts elsewhere.
     """
+    if prefers_loops(facts, facts.nbytes * facts.topology.world_size):
+        return "loop"
     if not facts.simulated and needs_words_of_a_node(facts) is None:
         return "ll"
-    if shares_gpu(facts) and needs_stores(facts) is None:
-        return "loop"
     return "direct" if needs_stores(facts) is None else "1d"

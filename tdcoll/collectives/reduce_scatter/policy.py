@@ -9,7 +9,6 @@ from tdcoll.collectives._host.plan import (
     needs_reduced_words,
     needs_stores,
     prefers_loops,
-    shares_gpu,
 )
 
 __all__ = ["blocks", "default", "needs_symmetric", "reducers"]
@@ -38,7 +37,7 @@ def default(facts: Facts) -> str:
 
     - In one node Lamport or LL if the context has memory for them (not in the simulator, because they cost much more
       there), otherwise loads if the input is symmetric memory, otherwise stores.
-      Stores by loops if the context has a budget of thread blocks, and before Lamport and LL for much data.
+    - If the context has a budget of thread blocks, loops in place of Lamport, LL and stores, but for few bytes.
     - Puts elsewhere.
     """
     loops = prefers_loops(facts, facts.nbytes * facts.topology.world_size)
@@ -46,6 +45,6 @@ def default(facts: Facts) -> str:
         return "ll"
     if needs_symmetric(facts) is None:
         return "pull"
-    if shares_gpu(facts) and needs_stores(facts) is None:
+    if loops:
         return "loop"
     return "direct" if needs_stores(facts) is None else "1d"

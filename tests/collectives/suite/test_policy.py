@@ -123,14 +123,16 @@ def test_which_all_reduce_is_taken(
     ("spec", "nbytes", "programs", "more", "wanted"),
     [
         (GATHER, 4 * M, 31, {}, Plan("loop", 30, 1093 * 128, 8, 30)),
-        (GATHER, 4 * M, 31, INSIDE, "direct"),
+        (GATHER, 16 * M, 64, {}, Plan("loop", 63, 2081 * 128, 8, 63)),
+        *((GATHER, n, 31, {**STORES, **INSIDE}, name) for n, name in ((K, "direct"), (4 * M, "loop"), (8 * M, "ce"))),
         (GATHER, 4 * M, MAX_PROGRAMS, {}, "direct"),
         (ALL, 4 * M, 14, {}, Plan("loop", 13, 2521 * 128, 8, 13)),
+        (ALL, 64 * K, 14, {}, "direct"),
         (SCATTER, 4 * M, 47, {**LARGE, "lamport_bytes": 16 * M}, Plan("loop", 32, 1024 * 128, 8, 32)),
-        (SCATTER, 4 * M, 64, {**LARGE, "lamport_bytes": 16 * M}, "ll"),
-        (SCATTER, M // 2, 47, LARGE, "ll"),
-        (REDUCE, 4 * M, 47, LARGE, "loop"),
-        *((REDUCE, n, programs, LARGE, "two_shot") for n, programs in ((4 * M, 64), (M, 47), (4 * M, MAX_PROGRAMS))),
+        (SCATTER, 64 * K, 47, LARGE, "ll"),
+        *((REDUCE, n, 45, LARGE, name) for n, name in ((128 * K, "one_shot"), (M, "one_shot"), (2 * M, "loop"))),
+        *((REDUCE, n, 30, LARGE, name) for n, name in ((128 * K, "one_shot"), (256 * K, "loop"), (2 * M, "loop"))),
+        (REDUCE, 4 * M, MAX_PROGRAMS, LARGE, "two_shot"),
         (REDUCE, 64 * M, 64, FLAGS, "loop"),
     ],
 )
@@ -141,7 +143,7 @@ def test_few_thread_blocks_loop(
     if isinstance(wanted, Plan):
         assert plan == wanted
     else:
-        assert plan.algorithm in (wanted, "one_shot" if nbytes <= M else wanted)
+        assert plan.algorithm == wanted
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -176,8 +178,7 @@ def test_copies_are_whole_and_not_for_several_nodes() -> None:
 
 
 def test_budgets_limit_what_the_backend_handles() -> None:
-    assert [REDUCE.handled_with(blocks) for blocks in (64, 48, 45, 30, 20)] == [16 * M, 16 * M, 4 * M, 4 * M, M]
-    assert [GATHER.handled_with(blocks) for blocks in (64, 16, 13)] == [4 * M, 4 * M, M]
+    assert [REDUCE.handled_with(blocks) for blocks in (64, 30, 29, 13, 12)] == [16 * M, 16 * M, 4 * M, 4 * M, M]
 
 
 SIZES_OF_CHUNKS = [
