@@ -98,6 +98,7 @@ def device_us(graph: torch.cuda.CUDAGraph, calls: int = CAPTURED) -> float:
 
 
 def captured(call: Call, calls: int = CAPTURED) -> torch.cuda.CUDAGraph:
+    """Return a graph of so many calls, which keeps their tensors."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -109,6 +110,7 @@ def captured(call: Call, calls: int = CAPTURED) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph, stream=side):
         for _ in range(calls):
             call()
+    graph.kept = call
     return graph
 
 

@@ -147,6 +147,8 @@ def dlrm(group: Group, tables: int, rows: int, width: int, bag: int, small: bool
     sparse = group is None or dist.get_backend(group) == "tdcoll"
     tables, rows, width = (2, 1000, 16) if small else (tables, rows, width)
     model = parallel(Dlrm(tables, rows, width, sparse).to(device()), group)
+    if sparse and group is not None:
+        model.register_comm_hook(group, tdcoll.distributed.sparse_hook)  # one call for all tables
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(2 + dist.get_rank())
     ids = torch.randint(0, rows, (tables, 8 if small else 2048, bag), device=device())

@@ -159,7 +159,8 @@ class Call:
         launcher.only_loads = True
         try:
             self.match()
-            self.move()
+            if not self.kind.too_wide:  # otherwise they move no further, and there is no memory for them
+                self.move()
             if self.algorithm == "dense" or self.kind.may_be_dense:
                 self._prepare()
         finally:

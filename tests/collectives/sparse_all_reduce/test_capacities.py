@@ -64,7 +64,12 @@ def test_a_larger_union_than_fits_is_an_error_on_all_ranks(algorithm: str) -> No
     everywhere(host)
 
 
-def test_rows_that_are_too_long() -> None:
+@pytest.mark.parametrize("loads", [False, True])
+def test_rows_that_are_too_long(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if all kernels of a call are loaded before it, as on a GPU that the context shares."""
+    monkeypatch.setattr(tdcoll.CollectiveContext, "loads_together", loads)
+    monkeypatch.setattr(tdcoll.CollectiveContext, "wait_for_loads", lambda *_: None)
+
     def host(pe: int) -> None:
         text = r"rows of 20 bytes are over the context's capacity of 16; make it with max_row_bytes=20 or more"
         with make(max_row_bytes=16) as ctx:
