@@ -37,6 +37,7 @@ NVSHMEM_CMP_LT: tl.constexpr
 NVSHMEM_CMP_NE: tl.constexpr
 NVSHMEM_SIGNAL_ADD: tl.constexpr
 NVSHMEM_SIGNAL_SET: tl.constexpr
+OWN_GRID: tl.constexpr
 RECORD_EPOCH: tl.constexpr
 RECORD_EXPECTED: tl.constexpr
 RECORD_NOTICES: tl.constexpr
