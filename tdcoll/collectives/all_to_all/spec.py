@@ -88,4 +88,5 @@ SPEC = Collective(
     torch="all_to_all_single",
     capacity=lambda segment, world: 2 * segment,  # half is to put from
     adjoint="all_to_all",
+    handled_bytes=4 << 20,
 )
