@@ -110,7 +110,9 @@ class Diagram:
         if event.end > event.begin:
             middle = self.bar(event.rank, event.begin, event.end, self.width, color=SLOTS[slot], alpha=0.5, zorder=2)
             if not self.protocol.rows:
-                self.axes.text(event.rank, middle, f"read {event.call}", ha="center", va="center", rotation=90)
+                long = self.when[event.end] - self.when[event.begin] > 3.5
+                text, rotation = (f"read {event.call}", 90) if long else ("read", 0)
+                self.axes.text(event.rank, middle, text, ha="center", va="center", rotation=rotation)
 
     def message(self, event: Event) -> None:
         """Draw an arrow from the moment when something is sent to that of its last byte."""

@@ -39,6 +39,7 @@ class Event:
         end: scheduler step; of a message: when its last byte arrives.
         to: the receiver of a message.
         slot: where in the receiver's memory data lands: 0 for the lowest address, and so on.
+        tensor: name of the tensor in which a message lands.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Event:
     end: float
     to: int = -1
     slot: int = -1
+    tensor: str = ""
 
     def __str__(self) -> str:
         to = f" -> rank {self.to}" if self.to >= 0 else ""
@@ -70,6 +72,7 @@ class Protocol:
             call is a launch, and all of its thread blocks are shown.
         pieces: whether colours are those of the ranks whose data it is. Otherwise they are those of the slots.
         cleared: whether a slot is cleared in the call after it was read.
+        launches: of a call.
     """
 
     title: str
@@ -82,6 +85,7 @@ class Protocol:
     rows: dict[int, int] = field(default_factory=dict)
     pieces: bool = False
     cleared: bool = False
+    launches: int = 1
 
 
 # ---------------------------------------------------------------------- the protocols
@@ -178,6 +182,17 @@ PROTOCOLS = {
         {"n_pes": 2, "seed": 1, "stragglers": 1},
         cleared=True,
     ),
+    "ce": Protocol(
+        "Copy engines: data and then the epoch are copied when all ranks have entered the call",
+        collective("all_gather", "ce", 2),
+        "inbox",
+        lambda event: (
+            "data" if event.slot >= 0 else f"{'entered' if event.tensor == 'ready' else 'arrived'} = {2 * event.call}"
+        ),
+        "Rank 1 has read call 1 (1) and then enters call 2 (2), so rank 0 may copy to the slot again (3).",
+        {"n_pes": 2, "seed": 1, "stragglers": 1},
+        launches=3,
+    ),
     "2d": Protocol(
         "2D all-gather: a put along the rail, then stores inside the node",
         collective("all_gather", "2d", 1),
@@ -206,21 +221,25 @@ def events(protocol: Protocol, case: Callable[[World], None] | None = None) -> l
         if protocol.rows:
             found += _items(rank, [one for one in mine if one["tid"] == protocol.rows[rank] + 1], rank * credits)
         else:
-            found += _calls(rank, mine)
+            found += _calls(rank, mine, protocol.launches)
     return sorted([*found, *_messages(protocol, trace, found)], key=lambda event: (event.begin, event.rank, event.kind))
 
 
-def _calls(rank: int, spans: Sequence[dict[str, Any]]) -> list[Event]:
-    """Return the launches of a rank, its waits for other ranks and the host's reads."""
+def _calls(rank: int, spans: Sequence[dict[str, Any]], launches: int) -> list[Event]:
+    """Return the calls of a rank, of so many launches each, its waits for other ranks and the host's reads."""
     ends = {id(one): one["ts"] + one["dur"] for one in spans}
-    launches = [one for one in spans if one["tid"] == 0 and one["name"] != "read"]
-    found = [Event("call", number, rank, one["ts"], ends[id(one)]) for number, one in enumerate(launches, 1)]
+    launched = [one for one in spans if one["tid"] == 0 and one["name"] != "read"]
+    found = []
+    for number, first in enumerate(launched[::launches], 1):
+        its = launched[(number - 1) * launches :][:launches]
+        found.append(Event("call", number, rank, first["ts"], ends[id(its[-1])]))
+        for launch in its:
+            begin, end = launch["ts"], ends[id(launch)]
+            waits = [one for one in spans if re.match(r"wait (?!.*gave_up)", one["name"]) and begin <= one["ts"] <= end]
+            if waits:
+                found.append(Event("wait", number, rank, waits[0]["ts"], max(ends[id(one)] for one in waits)))
     reads = [one for one in spans if one["tid"] == 0 and one["name"] == "read"]
     found += [Event("read", number, rank, one["ts"], ends[id(one)]) for number, one in enumerate(reads, 1)]
-    for call in [event for event in found if event.kind == "call"]:
-        its = [one for one in spans if one["name"].startswith("wait ") and call.begin <= one["ts"] <= call.end]
-        if its:
-            found.append(Event("wait", call.call, rank, its[0]["ts"], max(ends[id(one)] for one in its)))
     return found
 
 
@@ -245,32 +264,32 @@ def _items(rank: int, spans: Sequence[dict[str, Any]], credits: Sequence[float])
 
 
 def _messages(protocol: Protocol, trace: Sequence[dict[str, Any]], calls: Sequence[Event]) -> list[Event]:
-    """Return data and signals between ranks. The calls say to which of them a message belongs."""
+    """Return data and signals between ranks, and copies out of slots. The calls say to which of them each belongs."""
 
     def call_of(rank: int, time: float) -> int:
         return max(event.call for event in calls if (event.kind, event.rank) == ("call", rank) and event.begin <= time)
 
     begun: dict[str, Any] = {}
-    sent: list[tuple[str, int, int, int, float, float]] = []  # kind, sender, receiver, offset, begin, end
+    sent: list[tuple[str, int, int, int, float, float]] = []  # tensor, sender, receiver, offset, begin, end
+    made = []
     for one in trace:
         if one["ph"] == "b":
             begun[one["id"]] = one
         elif one["ph"] == "e":
-            first = begun.pop(one["id"])
+            first, rank = begun.pop(one["id"]), one["pid"]
+            if first["args"].get("from", "").startswith(f"pe{rank}.{protocol.memory}["):
+                made.append(Event("read", call_of(rank, first["ts"]), rank, first["ts"], one["ts"]))
             found = re.fullmatch(r"pe(\d+)\.(\w+)\[(\d+).*", first["args"]["to"])
-            assert found is not None
-            kind = "data" if found[2] == protocol.memory else "signal"
-            row = protocol.rows.get(one["pid"])
-            if int(found[1]) != one["pid"] and row in (None, one["tid"] - 1):
-                sent.append((kind, one["pid"], int(found[1]), int(found[3]), first["ts"], one["ts"]))
-    made = []
-    for kind, rank, to, offset, begin, end in sent:
-        offsets = sorted({at for its, frm, there, at, *_ in sent if (its, there) == ("data", to) and
+            if found and int(found[1]) != rank and protocol.rows.get(rank) in (None, one["tid"] - 1):
+                sent.append((found[2], rank, int(found[1]), int(found[3]), first["ts"], one["ts"]))
+    for tensor, rank, to, offset, begin, end in sent:
+        kind = "data" if tensor == protocol.memory else "signal"
+        offsets = sorted({at for its, frm, there, at, *_ in sent if (its, there) == (protocol.memory, to) and
                           (protocol.pieces or frm == rank)})  # fmt: skip
         slot = offsets.index(offset) if kind == "data" else -1
         if protocol.pieces and slot >= to:
             slot += 1  # its own piece doesn't travel
-        made.append(Event(kind, call_of(rank, begin), rank, begin, end, to, slot))
+        made.append(Event(kind, call_of(rank, begin), rank, begin, end, to, slot, tensor))
     return made
 
 

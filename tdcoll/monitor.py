@@ -7,9 +7,10 @@ one record (rank, peer, signal, epoch, expected, seen) to pinned host memory. Th
 synchronisation, so looking at it before every call costs next to nothing.
 
 A wait that lasts for more than 134 ms leaves a *notice* behind the record, and another each 134 ms: its peer and epoch,
-and how long it has lasted. There are 16 places for them, so that thread blocks which wait for different peers usually
-don't overwrite each other's. The thread of :mod:`tdcoll.runtime.watch` reads them: the wait goes on if its notice has
-changed a moment ago.
+and how long it has lasted. It does so when it has read the clock and found time left, so short waits execute the same
+instructions as without notices. There are 16 places for them, so that thread blocks which wait for different peers
+usually don't overwrite each other's. The thread of :mod:`tdcoll.runtime.watch` reads them: the wait goes on if its
+notice has changed a moment ago.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ With every kernel in Triton's cache, the first launch of a process still takes h
 library of 400 MB, and tdcoll NVSHMEM's of 30 MB, to find the part of it that kernels link. Triton imports the whole of
 Gluon to know the types of arguments. It runs ``ldconfig``, ``file`` and, twice, ``ptxas --version``. None of this
 depends on the kernel, and most of it runs without Python's lock. NVSHMEM takes as long to start, also without the lock,
-so heaps on GPUs have both done at the same time.
+so heaps on GPUs have both done at the same time. ``benchmarks/start_up.py`` prints where the time of a start goes.
 """
 
 from __future__ import annotations

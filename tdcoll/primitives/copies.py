@@ -41,6 +41,10 @@ still takes data of the call before out of its inbox finds in ``look`` that it m
 (it is undefined after a timeout on any rank), and on a rank that is late by a whole deadline the inbox of an earlier
 call of another algorithm.
 
+Contexts that share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``): work that waits behind an event holds up
+whatever is behind it in the queue, also on other streams. All ranks must then make the calls of these contexts in one
+order.
+
 Order of thread blocks: ``enter`` sends before it waits, and waits only for ``enter`` on other ranks. ``hear`` waits for
 copies, which need no thread block. No kernel here waits for one of the same rank.
 """

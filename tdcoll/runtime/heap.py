@@ -10,6 +10,9 @@ reasons:
   (:meth:`Arena.free` and :func:`agree`).
 - If the heap is full, the error has exact numbers, because its use is known.
 
+Another transport needs a block with addresses of the peers; device functions for puts and signals if it spans hosts;
+and their guarantees of order, because kernels state which of NVSHMEM's they rely on.
+
 "Symmetric" means the same offset on every PE: the address of a peer's copy is ``peer_base(pe) + (address - base)``.
 """
 

@@ -18,6 +18,7 @@ from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.polling import PollingScheduler
 from tdcoll.runtime.simulator.scheduler import Scheduler
 from tdcoll.runtime.simulator.tasks import Task
+from tdcoll.runtime.simulator.trace import HOST_TRACK
 
 __all__ = ["Side", "Stream", "copy", "host_of"]
 
@@ -132,6 +133,11 @@ def copy(machine: Machine, dest: int, source: int, nbytes: int) -> None:
         return
     unit = next(unit for unit in (8, 4, 1) if dest % unit == nbytes % unit == 0)
     pieces, to = network.cut(dest, source, nbytes, unit), memory.pe_of(dest) if memory.owns(dest) else task.pe
-    operation = network.issue(task, to, "copy", pieces, move=move, is_flag=nbytes <= 8)
+    done = None
+    if machine.trace is not None:
+        name = f"copy {memory.describe_range(dest, nbytes)} -> pe{to}"
+        details = {"bytes": nbytes, "to": memory.describe(dest), "from": memory.describe(source)}
+        done = machine.trace.transfer(task.pe, HOST_TRACK, name, details)
+    operation = network.issue(task, to, "copy", pieces, done=done, move=move, is_flag=nbytes <= 8)
     what = f"waits for a copy of {nbytes} bytes to {memory.describe(dest)}"
     scheduler.wait(lambda: operation.arrived, lambda: what, [("arrived", task.pe)])
