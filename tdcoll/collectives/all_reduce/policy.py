@@ -177,12 +177,10 @@ def default(facts: Facts) -> str:
     """
     one, two = (words.supports(facts) is None for words in (ONE_SHOT, TWO_SHOT))
     loops = prefers_loops(facts, facts.nbytes)
-    if facts.max_programs >= _MANY_BLOCKS and facts.nbytes <= _ONE_SHOT_BYTES:
-        loops = loops and not one
-    if not facts.simulated and not loops:
-        if one and _one_crossing_pays(facts):
+    if not facts.simulated:
+        if one and _one_crossing_pays(facts) and not (loops and facts.max_programs < _MANY_BLOCKS):
             return "one_shot"
-        if two and _epochs_pay(facts):
+        if two and _epochs_pay(facts) and not loops:
             return "two_shot"
     others = (
         ("loop" if loops else "direct", needs_direct(facts) is None), ("2d", needs_rails(facts) is None),
