@@ -42,14 +42,11 @@ def _styles(ours: Sequence[str], peers: Sequence[str]) -> dict[str, dict[str, An
 
 def _panels(title: str, lines: int, columns: int, **shared: Any) -> tuple[Any, Any]:
     """Return a figure with so many panels, and these as an array."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    size = (max(6.0, 4.6 * columns), 1.0 + 3.4 * lines)
-    with rc_context({"font.size": 11, "axes.titlesize": 12, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=size, layout="constrained")
-        figure.suptitle(title, fontsize=13)
-        return figure, figure.subplots(lines, columns, squeeze=False, **shared)
+    figure = Figure(figsize=(max(6.0, 4.6 * columns), 1.0 + 3.4 * lines), layout="constrained")
+    figure.suptitle(title, fontsize=13)
+    return figure, figure.subplots(lines, columns, squeeze=False, **shared)
 
 
 def _legend(figure: Any, axes: Any) -> None:
@@ -75,13 +72,27 @@ def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = (), fl
         ValueError: nothing was timed, there are more than :data:`CURVES` curves, or the benchmark has no pictures.
     """
     layout = LAYOUTS[head["benchmark"]]
-    if head["benchmark"] == "beside":
-        return _beside(head, rows, layout, only)
-    if (x := layout.x) is None:
+    beside = head["benchmark"] == "beside"
+    if layout.x is None and not beside:
         raise ValueError(f"expected a benchmark over sizes, got {head['benchmark']}, of which there are no pictures")
     timed = [row for row in rows if row.median_us and row.check == "ok"]
-    if not only and any(row.blocks for row in timed):
-        return _by_blocks(head, timed, layout)
+
+    from matplotlib import rc_context
+
+    with rc_context({"font.size": 11, "axes.titlesize": 12, "axes.spines.top": False, "axes.spines.right": False}):
+        if beside:
+            return _beside(head, timed, layout, only)
+        if not only and any(row.blocks for row in timed):
+            return _by_blocks(head, timed, layout)
+        return _by_size(head, timed, layout, only, floor)
+
+
+def _by_size(
+    head: dict[str, Any], timed: Sequence[Row], layout: Layout, only: Sequence[str], floor: Floor | None
+) -> Any:
+    """Return time over sizes."""
+    x = layout.x
+    assert x is not None
     shown = shown_labels(layout, timed, only)
     chosen = [row for row in timed if row.label in shown or (row.peer and not only)]
     if not chosen:
@@ -92,7 +103,7 @@ def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = (), fl
     labels = distinct([row.label for row in sorted(chosen, key=lambda row: row.peer)])
     if len(labels) + bool(floors) > CURVES:
         if layout.drawn and not only:
-            return draw(head, rows, layout.drawn, floor)
+            return _by_size(head, timed, layout, layout.drawn, floor)
         raise ValueError(f"expected at most {CURVES} curves, the floor included, got {', '.join(labels)}: use --only")
 
     from matplotlib.ticker import LogLocator
@@ -142,9 +153,7 @@ def _by_blocks(head: dict[str, Any], rows: Sequence[Row], layout: Layout) -> Any
         return ", ".join([*layout.key(row), *([launch_of(row)] if len({row.launch for row in rows}) > 1 else [])])
 
     hidden = {row.facts.get("took") for row in rows} | {row.algorithm.split()[0] for row in rows if row.blocks}
-    ours = [
-        row for row in rows if row.facts.get("sms") and not row.peer and (row.blocks or row.algorithm not in hidden)
-    ]
+    ours = [row for row in rows if row.facts.get("sms") and (row.blocks or row.algorithm not in hidden)]
     ours.sort(key=lambda row: (not row.blocks, row.facts["sms"]))
     peers = [row for row in rows if row.peer]
     styles = _styles([name(row) for row in ours], [row.label for row in peers])

@@ -342,9 +342,8 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.json", help="print its tables")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw one file: time against size, or thread blocks"
-    )
+    what = "draw one file: time against size, or against multiprocessors if it has rows of --blocks"
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=what)
     what = "columns and curves: these algorithms and peers; the fastest peer is found among all"
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="A,B", help=what)
     what = "what an empty kernel and a store to another GPU take, and the rate at which a rank stores to all others"
