@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def _measured_with(head: dict[str, Any]) -> str:
     changed = " with uncommitted changes" if facts.get("dirty") else ""
     versions = [f"tdcoll {facts['tdcoll']}{commit}{changed}"]
     versions += [f"{name} {facts[key]}" for key, name in _VERSIONS.items() if facts.get(key)]
-    text = f"Measured with {', '.join(versions)}; {head['started'][:10]}."
+    text = "; ".join(filter(None, [f"Measured with {', '.join(versions)}", head["started"][:10]])) + "."
     environment = {f"{name}={value}" for name, value in facts.get("environment", {}).items()}
     off = [f"`{setting}`" for setting in _NO_MULTICAST if setting in environment]
     return text + (f" Multicast was off ({', '.join(off)})." if off else "")
@@ -122,6 +123,29 @@ def _table(layout: Layout, rows: Sequence[Row], shown: Sequence[str], floor: Flo
     return _grid(headings, lines)
 
 
+def _spread(values: Sequence[float]) -> str:
+    """Return the median, and the least and the most in brackets."""
+    return f"{statistics.median(values):.0f} [{min(values):.0f}, {max(values):.0f}]"
+
+
+def _by_label(layout: Layout, rows: Sequence[Row], shown: Sequence[str]) -> list[str]:
+    """Return a line for each algorithm and baseline: for each size the time, and the multiprocessors or what was added
+    to the time alone."""
+    sizes, beside = distinct(map(layout.key, rows)), "added" in rows[0].facts
+    second = "added" if beside else "SMs"
+
+    def cells(row: Row | None) -> list[str]:
+        if row is not None and beside:
+            return [_spread(row.facts["times"]), "" if row.label == "alone" else _spread(row.facts["added"])]
+        return [_time(row, layout), str(row.facts.get("sms") or "") if row else ""]
+
+    lines = []
+    for label in shown:
+        found = {layout.key(row): row for row in rows if row.label == label}
+        lines.append([name_of(label), *(text for size in sizes for text in cells(found.get(size)))])
+    return _grid(["calls", *(text for size in sizes for text in (", ".join(size), second))], lines)
+
+
 def _notes(layout: Layout, rows: Sequence[Row]) -> list[str]:
     """Return the reasons of rows that did not run, errors, and other notes."""
     sizes = len(distinct(map(layout.key, rows)))
@@ -163,6 +187,8 @@ def markdown(
 ) -> str:
     """Return the tables of one file, one for each way to launch, with versions and machine.
 
+    A file with rows of ``--blocks``, or of matmuls beside all-gathers, has a line for each algorithm and baseline.
+
     Args:
         only: algorithms and baselines that have a column; if empty, those of :data:`.columns.LAYOUTS`. The fastest
             baseline is found among all.
@@ -182,16 +208,19 @@ def markdown(
     parts: list[str] = []
     hidden: list[str] = []
     for chosen in _tables(layout, rows)[: 1 if brief else None]:
-        shown, least = shown_labels(layout, chosen, only), floor_of(head, chosen, floor)
+        across = any(row.blocks or "added" in row.facts for row in chosen)
+        names = only or (known if across and not brief else ())
+        shown, least = shown_labels(layout, chosen, names), floor_of(head, chosen, floor)
         told = [row for row in chosen if row.label in shown or row.peer or row.check == "WRONG"]
         notes = [] if brief else _notes(layout, told)
-        parts += [_caption(head, chosen[0]), "", *_table(layout, chosen, shown, least, brief), ""]
+        table = _by_label(layout, chosen, shown) if across else _table(layout, chosen, shown, least, brief)
+        parts += [_caption(head, chosen[0]), "", *table, ""]
         parts += [*notes, ""] if notes else []
         hidden += [row.algorithm for row in chosen if row.label not in shown]
     marks = ["† slower than the fastest peer."] if any(" † |" in part for part in parts) else []
     if brief:
         return "\n".join([*parts[:-1], *(["", *marks] if marks else [])]) + "\n"
-    if any(layout.floor(row, least) for row in rows):
+    if not across and any(layout.floor(row, least) for row in rows):
         marks.append(layout.floor_text(rows[0], least))
     if hidden and not only:
         marks.append(f"The file also has {', '.join(f'`{name}`' for name in distinct(hidden))} (`--only`).")
@@ -201,7 +230,13 @@ def markdown(
 
 def losses(head: dict[str, Any], rows: Sequence[Row]) -> str:
     """Return the sizes at which a baseline is faster, and by how much: a line for each column of tdcoll's that
-    loses."""
+    loses.
+
+    Raises:
+        ValueError: the times are of matmuls beside all-gathers.
+    """
+    if head["benchmark"] == "beside":
+        raise ValueError("losses: expected times of a collective, got those of matmuls beside all-gathers")
     layout = LAYOUTS[head["benchmark"]]
     lines = []
     launches: list[str] = []
@@ -307,7 +342,8 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.json", help="print its tables")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against size, of one file")
+    what = "draw one file: time against size, or against multiprocessors if it has rows of --blocks"
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=what)
     what = "columns and curves: these algorithms and peers; the fastest peer is found among all"
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="A,B", help=what)
     what = "what an empty kernel and a store to another GPU take, and the rate at which a rank stores to all others"

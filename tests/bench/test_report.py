@@ -115,7 +115,7 @@ def test_other_files_are_refused(change: Any, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_every_benchmark_has_a_layout_and_lines_on_the_terminal() -> None:
-    assert set(LAYOUTS) == {*BENCHMARKS, "tune"}
+    assert set(LAYOUTS) == {*BENCHMARKS, "tune", "beside"}
     one = dataclasses.replace(example()[0], min_us=3.5, note="x", counts={"puts": [3.0, 4.0], "waits": [0.0, 0.0]})
     columns = LAYOUTS["reduce_scatter"].columns(False)
     headings = "# bytes per rank ranks nodes algorithm launch µs min µs p90 µs skew µs bus GB/s SMs check"
@@ -344,6 +344,57 @@ def test_a_picture_has_at_most_8_curves() -> None:
     said = r"expected at most 8 curves, the floor included, got tdcoll auto, nccl, vllm, 0, .*--only"
     with pytest.raises(ValueError, match=said):
         plots.draw(head("all_reduce_rms_norm"), norms)
+
+
+def blocks_example() -> list[Row]:
+    def used(size: int, name: str, us: float, sms: int, **more: Any) -> Row:
+        one = row(size, name, us)
+        return dataclasses.replace(one, facts={**one.facts, "sms": sms, **more})
+
+    small = [used(1024, f"loop {blocks} blocks", 80.0 / blocks, blocks) for blocks in (16, 8)]
+    small += [used(1024, "loop", 7.0, 12), used(1024, "auto", 3.0, 128, took="ll"), used(1024, "ll", 3.0, 128)]
+    return [*small, used(1024, "ce", 9.0, 1), row(1024, "nccl", 6.0, peer=True), used(4096, "loop 8 blocks", 20.0, 8)]
+
+
+def test_results_by_thread_blocks_are_shown_over_multiprocessors() -> None:
+    pytest.importorskip("matplotlib")
+    first, second, *others = plots.draw(head(), blocks_example()).axes
+    assert ([first.get_title(), second.get_title()], others) == (["1 KB", "4 KB"], [])
+    lines = {line.get_label(): line for line in first.get_lines()}
+    data = {name: [list(values) for values in line.get_data()] for name, line in lines.items()}
+    assert data.pop("NCCL")[1] == [6.0, 6.0]  # on all of the axis
+    assert data == {"tdcoll loop": [[8, 16], [10.0, 5.0]], "tdcoll ce": [[1], [9.0]], "tdcoll": [[128], [3.0]]}
+    assert {name for name, line in lines.items() if line.get_linestyle() == "None"} == {"tdcoll ce", "tdcoll"}
+    assert first.get_ylim() == (0, 11.0)
+    (over_sizes,) = plots.draw(head(), blocks_example(), only=["loop 8 blocks"]).axes
+    assert [list(values) for values in over_sizes.get_lines()[0].get_data()] == [[1024, 4096], [10.0, 20.0]]
+    text = report.markdown(head(), blocks_example())
+    assert table(text)[0] == "| calls | 1 KB | SMs | 4 KB | SMs |"
+    assert "| tdcoll loop 8 blocks | 10.0 | 8 | 20.0 | 8 |" in text
+    assert "| NCCL | 6.00 |  | – |  |" in text
+
+
+def test_matmuls_beside_all_gathers_show_what_each_round_added(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    us = {"alone": [100.0, 300.0, 200.0], "nccl": [150.0, 320.0, 240.0], "ce in place": [90.0, 300.0, 205.0]}
+    beside = [{"kind": "4 all-gathers", "nbytes": 1 << 24, "us": us}]
+    (tmp_path / "b.json").write_text(json.dumps({**FACTS, "gpus": [H200] * 2, "beside": beside}))
+    of, rows = load(tmp_path / "b.json")
+    lines = ["| alone | 200 [100, 300] |  |", "| NCCL | 240 [150, 320] | 40 [20, 50] |"]
+    text = report.markdown(of, rows)
+    assert table(text)[2:] == ["| tdcoll ce in place | 205 [90, 300] | 0 [-10, 5] |", *lines]
+    assert "2 × NVIDIA H200 on 1 node" in text
+    assert f"driver {FACTS['driver']}.\n" in text  # it has no date
+    (axis,) = plots.draw(of, rows).axes
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["NCCL", "tdcoll ce in place"]
+    assert [list(line.get_ydata()) for line in axis.get_lines()][:4] == [[50, 20, 40], [40, 40], [-10, 0, 5], [0, 0]]
+    assert "lower is better" in axis.get_ylabel()
+    with pytest.raises(ValueError, match="got those of matmuls beside all-gathers"):
+        report.losses(of, rows)
+    del us["alone"]
+    (tmp_path / "b.json").write_text(json.dumps({**FACTS, "gpus": [H200] * 2, "beside": beside}))
+    with pytest.raises(ValueError, match=r"is not a result of tdcoll\.bench: 'alone'"):
+        load(tmp_path / "b.json")
 
 
 def test_a_floor_is_latency_or_bandwidth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
