@@ -169,7 +169,10 @@ class WaitMonitor:
             words = [int(word) for word in self._host]
             rank, seen = words[c.RECORD_RANK.value], words[c.RECORD_SEEN.value]
             if words[c.RECORD_PEER.value] == c.OWN_GRID.value:
-                what = "in grid_barrier for other programs of its launch: they don't call it, or don't fit on the GPU"
+                what = (
+                    "in grid_barrier for other programs of its launch: they don't call it, wait for another rank, or "
+                    "don't fit on the GPU"
+                )
                 raise CollectiveTimeout(what, rank=rank, peer=rank, timeout_s=self.timeout_s)
             # -1: the kernel has not told its wait.
             peer, signal = (number if (number := words[place.value]) >= 0 else None for place in _TOLD)

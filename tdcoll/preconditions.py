@@ -169,7 +169,7 @@ class Preconditions:
         """Note a call, before it launches, by its kind or, if its epochs are not known, by its name."""
         log = self.calls.log
         log.append(call)
-        if len(log) == MOST:
+        if len(log) >= MOST:
             self.calls.forget()
 
     def refuse(self, why: str) -> None:

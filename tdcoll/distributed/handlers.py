@@ -203,7 +203,7 @@ class Dense(Handler):
         context = self.pool.context
         if context is None or self.members.options.max_bytes_per_rank is not None:
             return self._most
-        return self.spec.handled_with(context.max_programs)
+        return self.spec.handled_with(context.max_programs, len(self.members.ranks))
 
     def _inbox(self, segment: int) -> int:
         """Return the bytes per rank that a context needs for a call."""

@@ -127,10 +127,10 @@ class SparseAllReduce(Handler):
         Raises:
             HeapExhaustedError: one tensor needs a larger context than the heap has room for; on all ranks.
         """
-        assert self.context is not None
         given = [_with_one_dimension(tensor.detach()) for tensor in tensors]
         made: list[torch.Tensor] = []
         with self._in_use, self.members.job.through(self.lane.control):  # the context may grow
+            assert self.context is not None
             while some := given[len(made) :][: self._most]:
                 try:
                     made += sparse_all_reduce(some, op, ctx=self.context)
@@ -159,9 +159,10 @@ class SparseAllReduce(Handler):
     def close(self) -> None:
         self.lane.queue.drain()
         self.lane.queue.close()
-        if self.context is not None:
-            self.context.close()
-            self.context = None
+        with self._in_use:
+            if self.context is not None:
+                self.context.close()
+                self.context = None
         self._give_back()
 
     def _give_back(self) -> None:

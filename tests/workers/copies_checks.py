@@ -113,7 +113,7 @@ def data_moves_by_memcpy() -> str:
                 events = events_of(run_it)
                 kernels = [event for event in events if event["cat"] == "kernel"]
                 copies = [event for event in events if event["cat"] == "gpu_memcpy"]
-                if name in ("all_gather", "all_to_all", "all_reduce"):
+                if how == "replay" and name in ("all_gather", "all_to_all", "all_reduce"):
                     kernels = [kernel for kernel in kernels if not kernel["name"].startswith("memcpy")]
                 for kernel in kernels:
                     grid, known = kernel["args"]["grid"][0], kernel["name"].split("(")[0].removeprefix("tdcoll_")

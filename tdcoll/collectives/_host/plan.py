@@ -312,9 +312,12 @@ def loop_blocks(facts: Facts, plan: Plan) -> int:
 
 
 def prefers_loops(facts: Facts, nbytes: int) -> bool:
-    """Return whether a call of ``nbytes`` bytes of a rank's data takes loops if they support it, see
-    :data:`LOOPS_FROM`."""
-    return shares_gpu(facts) and nbytes >= LOOPS_FROM and needs_stores(facts) is None
+    """Return whether a call takes loops before words, see :data:`LOOPS_FROM`. Not with larger budgets than they use.
+
+    Args:
+        nbytes: of a rank's data; of twice a part where ranks exchange parts, as in the measurements of 2 ranks.
+    """
+    return facts.max_programs <= LOOP_BLOCKS[1] and nbytes >= LOOPS_FROM and needs_stores(facts) is None
 
 
 def summing_blocks(facts: Facts, nbytes: int) -> int:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT", "REQUESTED", "TABLE", "WORLD", "Algorithm", "Collective", "Decision"]
 
+UNMEASURED_BYTES = 4 << 20
+"""Bytes of a segment that the backend handles for more than 2 ranks, at most."""
+
 WORLD = "world"
 """In :attr:`Collective.segments`: one segment for each rank of the group."""
 
@@ -121,7 +124,8 @@ class Collective:
         reduces: whether elements are reduced: calls then have an operation, and a dtype that matters.
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
         handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed`` handles by default: up
-            to there, calls take no longer than NCCL's (``benchmarks/backend_calls.py`` measures it).
+            to there, calls of 2 GPUs take no longer than NCCL's (``benchmarks/backend_calls.py`` measures it). With
+            more ranks, which weren't measured, it handles no more than :data:`UNMEASURED_BYTES`.
         few_blocks: ``(blocks, bytes)``: on a context with fewer thread blocks, it handles no more than so many bytes.
     """
 
@@ -146,9 +150,11 @@ class Collective:
         """Return the algorithm of this name."""
         return next(algorithm for algorithm in self.algorithms if algorithm.name == name)
 
-    def handled_with(self, blocks: int) -> int:
-        """Return the largest segment that the backend handles by default on a context of so many thread blocks."""
-        return min([self.handled_bytes, *(nbytes for least, nbytes in self.few_blocks if blocks < least)])
+    def handled_with(self, blocks: int, world: int) -> int:
+        """Return the largest segment that the backend handles by default on a context of so many thread blocks and
+        ranks."""
+        limits = [nbytes for least, nbytes in self.few_blocks if blocks < least]
+        return min(self.handled_bytes, UNMEASURED_BYTES if world > 2 else self.handled_bytes, *limits)
 
     # ------------------------------------------------------------------ shapes
 
@@ -292,14 +298,15 @@ class Collective:
 
     def _entry(self, facts: Facts, sections: Sequence[Section]) -> tuple[Section, Entry] | None:
         """The first entry that holds for such a call, and its section. On a context with a budget of thread blocks only
-        those hold that state how many, because the others were measured with the whole GPU."""
+        those hold that state how many, or that need none, because the others were measured with the whole GPU."""
         topology = facts.topology
         kind = (self.name, topology.ranks_per_node, topology.n_nodes, facts.in_place)
         for section in sections:
             if section.kind[1:] == kind:
                 for entry in section.entries:
-                    if entry.up_to is None or facts.nbytes <= entry.up_to:
-                        return None if shares_gpu(facts) and entry.blocks is None else (section, entry)
+                    holds = not shares_gpu(facts) or entry.blocks or self.algorithm(entry.algorithm).copies
+                    if holds and (entry.up_to is None or facts.nbytes <= entry.up_to):
+                        return section, entry
         return None
 
     def _check_plan(self, facts: Facts, plan: Plan) -> None:
@@ -358,6 +365,8 @@ class Collective:
         chunk = entry.chunk
         if entry.algorithm not in self.names:
             return f"algorithm: expected one of {', '.join(self.names)}, got {entry.algorithm}"
+        if entry.blocks is not None and not self.algorithm(entry.algorithm).any_blocks:
+            return f"blocks: expected none for {entry.algorithm}, whose chunks decide about that, got {entry.blocks}"
         if chunk is None:
             return None
         if not (widths := self.algorithm(entry.algorithm).words):

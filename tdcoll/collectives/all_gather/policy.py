@@ -74,9 +74,11 @@ def default(facts: Facts) -> str:
     in_two = not one_node and per_node is not None and per_node > 1
     few = one_node or (in_two and nbytes * topology.world_size <= LL_RESULT_BYTES)
     if plans.prefers_loops(facts, nbytes):
-        return "ce" if facts.in_place and nbytes >= plans.LARGE else "loop"
+        return "ce" if facts.in_place and nbytes >= plans.LARGE and topology.world_size == 2 else "loop"
     if few and not facts.simulated and needs_words(facts) is None:
         return "ll"
+    if plans.shares_gpu(facts) and plans.needs_stores(facts) is None:
+        return "loop"
     if one_node and facts.stores and (facts.in_place or nbytes < plans.LARGE or not facts.puts):
         return "direct"
     return "2d" if in_two else "1d"

@@ -19,6 +19,7 @@ from tdcoll.collectives._host.plan import (
     needs_stores,
     prefers_loops,
     reduced_words,
+    shares_gpu,
 )
 from tdcoll.tuning import Entry
 
@@ -176,14 +177,14 @@ def default(facts: Facts) -> str:
       many ranks, and puts elsewhere.
     """
     one, two = (words.supports(facts) is None for words in (ONE_SHOT, TWO_SHOT))
-    loops = prefers_loops(facts, facts.nbytes)
+    loops = prefers_loops(facts, 2 * part_bytes(facts.nbytes, facts.topology.world_size))
     if not facts.simulated:
         if one and _one_crossing_pays(facts) and not (loops and facts.max_programs < _MANY_BLOCKS):
             return "one_shot"
         if two and _epochs_pay(facts) and not loops:
             return "two_shot"
     others = (
-        ("loop" if loops else "direct", needs_direct(facts) is None), ("2d", needs_rails(facts) is None),
+        ("loop" if shares_gpu(facts) else "direct", needs_direct(facts) is None), ("2d", needs_rails(facts) is None),
         ("1d", needs_signalled_puts(facts) is None), ("one_shot", one), ("two_shot", two),
     )  # fmt: skip
     return next((name for name, supported in others if supported), "1d")  # which then raises the reason

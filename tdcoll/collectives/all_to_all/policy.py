@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tdcoll.collectives._host.plan import Facts, Plan, needs_stores, needs_words, prefers_loops
+from tdcoll.collectives._host.plan import Facts, Plan, needs_stores, needs_words, prefers_loops, shares_gpu
 
 __all__ = ["blocks_of_puts", "default", "needs_words_of_a_node"]
 
@@ -25,8 +25,10 @@ def default(facts: Facts) -> str:
       memory for it (not in the simulator, where it costs much more), else stores.
     - Puts elsewhere.
     """
-    if prefers_loops(facts, facts.nbytes * facts.topology.world_size):
+    if prefers_loops(facts, 2 * facts.nbytes):
         return "loop"
     if not facts.simulated and needs_words_of_a_node(facts) is None:
         return "ll"
+    if shares_gpu(facts) and needs_stores(facts) is None:
+        return "loop"
     return "direct" if needs_stores(facts) is None else "1d"

@@ -9,6 +9,7 @@ from tdcoll.collectives._host.plan import (
     needs_reduced_words,
     needs_stores,
     prefers_loops,
+    shares_gpu,
 )
 
 __all__ = ["blocks", "default", "needs_symmetric", "reducers"]
@@ -40,11 +41,11 @@ def default(facts: Facts) -> str:
     - If the context has a budget of thread blocks, loops in place of Lamport, LL and stores, but for few bytes.
     - Puts elsewhere.
     """
-    loops = prefers_loops(facts, facts.nbytes * facts.topology.world_size)
+    loops = prefers_loops(facts, 2 * facts.nbytes)
     if not facts.simulated and not loops and needs_reduced_words(facts) is None:
         return "ll"
     if needs_symmetric(facts) is None:
         return "pull"
-    if loops:
+    if shares_gpu(facts) and needs_stores(facts) is None:
         return "loop"
     return "direct" if needs_stores(facts) is None else "1d"

@@ -352,7 +352,8 @@ class SparseContext(CollectiveContext):
                 "and it cannot grow after a call was captured in a CUDA graph, which uses its memory; make it larger"
             )
         old = self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows
-        self.may_densify = lost = True
+        self.may_densify = True
+        lost = True
         owner.release(self._symmetric.pop())
         try:
             for quarters in (5, 4):

@@ -133,6 +133,10 @@ MUTANTS = (
     # ------------------------------------------------------------------ loops
     LOOP("one slot", Change("group.segment", "slot(epoch)", "0")),
     LOOP("the receiver does not wait", at_once(LOOPS)),
+    LOOP(
+        "the signal does not order the data",
+        Call("stores.release_to_all", "tdl.st_release", "tdl.st({0}, {1}, {2})"),
+    ),
     LOOP("the second chunk has the signal of the first", Argument(LOOPS, "row", "sent", "0"), UNRELEASED),
     LOOP("in place: a rank is written to before it has entered", at_once("stores.may_write"), calls="pppp"),
     LOOP("in place: nobody says that it has entered", dropped(LOOPS, "stores.release_to_all"), UNENTERED, calls="pppp"),

@@ -124,10 +124,12 @@ def test_which_all_reduce_is_taken(
     [
         (GATHER, 4 * M, 31, {}, Plan("loop", 30, 1093 * 128, 8, 30)),
         (GATHER, 16 * M, 64, {}, Plan("loop", 63, 2081 * 128, 8, 63)),
-        *((GATHER, n, 31, {**STORES, **INSIDE}, name) for n, name in ((K, "direct"), (4 * M, "loop"), (8 * M, "ce"))),
+        *((GATHER, n, 31, {**STORES, **INSIDE}, name) for n, name in ((K, "loop"), (4 * M, "loop"), (8 * M, "ce"))),
         (GATHER, 4 * M, MAX_PROGRAMS, {}, "direct"),
         (ALL, 4 * M, 14, {}, Plan("loop", 13, 2521 * 128, 8, 13)),
-        (ALL, 64 * K, 14, {}, "direct"),
+        (ALL, 64 * K, 14, {}, "loop"),
+        (GATHER, 64 * K, 31, {"ll_bytes": 1 * M}, "ll"),
+        (REDUCE, 4 * M, 200, LARGE, "two_shot"),
         (SCATTER, 4 * M, 47, {**LARGE, "lamport_bytes": 16 * M}, Plan("loop", 32, 1024 * 128, 8, 32)),
         (SCATTER, 64 * K, 47, LARGE, "ll"),
         *((REDUCE, n, 45, LARGE, name) for n, name in ((128 * K, "one_shot"), (M, "one_shot"), (2 * M, "loop"))),
@@ -144,6 +146,17 @@ def test_few_thread_blocks_loop(
         assert plan == wanted
     else:
         assert plan.algorithm == wanted
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_more_ranks_with_few_thread_blocks(world: int) -> None:
+    """Direct stores, which need a thread block for each chunk of each peer, are nobody's choice; parts fill loops."""
+    for spec in SPECS:
+        for nbytes in (4 * K, 100 * K, 255 * K, M, 16 * M):
+            plan = spec.choose(Facts(nbytes, topology_of((world,)), max_programs=32, **{**LARGE, "ll_bytes": M}))
+            assert plan.algorithm != "direct"
+            if plan.algorithm == "loop" and nbytes >= M:
+                assert plan.blocks >= 16
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -178,7 +191,8 @@ def test_copies_are_whole_and_not_for_several_nodes() -> None:
 
 
 def test_budgets_limit_what_the_backend_handles() -> None:
-    assert [REDUCE.handled_with(blocks) for blocks in (64, 30, 29, 13, 12)] == [16 * M, 16 * M, 4 * M, 4 * M, M]
+    assert [REDUCE.handled_with(n, 2) for n in (64, 30, 29, 13, 12)] == [16 * M, 16 * M, 4 * M, 4 * M, M]
+    assert [REDUCE.handled_with(n, 8) for n in (64, 12)] == [4 * M, M]
 
 
 SIZES_OF_CHUNKS = [

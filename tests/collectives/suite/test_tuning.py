@@ -192,6 +192,9 @@ def test_with_a_budget_only_entries_hold_that_state_their_thread_blocks() -> Non
     assert choose(4 << 20, sections=[free], stores=True).algorithm == "1d"
     assert choose(4 << 20, sections=[free], **given) == choose(4 << 20, **given)
     assert GATHER.choose(Facts(4 << 20, topology_of((4,)), **given), sections=[stated]).blocks == 16
+    both = section(Entry(8 << 20, "1d", channels=2), Entry(None, "loop", blocks=16))
+    assert GATHER.choose(Facts(4 << 20, topology_of((4,)), **given), sections=[both]).blocks == 16
+    assert choose(4 << 20, sections=[section(Entry(None, "ce"))], **given).algorithm == "ce"
 
 
 # ---------------------------------------------------------------------- plans
