@@ -65,7 +65,7 @@ class Variable:
 VARIABLES = (
     Variable(
         "TDCOLL_TIMEOUT_S",
-        "30; under the backend the group's `timeout`, or 30 minutes",
+        "30. Under the backend: used if the group has no `timeout` of its own; 30 minutes if neither is set.",
         "Deadline of waits, in seconds (`launch.sh --timeout`, `initialize(timeout_s=...)`).",
     ),
     Variable(

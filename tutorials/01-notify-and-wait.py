@@ -199,7 +199,7 @@ class Queue:
 
     def run(self, monitor, begin, count):
         queue[(2,)](
-            self.slots, self.outbox, self.received, self.arrived, self.credits, monitor.words, begin, count,
+            self.slots, self.outbox, self.received, self.arrived, self.credits, monitor, begin, count,
             **self.constants,
         )  # fmt: skip
 
@@ -263,7 +263,7 @@ def main(arguments=None):
     # The monitor holds the deadline, 30 s by default (`launch.sh --timeout`). If a wait expires, the kernel leaves a
     # record in memory that the host can read. `check()` waits for the current stream and raises what the record says.
     monitor = tdcoll.WaitMonitor()
-    hello[(1,)](ring.hello, monitor.words)
+    hello[(1,)](ring.hello, monitor)
     monitor.check()
     say(f"hello: each of {world} rank(s) was signalled by its predecessor")
 
@@ -281,7 +281,7 @@ def main(arguments=None):
     # considers the job lost. `expired` only looks, and doesn't wait for the kernel, so `tdcoll.barrier()` does: it
     # waits for this rank's GPU and then for the other ranks.
     impatient = tdcoll.WaitMonitor(timeout_s=0.2)
-    wait_in_vain[(1,)](ring.never, impatient.words)
+    wait_in_vain[(1,)](ring.never, impatient)
     tdcoll.barrier()
     if not impatient.expired:
         raise AssertionError("a wait for a signal that no rank sends ended without expiring")

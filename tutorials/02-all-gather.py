@@ -77,7 +77,8 @@ def my_all_gather(
 # -------------------------
 #
 # May a peer write into our buffer for call 2? It may be quick and be in call 2 while we still read the result of call
-# 1. We therefore have two buffers, the *slots*, and use them in turn. Time runs downwards::
+# 1. We therefore have two buffers and use them in turn. A *slot* is one of several equal buffers in which a rank
+# receives messages. Time runs downwards::
 #
 #     rank 0, which is quick                         rank 1, which is slow
 #     ----------------------                         ---------------------
@@ -125,7 +126,7 @@ class MyAllGather:
         row = self.calls % len(self.signals)
         gathered[self.rank] = tensor
         my_all_gather[(self.world,)](
-            gathered.view(torch.uint8), self.signals[row], self.epochs[row], self.monitor.words, tensor.nbytes,
+            gathered.view(torch.uint8), self.signals[row], self.epochs[row], self.monitor, tensor.nbytes,
             **self.constants,
         )  # fmt: skip
         return gathered
@@ -252,9 +253,9 @@ def main(arguments=None):
         check("my_all_gather", result, reference(make(rank, call, numel, device)))
     say(f"my_all_gather: {calls} calls of {numel * 4} bytes per rank equal torch.distributed's")
 
-    # tdcoll's. A *context* owns the two slots, the signals and the epoch. Its capacity is the most that one rank may
-    # contribute. It belongs to the CUDA stream that is current when you make it, because the argument for two slots
-    # needs calls in order; use on another stream is an error. The algorithms:
+    # tdcoll's. A *context* owns the two slots, the signals and the epoch. `max_bytes_per_rank` is the most that one
+    # rank sends to another in one epoch; a larger call takes several. The argument for two slots needs calls in order,
+    # so a call on another stream waits there for the last one. The algorithms:
     #
     # - "1d": every rank puts to every other, as above.
     # - "2d": on several nodes, a piece goes only to the rank with the same place on each other node (along its *rail*),

@@ -186,7 +186,7 @@ def check_same(way, model, losses, dense_model, dense_losses):
 # The logger "tdcoll" has a line at level INFO for the first call of each kind, with the algorithm that was chosen.
 #
 # docs/distributed.md has the rest: gradient accumulation, GradScaler, clipping sparse gradients, timeouts and limits.
-# `python -m tdcoll bench sparse_all_reduce` measures the calls on your machine.
+# `bash launch.sh -m tdcoll bench sparse_all_reduce` measures the calls on your machine.
 
 SIMULATED = {"rows": 2000, "dim": 8, "batch": 32, "steps": 6}
 ON_GPUS = {"rows": 200_000, "dim": 64, "batch": 1024, "steps": 20}

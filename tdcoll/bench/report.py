@@ -347,7 +347,7 @@ def main(arguments: Sequence[str]) -> int:
     what = "columns and curves: these algorithms and peers; the fastest peer is found among all"
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="A,B", help=what)
     what = "what an empty kernel and a store to another GPU take, and the rate at which a rank stores to all others"
-    parser.add_argument("--floor", type=parse_floor, metavar="LAUNCH_US,CROSSING_US,GBPS", help=what)
+    parser.add_argument("--floor", type=parse_floor, metavar="LAUNCH_US,HOP_US,GBPS", help=what)
     what = "write the tables and pictures of a checkout's README and docs from its docs/results (default: here)"
     parser.add_argument("--write", nargs="?", type=Path, const=Path(), metavar="DIR", help=what)
     options = parser.parse_args(arguments)

@@ -33,13 +33,13 @@ call e is complete on a rank when it has heard from every peer, each of which ha
 slot. An odd epoch that is left out has no signals and no data. The stamp is written by the next call's ``enter``, which
 comes after this call's copies on the stream.
 
-A rank that gives up: copies that are queued can't be held back, also those of later calls that are queued already.
-If ``enter`` finds that a wait has expired, or its own expires, it tells its peers before it ends, hence before the
-copies run, and leaves the stamp as it is. Peers then wait in vain for this epoch and time out as well, and a peer that
-still takes data of the call before out of its inbox finds in ``look`` that it may have been overwritten: see
-:mod:`tdcoll.primitives.stores`. Not protected is what nothing looks after: the caller's memory if peers write into it
-(it is undefined after a timeout on any rank), and on a rank that is late by a whole deadline the inbox of an earlier
-call of another algorithm.
+A rank that gives up: copies that are queued can't be held back, also those of later calls that are queued already. If
+``enter`` finds that a wait has expired, or its own expires, it tells its peers before it ends, hence before the copies
+run, and leaves the stamp as it is. Peers then wait in vain for this epoch and time out as well, and a peer that still
+takes data of the call before out of its inbox finds in ``look`` that it may have been overwritten: see
+:mod:`tdcoll.primitives.stores`. Two things aren't protected: the caller's memory if peers write into it (it is
+undefined after a timeout on any rank), and on a rank that is late by a whole deadline the inbox of an earlier call of
+another algorithm.
 
 Contexts that share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``): work that waits behind an event holds up
 whatever is behind it in the queue, also on other streams. All ranks must then make the calls of these contexts in one

@@ -21,9 +21,8 @@ In place (an inbox of one slot; all-gathers only): the caller's symmetric buffer
 The thread block of channel 0 first tells the rank from which it receives that this rank has entered the call, and a
 thread block writes to a rank only when that rank has entered the call.
 
-Counted (``COUNTED``, in place only): segments have a capacity of ``nbytes`` bytes and carry as many as the 64-bit
-integer at the beginning of each counts. Chunks are cut at the same places for any count, and if they lie past it, they
-are signalled and empty.
+Counted (``COUNTED``, in place only): each segment has capacity for ``nbytes`` bytes, and its first 64-bit integer says
+how many are used. Chunks past that end are empty but are still signalled.
 """
 
 import triton.language as tl

@@ -6,14 +6,13 @@ Data flow, seen from rank r, whose ``source[p]`` is its segment for rank p (of a
     source[p] --{data, data, data, flag} words--> words[slot, r] on rank p, for every other rank p
     words[slot, s] --data--> out[s], for every other rank s;  source[r] --> out[r]
 
-A put with a signal takes three hops: the data, their acknowledgement (because the signal must not overtake them), the
-signal. With LL data and flag take one hop together: see :mod:`tdcoll.primitives.ll`, for the flags and the ordering
-too. Reuse of a slot follows from :mod:`tdcoll.context`: when a rank has all words of epoch e, all ranks have started e.
-It is the same in place, because only this rank writes to the caller's buffer.
+With LL, data and flag take one hop together: see :mod:`tdcoll.primitives.ll`, for the flags and the ordering too. Reuse
+of a slot follows from :mod:`tdcoll.context`: when a rank has all words of epoch e, all ranks have started e. It is the
+same in place, because only this rank writes to the caller's buffer.
 
-Order of thread blocks: thread block i of every rank sends to its i-th successor and then waits for its i-th
-predecessor, whose thread block i sends to it. Any number of resident blocks makes progress, because no thread block
-waits for one of another index.
+Order of thread blocks: those of step i (``program_id // blocks``) send to the i-th successor, and each then waits for
+the thread block of the same index on the i-th predecessor. Any number of resident blocks makes progress, because no
+thread block waits for one of another index.
 """
 
 import triton.language as tl

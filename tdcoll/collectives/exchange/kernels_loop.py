@@ -9,9 +9,10 @@ peer, and receives those chunks of every peer ``LAG`` turns later, when they hav
 
     turn t:   send chunk b + t B to every other rank, with a signal each;   then receive chunk b + (t - LAG) B of each
 
-Order of thread blocks: sending doesn't wait, and a chunk is sent by the thread block of the same index that receives it
-on the other ranks, at an earlier turn. Any number of resident blocks therefore makes progress. (If peers write to the
-caller's buffer, thread block 0 tells all of them first that this rank has entered.)
+Order of thread blocks: a chunk is sent by the thread block of the same index that receives it on the other ranks, at an
+earlier turn. Sending waits only if peers write to the caller's buffer. Thread block 0 then tells all peers that this
+rank has entered before it waits, and every thread block waits for that signal of each peer. No thread block waits for
+one of a higher index, so any number of resident blocks makes progress.
 """
 
 import triton.language as tl
