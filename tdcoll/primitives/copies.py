@@ -41,7 +41,8 @@ takes data of the call before out of its inbox finds in ``look`` that it may hav
 undefined after a timeout on any rank), and on a rank that is late by a whole deadline the inbox of an earlier call of
 another algorithm.
 
-Contexts that share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``): work that waits behind an event holds up
+Contexts that share a hardware queue, because they have more streams than there are queues
+(``CUDA_DEVICE_MAX_CONNECTIONS``, 8 by default; a call has a stream for each peer): work that waits behind an event holds up
 whatever is behind it in the queue, also on other streams. All ranks must then make the calls of these contexts in one
 order.
 

@@ -62,8 +62,9 @@ def default(facts: Facts) -> str:
       copy for a chunk of the others.
     - In one node direct stores for other messages of less than ``LARGE`` bytes, and for all if in place or without
       puts.
-    - Before all of these, if the context has a budget of thread blocks: loops from :data:`LOOPS_FROM` bytes, which few
-      blocks suffice, and in place copy engines from ``LARGE`` bytes, which need none.
+    - Before all of these, if the context has a budget of thread blocks: loops from :data:`LOOPS_FROM` bytes, for which
+      few blocks suffice, and in place with 2 ranks copy engines from ``LARGE`` bytes, which need none. Loops in place
+      of direct stores for fewer bytes, too.
     - 2D if there are several nodes of several ranks each, all of one size, because a segment then crosses between nodes
       once per node pair.
     - 1D everywhere else.

@@ -9,6 +9,8 @@ peer, and receives those chunks of every peer ``LAG`` turns later, when they hav
 
     turn t:   send chunk b + t B to every other rank, with a signal each;   then receive chunk b + (t - LAG) B of each
 
+By default each thread block has one chunk, and the turns between are empty.
+
 Order of thread blocks: a chunk is sent by the thread block of the same index that receives it on the other ranks, at an
 earlier turn. Sending waits only if peers write to the caller's buffer. Thread block 0 then tells all peers that this
 rank has entered before it waits, and every thread block waits for that signal of each peer. No thread block waits for
