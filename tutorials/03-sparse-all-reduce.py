@@ -187,8 +187,9 @@ def check_exact(name, result, shares, parts):
 # ------------------
 #
 # You size a `SparseContext` by `max_row_bytes`, the width of a row, and `max_rows_per_rank`, the number of *different*
-# rows that one rank may bring to a call; `max_union_rows` limits the result and is large enough by default. The number of its lookups, or of the table's rows if that is less,
-# is always enough. If a rank brings more, the call raises `ContextError` on all ranks, with the number that is needed.
+# rows that one rank may bring to a call. The number of its lookups, or of the table's rows if that is less, is always
+# enough. If a rank brings more, the call raises `ContextError` on all ranks, with the number that is needed.
+# (`max_union_rows` limits the result, and is large enough by default.)
 # With `grow=True` it enlarges the context instead, which waits for the GPU and allocates.
 
 

@@ -21,7 +21,8 @@ HANDLES = "TDCOLL_BACKEND_HANDLES"
 
 PROGRAMS = 32
 """Default of :attr:`Options.programs`: the fewest with which 2 H100s took at most 0.9 of NCCL's time in a probe of
-all-gathers, all-reduces and reduce-scatters of up to 16 MB. A call in flight occupies up to 32 of an H100's 132 multiprocessors."""
+all-gathers, all-reduces and reduce-scatters of up to 16 MB. A call in flight occupies up to 32 of an H100's 132
+multiprocessors."""
 
 
 def _kinds(text: str, source: str) -> tuple[str, ...]:

@@ -42,9 +42,9 @@ undefined after a timeout on any rank), and on a rank that is late by a whole de
 another algorithm.
 
 Contexts that share a hardware queue, because they have more streams than there are queues
-(``CUDA_DEVICE_MAX_CONNECTIONS``, 8 by default; a call has a stream for each peer): work that waits behind an event holds up
-whatever is behind it in the queue, also on other streams. All ranks must then make the calls of these contexts in one
-order.
+(``CUDA_DEVICE_MAX_CONNECTIONS``, 8 by default; a call has a stream for each peer): work that waits behind an event
+holds up whatever is behind it in the queue, also on other streams. All ranks must then make the calls of these contexts
+in one order.
 
 Order of thread blocks: ``enter`` sends before it waits, and waits only for ``enter`` on other ranks. ``hear`` waits for
 copies, which need no thread block. No kernel here waits for one of the same rank.

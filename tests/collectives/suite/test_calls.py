@@ -219,26 +219,6 @@ def test_an_all_to_all_goes_straight_into_symmetric_memory_by_copies() -> None:
     World(3, seed=1, weak=True).run(host)
 
 
-def test_a_chunk_of_several_tiles_reaches_all_by_loops() -> None:
-    """A thread block of one warp moves 2 KB at a time; here 3 and a bit, in place as well, aligned and not."""
-
-    def host(pe: int) -> None:
-        shared = tdcoll.zeros(3 * 1700)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=8 << 10) as ctx:
-            for n in (1700, 1699):
-                nbytes = 4 * n
-                plan = Plan("loop", 1, -(-nbytes // 16) * 16, 1, 1)
-                wanted = torch.cat([values(rank, 0, n, torch.float32) for rank in range(3)])
-                given = values(pe, 0, n, torch.float32)
-                assert torch.equal(tdcoll.all_gather(given, ctx=ctx, algorithm=plan), wanted)
-                whole = shared[: 3 * n]
-                whole[pe * n : (pe + 1) * n] = given
-                assert torch.equal(tdcoll.all_gather_(whole, ctx=ctx, algorithm=plan), wanted)
-            ctx.check()
-
-    World(3).run(host)
-
-
 def test_the_epochs_of_calls_are_known_with_and_without_copies() -> None:
     def host(pe: int) -> None:
         x = torch.ones(96)

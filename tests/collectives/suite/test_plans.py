@@ -10,19 +10,22 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import tdcoll
 from tdcoll.collectives._host import plan as plans
 from tdcoll.collectives._host import spec as specs
 from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts
+from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts, Plan
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.all_reduce.policy import part_bytes
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS, lamport_bytes
 from tdcoll.runtime.topology import Topology
+from tdcoll.testing import World
 
-from .calls import SPECS
+from .calls import SPECS, values
 from .ways import Nodes, topology_of
 
 K, M, G = 1 << 10, 1 << 20, 1 << 30
@@ -197,3 +200,23 @@ def test_words_fit_the_memory_of_the_context(
 def test_room_for_words_by_default() -> None:
     assert [lamport_bytes(world, 1) * world for world in (1, 2, 4, 8)] == [32 * M] * 4
     assert lamport_bytes(8, 2) == 0
+
+
+def test_a_chunk_of_several_tiles_reaches_all_by_loops() -> None:
+    """A thread block of one warp moves 2 KB at a time; here 3 and a bit, in place as well, aligned and not."""
+
+    def host(pe: int) -> None:
+        shared = tdcoll.zeros(3 * 1700)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=8 << 10) as ctx:
+            for n in (1700, 1699):
+                nbytes = 4 * n
+                plan = Plan("loop", 1, -(-nbytes // 16) * 16, 1, 1)
+                wanted = torch.cat([values(rank, 0, n, torch.float32) for rank in range(3)])
+                given = values(pe, 0, n, torch.float32)
+                assert torch.equal(tdcoll.all_gather(given, ctx=ctx, algorithm=plan), wanted)
+                whole = shared[: 3 * n]
+                whole[pe * n : (pe + 1) * n] = given
+                assert torch.equal(tdcoll.all_gather_(whole, ctx=ctx, algorithm=plan), wanted)
+            ctx.check()
+
+    World(3).run(host)
