@@ -189,8 +189,7 @@ def check_exact(name, result, shares, parts):
 # You size a `SparseContext` by `max_row_bytes`, the width of a row, and `max_rows_per_rank`, the number of
 # *different* rows that one rank may bring to a call. The number of its lookups, or of the table's rows if that is
 # less, is always enough, as is the default of `max_union_rows`. If a rank brings more, all ranks raise `ContextError`
-# with the number that is needed. With `grow=True` the call enlarges the context instead, which waits for the GPU and
-# allocates.
+# with the number that is needed. With `grow=True` the call enlarges the context, which waits for the GPU and allocates.
 
 
 def try_small_contexts(grad, row_bytes):
