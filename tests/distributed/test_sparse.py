@@ -48,7 +48,7 @@ def test_the_first_context_has_the_capacity_for_the_largest_tensor() -> None:
 
 
 def test_a_list_for_which_the_heap_has_no_room_takes_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on all ranks, also if one has few rows; and later lists begin with as many tensors as have fitted."""
+    """All ranks split alike, also if one has few rows, and later lists begin with as many tensors as have fitted."""
     taken: dict[int, list[int]] = {0: [], 1: []}
     reduce = sparse.sparse_all_reduce
 

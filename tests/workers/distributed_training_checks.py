@@ -223,7 +223,7 @@ def reducer() -> None:
 
 @check
 def reducer_after_an_interrupt() -> None:
-    """Ctrl-C in finish(), before the call is made: nobody waits for it later."""
+    """Ctrl-C in finish(), before the call is made: no later call waits for it."""
     tables = nn.ModuleList(nn.Embedding(16, 4, sparse=True) for _ in range(2)).to(device())
     sums = SparseGradientReducer(tables)
 

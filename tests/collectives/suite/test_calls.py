@@ -234,7 +234,7 @@ def test_the_epochs_of_calls_are_known_with_and_without_copies() -> None:
 
 
 def test_calls_of_a_kind_are_noted_by_one_object() -> None:
-    """Whatever records of them there are, because the context remembers many calls."""
+    """A context remembers many calls, so their records must not grow with their number."""
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:

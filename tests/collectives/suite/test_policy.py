@@ -150,7 +150,7 @@ def test_few_thread_blocks_loop(
 
 @pytest.mark.parametrize("world", [4, 8])
 def test_more_ranks_with_few_thread_blocks(world: int) -> None:
-    """Direct stores, which need a thread block for each chunk of each peer, are nobody's choice; parts fill loops."""
+    """None takes direct stores, which need a thread block for each chunk of each peer; loops have enough parts."""
     for spec in SPECS:
         for nbytes in (4 * K, 100 * K, 255 * K, M, 16 * M):
             plan = spec.choose(Facts(nbytes, topology_of((world,)), max_programs=32, **{**LARGE, "ll_bytes": M}))
