@@ -157,7 +157,7 @@ class SparseContext(CollectiveContext):
         self.capacity = 0  # other collectives find no room, and say so
         self._of_tables: CollectiveContext | None = None
         self.may_densify = True
-        """True unless the heap had no room for the context of dense all-reduces, which ``"auto"`` then doesn't try again."""
+        """False when the heap had no room for the context of dense all-reduces, so that ``auto`` doesn't try again."""
         self.grow = bool(grow)
         try:
             if not self.stores:  # on which the ranks have agreed
