@@ -171,6 +171,7 @@ def test_sizes_and_operations_without_candidates_are_left_out(capsys: pytest.Cap
     assert f"{said}, got 2d\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """With calls of which the test says how long they take: the fastest get into the table, and the rest stays."""
     called, took, quick = set(), {"ll": 3.0, "1d": 5.0}, Plan("1d", 4, 1024, 4)
@@ -250,6 +251,7 @@ def of(*sizes: int, name: str = "all_gather") -> list[tuple[str, int]]:
     return [(name, size) for size in sizes]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, tuned: Any, capsys: Any) -> None:
     file, script = tmp_path / "t.json", str(Path(__file__).with_name("killed_tune.py"))
     command = [sys.executable, script, "16384", *SIZES.split(), "-o", str(file)]

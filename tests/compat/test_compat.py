@@ -31,7 +31,7 @@ PROGRAM = HERE / "in_its_style.py"
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--nproc", "2"), id="2 ranks"),
+        second(("--nproc", "2"), id="2 ranks"),
         second(("--nproc", "4", "--emulate-nodes", "2"), id="2 nodes of 2"),
     ],
 )

@@ -82,6 +82,7 @@ def test_a_rank_killed_in_training_ends_the_others_waits(launch: Launch, when: s
         assert re.search(then, done.stderr), done.stderr
 
 
+@pytest.mark.slow
 def test_beside_another_backend(launch: Launch) -> None:
     done = launch("--simulate", "--nproc", "2", str(WORKERS / "backend_beside.py"))
     assert done.returncode == 0, done.stdout + done.stderr

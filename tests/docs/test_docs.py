@@ -152,6 +152,7 @@ def test_one_counter_for_all_ranks_is_too_little(tmp_path):
     assert "AssertionError" in str(failure)  # a wrong number, and no deadlock
 
 
+@pytest.mark.slow
 def test_recipes_run(tmp_path, launch):
     script = tmp_path / "recipes.py"
     script.write_text("\n".join(blocks(ROOT / "docs/recipes.md", "python")) + "print('ended')\n", encoding="utf-8")

@@ -45,6 +45,7 @@ def test_an_overwritten_slot_is_found() -> None:
     assert "data 2: rank 0 -> rank 1, slot 0" in map(str, sequences.overwritten(protocol, found))
 
 
+@pytest.mark.slow
 def test_the_command_draws_all_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     command = [sys.executable, str(ROOT / "docs/figures.py"), str(tmp_path)]

@@ -32,7 +32,8 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < RANKS, re
 
 
 @pytest.mark.parametrize(
-    "where", [pytest.param(["--simulate"], id="simulator"), pytest.param([], id="gpus", marks=GPU)]
+    "where",
+    [pytest.param(["--simulate"], id="simulator", marks=pytest.mark.slow), pytest.param([], id="gpus", marks=GPU)],
 )
 def test_under_torchrun(launch: Callable[..., subprocess.CompletedProcess[str]], where: list[str]) -> None:
     """Its store outlives all generations."""

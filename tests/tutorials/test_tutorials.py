@@ -35,7 +35,7 @@ REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
     ("module", "ranks", "nodes", "told"),
     [
         (NOTIFY, 2, 1, ["hello", "queue", "deadline"]),
-        (ALL_GATHER, 4, 2, ["4 rank(s) on 2 node(s) (2 + 2)", *GATHERED, "all_gather_into_tensor", "time"]),
+        second(ALL_GATHER, 4, 2, ["4 rank(s) on 2 node(s) (2 + 2)", *GATHERED, "all_gather_into_tensor", "time"]),
         second(ALL_REDUCE, 3, 1, ["3 rank(s) on 1 node(s) (3)", *REDUCED]),
         second(ALL_REDUCE, 3, 2, ["3 rank(s) on 2 node(s) (2 + 1)", *REDUCED]),
     ],
