@@ -23,7 +23,9 @@ _EPILOG = """\
 A report says what calls each context has made, in which one a kernel waits, for how long and for which ranks, and
 where the main thread is. Ask the ranks of all hosts: the one that others wait for, and which waits for none, is the one
 to look at. A process without an answer has been stopped, or one of its threads holds Python's global lock. The signal
-SIGUSR1 has a rank log the same report. Exit status: 0; 1 if a process is no rank or does not answer, or there is none.
+SIGUSR1 has a rank that is listed log the same report; it may end any other process.
+
+Exit status: 0; 1 if a process is no rank or does not answer, or there is none.
 
 example:
   python -m tdcoll hang

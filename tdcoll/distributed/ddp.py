@@ -146,8 +146,9 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
     ``model.register_comm_hook(None, tdcoll.distributed.sparse_hook)`` after ``tdcoll.initialize()``, with any backend.
     Gradients are averaged. DDP gives every sparse gradient a bucket of its own; the hook keeps them until the last
-    bucket of the pass is there, and reduces all of them by one call on a stream of its own. DDP itself wants every
-    sparse table used in every backward pass; see :class:`SparseGradientReducer` where that does not hold.
+    bucket of the pass is there, and reduces all of them by one call (or a few, if the heap is too small for all) on a
+    stream of its own. DDP itself wants every sparse table used in every backward pass; see
+    :class:`SparseGradientReducer` where that does not hold.
 
     >>> torch.distributed.init_process_group("tdcoll")
     >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
@@ -242,10 +243,10 @@ class SparseGradientReducer:
         reducer.finish()                        # before clipping, GradScaler.unscale_ or step, optimizer.step
         optimizer.step()
 
-    One call reduces all of them, on a stream of its own: as soon as every table has its gradient, or in :meth:`finish`
-    if a table was not used. A rank on which a table was not used, has no rows or is frozen brings none. A table that no
-    rank has rows of keeps no gradient. Tables may be frozen and unfrozen between steps. A table that two modules share
-    is one table.
+    One call reduces all that the heap has room for, on a stream of its own: as soon as all tables have gradients, or in
+    :meth:`finish` if a table was not used. A rank on which a table was not used, has no rows or is frozen brings none.
+    A table that no rank has rows of keeps no gradient. Tables may be frozen and unfrozen between steps. A table that
+    two modules share is one table.
 
     The weights are made equal to those of rank 0.
 
