@@ -206,7 +206,8 @@ def threads_with_a_group_each() -> None:
     before = tdcoll.heap_info().used
 
     def calls(number: int) -> None:
-        with torch.cuda.stream(torch.cuda.Stream() if device().type == "cuda" else None):
+        # A new thread is on GPU 0, so the stream names its device.
+        with torch.cuda.stream(torch.cuda.Stream(device()) if device().type == "cuda" else None):
             calls_on_its_stream(number)
 
     def calls_on_its_stream(number: int) -> None:

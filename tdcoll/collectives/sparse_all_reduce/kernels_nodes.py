@@ -175,7 +175,7 @@ reduce_nodes_of_single = jit(do_not_specialize=["row_elements"], do_not_speciali
 """:func:`reduce_nodes` for rows of one element."""
 
 
-@jit
+@jit(do_not_specialize=["row_elements"])  # Triton 3.6 fails to coalesce its accesses for the constant 1, too
 def forward(like, index, memory, tables, nodes, g, row_elements, WAITED: tl.constexpr):
     """Final rows that came to this rank from another node, to the others of its own.
 
