@@ -64,6 +64,12 @@ class ContextError(TdcollError):
     """A context is used after close, on another stream or device, or a call exceeds its capacity."""
 
 
+def _also(others: tuple[int, ...]) -> str:
+    if not others:
+        return ""
+    return f"Waits for peer{'s' * (len(others) > 1)} {', '.join(map(str, others))} had lasted as long. "
+
+
 class CollectiveTimeout(TdcollError):
     """A deadline has passed while this rank waited for another one.
 
@@ -82,6 +88,8 @@ class CollectiveTimeout(TdcollError):
         expected: value that the signal had to reach.
         seen: value that it had.
         timeout_s: the deadline, in seconds.
+        others: further group ranks for which waits of this rank had lasted as long. The rank that is missing may be one
+            of them, because ``peer`` may itself have waited for it.
     """
 
     def __init__(
@@ -95,11 +103,12 @@ class CollectiveTimeout(TdcollError):
         epoch: int | None = None,
         expected: int | None = None,
         seen: int | None = None,
+        others: tuple[int, ...] = (),
     ) -> None:
         """``host_wait``: the host's operation and the ranks that it waited for, as words behind "waited 30 s"; None if
         a kernel waited."""
         self.rank, self.peer, self.signal, self.epoch = rank, peer, signal, epoch
-        self.expected, self.seen, self.timeout_s = expected, seen, timeout_s
+        self.expected, self.seen, self.timeout_s, self.others = expected, seen, timeout_s, others
         if expected is None:
             why = (
                 f"for peer {peer}, which had itself given up in epoch {epoch}: it may have filled its memory anew "
@@ -110,7 +119,7 @@ class CollectiveTimeout(TdcollError):
             what = "a signal" if signal is None else f"signal {signal}"
             why = (
                 f"for {whom}: {what} had to reach {expected} in epoch {epoch} and is {seen}. "
-                "The peer has died, hangs, did not make this call or made it with "
+                f"{_also(others)}The peer has died, hangs, did not make this call or made it with "
                 "other arguments (TDCOLL_DEBUG=1 compares them). "
             )
         end = "The exchange is incomplete, and the context cannot be used any more: start the job again"

@@ -143,6 +143,18 @@ class WaitMonitor:
                 numbered = notice[1] != c.GAVE_UP.value and peer != c.OWN_GRID.value
                 yield watch.Wait(peer if peer >= 0 else None, notice[1] if numbered else None, lamport, waited_s)
 
+    def _waited_for(self, epoch: int) -> set[int]:
+        """Peers whose notices say that waits in this epoch, or in a Lamport call, had lasted nearly until the
+        deadline."""
+        found = set()
+        least_s = self.timeout_s - 2 * (c.NOTICE_EVERY.value << c.NOTICE_SHIFT.value) / 1e9
+        for lamport, place in itertools.product((False, True), range(c.NOTICES.value)):
+            first, number = self._notices[int(lamport), place].tolist()
+            peer, waited = divmod(first, 1 << 32)
+            if peer >= 0 and (lamport or number == epoch) and (waited << c.NOTICE_SHIFT.value) / 1e9 >= least_s > 0:
+                found.add(peer)
+        return found
+
     @property
     def open(self) -> bool:
         """Whether kernels may use it: its context is not closed, nor the job."""
@@ -186,4 +198,5 @@ class WaitMonitor:
                 expected=words[c.RECORD_EXPECTED.value],
                 seen=seen,
                 timeout_s=self.timeout_s,
+                others=tuple(sorted(self._waited_for(words[c.RECORD_EPOCH.value]) - {peer})),
             )

@@ -148,6 +148,9 @@ def test_an_expired_wait_has_left_a_notice_of_each_missing_peer() -> None:
         waits = [(wait.peer, wait.epoch, wait.lamport) for wait in monitor.waits()]
         assert waits == [(0, 4, False), (2, 4, False)]
         assert all(wait.waited_s == pytest.approx(monitor.timeout_s, abs=0.01) for wait in monitor.waits())
+        error = caught(monitor)
+        assert (error.peer, error.others) == (0, (2,))
+        assert "and is 2. Waits for peer 2 had lasted as long. The peer has died" in str(error)
 
     alone(host)
 

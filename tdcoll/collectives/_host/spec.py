@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT", "REQUESTED", "TABLE", "WORLD", "Algorithm", "Collective", "Decision"]
 
-UNMEASURED_BYTES = 4 << 20
-"""Bytes of a segment that the backend handles for more than 2 ranks, at most."""
-
 WORLD = "world"
 """In :attr:`Collective.segments`: one segment for each rank of the group."""
 
@@ -124,8 +121,8 @@ class Collective:
         reduces: whether elements are reduced: calls then have an operation, and a dtype that matters.
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
         handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed`` handles by default: up
-            to there, calls of 2 GPUs take no longer than NCCL's (``benchmarks/backend_calls.py`` measures it). With
-            more ranks, which weren't measured, it handles no more than :data:`UNMEASURED_BYTES`.
+            to there, calls of 2 GPUs take no longer than NCCL's (``benchmarks/backend_calls.py`` measures it).
+        handled_bytes_of_more: the same for more than 2 ranks, by measurements on 4 GPUs.
         few_blocks: ``(blocks, bytes)``: on a context with fewer thread blocks, it handles no more than so many bytes.
     """
 
@@ -139,6 +136,7 @@ class Collective:
     reduces: bool = False
     in_place: bool = False
     handled_bytes: int = 16 << 20
+    handled_bytes_of_more: int = 4 << 20
     few_blocks: tuple[tuple[int, int], ...] = ((30, 4 << 20), (13, 1 << 20))
 
     @property
@@ -154,7 +152,7 @@ class Collective:
         """Return the largest segment that the backend handles by default on a context of so many thread blocks and
         ranks."""
         limits = [nbytes for least, nbytes in self.few_blocks if blocks < least]
-        return min(self.handled_bytes, UNMEASURED_BYTES if world > 2 else self.handled_bytes, *limits)
+        return min(self.handled_bytes_of_more if world > 2 else self.handled_bytes, *limits)
 
     # ------------------------------------------------------------------ shapes
 

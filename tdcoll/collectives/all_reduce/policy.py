@@ -26,10 +26,19 @@ from tdcoll.tuning import Entry
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = ["ONE_SHOT", "TWO_SHOT", "Words", "cut_parts", "default", "epoch_of_parts", "extent_of_parts"]
+__all__ = [
+    "ONE_SHOT",
+    "ONE_SHOT_BYTES",
+    "TWO_SHOT",
+    "Words",
+    "cut_parts",
+    "default",
+    "epoch_of_parts",
+    "extent_of_parts",
+]
 __all__ += ["needs_direct", "needs_rails", "needs_signalled_puts", "part_bytes", "parts", "piece_bytes", "pieces"]
 
-_ONE_SHOT_BYTES = 1536 << 10
+ONE_SHOT_BYTES = 1536 << 10
 """The most bytes that one-shot takes."""
 
 _MANY_BLOCKS = 45
@@ -156,7 +165,7 @@ def needs_rails(facts: Facts) -> str | None:
 
 def _one_crossing_pays(facts: Facts) -> bool:
     world, nbytes = facts.topology.world_size, facts.nbytes
-    return nbytes <= _ONE_SHOT_BYTES and (world - 1) * (world - 2) * nbytes <= _SPARED_BYTES * world
+    return nbytes <= ONE_SHOT_BYTES and (world - 1) * (world - 2) * nbytes <= _SPARED_BYTES * world
 
 
 def _epochs_pay(facts: Facts) -> bool:

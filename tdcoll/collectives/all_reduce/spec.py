@@ -34,6 +34,7 @@ from tdcoll.collectives._host.spec import Algorithm, Collective
 from tdcoll.collectives.all_reduce import kernels_direct, kernels_loop, kernels_nodes, kernels_puts, kernels_words
 from tdcoll.collectives.all_reduce.policy import (
     ONE_SHOT,
+    ONE_SHOT_BYTES,
     TWO_SHOT,
     Words,
     cut_parts,
@@ -188,7 +189,9 @@ SPEC = Collective(
     ),
     default=default,
     torch="all_reduce",
-    capacity=lambda segment, world: 3 * (segment // world + 16),  # three pieces between nodes
+    # Three pieces between nodes; and a context on which small calls are one-shot, which sends all data.
+    capacity=lambda segment, world: max(3 * (segment // world + 16), min(segment, ONE_SHOT_BYTES)),
     adjoint="all_reduce",
     reduces=True,
+    handled_bytes_of_more=1 << 20,
 )

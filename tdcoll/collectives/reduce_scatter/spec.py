@@ -117,4 +117,5 @@ SPEC = Collective(
     capacity=lambda segment, world: 2 * segment,  # half is to put from
     adjoint="all_gather",
     reduces=True,
+    handled_bytes_of_more=1 << 20,
 )

@@ -16,7 +16,7 @@ from tdcoll.collectives._host.launches import launches_of
 from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Facts, Plan
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.exchange import kernels_direct
-from tdcoll.limits import CHANNELS, MAX_PROGRAMS, SHARED_WARPS
+from tdcoll.limits import CHANNELS, MAX_PROGRAMS, SHARED_WARPS, lamport_bytes
 from tdcoll.testing import World
 from tdcoll.tuning import WARPS, Entry, Section
 
@@ -119,6 +119,14 @@ def test_which_all_reduce_is_taken(
     assert (plan.algorithm, plan.chunk) == (algorithm, chunk)
 
 
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_context_that_tdcoll_makes_for_one_small_call_has_memory_for_one_shot(world: int) -> None:
+    for nbytes in (16, K, 60 * K):
+        lamport = min(REDUCE.capacity(nbytes, world), lamport_bytes(world, 1))
+        plan = choose(REDUCE, nbytes, (world,), **{**FLAGS, "ll_bytes": 0, "lamport_bytes": lamport})
+        assert plan.algorithm == "one_shot", nbytes
+
+
 @pytest.mark.parametrize(
     ("spec", "nbytes", "programs", "more", "wanted"),
     [
@@ -192,7 +200,8 @@ def test_copies_are_whole_and_not_for_several_nodes() -> None:
 
 def test_budgets_limit_what_the_backend_handles() -> None:
     assert [REDUCE.handled_with(n, 2) for n in (64, 30, 29, 13, 12)] == [16 * M, 16 * M, 4 * M, 4 * M, M]
-    assert [REDUCE.handled_with(n, 8) for n in (64, 12)] == [4 * M, M]
+    assert [GATHER.handled_with(n, 8) for n in (64, 12)] == [4 * M, M]
+    assert [spec.handled_with(64, 4) for spec in (REDUCE, SCATTER, ALL)] == [M, M, 4 * M]
 
 
 SIZES_OF_CHUNKS = [
