@@ -152,7 +152,7 @@ class Collective:
         """Return the largest segment that the backend handles by default on a context of so many thread blocks and
         ranks."""
         limits = [nbytes for least, nbytes in self.few_blocks if blocks < least]
-        return min(self.handled_bytes_of_more if world > 2 else self.handled_bytes, *limits)
+        return min([self.handled_bytes_of_more if world > 2 else self.handled_bytes, *limits])
 
     # ------------------------------------------------------------------ shapes
 
