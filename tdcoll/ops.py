@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import fx
 
 from tdcoll import arguments, runtime
-from tdcoll.collectives._host.call import make, spec_of
-from tdcoll.collectives._host.gradient import linear
+from tdcoll.collectives._host.call import linear, make, spec_of
 from tdcoll.fused.op import DTYPES
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes

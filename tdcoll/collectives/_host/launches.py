@@ -33,7 +33,6 @@ __all__ += [
     "make_routes",
     "of_words",
     "on_device",
-    "plan_of",
     "prepare",
     "routes_beside_stores",
     "sections_of",
@@ -277,8 +276,7 @@ def launches_of(
     nbytes: int,
     algorithm: Any = "auto",
     *,
-    options: Hashable = None,
-    dtype: torch.dtype | None = None,
+    options: Any = None,
     in_place: bool = False,
     symmetric: bool = False,
     deltas: torch.Tensor | None = None,
@@ -288,8 +286,7 @@ def launches_of(
     Args:
         nbytes: of a segment.
         algorithm: a name or a Plan, not checked yet.
-        options: what else the kernels depend on; of reductions dtype and operation.
-        dtype: if elements are reduced.
+        options: dtype and operation of a reduction.
         in_place: peers write to the caller's buffer.
         symmetric: peers may reach the caller's tensor or result.
         deltas: from addresses in the caller's memory to the same on each rank, by :func:`~.registered.deltas_to`.
@@ -300,32 +297,27 @@ def launches_of(
     """
     if not isinstance(algorithm, (str, Plan)):
         arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
-    key = _key(spec, nbytes, algorithm, options, in_place, symmetric)
+    key: tuple[Hashable, ...] = (spec.name, nbytes, algorithm, options, in_place, symmetric)
     elsewhere = deltas is not None and deltas is not ctx.device_group.deltas
     if elsewhere:
         key += (id(deltas),)  # the context keeps it
 
     def make() -> Launches:
-        facts = facts_of(ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric)
+        facts = facts_of(ctx, nbytes, options and options[0], in_place=in_place, symmetric=symmetric)
         if elsewhere:
             facts = replace(facts, puts=False)
         if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
             sections = sections_of(spec, ctx)
             _log.debug("%s", explain_call(spec, facts, algorithm, sections, ctx.tuning.name).line)
-        return launches_by(spec, ctx, facts, plan_of(spec, ctx, facts, algorithm), options, deltas)
+        plan = spec.decide_call(facts, algorithm, sections_of(spec, ctx))[0].plan
+        return launches_by(spec, ctx, facts, plan, options, deltas)
 
     return ctx.once(key, make)
 
 
-def _key(
-    spec: Collective, nbytes: int, algorithm: str | Plan, options: Hashable, in_place: bool, symmetric: bool
-) -> tuple[Hashable, ...]:
-    return (spec.name, nbytes, algorithm, options, in_place, symmetric)
-
-
 def is_prepared(spec: Collective, ctx: CollectiveContext, nbytes: int, options: Hashable) -> bool:
     """Return whether :func:`launches_of` has made the launches of such calls, by ``"auto"`` in ordinary memory."""
-    return _key(spec, nbytes, "auto", options, False, False) in ctx.known
+    return (spec.name, nbytes, "auto", options, False, False) in ctx.known
 
 
 def launches_by(
@@ -348,11 +340,6 @@ def launches_by(
     made = Launches(algorithm, calls)
     made.prepare()
     return made
-
-
-def plan_of(spec: Collective, ctx: CollectiveContext, facts: Facts, algorithm: str | Plan) -> Plan:
-    """Return the plan of a call, or of the first epoch of a larger one, whose algorithm is that of the whole."""
-    return spec.decide_call(facts, algorithm, sections_of(spec, ctx))[0].plan
 
 
 def sections_of(spec: Collective, ctx: CollectiveContext) -> tuple[Section, ...]:

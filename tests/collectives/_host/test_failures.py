@@ -175,8 +175,7 @@ def test_graphs_do_nothing_after_an_interrupted_call(monkeypatch: pytest.MonkeyP
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES)
         given, out = tensor(pe, 0, n), torch.empty(n)
         tdcoll.all_reduce(given, ctx=ctx, out=out, algorithm="direct")
-        options = {"options": (torch.float32, "sum"), "dtype": torch.float32}
-        captured = launches_of(ALL_REDUCE, ctx, given.nbytes, "direct", **options)
+        captured = launches_of(ALL_REDUCE, ctx, given.nbytes, "direct", options=(torch.float32, "sum"))
         interrupted.now = True
         other = tensor(pe, 1, n)
         try:

@@ -296,7 +296,7 @@ def test_a_context_says_what_it_must_be_made_with() -> None:
             assert int(ctx.control) >> EPOCH_SHIFT.value == 2 * len(SPECS) + 4
             ctx.check()
         with tdcoll.CollectiveContext(max_bytes_per_rank=1064) as ctx:
-            launches_of(REDUCE, ctx, x.nbytes, options=(torch.float32, "sum"), dtype=torch.float32)
+            launches_of(REDUCE, ctx, x.nbytes, options=(torch.float32, "sum"))
 
     World(2, ranks_per_node=1).run(host)
 
@@ -359,8 +359,7 @@ def test_the_kernels_of_all_epochs_are_made_before_a_graph() -> None:
     def host(pe: int) -> None:
         make = tdcoll.CollectiveContext
         with make(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=64, tuning=table) as ctx:
-            options = {"options": (torch.float16, "sum"), "dtype": torch.float16}
-            one, same, two = (launches_of(REDUCE, ctx, n, **options) for n in (40, 38, 66))
+            one, same, two = (launches_of(REDUCE, ctx, n, options=(torch.float16, "sum")) for n in (40, 38, 66))
             assert [len(each._launches) for each in (one, same, two)] == [1, 1, 2]
             assert one._variant == same._variant != two._variant
 
