@@ -59,40 +59,20 @@ class ContextSizes:
         return max(16, -(-self.max_bytes_per_rank // 16) * 16)
 
     @property
-    def inbox(self) -> Area:
-        """The inbox: two slots of a segment of each rank."""
-        return Area("inbox", (2, self.world_size, self.capacity), torch.uint8)
-
-    @property
-    def signals(self) -> Area:
-        """A signal for each slot, chunk and rank."""
-        return Area("signals", (2, self.channels, self.world_size), torch.int64)
-
-    @property
-    def ready(self) -> Area:
-        """Ranks that have entered a call in place."""
-        return Area("ready", (self.world_size,), torch.int64)
-
-    @property
-    def gave_up(self) -> Area:
-        """Ranks that have given up on a call."""
-        return Area("gave_up", (self.world_size,), torch.int64)
-
-    @property
-    def flagged(self) -> Area:
-        """Two slots of 128-bit words for LL. A call of no bytes sends one word."""
-        words = 0 if self.ll_bytes < 0 else max(1, -(-self.ll_bytes // 12))
-        return Area("flagged", (2, self.world_size, words, 2), torch.int64)
-
-    @property
-    def lamport(self) -> Area:
-        """Three slots of the Lamport protocol."""
-        return Area("lamport", (3, self.world_size, -(-self.lamport_bytes // 16) * 4), torch.int32)
-
-    @property
     def areas(self) -> tuple[Area, ...]:
-        """All symmetric tensors, in the order of their allocation."""
-        return self.inbox, self.signals, self.ready, self.gave_up, self.flagged, self.lamport, *self.more
+        """All symmetric tensors, in the order of their allocation. :mod:`tdcoll.context` says what they are for."""
+        world = self.world_size
+        # A call of no bytes sends one word.
+        words = 0 if self.ll_bytes < 0 else max(1, -(-self.ll_bytes // 12))
+        return (
+            Area("inbox", (2, world, self.capacity), torch.uint8),
+            Area("signals", (2, self.channels, world), torch.int64),
+            Area("ready", (world,), torch.int64),
+            Area("gave_up", (world,), torch.int64),
+            Area("flagged", (2, world, words, 2), torch.int64),
+            Area("lamport", (3, world, -(-self.lamport_bytes // 16) * 4), torch.int32),
+            *self.more,
+        )
 
     @property
     def heap_bytes(self) -> int:
