@@ -18,12 +18,13 @@ import tdcoll
 from tdcoll.collectives._host import plan as plans
 from tdcoll.collectives._host import spec as specs
 from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts, Plan
+from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts, Plan, is_word_chunk
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.all_reduce.policy import part_bytes
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS, lamport_bytes
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
+from tdcoll.tuning import Entry, Section
 
 from .calls import SPECS, values
 from .ways import Nodes, topology_of
@@ -77,12 +78,21 @@ def test_all_ranks_choose_the_same(
     assert len(blocks) <= 1 or len(set(nodes)) > 1
 
 
-@given(SPEC, SIZES, NODES, FACTS, st.sampled_from((CHUNK_ALIGNMENT, TARGET_CHUNK_BYTES)))
+ENTRIES = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries({"channels": st.integers(1, CHANNELS)}),
+    st.fixed_dictionaries({"chunk": st.integers(7, 20).map(lambda power: 1 << power)}),
+)
+
+
+@given(SPEC, SIZES, NODES, FACTS, st.sampled_from((CHUNK_ALIGNMENT, TARGET_CHUNK_BYTES)), ENTRIES)
 def test_plans_cover_the_data_and_can_be_launched(
-    spec: Collective, nbytes: int, nodes: Nodes, facts: Any, target: int
+    spec: Collective, nbytes: int, nodes: Nodes, facts: Any, target: int, entry: dict[str, int]
 ) -> None:
-    """With chunks near their alignment, too, where rounding up leaves whole channels without work."""
+    """With chunks near their alignment, too, where rounding up leaves whole channels without work; and with those of
+    entries of a table."""
     known = Facts(nbytes, topology_of(nodes), **facts)
+    kind = ("", spec.name, known.topology.ranks_per_node, len(nodes), known.in_place)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "TARGET_CHUNK_BYTES", target)
         for how in spec.algorithms:
@@ -90,13 +100,18 @@ def test_plans_cover_the_data_and_can_be_launched(
                 with pytest.raises(ValueError, match=f"algorithm='{how.name}' needs"):
                     spec.choose(known, how.name)
                 continue
-            plan, whole = spec.choose(known, how.name), how.extent(known).nbytes
+            table = [Section(*kind, (Entry(None, how.name, **entry),))]
+            plan, whole = spec.choose(known, how.name, table), how.extent(known).nbytes
             assert plan.algorithm == how.name
             assert plan.channels * plan.chunk >= whole
             assert (plan.channels - 1) * plan.chunk < max(whole, 1), "the last chunk has nothing to carry"
             assert plan.blocks < known.max_programs
             assert spec.choose(known, plan) == plan, "somebody may ask for it"
-            if not how.words:
+            if how.words:
+                width = how.extent(known).width
+                assert is_word_chunk(plan.chunk, width)
+                assert plan.chunk >= width * 32 * plan.num_warps or plan.num_warps == 1
+            else:
                 assert plan.chunk % CHUNK_ALIGNMENT == 0
                 assert plan.channels <= known.channels
     assert nbytes < 1 << 41
