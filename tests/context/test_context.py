@@ -126,22 +126,6 @@ def test_every_call_is_one_epoch_and_slots_alternate(ranks_per_node: int, algori
     everywhere(host, ranks_per_node=ranks_per_node)
 
 
-# ---------------------------------------------------------------------- debug mode
-
-
-@pytest.mark.parametrize(("value", "wanted"), [("0", False), ("1", True), ("yes", True)])
-def test_debug_variable(monkeypatch: pytest.MonkeyPatch, value: str, wanted: bool) -> None:
-    monkeypatch.setenv("TDCOLL_DEBUG", value)
-
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
-            assert ctx.debug is wanted
-        with tdcoll.CollectiveContext(max_bytes_per_rank=16, debug=not wanted) as ctx:
-            assert ctx.debug is not wanted
-
-    everywhere(host, 1)
-
-
 # ---------------------------------------------------------------------- a peer that is gone
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -55,20 +56,17 @@ def fields(error: tdcoll.CollectiveTimeout) -> tuple[float, ...]:
     return (error.rank, error.peer, error.signal, error.epoch, error.expected, error.seen, error.timeout_s)
 
 
-@pytest.mark.parametrize(
-    ("compare", "value", "satisfied"),
-    [
-        *((tdl.CMP_EQ, value, value == 5) for value in (4, 5, 6)),
-        *((tdl.CMP_NE, value, value != 5) for value in (4, 5, 6)),
-        *((tdl.CMP_GT, value, value < 5) for value in (4, 5, 6)),
-        *((tdl.CMP_LE, value, value >= 5) for value in (4, 5, 6)),
-        *((tdl.CMP_LT, value, value > 5) for value in (4, 5, 6)),
-        *((tdl.CMP_GE, value, value <= 5) for value in (4, 5, 6)),
-    ],
-)
-def test_comparisons(compare: tl.constexpr, value: int, satisfied: bool) -> None:
+COMPARISONS = {
+    tdl.CMP_EQ: operator.eq, tdl.CMP_NE: operator.ne, tdl.CMP_GT: operator.gt, tdl.CMP_LE: operator.le,
+    tdl.CMP_LT: operator.lt, tdl.CMP_GE: operator.ge,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [4, 5, 6])
+@pytest.mark.parametrize("compare", COMPARISONS)
+def test_comparisons(compare: tl.constexpr, value: int) -> None:
     def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        monitor = tdcoll.WaitMonitor()
+        monitor, satisfied = tdcoll.WaitMonitor(), COMPARISONS[compare](5, value)
         wait_once[(1,)](signals, monitor.words, ok, 0, value, 0, 0, compare)
         assert int(ok) == int(satisfied)
         assert monitor.expired is not satisfied

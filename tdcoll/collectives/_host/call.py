@@ -315,7 +315,7 @@ def _first(
             base = result.data_ptr() or ctx.inbox.data_ptr()  # a tensor of no bytes has no address
             addresses = base + ctx.rank * segment, base
             if into:
-                run = functools.partial(_bring_and_run, ctx, launches)
+                run = functools.partial(_bring_and_run, ctx.rank, world, run)
         else:
             if out is None:
                 result = torch.empty(spec.results(tensor.shape, world)[0], dtype=tensor.dtype, device=ctx.device)
@@ -337,7 +337,7 @@ def _first(
     with ctx.calling(operation, facts, prepare) as (launches, ready, result, addresses):
         ctx.noted(ready.made)
         if into:
-            _bring(tensor, out, ctx)
+            _bring(tensor, out, ctx.rank, world)
         launches(*addresses)
     return result, ready
 
@@ -403,15 +403,15 @@ def _reaching(ctx: CollectiveContext, segment: int, launches: Launches, register
 
 
 def _bring_and_run(
-    ctx: CollectiveContext, launches: Launches, stream: int, tensor: torch.Tensor, out: torch.Tensor, *addresses: int
+    rank: int, world: int, run: Callable[..., None], stream: int, tensor: torch.Tensor, out: torch.Tensor, *given: int
 ) -> None:
-    _bring(tensor, out, ctx)
-    launches.run(stream, *addresses)
+    _bring(tensor, out, rank, world)
+    run(stream, *given)
 
 
-def _bring(tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) -> None:
+def _bring(tensor: torch.Tensor, out: torch.Tensor, rank: int, world: int) -> None:
     """Copy this rank's segment to its place in ``out``, on the current stream, if it isn't there."""
-    own = out.detach().view(ctx.world_size, tensor.numel())[ctx.rank]
+    own = out.detach().view(world, tensor.numel())[rank]
     if own.data_ptr() != tensor.data_ptr():
         own.copy_(tensor.detach().view(-1))
 

@@ -8,7 +8,10 @@ has to end as it does on a context that has never seen such a call: with the sam
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +21,7 @@ import tdcoll
 from tdcoll import fused
 from tdcoll.testing import World
 
+PACKAGE = Path(tdcoll.__file__).parent
 WORLD = 2
 N = 8
 FP8 = torch.float8_e4m3fn
@@ -133,6 +137,44 @@ def test_repeated_calls_take_the_fast_path_and_are_right(name: str) -> None:
         assert spy.slow == 1
 
     World(WORLD).run(host)
+
+
+def files_entered(call: Callable[[], Any]) -> list[str]:
+    """Return the package's files that ``call`` enters down to the launch, which the simulator would take further."""
+    found: list[str] = []
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in path.parents:
+            name = path.relative_to(PACKAGE).as_posix()
+            if name not in found and "simulator" not in name:  # which counts the bytes of tensors
+                found.append(name)
+            if name.endswith("_host/launch.py"):
+                sys.settrace(None)
+        return None
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    assert any(name.endswith("launch.py") for name in found), found
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_repeated_calls_enter_few_files(name: str) -> None:
+    """Whoever looks for their time, or for a fault, reads no more than these."""
+    form = FORMS[name]
+
+    def host(pe: int) -> None:
+        ctx, arguments = context(), form.make()
+        for _ in range(2):
+            outcome(form, ctx, refill(arguments))
+        found = files_entered(lambda: form.call(ctx=ctx, **arguments))
+        assert len(found) <= 5 + ("composed" in name), found  # whose all-reduce is another call
+
+    World(WORLD, backend="thread").run(host)
 
 
 # ---------------------------------------------------------------------- what may change

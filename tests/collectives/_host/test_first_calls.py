@@ -106,7 +106,7 @@ def test_a_comparison_that_expires_says_what_it_was_for(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("value", "simulated", "wanted"), [("", True, "first"), ("", False, False), (None, False, False)]
+    ("value", "simulated", "wanted"), [("", True, "first"), ("", False, False), (None, False, False), ("yes", 0, True)]
 )
 def test_unless_it_is_set_only_the_simulator_compares(
     monkeypatch: pytest.MonkeyPatch, value: str | None, simulated: bool, wanted: Any
@@ -116,20 +116,20 @@ def test_unless_it_is_set_only_the_simulator_compares(
     assert debugging(simulated) == wanted
 
 
-@pytest.mark.parametrize(("value", "wanted"), [("0", False), ("first", "first"), ("1", True)])
-def test_the_variable_says_which_calls(
-    monkeypatch: pytest.MonkeyPatch, compared: list[str], value: str, wanted: Any
+@pytest.mark.parametrize(("value", "debug", "calls"), [("0", False, 0), ("first", "first", 1), ("1", True, 3)])
+def test_the_variable_says_which_calls_unless_the_context_does(
+    monkeypatch: pytest.MonkeyPatch, compared: list[str], value: str, debug: Any, calls: int
 ) -> None:
-    monkeypatch.setenv("TDCOLL_DEBUG", value)
-
     def host(pe: int) -> None:
-        with context() as ctx:
-            assert ctx.debug == wanted
-            for _ in range(3):
-                tdcoll.all_reduce(torch.ones(4), ctx=ctx)
+        for variable, given in ((value, None), ("0" if debug else "1", debug)):
+            monkeypatch.setenv("TDCOLL_DEBUG", variable)
+            with context(debug=given) as ctx:
+                assert ctx.debug == debug
+                for _ in range(3):
+                    tdcoll.all_reduce(torch.ones(4), ctx=ctx)
 
     World(2).run(host)
-    assert len(compared) == {"0": 0, "first": 1, "1": 3}[value]
+    assert len(compared) == 2 * calls
 
 
 def test_debug_is_one_of_three() -> None:

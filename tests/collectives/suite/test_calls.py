@@ -233,8 +233,8 @@ def test_the_epochs_of_calls_are_known_with_and_without_copies() -> None:
     World(2).run(host)
 
 
-def test_calls_of_a_kind_are_noted_by_one_object() -> None:
-    """A context remembers many calls, so their records must not grow with their number."""
+def test_a_context_remembers_so_many_calls_and_an_object_of_each_kind() -> None:
+    """In a simulated world, too, where no thread asks for their names."""
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
@@ -242,23 +242,13 @@ def test_calls_of_a_kind_are_noted_by_one_object() -> None:
                 tdcoll.all_reduce(torch.ones(shape), ctx=ctx)
             noted = ctx.calls.log
             assert (len(noted), len({id(each) for each in noted})) == (4, 1)
-
-    World(2).run(host)
-
-
-def test_a_context_remembers_so_many_calls() -> None:
-    """In a simulated world, too, where no thread asks for their names."""
-
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            for number in range(5 * MOST):
+            for number in range(4, 5 * MOST):
                 ctx.noted(kind_of("all_reduce"))
                 assert len(ctx.calls.log) < MOST, number
-            assert ctx.calls.describe().endswith(
-                f"{5 * MOST} calls made, the last one all_reduce, up to epoch {5 * MOST}"
-            )
+            made = f"{5 * MOST} calls made, the last one all_reduce, up to epoch {5 * MOST}"
+            assert ctx.calls.describe().endswith(made)
 
-    World(1).run(host)
+    World(2).run(host)
 
 
 def test_a_first_call_by_copies_in_a_graph_is_an_error_that_names_the_operation(monkeypatch) -> None:
@@ -456,26 +446,6 @@ def test_drop_ins_name_their_own_arguments() -> None:
         assert y.tolist() == [2 * pe, 2 * pe + 1, 4 + 2 * pe, 5 + 2 * pe]
 
     World(2).run(host)
-
-
-def test_asynchronous_drop_ins_return_a_work() -> None:
-    def host(pe: int) -> None:
-        world = 3
-        x, out, part = torch.full((2,), pe + 1.0), torch.zeros(2 * world), torch.zeros(2)
-        for call, result, wanted in (
-            (lambda: tdcoll.distributed.all_reduce(x, async_op=True), x, [6.0, 6.0]),
-            (lambda: tdcoll.distributed.all_gather_into_tensor(out, x + pe, async_op=True), out, [6.0, 6, 7, 7, 8, 8]),
-            (lambda: tdcoll.distributed.reduce_scatter_tensor(part, out, "max", async_op=True), part, [6.0 + pe] * 2),
-        ):
-            work = call()
-            assert isinstance(work, torch.distributed.Work)
-            assert work.wait() is True
-            assert work.is_completed()
-            assert work.is_success()
-            assert result.tolist() == wanted
-            assert [given.data_ptr() for given in work.get_future().wait()] == [result.data_ptr()]
-
-    World(3).run(host)
 
 
 def test_an_asynchronous_drop_in_without_its_peer_says_so() -> None:
