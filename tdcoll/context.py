@@ -258,9 +258,10 @@ class CollectiveContext(Preconditions):
             try:
                 self.device_lamport = self._device_lamport(sizes.areas[5])
             except HeapExhaustedError:  # on all ranks
-                if given["lamport_bytes"] is not None or sizes.lamport_bytes < 16:
+                fewer = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, free=0, **given)
+                if fewer == sizes:
                     raise
-                sizes = sizes.with_less_lamport()
+                sizes = fewer
                 self.device_lamport = self._device_lamport(sizes.areas[5])
         self.lamport_bytes = sizes.lamport_bytes
         barrier(self._group)  # no rank may signal or send before the memory of all is ready

@@ -79,16 +79,13 @@ class ContextSizes:
         """Bytes that the context takes of the symmetric heap of each rank."""
         return sum(area.heap_bytes for area in self.areas)
 
-    def with_less_lamport(self) -> ContextSizes:
-        """Return the sizes where the heap has no room for the usual ``lamport_bytes``."""
-        return replace(self, lamport_bytes=self.lamport_bytes // 16)
-
 
 def context_sizes(
     topology: Topology,
     heap_bytes: int,
     *,
     stores: bool = True,
+    free: int | None = None,
     max_bytes_per_rank: int | None = None,
     channels: int = limits.CHANNELS,
     flagged_bytes: int | None = None,
@@ -100,19 +97,20 @@ def context_sizes(
         topology: of its group.
         heap_bytes: of the symmetric heap.
         stores: whether the ranks of each node can store to each other's memory.
+        free: of the heap. If the usual ``lamport_bytes`` don't fit, there are fewer. None: enough.
         max_bytes_per_rank, channels, flagged_bytes, lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
     """
     world, nodes = topology.world_size, topology.n_nodes
     if max_bytes_per_rank is None:
         max_bytes_per_rank = limits.inbox_bytes(world, heap_bytes)
-    if lamport_bytes is None:
-        lamport_bytes = min(max_bytes_per_rank, limits.lamport_bytes(world, nodes), heap_bytes // (12 * world))
-    sizes = ContextSizes(world, max_bytes_per_rank, channels, -1, lamport_bytes if stores else 0)
-    if not stores or topology.ranks_per_node is None:
-        return sizes
-    ll_bytes = flagged_bytes
-    if ll_bytes is None:
+    usual = min(max_bytes_per_rank, limits.lamport_bytes(world, nodes), heap_bytes // (12 * world))
+    lamport = (usual if lamport_bytes is None else lamport_bytes) if stores else 0
+    ll_bytes = -1
+    if stores and topology.ranks_per_node is not None:
         ll_bytes = min(max_bytes_per_rank, limits.flagged_bytes(world, nodes))
-    elif nodes > 1:  # what crosses between nodes is staged in the inbox first
-        ll_bytes = min(ll_bytes, sizes.capacity)
-    return replace(sizes, ll_bytes=ll_bytes)
+    sizes = ContextSizes(world, max_bytes_per_rank, channels, ll_bytes, lamport)
+    if ll_bytes >= 0 and flagged_bytes is not None:  # what crosses between nodes is staged in the inbox first
+        sizes = replace(sizes, ll_bytes=min(flagged_bytes, sizes.capacity) if nodes > 1 else flagged_bytes)
+    if free is not None and free < sizes.heap_bytes and lamport_bytes is None and lamport >= 16:
+        sizes = replace(sizes, lamport_bytes=lamport // 16)
+    return sizes

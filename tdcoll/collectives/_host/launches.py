@@ -184,7 +184,7 @@ def routes_beside_stores(ctx: CollectiveContext, operation: str) -> Routes:
 
 
 class Launches:
-    """The launches of one kind of call: one, or one for each epoch of a larger call.
+    """The launches of one kind of call, prepared: one, or one for each epoch of a larger call.
 
     Args:
         algorithm: of the calls.
@@ -194,7 +194,8 @@ class Launches:
         plan: of the first epoch.
         in_buffer: peers write to the caller's buffer.
         counts: epochs and Lamport calls of a call, and whether the epochs are even: see :class:`~tdcoll.calls.Made`.
-        run: launches, given the handle of a stream and :meth:`addresses`.
+        run: launches, given the handle of a stream and the addresses of source and result, or, if peers write to the
+            caller's buffer, of source, nothing and the buffer.
     """
 
     def __init__(self, algorithm: Algorithm, calls: list[Planned]) -> None:
@@ -232,23 +233,12 @@ class Launches:
         size = byte_text(sum(call.facts.nbytes for call in calls))
         run = in_epochs if len(calls) > 1 else only.__call__
         self.run: Callable[..., None] = ranged(f"tdcoll.{form}[{first.plan.algorithm}, {size}]", run)
+        prepare(self._context, operation, self._variant, self._launches)  # what fails leaves the context as it was
 
     def __call__(self, source: int, out: int) -> None:
         """Make the call on the current stream, given the addresses of tensor and result, or of segment and buffer."""
         self._context.wait_for_loads(self._operation, self._variant)
-        self.run(self._context.current_stream(), *self.addresses(source, out))
-
-    def addresses(self, source: int, out: int) -> tuple[int, ...]:
-        """Return what :attr:`run` takes: an inbox of the caller's memory is a third address, and has no result."""
-        return (source, 0, out) if self.in_buffer else (source, out)
-
-    def prepare(self) -> None:
-        """Compile and load the kernels, before the call begins: what fails here leaves the context as it was.
-
-        Raises:
-            ContextError: a CUDA graph is being captured, and the context has made no call of this kind yet.
-        """
-        prepare(self._context, self._operation, self._variant, self._launches)
+        self.run(self._context.current_stream(), *((source, 0, out) if self.in_buffer else (source, out)))
 
 
 def facts_of(ctx: CollectiveContext | Prospect, nbytes: int, dtype: torch.dtype | None = None, **more: Any) -> Facts:
@@ -337,9 +327,7 @@ def launches_by(
             plan = spec.choose(part, plan.algorithm, sections_of(spec, ctx))
         width = algorithm.extent(part).width if algorithm.words else 0
         calls.append(Planned(spec.name, ctx, part, plan, options, facts.nbytes, width, deltas))
-    made = Launches(algorithm, calls)
-    made.prepare()
-    return made
+    return Launches(algorithm, calls)
 
 
 def sections_of(spec: Collective, ctx: CollectiveContext) -> tuple[Section, ...]:

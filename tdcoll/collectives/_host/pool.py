@@ -336,9 +336,7 @@ def prospect(spec: Collective, segment: int, group: runtime.Group, operation: st
     topology = job.topology(ranks)
     stores = all(job.heap.peer_base(topology.pes[rank]) for rank in topology.members[topology.node])
     sizes = sizes_for(spec, nbytes, topology, job.heap.nbytes, job.heap_info.free, old, stores)
-    return Prospect(
-        job, topology, sizes.capacity, sizes.ll_bytes, sizes.lamport_bytes, stores, local(job, ranks)
-    )  # fmt: skip
+    return Prospect(job, topology, sizes.capacity, sizes.ll_bytes, sizes.lamport_bytes, stores, local(job, ranks))
 
 
 def sizes_for(
@@ -360,10 +358,8 @@ def sizes_for(
     """
     for size in dict.fromkeys((_generous(old, nbytes), nbytes)):
         sizes = context_sizes(
-            topology, heap_bytes, stores=stores, max_bytes_per_rank=size, lamport_bytes=_lamport_bytes(spec)
+            topology, heap_bytes, stores=stores, free=free, max_bytes_per_rank=size, lamport_bytes=_lamport_bytes(spec)
         )
-        if sizes.heap_bytes > free and sizes.lamport_bytes >= 16:
-            sizes = sizes.with_less_lamport()
         if sizes.heap_bytes <= free:
             break
     return sizes

@@ -40,6 +40,9 @@ __all__ = ["DEFAULT", "REQUESTED", "TABLE", "WORLD", "Algorithm", "Collective", 
 UNMEASURED_BYTES = 4 << 20
 """Bytes of a segment that the backend handles for more than 2 ranks, at most."""
 
+FEW_BLOCKS = (30, 4 << 20), (13, 1 << 20)
+"""``(blocks, bytes)``: on a context with fewer thread blocks, the backend handles no more than so many bytes."""
+
 WORLD = "world"
 """In :attr:`Collective.segments`: one segment for each rank of the group."""
 
@@ -126,7 +129,6 @@ class Collective:
         handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed`` handles by default: up
             to there, calls of 2 GPUs take no longer than NCCL's (``benchmarks/backend_calls.py`` measures it). With
             more ranks, which weren't measured, it handles no more than :data:`UNMEASURED_BYTES`.
-        few_blocks: ``(blocks, bytes)``: on a context with fewer thread blocks, it handles no more than so many bytes.
     """
 
     name: str
@@ -139,7 +141,6 @@ class Collective:
     reduces: bool = False
     in_place: bool = False
     handled_bytes: int = 16 << 20
-    few_blocks: tuple[tuple[int, int], ...] = ((30, 4 << 20), (13, 1 << 20))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,7 +154,7 @@ class Collective:
     def handled_with(self, blocks: int, world: int) -> int:
         """Return the largest segment that the backend handles by default on a context of so many thread blocks and
         ranks."""
-        limits = [nbytes for least, nbytes in self.few_blocks if blocks < least]
+        limits = [nbytes for least, nbytes in FEW_BLOCKS if blocks < least]
         return min(self.handled_bytes, UNMEASURED_BYTES if world > 2 else self.handled_bytes, *limits)
 
     # ------------------------------------------------------------------ shapes

@@ -55,7 +55,8 @@ class _Memory:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> _Memory:
     played = _Memory()
-    monkeypatch.setattr(registered, "lies_in_heap", lambda tensor, ctx: False)
+    for module in (registered, calls):
+        monkeypatch.setattr(module, "lies_in_heap", lambda tensor, ctx: False)
     monkeypatch.setattr(registered, "_symmetric_memory", lambda: played)
     return played
 
@@ -73,8 +74,8 @@ def _in_a_context(memory: _Memory, world: int, call: Any, **options: Any) -> Non
 def test_buffers_of_both_kinds_in_turn(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one shape and on one context: the addresses of PyTorch's memory are no good for the heap's."""
     in_heap: set[int] = set()
-    monkeypatch.setattr(registered, "lies_in_heap", lambda tensor, ctx: tensor.data_ptr() in in_heap)
-    monkeypatch.setattr(calls, "lies_in_heap", lambda tensor, ctx: tensor.data_ptr() in in_heap)
+    for module in (registered, calls):
+        monkeypatch.setattr(module, "lies_in_heap", lambda tensor, ctx: tensor.data_ptr() in in_heap)
 
     def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
         heap = tdcoll.zeros(4096, torch.uint8)
