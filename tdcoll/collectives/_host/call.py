@@ -27,8 +27,8 @@ from tdcoll.collectives._host.spec import Collective
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.reduce import OPERATIONS, check_dtype, check_operation, operation_name
 
-__all__ = ["Ready", "again", "check_context", "check_tensor", "linear", "make", "overlap", "spec_of", "unchecked"]
-__all__ += ["usable"]
+__all__ = ["Ready", "again", "check_context", "check_tensor", "derivative", "make", "overlap", "spec_of"]
+__all__ += ["unchecked", "usable"]
 
 _STRIDED = torch.strided
 
@@ -186,7 +186,12 @@ def make(
     if requiring and out is None and not in_place:
         plain = {"op": op, "ctx": ctx, "algorithm": algorithm, "symmetric": symmetric}
         made = make(spec, tensor.detach(), **plain, names=names, gradient=True)
-        attached: torch.Tensor = _Attached.apply(tensor, made, lambda grad: _derivative(spec, grad, group, given, name))
+
+        def adjoint(spec: Collective, grad: torch.Tensor, op: str | None) -> torch.Tensor:
+            return make(spec, grad, op=op, group=group, ctx=given)
+
+        back = functools.partial(derivative, spec, op=name, world=ctx.world_size, call=adjoint)
+        attached: torch.Tensor = _Attached.apply(tensor, made, back)
         return attached
     result, ready = _first(spec, tensor, ctx, out, algorithm, op, name, symmetric, in_place, names, gradient, requiring)
     if key is not None:
@@ -224,35 +229,35 @@ class _Attached(torch.autograd.Function):
         return node.derivative(grad.resolve_conj().resolve_neg().contiguous()).view(node.shape), None, None
 
 
-def linear(name: str, op: Any) -> str:
-    """Return ``op`` if the reduction ``tdcoll.name`` has a derivative for it.
+def derivative(
+    spec: Collective,
+    grad: torch.Tensor,
+    op: Any,
+    world: int,
+    call: Callable[[Collective, torch.Tensor, str | None], torch.Tensor],
+) -> torch.Tensor:
+    """Return the gradient of a call's tensor, given that of its result.
+
+    Args:
+        op, world: operation and ranks of the call.
+        call: ``(adjoint, gradient, op) ->`` the result of a call of the adjoint collective.
 
     Raises:
-        ValueError: the reduction has none.
+        ValueError: the reduction has no derivative.
     """
-    if op not in ("sum", "mean"):
+    adjoint = spec_of(spec.adjoint)
+    if not spec.reduces:
+        op = "sum"
+    elif op not in ("sum", "mean"):
         raise ValueError(
-            f"op must be 'sum' or 'mean' where a gradient goes back through tdcoll.{name}; got {op!r}. Pass "
+            f"op must be 'sum' or 'mean' where a gradient goes back through tdcoll.{spec.name}; got {op!r}. Pass "
             "tensor.detach(), or make the call under torch.no_grad(), if no gradient is wanted"
         )
-    return str(op)
-
-
-def _derivative(
-    spec: Collective, grad: torch.Tensor, group: runtime.Group, ctx: CollectiveContext | None, op: Any
-) -> torch.Tensor:
-    """Return the gradient of a call's tensor, given that of its result: a call of the adjoint collective."""
-    adjoint = spec_of(spec.adjoint)
-    if spec.reduces:
-        op = linear(spec.name, op)
     if not adjoint.reduces:
-        if op == "mean":
-            grad = grad / (ctx or pooled(adjoint, grad, group)).world_size
-        return make(adjoint, grad, group=group, ctx=ctx)
+        return call(adjoint, grad / world if op == "mean" else grad, None)
     if grad.is_complex():
-        parts = make(adjoint, torch.view_as_real(grad), op=op or "sum", group=group, ctx=ctx)
-        return torch.view_as_complex(parts)
-    return make(adjoint, grad, op=op or "sum", group=group, ctx=ctx)
+        return torch.view_as_complex(call(adjoint, torch.view_as_real(grad), op))
+    return call(adjoint, grad, op)
 
 
 # ---------------------------------------------------------------------- the slow path
