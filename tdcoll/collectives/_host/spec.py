@@ -326,8 +326,8 @@ class Collective:
                 f"{plan.chunk} bytes"
             )
         # No more blocks of words than carry something: others would wait for puts that no block makes.
-        signalled = facts.channels // extent.signals
-        if not algorithm.any_blocks:
+        signalled = facts.channels // (1 if algorithm.copies else extent.signals)  # copies have one signal together
+        if algorithm.copies or not algorithm.any_blocks:
             signalled = most_channels(replace(facts, channels=signalled))
         most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
         if not 1 <= plan.channels <= most:

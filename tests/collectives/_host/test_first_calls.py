@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll.preconditions import debugging
@@ -55,21 +56,17 @@ def test_each_kind_of_call_is_compared_once(compared: list[str]) -> None:
     assert compared == ["all_reduce arguments", "all_reduce arguments", "all_gather arguments"]
 
 
-def test_what_differs_is_said_for_each_rank_and_the_context_goes_on() -> None:
-    def host(pe: int) -> None:
-        with context() as ctx:
-            for _ in range(2):
-                with pytest.raises(tdcoll.RankMismatchError) as raised:
-                    tdcoll.all_reduce(torch.ones(4 + 4 * pe), ctx=ctx)
-                text = (
-                    "all_reduce arguments must be the same on all ranks; they differ in bytes (rank 0: 16, rank 1: 32)"
-                )
-                assert str(raised.value) == text
-            with pytest.raises(ValueError if pe else tdcoll.RankMismatchError, match="contiguous"):
-                tdcoll.all_reduce(torch.ones(4, 4).t() if pe else torch.ones(4, 4), ctx=ctx)
-            assert tdcoll.all_reduce(torch.ones(4), ctx=ctx).tolist() == [2.0] * 4
-
-    World(2).run(host)
+@on_ranks(2)
+def test_what_differs_is_said_for_each_rank_and_the_context_goes_on(pe: int) -> None:
+    with context() as ctx:
+        for _ in range(2):
+            with pytest.raises(tdcoll.RankMismatchError) as raised:
+                tdcoll.all_reduce(torch.ones(4 + 4 * pe), ctx=ctx)
+            text = "all_reduce arguments must be the same on all ranks; they differ in bytes (rank 0: 16, rank 1: 32)"
+            assert str(raised.value) == text
+        with pytest.raises(ValueError if pe else tdcoll.RankMismatchError, match="contiguous"):
+            tdcoll.all_reduce(torch.ones(4, 4).t() if pe else torch.ones(4, 4), ctx=ctx)
+        assert tdcoll.all_reduce(torch.ones(4), ctx=ctx).tolist() == [2.0] * 4
 
 
 def test_an_old_call_of_another_rank_is_waited_for() -> None:
@@ -132,12 +129,10 @@ def test_the_variable_says_which_calls_unless_the_context_does(
     assert len(compared) == 2 * calls
 
 
-def test_debug_is_one_of_three() -> None:
-    def host(pe: int) -> None:
-        with pytest.raises(TypeError, match=r'debug must be a bool, "first" or None, got'):
-            context(debug="frist")
-
-    World(1).run(host)
+@on_ranks(1)
+def test_debug_is_one_of_three(pe: int) -> None:
+    with pytest.raises(TypeError, match=r'debug must be a bool, "first" or None, got'):
+        context(debug="frist")
 
 
 @pytest.mark.parametrize("debug", ["0", "first"])

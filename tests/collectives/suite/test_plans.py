@@ -13,17 +13,25 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll.collectives._host import plan as plans
 from tdcoll.collectives._host import spec as specs
 from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts, Plan, is_word_chunk
+from tdcoll.collectives._host.plan import (
+    CHUNK_ALIGNMENT,
+    LL_MOST_WORDS,
+    MOST_EPOCHS,
+    TARGET_CHUNK_BYTES,
+    Facts,
+    Plan,
+    is_word_chunk,
+)
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.all_reduce.policy import part_bytes
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS, lamport_bytes
 from tdcoll.runtime.topology import Topology
-from tdcoll.testing import World
 from tdcoll.tuning import Entry, Section
 
 from .calls import SPECS, values
@@ -100,7 +108,8 @@ def test_plans_cover_the_data_and_can_be_launched(
                 with pytest.raises(ValueError, match=f"algorithm='{how.name}' needs"):
                     spec.choose(known, how.name)
                 continue
-            table = [Section(*kind, (Entry(None, how.name, **entry),))]
+            said = {name: min(value, LL_MOST_WORDS * 8) if how.words else value for name, value in entry.items()}
+            table = [Section(*kind, (Entry(None, how.name, **said),))]
             plan, whole = spec.choose(known, how.name, table), how.extent(known).nbytes
             assert plan.algorithm == how.name
             assert plan.channels * plan.chunk >= whole
@@ -217,21 +226,18 @@ def test_room_for_words_by_default() -> None:
     assert lamport_bytes(8, 2) == 0
 
 
-def test_a_chunk_of_several_tiles_reaches_all_by_loops() -> None:
+@on_ranks(3)
+def test_a_chunk_of_several_tiles_reaches_all_by_loops(pe: int) -> None:
     """A thread block of one warp moves 2 KB at a time; here 3 and a bit, in place as well, aligned and not."""
-
-    def host(pe: int) -> None:
-        shared = tdcoll.zeros(3 * 1700)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=8 << 10) as ctx:
-            for n in (1700, 1699):
-                nbytes = 4 * n
-                plan = Plan("loop", 1, -(-nbytes // 16) * 16, 1, 1)
-                wanted = torch.cat([values(rank, 0, n, torch.float32) for rank in range(3)])
-                given = values(pe, 0, n, torch.float32)
-                assert torch.equal(tdcoll.all_gather(given, ctx=ctx, algorithm=plan), wanted)
-                whole = shared[: 3 * n]
-                whole[pe * n : (pe + 1) * n] = given
-                assert torch.equal(tdcoll.all_gather_(whole, ctx=ctx, algorithm=plan), wanted)
-            ctx.check()
-
-    World(3).run(host)
+    shared = tdcoll.zeros(3 * 1700)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=8 << 10) as ctx:
+        for n in (1700, 1699):
+            nbytes = 4 * n
+            plan = Plan("loop", 1, -(-nbytes // 16) * 16, 1, 1)
+            wanted = torch.cat([values(rank, 0, n, torch.float32) for rank in range(3)])
+            given = values(pe, 0, n, torch.float32)
+            assert torch.equal(tdcoll.all_gather(given, ctx=ctx, algorithm=plan), wanted)
+            whole = shared[: 3 * n]
+            whole[pe * n : (pe + 1) * n] = given
+            assert torch.equal(tdcoll.all_gather_(whole, ctx=ctx, algorithm=plan), wanted)
+        ctx.check()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from tiers import second
 
 import tdcoll
@@ -332,12 +333,10 @@ def test_plans_made_by_hand_keep_to_the_warps_of_their_context(spec: Collective)
 # ---------------------------------------------------------------------- in calls
 
 
-def test_calls_in_the_simulator_are_planned_as_such() -> None:
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            assert launches_of(GATHER, ctx, 64).kernel is kernels_direct.exchange_direct
-
-    World(2, heap_bytes=1 << 18).run(host)
+@on_ranks(2, heap_bytes=1 << 18)
+def test_calls_in_the_simulator_are_planned_as_such(pe: int) -> None:
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+        assert launches_of(GATHER, ctx, 64).kernel is kernels_direct.exchange_direct
 
 
 def test_a_caller_may_give_a_plan() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
@@ -130,13 +131,11 @@ def test_the_spec_knows_what_its_entries_may_say(path: tuple[Any, ...], value: A
         GATHER.sections(table.sections, table.name)
 
 
-def test_a_call_says_what_is_wrong_with_the_table_of_its_context() -> None:
-    def host(pe: int) -> None:
-        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, tuning=table_of(Entry(64, "3d")))
-        with pytest.raises(ValueError, match=r"a tuning table: .*: algorithm: expected one of ll, direct"):
-            tdcoll.all_gather(torch.zeros(4), ctx=ctx)
-
-    World(4).run(host)
+@on_ranks(4)
+def test_a_call_says_what_is_wrong_with_the_table_of_its_context(pe: int) -> None:
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, tuning=table_of(Entry(64, "3d")))
+    with pytest.raises(ValueError, match=r"a tuning table: .*: algorithm: expected one of ll, direct"):
+        tdcoll.all_gather(torch.zeros(4), ctx=ctx)
 
 
 def test_only_a_collective_with_calls_in_place_has_sections_for_them() -> None:
