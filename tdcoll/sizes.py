@@ -40,9 +40,7 @@ class ContextSizes:
 
     Attributes:
         world_size: ranks of the group.
-        max_bytes_per_rank, channels: as given.
-        ll_bytes: the most of one rank's data that LL carries, in bytes; -1 if there is none.
-        lamport_bytes: the same for the Lamport protocol; 0 if there is none.
+        max_bytes_per_rank, channels, ll_bytes, lamport_bytes: of the context.
         more: what kinds of contexts have beyond that.
     """
 

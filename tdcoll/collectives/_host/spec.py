@@ -196,6 +196,11 @@ class Collective:
         """Return the ``max_bytes_per_rank`` of a context that tdcoll makes by itself for such calls."""
         return min(self.capacity(segment, world), inbox_bytes(world, heap_bytes))
 
+    @property
+    def lamport_bytes(self) -> int | None:
+        """The ``lamport_bytes`` of such a context."""
+        return None if self.reduces else 0
+
     def may_overlap_at(self, segment: int, rank: int) -> int | None:
         """Return how many bytes behind the caller's tensor the result may begin if the two share memory.
 

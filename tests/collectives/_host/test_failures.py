@@ -14,9 +14,14 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives._host.launch import Launch, Launcher
 from tdcoll.collectives._host.launches import launches_of
+from tdcoll.collectives._host.plan import Facts
+from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
+from tdcoll.fused import op as fused
+from tdcoll.preconditions import Preconditions
 from tdcoll.spec.constants import RECORD_VALID
 from tdcoll.testing import World
+from tdcoll.tuning import SIMULATOR, Entry, Section, Table
 
 WORLD = 2
 NBYTES = 256
@@ -327,34 +332,23 @@ def test_scalars_that_require_grad_may_be_passed_again(pe: int) -> None:
 def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a choice looks at is the same on a rank that captures, and so is what is chosen: one rank may replay a
     graph while another calls eagerly."""
-    from tdcoll.collectives._host import launches
-    from tdcoll.fused import op as fused
-    from tdcoll.preconditions import Preconditions
-    from tdcoll.tuning import SIMULATOR, Entry, Section, Table
-
     names = {"all_gather": "direct", "all_reduce": "one_shot", "reduce_scatter": "direct"}
     table = Table(tuple(Section(SIMULATOR, name, WORLD, 1, False, (Entry(None, how),)) for name, how in names.items()))
     chosen: dict[int, list[Any]] = {0: [], 1: []}
 
-    def note(facts: Any, plan: Any) -> None:
-        shown = {name: value for name, value in vars(facts).items() if name != "topology"}
-        chosen[facts.topology.rank].append((shown, plan))
+    def note(owner: Any, name: str) -> None:
+        choose = getattr(owner, name)
 
-    launches_by = launches.launches_by
+        def choosing(*given: Any) -> Any:
+            facts, made = next(each for each in given if isinstance(each, Facts)), choose(*given)
+            shown = {name: value for name, value in vars(facts).items() if name != "topology"}
+            chosen[facts.topology.rank].append((shown, given[2:], made))
+            return made
 
-    def launching(spec: Any, ctx: Any, facts: Any, plan: Any, *more: Any) -> Any:
-        note(facts, plan)
-        return launches_by(spec, ctx, facts, plan, *more)
+        monkeypatch.setattr(owner, name, choosing)
 
-    monkeypatch.setattr(launches, "launches_by", launching)
-    choose = fused.choose
-
-    def choosing(rows: Any, facts: Any, algorithm: Any) -> Any:
-        plan = choose(rows, facts, algorithm)
-        note(facts, plan)
-        return plan
-
-    monkeypatch.setattr(fused, "choose", choosing)
+    note(Collective, "decide_call")
+    note(fused, "choose")
     capturing = property(lambda preconditions: preconditions.topology.rank == 1, lambda preconditions, value: None)
     monkeypatch.setattr(Preconditions, "capturing", capturing, raising=False)
     monkeypatch.setattr(Preconditions, "_follow_in_capture", lambda preconditions: None)
