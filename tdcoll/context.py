@@ -61,7 +61,7 @@ from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
 from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
-from tdcoll.sizes import Area, ContextSizes, context_sizes
+from tdcoll.sizes import Area, context_sizes
 from tdcoll.tuning.agreement import agree
 
 if TYPE_CHECKING:
@@ -160,13 +160,16 @@ class CollectiveContext(Preconditions):
         tuning: Any = None,
         _call: Mapping[str, Any] | None = None,
     ) -> None:
-        if max_bytes_per_rank is not None:
-            arguments.whole("max_bytes_per_rank", max_bytes_per_rank, 0)
+        self._given_sizes: dict[str, Any] = {
+            "max_bytes_per_rank": max_bytes_per_rank,
+            "channels": channels,
+            "flagged_bytes": flagged_bytes,
+            "lamport_bytes": lamport_bytes,
+        }
         arguments.whole("channels", channels, 1, CHANNELS)
-        if flagged_bytes is not None:
-            arguments.whole("flagged_bytes", flagged_bytes, 0)
-        if lamport_bytes is not None:
-            arguments.whole("lamport_bytes", lamport_bytes, 0)
+        for name, nbytes in self._given_sizes.items():
+            if nbytes is not None:
+                arguments.whole(name, nbytes, 0)
         if max_programs is not None:
             arguments.whole("max_programs", max_programs, 1, MAX_PROGRAMS)
         arguments.instance("early", early, bool, "a bool")
@@ -182,14 +185,11 @@ class CollectiveContext(Preconditions):
                 f"{max_programs}"
             )
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
-        monitor.calls = Calls(topology.pes, _group_name(group, topology))
+        self.group_name = _group_name(group, topology)
+        """The name in ``torch.distributed`` of the process group that was given, or of the default group if it has the
+        same ranks; None otherwise."""
+        monitor.calls = Calls(topology.pes, self.group_name)
         super().__init__(job, topology, monitor, debug, stream)
-        self._given_sizes: dict[str, Any] = {
-            "max_bytes_per_rank": max_bytes_per_rank,
-            "channels": channels,
-            "flagged_bytes": flagged_bytes,
-            "lamport_bytes": lamport_bytes,
-        }
         sizes = context_sizes(topology, job.heap.nbytes, **self._given_sizes)
         self.max_bytes_per_rank = sizes.max_bytes_per_rank
         """The most that one rank sends to another in one epoch, in bytes."""
@@ -212,9 +212,6 @@ class CollectiveContext(Preconditions):
         self.tables: dict[Hashable, Any] = {}
         """Device tensors that launches and captured graphs refer to, for as long as the context lives."""
         self._group = topology.pes
-        self.group_name = _group_name(group, topology)
-        """The name in ``torch.distributed`` of the process group that was given, or of the default group if it has the
-        same ranks; None otherwise."""
         self._closed = False
         self.known: dict[Hashable, Any] = {}
         """Values that :meth:`once` has made and not forgotten, by key."""
@@ -241,33 +238,31 @@ class CollectiveContext(Preconditions):
             "debug": self.debug,
         }
         what = "arguments of CollectiveContext"
-        answers = owner.exchange(self._group, what, (shown(call or {}), same))
+        mates = [self._group[rank] for rank in self.topology.members[self.topology.node]]
+        reachable = all(owner.heap.peer_base(pe) != 0 for pe in mates)
+        answers = owner.exchange(self._group, what, (shown(call or {}), same, reachable))
         if call is not None:
-            require_equal([theirs for theirs, _ in answers], self._group, f"{call['operation']} arguments")
-        require_equal([theirs for _, theirs in answers], self._group, what)
+            require_equal([theirs for theirs, _, _ in answers], self._group, f"{call['operation']} arguments")
+        require_equal([theirs for _, theirs, _ in answers], self._group, what)
         self.tuning = agree(owner, self._group, tuning)
-        self.stores = self._agree_on_stores()
+        self.stores = all(theirs for _, _, theirs in answers)
         sizes = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, **given)
         self.capacity, self.ll_bytes = sizes.capacity, sizes.ll_bytes
-        self.inbox = self._allocate(sizes.inbox)
-        self.signals = self._allocate(sizes.signals)
-        self.ready = self._allocate(sizes.ready)
-        self.gave_up = self._allocate(sizes.gave_up)
-        self.flagged = self._allocate(sizes.flagged)
-        self.flagged.zero_()
-        self.signals.zero_()
-        self.ready.zero_()
-        self.gave_up.zero_()
+        self.inbox, *zeroed = map(self._allocate, sizes.areas[:5])
+        for area in zeroed:
+            area.zero_()
+        self.signals, self.ready, self.gave_up, self.flagged = zeroed
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.device_group = self._device_group()
         if sizes.lamport_bytes:
             try:
-                self.device_lamport = self._device_lamport(sizes)
+                self.device_lamport = self._device_lamport(sizes.areas[5])
             except HeapExhaustedError:  # on all ranks
-                if given["lamport_bytes"] is not None or sizes.lamport_bytes < 16:
+                fewer = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, free=0, **given)
+                if fewer == sizes:
                     raise
-                sizes = sizes.with_less_lamport()
-                self.device_lamport = self._device_lamport(sizes)
+                sizes = fewer
+                self.device_lamport = self._device_lamport(sizes.areas[5])
         self.lamport_bytes = sizes.lamport_bytes
         barrier(self._group)  # no rank may signal or send before the memory of all is ready
         owner.held[id(self)] = self
@@ -284,13 +279,6 @@ class CollectiveContext(Preconditions):
         self.job.held.pop(id(self), None)
         self.job.held.pop(id(self.monitor), None)
 
-    def _agree_on_stores(self) -> bool:
-        """Return whether the ranks of each node, all of them, can store to each other's memory. Collective."""
-        owner, topology = self.job, self.topology
-        mates = [topology.pes[rank] for rank in topology.members[topology.node]]
-        reachable = all(owner.heap.peer_base(pe) != 0 for pe in mates)
-        return all(owner.exchange(self._group, "peers reachable", reachable))
-
     def _device_group(self) -> Group:
         heap = self.job.heap
         deltas = [heap.peer_base(pe) - heap.base for pe in self.topology.pes]
@@ -306,8 +294,8 @@ class CollectiveContext(Preconditions):
             world=tl.constexpr(self.world_size),
         )
 
-    def _device_lamport(self, sizes: ContextSizes) -> Lamport:
-        inbox = self._allocate(sizes.lamport)
+    def _device_lamport(self, area: Area) -> Lamport:
+        inbox = self._allocate(area)
         inbox.fill_(SENTINEL.value)
         return Lamport(
             base=inbox.data_ptr(),
@@ -339,8 +327,8 @@ class CollectiveContext(Preconditions):
         return self._closed
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "failed" if self.monitor.expired else "open"
-        state = "failed or left by an exception" if state == "open" and self._refusal else state
+        state = "failed or left by an exception" if self._refusal else "open"
+        state = "closed" if self._closed else "failed" if self.monitor.expired else state
         return (
             f"<CollectiveContext rank {self.rank}, {self.topology.describe()}, "
             f"{self.max_bytes_per_rank} bytes per rank, {state}>"
@@ -390,10 +378,10 @@ class CollectiveContext(Preconditions):
         self._closed, self._refusal = True, "the context is closed; make a new one"
         if self.job.closed:
             return
-        if self._cuda:
-            torch.cuda.synchronize(
-                self.device
-            ) if self.captured else self._stream.synchronize()  # replays may be anywhere
+        if self._cuda and self.captured:
+            torch.cuda.synchronize(self.device)  # replays may be anywhere
+        elif self._cuda:
+            self._stream.synchronize()
         if self.monitor.expired and not self.monitor.reported:
             self.monitor.raise_if_expired()
         if self.job.failed:

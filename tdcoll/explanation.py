@@ -96,28 +96,6 @@ def explain(
         check_context(ctx)
     if operation == fused.NAME:
         return _fused(shape, dtype, group, ctx, algorithm)
-    return _dense(operation, shape, dtype, op, group, ctx, algorithm, in_place, symmetric)
-
-
-def _tensors(given: Any, several: bool) -> list[torch.Tensor]:
-    """Return the tensors if ``given`` is one, or a list of ``several``; none if it is a shape."""
-    if isinstance(given, torch.Tensor):
-        return [given]
-    found = list(given) if several and isinstance(given, (list, tuple)) else []
-    return found if all(isinstance(one, torch.Tensor) for one in found) else []
-
-
-def _dense(
-    operation: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    op: Any,
-    group: runtime.Group,
-    ctx: CollectiveContext | None,
-    algorithm: str | Plan,
-    in_place: bool,
-    symmetric: bool,
-) -> Explanation:
     spec = spec_of(operation)
     in_buffer = in_place and spec.in_place
     if in_place and not (spec.in_place or spec.segments == (1, 1)):
@@ -134,6 +112,14 @@ def _dense(
     facts = facts_of(context, segment, dtype if spec.reduces else None, in_place=in_buffer, symmetric=symmetric)
     tuning = context.tuning
     return explain_call(spec, facts, algorithm, spec.sections(tuning.sections, tuning.name), tuning.name)
+
+
+def _tensors(given: Any, several: bool) -> list[torch.Tensor]:
+    """Return the tensors if ``given`` is one, or a list of ``several``; none if it is a shape."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    found = list(given) if several and isinstance(given, (list, tuple)) else []
+    return found if all(isinstance(one, torch.Tensor) for one in found) else []
 
 
 def _fused(

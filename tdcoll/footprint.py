@@ -21,8 +21,6 @@ __all__ = ["ContextMemory", "MemoryPlan", "memory_plan"]
 
 _SPARSE_ARGUMENTS = ("max_rows_per_rank", "max_row_bytes", "max_union_rows")
 _ARGUMENTS = ("max_bytes_per_rank", "channels", "flagged_bytes", "lamport_bytes")
-_PARTS = ("inbox", "signals", "LL", "Lamport", "rows")
-_PART_OF = {"inbox": "inbox", "flagged": "LL", "lamport": "Lamport", "sparse": "rows"}
 
 
 @dataclass(frozen=True)
@@ -77,24 +75,14 @@ class MemoryPlan:
         return self.total <= self.heap_bytes
 
     def __str__(self) -> str:
-        head = ["context", *_PARTS, "total"]
-        rows = [
-            [c.name, *map(byte_text, (c.inbox, c.signals, c.ll, c.lamport, c.rows, c.total))] for c in self.contexts
-        ]
-        total = ["total", *[""] * len(_PARTS), byte_text(self.total)]
-        widths = [max(map(len, column)) for column in zip(head, *rows, total, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-            for row in (head, *rows, total)
-        ]
+        rows = [["context", "inbox", "signals", "LL", "Lamport", "rows", "total"]]
+        rows += [[c.name, *map(byte_text, (*list(vars(c).values())[1:], c.total))] for c in self.contexts]
+        rows.append(["total", "", "", "", "", "", byte_text(self.total)])
+        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = [f"symmetric memory of each of {self.world_size} ranks on {self.nodes} node(s)"]
+        lines += ["  ".join([name.ljust(first), *map(str.rjust, parts, widths)]) for name, *parts in rows]
         fits = "fits into" if self.fits else "does not fit into"
-        return "\n".join(
-            [
-                f"symmetric memory of each of {self.world_size} ranks on {self.nodes} node(s)",
-                *lines,
-                f"{fits} a heap of {byte_text(self.heap_bytes)} (NVSHMEM_SYMMETRIC_SIZE)",
-            ]
-        )
+        return "\n".join([*lines, f"{fits} a heap of {byte_text(self.heap_bytes)} (NVSHMEM_SYMMETRIC_SIZE)"])
 
 
 def memory_plan(
@@ -136,9 +124,9 @@ def memory_plan(
     for name, given in contexts.items():
         sizes = _sizes(name, given, topology, heap, heap - used)
         used += sizes.heap_bytes
-        parts = dict.fromkeys(_PARTS, 0)
+        parts = {"inbox": 0, "signals": 0, "flagged": 0, "lamport": 0, "sparse": 0}
         for area in sizes.areas:
-            parts[_PART_OF.get(area.name, "signals")] += area.heap_bytes
+            parts[area.name if area.name in parts else "signals"] += area.heap_bytes
         made.append(ContextMemory(name, *parts.values()))
     return MemoryPlan(world_size, nodes, heap, tuple(made))
 
@@ -165,7 +153,4 @@ def _sizes(name: str, given: Any, topology: Topology, heap: int, free: int) -> C
         if "max_row_bytes" not in given:
             raise ValueError(f"contexts[{name!r}] must have max_row_bytes with max_rows_per_rank")
         return sparse_sizes(topology, heap, **given)
-    sizes = context_sizes(topology, heap, **given)
-    if "lamport_bytes" not in given and sizes.lamport_bytes >= 16 and sizes.heap_bytes > free:
-        return sizes.with_less_lamport()
-    return sizes
+    return context_sizes(topology, heap, free=free, **given)

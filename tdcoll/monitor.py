@@ -61,11 +61,12 @@ class WaitMonitor:
     """
 
     def __init__(self, *, timeout_s: float | None = None, rank: int | None = None) -> None:
-        self._runtime = runtime.current()
-        self.timeout_s = self._runtime.timeout_s if timeout_s is None else arguments.seconds("timeout_s", timeout_s)
+        self.job = runtime.current()
+        """The job whose kernels it is for."""
+        self.timeout_s = self.job.timeout_s if timeout_s is None else arguments.seconds("timeout_s", timeout_s)
         if rank is not None:
             arguments.whole("rank", rank, 0)
-        device = self._runtime.device
+        device = self.job.device
         self._record = torch.zeros(c.RECORD_WORDS.value, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._host = self._record.numpy()
         valid = c.RECORD_VALID.value
@@ -74,14 +75,15 @@ class WaitMonitor:
         words = [0] * c.MONITOR_WORDS.value
         words[c.MONITOR_TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
         words[c.MONITOR_RECORD.value] = self._record.data_ptr()
-        words[c.MONITOR_RANK.value] = self._runtime.rank if rank is None else rank
+        words[c.MONITOR_RANK.value] = self.job.rank if rank is None else rank
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
-        self._reported = False
+        self.reported = False
+        """Whether :class:`~tdcoll.CollectiveTimeout` has been raised for it."""
         address = self.words.data_ptr()
-        self._runtime.monitors.add(address)
-        weakref.finalize(self, self._runtime.monitors.discard, address)
+        self.job.monitors.add(address)
+        weakref.finalize(self, self.job.monitors.discard, address)
         # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
-        self._runtime.held[id(self)] = self
+        self.job.held[id(self)] = self
         self.calls: Calls | None = None
         """Those of the context whose monitor this is."""
         self._notices = self._host[c.RECORD_NOTICES.value :].reshape(2, c.NOTICES.value, 2)
@@ -93,11 +95,6 @@ class WaitMonitor:
     def kernel_argument(self) -> torch.Tensor:
         """What a kernel of :func:`tdcoll.jit` gets in the place of the monitor: its words."""
         return self.words
-
-    @property
-    def reported(self) -> bool:
-        """True once :class:`~tdcoll.CollectiveTimeout` has been raised for it."""
-        return self._reported
 
     @property
     def expired(self) -> bool:
@@ -119,11 +116,6 @@ class WaitMonitor:
         with torch.cuda.stream(stream):
             self.words[place : place + 1].copy_(one, non_blocking=True)
         stream.synchronize()  # `one` lives until then
-
-    @property
-    def job(self) -> runtime.Runtime:
-        """The job whose kernels it is for."""
-        return self._runtime
 
     def waits(self) -> Iterator[watch.Wait]:
         """Waits in kernels that go on, as the notices say. For one thread, which looks more often than they are left.
@@ -158,7 +150,7 @@ class WaitMonitor:
     @property
     def open(self) -> bool:
         """Whether kernels may use it: its context is not closed, nor the job."""
-        return not self._runtime.closed and id(self) in self._runtime.held
+        return not self.job.closed and id(self) in self.job.held
 
     def check(self) -> None:
         """Wait for the current stream, and raise if a wait in one of its kernels has expired.
@@ -177,7 +169,7 @@ class WaitMonitor:
             CollectiveTimeout: a wait has expired.
         """
         if self.expired:
-            self._runtime.failed = self._reported = True
+            self.job.failed = self.reported = True
             words = [int(word) for word in self._host]
             rank, seen = words[c.RECORD_RANK.value], words[c.RECORD_SEEN.value]
             if words[c.RECORD_PEER.value] == c.OWN_GRID.value:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import fx
 
 from tdcoll import arguments, runtime
-from tdcoll.collectives._host.call import make, spec_of
-from tdcoll.collectives._host.gradient import linear
+from tdcoll.collectives._host.call import derivative, make, spec_of
+from tdcoll.collectives._host.spec import Collective
 from tdcoll.fused.op import DTYPES
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
@@ -99,12 +99,11 @@ def _operator(name: str) -> Any:
         return x.new_empty(shapes[0])
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        group, adjoint = ctx.group, operators[spec.adjoint]
-        op = linear(name, ctx.op) if spec.reduces else "sum"
-        if not spec_of(spec.adjoint).reduces:
-            grad = grad / _world(group) if op == "mean" else grad
-            return (adjoint(grad, group), *ctx.others)
-        return (adjoint(grad, op, group), *ctx.others)
+        def adjoint(spec: Collective, grad: torch.Tensor, op: str | None) -> torch.Tensor:
+            made: torch.Tensor = operators[spec.name](grad, *([op] if op else []), ctx.group)
+            return made
+
+        return derivative(spec, grad, ctx.op, _world(ctx.group), adjoint), *ctx.others
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         op, ctx.group = op_and_group(*inputs[1:])

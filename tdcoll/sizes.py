@@ -40,9 +40,7 @@ class ContextSizes:
 
     Attributes:
         world_size: ranks of the group.
-        max_bytes_per_rank, channels: as given.
-        ll_bytes: the most of one rank's data that LL carries, in bytes; -1 if there is none.
-        lamport_bytes: the same for the Lamport protocol; 0 if there is none.
+        max_bytes_per_rank, channels, ll_bytes, lamport_bytes: of the context.
         more: what kinds of contexts have beyond that.
     """
 
@@ -59,49 +57,25 @@ class ContextSizes:
         return max(16, -(-self.max_bytes_per_rank // 16) * 16)
 
     @property
-    def inbox(self) -> Area:
-        """The inbox: two slots of a segment of each rank."""
-        return Area("inbox", (2, self.world_size, self.capacity), torch.uint8)
-
-    @property
-    def signals(self) -> Area:
-        """A signal for each slot, chunk and rank."""
-        return Area("signals", (2, self.channels, self.world_size), torch.int64)
-
-    @property
-    def ready(self) -> Area:
-        """Ranks that have entered a call in place."""
-        return Area("ready", (self.world_size,), torch.int64)
-
-    @property
-    def gave_up(self) -> Area:
-        """Ranks that have given up on a call."""
-        return Area("gave_up", (self.world_size,), torch.int64)
-
-    @property
-    def flagged(self) -> Area:
-        """Two slots of 128-bit words for LL. A call of no bytes sends one word."""
-        words = 0 if self.ll_bytes < 0 else max(1, -(-self.ll_bytes // 12))
-        return Area("flagged", (2, self.world_size, words, 2), torch.int64)
-
-    @property
-    def lamport(self) -> Area:
-        """Three slots of the Lamport protocol."""
-        return Area("lamport", (3, self.world_size, -(-self.lamport_bytes // 16) * 4), torch.int32)
-
-    @property
     def areas(self) -> tuple[Area, ...]:
-        """All symmetric tensors, in the order of their allocation."""
-        return self.inbox, self.signals, self.ready, self.gave_up, self.flagged, self.lamport, *self.more
+        """All symmetric tensors, in the order of their allocation. :mod:`tdcoll.context` says what they are for."""
+        world = self.world_size
+        # A call of no bytes sends one word.
+        words = 0 if self.ll_bytes < 0 else max(1, -(-self.ll_bytes // 12))
+        return (
+            Area("inbox", (2, world, self.capacity), torch.uint8),
+            Area("signals", (2, self.channels, world), torch.int64),
+            Area("ready", (world,), torch.int64),
+            Area("gave_up", (world,), torch.int64),
+            Area("flagged", (2, world, words, 2), torch.int64),
+            Area("lamport", (3, world, -(-self.lamport_bytes // 16) * 4), torch.int32),
+            *self.more,
+        )
 
     @property
     def heap_bytes(self) -> int:
         """Bytes that the context takes of the symmetric heap of each rank."""
         return sum(area.heap_bytes for area in self.areas)
-
-    def with_less_lamport(self) -> ContextSizes:
-        """Return the sizes where the heap has no room for the usual ``lamport_bytes``."""
-        return replace(self, lamport_bytes=self.lamport_bytes // 16)
 
 
 def context_sizes(
@@ -109,6 +83,7 @@ def context_sizes(
     heap_bytes: int,
     *,
     stores: bool = True,
+    free: int | None = None,
     max_bytes_per_rank: int | None = None,
     channels: int = limits.CHANNELS,
     flagged_bytes: int | None = None,
@@ -120,19 +95,20 @@ def context_sizes(
         topology: of its group.
         heap_bytes: of the symmetric heap.
         stores: whether the ranks of each node can store to each other's memory.
+        free: of the heap. If the usual ``lamport_bytes`` don't fit, there are fewer. None: enough.
         max_bytes_per_rank, channels, flagged_bytes, lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
     """
     world, nodes = topology.world_size, topology.n_nodes
     if max_bytes_per_rank is None:
         max_bytes_per_rank = limits.inbox_bytes(world, heap_bytes)
-    if lamport_bytes is None:
-        lamport_bytes = min(max_bytes_per_rank, limits.lamport_bytes(world, nodes), heap_bytes // (12 * world))
-    sizes = ContextSizes(world, max_bytes_per_rank, channels, -1, lamport_bytes if stores else 0)
-    if not stores or topology.ranks_per_node is None:
-        return sizes
-    ll_bytes = flagged_bytes
-    if ll_bytes is None:
+    usual = min(max_bytes_per_rank, limits.lamport_bytes(world, nodes), heap_bytes // (12 * world))
+    lamport = (usual if lamport_bytes is None else lamport_bytes) if stores else 0
+    ll_bytes = -1
+    if stores and topology.ranks_per_node is not None:
         ll_bytes = min(max_bytes_per_rank, limits.flagged_bytes(world, nodes))
-    elif nodes > 1:  # what crosses between nodes is staged in the inbox first
-        ll_bytes = min(ll_bytes, sizes.capacity)
-    return replace(sizes, ll_bytes=ll_bytes)
+    sizes = ContextSizes(world, max_bytes_per_rank, channels, ll_bytes, lamport)
+    if ll_bytes >= 0 and flagged_bytes is not None:  # what crosses between nodes is staged in the inbox first
+        sizes = replace(sizes, ll_bytes=min(flagged_bytes, sizes.capacity) if nodes > 1 else flagged_bytes)
+    if free is not None and free < sizes.heap_bytes and lamport_bytes is None and lamport >= 16:
+        sizes = replace(sizes, lamport_bytes=lamport // 16)
+    return sizes

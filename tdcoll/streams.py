@@ -107,10 +107,9 @@ def wait_on_stream(word: torch.Tensor, compare: Any, value: int, stream: torch.c
         CollectiveTimeout: on the simulator, when the word has not come.
         TdcollError: the driver refuses.
     """
-    owner, bits = runtime.current(), _bits("word", word)
+    owner, bits = _owner_and_bits(word, value)
     if compare not in (CMP_EQ, CMP_GE):
         raise ValueError(f"compare must be tdl.CMP_EQ or tdl.CMP_GE, got {compare!r}")
-    _check_value(value, bits)
     owner.heap.stream_wait(_handle(owner, stream), word.data_ptr(), bits, compare == CMP_GE, value, owner.timeout_s)
 
 
@@ -129,8 +128,7 @@ def write_on_stream(word: torch.Tensor, value: int, stream: torch.cuda.Stream | 
         TypeError, ValueError: an argument is not as described.
         TdcollError: the driver refuses.
     """
-    owner, bits = runtime.current(), _bits("word", word)
-    _check_value(value, bits)
+    owner, bits = _owner_and_bits(word, value)
     owner.heap.stream_write(_handle(owner, stream), word.data_ptr(), bits, value)
 
 
@@ -160,22 +158,20 @@ def copy_on_stream(dest: torch.Tensor, source: torch.Tensor, stream: torch.cuda.
         owner.heap.stream_copy(_handle(owner, stream), dest.data_ptr(), source.data_ptr(), dest.nbytes)
 
 
-def _bits(name: str, word: torch.Tensor) -> int:
-    arguments.tensor(name, word)
-    bits = _WORDS.get(word.dtype)
+def _owner_and_bits(word: torch.Tensor, value: int) -> tuple[runtime.Runtime, int]:
+    """Return the job, and the bits of a word that ``value`` fits into."""
     owner = runtime.current()
+    arguments.tensor("word", word)
+    bits = _WORDS.get(word.dtype)
     if bits is None or word.numel() != 1 or word.device != owner.device:
         raise ValueError(
-            f"{name} must be one integer of 32 or 64 bits on {owner.device}, got {list(word.shape)} of {word.dtype} on "
+            f"word must be one integer of 32 or 64 bits on {owner.device}, got {list(word.shape)} of {word.dtype} on "
             f"{word.device}"
         )
-    return bits
-
-
-def _check_value(value: int, bits: int) -> None:
     arguments.whole("value", value, 0)
     if value >> bits:
         raise ValueError(f"value must fit into {bits} bits, got {value}")
+    return owner, bits
 
 
 def _handle(owner: runtime.Runtime, stream: torch.cuda.Stream | None) -> int:

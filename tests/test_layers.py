@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -70,47 +70,20 @@ def modules(root: Path) -> dict[str, str]:
 SOURCES = modules(ROOT)
 
 
-def imports(source: str, known: Mapping[str, str]) -> set[tuple[str, bool]]:
-    """The modules of ``known`` that ``source`` imports, and for each whether that is when it is imported itself.
-
-    A string that is a submodule's name counts, as ``importlib`` may be given it: at once, if outside of functions
-    ``import_module`` is called. What does not count: imports for type checkers, and ``import tdcoll`` inside of a
-    function, which takes a public name when it is called.
-    """
-    nodes = list(walk(ast.parse(source), False))
-    loads = any(isinstance(n, ast.Call) and "import_module" in ast.unparse(n.func) for n, inside in nodes if not inside)
-
-    def found() -> Iterator[tuple[str, bool]]:
-        for node, inside in nodes:
-            taken = inside and isinstance(node, ast.Import)
-            yield from ((name, not inside) for name in named(node, known) if not (taken and name == "tdcoll"))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value != "tdcoll":
-                yield node.value, loads
-
-    return {(name, at_once) for name, at_once in found() if name in known}
-
-
-def named(node: ast.AST, known: Mapping[str, str]) -> Iterator[str]:
-    """The modules that an import statement names."""
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        assert not node.level, "imports are absolute"
-        for alias in node.names:
-            name = f"{node.module}.{alias.name}"
-            yield name if name in known else node.module or ""
-
-
-def walk(node: ast.AST, inside: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """All nodes but those for type checkers, and whether each is inside of a function."""
-    yield node, inside
-    inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-        children: Iterable[ast.AST] = node.orelse
-    else:
-        children = ast.iter_child_nodes(node)
-    for child in children:
-        yield from walk(child, inside)
+def imports(source: str, known: Mapping[str, str]) -> set[str]:
+    """The modules of ``known`` that ``source`` imports, at once, in functions or for type checkers, or names in a
+    string, as ``importlib`` may be given it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else str(node.module) for name in names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value != "tdcoll":
+            found.add(node.value)
+    return found & known.keys()
 
 
 IMPORTS = {name: imports(source, SOURCES) for name, source in SOURCES.items()}
@@ -137,14 +110,27 @@ def allowed(module: str, target: str) -> bool:
 
 
 def test_imports_point_one_way() -> None:
-    edges = {(module, target) for module, found in IMPORTS.items() for target, _ in found if target != module}
+    edges = {(module, target) for module, found in IMPORTS.items() for target in found if target != module}
     assert len(SOURCES) > 90
     assert len(edges) > 400
     assert {edge for edge in edges if not allowed(*edge)} == set()
 
 
-def circle(graph: Mapping[str, set[str]]) -> set[str]:
-    """The nodes of a circle, or none."""
+def circle(found: Mapping[str, set[str]]) -> set[str]:
+    """Modules that import each other in a circle, or none.
+
+    Importing a module imports the packages around it first, so these count, but for those already around. The package
+    itself does not: it gives out the names of all.
+    """
+
+    def around(module: str) -> set[str]:
+        parts = module.split(".")
+        return {".".join(parts[:end]) for end in range(1, len(parts))} & found.keys()
+
+    graph = {
+        module: {name for target in targets for name in {target} | around(target)} - {module, "tdcoll"} - around(module)
+        for module, targets in found.items()
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -152,45 +138,11 @@ def circle(graph: Mapping[str, set[str]]) -> set[str]:
     return set()
 
 
-def around(module: str) -> set[str]:
-    """The packages that a module lies in."""
-    parts = module.split(".")
-    return {name for end in range(1, len(parts)) if (name := ".".join(parts[:end])) in SOURCES}
-
-
 def test_there_are_no_circles() -> None:
-    """Importing a module imports the packages around it first, so these count, but for those already around."""
-    graph = {
-        module: {name for target, at_once in found if at_once for name in {target} | around(target)}
-        - {module}
-        - around(module)
-        for module, found in IMPORTS.items()
-    }
-    assert circle(graph) == set()
-
-
-def looped(sources: Mapping[str, str]) -> set[str]:
-    """Files that name each other in a loop of import statements, those in functions and for type checkers included.
-
-    The package itself does not count: it gives out the names of all.
-    """
-    return circle(
-        {
-            module: {name for node in ast.walk(ast.parse(source)) for name in named(node, sources) if name in sources}
-            - {module, "tdcoll"}
-            for module, source in sources.items()
-        }
-    )
-
-
-def test_no_files_import_each_other_in_a_loop() -> None:
-    assert looped(SOURCES) == set()
-    late = "def f():\n from tdcoll.bench import b"
-    files = {"tdcoll": "import tdcoll.bench.a", "tdcoll.bench.a": late, "tdcoll.bench.b": "import tdcoll"}
-    assert looped(files) == set()
-    for back in ("import tdcoll.bench.a", "if TYPE_CHECKING:\n from tdcoll.bench import a"):
-        closed = {**files, "tdcoll.bench.b": back}
-        assert looped(closed | {"tdcoll.bench.c": "import tdcoll.bench.a"}) == {"tdcoll.bench.a", "tdcoll.bench.b"}
+    assert circle(IMPORTS) == set()
+    found = {"tdcoll": {"tdcoll.a"}, "tdcoll.a": {"tdcoll.b.c"}, "tdcoll.b": set(), "tdcoll.b.c": {"tdcoll"}}
+    assert circle(found) == set()
+    assert circle(found | {"tdcoll.b": {"tdcoll.a"}}) == {"tdcoll.a", "tdcoll.b"}  # the package around
 
 
 ALONE = """
@@ -222,16 +174,13 @@ def test_policies_import_nothing_of_the_gpu() -> None:
 
 def test_what_an_import_is() -> None:
     known = dict.fromkeys(["tdcoll", "tdcoll.errors", "tdcoll.runtime", "tdcoll.runtime.heap", "tdcoll.bench"], "")
-    cases: list[tuple[str, set[tuple[str, bool]]]] = [
-        ("import tdcoll, os", {("tdcoll", True)}),
-        ("def f():\n import tdcoll", set()),
-        ("def f():\n import tdcoll.errors", {("tdcoll.errors", False)}),
-        ("from tdcoll import errors, empty", {("tdcoll.errors", True), ("tdcoll", True)}),
-        ("if x:\n from tdcoll.runtime import heap, Runtime", {("tdcoll.runtime.heap", True), ("tdcoll.runtime", True)}),
-        ("if TYPE_CHECKING:\n import tdcoll.bench\nelse:\n import tdcoll.errors", {("tdcoll.errors", True)}),
-        ("class A:\n def f(self):\n  from tdcoll.bench import x", {("tdcoll.bench", False)}),
-        ("def name():\n return 'tdcoll.bench'\nimport_module(name())", {("tdcoll.bench", True)}),
-        ("MODULE = 'tdcoll.bench'\ndef f():\n importlib.import_module(MODULE)", {("tdcoll.bench", False)}),
+    cases: list[tuple[str, set[str]]] = [
+        ("import tdcoll, os", {"tdcoll"}),
+        ("def f():\n import tdcoll.errors", {"tdcoll.errors"}),
+        ("from tdcoll import errors, empty", {"tdcoll.errors", "tdcoll"}),
+        ("if x:\n from tdcoll.runtime import heap, Runtime", {"tdcoll.runtime.heap", "tdcoll.runtime"}),
+        ("if TYPE_CHECKING:\n import tdcoll.bench", {"tdcoll.bench"}),
+        ("def name():\n return 'tdcoll.bench'\nimport_module(name(), 'tdcoll')", {"tdcoll.bench"}),
     ]
     for source, found in cases:
         assert imports(source, known) == found, source

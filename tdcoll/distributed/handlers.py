@@ -192,7 +192,7 @@ class Dense(Handler):
             self.kind,
             limit=self._inbox(self._most),
             timeout_s=members.timeout_s,
-            lamport_bytes=None if spec.reduces else 0,
+            lamport_bytes=spec.lamport_bytes,
             programs=members.options.programs,
             debug=members.debug,  # if the ranks compare first calls only, the handler does
         )

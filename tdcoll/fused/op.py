@@ -255,7 +255,7 @@ def _ready(
     }
     if composed:
         kernel = kernels.norm_rows
-        reduce = launches_of(ALL_REDUCE, ctx, strided_bytes(x), options=(x.dtype, "sum"), dtype=x.dtype)
+        reduce = launches_of(ALL_REDUCE, ctx, strided_bytes(x), options=(x.dtype, "sum"))
     else:
         kernel = kernels.norm_rows_one_shot if plan.algorithm == ONE_SHOT else kernels.norm_rows_two_stage
         given |= {"rows": rows.rows, "inbox": ctx.device_lamport, "g": ctx.device_group}

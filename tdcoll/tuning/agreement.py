@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ import torch
 from tdcoll import arguments, runtime
 from tdcoll.errors import RankMismatchError
 from tdcoll.runtime.topology import Topology
-from tdcoll.tuning.table import SIMULATOR, Section, Table, shipped
+from tdcoll.tuning.table import SIMULATOR, Table, shipped
 
-__all__ = ["Tuning", "agree", "architectures", "local"]
+__all__ = ["agree", "architectures", "local"]
 
 _VARIABLE = "TDCOLL_TUNING"
 
@@ -26,19 +25,6 @@ def architectures(device: torch.device) -> tuple[str, ...]:
         return (SIMULATOR,)
     major, minor = torch.cuda.get_device_capability(device)
     return torch.cuda.get_device_name(device), f"sm_{major}{minor}"
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The tuning that a context uses; agreed by its ranks.
-
-    Attributes:
-        sections: of the table, for these GPUs and groups of this shape; none if the GPUs differ.
-        name: of the table.
-    """
-
-    sections: tuple[Section, ...]
-    name: str = ""
 
 
 def _table(given: Any) -> Table:
@@ -56,8 +42,10 @@ def _table(given: Any) -> Table:
         raise ValueError(f"{name}: {error}") from None
 
 
-def agree(owner: runtime.Runtime, ranks: Sequence[int], given: Table | str | os.PathLike[str] | None) -> Tuning:
-    """Return the tuning of a new context, compared because all ranks must choose alike. Collective over ``ranks``.
+def agree(owner: runtime.Runtime, ranks: Sequence[int], given: Table | str | os.PathLike[str] | None) -> Table:
+    """Return the sections of a tuning table that are for a new context's GPUs and group; none if the GPUs differ.
+
+    Tables are compared because all ranks must choose alike. Collective over ``ranks``.
 
     Args:
         given: a table, or the path of its file; if None, that of ``TDCOLL_TUNING``, otherwise tdcoll's own.
@@ -89,8 +77,8 @@ def agree(owner: runtime.Runtime, ranks: Sequence[int], given: Table | str | os.
     return _of(table, names if alike else (), owner.topology(ranks))
 
 
-def local(owner: runtime.Runtime, ranks: Sequence[int]) -> Tuning:
-    """Return the tuning that :func:`agree` would return if nothing is given and all GPUs are alike. Local.
+def local(owner: runtime.Runtime, ranks: Sequence[int]) -> Table:
+    """Return the table that :func:`agree` would return if nothing is given and all GPUs are alike. Local.
 
     Raises:
         ValueError: the file of ``TDCOLL_TUNING`` is no table.
@@ -98,8 +86,8 @@ def local(owner: runtime.Runtime, ranks: Sequence[int]) -> Tuning:
     return _of(_table(None), architectures(owner.device), owner.topology(ranks))
 
 
-def _of(table: Table, names: Sequence[str], topology: Topology) -> Tuning:
+def _of(table: Table, names: Sequence[str], topology: Topology) -> Table:
     """Return the sections of a table that are for GPUs of these names and a group of this shape."""
     shape = (topology.ranks_per_node, topology.n_nodes)
     sections = (section for section in table.of(names) if (section.ranks_per_node, section.nodes) == shape)
-    return Tuning(tuple(sections), table.name)
+    return Table(tuple(sections), table.name)

@@ -11,8 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,26 +143,26 @@ class _Reader:
         raise self.fail('a number of bytes, such as 65536 or "64 KB"')
 
 
+_HOW: dict[str, Callable[[_Reader], int]] = {
+    "channels": lambda at: at.whole(1, CHANNELS),
+    "chunk": _Reader.nbytes,
+    "num_warps": lambda at: at.one_of(WARPS),
+    "blocks": lambda at: at.whole(1, MAX_PROGRAMS - 1),
+}
+"""The optional fields of an entry."""
+
+
 def _read_entry(at: _Reader, before: int | None, last: bool) -> Entry:
-    given = at.fields(("up_to", "algorithm"), ("channels", "chunk", "num_warps", "blocks"))
+    given = at.fields(("up_to", "algorithm"), tuple(_HOW))
     up_to = None if given["up_to"].value is None else given["up_to"].nbytes()
     if up_to is None and not last:
         raise given["up_to"].fail("a number of bytes: null is for the last entry")
     if up_to is not None and before is not None and up_to <= before:
         raise given["up_to"].fail(f"more than the {before} bytes of the entry before")
-    algorithm = given["algorithm"].text()
-    how: dict[str, int] = {}
     if "channels" in given and "chunk" in given:
         raise ValueError(f"{at.where}: expected channels or chunk, got both")
-    if "num_warps" in given:
-        how["num_warps"] = given["num_warps"].one_of(WARPS)
-    if "blocks" in given:
-        how["blocks"] = given["blocks"].whole(1, MAX_PROGRAMS - 1)
-    if "channels" in given:
-        how["channels"] = given["channels"].whole(1, CHANNELS)
-    if "chunk" in given:
-        how["chunk"] = given["chunk"].nbytes()
-    return Entry(up_to, algorithm, **how)
+    how = {name: read(given[name]) for name, read in _HOW.items() if name in given}
+    return Entry(up_to, given["algorithm"].text(), **how)
 
 
 def _read_section(at: _Reader) -> Section:
@@ -177,8 +176,8 @@ def _read_section(at: _Reader) -> Section:
     }
     entries: list[Entry] = []
     readers = _Reader(f"{at.where}.entries", given["entries"].value).items()
-    for i, reader in enumerate(readers):
-        entries.append(_read_entry(reader, entries[-1].up_to if entries else None, i + 1 == len(readers)))
+    for reader in readers:
+        entries.append(_read_entry(reader, entries[-1].up_to if entries else None, reader is readers[-1]))
     return Section(**kind, entries=tuple(entries), source=given["source"].text() if "source" in given else "")
 
 
@@ -197,15 +196,8 @@ class Table:
             ValueError: naming ``name``, the entry, and the expected value.
         """
         try:
-            return cls._parse(text, name)
-        except RecursionError:  # of the JSON reader, or of the writer that quotes a value in a message
-            raise ValueError(f"{name}: expected a tuning table, got JSON that is nested too deeply") from None
-
-    @classmethod
-    def _parse(cls, text: str, name: str) -> Table:
-        try:
             document = json.loads(text)
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             raise ValueError(f"{name}: expected a tuning table in JSON: {error}") from None
         given = _Reader(name, document).fields(("tuning", "version", "tables"), ("about",))
         version = given["version"]
@@ -229,14 +221,13 @@ class Table:
         Raises:
             ValueError: it cannot be read, or is no table.
         """
+        expected = f"{os.fspath(path)}: expected the file of a tuning table"
+        if not os.path.isfile(path):  # opening a FIFO could wait forever
+            raise ValueError(f"{expected}: there is no regular file of this name")
         try:
-            # Opening a FIFO the usual way waits until another process writes to it, perhaps forever.
-            with open(path, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-                text = file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+            text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{os.fspath(path)}: expected the file of a tuning table: {error}") from None
-        if text is None:
-            raise ValueError(f"{os.fspath(path)}: expected the file of a tuning table, got no regular file")
+            raise ValueError(f"{expected}: {error}") from None
         return cls.parse(text, os.fspath(path))
 
     def text(self) -> str:
@@ -248,12 +239,9 @@ class Table:
                 lines.append(f'   "source": {json.dumps(section.source, ensure_ascii=False)}')
             entries = []
             for entry in section.entries:
-                how = {name: getattr(entry, name) for name in ("channels", "chunk", "num_warps", "blocks")}
-                how["chunk"] = _written(entry.chunk)
-                known = {name: value for name, value in how.items() if value is not None}
-                entries.append(
-                    "    " + json.dumps({"up_to": _written(entry.up_to), "algorithm": entry.algorithm, **known})
-                )
+                known = {name: value for name, value in vars(entry).items() if value is not None}
+                known |= {name: _written(getattr(entry, name)) for name in ("up_to", "chunk") if name in known}
+                entries.append(f"    {json.dumps({'up_to': None, **known})}")
             lines.append('   "entries": [\n' + ",\n".join(entries) + "\n   ]")
             shown.append("  {\n" + ",\n".join(lines) + "\n  }")
         tables = "[\n" + ",\n".join(shown) + "\n ]" if shown else "[]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll.limits import CHANNELS, flagged_bytes
@@ -28,63 +29,52 @@ def gather_and_compare(
     assert torch.equal(got, torch.cat([data(rank, call) for rank in ranks]))
 
 
-def everywhere(host, n_pes: int = N, **options) -> list:
-    return World(n_pes, **options).run(host)
-
-
 # ---------------------------------------------------------------------- life
 
 
-def test_facts() -> None:
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=1001) as ctx:
-            assert (ctx.rank, ctx.world_size, ctx.max_bytes_per_rank) == (pe, N, 1001)
-            assert ctx.capacity == 1008  # slots are aligned for 16-byte loads
-            assert ctx.inbox.shape == (2, N, 1008)
-            assert ctx.signals.shape == (2, CHANNELS, N)
-            assert ctx.topology == tdcoll.topology()
-            assert ctx.device == tdcoll.device()
-            assert not ctx.closed
-            assert repr(ctx) == (
-                f"<CollectiveContext rank {pe}, 4 rank(s) on 2 node(s) (2 + 2), 1001 bytes per rank, open>"
-            )
-        assert ctx.closed
-        assert repr(ctx).endswith("closed>")
-
-    everywhere(host, ranks_per_node=2)
-
-
-def test_dirty_memory_does_not_look_like_signals() -> None:
-    def host(pe: int) -> None:
-        junk = tdcoll.empty(1 << 17, torch.int64)
-        junk.fill_(1 << 40)
-        tdcoll.free(junk)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            assert set(ctx.signals.unique().tolist()) <= {0, 1}  # a peer may be in the first call already
-            assert not ctx.ready.any()
-            for call in range(3):
-                gather_and_compare(ctx, call)
-
-    everywhere(host, seed=1, weak=True)
-
-
-def test_error_in_the_body_does_not_wait_for_the_others() -> None:
-    """Only rank 1 leaves by an exception. Closing is collective: it would wait for ranks that never close."""
-
-    def host(pe: int) -> None:
-        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
-        gather_and_compare(ctx, 0)
-        if pe == 1:
-            with pytest.raises(KeyError, match="mine"), ctx:
-                raise KeyError("mine")
-            with pytest.raises(tdcoll.ContextError, match="left by an exception"):
-                tdcoll.all_gather(data(pe, 1), ctx=ctx)
+@on_ranks(N, ranks_per_node=2)
+def test_facts(pe: int) -> None:
+    with tdcoll.CollectiveContext(max_bytes_per_rank=1001) as ctx:
+        assert (ctx.rank, ctx.world_size, ctx.max_bytes_per_rank) == (pe, N, 1001)
+        assert ctx.capacity == 1008  # slots are aligned for 16-byte loads
+        assert ctx.inbox.shape == (2, N, 1008)
+        assert ctx.signals.shape == (2, CHANNELS, N)
+        assert ctx.topology == tdcoll.topology()
+        assert ctx.device == tdcoll.device()
         assert not ctx.closed
-        ctx.close()
-        assert ctx.closed
-        assert tdcoll.heap_info().used == 0
+        assert repr(ctx) == (
+            f"<CollectiveContext rank {pe}, 4 rank(s) on 2 node(s) (2 + 2), 1001 bytes per rank, open>"
+        )
+    assert ctx.closed
+    assert repr(ctx).endswith("closed>")
 
-    everywhere(host)
+
+@on_ranks(N, seed=1, weak=True)
+def test_dirty_memory_does_not_look_like_signals(pe: int) -> None:
+    junk = tdcoll.empty(1 << 17, torch.int64)
+    junk.fill_(1 << 40)
+    tdcoll.free(junk)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+        assert set(ctx.signals.unique().tolist()) <= {0, 1}  # a peer may be in the first call already
+        assert not ctx.ready.any()
+        for call in range(3):
+            gather_and_compare(ctx, call)
+
+
+@on_ranks(N)
+def test_error_in_the_body_does_not_wait_for_the_others(pe: int) -> None:
+    """Only rank 1 leaves by an exception. Closing is collective: it would wait for ranks that never close."""
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+    gather_and_compare(ctx, 0)
+    if pe == 1:
+        with pytest.raises(KeyError, match="mine"), ctx:
+            raise KeyError("mine")
+        with pytest.raises(tdcoll.ContextError, match="left by an exception"):
+            tdcoll.all_gather(data(pe, 1), ctx=ctx)
+    assert not ctx.closed
+    ctx.close()
+    assert ctx.closed
+    assert tdcoll.heap_info().used == 0
 
 
 def test_close_is_collective() -> None:
@@ -94,7 +84,7 @@ def test_close_is_collective() -> None:
             ctx.close()
 
     with pytest.raises(Deadlock, match=r"pe0 host waits in 'free: offset of the tensor' for rank\(s\) \[1\]"):
-        everywhere(host)
+        World(N).run(host)
 
 
 # ---------------------------------------------------------------------- invariants
@@ -123,23 +113,7 @@ def test_every_call_is_one_epoch_and_slots_alternate(ranks_per_node: int, algori
                 tdcoll.barrier()
             tdcoll.free(buffer)
 
-    everywhere(host, ranks_per_node=ranks_per_node)
-
-
-# ---------------------------------------------------------------------- debug mode
-
-
-@pytest.mark.parametrize(("value", "wanted"), [("0", False), ("1", True), ("yes", True)])
-def test_debug_variable(monkeypatch: pytest.MonkeyPatch, value: str, wanted: bool) -> None:
-    monkeypatch.setenv("TDCOLL_DEBUG", value)
-
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
-            assert ctx.debug is wanted
-        with tdcoll.CollectiveContext(max_bytes_per_rank=16, debug=not wanted) as ctx:
-            assert ctx.debug is not wanted
-
-    everywhere(host, 1)
+    World(N, ranks_per_node=ranks_per_node).run(host)
 
 
 # ---------------------------------------------------------------------- a peer that is gone
@@ -181,7 +155,7 @@ def test_a_context_of_few_channels(ranks_per_node: int, algorithms: tuple[str, .
                     got = tdcoll.all_gather(data, ctx=ctx, algorithm=algorithm)
                     assert torch.equal(got, torch.cat([torch.arange(len(data)) * (p + 1) for p in range(N)]))
 
-    everywhere(host, ranks_per_node=ranks_per_node)
+    World(N, ranks_per_node=ranks_per_node).run(host)
 
 
 # ---------------------------------------------------------------------- sizes
@@ -207,7 +181,7 @@ def test_room_for_flagged_words(ranks_per_node: int | list[int], asked: int | No
             if most >= 0:
                 gather_and_compare(ctx, 1, algorithm="ll" if most >= 64 else "auto")
 
-    everywhere(host, ranks_per_node=ranks_per_node)
+    World(N, ranks_per_node=ranks_per_node).run(host)
 
 
 def test_flagged_words_for_as_many_bytes_as_limits_say() -> None:
@@ -218,7 +192,7 @@ def test_flagged_words_for_as_many_bytes_as_limits_say() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=20 << 10, channels=1) as ctx:
             assert ctx.ll_bytes == flagged_bytes(N, 2)
 
-    everywhere(host, ranks_per_node=2)
+    World(N, ranks_per_node=2).run(host)
 
 
 def test_ranks_that_cannot_store_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,18 +204,16 @@ def test_ranks_that_cannot_store_to_each_other(monkeypatch: pytest.MonkeyPatch) 
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             assert (ctx.stores, ctx.ll_bytes, ctx.flagged.numel()) == (False, -1, 0)
 
-    everywhere(host)
+    World(N).run(host)
 
 
-def test_room_for_words_that_announce_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def host(pe: int) -> None:
-        for asked, room, stride in ((0, 0, 0), (None, 17, 32), (33, 33, 48)):
-            with tdcoll.CollectiveContext(max_bytes_per_rank=17, lamport_bytes=asked) as ctx:
-                assert ctx.lamport_bytes == room
-                assert (ctx.device_lamport.stride if ctx.device_lamport else 0) == stride
-        monkeypatch.setattr(MemoryView, "peer_base", lambda view, pe: 0)
-        tdcoll.barrier()
-        with tdcoll.CollectiveContext(max_bytes_per_rank=16, lamport_bytes=64) as ctx:
-            assert (ctx.device_lamport, ctx.lamport_bytes) == (None, 0)
-
-    World(2, heap_bytes=1 << 18).run(host)
+@on_ranks(2, heap_bytes=1 << 18)
+def test_room_for_words_that_announce_themselves(pe: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked, room, stride in ((0, 0, 0), (None, 17, 32), (33, 33, 48)):
+        with tdcoll.CollectiveContext(max_bytes_per_rank=17, lamport_bytes=asked) as ctx:
+            assert ctx.lamport_bytes == room
+            assert (ctx.device_lamport.stride if ctx.device_lamport else 0) == stride
+    monkeypatch.setattr(MemoryView, "peer_base", lambda view, pe: 0)
+    tdcoll.barrier()
+    with tdcoll.CollectiveContext(max_bytes_per_rank=16, lamport_bytes=64) as ctx:
+        assert (ctx.device_lamport, ctx.lamport_bytes) == (None, 0)

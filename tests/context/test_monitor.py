@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import operator
 
 import pytest
 import torch
 import triton.language as tl
+from ranks import on_ranks
 
 import tdcoll
 import tdcoll.language as tdl
@@ -34,15 +34,14 @@ def first_in_barrier(counter, monitor, ok):
         tl.store(ok, tdl.grid_barrier(counter, monitor))
 
 
-def alone(host: Callable[[torch.Tensor, torch.Tensor], Any], **options: Any) -> Any:
-    """``host(signals, ok)`` on a job of one rank, in which waits expire."""
+alone = on_ranks(1, on_timeout="expire")
 
-    def run(pe: int) -> Any:
-        signals = tdcoll.zeros(8, torch.int64)
-        signals.copy_(torch.tensor([5, 9, 9, 2, 9, 0, 9, 9]))
-        return host(signals, torch.full((1,), 7, dtype=torch.int32))
 
-    return World(1, **{"on_timeout": "expire", **options}).run(run)[0]
+def words() -> tuple[torch.Tensor, torch.Tensor]:
+    """Signals, and a word for what a kernel says."""
+    signals = tdcoll.zeros(8, torch.int64)
+    signals.copy_(torch.tensor([5, 9, 9, 2, 9, 0, 9, 9]))
+    return signals, torch.full((1,), 7, dtype=torch.int32)
 
 
 def caught(monitor: tdcoll.WaitMonitor) -> tdcoll.CollectiveTimeout:
@@ -55,62 +54,55 @@ def fields(error: tdcoll.CollectiveTimeout) -> tuple[float, ...]:
     return (error.rank, error.peer, error.signal, error.epoch, error.expected, error.seen, error.timeout_s)
 
 
-@pytest.mark.parametrize(
-    ("compare", "value", "satisfied"),
-    [
-        *((tdl.CMP_EQ, value, value == 5) for value in (4, 5, 6)),
-        *((tdl.CMP_NE, value, value != 5) for value in (4, 5, 6)),
-        *((tdl.CMP_GT, value, value < 5) for value in (4, 5, 6)),
-        *((tdl.CMP_LE, value, value >= 5) for value in (4, 5, 6)),
-        *((tdl.CMP_LT, value, value > 5) for value in (4, 5, 6)),
-        *((tdl.CMP_GE, value, value <= 5) for value in (4, 5, 6)),
-    ],
-)
-def test_comparisons(compare: tl.constexpr, value: int, satisfied: bool) -> None:
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        monitor = tdcoll.WaitMonitor()
-        wait_once[(1,)](signals, monitor.words, ok, 0, value, 0, 0, compare)
-        assert int(ok) == int(satisfied)
-        assert monitor.expired is not satisfied
-
-    alone(host)
+COMPARISONS = {
+    tdl.CMP_EQ: operator.eq, tdl.CMP_NE: operator.ne, tdl.CMP_GT: operator.gt, tdl.CMP_LE: operator.le,
+    tdl.CMP_LT: operator.lt, tdl.CMP_GE: operator.ge,
+}  # fmt: skip
 
 
-def test_record_of_a_single_wait() -> None:
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        monitor = tdcoll.WaitMonitor(timeout_s=1.5, rank=6)
-        wait_once[(1,)](signals, monitor.words, ok, 3, 11, 4, 17, tdl.CMP_GE)
-        assert int(ok) == 0
-        assert monitor.expired
-        error = caught(monitor)
-        assert fields(error) == (6, 4, 17, 11, 11, 2, 1.5)
-        assert str(error).startswith(
-            "rank 6 waited 1.5 s for peer 4: signal 17 had to reach 11 in epoch 11 and is 2. The peer has died"
-        )
-        assert " timeout " in str(error)
-        assert runtime.current().failed
-
-    alone(host)
+@pytest.mark.parametrize("value", [4, 5, 6])
+@pytest.mark.parametrize("compare", COMPARISONS)
+@alone
+def test_comparisons(pe: int, compare: tl.constexpr, value: int) -> None:
+    signals, ok = words()
+    monitor, satisfied = tdcoll.WaitMonitor(), COMPARISONS[compare](5, value)
+    wait_once[(1,)](signals, monitor.words, ok, 0, value, 0, 0, compare)
+    assert int(ok) == int(satisfied)
+    assert monitor.expired is not satisfied
 
 
-def test_record_of_a_wait_for_many_names_the_first_that_is_missing() -> None:
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        monitor = tdcoll.WaitMonitor()
-        wait_for_all[(1,)](signals, monitor.words, ok, 8, 0, 9, 8)  # 0 is too low as well, and skipped
-        assert int(ok) == 0
-        assert fields(caught(monitor)) == (0, 3, 3, 9, 9, 2, 30.0)
+@alone
+def test_record_of_a_single_wait(pe: int) -> None:
+    signals, ok = words()
+    monitor = tdcoll.WaitMonitor(timeout_s=1.5, rank=6)
+    wait_once[(1,)](signals, monitor.words, ok, 3, 11, 4, 17, tdl.CMP_GE)
+    assert int(ok) == 0
+    assert monitor.expired
+    error = caught(monitor)
+    assert fields(error) == (6, 4, 17, 11, 11, 2, 1.5)
+    assert str(error).startswith(
+        "rank 6 waited 1.5 s for peer 4: signal 17 had to reach 11 in epoch 11 and is 2. The peer has died"
+    )
+    assert " timeout " in str(error)
+    assert runtime.current().failed
 
-    alone(host)
+
+@alone
+def test_record_of_a_wait_for_many_names_the_first_that_is_missing(pe: int) -> None:
+    signals, ok = words()
+    monitor = tdcoll.WaitMonitor()
+    wait_for_all[(1,)](signals, monitor.words, ok, 8, 0, 9, 8)  # 0 is too low as well, and skipped
+    assert int(ok) == 0
+    assert fields(caught(monitor)) == (0, 3, 3, 9, 9, 2, 30.0)
 
 
 @pytest.mark.parametrize(("count", "skip", "satisfied"), [(3, 0, 1), (3, -1, 0), (5, 0, 0), (0, -1, 1), (1, 0, 1)])
-def test_wait_for_many_looks_at_count_and_skip(count: int, skip: int, satisfied: int) -> None:
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        monitor = tdcoll.WaitMonitor()
-        wait_for_all[(1,)](signals, monitor.words, ok, count, skip, 9, 8)
-        assert int(ok) == satisfied
-
-    alone(host)
+@alone
+def test_wait_for_many_looks_at_count_and_skip(pe: int, count: int, skip: int, satisfied: int) -> None:
+    signals, ok = words()
+    monitor = tdcoll.WaitMonitor()
+    wait_for_all[(1,)](signals, monitor.words, ok, count, skip, 9, 8)
+    assert int(ok) == satisfied
 
 
 def test_second_wait_returns_at_once_and_keeps_the_first_record() -> None:
@@ -138,63 +130,58 @@ def test_second_wait_returns_at_once_and_keeps_the_first_record() -> None:
     world.run(host)
 
 
-def test_an_expired_wait_has_left_a_notice_of_each_missing_peer() -> None:
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        monitor = tdcoll.WaitMonitor()
-        assert list(monitor.waits()) == []
-        signals[:3] = torch.tensor([2, 5, 3])
-        wait_for_all[(1,)](signals, monitor.words, ok, 3, 7, 4, 4)
-        assert int(ok) == 0
-        waits = [(wait.peer, wait.epoch, wait.lamport) for wait in monitor.waits()]
-        assert waits == [(0, 4, False), (2, 4, False)]
-        assert all(wait.waited_s == pytest.approx(monitor.timeout_s, abs=0.01) for wait in monitor.waits())
-        error = caught(monitor)
-        assert (error.peer, error.others) == (0, (2,))
-        assert "and is 2. Waits for peer 2 had lasted as long. The peer has died" in str(error)
-
-    alone(host)
-
-
-def test_a_peer_that_has_given_up_is_named_without_an_epoch() -> None:
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        monitor = tdcoll.WaitMonitor()
-        signals[0] = tdl.GAVE_UP.value + 3
-        wait_once[(1,)](signals, monitor, ok, 0, tdl.GAVE_UP.value, 1, 0, tdl.CMP_LT)
-        assert int(ok) == 0
-        waits = list(monitor.waits())
-        assert [(wait.peer, wait.epoch, wait.lamport) for wait in waits] == [(1, None, False)]
-        assert watch._described(monitor, waits) == "a kernel has waited 30 s: rank 1 has given up"
-        monitor.calls = Calls((4, 6), "7")
-        assert watch._described(monitor, waits) == "a kernel of group 7 has waited 30 s: rank 6 has given up"
-        assert caught(monitor).epoch == 3
-
-    alone(host)
+@alone
+def test_an_expired_wait_has_left_a_notice_of_each_missing_peer(pe: int) -> None:
+    signals, ok = words()
+    monitor = tdcoll.WaitMonitor()
+    assert list(monitor.waits()) == []
+    signals[:3] = torch.tensor([2, 5, 3])
+    wait_for_all[(1,)](signals, monitor.words, ok, 3, 7, 4, 4)
+    assert int(ok) == 0
+    waits = [(wait.peer, wait.epoch, wait.lamport) for wait in monitor.waits()]
+    assert waits == [(0, 4, False), (2, 4, False)]
+    assert all(wait.waited_s == pytest.approx(monitor.timeout_s, abs=0.01) for wait in monitor.waits())
+    error = caught(monitor)
+    assert (error.peer, error.others) == (0, (2,))
+    assert "and is 2. Waits for peer 2 had lasted as long. The peer has died" in str(error)
 
 
-def test_a_barrier_of_a_grid_is_named_without_an_epoch() -> None:
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        monitor = tdcoll.WaitMonitor(rank=5)
-        first_in_barrier[(2,)](torch.zeros(1, dtype=torch.int64), monitor, ok)
-        assert int(ok) == 0
-        waits = list(monitor.waits())
-        assert [(wait.peer, wait.epoch) for wait in waits] == [(None, None)]
-        assert watch._described(monitor, waits) == "a kernel has waited 30 s in a barrier of its grid"
-        error = caught(monitor)
-        assert fields(error) == (5, 5, None, None, None, None, 30.0)
-        assert str(error).startswith("rank 5 waited 30 s in grid_barrier for other programs of its launch: they don't")
+@alone
+def test_a_peer_that_has_given_up_is_named_without_an_epoch(pe: int) -> None:
+    signals, ok = words()
+    monitor = tdcoll.WaitMonitor()
+    signals[0] = tdl.GAVE_UP.value + 3
+    wait_once[(1,)](signals, monitor, ok, 0, tdl.GAVE_UP.value, 1, 0, tdl.CMP_LT)
+    assert int(ok) == 0
+    waits = list(monitor.waits())
+    assert [(wait.peer, wait.epoch, wait.lamport) for wait in waits] == [(1, None, False)]
+    assert watch._described(monitor, waits) == "a kernel has waited 30 s: rank 1 has given up"
+    monitor.calls = Calls((4, 6), "7")
+    assert watch._described(monitor, waits) == "a kernel of group 7 has waited 30 s: rank 6 has given up"
+    assert caught(monitor).epoch == 3
 
-    alone(host)
+
+@alone
+def test_a_barrier_of_a_grid_is_named_without_an_epoch(pe: int) -> None:
+    monitor, (_, ok) = tdcoll.WaitMonitor(rank=5), words()
+    first_in_barrier[(2,)](torch.zeros(1, dtype=torch.int64), monitor, ok)
+    assert int(ok) == 0
+    waits = list(monitor.waits())
+    assert [(wait.peer, wait.epoch) for wait in waits] == [(None, None)]
+    assert watch._described(monitor, waits) == "a kernel has waited 30 s in a barrier of its grid"
+    error = caught(monitor)
+    assert fields(error) == (5, 5, None, None, None, None, 30.0)
+    assert str(error).startswith("rank 5 waited 30 s in grid_barrier for other programs of its launch: they don't")
 
 
-def test_a_wait_that_ends_in_time_leaves_no_notice() -> None:
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        monitor = tdcoll.WaitMonitor()
-        signals[0] = 4
-        wait_once[(1,)](signals, monitor.words, ok, 0, 4, 1, 0, tdl.CMP_GE)
-        assert int(ok) == 1
-        assert list(monitor.waits()) == []
-
-    alone(host)
+@alone
+def test_a_wait_that_ends_in_time_leaves_no_notice(pe: int) -> None:
+    signals, ok = words()
+    monitor = tdcoll.WaitMonitor()
+    signals[0] = 4
+    wait_once[(1,)](signals, monitor.words, ok, 0, 4, 1, 0, tdl.CMP_GE)
+    assert int(ok) == 1
+    assert list(monitor.waits()) == []
 
 
 def test_a_notice_without_a_successor_is_of_a_wait_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,21 +212,19 @@ def test_a_notice_without_a_successor_is_of_a_wait_that_is_over(monkeypatch: pyt
     World(1).run(host)
 
 
-def test_defaults() -> None:
-    def host(pe: int) -> None:
-        monitor = tdcoll.WaitMonitor()
-        assert monitor.timeout_s == 12.5
-        words = monitor.words.tolist()
-        assert words[tdl.MONITOR_TIMEOUT_NS.value] == 12_500_000_000
-        assert words[tdl.MONITOR_RANK.value] == pe
-        assert words[tdl.MONITOR_ABORTED.value] == 0
-        assert monitor.words.dtype is torch.int64
-        assert len(words) == tdl.MONITOR_WORDS.value
-        with tdcoll.CollectiveContext([1, 0], max_bytes_per_rank=16, timeout_s=3) as ctx:
-            assert ctx.monitor.timeout_s == 3.0
-            assert ctx.monitor.words[tdl.MONITOR_RANK.value] == 1 - pe  # the group rank
-
-    World(2, timeout_s=12.5).run(host)
+@on_ranks(2, timeout_s=12.5)
+def test_defaults(pe: int) -> None:
+    monitor = tdcoll.WaitMonitor()
+    assert monitor.timeout_s == 12.5
+    words = monitor.words.tolist()
+    assert words[tdl.MONITOR_TIMEOUT_NS.value] == 12_500_000_000
+    assert words[tdl.MONITOR_RANK.value] == pe
+    assert words[tdl.MONITOR_ABORTED.value] == 0
+    assert monitor.words.dtype is torch.int64
+    assert len(words) == tdl.MONITOR_WORDS.value
+    with tdcoll.CollectiveContext([1, 0], max_bytes_per_rank=16, timeout_s=3) as ctx:
+        assert ctx.monitor.timeout_s == 3.0
+        assert ctx.monitor.words[tdl.MONITOR_RANK.value] == 1 - pe  # the group rank
 
 
 def test_text_of_the_error_where_the_peer_had_given_up() -> None:
@@ -256,23 +241,21 @@ def wait_untold(signals, monitor, came):
     tl.store(came + 2, token)
 
 
-def test_a_kernel_takes_the_monitor_itself_and_waits_need_not_be_told() -> None:
-    def host(pe: int) -> None:
-        signals, came = tdcoll.zeros(2, torch.int64), torch.full((3,), -1, dtype=torch.int32)
-        for by_name in (False, True):
-            monitor = tdcoll.WaitMonitor(timeout_s=1)
-            signals[0] = 3
-            if by_name:
-                wait_untold[(1,)](signals, came=came, monitor=monitor)
-            else:
-                wait_untold[(1,)](signals, monitor, came)
-            assert came.tolist() == [1, 0, 0]
-            text = f"^rank {pe} waited 1 s for a peer: a signal had to reach 3 in epoch 3 and is 0. "
-            with pytest.raises(tdcoll.CollectiveTimeout, match=text) as raised:
-                monitor.check()
-            assert (raised.value.peer, raised.value.signal, raised.value.expected) == (None, None, 3)
-
-    World(1, on_timeout="expire").run(host)
+@on_ranks(1, on_timeout="expire")
+def test_a_kernel_takes_the_monitor_itself_and_waits_need_not_be_told(pe: int) -> None:
+    signals, came = tdcoll.zeros(2, torch.int64), torch.full((3,), -1, dtype=torch.int32)
+    for by_name in (False, True):
+        monitor = tdcoll.WaitMonitor(timeout_s=1)
+        signals[0] = 3
+        if by_name:
+            wait_untold[(1,)](signals, came=came, monitor=monitor)
+        else:
+            wait_untold[(1,)](signals, monitor, came)
+        assert came.tolist() == [1, 0, 0]
+        text = f"^rank {pe} waited 1 s for a peer: a signal had to reach 3 in epoch 3 and is 0. "
+        with pytest.raises(tdcoll.CollectiveTimeout, match=text) as raised:
+            monitor.check()
+        assert (raised.value.peer, raised.value.signal, raised.value.expected) == (None, None, 3)
 
 
 def test_a_report_does_not_name_a_peer_that_was_not_told() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
@@ -24,50 +25,44 @@ def data(pe: int, call: int, count: int = 16) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("how", ["close", "with"])
-def test_closing_tells_what_nobody_has_asked_for(how: str) -> None:
-    def host(pe: int) -> None:
-        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
-        if pe == 1:
-            return
-        tdcoll.all_gather(data(pe, 0), ctx=ctx)
-        with pytest.raises(tdcoll.CollectiveTimeout, match="peer 1"):
-            ctx.close() if how == "close" else ctx.__exit__(None, None, None)
-        assert ctx.closed
-        ctx.close()  # told once
-        with pytest.raises(tdcoll.TdcollError, match="a wait has expired"):
-            tdcoll.barrier()
-
-    World(2, heap_bytes=HEAP, on_timeout="expire").run(host)
+@on_ranks(2, heap_bytes=HEAP, on_timeout="expire")
+def test_closing_tells_what_nobody_has_asked_for(pe: int, how: str) -> None:
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+    if pe == 1:
+        return
+    tdcoll.all_gather(data(pe, 0), ctx=ctx)
+    with pytest.raises(tdcoll.CollectiveTimeout, match="peer 1"):
+        ctx.close() if how == "close" else ctx.__exit__(None, None, None)
+    assert ctx.closed
+    ctx.close()  # told once
+    with pytest.raises(tdcoll.TdcollError, match="a wait has expired"):
+        tdcoll.barrier()
 
 
-def test_a_failed_process_closes_its_healthy_contexts_alone() -> None:
-    def host(pe: int) -> None:
-        healthy = tdcoll.CollectiveContext(max_bytes_per_rank=64)
-        broken = tdcoll.CollectiveContext(max_bytes_per_rank=64)
-        if pe == 1:
-            return
-        tdcoll.all_gather(data(pe, 0), ctx=broken)
-        with pytest.raises(tdcoll.CollectiveTimeout):
-            broken.check()
-        healthy.close()
-        broken.close()
-
-    World(2, heap_bytes=HEAP, on_timeout="expire").run(host)
+@on_ranks(2, heap_bytes=HEAP, on_timeout="expire")
+def test_a_failed_process_closes_its_healthy_contexts_alone(pe: int) -> None:
+    healthy = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+    broken = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+    if pe == 1:
+        return
+    tdcoll.all_gather(data(pe, 0), ctx=broken)
+    with pytest.raises(tdcoll.CollectiveTimeout):
+        broken.check()
+    healthy.close()
+    broken.close()
 
 
 @pytest.mark.parametrize("fits", ["nothing", "inbox only"])
-def test_a_context_that_does_not_fit_takes_nothing(fits: str) -> None:
-    def host(pe: int) -> None:
-        total = tdcoll.heap_info().total
-        per_rank = total if fits == "nothing" else total // 4  # two slots of two ranks: exactly the whole heap
-        with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
-            tdcoll.CollectiveContext(max_bytes_per_rank=per_rank)
-        assert tdcoll.heap_info().used == 0
-        assert not runtime.current().held
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            assert tdcoll.all_gather(data(pe, 1), ctx=ctx).tolist() == [1000] * 16 + [1001] * 16
-
-    World(2, heap_bytes=HEAP).run(host)
+@on_ranks(2, heap_bytes=HEAP)
+def test_a_context_that_does_not_fit_takes_nothing(pe: int, fits: str) -> None:
+    total = tdcoll.heap_info().total
+    per_rank = total if fits == "nothing" else total // 4  # two slots of two ranks: exactly the whole heap
+    with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
+        tdcoll.CollectiveContext(max_bytes_per_rank=per_rank)
+    assert tdcoll.heap_info().used == 0
+    assert not runtime.current().held
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+        assert tdcoll.all_gather(data(pe, 1), ctx=ctx).tolist() == [1000] * 16 + [1001] * 16
 
 
 def _nothing_is_taken() -> None:
@@ -86,15 +81,13 @@ def _nothing_is_taken() -> None:
         ("max_programs", (132, 133)),
     ],
 )
-def test_ranks_that_disagree_on_a_context_take_nothing(name: str, values: tuple[Any, Any]) -> None:
-    def host(pe: int) -> None:
-        given = {"max_bytes_per_rank": 64, name: values[pe]}
-        text = rf"differ in {name} \(rank 0: {values[0]}, rank 1: {values[1]}\)$"
-        with pytest.raises(tdcoll.RankMismatchError, match=text):
-            tdcoll.CollectiveContext(**given)
-        _nothing_is_taken()
-
-    World(2, heap_bytes=HEAP).run(host)
+@on_ranks(2, heap_bytes=HEAP)
+def test_ranks_that_disagree_on_a_context_take_nothing(pe: int, name: str, values: tuple[Any, Any]) -> None:
+    given = {"max_bytes_per_rank": 64, name: values[pe]}
+    text = rf"differ in {name} \(rank 0: {values[0]}, rank 1: {values[1]}\)$"
+    with pytest.raises(tdcoll.RankMismatchError, match=text):
+        tdcoll.CollectiveContext(**given)
+    _nothing_is_taken()
 
 
 PARTS_OF_MAKING = [
@@ -156,14 +149,12 @@ def test_a_sparse_context_needs_ranks_of_a_node_that_can_store_to_each_other(mon
     World(2, heap_bytes=HEAP).run(host)
 
 
-def test_the_exchange_of_a_sparse_context_keeps_to_the_least_budget_of_all_ranks() -> None:
-    def host(pe: int) -> None:
-        for given, most in (([None, None], MAX_PROGRAMS), ([None, 64], 64), ([7, 64], 7), ([1, 2], 6)):
-            with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16, max_programs=given[pe]) as ctx:
-                assert ctx.max_programs == most
-                assert ctx.beside_others == (most < MAX_PROGRAMS)
-
-    World(2, heap_bytes=HEAP).run(host)
+@on_ranks(2, heap_bytes=HEAP)
+def test_the_exchange_of_a_sparse_context_keeps_to_the_least_budget_of_all_ranks(pe: int) -> None:
+    for given, most in (([None, None], MAX_PROGRAMS), ([None, 64], 64), ([7, 64], 7), ([1, 2], 6)):
+        with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16, max_programs=given[pe]) as ctx:
+            assert ctx.max_programs == most
+            assert ctx.beside_others == (most < MAX_PROGRAMS)
 
 
 def test_a_sparse_context_that_could_not_grow_refuses_calls_and_can_be_closed() -> None:
@@ -185,55 +176,45 @@ def test_a_sparse_context_that_could_not_grow_refuses_calls_and_can_be_closed() 
     World(1, heap_bytes=HEAP).run(host)
 
 
-def test_in_place_of_no_bytes_in_debug_mode() -> None:
+@on_ranks(2, heap_bytes=HEAP)
+def test_in_place_of_no_bytes_in_debug_mode(pe: int) -> None:
     """Such a tensor has no address: each rank used to compare where its own heap begins."""
-
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
-            buffer = tdcoll.empty((2, 0))
-            assert tdcoll.all_gather_(buffer, ctx=ctx) is buffer
-            other = [tdcoll.empty(16, torch.int32), tdcoll.empty(16, torch.int32)]
-            with pytest.raises(tdcoll.RankMismatchError, match=r"differ in offset in the symmetric heap \(rank 0: "):
-                tdcoll.all_gather_(other[pe], ctx=ctx)
-            gathered = tdcoll.all_gather_(other[0], ctx=ctx)
-            assert gathered.data_ptr() == other[0].data_ptr()
-
-    World(2, heap_bytes=HEAP).run(host)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
+        buffer = tdcoll.empty((2, 0))
+        assert tdcoll.all_gather_(buffer, ctx=ctx) is buffer
+        other = [tdcoll.empty(16, torch.int32), tdcoll.empty(16, torch.int32)]
+        with pytest.raises(tdcoll.RankMismatchError, match=r"differ in offset in the symmetric heap \(rank 0: "):
+            tdcoll.all_gather_(other[pe], ctx=ctx)
+        gathered = tdcoll.all_gather_(other[0], ctx=ctx)
+        assert gathered.data_ptr() == other[0].data_ptr()
 
 
-def test_contexts_outlive_their_variables() -> None:
+@on_ranks(2, heap_bytes=HEAP)
+def test_contexts_outlive_their_variables(pe: int) -> None:
     """A kernel or a graph may still use the memory of a context that nobody refers to."""
-
-    def host(pe: int) -> None:
-        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
-        held = runtime.current().held
-        assert ctx in held.values()
-        assert ctx.monitor in held.values()
-        ctx.close()
-        assert not held
-
-    World(2, heap_bytes=HEAP).run(host)
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+    held = runtime.current().held
+    assert ctx in held.values()
+    assert ctx.monitor in held.values()
+    ctx.close()
+    assert not held
 
 
-def test_ranks_must_free_the_same_tensor() -> None:
-    def host(pe: int) -> None:
-        tensors = [tdcoll.empty(16), tdcoll.empty(16)]
-        with pytest.raises(tdcoll.RankMismatchError, match="offset of the tensor"):
-            tdcoll.free(tensors[pe])
-        assert tdcoll.heap_info().allocations == 2
-        for tensor in tensors:
-            tdcoll.free(tensor)
-
-    World(2, heap_bytes=HEAP).run(host)
+@on_ranks(2, heap_bytes=HEAP)
+def test_ranks_must_free_the_same_tensor(pe: int) -> None:
+    tensors = [tdcoll.empty(16), tdcoll.empty(16)]
+    with pytest.raises(tdcoll.RankMismatchError, match="offset of the tensor"):
+        tdcoll.free(tensors[pe])
+    assert tdcoll.heap_info().allocations == 2
+    for tensor in tensors:
+        tdcoll.free(tensor)
 
 
-def test_a_subgroup_frees_without_being_told_who_it_is() -> None:
-    def host(pe: int) -> None:
-        if pe != 1:
-            tdcoll.free(tdcoll.empty(16, group=[2, 0]))
-            assert tdcoll.heap_info().used == 0
-
-    World(3, heap_bytes=HEAP).run(host)
+@on_ranks(3, heap_bytes=HEAP)
+def test_a_subgroup_frees_without_being_told_who_it_is(pe: int) -> None:
+    if pe != 1:
+        tdcoll.free(tdcoll.empty(16, group=[2, 0]))
+        assert tdcoll.heap_info().used == 0
 
 
 class Driver:
@@ -293,25 +274,21 @@ def test_the_short_way_is_for_the_bound_stream_outside_of_graphs(bound: int, mon
     World(1, heap_bytes=HEAP).run(host)
 
 
-def test_debug_sees_contexts_used_in_another_order() -> None:
-    def host(pe: int) -> None:
-        first = tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True)
-        second = tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True)
-        with pytest.raises(tdcoll.RankMismatchError, match="all_gather arguments"):
-            tdcoll.all_gather(data(pe, 0), ctx=first if pe == 0 else second)
-
-    World(2, heap_bytes=HEAP).run(host)
+@on_ranks(2, heap_bytes=HEAP)
+def test_debug_sees_contexts_used_in_another_order(pe: int) -> None:
+    first = tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True)
+    second = tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True)
+    with pytest.raises(tdcoll.RankMismatchError, match="all_gather arguments"):
+        tdcoll.all_gather(data(pe, 0), ctx=first if pe == 0 else second)
 
 
-def test_a_context_of_an_ended_job_is_refused() -> None:
-    def host(pe: int) -> None:
-        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
-        runtime.current().closed = True
-        with pytest.raises(tdcoll.NotInitializedError, match="has ended"):
-            tdcoll.all_gather(data(pe, 0), ctx=ctx)
-        ctx.close()
-
-    World(2, heap_bytes=HEAP).run(host)
+@on_ranks(2, heap_bytes=HEAP)
+def test_a_context_of_an_ended_job_is_refused(pe: int) -> None:
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+    runtime.current().closed = True
+    with pytest.raises(tdcoll.NotInitializedError, match="has ended"):
+        tdcoll.all_gather(data(pe, 0), ctx=ctx)
+    ctx.close()
 
 
 def test_the_drop_in_context_grows_as_far_as_the_heap_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,21 +4,21 @@ the simulator's ranks in one process must not change inside of PyTorch's dispatc
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 
 import tdcoll
 from tdcoll import ops
-from tdcoll.testing import World
 
 tdc = torch.ops.tdcoll
 
 
-def run(host: Any, n_pes: int = 2) -> None:
-    World(n_pes, heap_bytes=1 << 24).run(host)
+on = functools.partial(on_ranks, heap_bytes=1 << 24)
 
 
 def given(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -48,20 +48,18 @@ def count(graph: torch.fx.Graph, target: Any) -> int:
     return sum(node.target in (target, getattr(target, "default", None)) for node in graph.nodes)
 
 
-def test_a_compiled_model_is_one_graph_and_is_fused() -> None:
-    def host(pe: int) -> None:
-        model, x, residual = Block(pe), given(1, 3, 64), given(2, 3, 64)
-        with torch.no_grad():
-            wanted = model(x, residual)
-            torch._dynamo.reset()
-            whole = torch.compile(model, fullgraph=True, backend="aot_eager")(x, residual)
-        made, _, n = fused(model, x, residual)
-        for got, want in zip(whole, wanted, strict=True):
-            assert torch.equal(got, want)
-        torch.testing.assert_close(made, wanted)
-        assert n == 2
-
-    run(host, 1)
+@on(1)
+def test_a_compiled_model_is_one_graph_and_is_fused(pe: int) -> None:
+    model, x, residual = Block(pe), given(1, 3, 64), given(2, 3, 64)
+    with torch.no_grad():
+        wanted = model(x, residual)
+        torch._dynamo.reset()
+        whole = torch.compile(model, fullgraph=True, backend="aot_eager")(x, residual)
+    made, _, n = fused(model, x, residual)
+    for got, want in zip(whole, wanted, strict=True):
+        assert torch.equal(got, want)
+    torch.testing.assert_close(made, wanted)
+    assert n == 2
 
 
 class Reused(Block):
@@ -100,27 +98,25 @@ def fused(function: Any, *tensors: torch.Tensor) -> tuple[Any, list[torch.Tensor
 
 
 @pytest.mark.parametrize("kind", [Reused, Scaled])
-def test_what_is_not_the_same_is_not_fused(kind: type[Block]) -> None:
-    run(lambda pe: fused(kind(pe), given(1, 3, 64), given(2, 3, 64))[2] == 0 or pytest.fail("it was fused"), 1)
+@on(1)
+def test_what_is_not_the_same_is_not_fused(pe: int, kind: type[Block]) -> None:
+    assert fused(kind(pe), given(1, 3, 64), given(2, 3, 64))[2] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_norm_without_eps_has_that_of_pytorch(dtype: torch.dtype) -> None:
+@on(1)
+def test_a_norm_without_eps_has_that_of_pytorch(pe: int, dtype: torch.dtype) -> None:
     """Of numbers whose squares are about as large as it."""
+    norm = nn.RMSNorm(64, dtype=dtype)
 
-    def host(pe: int) -> None:
-        norm = nn.RMSNorm(64, dtype=dtype)
+    def layer(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return norm(tdc.all_reduce(x) + residual)
 
-        def layer(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-            return norm(tdc.all_reduce(x) + residual)
-
-        x, residual = (given(seed, 3, 64, dtype=dtype) * 2**-11 for seed in (1, 2))
-        got, _, n = fused(layer, x, residual)
-        assert n == 1
-        with torch.no_grad():
-            torch.testing.assert_close(got, layer(x, residual))
-
-    run(host, 1)
+    x, residual = (given(seed, 3, 64, dtype=dtype) * 2**-11 for seed in (1, 2))
+    got, _, n = fused(layer, x, residual)
+    assert n == 1
+    with torch.no_grad():
+        torch.testing.assert_close(got, layer(x, residual))
 
 
 WEIGHT = given(3, 64)
@@ -170,39 +166,33 @@ def changed_by_an_argument(x: torch.Tensor, residual: torch.Tensor) -> torch.Ten
         (changed_by_an_argument, 0),
     ],
 )
-def test_writes_in_place_are_kept(layer: Any, wanted: int) -> None:
-    def host(pe: int) -> None:
-        tensors = given(1, 3, 64), given(2, 3, 64)
-        results, after, n = fused(layer, *tensors)
-        assert n == wanted
-        torch.testing.assert_close(results, layer(*tensors))
-        for got, want in zip(after, tensors, strict=True):
-            assert torch.equal(got, want)
-
-    run(host, 1)
+@on(1)
+def test_writes_in_place_are_kept(pe: int, layer: Any, wanted: int) -> None:
+    tensors = given(1, 3, 64), given(2, 3, 64)
+    results, after, n = fused(layer, *tensors)
+    assert n == wanted
+    torch.testing.assert_close(results, layer(*tensors))
+    for got, want in zip(after, tensors, strict=True):
+        assert torch.equal(got, want)
 
 
-def test_a_derivative_of_one_row() -> None:
-    def host(pe: int) -> None:
-        ours, theirs = ([given(seed, 64).requires_grad_() for seed in (1, 2, 3)] for _ in "ab")
-        x, residual, weight = theirs
-        nn.functional.rms_norm(x + residual, (64,), weight, 1e-6).square().sum().backward()
-        tdc.all_reduce_rms_norm(*ours)[0].square().sum().backward()
-        for got, want in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(got.grad, want.grad)
-
-    run(host, 1)
+@on(1)
+def test_a_derivative_of_one_row(pe: int) -> None:
+    ours, theirs = ([given(seed, 64).requires_grad_() for seed in (1, 2, 3)] for _ in "ab")
+    x, residual, weight = theirs
+    nn.functional.rms_norm(x + residual, (64,), weight, 1e-6).square().sum().backward()
+    tdc.all_reduce_rms_norm(*ours)[0].square().sum().backward()
+    for got, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
 
 
-def test_names_of_groups() -> None:
-    def host(pe: int) -> None:
-        assert ops.group_name() == ""
-        assert ops.group_name([1, 0]) == "1,0,"
-        assert ops.group_name([pe]) == f"{pe},"
-        with pytest.raises(TypeError, match="group"):
-            ops.group_name(3)
-
-    run(host, 2)
+@on(2)
+def test_names_of_groups(pe: int) -> None:
+    assert ops.group_name() == ""
+    assert ops.group_name([1, 0]) == "1,0,"
+    assert ops.group_name([pe]) == f"{pe},"
+    with pytest.raises(TypeError, match="group"):
+        ops.group_name(3)
 
 
 def test_the_module_is_imported_by_its_name() -> None:

@@ -165,7 +165,7 @@ def large_calls_by_words_are_several_epochs() -> str:
     mine, should = every[rank()], wanted(spec, every)
     few = wanted(spec, [tensor[:1000] for tensor in every])
     with tdcoll.CollectiveContext(max_bytes_per_rank=room) as ctx:
-        launch = launches_of(spec, ctx, mine.nbytes, "auto", options=(mine.dtype, "sum"), dtype=mine.dtype)
+        launch = launches_of(spec, ctx, mine.nbytes, "auto", options=(mine.dtype, "sum"))
         out, inside, less = torch.empty_like(mine), mine.clone(), mine[:1000].clone()
 
         def calls() -> None:
@@ -374,7 +374,7 @@ def some_ranks_replay_what_others_call() -> str:
             should, mine = wanted(spec, every), every[rank()]
             out = torch.empty_like(mine)
             tdcoll.all_reduce(mine, ctx=ctx, out=out)
-            plan = launches_of(spec, ctx, mine.nbytes, "auto", options=(dtype, "sum"), dtype=dtype).plan
+            plan = launches_of(spec, ctx, mine.nbytes, "auto", options=(dtype, "sum")).plan
             plans.append(f"{mine.nbytes >> 10} KB {plan.algorithm}")
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()

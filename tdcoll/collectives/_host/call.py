@@ -20,7 +20,6 @@ import torch
 
 from tdcoll import arguments, runtime
 from tdcoll.calls import Made, kind_of
-from tdcoll.collectives._host.gradient import attach, linear
 from tdcoll.collectives._host.launches import Launches, launches_of
 from tdcoll.collectives._host.pool import pooled, strided_bytes
 from tdcoll.collectives._host.registered import Registered, deltas_to, lies_in_heap, place_of
@@ -28,7 +27,8 @@ from tdcoll.collectives._host.spec import Collective
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.reduce import OPERATIONS, check_dtype, check_operation, operation_name
 
-__all__ = ["Ready", "again", "check_context", "check_tensor", "make", "overlap", "spec_of", "unchecked", "usable"]
+__all__ = ["Ready", "again", "check_context", "check_tensor", "derivative", "make", "overlap", "spec_of"]
+__all__ += ["unchecked", "usable"]
 
 _STRIDED = torch.strided
 
@@ -87,6 +87,10 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
 # ---------------------------------------------------------------------- the fast path
 
 
+Place = Callable[..., tuple[Any, tuple[Any, ...]] | None]
+"""As :attr:`Ready.place`."""
+
+
 class Ready(NamedTuple):
     """A call that a context has made, as it is made again.
 
@@ -99,7 +103,7 @@ class Ready(NamedTuple):
     """
 
     made: Made
-    place: Callable[..., tuple[Any, tuple[Any, ...]] | None]
+    place: Place
     run: Callable[..., None]
     registered: Registered | None = None
 
@@ -182,7 +186,13 @@ def make(
     if requiring and out is None and not in_place:
         plain = {"op": op, "ctx": ctx, "algorithm": algorithm, "symmetric": symmetric}
         made = make(spec, tensor.detach(), **plain, names=names, gradient=True)
-        return attach(tensor, made, lambda grad: _derivative(spec, grad, group, given, name))
+
+        def adjoint(spec: Collective, grad: torch.Tensor, op: str | None) -> torch.Tensor:
+            return make(spec, grad, op=op, group=group, ctx=given)
+
+        back = functools.partial(derivative, spec, op=name, world=ctx.world_size, call=adjoint)
+        attached: torch.Tensor = _Attached.apply(tensor, made, back)
+        return attached
     result, ready = _first(spec, tensor, ctx, out, algorithm, op, name, symmetric, in_place, names, gradient, requiring)
     if key is not None:
         _remember(ctx, key, ready, tensor if spec.reaches_tensor or in_place else out)
@@ -195,21 +205,59 @@ def spec_of(name: str) -> Collective:
     return spec
 
 
-def _derivative(
-    spec: Collective, grad: torch.Tensor, group: runtime.Group, ctx: CollectiveContext | None, op: Any
+# ---------------------------------------------------------------------- gradients
+
+
+class _Attached(torch.autograd.Function):
+    """The node of the autograd graph for a result ``made``, which has been computed from ``tensor``.
+
+    ``derivative`` takes the contiguous gradient of ``made`` to that of ``tensor``, of as many elements. The collective
+    is not called in here, because in the simulator's ``World`` the ranks of a process take turns during a call, and
+    would see this rank's grad mode.
+    """
+
+    @staticmethod
+    def forward(
+        node: Any, tensor: torch.Tensor, made: torch.Tensor, derivative: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        node.mark_dirty(made)  # `made` itself is returned, no view of it
+        node.shape, node.derivative = tensor.shape, derivative
+        return made
+
+    @staticmethod
+    def backward(node: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return node.derivative(grad.resolve_conj().resolve_neg().contiguous()).view(node.shape), None, None
+
+
+def derivative(
+    spec: Collective,
+    grad: torch.Tensor,
+    op: Any,
+    world: int,
+    call: Callable[[Collective, torch.Tensor, str | None], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the gradient of a call's tensor, given that of its result: a call of the adjoint collective."""
+    """Return the gradient of a call's tensor, given that of its result.
+
+    Args:
+        op, world: operation and ranks of the call.
+        call: ``(adjoint, gradient, op) ->`` the result of a call of the adjoint collective.
+
+    Raises:
+        ValueError: the reduction has no derivative.
+    """
     adjoint = spec_of(spec.adjoint)
-    if spec.reduces:
-        op = linear(spec.name, op)
+    if not spec.reduces:
+        op = "sum"
+    elif op not in ("sum", "mean"):
+        raise ValueError(
+            f"op must be 'sum' or 'mean' where a gradient goes back through tdcoll.{spec.name}; got {op!r}. Pass "
+            "tensor.detach(), or make the call under torch.no_grad(), if no gradient is wanted"
+        )
     if not adjoint.reduces:
-        if op == "mean":
-            grad = grad / (ctx or pooled(adjoint, grad, group)).world_size
-        return make(adjoint, grad, group=group, ctx=ctx)
+        return call(adjoint, grad / world if op == "mean" else grad, None)
     if grad.is_complex():
-        parts = make(adjoint, torch.view_as_real(grad), op=op or "sum", group=group, ctx=ctx)
-        return torch.view_as_complex(parts)
-    return make(adjoint, grad, op=op or "sum", group=group, ctx=ctx)
+        return torch.view_as_complex(call(adjoint, torch.view_as_real(grad), op))
+    return call(adjoint, grad, op)
 
 
 # ---------------------------------------------------------------------- the slow path
@@ -262,26 +310,25 @@ def _first(
             segment,
             algorithm,
             options=options,
-            dtype=tensor.dtype if spec.reduces else None,
             in_place=in_place or into,
             symmetric=symmetric and not into,
             deltas=deltas,
         )
-        if into:
-            ready = _gathering(spec, ctx, segment, launches)
-            base = out.data_ptr() or ctx.inbox.data_ptr()
-            return launches, ready, out, (base + ctx.rank * segment, base)
-        if in_place:
-            ready = _in_place(operation, ctx, segment, launches)
-            base = tensor.data_ptr() or ctx.inbox.data_ptr()  # a tensor of no bytes has no address
-            return launches, ready, tensor, (base + ctx.rank * segment, base)
-        registered, result = Registered(ctx) if symmetric else None, out
-        if out is None:
-            result = torch.empty(spec.results(tensor.shape, world)[0], dtype=tensor.dtype, device=ctx.device)
-            ready = _making(spec, ctx, result, launches, registered)
+        registered, run, result = Registered(ctx) if symmetric or in_place else None, launches.run, out
+        if in_place or into:
+            place, result = _reaching(ctx, segment, launches, registered), tensor if in_place else out
+            base = result.data_ptr() or ctx.inbox.data_ptr()  # a tensor of no bytes has no address
+            addresses = base + ctx.rank * segment, base
+            if into:
+                run = functools.partial(_bring_and_run, ctx.rank, world, run)
         else:
-            ready = _filling(spec, ctx, segment, launches, registered)
-        return launches, ready, result, (tensor.data_ptr(), result.data_ptr())
+            if out is None:
+                result = torch.empty(spec.results(tensor.shape, world)[0], dtype=tensor.dtype, device=ctx.device)
+                place = _making(result, registered)
+            else:
+                place = _filling(spec, ctx, segment, registered)
+            addresses = tensor.data_ptr(), result.data_ptr()
+        return launches, Ready(kind_of(operation, *launches.counts), place, run, registered), result, addresses
 
     facts = {
         "bytes": strided_bytes(tensor),
@@ -295,7 +342,7 @@ def _first(
     with ctx.calling(operation, facts, prepare) as (launches, ready, result, addresses):
         ctx.noted(ready.made)
         if into:
-            _bring(tensor, out, ctx)
+            _bring(tensor, out, ctx.rank, world)
         launches(*addresses)
     return result, ready
 
@@ -342,48 +389,42 @@ def _remember(ctx: CollectiveContext, key: Hashable, ready: Ready, shared: Any) 
         known.registered.add(shared)
 
 
-def _in_place(operation: str, ctx: CollectiveContext, segment: int, launches: Launches) -> Ready:
-    registered, own, in_buffer = Registered(ctx), ctx.rank * segment, launches.in_buffer
+def _reaching(ctx: CollectiveContext, segment: int, launches: Launches, registered: Any) -> Place:
+    """Place calls whose peers write into the caller's memory: the tensor, or an ``out`` into which this rank's segment
+    is copied first."""
+    own, total, in_buffer = ctx.rank * segment, ctx.world_size * segment, launches.in_buffer
 
-    def place(buffer: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
-        if not registered.holds(buffer):
+    def place(tensor: torch.Tensor, out: torch.Tensor | None = None) -> tuple[Any, tuple[Any, ...]] | None:
+        whole = tensor if out is None else out
+        if not registered.holds(whole):
             return None
-        base = buffer.data_ptr()
-        return buffer, (base + own, 0, base) if in_buffer else (base + own, base)
+        base = whole.data_ptr()
+        addresses = (base + own, 0, base) if in_buffer else (base + own, base)
+        if out is None:
+            return whole, addresses
+        return None if overlap(tensor.data_ptr(), segment, base, total, own) else (out, (tensor, out, *addresses))
 
-    return Ready(kind_of(operation, *launches.counts), place, launches.run, registered)
-
-
-def _gathering(spec: Collective, ctx: CollectiveContext, segment: int, launches: Launches) -> Ready:
-    """Return what calls are made with that gather in symmetric memory, into which this rank's segment is copied."""
-    registered, own, in_buffer = Registered(ctx), ctx.rank * segment, launches.in_buffer
-
-    def place(tensor: torch.Tensor, out: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
-        source, base = tensor.data_ptr(), out.data_ptr()
-        if not registered.holds(out) or overlap(source, segment, base, segment * ctx.world_size, own):
-            return None
-        return out, (tensor, out, (base + own, 0, base) if in_buffer else (base + own, base))
-
-    def run(stream: int, tensor: torch.Tensor, out: torch.Tensor, addresses: tuple[int, ...]) -> None:
-        _bring(tensor, out, ctx)
-        launches.run(stream, *addresses)
-
-    return Ready(kind_of(spec.name, *launches.counts), place, run, registered)
+    return place
 
 
-def _bring(tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) -> None:
+def _bring_and_run(
+    rank: int, world: int, run: Callable[..., None], stream: int, tensor: torch.Tensor, out: torch.Tensor, *given: int
+) -> None:
+    _bring(tensor, out, rank, world)
+    run(stream, *given)
+
+
+def _bring(tensor: torch.Tensor, out: torch.Tensor, rank: int, world: int) -> None:
     """Copy this rank's segment to its place in ``out``, on the current stream, if it isn't there."""
-    own = out.detach().view(ctx.world_size, tensor.numel())[ctx.rank]
+    own = out.detach().view(world, tensor.numel())[rank]
     if own.data_ptr() != tensor.data_ptr():
         own.copy_(tensor.detach().view(-1))
 
 
-def _making(
-    spec: Collective, ctx: CollectiveContext, result: torch.Tensor, launches: Launches, registered: Registered | None
-) -> Ready:
-    """Return what calls are made with that make a result like ``result``."""
+def _making(result: torch.Tensor, registered: Registered | None) -> Place:
+    """Place calls that make a result like ``result``."""
     # Extents one by one take half the time of a tuple. A scalar has none, and is made of the tuple.
-    empty = functools.partial(torch.empty, *(result.shape or [()]), dtype=result.dtype, device=ctx.device)
+    empty = functools.partial(torch.empty, *(result.shape or [()]), dtype=result.dtype, device=result.device)
 
     def place(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
         if registered is not None and not registered.holds(tensor):
@@ -391,13 +432,11 @@ def _making(
         made = empty()
         return made, (tensor.data_ptr(), made.data_ptr())
 
-    return Ready(kind_of(spec.name, *launches.counts), place, launches.run, registered)
+    return place
 
 
-def _filling(
-    spec: Collective, ctx: CollectiveContext, segment: int, launches: Launches, registered: Registered | None = None
-) -> Ready:
-    """Return what calls are made with whose result is given."""
+def _filling(spec: Collective, ctx: CollectiveContext, segment: int, registered: Registered | None = None) -> Place:
+    """Place calls whose result is given."""
     world, reaches_tensor = ctx.world_size, spec.reaches_tensor
     nbytes, total = (segment * world if whole else segment for whole in (spec.scatters, spec.gathers))
     at = spec.may_overlap_at(segment, ctx.rank)
@@ -408,7 +447,7 @@ def _filling(
         source, target = tensor.data_ptr(), out.data_ptr()
         return None if overlap(source, nbytes, target, total, at) else (out, (source, target))
 
-    return Ready(kind_of(spec.name, *launches.counts), place, launches.run, registered)
+    return place
 
 
 def unchecked(
@@ -420,12 +459,10 @@ def unchecked(
         The record with which :func:`again` makes calls, of tensors of the same numbers of elements and dtypes.
     """
     segment = spec.segment_bytes(tensor.nbytes, ctx.world_size)
-    options, dtype = ((tensor.dtype, op), tensor.dtype) if spec.reduces else (None, None)
+    options = (tensor.dtype, op) if spec.reduces else None
     facts = {"bytes": tensor.nbytes, "dtype": tensor.dtype, "op": op}
-    with ctx.calling(
-        spec.name, facts, lambda: launches_of(spec, ctx, segment, options=options, dtype=dtype)
-    ) as launches:
-        ready = _filling(spec, ctx, segment, launches)
+    with ctx.calling(spec.name, facts, lambda: launches_of(spec, ctx, segment, options=options)) as launches:
+        ready = Ready(kind_of(spec.name, *launches.counts), _filling(spec, ctx, segment), launches.run)
         ctx.noted(ready.made)
         launches(tensor.data_ptr(), out.data_ptr())
     return ready

@@ -10,7 +10,7 @@ Triton compiled says which arguments are parameters, and the PTX how many the dr
 blocks of the one before it on the stream still run. Its kernel begins with
 :func:`tdcoll.primitives.group.in_stream_order`, which waits until that one is over, and only then lets the next begin
 likewise. That takes three things, each useless without the others: a kernel is compiled with ``launch_pdl`` if its text
-begins so (:func:`_options`); the function is compiled to the wait in kernels with ``launch_pdl``, and to nothing in
+begins so (:class:`Launch`); the function is compiled to the wait in kernels with ``launch_pdl``, and to nothing in
 others; and the driver is asked for it where Triton's metadata say ``launch_pdl``.
 
 Why nothing waits for ever. A launch lets the next begin when *all* of its blocks have said so or ended. By then all of
@@ -86,16 +86,6 @@ def _early_launches() -> bool:
     from triton.backends.nvidia.compiler import CUDAOptions
 
     return any(field.name == "launch_pdl" for field in dataclasses.fields(CUDAOptions))
-
-
-def _options(kernel: Any, num_warps: int, early: bool, maxnreg: int | None = None) -> dict[str, Any]:
-    """Triton's options of a launch; ``launch_pdl`` only for a kernel that waits for what was launched before."""
-    options: dict[str, Any] = {"num_warps": num_warps}
-    if maxnreg is not None:
-        options["maxnreg"] = maxnreg
-    if early and getattr(kernel, "begins_in_stream_order", False) and _early_launches():
-        options["launch_pdl"] = True
-    return options
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -280,7 +270,11 @@ class Launch:
                 f"order; its parameters are {', '.join(order)}"
             )
         self._kernel, self._changing = kernel, tuple(changing)
-        self._options = _options(kernel, num_warps, early, maxnreg)
+        self._options: dict[str, Any] = {"num_warps": num_warps}
+        if maxnreg is not None:
+            self._options["maxnreg"] = maxnreg
+        if early and getattr(kernel, "begins_in_stream_order", False) and _early_launches():
+            self._options["launch_pdl"] = True
         self._grid = _grid(programs)
         self._prepared: _Prepared | None = None
         self._device = 0

@@ -33,7 +33,6 @@ __all__ += [
     "make_routes",
     "of_words",
     "on_device",
-    "plan_of",
     "prepare",
     "routes_beside_stores",
     "sections_of",
@@ -185,7 +184,7 @@ def routes_beside_stores(ctx: CollectiveContext, operation: str) -> Routes:
 
 
 class Launches:
-    """The launches of one kind of call: one, or one for each epoch of a larger call.
+    """The launches of one kind of call, prepared: one, or one for each epoch of a larger call.
 
     Args:
         algorithm: of the calls.
@@ -195,7 +194,8 @@ class Launches:
         plan: of the first epoch.
         in_buffer: peers write to the caller's buffer.
         counts: epochs and Lamport calls of a call, and whether the epochs are even: see :class:`~tdcoll.calls.Made`.
-        run: launches, given the handle of a stream and :meth:`addresses`.
+        run: launches, given the handle of a stream and the addresses of source and result, or, if peers write to the
+            caller's buffer, of source, nothing and the buffer.
     """
 
     def __init__(self, algorithm: Algorithm, calls: list[Planned]) -> None:
@@ -233,23 +233,12 @@ class Launches:
         size = byte_text(sum(call.facts.nbytes for call in calls))
         run = in_epochs if len(calls) > 1 else only.__call__
         self.run: Callable[..., None] = ranged(f"tdcoll.{form}[{first.plan.algorithm}, {size}]", run)
+        prepare(self._context, operation, self._variant, self._launches)  # what fails leaves the context as it was
 
     def __call__(self, source: int, out: int) -> None:
         """Make the call on the current stream, given the addresses of tensor and result, or of segment and buffer."""
         self._context.wait_for_loads(self._operation, self._variant)
-        self.run(self._context.current_stream(), *self.addresses(source, out))
-
-    def addresses(self, source: int, out: int) -> tuple[int, ...]:
-        """Return what :attr:`run` takes: an inbox of the caller's memory is a third address, and has no result."""
-        return (source, 0, out) if self.in_buffer else (source, out)
-
-    def prepare(self) -> None:
-        """Compile and load the kernels, before the call begins: what fails here leaves the context as it was.
-
-        Raises:
-            ContextError: a CUDA graph is being captured, and the context has made no call of this kind yet.
-        """
-        prepare(self._context, self._operation, self._variant, self._launches)
+        self.run(self._context.current_stream(), *((source, 0, out) if self.in_buffer else (source, out)))
 
 
 def facts_of(ctx: CollectiveContext | Prospect, nbytes: int, dtype: torch.dtype | None = None, **more: Any) -> Facts:
@@ -277,8 +266,7 @@ def launches_of(
     nbytes: int,
     algorithm: Any = "auto",
     *,
-    options: Hashable = None,
-    dtype: torch.dtype | None = None,
+    options: Any = None,
     in_place: bool = False,
     symmetric: bool = False,
     deltas: torch.Tensor | None = None,
@@ -288,8 +276,7 @@ def launches_of(
     Args:
         nbytes: of a segment.
         algorithm: a name or a Plan, not checked yet.
-        options: what else the kernels depend on; of reductions dtype and operation.
-        dtype: if elements are reduced.
+        options: dtype and operation of a reduction.
         in_place: peers write to the caller's buffer.
         symmetric: peers may reach the caller's tensor or result.
         deltas: from addresses in the caller's memory to the same on each rank, by :func:`~.registered.deltas_to`.
@@ -300,32 +287,27 @@ def launches_of(
     """
     if not isinstance(algorithm, (str, Plan)):
         arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
-    key = _key(spec, nbytes, algorithm, options, in_place, symmetric)
+    key: tuple[Hashable, ...] = (spec.name, nbytes, algorithm, options, in_place, symmetric)
     elsewhere = deltas is not None and deltas is not ctx.device_group.deltas
     if elsewhere:
         key += (id(deltas),)  # the context keeps it
 
     def make() -> Launches:
-        facts = facts_of(ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric)
+        facts = facts_of(ctx, nbytes, options and options[0], in_place=in_place, symmetric=symmetric)
         if elsewhere:
             facts = replace(facts, puts=False)
         if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
             sections = sections_of(spec, ctx)
             _log.debug("%s", explain_call(spec, facts, algorithm, sections, ctx.tuning.name).line)
-        return launches_by(spec, ctx, facts, plan_of(spec, ctx, facts, algorithm), options, deltas)
+        plan = spec.decide_call(facts, algorithm, sections_of(spec, ctx))[0].plan
+        return launches_by(spec, ctx, facts, plan, options, deltas)
 
     return ctx.once(key, make)
 
 
-def _key(
-    spec: Collective, nbytes: int, algorithm: str | Plan, options: Hashable, in_place: bool, symmetric: bool
-) -> tuple[Hashable, ...]:
-    return (spec.name, nbytes, algorithm, options, in_place, symmetric)
-
-
 def is_prepared(spec: Collective, ctx: CollectiveContext, nbytes: int, options: Hashable) -> bool:
     """Return whether :func:`launches_of` has made the launches of such calls, by ``"auto"`` in ordinary memory."""
-    return _key(spec, nbytes, "auto", options, False, False) in ctx.known
+    return (spec.name, nbytes, "auto", options, False, False) in ctx.known
 
 
 def launches_by(
@@ -345,14 +327,7 @@ def launches_by(
             plan = spec.choose(part, plan.algorithm, sections_of(spec, ctx))
         width = algorithm.extent(part).width if algorithm.words else 0
         calls.append(Planned(spec.name, ctx, part, plan, options, facts.nbytes, width, deltas))
-    made = Launches(algorithm, calls)
-    made.prepare()
-    return made
-
-
-def plan_of(spec: Collective, ctx: CollectiveContext, facts: Facts, algorithm: str | Plan) -> Plan:
-    """Return the plan of a call, or of the first epoch of a larger one, whose algorithm is that of the whole."""
-    return spec.decide_call(facts, algorithm, sections_of(spec, ctx))[0].plan
+    return Launches(algorithm, calls)
 
 
 def sections_of(spec: Collective, ctx: CollectiveContext) -> tuple[Section, ...]:

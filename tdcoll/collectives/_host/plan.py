@@ -116,15 +116,9 @@ class Facts:
     Attributes:
         nbytes: of one segment, which is what one rank sends to another.
         topology: the group.
-        capacity: the most that the context's inbox holds of one rank's segment, in bytes.
-        ll_bytes: the most that the context can send by LL; -1 if its ranks cannot store to each other's memory inside
-            each node.
-        stores: whether the ranks of a node can store to each other's memory.
+        capacity, ll_bytes, stores, lamport_bytes, channels, max_programs: of the :class:`~tdcoll.CollectiveContext`;
+            ``lamport_bytes`` is 0 also where the dtype has values that no Lamport word can be told from.
         puts: whether the job has NVSHMEM's puts.
-        lamport_bytes: the most that the context can send by words which announce themselves; 0 also where the dtype has
-            values that no such word can be told from.
-        channels: the most chunks that the context has signals for.
-        max_programs: the most programs of a launch on the context.
         itemsize: bytes of an element; 1 where bytes are moved as they are.
         in_place: whether peers write to the caller's buffer, as in :func:`tdcoll.all_gather_`. Passing
             ``out=input`` doesn't set this, because one rank may do so while another doesn't.

@@ -24,7 +24,8 @@ from tdcoll.runtime import Runtime
 from tdcoll.runtime.cuda import multiprocessors
 from tdcoll.runtime.topology import Topology
 from tdcoll.sizes import ContextSizes, context_sizes
-from tdcoll.tuning.agreement import Tuning, local
+from tdcoll.tuning import Table
+from tdcoll.tuning.agreement import local
 
 __all__ = ["Pool", "Prospect", "give_back_programs", "on", "pooled", "prospect", "sizes_for", "strided_bytes"]
 __all__ += ["take_programs"]
@@ -204,7 +205,7 @@ class Pool:
             try:
                 return self._first_that_fits(generous, nbytes)
             except HeapExhaustedError:
-                self.context = self._first_that_fits(size)
+                self.context = self._first_that_fits(size, size)
                 raise
         if captured:
             self._kept.append(old)  # type: ignore[arg-type]
@@ -212,26 +213,23 @@ class Pool:
             old.close()
         return made
 
-    def _first_that_fits(self, *sizes: int) -> CollectiveContext:
-        problem: HeapExhaustedError | None = None
-        for size in dict.fromkeys(sizes):
-            try:
-                with on(self._owner.device):
-                    made = CollectiveContext(
-                        self._ranks,
-                        max_bytes_per_rank=size,
-                        lamport_bytes=self._lamport_bytes,
-                        max_programs=self._programs or None,
-                        timeout_s=self._timeout_s,
-                        debug=self._debug,
-                        _call=self._call,
-                    )
-            except HeapExhaustedError as error:  # on all ranks
-                problem = error
-            else:
-                return made
-        assert problem is not None
-        raise problem
+    def _first_that_fits(self, size: int, least: int) -> CollectiveContext:
+        """Make a context for ``size`` bytes per rank or, if the heap is too small, for ``least``."""
+        try:
+            with on(self._owner.device):
+                return CollectiveContext(
+                    self._ranks,
+                    max_bytes_per_rank=size,
+                    lamport_bytes=self._lamport_bytes,
+                    max_programs=self._programs or None,
+                    timeout_s=self._timeout_s,
+                    debug=self._debug,
+                    _call=self._call,
+                )
+        except HeapExhaustedError:  # on all ranks
+            if size == least:
+                raise
+        return self._first_that_fits(least, least)
 
     def _all(self) -> Iterator[CollectiveContext]:
         yield from self._kept
@@ -283,7 +281,7 @@ def pooled(
     name = operation or spec.name
     pool: Pool | None = owner.contexts.get((name, ranks))
     if pool is None:
-        pool = Pool(owner, ranks, name, lamport_bytes=_lamport_bytes(spec))
+        pool = Pool(owner, ranks, name, lamport_bytes=spec.lamport_bytes)
         owner.contexts[name, ranks] = pool
     segment = spec.segment_bytes(strided_bytes(tensor), len(ranks))
     nbytes = spec.inbox(segment, len(ranks), owner.heap.nbytes)
@@ -296,10 +294,6 @@ def pooled(
     return pool.context
 
 
-def _lamport_bytes(spec: Collective) -> int | None:
-    return None if spec.reduces else 0
-
-
 @dataclass(frozen=True)
 class Prospect:
     """The facts of a context of tdcoll's own that isn't there yet, by the names that a context has for them."""
@@ -310,7 +304,7 @@ class Prospect:
     ll_bytes: int
     lamport_bytes: int
     stores: bool
-    tuning: Tuning
+    tuning: Table
     channels: int = CHANNELS
     max_programs: int = MAX_PROGRAMS
 
@@ -336,9 +330,7 @@ def prospect(spec: Collective, segment: int, group: runtime.Group, operation: st
     topology = job.topology(ranks)
     stores = all(job.heap.peer_base(topology.pes[rank]) for rank in topology.members[topology.node])
     sizes = sizes_for(spec, nbytes, topology, job.heap.nbytes, job.heap_info.free, old, stores)
-    return Prospect(
-        job, topology, sizes.capacity, sizes.ll_bytes, sizes.lamport_bytes, stores, local(job, ranks)
-    )  # fmt: skip
+    return Prospect(job, topology, sizes.capacity, sizes.ll_bytes, sizes.lamport_bytes, stores, local(job, ranks))
 
 
 def sizes_for(
@@ -360,10 +352,8 @@ def sizes_for(
     """
     for size in dict.fromkeys((_generous(old, nbytes), nbytes)):
         sizes = context_sizes(
-            topology, heap_bytes, stores=stores, max_bytes_per_rank=size, lamport_bytes=_lamport_bytes(spec)
+            topology, heap_bytes, stores=stores, free=free, max_bytes_per_rank=size, lamport_bytes=spec.lamport_bytes
         )
-        if sizes.heap_bytes > free and sizes.lamport_bytes >= 16:
-            sizes = sizes.with_less_lamport()
         if sizes.heap_bytes <= free:
             break
     return sizes

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT", "REQUESTED", "TABLE", "WORLD", "Algorithm", "Collective", "Decision"]
 
+FEW_BLOCKS = (30, 4 << 20), (13, 1 << 20)
+"""``(blocks, bytes)``: on a context with fewer thread blocks, the backend handles no more than so many bytes."""
+
 WORLD = "world"
 """In :attr:`Collective.segments`: one segment for each rank of the group."""
 
@@ -123,7 +126,6 @@ class Collective:
         handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed`` handles by default: up
             to there, calls of 2 GPUs take no longer than NCCL's (``benchmarks/backend_calls.py`` measures it).
         handled_bytes_of_more: the same for more than 2 ranks, by measurements on 4 GPUs.
-        few_blocks: ``(blocks, bytes)``: on a context with fewer thread blocks, it handles no more than so many bytes.
     """
 
     name: str
@@ -137,7 +139,6 @@ class Collective:
     in_place: bool = False
     handled_bytes: int = 16 << 20
     handled_bytes_of_more: int = 4 << 20
-    few_blocks: tuple[tuple[int, int], ...] = ((30, 4 << 20), (13, 1 << 20))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -151,7 +152,7 @@ class Collective:
     def handled_with(self, blocks: int, world: int) -> int:
         """Return the largest segment that the backend handles by default on a context of so many thread blocks and
         ranks."""
-        limits = [nbytes for least, nbytes in self.few_blocks if blocks < least]
+        limits = [nbytes for least, nbytes in FEW_BLOCKS if blocks < least]
         return min([self.handled_bytes_of_more if world > 2 else self.handled_bytes, *limits])
 
     # ------------------------------------------------------------------ shapes
@@ -192,6 +193,11 @@ class Collective:
     def inbox(self, segment: int, world: int, heap_bytes: int) -> int:
         """Return the ``max_bytes_per_rank`` of a context that tdcoll makes by itself for such calls."""
         return min(self.capacity(segment, world), inbox_bytes(world, heap_bytes))
+
+    @property
+    def lamport_bytes(self) -> int | None:
+        """The ``lamport_bytes`` of such a context."""
+        return None if self.reduces else 0
 
     def may_overlap_at(self, segment: int, rank: int) -> int | None:
         """Return how many bytes behind the caller's tensor the result may begin if the two share memory.
@@ -323,8 +329,8 @@ class Collective:
                 f"{plan.chunk} bytes"
             )
         # No more blocks of words than carry something: others would wait for puts that no block makes.
-        signalled = facts.channels // extent.signals
-        if not algorithm.any_blocks:
+        signalled = facts.channels // (1 if algorithm.copies else extent.signals)  # copies have one signal together
+        if algorithm.copies or not algorithm.any_blocks:
             signalled = most_channels(replace(facts, channels=signalled))
         most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
         if not 1 <= plan.channels <= most:

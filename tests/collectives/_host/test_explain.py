@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
@@ -57,22 +58,20 @@ def test_it_says_what_the_call_does(name: str, ranks_per_node: int | None) -> No
     World(N, ranks_per_node=ranks_per_node).run(host)
 
 
-def test_calls_in_place_and_of_several_epochs() -> None:
-    def host(pe: int) -> None:
-        buffer = tdcoll.zeros(N * 64, torch.float32)
-        said = tdcoll.explain("all_gather", buffer, in_place=True)
-        assert (said.nbytes, said.epochs) == (256, 1)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 10) as ctx:
-            tdcoll.all_gather_(buffer, ctx=ctx)
-            assert launched(ctx)[-1] == tuple(getattr(said, field) for field in PLAN)
-            large = tdcoll.explain("all_gather", (10 << 10,), dtype=torch.uint8, ctx=ctx)
-            assert large.epochs == 10
-            assert ", 10 epochs (" in large.line
-        with pytest.raises(ValueError, match=r"^in_place must be False: there is no tdcoll\.all_to_all_"):
-            tdcoll.explain("all_to_all", 4, in_place=True)
-        assert tdcoll.explain("all_reduce", 4, in_place=True) == tdcoll.explain("all_reduce", 4)
-
-    World(N).run(host)
+@on_ranks(N)
+def test_calls_in_place_and_of_several_epochs(pe: int) -> None:
+    buffer = tdcoll.zeros(N * 64, torch.float32)
+    said = tdcoll.explain("all_gather", buffer, in_place=True)
+    assert (said.nbytes, said.epochs) == (256, 1)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 10) as ctx:
+        tdcoll.all_gather_(buffer, ctx=ctx)
+        assert launched(ctx)[-1] == tuple(getattr(said, field) for field in PLAN)
+        large = tdcoll.explain("all_gather", (10 << 10,), dtype=torch.uint8, ctx=ctx)
+        assert large.epochs == 10
+        assert ", 10 epochs (" in large.line
+    with pytest.raises(ValueError, match=r"^in_place must be False: there is no tdcoll\.all_to_all_"):
+        tdcoll.explain("all_to_all", 4, in_place=True)
+    assert tdcoll.explain("all_reduce", 4, in_place=True) == tdcoll.explain("all_reduce", 4)
 
 
 def test_reasons() -> None:
@@ -106,23 +105,21 @@ def test_reasons() -> None:
     assert (only.algorithm, only.reason, len(only.unsupported)) == ("1d", "supports", 6)
 
 
-def test_the_fused_call() -> None:
-    def host(pe: int) -> None:
-        x = torch.ones(8, 64)
-        for algorithm in ("auto", "one_shot", "composed"):
-            said = tdcoll.explain("all_reduce_rms_norm", (8, 64), algorithm=algorithm)
-            assert said == tdcoll.explain("all_reduce_rms_norm", x, algorithm=algorithm)
-            assert said.reason == ("default" if algorithm == "auto" else "requested")
-        with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12, lamport_bytes=64) as ctx:
-            said = tdcoll.explain("all_reduce_rms_norm", x, ctx=ctx)
-            assert (said.algorithm, said.reason) == ("composed", "supports")
-            assert "needs lamport_bytes=2048 or more" in str(said)
-            refused = tdcoll.explain("all_reduce_rms_norm", x, ctx=ctx, algorithm="one_shot")
-            assert refused.algorithm is None
-        with pytest.raises(ValueError, match=r"^tensor must have rows of at most 16384 elements, a multiple of 4 of"):
-            tdcoll.explain("all_reduce_rms_norm", (8, 63))
-
-    World(2).run(host)
+@on_ranks(2)
+def test_the_fused_call(pe: int) -> None:
+    x = torch.ones(8, 64)
+    for algorithm in ("auto", "one_shot", "composed"):
+        said = tdcoll.explain("all_reduce_rms_norm", (8, 64), algorithm=algorithm)
+        assert said == tdcoll.explain("all_reduce_rms_norm", x, algorithm=algorithm)
+        assert said.reason == ("default" if algorithm == "auto" else "requested")
+    with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12, lamport_bytes=64) as ctx:
+        said = tdcoll.explain("all_reduce_rms_norm", x, ctx=ctx)
+        assert (said.algorithm, said.reason) == ("composed", "supports")
+        assert "needs lamport_bytes=2048 or more" in str(said)
+        refused = tdcoll.explain("all_reduce_rms_norm", x, ctx=ctx, algorithm="one_shot")
+        assert refused.algorithm is None
+    with pytest.raises(ValueError, match=r"^tensor must have rows of at most 16384 elements, a multiple of 4 of"):
+        tdcoll.explain("all_reduce_rms_norm", (8, 63))
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, 2])
@@ -198,9 +195,7 @@ def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -
         ({"op": "xor"}, ValueError, "op must be"),
     ],
 )
-def test_wrong_arguments(given: dict[str, Any], error: type[Exception], text: str) -> None:
-    def host(pe: int) -> None:
-        with pytest.raises(error, match=f"^{text}"):
-            tdcoll.explain(**{"operation": "all_reduce", "tensor": 4, **given})
-
-    World(2).run(host)
+@on_ranks(2)
+def test_wrong_arguments(pe: int, given: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"^{text}"):
+        tdcoll.explain(**{"operation": "all_reduce", "tensor": 4, **given})

@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives._host.launch import Launch, Launcher
 from tdcoll.collectives._host.launches import launches_of
+from tdcoll.collectives._host.plan import Facts
+from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
+from tdcoll.fused import op as fused
+from tdcoll.preconditions import Preconditions
 from tdcoll.spec.constants import RECORD_VALID
 from tdcoll.testing import World
+from tdcoll.tuning import SIMULATOR, Entry, Section, Table
 
 WORLD = 2
 NBYTES = 256
@@ -175,8 +181,7 @@ def test_graphs_do_nothing_after_an_interrupted_call(monkeypatch: pytest.MonkeyP
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES)
         given, out = tensor(pe, 0, n), torch.empty(n)
         tdcoll.all_reduce(given, ctx=ctx, out=out, algorithm="direct")
-        options = {"options": (torch.float32, "sum"), "dtype": torch.float32}
-        captured = launches_of(ALL_REDUCE, ctx, given.nbytes, "direct", **options)
+        captured = launches_of(ALL_REDUCE, ctx, given.nbytes, "direct", options=(torch.float32, "sum"))
         interrupted.now = True
         other = tensor(pe, 1, n)
         try:
@@ -263,110 +268,87 @@ class Wrapped(torch.Tensor):
         raise NotImplementedError(function)
 
 
-def test_tensors_without_memory_are_refused() -> None:
+@on_ranks(WORLD)
+def test_tensors_without_memory_are_refused(pe: int) -> None:
     """Also where a call with such a shape has been made before."""
-
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
-            for call in (tdcoll.all_reduce, tdcoll.all_gather):
-                for _ in range(2):
-                    with pytest.raises(TypeError, match=r"tensor must be a tensor with memory of its own; got Wrapped"):
-                        call(Wrapped(torch.ones(4)), ctx=ctx)
-                    call(torch.ones(4), ctx=ctx)
-
-    World(WORLD).run(host)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
+        for call in (tdcoll.all_reduce, tdcoll.all_gather):
+            for _ in range(2):
+                with pytest.raises(TypeError, match=r"tensor must be a tensor with memory of its own; got Wrapped"):
+                    call(Wrapped(torch.ones(4)), ctx=ctx)
+                call(torch.ones(4), ctx=ctx)
 
 
-def test_a_refused_gather_into_symmetric_memory_leaves_it_alone() -> None:
-    def host(pe: int) -> None:
-        out, x = tdcoll.zeros(4), torch.ones(2)
-        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES)
-        for wrong, text in ((out[2 - 2 * pe :][:2], "must not overlap"), (torch.ones(4)[::2], "must be contiguous")):
-            with pytest.raises(ValueError, match=rf"tensor {text}"):
-                tdcoll.all_gather(wrong, out=out, ctx=ctx, symmetric=True)
-        with pytest.raises(tdcoll.NotSymmetricError, match=r"^out must be made by"):
-            tdcoll.all_gather(x, out=torch.zeros(4), ctx=ctx, symmetric=True)
-        ctx.close()
-        with pytest.raises(tdcoll.ContextError, match=r"^all_gather: the context is closed"):
-            tdcoll.all_gather(x, out=out, ctx=ctx, symmetric=True)
-        assert not out.any()
-
-    World(WORLD).run(host)
+@on_ranks(WORLD)
+def test_a_refused_gather_into_symmetric_memory_leaves_it_alone(pe: int) -> None:
+    out, x = tdcoll.zeros(4), torch.ones(2)
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES)
+    for wrong, text in ((out[2 - 2 * pe :][:2], "must not overlap"), (torch.ones(4)[::2], "must be contiguous")):
+        with pytest.raises(ValueError, match=rf"tensor {text}"):
+            tdcoll.all_gather(wrong, out=out, ctx=ctx, symmetric=True)
+    with pytest.raises(tdcoll.NotSymmetricError, match=r"^out must be made by"):
+        tdcoll.all_gather(x, out=torch.zeros(4), ctx=ctx, symmetric=True)
+    ctx.close()
+    with pytest.raises(tdcoll.ContextError, match=r"^all_gather: the context is closed"):
+        tdcoll.all_gather(x, out=out, ctx=ctx, symmetric=True)
+    assert not out.any()
 
 
-def test_a_timeout_in_an_outgrown_context_is_raised_by_the_next_call() -> None:
+@on_ranks(WORLD)
+def test_a_timeout_in_an_outgrown_context_is_raised_by_the_next_call(pe: int) -> None:
     """A captured graph may still use it, and nobody else has a handle to it."""
-
-    def host(pe: int) -> None:
+    tdcoll.all_reduce(torch.ones(4))
+    pool = runtime.current().contexts["all_reduce", (0, 1)]
+    old = pool.context
+    old.captured = True
+    tdcoll.all_reduce(torch.ones(1 << 18))
+    assert pool.context is not old
+    old.monitor._record[RECORD_VALID.value] = 1  # as a replay does whose wait expires
+    with pytest.raises(tdcoll.CollectiveTimeout):
         tdcoll.all_reduce(torch.ones(4))
-        pool = runtime.current().contexts["all_reduce", (0, 1)]
-        old = pool.context
-        old.captured = True
-        tdcoll.all_reduce(torch.ones(1 << 18))
-        assert pool.context is not old
-        old.monitor._record[RECORD_VALID.value] = 1  # as a replay does whose wait expires
-        with pytest.raises(tdcoll.CollectiveTimeout):
-            tdcoll.all_reduce(torch.ones(4))
-
-    World(WORLD).run(host)
 
 
 # ---------------------------------------------------------------------- calls that are made again
 
 
 @pytest.mark.parametrize("call", [tdcoll.all_reduce, tdcoll.all_gather, tdcoll.all_reduce_])
-def test_scalars_may_be_passed_again(call: Callable[..., torch.Tensor]) -> None:
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
-            for again in range(3):
-                got = call(torch.tensor(1.0 + again), ctx=ctx)
-                assert got.tolist() == ([1.0 + again] * 2 if call is tdcoll.all_gather else 2.0 + 2 * again)
-
-    World(WORLD).run(host)
+@on_ranks(WORLD)
+def test_scalars_may_be_passed_again(pe: int, call: Callable[..., torch.Tensor]) -> None:
+    with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
+        for again in range(3):
+            got = call(torch.tensor(1.0 + again), ctx=ctx)
+            assert got.tolist() == ([1.0 + again] * 2 if call is tdcoll.all_gather else 2.0 + 2 * again)
 
 
-def test_scalars_that_require_grad_may_be_passed_again() -> None:
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
-            for _ in range(3):
-                loss = torch.tensor(3.0, requires_grad=True)
-                tdcoll.all_reduce(loss, ctx=ctx).backward()
-                assert loss.grad == 2.0
-
-    World(WORLD, backend="thread").run(host)  # greenlets share grad mode
+@on_ranks(WORLD, backend="thread")  # greenlets share grad mode
+def test_scalars_that_require_grad_may_be_passed_again(pe: int) -> None:
+    with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
+        for _ in range(3):
+            loss = torch.tensor(3.0, requires_grad=True)
+            tdcoll.all_reduce(loss, ctx=ctx).backward()
+            assert loss.grad == 2.0
 
 
 def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a choice looks at is the same on a rank that captures, and so is what is chosen: one rank may replay a
     graph while another calls eagerly."""
-    from tdcoll.collectives._host import launches
-    from tdcoll.fused import op as fused
-    from tdcoll.preconditions import Preconditions
-    from tdcoll.tuning import SIMULATOR, Entry, Section, Table
-
     names = {"all_gather": "direct", "all_reduce": "one_shot", "reduce_scatter": "direct"}
     table = Table(tuple(Section(SIMULATOR, name, WORLD, 1, False, (Entry(None, how),)) for name, how in names.items()))
     chosen: dict[int, list[Any]] = {0: [], 1: []}
 
-    def note(facts: Any, plan: Any) -> None:
-        shown = {name: value for name, value in vars(facts).items() if name != "topology"}
-        chosen[facts.topology.rank].append((shown, plan))
+    def note(owner: Any, name: str) -> None:
+        choose = getattr(owner, name)
 
-    launches_by = launches.launches_by
+        def choosing(*given: Any) -> Any:
+            facts, made = next(each for each in given if isinstance(each, Facts)), choose(*given)
+            shown = {name: value for name, value in vars(facts).items() if name != "topology"}
+            chosen[facts.topology.rank].append((shown, given[2:], made))
+            return made
 
-    def launching(spec: Any, ctx: Any, facts: Any, plan: Any, *more: Any) -> Any:
-        note(facts, plan)
-        return launches_by(spec, ctx, facts, plan, *more)
+        monkeypatch.setattr(owner, name, choosing)
 
-    monkeypatch.setattr(launches, "launches_by", launching)
-    choose = fused.choose
-
-    def choosing(rows: Any, facts: Any, algorithm: Any) -> Any:
-        plan = choose(rows, facts, algorithm)
-        note(facts, plan)
-        return plan
-
-    monkeypatch.setattr(fused, "choose", choosing)
+    note(Collective, "decide_call")
+    note(fused, "choose")
     capturing = property(lambda preconditions: preconditions.topology.rank == 1, lambda preconditions, value: None)
     monkeypatch.setattr(Preconditions, "capturing", capturing, raising=False)
     monkeypatch.setattr(Preconditions, "_follow_in_capture", lambda preconditions: None)

@@ -8,16 +8,20 @@ has to end as it does on a context that has never seen such a call: with the sam
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll import fused
-from tdcoll.testing import World
 
+PACKAGE = Path(tdcoll.__file__).parent
 WORLD = 2
 N = 8
 FP8 = torch.float8_e4m3fn
@@ -120,19 +124,51 @@ def refill(arguments: Arguments, turn: int = 0) -> Arguments:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_repeated_calls_take_the_fast_path_and_are_right(name: str) -> None:
+@on_ranks(WORLD)
+def test_repeated_calls_take_the_fast_path_and_are_right(pe: int, name: str) -> None:
     form = FORMS[name]
+    ctx, arguments = context(), form.make()
+    spy = Spy(ctx)
+    for turn in range(4):
+        expected = outcome(form, context(), refill(arguments, turn))  # closing it would release memory
+        assert not _failed(expected)
+        assert outcome(form, ctx, refill(arguments, turn)) == expected
+    assert spy.slow == 1
 
-    def host(pe: int) -> None:
-        ctx, arguments = context(), form.make()
-        spy = Spy(ctx)
-        for turn in range(4):
-            expected = outcome(form, context(), refill(arguments, turn))  # closing it would release memory
-            assert not _failed(expected)
-            assert outcome(form, ctx, refill(arguments, turn)) == expected
-        assert spy.slow == 1
 
-    World(WORLD).run(host)
+def files_entered(call: Callable[[], Any]) -> list[str]:
+    """Return the package's files that ``call`` enters down to the launch, which the simulator would take further."""
+    found: list[str] = []
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in path.parents:
+            name = path.relative_to(PACKAGE).as_posix()
+            if name not in found and "simulator" not in name:  # which counts the bytes of tensors
+                found.append(name)
+            if name.endswith("_host/launch.py"):
+                sys.settrace(None)
+        return None
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    assert any(name.endswith("launch.py") for name in found), found
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+@on_ranks(WORLD, backend="thread")
+def test_repeated_calls_enter_few_files(pe: int, name: str) -> None:
+    """Whoever looks for their time, or for a fault, reads no more than these."""
+    form = FORMS[name]
+    ctx, arguments = context(), form.make()
+    for _ in range(2):
+        outcome(form, ctx, refill(arguments))
+    found = files_entered(lambda: form.call(ctx=ctx, **arguments))
+    assert len(found) <= 5 + ("composed" in name), found  # whose all-reduce is another call
 
 
 # ---------------------------------------------------------------------- what may change
@@ -242,30 +278,25 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("form", "change"), _cases())
-def test_a_repeated_call_ends_like_a_first_one_whatever_has_changed(form: Form, change: Change) -> None:
-    def host(pe: int) -> None:
-        ctx, arguments = context(), form.make()
-        for _ in range(2):
-            outcome(form, ctx, refill(arguments))
-        expected = outcome(form, context(), change(refill(arguments)))
-        assert outcome(form, ctx, change(refill(arguments))) == expected
-
-    World(WORLD, backend="thread").run(host)  # greenlets share grad mode
+@on_ranks(WORLD, backend="thread")  # greenlets share grad mode
+def test_a_repeated_call_ends_like_a_first_one_whatever_has_changed(pe: int, form: Form, change: Change) -> None:
+    ctx, arguments = context(), form.make()
+    for _ in range(2):
+        outcome(form, ctx, refill(arguments))
+    expected = outcome(form, context(), change(refill(arguments)))
+    assert outcome(form, ctx, change(refill(arguments))) == expected
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_context_that_must_not_be_used_any_more_refuses_repeated_calls(name: str) -> None:
+@on_ranks(WORLD)
+def test_a_context_that_must_not_be_used_any_more_refuses_repeated_calls(pe: int, name: str) -> None:
     form = FORMS[name]
-
-    def host(pe: int) -> None:
-        for close in (lambda ctx: ctx.close(), lambda ctx: ctx.refuse("a test has used it up")):
-            ctx, arguments = context(), form.make()
-            for _ in range(2):
-                outcome(form, ctx, refill(arguments))
-            close(ctx)
-            kind, said = outcome(form, ctx, arguments)
-            assert kind is tdcoll.ContextError
-            assert "the context is closed" in said or "a test has used it up" in said
-            ctx.close()
-
-    World(WORLD).run(host)
+    for close in (lambda ctx: ctx.close(), lambda ctx: ctx.refuse("a test has used it up")):
+        ctx, arguments = context(), form.make()
+        for _ in range(2):
+            outcome(form, ctx, refill(arguments))
+        close(ctx)
+        kind, said = outcome(form, ctx, arguments)
+        assert kind is tdcoll.ContextError
+        assert "the context is closed" in said or "a test has used it up" in said
+        ctx.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll.preconditions import debugging
@@ -55,21 +56,17 @@ def test_each_kind_of_call_is_compared_once(compared: list[str]) -> None:
     assert compared == ["all_reduce arguments", "all_reduce arguments", "all_gather arguments"]
 
 
-def test_what_differs_is_said_for_each_rank_and_the_context_goes_on() -> None:
-    def host(pe: int) -> None:
-        with context() as ctx:
-            for _ in range(2):
-                with pytest.raises(tdcoll.RankMismatchError) as raised:
-                    tdcoll.all_reduce(torch.ones(4 + 4 * pe), ctx=ctx)
-                text = (
-                    "all_reduce arguments must be the same on all ranks; they differ in bytes (rank 0: 16, rank 1: 32)"
-                )
-                assert str(raised.value) == text
-            with pytest.raises(ValueError if pe else tdcoll.RankMismatchError, match="contiguous"):
-                tdcoll.all_reduce(torch.ones(4, 4).t() if pe else torch.ones(4, 4), ctx=ctx)
-            assert tdcoll.all_reduce(torch.ones(4), ctx=ctx).tolist() == [2.0] * 4
-
-    World(2).run(host)
+@on_ranks(2)
+def test_what_differs_is_said_for_each_rank_and_the_context_goes_on(pe: int) -> None:
+    with context() as ctx:
+        for _ in range(2):
+            with pytest.raises(tdcoll.RankMismatchError) as raised:
+                tdcoll.all_reduce(torch.ones(4 + 4 * pe), ctx=ctx)
+            text = "all_reduce arguments must be the same on all ranks; they differ in bytes (rank 0: 16, rank 1: 32)"
+            assert str(raised.value) == text
+        with pytest.raises(ValueError if pe else tdcoll.RankMismatchError, match="contiguous"):
+            tdcoll.all_reduce(torch.ones(4, 4).t() if pe else torch.ones(4, 4), ctx=ctx)
+        assert tdcoll.all_reduce(torch.ones(4), ctx=ctx).tolist() == [2.0] * 4
 
 
 def test_an_old_call_of_another_rank_is_waited_for() -> None:
@@ -106,7 +103,7 @@ def test_a_comparison_that_expires_says_what_it_was_for(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("value", "simulated", "wanted"), [("", True, "first"), ("", False, False), (None, False, False)]
+    ("value", "simulated", "wanted"), [("", True, "first"), ("", False, False), (None, False, False), ("yes", 0, True)]
 )
 def test_unless_it_is_set_only_the_simulator_compares(
     monkeypatch: pytest.MonkeyPatch, value: str | None, simulated: bool, wanted: Any
@@ -116,28 +113,26 @@ def test_unless_it_is_set_only_the_simulator_compares(
     assert debugging(simulated) == wanted
 
 
-@pytest.mark.parametrize(("value", "wanted"), [("0", False), ("first", "first"), ("1", True)])
-def test_the_variable_says_which_calls(
-    monkeypatch: pytest.MonkeyPatch, compared: list[str], value: str, wanted: Any
+@pytest.mark.parametrize(("value", "debug", "calls"), [("0", False, 0), ("first", "first", 1), ("1", True, 3)])
+def test_the_variable_says_which_calls_unless_the_context_does(
+    monkeypatch: pytest.MonkeyPatch, compared: list[str], value: str, debug: Any, calls: int
 ) -> None:
-    monkeypatch.setenv("TDCOLL_DEBUG", value)
-
     def host(pe: int) -> None:
-        with context() as ctx:
-            assert ctx.debug == wanted
-            for _ in range(3):
-                tdcoll.all_reduce(torch.ones(4), ctx=ctx)
+        for variable, given in ((value, None), ("0" if debug else "1", debug)):
+            monkeypatch.setenv("TDCOLL_DEBUG", variable)
+            with context(debug=given) as ctx:
+                assert ctx.debug == debug
+                for _ in range(3):
+                    tdcoll.all_reduce(torch.ones(4), ctx=ctx)
 
     World(2).run(host)
-    assert len(compared) == {"0": 0, "first": 1, "1": 3}[value]
+    assert len(compared) == 2 * calls
 
 
-def test_debug_is_one_of_three() -> None:
-    def host(pe: int) -> None:
-        with pytest.raises(TypeError, match=r'debug must be a bool, "first" or None, got'):
-            context(debug="frist")
-
-    World(1).run(host)
+@on_ranks(1)
+def test_debug_is_one_of_three(pe: int) -> None:
+    with pytest.raises(TypeError, match=r'debug must be a bool, "first" or None, got'):
+        context(debug="frist")
 
 
 @pytest.mark.parametrize("debug", ["0", "first"])

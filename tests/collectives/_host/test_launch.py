@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton.language as tl
+from ranks import on_ranks
 from triton import knobs
 from triton.compiler import CompiledKernel
 
@@ -19,7 +20,6 @@ from tdcoll.collectives._host import launch as launches
 from tdcoll.collectives._host.launch import Launch, Launcher, Packed
 from tdcoll.collectives._host.launches import launches_of
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
-from tdcoll.testing import World
 
 STREAM = 77
 
@@ -293,13 +293,10 @@ def test_other_kinds_of_launches_are_compiled_for_themselves(
     assert ([note[0] for note in kernel.notes], len(driver.launches)) == (["warmup", "warmup"], 3)
 
 
-def test_calls_that_are_launched_early_and_as_usual_are_of_two_kinds() -> None:
+@on_ranks(2)
+def test_calls_that_are_launched_early_and_as_usual_are_of_two_kinds(pe: int) -> None:
     """Their kernels are compiled with and without ``launch_pdl``: each needs a first call before a graph."""
-
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            kinds = [launches_of(ALL_GATHER, ctx, n << 20, "direct", in_place=True) for n in (1, 2, 3)]
-            assert [kind._launches[0]._arguments["nbytes"] for kind in kinds] == [1 << 20, 2 << 20, 3 << 20]
-            assert kinds[0]._variant == kinds[1]._variant != kinds[2]._variant
-
-    World(2).run(host)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+        kinds = [launches_of(ALL_GATHER, ctx, n << 20, "direct", in_place=True) for n in (1, 2, 3)]
+        assert [kind._launches[0]._arguments["nbytes"] for kind in kinds] == [1 << 20, 2 << 20, 3 << 20]
+        assert kinds[0]._variant == kinds[1]._variant != kinds[2]._variant

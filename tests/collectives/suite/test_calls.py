@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import on_ranks
 from torch.distributed import ReduceOp
 
 import tdcoll
@@ -95,260 +96,219 @@ def refused_by_all(spec: Collective, ctx: Any) -> list[tuple[type[Exception], st
 
 
 @each_spec
-def test_bad_arguments_are_named(spec: Collective) -> None:
+@on_ranks(2)
+def test_bad_arguments_are_named(pe: int, spec: Collective) -> None:
     call = getattr(tdcoll, spec.name)
-
-    def host(pe: int) -> None:
-        x = torch.arange(8.0) + pe
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            for kind, message, arguments, named in refused_by_all(spec, ctx):
-                with pytest.raises(kind, match=message):
-                    call(arguments[0], ctx=arguments[1], **named)
-            assert int(ctx.control) == 0, "nothing has begun"
-            wanted = reference(spec, [torch.arange(8.0) + rank for rank in range(2)], ctx.topology)
-            assert torch.equal(call(x, ctx=ctx), wanted)
-            ctx.check()
-        with pytest.raises(tdcoll.ContextError, match=f"{spec.name}: the context is closed"):
-            call(x, ctx=ctx)
-
-    World(2).run(host)
+    x = torch.arange(8.0) + pe
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+        for kind, message, arguments, named in refused_by_all(spec, ctx):
+            with pytest.raises(kind, match=message):
+                call(arguments[0], ctx=arguments[1], **named)
+        assert int(ctx.control) == 0, "nothing has begun"
+        wanted = reference(spec, [torch.arange(8.0) + rank for rank in range(2)], ctx.topology)
+        assert torch.equal(call(x, ctx=ctx), wanted)
+        ctx.check()
+    with pytest.raises(tdcoll.ContextError, match=f"{spec.name}: the context is closed"):
+        call(x, ctx=ctx)
 
 
 @each_spec
-def test_tensors_overlap_only_where_they_may(spec: Collective) -> None:
+@on_ranks(2)
+def test_tensors_overlap_only_where_they_may(pe: int, spec: Collective) -> None:
     """Where one has a segment for each rank, this rank's may be the other; where neither has, both may be the same."""
-
-    def host(pe: int) -> None:
-        whole = torch.zeros(12)
-        if spec.scatters and spec.gathers:
-            with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-                for at in (0, 4):
-                    with pytest.raises(ValueError, match=rf"tensor must not overlap out; it lies at byte {-4 * at} of"):
-                        getattr(tdcoll, spec.name)(whole[:8], ctx=ctx, out=whole[at:][:8])
-            return
-        part = {True: whole[4 * pe :][:4], False: whole[:8]}[spec.scatters or spec.gathers]
-        larger = whole[:8]
-        allowed = (part, larger) if spec.gathers else (larger, part)
-        moved = whole[1:5] if spec.scatters or spec.gathers else whole[1:9]
-        wrong = (moved, larger) if spec.gathers else (larger, moved)
-        call = getattr(tdcoll, spec.name)
+    whole = torch.zeros(12)
+    if spec.scatters and spec.gathers:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            call(allowed[0], ctx=ctx, out=allowed[1])
-            with pytest.raises(ValueError, match=r"must not overlap .*, except (as|to be) .*; it lies at byte 4 of"):
-                call(wrong[0], ctx=ctx, out=wrong[1])
-            ctx.check()
-
-    World(2).run(host)
+            for at in (0, 4):
+                with pytest.raises(ValueError, match=rf"tensor must not overlap out; it lies at byte {-4 * at} of"):
+                    getattr(tdcoll, spec.name)(whole[:8], ctx=ctx, out=whole[at:][:8])
+        return
+    part = {True: whole[4 * pe :][:4], False: whole[:8]}[spec.scatters or spec.gathers]
+    larger = whole[:8]
+    allowed = (part, larger) if spec.gathers else (larger, part)
+    moved = whole[1:5] if spec.scatters or spec.gathers else whole[1:9]
+    wrong = (moved, larger) if spec.gathers else (larger, moved)
+    call = getattr(tdcoll, spec.name)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+        call(allowed[0], ctx=ctx, out=allowed[1])
+        with pytest.raises(ValueError, match=r"must not overlap .*, except (as|to be) .*; it lies at byte 4 of"):
+            call(wrong[0], ctx=ctx, out=wrong[1])
+        ctx.check()
 
 
 @each_spec
-def test_debug_mode_compares_arguments(spec: Collective) -> None:
-    def host(pe: int) -> None:
-        call, x = getattr(tdcoll, spec.name), torch.ones(6)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
-            bad: list[dict[str, Any]] = [{"algorithm": "1d" if pe else "direct"}]
-            bad += [{"op": "sum" if pe else "max"}, {"op": "min" if pe else ReduceOp.MAX}] * spec.reduces
-            for named in bad:
-                with pytest.raises(
-                    tdcoll.RankMismatchError, match=f"{spec.name} arguments .* differ in {next(iter(named))}"
-                ):
-                    call(x, ctx=ctx, **named)
-            for other, differ in (
-                (torch.ones(6 + 2 * pe), "bytes"),
-                (x.int() if pe else x, r"dtype \(rank 0: torch.float32, rank 1: torch.int32\)$"),
+@on_ranks(2)
+def test_debug_mode_compares_arguments(pe: int, spec: Collective) -> None:
+    call, x = getattr(tdcoll, spec.name), torch.ones(6)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
+        bad: list[dict[str, Any]] = [{"algorithm": "1d" if pe else "direct"}]
+        bad += [{"op": "sum" if pe else "max"}, {"op": "min" if pe else ReduceOp.MAX}] * spec.reduces
+        for named in bad:
+            with pytest.raises(
+                tdcoll.RankMismatchError, match=f"{spec.name} arguments .* differ in {next(iter(named))}"
             ):
-                with pytest.raises(tdcoll.RankMismatchError, match=f"differ in {differ}"):
-                    call(other, ctx=ctx)
-            assert int(ctx.control) == 0, "nothing has begun"
-            assert torch.equal(call(x, ctx=ctx), reference(spec, [x, x], ctx.topology))
-
-    World(2).run(host)
-
-
-def test_symmetric_tensors_are_as_they_should_be_on_all_ranks() -> None:
-    def host(pe: int) -> None:
-        x, call, here = torch.ones(64), tdcoll.all_reduce, tdcoll.empty((128,))
-        with tdcoll.CollectiveContext(max_bytes_per_rank=256, debug=True) as ctx:
-            for kind, message, out in (
-                (ValueError, r"out must be given with symmetric=True: one that tdcoll\.empty\(\) has made", None),
-                (tdcoll.NotSymmetricError, "out must .*symmetric", torch.empty(64)),
-                (ValueError, r"out must be torch.float32 of shape \[64\]", here),
-            ):
-                with pytest.raises(kind, match=message):
-                    call(x, ctx=ctx, out=out, symmetric=True)
-            with pytest.raises(tdcoll.NotSymmetricError, match=r"tensor must .*symmetric"):
-                tdcoll.reduce_scatter(x, ctx=ctx, symmetric=True)
-            with pytest.raises(tdcoll.RankMismatchError, match="differ in offset in the symmetric heap"):
-                call(x, ctx=ctx, out=here[64 * pe :][:64], symmetric=True)
-            with pytest.raises(tdcoll.RankMismatchError, match="differ in"):
-                call(x, ctx=ctx, out=here[:64], symmetric=pe == 0)
-            for algorithm in ("auto", "direct", "one_shot", "1d"):  # others than those that need it are as without it
-                got = call(x + pe, ctx=ctx, out=here[:64], algorithm=algorithm, symmetric=True)
-                assert got.tolist() == [3.0] * 64
-            for algorithm in ("auto", "direct", "ll", "1d"):
-                assert (
-                    tdcoll.reduce_scatter(here[:6].fill_(1), ctx=ctx, algorithm=algorithm, symmetric=True).tolist()
-                    == [2.0] * 3
-                )
-                tdcoll.barrier()
-            assert tdcoll.all_reduce_(here[:0], ctx=ctx, symmetric=True).shape == (0,)
-            ctx.check()
-        alone = tdcoll.empty((64,), group=[pe])
-        alone_is_wrong = pytest.raises(tdcoll.NotSymmetricError, match=r"out must be made by .* belongs to ranks \[")
-        with tdcoll.CollectiveContext(max_bytes_per_rank=256) as ctx, alone_is_wrong:
-            call(x, ctx=ctx, out=alone, symmetric=True)
-
-    World(2).run(host)
+                call(x, ctx=ctx, **named)
+        for other, differ in (
+            (torch.ones(6 + 2 * pe), "bytes"),
+            (x.int() if pe else x, r"dtype \(rank 0: torch.float32, rank 1: torch.int32\)$"),
+        ):
+            with pytest.raises(tdcoll.RankMismatchError, match=f"differ in {differ}"):
+                call(other, ctx=ctx)
+        assert int(ctx.control) == 0, "nothing has begun"
+        assert torch.equal(call(x, ctx=ctx), reference(spec, [x, x], ctx.topology))
 
 
-def test_an_all_to_all_goes_straight_into_symmetric_memory_by_copies() -> None:
-    """However small the context, and again by the fast path."""
-
-    def host(pe: int) -> None:
-        out = tdcoll.empty((96,), torch.int32)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
-            for turn in range(4):
-                x = torch.arange(96, dtype=torch.int32) + 1000 * pe + turn
-                tdcoll.all_to_all(x, ctx=ctx, out=out, algorithm="ce", symmetric=True)
-                parts = [torch.arange(32 * pe, 32 * pe + 32) + 1000 * rank + turn for rank in range(3)]
-                assert out.tolist() == torch.cat(parts).tolist()
-                tdcoll.barrier()  # before a peer writes there again
-            assert int(ctx.control) >> EPOCH_SHIFT.value == 8, "even epochs only"
-            ctx.check()
-
-    World(3, seed=1, weak=True).run(host)
-
-
-def test_the_epochs_of_calls_are_known_with_and_without_copies() -> None:
-    def host(pe: int) -> None:
-        x = torch.ones(96)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            for algorithm in ("ce", "direct", "direct", "direct", "ce", "ce", "direct", "ce"):
-                tdcoll.all_reduce(x, ctx=ctx, algorithm=algorithm)
-                epoch = int(ctx.control) >> EPOCH_SHIFT.value
-                assert ctx.calls.describe().endswith(f"the last one all_reduce, up to epoch {epoch}")
-            assert ctx.calls.name_of(epoch, False).startswith("all_reduce, call 8 of ")
-            ctx.check()
-
-    World(2).run(host)
-
-
-def test_calls_of_a_kind_are_noted_by_one_object() -> None:
-    """A context remembers many calls, so their records must not grow with their number."""
-
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            for shape in ((8,), (9,), (4, 2), (8,)):
-                tdcoll.all_reduce(torch.ones(shape), ctx=ctx)
-            noted = ctx.calls.log
-            assert (len(noted), len({id(each) for each in noted})) == (4, 1)
-
-    World(2).run(host)
-
-
-def test_a_context_remembers_so_many_calls() -> None:
-    """In a simulated world, too, where no thread asks for their names."""
-
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            for number in range(5 * MOST):
-                ctx.noted(kind_of("all_reduce"))
-                assert len(ctx.calls.log) < MOST, number
-            assert ctx.calls.describe().endswith(
-                f"{5 * MOST} calls made, the last one all_reduce, up to epoch {5 * MOST}"
+@on_ranks(2)
+def test_symmetric_tensors_are_as_they_should_be_on_all_ranks(pe: int) -> None:
+    x, call, here = torch.ones(64), tdcoll.all_reduce, tdcoll.empty((128,))
+    with tdcoll.CollectiveContext(max_bytes_per_rank=256, debug=True) as ctx:
+        for kind, message, out in (
+            (ValueError, r"out must be given with symmetric=True: one that tdcoll\.empty\(\) has made", None),
+            (tdcoll.NotSymmetricError, "out must .*symmetric", torch.empty(64)),
+            (ValueError, r"out must be torch.float32 of shape \[64\]", here),
+        ):
+            with pytest.raises(kind, match=message):
+                call(x, ctx=ctx, out=out, symmetric=True)
+        with pytest.raises(tdcoll.NotSymmetricError, match=r"tensor must .*symmetric"):
+            tdcoll.reduce_scatter(x, ctx=ctx, symmetric=True)
+        with pytest.raises(tdcoll.RankMismatchError, match="differ in offset in the symmetric heap"):
+            call(x, ctx=ctx, out=here[64 * pe :][:64], symmetric=True)
+        with pytest.raises(tdcoll.RankMismatchError, match="differ in"):
+            call(x, ctx=ctx, out=here[:64], symmetric=pe == 0)
+        for algorithm in ("auto", "direct", "one_shot", "1d"):  # others than those that need it are as without it
+            got = call(x + pe, ctx=ctx, out=here[:64], algorithm=algorithm, symmetric=True)
+            assert got.tolist() == [3.0] * 64
+        for algorithm in ("auto", "direct", "ll", "1d"):
+            assert (
+                tdcoll.reduce_scatter(here[:6].fill_(1), ctx=ctx, algorithm=algorithm, symmetric=True).tolist()
+                == [2.0] * 3
             )
+            tdcoll.barrier()
+        assert tdcoll.all_reduce_(here[:0], ctx=ctx, symmetric=True).shape == (0,)
+        ctx.check()
+    alone = tdcoll.empty((64,), group=[pe])
+    alone_is_wrong = pytest.raises(tdcoll.NotSymmetricError, match=r"out must be made by .* belongs to ranks \[")
+    with tdcoll.CollectiveContext(max_bytes_per_rank=256) as ctx, alone_is_wrong:
+        call(x, ctx=ctx, out=alone, symmetric=True)
 
-    World(1).run(host)
+
+@on_ranks(3, seed=1, weak=True)
+def test_an_all_to_all_goes_straight_into_symmetric_memory_by_copies(pe: int) -> None:
+    """However small the context, and again by the fast path."""
+    out = tdcoll.empty((96,), torch.int32)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
+        for turn in range(4):
+            x = torch.arange(96, dtype=torch.int32) + 1000 * pe + turn
+            tdcoll.all_to_all(x, ctx=ctx, out=out, algorithm="ce", symmetric=True)
+            parts = [torch.arange(32 * pe, 32 * pe + 32) + 1000 * rank + turn for rank in range(3)]
+            assert out.tolist() == torch.cat(parts).tolist()
+            tdcoll.barrier()  # before a peer writes there again
+        assert int(ctx.control) >> EPOCH_SHIFT.value == 8, "even epochs only"
+        ctx.check()
 
 
-def test_a_first_call_by_copies_in_a_graph_is_an_error_that_names_the_operation(monkeypatch) -> None:
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            monkeypatch.setattr("tdcoll.capture.capturing", lambda device: True)
-            with pytest.raises(tdcoll.ContextError, match=r"^all_gather: the first call of a kind"):
-                launches_of(GATHER, ctx, 16, "ce")
-            monkeypatch.undo()
+@on_ranks(2)
+def test_the_epochs_of_calls_are_known_with_and_without_copies(pe: int) -> None:
+    x = torch.ones(96)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+        for algorithm in ("ce", "direct", "direct", "direct", "ce", "ce", "direct", "ce"):
+            tdcoll.all_reduce(x, ctx=ctx, algorithm=algorithm)
+            epoch = int(ctx.control) >> EPOCH_SHIFT.value
+            assert ctx.calls.describe().endswith(f"the last one all_reduce, up to epoch {epoch}")
+        assert ctx.calls.name_of(epoch, False).startswith("all_reduce, call 8 of ")
+        ctx.check()
 
-    World(2).run(host)
+
+@on_ranks(2)
+def test_a_context_remembers_so_many_calls_and_an_object_of_each_kind(pe: int) -> None:
+    """In a simulated world, too, where no thread asks for their names."""
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+        for shape in ((8,), (9,), (4, 2), (8,)):
+            tdcoll.all_reduce(torch.ones(shape), ctx=ctx)
+        noted = ctx.calls.log
+        assert (len(noted), len({id(each) for each in noted})) == (4, 1)
+        for number in range(4, 5 * MOST):
+            ctx.noted(kind_of("all_reduce"))
+            assert len(ctx.calls.log) < MOST, number
+        made = f"{5 * MOST} calls made, the last one all_reduce, up to epoch {5 * MOST}"
+        assert ctx.calls.describe().endswith(made)
+
+
+@on_ranks(2)
+def test_a_first_call_by_copies_in_a_graph_is_an_error_that_names_the_operation(pe: int, monkeypatch) -> None:
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+        monkeypatch.setattr("tdcoll.capture.capturing", lambda device: True)
+        with pytest.raises(tdcoll.ContextError, match=r"^all_gather: the first call of a kind"):
+            launches_of(GATHER, ctx, 16, "ce")
+        monkeypatch.undo()
 
 
 # ---------------------------------------------------------------------- contexts
 
 
-def test_a_context_says_what_it_must_be_made_with() -> None:
+@on_ranks(2, ranks_per_node=1)
+def test_a_context_says_what_it_must_be_made_with(pe: int) -> None:
     """And with that, the call is made. Calls of no bytes need no room."""
-
-    def host(pe: int) -> None:
-        x = torch.ones(60_000)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=0) as ctx:
-            with pytest.raises(tdcoll.ContextError, match=r"240000 bytes would .*max_bytes_per_rank=1064 or more"):
-                tdcoll.all_reduce(x, ctx=ctx)
-            with pytest.raises(
-                tdcoll.ContextError, match=r"16 bytes would .*max_bytes_per_rank=128"
-            ):  # half: the outbox
-                tdcoll.reduce_scatter(torch.zeros(4, dtype=torch.int64), ctx=ctx)
-            for shape in ((0,), (0, 3)):
-                for spec in SPECS:
-                    assert getattr(tdcoll, spec.name)(torch.zeros(shape), ctx=ctx).shape == shape
-            x16 = torch.arange(16, dtype=torch.int32) + pe
-            got = tdcoll.all_gather(x16, ctx=ctx)  # in epochs of 16 bytes, the least that there is
-            assert torch.equal(got.view(2, 16) - torch.arange(2)[:, None], torch.arange(16).expand(2, 16))
-            assert int(ctx.control) >> EPOCH_SHIFT.value == 2 * len(SPECS) + 4
-            ctx.check()
-        with tdcoll.CollectiveContext(max_bytes_per_rank=1064) as ctx:
-            launches_of(REDUCE, ctx, x.nbytes, options=(torch.float32, "sum"), dtype=torch.float32)
-
-    World(2, ranks_per_node=1).run(host)
+    x = torch.ones(60_000)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=0) as ctx:
+        with pytest.raises(tdcoll.ContextError, match=r"240000 bytes would .*max_bytes_per_rank=1064 or more"):
+            tdcoll.all_reduce(x, ctx=ctx)
+        with pytest.raises(tdcoll.ContextError, match=r"16 bytes would .*max_bytes_per_rank=128"):  # half: the outbox
+            tdcoll.reduce_scatter(torch.zeros(4, dtype=torch.int64), ctx=ctx)
+        for shape in ((0,), (0, 3)):
+            for spec in SPECS:
+                assert getattr(tdcoll, spec.name)(torch.zeros(shape), ctx=ctx).shape == shape
+        x16 = torch.arange(16, dtype=torch.int32) + pe
+        got = tdcoll.all_gather(x16, ctx=ctx)  # in epochs of 16 bytes, the least that there is
+        assert torch.equal(got.view(2, 16) - torch.arange(2)[:, None], torch.arange(16).expand(2, 16))
+        assert int(ctx.control) >> EPOCH_SHIFT.value == 2 * len(SPECS) + 4
+        ctx.check()
+    with tdcoll.CollectiveContext(max_bytes_per_rank=1064) as ctx:
+        launches_of(REDUCE, ctx, x.nbytes, options=(torch.float32, "sum"))
 
 
-def test_a_call_by_words_is_as_many_lamport_calls_as_epochs() -> None:
+@on_ranks(2)
+def test_a_call_by_words_is_as_many_lamport_calls_as_epochs(pe: int) -> None:
     """Also in place, and by the fast path, which the second call takes. One of no bytes is one."""
-
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=32) as ctx:
-            assert ctx.device_lamport is not None
-            control, made = ctx.device_lamport.control, 0
-            for n, several in ((0, 1), (8, 1), (9, 2), (97, 13)):  # of 32 bytes, at most
-                every = [values(rank, n, n, torch.float32) for rank in range(2)]
-                for in_place in (False, False, True, True):
-                    x = every[pe].clone()
-                    call = tdcoll.all_reduce_ if in_place else tdcoll.all_reduce
-                    got = call(x, ctx=ctx, algorithm="two_shot")
-                    assert not n or different(got, reference(REDUCE, every, ctx.topology)) == 0
-                    made += several
-                    assert int(control) >> EPOCH_SHIFT.value == made
-            assert int(ctx.control) == 0, "epochs are counted apart"
-            x = torch.ones(97)
-            for wrong, message in (
-                (Plan("two_shot", 1, 16, 1), "no Plan for a call of several epochs: 388 bytes per rank are 13 epochs"),
-                ("one_shot", "'one_shot' needs fewer bytes, or a context with more lamport_bytes"),
-            ):
-                with pytest.raises(ValueError, match=message):
-                    tdcoll.all_reduce(x, ctx=ctx, algorithm=wrong)
-            far, integers = torch.ones(8 * MOST_EPOCHS + 1), x.int()
-            for wrong in (far, integers):
-                with pytest.raises(ValueError, match="'two_shot' needs fewer bytes, or a context with more"):
-                    tdcoll.all_reduce(wrong, ctx=ctx, algorithm="two_shot")
-            ctx.check()
-
-    World(2).run(host)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=32) as ctx:
+        assert ctx.device_lamport is not None
+        control, made = ctx.device_lamport.control, 0
+        for n, several in ((0, 1), (8, 1), (9, 2), (97, 13)):  # of 32 bytes, at most
+            every = [values(rank, n, n, torch.float32) for rank in range(2)]
+            for in_place in (False, False, True, True):
+                x = every[pe].clone()
+                call = tdcoll.all_reduce_ if in_place else tdcoll.all_reduce
+                got = call(x, ctx=ctx, algorithm="two_shot")
+                assert not n or different(got, reference(REDUCE, every, ctx.topology)) == 0
+                made += several
+                assert int(control) >> EPOCH_SHIFT.value == made
+        assert int(ctx.control) == 0, "epochs are counted apart"
+        x = torch.ones(97)
+        for wrong, message in (
+            (Plan("two_shot", 1, 16, 1), "no Plan for a call of several epochs: 388 bytes per rank are 13 epochs"),
+            ("one_shot", "'one_shot' needs fewer bytes, or a context with more lamport_bytes"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                tdcoll.all_reduce(x, ctx=ctx, algorithm=wrong)
+        far, integers = torch.ones(8 * MOST_EPOCHS + 1), x.int()
+        for wrong in (far, integers):
+            with pytest.raises(ValueError, match="'two_shot' needs fewer bytes, or a context with more"):
+                tdcoll.all_reduce(wrong, ctx=ctx, algorithm="two_shot")
+        ctx.check()
 
 
-def test_symmetric_tensors_of_any_size_are_one_epoch() -> None:
+@on_ranks(4)
+def test_symmetric_tensors_of_any_size_are_one_epoch(pe: int) -> None:
     """And need no room in the context: 16 bytes for parts of 400."""
-
-    def host(pe: int) -> None:
-        x = tdcoll.empty((4 * 100,), torch.int32)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=16, debug=True) as ctx:
-            for turn in range(3):
-                x.copy_(torch.arange(400) * (pe + 1) + turn)
-                before = int(ctx.control[0]) >> EPOCH_SHIFT.value
-                got = tdcoll.reduce_scatter(x, ctx=ctx, symmetric=True)
-                assert got.tolist() == [10 * i + 4 * turn for i in range(100 * pe, 100 * pe + 100)]
-                assert (int(ctx.control[0]) >> EPOCH_SHIFT.value) == before + 1
-            ctx.check()
-
-    World(4).run(host)
+    x = tdcoll.empty((4 * 100,), torch.int32)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=16, debug=True) as ctx:
+        for turn in range(3):
+            x.copy_(torch.arange(400) * (pe + 1) + turn)
+            before = int(ctx.control[0]) >> EPOCH_SHIFT.value
+            got = tdcoll.reduce_scatter(x, ctx=ctx, symmetric=True)
+            assert got.tolist() == [10 * i + 4 * turn for i in range(100 * pe, 100 * pe + 100)]
+            assert (int(ctx.control[0]) >> EPOCH_SHIFT.value) == before + 1
+        ctx.check()
 
 
 def test_the_kernels_of_all_epochs_are_made_before_a_graph() -> None:
@@ -359,8 +319,7 @@ def test_the_kernels_of_all_epochs_are_made_before_a_graph() -> None:
     def host(pe: int) -> None:
         make = tdcoll.CollectiveContext
         with make(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=64, tuning=table) as ctx:
-            options = {"options": (torch.float16, "sum"), "dtype": torch.float16}
-            one, same, two = (launches_of(REDUCE, ctx, n, **options) for n in (40, 38, 66))
+            one, same, two = (launches_of(REDUCE, ctx, n, options=(torch.float16, "sum")) for n in (40, 38, 66))
             assert [len(each._launches) for each in (one, same, two)] == [1, 1, 2]
             assert one._variant == same._variant != two._variant
 
@@ -368,115 +327,83 @@ def test_the_kernels_of_all_epochs_are_made_before_a_graph() -> None:
 
 
 @each_spec
-def test_tdcolls_own_context_grows_and_leaves_room_in_the_heap(spec: Collective) -> None:
+@on_ranks(2, heap_bytes=4 << 20)
+def test_tdcolls_own_context_grows_and_leaves_room_in_the_heap(pe: int, spec: Collective) -> None:
     """Calls of 700 KB in a heap of 4 MB are several epochs."""
-
-    def host(pe: int) -> None:
-        for n in (2, 500, 350_000 if spec.reduces else 30_000, 6):
-            every = [torch.arange(float(n)) + rank for rank in range(2)]
-            wanted = reference(spec, every, tdcoll.topology())
-            out = torch.empty_like(wanted)
-            assert torch.equal(getattr(tdcoll, spec.name)(every[pe]), wanted)
-            assert torch.equal(getattr(tdcoll, spec.name)(every[pe], out=out), wanted)
-        assert tdcoll.heap_info().used < 2 << 20
-        (pool,) = (each for key, each in tdcoll.runtime.current().contexts.items() if key[0] == spec.name)
-        assert (pool.context.lamport_bytes > 0) == spec.reduces
-
-    World(2, heap_bytes=4 << 20).run(host)
+    for n in (2, 500, 350_000 if spec.reduces else 30_000, 6):
+        every = [torch.arange(float(n)) + rank for rank in range(2)]
+        wanted = reference(spec, every, tdcoll.topology())
+        out = torch.empty_like(wanted)
+        assert torch.equal(getattr(tdcoll, spec.name)(every[pe]), wanted)
+        assert torch.equal(getattr(tdcoll, spec.name)(every[pe], out=out), wanted)
+    assert tdcoll.heap_info().used < 2 << 20
+    (pool,) = (each for key, each in tdcoll.runtime.current().contexts.items() if key[0] == spec.name)
+    assert (pool.context.lamport_bytes > 0) == spec.reduces
 
 
-def test_two_contexts_at_once() -> None:
-    def host(pe: int) -> None:
-        make = tdcoll.CollectiveContext
-        with make(max_bytes_per_rank=256) as one, make([2, 0, 1], max_bytes_per_rank=256) as other:
-            got = []
-            for call, name in enumerate(("one_shot", "direct", "two_shot", "1d")):
-                got += [
-                    tdcoll.all_reduce(torch.full((20,), pe + 10.0 * call), ctx=ctx, algorithm=name)
-                    for ctx in (one, other)
-                ]
-            one.check()
-            other.check()
-            assert [each.tolist() for each in got] == [[3.0 + 30 * (i // 2)] * 20 for i in range(8)]
-
-    World(3, seed=3, weak=True).run(host)
+@on_ranks(3, seed=3, weak=True)
+def test_two_contexts_at_once(pe: int) -> None:
+    make = tdcoll.CollectiveContext
+    with make(max_bytes_per_rank=256) as one, make([2, 0, 1], max_bytes_per_rank=256) as other:
+        got = []
+        for call, name in enumerate(("one_shot", "direct", "two_shot", "1d")):
+            got += [
+                tdcoll.all_reduce(torch.full((20,), pe + 10.0 * call), ctx=ctx, algorithm=name) for ctx in (one, other)
+            ]
+        one.check()
+        other.check()
+        assert [each.tolist() for each in got] == [[3.0 + 30 * (i // 2)] * 20 for i in range(8)]
 
 
 # ---------------------------------------------------------------------- torch's operations and functions
 
 
 @pytest.mark.parametrize("op", TORCH_OPERATIONS)
-def test_operations_of_torch_are_the_named_ones(op: Any) -> None:
+@on_ranks(2)
+def test_operations_of_torch_are_the_named_ones(pe: int, op: Any) -> None:
     """The ranks may spell them differently, also where debug mode compares the arguments."""
     name = TORCH_OPERATIONS[op]
-
-    def host(pe: int) -> None:
-        x = torch.tensor([3.0, -2.0, 0.5, 1.0]) * (pe + 1)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=256, debug=True) as ctx:
-            for spec in REDUCING:
-                call = getattr(tdcoll, spec.name)
-                wanted = call(x, ctx=ctx, op=name)
-                for spelled in (op, ReduceOp(op), *(alias for alias, known in ALIASES.items() if known == name)):
-                    for _ in "ab":  # the second call takes the fast path
-                        assert torch.equal(call(x, ctx=ctx, op=spelled if pe else name), wanted)
-            mine = x.clone()
-            assert tdcoll.distributed.all_reduce(mine, op if pe else name) is None
-            assert torch.equal(mine, tdcoll.all_reduce(x, ctx=ctx, op=name))
-
-    World(2).run(host)
+    x = torch.tensor([3.0, -2.0, 0.5, 1.0]) * (pe + 1)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=256, debug=True) as ctx:
+        for spec in REDUCING:
+            call = getattr(tdcoll, spec.name)
+            wanted = call(x, ctx=ctx, op=name)
+            for spelled in (op, ReduceOp(op), *(alias for alias, known in ALIASES.items() if known == name)):
+                for _ in "ab":  # the second call takes the fast path
+                    assert torch.equal(call(x, ctx=ctx, op=spelled if pe else name), wanted)
+        mine = x.clone()
+        assert tdcoll.distributed.all_reduce(mine, op if pe else name) is None
+        assert torch.equal(mine, tdcoll.all_reduce(x, ctx=ctx, op=name))
 
 
-def test_drop_ins_name_their_own_arguments() -> None:
+@on_ranks(2)
+def test_drop_ins_name_their_own_arguments(pe: int) -> None:
     own = tdcoll.distributed
     gather, scatter, reduce = own.all_gather_into_tensor, own.reduce_scatter_tensor, own.all_reduce
     exchange = own.all_to_all_single
-
-    def host(pe: int) -> None:
-        x, y, z = torch.zeros(2), torch.zeros(4), torch.ones(4)
-        for kind, message, call, arguments in (
-            (TypeError, r"output must be a torch\.Tensor", scatter, (None, x)),
-            (ValueError, "input's first extent must be divisible by the 2", scatter, (x, x[:1])),
-            (ValueError, r"output must be torch\.float32 of shape \[1\]", scatter, (x, x)),
-            (ValueError, "output must not overlap input, except as input's own segment", scatter, (y[1 - pe :][:2], y)),
-            (ValueError, "MAX, MIN, PRODUCT for torch.int32; got AVG", scatter, (x[:1].int(), x.int(), ReduceOp.AVG)),
-            (ValueError, "op must be one of .*got 3", scatter, (x[:1], x, 3)),
-            (TypeError, r"input must be of float16, .*; got torch\.bool", scatter, (x[:1].bool(), x.bool())),
-            (ValueError, r"output_tensor must be torch\.float32 of shape \[4\]", gather, (x, x)),
-            (ValueError, "input_tensor must be contiguous", gather, (x, torch.zeros(4)[::2])),
-            (ValueError, "input_tensor must not overlap output_tensor, except as", gather, (y, y[1:3])),
-            (TypeError, r"tensor must be a torch\.Tensor", reduce, (3,)),
-            (ValueError, "op must be one of sum, mean, max, min, prod; got 'SUM'", reduce, (x, "SUM")),
-            (ValueError, "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BXOR", reduce, (x, ReduceOp.BXOR)),
-            (ValueError, r"output_split_sizes must have 2 sizes, one per rank; got \[4\]", exchange, (y, z, [4])),
-            (ValueError, "input_split_sizes must be None or the same", exchange, (y, z, [2, 2], [1, 3])),
-            (ValueError, r"must add up to the first extent of input, 4; got \[7, 7\]", exchange, (y, z, None, [7, 7])),
-        ):
-            with pytest.raises(kind, match=message):
-                call(*arguments)
-        exchange(y, torch.arange(4.0) + 4 * pe, [2, 2], [2, 2])
-        assert y.tolist() == [2 * pe, 2 * pe + 1, 4 + 2 * pe, 5 + 2 * pe]
-
-    World(2).run(host)
-
-
-def test_asynchronous_drop_ins_return_a_work() -> None:
-    def host(pe: int) -> None:
-        world = 3
-        x, out, part = torch.full((2,), pe + 1.0), torch.zeros(2 * world), torch.zeros(2)
-        for call, result, wanted in (
-            (lambda: tdcoll.distributed.all_reduce(x, async_op=True), x, [6.0, 6.0]),
-            (lambda: tdcoll.distributed.all_gather_into_tensor(out, x + pe, async_op=True), out, [6.0, 6, 7, 7, 8, 8]),
-            (lambda: tdcoll.distributed.reduce_scatter_tensor(part, out, "max", async_op=True), part, [6.0 + pe] * 2),
-        ):
-            work = call()
-            assert isinstance(work, torch.distributed.Work)
-            assert work.wait() is True
-            assert work.is_completed()
-            assert work.is_success()
-            assert result.tolist() == wanted
-            assert [given.data_ptr() for given in work.get_future().wait()] == [result.data_ptr()]
-
-    World(3).run(host)
+    x, y, z = torch.zeros(2), torch.zeros(4), torch.ones(4)
+    for kind, message, call, arguments in (
+        (TypeError, r"output must be a torch\.Tensor", scatter, (None, x)),
+        (ValueError, "input's first extent must be divisible by the 2", scatter, (x, x[:1])),
+        (ValueError, r"output must be torch\.float32 of shape \[1\]", scatter, (x, x)),
+        (ValueError, "output must not overlap input, except as input's own segment", scatter, (y[1 - pe :][:2], y)),
+        (ValueError, "MAX, MIN, PRODUCT for torch.int32; got AVG", scatter, (x[:1].int(), x.int(), ReduceOp.AVG)),
+        (ValueError, "op must be one of .*got 3", scatter, (x[:1], x, 3)),
+        (TypeError, r"input must be of float16, .*; got torch\.bool", scatter, (x[:1].bool(), x.bool())),
+        (ValueError, r"output_tensor must be torch\.float32 of shape \[4\]", gather, (x, x)),
+        (ValueError, "input_tensor must be contiguous", gather, (x, torch.zeros(4)[::2])),
+        (ValueError, "input_tensor must not overlap output_tensor, except as", gather, (y, y[1:3])),
+        (TypeError, r"tensor must be a torch\.Tensor", reduce, (3,)),
+        (ValueError, "op must be one of sum, mean, max, min, prod; got 'SUM'", reduce, (x, "SUM")),
+        (ValueError, "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BXOR", reduce, (x, ReduceOp.BXOR)),
+        (ValueError, r"output_split_sizes must have 2 sizes, one per rank; got \[4\]", exchange, (y, z, [4])),
+        (ValueError, "input_split_sizes must be None or the same", exchange, (y, z, [2, 2], [1, 3])),
+        (ValueError, r"must add up to the first extent of input, 4; got \[7, 7\]", exchange, (y, z, None, [7, 7])),
+    ):
+        with pytest.raises(kind, match=message):
+            call(*arguments)
+    exchange(y, torch.arange(4.0) + 4 * pe, [2, 2], [2, 2])
+    assert y.tolist() == [2 * pe, 2 * pe + 1, 4 + 2 * pe, 5 + 2 * pe]
 
 
 def test_an_asynchronous_drop_in_without_its_peer_says_so() -> None:

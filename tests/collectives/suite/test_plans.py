@@ -13,17 +13,26 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll.collectives._host import plan as plans
 from tdcoll.collectives._host import spec as specs
 from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts, Plan
+from tdcoll.collectives._host.plan import (
+    CHUNK_ALIGNMENT,
+    LL_MOST_WORDS,
+    MOST_EPOCHS,
+    TARGET_CHUNK_BYTES,
+    Facts,
+    Plan,
+    is_word_chunk,
+)
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.all_reduce.policy import part_bytes
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS, lamport_bytes
 from tdcoll.runtime.topology import Topology
-from tdcoll.testing import World
+from tdcoll.tuning import Entry, Section
 
 from .calls import SPECS, values
 from .ways import Nodes, topology_of
@@ -77,12 +86,21 @@ def test_all_ranks_choose_the_same(
     assert len(blocks) <= 1 or len(set(nodes)) > 1
 
 
-@given(SPEC, SIZES, NODES, FACTS, st.sampled_from((CHUNK_ALIGNMENT, TARGET_CHUNK_BYTES)))
+ENTRIES = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries({"channels": st.integers(1, CHANNELS)}),
+    st.fixed_dictionaries({"chunk": st.integers(7, 20).map(lambda power: 1 << power)}),
+)
+
+
+@given(SPEC, SIZES, NODES, FACTS, st.sampled_from((CHUNK_ALIGNMENT, TARGET_CHUNK_BYTES)), ENTRIES)
 def test_plans_cover_the_data_and_can_be_launched(
-    spec: Collective, nbytes: int, nodes: Nodes, facts: Any, target: int
+    spec: Collective, nbytes: int, nodes: Nodes, facts: Any, target: int, entry: dict[str, int]
 ) -> None:
-    """With chunks near their alignment, too, where rounding up leaves whole channels without work."""
+    """With chunks near their alignment, too, where rounding up leaves whole channels without work; and with those of
+    entries of a table."""
     known = Facts(nbytes, topology_of(nodes), **facts)
+    kind = ("", spec.name, known.topology.ranks_per_node, len(nodes), known.in_place)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "TARGET_CHUNK_BYTES", target)
         for how in spec.algorithms:
@@ -90,13 +108,19 @@ def test_plans_cover_the_data_and_can_be_launched(
                 with pytest.raises(ValueError, match=f"algorithm='{how.name}' needs"):
                     spec.choose(known, how.name)
                 continue
-            plan, whole = spec.choose(known, how.name), how.extent(known).nbytes
+            said = {name: min(value, LL_MOST_WORDS * 8) if how.words else value for name, value in entry.items()}
+            table = [Section(*kind, (Entry(None, how.name, **said),))]
+            plan, whole = spec.choose(known, how.name, table), how.extent(known).nbytes
             assert plan.algorithm == how.name
             assert plan.channels * plan.chunk >= whole
             assert (plan.channels - 1) * plan.chunk < max(whole, 1), "the last chunk has nothing to carry"
             assert plan.blocks < known.max_programs
             assert spec.choose(known, plan) == plan, "somebody may ask for it"
-            if not how.words:
+            if how.words:
+                width = how.extent(known).width
+                assert is_word_chunk(plan.chunk, width)
+                assert plan.chunk >= width * 32 * plan.num_warps or plan.num_warps == 1
+            else:
                 assert plan.chunk % CHUNK_ALIGNMENT == 0
                 assert plan.channels <= known.channels
     assert nbytes < 1 << 41
@@ -202,21 +226,18 @@ def test_room_for_words_by_default() -> None:
     assert lamport_bytes(8, 2) == 0
 
 
-def test_a_chunk_of_several_tiles_reaches_all_by_loops() -> None:
+@on_ranks(3)
+def test_a_chunk_of_several_tiles_reaches_all_by_loops(pe: int) -> None:
     """A thread block of one warp moves 2 KB at a time; here 3 and a bit, in place as well, aligned and not."""
-
-    def host(pe: int) -> None:
-        shared = tdcoll.zeros(3 * 1700)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=8 << 10) as ctx:
-            for n in (1700, 1699):
-                nbytes = 4 * n
-                plan = Plan("loop", 1, -(-nbytes // 16) * 16, 1, 1)
-                wanted = torch.cat([values(rank, 0, n, torch.float32) for rank in range(3)])
-                given = values(pe, 0, n, torch.float32)
-                assert torch.equal(tdcoll.all_gather(given, ctx=ctx, algorithm=plan), wanted)
-                whole = shared[: 3 * n]
-                whole[pe * n : (pe + 1) * n] = given
-                assert torch.equal(tdcoll.all_gather_(whole, ctx=ctx, algorithm=plan), wanted)
-            ctx.check()
-
-    World(3).run(host)
+    shared = tdcoll.zeros(3 * 1700)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=8 << 10) as ctx:
+        for n in (1700, 1699):
+            nbytes = 4 * n
+            plan = Plan("loop", 1, -(-nbytes // 16) * 16, 1, 1)
+            wanted = torch.cat([values(rank, 0, n, torch.float32) for rank in range(3)])
+            given = values(pe, 0, n, torch.float32)
+            assert torch.equal(tdcoll.all_gather(given, ctx=ctx, algorithm=plan), wanted)
+            whole = shared[: 3 * n]
+            whole[pe * n : (pe + 1) * n] = given
+            assert torch.equal(tdcoll.all_gather_(whole, ctx=ctx, algorithm=plan), wanted)
+        ctx.check()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from tiers import second
 
 import tdcoll
@@ -40,9 +41,14 @@ def choose(
     return replace(spec.choose(Facts(nbytes, topology_of(nodes), **facts), algorithm, sections), blocks=0)
 
 
+def few(programs: int, **more: Any) -> dict[str, Any]:
+    """Facts of a context with a budget of thread blocks."""
+    return {**STORES, "max_programs": programs, **more}
+
+
 SIMULATED: dict[str, Any] = {**STORES, "ll_bytes": M, "simulated": True}
-TAKEN: list[tuple[Collective, int, Nodes, dict[str, Any], str]] = [
-    # What "auto" takes: facts, algorithm.
+TAKEN: list[tuple[Collective, int, Nodes, dict[str, Any], str | tuple[str, int] | Plan]] = [
+    # What "auto" takes: facts; algorithm, with the bytes of a chunk or not, or the plan.
     *((GATHER, M, nodes, {}, algorithm) for nodes, algorithm in (((8,), "1d"), ((2, 2, 2), "2d"), ((4, 2), "1d"))),
     (GATHER, G, (1, 1, 1), {}, "1d"),  # one rank per node: nothing to forward
     *((GATHER, nbytes, (8,), LL, "ll") for nbytes in (0, 16 * K)),
@@ -71,52 +77,56 @@ TAKEN: list[tuple[Collective, int, Nodes, dict[str, Any], str]] = [
     (ALL, 8, (8,), SIMULATED, "direct"),
     (ALL, 8, (4, 4), {**STORES, **LL}, "1d"),
     (ALL, 8, (4,), {}, "1d"),
+    (REDUCE, 0, (4,), USUAL, ("one_shot", 64 * 16)),
+    (REDUCE, 64 * K, (4,), FLAGS, ("one_shot", 64 * 12)),
+    (REDUCE, 640 * K // 3, (4,), USUAL, ("one_shot", 128 * 16)),
+    (REDUCE, 640 * K // 3 + 1, (4,), USUAL, ("two_shot", 64 * 16)),
+    (REDUCE, 60 * K, (8,), USUAL, ("one_shot", 64 * 16)),
+    (REDUCE, 61 * K, (8,), USUAL, ("two_shot", 64 * 16)),
+    (REDUCE, 1536 * K, (2,), LARGE, ("one_shot", 512 * 16)),
+    *((REDUCE, n, (2,), LARGE, ("two_shot", 512 * 16)) for n in (1536 * K + 1, 16 * M)),
+    # Several epochs, of at least 4 MB each:
+    (REDUCE, 16 * M + 1, (2,), LARGE, ("two_shot", 512 * 16)),
+    (REDUCE, 8 * M, (4,), {**LARGE, "lamport_bytes": 2 * M}, ("two_shot", 512 * 16)),
+    (REDUCE, 8 * M - 32, (4,), {**LARGE, "lamport_bytes": 2 * M}, ("direct", 16 * K)),
+    *(
+        (REDUCE, 16 * M + 1, (2,), {**LARGE, **other}, ("direct", 32 * K + 128))
+        for other in ({"symmetric": True}, {"lamport_bytes": 0}, {"simulated": True})
+    ),
+    (REDUCE, 16 * M + 1, (2,), {**LARGE, "stores": False}, ("1d", 509 * 128)),
+    (REDUCE, M + 1, (4,), USUAL, ("direct", 121 * 128)),  # both halves are over the room
+    (REDUCE, G, (8,), USUAL, ("direct", 512 * K)),
+    *((REDUCE, 64, (4,), {**USUAL, **other}, ("direct", 128)) for other in ({"itemsize": 8}, {"simulated": True})),
+    (REDUCE, 64, (2, 2), USUAL, ("2d", 128)),
+    *((REDUCE, 64, nodes, USUAL, ("1d", 128)) for nodes in ((2, 1), (1, 1))),
+    (REDUCE, 64, (2, 2), {**USUAL, "stores": False}, ("1d", 128)),
+    # Few thread blocks loop:
+    (GATHER, 4 * M, (2,), few(31), Plan("loop", 30, 1093 * 128, 8, 30)),
+    (GATHER, 16 * M, (2,), few(64), Plan("loop", 63, 2081 * 128, 8, 63)),
+    *((GATHER, n, (2,), few(31, **INSIDE), name) for n, name in ((K, "loop"), (4 * M, "loop"), (8 * M, "ce"))),
+    (GATHER, 4 * M, (2,), few(MAX_PROGRAMS), "direct"),
+    (ALL, 4 * M, (2,), few(14), Plan("loop", 13, 2521 * 128, 8, 13)),
+    (ALL, 64 * K, (2,), few(14), "loop"),
+    (GATHER, 64 * K, (2,), few(31, ll_bytes=M), "ll"),
+    (REDUCE, 4 * M, (2,), few(200, **LARGE), "two_shot"),
+    (SCATTER, 4 * M, (2,), few(47, **LARGE), Plan("loop", 32, 1024 * 128, 8, 32)),
+    (SCATTER, 64 * K, (2,), few(47, **LARGE), "ll"),
+    *((REDUCE, n, (2,), few(45, **LARGE), name) for n, name in ((K, "one_shot"), (M, "one_shot"), (2 * M, "loop"))),
+    *((REDUCE, n, (2,), few(30, **LARGE), name) for n, name in ((128 * K, "one_shot"), (256 * K, "loop"))),
+    (REDUCE, 4 * M, (2,), few(MAX_PROGRAMS, **LARGE), "two_shot"),
+    (REDUCE, 64 * M, (2,), few(64, **FLAGS), "loop"),
 ]
 
 
-@pytest.mark.parametrize(("spec", "nbytes", "nodes", "facts", "algorithm"), TAKEN)
+@pytest.mark.parametrize(("spec", "nbytes", "nodes", "facts", "wanted"), TAKEN)
 def test_what_is_taken_where_nothing_was_measured(
-    spec: Collective, nbytes: int, nodes: Nodes, facts: dict[str, Any], algorithm: str
+    spec: Collective, nbytes: int, nodes: Nodes, facts: dict[str, Any], wanted: Any
 ) -> None:
-    plan = choose(spec, nbytes, nodes, **facts)
-    assert plan.algorithm == algorithm
-    few = choose(spec, nbytes, nodes, max_programs=100, **facts)
-    assert few.algorithm in ("ll", "loop") or few.channels * (2 * sum(nodes) + 1) < 100 or sum(nodes) > 49
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "nodes", "facts", "algorithm", "chunk"),
-    [
-        (0, (4,), USUAL, "one_shot", 64 * 16),
-        (64 * K, (4,), FLAGS, "one_shot", 64 * 12),
-        (640 * K // 3, (4,), USUAL, "one_shot", 128 * 16),
-        (640 * K // 3 + 1, (4,), USUAL, "two_shot", 64 * 16),
-        (60 * K, (8,), USUAL, "one_shot", 64 * 16),
-        (61 * K, (8,), USUAL, "two_shot", 64 * 16),
-        (1536 * K, (2,), LARGE, "one_shot", 512 * 16),
-        *((n, (2,), LARGE, "two_shot", 512 * 16) for n in (1536 * K + 1, 16 * M)),
-        # Several epochs, of at least 4 MB each:
-        (16 * M + 1, (2,), LARGE, "two_shot", 512 * 16),
-        (8 * M, (4,), {**LARGE, "lamport_bytes": 2 * M}, "two_shot", 512 * 16),
-        (8 * M - 32, (4,), {**LARGE, "lamport_bytes": 2 * M}, "direct", 16 * K),
-        *(
-            (16 * M + 1, (2,), {**LARGE, **other}, "direct", 32 * K + 128)
-            for other in ({"symmetric": True}, {"lamport_bytes": 0}, {"simulated": True})
-        ),
-        (16 * M + 1, (2,), {**LARGE, "stores": False}, "1d", 509 * 128),
-        (M + 1, (4,), USUAL, "direct", 121 * 128),  # both halves are over the room
-        (G, (8,), USUAL, "direct", 512 * K),
-        *((64, (4,), {**USUAL, **other}, "direct", 128) for other in ({"itemsize": 8}, {"simulated": True})),
-        (64, (2, 2), USUAL, "2d", 128),
-        *((64, nodes, USUAL, "1d", 128) for nodes in ((2, 1), (1, 1))),
-        (64, (2, 2), {**USUAL, "stores": False}, "1d", 128),
-    ],
-)
-def test_which_all_reduce_is_taken(
-    nbytes: int, nodes: Nodes, facts: dict[str, Any], algorithm: str, chunk: int
-) -> None:
-    plan = choose(REDUCE, nbytes, nodes, **facts)
-    assert (plan.algorithm, plan.chunk) == (algorithm, chunk)
+    plan = spec.choose(Facts(nbytes, topology_of(nodes), **facts))
+    assert wanted in (plan.algorithm, (plan.algorithm, plan.chunk), plan)
+    fewer = choose(spec, nbytes, nodes, **{**facts, "max_programs": 100})
+    words = spec.algorithm(fewer.algorithm).words or fewer.algorithm == "loop"
+    assert words or fewer.channels * (2 * sum(nodes) + 1) < 100 or sum(nodes) > 49
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -125,35 +135,6 @@ def test_a_context_that_tdcoll_makes_for_one_small_call_has_memory_for_one_shot(
         lamport = min(REDUCE.capacity(nbytes, world), lamport_bytes(world, 1))
         plan = choose(REDUCE, nbytes, (world,), **{**FLAGS, "ll_bytes": 0, "lamport_bytes": lamport})
         assert plan.algorithm == "one_shot", nbytes
-
-
-@pytest.mark.parametrize(
-    ("spec", "nbytes", "programs", "more", "wanted"),
-    [
-        (GATHER, 4 * M, 31, {}, Plan("loop", 30, 1093 * 128, 8, 30)),
-        (GATHER, 16 * M, 64, {}, Plan("loop", 63, 2081 * 128, 8, 63)),
-        *((GATHER, n, 31, {**STORES, **INSIDE}, name) for n, name in ((K, "loop"), (4 * M, "loop"), (8 * M, "ce"))),
-        (GATHER, 4 * M, MAX_PROGRAMS, {}, "direct"),
-        (ALL, 4 * M, 14, {}, Plan("loop", 13, 2521 * 128, 8, 13)),
-        (ALL, 64 * K, 14, {}, "loop"),
-        (GATHER, 64 * K, 31, {"ll_bytes": 1 * M}, "ll"),
-        (REDUCE, 4 * M, 200, LARGE, "two_shot"),
-        (SCATTER, 4 * M, 47, {**LARGE, "lamport_bytes": 16 * M}, Plan("loop", 32, 1024 * 128, 8, 32)),
-        (SCATTER, 64 * K, 47, LARGE, "ll"),
-        *((REDUCE, n, 45, LARGE, name) for n, name in ((128 * K, "one_shot"), (M, "one_shot"), (2 * M, "loop"))),
-        *((REDUCE, n, 30, LARGE, name) for n, name in ((128 * K, "one_shot"), (256 * K, "loop"), (2 * M, "loop"))),
-        (REDUCE, 4 * M, MAX_PROGRAMS, LARGE, "two_shot"),
-        (REDUCE, 64 * M, 64, FLAGS, "loop"),
-    ],
-)
-def test_few_thread_blocks_loop(
-    spec: Collective, nbytes: int, programs: int, more: dict[str, Any], wanted: Plan | str
-) -> None:
-    plan = spec.choose(Facts(nbytes, topology_of((2,)), max_programs=programs, **{**STORES, **more}))
-    if isinstance(wanted, Plan):
-        assert plan == wanted
-    else:
-        assert plan.algorithm == wanted
 
 
 @pytest.mark.parametrize("world", [4, 8])
@@ -361,12 +342,10 @@ def test_plans_made_by_hand_keep_to_the_warps_of_their_context(spec: Collective)
 # ---------------------------------------------------------------------- in calls
 
 
-def test_calls_in_the_simulator_are_planned_as_such() -> None:
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            assert launches_of(GATHER, ctx, 64).kernel is kernels_direct.exchange_direct
-
-    World(2, heap_bytes=1 << 18).run(host)
+@on_ranks(2, heap_bytes=1 << 18)
+def test_calls_in_the_simulator_are_planned_as_such(pe: int) -> None:
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+        assert launches_of(GATHER, ctx, 64).kernel is kernels_direct.exchange_direct
 
 
 def test_a_caller_may_give_a_plan() -> None:

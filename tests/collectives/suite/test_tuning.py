@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, Facts, Plan, is_word_chunk
-from tdcoll.limits import CHANNELS
+from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.testing import World
 from tdcoll.tuning import SIMULATOR, Entry, Section, Table, agreement, shipped
 
@@ -133,13 +131,11 @@ def test_the_spec_knows_what_its_entries_may_say(path: tuple[Any, ...], value: A
         GATHER.sections(table.sections, table.name)
 
 
-def test_a_call_says_what_is_wrong_with_the_table_of_its_context() -> None:
-    def host(pe: int) -> None:
-        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, tuning=table_of(Entry(64, "3d")))
-        with pytest.raises(ValueError, match=r"a tuning table: .*: algorithm: expected one of ll, direct"):
-            tdcoll.all_gather(torch.zeros(4), ctx=ctx)
-
-    World(4).run(host)
+@on_ranks(4)
+def test_a_call_says_what_is_wrong_with_the_table_of_its_context(pe: int) -> None:
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, tuning=table_of(Entry(64, "3d")))
+    with pytest.raises(ValueError, match=r"a tuning table: .*: algorithm: expected one of ll, direct"):
+        tdcoll.all_gather(torch.zeros(4), ctx=ctx)
 
 
 def test_only_a_collective_with_calls_in_place_has_sections_for_them() -> None:
@@ -254,31 +250,6 @@ def test_entries_for_words_of_two_kinds_and_for_several_epochs() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             reduced(entry)
-
-
-@given(
-    st.integers(0, 1 << 26),
-    st.sampled_from(("ll", "ring", "1d", "2d")),
-    st.one_of(st.none(), st.integers(1, CHANNELS)),
-    st.one_of(st.none(), st.integers(7, 20)),
-)
-def test_chunks_of_an_entry_cover_the_bytes(nbytes: int, algorithm: str, channels: int | None, chunk: int | None):
-    if chunk is not None:
-        chunk = 3 << min(chunk, 12) if algorithm == "ll" else 1 << chunk
-    how = {"chunk": chunk} if chunk is not None and channels is None else {"channels": channels}
-    nbytes = nbytes % ((16 << 10) + 1) if algorithm == "ll" else nbytes
-    facts: dict[str, Any] = {"ll_bytes": 16 << 10, "stores": True}
-    plan = choose(nbytes, **of(Entry(None, algorithm, **how)), **facts)
-    assert plan.algorithm == algorithm
-    assert plan.channels * plan.chunk >= nbytes
-    assert (plan.channels - 1) * plan.chunk < max(nbytes, 1)
-    if algorithm == "ll":
-        assert is_word_chunk(plan.chunk)
-        assert plan.chunk >= 12 * 32 * plan.num_warps or plan.num_warps == 1
-    else:
-        assert plan.channels <= CHANNELS
-        assert plan.chunk % CHUNK_ALIGNMENT == 0
-    assert choose(nbytes, plan, **facts) == plan, "somebody may ask for it"
 
 
 # ---------------------------------------------------------------------- contexts
