@@ -22,7 +22,6 @@ from tdcoll.errors import CollectiveTimeout, RankMismatchError, TdcollError
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime.control import StoreControlPlane
 from tdcoll.runtime.simulator.process import ProcessHeap
-from tdcoll.testing import record
 
 WORLD = 2
 
@@ -111,8 +110,6 @@ def main(rank: int, folder: Path) -> None:
     job = runtime.Runtime(heap=shared, control=control, **given)
     runtime.install(job)
     gather(calls=20)(Here(rank))
-    with record(folder / "trace.json"):
-        gather(calls=2)(Here(rank))
     additions(job)
     spinning(0)(Here(rank))
     bytes_beyond_a_tensor(job)

@@ -33,11 +33,6 @@ def test_two_processes(tmp_path):
         assert process.returncode == 0, output
         assert output.rstrip().endswith("done")
 
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    launches = [event for event in events if event["name"] == "gather" and event["ph"] == "X"]
-    assert sorted(event["pid"] for event in launches) == [0, 0, 1, 1]
-    assert all(event["dur"] > 0 for event in launches)
-
 
 class Control:
     """Two ranks in one process: rank 1 answers as rank 0 does, or maps what rank 0 has made."""
