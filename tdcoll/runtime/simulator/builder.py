@@ -18,11 +18,11 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.runtime.simulator import transfers
-from tdcoll.runtime.simulator.current import machine, pointers
 from tdcoll.runtime.simulator.extents import MIXED, joined
 from tdcoll.runtime.simulator.floats import from_float32, is_fp8, is_narrow, narrowed, to_float32
+from tdcoll.runtime.simulator.machine import machine
 from tdcoll.runtime.simulator.memory import NULL_PAGE
-from tdcoll.runtime.simulator.pointers import replace_word
+from tdcoll.runtime.simulator.pointers import pointers, replace_word
 from tdcoll.runtime.simulator.shortcuts import block_type
 
 __all__ = ["MachineBuilder", "StockBuilder", "is_narrow_handle", "moved_from", "numpy_dtype"]

@@ -28,11 +28,11 @@ import triton.runtime.interpreter as triton_interpreter
 from triton.language.extra import libdevice
 
 from tdcoll.errors import TdcollError
-from tdcoll.runtime.simulator import branches, current
+from tdcoll.runtime.simulator import branches
 from tdcoll.runtime.simulator.branches import of_threads, one_value
 from tdcoll.runtime.simulator.builder import MachineBuilder, is_narrow_handle, moved_from, numpy_dtype
 from tdcoll.runtime.simulator.launcher import MachineLauncher
-from tdcoll.runtime.simulator.machine import Machine
+from tdcoll.runtime.simulator.machine import Machine, put
 from tdcoll.runtime.simulator.rewrite import KernelTransformer
 from tdcoll.runtime.simulator.shortcuts import shortcuts
 
@@ -103,7 +103,7 @@ class Installed:
             raise TdcollError(
                 "the simulator needs TRITON_INTERPRET=1 in the environment before triton is first imported"
             )
-        current.put(wanted)
+        put(wanted)
         module, stock = triton_interpreter, triton_interpreter._patch_attr
         module._patch_attr = _called_at_once
         try:
@@ -147,6 +147,6 @@ class Installed:
     def remove(self) -> None:
         """Put everything back. Idempotent."""
         if self.installed:
-            current.put(None)
+            put(None)
             self._scope.restore()
             self.installed = False

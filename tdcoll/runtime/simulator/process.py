@@ -100,7 +100,7 @@ class ProcessHeap(MemoryView):
             machine.node_ids = job.node_ids
         machine.counts[pe].launches += 1
         while len(launch.tasks) < launch.total:
-            launch.start(pe, partial(Task, 0), None)
+            launch.start(pe, partial(Task, 0))
         self._scheduler.run(launch.tasks)
 
 
