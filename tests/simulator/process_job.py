@@ -106,6 +106,7 @@ def main(rank: int, folder: Path) -> None:
 
     expect(RankMismatchError, "the size of the symmetric heap", lambda: heap(1000 + rank))
     shared = heap(1 << 20)
+    assert "/memfd:tdcoll-heap" in Path("/proc/self/maps").read_text(), "a file that no folder has"
     given = {"rank": rank, "world_size": WORLD, "node_ids": (0,) * WORLD, "simulated": True, "timeout_s": 20}
     job = runtime.Runtime(heap=shared, control=control, **given)
     runtime.install(job)
