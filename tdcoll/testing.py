@@ -18,18 +18,12 @@ Set ``TRITON_INTERPRET=1`` before triton is first imported. ``docs/simulator.md`
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tdcoll import runtime
-from tdcoll.errors import TdcollError
 from tdcoll.runtime.simulator.machine import Counts
-from tdcoll.runtime.simulator.process import ProcessHeap
 from tdcoll.runtime.simulator.scheduler import Blocked, Deadlock
 from tdcoll.runtime.simulator.trace import Trace
 from tdcoll.runtime.simulator.world import World
@@ -44,7 +38,6 @@ __all__ = [
     "World",
     "explore",
     "first_failure",
-    "record",
     "replay",
 ]
 
@@ -161,28 +154,3 @@ def replay(
         if trace is not None and made.trace is not None:
             made.trace.save(trace)
     return made
-
-
-@contextmanager
-def record(path: str | Path) -> Iterator[None]:
-    """Record a timeline of all ranks of a simulated job (one process each), and write it on rank 0.
-    Collective.
-
-    Time is wall time in microseconds. In a :class:`World`, use ``World(trace=True)`` instead.
-
-    Raises:
-        TdcollError: the job runs on GPUs, or in a World.
-    """
-    job = runtime.current()
-    heap = job.heap
-    if not isinstance(heap, ProcessHeap):
-        raise TdcollError("record() is for simulated jobs of one process per rank; a World has trace=True")
-    heap.machine.trace = trace = Trace(lambda: time.monotonic_ns() / 1e3)
-    try:
-        yield
-    finally:
-        heap.machine.trace = None
-    parts: Sequence[str] = job.control.all_gather(range(job.world_size), "record", trace.to_json())
-    if job.rank == 0:
-        events = [event for part in parts for event in json.loads(part)["traceEvents"]]
-        Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")

@@ -35,9 +35,9 @@ from tdcoll.language.simulator_waits import *  # noqa: F403
 from tdcoll.runtime.simulator import transfers, waits
 from tdcoll.runtime.simulator.branches import thread_index
 from tdcoll.runtime.simulator.builder import numpy_dtype
-from tdcoll.runtime.simulator.current import pointers
 from tdcoll.runtime.simulator.extents import Address
 from tdcoll.runtime.simulator.machine import BARRIERS, Machine
+from tdcoll.runtime.simulator.pointers import pointers
 from tdcoll.spec import constants as c
 from tdcoll.spec.functions import FUNCTIONS
 

@@ -14,9 +14,9 @@ from tdcoll.language.checks import comparison, consumed, integer_pointee, requir
 from tdcoll.language.simulator_arguments import blocks, device, int32, number_of
 from tdcoll.runtime.simulator import transfers, waits
 from tdcoll.runtime.simulator.builder import numpy_dtype
-from tdcoll.runtime.simulator.current import pointers
 from tdcoll.runtime.simulator.extents import origin_of
 from tdcoll.runtime.simulator.machine import Machine
+from tdcoll.runtime.simulator.pointers import pointers
 from tdcoll.runtime.simulator.waits import Monitor
 from tdcoll.spec import constants as c
 

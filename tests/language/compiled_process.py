@@ -176,13 +176,19 @@ def launches(driver: NotingDriver) -> dict[str, Any]:
 
 
 def errors(driver: NotingDriver) -> dict[str, str]:
-    out = MockTensor(triton.language.int32, (4,))
-    messages = {}
-    words = MockTensor(triton.language.int64, (4,))
-    for name in (*kernels.MISTAKES, *kernels.HALVES, "whole_addresses"):
+    out, words = MockTensor(triton.language.int32, (4,)), MockTensor(triton.language.int64, (4,))
+    launches = {
+        **{name: (kernels.mistaken, out, name) for name in kernels.MISTAKES},
+        "launched_by_triton": (kernels.helper, out),
+        "calls_a_waiting_helper": (kernels.calls_a_waiting_helper, out),
+        "launched_by_triton_through_a_helper": (kernels.launched_by_triton_through_a_helper, out),
+        **{name: (kernels.halves, out, words, name) for name in kernels.HALVES},
+        "whole_addresses": (kernels.whole_addresses, out, words),
+    }
+    messages = dict.fromkeys(launches, "nothing was raised")
+    for name, (kernel, *arguments) in launches.items():
         try:
-            getattr(kernels, name)[(1,)](*((out,) if name in kernels.MISTAKES else (out, words)))
-            messages[name] = "nothing was raised"
+            kernel[(1,)](*arguments)
         except Exception as error:
             messages[name] = root(error)
     return messages

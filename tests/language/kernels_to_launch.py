@@ -175,39 +175,24 @@ NEED_NOT = (
 
 
 @tdcoll.jit
-def block_as_pe(out):
-    tdl.putmem_block(out, out, 4, tl.arange(0, 8))
-
-
-@tdcoll.jit
-def compare(out):
+def mistaken(out, HOW: tl.constexpr):
     word = out.to(tl.pointer_type(tl.int64))
-    tl.store(out, tdl.wait_signal(word, 6, 1, word, 0, 0))
-
-
-@tdcoll.jit
-def axis(out):
-    tl.store(out, tdl.tid(3))
-
-
-@tdcoll.jit
-def scope(out):
-    tl.store(out, tdl.ld(out, "cta"))
-
-
-@tdcoll.jit
-def semantic(out):
-    tdl.st(out, 1, "sys", "acquire")
-
-
-@tdcoll.jit
-def pointee(out):
-    tl.store(out, tdl.ld(out.to(tl.pointer_type(tl.int8))).to(tl.int32))
-
-
-@triton.jit
-def launched_by_triton(out):
-    tl.store(out, tdl.my_pe())
+    if HOW == "block_as_pe":
+        tdl.putmem_block(out, out, 4, tl.arange(0, 8))
+    elif HOW == "compare":
+        tdl.wait_signal(word, 6, 1, word, 0, 0)
+    elif HOW == "axis":
+        tdl.tid(3)
+    elif HOW == "scope":
+        tdl.ld(out, "cta")
+    elif HOW == "semantic":
+        tdl.st(out, 1, "sys", "acquire")
+    elif HOW == "pointee":
+        tdl.ld(out.to(tl.pointer_type(tl.int8)))
+    elif HOW == "descriptor_with_a_token":
+        tdl.consume_token(tl.make_tensor_descriptor(out, shape=[64, 64], strides=[64, 1], block_shape=[64, 64]), 1)
+    elif HOW == "token_of_64_bits":
+        tdl.consume_token(out, tl.cast(1, tl.int64))
 
 
 @triton.jit
@@ -226,20 +211,8 @@ def calls_a_waiting_helper(out):
     waiting_helper(word, word)
 
 
-@tdcoll.jit
-def descriptor_with_a_token(out):
-    rows = tl.make_tensor_descriptor(out, shape=[64, 64], strides=[64, 1], block_shape=[64, 64])
-    tdl.consume_token(rows, 1)
-
-
-@tdcoll.jit
-def token_of_64_bits(out):
-    tl.store(tdl.consume_token(out, tl.cast(1, tl.int64)), 1)
-
-
 MISTAKES = (
     *("block_as_pe", "compare", "axis", "scope", "semantic", "pointee"),
-    *("launched_by_triton", "launched_by_triton_through_a_helper", "calls_a_waiting_helper"),
     *("descriptor_with_a_token", "token_of_64_bits"),
 )
 
@@ -262,61 +235,35 @@ def waits(out, monitor):
 
 
 @tdcoll.jit
-def half_wait_signal(out, words):
-    tdl.wait_signal(out, tdl.CMP_GE, 1, words, 0, 0)
-
-
-@tdcoll.jit
-def half_wait_signal_monitor(out, words):
-    tdl.wait_signal(words, tdl.CMP_GE, 1, out, 0, 0)
-
-
-@tdcoll.jit
-def half_wait_signals(out, words):
-    tdl.wait_signals(out, 4, -1, tdl.CMP_GE, 1, words, 4)
-
-
-@tdcoll.jit
-def half_wait_token(out, words):
-    tdl.wait_token(out, tdl.CMP_GE, 1, words, 0, 0)
-
-
-@tdcoll.jit
-def half_wait_flagged_monitor(out, words):
+def halves(out, words, HOW: tl.constexpr):
     place = tl.arange(0, 8)
-    tdl.wait_flagged(words + 2 * place, 1, place < 8, out, 0)
+    at, mask = words + 2 * place, place < 8
+    if HOW == "wait_signal: signal":
+        tdl.wait_signal(out, tdl.CMP_GE, 1, words, 0, 0)
+    elif HOW == "wait_signal: monitor":
+        tdl.wait_signal(words, tdl.CMP_GE, 1, out, 0, 0)
+    elif HOW == "wait_signals: signals":
+        tdl.wait_signals(out, 4, -1, tdl.CMP_GE, 1, words, 4)
+    elif HOW == "wait_token: signal":
+        tdl.wait_token(out, tdl.CMP_GE, 1, words, 0, 0)
+    elif HOW == "wait_flagged: monitor":
+        tdl.wait_flagged(at, 1, mask, out, 0)
+    elif HOW == "wait_words: monitor":
+        tdl.wait_words(at, 1, mask, out, 0, 1)
+    elif HOW == "wait_words_of_all: monitor":
+        tdl.wait_words_of_all(at, 64, 2, 0, 1, mask, out, 1)
+    elif HOW == "putmem_signal_nbi_block: sig_addr":
+        tdl.putmem_signal_nbi_block(words, words, 8, out, 1, tdl.SIGNAL_SET, 0)
 
 
-@tdcoll.jit
-def half_wait_words_monitor(out, words):
-    place = tl.arange(0, 8)
-    tdl.wait_words(words + 2 * place, 1, place < 8, out, 0, 1)
-
-
-@tdcoll.jit
-def half_wait_words_of_all_monitor(out, words):
-    place = tl.arange(0, 8)
-    tdl.wait_words_of_all(words + 2 * place, 64, 2, 0, 1, place < 8, out, 1)
-
-
-@tdcoll.jit
-def half_putmem_signal_nbi_block(out, words):
-    tdl.putmem_signal_nbi_block(words, words, 8, out, 1, tdl.SIGNAL_SET, 0)
+HALVES = (
+    *("wait_signal: signal", "wait_signal: monitor", "wait_signals: signals", "wait_token: signal"),
+    *("wait_flagged: monitor", "wait_words: monitor", "wait_words_of_all: monitor"),
+    "putmem_signal_nbi_block: sig_addr",
+)
 
 
 @tdcoll.jit
 def whole_addresses(out, words):
     """Plain addresses have no type to be wrong."""
     tdl.wait_signal(out.to(tl.int64), tdl.CMP_GE, 1, words.to(tl.int64), 0, 0)
-
-
-HALVES = {  # kernel: what it has to say
-    "half_wait_signal": "wait_signal: signal",
-    "half_wait_signal_monitor": "wait_signal: monitor",
-    "half_wait_signals": "wait_signals: signals",
-    "half_wait_token": "wait_token: signal",
-    "half_wait_flagged_monitor": "wait_flagged: monitor",
-    "half_wait_words_monitor": "wait_words: monitor",
-    "half_wait_words_of_all_monitor": "wait_words_of_all: monitor",
-    "half_putmem_signal_nbi_block": "putmem_signal_nbi_block: sig_addr",
-}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kernels_to_launch as kernels
@@ -178,11 +179,18 @@ def fresh_path():
 
 
 @pytest.mark.usefixtures("fresh_path")
-def test_bitcode_of_nvshmem_home_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    library = tmp_path / "lib" / "libnvshmem_device.bc"
-    library.parent.mkdir()
-    library.touch()
-    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+@pytest.mark.parametrize("folder", ["home", "site/nvidia/nvshmem"])
+def test_bitcode_of_nvshmem_home_and_of_the_wheel(monkeypatch: Any, tmp_path: Path, folder: str) -> None:
+    """NVSHMEM_HOME comes first."""
+    library = tmp_path / folder / "lib" / "libnvshmem_device.bc"
+    for path in (library, tmp_path / "site/nvidia/nvshmem/lib/libnvshmem_device.bc"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    spec = SimpleNamespace(submodule_search_locations=(str(tmp_path / "elsewhere"), str(tmp_path / "site/nvidia")))
+    monkeypatch.setattr(jit.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path / "home"))
+    if folder != "home":
+        monkeypatch.delenv("NVSHMEM_HOME")
     assert jit.bitcode_path() == str(library)
 
 
@@ -194,17 +202,3 @@ def test_bitcode_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         jit.bitcode_path()
     for part in (str(tmp_path / "lib"), "tdcoll[cu12] or tdcoll[cu13]", "NVSHMEM_HOME"):
         assert part in str(raised.value)
-
-
-@pytest.mark.usefixtures("fresh_path")
-def test_bitcode_of_the_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    library = tmp_path / "site" / "nvidia" / "nvshmem" / "lib" / "libnvshmem_device.bc"
-    library.parent.mkdir(parents=True)
-    library.touch()
-
-    class Spec:
-        submodule_search_locations = (str(tmp_path / "elsewhere"), str(tmp_path / "site" / "nvidia"))
-
-    monkeypatch.delenv("NVSHMEM_HOME", raising=False)
-    monkeypatch.setattr(jit.importlib.util, "find_spec", lambda name: Spec)
-    assert jit.bitcode_path() == str(library)

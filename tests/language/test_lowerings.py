@@ -31,14 +31,9 @@ def parameters_of(function: Any) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_simulator_has_the_parameters(name: str) -> None:
-    assert parameters_of(getattr(simulator, name)) == parameters_in_the_table(name)
+def test_both_have_the_parameters(compiled: dict[str, Any], name: str) -> None:
+    assert parameters_of(getattr(simulator, name)) == compiled["parameters"][name] == parameters_in_the_table(name)
     assert getattr(tdl, name) is getattr(simulator, name)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_nvshmem_has_the_parameters(compiled: dict[str, Any], name: str) -> None:
-    assert compiled["parameters"][name] == parameters_in_the_table(name)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -98,12 +93,11 @@ def test_wrong_arguments_name_the_function_when_compiled(compiled: dict[str, Any
     assert "token must be what wait_token returned, an int32; got int64" in compiled["errors"]["token_of_64_bits"]
 
 
-@pytest.mark.parametrize("kernel", HALVES)
-def test_pointer_to_32_bits_where_64_are_wanted(compiled: dict[str, Any], kernel: str) -> None:
-    assert compiled["errors"][kernel].startswith(
-        f"{HALVES[kernel]} must point to 64-bit integers (int64 or uint64), got"
-    )
-    assert "a pointer to int32" in compiled["errors"][kernel]
+@pytest.mark.parametrize("argument", HALVES)
+def test_pointer_to_32_bits_where_64_are_wanted(compiled: dict[str, Any], argument: str) -> None:
+    error = compiled["errors"][argument]
+    assert error.startswith(f"{argument} must point to 64-bit integers (int64 or uint64), got")
+    assert "a pointer to int32" in error
 
 
 def test_addresses_have_no_type_to_be_wrong(compiled: dict[str, Any]) -> None:

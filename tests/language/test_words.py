@@ -9,26 +9,17 @@ import kernels_of_words as kernels
 import pytest
 import torch
 
-from tdcoll import runtime
+from tdcoll import zeros
 from tdcoll.errors import CollectiveTimeout
 from tdcoll.monitor import WaitMonitor
 from tdcoll.testing import Deadlock, World, explore, first_failure
 
 
-def zeros(shape: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """A symmetric tensor of zeros, on all PEs."""
-    job = runtime.current()
-    tensor = job.allocate((shape,) if isinstance(shape, int) else shape, dtype, name=name)
-    tensor.zero_()
-    job.exchange(range(job.world_size), f"zeros {name}")
-    return tensor
-
-
 def put_and_get(world: World) -> None:
     def host(pe: int) -> None:
-        words, floats = zeros(1, torch.int64, "words"), zeros(1, torch.float64, "floats")
+        words, floats = zeros(1, torch.int64), zeros(1, torch.float64)
         out, out_floats = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
-        monitor, arrived = WaitMonitor(), zeros(1, torch.int64, "arrived")
+        monitor, arrived = WaitMonitor(), zeros(1, torch.int64)
         kernels.values[(1,)](words, floats, out, out_floats, arrived, monitor.words)
         before = (pe - 1) % world.n_pes
         assert (words.item(), floats.item()) == ((before + 1) * 10_000_000_000, before + 0.25)
@@ -47,8 +38,8 @@ def change_words_of_pe_0(world: World) -> None:
     kept: dict[int, list[int]] = {}
 
     def host(pe: int) -> None:
-        narrow, wide = zeros(3, torch.int32, "narrow"), zeros(2, torch.int64, "wide")
-        old, arrived = torch.zeros(rounds + 3, dtype=torch.int64), zeros(1, torch.int64, "arrived")
+        narrow, wide = zeros(3, torch.int32), zeros(2, torch.int64)
+        old, arrived = torch.zeros(rounds + 3, dtype=torch.int64), zeros(1, torch.int64)
         kernels.atomics[(1,)](narrow, wide, old, arrived, WaitMonitor().words, rounds)
         kept[pe] = old.tolist()
         if pe == 0:
@@ -72,7 +63,7 @@ def test_atomics_of_several_pes() -> None:
 def counted_puts(fence: bool) -> Any:
     def case(world: World) -> None:
         def host(pe: int) -> None:
-            buffer, counter = zeros(16, torch.int32, "buffer"), zeros(1, torch.int32, "counter")
+            buffer, counter = zeros(16, torch.int32), zeros(1, torch.int32)
             if pe == 1:
                 buffer.copy_(torch.arange(16) + 7)
             out = torch.zeros(16, dtype=torch.int32)
@@ -93,7 +84,7 @@ def test_an_atomic_after_a_fence_says_that_data_are_there() -> None:
 
 def test_atomics_of_all_threads_are_refused() -> None:
     with pytest.raises(ValueError, match="every thread of the block would do it; call it in a branch on tid"):
-        World(1).run(lambda pe: kernels.count_by_threads[(1,)](*(zeros(8, torch.int32, "x"),) * 2, True))
+        World(1).run(lambda pe: kernels.count_by_threads[(1,)](*(zeros(8, torch.int32),) * 2, True))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +98,7 @@ def test_atomics_of_all_threads_are_refused() -> None:
 )
 def test_wrong_pointers_are_refused(kernel: Any, dtype: torch.dtype | None, message: str) -> None:
     def host(pe: int) -> None:
-        words = torch.zeros(32, dtype=torch.int32) if dtype is None else zeros(32, dtype, "words")
+        words = torch.zeros(32, dtype=torch.int32) if dtype is None else zeros(32, dtype)
         kernel[(1,)](words, words)
 
     with pytest.raises(ValueError, match=message):

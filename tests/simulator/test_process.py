@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -33,36 +32,15 @@ def test_two_processes(tmp_path):
         assert process.returncode == 0, output
         assert output.rstrip().endswith("done")
 
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    launches = [event for event in events if event["name"] == "gather" and event["ph"] == "X"]
-    assert sorted(event["pid"] for event in launches) == [0, 0, 1, 1]
-    assert all(event["dur"] > 0 for event in launches)
-
 
 class Control:
-    """Two ranks in one process: rank 1 answers as rank 0 does, or maps what rank 0 has made."""
+    """Both ranks answer the same, and rank 0 has made the file at ``place``."""
 
     def __init__(self, place=None):
-        self.place, self.mapped = place, []
+        self.place = place
 
     def all_gather(self, ranks, tag, value, timeout_s=None):
-        if tag != "create the symmetric heap":
-            return [value, value]
-        if self.place is not None:
-            value = self.place
-        else:
-            self.path = os.readlink(value[0])
-            self.mapped.append(process._share(1, ranks, 8192, Control(value)))
-        return [json.loads(json.dumps(value)), None]
-
-
-def test_ranks_map_the_same_bytes_of_a_file_that_no_folder_has():
-    both = Control()
-    mine, (other,) = process._share(0, range(2), 8192, both), both.mapped
-    mine[5000] = 7
-    assert other[5000] == 7
-    assert len(mine) == len(other) == 8192
-    assert both.path.startswith("/memfd:")
+        return [self.place if tag == "create the symmetric heap" else value] * 2
 
 
 def test_another_file_of_the_same_name_is_not_mapped():

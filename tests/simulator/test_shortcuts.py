@@ -109,11 +109,3 @@ def test_pointers_and_casts(compare: Any) -> None:
     compare(operator.add, list(itertools.product(pointers, others)))
     values = [block((3, 200, 0, 9), source, shape) for source in TYPES for shape in SHAPES]
     compare(lambda value, target: value.to(target), list(itertools.product(values, TYPES)))
-
-
-def test_everything_is_put_back() -> None:
-    kept = [(owner, name, owner.__dict__[name]) for owner, name, _ in shortcuts.shortcuts(check_overflow=False)]
-    World(1).run(lambda pe: None)
-    assert kept
-    for owner, name, function in kept:
-        assert owner.__dict__[name] is function, name

@@ -14,13 +14,16 @@ import pytest
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from cases import case, device, expect, gather
+from cases import case, device, elementwise, expect, gather
+from triton.language.extra import libdevice
+from triton.language.extra.libdevice import tanh
 
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.errors import NotInitializedError, RankMismatchError, TdcollError
 from tdcoll.language.jit import jit
+from tdcoll.runtime.simulator.shortcuts import shortcuts
 from tdcoll.testing import Deadlock, World, replay
 
 
@@ -174,7 +177,13 @@ def test_only_one_world_at_a_time_and_hooks_are_restored():
         names = "GridExecutor", "_patch_lang", "_patch_attr", "interpreter_builder"
         function, rewriter = interpreter.InterpretedFunction, interpreter.FunctionRewriter
         of_classes = rewriter.ast_transformer, function.rewritten_fn, function.__call__, torch.Tensor.data_ptr, tl.load
-        return [*(getattr(interpreter, name) for name in names), *of_classes, type(interpreter.interpreter_builder)]
+        fast = [getattr(owner, name) for owner, name, _ in shortcuts(check_overflow=False)]
+        return [
+            *(getattr(interpreter, name) for name in names),
+            *of_classes,
+            *fast,
+            type(interpreter.interpreter_builder),
+        ]
 
     before = state()
 
@@ -267,24 +276,6 @@ def test_gets(how):
     assert (stale == 0) == (how != "get_nbi")
 
 
-@pytest.mark.parametrize("weak", [False, True])
-def test_signal_add_and_int_p(weak):
-    """Every PE adds to PE 0's word, and puts an integer to the next."""
-
-    def add_up(total, flag):
-        tdl.signal_block(total, tdl.my_pe() + 1, tdl.SIGNAL_ADD, 0)
-        tdl.int_p(flag, tdl.my_pe() + 100, (tdl.my_pe() + 1) % 3)
-        tdl.quiet()
-
-    def host(pe):
-        total, flag = tdcoll.zeros(1, torch.int64), tdcoll.zeros(1, torch.int32)
-        device(add_up, total, flag)
-        tdcoll.barrier()
-        return total.item(), flag.item()
-
-    assert World(3, seed=0, weak=weak).run(host) == [(6, 102), (0, 100), (0, 101)]
-
-
 def test_counts():
     world = World(4, ranks_per_node=[3, 1])
     gather(calls=2)(world)
@@ -344,6 +335,13 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
 def test_world_arguments(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         World(**arguments)
+
+
+def test_libdevice_is_refused_and_as_it_was_afterwards():
+    for function in (libdevice.exp, tanh):
+        with pytest.raises(TdcollError, match="the simulator has no libdevice"):
+            World(1).run(lambda pe, function=function: elementwise(function, torch.zeros(16), torch.zeros(16)))
+        assert function(1.0) is None
 
 
 def test_overflow_and_device_asserts_are_errors_if_asked_for():

@@ -125,7 +125,7 @@ def signals_to_all(signals, monitor, ok, n, STEP: tl.constexpr, BLOCK: tl.conste
 def data_fence_signal(dest, source, nbytes, number, signal, pe, monitor, ok):
     if tdl.tid(0) == 0:
         tdl.putmem_nbi(dest, source, nbytes, pe)
-        tdl.int_p(number, 77, pe)
+        tdl.int_p(number, -77_000, pe)
         tdl.fence()
         tdl.signal_op(signal, 1, tdl.SIGNAL_SET, pe)
     tdl.syncthreads()  # for synccheck: PTX lets a warp come to the barrier of a wait in parts, and it does not
@@ -237,7 +237,7 @@ def fence_orders() -> None:
     ok = torch.zeros(1, dtype=torch.int32, device=device())
     tdcoll.barrier()
     data_fence_signal[(1,)](dest, source, NBYTES, number, signal, neighbour(), monitor.words, ok)
-    expect(int(ok) == 1 and int(number) == 77, f"ok {int(ok)}, number {int(number)}")
+    expect(int(ok) == 1 and int(number) == -77_000, f"ok {int(ok)}, number {int(number)}")
     expect(torch.equal(dest, bytes_of((rank() - 1) % world(), 9)), "data")
 
 

@@ -17,7 +17,7 @@ from triton.runtime.jit import _normalize_ty
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdcoll.runtime.simulator.builder import numpy_dtype
-from tdcoll.runtime.simulator.current import machine
+from tdcoll.runtime.simulator.machine import machine
 from tdcoll.runtime.simulator.tasks import Launch
 from tdcoll.spec.functions import LINKED
 

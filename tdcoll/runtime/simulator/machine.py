@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from tdcoll.errors import TdcollError
+from tdcoll.errors import NotInitializedError, TdcollError
 from tdcoll.runtime.simulator.extents import Extents, origin_of
 from tdcoll.runtime.simulator.memory import NULL_PAGE, Memory
 from tdcoll.runtime.simulator.network import Network
@@ -23,7 +23,7 @@ from tdcoll.runtime.simulator.tasks import Launch, Task
 from tdcoll.runtime.simulator.trace import Trace, slice_of
 from tdcoll.runtime.simulator.unseen import Unseen
 
-__all__ = ["BARRIERS", "Counts", "Machine"]
+__all__ = ["BARRIERS", "Counts", "Machine", "machine", "put"]
 
 BARRIERS = ("barrier_all", "sync_all")
 
@@ -174,3 +174,32 @@ class Machine:
         program, place = self.program, self.memory.describe(to)
         name = f"{what} {self.memory.describe_range(to, nbytes)} -> pe{pe}"
         return self.trace.transfer(program.pe, program.track, name, {"bytes": nbytes, "to": place})
+
+
+_machine: Machine | None = None
+
+
+def machine() -> Machine:
+    """Return the machine that kernels run on.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    if _machine is None:
+        raise NotInitializedError(
+            "the device language needs a simulated machine: call tdcoll.initialize(), or run inside "
+            "tdcoll.testing.World.run()"
+        )
+    return _machine
+
+
+def put(wanted: Machine | None) -> None:
+    """Let kernels run on this machine, or on none if it is None.
+
+    Raises:
+        TdcollError: they run on another one.
+    """
+    global _machine
+    if wanted is not None and _machine is not None:
+        raise TdcollError("a simulated machine is active in this process already; only one can be")
+    _machine = wanted

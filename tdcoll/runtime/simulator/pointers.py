@@ -20,12 +20,12 @@ import numpy as np
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.runtime.simulator.extents import Origin, origin_of
-from tdcoll.runtime.simulator.machine import Machine
+from tdcoll.runtime.simulator.machine import Machine, machine
 from tdcoll.runtime.simulator.memory import read_word
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.places import kernel_place
 
-__all__ = ["PointerAccess", "replace_word"]
+__all__ = ["PointerAccess", "pointers", "replace_word"]
 
 Array = np.ndarray[Any, Any]
 
@@ -261,6 +261,11 @@ class PointerAccess:
         memory = self._machine.memory
         inside = mask & ((addresses - np.uint64(memory.base)) < np.uint64(memory.total))
         return inside if inside.any() else None
+
+
+def pointers() -> PointerAccess:
+    """Return the loads and stores of the machine that kernels run on."""
+    return PointerAccess(machine())
 
 
 def _words(addresses: Array, nbytes: int) -> Array:

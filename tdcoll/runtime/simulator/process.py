@@ -30,7 +30,6 @@ from tdcoll.runtime.simulator.machine import BARRIERS, Machine
 from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
 from tdcoll.runtime.simulator.polling import PollingScheduler
 from tdcoll.runtime.simulator.tasks import Launch, Task
-from tdcoll.runtime.simulator.trace import slice_of
 
 __all__ = ["ProcessHeap"]
 
@@ -93,7 +92,7 @@ class ProcessHeap(MemoryView):
         self._hooks.remove()
 
     def _launch(self, launch: Launch) -> None:
-        machine, pe, trace = self.machine, self.pe, self.machine.trace
+        machine, pe = self.machine, self.pe
         if self._scheduler.in_a_kernel():
             raise TdcollError(f"{launch.kernel} was launched by a kernel")
         job = runtime.current_or_none()
@@ -101,9 +100,8 @@ class ProcessHeap(MemoryView):
             machine.node_ids = job.node_ids
         machine.counts[pe].launches += 1
         while len(launch.tasks) < launch.total:
-            launch.start(pe, partial(Task, 0), trace)
-        with slice_of(trace, pe, launch.first_track, launch.kernel):
-            self._scheduler.run(launch.tasks)
+            launch.start(pe, partial(Task, 0))
+        self._scheduler.run(launch.tasks)
 
 
 def _share(pe: int, everyone: Sequence[int], nbytes: int, control: ControlPlane) -> mmap.mmap:

@@ -120,7 +120,7 @@ class Launch:
         self,
         pe: int,
         spawn: Callable[[str, int, Callable[[], None]], Task],
-        trace: Trace | None,
+        trace: Trace | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the next program, x fastest, as a GPU does; ``ended`` is called at its end."""

@@ -3,8 +3,7 @@
 
 One process per PE. Row 0 is the host with its launches, row ``k + 1`` is program ``k`` of each launch with
 its waits. Transfers are spans of their own, from the call to the arrival of the last byte; signals are marks
-on the PE that they arrive at. One unit of time is a scheduler step in a World, and a microsecond of wall time if each
-rank is a process.
+on the PE that they arrive at. One unit of time is a scheduler step.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Trace:
 
     @contextmanager
     def slice(self, pe: int, track: int, name: str) -> Iterator[None]:
-        """Record a span of time on a row; spans on one row nest, unless several threads of the host launch."""
+        """Record a span of time on a row; spans on one row nest."""
         begin = self._clock()
         try:
             yield

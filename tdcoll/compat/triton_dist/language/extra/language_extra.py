@@ -107,7 +107,7 @@ def num_threads(_semantic=None):
 
 
 if INTERPRETED:
-    from tdcoll.runtime.simulator.current import machine
+    from tdcoll.runtime.simulator.machine import machine
 
     def _threads(semantic: Any) -> Any:
         return machine().program.threads
