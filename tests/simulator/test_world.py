@@ -14,9 +14,7 @@ import pytest
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from cases import case, device, elementwise, expect, gather
-from triton.language.extra import libdevice
-from triton.language.extra.libdevice import tanh
+from cases import case, device, expect, gather
 
 import tdcoll
 import tdcoll.language as tdl
@@ -335,13 +333,6 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
 def test_world_arguments(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         World(**arguments)
-
-
-def test_libdevice_is_refused_and_as_it_was_afterwards():
-    for function in (libdevice.exp, tanh):
-        with pytest.raises(TdcollError, match="the simulator has no libdevice"):
-            World(1).run(lambda pe, function=function: elementwise(function, torch.zeros(16), torch.zeros(16)))
-        assert function(1.0) is None
 
 
 def test_overflow_and_device_asserts_are_errors_if_asked_for():

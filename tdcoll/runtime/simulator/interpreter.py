@@ -5,8 +5,8 @@ While a machine is installed:
 
 - launches go to the machine, which runs the programs as tasks (:mod:`.launcher`);
 - operations of kernels are shown to the machine (:mod:`.builder`);
-- Triton's language is patched once, not at every launch and at every call of a nested function;
-- functions of ``libdevice`` are refused, for which the interpreter would compute None;
+- Triton's language is patched once, not at every launch and at every call of a nested function, and with it
+  ``libdevice`` (:mod:`.libdevice`);
 - kernels are rewritten (:mod:`.rewrite`): tensors in ``and``, ``or``, ``not``, and branches on ``tid``.
 
 Everything is put back by :meth:`Installed.remove`, also after errors.
@@ -14,21 +14,20 @@ Everything is put back by :meth:`Installed.remove`, also after errors.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
-from triton.language.extra import libdevice
 
 from tdcoll.errors import TdcollError
-from tdcoll.runtime.simulator import branches
+from tdcoll.runtime.simulator import branches, libdevice
 from tdcoll.runtime.simulator.branches import of_threads, one_value
 from tdcoll.runtime.simulator.builder import MachineBuilder, is_narrow_handle, moved_from, numpy_dtype
 from tdcoll.runtime.simulator.launcher import MachineLauncher
@@ -75,13 +74,6 @@ def _materializing(original: Callable[..., Any]) -> Callable[..., Any]:
     return materialize_pointers
 
 
-def _refused(*args: Any, **named: Any) -> None:
-    # In the scope of Triton's module.
-    from tdcoll.errors import TdcollError
-
-    raise TdcollError("the simulator has no libdevice: use functions of triton.language, such as tl.exp")
-
-
 def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let threads rewrite functions in turn: ``ast.parse`` in several at once raises SystemError in Python 3.11."""
     lock = threading.Lock()
@@ -112,10 +104,8 @@ class Installed:
             module._patch_attr = stock
         # triton 3.6 with numpy >= 2.4: int() of a one-element array fails, and with it range(runtime value)
         scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
-        for owner, name, function in shortcuts(check_overflow=wanted.check_overflow):
+        for owner, name, function in chain(shortcuts(check_overflow=wanted.check_overflow), libdevice.replacements()):
             scope.set_attr(owner, name, function)
-        for function in filter(inspect.isfunction, vars(libdevice).values()):  # its code, for kernels import it by name
-            scope.set_attr(function, "__code__", _refused.__code__)
         nothing = module._LangPatchScope()
         scope.set_attr(module, "GridExecutor", MachineLauncher)
         scope.set_attr(module, "_patch_lang", lambda fn: nothing)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA's ``libdevice`` in simulated kernels: the functions that PyTorch computes as well.
+
+``triton.language.extra.libdevice`` holds empty functions, which the compiler replaces by those of
+``triton.language.extra.cuda.libdevice``. The interpreter doesn't, and takes ``None`` for their results. Here they are
+replaced too. The functions choose a symbol of the library by the types of their arguments, as they do when they are
+compiled, and :func:`computed` looks it up in a table. A symbol that isn't there is an error.
+
+A result is exact to the last bit or two, because fp32 is computed in fp64 and rounded; the GPU's may be a few off.
+``fast_*`` are computed like the functions that they approximate.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as triton_interpreter
+from triton.language.extra import libdevice as stubs
+from triton.language.extra.cuda import libdevice as cudas
+
+from tdcoll.errors import TdcollError
+
+__all__ = ["computed", "replacements"]
+
+
+def _half_away_from_zero(x: torch.Tensor) -> torch.Tensor:
+    whole = torch.trunc(x)
+    return torch.where((x - whole).abs() >= 0.5, whole + torch.sign(x), whole)
+
+
+_PYTORCHS = (
+    "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 floor fmod hypot "
+    "isfinite isinf isnan lgamma log log10 log1p log2 pow rsqrt signbit sin sinh sqrt tan tanh trunc"
+)
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    **{name: getattr(torch, name) for name in _PYTORCHS.split()},
+    **{f"{name}_rn": getattr(torch, name) for name in ("add", "div", "mul", "sqrt", "sub")},
+    "cbrt": lambda x: torch.from_numpy(np.cbrt(x.numpy())),
+    "exp10": lambda x: torch.pow(10.0, x),
+    "fabs": torch.abs,
+    "fdivide": torch.div,
+    "finite": torch.isfinite,
+    "fmaf": lambda x, y, z: x * y + z,  # the product of two fp32 is exact in fp64; fp64 would be rounded twice
+    **dict.fromkeys(("nearbyint", "rint"), torch.round),
+    "powi": torch.pow,
+    "round": _half_away_from_zero,
+}
+"""By name, usually without the type that symbols end or begin with, for example ``expf``, ``isnand``, ``fadd_rn``."""
+
+
+def computed(symbol: str, operands: list[Any], kind: Any) -> Any:
+    """Return a handle: the function ``symbol`` of the library, of handles, as numbers of ``kind``.
+
+    Raises:
+        TdcollError: it is not in the table.
+    """
+    name = symbol.removeprefix("__nv_").removeprefix("fast_")
+    untyped = name[1:] if name.endswith("_rn") else name[:-1] if name[-1] in "df" else name
+    function = _FUNCTIONS.get(name) or _FUNCTIONS.get(untyped)
+    if function is None:
+        raise TdcollError(
+            f"the simulator doesn't have the library function {symbol}. Write it with functions of triton.language, or "
+            f"with those of libdevice that the simulator has: {', '.join(sorted(_FUNCTIONS))}"
+        )
+    result = function(*(torch.from_numpy(operand.data.astype(np.float64)) for operand in operands)).numpy()
+    with np.errstate(all="ignore"):
+        return triton_interpreter.TensorHandle(result.astype(triton_interpreter._get_np_dtype(kind)), kind)
+
+
+def _interpreted(name: str, function: Callable[..., Any] | None, *args: Any, **named: Any) -> Any:
+    """Call ``function``, which CUDA's module has as ``name``, as Triton's compiler would."""
+    if function is None:
+        raise TdcollError(f"libdevice.{name} isn't CUDA's: Triton doesn't compile it for GPUs of NVIDIA either")
+    try:
+        return function(*args, **{**named, "_semantic": triton_interpreter.interpreter_semantic})
+    except KeyError as error:  # no symbol for these types
+        given = ", ".join(map(str, *error.args))
+        raise TypeError(f"libdevice.{name} takes no ({given}): cast first, such as .to(tl.float32)") from None
+
+
+def _stub(*args: Any, _do: Callable[..., Any], **named: Any) -> Any:
+    return _do(*args, **named)
+
+
+def _extern(fn: Callable[..., Any]) -> Any:
+    def wrapper(*args: Any, _do: Callable[..., Any], **named: Any) -> Any:
+        return _do(fn, *args, **named)  # like Triton's wrapper, it has one free variable
+
+    return wrapper
+
+
+@functools.cache
+def replacements() -> list[tuple[Any, str, Any]]:
+    """Return what to replace while a machine is installed: function, attribute and value.
+
+    The functions get other code, because programs import them by name, too (``from triton.language.extra.libdevice
+    import tanh``).
+    """
+
+    def found() -> Iterator[tuple[Any, str, Any]]:
+        externs = {name: one for name, one in vars(cudas).items() if tl.core.is_builtin(one)}
+        for name, extern in externs.items():
+            yield extern, "__code__", _extern(extern).__code__
+            yield extern, "__kwdefaults__", {"_do": functools.partial(_interpreted, name)}
+        for name, stub in vars(stubs).items():
+            if isinstance(stub, types.FunctionType):
+                function = externs[name].__wrapped__ if name in externs else None
+                yield stub, "__code__", _stub.__code__
+                yield stub, "__kwdefaults__", {"_do": functools.partial(_interpreted, name, function)}
+
+    return list(found())
