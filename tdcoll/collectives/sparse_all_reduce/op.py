@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +15,7 @@ from tdcoll import arguments, runtime
 from tdcoll.arguments import byte_text
 from tdcoll.capture import refuse
 from tdcoll.collectives._host.launches import outside_of_graphs
-from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, TOTAL, UNION
+from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, UNION
 from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
 from tdcoll.collectives.sparse_all_reduce.call import Call
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
@@ -27,8 +26,6 @@ from tdcoll.primitives.reduce import check_operation, operation_name
 from tdcoll.ranges import range_of
 
 __all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
-
-_log = logging.getLogger("tdcoll")
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ def _run(
         call = Call(ctx, rows, op, algorithm)
         call.match()
         call.copy_status()
-        whole = None if call.decides_late else call.move()
+        whole = None if call.moves_late else call.move()
         status = call.status()
         if whole is None and status[BAD_SIGNATURE.value] and call.algorithm != "gather":
             call.reduce()  # moves nothing: a rank that passes something else may have launched this already
@@ -154,14 +151,8 @@ def _run(
         if not ctx.grow:
             raise error
         ctx.enlarge(most, rows.row_bytes, union)
-    whole = call.settle(status) if whole is None else whole
-    if call.algorithm != ctx.last_algorithm:
-        ctx.last_algorithm = call.algorithm
-        if ctx.rank == 0:
-            _log.info(
-                "%s: algorithm %s for %d rows of all ranks, %d of them different, on %s",
-                operation, call.algorithm, status[TOTAL.value], union, ctx.topology.describe(),
-            )  # fmt: skip
+    whole = call.densify(union) if whole is None else whole
+    ctx.last_algorithm = call.algorithm
     copies = copy and (call.algorithm == "owner" or 2 * union < len(whole))  # nor is much more kept alive
     return _results(call, whole, call.bounds(status), copies)
 

@@ -131,7 +131,7 @@ def test_longer_rows_on_one_rank_are_a_mismatch_and_not_a_reason_to_grow(grow: b
 
 
 def test_auto_and_owner_are_different_calls() -> None:
-    """One of them may turn out to be dense when the other waits for its rows."""
+    """Though "auto" may take "owner"."""
 
     def host(pe: int) -> None:
         ids = torch.arange(64)
