@@ -235,7 +235,7 @@ class Call:
             kernels_values.prepare,
             planners + combiners + adders + finishers,
             partial=partial, planners=planners, combiners=combiners, adders=adders, at_a_time=at_a_time,
-            PLANS=plans, ALL=not plans, BEHIND=behind, PIECES=has_pieces, BLOCK=_PLAN_BLOCK,
+            PLANS=plans, BEHIND=behind, PIECES=has_pieces, BLOCK=_PLAN_BLOCK,
         )  # fmt: skip
 
     def move(self) -> torch.Tensor:

@@ -155,25 +155,6 @@ def test_growing_beyond_the_heap_leaves_the_context_as_it_was() -> None:
     everywhere(host, 2, heap_bytes=256 << 10)
 
 
-def test_a_context_that_cannot_have_its_memory_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread has taken it meanwhile."""
-
-    def full(*capacities: int) -> None:
-        raise tdcoll.HeapExhaustedError("taken")
-
-    def host(pe: int) -> None:
-        ctx = make(grow=True)
-        monkeypatch.setattr(ctx, "_make_area", full)
-        with pytest.raises(tdcoll.HeapExhaustedError, match="taken"):
-            reduce_and_compare(ctx, 0, 30)
-        with pytest.raises(tdcoll.ContextError, match="it has lost its memory"):
-            reduce_and_compare(ctx)
-        ctx.close()
-        assert tdcoll.heap_info().used == 0
-
-    everywhere(host, 2)
-
-
 def test_memory_that_a_graph_uses_does_not_move() -> None:
     def host(pe: int) -> None:
         with make(grow=True) as ctx:

@@ -125,14 +125,6 @@ def test_tiles(elements: int, itemsize: int) -> None:
     assert cut.rows == 64 or cut.rows * cut.wide == room, "the room is used"
 
 
-@given(st.integers(0, 1 << 24), st.sampled_from((2, 4, 8)))
-def test_tiles_are_bounded(elements: int, itemsize: int) -> None:
-    cut = tiles(elements, itemsize)
-    assert all(map(power_of_two, (cut.rows, cut.wide, cut.deep)))
-    assert cut.rows * cut.wide * itemsize <= TILE_BYTES
-    assert cut.deep * cut.wide * itemsize <= 4 * TILE_BYTES
-
-
 def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
     tree = list(ast.walk(ast.parse(inspect.getsource(policy))))
     imported = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
