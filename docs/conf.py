@@ -104,7 +104,7 @@ _OF_CONTEXTS = """
 begin calling captured capturing current_stream device_group device_lamport enter fail follows_stream group_name inbox
 known ll_bytes loads_together once refuse stores tables take_back wait_for_loads
 """
-_OF_SPARSE = f"{_OF_CONTEXTS} beside_others enlarge excess holds_segments lists raise_if_wrong"
+_OF_SPARSE = f"{_OF_CONTEXTS} capacities enlarge excess lists raise_if_wrong"
 _FOR_TDCOLL = {"CollectiveContext": _OF_CONTEXTS.split(), "SparseContext": _OF_SPARSE.split()}
 """Members of public classes that are for tdcoll's own modules."""
 

@@ -15,7 +15,8 @@ from tdcoll.collectives._host.launches import facts_of
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives._host.pool import Prospect, prospect
 from tdcoll.collectives.sparse_all_reduce import SparseContext
-from tdcoll.collectives.sparse_all_reduce.explain import Capacities, explain_rows
+from tdcoll.collectives.sparse_all_reduce.explain import explain_rows
+from tdcoll.collectives.sparse_all_reduce.policy import Capacities
 from tdcoll.collectives.sparse_all_reduce.pool import FEWEST_ROWS, existing, extents_of
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.context import CollectiveContext
@@ -164,13 +165,10 @@ def _sparse(
         rows, row_bytes = (shape[0] if shape else 0), torch.Size(shape[1:]).numel() * dtype.itemsize
     context = existing(group) if ctx is None else ctx
     if context is not None:
-        capacities = Capacities.of(context)
-    else:
-        topology, most = runtime.current().topology(group), max(FEWEST_ROWS, rows)
-        capacities = Capacities(topology, most, row_bytes, topology.world_size * most, True)
-    sparse = tensors and all(one.layout == torch.sparse_coo for one in tensors)
-    num_rows = sum(one.shape[0] for one in tensors) if sparse else None
-    return explain_rows(capacities, rows, row_bytes, num_rows, algorithm)
+        return explain_rows(context.capacities, rows, row_bytes, algorithm)
+    topology, most = runtime.current().topology(group), max(FEWEST_ROWS, rows)
+    capacities = Capacities(topology, most, row_bytes, topology.world_size * most, True)
+    return explain_rows(capacities, rows, row_bytes, algorithm)
 
 
 def _check_dtype(dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:

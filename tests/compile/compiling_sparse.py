@@ -55,8 +55,8 @@ def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> d
 
 _SUM = {"REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
 _ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
-_PLANNED = {**_ROW, "PLANS": True, "ALL": False, "BEHIND": False, "BLOCK": 256}
-_GATHERED = {**_ROW, "PLANS": False, "ALL": True, "BEHIND": True, "BLOCK": 256}
+_PLANNED = {**_ROW, "PLANS": True, "BEHIND": False, "BLOCK": 256}
+_GATHERED = {**_ROW, "PLANS": False, "BEHIND": True, "BLOCK": 256}
 SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),

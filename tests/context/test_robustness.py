@@ -154,7 +154,7 @@ def test_the_exchange_of_a_sparse_context_keeps_to_the_least_budget_of_all_ranks
     for given, most in (([None, None], MAX_PROGRAMS), ([None, 64], 64), ([7, 64], 7), ([1, 2], 6)):
         with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16, max_programs=given[pe]) as ctx:
             assert ctx.max_programs == most
-            assert ctx.beside_others == (most < MAX_PROGRAMS)
+            assert ctx.capacities.beside_others == (most < MAX_PROGRAMS)
 
 
 def test_a_sparse_context_that_could_not_grow_refuses_calls_and_can_be_closed() -> None:

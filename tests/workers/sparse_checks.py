@@ -12,8 +12,6 @@ from harness import check, device, everyone, expect, expect_raises, rank, run, s
 from sparse_parts import Rows, Shape, call, compare, coo, part, parts
 
 import tdcoll
-from tdcoll import runtime
-from tdcoll.collectives.sparse_all_reduce import policy
 
 CASES: list[tuple[str, torch.dtype, Shape]] = [
     ("sum", torch.float32, (4,)),
@@ -117,28 +115,6 @@ def sparse_text_like_rows() -> str:
                     found = got._nnz()
                 ctx.check()
     return f"{count} rows per rank, {found} different ones of {num_rows}"
-
-
-@check
-def sparse_dense_by_policy() -> str:
-    """ "auto" reduces the whole table where several nodes bring most of it each, also without a context."""
-    rows, dim = scaled(4096, 64), 512
-    ids = torch.arange(rows, device=device())
-    every = [Rows(ids, part(r, 1, rows, rows, (dim,)).values) for r in everyone()]
-    nodes, gathered = tdcoll.topology().n_nodes, policy.GATHERED_BYTES
-    with tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=4 * dim) as ctx:
-        policy.GATHERED_BYTES = 0  # the simulator's rows are few, and would be gathered
-        try:
-            for num_rows, wanted in ((rows, "dense" if nodes > 1 else "owner"), (2 * rows, "owner")):
-                call(ctx, every, num_rows)
-                expect(ctx.last_algorithm == wanted, f"{rows} rows of {num_rows}: {ctx.last_algorithm}")
-                call(None, every, num_rows)
-                of_tdcoll = runtime.current().contexts["sparse", tuple(everyone())]
-                expect(of_tdcoll.last_algorithm == wanted, f"drop-in: {of_tdcoll.last_algorithm}")
-        finally:
-            policy.GATHERED_BYTES = gathered
-        ctx.check()
-    return f"{nodes} node(s)"
 
 
 @check

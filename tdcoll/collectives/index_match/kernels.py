@@ -44,6 +44,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from tdcoll.collectives.index_match.policy import HEADER_WORDS
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order, say_done, wait_until_done
 
@@ -58,7 +59,7 @@ __all__ = [
 LIST_BYTES = tl.constexpr(0)  # bytes used, header included
 LIST_COUNT = tl.constexpr(1)  # number of ids, which may be more than there is room for
 LIST_SIGNATURE = tl.constexpr(2)  # what the ranks must agree on
-HEADER = tl.constexpr(4)  # words before the first id
+HEADER = tl.constexpr(HEADER_WORDS)
 
 # Words of status.
 UNION = tl.constexpr(0)  # U, also where it is more than max_union

@@ -7,9 +7,12 @@ as the slowest of them.
 
 from __future__ import annotations
 
-__all__ = ["MAX_ENTRIES_BYTES", "METHODS", "bitmap_words", "choose_method", "entries_bytes"]
+__all__ = ["HEADER_WORDS", "MAX_ENTRIES_BYTES", "METHODS", "bitmap_words", "choose_method", "entries_bytes"]
 
 METHODS = ("auto", "bitmap", "search")
+
+HEADER_WORDS = 4
+"""Words of a list before its first id."""
 
 MAX_ENTRIES_BYTES = 128 << 20
 """``"auto"`` takes a bitmap up to here. A build goes over it about twice, in less than 0.1 ms on a GPU with 3 TB/s, and

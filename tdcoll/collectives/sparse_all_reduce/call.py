@@ -18,7 +18,7 @@ from tdcoll.collectives._host.launch import Packed
 from tdcoll.collectives._host.launches import outside_of_graphs
 from tdcoll.collectives.all_gather.spec import counted_launches, exchange_counted
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
-from tdcoll.collectives.index_match.kernels import STATUS_WORDS, TOTAL, UNION
+from tdcoll.collectives.index_match.kernels import STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import CLEAR_BLOCK
 from tdcoll.collectives.sparse_all_reduce import (
     kernels_lists,
@@ -29,10 +29,9 @@ from tdcoll.collectives.sparse_all_reduce import (
     kernels_values,
 )
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
-from tdcoll.collectives.sparse_all_reduce.explain import Capacities, explain_rows
-from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, choose, prefers_dense, tiles
+from tdcoll.collectives.sparse_all_reduce.explain import explain_rows
+from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, choose, tiles
 from tdcoll.collectives.sparse_all_reduce.rows import Joined
-from tdcoll.errors import HeapExhaustedError
 from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator, operation_name
 
 __all__ = ["Call"]
@@ -57,8 +56,6 @@ class _Kind:
     """The facts that calls of one kind on a context have in common, which the host need not find out again.
 
     Attributes:
-        algorithm: the choice that the context's capacity allows.
-        may_be_dense: whether the number of rows may still change that to dense.
         too_wide: rows are over the context's bytes. They take part in the exchange, which shows whether all ranks have
             such rows, and move no further.
         lists: int64 ``[world, stride]``: every rank's list.
@@ -71,21 +68,9 @@ class _Kind:
     def __init__(self, ctx: SparseContext, rows: Joined, op: str, wanted: str) -> None:
         dtype = rows.dtype
         self.too_wide, self.loaded = rows.row_bytes > ctx.max_row_bytes, False
-        widest = ctx.max_row_bytes if wanted == "auto" else min(rows.row_bytes, ctx.max_row_bytes)
-        self.algorithm = choose(
-            wanted,
-            topology=ctx.topology,
-            max_rows_per_rank=ctx.max_rows_per_rank,
-            max_row_bytes=ctx.max_row_bytes,
-            segments_fit=ctx.holds_segments(widest),
-            beside_others=ctx.beside_others,
-        )
-        most = ctx.world_size * min(ctx.max_rows_per_rank, ctx.max_union_rows)
-        may_change = wanted == "auto" and self.algorithm == "owner" and not ctx.beside_others
-        self.may_be_dense = may_change and prefers_dense(most, rows.num_rows, ctx.topology)
+        self.algorithm = choose(wanted, ctx.capacities, rows.row_bytes)
         if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
-            capacities = Capacities.of(ctx)
-            _log.debug("%s", explain_rows(capacities, rows.n, rows.row_bytes, rows.num_rows, wanted).line)
+            _log.debug("%s", explain_rows(ctx.capacities, rows.n, rows.row_bytes, wanted).line)
         self.lists = ctx.lists(with_rows=self.algorithm == "gather")
         self.seed = zlib.crc32(repr((rows.tables, str(dtype), op, wanted)).encode())
         self.tiles = cut = tiles(rows.elements, dtype.itemsize)
@@ -115,9 +100,8 @@ class Call:
 
     Attributes:
         kind: what it shares with other calls.
-        algorithm: the one that is taken; final once :meth:`settle` has been called, if the call ``decides_late``.
-        may_be_dense: whether the number of rows may still change ``algorithm`` to dense.
-        decides_late: the host must read the counts before rows are moved.
+        algorithm: the one that is taken.
+        moves_late: the host must read the counts before rows are moved.
         variant: what Triton specialises kernels on, besides the constants that are parameters.
     """
 
@@ -127,8 +111,7 @@ class Call:
         key = "sparse", rows.tables, rows.dtype, rows.coalesced, self.op, algorithm, aligned
         self.kind: _Kind = ctx.once(key, lambda: _Kind(ctx, rows, self.op, algorithm))
         self.algorithm = self.kind.algorithm
-        self.may_be_dense = self.kind.may_be_dense and ctx.may_densify
-        self.decides_late = self.kind.too_wide or self.may_be_dense or self.algorithm == "dense"
+        self.moves_late = self.kind.too_wide or self.algorithm == "dense"
         ctx.directory.prepare(rows.num_rows)
         like = rows.parts[0].values
         place = like.data_ptr() % 16 if rows.single else aligned
@@ -161,7 +144,7 @@ class Call:
             self.match()
             if not self.kind.too_wide:  # otherwise they move no further, and there is no memory for them
                 self.move()
-            if self.algorithm == "dense" or self.kind.may_be_dense:
+            if self.algorithm == "dense":
                 self._prepare()
         finally:
             launcher.only_loads = False
@@ -252,7 +235,7 @@ class Call:
             kernels_values.prepare,
             planners + combiners + adders + finishers,
             partial=partial, planners=planners, combiners=combiners, adders=adders, at_a_time=at_a_time,
-            PLANS=plans, ALL=not plans, BEHIND=behind, PIECES=has_pieces, BLOCK=_PLAN_BLOCK,
+            PLANS=plans, BEHIND=behind, PIECES=has_pieces, BLOCK=_PLAN_BLOCK,
         )  # fmt: skip
 
     def move(self) -> torch.Tensor:
@@ -303,23 +286,7 @@ class Call:
         """Return where each table begins in the union, and where the last ends."""
         return [0, status[UNION.value]] if self.rows.single else list(status[STATUS_WORDS.value :])
 
-    # ------------------------------------------------------------------ late decisions
-
-    def settle(self, status: Sequence[int]) -> torch.Tensor:
-        """Decide by the counts of this call, and move the rows of the union ``-> [at least union, elements]``."""
-        if self.algorithm == "dense":
-            return self._densify(status[UNION.value])
-        if self.may_be_dense and prefers_dense(status[TOTAL.value], self.rows.num_rows, self.ctx.topology):
-            try:
-                self.ctx.for_tables()
-            except HeapExhaustedError:  # on all ranks
-                self.ctx.may_densify = False
-                return self.move()
-            self.algorithm = "dense"
-            return self._densify(status[UNION.value])
-        return self.move()
-
-    def _densify(self, union: int) -> torch.Tensor:
+    def densify(self, union: int) -> torch.Tensor:
         """``-> [union, elements]`` by a dense all-reduce of the whole table.
 
         Raises:

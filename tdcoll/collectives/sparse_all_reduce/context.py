@@ -13,8 +13,8 @@ from tdcoll import arguments, runtime
 from tdcoll.collectives._host.launch import Launcher, Packed
 from tdcoll.collectives.index_match.kernels import BAD_ORDER, BAD_RANGE, BAD_SIGNATURE, MAX_ROWS, STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import COUNTERS, HEADER, LISTS, Memory
-from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS, PROGRAMS_PER_SM
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import COUNTERS, LISTS, Memory
+from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS, PROGRAMS_PER_SM, Capacities
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.limits import MAX_PROGRAMS
@@ -24,21 +24,7 @@ from tdcoll.primitives.group import nodes_of
 from tdcoll.runtime.topology import Topology
 from tdcoll.sizes import Area, ContextSizes, context_sizes
 
-__all__ = ["SparseContext", "segment_fits", "sparse_sizes", "symmetric_bytes"]
-
-
-def _up(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
-
-
-def _list_bytes(rows: int) -> int:
-    """Bytes of one rank's list of ``rows`` ids with its header."""
-    return _up(8 * (HEADER.value + rows))
-
-
-def _segment_bytes(rows: int, row_bytes: int) -> int:
-    """Bytes of one rank's list followed by its rows."""
-    return _up(_list_bytes(rows) + rows * row_bytes)
+__all__ = ["SparseContext", "sparse_sizes", "symmetric_bytes"]
 
 
 def sparse_sizes(
@@ -53,7 +39,7 @@ def sparse_sizes(
     """Return the sizes of a :class:`SparseContext`, with the arguments of :func:`tdcoll.sizes.context_sizes`."""
     union = topology.world_size * max_rows_per_rank if max_union_rows is None else max_union_rows
     plain = context_sizes(topology, heap_bytes, stores=stores, max_bytes_per_rank=0, channels=EXCHANGE_CHANNELS)
-    return replace(plain, more=(_area(_areas(topology.world_size, max_rows_per_rank, max_row_bytes, union)),))
+    return replace(plain, more=(_area(Capacities(topology, max_rows_per_rank, max_row_bytes, union, False)),))
 
 
 def symmetric_bytes(world: int, max_rows_per_rank: int, max_row_bytes: int, max_union_rows: int | None = None) -> int:
@@ -67,24 +53,8 @@ def symmetric_bytes(world: int, max_rows_per_rank: int, max_row_bytes: int, max_
     ).heap_bytes
 
 
-def _area(areas: tuple[int, int, int]) -> Area:
-    return Area("sparse", (sum(areas),), torch.uint8)
-
-
-def _areas(world: int, rows: int, row_bytes: int, union: int) -> tuple[int, int, int]:
-    """Bytes of lists, out and stage. ``out`` has a few more, for the padding of segments in its place."""
-    return world * _list_bytes(rows), _up(union * row_bytes) + 16 * world, _up(rows * row_bytes)
-
-
-def _segment_stride(world: int, rows: int, row_bytes: int, union: int) -> int:
-    lists, out, _ = _areas(world, rows, row_bytes, union)
-    return min((lists + out) // world // 16 * 16, _segment_bytes(rows, row_bytes))
-
-
-def segment_fits(world: int, max_rows: int, max_row_bytes: int, max_union: int, row_bytes: int) -> bool:
-    """Return whether lists that are followed by their rows, of ``row_bytes``, fit into lists and out of a context with
-    these capacities."""
-    return _segment_bytes(max_rows, row_bytes) <= _segment_stride(world, max_rows, max_row_bytes, max_union)
+def _area(capacities: Capacities) -> Area:
+    return Area("sparse", (sum(capacities.areas),), torch.uint8)
 
 
 class SparseContext(CollectiveContext):
@@ -143,8 +113,6 @@ class SparseContext(CollectiveContext):
         owner = runtime.current()
         asked = owner.exchange(owner.ranks_of(group), "SparseContext: max_programs", max_programs)
         limits = [most for most in asked if most is not None]
-        self.beside_others = bool(limits)
-        """Whether a rank limits its programs, which need not be the same on all."""
         super().__init__(
             group,
             max_bytes_per_rank=0,
@@ -156,8 +124,6 @@ class SparseContext(CollectiveContext):
         )
         self.capacity = 0  # other collectives find no room, and say so
         self._of_tables: CollectiveContext | None = None
-        self.may_densify = True
-        """False when the heap had no room for the context of dense all-reduces, so that ``auto`` doesn't try again."""
         self.grow = bool(grow)
         try:
             if not self.stores:  # on which the ranks have agreed
@@ -166,7 +132,8 @@ class SparseContext(CollectiveContext):
                     "between their GPUs), which the sparse all-reduce needs inside a node"
                 )
             self._prepare(max_programs)
-            self._make_area(rows, row_bytes, self.world_size * rows if max_union_rows is None else max_union_rows)
+            union = self.world_size * rows if max_union_rows is None else max_union_rows
+            self._make_area(Capacities(self.topology, rows, row_bytes, union, self.grow, bool(limits)))
         except Exception:
             self.take_back()
             raise
@@ -193,26 +160,23 @@ class SparseContext(CollectiveContext):
         self.counters = torch.zeros(COUNTERS.value + 2, dtype=torch.int32, device=device)
         """Lengths of the work lists, and progress of the launch that fills the stage."""
 
-    def _make_area(self, rows: int, row_bytes: int, union: int) -> None:
+    def _make_area(self, capacities: Capacities) -> None:
         """Make lists, out and stage for these capacities, and their scratch; or raise, and take nothing. Collective."""
         owner, world, pes = self.job, self.world_size, self.topology.pes
-        same = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes, "max_union_rows": union, "grow": self.grow}
-        owner.agree(pes, "arguments of SparseContext", same)
+        _, rows, row_bytes, union, _, _ = capacities
+        owner.agree(pes, "arguments of SparseContext", dict(zip(capacities._fields[1:], capacities[1:], strict=True)))
         if max(world * rows, union) > MOST_PLACES:
             raise ValueError(
                 f"max_rows_per_rank times {world} ranks and max_union_rows must be at most {MOST_PLACES}; got {rows} "
                 f"and {union}"
             )
-        lists, out, _ = areas = _areas(world, rows, row_bytes, union)
+        lists, out, _ = capacities.areas
         self.known.clear()
-        self.area = self._allocate(_area(areas))
+        self.area = self._allocate(_area(capacities))
         """``[nbytes]`` uint8, symmetric: lists, then out, then stage."""
         try:
             self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows = rows, row_bytes, union
-            self.list_bytes = _list_bytes(rows)
-            # From one list that its rows follow to the next. The same for rows of any size: ranks that pass different
-            # ones must find each other's headers to see it.
-            self._segment_stride = _segment_stride(world, rows, row_bytes, union)
+            self.capacities = capacities
             self.out, self.stage = self.area[lists : lists + out], self.area[lists + out :]
             self.memory = Packed(
                 Memory(
@@ -234,14 +198,13 @@ class SparseContext(CollectiveContext):
     # ------------------------------------------------------------------ facts
 
     def lists(self, with_rows: bool) -> torch.Tensor:
-        """``[world, stride]`` int64: every rank's list; ``with_rows``, lists that are followed by their rows."""
-        nbytes = self._segment_stride if with_rows else self.list_bytes
-        return self.area[: self.world_size * nbytes].view(torch.int64).view(self.world_size, nbytes // 8)
+        """``[world, stride]`` int64: every rank's list; ``with_rows``, lists that are followed by their rows.
 
-    def holds_segments(self, row_bytes: int) -> bool:
-        """Return whether lists that are followed by their rows fit into lists and out."""
-        capacities = self.world_size, self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows
-        return segment_fits(*capacities, row_bytes)
+        The stride is the same for rows of any size: ranks that pass different ones must find each other's headers to
+        see it.
+        """
+        nbytes = self.capacities.segment_stride if with_rows else self.capacities.list_bytes
+        return self.area[: self.world_size * nbytes].view(torch.int64).view(self.world_size, nbytes // 8)
 
     def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int | None) -> None:
         """Raise what the lists of all ranks show to be wrong, which is the same on every rank: by their ``status``.
@@ -299,7 +262,7 @@ class SparseContext(CollectiveContext):
                 self.topology.pes,
                 flagged_bytes=0,  # tables are large
                 lamport_bytes=0,
-                max_programs=self.max_programs if self.beside_others else None,
+                max_programs=self.max_programs if self.capacities.beside_others else None,
                 timeout_s=self.monitor.timeout_s,
                 debug=self.debug,
                 stream=None if self.follows_stream else self._stream,
@@ -337,43 +300,30 @@ class SparseContext(CollectiveContext):
         Collective; waits for the stream; the same on all ranks.
 
         Args:
-            rows, row_bytes: that one rank brings.
-            union: that all ranks bring together. Not known, and not looked at, where ``rows`` are over the capacity:
-                the lists were cut off.
+            rows, row_bytes, union: as for :meth:`Capacities.enlarged`.
 
         Raises:
             ContextError: a captured CUDA graph uses the memory.
             HeapExhaustedError, ValueError: no room, or too many rows; then the context is as it was.
         """
-        owner, world = self.job, self.world_size
+        owner = self.job
         if any(owner.exchange(self.topology.pes, "SparseContext: captured", self.captured)):
             raise ContextError(
                 f"SparseContext: {rows} rows of {row_bytes} bytes per rank and {union} together are over its capacity, "
                 "and it cannot grow after a call was captured in a CUDA graph, which uses its memory; make it larger"
             )
-        old = self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows
-        self.may_densify = True
-        lost = True
+        old, lost, failed = self.capacities, True, None
         owner.release(self._symmetric.pop())
         try:
-            for quarters in (5, 4):
-                most, widest, room = old[0], max(row_bytes, old[1]), old[2]
-                if rows > most:
-                    most = rows * quarters // 4
-                    room = world * most if room >= world * old[0] else room
-                elif union > room:
-                    room = min(world * most, union * quarters // 4)
+            for made in (*(old.enlarged(rows, row_bytes, union, quarters) for quarters in (5, 4)), old):
                 try:
-                    self._make_area(most, widest, room)
+                    self._make_area(made)
                     lost = False
-                    return
-                except HeapExhaustedError:  # on all ranks alike
-                    if quarters == 4:
-                        raise
-        except (HeapExhaustedError, ValueError):
-            self._make_area(*old)
-            lost = False
-            raise
+                    break
+                except (HeapExhaustedError, ValueError) as error:  # on all ranks alike
+                    failed = error
         finally:
             if lost:
                 self.refuse("it has lost its memory in an attempt to make it larger; close() it")
+        if failed is not None and made is old:
+            raise failed

@@ -63,12 +63,12 @@ def _id_of(index, g, row):
 @jit
 def combine(
     program, programs, source, order, begins, index, memory, tables, g, row_elements,
-    ALL: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
+    PLANS: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
     DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows of ``source``, those with one id summed, ``->`` :func:`_target`.
 
-    Any number of programs. ``ALL``: every row of this rank's list, else those of the work list STAGED. A sum adds
+    Any number of programs. ``PLANS``: rows of the work list STAGED, else every row of this rank's list. A sum adds
     the rows one after the other, and beyond :data:`PIECE` of them the sums of that many, so its bits depend on the rows
     alone. Rows of which there are more than :data:`PIECE` go to the work list LONG.
 
@@ -78,14 +78,14 @@ def combine(
         begins: int64: where in ``order`` each id begins. With ``REPEATED`` only.
     """
     count = tl.load(memory.counters + STAGED).to(tl.int64)
-    if ALL:
+    if not PLANS:
         count = match.list_size(index, g.rank).to(tl.int64)
     if still_alive(g.monitor) == 0:
         count = tl.cast(0, tl.int64)
     to = _target(index, memory, g, source, BEHIND, ALIGNED)
     for k in tl.range(program, count, programs):
         row = tl.cast(k, tl.int64)
-        if not ALL:
+        if PLANS:
             row = tl.load(work_list(memory, index, STAGED) + k).to(tl.int64)
         begin = row
         end = row + 1
@@ -196,8 +196,8 @@ def sum_partial(
 def prepare(
     source, order, begins, partial, index, memory, tables, nodes, g, planners: tl.int32, combiners: tl.int32,
     adders: tl.int32, at_a_time: tl.int32, row_elements,
-    PLANS: tl.constexpr, ALL: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, PIECES: tl.constexpr,
-    ACC: tl.constexpr, ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    PLANS: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
+    ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All phases: see the module's docstring. Programs: ``planners``, ``combiners``, ``adders``, any number.
 
@@ -206,7 +206,7 @@ def prepare(
         planners: of :func:`plan`, as many as it has programs, with ``PLANS``; otherwise 0.
         adders: of :func:`sum_pieces`, ``at_a_time`` times any number, with ``PIECES``; otherwise 0, and no program
             comes after the ``combiners``.
-        ALL, BEHIND: as for :func:`combine`.
+        BEHIND: rows go behind the ids of this rank's list, else to its ``stage``.
     """
     in_stream_order()
     program = tl.program_id(0)
@@ -220,7 +220,7 @@ def prepare(
             wait_until_done(planned, planners)
         combine(
             program - planners, combiners, source, order, begins, index, memory, tables, g, row_elements,
-            ALL, BEHIND, REPEATED, ACC, ALIGNED, DEEP, WIDE,
+            PLANS, BEHIND, REPEATED, ACC, ALIGNED, DEEP, WIDE,
         )  # fmt: skip
         if PIECES:
             say_done(planned + 1)

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -16,19 +15,19 @@ from tdcoll import arguments, runtime
 from tdcoll.arguments import byte_text
 from tdcoll.capture import refuse
 from tdcoll.collectives._host.launches import outside_of_graphs
-from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, TOTAL, UNION
+from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, UNION
 from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
 from tdcoll.collectives.sparse_all_reduce.call import Call
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.pool import default_context
-from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, joined, rows_of_pair, rows_of_tensor
+from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, rows_of_pair, rows_of_tensor
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.primitives.reduce import check_operation, operation_name
 from tdcoll.ranges import range_of
 
 __all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
 
-_log = logging.getLogger("tdcoll")
+_Tensors = TypeVar("_Tensors", torch.Tensor, Sequence[torch.Tensor])
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def _calling(
                 f"{operation}: rows that are reduced must not lie in the memory of the context that reduces them, as "
                 "results of copy=False do; clone() them"
             )
-        calls = [(places, joined([given[i] for i in places])) for places in _by_dtype(given)]
+        calls = [(places, Joined(tuple(given[i] for i in places))) for places in _by_dtype(given)]
         if ctx.loads_together:
             for _, rows in calls:
                 Call(ctx, rows, op, algorithm).load()
@@ -123,14 +122,15 @@ def _facts(name: str, tensors: Any, first: int = 0) -> dict[str, Any]:
     return {"dtype": getattr(tensors, "dtype", None), name: shape(tensors)}
 
 
-def _run_all(
-    operation: str, ctx: SparseContext, calls: Sequence[tuple[list[int], Joined]], op: Any, algorithm: str, copy: bool
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``(indices, values)`` of each tensor, in the order in which they were given."""
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+def _results_of(calls: Sequence[tuple[list[int], Joined]], run: Callable[[Joined, bool], Sequence[Any]]) -> list[Any]:
+    """Return what ``run`` gives for each tensor, in the order in which they were given.
+
+    Args:
+        run: makes the call of one dtype; True: the next call uses the context's memory at once.
+    """
+    made: dict[int, Any] = {}
     for number, (places, rows) in enumerate(calls, 1):
-        results = _run(operation, ctx, rows, op, algorithm, copy or number < len(calls))  # the next call's memory
-        made |= dict(zip(places, results, strict=True))
+        made |= dict(zip(places, run(rows, number < len(calls)), strict=True))
     return [made[place] for place in sorted(made)]
 
 
@@ -142,7 +142,7 @@ def _run(
         call = Call(ctx, rows, op, algorithm)
         call.match()
         call.copy_status()
-        whole = None if call.decides_late else call.move()
+        whole = None if call.moves_late else call.move()
         status = call.status()
         if whole is None and status[BAD_SIGNATURE.value] and call.algorithm != "gather":
             call.reduce()  # moves nothing: a rank that passes something else may have launched this already
@@ -154,14 +154,8 @@ def _run(
         if not ctx.grow:
             raise error
         ctx.enlarge(most, rows.row_bytes, union)
-    whole = call.settle(status) if whole is None else whole
-    if call.algorithm != ctx.last_algorithm:
-        ctx.last_algorithm = call.algorithm
-        if ctx.rank == 0:
-            _log.info(
-                "%s: algorithm %s for %d rows of all ranks, %d of them different, on %s",
-                operation, call.algorithm, status[TOTAL.value], union, ctx.topology.describe(),
-            )  # fmt: skip
+    whole = call.densify(union) if whole is None else whole
+    ctx.last_algorithm = call.algorithm
     copies = copy and (call.algorithm == "owner" or 2 * union < len(whole))  # nor is much more kept alive
     return _results(call, whole, call.bounds(status), copies)
 
@@ -193,39 +187,15 @@ def _results(
 # ---------------------------------------------------------------------- public
 
 
-@overload
 def sparse_all_reduce(
-    tensor: torch.Tensor,
+    tensor: _Tensors,
     op: str | torch.distributed.ReduceOp = "sum",
     *,
     group: runtime.Group = None,
     ctx: SparseContext | None = None,
     algorithm: str = "auto",
     copy: bool = True,
-) -> torch.Tensor: ...
-
-
-@overload
-def sparse_all_reduce(
-    tensor: Sequence[torch.Tensor],
-    op: str | torch.distributed.ReduceOp = "sum",
-    *,
-    group: runtime.Group = None,
-    ctx: SparseContext | None = None,
-    algorithm: str = "auto",
-    copy: bool = True,
-) -> list[torch.Tensor]: ...
-
-
-def sparse_all_reduce(
-    tensor: torch.Tensor | Sequence[torch.Tensor],
-    op: str | torch.distributed.ReduceOp = "sum",
-    *,
-    group: runtime.Group = None,
-    ctx: SparseContext | None = None,
-    algorithm: str = "auto",
-    copy: bool = True,
-) -> torch.Tensor | list[torch.Tensor]:
+) -> _Tensors:
     """``sparse [num_rows, ...] -> the same shape, coalesced``: rows of all ranks, those with the same index reduced.
 
     Collective over the context's group. Every rank gets the same indices, in ascending order, and bitwise the same
@@ -282,8 +252,8 @@ def sparse_all_reduce(
         return [rows_of_tensor(one, context.device, called) for one, called in zip(given, names, strict=True)]
 
     with _calling(context, name, prepare, op, algorithm, **_facts("shape", tensor)) as calls:
-        results = _run_all(name, context, calls, op, algorithm, copy)
-    made = [
+        results = _results_of(calls, lambda rows, more: _run(name, context, rows, op, algorithm, copy or more))
+    made: Any = [
         torch.sparse_coo_tensor(ids.unsqueeze(0), values, one.shape, is_coalesced=True, check_invariants=False)
         for (ids, values), one in zip(results, given, strict=True)
     ]
@@ -329,7 +299,8 @@ def sparse_all_reduce_rows(
 
     facts = _facts("row_shape", values, 1) | {"num_rows": num_rows}
     with _calling(context, name, prepare, op, algorithm, **facts) as calls:
-        (result,) = _run_all(name, context, calls, op, algorithm, copy)
+        ((_, rows),) = calls
+        (result,) = _run(name, context, rows, op, algorithm, copy)
     return result
 
 
@@ -421,18 +392,15 @@ def sparse_all_reduce_padded(
         return parts
 
     facts = _facts("row_shape", values, 1) | {"num_rows": num_rows}
-    made: dict[int, PaddedRows] = {}
     with _calling(ctx, name, prepare, op, algorithm, **facts) as calls:
-        for places, rows in calls:
-            made |= dict(zip(places, _run_padded(name, ctx, rows, op, algorithm, len(calls) > 1), strict=True))
-    results = [made[place] for place in sorted(made)]
+        results = _results_of(calls, lambda rows, more: _run_padded(name, ctx, rows, op, algorithm, more))
     return results if several else results[0]
 
 
 def _run_padded(
     operation: str, ctx: SparseContext, rows: Joined, op: Any, algorithm: str, copies: bool
 ) -> list[PaddedRows]:
-    """The padded results of each tensor. ``copies``: the next call on the context comes at once."""
+    """The padded results of each tensor. ``copies``: the next call uses the context's memory at once."""
     call, tables, most = Call(ctx, rows, op, algorithm), len(rows.parts), ctx.max_union_rows
     pieces = not rows.coalesced and rows.n > kernels_values.PIECE.value
     kernels = operation, call.variant, call.op, call.algorithm, rows.coalesced, pieces, tables

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """How to sum sparse rows: pure functions of facts that are the same on every rank.
 
-Two ranks that choose differently wait for signals that no rank sends. So the choice sees the context's capacities, the
-shape of the tensor, the topology, and counts that every rank has read from the same lists; never the rank, its own
-number of rows, the clock or the device.
+Two ranks that choose differently wait for signals that no rank sends. So the choice sees the context's capacities and
+the topology; never the rank, its own number of rows, the clock or the device.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from tdcoll.collectives.index_match.policy import HEADER_WORDS
+
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = ["ALGORITHMS", "EXCHANGE_CHANNELS", "Tiles", "choose", "prefers_dense", "tiles"]
+__all__ = ["ALGORITHMS", "EXCHANGE_CHANNELS", "Capacities", "Tiles", "choose", "tiles"]
 
 ALGORITHMS = ("auto", "owner", "gather", "dense")
 
@@ -33,6 +34,10 @@ TILE_BYTES = 8 << 10
 """Bytes that a program moves at a time: 32 for each thread."""
 
 
+def _up(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
 class Tiles(NamedTuple):
     """How the kernels that move rows cut them: tiles of ``rows`` rows and ``wide`` elements of each, and ``deep`` rows
     of one id that are summed at a time. Powers of two."""
@@ -50,64 +55,89 @@ def tiles(row_elements: int, itemsize: int) -> Tiles:
     return Tiles(min(64, elements // wide), wide, min(16, elements // wide * 4))
 
 
-def prefers_dense(rows: int, num_rows: int, topology: Topology) -> bool:
-    """Return whether ``"auto"`` takes ``"dense"`` rather than ``"owner"`` for so many ``rows`` of all ranks together.
+class Capacities(NamedTuple):
+    """The capacities of a context, and what follows from them; the same on every rank.
 
-    Dense moves 2 (W - 1) rows for each row of the table, and owner at most as many: (c - 1) + (W - 1) for each that c
-    of W ranks have. The ids have been exchanged and matched when the counts are known, whatever is taken.
-
-    Inside a node, dense gains nothing. On H200s owner moves 295 to 328 GB/s per rank, all its launches included
-    (docs/results/sparse-2xH200.json and sparse-4xH200.json, CUDA graphs), and an all-reduce of 256 MiB 339 GB/s
-    (all-reduce-2xH200.json). That saves dense at most 0.44 ms for each GB that a rank sends, or 0.88 ms for each GB of
-    the table. But dense also fills the table, copies this rank's rows into it, and the result out of it: 5 bytes of
-    local memory for each byte of the table, which take 1.04 ms for a GB at the 4.8 TB/s of an H200.
-
-    From one node to another, owner puts rows one by one, and a dense all-reduce sends large messages. There, dense is
-    taken if the ranks bring more than half of the table each, on average, because it then moves less than twice as many
-    bytes. This was not measured.
-
-    Args:
-        rows: different rows of each rank, added up.
-        num_rows: of the table.
+    Attributes:
         topology: the group.
-    """
-    return topology.n_nodes > 1 and 2 * rows > topology.world_size * num_rows
-
-
-def choose(
-    algorithm: str,
-    *,
-    topology: Topology,
-    max_rows_per_rank: int,
-    max_row_bytes: int,
-    segments_fit: bool,
-    beside_others: bool = False,
-) -> str:
-    """``"owner"``, ``"gather"`` or ``"dense"``; the same on all ranks.
-
-    ``"auto"`` never becomes ``"dense"`` here: that depends on the number of rows (:func:`prefers_dense`).
-
-    Args:
-        algorithm: what the caller wants, one of :data:`ALGORITHMS`.
-        topology: the group.
-        max_rows_per_rank, max_row_bytes: the context's capacity. It decides about gather, and not the size of the rows:
-            ranks that pass rows of different sizes must exchange their lists in one way, in order to find out.
-        segments_fit: whether it can hold everybody's rows beside everybody's ids, which gather needs.
+        max_rows_per_rank, max_row_bytes, max_union_rows, grow: as for ``SparseContext``.
         beside_others: whether a rank limits its programs: then no rows beyond :data:`GATHER_BYTES` travel in the
             exchange of lists, which has a program for each chunk and rank.
+    """
+
+    topology: Topology
+    max_rows_per_rank: int
+    max_row_bytes: int
+    max_union_rows: int
+    grow: bool
+    beside_others: bool = False
+
+    @property
+    def list_bytes(self) -> int:
+        """Bytes of one rank's list of ids with its header."""
+        return _up(8 * (HEADER_WORDS + self.max_rows_per_rank))
+
+    def segment_bytes(self, row_bytes: int) -> int:
+        """Bytes of one rank's list followed by its rows."""
+        return _up(self.list_bytes + self.max_rows_per_rank * row_bytes)
+
+    @property
+    def areas(self) -> tuple[int, int, int]:
+        """Bytes of lists, out and stage. ``out`` has a few more, for the padding of segments in its place."""
+        world = self.topology.world_size
+        out, stage = (_up(rows * self.max_row_bytes) for rows in (self.max_union_rows, self.max_rows_per_rank))
+        return world * self.list_bytes, out + 16 * world, stage
+
+    @property
+    def segment_stride(self) -> int:
+        """Bytes from one list that its rows follow to the next, in lists and out."""
+        lists, out, _ = self.areas
+        most = (lists + out) // self.topology.world_size // 16 * 16
+        return min(most, self.segment_bytes(self.max_row_bytes))
+
+    def enlarged(self, rows: int, row_bytes: int, union: int, quarters: int) -> Capacities:
+        """Return capacities for a call, with ``quarters`` quarters of the rows that it needs.
+
+        Args:
+            rows, row_bytes: that one rank brings.
+            union: that all ranks bring together. Not known, and not looked at, where ``rows`` are over the capacity:
+                the lists were cut off.
+            quarters: at least 4.
+        """
+        world, most, room = self.topology.world_size, self.max_rows_per_rank, self.max_union_rows
+        if rows > most:
+            most = rows * quarters // 4
+            room = world * most if room >= world * self.max_rows_per_rank else room
+        elif union > room:
+            room = min(world * most, union * quarters // 4)
+        widest = max(row_bytes, self.max_row_bytes)
+        return self._replace(max_rows_per_rank=most, max_row_bytes=widest, max_union_rows=room)
+
+
+def choose(algorithm: str, capacities: Capacities, row_bytes: int) -> str:
+    """``"owner"``, ``"gather"`` or ``"dense"``; the same on all ranks.
+
+    Args:
+        algorithm: what the caller wants, one of :data:`ALGORITHMS`. ``"auto"`` doesn't become ``"dense"``.
+        capacities: of the context. They decide about ``"gather"``, and not the size of the rows: ranks that pass rows
+            of different sizes must exchange their lists in one way, in order to find out.
+        row_bytes: of the call.
 
     Raises:
         ValueError: an unknown algorithm, or one that cannot be had.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
-    if algorithm == "gather" and not segments_fit:
+    topology, most, widest = capacities.topology, capacities.max_rows_per_rank, capacities.max_row_bytes
+    travel = widest if algorithm == "auto" else min(row_bytes, widest)
+    fit = capacities.segment_bytes(travel) <= capacities.segment_stride
+    if algorithm == "gather" and not fit:
         raise ValueError(
             "algorithm='gather' needs room for the rows of all ranks: max_union_rows of at least "
-            f"{topology.world_size} times max_rows_per_rank ({max_rows_per_rank})"
+            f"{topology.world_size} times max_rows_per_rank ({most})"
         )
     if algorithm != "auto":
         return algorithm
-    cheap = topology.n_nodes == 1 and not beside_others
+    cheap = topology.n_nodes == 1 and not capacities.beside_others
     few = max(GATHER_BYTES, GATHERED_BYTES // max(1, topology.world_size - 1)) if cheap else GATHER_BYTES
-    return "gather" if segments_fit and max_rows_per_rank * (max_row_bytes + 8) <= few else "owner"
+    return "gather" if fit and most * (widest + 8) <= few else "owner"

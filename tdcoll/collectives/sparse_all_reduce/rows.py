@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -14,7 +13,7 @@ import torch
 from tdcoll import arguments
 from tdcoll.primitives.reduce import ACCUMULATORS
 
-__all__ = ["DTYPES", "Joined", "Rows", "joined", "rows_of_pair", "rows_of_tensor"]
+__all__ = ["DTYPES", "Joined", "Rows", "rows_of_pair", "rows_of_tensor"]
 
 DTYPES = tuple(dtype for dtype in ACCUMULATORS if dtype.itemsize > 1)
 """Dtypes of rows that can be reduced."""
@@ -53,9 +52,18 @@ class Joined:
 
     Attributes:
         parts: the tensors, in the order that all ranks give them in; at least one.
+
+    Raises:
+        ValueError: they have too many rows together.
     """
 
     parts: tuple[Rows, ...]
+
+    def __post_init__(self) -> None:
+        if self.n >= 1 << 31:
+            raise ValueError(f"a rank must bring fewer than 2**31 rows, got {self.n}")
+        if self.num_rows >= 1 << 62:
+            raise ValueError(f"num_rows must be below 2**62, of all tables together; got {self.num_rows}")
 
     @property
     def single(self) -> bool:
@@ -108,20 +116,6 @@ class Joined:
         return 16 // self.dtype.itemsize if begins else 1
 
 
-def joined(parts: Sequence[Rows]) -> Joined:
-    """The tensors of one dtype of a call.
-
-    Raises:
-        ValueError: they have too many rows together.
-    """
-    made = Joined(tuple(parts))
-    if made.n >= 1 << 31:
-        raise ValueError(f"a rank must bring fewer than 2**31 rows, got {made.n}")
-    if made.num_rows >= 1 << 62:
-        raise ValueError(f"num_rows must be below 2**62, of all tables together; got {made.num_rows}")
-    return made
-
-
 def rows_of_tensor(tensor: Any, device: torch.device, name: str = "tensor") -> Rows:
     arguments.tensor(name, tensor)
     if tensor.layout != torch.sparse_coo:
@@ -166,8 +160,6 @@ def _flat_rows(
         raise TypeError(f"{name} must have one of the dtypes {allowed}; got {values.dtype}")
     if values.device != device:
         raise ValueError(f"{name} must be on {device}, where the context is; got {values.device}")
-    if indices.shape[0] >= 1 << 31:
-        raise ValueError(f"a rank must bring fewer than 2**31 rows, got {indices.shape[0]}")
     shape = tuple(values.shape[1:])
     values = values.contiguous().resolve_neg()  # kernels read the bytes
     flat = values.view(values.shape[0], values.shape[1:].numel())

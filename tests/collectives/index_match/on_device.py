@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index matching on whatever kernels run on here, against torch; on a GPU also in CUDA graphs, and how long it takes.
+"""Index matching on whatever kernels run on here, against torch; on a GPU also in CUDA graphs.
 
 ``python -m tests.collectives.index_match.on_device`` prints a line of JSON per check. It needs one GPU and no job;
-with ``TRITON_INTERPRET=1`` it takes small sizes, and leaves graphs and times out.
+with ``TRITON_INTERPRET=1`` it takes small sizes, and leaves graphs out.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import sys
 
 import torch
 
-from tdcoll.collectives.index_match import Directory, kernels, match_indices, match_lists
+from tdcoll.collectives.index_match import Directory, IndexMatch, kernels, match_indices, match_lists
 from tdcoll.language import INTERPRETED
 
+from .cases import SIGNATURE, pack
+
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-HEADER = kernels.HEADER.value
 
 # rows, lists, ids per list
 CASES = (
@@ -38,35 +39,38 @@ def methods(num_rows: int) -> tuple[str, ...]:
     return ("bitmap", "search") if num_rows < 1 << 32 else ("search",)
 
 
+def check_match(match: IndexMatch, lists: list[torch.Tensor], max_union: int) -> None:
+    """Compare with what torch says."""
+    union = torch.unique(torch.cat(lists))
+    known, device = union[:max_union], union.device
+    assert match.size.tolist() == [union.numel()]
+    assert torch.equal(match.union, torch.nn.functional.pad(known, (0, max_union - known.numel()), value=-1))
+    width = max(ids.numel() for ids in lists)
+    positions = torch.full((len(lists), width), -1, dtype=torch.int32, device=device)
+    contributors = torch.full((max_union, len(lists)), -1, dtype=torch.int32, device=device)
+    for q, ids in enumerate(lists):
+        place = torch.searchsorted(union, ids.contiguous())
+        fits = place < max_union
+        positions[q, : ids.numel()] = torch.where(fits, place, -1)
+        contributors[place[fits], q] = torch.arange(ids.numel(), dtype=torch.int32, device=device)[fits]
+    assert torch.equal(match.positions, positions)
+    assert torch.equal(match.contributors, contributors)
+
+
 def matches_torch() -> list[str]:
     """Every answer for every id, by both methods."""
     done = []
     for num_rows, world, n in CASES:
         lists = random_lists(num_rows, world, n, seed=world)
         union = torch.unique(torch.cat(lists))
-        size = union.numel()
-        contributors = torch.stack([match_indices(union, ids) for ids in lists], dim=1)
-        for q, ids in enumerate(lists):
+        for ids in lists:
             at = torch.searchsorted(ids, union).clamp_(max=ids.numel() - 1)
-            assert torch.equal(contributors[:, q], torch.where(ids[at] == union, at, -1)), (num_rows, q)
+            assert torch.equal(match_indices(union, ids), torch.where(ids[at] == union, at, -1)), num_rows
         for method in methods(num_rows):
-            match = match_lists(lists, num_rows, method, size + 5).check()
-            assert match.size.tolist() == [size]
-            assert torch.equal(match.union[:size], union)
-            assert torch.equal(match.contributors[:size].long(), contributors)
-            assert bool((match.contributors[size:] == -1).all())
-            for q, ids in enumerate(lists):
-                assert torch.equal(match.positions[q, : ids.numel()].long(), torch.searchsorted(union, ids))
-            done.append(f"{method}: {num_rows} rows, {world} lists, union {size}")
+            room = union.numel() + 5
+            check_match(match_lists(lists, num_rows, method, room).check(), lists, room)
+            done.append(f"{method}: {num_rows} rows, {world} lists, union {union.numel()}")
     return done
-
-
-def packed(lists: list[torch.Tensor], capacity: int) -> torch.Tensor:
-    result = torch.zeros(len(lists), HEADER + capacity, dtype=torch.int64, device=DEVICE)
-    for row, ids in zip(result, lists, strict=True):
-        row[1], row[2] = ids.numel(), 7
-        row[HEADER : HEADER + ids.numel()] = ids
-    return result
 
 
 def replays_a_graph() -> list[str]:
@@ -77,14 +81,14 @@ def replays_a_graph() -> list[str]:
     for num_rows, world, n in CASES[1:3]:
         for method in methods(num_rows):
             directory = Directory(world, n, num_rows, world * n, DEVICE, method)
-            lists = packed(random_lists(num_rows, world, n, seed=0), n)
-            directory.build(lists, 7)
+            lists = pack([ids.tolist() for ids in random_lists(num_rows, world, n, seed=0)], n).to(DEVICE)
+            directory.build(lists, SIGNATURE)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                directory.build(lists, 7)
+                directory.build(lists, SIGNATURE)
             for seed in range(1, 4):
                 fresh = random_lists(num_rows, world, n, seed)
-                lists.copy_(packed(fresh, n))
+                lists.copy_(pack([ids.tolist() for ids in fresh], n))
                 graph.replay()
                 union = torch.unique(torch.cat(fresh))
                 status = directory.status.tolist()
@@ -95,33 +99,7 @@ def replays_a_graph() -> list[str]:
     return done
 
 
-def takes_us() -> list[str]:
-    """GPU microseconds of a build, from a graph of 20 builds; the least of 10 replays."""
-    if INTERPRETED:
-        return ["no times here"]
-    done = []
-    for num_rows, world, n in CASES[1:]:
-        for method in methods(num_rows):
-            directory = Directory(world, n, num_rows, world * n, DEVICE, method)
-            lists = packed(random_lists(num_rows, world, n, seed=0), n)
-            directory.build(lists, 7)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(20):
-                    directory.build(lists, 7)
-            times = []
-            for _ in range(10):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) * 1e3 / 20)
-            done.append(f"{method}: {num_rows} rows, {world} lists of {n}: {min(times):.1f} us")
-    return done
-
-
-CHECKS = {check.__name__: check for check in (matches_torch, replays_a_graph, takes_us)}
+CHECKS = {check.__name__: check for check in (matches_torch, replays_a_graph)}
 
 
 def main() -> int:

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tdcoll.collectives.index_match import Directory, kernels
-from tdcoll.testing import World
 
 from .cases import (
     METHODS,
@@ -23,6 +22,7 @@ from .cases import (
     check_not_sorted_and_unique,
     check_out_of_range,
     check_valid,
+    in_world,
     pack,
     places,
     small_blocks,
@@ -35,11 +35,6 @@ both = pytest.mark.parametrize("method", METHODS)
 def _blocks_are_small() -> Iterator[None]:
     with small_blocks():
         yield
-
-
-def in_world(run, **options) -> None:
-    """Run something as the one PE of a simulated job; its interpreter is faster, and knows every Triton."""
-    World(1, **options).run(lambda pe: run())
 
 
 @st.composite
@@ -92,12 +87,11 @@ def test_seventy_ranks(method: str) -> None:
     random.seed(2)
     lists = [sorted(random.sample(range(300), q % 4)) for q in range(70)]
     union = sorted(set().union(*lists))
-    got = []
     with small_blocks(64):
-        in_world(lambda: got.append(build(method, lists, 300, union[::10])))
-    assert got[0].union == union
-    assert got[0].found == [places(ids, union[::10]) for ids in lists]
-    assert got[0].in_union == list(range(0, len(union), 10))
+        got = in_world(lambda: build(method, lists, 300, union[::10]))
+    assert got.union == union
+    assert got.found == [places(ids, union[::10]) for ids in lists]
+    assert got.in_union == list(range(0, len(union), 10))
 
 
 @pytest.mark.parametrize("num_rows", [1 << 40, 1 << 61])
@@ -118,10 +112,9 @@ def test_no_int32_overflows(method: str) -> None:
 
 def test_the_methods_write_the_same_bits() -> None:
     lists = [[3, 8, 90], [8, 9], [], [0, 3, 91]]
-    got = []
-    in_world(lambda: got.extend(build(method, lists, 92, range(92), max_union=5) for method in METHODS))
-    assert got[0] == got[1]
-    assert len(got[0].union) == 5
+    first, second = in_world(lambda: [build(method, lists, 92, range(92), max_union=5) for method in METHODS])
+    assert first == second
+    assert len(first.union) == 5
 
 
 # ---------------------------------------------------------------------- one directory, many builds
@@ -191,11 +184,10 @@ def test_a_count_beyond_the_capacity(method: str) -> None:
 
 @both
 def test_a_negative_count_is_none(method: str) -> None:
-    got = []
-    in_world(lambda: got.append(build(method, [[], [3]], 10, range(10), capacity=2, counts=[-5, 1])))
-    assert got[0].union == [3]
-    assert got[0].status[kernels.TOTAL.value] == 1
-    assert set(got[0].found[0]) == {-1}
+    got = in_world(lambda: build(method, [[], [3]], 10, range(10), capacity=2, counts=[-5, 1]))
+    assert got.union == [3]
+    assert got.status[kernels.TOTAL.value] == 1
+    assert set(got.found[0]) == {-1}
 
 
 @both
@@ -212,10 +204,9 @@ def test_a_list_that_is_not_sorted_and_unique(method: str, bad: list[int]) -> No
 
 @both
 def test_the_last_bad_rank_is_named(method: str) -> None:
-    got = []
     lists = [[10], [2, 1], [99], [4, 4], [0]]
-    in_world(lambda: got.append(build(method, lists, 10, signatures=[SIGNATURE, 0, SIGNATURE, SIGNATURE, 1])))
-    assert got[0].flags() == (3, 4, 5)
+    got = in_world(lambda: build(method, lists, 10, signatures=[SIGNATURE, 0, SIGNATURE, SIGNATURE, 1]))
+    assert got.flags() == (3, 4, 5)
 
 
 @both
@@ -227,14 +218,13 @@ def test_the_last_bad_rank_is_named(method: str) -> None:
 )
 def test_garbage_stays_in_bounds(method: str, lists: list[list[int]], counts: int, room: int) -> None:
     lists = lists[:5]
-    got = []
     asked = sorted({x for ids in lists for x in ids} | {0, 1})[:40]
     said = [counts, *map(len, lists[1:])]
-    in_world(lambda: got.append(build(method, lists, 64, asked, capacity=12, counts=said, max_union=room)))
-    assert len(got[0].union) <= room
-    assert all(0 <= x < 64 for x in got[0].union)
-    assert all(-1 <= place < 12 for found in got[0].found for place in found)
-    assert all(-1 <= place < room for place in got[0].in_union)
+    got = in_world(lambda: build(method, lists, 64, asked, capacity=12, counts=said, max_union=room))
+    assert len(got.union) <= room
+    assert all(0 <= x < 64 for x in got.union)
+    assert all(-1 <= place < 12 for found in got.found for place in found)
+    assert all(-1 <= place < room for place in got.in_union)
 
 
 # ---------------------------------------------------------------------- the host's checks

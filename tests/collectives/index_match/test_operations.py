@@ -14,10 +14,10 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tdcoll.collectives.index_match import IndexMatch, match_indices, match_lists
-from tdcoll.testing import World
+from tdcoll.collectives.index_match import match_indices, match_lists
 
-from .cases import METHODS, check_valid, small_blocks
+from .cases import METHODS, check_valid, in_world, small_blocks
+from .on_device import check_match
 
 both = pytest.mark.parametrize("method", METHODS)
 
@@ -25,29 +25,6 @@ bare = pytest.mark.skipif(
     triton.__version__.startswith("3.6") and int(np.__version__[0]) >= 2,
     reason="outside of a World, Triton 3.6's interpreter cannot run loops to run-time bounds with numpy 2",
 )
-
-
-def in_world(run):
-    return World(1).run(lambda pe: run())[0]
-
-
-def check_match(match: IndexMatch, lists: list[torch.Tensor], max_union: int) -> None:
-    """Compare with what torch says."""
-    union = torch.unique(torch.cat(lists))
-    known = union[:max_union]
-    rest = max_union - known.numel()
-    assert match.size.tolist() == [union.numel()]
-    assert torch.equal(match.union, torch.cat((known, torch.full((rest,), -1))))
-    width = max(ids.numel() for ids in lists)
-    positions = torch.full((len(lists), width), -1, dtype=torch.int32)
-    contributors = torch.full((max_union, len(lists)), -1, dtype=torch.int32)
-    for q, ids in enumerate(lists):
-        place = torch.searchsorted(union, ids.contiguous())
-        fits = place < max_union
-        positions[q, : ids.numel()] = torch.where(fits, place, -1)
-        contributors[place[fits], q] = torch.arange(ids.numel(), dtype=torch.int32)[fits]
-    assert torch.equal(match.positions, positions)
-    assert torch.equal(match.contributors, contributors)
 
 
 def ids_of(*values: int) -> torch.Tensor:

@@ -82,7 +82,7 @@ SENTINEL = 77
 
 def moved(ctx: tdcoll.SparseContext) -> torch.Tensor:
     """The context's symmetric memory behind the lists: rows that go out, rows that come in."""
-    return ctx.area[ctx.world_size * ctx.list_bytes :]
+    return ctx.area[ctx.world_size * ctx.capacities.list_bytes :]
 
 
 def refused_everywhere(ctx: tdcoll.SparseContext, error: type[Exception], text: str, call: Callable[[], Any]) -> None:

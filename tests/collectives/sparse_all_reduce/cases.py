@@ -15,6 +15,7 @@ import tdcoll
 from tdcoll.collectives._host import plan as plans
 from tdcoll.collectives.sparse_all_reduce import call as sparse_call
 from tdcoll.collectives.sparse_all_reduce import policy as sparse_policy
+from tdcoll.collectives.sparse_all_reduce.policy import choose
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 
@@ -56,20 +57,24 @@ def some_part(seed: int, n: int, num_rows: int, shape: Sequence[int], dtype: tor
     return Rows(indices, some_values((n, *shape), dtype, seed, exact))
 
 
+TABLES = ((9, (3,)), (1, ()), (40, (5, 2)), (3, (1,)))
+"""Rows of tables, and shapes of their rows: of several widths, and one that a single row makes."""
+
+
 class Reduces:
     """Runs ``calls`` on every rank, in small pieces, each with other rows, and compares with the reference, at once and
     at the end.
 
     Args:
         algorithms: of the calls, in order: ``o`` owner, ``g`` gather, ``d`` dense.
-        rows: how many each rank brings in the first call; they go around from call to call.
+        rows: how many each rank brings in the first call; they go around from call to call, and from table to table.
         num_rows: of the table.
         op, shape, dtype: as for ``sparse_all_reduce_rows``.
         exact: values are small integers; else any floats.
         group: ranks that take part; None for all.
         coalesced: no rank has an index twice, and it says so.
-        max_rows_per_rank: of the context. Default: what is needed.
         data: ``data(rank, call)`` gives the rows, in place of random ones.
+        tables: calls have a tensor for each of these, in place of one of ``num_rows`` and ``shape``.
     """
 
     def __init__(
@@ -84,122 +89,79 @@ class Reduces:
         exact: bool = True,
         group: Sequence[int] | None = None,
         coalesced: bool = False,
-        max_rows_per_rank: int | None = None,
         data: Callable[[int, int], Rows] | None = None,
+        tables: Sequence[tuple[int, tuple[int, ...]]] | None = None,
     ) -> None:
-        self.algorithms, self.rows, self.num_rows = algorithms, tuple(rows), num_rows
-        self.op, self.shape, self.dtype, self.exact = op, tuple(shape), dtype, exact
+        self.algorithms, self.rows, self.several = algorithms, tuple(rows), tables is not None
+        self.op, self.dtype, self.exact = op, dtype, exact
         self.group, self.coalesced, self.data = group, coalesced, data
-        self.capacity = max(1, *rows) if max_rows_per_rank is None else max_rows_per_rank
+        self.tables = tables or ((num_rows, tuple(shape)),)
         self._wanted: dict[object, Rows] = {}
 
     def __call__(self, world: World) -> None:
         with small_pieces():
             world.run(self.host)
 
-    def part(self, rank: int, call: int) -> Rows:
-        """What ``rank`` brings to ``call``."""
+    def part(self, rank: int, call: int, table: int) -> Rows:
+        """What ``rank`` brings of a table to ``call``."""
         if self.data is not None:
             return self.data(rank, call)
-        n = self.rows[(rank + call) % len(self.rows)]
-        made = some_part(17 * call + rank, n, self.num_rows, self.shape, self.dtype, self.exact)
+        num_rows, shape = self.tables[table]
+        n = self.rows[(rank + call + table) % len(self.rows)]
+        made = some_part(101 * table + 17 * call + rank, n, num_rows, shape, self.dtype, self.exact)
         if not self.coalesced:
             return made
         indices = made.indices.unique()
         return Rows(indices, made.values[: indices.numel()])
 
-    def wanted(self, topology: Topology, call: int) -> Rows:
-        """What every rank has to get in ``call``."""
+    def wanted(self, topology: Topology, call: int, table: int) -> Rows:
+        """What every rank has to get of a table in ``call``."""
         nodes = topology.nodes if self.algorithms[call] == "o" else None
-        key = (topology.world_size, nodes, call)
+        key = (topology.world_size, nodes, call, table)
         if key not in self._wanted:
-            parts = [self.part(rank, call) for rank in range(topology.world_size)]
+            parts = [self.part(rank, call, table) for rank in range(topology.world_size)]
             self._wanted[key] = reduce(parts, self.op, nodes)
         return self._wanted[key]
 
-    def check(self, topology: Topology, rank: int, call: int, got: Rows) -> None:
-        """Raise AssertionError unless ``got`` has the bits of the reference."""
-        wanted, where = self.wanted(topology, call), f"rank {rank}, call {call} ({self.algorithms[call]})"
-        assert torch.equal(got.indices, wanted.indices), f"{where}: {got.indices} are wrong indices"
-        wrong = wrong_rows(got.values, wanted.values)
-        assert wrong == 0, f"{where}: {wrong} wrong rows of {len(wanted.indices)}"
+    def check(self, topology: Topology, rank: int, call: int, every: Sequence[Rows]) -> None:
+        """Raise AssertionError unless ``every`` table has the bits of the reference."""
+        where = f"rank {rank}, call {call} ({self.algorithms[call]})"
+        for table, got in enumerate(every):
+            wanted = self.wanted(topology, call, table)
+            assert torch.equal(got.indices, wanted.indices), f"{where}: {got.indices} are wrong indices, table {table}"
+            wrong = wrong_rows(got.values, wanted.values)
+            assert wrong == 0, f"{where}: {wrong} wrong rows of {len(wanted.indices)}, table {table}"
+
+    def call(self, ctx: tdcoll.SparseContext, call: int, **options: Any) -> list[Rows]:
+        """Make a call, and return its result for each table."""
+        parts = [self.part(ctx.rank, call, table) for table in range(len(self.tables))]
+        options |= {"ctx": ctx, "algorithm": NAMES[self.algorithms[call]]}
+        if not self.several:
+            ((num_rows, _),) = self.tables
+            options["coalesced"] = self.coalesced
+            return [Rows(*tdcoll.sparse_all_reduce_rows(*parts[0], num_rows, self.op, **options))]
+        given = [
+            torch.sparse_coo_tensor(part.indices.unsqueeze(0), part.values, (num_rows, *shape))
+            for part, (num_rows, shape) in zip(parts, self.tables, strict=True)
+        ]
+        return [Rows(one.indices()[0], one.values()) for one in tdcoll.sparse_all_reduce(given, self.op, **options)]
 
     def host(self, pe: int) -> None:
         if self.group is not None and pe not in self.group:
             return
-        row_bytes = torch.Size(self.shape).numel() * self.dtype.itemsize
-        with tdcoll.SparseContext(self.group, max_rows_per_rank=self.capacity, max_row_bytes=row_bytes) as ctx:
+        most = max(1, *self.rows) * len(self.tables)
+        row_bytes = max(torch.Size(shape).numel() for _, shape in self.tables) * self.dtype.itemsize
+        with tdcoll.SparseContext(self.group, max_rows_per_rank=most, max_row_bytes=row_bytes) as ctx:
             kept = []
-            for call, letter in enumerate(self.algorithms):
+            for call in range(len(self.algorithms)):
                 copy = call % 2 == 0
-                got = Rows(
-                    *tdcoll.sparse_all_reduce_rows(
-                        *self.part(ctx.rank, call),
-                        self.num_rows,
-                        self.op,
-                        ctx=ctx,
-                        coalesced=self.coalesced,
-                        algorithm=NAMES[letter],
-                        copy=copy,
-                    )
-                )
+                got = self.call(ctx, call, copy=copy)
                 self.check(ctx.topology, ctx.rank, call, got)
                 if copy:
                     kept.append((call, got))
             ctx.check()
             for call, got in kept:
                 self.check(ctx.topology, ctx.rank, call, got)
-        assert tdcoll.heap_info().used == 0
-
-
-TABLES = ((9, (3,)), (1, ()), (40, (5, 2)), (3, (1,)))
-"""Rows of tables, and shapes of their rows: of several widths, and one that a single row makes."""
-
-
-class ReducesLists(Reduces):
-    """:class:`Reduces` for calls with a tensor for each of ``tables``, each compared with the reference of its own.
-
-    Args:
-        algorithms, rows: as for :class:`Reduces`; tensors of one rank have different numbers of rows.
-        tables: the number of rows of each, and the shape of a row.
-        options: others of :class:`Reduces`.
-    """
-
-    def __init__(
-        self,
-        algorithms: str = "ooo",
-        rows: Sequence[int] = (4, 0, 6, 1),
-        tables: Sequence[tuple[int, tuple[int, ...]]] = TABLES,
-        **options: Any,
-    ) -> None:
-        super().__init__(algorithms, rows, **options)
-        self.tables = tables
-        self.capacity = max(1, *rows) * len(tables)
-
-    def part_of(self, rank: int, call: int, table: int) -> Rows:
-        """What ``rank`` brings of a table to ``call``."""
-        num_rows, shape = self.tables[table]
-        n = self.rows[(rank + call + table) % len(self.rows)]
-        return some_part(101 * table + 17 * call + rank, n, num_rows, shape, self.dtype, self.exact)
-
-    def host(self, pe: int) -> None:
-        row_bytes = max(torch.Size(shape).numel() for _, shape in self.tables) * self.dtype.itemsize
-        with tdcoll.SparseContext(max_rows_per_rank=self.capacity, max_row_bytes=row_bytes) as ctx:
-            for call, letter in enumerate(self.algorithms):
-                nodes = ctx.topology.nodes if letter == "o" else None
-                given = []
-                for table, (num_rows, shape) in enumerate(self.tables):
-                    ids, values = self.part_of(ctx.rank, call, table)
-                    given.append(torch.sparse_coo_tensor(ids.unsqueeze(0), values, (num_rows, *shape)))
-                got = tdcoll.sparse_all_reduce(given, self.op, ctx=ctx, algorithm=NAMES[letter], copy=call % 2 == 0)
-                for table, one in enumerate(got):
-                    parts = [self.part_of(rank, call, table) for rank in range(ctx.world_size)]
-                    wanted, where = reduce(parts, self.op, nodes), f"rank {ctx.rank}, call {call} ({letter})"
-                    found = one.indices()[0]
-                    assert torch.equal(found, wanted.indices), f"{where}: {found} are wrong indices of table {table}"
-                    wrong = wrong_rows(one.values(), wanted.values)
-                    assert wrong == 0, f"{where}: {wrong} wrong rows of {len(wanted.indices)}, table {table}"
-            ctx.check()
         assert tdcoll.heap_info().used == 0
 
 
@@ -248,8 +210,10 @@ def call(part: Rows, num_rows: int, ctx: tdcoll.SparseContext | None, how: Optio
     padded = tdcoll.sparse_all_reduce_padded(*part, num_rows, how.op, ctx=ctx, **common)
     ctx.check()
     size = int(padded.count)
-    assert padded.indices.shape == (ctx.max_union_rows,)
-    assert padded.values.shape == (ctx.max_union_rows, *shape)
+    assert isinstance(padded, tdcoll.PaddedRows)
+    assert (padded.indices.shape, padded.indices.dtype) == ((ctx.max_union_rows,), torch.int64)
+    assert (padded.values.shape, padded.values.dtype) == ((ctx.max_union_rows, *shape), part.values.dtype)
+    assert (padded.count.shape, padded.count.dtype, padded.count.device) == ((1,), torch.int64, ctx.device)
     assert not padded.indices[size:].any()
     assert not padded.values[size:].any()
     return Rows(padded.indices[:size].clone(), padded.values[:size].clone())
@@ -272,7 +236,9 @@ def outcomes(
             got = call(parts[pe], num_rows, ctx, how)
             rows = Rows(got.indices.clone(), got.values.clone())
             ctx.check()
-            return Outcome(rows, how.algorithm if how.form == "padded" else ctx.last_algorithm, ctx.topology.nodes)
+            padded = how.form == "padded"
+            taken = choose(how.algorithm, ctx.capacities, ctx.max_row_bytes) if padded else ctx.last_algorithm
+            return Outcome(rows, taken, ctx.topology.nodes)
 
     return World(len(parts), ranks_per_node=layout, **world).run(host)
 

@@ -10,7 +10,7 @@ import torch
 from kernel_mutants import AnyChange, Argument, Call, Change, Inserted, Mutant, at_once, dropped, missing
 
 from ..suite.all_gather import RELEASED_FIRST
-from .cases import HEAP, Reduces, ReducesLists, some_part
+from .cases import HEAP, TABLES, Reduces, some_part
 from .reference import Rows
 
 WRONG_ROWS = r"AssertionError: rank \d+, call \d+ \([og]\): \d+ wrong rows"
@@ -56,8 +56,8 @@ LONG_GATHERS = Reduces("gg", (1, 28, 30, 0, 2, 29), 40, shape=(1,))
 REPEATED = Reduces("og", (300,), 2, shape=(2,), data=_many_times)
 
 ANY, MEANS = Reduces(), Reduces(op="mean")
-LISTS = ReducesLists("oog")
-FLOAT_LISTS = ReducesLists("oo", (20,), ((9, (2,)), (9, (4,))), dtype=torch.float16, exact=False)
+LISTS = Reduces("oog", tables=TABLES)
+FLOAT_LISTS = Reduces("oo", (20,), tables=((9, (2,)), (9, (4,))), dtype=torch.float16, exact=False)
 
 
 def _mutant(

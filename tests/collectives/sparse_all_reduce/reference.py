@@ -25,22 +25,17 @@ class Rows(NamedTuple):
     values: torch.Tensor
 
 
-def coalesce(part: Rows, exact: bool = False) -> Rows:
-    """Each index once, ascending: rows of one index summed, in order, and rounded to the dtype.
-
-    Args:
-        exact: sum in float64, and do not round.
-    """
+def coalesce(part: Rows) -> Rows:
+    """Each index once, ascending: rows of one index summed, in order, and rounded to the dtype."""
     dtype = part.values.dtype
-    wide = torch.float64 if exact else ACCUMULATED_IN[dtype]
+    wide = ACCUMULATED_IN[dtype]
     union, place, times = part.indices.unique(return_inverse=True, return_counts=True)
     summed = torch.zeros((union.numel(), *part.values.shape[1:]), dtype=wide)
     for i, at in enumerate(place.tolist()):
         summed[at] += part.values[i].to(wide)
-    if not exact:
-        summed = summed.to(dtype)
-        alone = times[place] == 1
-        summed[place[alone]] = part.values[alone]
+    summed = summed.to(dtype)
+    alone = times[place] == 1
+    summed[place[alone]] = part.values[alone]
     return Rows(union, summed)
 
 
@@ -77,20 +72,17 @@ def first_node(indices: torch.Tensor, n_nodes: int) -> torch.Tensor:
     return ((key * 2246822519 >> 16) & 0xFFFF) * n_nodes >> 16
 
 
-def reduce(
-    parts: Sequence[Rows], op: str = "sum", nodes: Sequence[int] | None = None, exact: bool = False, dense: bool = False
-) -> Rows:
+def reduce(parts: Sequence[Rows], op: str = "sum", nodes: Sequence[int] | None = None, dense: bool = False) -> Rows:
     """``parts`` of the ranks ``->`` what every rank has to get.
 
     Args:
         nodes: node of each rank, where it matters in which order parts are summed: every node's in rank order, then
             node after node, rounded where a partial result goes to the next one. None: all in rank order.
-        exact: in float64 throughout, and not rounded to the dtype.
         dense: nodes in the order of their numbers for every row, and rounded once.
     """
     dtype = parts[0].values.dtype
-    wide = torch.float64 if exact else ACCUMULATED_IN[dtype]
-    each = [coalesce(part, exact) for part in parts]
+    wide = ACCUMULATED_IN[dtype]
+    each = [coalesce(part) for part in parts]
     union = torch.cat([part.indices for part in each]).unique()
     shape = (union.numel(), *each[0].values.shape[1:])
     world = torch.tensor(len(parts), dtype=wide)
@@ -112,9 +104,9 @@ def reduce(
     for step in range(n_nodes):
         for node, sums in enumerate(of_node):
             result.add(sums.begun & ((turn + step) % n_nodes == node), sums.values)
-        if not exact and not dense:
+        if not dense:
             result.round(dtype)
-    return Rows(union, result.values if exact else result.values.to(dtype) + 0)  # -0.0 + 0 is +0.0
+    return Rows(union, result.values.to(dtype) + 0)  # -0.0 + 0 is +0.0
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 import tdcoll
 
-from .calls import DIM, IDS, PART, ROWS, everywhere, make, mine, reduce_and_compare, same, sparse
+from .calls import IDS, PART, ROWS, everywhere, make, mine, reduce_and_compare, sparse
 
 
 def _coo2(rows: int = ROWS) -> torch.Tensor:
@@ -37,19 +37,7 @@ TENSORS: list[tuple[str, Any, type[Exception], str]] = [
         ValueError,
         r"^tensor must have one sparse dimension.*got 2 of shape \[40, 4\]$",
     ),
-    (
-        "int8",
-        sparse([1], torch.ones(1, 4).char()),
-        TypeError,
-        r"^tensor must have one of the dtypes .*float32.* got torch\.int8$",
-    ),
-    (
-        "bool",
-        sparse([1], torch.ones(1, 4).bool()),
-        TypeError,
-        r"^tensor must have one of the dtypes .* got torch\.bool$",
-    ),
-    ("complex", sparse([1], torch.ones(1, 4).cfloat()), TypeError, r"got torch\.complex64$"),
+    ("bool", sparse([1], torch.ones(1, 4).bool()), TypeError, r"^tensor must have one of the dtypes .* torch\.bool$"),
     (
         "meta",
         sparse([1], torch.ones(1, 4)).to("meta"),
@@ -81,9 +69,7 @@ PAIRS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"^indices must be int64 .*got torch\.int32 of shape \[2\] on cpu$",
     ),
-    ("indices float", {"indices": IDS.float()}, ValueError, r"^indices must be int64 .*got torch\.float32"),
     ("indices [1, n]", {"indices": IDS[None]}, ValueError, r"^indices must be int64 of one dimension.*got.* \[1, 2\]"),
-    ("indices of no dimension", {"indices": IDS[0]}, ValueError, r"^indices must be int64 of one dimension.*\[\]"),
     ("indices sparse", {"indices": IDS.to_sparse()}, ValueError, r"^indices must be a dense tensor, got .*sparse_coo$"),
     (
         "indices elsewhere",
@@ -104,7 +90,6 @@ PAIRS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"^values must have a row for each of the 2 indices; got shape \[\]$",
     ),
-    ("values int16", {"values": PART.short()}, TypeError, r"^values must have one of the dtypes .* got torch\.int16$"),
     (
         "values elsewhere",
         {"values": PART.to("meta")},
@@ -112,8 +97,6 @@ PAIRS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         r"^values must be on cpu, where the context is; got meta$",
     ),
     ("num_rows a float", {"num_rows": 40.0}, TypeError, r"^num_rows must be an int, got 40\.0$"),
-    ("num_rows a tensor", {"num_rows": torch.tensor(40)}, TypeError, r"^num_rows must be an int, got tensor\(40\)$"),
-    ("num_rows None", {"num_rows": None}, TypeError, r"^num_rows must be an int, got None$"),
     ("num_rows negative", {"num_rows": -1}, ValueError, r"^num_rows must be at least 0, got -1$"),
     (
         "num_rows too large",
@@ -206,24 +189,3 @@ def test_values_are_taken_as_they_are_meant() -> None:
             )
 
     everywhere(host, 2)
-
-
-def test_tables_of_nothing() -> None:
-    def host(pe: int) -> None:
-        none = torch.empty(0, dtype=torch.int64)
-        with make(debug=True) as ctx:
-            for num_rows in (0, 1, ROWS, 1 << 40):
-                for algorithm in ("owner", "gather"):
-                    for shape in ((4,), (), (0,)):
-                        ids, rows = tdcoll.sparse_all_reduce_rows(
-                            none, torch.empty(0, *shape), num_rows, ctx=ctx, algorithm=algorithm, copy=False
-                        )
-                        assert (ids.shape, rows.shape, ids.dtype) == ((0,), (0, *shape), torch.int64)
-            # rows on one rank only
-            part = sparse([4, 2], PART) if pe == 1 else sparse([], torch.empty(0, DIM))
-            for algorithm in ("owner", "gather"):
-                assert same(
-                    tdcoll.sparse_all_reduce(part, ctx=ctx, algorithm=algorithm), sparse([2, 4], PART, coalesced=True)
-                )
-
-    everywhere(host)

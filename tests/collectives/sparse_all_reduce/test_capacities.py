@@ -10,8 +10,6 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives.sparse_all_reduce import context as context_module
-from tdcoll.collectives.sparse_all_reduce import policy
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 
 from .calls import ROWS, N, everywhere, make, mine, reduce_and_compare, refused_everywhere, rows_of, same, sparse, total
@@ -155,49 +153,6 @@ def test_growing_beyond_the_heap_leaves_the_context_as_it_was() -> None:
             reduce_and_compare(ctx, 1, 12)  # it still grows as far as it can
 
     everywhere(host, 2, heap_bytes=256 << 10)
-
-
-def test_a_context_that_cannot_have_its_memory_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread has taken it meanwhile."""
-
-    def full(*capacities: int) -> None:
-        raise tdcoll.HeapExhaustedError("taken")
-
-    def host(pe: int) -> None:
-        ctx = make(grow=True)
-        monkeypatch.setattr(ctx, "_make_area", full)
-        with pytest.raises(tdcoll.HeapExhaustedError, match="taken"):
-            reduce_and_compare(ctx, 0, 30)
-        with pytest.raises(tdcoll.ContextError, match="it has lost its memory"):
-            reduce_and_compare(ctx)
-        ctx.close()
-        assert tdcoll.heap_info().used == 0
-
-    everywhere(host, 2)
-
-
-def test_a_dense_context_that_does_not_fit_is_tried_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = [0, 0]
-    dense = context_module.CollectiveContext
-
-    def counted(pes: Any, **options: Any) -> Any:
-        tried[tdcoll.rank()] += 1
-        return dense(pes, **options)
-
-    monkeypatch.setattr(context_module, "CollectiveContext", counted)
-    monkeypatch.setattr(policy, "GATHER_BYTES", 0)
-
-    def host(pe: int) -> None:
-        with make(grow=True) as ctx:
-            taken = tdcoll.empty(tdcoll.heap_info().largest_free, dtype=torch.uint8)
-            for rows, algorithm, times in ((16, "owner", 1), (16, "owner", 1), (12, "owner", 1), (20, "dense", 2)):
-                if algorithm == "dense":
-                    tdcoll.free(taken)
-                every = [sparse(range(rows), rows_of(rank, range(rows)), rows) for rank in range(2)]
-                assert same(tdcoll.sparse_all_reduce(every[pe], ctx=ctx), total(every))
-                assert (ctx.last_algorithm, tried[pe]) == (algorithm, times)
-
-    everywhere(host, 2, ranks_per_node=1)
 
 
 def test_memory_that_a_graph_uses_does_not_move() -> None:

@@ -87,7 +87,8 @@ def test_ranks_that_disagree(wrong: dict[str, Any], odd: int, algorithm: str, de
     given: dict[str, Any] = {"indices": IDS, "values": PART, "num_rows": ROWS, "op": "sum", "algorithm": algorithm}
 
     def host(pe: int) -> None:
-        with make(debug=debug) as ctx:
+        with make(debug=debug, grow=algorithm == "auto") as ctx:
+            before = tdcoll.heap_info()
             text = (
                 "sparse_all_reduce_rows arguments must be the same on all ranks"
                 if debug
@@ -97,6 +98,7 @@ def test_ranks_that_disagree(wrong: dict[str, Any], odd: int, algorithm: str, de
                 with pytest.raises(tdcoll.RankMismatchError, match=text):
                     tdcoll.sparse_all_reduce_rows(ctx=ctx, **(given | (wrong if pe == odd else {})))
                 reduce_and_compare(ctx, algorithm=algorithm)
+            assert tdcoll.heap_info() == before, "a mismatch is no reason to grow"
 
     everywhere(host)
 
@@ -115,23 +117,8 @@ def test_ranks_that_take_different_ways_get_no_result(warm: tuple[str, ...]) -> 
     everywhere(host, on_timeout="expire")
 
 
-@pytest.mark.parametrize("grow", [False, True])
-def test_longer_rows_on_one_rank_are_a_mismatch_and_not_a_reason_to_grow(grow: bool) -> None:
-    def host(pe: int) -> None:
-        with make(grow=grow) as ctx:
-            before = tdcoll.heap_info()
-            wide = torch.ones(len(IDS), 1000 if pe == 1 else DIM)
-            for algorithm in ("owner", "auto"):
-                with pytest.raises(tdcoll.RankMismatchError, match="ranks pass different shapes"):
-                    tdcoll.sparse_all_reduce_rows(IDS, wide, ROWS, ctx=ctx, algorithm=algorithm)
-                reduce_and_compare(ctx)
-            assert tdcoll.heap_info() == before
-
-    everywhere(host)
-
-
 def test_auto_and_owner_are_different_calls() -> None:
-    """One of them may turn out to be dense when the other waits for its rows."""
+    """Though "auto" may take "owner"."""
 
     def host(pe: int) -> None:
         ids = torch.arange(64)
@@ -218,35 +205,22 @@ def test_padded_has_no_rows_once_a_wait_has_expired(turns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "text"),
+    ("wrong", "kind", "text"),
     [
-        (
-            lambda ctx: tdcoll.sparse_all_reduce_rows(IDS.int(), PART, ROWS, ctx=ctx),
-            ValueError,
-            "indices must be int64",
-        ),
-        (
-            lambda ctx: tdcoll.sparse_all_reduce_rows(IDS, PART.short(), ROWS, ctx=ctx),
-            TypeError,
-            "values must have one of",
-        ),
-        (
-            lambda ctx: tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, op="median"),
-            ValueError,
-            "op must be one of",
-        ),
+        ({"indices": IDS.int()}, ValueError, "indices must be int64"),
+        ({"values": PART.short()}, TypeError, "values must have one of"),
+        ({"op": "median"}, ValueError, "op must be one of"),
     ],
     ids=["indices", "values", "op"],
 )
-def test_debug_tells_all_ranks_what_is_wrong_on_one(call: Any, kind: type[Exception], text: str) -> None:
+def test_debug_tells_all_ranks_what_is_wrong_on_one(wrong: dict[str, Any], kind: type[Exception], text: str) -> None:
+    given: dict[str, Any] = {"indices": IDS, "values": PART, "num_rows": ROWS}
+
     def host(pe: int) -> None:
         with make(debug=True) as ctx:
-            if pe == 1:
-                with pytest.raises(kind, match=text):
-                    call(ctx)
-            else:
-                with pytest.raises(tdcoll.RankMismatchError, match=f"rank 1 cannot make this call: .*{text}"):
-                    tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx)
+            told = f"^{text}" if pe == 1 else f"rank 1 cannot make this call: .*{text}"
+            with pytest.raises(kind if pe == 1 else tdcoll.RankMismatchError, match=told):
+                tdcoll.sparse_all_reduce_rows(ctx=ctx, **(given | (wrong if pe == 1 else {})))
             reduce_and_compare(ctx)
 
     everywhere(host)

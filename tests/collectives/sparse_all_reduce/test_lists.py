@@ -17,7 +17,7 @@ from tdcoll.collectives.sparse_all_reduce import kernels_tables
 from tdcoll.testing import explore
 
 from .calls import DIM, ROWS, everywhere, make, refused_everywhere, sparse
-from .cases import DTYPES, HEAP, OPS, ReducesLists, small_pieces, some_part
+from .cases import DTYPES, HEAP, OPS, TABLES, Reduces, small_pieces, some_part
 
 SHAPES = [(), (1,), (3,), (4,), (8,), (16,), (2, 3), (5, 1, 2), (0,)]
 
@@ -91,12 +91,12 @@ def test_lists_are_calls_of_their_own(layout: list[int], seed: int) -> None:
 @seeds(1, 8)
 @pytest.mark.parametrize("layout", [[4], [2, 2], [1, 1, 1]], ids=str)
 def test_clean_over_seeds(layout: list[int], seeds: Sequence[int]) -> None:
-    explore(ReducesLists("oogo"), n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
+    explore(Reduces("oogo", tables=TABLES), n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("layout", [[3], [2, 1]], ids=str)
 def test_one_resident_block_is_enough(layout: list[int]) -> None:
-    explore(ReducesLists("og"), n_pes=3, seeds=1, ranks_per_node=layout, heap_bytes=HEAP, resident=1)
+    explore(Reduces("og", tables=TABLES), n_pes=3, seeds=1, ranks_per_node=layout, heap_bytes=HEAP, resident=1)
 
 
 def test_more_tensors_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,41 +11,16 @@ from tiers import second
 
 import tdcoll
 
-from .calls import DIM, PART, ROWS, N, everywhere, make, mine, total
+from .calls import DIM, PART, ROWS, N, everywhere, make
+from .cases import Options, check_all, some_part
 
 
 @pytest.mark.parametrize("algorithm", ["owner", "gather", "auto"])
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("ranks_per_node", [None, second(2)])
-def test_padded(algorithm: str, debug: bool, ranks_per_node: int | None) -> None:
-    def host(pe: int) -> None:
-        with make(debug=debug) as ctx:
-            for call, count in enumerate((4, 1, 6)):
-                part = mine(pe, call, count)
-                wanted = total([mine(rank, call, count) for rank in range(N)])
-                padded = tdcoll.sparse_all_reduce_padded(
-                    part._indices()[0], part._values(), ROWS, ctx=ctx, algorithm=algorithm
-                )
-                union = wanted._nnz()
-                assert isinstance(padded, tdcoll.PaddedRows)
-                assert (padded.indices.shape, padded.indices.dtype) == ((48,), torch.int64)
-                assert (padded.values.shape, padded.values.dtype) == ((48, DIM), torch.float32)
-                assert (padded.count.shape, padded.count.dtype, padded.count.tolist()) == ((1,), torch.int64, [union])
-                assert padded.count.device == ctx.device
-                assert torch.equal(padded.indices[:union], wanted.indices()[0])
-                assert torch.equal(padded.values[:union], wanted.values())
-                assert not padded.indices[union:].any()
-                assert not padded.values[union:].any()
-                dense = torch.zeros(ROWS, DIM).index_add_(0, padded.indices, padded.values)
-                assert torch.equal(dense, wanted.to_dense()), "padding adds nothing"
-                ids, rows = tdcoll.sparse_all_reduce_rows(
-                    part._indices()[0], part._values(), ROWS, ctx=ctx, algorithm=algorithm
-                )
-                assert torch.equal(ids, wanted.indices()[0])
-                assert torch.equal(rows, wanted.values())
-                ctx.check()
-
-    everywhere(host, ranks_per_node=ranks_per_node)
+@pytest.mark.parametrize("layout", [[3], second([2, 1])], ids=str)
+def test_padded(algorithm: str, layout: list[int]) -> None:
+    for count in (4, 1, 6):
+        parts = [some_part(rank, count, 9, (DIM,), torch.float32) for rank in range(3)]
+        check_all(parts, 9, Options(algorithm=algorithm, form="padded"), layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -105,18 +80,3 @@ def test_padded_remembers_what_was_wrong(
             assert ctx.max_union_rows == 9, "it does not grow here"
 
     everywhere(host)
-
-
-def test_padded_of_nothing() -> None:
-    def host(pe: int) -> None:
-        with make(max_union_rows=5) as ctx:
-            none = torch.empty(0, dtype=torch.int64)
-            for num_rows in (0, ROWS, 1 << 40):
-                for shape in ((DIM,), (), (0,)):
-                    got = tdcoll.sparse_all_reduce_padded(none, torch.empty(0, *shape), num_rows, ctx=ctx)
-                    assert got.values.shape == (5, *shape)
-                    assert not got.values.any()
-                    assert got.count.tolist() == [0]
-            ctx.check()
-
-    everywhere(host, 2)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdcoll.collectives.sparse_all_reduce import policy
-from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, TILE_BYTES, choose, prefers_dense, tiles
+from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, TILE_BYTES, Capacities, choose, tiles
 from tdcoll.runtime.topology import Topology
 
 TABLE = 100_000
@@ -24,12 +24,11 @@ def nodes_of(*sizes: int, rank: int = 0) -> Topology:
     return Topology.of(rank, range(len(node_ids)), node_ids)
 
 
-def pick(algorithm: str = "auto", nodes: tuple[int, ...] = (8,), **facts: Any) -> str:
-    """``choose`` with what a test does not care about filled in: many rows, all of which fit."""
-    known: dict[str, Any] = {
-        "max_rows_per_rank": TABLE, "max_row_bytes": 512, "segments_fit": True
-    }  # fmt: skip
-    return choose(algorithm, topology=nodes_of(*nodes), **(known | facts))
+def pick(algorithm: str = "auto", nodes: tuple[int, ...] = (8,), fit: bool = True, **facts: Any) -> str:
+    """``choose`` with what a test does not care about filled in: many rows, all of which ``fit`` beside the ids."""
+    known: dict[str, Any] = {"max_rows_per_rank": TABLE, "max_row_bytes": 512, "grow": False} | facts
+    union = known["max_rows_per_rank"] * (sum(nodes) if fit else 0) or 1
+    return choose(algorithm, Capacities(nodes_of(*nodes), max_union_rows=union, **known), known["max_row_bytes"])
 
 
 FEW_BYTES = {(1,): 8 << 20, (2,): 8 << 20, (8,): 1198372, (4, 4): 65536, (1, 3): 65536, (200,): 65536}
@@ -45,7 +44,7 @@ FEW_BYTES = {(1,): 8 << 20, (2,): 8 << 20, (8,): 1198372, (4, 4): 65536, (1, 3):
         (1, 1, True, "owner"),
         (1000, 0, True, "gather"),
         (1000, 1, True, "owner"),
-        (1, None, False, "owner"),  # max_union_rows is less than the rows of all ranks: no room beside the ids
+        (64, None, False, "owner"),  # max_union_rows is less than the rows of all ranks: no room beside the ids
         (16 * TABLE, None, True, "owner"),
     ],
 )
@@ -55,32 +54,13 @@ def test_few_rows_go_with_their_ids(
     """``over``: bytes of a row over what just fits; None: rows of 4 bytes."""
     row_bytes = 4 if over is None else FEW_BYTES[nodes] // rows - 8 + over
     facts: dict[str, Any] = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes}
-    assert pick(nodes=nodes, segments_fit=fit, **facts) == algorithm
+    assert pick(nodes=nodes, fit=fit, **facts) == algorithm
 
 
 def test_beside_others_few_rows_go_with_their_ids() -> None:
     facts: dict[str, Any] = {"max_row_bytes": 56, "beside_others": True}
     assert pick(nodes=(8,), max_rows_per_rank=1024, **facts) == "gather"
     assert pick(nodes=(8,), max_rows_per_rank=1025, **facts) == "owner"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "rows", "num_rows", "dense"),
-    [
-        ((8,), 8 * TABLE, TABLE, False),  # all ranks have all rows: in a node dense moves as many bytes
-        ((4, 4), 8 * TABLE, TABLE, True),
-        ((4, 4), 4 * TABLE, TABLE, False),  # half of them
-        ((4, 4), 4 * TABLE + 1, TABLE, True),
-        ((1, 3), 2 * TABLE + 1, TABLE, True),
-        ((8, 8, 8, 8), TABLE, TABLE, False),  # each rank has rows of its own
-        ((1, 1), 1 << 21, 1 << 40, False),  # a table of 2**40 rows is never made dense
-        ((1, 1), 0, 0, False),
-    ],
-)
-def test_dense_where_most_ranks_have_most_of_the_table(
-    nodes: tuple[int, ...], rows: int, num_rows: int, dense: bool
-) -> None:
-    assert prefers_dense(rows, num_rows, nodes_of(*nodes)) is dense
 
 
 @pytest.mark.parametrize("asked", ["owner", "gather", "dense"])
@@ -96,8 +76,8 @@ def test_refusals_say_what_and_why() -> None:
             pick(wrong)  # type: ignore[arg-type]
         assert str(raised.value) == f"algorithm must be one of {', '.join(ALGORITHMS)}; got {wrong!r}"
     with pytest.raises(ValueError, match=r"'gather'.*room for the rows of all ranks: max_union_rows.*8.*\(64\)"):
-        pick("gather", max_rows_per_rank=64, segments_fit=False)
-    assert pick("owner", segments_fit=False) == "owner"
+        pick("gather", max_rows_per_rank=64, fit=False)
+    assert pick("owner", fit=False) == "owner"
 
 
 # ---------------------------------------------------------------------- for any size and topology
@@ -106,36 +86,23 @@ def test_refusals_say_what_and_why() -> None:
 NODES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
 
 
-@given(NODES, st.integers(0, 1 << 16), st.sampled_from(ALGORITHMS), st.booleans(), st.data())
+@given(NODES, st.integers(0, 1 << 16), st.integers(1, 1 << 20), st.sampled_from(ALGORITHMS), st.data())
 def test_all_ranks_choose_the_same(
-    nodes: list[int], row_bytes: int, asked: str, fit: bool, data: st.DataObject
+    nodes: list[int], row_bytes: int, rows: int, asked: str, data: st.DataObject
 ) -> None:
     """In any order of ranks, for any PEs, seen from any rank."""
     node_ids = data.draw(st.permutations([node for node, size in enumerate(nodes) for _ in range(size)]))
     world = len(node_ids)
     pes = data.draw(st.permutations(range(100, 100 + world)))
-    rows, num_rows = data.draw(st.integers(1, 1 << 20)), data.draw(st.integers(0, 1 << 40))
+    union = data.draw(st.sampled_from([1, rows * world]))
     answers = set()
     for rank in range(world):
-        topology = Topology.of(rank, pes, node_ids)
-        capacity: dict[str, Any] = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes, "segments_fit": fit}
         try:
-            chosen = choose(asked, topology=topology, **capacity)
+            topology = Topology.of(rank, pes, node_ids)
+            answers.add(choose(asked, Capacities(topology, rows, row_bytes, union, False), row_bytes))
         except ValueError as error:
-            chosen = str(error)
-        answers.add((chosen, prefers_dense(rows, num_rows, topology)))
+            answers.add(str(error))
     assert len(answers) == 1
-
-
-@given(NODES, st.integers(1, 1 << 20), st.data())
-def test_dense_moves_less_than_twice_the_bytes_of_owner(nodes: list[int], num_rows: int, data: st.DataObject) -> None:
-    topology = nodes_of(*nodes)
-    world = topology.world_size
-    union = data.draw(st.integers(0, num_rows))
-    rows = data.draw(st.integers(union, union * world))  # each of the union is there on 1 to ``world`` ranks
-    if prefers_dense(rows, num_rows, topology):
-        assert 2 * (world - 1) * num_rows < 2 * (rows - union + union * (world - 1))
-        assert prefers_dense(min(world * num_rows, rows + 1), num_rows, topology), "nor do more rows favour owner"
 
 
 def power_of_two(value: int) -> bool:
@@ -158,17 +125,9 @@ def test_tiles(elements: int, itemsize: int) -> None:
     assert cut.rows == 64 or cut.rows * cut.wide == room, "the room is used"
 
 
-@given(st.integers(0, 1 << 24), st.sampled_from((2, 4, 8)))
-def test_tiles_are_bounded(elements: int, itemsize: int) -> None:
-    cut = tiles(elements, itemsize)
-    assert all(map(power_of_two, (cut.rows, cut.wide, cut.deep)))
-    assert cut.rows * cut.wide * itemsize <= TILE_BYTES
-    assert cut.deep * cut.wide * itemsize <= 4 * TILE_BYTES
-
-
 def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
     tree = list(ast.walk(ast.parse(inspect.getsource(policy))))
     imported = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
-    assert imported == {"__future__", "typing", "tdcoll.runtime.topology"}
+    assert imported == {"__future__", "typing", "tdcoll.collectives.index_match.policy", "tdcoll.runtime.topology"}
     assert not any(isinstance(node, ast.Import) for node in tree)
     assert not {node.attr for node in tree if isinstance(node, ast.Attribute)} & {"rank", "node", "place"}

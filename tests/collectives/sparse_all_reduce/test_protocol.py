@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -77,8 +78,8 @@ def test_subgroups(group: list[int]) -> None:
 @seeds(2, 6)
 @pytest.mark.parametrize("layout", [[3], [2, 1], [1, 1, 1]], ids=["3", "2+1", "1+1+1"])
 def test_floats_have_the_same_bits_in_every_schedule(layout: list[int], seeds: Sequence[int]) -> None:
-    """Compared with the reference, which knows no schedule: fp16, so that every rounding shows."""
-    case = Reduces("og", (6,), dtype=torch.float16, exact=False, coalesced=True)
+    """Compared with the reference, which knows no schedule: repeated rows of fp16, so that every rounding shows."""
+    case = Reduces("og", (12,), dtype=torch.float16, exact=False)
     explore(case, n_pes=3, seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
 
 
@@ -86,15 +87,17 @@ def test_floats_have_the_same_bits_in_every_schedule(layout: list[int], seeds: S
 
 
 class Killed:
-    """One call that succeeds, then one in which a rank dies, and what that tells the others.
+    """Two calls that succeed, then one in which a rank dies, and what that tells the others: by an error, the same in
+    every later call. They close their contexts alone.
 
     Args:
-        algorithm: of both calls.
-        after_turns: how far into the second call the victim gets.
+        algorithm: of the calls.
+        after_turns: how far into the last call the victim gets.
+        padded: results have a fixed size.
     """
 
-    def __init__(self, algorithm: str, after_turns: int = 0) -> None:
-        self.algorithm, self.after_turns, self.victim = algorithm, after_turns, 2
+    def __init__(self, algorithm: str, after_turns: int = 0, padded: bool = False) -> None:
+        self.algorithm, self.after_turns, self.padded, self.victim = algorithm, after_turns, padded, 2
         self.told: dict[int, tdcoll.CollectiveTimeout] = {}
 
     def __call__(self, world: World) -> None:
@@ -103,13 +106,15 @@ class Killed:
 
     def host(self, world: World, pe: int) -> None:
         part = some_part(pe, 4, 6, (2,), torch.float32)
-        with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=8) as ctx:
+        reduce = tdcoll.sparse_all_reduce_padded if self.padded else tdcoll.sparse_all_reduce_rows
+        with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=8, timeout_s=5) as ctx:
 
             def call() -> None:
-                tdcoll.sparse_all_reduce_rows(*part, 6, ctx=ctx, algorithm=self.algorithm)
+                reduce(*part, 6, ctx=ctx, algorithm=self.algorithm)  # type: ignore[operator]
                 ctx.check()
 
-            call()
+            for _ in range(2):
+                call()
             tdcoll.barrier()  # what the victim has sent has arrived
             if pe == self.victim:
                 world.kill(pe, after_turns=self.after_turns)
@@ -117,24 +122,46 @@ class Killed:
                 call()
             except tdcoll.CollectiveTimeout as error:
                 self.told[pe] = error
-                with pytest.raises(tdcoll.CollectiveTimeout):
+                with pytest.raises(tdcoll.CollectiveTimeout, match=re.escape(str(error))):
                     call()
+                used = tdcoll.heap_info().used
                 ctx.close()
+                assert tdcoll.heap_info().used == used, "a message may still come: the memory stays taken"
+                with pytest.raises(tdcoll.ContextError, match=f"^{reduce.__name__}: the context is closed"):
+                    call()
 
 
 @pytest.mark.parametrize("layout", [[4], [2, 2], [1, 1, 1, 1]], ids=["4", "2+2", "1+1+1+1"])
 @pytest.mark.parametrize("algorithm", ["owner", "gather"])
-def test_a_killed_peer_is_named_by_all_others(algorithm: str, layout: list[int]) -> None:
-    case = Killed(algorithm)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_killed_peer_is_named_by_all_others(algorithm: str, layout: list[int], padded: bool) -> None:
+    case = Killed(algorithm, padded=padded)
     case(World(4, ranks_per_node=layout, heap_bytes=HEAP, on_timeout="expire"))
     assert sorted(case.told) == [0, 1, 3]
     epochs = 1  # exchange
     if algorithm == "owner":  # the steps, meet, and with several nodes handing on
         epochs += len(layout) + 1 + (len(layout) > 1)
     for rank, error in case.told.items():
-        assert (error.rank, error.peer) == (rank, case.victim)
-        assert error.epoch == error.expected == epochs + 1
+        assert (error.rank, error.peer, error.timeout_s) == (rank, case.victim, 5.0)
+        assert error.epoch == error.expected == 2 * epochs + 1
         assert error.seen < error.expected
+
+
+def test_a_peer_that_stays_away_is_named() -> None:
+    """Also in the middle of a group whose ranks are not the PEs."""
+
+    def host(pe: int) -> None:
+        if pe == 0:
+            return
+        part = some_part(pe, 4, 6, (2,), torch.float32)
+        ctx = tdcoll.SparseContext([3, 1, 2], max_rows_per_rank=4, max_row_bytes=8, timeout_s=2)
+        tdcoll.sparse_all_reduce_rows(*part, 6, ctx=ctx)
+        if pe == 1:
+            return
+        with pytest.raises(tdcoll.CollectiveTimeout, match="waited 2 s for peer 1"):
+            tdcoll.sparse_all_reduce_rows(*part, 6, ctx=ctx)
+
+    World(4, heap_bytes=HEAP, on_timeout="expire").run(host)
 
 
 @seeds(1, 2)

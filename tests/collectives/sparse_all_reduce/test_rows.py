@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .cases import BOTH, OPS, Options, check_all, some_part, some_values
+from .cases import BOTH, HUGE, OPS, Options, check_all, some_part, some_values
 from .reference import Rows
 
 
@@ -28,10 +28,11 @@ def test_every_row_of_tables_of_any_size(num_rows: int, algorithm: str) -> None:
 @BOTH
 @pytest.mark.parametrize("form", ["coo", "pair", "padded"])
 @pytest.mark.parametrize("layout", [[2], [1, 1], [1]], ids=str)
-def test_a_table_of_no_rows(layout: list[int], form: str, algorithm: str) -> None:
-    nothing = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0, 3))
-    got = check_all([nothing] * sum(layout), 0, Options(algorithm=algorithm, form=form), layout=layout)
-    assert got[0].rows.values.shape == (0, 3)
+def test_no_rows(layout: list[int], form: str, algorithm: str) -> None:
+    for num_rows, shape in ((0, (3,)), (1, ()), (HUGE, (0,)), (HUGE, (4,))):
+        nothing = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0, *shape))
+        got = check_all([nothing] * sum(layout), num_rows, Options(algorithm=algorithm, form=form), layout=layout)
+        assert got[0].rows.values.shape == (0, *shape)
 
 
 @BOTH

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several sparse all-reduces: on one context, on two in turns, in two groups at once, on one that grows."""
+"""Several sparse all-reduces: on one context, and in two groups at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import tdcoll
 from tdcoll.testing import World
 
-from .cases import HUGE, Options, Outcome, call, check, context, some_part
+from .cases import HUGE, Options, Outcome, call, check, some_part
 from .reference import Rows
 
 SERIES = [  # rows of the table, shape, dtype, operation, algorithm, copy
@@ -56,26 +56,6 @@ def test_different_calls_on_one_context(layout: list[int]) -> None:
                 check(got, parts, op)
 
 
-def test_two_contexts_in_turns() -> None:
-    small_parts = [some_part(rank, 4, 6, (2,), torch.float32) for rank in range(3)]
-    large_parts = [some_part(7 + rank, 12, HUGE, (5,), torch.int64) for rank in range(3)]
-
-    def host(pe: int) -> list[tuple[Outcome, Outcome]]:
-        found = []
-        with context(small_parts) as first, context(large_parts, spare=3) as second:
-            for _ in range(3):
-                view = call(small_parts[pe], 6, first, Options(copy=False))
-                other = call(large_parts[pe], HUGE, second, Options("max"))
-                nodes = first.topology.nodes
-                found.append((Outcome(Rows(*map(torch.clone, view)), "owner", nodes), Outcome(other, "owner", nodes)))
-        return found
-
-    for found in World(3, seed=2, weak=True).run(host):
-        for one, other in found:
-            check(one, small_parts, "sum")
-            check(other, large_parts, "max")
-
-
 @pytest.mark.parametrize("layout", [[5], [2, 3]], ids=str)
 def test_two_groups_at_the_same_time(layout: list[int]) -> None:
     groups = [[4, 1], [0, 3, 2]]
@@ -92,20 +72,3 @@ def test_two_groups_at_the_same_time(layout: list[int]) -> None:
     for group in groups:
         for pe in group:
             check(found[pe], [parts[member] for member in group], "sum")
-
-
-def test_the_context_of_the_library_grows() -> None:
-    """A first call that fits, one with more rows and one with larger rows."""
-    calls = [(20, (2,)), (400, (2,)), (3, (9,))]
-    series = [[some_part(5 * n + rank, n, HUGE, shape, torch.float32) for rank in range(2)] for n, shape in calls]
-
-    def host(pe: int) -> list[Outcome]:
-        found = []
-        for parts in series:
-            got = call(parts[pe], HUGE, None, Options(algorithm="owner", form="coo"))
-            found.append(Outcome(Rows(got.indices, got.values), "owner", (0, 0)))
-        return found
-
-    for found in World(2, seed=4, weak=True).run(host):
-        for got, parts in zip(found, series, strict=True):
-            check(got, parts, "sum")

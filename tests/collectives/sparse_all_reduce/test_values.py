@@ -13,38 +13,16 @@ import tdcoll
 from tdcoll.primitives.reduce import TORCH_OPERATIONS
 from tdcoll.testing import World
 
-from .cases import DTYPES, EACH, FLOATS, OPS, Options, check_all, outcomes, some_part, some_values
-from .cases import small_pieces as small
-from .reference import Rows, bits, reduce, wrong_rows
+from .cases import DTYPES, EACH, FLOATS, OPS, Options, check_all, some_part, some_values
+from .reference import Rows
 
 LAYOUTS = pytest.mark.parametrize("layout", [[3], [2, 1], [1, 1, 1]], ids=str)
-
-
-@LAYOUTS
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, *map(second, (torch.bfloat16, torch.float32, torch.float64))], ids=str
-)
-def test_floats_have_the_same_bits_on_all_ranks_and_in_all_schedules(dtype: torch.dtype, layout: list[int]) -> None:
-    """And they are near the sum in float64: one rounding for repeated rows, one per node, one at the end."""
-    parts = [some_part(rank, 14, 5, (3,), dtype, exact=False) for rank in range(3)]
-    truth = reduce(parts, exact=True).values
-    size = reduce([Rows(part.indices, part.values.abs()) for part in parts], exact=True).values
-    first: torch.Tensor | None = None
-    with small():
-        for seed in (None, 3, 4):
-            for got in outcomes(parts, 5, layout=layout, seed=seed, weak=seed is not None):
-                first = got.rows.values if first is None else first
-                assert torch.equal(bits(got.rows.values), bits(first))
-    assert first is not None
-    error = (first.double() - truth).abs()
-    assert (error <= (3 + len(layout)) * torch.finfo(dtype).eps * size).all()
-    assert dtype == torch.float64 or error.max() > 0, "nothing was rounded, so the test sees no order"
 
 
 @EACH
 @LAYOUTS
 @pytest.mark.parametrize("op", ["sum", "mean", "prod"])
-@pytest.mark.parametrize("dtype", [torch.float16, second(torch.float32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, *map(second, (torch.float32, torch.float64))], ids=str)
 def test_floats_have_the_bits_of_the_documented_order(
     dtype: torch.dtype, op: str, layout: list[int], algorithm: str
 ) -> None:
@@ -114,35 +92,21 @@ def test_many_rows_that_are_many_times_there() -> None:
 OTHERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.complex64, torch.complex128, torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, *OTHERS], ids=str)
-def test_every_dtype_and_operation_is_computed_or_refused(dtype: torch.dtype) -> None:
-    """In its own dtype, or by an error on all ranks; the context goes on."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_operation(dtype: torch.dtype) -> None:
     parts = [Rows(torch.tensor([1, 2 + rank]), torch.full((2, 2), 2 * rank + 2).to(dtype)) for rank in range(2)]
+    for op in OPS:
+        if dtype in FLOATS or op != "mean":
+            check_all(parts, 4, Options(op))
 
-    def host(pe: int) -> int:
-        computed = 0
-        with tdcoll.SparseContext(max_rows_per_rank=2, max_row_bytes=32) as ctx:
-            for op in (*OPS, "median", "premul_sum"):
-                error: type[Exception] | None = None
-                text = rf"^values must have one of the dtypes .*; got {dtype}$"
-                if dtype in OTHERS:
-                    error = TypeError
-                elif op not in OPS:
-                    error, text = ValueError, rf"^op must be one of {', '.join(OPS)}; got '{op}'$"
-                elif op == "mean" and dtype not in FLOATS:
-                    error, text = ValueError, rf"^op must be one of sum, max, min, prod for {dtype}; got 'mean'$"
-                if error is not None:
-                    with pytest.raises(error, match=text):
-                        tdcoll.sparse_all_reduce_rows(*parts[pe], 4, op, ctx=ctx)
-                    continue
-                got, wanted = Rows(*tdcoll.sparse_all_reduce_rows(*parts[pe], 4, op, ctx=ctx)), reduce(parts, op)
-                assert torch.equal(got.indices, wanted.indices)
-                assert wrong_rows(got.values, wanted.values) == 0
-                computed += 1
-        return computed
 
-    wanted = 0 if dtype in OTHERS else len(OPS) - (dtype not in FLOATS)
-    assert World(2).run(host) == [wanted, wanted]
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    def host(pe: int) -> None:
+        with pytest.raises(TypeError, match=rf"^values must have one of the dtypes .*; got {dtype}$"):
+            tdcoll.sparse_all_reduce_rows(torch.tensor([1]), torch.ones(1, 2).to(dtype), 4)
+
+    World(1).run(host)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
