@@ -10,6 +10,7 @@ which shows results of an earlier launch. Consecutive calls of a launch use diff
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from tdcoll.bench.specs import Spec
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 
-__all__ = ["Buffers", "buffer_bytes", "exact"]
+__all__ = ["Buffers", "Numbers", "buffer_bytes", "exact"]
 
 _ALIGNMENT = 256
 _MOST_DRAWN, _MOST_ROUNDS = 1 << 30, 1 << 10
@@ -26,6 +27,35 @@ _MOST_DRAWN, _MOST_ROUNDS = 1 << 30, 1 << 10
 def exact(dtype: torch.dtype) -> int:
     """Return the number up to which ``dtype`` has all whole numbers."""
     return int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max + 1
+
+
+class Numbers:
+    """Seeded whole numbers that are exact in a dtype, of which sums of so many terms are, too.
+
+    All numbers of a round are larger by 1 than those of the round before, until they begin again.
+
+    Raises:
+        ValueError: ``dtype`` has no exact sums of so many different numbers.
+    """
+
+    def __init__(self, dtype: torch.dtype, terms: int, device: torch.device) -> None:
+        room = exact(dtype) // terms
+        if room < 4:
+            name = str(dtype).removeprefix("torch.")
+            raise ValueError(f"{name} has no exact sums of {terms} different numbers; take another, or fewer ranks")
+        self._dtype, self._drawn, self.rounds = dtype, min(room // 2, _MOST_DRAWN), min(room // 2, _MOST_ROUNDS)
+        self._generator = torch.Generator(device)
+
+    def draw(self, shape: Sequence[int], round_: int, *seed: int) -> torch.Tensor:
+        """Return the numbers of a round; ``seed`` are up to three numbers below 1024."""
+        # CPU generators ignore all but 32 bits.
+        generator = self._generator.manual_seed(functools.reduce(lambda number, one: number << 10 | one, seed))
+        drawn = torch.empty(shape, dtype=self._dtype, device=generator.device)
+        return drawn.random_(1, self._drawn + 1, generator=generator).add_(round_ % self.rounds)
+
+    def step(self, round_: int) -> int:
+        """Return the addend that leads to this round from the one before it."""
+        return round_ % self.rounds - (round_ - 1) % self.rounds
 
 
 def _padded(nbytes: int) -> int:
@@ -81,12 +111,7 @@ class Buffers:
         self._segment = nbytes // dtype.itemsize
         # If calls in place take a buffer again, they add up sums, and round at each addition.
         terms = self.world if self.calls == sets else self.world**2
-        room = exact(dtype) // (terms if op in ("sum", "mean") else 1)
-        if room < 4:
-            name = str(dtype).removeprefix("torch.")
-            raise ValueError(f"{name} has no exact sums of different numbers over {self.world} ranks; take another")
-        self._drawn, self._rounds = min(room // 2, _MOST_DRAWN), min(room // 2, _MOST_ROUNDS)
-        self._generator = torch.Generator(device)
+        self._numbers = Numbers(dtype, terms if op in ("sum", "mean") else 1, device)
         make = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
         def buffers(size: int) -> list[torch.Tensor]:
@@ -120,9 +145,7 @@ class Buffers:
 
     def _values(self, rank: int, call: int, segment: int) -> torch.Tensor:
         """``[n]``: a segment of the input that ``rank`` gives to a call in this round."""
-        generator = self._generator.manual_seed((call * self.world + rank) * self.world + segment)
-        drawn = torch.empty_like(self.inputs[0][: self._segment]).random_(1, self._drawn + 1, generator=generator)
-        return drawn.add_(self.round % self._rounds)
+        return self._numbers.draw((self._segment,), self.round, rank, call, segment)
 
     def fill(self, round_: int) -> None:
         """Set the inputs of ``round_``, and results that are wrong everywhere."""
@@ -134,10 +157,9 @@ class Buffers:
 
     def advance(self) -> None:
         """Set the inputs of the next round, by an addition on the current stream."""
-        before = self.round % self._rounds
         self.round += 1
         for given in self.inputs:
-            given.add_(self.round % self._rounds - before)
+            given.add_(self._numbers.step(self.round))
 
     def expected(self, call: int) -> torch.Tensor:
         """``[segments * n]``: the result of a call in this round."""

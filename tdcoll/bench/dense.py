@@ -26,7 +26,6 @@ from tdcoll.bench.rows import IN_PLACE
 from tdcoll.bench.specs import SPECS, Spec
 from tdcoll.collectives._host.launches import facts_of
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import RankMismatchError
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import lamport_bytes
 from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
@@ -74,11 +73,6 @@ class Dense(case.Case):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        own = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "none"
-        if len(gpus := set(self.gather("GPU", own))) > 1:
-            raise RankMismatchError(
-                f"expected GPUs of one kind, whose generators make the same numbers; got {', '.join(sorted(gpus))}"
-            )
         self.op: str | None = options.op if self.spec.reduces else None
         self.more = (self.op,) if self.spec.reduces else ()
         """Arguments of tdcoll's functions between tensors and algorithm."""

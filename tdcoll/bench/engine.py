@@ -29,7 +29,7 @@ from tdcoll import runtime
 from tdcoll.bench.arithmetic import summarize
 from tdcoll.bench.rows import Row
 from tdcoll.bench.timing import Launch, LineUp, Straggler, capture, time_launches
-from tdcoll.errors import CollectiveTimeout, HeapExhaustedError
+from tdcoll.errors import CollectiveTimeout, HeapExhaustedError, RankMismatchError
 from tdcoll.language import INTERPRETED
 
 __all__ = ["CALLS", "TURNS", "Entry", "Found", "Job", "Subject", "Wanted", "calls_of", "measure", "nothing", "simulate"]
@@ -66,6 +66,11 @@ class Job:
         self.device = self.owner.device
         self.rounds = itertools.count(10_007, 10_007)
         """Where the rounds of inputs begin: far from all before, those of other subjects included."""
+        own = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "none"
+        if len(gpus := set(self.gather("GPU", own))) > 1:
+            raise RankMismatchError(
+                f"expected GPUs of one kind, whose generators make the same numbers; got {', '.join(sorted(gpus))}"
+            )
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """``value`` of every rank; also a barrier between hosts."""

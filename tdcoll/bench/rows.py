@@ -134,11 +134,6 @@ def _attribute(name: str) -> Text:
     return lambda row: number(getattr(row, name), 2)
 
 
-def _indices(row: Row) -> str:
-    repeated = row.facts.get("duplicates", "0")
-    return row.facts["distribution"] + (f", repeated {repeated}" if repeated != "0" else "")
-
-
 def _signal(row: Row) -> str:
     facts = row.facts
     if facts["peer_rank"] is None:
@@ -276,7 +271,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "sparse_all_reduce": Layout(
         title="Sparse all-reduce",
-        size={"indices": _indices, "rows per rank": _fact("{rows:,} × {dim}")},
+        size={"indices": _fact("{distribution}"), "rows per rank": _fact("{rows:,} × {dim}")},
         derived={
             "GB/s": lambda row: number(row.median_us and row.facts["bytes_per_rank"] / row.median_us / 1e3, 1),
             "/ floor": lambda row: number(ratio(row.median_us, row.facts["floor_us"]), 2),
@@ -288,7 +283,7 @@ LAYOUTS: dict[str, Layout] = {
         floor=lambda row, floor: row.facts["floor_us"] or None,
         floor_text=_sparse_floor,
         x=lambda row: row.facts["rows"],
-        panel=lambda row: (_indices(row), f"rows of {row.facts['dim']}, {launch_of(row)}"),
+        panel=lambda row: (row.facts["distribution"], f"rows of {row.facts['dim']}, {launch_of(row)}"),
     ),
     "beside": Layout(
         title="Two matmuls beside all-gathers",

@@ -106,7 +106,7 @@ def test_sums_over_too_many_ranks_are_refused() -> None:
 
     over(64, "sum")
     over(65, "max")
-    with pytest.raises(ValueError, match="bfloat16 has no exact sums of different numbers over 65 ranks"):
+    with pytest.raises(ValueError, match="bfloat16 has no exact sums of 65 different numbers"):
         over(65, "sum")
 
 

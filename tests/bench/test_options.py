@@ -33,14 +33,10 @@ def test_a_dense_collective() -> None:
 
 
 def test_a_sparse_one() -> None:
-    given = "--rows 7,30,7 --dims 16 --num-rows 50 --distributions zipf1.2,uniform --duplicates 0,drawn --dtype float64"
-    options = SparseAllReduce.parse(f"{given} --copy no --eager --floor-GBps 450.5 --straggler".split())
+    given = "--rows 7,30,7 --dims 16 --num-rows 50 --distributions zipf1.2,uniform --dtype float64"
+    options = SparseAllReduce.parse(f"{given} --eager --straggler".split())
     assert (options.rows, options.dims, options.num_rows, options.dtype) == ([7, 30], [16], 50, torch.float64)
-    assert (options.distributions, options.duplicates) == (["zipf1.2", "uniform"], ["0", "drawn"])
-    assert (options.floor_GBps, options.straggler, SparseAllReduce.forms(options)) == (450.5, True, [("coo", False)])
-    usual = SparseAllReduce.parse([])
-    assert SparseAllReduce.forms(usual) == [("coo", True), ("coo", False), ("padded", None)]
-    assert SparseAllReduce.forms(SparseAllReduce.parse(["--graph"])) == [("padded", None)]
+    assert (options.distributions, options.straggler, options.launches) == (["zipf1.2", "uniform"], True, ["eager"])
 
 
 WRONG: dict[type[Case], dict[str, str]] = {
@@ -70,12 +66,8 @@ WRONG: dict[type[Case], dict[str, str]] = {
         "expected at least one": "--rows ,",
         "expected a whole number of at least 1": "--dims 0",
         "expected uniform or zipf with an exponent, such as zipf1.2; got 'zipf": "--distributions zipf-1,zipf",
-        "expected some of 0, drawn; got 0.5": "--duplicates 0.5",
-        "no exact value in 16 bits": "--duplicates drawn --dtype bfloat16",
         "expected some of auto, owner, gather, dense": "--algorithms tree",
         "expected some of published": "--peers mpi",
-        "invalid choice": "--copy maybe",
-        "expected a positive number of GB/s": "--floor-GBps 0|--floor-GBps fast",
     },
     AllReduceNorm: {
         "--hidden: expected at most 16384 and a multiple of 8": "--hidden 33000|--hidden 20",
