@@ -21,7 +21,7 @@ from tdcoll.bench.engine import Entry, Job, Wanted, measure, simulate
 from tdcoll.bench.options import Parser
 from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import LAYOUTS, Row, line_of, save
-from tdcoll.bench.timing import LineUp, Straggler
+from tdcoll.bench.timing import LineUp
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import lifecycle
 from tdcoll.setenv import COMMAND, LAUNCHER
@@ -77,7 +77,7 @@ class Case(Job, ABC):
     def done(self, size: Any, rows: Sequence[Row], seconds: float) -> None:
         """Take note of all rows so far, after a size that took so long."""
 
-    def measure_size(self, size: Any, line_up: LineUp | None, straggler: Straggler | None = None) -> list[Row]:
+    def measure_size(self, size: Any, line_up: LineUp | None) -> list[Row]:
         """Return the rows of one size, from GPUs or, if ``line_up`` is None, from the simulator. Collective."""
         entries, subjects = [], []
         with self.wanted(size) as (every, look):
@@ -91,20 +91,18 @@ class Case(Job, ABC):
                     simulate(self, entry)
                     look()
             else:
-                measure(self, entries, line_up, self.options.iterations, self.options.warmup, straggler, look)
+                measure(self, entries, line_up, self.options.iterations, self.options.warmup, look)
             for subject in subjects:
                 subject.close()
-        return [entry.row(self, self.facts(size), straggler is not None) for entry in entries]
+        return [entry.row(self, self.facts(size)) for entry in entries]
 
     def measure(self, show: Show) -> list[Row]:
         """Return the rows of all sizes; call ``show`` with those of each size when they are known. Collective."""
-        delays = getattr(self.options, "straggler", False) and not self.owner.simulated
-        straggler = Straggler(self.topology.rank, self.topology.world_size) if delays else None
         rows: list[Row] = []
         with contextlib.nullcontext() if self.owner.simulated else LineUp() as line_up:
             for size in self.sizes():
                 began = time.monotonic()
-                rows += (found := self.measure_size(size, line_up, straggler))
+                rows += (found := self.measure_size(size, line_up))
                 show(found)
                 self.done(size, rows, time.monotonic() - began)
         return rows

@@ -28,7 +28,7 @@ import torch
 from tdcoll import runtime
 from tdcoll.bench.arithmetic import summarize
 from tdcoll.bench.rows import Row
-from tdcoll.bench.timing import Launch, LineUp, Straggler, capture, time_launches
+from tdcoll.bench.timing import Launch, LineUp, capture, time_launches
 from tdcoll.errors import CollectiveTimeout, HeapExhaustedError, RankMismatchError
 from tdcoll.language import INTERPRETED
 
@@ -178,7 +178,7 @@ class Entry:
     errors: int = 0
     where: str | None = None
 
-    def row(self, job: Job, facts: dict[str, Any], straggler: bool) -> Row:
+    def row(self, job: Job, facts: dict[str, Any]) -> Row:
         """Return what was measured; ``facts`` are those of all rows of the size."""
         return Row(
             ranks=job.topology.world_size,
@@ -188,7 +188,6 @@ class Entry:
             launch=self.launch,
             check="not run" if self.problem else "WRONG" if self.errors else "ok",
             note=self.problem or self.where or "; ".join(self.subject.notes if self.subject else ()) or None,
-            straggler=straggler,
             counts=self.counts,
             calls=self.calls,
             iterations=len(self.times_us),
@@ -254,7 +253,7 @@ def _prepare(job: Job, entry: Entry, warmup: int) -> None:
         torch.cuda.empty_cache()  # a dense tensor needs what others would keep
 
 
-def _time_alone(subject: Subject, number: int, line_up: LineUp, straggler: Straggler | None) -> tuple[Any, list[float]]:
+def _time_alone(subject: Subject, number: int, line_up: LineUp) -> tuple[Any, list[float]]:
     """Return the result and the time of a call that may wait for the GPU, from an idle GPU.
 
     The first line-up aligns the hosts. The one of the launch aligns the streams, and the first event comes behind it,
@@ -268,13 +267,11 @@ def _time_alone(subject: Subject, number: int, line_up: LineUp, straggler: Strag
         torch.cuda.synchronize()
 
     launch = Launch(lambda: results.append(subject.call(number)), 1)
-    times_us = time_launches([launch], 1, line_up, before, straggler)
+    times_us = time_launches([launch], 1, line_up, before)
     return results.pop(), times_us
 
 
-def _turn(
-    job: Job, entry: Entry, line_up: LineUp, turn: int, iterations: int, warmup: int, straggler: Straggler | None
-) -> None:
+def _turn(job: Job, entry: Entry, line_up: LineUp, turn: int, iterations: int, warmup: int) -> None:
     """Run one turn of one entry: new data, launches, check."""
     subject, launches = entry.subject, entry.launches
     subject.begin(next(job.rounds))
@@ -286,15 +283,15 @@ def _turn(
         def before(calls: int) -> None:
             subject.before(subject.numbers(calls))
 
-        time_launches(launches, warmup if turn == 0 else 1, line_up, before, last=last)
-        entry.times_us += time_launches(launches, iterations, line_up, before, straggler, last)
+        time_launches(launches, warmup if turn == 0 else 1, line_up, before, last)
+        entry.times_us += time_launches(launches, iterations, line_up, before, last)
         results = list(zip(subject.numbers(len(entry.results[last])), entry.results[last], strict=True))
         found = [subject.errors(number, result) for number, result in results[-1 if subject.alone else 0 :]]
     else:
         found = _calls(subject, 1)  # takes again the memory that was given back
         for iteration in range(iterations):
             number = (iteration + turn) % subject.inputs
-            result, times_us = _time_alone(subject, number, line_up, straggler)
+            result, times_us = _time_alone(subject, number, line_up)
             found.append(subject.errors(number, result))
             del result  # before the next one needs as much
             entry.times_us += times_us
@@ -309,14 +306,12 @@ def measure(
     line_up: LineUp,
     iterations: int,
     warmup: int,
-    straggler: Straggler | None = None,
     look: Callable[[], object] = nothing,
 ) -> None:
     """Measure the entries that can run, and put the results into each. Collective.
 
     Args:
         iterations, warmup: timed and untimed launches.
-        straggler: delays a rank in each iteration.
         look: is called after every turn.
     """
     for entry in entries:
@@ -326,7 +321,7 @@ def measure(
     for turn in range(min(TURNS, iterations)):
         for entry in right:
             share = iterations // TURNS + (turn < iterations % TURNS)
-            _turn(job, entry, line_up, turn, share, warmup, straggler)
+            _turn(job, entry, line_up, turn, share, warmup)
             look()
     for entry in right:
         times = [us / entry.subject.parts for us in entry.times_us]

@@ -132,8 +132,6 @@ def add_launches(parser: argparse.ArgumentParser, default: str) -> None:
         group.add_argument(f"--{name}", dest="launches", action="store_const", const=launches, help=f"{what}{usual}")
         if usual:
             parser.set_defaults(launches=launches)
-    what = "delay a random rank in each iteration; times hold the waiting"
-    parser.add_argument("--straggler", action="store_true", help=what)
 
 
 def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str) -> None:

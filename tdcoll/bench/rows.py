@@ -42,7 +42,6 @@ class Row:
         skew_us: median over the iterations of the time between the fastest and the slowest rank.
         note: for the reader: why it did not run, or an error, for example.
         calls, iterations: calls timed together (alternating), and how many times.
-        straggler: a random rank was delayed in each iteration; times include the waiting of the others.
         counts: per call, of each rank, what the simulator counted.
         facts: what was measured, by the names that the benchmark gives to them: its size, dtype and so on.
     """
@@ -60,7 +59,6 @@ class Row:
     note: str | None = None
     calls: Sequence[int] = ()
     iterations: int = 0
-    straggler: bool = False
     counts: dict[str, list[float]] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -219,7 +217,7 @@ def _dense_floor(row: Row, floor: Floor | None) -> str:
         return ""
     return (
         f"The floor is a launch ({floor.launch_us:g} µs) and a hop ({floor.crossing_us:.3g} µs), or what a rank "
-        f"sends at {floor.gbps:g} GB/s, whichever takes longer."
+        f"sends at {floor.rate(row.ranks):g} GB/s, whichever takes longer."
     )
 
 

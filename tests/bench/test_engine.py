@@ -11,7 +11,7 @@ import pytest
 from tdcoll.bench import engine
 from tdcoll.bench.arithmetic import format_bytes, ratio, summarize
 from tdcoll.bench.engine import TURNS, Entry, Job, Subject, Wanted, simulate
-from tdcoll.bench.timing import LineUp, Straggler, graph_time_us
+from tdcoll.bench.timing import LineUp, graph_time_us
 from tdcoll.errors import TdcollError
 from tdcoll.testing import World
 
@@ -89,7 +89,7 @@ def test_both_launches_are_timed_and_the_warm_up_is_longer_in_the_first_turn(clo
 def test_what_is_wrong_is_counted_and_named(alone: bool, clock: Any) -> None:
     entry = measured(Recorded(wrong=lambda number: number == 1, alone=alone).subject, "eager", iterations=5)
     assert (entry.errors, entry.where) == ((3 if alone else 1 + TURNS), "input 1")
-    assert World(1).run(lambda _: entry.row(Job(), {"size": 3}, True))[0].check == "WRONG"
+    assert World(1).run(lambda _: entry.row(Job(), {"size": 3}))[0].check == "WRONG"
 
 
 @pytest.mark.parametrize("iterations", [2, 5])
@@ -98,7 +98,7 @@ def test_every_call_that_is_alone_is_timed_and_checked_and_inputs_take_turns(ite
     call = recorded.call
     subject = recorded.subject
     object.__setattr__(subject, "call", lambda number: (clock.passes(8.0), call(number))[1])
-    entry = measured(subject, "eager", iterations, straggler=Straggler(0, 1))
+    entry = measured(subject, "eager", iterations)
     called = [[0, 0, 1], [0, 1], [0, 2], [0, 0]] if iterations == 5 else [[0, 0], [0, 1]]
     turns = [["begin", *(x for number in turn for x in ([number], number, "check"))] for turn in called]
     assert recorded.did == ["begin", *ONE_BY_ONE, *(x for turn in turns for x in turn)]
@@ -142,7 +142,7 @@ def test_a_peer_that_fails_says_why_and_tdcoll_must_not(clock: Any) -> None:
     subject = Subject(fail, lambda number, result: (0, ""))
     entry = measured(subject, "eager", peer=True)
     assert (entry.problem, entry.times_us) == ("no such transport", [])
-    row = World(1).run(lambda _: entry.row(Job(), {}, False))[0]
+    row = World(1).run(lambda _: entry.row(Job(), {}))[0]
     assert (row.check, row.note, row.median_us) == ("not run", "no such transport", None)
     with pytest.raises(RuntimeError, match="no such"):
         measured(subject, "eager")

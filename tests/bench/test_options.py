@@ -26,7 +26,7 @@ def test_a_dense_collective() -> None:
     assert (options.peers, options.launches, options.iterations) == ([], ["graph", "eager"], 7)
     assert GATHER.parse(["-b", "1K", "-e", "5000", "-f", "2"]).sizes == [1024, 2048, 4096]
     usual = GATHER.parse([])
-    assert (usual.sizes, usual.launches, usual.straggler) == ([1024 << 2 * k for k in range(6)], ["graph"], False)
+    assert (usual.sizes, usual.launches) == ([1024 << 2 * k for k in range(6)], ["graph"])
     assert (usual.peers, usual.algorithms) == (["nccl"], ["auto", "in-place"])
     options = SCATTER.parse(["-b", "512", "-e", "2K", "--dtype", "bfloat16", "--op", "max"])
     assert (options.sizes, options.op, options.algorithms) == ([512, 2048], "max", ["auto"])
@@ -34,9 +34,9 @@ def test_a_dense_collective() -> None:
 
 def test_a_sparse_one() -> None:
     given = "--rows 7,30,7 --dims 16 --num-rows 50 --distributions zipf1.2,uniform --dtype float64"
-    options = SparseAllReduce.parse(f"{given} --eager --straggler".split())
+    options = SparseAllReduce.parse(f"{given} --eager".split())
     assert (options.rows, options.dims, options.num_rows, options.dtype) == ([7, 30], [16], 50, torch.float64)
-    assert (options.distributions, options.straggler, options.launches) == (["zipf1.2", "uniform"], True, ["eager"])
+    assert (options.distributions, options.launches) == (["zipf1.2", "uniform"], ["eager"])
 
 
 WRONG: dict[type[Case], dict[str, str]] = {

@@ -197,14 +197,13 @@ def test_the_measuring_path(clock: Any, measured: Callable[..., list[Any]], monk
     monkeypatch.setitem(PEERS, "published", functools.partial(timed, 12.0, tdcoll.sparse_all_reduce))
     for name in ("sparse_all_reduce", "sparse_all_reduce_padded"):
         monkeypatch.setattr(tdcoll, name, functools.partial(timed, 8.0, getattr(tdcoll, name)))
-    options = "--iterations 2 --rows 6 --dims 4 --distributions zipf1 --algorithms owner --straggler"
+    options = "--iterations 2 --rows 6 --dims 4 --distributions zipf1 --algorithms owner"
     found = measured(SparseAllReduce, f"{options} --peers published,allgather")
     assert [(row.label, row.launch, row.check, row.median_us, row.calls, row.iterations) for row in found] == [
         *(("tdcoll owner", "eager", "ok", 8.0, (1,), 2), ("tdcoll owner, no copy", "eager", "ok", 8.0, (1,), 2)),
         *(("tdcoll owner, padded", "graph", "ok", 8.0, (2, 3), 2), ("published", "eager", "ok", 12.0, (1,), 2)),
         ("allgather", "eager", "not run", None, (1,), 0),
     ]
-    assert all(row.straggler for row in found)
     assert len(given) > 2 * INPUTS, "inputs change"
 
 
