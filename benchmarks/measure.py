@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 _REDUCE = "nccl,nccl-symmetric,torch-one-shot,torch-two-shot,trtllm-one-shot"
 _SCATTER = "nccl,nccl-symmetric,torch-reduce-scatter"
-_GATHER = "nccl,nccl-symmetric,torch-symm,torch-symm-cat,fcollect"
+_GATHER = "nccl,nccl-symmetric,torch-symm-cat,fcollect"
 _NORM = "nccl,nccl-compiled,tdcoll-torch,tdcoll-compiled,trtllm-one-shot"
 
 

@@ -50,7 +50,7 @@ WRONG: dict[type[Case], dict[str, str]] = {
         "expected a whole number of at least 1, got 'x'": "--warmup x",
         "there is no directory no/such/folder": "--json no/such/folder/a.json",
         "expected some of auto, ll, direct, ring, loop, ce, 1d, 2d, in-place, in-place-ll, ": "--algorithms 3d",
-        "torch-symm, torch-symm-cat, fcollect; got torch-one-shot": "--peers torch-one-shot",
+        "torch-symm-cat, fcollect; got torch-one-shot": "--peers torch-one-shot",
         "not allowed with argument": "--graph --eager",
         "expected some of uint8, int8,": "--dtype int3",
     },
