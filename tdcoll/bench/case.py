@@ -24,7 +24,7 @@ from tdcoll.bench.rows import LAYOUTS, Row, line_of, save
 from tdcoll.bench.timing import LineUp
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import lifecycle
-from tdcoll.setenv import COMMAND, LAUNCHER
+from tdcoll.setenv import LAUNCHER
 
 __all__ = ["AllWanted", "Case", "Show", "run"]
 
@@ -118,7 +118,7 @@ def run(case: type[Case], arguments: Sequence[str], options: argparse.Namespace 
     """
     options = case.parse(arguments) if options is None else options
     if lifecycle.may_share_gpus():
-        Parser(prog=f"{COMMAND} [--nproc N] -m tdcoll bench {case.benchmark}", usage="%(prog)s [options]").error(
+        Parser(f"bench {case.benchmark}").error(
             f"TDCOLL_SHARE_GPUS ({LAUNCHER} --share-gpus) or initialize(share_gpus=True): expected neither, got a job "
             "whose ranks may share GPUs, where times mean nothing and gloo takes NCCL's place. Take as many ranks as "
             "GPUs, or --simulate"

@@ -163,7 +163,7 @@ class Buffers:
 
     def expected(self, call: int) -> torch.Tensor:
         """``[segments * n]``: the result of a call in this round."""
-        own = self.rank if self.spec.segment_of_each[0] else 0
+        own = self.rank if self.spec.scatters else 0
         parts = [self._values(rank, call, own) for rank in range(self.world)]
         return reduce_parts(parts, self.nodes, self.op or "sum") if self.spec.reduces else torch.cat(parts)
 

@@ -38,7 +38,6 @@ from tdcoll.bench.engine import Subject, Wanted, calls_of
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS
 from tdcoll.language import INTERPRETED
-from tdcoll.setenv import COMMAND
 
 __all__ = ["SparseAllReduce"]
 
@@ -250,8 +249,8 @@ class SparseAllReduce(case.Case):
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         small = INTERPRETED
         parser = options.Parser(
-            prog=f"{COMMAND} [--nproc N] -m tdcoll bench sparse_all_reduce",
-            description="Time of row-sparse all-reduces from sparse tensor to sparse tensor, checked. On the "
+            "bench sparse_all_reduce",
+            "Time of row-sparse all-reduces from sparse tensor to sparse tensor, checked. On the "
             "simulator: checks and counts, of small sizes.",
         )
         counts = options.each(options.at_least(1))
