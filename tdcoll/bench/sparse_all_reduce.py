@@ -172,7 +172,7 @@ class SparseData:
         return self.errors(number, result._indices()[0], result._values())
 
 
-def _sparse(rows: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _sparse(rows: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
 
 
