@@ -62,16 +62,10 @@ class Candidate:
     @property
     def name(self) -> str:
         """``"1d 8 chunks 4 warps"``, ``"in-place ll 6 KB chunks"``."""
+        chunk = self.chunk and format_bytes(self.chunk)
+        counts = (self.channels, "chunks"), (chunk, "chunks"), (self.num_warps, "warps"), (self.blocks, "blocks")
         words = [f"{IN_PLACE} {self.algorithm}" if self.in_place else self.algorithm]
-        if self.channels is not None:
-            words.append(f"{self.channels} chunks")
-        if self.chunk is not None:
-            words.append(f"{format_bytes(self.chunk)} chunks")
-        if self.num_warps is not None:
-            words.append(f"{self.num_warps} warps")
-        if self.blocks is not None:
-            words.append(f"{self.blocks} blocks")
-        return " ".join(words)
+        return " ".join([*words, *(f"{count} {what}" for count, what in counts if count is not None)])
 
     def entry(self, up_to: int | None) -> Entry:
         """Return a table's entry that says so."""
