@@ -85,7 +85,17 @@ class Case(Job, ABC):
                 subject, problem = self.agree(f"make {one.name}", one.make, one.peer)
                 subjects += [] if subject is None else [subject]
                 for launch in ["simulator"] if line_up is None else one.launches:
-                    entries.append(Entry(one, launch, subject, problem))
+                    row = Row(
+                        ranks=self.topology.world_size,
+                        nodes=self.topology.n_nodes,
+                        algorithm=one.name,
+                        peer=one.peer,
+                        launch=launch,
+                        check="not run" if problem else "ok",
+                        note=problem,
+                        facts={**self.facts(size), **one.facts},
+                    )
+                    entries.append(Entry(row, subject))
             if line_up is None:
                 for entry in entries:
                     simulate(self, entry)
@@ -94,7 +104,10 @@ class Case(Job, ABC):
                 measure(self, entries, line_up, self.options.iterations, self.options.warmup, look)
             for subject in subjects:
                 subject.close()
-        return [entry.row(self, self.facts(size)) for entry in entries]
+        for entry in entries:
+            if entry.row.check == "ok" and entry.subject.notes:
+                entry.row.note = "; ".join(entry.subject.notes)
+        return [entry.row for entry in entries]
 
     def measure(self, show: Show) -> list[Row]:
         """Return the rows of all sizes; call ``show`` with those of each size when they are known. Collective."""

@@ -17,10 +17,10 @@ import torch
 
 from tdcoll.bench.specs import Spec
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
+from tdcoll.runtime.heap import ALIGNMENT
 
 __all__ = ["Buffers", "Numbers", "buffer_bytes", "exact"]
 
-_ALIGNMENT = 256
 _MOST_DRAWN, _MOST_ROUNDS = 1 << 30, 1 << 10
 
 
@@ -58,13 +58,9 @@ class Numbers:
         return round_ % self.rounds - (round_ - 1) % self.rounds
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
 def buffer_bytes(spec: Spec, nbytes: int, world: int, sets: int) -> int:
-    """Return the bytes of all inputs and results of :class:`Buffers`."""
-    return sets * sum(map(_padded, spec.extents(nbytes, world)))
+    """Return the bytes that all inputs and results of :class:`Buffers` take in a heap, which aligns each."""
+    return sets * sum(-(-extent // ALIGNMENT) * ALIGNMENT for extent in spec.extents(nbytes, world))
 
 
 class Buffers:
@@ -81,7 +77,6 @@ class Buffers:
         calls: of a launch, which take the sets in turn; if None, as many as there are sets.
         op: how the collective reduces; None if it does not.
         allocate: ``bytes -> [bytes]`` uint8, if the buffers are not ordinary memory of the device.
-        separate: each input and each result is an allocation.
 
     Attributes:
         inputs: ``[segments * n]`` for each set.
@@ -104,7 +99,6 @@ class Buffers:
         calls: int | None = None,
         op: str | None = None,
         allocate: Callable[[int], torch.Tensor] | None = None,
-        separate: bool = False,
     ) -> None:
         self.spec, self.nodes, self.rank, self.sets, self.op = spec, nodes, rank, sets, op
         self.world, self.calls, self.round = len(nodes), calls or sets, 0
@@ -114,13 +108,8 @@ class Buffers:
         self._numbers = Numbers(dtype, terms if op in ("sum", "mean") else 1, device)
         make = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
-        def buffers(size: int) -> list[torch.Tensor]:
-            stride = _padded(size)
-            made = [make(size) for _ in range(sets)] if separate else [*make(sets * stride).view(sets, stride)]
-            return [one[:size].view(dtype) for one in made]
-
         given, result = spec.extents(nbytes, self.world)
-        self.results, self.inputs = buffers(result), buffers(given)
+        self.results, self.inputs = ([make(size).view(dtype) for _ in range(sets)] for size in (result, given))
 
     def own(self, call: int) -> torch.Tensor:
         """Return the part of a result that a call in place takes its input from."""

@@ -163,49 +163,32 @@ class Wanted:
 
 @dataclass
 class Entry:
-    """A subject in one way of launching it, or the reason for which there is none."""
+    """A row to measure: a subject in one way of launching it, or the reason for which there is none."""
 
-    wanted: Wanted
-    launch: str
+    row: Row
     subject: Any = None
-    problem: str | None = None
-    times: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, list[float]] | None = None
-    calls: tuple[int, ...] = (1,)
     launches: list[Launch] = field(default_factory=list)
     results: list[list[Any]] = field(default_factory=list)
     times_us: list[float] = field(default_factory=list)
-    errors: int = 0
-    where: str | None = None
 
-    def row(self, job: Job, facts: dict[str, Any]) -> Row:
-        """Return what was measured; ``facts`` are those of all rows of the size."""
-        return Row(
-            ranks=job.topology.world_size,
-            nodes=job.topology.n_nodes,
-            algorithm=self.wanted.name,
-            peer=self.wanted.peer,
-            launch=self.launch,
-            check="not run" if self.problem else "WRONG" if self.errors else "ok",
-            note=self.problem or self.where or "; ".join(self.subject.notes if self.subject else ()) or None,
-            counts=self.counts,
-            calls=self.calls,
-            iterations=len(self.times_us),
-            facts={**facts, **self.wanted.facts},
-            **self.times,
-        )
+    @property
+    def runs(self) -> bool:
+        """Whether it can run here, as far as is known."""
+        return self.row.check != "not run"
 
     def tried(self, job: Job, what: str, action: Callable[[], Any]) -> Any:
         """Return the result of an action; None if it isn't supported here."""
-        result, self.problem = job.agree(f"{what} {self.wanted.name}", action, self.wanted.peer)
+        result, problem = job.agree(f"{what} {self.row.algorithm}", action, self.row.peer)
+        if problem is not None:
+            self.row.check, self.row.note = "not run", problem
         return result
 
     def checked(self, job: Job, found: Sequence[Found]) -> None:
         """Take note, on all ranks, of what was wrong on any."""
-        own = sum(errors for errors, _ in found), next((where for errors, where in found if errors), None)
-        for errors, where in job.gather("check", own):
-            self.errors += errors
-            self.where = self.where or where
+        own = next((where for errors, where in found if errors), None)
+        for where in job.gather("check", own):
+            if where is not None and self.row.check == "ok":
+                self.row.check, self.row.note = "WRONG", where
 
 
 def _calls(subject: Subject, calls: int) -> list[Found]:
@@ -236,18 +219,18 @@ def _prepare(job: Job, entry: Entry, warmup: int) -> None:
                 results[position] = call(number)
 
         entry.results.append(results)
-        return capture(one, calls) if entry.launch == "graph" else Launch(run, calls)
+        return capture(one, calls) if entry.row.launch == "graph" else Launch(run, calls)
 
     def run() -> list[Found]:
         found = _calls(subject, max(subject.inputs, warmup))
-        if entry.launch == "graph" or not subject.alone:
+        if entry.row.launch == "graph" or not subject.alone:
             entry.launches = [launch(calls) for calls in subject.calls]
-            entry.calls = subject.calls
+            entry.row.calls = subject.calls
         return found
 
     subject.begin(next(job.rounds))
     found = entry.tried(job, "prepare", run)
-    if entry.problem is None:
+    if entry.runs:
         entry.checked(job, found)
     if subject.alone:
         torch.cuda.empty_cache()  # a dense tensor needs what others would keep
@@ -315,9 +298,9 @@ def measure(
         look: is called after every turn.
     """
     for entry in entries:
-        if entry.problem is None:
+        if entry.runs:
             _prepare(job, entry, warmup)
-    right = [entry for entry in entries if entry.problem is None]
+    right = [entry for entry in entries if entry.runs]
     for turn in range(min(TURNS, iterations)):
         for entry in right:
             share = iterations // TURNS + (turn < iterations % TURNS)
@@ -326,7 +309,8 @@ def measure(
     for entry in right:
         times = [us / entry.subject.parts for us in entry.times_us]
         of_ranks = job.gather("times", times if entry.subject.takes_part else None)
-        entry.times = summarize([of_rank for of_rank in of_ranks if of_rank is not None])
+        vars(entry.row).update(summarize([of_rank for of_rank in of_ranks if of_rank is not None]))
+        entry.row.iterations = len(times)
     for entry in entries:
         entry.launches, entry.results = [], []  # graphs go before what they use
     torch.cuda.synchronize()
@@ -337,7 +321,7 @@ def simulate(job: Job, entry: Entry) -> None:
 
     The second call finds stale data of the first one.
     """
-    if entry.problem is not None:
+    if not entry.runs:
         return
     subject = entry.subject
     calls = subject.inputs + 1 if subject.alone else 2 * subject.inputs
@@ -345,6 +329,6 @@ def simulate(job: Job, entry: Entry) -> None:
     subject.begin(next(job.rounds))
     job.gather("begin", None)
     counts = job.count(lambda: found.extend(entry.tried(job, "run", partial(_calls, subject, calls)) or ()), calls)
-    if entry.problem is None:
+    if entry.runs:
         entry.checked(job, found)
-        entry.counts = None if entry.wanted.peer else counts
+        entry.row.counts = None if entry.row.peer else counts

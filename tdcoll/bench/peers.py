@@ -35,7 +35,7 @@ class Stock:
     """Buffers for the calls of one size; subjects may share them.
 
     Args:
-        new: makes buffers, given ``allocate`` and ``separate`` of :class:`~tdcoll.bench.data.Buffers`.
+        new: makes buffers, given ``allocate`` of :class:`~tdcoll.bench.data.Buffers`.
     """
 
     def __init__(self, new: Callable[..., Buffers]) -> None:
@@ -191,7 +191,7 @@ def _on_symmetric(bind: Bind, in_place: bool = False) -> Make:
             symmetric.rendezvous(made, group)
             return made
 
-        buffers = stock.new(allocate=allocate, separate=True)  # handles are of whole allocations
+        buffers = stock.new(allocate=allocate)
         call = bind(symmetric, str(group.group_name), buffers)  # type: ignore[union-attr]
         return subject_of(buffers, call, in_place=in_place)
 

@@ -28,7 +28,7 @@ IN_PLACE = "in-place"
 """The name of calls in place, where ``--algorithms`` takes one and in rows."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Row:
     """One measurement.
 
@@ -57,7 +57,7 @@ class Row:
     p90_us: float | None = None
     skew_us: float | None = None
     note: str | None = None
-    calls: Sequence[int] = ()
+    calls: Sequence[int] = (1,)
     iterations: int = 0
     counts: dict[str, list[float]] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
