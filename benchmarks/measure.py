@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 _REDUCE = "nccl,nccl-symmetric,torch-one-shot,torch-two-shot,trtllm-one-shot"
 _SCATTER = "nccl,nccl-symmetric,torch-reduce-scatter"
-_GATHER = "nccl,nccl-symmetric,torch-symm,torch-symm-cat,fcollect"
+_GATHER = "nccl,nccl-symmetric,torch-symm-cat,fcollect"
 _NORM = "nccl,nccl-compiled,tdcoll-torch,tdcoll-compiled,trtllm-one-shot"
 
 
@@ -91,7 +91,7 @@ def stages(nproc: int) -> dict[str, list[Job]]:
         "all-reduce": [all_reduce],
         "reduce-scatter": [reduce_scatter],
         "all-gather": [all_gather],
-        "sparse": [bench("sparse", f"{sparse} --algorithms owner,auto --peers published,allgather,dense")],
+        "sparse": [bench("sparse", f"{sparse} --algorithms owner,auto --peers published,allgather")],
         "rms-norm": [bench("rms-norm", f"{norm} --algorithms auto,one_shot,two_stage,composed --peers {_NORM}")],
         "marks": dense("marks-", marks, "nccl,nccl-symmetric"),
         "heaps": [

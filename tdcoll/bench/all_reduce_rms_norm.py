@@ -32,7 +32,6 @@ from tdcoll.context import CollectiveContext
 from tdcoll.fused.op import all_reduce_rms_norm
 from tdcoll.fused.policy import ALGORITHMS
 from tdcoll.language import INTERPRETED
-from tdcoll.setenv import COMMAND
 
 __all__ = ["AllReduceNorm"]
 
@@ -111,10 +110,7 @@ class AllReduceNorm(case.Case):
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
-        parser = options.Parser(
-            prog=f"{COMMAND} [--nproc N] -m tdcoll bench all_reduce_rms_norm",
-            description="Latency of all-reduce + residual + RMSNorm, checked.",
-        )
+        parser = options.Parser("bench all_reduce_rms_norm", "Latency of all-reduce + residual + RMSNorm, checked.")
         counts = options.each(options.at_least(1))
         parser.option("--rows", counts, "1,3" if INTERPRETED else "1,8,64,512", "N,N", "rows")
         parser.option("--hidden", options.at_least(16), 64 if INTERPRETED else 8192, "N", "numbers of a row")

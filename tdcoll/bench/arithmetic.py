@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FLOORS", "Floor", "distinct", "floor_of", "format_bytes", "parse_floor", "ratio", "summarize"]
+__all__ = ["FLOORS", "Floor", "distinct", "floor_of", "format_bytes", "ratio", "summarize"]
 
 
 def summarize(times_us: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -55,54 +53,36 @@ def distinct(values: Iterable[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Floor:
-    """The lower bound of a dense collective inside a node.
+    """The lower bound of a dense collective inside a node whose GPUs have NVLink to all others.
 
     Attributes:
         launch_us: of an empty kernel, as it is launched.
         crossing_us: of a hop: from a store until the other GPU sees it.
         gbps: rate at which a rank can store to all others.
+        pair_gbps: the same, if there is one other.
     """
 
     launch_us: float
     crossing_us: float
     gbps: float
+    pair_gbps: float
+
+    def rate(self, world: int) -> float:
+        """Return the rate among so many ranks, in GB/s."""
+        return self.pair_gbps if world == 2 else self.gbps
 
     def us(self, sent: float, world: int) -> float:
         """Return the longer of a launch with one hop, and of sending all bytes of a rank at the full rate."""
-        return max(self.launch_us + (self.crossing_us if world > 1 else 0.0), sent / self.gbps / 1e3)
+        return max(self.launch_us + (self.crossing_us if world > 1 else 0.0), sent / self.rate(world) / 1e3)
 
 
-FLOORS = {"NVIDIA H200": Floor(launch_us=0.8, crossing_us=1.0, gbps=390.0)}
-"""For GPUs with NVLink to all others of the node; launch and rate are measured. The rate is the best that was seen,
-when copy engines sent around a ring of 8 (stores to all 7 others at once reached 341). A hop is about a store and the
-load that sees it; the signal benchmark measures it."""
-
-PAIR_GBPS = {"NVIDIA H200": 361.0}
-"""The rate between two GPUs if they send to no other, both ways at once: the same for stores, bulk copies (TMA) and
-copy engines."""
+FLOORS = {"NVIDIA H200": Floor(launch_us=0.8, crossing_us=1.0, gbps=390.0, pair_gbps=361.0)}
+"""Launch and rates are measured. The rate is the best that was seen, when copy engines sent around a ring of 8 (stores
+to all 7 others at once reached 341). Between two GPUs, both ways at once, stores, bulk copies (TMA) and copy engines
+have the same. A hop is about a store and the load that sees it; the signal benchmark measures it."""
 
 
-def floor_of(head: dict[str, Any], rows: Sequence[Any], given: Floor | None = None) -> Floor | None:
-    """Return the lower bound for these rows: ``given``, or the known one of their GPUs. None between nodes."""
-    if not rows or any(row.nodes > 1 for row in rows):
-        return None
-    gpus = set(head["provenance"].get("gpus", []))
-    if given is not None or len(gpus) != 1 or (name := gpus.pop()) not in FLOORS:
-        return given
-    pair = name in PAIR_GBPS and all(row.ranks == 2 for row in rows)
-    return dataclasses.replace(FLOORS[name], gbps=PAIR_GBPS[name]) if pair else FLOORS[name]
-
-
-def parse_floor(text: str) -> Floor:
-    """``"0.8,1,341"``: an empty kernel, a hop (both in microseconds), and the rate in GB/s.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not three numbers above 0.
-    """
-    try:
-        launch_us, crossing_us, gbps = map(float, text.split(","))
-        if min(launch_us, crossing_us, gbps) > 0:
-            return Floor(launch_us, crossing_us, gbps)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"expected three numbers above 0, such as 0.8,1,341; got {text!r}")
+def floor_of(head: dict[str, Any], rows: Sequence[Any]) -> Floor | None:
+    """Return the lower bound for rows of a file; None between nodes, and for other GPUs."""
+    gpus = {*head["provenance"].get("gpus", [])}
+    return None if len(gpus) != 1 or any(row.nodes > 1 for row in rows) else FLOORS.get(gpus.pop())

@@ -21,10 +21,10 @@ from tdcoll.bench.engine import Entry, Job, Wanted, measure, simulate
 from tdcoll.bench.options import Parser
 from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import LAYOUTS, Row, line_of, save
-from tdcoll.bench.timing import LineUp, Straggler
+from tdcoll.bench.timing import LineUp
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import lifecycle
-from tdcoll.setenv import COMMAND, LAUNCHER
+from tdcoll.setenv import LAUNCHER
 
 __all__ = ["AllWanted", "Case", "Show", "run"]
 
@@ -77,7 +77,7 @@ class Case(Job, ABC):
     def done(self, size: Any, rows: Sequence[Row], seconds: float) -> None:
         """Take note of all rows so far, after a size that took so long."""
 
-    def measure_size(self, size: Any, line_up: LineUp | None, straggler: Straggler | None = None) -> list[Row]:
+    def measure_size(self, size: Any, line_up: LineUp | None) -> list[Row]:
         """Return the rows of one size, from GPUs or, if ``line_up`` is None, from the simulator. Collective."""
         entries, subjects = [], []
         with self.wanted(size) as (every, look):
@@ -85,26 +85,37 @@ class Case(Job, ABC):
                 subject, problem = self.agree(f"make {one.name}", one.make, one.peer)
                 subjects += [] if subject is None else [subject]
                 for launch in ["simulator"] if line_up is None else one.launches:
-                    entries.append(Entry(one, launch, subject, problem))
+                    row = Row(
+                        ranks=self.topology.world_size,
+                        nodes=self.topology.n_nodes,
+                        algorithm=one.name,
+                        peer=one.peer,
+                        launch=launch,
+                        check="not run" if problem else "ok",
+                        note=problem,
+                        facts={**self.facts(size), **one.facts},
+                    )
+                    entries.append(Entry(row, subject))
             if line_up is None:
                 for entry in entries:
                     simulate(self, entry)
                     look()
             else:
-                measure(self, entries, line_up, self.options.iterations, self.options.warmup, straggler, look)
+                measure(self, entries, line_up, self.options.iterations, self.options.warmup, look)
             for subject in subjects:
                 subject.close()
-        return [entry.row(self, self.facts(size), straggler is not None) for entry in entries]
+        for entry in entries:
+            if entry.row.check == "ok" and entry.subject.notes:
+                entry.row.note = "; ".join(entry.subject.notes)
+        return [entry.row for entry in entries]
 
     def measure(self, show: Show) -> list[Row]:
         """Return the rows of all sizes; call ``show`` with those of each size when they are known. Collective."""
-        delays = getattr(self.options, "straggler", False) and not self.owner.simulated
-        straggler = Straggler(self.topology.rank, self.topology.world_size) if delays else None
         rows: list[Row] = []
         with contextlib.nullcontext() if self.owner.simulated else LineUp() as line_up:
             for size in self.sizes():
                 began = time.monotonic()
-                rows += (found := self.measure_size(size, line_up, straggler))
+                rows += (found := self.measure_size(size, line_up))
                 show(found)
                 self.done(size, rows, time.monotonic() - began)
         return rows
@@ -120,7 +131,7 @@ def run(case: type[Case], arguments: Sequence[str], options: argparse.Namespace 
     """
     options = case.parse(arguments) if options is None else options
     if lifecycle.may_share_gpus():
-        Parser(prog=f"{COMMAND} [--nproc N] -m tdcoll bench {case.benchmark}", usage="%(prog)s [options]").error(
+        Parser(f"bench {case.benchmark}").error(
             f"TDCOLL_SHARE_GPUS ({LAUNCHER} --share-gpus) or initialize(share_gpus=True): expected neither, got a job "
             "whose ranks may share GPUs, where times mean nothing and gloo takes NCCL's place. Take as many ranks as "
             "GPUs, or --simulate"

@@ -22,7 +22,7 @@ from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Entry, Section, Table
 
-__all__ = ["CHANNEL_COUNTS", "WARP_COUNTS", "Candidate", "Choice", "Requested", "algorithms"]
+__all__ = ["CHANNEL_COUNTS", "WARP_COUNTS", "Candidate", "Choice", "Requested"]
 
 Requested = str | Plan
 """Values that tdcoll's functions accept for ``algorithm``."""
@@ -40,11 +40,6 @@ BLOCK_COUNTS = (8, 16, 32, 64)
 
 _LEAST_CHUNK = 1 << 10
 """Bytes; smaller chunks are not tried."""
-
-
-def algorithms(spec: Spec) -> tuple[str, ...]:
-    """Return the names of a collective's algorithms."""
-    return spec.collective.names
 
 
 @dataclass(frozen=True)
@@ -67,16 +62,10 @@ class Candidate:
     @property
     def name(self) -> str:
         """``"1d 8 chunks 4 warps"``, ``"in-place ll 6 KB chunks"``."""
+        chunk = self.chunk and format_bytes(self.chunk)
+        counts = (self.channels, "chunks"), (chunk, "chunks"), (self.num_warps, "warps"), (self.blocks, "blocks")
         words = [f"{IN_PLACE} {self.algorithm}" if self.in_place else self.algorithm]
-        if self.channels is not None:
-            words.append(f"{self.channels} chunks")
-        if self.chunk is not None:
-            words.append(f"{format_bytes(self.chunk)} chunks")
-        if self.num_warps is not None:
-            words.append(f"{self.num_warps} warps")
-        if self.blocks is not None:
-            words.append(f"{self.blocks} blocks")
-        return " ".join(words)
+        return " ".join([*words, *(f"{count} {what}" for count, what in counts if count is not None)])
 
     def entry(self, up_to: int | None) -> Entry:
         """Return a table's entry that says so."""
@@ -123,7 +112,7 @@ class Choice:
 
     def _several_epochs(self, algorithm: str, nbytes: int) -> bool:
         """Return whether LL or Lamport takes several epochs, although the context holds the call in chunks."""
-        found = self.spec.collective.algorithm(algorithm)
+        found = self.spec.algorithm(algorithm)
         return bool(found.words) and found.epoch(self._facts(nbytes)) < nbytes
 
     def plan(self, candidate: Candidate, nbytes: int) -> Plan:
@@ -135,7 +124,7 @@ class Choice:
         topology, facts = self.topology, self._facts(nbytes, candidate.in_place)
         kind = ("", self.spec.name, topology.ranks_per_node or 0, topology.n_nodes, candidate.in_place)
         section = Section(*kind, (candidate.entry(None),))
-        return self.spec.collective.choose(facts, candidate.algorithm, [section])
+        return self.spec.choose(facts, candidate.algorithm, [section])
 
     def requested(self, candidate: Candidate, nbytes: int) -> Requested:
         """Return the argument for such a call: the candidate's plan, or its algorithm's name if it takes several
@@ -149,7 +138,7 @@ class Choice:
         """Return the chunks and warps that are tried of an algorithm, the default heuristic's first."""
         if self._several_epochs(algorithm, nbytes):
             return [{}]  # such calls take no plan
-        if widths := self.spec.collective.algorithm(algorithm).words:
+        if widths := self.spec.algorithm(algorithm).words:
             return [{}] + [
                 {"chunk": width * block, "num_warps": n}
                 for width in widths
@@ -157,7 +146,7 @@ class Choice:
                 for n in warps
                 if 32 * n <= block and width * block < 2 * max(width * _BLOCKS[0], nbytes)
             ]
-        how = self.spec.collective.algorithm(algorithm)
+        how = self.spec.algorithm(algorithm)
         if how.copies is not None and not how.any_blocks:
             return [{}]  # copy engines are the fastest with one copy
         if how.any_blocks:
@@ -175,9 +164,8 @@ class Choice:
     ) -> list[Candidate]:
         """List different supported plans. The first of each algorithm is the default heuristic's."""
         found: dict[Plan, Candidate] = {}
-        known = algorithms(self.spec)
-        for algorithm in known if names is None else [name for name in names if name in known]:
-            if not self.spec.collective.algorithm(algorithm).differs(self.topology):
+        for algorithm in self.spec.names if names is None else [name for name in names if name in self.spec.names]:
+            if not self.spec.algorithm(algorithm).differs(self.topology):
                 continue
             for tried in self._tried(algorithm, nbytes, channels, warps):
                 candidate = Candidate(algorithm, in_place, **tried)
@@ -200,7 +188,7 @@ class Choice:
         for nbytes, times in times_us.items():
             most = min(times.values()) * (1 + self.margin)
             good = sorted((c for c in times if times[c] <= most), key=lambda c: times[c])
-            usual = self.spec.collective.choose(self._facts(nbytes, good[0].in_place)).algorithm
+            usual = self.spec.choose(self._facts(nbytes, good[0].in_place)).algorithm
             wanted = [candidate for _, candidate in picks[-1:]] + [Candidate(usual, good[0].in_place)]
             picks.append((nbytes, next(c for c in (*wanted, *good) if c in good)))
         return picks

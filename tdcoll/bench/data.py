@@ -10,16 +10,17 @@ which shows results of an earlier launch. Consecutive calls of a launch use diff
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from tdcoll.bench.specs import Spec
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
+from tdcoll.runtime.heap import ALIGNMENT
 
-__all__ = ["Buffers", "buffer_bytes", "exact"]
+__all__ = ["Buffers", "Numbers", "buffer_bytes", "exact"]
 
-_ALIGNMENT = 256
 _MOST_DRAWN, _MOST_ROUNDS = 1 << 30, 1 << 10
 
 
@@ -28,13 +29,38 @@ def exact(dtype: torch.dtype) -> int:
     return int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max + 1
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+class Numbers:
+    """Seeded whole numbers that are exact in a dtype, of which sums of so many terms are, too.
+
+    All numbers of a round are larger by 1 than those of the round before, until they begin again.
+
+    Raises:
+        ValueError: ``dtype`` has no exact sums of so many different numbers.
+    """
+
+    def __init__(self, dtype: torch.dtype, terms: int, device: torch.device) -> None:
+        room = exact(dtype) // terms
+        if room < 4:
+            name = str(dtype).removeprefix("torch.")
+            raise ValueError(f"{name} has no exact sums of {terms} different numbers; take another, or fewer ranks")
+        self._dtype, self._drawn, self.rounds = dtype, min(room // 2, _MOST_DRAWN), min(room // 2, _MOST_ROUNDS)
+        self._generator = torch.Generator(device)
+
+    def draw(self, shape: Sequence[int], round_: int, *seed: int) -> torch.Tensor:
+        """Return the numbers of a round; ``seed`` are up to three numbers below 1024."""
+        # CPU generators ignore all but 32 bits.
+        generator = self._generator.manual_seed(functools.reduce(lambda number, one: number << 10 | one, seed))
+        drawn = torch.empty(shape, dtype=self._dtype, device=generator.device)
+        return drawn.random_(1, self._drawn + 1, generator=generator).add_(round_ % self.rounds)
+
+    def step(self, round_: int) -> int:
+        """Return the addend that leads to this round from the one before it."""
+        return round_ % self.rounds - (round_ - 1) % self.rounds
 
 
 def buffer_bytes(spec: Spec, nbytes: int, world: int, sets: int) -> int:
-    """Return the bytes of all inputs and results of :class:`Buffers`."""
-    return sets * sum(map(_padded, spec.extents(nbytes, world)))
+    """Return the bytes that all inputs and results of :class:`Buffers` take in a heap, which aligns each."""
+    return sets * sum(-(-extent // ALIGNMENT) * ALIGNMENT for extent in spec.extents(nbytes, world))
 
 
 class Buffers:
@@ -51,7 +77,6 @@ class Buffers:
         calls: of a launch, which take the sets in turn; if None, as many as there are sets.
         op: how the collective reduces; None if it does not.
         allocate: ``bytes -> [bytes]`` uint8, if the buffers are not ordinary memory of the device.
-        separate: each input and each result is an allocation.
 
     Attributes:
         inputs: ``[segments * n]`` for each set.
@@ -74,28 +99,17 @@ class Buffers:
         calls: int | None = None,
         op: str | None = None,
         allocate: Callable[[int], torch.Tensor] | None = None,
-        separate: bool = False,
     ) -> None:
         self.spec, self.nodes, self.rank, self.sets, self.op = spec, nodes, rank, sets, op
         self.world, self.calls, self.round = len(nodes), calls or sets, 0
         self._segment = nbytes // dtype.itemsize
         # If calls in place take a buffer again, they add up sums, and round at each addition.
         terms = self.world if self.calls == sets else self.world**2
-        room = exact(dtype) // (terms if op in ("sum", "mean") else 1)
-        if room < 4:
-            name = str(dtype).removeprefix("torch.")
-            raise ValueError(f"{name} has no exact sums of different numbers over {self.world} ranks; take another")
-        self._drawn, self._rounds = min(room // 2, _MOST_DRAWN), min(room // 2, _MOST_ROUNDS)
-        self._generator = torch.Generator(device)
+        self._numbers = Numbers(dtype, terms if op in ("sum", "mean") else 1, device)
         make = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
-        def buffers(size: int) -> list[torch.Tensor]:
-            stride = _padded(size)
-            made = [make(size) for _ in range(sets)] if separate else [*make(sets * stride).view(sets, stride)]
-            return [one[:size].view(dtype) for one in made]
-
         given, result = spec.extents(nbytes, self.world)
-        self.results, self.inputs = buffers(result), buffers(given)
+        self.results, self.inputs = ([make(size).view(dtype) for _ in range(sets)] for size in (result, given))
 
     def own(self, call: int) -> torch.Tensor:
         """Return the part of a result that a call in place takes its input from."""
@@ -120,9 +134,7 @@ class Buffers:
 
     def _values(self, rank: int, call: int, segment: int) -> torch.Tensor:
         """``[n]``: a segment of the input that ``rank`` gives to a call in this round."""
-        generator = self._generator.manual_seed((call * self.world + rank) * self.world + segment)
-        drawn = torch.empty_like(self.inputs[0][: self._segment]).random_(1, self._drawn + 1, generator=generator)
-        return drawn.add_(self.round % self._rounds)
+        return self._numbers.draw((self._segment,), self.round, rank, call, segment)
 
     def fill(self, round_: int) -> None:
         """Set the inputs of ``round_``, and results that are wrong everywhere."""
@@ -134,14 +146,13 @@ class Buffers:
 
     def advance(self) -> None:
         """Set the inputs of the next round, by an addition on the current stream."""
-        before = self.round % self._rounds
         self.round += 1
         for given in self.inputs:
-            given.add_(self.round % self._rounds - before)
+            given.add_(self._numbers.step(self.round))
 
     def expected(self, call: int) -> torch.Tensor:
         """``[segments * n]``: the result of a call in this round."""
-        own = self.rank if self.spec.segment_of_each[0] else 0
+        own = self.rank if self.spec.scatters else 0
         parts = [self._values(rank, call, own) for rank in range(self.world)]
         return reduce_parts(parts, self.nodes, self.op or "sum") if self.spec.reduces else torch.cat(parts)
 

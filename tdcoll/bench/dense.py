@@ -25,13 +25,12 @@ from tdcoll.bench.peers import FCOLLECT, PEERS, Peer, Stock, subject_of
 from tdcoll.bench.rows import IN_PLACE
 from tdcoll.bench.specs import SPECS, Spec
 from tdcoll.collectives._host.launches import facts_of
+from tdcoll.collectives._host.spec import WORLD
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import RankMismatchError
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import lamport_bytes
 from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
 from tdcoll.runtime.cuda import multiprocessors
-from tdcoll.setenv import COMMAND
 from tdcoll.tuning import Entry, Section
 
 __all__ = ["Dense", "case_of", "main"]
@@ -74,11 +73,6 @@ class Dense(case.Case):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        own = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "none"
-        if len(gpus := set(self.gather("GPU", own))) > 1:
-            raise RankMismatchError(
-                f"expected GPUs of one kind, whose generators make the same numbers; got {', '.join(sorted(gpus))}"
-            )
         self.op: str | None = options.op if self.spec.reduces else None
         self.more = (self.op,) if self.spec.reduces else ()
         """Arguments of tdcoll's functions between tensors and algorithm."""
@@ -91,13 +85,13 @@ class Dense(case.Case):
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         spec, dtype = cls.spec, options.dtype(_REDUCED if cls.spec.reduces else _MOVED)
-        in_place, names = [IN_PLACE] if spec.in_place else [], choosing.algorithms(spec)
-        chosen = [f"{IN_PLACE}-{name}" for name in names if spec.in_place]
+        in_place, names = [IN_PLACE] if spec.in_place_name else [], spec.names
+        chosen = [f"{IN_PLACE}-{name}" for name in names if spec.in_place_name]
         known = ["auto", *names, *in_place, *chosen, *([SYMMETRIC] if spec.reduces else []), BACKEND]
-        given, result = ("one for each rank" if each else "one" for each in spec.segment_of_each)
+        given, result = ("one for each rank" if count == WORLD else "one" for count in spec.segments)
         parser = options.Parser(
-            prog=f"{COMMAND} [--nproc N] -m tdcoll bench {cls.benchmark}",
-            description=f"Latency and bus bandwidth of {spec.title.lower()}s, checked. Sizes: bytes of a segment. "
+            f"bench {cls.benchmark}",
+            f"Latency and bus bandwidth of {spec.name.replace('_', '-')}s, checked. Sizes: bytes of a segment. "
             f"Segments of a rank's input: {given}; of its result: {result}.",
         )
         options.add_sizes(parser, "1K", "1M")
@@ -130,7 +124,7 @@ class Dense(case.Case):
         slots = 2 * world * max(rooms)
         need = slots + 3 * world * min(max(rooms), lamport_bytes(world, 1)) + (8 << 20)
         fcollect = FCOLLECT in options.peers and not INTERPRETED
-        if fcollect or SYMMETRIC in algorithms or (spec.in_heap and any(_parts(name)[1] for name in algorithms)):
+        if fcollect or SYMMETRIC in algorithms or (spec.in_place and any(_parts(name)[1] for name in algorithms)):
             need += max(buffer_bytes(spec, size, world, _sets_of(options, size, world)) for size in options.sizes)
         if BACKEND in algorithms:
             need += 4 * (slots + (4 << 20))
@@ -168,7 +162,7 @@ class Dense(case.Case):
                 for name in given.algorithms
             ]  # fmt: skip
             for name, blocks in itertools.product(given.algorithms, given.blocks):
-                if name in self.spec.collective.names and self.spec.collective.algorithm(name).any_blocks:
+                if name in self.spec.names and self.spec.algorithm(name).any_blocks:
                     make = partial(self._with_blocks, name, blocks, nbytes, context, stock)
                     ours.append(Wanted(f"{name} {blocks} blocks", False, make, launches, self._sms(blocks)))
             peers = [Wanted(name, True, partial(self._peer, name, stock), launches) for name in given.peers]
@@ -202,7 +196,7 @@ class Dense(case.Case):
         facts = facts_of(context, nbytes, self.options.dtype if self.spec.reduces else None)
         kind = ("", self.spec.name, facts.topology.ranks_per_node or 0, facts.topology.n_nodes, False)
         section = Section(*kind, (Entry(None, name, blocks=blocks),))
-        return self.subject(self.spec.collective.choose(facts, name, [section]), context, stock)
+        return self.subject(self.spec.choose(facts, name, [section]), context, stock)
 
     def _ours(self, name: str, nbytes: int, context: CollectiveContext, stock: Stock) -> Subject:
         """Return tdcoll's calls by their name in ``--algorithms``."""
@@ -221,10 +215,10 @@ class Dense(case.Case):
     ) -> Subject:
         """Return the subject of tdcoll's calls."""
         spec, how = self.spec, {"ctx": context, "algorithm": algorithm, **({"symmetric": True} if symmetric else {})}
-        buffers = stock.in_heap if symmetric or (in_place and spec.in_heap) else stock.plain
+        buffers = stock.in_heap if symmetric or (in_place and spec.in_place) else stock.plain
         inputs, results = buffers.inputs, buffers.results
         if in_place:
-            call = getattr(tdcoll, spec.in_place or "")
+            call = getattr(tdcoll, spec.in_place_name or "")
             return subject_of(buffers, lambda i: call(results[i], *self.more, **how), in_place=True)
         call = getattr(tdcoll, spec.name)
         return subject_of(buffers, lambda i: call(inputs[i], *self.more, out=results[i], **how))

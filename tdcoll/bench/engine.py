@@ -28,8 +28,8 @@ import torch
 from tdcoll import runtime
 from tdcoll.bench.arithmetic import summarize
 from tdcoll.bench.rows import Row
-from tdcoll.bench.timing import Launch, LineUp, Straggler, capture, time_launches
-from tdcoll.errors import CollectiveTimeout, HeapExhaustedError
+from tdcoll.bench.timing import Launch, LineUp, capture, time_launches
+from tdcoll.errors import CollectiveTimeout, HeapExhaustedError, RankMismatchError
 from tdcoll.language import INTERPRETED
 
 __all__ = ["CALLS", "TURNS", "Entry", "Found", "Job", "Subject", "Wanted", "calls_of", "measure", "nothing", "simulate"]
@@ -66,6 +66,11 @@ class Job:
         self.device = self.owner.device
         self.rounds = itertools.count(10_007, 10_007)
         """Where the rounds of inputs begin: far from all before, those of other subjects included."""
+        own = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "none"
+        if len(gpus := set(self.gather("GPU", own))) > 1:
+            raise RankMismatchError(
+                f"expected GPUs of one kind, whose generators make the same numbers; got {', '.join(sorted(gpus))}"
+            )
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """``value`` of every rank; also a barrier between hosts."""
@@ -158,50 +163,32 @@ class Wanted:
 
 @dataclass
 class Entry:
-    """A subject in one way of launching it, or the reason for which there is none."""
+    """A row to measure: a subject in one way of launching it, or the reason for which there is none."""
 
-    wanted: Wanted
-    launch: str
+    row: Row
     subject: Any = None
-    problem: str | None = None
-    times: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, list[float]] | None = None
-    calls: tuple[int, ...] = (1,)
     launches: list[Launch] = field(default_factory=list)
     results: list[list[Any]] = field(default_factory=list)
     times_us: list[float] = field(default_factory=list)
-    errors: int = 0
-    where: str | None = None
 
-    def row(self, job: Job, facts: dict[str, Any], straggler: bool) -> Row:
-        """Return what was measured; ``facts`` are those of all rows of the size."""
-        return Row(
-            ranks=job.topology.world_size,
-            nodes=job.topology.n_nodes,
-            algorithm=self.wanted.name,
-            peer=self.wanted.peer,
-            launch=self.launch,
-            check="not run" if self.problem else "WRONG" if self.errors else "ok",
-            note=self.problem or self.where or "; ".join(self.subject.notes if self.subject else ()) or None,
-            straggler=straggler,
-            counts=self.counts,
-            calls=self.calls,
-            iterations=len(self.times_us),
-            facts={**facts, **self.wanted.facts},
-            **self.times,
-        )
+    @property
+    def runs(self) -> bool:
+        """Whether it can run here, as far as is known."""
+        return self.row.check != "not run"
 
     def tried(self, job: Job, what: str, action: Callable[[], Any]) -> Any:
         """Return the result of an action; None if it isn't supported here."""
-        result, self.problem = job.agree(f"{what} {self.wanted.name}", action, self.wanted.peer)
+        result, problem = job.agree(f"{what} {self.row.algorithm}", action, self.row.peer)
+        if problem is not None:
+            self.row.check, self.row.note = "not run", problem
         return result
 
     def checked(self, job: Job, found: Sequence[Found]) -> None:
         """Take note, on all ranks, of what was wrong on any."""
-        own = sum(errors for errors, _ in found), next((where for errors, where in found if errors), None)
-        for errors, where in job.gather("check", own):
-            self.errors += errors
-            self.where = self.where or where
+        own = next((where for errors, where in found if errors), None)
+        for where in job.gather("check", own):
+            if where is not None and self.row.check == "ok":
+                self.row.check, self.row.note = "WRONG", where
 
 
 def _calls(subject: Subject, calls: int) -> list[Found]:
@@ -232,24 +219,24 @@ def _prepare(job: Job, entry: Entry, warmup: int) -> None:
                 results[position] = call(number)
 
         entry.results.append(results)
-        return capture(one, calls) if entry.launch == "graph" else Launch(run, calls)
+        return capture(one, calls) if entry.row.launch == "graph" else Launch(run, calls)
 
     def run() -> list[Found]:
         found = _calls(subject, max(subject.inputs, warmup))
-        if entry.launch == "graph" or not subject.alone:
+        if entry.row.launch == "graph" or not subject.alone:
             entry.launches = [launch(calls) for calls in subject.calls]
-            entry.calls = subject.calls
+            entry.row.calls = subject.calls
         return found
 
     subject.begin(next(job.rounds))
     found = entry.tried(job, "prepare", run)
-    if entry.problem is None:
+    if entry.runs:
         entry.checked(job, found)
     if subject.alone:
         torch.cuda.empty_cache()  # a dense tensor needs what others would keep
 
 
-def _time_alone(subject: Subject, number: int, line_up: LineUp, straggler: Straggler | None) -> tuple[Any, list[float]]:
+def _time_alone(subject: Subject, number: int, line_up: LineUp) -> tuple[Any, list[float]]:
     """Return the result and the time of a call that may wait for the GPU, from an idle GPU.
 
     The first line-up aligns the hosts. The one of the launch aligns the streams, and the first event comes behind it,
@@ -263,13 +250,11 @@ def _time_alone(subject: Subject, number: int, line_up: LineUp, straggler: Strag
         torch.cuda.synchronize()
 
     launch = Launch(lambda: results.append(subject.call(number)), 1)
-    times_us = time_launches([launch], 1, line_up, before, straggler)
+    times_us = time_launches([launch], 1, line_up, before)
     return results.pop(), times_us
 
 
-def _turn(
-    job: Job, entry: Entry, line_up: LineUp, turn: int, iterations: int, warmup: int, straggler: Straggler | None
-) -> None:
+def _turn(job: Job, entry: Entry, line_up: LineUp, turn: int, iterations: int, warmup: int) -> None:
     """Run one turn of one entry: new data, launches, check."""
     subject, launches = entry.subject, entry.launches
     subject.begin(next(job.rounds))
@@ -281,15 +266,15 @@ def _turn(
         def before(calls: int) -> None:
             subject.before(subject.numbers(calls))
 
-        time_launches(launches, warmup if turn == 0 else 1, line_up, before, last=last)
-        entry.times_us += time_launches(launches, iterations, line_up, before, straggler, last)
+        time_launches(launches, warmup if turn == 0 else 1, line_up, before, last)
+        entry.times_us += time_launches(launches, iterations, line_up, before, last)
         results = list(zip(subject.numbers(len(entry.results[last])), entry.results[last], strict=True))
         found = [subject.errors(number, result) for number, result in results[-1 if subject.alone else 0 :]]
     else:
         found = _calls(subject, 1)  # takes again the memory that was given back
         for iteration in range(iterations):
             number = (iteration + turn) % subject.inputs
-            result, times_us = _time_alone(subject, number, line_up, straggler)
+            result, times_us = _time_alone(subject, number, line_up)
             found.append(subject.errors(number, result))
             del result  # before the next one needs as much
             entry.times_us += times_us
@@ -304,29 +289,28 @@ def measure(
     line_up: LineUp,
     iterations: int,
     warmup: int,
-    straggler: Straggler | None = None,
     look: Callable[[], object] = nothing,
 ) -> None:
     """Measure the entries that can run, and put the results into each. Collective.
 
     Args:
         iterations, warmup: timed and untimed launches.
-        straggler: delays a rank in each iteration.
         look: is called after every turn.
     """
     for entry in entries:
-        if entry.problem is None:
+        if entry.runs:
             _prepare(job, entry, warmup)
-    right = [entry for entry in entries if entry.problem is None]
+    right = [entry for entry in entries if entry.runs]
     for turn in range(min(TURNS, iterations)):
         for entry in right:
             share = iterations // TURNS + (turn < iterations % TURNS)
-            _turn(job, entry, line_up, turn, share, warmup, straggler)
+            _turn(job, entry, line_up, turn, share, warmup)
             look()
     for entry in right:
         times = [us / entry.subject.parts for us in entry.times_us]
         of_ranks = job.gather("times", times if entry.subject.takes_part else None)
-        entry.times = summarize([of_rank for of_rank in of_ranks if of_rank is not None])
+        vars(entry.row).update(summarize([of_rank for of_rank in of_ranks if of_rank is not None]))
+        entry.row.iterations = len(times)
     for entry in entries:
         entry.launches, entry.results = [], []  # graphs go before what they use
     torch.cuda.synchronize()
@@ -337,7 +321,7 @@ def simulate(job: Job, entry: Entry) -> None:
 
     The second call finds stale data of the first one.
     """
-    if entry.problem is not None:
+    if not entry.runs:
         return
     subject = entry.subject
     calls = subject.inputs + 1 if subject.alone else 2 * subject.inputs
@@ -345,6 +329,6 @@ def simulate(job: Job, entry: Entry) -> None:
     subject.begin(next(job.rounds))
     job.gather("begin", None)
     counts = job.count(lambda: found.extend(entry.tried(job, "run", partial(_calls, subject, calls)) or ()), calls)
-    if entry.problem is None:
+    if entry.runs:
         entry.checked(job, found)
-        entry.counts = None if entry.wanted.peer else counts
+        entry.row.counts = None if entry.row.peer else counts

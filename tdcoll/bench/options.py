@@ -16,6 +16,7 @@ import torch
 
 from tdcoll.arguments import parse_bytes, parse_whole
 from tdcoll.bench.arithmetic import distinct
+from tdcoll.setenv import COMMAND
 
 __all__ = [
     *("Parser", "add_common", "add_launches", "add_sizes", "at_least", "dtype", "each", "new_file", "number", "one_of"),
@@ -27,13 +28,14 @@ class Parser(argparse.ArgumentParser):
     """A parser that prints on rank 0 only, because all ranks of a job read the same command line.
 
     Args:
-        prog: the command, as in ``bash launch.sh [--nproc N] -m tdcoll bench signal``.
+        command: of tdcoll, as in ``bench signal``.
+        description: of it.
         example: options that its help shows in use.
     """
 
-    def __init__(self, *, prog: str, example: str = "--json result.json", **rest: Any) -> None:
-        command = prog.replace("[--nproc N] ", "")
-        super().__init__(prog=prog, epilog=f"example: {command} {example}", **rest)
+    def __init__(self, command: str, description: str = "", example: str = "--json result.json") -> None:
+        prog, epilog = f"{COMMAND} [--nproc N] -m tdcoll {command}", f"example: {COMMAND} -m tdcoll {command} {example}"
+        super().__init__(prog=prog, description=description, epilog=epilog)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if os.environ.get("RANK", "0") == "0":
@@ -128,12 +130,9 @@ def add_launches(parser: argparse.ArgumentParser, default: str) -> None:
         ("eager", ["eager"], "eager calls"),
         ("both", ["graph", "eager"], "one after the other"),
     ):
-        usual = " (default)" if name == default else ""
-        group.add_argument(f"--{name}", dest="launches", action="store_const", const=launches, help=f"{what}{usual}")
-        if usual:
-            parser.set_defaults(launches=launches)
-    what = "delay a random rank in each iteration; times hold the waiting"
-    parser.add_argument("--straggler", action="store_true", help=what)
+        usual = f"{what} (default)" if name == default else what
+        group.add_argument(f"--{name}", dest="launches", action="store_const", const=launches, help=usual)
+    parser.set_defaults(launches=["graph", "eager"] if default == "both" else [default])
 
 
 def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str) -> None:

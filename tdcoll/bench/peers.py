@@ -25,12 +25,8 @@ from tdcoll import runtime
 from tdcoll.bench.arithmetic import format_bytes
 from tdcoll.bench.data import Buffers
 from tdcoll.bench.engine import Found, Subject, nothing
-from tdcoll.bench.timing import pause
 
-__all__ = [
-    *("FCOLLECT", "PEERS", "ByTorch", "Make", "Peer", "Stock", "require_joined"),
-    *("require_nccl", "subject_of", "tensorrt_rms_norm"),
-]
+__all__ = ["FCOLLECT", "PEERS", "ByTorch", "Make", "Peer", "Stock", "require_nccl", "subject_of", "tensorrt_rms_norm"]
 
 FCOLLECT = "fcollect"
 
@@ -39,7 +35,7 @@ class Stock:
     """Buffers for the calls of one size; subjects may share them.
 
     Args:
-        new: makes buffers, given ``allocate`` and ``separate`` of :class:`~tdcoll.bench.data.Buffers`.
+        new: makes buffers, given ``allocate`` of :class:`~tdcoll.bench.data.Buffers`.
     """
 
     def __init__(self, new: Callable[..., Buffers]) -> None:
@@ -178,33 +174,12 @@ def _nccl_zero_cta(stock: Stock, device: torch.device, by_torch: ByTorch) -> Sub
     return _nccl_symmetric(stock, device, by_torch, dist.new_group(backend="nccl", pg_options=options))
 
 
-def require_joined(call: Callable[[int], object], stream: Any) -> None:
-    """Raise unless the current stream waits for what ``call`` does on ``stream``, a stream of its own.
-
-    Otherwise that work would continue when the clock has stopped. The stream is kept busy before, because its work must
-    end late for certain.
-    """
-    with torch.cuda.stream(stream):
-        pause(2000.0)
-    call(0)
-    done = torch.cuda.Event()
-    done.record()
-    done.synchronize()
-    if not stream.query():
-        raise RuntimeError("its work goes on when the stream that it is timed on is through: it cannot be timed")
-
-
 Bind = Callable[[Any, str, Buffers], Callable[[int], torch.Tensor]]
 """``(torch's module, the group's name, buffers in symmetric memory)``: makes the call by its number."""
 
 
-def _on_symmetric(bind: Bind, in_place: bool = False, apart: bool = False) -> Make:
-    """Return a function that makes a baseline of torch's symmetric memory.
-
-    Args:
-        in_place: its calls are in place.
-        apart: they run on a stream of torch's.
-    """
+def _on_symmetric(bind: Bind, in_place: bool = False) -> Make:
+    """Return a function that makes a baseline of torch's symmetric memory, whose calls may be in place."""
 
     def make(stock: Stock, device: torch.device, _: ByTorch) -> Subject:
         require_nccl(device)
@@ -216,10 +191,8 @@ def _on_symmetric(bind: Bind, in_place: bool = False, apart: bool = False) -> Ma
             symmetric.rendezvous(made, group)
             return made
 
-        buffers = stock.new(allocate=allocate, separate=True)  # handles are of whole allocations
+        buffers = stock.new(allocate=allocate)
         call = bind(symmetric, str(group.group_name), buffers)  # type: ignore[union-attr]
-        if apart:
-            require_joined(call, symmetric._get_backend_stream())
         return subject_of(buffers, call, in_place=in_place)
 
     return make
@@ -240,12 +213,6 @@ _ONE_SHOT = _operator("one_shot_all_reduce_out", lambda name, b, i: (b.inputs[i]
 _TWO_SHOT = _operator("two_shot_all_reduce_", lambda name, b, i: (b.results[i], "sum", name))
 """In place, because the operator with a separate result also writes to its input, and then copies."""
 _REDUCE_SCATTER = _operator("reduce_scatter_out", lambda name, b, i: (b.inputs[i], name, False, b.results[i]))
-
-
-def _low_contention(symmetric: Any, name: str, buffers: Buffers) -> Callable[[int], torch.Tensor]:
-    """Copy engines pull from symmetric inputs. The result is torch's."""
-    gather, wait = torch.ops.symm_mem._low_contention_all_gather, torch.ops._c10d_functional.wait_tensor
-    return lambda i: wait(gather(buffers.inputs[i], name))
 
 
 def _cat(symmetric: Any, name: str, buffers: Buffers) -> Callable[[int], torch.Tensor]:
@@ -421,7 +388,6 @@ PEERS = {
     "nccl": Peer(_nccl),
     "nccl-symmetric": Peer(_nccl_symmetric),
     "nccl-zero-cta": Peer(_nccl_zero_cta),
-    "torch-symm": Peer(_on_symmetric(_low_contention, apart=True), "all_gather"),
     "torch-symm-cat": Peer(_on_symmetric(_cat), "all_gather"),
     FCOLLECT: Peer(_fcollect, "all_gather"),
     "torch-one-shot": Peer(_on_symmetric(_ONE_SHOT), "all_reduce"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tdcoll.bench.arithmetic import Floor, distinct, floor_of
+from tdcoll.bench.arithmetic import distinct, floor_of
 from tdcoll.bench.rows import LAYOUTS, Layout, Row, launch_of, machine, name_of, shown_labels
 
 __all__ = ["CURVES", "draw", "plot"]
@@ -57,7 +57,7 @@ def _legend(figure: Any, axes: Any) -> None:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
 
 
-def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = (), floor: Floor | None = None) -> Any:
+def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = ()) -> Any:
     """Return a matplotlib figure of one file's rows, both axes logarithmic, with a panel for each kind of row.
 
     Rows of ``--blocks`` are drawn over multiprocessors instead, if ``only`` is empty, with a panel for each size. Of
@@ -66,7 +66,6 @@ def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = (), fl
     Args:
         only: algorithms and baselines to draw; if empty, tdcoll's columns of the table and all baselines, or, if these
             are too many, those that the layout names.
-        floor: lower bound to use instead of the known one.
 
     Raises:
         ValueError: nothing was timed, there are more than :data:`CURVES` curves, or the benchmark has no pictures.
@@ -84,12 +83,10 @@ def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = (), fl
             return _beside(head, timed, layout, only)
         if not only and any(row.blocks for row in timed):
             return _by_blocks(head, timed, layout)
-        return _by_size(head, timed, layout, only, floor)
+        return _by_size(head, timed, layout, only)
 
 
-def _by_size(
-    head: dict[str, Any], timed: Sequence[Row], layout: Layout, only: Sequence[str], floor: Floor | None
-) -> Any:
+def _by_size(head: dict[str, Any], timed: Sequence[Row], layout: Layout, only: Sequence[str]) -> Any:
     """Return time over sizes."""
     x = layout.x
     assert x is not None
@@ -97,13 +94,13 @@ def _by_size(
     chosen = [row for row in timed if row.label in shown or (row.peer and not only)]
     if not chosen:
         raise ValueError("nothing to plot: expected rows with times, got none")
-    least = floor_of(head, chosen, floor)
+    least = floor_of(head, chosen)
     times = {id(row): (row.median_us or 0.0) * layout.scale for row in chosen}
     floors = {id(row): us * layout.scale for row in chosen if (us := layout.floor(row, least))}
     labels = distinct([row.label for row in sorted(chosen, key=lambda row: row.peer)])
     if len(labels) + bool(floors) > CURVES:
         if layout.drawn and not only:
-            return _by_size(head, timed, layout, layout.drawn, floor)
+            return _by_size(head, timed, layout, layout.drawn)
         raise ValueError(f"expected at most {CURVES} curves, the floor included, got {', '.join(labels)}: use --only")
 
     from matplotlib.ticker import LogLocator
@@ -205,8 +202,6 @@ def _beside(head: dict[str, Any], rows: Sequence[Row], layout: Layout, only: Seq
     return figure
 
 
-def plot(
-    head: dict[str, Any], rows: Sequence[Row], path: Path, only: Sequence[str] = (), floor: Floor | None = None
-) -> None:
+def plot(head: dict[str, Any], rows: Sequence[Row], path: Path, only: Sequence[str] = ()) -> None:
     """Write the figure of :func:`draw` as a PNG."""
-    draw(head, rows, only, floor).savefig(path, format="png", dpi=110, metadata={"Software": None})
+    draw(head, rows, only).savefig(path, format="png", dpi=110, metadata={"Software": None})

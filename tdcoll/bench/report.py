@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll.bench import rows as files
-from tdcoll.bench.arithmetic import Floor, distinct, floor_of, parse_floor, ratio
+from tdcoll.bench.arithmetic import Floor, distinct, floor_of, ratio
 from tdcoll.bench.plots import plot
 from tdcoll.bench.rows import LAYOUTS, Layout, Row, launch_of, machine, name_of, shown_labels
 from tdcoll.setenv import COMMAND
@@ -57,8 +57,7 @@ def _grid(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 def _caption(head: dict[str, Any], row: Row) -> str:
     """Return the benchmark, machine and launch of the rows like ``row``."""
     layout = LAYOUTS[head["benchmark"]]
-    straggler = "a random rank delayed in each iteration" if row.straggler else ""
-    said = [layout.title, machine(head, row), layout.about(row), launch_of(row), straggler]
+    said = [layout.title, machine(head, row), layout.about(row), launch_of(row)]
     return f"**{', '.join(filter(None, said))}.** Times in {layout.unit}."
 
 
@@ -173,7 +172,7 @@ def _tables(layout: Layout, rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each table."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
-        found.setdefault((row.launch, row.straggler, row.ranks, row.nodes, layout.about(row)), []).append(row)
+        found.setdefault((row.launch, row.ranks, row.nodes, layout.about(row)), []).append(row)
     return list(found.values())
 
 
@@ -182,7 +181,6 @@ def markdown(
     rows: Sequence[Row],
     *,
     only: Sequence[str] = (),
-    floor: Floor | None = None,
     brief: bool = False,
 ) -> str:
     """Return the tables of one file, one for each way to launch, with versions and machine.
@@ -192,7 +190,6 @@ def markdown(
     Args:
         only: algorithms and baselines that have a column; if empty, those of :data:`.columns.LAYOUTS`. The fastest
             baseline is found among all.
-        floor: lower bound to use instead of the known one.
         brief: the first table alone, of at most 6 sizes, without lower bound and ratios, with one baseline and the
             fastest.
 
@@ -210,7 +207,7 @@ def markdown(
     for chosen in _tables(layout, rows)[: 1 if brief else None]:
         across = any(row.blocks or "added" in row.facts for row in chosen)
         names = only or (known if across and not brief else ())
-        shown, least = shown_labels(layout, chosen, names), floor_of(head, chosen, floor)
+        shown, least = shown_labels(layout, chosen, names), floor_of(head, chosen)
         told = [row for row in chosen if row.label in shown or row.peer or row.check == "WRONG"]
         notes = [] if brief else _notes(layout, told)
         table = _by_label(layout, chosen, shown) if across else _table(layout, chosen, shown, least, brief)
@@ -346,8 +343,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help=what)
     what = "columns and curves: these algorithms and peers; the fastest peer is found among all"
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="A,B", help=what)
-    what = "what an empty kernel and a store to another GPU take, and the rate at which a rank stores to all others"
-    parser.add_argument("--floor", type=parse_floor, metavar="LAUNCH_US,HOP_US,GBPS", help=what)
     what = "write the tables and pictures of a checkout's README and docs from its docs/results (default: here)"
     parser.add_argument("--write", nargs="?", type=Path, const=Path(), metavar="DIR", help=what)
     options = parser.parse_args(arguments)
@@ -359,9 +354,9 @@ def main(arguments: Sequence[str]) -> int:
         if options.write is not None:
             _write(options.write)
         results = [files.load(path) for path in options.files]
-        print("\n".join(markdown(*result, only=options.only, floor=options.floor) for result in results), end="")
+        print("\n".join(markdown(*result, only=options.only) for result in results), end="")
         if options.plot is not None:
-            plot(*results[0], options.plot, options.only, options.floor)
+            plot(*results[0], options.plot, options.only)
     except ImportError as error:
         print(f"report: pictures need matplotlib ({error}): install tdcoll[bench]", file=sys.stderr)
         return 1

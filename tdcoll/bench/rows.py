@@ -28,7 +28,7 @@ IN_PLACE = "in-place"
 """The name of calls in place, where ``--algorithms`` takes one and in rows."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Row:
     """One measurement.
 
@@ -42,7 +42,6 @@ class Row:
         skew_us: median over the iterations of the time between the fastest and the slowest rank.
         note: for the reader: why it did not run, or an error, for example.
         calls, iterations: calls timed together (alternating), and how many times.
-        straggler: a random rank was delayed in each iteration; times include the waiting of the others.
         counts: per call, of each rank, what the simulator counted.
         facts: what was measured, by the names that the benchmark gives to them: its size, dtype and so on.
     """
@@ -58,9 +57,8 @@ class Row:
     p90_us: float | None = None
     skew_us: float | None = None
     note: str | None = None
-    calls: Sequence[int] = ()
+    calls: Sequence[int] = (1,)
     iterations: int = 0
-    straggler: bool = False
     counts: dict[str, list[float]] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -132,11 +130,6 @@ def _took(row: Row) -> str:
 
 def _attribute(name: str) -> Text:
     return lambda row: number(getattr(row, name), 2)
-
-
-def _indices(row: Row) -> str:
-    repeated = row.facts.get("duplicates", "0")
-    return row.facts["distribution"] + (f", repeated {repeated}" if repeated != "0" else "")
 
 
 def _signal(row: Row) -> str:
@@ -224,7 +217,7 @@ def _dense_floor(row: Row, floor: Floor | None) -> str:
         return ""
     return (
         f"The floor is a launch ({floor.launch_us:g} µs) and a hop ({floor.crossing_us:.3g} µs), or what a rank "
-        f"sends at {floor.gbps:g} GB/s, whichever takes longer."
+        f"sends at {floor.rate(row.ranks):g} GB/s, whichever takes longer."
     )
 
 
@@ -276,7 +269,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "sparse_all_reduce": Layout(
         title="Sparse all-reduce",
-        size={"indices": _indices, "rows per rank": _fact("{rows:,} × {dim}")},
+        size={"indices": _fact("{distribution}"), "rows per rank": _fact("{rows:,} × {dim}")},
         derived={
             "GB/s": lambda row: number(row.median_us and row.facts["bytes_per_rank"] / row.median_us / 1e3, 1),
             "/ floor": lambda row: number(ratio(row.median_us, row.facts["floor_us"]), 2),
@@ -288,7 +281,7 @@ LAYOUTS: dict[str, Layout] = {
         floor=lambda row, floor: row.facts["floor_us"] or None,
         floor_text=_sparse_floor,
         x=lambda row: row.facts["rows"],
-        panel=lambda row: (_indices(row), f"rows of {row.facts['dim']}, {launch_of(row)}"),
+        panel=lambda row: (row.facts["distribution"], f"rows of {row.facts['dim']}, {launch_of(row)}"),
     ),
     "beside": Layout(
         title="Two matmuls beside all-gathers",

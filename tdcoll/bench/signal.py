@@ -27,7 +27,6 @@ from tdcoll.bench import case, options
 from tdcoll.bench.engine import CALLS, Found, Subject, Wanted
 from tdcoll.bench.kernels import ping_pong, signal_all
 from tdcoll.language import INTERPRETED
-from tdcoll.setenv import COMMAND
 
 __all__ = ["SENDS", "Signalling"]
 
@@ -49,8 +48,7 @@ class Signalling(case.Case):
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         parser = options.Parser(
-            prog=f"{COMMAND} [--nproc N] -m tdcoll bench signal",
-            description="Latency of signals, checked: CUDA graph replays. On the simulator: checks and counts.",
+            "bench signal", "Latency of signals, checked: CUDA graph replays. On the simulator: checks and counts."
         )
         parser.option("--rounds", options.at_least(2), 3 if INTERPRETED else 500, "N", "rounds in one launch")
         options.add_common(parser, 50)

@@ -6,11 +6,10 @@ checked after every timed call. Each call has other row numbers and other values
 are made of torch.distributed's collectives: over NCCL on GPUs, over gloo on the simulator, which is enough to check
 them.
 
-Every rank knows the inputs of all others, because everything is drawn on the CPU by generators that are seeded with
-rank and input. Zipf's most frequent row is row 0, as in a vocabulary that is sorted by frequency. The number at place
-``d`` of the j-th row that rank r gives in input i is ``head[r, i, j] + tail[d] + round``: small whole numbers, so sums
-are exact in any order. The results of an earlier call are wrong everywhere, because the round goes up from call to call
-and the inputs are taken in turn.
+Every rank knows the inputs of all others, because they come from generators that are seeded with rank and input. Zipf's
+most frequent row is row 0, as in a vocabulary that is sorted by frequency. Values are small whole numbers, so sums are
+exact in any order. The results of an earlier call are wrong everywhere, because all values go up from call to call and
+the inputs are taken in turn.
 
 Calls that return a sparse tensor are timed one at a time and from an idle GPU, because the host has to know the size.
 tdcoll's padded form, which needs no host, is timed in CUDA graph replays.
@@ -33,12 +32,12 @@ import torch.distributed as dist
 
 import tdcoll
 from tdcoll.bench import case, options
-from tdcoll.bench.data import exact
+from tdcoll.bench.arithmetic import FLOORS
+from tdcoll.bench.data import Numbers
 from tdcoll.bench.engine import Subject, Wanted, calls_of
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS
 from tdcoll.language import INTERPRETED
-from tdcoll.setenv import COMMAND
 
 __all__ = ["SparseAllReduce"]
 
@@ -46,25 +45,11 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 INPUTS = 3
 """Inputs that calls take in turn, each with rows and values of its own."""
 
-DUPLICATES = ("0", "drawn")
-"""``"0"``: the rows of a rank are different and ascending, the first different ones of endless draws; ``"drawn"``: each
-is drawn by itself, as ``nn.Embedding(sparse=True)`` has them."""
-
-_MOST_HEADS, _MOST_TAILS = 1 << 15, 1 << 10
-_CHECKED = 1 << 26
-"""Numbers of a dense result that are looked at together."""
-
-_COPIES = {"both": [True, False], "yes": [True], "no": [False]}
-
+_GBPS = FLOORS["NVIDIA H200"].gbps
+"""The rate at which a GPU could send, for the lower bound."""
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """``(out, tensor)``; newer PyTorch has renamed it."""
-
-_NOBODY = -1
-"""Pads lists of row numbers."""
-
-_SPARE_BYTES = 2 << 30
-"""GPU memory that is kept free beside a dense tensor."""
 
 
 def distribution(name: str) -> str:
@@ -84,34 +69,30 @@ class Rows(NamedTuple):
     Attributes:
         distribution: that they are drawn from, see :func:`distribution`.
         num_rows: of the whole tensor.
-        rows: of each rank, repetitions counted.
-        duplicates: one of :data:`DUPLICATES`.
+        rows: of each rank.
         world: ranks.
     """
 
     distribution: str
     num_rows: int
     rows: int
-    duplicates: str
     world: int
 
 
 @functools.lru_cache(maxsize=1)
 def draw(of: Rows) -> list[list[np.ndarray]]:
-    """Return the row numbers of every rank in every input: ``[input][rank]`` is ``[rows]`` int64 in [0, num_rows).
+    """Return the row numbers of every rank in every input: ``[input][rank]`` is ``[rows]`` int64, ascending.
 
-    Raises:
-        ValueError: there are not so many different rows.
+    They are the first different ones of endless draws from [0, num_rows).
     """
-    frequencies, repeated = None, of.duplicates == "drawn"  # None: all are equal
+    frequencies = None  # all are equal
     if of.distribution != "uniform":
         weights = np.arange(1, of.num_rows + 1, dtype=np.float64) ** -float(of.distribution.removeprefix("zipf"))
         frequencies = weights / weights.sum()
 
     def rows(rank: int, number: int) -> np.ndarray:
-        generator = np.random.default_rng((rank, number))
-        drawn = generator.choice(of.num_rows, of.rows, replace=repeated, p=frequencies)
-        return drawn if repeated else np.sort(drawn)
+        drawn = np.random.default_rng((rank, number)).choice(of.num_rows, of.rows, replace=False, p=frequencies)
+        return np.sort(drawn)
 
     return [[rows(rank, number) for rank in range(of.world)] for number in range(INPUTS)]
 
@@ -127,7 +108,7 @@ class SparseData:
         device: of the inputs.
 
     Attributes:
-        tensors: ``[num_rows, dim]`` sparse COO, one for each input; coalesced if there are no duplicates.
+        tensors: ``[num_rows, dim]`` sparse COO, one for each input; coalesced.
         shape: theirs.
         rounds: that the values of each input are of.
         union_rows: different rows of all ranks, the mean over the inputs.
@@ -136,43 +117,27 @@ class SparseData:
             This is the lower bound if each row is summed in one place.
 
     Raises:
-        ValueError: not enough rows, or sums would not be exact in ``dtype``.
+        ValueError: sums would not be exact in ``dtype``.
     """
 
     def __init__(self, rows: Rows, dim: int, dtype: torch.dtype, rank: int, device: torch.device) -> None:
         self.rows, self.shape, self.dtype, self.rank, self.device = rows, (rows.num_rows, dim), dtype, rank, device
-        self.coalesced, self._drawn = rows.duplicates == "0", draw(rows)
-        unions = [np.unique(np.concatenate(lists), return_counts=True) for lists in self._drawn]
-        most = max(int(entries.max()) for _, entries in unions)
-        room = exact(dtype) // most
-        if room < 8:
-            raise ValueError(
-                f"one row is the sum of {most} rows, and so many values have no exact sum in "
-                f"{str(dtype).removeprefix('torch.')}; take fewer rows or duplicates, or another dtype"
-            )
-        self._n_heads, self._n_tails = min(_MOST_HEADS, room // 2), min(_MOST_TAILS, room // 4)
-        self.n_rounds = self._n_tails
+        self._drawn, self._numbers = draw(rows), Numbers(dtype, rows.world, device)
         self.rounds = [0] * INPUTS
         self.tensors = [self._input(rank, number) for number in range(INPUTS)]
-        self.union_rows = sum(union.size for union, _ in unions) / INPUTS
-        held = sum(np.unique(one).size for lists in self._drawn for one in lists) / INPUTS
-        self.moved_rows = held + (rows.world - 2) * self.union_rows
+        self.union_rows = sum(np.unique(np.concatenate(lists)).size for lists in self._drawn) / INPUTS
+        self.moved_rows = rows.rows * rows.world + (rows.world - 2) * self.union_rows
 
     def _input(self, rank: int, number: int) -> torch.Tensor:
         """``[num_rows, dim]`` sparse COO: the input of a rank in its round."""
-        generator = np.random.default_rng((rank, number, 1))
-        heads = torch.from_numpy(generator.integers(self._n_heads, size=(self.rows.rows, 1)))
-        tails = torch.from_numpy(np.random.default_rng(0).integers(self._n_tails, size=self.shape[1]))
-        values = (heads.to(self.device) + (tails + self.rounds[number]).to(self.device)).to(self.dtype)
-        indices = torch.from_numpy(self._drawn[number][rank])[None].to(self.device)
-        shape, coalesced = self.shape, self.coalesced
-        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+        values = self._numbers.draw((self.rows.rows, self.shape[1]), self.rounds[number], rank, number)
+        rows = torch.from_numpy(self._drawn[number][rank]).to(self.device)
+        return _sparse(rows, values, self.shape)
 
     def advance(self, number: int) -> None:
-        """The input's next round, by one addition on the current stream. They begin again after ``n_rounds``."""
-        following = (self.rounds[number] + 1) % self.n_rounds
-        self.tensors[number]._values().add_(following - self.rounds[number])
-        self.rounds[number] = following
+        """The input's next round, by one addition on the current stream."""
+        self.rounds[number] += 1
+        self.tensors[number]._values().add_(self._numbers.step(self.rounds[number]))
 
     def expected(self, number: int) -> torch.Tensor:
         """``[num_rows, dim]`` sparse COO, coalesced: the sum of an input over the ranks."""
@@ -200,88 +165,61 @@ class SparseData:
         return wrong, f"{at}: {wrong} wrong value(s), first: row {int(rows[row])} [{place}]: {found}"
 
     def errors_of(self, number: int, result: torch.Tensor) -> tuple[int, str]:
-        """Return the count and a description of wrong values in a sparse or a dense ``[num_rows, dim]`` tensor.
-
-        A dense one must be zero in all other rows.
-        """
-        at = f"rank {self.rank}, input {number}"
-        if result.shape != self.shape:
-            return 1, f"{at}: expected a tensor of {self.shape}, got {tuple(result.shape)}"
-        if result.is_sparse:
-            if not result.is_coalesced():
-                return 1, f"{at}: the result is not coalesced"
-            return self.errors(number, result._indices()[0], result._values())
-        rows = self.expected(number)._indices()[0]
-        wrong, where = self.errors(number, rows, result[rows])
-        if not wrong:
-            filled = sum(int(part.count_nonzero()) for part in result.flatten().split(_CHECKED))
-            wrong = filled - int(result[rows].count_nonzero())
-            where = f"{at}: {wrong} value(s) in rows that nobody gave" if wrong else ""
-        return wrong, where
+        """Return the count and a description of wrong values in a sparse ``[num_rows, dim]`` tensor."""
+        if result.shape != self.shape or not result.is_coalesced():
+            said = f"a coalesced tensor of {self.shape}, got {tuple(result.shape)}, coalesced: {result.is_coalesced()}"
+            return 1, f"rank {self.rank}, input {number}: expected {said}"
+        return self.errors(number, result._indices()[0], result._values())
 
 
-def _sparse(rows: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return torch.sparse_coo_tensor(rows[None], values, like.shape, is_coalesced=True, check_invariants=False)
+def _sparse(rows: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
 
 
-def _counts(count: int, device: torch.device) -> list[int]:
-    """``count`` of every rank. Waits for the GPU."""
-    counts = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
-    _all_gather(counts, torch.full((1,), count, dtype=torch.int64, device=device))
-    return [int(number) for number in counts.tolist()]
+def _exchange_counts(rows: torch.Tensor) -> int:
+    """Exchange how many rows each rank has, as every caller must, and wait for the GPU. Return the number of ranks.
 
-
-def _padded(tensor: torch.Tensor, length: int, value: int) -> torch.Tensor:
-    """``[n, ...] -> [length, ...]``"""
-    if tensor.shape[0] == length:
-        return tensor
-    return torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, length - tensor.shape[0]], value=value)
+    Raises:
+        ValueError: the numbers differ, for which the lists would have to be padded. The benchmark has no such inputs.
+    """
+    counts = torch.empty(dist.get_world_size(), dtype=torch.int64, device=rows.device)
+    _all_gather(counts, torch.full((1,), rows.numel(), dtype=torch.int64, device=rows.device))
+    if len({*(found := counts.tolist())}) > 1:
+        raise ValueError(f"expected as many rows on each rank, got {found}")
+    return len(found)
 
 
 def all_reduce_union(tensor: torch.Tensor) -> torch.Tensor:
     """Reduce by the published method: rank 0 makes the union, and zeros with every rank's rows are all-reduced.
 
-    Row numbers go to rank 0, padded to the longest list. It removes duplicates, and sends the union's size and then the
-    union to all ranks. Each rank finds its rows in the union, copies them into ``[U, dim]`` zeros, and all-reduces
-    these.
+    Row numbers go to rank 0. It removes duplicates, and sends the union's size and then the union to all ranks. Each
+    rank finds its rows in the union, copies them into ``[U, dim]`` zeros, and all-reduces these.
     """
-    tensor = tensor.coalesce()
     rows, values = tensor.indices()[0], tensor.values()
-    counts = _counts(rows.numel(), rows.device)
-    own = _padded(rows, max(counts), _NOBODY)
-    size = torch.zeros(1, dtype=torch.int64, device=rows.device)
-    union = rows
-    if dist.get_rank() == 0:
-        lists = [torch.empty_like(own) for _ in counts]
-        dist.gather(own, lists)
-        union = torch.unique(torch.cat(lists))
-        union = union[int(min(counts) < max(counts)) :]  # without the padding, which is the least of all
-        size.fill_(union.numel())
-    else:
-        dist.gather(own)
+    world, first = _exchange_counts(rows), dist.get_rank() == 0
+    lists = [torch.empty_like(rows) for _ in range(world)] if first else None
+    dist.gather(rows, lists)
+    union = torch.unique(torch.cat(lists)) if lists else rows
+    size = torch.full((1,), union.numel(), dtype=torch.int64, device=rows.device)
     dist.broadcast(size, 0)
-    if dist.get_rank() != 0:
-        union = rows.new_empty(int(size))
+    union = union if first else rows.new_empty(int(size))
     dist.broadcast(union, 0)
     total = values.new_zeros((union.numel(), *values.shape[1:]))
     total[torch.searchsorted(union, rows)] = values
     dist.all_reduce(total)
-    return _sparse(union, total, tensor)
+    return _sparse(union, total, tensor.shape)
 
 
 def all_gather_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Send all row numbers and all rows to all ranks, padded to the longest list; each rank sums them itself."""
-    rows, values = tensor._indices()[0], tensor._values()
-    counts = _counts(rows.numel(), rows.device)
-    most, world = max(counts), len(counts)
-    all_rows = rows.new_empty(world * most)
-    _all_gather(all_rows, _padded(rows, most, _NOBODY))
-    all_values = values.new_empty((world * most, *values.shape[1:]))
-    _all_gather(all_values, _padded(values, most, 0))
+    """Send all row numbers and all rows to all ranks; each rank sums them itself."""
+    rows, values = tensor.indices()[0], tensor.values()
+    all_rows = rows.new_empty(rows.numel() * _exchange_counts(rows))
+    _all_gather(all_rows, rows)
+    all_values = values.new_empty((all_rows.numel(), *values.shape[1:]))
+    _all_gather(all_values, values)
     union, places = torch.unique(all_rows, return_inverse=True)
     total = values.new_zeros((union.numel(), *values.shape[1:])).index_add_(0, places, all_values)
-    padding = int(min(counts) < most)
-    return _sparse(union[padding:], total[padding:], tensor)
+    return _sparse(union, total, tensor.shape)
 
 
 def _subject_of(data: SparseData, call: Callable[[int], object], /, **named: Any) -> Subject:
@@ -295,30 +233,11 @@ def _subject_of(data: SparseData, call: Callable[[int], object], /, **named: Any
     return Subject(call, **{**usual, **named})
 
 
-def _dense(data: SparseData) -> Subject:
-    """Return a subject that all-reduces a dense ``[num_rows, dim]`` tensor, if it fits into the free memory."""
-    need = data.shape[0] * data.shape[1] * data.dtype.itemsize
-    if data.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        check = 4 * data.rows.world * data.tensors[0]._values().nbytes
-        room = max(0, int(torch.cuda.mem_get_info()[0]) - check - _SPARE_BYTES)
-        if need > room:
-            raise RuntimeError(f"the dense tensor has {need / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free")
-
-    def all_reduce(number: int) -> torch.Tensor:
-        dist.all_reduce(dense := data.tensors[number].to_dense())
-        return dense
-
-    return _subject_of(data, all_reduce)
-
-
-PEERS: dict[str, Callable[[SparseData], Subject]] = {
-    "published": lambda data: _subject_of(data, lambda number: all_reduce_union(data.tensors[number])),
-    "allgather": lambda data: _subject_of(data, lambda number: all_gather_rows(data.tensors[number])),
-    "dense": _dense,
+PEERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "published": all_reduce_union,
+    "allgather": all_gather_rows,
 }
-"""Functions that make each baseline's subject, or raise the reason if it cannot run. Collective."""
+"""The call of each baseline."""
 
 
 class SparseAllReduce(case.Case):
@@ -330,8 +249,8 @@ class SparseAllReduce(case.Case):
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         small = INTERPRETED
         parser = options.Parser(
-            prog=f"{COMMAND} [--nproc N] -m tdcoll bench sparse_all_reduce",
-            description="Time of row-sparse all-reduces from sparse tensor to sparse tensor, checked. On the "
+            "bench sparse_all_reduce",
+            "Time of row-sparse all-reduces from sparse tensor to sparse tensor, checked. On the "
             "simulator: checks and counts, of small sizes.",
         )
         counts = options.each(options.at_least(1))
@@ -340,23 +259,14 @@ class SparseAllReduce(case.Case):
         what = "which rows: uniform, or zipf and its exponent"
         parser.option("--distributions", options.each(distribution), "uniform,zipf1.05,zipf1.2", "A,B", what)
         parser.option("--dims", counts, "8" if small else "64,512,2048", "N,N", "numbers in a row")
-        what = "rows that are different, or 'drawn': each drawn by itself, as nn.Embedding(sparse=True) has them"
-        parser.option("--duplicates", options.each(options.one_of(DUPLICATES)), "0", "A,B", what)
         parser.option("--dtype", options.dtype(_DTYPES), "float32", "NAME", "of the values")
         parser.some("--algorithms", ALGORITHMS, "owner,gather,auto")
-        parser.some("--peers", tuple(PEERS), "published,allgather,dense")
-        what = "results in their own memory? (default both)"
-        parser.add_argument("--copy", choices=_COPIES, default="both", help=what)
+        parser.some("--peers", tuple(PEERS), "published,allgather")
         options.add_launches(parser, "both")
-        what = "rate that a GPU could send at, for the floor"
-        rate = options.number(float, lambda value: value > 0, "a positive number of GB/s")
-        parser.option("--floor-GBps", rate, 390.0, "X", what)
         options.add_common(parser, 20, warmup=2)
         given = parser.parse_args(arguments)
-        if given.duplicates != ["drawn"] and (most := max(given.rows)) > given.num_rows:
+        if (most := max(given.rows)) > given.num_rows:
             parser.error(f"--rows: {most} different rows are more than the {given.num_rows} of --num-rows")
-        if given.dtype.itemsize == 2 and given.duplicates != ["0"]:
-            parser.error("--duplicates: sums of many rows have no exact value in 16 bits; take float32 or float64")
         return given
 
     @classmethod
@@ -365,15 +275,9 @@ class SparseAllReduce(case.Case):
         sizes = [(rows, dim * options.dtype.itemsize) for rows in options.rows for dim in options.dims]
         return max(symmetric_bytes(world, *size) for size in sizes) + (world << 18) + (1 << 20)
 
-    @staticmethod
-    def forms(options: argparse.Namespace) -> list[tuple[str, bool | None]]:
-        """Return the requested forms of tdcoll's call: ``(form, copy)``."""
-        copies = _COPIES[options.copy] if "eager" in options.launches else []
-        return [*(("coo", copy) for copy in copies), *[("padded", None)] * ("graph" in options.launches)]
-
     def sizes(self) -> Iterator[SparseData]:
         given, world = self.options, self.topology.world_size
-        for of in itertools.product(given.distributions, [given.num_rows], given.rows, given.duplicates, [world]):
+        for of in itertools.product(given.distributions, [given.num_rows], given.rows, [world]):
             for dim in given.dims:
                 yield SparseData(Rows(*of), dim, given.dtype, self.topology.rank, self.device)
 
@@ -381,34 +285,40 @@ class SparseAllReduce(case.Case):
     def wanted(self, data: SparseData) -> Iterator[tuple[Sequence[Wanted], Callable[[], object]]]:
         row_bytes = data.shape[1] * data.dtype.itemsize
         with tdcoll.SparseContext(max_rows_per_rank=data.rows.rows, max_row_bytes=row_bytes) as context:
+            forms = [("eager", "coo", True), ("eager", "coo", False), ("graph", "padded", None)]
             made = [
-                Wanted(name, False, partial(_ours, name, form, bool(copy), data, context), [how], facts)
+                Wanted(name, False, partial(_ours, name, copy, data, context), [how], {"form": form, "copy": copy})
                 for name in self.options.algorithms
-                for form, copy in self.forms(self.options)
-                for how, facts in [("graph" if form == "padded" else "eager", {"form": form, "copy": copy})]
+                for how, form, copy in forms
+                if how in self.options.launches
             ]
-            made += [Wanted(name, True, partial(PEERS[name], data), ["eager"]) for name in self.options.peers]
+            made += [Wanted(name, True, partial(_peer, name, data), ["eager"]) for name in self.options.peers]
             yield made, context.check
 
     def facts(self, data: SparseData) -> dict[str, Any]:
         nbytes = data.moved_rows * data.shape[1] * data.dtype.itemsize / data.rows.world
         rows = {name: value for name, value in data.rows._asdict().items() if name != "world"}
         values = {"dim": data.shape[1], "dtype": str(data.dtype).removeprefix("torch.")}
-        floor = {"bytes_per_rank": nbytes, "floor_us": nbytes / self.options.floor_GBps / 1e3}
+        floor = {"bytes_per_rank": nbytes, "floor_us": nbytes / _GBPS / 1e3}
         return {**rows, **values, "union_rows": data.union_rows, "moved_rows": data.moved_rows, **floor}
 
 
-def _ours(name: str, form: str, copy: bool, data: SparseData, context: tdcoll.SparseContext) -> Subject:
-    """Return tdcoll's all-reduce: from sparse tensor to sparse tensor, or padded."""
+def _peer(name: str, data: SparseData) -> Subject:
+    """Return a baseline's calls."""
+    return _subject_of(data, lambda number: PEERS[name](data.tensors[number]))
+
+
+def _ours(name: str, copy: bool | None, data: SparseData, context: tdcoll.SparseContext) -> Subject:
+    """Return tdcoll's all-reduce: from sparse tensor to sparse tensor, or padded if ``copy`` is None."""
     calls = calls_of(data.tensors[0]._values().nbytes * context.world_size)
 
     def reduce(number: int) -> torch.Tensor:
-        return tdcoll.sparse_all_reduce(data.tensors[number], ctx=context, algorithm=name, copy=copy)
+        return tdcoll.sparse_all_reduce(data.tensors[number], ctx=context, algorithm=name, copy=bool(copy))
 
     def reduce_padded(number: int) -> Any:
         given = data.tensors[number]
         what = given._indices()[0], given._values(), data.shape[0]
-        return tdcoll.sparse_all_reduce_padded(*what, ctx=context, coalesced=data.coalesced, algorithm=name)
+        return tdcoll.sparse_all_reduce_padded(*what, ctx=context, coalesced=True, algorithm=name)
 
     def errors_padded(number: int, result: Any) -> tuple[int, str]:
         count = int(result.count)
@@ -420,6 +330,6 @@ def _ours(name: str, form: str, copy: bool, data: SparseData, context: tdcoll.Sp
         return data.errors_of(number, result)
 
     notes: list[str] = []
-    if form == "padded":
+    if copy is None:
         return _subject_of(data, reduce_padded, errors=errors_padded, calls=calls)
     return _subject_of(data, reduce, errors=errors, notes=notes)

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.spec import WORLD, Collective
+from tdcoll.collectives._host.spec import Collective
 from tdcoll.limits import COLLECTIVES
 
 __all__ = ["SPECS", "Spec"]
@@ -15,56 +13,21 @@ _ALIGNMENT = 128
 """Bytes, to a multiple of which an epoch is cut."""
 
 
-@dataclass(frozen=True)
-class Spec:
-    """A dense collective. Sizes are bytes of one segment.
-
-    Attributes:
-        collective: its ``SPEC``.
-    """
-
-    collective: Collective
-
-    @property
-    def name(self) -> str:
-        """The name of its public function in `tdcoll`: ``(tensor, [op,] *, out, ctx, algorithm)``."""
-        return self.collective.name
-
-    @property
-    def reduces(self) -> bool:
-        """Whether a segment of the result is the reduction of a segment of every rank, or their concatenation."""
-        return self.collective.reduces
-
-    @property
-    def torch(self) -> str:
-        """The name of its function in `torch.distributed`."""
-        return self.collective.torch
-
-    @property
-    def title(self) -> str:
-        """The name as a heading has it: ``"All-gather"``."""
-        return self.name.replace("_", "-").capitalize()
+class Spec(Collective):
+    """A dense collective. Sizes are bytes of one segment."""
 
     @property
     def one_tensor(self) -> bool:
         """Whether torch.distributed's function is in place, because input and result have one segment each."""
-        return self.collective.segments == (1, 1)
+        return self.segments == (1, 1)
 
     @property
-    def in_place(self) -> str | None:
-        """The name of its function in place in `tdcoll`, if it has one: ``(tensor, [op,] *, ctx, algorithm)``."""
-        return f"{self.name}_" if self.in_heap or self.one_tensor else None
+    def in_place_name(self) -> str | None:
+        """The name of its function in place in `tdcoll`, if it has one: ``(tensor, [op,] *, ctx, algorithm)``.
 
-    @property
-    def in_heap(self) -> bool:
-        """Whether that function takes symmetric memory; tuning tables then have sections for it."""
-        return self.collective.in_place
-
-    @property
-    def segment_of_each(self) -> tuple[bool, bool]:
-        """Whether a rank's input has a segment for each rank, and whether its result has one of each."""
-        given, result = (count == WORLD for count in self.collective.segments)
-        return given, result
+        With ``in_place`` that takes symmetric memory, and tuning tables have sections for it.
+        """
+        return f"{self.name}_" if self.in_place or self.one_tensor else None
 
     @property
     def tuned_dtype(self) -> str:
@@ -73,8 +36,7 @@ class Spec:
 
     def extents(self, nbytes: int, world: int) -> tuple[int, int]:
         """Return the bytes of a rank's input and of its result, for segments of ``nbytes``."""
-        given, result = (nbytes * (world if each else 1) for each in self.segment_of_each)
-        return given, result
+        return nbytes * (world if self.scatters else 1), nbytes * (world if self.gathers else 1)
 
     def sent_bytes(self, nbytes: int, world: int) -> float:
         """Return the lower bound of the bytes that each rank sends and receives, as in nccl-tests' bus bandwidth."""
@@ -82,8 +44,8 @@ class Spec:
 
     def context_bytes(self, nbytes: int, world: int) -> int:
         """Return the ``max_bytes_per_rank`` of a context on which a call is one epoch."""
-        return self.collective.capacity(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, world)
+        return self.capacity(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, world)
 
 
-SPECS = {name: Spec(spec_of(name)) for name in COLLECTIVES}
+SPECS = {name: Spec(**vars(spec_of(name))) for name in COLLECTIVES}
 """By name."""

@@ -11,9 +11,8 @@ may be the bottleneck.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from tdcoll.collectives.all_gather.op import all_gather
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import TdcollError
 
-__all__ = ["Launch", "LineUp", "Straggler", "capture", "graph_time_us", "time_launches"]
+__all__ = ["Launch", "LineUp", "capture", "graph_time_us", "time_launches"]
 
 _ASSUMED_CLOCK_KHZ = 1_800_000
 _GRAPH_HEAD_START_US = 500.0
@@ -69,20 +68,6 @@ class LineUp:
         self._context.__exit__(*exception)
 
 
-@dataclass
-class Straggler:
-    """Delays one rank per iteration, picked at random, the same on all ranks."""
-
-    rank: int
-    world: int
-    random: random.Random = field(default_factory=lambda: random.Random(0))
-
-    def __call__(self) -> None:
-        chosen, delay_us = self.random.randrange(self.world), self.random.uniform(0, 200.0)
-        if chosen == self.rank:
-            pause(delay_us)
-
-
 @dataclass(frozen=True)
 class Launch:
     """Something to time: ``run`` makes ``calls`` calls, and the host needs ``head_start_us`` to issue them."""
@@ -107,7 +92,6 @@ def time_launches(
     iterations: int,
     line_up: LineUp,
     before: Callable[[int], object] | None = None,
-    straggler: Straggler | None = None,
     last: int = 0,
 ) -> list[float]:
     """Return the microseconds per call of each iteration, on this rank. Collective; waits for the GPU.
@@ -117,7 +101,6 @@ def time_launches(
         iterations: how many launches.
         line_up: aligns the ranks.
         before: runs before each, with its number of calls; untimed, in stream order.
-        straggler: delays a rank between lining up and the launch.
         last: index of the launch that the last iteration takes.
     """
     timed: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
@@ -127,8 +110,6 @@ def time_launches(
         if before is not None:
             before(launch.calls)
         line_up(launch.head_start_us)
-        if straggler is not None:
-            straggler()
         begin.record()
         launch.run()
         end.record()

@@ -30,7 +30,7 @@ from tdcoll import runtime
 from tdcoll.bench import case, options
 from tdcoll.bench import rows as files
 from tdcoll.bench.arithmetic import distinct, format_bytes
-from tdcoll.bench.choosing import CHANNEL_COUNTS, WARP_COUNTS, Candidate, Choice, algorithms
+from tdcoll.bench.choosing import CHANNEL_COUNTS, WARP_COUNTS, Candidate, Choice
 from tdcoll.bench.dense import Dense, case_of
 from tdcoll.bench.engine import Wanted
 from tdcoll.bench.provenance import command_line, provenance
@@ -39,7 +39,6 @@ from tdcoll.bench.specs import SPECS
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import CHANNELS
 from tdcoll.runtime.topology import Topology
-from tdcoll.setenv import COMMAND
 from tdcoll.tuning import WARPS, Table
 from tdcoll.tuning.agreement import architectures
 
@@ -77,7 +76,7 @@ class Operation:
         spec = self.case.spec
         self.choice = Choice(spec, topology, options.margin / 100)
         dtype: torch.dtype = getattr(torch, spec.tuned_dtype)
-        self._kinds = (False, True) if options.in_place and spec.in_heap else (False,)
+        self._kinds = (False, True) if options.in_place and spec.in_place else (False,)
         sizes: list[int] = distinct(-(-size // dtype.itemsize) * dtype.itemsize for size in options.sizes)
         self.sizes = [nbytes for nbytes in sizes if self.candidates(nbytes)]
         asked = {"algorithms": [IN_PLACE] if True in self._kinds else [], "dtype": dtype}
@@ -131,14 +130,14 @@ class Tune(case.Case):
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         parser = options.Parser(
-            prog=f"{COMMAND} [--nproc N] -m tdcoll tune",
-            example="-b 1K -e 64M -o mine.json",
-            description="Measures which algorithm of a collective is the fastest on this machine, and writes a table "
-            "for TDCOLL_TUNING. Sizes: bytes of a segment (per rank), such as 64M.",
+            "tune",
+            "Measures which algorithm of a collective is the fastest on this machine, and writes a table for "
+            "TDCOLL_TUNING. Sizes: bytes of a segment (per rank), such as 64M.",
+            "-b 1K -e 64M -o mine.json",
         )
         parser.some("--operation", tuple(SPECS))
         options.add_sizes(parser, "256", "64M")
-        parser.some("--algorithms", distinct(name for spec in SPECS.values() for name in algorithms(spec)))
+        parser.some("--algorithms", distinct(name for spec in SPECS.values() for name in spec.names))
         chunks = options.number(int, lambda value: 1 <= value <= CHANNELS, f"a whole number from 1 to {CHANNELS}")
         warps = options.number(int, lambda value: value in WARPS, f"one of {', '.join(map(str, WARPS))}")
         for name, kind, counts, what in (

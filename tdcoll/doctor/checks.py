@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import Counter
 from typing import NamedTuple
 
-from tdcoll import arguments, environment, limits
+from tdcoll import environment
 from tdcoll.doctor.facts import Facts
 from tdcoll.setenv import COMMAND, IN_CHECKOUT, LAUNCHER
 
@@ -269,46 +268,12 @@ def _setenv(facts: Facts) -> list[Line]:
 
 
 def _variables(facts: Facts) -> list[Line]:
-    """Judge tdcoll's variables: names that don't exist, and values that tdcoll refuses."""
+    """Find variables that look like tdcoll's and are none of them. The small job shows values that tdcoll refuses."""
     name, lines = "variables", []
     for variable, meant in environment.unknown(facts.environment).items():
         text = f"{variable} is none of tdcoll's and has no effect"
         lines.append(problem(name, text, f"did you mean {meant}?") if meant else note(name, text, "unset it"))
-    for variable, value in facts.environment.items():
-        try:
-            _refuse(variable, value, facts)
-        except (TypeError, ValueError) as error:
-            lines.append(problem(name, str(error), "correct it or unset it"))
-    return lines or [ok(name, "none of tdcoll's is misspelt or malformed")]
-
-
-_CHOICES = {"TDCOLL_COMPILER": ("triton", "triton_dist"), "TDCOLL_HEAP": ("auto", "nvshmem", "torch")}
-
-_KINDS = (*limits.COLLECTIVES, "sparse_all_reduce", "barrier")
-"""As ``tdcoll.distributed.options``, which needs PyTorch."""
-
-
-def _refuse(variable: str, value: str, facts: Facts) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if tdcoll refuses the value. An empty one counts as unset."""
-    if not value:
-        return
-    if variable in _CHOICES and value not in _CHOICES[variable]:
-        raise ValueError(f"{variable} must be {' or '.join(_CHOICES[variable])}, got {value!r}")
-    if variable == "TDCOLL_BACKEND_HANDLES":
-        names = [name.strip() for name in value.lower().split(",") if name.strip()]
-        if names not in (["all"], ["none"]) and (not names or {*names} - {*_KINDS}):
-            raise ValueError(f"{variable} must be all, none or some of {', '.join(_KINDS)} with commas; got {value!r}")
-    if variable == "TDCOLL_TUNING" and facts.tuning_error:
-        raise ValueError(f"{variable} must be the file of a tuning table, got {value!r}: {facts.tuning_error}")
-    if variable == "TDCOLL_TIMEOUT_S":
-        seconds: object = value
-        with contextlib.suppress(ValueError):
-            seconds = float(value)
-        arguments.seconds(variable, seconds)
-    if variable == "TDCOLL_NNODES":
-        arguments.parse_whole(value, variable, 1)
-    if variable == "TDCOLL_EMULATE_NODES":
-        arguments.whole(variable, arguments.parse_whole(value, variable, 1), 1, facts.nproc)
+    return lines or [ok(name, "none of tdcoll's is misspelt")]
 
 
 _CHECKS = (

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +44,6 @@ class Facts:
         network_files: whether ``/dev/infiniband`` has device files.
         nnodes: hosts of the job.
         nproc: ranks on this host.
-        tuning_error: why the file of ``TDCOLL_TUNING`` cannot be read; empty if it can, or there is none.
     """
 
     python: tuple[int, ...]
@@ -59,7 +57,6 @@ class Facts:
     network_files: bool = False
     nnodes: int = 1
     nproc: int = 2
-    tuning_error: str = ""
 
     @property
     def gpus(self) -> Sequence[Mapping[str, Any]]:
@@ -88,7 +85,6 @@ def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> F
         network_cards=_network_cards(),
         network_files=any(Path("/dev").glob("infiniband/uverbs*")),
         nnodes=nnodes,
-        tuning_error=_unreadable(environment.get("TDCOLL_TUNING", "")),
     )
     return dataclasses.replace(facts, nproc=nproc or (2 if facts.simulated else max(1, len(facts.gpus))))
 
@@ -100,19 +96,6 @@ def _probed(step: str, environment: Mapping[str, str]) -> dict[str, Any]:
     for line in ended.output.splitlines():
         found |= json.loads(line)
     return found or {"error": "it ended without a word"}
-
-
-def _unreadable(file: str) -> str:
-    """Return why a regular file of this name, if there is a name, cannot be read."""
-    if not file:
-        return ""
-    if not os.path.isfile(file):  # opening a FIFO could wait for ever
-        return "it is no regular file" if os.path.exists(file) else "there is no such file"
-    try:
-        with open(file, "rb"):
-            return ""
-    except OSError as error:
-        return str(error.strerror)
 
 
 def _distributions() -> dict[str, str]:

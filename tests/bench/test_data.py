@@ -38,7 +38,7 @@ def done(spec: Spec, dtype: torch.dtype, rounds: int, op: str | None = "sum") ->
     for call in range(CALLS):
         for rank, buffers in enumerate(ranks):
             given = [other.inputs[call] for other in ranks]
-            parts = [one.chunk(WORLD)[rank] if spec.segment_of_each[0] else one for one in given]
+            parts = [one.chunk(WORLD)[rank] if spec.scatters else one for one in given]
             result = reduce_parts(parts, NODES, op or "sum") if spec.reduces else torch.cat(parts)
             buffers.results[call].copy_(result)
     return ranks
@@ -56,7 +56,7 @@ def test_correct_results_are_correct_and_exact(spec: Spec, dtype: torch.dtype, o
     for rounds in (0, 5, 1100):  # rounds begin again where numbers would be too large
         for buffers in done(spec, dtype, rounds, op):
             assert [buffers.errors(call, buffers.results[call]) for call in range(CALLS)] == [(0, "")] * CALLS
-            given, result = (COUNT * (WORLD if each else 1) for each in spec.segment_of_each)
+            given, result = (nbytes // dtype.itemsize for nbytes in spec.extents(COUNT * dtype.itemsize, WORLD))
             assert buffers.inputs[1].min() > 0, "else a wrong sign would not show"
             assert (buffers.inputs[1].shape, buffers.results[1].shape) == ((given,), (result,))
             if op == "sum":
@@ -106,7 +106,7 @@ def test_sums_over_too_many_ranks_are_refused() -> None:
 
     over(64, "sum")
     over(65, "max")
-    with pytest.raises(ValueError, match="bfloat16 has no exact sums of different numbers over 65 ranks"):
+    with pytest.raises(ValueError, match="bfloat16 has no exact sums of 65 different numbers"):
         over(65, "sum")
 
 

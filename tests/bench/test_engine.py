@@ -10,8 +10,9 @@ import pytest
 
 from tdcoll.bench import engine
 from tdcoll.bench.arithmetic import format_bytes, ratio, summarize
-from tdcoll.bench.engine import TURNS, Entry, Job, Subject, Wanted, simulate
-from tdcoll.bench.timing import LineUp, Straggler, graph_time_us
+from tdcoll.bench.engine import TURNS, Entry, Job, Subject, simulate
+from tdcoll.bench.rows import Row
+from tdcoll.bench.timing import LineUp, graph_time_us
 from tdcoll.errors import TdcollError
 from tdcoll.testing import World
 
@@ -47,7 +48,7 @@ class Recorded:
 
 
 def entry_of(subject: Subject, launch: str = "graph", peer: bool = False) -> Entry:
-    return Entry(Wanted("x", peer, lambda: subject, [launch]), launch, subject)
+    return Entry(Row(ranks=1, nodes=1, algorithm="x", peer=peer, launch=launch, check="ok"), subject)
 
 
 def measured(subject: Subject, launch: str, iterations: int = 4, warmup: int = 1, **how: Any) -> Entry:
@@ -74,7 +75,7 @@ def test_inputs_change_before_every_launch_and_all_results_of_the_last_are_check
     even = ["begin", *TWO, *TWO, "check", "check"]  # a launch that is not timed, and one that is
     odd = ["begin", *THREE, *THREE, *CHECKED]
     assert recorded.did == ["begin", *THREE, *CHECKED, *even, *odd, *even, *odd]
-    assert (entry.calls, len(entry.times_us), entry.errors) == ((2, 3), TURNS, 0)
+    assert (entry.row.calls, entry.row.iterations, entry.row.check) == ((2, 3), TURNS, "ok")
 
 
 def test_both_launches_are_timed_and_the_warm_up_is_longer_in_the_first_turn(clock: Any) -> None:
@@ -87,9 +88,9 @@ def test_both_launches_are_timed_and_the_warm_up_is_longer_in_the_first_turn(clo
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_what_is_wrong_is_counted_and_named(alone: bool, clock: Any) -> None:
-    entry = measured(Recorded(wrong=lambda number: number == 1, alone=alone).subject, "eager", iterations=5)
-    assert (entry.errors, entry.where) == ((3 if alone else 1 + TURNS), "input 1")
-    assert World(1).run(lambda _: entry.row(Job(), {"size": 3}, True))[0].check == "WRONG"
+    recorded = Recorded(wrong=lambda number: number == 1 and recorded.calls > 3, alone=alone)  # not in the preparation
+    entry = measured(recorded.subject, "eager", iterations=5)
+    assert (entry.row.check, entry.row.note, entry.row.iterations) == ("WRONG", "input 1", 5)
 
 
 @pytest.mark.parametrize("iterations", [2, 5])
@@ -98,11 +99,11 @@ def test_every_call_that_is_alone_is_timed_and_checked_and_inputs_take_turns(ite
     call = recorded.call
     subject = recorded.subject
     object.__setattr__(subject, "call", lambda number: (clock.passes(8.0), call(number))[1])
-    entry = measured(subject, "eager", iterations, straggler=Straggler(0, 1))
+    entry = measured(subject, "eager", iterations)
     called = [[0, 0, 1], [0, 1], [0, 2], [0, 0]] if iterations == 5 else [[0, 0], [0, 1]]
     turns = [["begin", *(x for number in turn for x in ([number], number, "check"))] for turn in called]
     assert recorded.did == ["begin", *ONE_BY_ONE, *(x for turn in turns for x in turn)]
-    assert (entry.times_us, entry.calls, entry.times["median_us"]) == ([8.0] * iterations, (1,), 8.0)
+    assert (entry.times_us, entry.row.calls, entry.row.median_us) == ([8.0] * iterations, (1,), 8.0)
 
 
 def test_graphs_of_calls_that_are_alone_are_checked_by_the_last_call_of_the_last_replay(clock: Any) -> None:
@@ -110,7 +111,7 @@ def test_graphs_of_calls_that_are_alone_are_checked_by_the_last_call_of_the_last
     entry = measured(recorded.subject, "graph")
     even, odd = ["begin", *TWO, *TWO, "check"], ["begin", *THREE, *THREE, "check"]
     assert recorded.did == ["begin", *ONE_BY_ONE, *even, *odd, *even, *odd]
-    assert (entry.calls, entry.errors) == ((2, 3), 0)
+    assert (entry.row.calls, entry.row.check) == ((2, 3), "ok")
 
 
 def test_times_are_of_a_part_and_of_ranks_that_take_part(clock: Any, on_gpus: Callable[..., list[Any]]) -> None:
@@ -122,7 +123,7 @@ def test_times_are_of_a_part_and_of_ranks_that_take_part(clock: Any, on_gpus: Ca
         return entry
 
     for entry in on_gpus(host, 3):
-        assert (entry.times["median_us"], entry.times["skew_us"]) == pytest.approx((3.0, 1.0))
+        assert (entry.row.median_us, entry.row.skew_us) == pytest.approx((3.0, 1.0))
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -131,8 +132,8 @@ def test_the_simulator_changes_inputs_and_checks_each_call(alone: bool) -> None:
     entry = entry_of(recorded.subject, "simulator")
     World(1).run(lambda _: simulate(Job(), entry))
     assert recorded.did == ["begin", *([*ONE_BY_ONE, [0], 0, "check"] if alone else 2 * [*THREE, *CHECKED])]
-    assert (entry.problem, entry.errors, entry.calls) == (None, 0, (1,))
-    assert entry.counts is not None
+    assert (entry.row.check, entry.row.note, entry.row.calls) == ("ok", None, (1,))
+    assert entry.row.counts is not None
 
 
 def test_a_peer_that_fails_says_why_and_tdcoll_must_not(clock: Any) -> None:
@@ -141,9 +142,7 @@ def test_a_peer_that_fails_says_why_and_tdcoll_must_not(clock: Any) -> None:
 
     subject = Subject(fail, lambda number, result: (0, ""))
     entry = measured(subject, "eager", peer=True)
-    assert (entry.problem, entry.times_us) == ("no such transport", [])
-    row = World(1).run(lambda _: entry.row(Job(), {}, False))[0]
-    assert (row.check, row.note, row.median_us) == ("not run", "no such transport", None)
+    assert (entry.row.check, entry.row.note, entry.row.median_us) == ("not run", "no such transport", None)
     with pytest.raises(RuntimeError, match="no such"):
         measured(subject, "eager")
     found = World(2).run(lambda pe: Job().agree("make", lambda: fail(0) if pe else "made", True))

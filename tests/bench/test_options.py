@@ -26,21 +26,17 @@ def test_a_dense_collective() -> None:
     assert (options.peers, options.launches, options.iterations) == ([], ["graph", "eager"], 7)
     assert GATHER.parse(["-b", "1K", "-e", "5000", "-f", "2"]).sizes == [1024, 2048, 4096]
     usual = GATHER.parse([])
-    assert (usual.sizes, usual.launches, usual.straggler) == ([1024 << 2 * k for k in range(6)], ["graph"], False)
+    assert (usual.sizes, usual.launches) == ([1024 << 2 * k for k in range(6)], ["graph"])
     assert (usual.peers, usual.algorithms) == (["nccl"], ["auto", "in-place"])
     options = SCATTER.parse(["-b", "512", "-e", "2K", "--dtype", "bfloat16", "--op", "max"])
     assert (options.sizes, options.op, options.algorithms) == ([512, 2048], "max", ["auto"])
 
 
 def test_a_sparse_one() -> None:
-    given = "--rows 7,30,7 --dims 16 --num-rows 50 --distributions zipf1.2,uniform --duplicates 0,drawn --dtype float64"
-    options = SparseAllReduce.parse(f"{given} --copy no --eager --floor-GBps 450.5 --straggler".split())
+    given = "--rows 7,30,7 --dims 16 --num-rows 50 --distributions zipf1.2,uniform --dtype float64"
+    options = SparseAllReduce.parse(f"{given} --eager".split())
     assert (options.rows, options.dims, options.num_rows, options.dtype) == ([7, 30], [16], 50, torch.float64)
-    assert (options.distributions, options.duplicates) == (["zipf1.2", "uniform"], ["0", "drawn"])
-    assert (options.floor_GBps, options.straggler, SparseAllReduce.forms(options)) == (450.5, True, [("coo", False)])
-    usual = SparseAllReduce.parse([])
-    assert SparseAllReduce.forms(usual) == [("coo", True), ("coo", False), ("padded", None)]
-    assert SparseAllReduce.forms(SparseAllReduce.parse(["--graph"])) == [("padded", None)]
+    assert (options.distributions, options.launches) == (["zipf1.2", "uniform"], ["eager"])
 
 
 WRONG: dict[type[Case], dict[str, str]] = {
@@ -54,7 +50,7 @@ WRONG: dict[type[Case], dict[str, str]] = {
         "expected a whole number of at least 1, got 'x'": "--warmup x",
         "there is no directory no/such/folder": "--json no/such/folder/a.json",
         "expected some of auto, ll, direct, ring, loop, ce, 1d, 2d, in-place, in-place-ll, ": "--algorithms 3d",
-        "torch-symm, torch-symm-cat, fcollect; got torch-one-shot": "--peers torch-one-shot",
+        "torch-symm-cat, fcollect; got torch-one-shot": "--peers torch-one-shot",
         "not allowed with argument": "--graph --eager",
         "expected some of uint8, int8,": "--dtype int3",
     },
@@ -70,12 +66,8 @@ WRONG: dict[type[Case], dict[str, str]] = {
         "expected at least one": "--rows ,",
         "expected a whole number of at least 1": "--dims 0",
         "expected uniform or zipf with an exponent, such as zipf1.2; got 'zipf": "--distributions zipf-1,zipf",
-        "expected some of 0, drawn; got 0.5": "--duplicates 0.5",
-        "no exact value in 16 bits": "--duplicates drawn --dtype bfloat16",
         "expected some of auto, owner, gather, dense": "--algorithms tree",
         "expected some of published": "--peers mpi",
-        "invalid choice": "--copy maybe",
-        "expected a positive number of GB/s": "--floor-GBps 0|--floor-GBps fast",
     },
     AllReduceNorm: {
         "--hidden: expected at most 16384 and a multiple of 8": "--hidden 33000|--hidden 20",

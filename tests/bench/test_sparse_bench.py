@@ -28,7 +28,7 @@ WORLD = 3
 @pytest.mark.parametrize("distribution", ["uniform", "zipf0.9", "zipf1.2"])
 @pytest.mark.parametrize("count", [1, 40, 500])
 def test_distinct_rows_are_ascending_and_the_same_on_every_rank(distribution: str, count: int) -> None:
-    of = Rows(distribution, 500, count, "0", 2)
+    of = Rows(distribution, 500, count, 2)
     lists = [one for lists in draw(of) for one in lists]
     for one in lists:
         assert one.shape == (count,)
@@ -43,21 +43,21 @@ def test_distinct_rows_are_ascending_and_the_same_on_every_rank(distribution: st
 def test_rows_are_as_often_as_their_place_says() -> None:
     weights = torch.arange(1, 1001, dtype=torch.float64) ** -1.2
     p, q, *_ = expected = weights / weights.sum()
-    many = torch.from_numpy(draw(Rows("zipf1.2", 1000, 200_000, "drawn", 1))[0][0])
-    drawn = torch.bincount(many, minlength=1000).double() / 200_000
-    assert torch.allclose(drawn[:5], expected[:5], atol=0.005)
+    ones = [int(one[0]) for lists in draw(Rows("zipf1.2", 1000, 1, 5_000)) for one in lists]
+    drawn = torch.bincount(torch.tensor(ones), minlength=1000).double() / len(ones)
+    assert torch.allclose(drawn[:5], expected[:5], atol=0.02)
     # The first two different ones that are drawn.
-    pairs = [list(one) for lists in draw(Rows("zipf1.2", 1000, 2, "0", 600)) for one in lists]
+    pairs = [list(one) for lists in draw(Rows("zipf1.2", 1000, 2, 600)) for one in lists]
     both = sum(pair == [0, 1] for pair in pairs) / len(pairs)
     assert both == pytest.approx(float(p * q / (1 - p) + p * q / (1 - q)), abs=0.03)
-    uniform = [torch.from_numpy(one) for lists in draw(Rows("uniform", 1000, 100, "0", 100)) for one in lists]
+    uniform = [torch.from_numpy(one) for lists in draw(Rows("uniform", 1000, 100, 100)) for one in lists]
     tenths = torch.bincount(torch.cat(uniform) // 100, minlength=10)
     assert (tenths - 3000).abs().max() < 300  # standard deviation about 50
 
 
-def made(duplicates: str = "0", dtype: torch.dtype = torch.float32, dim: int = 5) -> list[SparseData]:
+def made(dtype: torch.dtype = torch.float32, dim: int = 5) -> list[SparseData]:
     """The data of all ranks."""
-    return [SparseData(Rows("zipf1.1", 60, 20, duplicates, WORLD), dim, dtype, rank, CPU) for rank in range(WORLD)]
+    return [SparseData(Rows("zipf1.1", 60, 20, WORLD), dim, dtype, rank, CPU) for rank in range(WORLD)]
 
 
 def result(ranks: list[SparseData], number: int) -> torch.Tensor:
@@ -68,33 +68,21 @@ def result(ranks: list[SparseData], number: int) -> torch.Tensor:
     return torch.sparse_coo_tensor(union[None], values, shape, is_coalesced=True, check_invariants=False)
 
 
-@pytest.mark.parametrize("duplicates", ["0", "drawn"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_right_sums_pass_in_every_round(duplicates: str, dtype: torch.dtype) -> None:
-    ranks = made(duplicates, dtype)
-    for number, rounds in itertools.product(range(INPUTS), (0, 1, 70)):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_right_sums_pass_in_every_round(dtype: torch.dtype) -> None:
+    ranks = made(dtype)
+    for number, rounds in itertools.product(range(INPUTS), (0, 1, 70, ranks[0]._numbers.rounds - 72)):
         for data in ranks:
             for _ in range(rounds):
                 data.advance(number)
-        good = result(ranks, number)
+        good = result(ranks, number)  # the last of them has the largest values
         for data in ranks:
-            assert data.tensors[number].is_coalesced() == (duplicates == "0")
+            assert data.tensors[number].is_coalesced()
             assert data.tensors[number]._nnz() == 20
             assert data.errors_of(number, good) == (0, "")
-            assert data.errors_of(number, good.to_dense()) == (0, "")
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sums_of_16_bit_values_are_exact(dtype: torch.dtype) -> None:
-    ranks = made(dtype=dtype)
-    for _ in range(2 * ranks[0].n_rounds - 1):  # the largest values
-        for data in ranks:
-            data.advance(1)
-    total = sum(data.tensors[1].double().to_dense() for data in ranks)
-    assert total.max() > 0.6 * {torch.float16: 2048, torch.bfloat16: 256}[dtype]
-    assert ranks[0].errors_of(1, result(ranks, 1)) == (0, "")
-    with pytest.raises(ValueError, match="no exact sum in bfloat16"):
-        SparseData(Rows("zipf1.2", 60, 200, "drawn", WORLD), 5, torch.bfloat16, 0, CPU)
+    if dtype.itemsize == 2:
+        total = sum(data.tensors[1].double().to_dense() for data in ranks)
+        assert total.max() > 0.6 * {torch.float16: 2048, torch.bfloat16: 256}[dtype]
 
 
 @pytest.mark.parametrize("mistake", ["next row", "other input", "old round", "no rank 2", "rank 0 twice", "a shift"])
@@ -120,7 +108,6 @@ def test_sums_of_something_else_are_wrong(mistake: str) -> None:
     count, where = ranks[1].errors_of(1, wrong)
     assert count == int((values[at] != good._values()[at]).sum()) >= 10
     assert f"rank 1, input 1: {count} wrong value(s), first: row {int(rows[at])} [" in where
-    assert ranks[1].errors_of(1, wrong.to_dense())[0] == count
 
 
 def test_wrong_rows_are_named() -> None:
@@ -134,24 +121,22 @@ def test_wrong_rows_are_named() -> None:
     values[2, 4] = float("nan")
     assert data.errors(0, indices, values)[0] == 1
     unsorted = torch.sparse_coo_tensor(good._indices(), good._values(), good.shape, check_invariants=False)
-    assert "not coalesced" in data.errors_of(0, unsorted)[1]
-    dense = result(ranks, 0).to_dense()
-    dense[int((dense.sum(1) == 0).nonzero()[0]), 0] = 1
-    assert "1 value(s) in rows that nobody gave" in data.errors_of(0, dense)[1]
-    assert "expected a tensor of" in data.errors_of(0, dense[1:])[1]
+    assert "coalesced: False" in data.errors_of(0, unsorted)[1]
+    assert "expected a coalesced tensor of (60, 5)" in data.errors_of(0, good.to_dense()[1:].to_sparse())[1]
 
 
 def test_moved_rows_are_those_that_somebody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    lists = [[[1, 4, 5, 9], [4, 5, 11], [5, 9, 11]], [[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8]], [[0], [0], [0]]]
+    lists = [[[1, 4, 5, 9], [4, 5, 9, 11], [5, 9, 11, 12]], [[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8]]]
+    lists.append([[0, 1, 2, 3]] * 3)
     held = [sum(row in its for its in one) for one in lists for row in set().union(*one)]
     sent = sum(contributors - 1 + (WORLD - 1) for contributors in held)  # to the owner, and the sum to everybody
     monkeypatch.setattr(bench, "draw", lambda of: [[torch.tensor(one).numpy() for one in held] for held in lists])
     monkeypatch.setattr(SparseData, "_input", lambda self, rank, number: None)
-    data = made()[0]
-    assert (data.moved_rows, data.union_rows) == (pytest.approx(sent / 3), (5 + 8 + 1) / 3)
+    data = SparseData(Rows("uniform", 60, 4, WORLD), 5, torch.float32, 0, CPU)
+    assert (data.moved_rows, data.union_rows) == (pytest.approx(sent / 3), (6 + 8 + 4) / 3)
 
 
-ONE = "--rows 8 --dims 4 --distributions uniform --algorithms owner --copy yes --eager --peers="
+ONE = "--rows 8 --dims 4 --distributions uniform --algorithms owner --eager --peers="
 
 
 @pytest.mark.slow
@@ -169,11 +154,11 @@ def test_checks_and_counts_over_two_nodes(rows_of: Callable[..., list[Any]]) -> 
     assert "process group" in others[-1].note
 
 
-def test_inputs_that_are_not_coalesced(rows_of: Callable[..., list[Any]]) -> None:
-    given = "--rows 12 --dims 4 --num-rows 40 --distributions zipf1 --duplicates drawn --algorithms auto --peers="
-    found = rows_of(SparseAllReduce, given, 2)
-    assert [(row.facts["duplicates"], row.check) for row in found] == [("drawn", "ok")] * 3
-    assert found[0].note.startswith("took ")
+def test_what_auto_took_is_noted(rows_of: Callable[..., list[Any]]) -> None:
+    found = rows_of(SparseAllReduce, "--rows 12 --dims 4 --distributions zipf1 --algorithms auto --peers=", 2)
+    assert [(row.check, (row.note or "").startswith("took ")) for row in found] == [
+        ("ok", True), ("ok", True), ("ok", False),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", ["a value", "the call before"])
@@ -189,7 +174,7 @@ def test_wrong_sums_are_rows_that_say_so(mistake: str, monkeypatch: Any, rows_of
         return before if mistake == "the call before" and before is not None else kept[rank]
 
     monkeypatch.setattr(tdcoll, "sparse_all_reduce", careless)
-    (row,) = rows_of(SparseAllReduce, ONE, 2)
+    row = rows_of(SparseAllReduce, ONE, 2)[0]
     assert row.check == "WRONG"
     assert row.note.startswith("rank 1, input 0: 1 wrong value(s), first: row " if mistake == "a value" else "rank 0")
 
@@ -201,47 +186,40 @@ def test_the_heap_holds_the_largest_size() -> None:
 
 
 def test_the_measuring_path(clock: Any, measured: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: set[int] = set()
+    given: set[float] = set()
 
-    def knows_the_answer(data: SparseData) -> Any:
-        def call(number: int) -> Any:
-            clock.passes(12.0)
-            rounds.add(data.rounds[number])
-            return data.expected(number)
+    def timed(us: float, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        clock.passes(us)
+        if us == 12.0:
+            given.add(float(arguments[0]._values().sum()))
+        return function(*arguments, **named)
 
-        return bench._subject_of(data, call)
-
-    def timed(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        clock.passes(8.0)
-        return function(*given, **named)
-
-    monkeypatch.setitem(PEERS, "published", knows_the_answer)
+    monkeypatch.setitem(PEERS, "published", functools.partial(timed, 12.0, tdcoll.sparse_all_reduce))
     for name in ("sparse_all_reduce", "sparse_all_reduce_padded"):
-        monkeypatch.setattr(tdcoll, name, functools.partial(timed, getattr(tdcoll, name)))
-    given = "--iterations 2 --rows 6 --dims 4 --distributions zipf1 --algorithms owner --straggler"
-    found = measured(SparseAllReduce, f"{given} --peers published,dense")
+        monkeypatch.setattr(tdcoll, name, functools.partial(timed, 8.0, getattr(tdcoll, name)))
+    options = "--iterations 2 --rows 6 --dims 4 --distributions zipf1 --algorithms owner"
+    found = measured(SparseAllReduce, f"{options} --peers published,allgather")
     assert [(row.label, row.launch, row.check, row.median_us, row.calls, row.iterations) for row in found] == [
         *(("tdcoll owner", "eager", "ok", 8.0, (1,), 2), ("tdcoll owner, no copy", "eager", "ok", 8.0, (1,), 2)),
         *(("tdcoll owner, padded", "graph", "ok", 8.0, (2, 3), 2), ("published", "eager", "ok", 12.0, (1,), 2)),
-        ("dense", "eager", "not run", None, (1,), 0),
+        ("allgather", "eager", "not run", None, (1,), 0),
     ]
-    assert all(row.straggler for row in found)
-    assert len(rounds) > 1, "inputs change"
+    assert len(given) > 2 * INPUTS, "inputs change"
 
 
 @pytest.mark.slow
 def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
-    """Also the only test of the peers: over gloo, with as many rows on every rank and with different numbers."""
+    """Also the only test of the peers: over gloo."""
     file = tmp_path / "result.json"
     done = launch(
         *("--simulate", "--nproc", "3", "-m", "tdcoll.bench", "sparse_all_reduce", "--rows", "12", "--dims", "4"),
-        *("--num-rows", "60", "--distributions", "zipf1.2", "--duplicates", "0,drawn", "--json", str(file)),
-        *("--algorithms", "auto,dense", "--copy", "yes", "--eager", "--peers", ",".join(PEERS)),
+        *("--num-rows", "60", "--distributions", "zipf1.2", "--json", str(file)),
+        *("--algorithms", "auto,dense", "--eager", "--peers", ",".join(PEERS)),
     )
     assert done.returncode == 0, done.stderr
     head, found = rows.load(file)
-    labels = ["tdcoll auto", "tdcoll dense", *PEERS]
-    assert [(row.label, row.check) for row in found] == [(label, "ok") for label in labels] * 2
+    labels = [f"tdcoll {name}{form}" for name in ("auto", "dense") for form in ("", ", no copy")]
+    assert [(row.label, row.check) for row in found] == [(label, "ok") for label in (*labels, *PEERS)]
     assert all(row.counts for row in found if not row.peer)
     assert head["command"].startswith("bash launch.sh --nproc 3 --simulate -m tdcoll bench sparse_all_reduce --rows 12")
     assert "tdcoll auto" in done.stdout

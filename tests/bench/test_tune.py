@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import killed_tune
 import pytest
 
 import tdcoll
@@ -28,6 +26,7 @@ from tdcoll.bench.specs import SPECS
 from tdcoll.bench.tune import Tune
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.runtime.topology import Topology
+from tdcoll.testing import World
 from tdcoll.tuning import SIMULATOR, Table
 
 FOUR = Topology.of(0, range(4), [0] * 4)
@@ -222,26 +221,40 @@ def said_of(file: Path) -> list[tuple[int | None, str]]:
     return [(entry.up_to, entry.algorithm) for entry in section.entries]
 
 
+US = {"ll": 3.0, "direct": 5.0, "1d": 7.0}
+
+
 @pytest.fixture
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, int]]]:
-    """``tuned("options", until)``: what `tune` measures of made-up times, interrupted when it comes to ``until``."""
+    """``tuned("options", until)``: what `tune` measures of made-up times, interrupted when it comes to ``until``.
+
+    LL is the fastest up to 4 KB, direct stores above.
+    """
 
     def run(options: str = SIZES, until: tuple[str, int] | None = None, name: str = "t") -> list[tuple[str, int]]:
         measured: list[tuple[str, int]] = []
 
-        def note(*size: Any) -> None:
-            if size == until:
-                raise KeyboardInterrupt
-            measured.append(size)
+        def measure_size(bench: Tune, size: Any, *_: object) -> list[Row]:
+            operation, _, nbytes = size
+            if bench.owner.rank == 0:
+                if (operation.name, nbytes) == until:
+                    raise KeyboardInterrupt
+                measured.append((operation.name, nbytes))
+            rows = []
+            with bench.wanted(size) as (every, _):
+                for one in every:
+                    candidate = Candidate(**one.facts["candidate"])
+                    us = US[candidate.algorithm] * (3 if candidate.algorithm == "ll" and nbytes > 4096 else 1)
+                    us *= 1 if candidate.channels is candidate.chunk is None else 1.5
+                    kind: dict[str, Any] = {"algorithm": one.name, "peer": False, "launch": "graph", "check": "ok"}
+                    rows.append(Row(ranks=2, nodes=1, median_us=us, facts={**bench.facts(size), **one.facts}, **kind))
+            return rows
 
-        monkeypatch.setattr(Tune, "measure_size", killed_tune.made_up(note))
-        arguments = [*options.split(), "-o", str(tmp_path / f"{name}.json")]
-        if until is None:
-            sizes = {row.facts["bytes_per_rank"] for row in killed_tune.run(arguments)}
-            assert sizes == {1024, 4096, 16384, 65536}
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                killed_tune.run(arguments)
+        monkeypatch.setattr(Tune, "measure_size", measure_size)
+        given = Tune.parse([*options.split(), "-o", str(tmp_path / f"{name}.json")])
+        with pytest.raises(KeyboardInterrupt) if until else contextlib.nullcontext():
+            rows, _ = World(2).run(lambda pe: Tune(given).measure(lambda rows: None))
+            assert {row.facts["bytes_per_rank"] for row in rows} == {1024, 4096, 16384, 65536}
         return measured
 
     return run
@@ -251,13 +264,10 @@ def of(*sizes: int, name: str = "all_gather") -> list[tuple[str, int]]:
     return [(name, size) for size in sizes]
 
 
-@pytest.mark.slow
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, tuned: Any, capsys: Any) -> None:
-    file, script = tmp_path / "t.json", str(Path(__file__).with_name("killed_tune.py"))
-    command = [sys.executable, script, "16384", *SIZES.split(), "-o", str(file)]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    first, second = killed.stdout.splitlines()
+def test_a_run_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, tuned: Any, capsys: Any) -> None:
+    file = tmp_path / "t.json"
+    assert tuned(until=("all_gather", 16384)) == of(1024, 4096)
+    first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("tune: all_gather, 1 KB per rank: ll 3.00 µs (direct +67%, 1d +133%) [1 of 4 sizes, 0:")
     assert re.search(r"4 KB per rank: ll 3.00 µs \(.*\[2 of 4 sizes, 0:00:0\d, about 0:00:\d\d left\]$", second)
     assert said_of(file) == [(4096, "ll")]

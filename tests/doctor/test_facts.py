@@ -88,14 +88,3 @@ def test_ranks_have_the_environment_of_setenv(monkeypatch):
     assert one.launched["NVSHMEM_REMOTE_TRANSPORT"] == "none"
     assert "NVSHMEM_REMOTE_TRANSPORT" not in two.launched
     assert facts.collect({**SHELL, "CUDA_VISIBLE_DEVICES": ""}, 2, 1).simulated
-
-
-def test_why_a_tuning_table_cannot_be_read(tmp_path, monkeypatch):
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "table").touch()
-    for name, error in (("fifo", "it is no regular file"), (".", "it is no regular file"), ("table", "")):
-        assert facts._unreadable(str(tmp_path / name)) == error
-    assert facts._unreadable(str(tmp_path / "none")) == "there is no such file"
-    assert facts._unreadable("") == ""
-    monkeypatch.setattr("builtins.open", lambda *_: os.open(tmp_path / "none" / "of it", os.O_RDONLY))
-    assert facts._unreadable(str(tmp_path / "table")) == "No such file or directory"

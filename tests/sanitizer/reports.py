@@ -54,11 +54,6 @@ class Report:
     owner: str
     kernel: str
 
-    @property
-    def what(self) -> str:
-        """Its first line."""
-        return self.text.splitlines()[0].strip()
-
 
 @dataclass(frozen=True)
 class Run:

@@ -14,18 +14,16 @@ if a job failed or did not end; 2 for a wrong command line.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,69 +112,34 @@ class Ended:
     output: str
 
 
-class Jobs:
-    """The jobs of one run, which end by the same deadline.
+async def run(name: str, command: Sequence[str], scratch: Path, until: float) -> Ended:
+    """Run a command, in a session of its own, until it ends, or at most until ``time.monotonic()`` is ``until``.
 
     Args:
-        scratch: a folder, for Triton's cache and for what the jobs print.
-        deadline_s: how long from now they have, all together.
+        scratch: a folder, for Triton's cache and for what the job prints.
     """
-
-    def __init__(self, scratch: Path, deadline_s: float) -> None:
-        self.until = time.monotonic() + deadline_s
-        self.scratch = scratch
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen] = set()
-        self._closed = False
-
-    def run(self, name: str, command: Sequence[str]) -> Ended:
-        """Run a command, in a session of its own, until it ends or the deadline comes."""
-        begin = time.monotonic()
-        file = self.scratch / f"{name}.txt"
-        surroundings = {
-            **os.environ,
-            "PYTHON": sys.executable,
-            "TRITON_CACHE_DIR": str(self.scratch / "triton"),
-            "CUDA_MODULE_LOADING": "LAZY",
-        }
-        with file.open("w") as output:
-            with self._lock:
-                if self._closed:
-                    return Ended(None, 0.0, "not started")
-                process = subprocess.Popen(
-                    command, stdout=output, stderr=subprocess.STDOUT, env=surroundings, start_new_session=True
-                )
-                self._running.add(process)
-            status: int | None = None
-            try:
-                status = process.wait(max(0.0, self.until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                kill(process)
-                with self._lock:
-                    self._running.remove(process)
-                    status = None if self._closed else status
-        return Ended(status, time.monotonic() - begin, tail(file))
-
-    def close(self) -> None:
-        """Kill what still runs, and start nothing more."""
-        with self._lock:
-            self._closed = True
-            for process in self._running:
-                kill(process, wait=False)
-
-
-def kill(process: subprocess.Popen, wait: bool = True) -> None:
-    """Kill a job with all its processes. torchrun gives each rank a session, so the job's own group is not all."""
-    groups = {process.pid}
-    if process.poll() is None:
-        groups |= groups_below(process.pid)
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-    if wait:
-        process.wait()
+    begin, file, status = time.monotonic(), scratch / f"{name}.txt", None
+    surroundings = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "TRITON_CACHE_DIR": str(scratch / "triton"),
+        "CUDA_MODULE_LOADING": "LAZY",
+    }
+    with file.open("w") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=output, stderr=asyncio.subprocess.STDOUT, env=surroundings, start_new_session=True
+        )
+        try:
+            status = await asyncio.wait_for(process.wait(), until - begin)
+        except asyncio.TimeoutError:
+            pass
+        finally:  # also if this program is interrupted
+            # torchrun gives each rank a session, so the job's own group is not all.
+            for group in {process.pid} | (groups_below(process.pid) if process.returncode is None else set()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+            await process.wait()
+    return Ended(status, time.monotonic() - begin, tail(file))
 
 
 def groups_below(pid: int) -> set[int]:
@@ -213,37 +176,24 @@ def under(tool: str, sanitizer: str, folder: Path, first_port: int, ranks: int, 
         *(sanitizer, "--tool", tool, "--target-processes", "application-only", "--log-file", f"{folder}/{{rank}}.log"),
         *("--port", "{port}", "--max-connections", str(PORTS), "--launch-timeout", "60", "--kill"),
         *("--num-callers-host", "20", *others),
-        *("{python}", str(HERE / "mixed_calls.py"), "--heap", f"{folder}/{{rank}}.heap", *checks),
+        *(sys.executable, str(HERE / "mixed_calls.py"), "--heap", f"{folder}/{{rank}}.heap", *checks),
     ]
-    return launch(ranks, str(HERE / "rank.py"), str(first_port), str(PORTS), *watched)
+    return launch(ranks, str(HERE / "sanitize.py"), "--become", str(first_port), *watched)
+
+
+def become(first_port: str, *command: str) -> None:
+    """Become a command, in which ``{rank}`` is this rank and ``{port}`` the first of its ports.
+
+    torchrun starts this as a rank's program, so that a tool watches the rank alone.
+    """
+    rank = os.environ["RANK"]
+    port = str(int(first_port) + PORTS * int(rank))  # tools beside each other would else ask for the same ones
+    os.execvp(command[0], [word.replace("{rank}", rank).replace("{port}", port) for word in command])
 
 
 def not_ended(name: str, ended: Ended, folder: Path) -> Verdict:
     logs = [f"the end of {file.name}:\n{tail(file, 2000)}" for file in sorted(folder.glob("*.log"))]
     return Verdict(False, f"{name}: not ended by the deadline; killed", "\n\n".join([ended.output, *logs]))
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
-    return number
-
-
-def tools(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= set(TOOLS):
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(TOOLS)}, got {text!r}")
-    return names
 
 
 def show(verdict: Verdict, took_s: float) -> bool:
@@ -255,63 +205,59 @@ def show(verdict: Verdict, took_s: float) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    sys.path.append(str(HERE.parents[1]))
+    from tdcoll.bench.options import at_least, each, number, one_of  # here, since a rank's program need not wait for it
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc", type=positive, default=2, help="ranks, one per GPU (default: 2)")
-    parser.add_argument("--tools", type=tools, default=list(TOOLS), help=f"some of {','.join(TOOLS)} (default: all)")
+    parser.add_argument("--nproc", type=at_least(1), default=2, help="ranks, one per GPU (default: 2)")
+    parser.add_argument("--tools", type=each(one_of(TOOLS)), default=TOOLS, help=f"some of {','.join(TOOLS)}")
+    time_s = number(float, lambda value: 0 < value < float("inf"), "a positive number of seconds")
     parser.add_argument(
-        "--deadline", type=seconds, default=DEADLINE_S, metavar="S", help=f"seconds in all (default: {DEADLINE_S:g})"
+        "--deadline", type=time_s, default=DEADLINE_S, metavar="S", help="seconds in all (default: 150)"
     )
     options = parser.parse_args(argv)
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=TOOLKIT)
     if sanitizer is None:
         parser.error(f"compute-sanitizer: expected on PATH or in {TOOLKIT}, found in neither")
 
-    def plain(check: str) -> tuple[Verdict, float]:
+    async def plain(check: str) -> tuple[Verdict, float]:
         name = f"{check} without a tool"
-        ended = jobs.run(name, launch(options.nproc, str(HERE / "mixed_calls.py"), check))
+        ended = await run(name, launch(options.nproc, str(HERE / "mixed_calls.py"), check), folder, until)
         if ended.status is None:
             return not_ended(name, ended, folder), ended.seconds
         line = f"{name}: " + ("ok" if ended.status == 0 else f"the job ended with {ended.status}")
         return Verdict(ended.status == 0, line, ended.output), ended.seconds
 
-    def watched(tool: str) -> tuple[Verdict, float]:
+    async def watched(tool: str) -> tuple[Verdict, float]:
         logs = folder / tool
         logs.mkdir()
         place = len(TOOLS) if tool == "control" else TOOLS.index(tool)
         ranks, checks = (1, ("control",)) if tool == "control" else (options.nproc, CHECKS)
         first_port = FIRST_PORT + place * PORTS * options.nproc
         kind = "memcheck" if tool == "control" else tool
-        ended = jobs.run(tool, under(kind, sanitizer, logs, first_port, ranks, *checks))
+        ended = await run(tool, under(kind, sanitizer, logs, first_port, ranks, *checks), folder, until)
         if ended.status is None:
             return not_ended(tool, ended, logs), ended.seconds
         if tool == "control":
             return judge_control(logs, ended.output), ended.seconds
         return judge(tool, logs, ranks, ended.status, ended.output), ended.seconds
 
+    async def judged() -> bool:
+        # Beside each other, for the compiler's sake; the tools find all kernels in the cache.
+        return await shown(plain, CHECKS) and await shown(watched, [*options.tools, "control"])
+
     with tempfile.TemporaryDirectory(prefix="tdcoll-") as scratch:
-        folder = Path(scratch)
-        jobs = Jobs(folder, options.deadline)
-        with ThreadPoolExecutor(len(CHECKS) + len(TOOLS)) as pool:
-            try:
-                # Beside each other, for the compiler's sake; the tools find all kernels in the cache.
-                if not each(pool, plain, CHECKS):
-                    return 1
-                return 0 if each(pool, watched, [*options.tools, "control"]) else 1
-            finally:
-                jobs.close()
+        folder, until = Path(scratch), time.monotonic() + options.deadline
+        return 0 if asyncio.run(judged()) else 1
 
 
-def each(pool: ThreadPoolExecutor, judged: Callable[[str], tuple[Verdict, float]], names: Sequence[str]) -> bool:
+async def shown(judge_one: Callable[[str], Awaitable[tuple[Verdict, float]]], names: Sequence[str]) -> bool:
     """Judge all beside each other, and show each when it ends; return whether all are ok."""
-    futures: list[Future[tuple[Verdict, float]]] = [pool.submit(judged, name) for name in names]
-    shown = [show(*future.result()) for future in as_completed(futures)]
-    return all(shown)
-
-
-def stop(number: int, _frame: object) -> None:
-    sys.exit(128 + number)
+    return all([show(*await one) for one in asyncio.as_completed([judge_one(name) for name in names])])
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, stop)
+    if sys.argv[1:2] == ["--become"]:
+        become(*sys.argv[2:])
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

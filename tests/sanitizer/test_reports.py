@@ -109,7 +109,7 @@ def test_whose_a_report_is(text: str, found: list[tuple[str, str, str]], watched
     assert run.watched == watched
     assert [(report.owner, report.kernel) for report in run.reports] == [(owner, kernel) for owner, kernel, _ in found]
     for report, (_, _, what) in zip(run.reports, found, strict=True):
-        assert report.what.startswith(what)
+        assert report.text.startswith(what)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,18 +106,18 @@ def test_what_has_not_ended_by_the_deadline_is_killed_with_ranks_in_sessions_of_
     assert not alive(int(pid.read_text()))
 
 
-def test_closing_ends_what_runs_and_starts_nothing(tmp_path: Path) -> None:
-    jobs = sanitize.Jobs(tmp_path, 600)
-    ended: list[sanitize.Ended] = []
-    thread = threading.Thread(target=lambda: ended.append(jobs.run("sleeps", ["sleep", "600"])))
-    thread.start()
-    while not jobs._running:
-        time.sleep(0.01)
-    jobs.close()
-    thread.join(20)
-    assert [job.status for job in ended] == [None]
-    assert jobs.run("more", ["touch", str(tmp_path / "more")]).status is None
-    assert not (tmp_path / "more").exists()
+def test_an_interrupt_ends_what_runs(tmp_path: Path) -> None:
+    async def interrupted() -> None:
+        command = ["sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 600"]
+        job = asyncio.ensure_future(sanitize.run("sleeps", command, tmp_path, time.monotonic() + 600))
+        while not (tmp_path / "pid").exists():
+            await asyncio.sleep(0.01)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+
+    asyncio.run(interrupted())
+    assert not alive(int((tmp_path / "pid").read_text()))
 
 
 def test_a_tool_watches_the_rank_alone_and_the_kernels_that_are_not_others(tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ def test_a_tool_watches_the_rank_alone_and_the_kernels_that_are_not_others(tmp_p
 
 def test_a_rank_becomes_the_command_with_its_own_log_and_ports() -> None:
     done = subprocess.run(
-        [sys.executable, str(sanitize.HERE / "rank.py"), "30000", "10", "echo", "{rank}.log", "{port}", "{python}"],
+        [sys.executable, str(sanitize.HERE / "sanitize.py"), "--become", "30000", "echo", "{rank}.log", "{port}"],
         capture_output=True, text=True, env={**os.environ, "RANK": "3"}, timeout=60, check=True,
     )  # fmt: skip
-    assert done.stdout.split() == ["3.log", "30030", sys.executable]
+    assert done.stdout.split() == ["3.log", "30030"]
 
 
 @pytest.mark.slow
