@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,9 +76,6 @@ class WaitMonitor:
         words[c.MONITOR_RANK.value] = self._runtime.rank if rank is None else rank
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
         self._reported = False
-        address = self.words.data_ptr()
-        self._runtime.monitors.add(address)
-        weakref.finalize(self, self._runtime.monitors.discard, address)
         # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
         self._runtime.held[id(self)] = self
         self.calls: Calls | None = None
@@ -87,7 +83,8 @@ class WaitMonitor:
         self._notices = self._host[c.RECORD_NOTICES.value :].reshape(2, c.NOTICES.value, 2)
         self._changed: dict[tuple[bool, int], tuple[list[int], float]] = {}
         """Each notice as it was seen last, and when it was first seen like this."""
-        watch.add(self)
+        self._runtime.monitors[self.words.data_ptr()] = self
+        watch.start(self._runtime)
 
     @property
     def kernel_argument(self) -> torch.Tensor:
@@ -119,11 +116,6 @@ class WaitMonitor:
         with torch.cuda.stream(stream):
             self.words[place : place + 1].copy_(one, non_blocking=True)
         stream.synchronize()  # `one` lives until then
-
-    @property
-    def job(self) -> runtime.Runtime:
-        """The job whose kernels it is for."""
-        return self._runtime
 
     def waits(self) -> Iterator[watch.Wait]:
         """Waits in kernels that go on, as the notices say. For one thread, which looks more often than they are left.

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -82,8 +83,8 @@ class Runtime:
     held: dict[int, Any] = field(init=False, default_factory=dict)
     """Open contexts and monitors, by id, kept until ``finalize`` because kernels and captured graphs may still use
     them."""
-    monitors: set[int] = field(init=False, default_factory=set)
-    """Addresses of the words of all monitors, which bounded waits accept."""
+    monitors: WeakValueDictionary[int, Any] = field(init=False, default_factory=WeakValueDictionary)
+    """Monitors by the addresses of their words, which bounded waits accept."""
     programs_taken: int = field(init=False, default=0)
     """Thread blocks that tdcoll's own contexts may have in flight at once, all launches together."""
     failed: bool = field(init=False, default=False)
