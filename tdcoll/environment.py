@@ -6,16 +6,19 @@ This module imports only the standard library, because the doctor, which uses it
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
+import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from tdcoll import arguments
 
 __all__ = ["DEFAULT_HEAP_BYTES", "DEFAULT_SIMULATED_HEAP_BYTES", "INTERNAL", "KNOWN", "heap_bytes", "unknown"]
-__all__ += ["warn_of_unknown"]
+__all__ += ["nvshmem_folders", "warn_of_unknown"]
 
 _log = logging.getLogger("tdcoll")
 
@@ -47,6 +50,15 @@ def heap_bytes(simulated: bool, variables: Mapping[str, str] = os.environ) -> in
     if text := variables.get("NVSHMEM_SYMMETRIC_SIZE"):
         return arguments.parse_bytes(text, "NVSHMEM_SYMMETRIC_SIZE")
     return DEFAULT_SIMULATED_HEAP_BYTES if simulated else DEFAULT_HEAP_BYTES
+
+
+def nvshmem_folders(home: str | None) -> list[Path]:
+    """Return the folders to search for NVSHMEM's libraries: that of ``NVSHMEM_HOME``, and NVIDIA's wheels'."""
+    places = [Path(home) / "lib"] if home else []
+    with contextlib.suppress(ImportError, ValueError):
+        if spec := importlib.util.find_spec("nvidia"):
+            places += [Path(folder) / "nvshmem" / "lib" for folder in spec.submodule_search_locations or []]
+    return places
 
 
 def unknown(names: Iterable[str]) -> dict[str, str | None]:
