@@ -14,17 +14,9 @@ import tdcoll.language as tdl
 from tdcoll.testing import World, explore, first_failure
 
 
-def on_all(n_pes: int, host: Callable[[int], None], **world: Any) -> None:
-    World(n_pes, **world).run(host)
-
-
-def made(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    return tdcoll.zeros(shape, dtype)
-
-
 def test_peers_that_have_no_such_memory() -> None:
     def host(pe: int) -> None:
-        mine = made(8, torch.int32)
+        mine = tdcoll.zeros(8, torch.int32)
         pair = tdcoll.empty(8, torch.int32, group=[0, 1]) if pe < 2 else None
         with pytest.raises(ValueError, match="rank must be below 4, the number of ranks of the job; got 4"):
             tdcoll.peer_tensor(mine, 4)
@@ -41,7 +33,7 @@ def test_peers_that_have_no_such_memory() -> None:
         with pytest.raises(TypeError, match="tensor must be"):
             tdcoll.peer_tensor([1, 2], 0)  # type: ignore[arg-type]
 
-    on_all(4, host, ranks_per_node=2)
+    World(4, ranks_per_node=2).run(host)
 
 
 @tdcoll.jit
@@ -54,7 +46,7 @@ def meeting(barrier: Callable[[], None]) -> Any:
 
     def case(world: World) -> None:
         def host(pe: int) -> None:
-            buffer = made(16, torch.int32)
+            buffer = tdcoll.zeros(16, torch.int32)
             for turn in (1, 2):
                 if pe == turn - 1:
                     buffer.fill_(turn)
@@ -77,17 +69,17 @@ def test_a_barrier_on_the_stream_completes_puts() -> None:
 
 def test_a_wait_for_a_word_ends_on_the_simulator() -> None:
     def host(pe: int) -> None:
-        word = made(1, torch.int64)
+        word = tdcoll.zeros(1, torch.int64)
         if pe == 0:
             with pytest.raises(tdcoll.CollectiveTimeout, match=r"wait for pe0.tensor\[0\] >= 3, which is 0"):
                 tdcoll.wait_on_stream(word, tdl.CMP_GE, 3)
 
-    on_all(2, host, on_timeout="expire")
+    World(2, on_timeout="expire").run(host)
 
 
 def test_wrong_words() -> None:
     def host(pe: int) -> None:
-        words = made(4, torch.int64)
+        words = tdcoll.zeros(4, torch.int64)
         for wrong in (words, words[:1].view(torch.int16)[:1], words[:1].float()):
             with pytest.raises(ValueError, match="word must be one integer of 32 or 64 bits on cpu, got"):
                 tdcoll.write_on_stream(wrong, 1)
@@ -102,4 +94,4 @@ def test_wrong_words() -> None:
         with pytest.raises(ValueError, match="source must be contiguous and on cpu, got one not contiguous on cpu"):
             tdcoll.copy_on_stream(words[:2], words[::2])
 
-    on_all(1, host)
+    World(1).run(host)
