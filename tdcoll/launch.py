@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tdcoll import arguments
-from tdcoll.child import run
 from tdcoll.setenv import IN_CHECKOUT, ROOT, Job, prepare, say
 
 __all__ = ["main"]
@@ -235,20 +234,11 @@ def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]
 
 def _rdzv_of_slurm(slurm: Mapping[str, str]) -> str:
     """Return the first host and a port, which are the same on all hosts, and the port another for each job."""
-    variable = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in slurm else "SLURM_JOB_NODELIST"
-    nodes = slurm.get(variable, "")
-    host = run(["scontrol", "show", "hostnames", nodes], 30, os.environ, with_stderr=False).output.partition("\n")[0]
-    if not host and nodes:
-        found = re.match(r"([^],[]+)(?:\[([0-9]+)[^]]*\]([^],[]*))?(?=,|$)", nodes)  # node[03-05,9],other
-        if found is None:
-            raise ValueError(
-                f"{variable}: expected a first host such as node[03-05,9], with one pair of brackets, got '{nodes}', "
-                "which needs SLURM's scontrol in PATH; or give --rdzv HOST:PORT"
-            )
-        host = "".join(part or "" for part in found.groups())
-    host = host or slurm.get("SLURM_LAUNCH_NODE_IPADDR", "")
-    if not host:
-        raise ValueError("--rdzv: expected HOST:PORT or SLURM_JOB_NODELIST to take the host from, got neither")
+    nodes = slurm.get("SLURM_STEP_NODELIST") or slurm.get("SLURM_JOB_NODELIST", "")
+    found = re.match(r"(?:[^],[]|\[[0-9][^]]*\])+(?=,|$)", nodes)  # rack[03-05,9]n[1-4],other
+    if found is None:
+        raise ValueError(f"--rdzv: expected HOST:PORT or SLURM_JOB_NODELIST to take the host from, got '{nodes}'")
+    host = re.sub(r"\[([0-9]+)[^]]*\]", r"\1", found[0])
     if port := os.environ.get("MASTER_PORT"):
         return f"{host}:{_whole('MASTER_PORT', port, 1)}"
     # Below the range from which Linux gives ports to clients.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,9 +78,6 @@ class WaitMonitor:
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
         self.reported = False
         """Whether :class:`~tdcoll.CollectiveTimeout` has been raised for it."""
-        address = self.words.data_ptr()
-        self.job.monitors.add(address)
-        weakref.finalize(self, self.job.monitors.discard, address)
         # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
         self.job.held[id(self)] = self
         self.calls: Calls | None = None
@@ -89,7 +85,8 @@ class WaitMonitor:
         self._notices = self._host[c.RECORD_NOTICES.value :].reshape(2, c.NOTICES.value, 2)
         self._changed: dict[tuple[bool, int], tuple[list[int], float]] = {}
         """Each notice as it was seen last, and when it was first seen like this."""
-        watch.add(self)
+        self.job.monitors[self.words.data_ptr()] = self
+        watch.start(self.job)
 
     @property
     def kernel_argument(self) -> torch.Tensor:

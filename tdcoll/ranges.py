@@ -57,9 +57,9 @@ def range_of(name: str) -> contextlib.AbstractContextManager[None]:
 
 def ranged(name: str, run: Callable[..., None]) -> Callable[..., None]:
     """Return ``run``, in an NVTX range of this name if ``TDCOLL_NVTX`` asks for it."""
-    if not _wanted():
+    span = range_of(name)
+    if isinstance(span, contextlib.nullcontext):
         return run
-    span = _Range(name)
 
     def run_in_range(*given: Any) -> None:
         with span:

@@ -26,8 +26,9 @@ from typing import NamedTuple
 
 from tdcoll import arguments
 from tdcoll.child import run
+from tdcoll.environment import nvshmem_folders
 
-__all__ = ["COMMAND", "IN_CHECKOUT", "LAUNCHER", "ROOT", "Job", "count_gpus", "prepare", "say"]
+__all__ = ["COMMAND", "IN_CHECKOUT", "LAUNCHER", "ROOT", "Job", "count_gpus", "prepare", "say", "version_of"]
 
 ROOT = Path(__file__).resolve().parent.parent
 IN_CHECKOUT = all((ROOT / name).is_file() for name in ("setenv.sh", "launch.sh", "constraints-cpu.txt"))
@@ -108,9 +109,9 @@ def prepare(
     if defaults:
         variables["TDCOLL_SETENV"] = " ".join(f"{name}={value}" for name, value in defaults.items())
     if not simulated:
-        folders = [str(folder) for folder in _nvshmem_folders(variables.get("NVSHMEM_HOME")) if folder.is_dir()]
+        folders = [folder for folder in nvshmem_folders(variables.get("NVSHMEM_HOME")) if folder.is_dir()]
         for folder in folders[:1]:  # NVSHMEM's host library loads its plug-ins by bare name
-            _put_first(variables, "LD_LIBRARY_PATH", folder)
+            _put_first(variables, "LD_LIBRARY_PATH", str(folder))
         whose = "chosen" if _INTERFACE in defaults else f"your {_INTERFACE}"
         interface = f"{variables[_INTERFACE]} ({whose})" if variables.get(_INTERFACE) else "NVSHMEM's choice"
         say(f"nvshmem: {folders[0] if folders else 'where the loader finds it'}; bootstrap interface: {interface}")
@@ -205,7 +206,7 @@ def _problem(modules: Sequence[str], versions: Mapping[str, str]) -> str:
             return True
         return found is None or found.origin is None  # a folder that has the name by chance
 
-    torch, triton = map(_version, versions.values())  # (0, 0): not known
+    torch, triton = map(version_of, versions.values())  # (0, 0): not known
     if missing := list(filter(lacks, modules)):
         return f"lacks {', '.join(missing)}"
     if (0, 0) < torch < (2, 10):
@@ -215,9 +216,9 @@ def _problem(modules: Sequence[str], versions: Mapping[str, str]) -> str:
     return ""
 
 
-def _version(text: str) -> tuple[int, int]:
+def version_of(text: object) -> tuple[int, int]:
     """``"3.7.1+cpu"`` -> (3, 7); (0, 0) if there is no such number."""
-    match = re.match(r"(\d+)(?:\.(\d+))?", text)
+    match = re.match(r"(\d+)(?:\.(\d+))?", str(text))
     return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
 
 
@@ -254,16 +255,6 @@ def _make_venv(extra: Sequence[str], stamp: str, before: str) -> None:
                 raise OSError(f"pip gave a PyTorch for CUDA '{cuda}', and tdcoll needs 12 or 13: see TDCOLL_PIP_ARGS")
             pip("-e", f".[cu{cuda},sim,bench,test,dev]")
         _STAMP.write_text(f"{inputs}\n{kind}", encoding="utf-8")
-
-
-def _nvshmem_folders(home: str | None) -> list[Path]:
-    """Return the folders to search for NVSHMEM's libraries, as :func:`tdcoll.language.jit.bitcode_path` does."""
-    places = [Path(home) / "lib"] if home else []
-    with contextlib.suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec("nvidia")
-        for folder in (spec.submodule_search_locations or []) if spec else []:
-            places.append(Path(folder) / "nvshmem" / "lib")
-    return places
 
 
 def _default_interface() -> str:

@@ -19,8 +19,9 @@ from tdcoll.testing import World
 
 @pytest.fixture
 def pushed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What NVTX is told: names, and "end"."""
+    """What NVTX is told, because ``TDCOLL_NVTX`` asks for it: names, and "end"."""
     told: list[str] = []
+    monkeypatch.setenv("TDCOLL_NVTX", "1")
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("end"))
     ranges._available.cache_clear()
@@ -38,9 +39,7 @@ CALLS: dict[str, Callable[[tdcoll.CollectiveContext], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_each_call_is_a_range(name: str, pushed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TDCOLL_NVTX", "1")
-
+def test_each_call_is_a_range(name: str, pushed: list[str]) -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
             for _ in range(3):
@@ -54,9 +53,7 @@ def test_each_call_is_a_range(name: str, pushed: list[str], monkeypatch: pytest.
         assert "tdcoll.all_reduce[" in pushed[pushed.index(f"tdcoll.{name}") + 1]
 
 
-def test_calls_in_place_and_sparse_ones(pushed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TDCOLL_NVTX", "1")
-
+def test_calls_in_place_and_sparse_ones(pushed: list[str]) -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
             tdcoll.all_gather_(tdcoll.zeros(16), ctx=ctx, algorithm="ll")
@@ -69,9 +66,7 @@ def test_calls_in_place_and_sparse_ones(pushed: list[str], monkeypatch: pytest.M
     assert names == ["tdcoll.all_gather_[ll, 64 B]", *2 * ["tdcoll.sparse_all_reduce[auto, rows of 16 B]"]]
 
 
-def test_a_range_ends_when_the_call_fails(pushed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TDCOLL_NVTX", "1")
-
+def test_a_range_ends_when_the_call_fails(pushed: list[str]) -> None:
     def fails() -> None:
         raise ValueError("of the call")
 
@@ -98,19 +93,17 @@ def test_without_the_variable_nothing_is_in_the_way(
     assert pushed == []
 
 
+@pytest.mark.usefixtures("pushed")
 def test_a_pytorch_without_nvtx_is_told_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing(name: str) -> None:
         raise RuntimeError("NVTX functions not installed")
 
-    monkeypatch.setenv("TDCOLL_NVTX", "1")
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", missing)
-    ranges._available.cache_clear()
     with caplog.at_level(logging.WARNING, "tdcoll"):
         assert ranges.ranged("tdcoll.call", missing) is missing
         assert ranges.ranged("tdcoll.call", missing) is missing
     assert [record.getMessage() for record in caplog.records] == [
         "TDCOLL_NVTX has no effect: NVTX functions not installed"
     ]
-    ranges._available.cache_clear()

@@ -15,13 +15,9 @@ import tdcoll.language as tdl
 from tdcoll.testing import World, explore, first_failure
 
 
-def made(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    return tdcoll.zeros(shape, dtype)
-
-
 @on_ranks(4, ranks_per_node=2)
 def test_peers_that_have_no_such_memory(pe: int) -> None:
-    mine = made(8, torch.int32)
+    mine = tdcoll.zeros(8, torch.int32)
     pair = tdcoll.empty(8, torch.int32, group=[0, 1]) if pe < 2 else None
     with pytest.raises(ValueError, match="rank must be below 4, the number of ranks of the job; got 4"):
         tdcoll.peer_tensor(mine, 4)
@@ -47,7 +43,7 @@ def meeting(barrier: Callable[[], None]) -> Any:
 
     def case(world: World) -> None:
         def host(pe: int) -> None:
-            buffer = made(16, torch.int32)
+            buffer = tdcoll.zeros(16, torch.int32)
             for turn in (1, 2):
                 if pe == turn - 1:
                     buffer.fill_(turn)
@@ -70,7 +66,7 @@ def test_a_barrier_on_the_stream_completes_puts() -> None:
 
 @on_ranks(2, on_timeout="expire")
 def test_a_wait_for_a_word_ends_on_the_simulator(pe: int) -> None:
-    word = made(1, torch.int64)
+    word = tdcoll.zeros(1, torch.int64)
     if pe == 0:
         with pytest.raises(tdcoll.CollectiveTimeout, match=r"wait for pe0.tensor\[0\] >= 3, which is 0"):
             tdcoll.wait_on_stream(word, tdl.CMP_GE, 3)
@@ -78,7 +74,7 @@ def test_a_wait_for_a_word_ends_on_the_simulator(pe: int) -> None:
 
 @on_ranks(1)
 def test_wrong_words(pe: int) -> None:
-    words = made(4, torch.int64)
+    words = tdcoll.zeros(4, torch.int64)
     for wrong in (words, words[:1].view(torch.int16)[:1], words[:1].float()):
         with pytest.raises(ValueError, match="word must be one integer of 32 or 64 bits on cpu, got"):
             tdcoll.write_on_stream(wrong, 1)

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import NamedTuple
 
 from tdcoll import environment
 from tdcoll.doctor.facts import Facts
-from tdcoll.setenv import COMMAND, IN_CHECKOUT, LAUNCHER
+from tdcoll.setenv import COMMAND, IN_CHECKOUT, LAUNCHER, version_of
 
 __all__ = ["Line", "diagnose", "note", "ok", "problem"]
 
@@ -47,12 +46,6 @@ def diagnose(facts: Facts) -> list[Line]:
     return [line for check in _CHECKS for line in check(facts)]
 
 
-def _version(text: object) -> tuple[int, int]:
-    """``"3.7.1+cpu"`` -> (3, 7); (0, 0) if there is no number."""
-    match = re.match(r"(\d+)\.(\d+)", str(text))
-    return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
 def _size(nbytes: int) -> str:
     """``64 MiB``, ``1.5 GiB``."""
     unit, shift = ("GiB", 30) if nbytes >= 1 << 30 else ("MiB", 20)
@@ -80,7 +73,7 @@ def _torch(facts: Facts) -> list[Line]:
     if failure := _failure(facts, name):
         return [problem(name, failure, f"{install}, or let launch.sh make an environment" if IN_CHECKOUT else install)]
     text = f"{found['version']}, " + (f"for CUDA {found['cuda']}" if found["cuda"] else "without CUDA")
-    if _version(found["version"]) < (2, 10):
+    if version_of(found["version"]) < (2, 10):
         return [problem(name, text, f"tdcoll needs 2.10 or newer: {install}")]
     if not found["cuda"] and not facts.simulated:
         advice = "install a CUDA build of PyTorch (pytorch.org), or set TRITON_INTERPRET=1 to use the simulator"
@@ -98,10 +91,10 @@ def _triton(facts: Facts) -> list[Line]:
         return [problem(name, text, f"pip uninstall triton-dist, then {reinstall}")]
     if failure := _failure(facts, name):
         return [problem(name, f"{version} {failure}".lstrip(), reinstall)]
-    if installed and _version(version) != _version(installed):
+    if installed and version_of(version) != version_of(installed):
         text = f"Python finds {version}, and pip has installed {installed}"
         return [problem(name, text, f"another Triton has overwritten it or comes first in PYTHONPATH: {reinstall}")]
-    if not (3, 6) <= _version(version) < (4, 0):
+    if not (3, 6) <= version_of(version) < (4, 0):
         return [problem(name, version, "tdcoll needs 3.6 or newer, below 4: pip install -U torch")]
     return [ok(name, version)]
 
@@ -125,7 +118,7 @@ def _nvshmem(facts: Facts) -> list[Line]:
     text = ", ".join(f"{key} {value}" for key, value in installed.items()) or "no packages installed by pip"
     if facts.simulated:
         return [ok(name, f"{text}; the simulator doesn't need it")]
-    major = _version(cuda)[0]
+    major = version_of(cuda)[0]
     extra = f"pip install -e '.[cu{major}]'" if major in (12, 13) else "pip install -e '.[cu12]' or '.[cu13]'"
     heap = facts.environment.get("TDCOLL_HEAP") or "auto"
     if facts.nnodes == 1 and (heap == "torch" or (heap == "auto" and found.get("missing"))):
@@ -149,10 +142,10 @@ def _driver(facts: Facts) -> list[Line]:
         return [problem(name, f"libcuda.so.1 doesn't answer: {found['error']}", advice)]
     supported, cuda = tuple(found["cuda"]), facts.found["torch"].get("cuda")
     text = f"supports CUDA up to {supported[0]}.{supported[1]}"
-    if cuda and supported[0] < _version(cuda)[0]:
+    if cuda and supported[0] < version_of(cuda)[0]:
         advice = f"install a newer driver, or a PyTorch for CUDA {supported[0]} and tdcoll's extra cu{supported[0]}"
         return [problem(name, f"{text}; torch is for CUDA {cuda}", advice)]
-    if cuda and supported < _version(cuda):
+    if cuda and supported < version_of(cuda):
         advice = "this works within a major version; install a newer driver if kernels fail to load"
         return [note(name, f"{text}; torch is for CUDA {cuda}", advice)]
     return [ok(name, text)]

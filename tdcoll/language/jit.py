@@ -20,7 +20,6 @@ import ast
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import inspect
 import os
 import types
@@ -35,7 +34,7 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from tdcoll import runtime
+from tdcoll import environment, runtime
 from tdcoll.errors import NotInitializedError, TdcollError
 from tdcoll.language import INTERPRETED, LOWERING
 from tdcoll.language.library import part_for_language
@@ -63,12 +62,7 @@ def bitcode_path() -> str:
     Raises:
         FileNotFoundError: neither has it.
     """
-    places = []
-    if home := os.environ.get("NVSHMEM_HOME"):
-        places.append(Path(home) / "lib")
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        places.append(Path(folder) / "nvshmem" / "lib")
+    places = environment.nvshmem_folders(os.environ.get("NVSHMEM_HOME"))
     for place in places:
         if (place / f"{LIBRARY}.bc").is_file():
             return str(place / f"{LIBRARY}.bc")

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -82,8 +83,8 @@ class Runtime:
     held: dict[int, Any] = field(init=False, default_factory=dict)
     """Open contexts and monitors, by id, kept until ``finalize`` because kernels and captured graphs may still use
     them."""
-    monitors: set[int] = field(init=False, default_factory=set)
-    """Addresses of the words of all monitors, which bounded waits accept."""
+    monitors: WeakValueDictionary[int, Any] = field(init=False, default_factory=WeakValueDictionary)
+    """Monitors by the addresses of their words, which bounded waits accept."""
     programs_taken: int = field(init=False, default=0)
     """Thread blocks that tdcoll's own contexts may have in flight at once, all launches together."""
     failed: bool = field(init=False, default=False)
@@ -173,33 +174,31 @@ class Runtime:
         finally:
             self.exchanging.pop(threading.get_ident(), None)
 
-    @contextlib.contextmanager
-    def within(self, timeout_s: float | None, who: str = "") -> Iterator[None]:
+    def within(self, timeout_s: float | None, who: str = "") -> contextlib.AbstractContextManager[None]:
         """Let exchanges that this thread makes inside wait for ``timeout_s`` seconds, or the job's deadline if None.
 
         ``who`` is part of each exchange's tag, and must be the same on all ranks: if tags differ, ranks raise
         :class:`RankMismatchError`.
         """
-        before = getattr(self._given, "here", (None, ""))
-        self._given.here = timeout_s, who
-        try:
-            yield
-        finally:
-            self._given.here = before
+        return self._giving("here", (timeout_s, who))
 
-    @contextlib.contextmanager
-    def through(self, control: ControlPlane) -> Iterator[None]:
+    def through(self, control: ControlPlane) -> contextlib.AbstractContextManager[None]:
         """Let exchanges that this thread makes inside go through ``control``, a part of the job's control plane.
 
         Exchanges of one part have an order, which must be the same on all ranks. If threads exchange values beside each
         other, each needs its own part, because exchanges of different parts have no order.
         """
-        before = getattr(self._given, "control", self.control)
-        self._given.control = control
+        return self._giving("control", control)
+
+    @contextlib.contextmanager
+    def _giving(self, name: str, value: Any) -> Iterator[None]:
+        before = dict(vars(self._given))
+        setattr(self._given, name, value)
         try:
             yield
         finally:
-            self._given.control = before
+            vars(self._given).clear()
+            vars(self._given).update(before)
 
     def agree(self, ranks: Sequence[int], what: str, value: Any) -> None:
         """Raise :class:`RankMismatchError` on every rank of ``ranks`` unless all of them pass the same value."""

@@ -8,13 +8,13 @@ import ctypes
 import functools
 import os
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from tdcoll.errors import TdcollError
+from tdcoll.runtime.heap import SymmetricHeap
 
 __all__ = ["CudaHeap", "multiprocessors", "variable"]
 
@@ -27,18 +27,12 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _checked(function: str, failed: int) -> None:
-    if failed:
+def _call(function: str, *arguments: Any) -> None:
+    """Call a function of CUDA's driver, and raise its error."""
+    if failed := getattr(_driver(), function)(*arguments):
         name = ctypes.c_char_p()
         _driver().cuGetErrorName(failed, ctypes.byref(name))
         raise TdcollError(f"{function} failed: {(name.value or b'').decode() or failed}")
-
-
-def _driver_call(function: str, stream: int, address: int, value: int, bits: int, flags: int) -> None:
-    """Queue a wait for a word, or a write of one, on a stream."""
-    word = (ctypes.c_uint32 if bits == 32 else ctypes.c_uint64)(value)
-    call = getattr(_driver(), function)
-    _checked(function, call(ctypes.c_void_p(stream), ctypes.c_uint64(address), word, ctypes.c_uint(flags)))
 
 
 @contextlib.contextmanager
@@ -90,10 +84,6 @@ def multiprocessors(device: torch.device) -> int:
     return min(whole, int(resource.sm_count)) or whole
 
 
-def _call(function: str, *arguments: Any) -> None:
-    _checked(function, getattr(_driver(), function)(*arguments))
-
-
 _NON_BLOCKING, _DISABLE_TIMING = 1, 2
 """``CU_STREAM_NON_BLOCKING`` and ``CU_EVENT_DISABLE_TIMING``."""
 
@@ -129,8 +119,8 @@ def _destroy(stream: ctypes.c_void_p, event: ctypes.c_void_p) -> None:
     _driver().cuStreamDestroy_v2(stream)
 
 
-class CudaHeap(ABC):
-    """This PE's block of GPU memory, and that of peers at :meth:`peer_base`.
+class CudaHeap(SymmetricHeap):
+    """This PE's block of GPU memory, and that of peers at ``peer_base``.
 
     Args:
         pe: this PE, equal to the global rank.
@@ -139,15 +129,10 @@ class CudaHeap(ABC):
         device: the CUDA device of this PE.
     """
 
-    base: int
     _bytes: torch.Tensor
 
     def __init__(self, pe: int, n_pes: int, nbytes: int, device: torch.device) -> None:
         self.pe, self.n_pes, self.nbytes, self.device = pe, n_pes, nbytes, device
-
-    @abstractmethod
-    def peer_base(self, pe: int) -> int:
-        """Return the address at which this PE loads and stores ``pe``'s block; 0 if only puts and gets reach it."""
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         return self._bytes[offset : offset + nbytes]
@@ -161,23 +146,19 @@ class CudaHeap(ABC):
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
-        _driver_call(f"cuStreamWaitValue{bits}_v2", stream, address, value, bits, _WAIT_GEQ if at_least else _WAIT_EQ)
+        self._on_word("Wait", stream, address, bits, value, _WAIT_GEQ if at_least else _WAIT_EQ)
 
     def stream_write(self, stream: int, address: int, bits: int, value: int) -> None:
-        _driver_call(f"cuStreamWriteValue{bits}_v2", stream, address, value, bits, 0)
+        self._on_word("Write", stream, address, bits, value, 0)
+
+    def _on_word(self, what: str, stream: int, address: int, bits: int, value: int, flags: int) -> None:
+        word = ctypes.c_uint32(value) if bits == 32 else ctypes.c_uint64(value)
+        to = ctypes.c_void_p(stream), ctypes.c_uint64(address), word, ctypes.c_uint(flags)
+        _call(f"cuStream{what}Value{bits}_v2", *to)
 
     def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
-        _checked(
-            "cuMemcpyAsync",
-            _driver().cuMemcpyAsync(
-                ctypes.c_uint64(dest), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
-            ),
-        )
+        to = ctypes.c_uint64(dest), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
+        _call("cuMemcpyAsync", *to)
 
     def side_stream(self) -> CudaSideStream:
         return CudaSideStream()
-
-    def label(self, *of: Any) -> None:  # noqa: B027
-        """Do nothing, because there are no reports to put names in."""
-
-    unlabel = label

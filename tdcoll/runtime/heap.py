@@ -106,11 +106,11 @@ class SymmetricHeap(Protocol):
     def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
         """Take note of an allocation of ``pes``: its name for reports ("pe3.signals[0]"), and the bytes that an access
         may reach. Ignored if a transport checks and reports nothing."""
-        ...
+        return
 
     def unlabel(self, offset: int) -> None:
         """Take note that the allocation at ``offset`` was freed."""
-        ...
+        return
 
     def close(self) -> None:
         """Give the block back. Collective; no PE may touch symmetric memory afterwards."""

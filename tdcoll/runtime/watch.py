@@ -2,10 +2,10 @@
 """Long waits, said aloud: a thread that logs them, and answers ``python -m tdcoll hang``.
 
 Kernels that wait leave notices in memory of the host (:mod:`tdcoll.monitor`). One daemon thread of the process looks at
-those of all monitors twice a second. It makes no call of CUDA, so it goes on while the main thread waits for the GPU.
-(A thread that holds Python's global lock keeps it from running, for example one that launches while the GPU's queue of
-launches is full.) The thread starts with the first monitor of a job and ends with :func:`tdcoll.finalize`; a simulated
-:class:`~tdcoll.testing.World` has none, and a forked child begins without one.
+those of all monitors of its job twice a second. It makes no call of CUDA, so it goes on while the main thread waits for
+the GPU. (A thread that holds Python's global lock keeps it from running, for example one that launches while the GPU's
+queue of launches is full.) The thread starts with the first monitor of a job and ends with :func:`tdcoll.finalize`; a
+simulated :class:`~tdcoll.testing.World` has none, and a forked child begins without one.
 
 Those who ask come to a socket in Linux's abstract namespace, whose name holds user, process and PID namespace: no file
 is left behind, however a process ends. Both ends check that the other is the same user, or root. ``SIGUSR1`` has the
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import json
 import logging
 import os
@@ -29,19 +28,18 @@ import sys
 import threading
 import time
 import traceback
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from tdcoll import runtime
-from tdcoll.calls import Calls, ranks_text
+from tdcoll.calls import ranks_text
 from tdcoll.hang import address, user_of
 
-__all__ = ["Subject", "Wait", "add", "lines_at", "stop"]
+__all__ = ["Wait", "lines_at", "start", "stop"]
 
 _log = logging.getLogger("tdcoll")
 
@@ -63,24 +61,6 @@ class Wait(NamedTuple):
     waited_s: float
 
 
-class Subject(Protocol):
-    """An object that the thread looks at: a :class:`~tdcoll.WaitMonitor`. Its job says which rank this is."""
-
-    timeout_s: float
-    calls: Calls | None
-
-    @property
-    def job(self) -> runtime.Runtime: ...
-
-    @property
-    def open(self) -> bool: ...
-
-    @property
-    def expired(self) -> bool: ...
-
-    def waits(self) -> Iterator[Wait]: ...
-
-
 def lines_at(timeout_s: float) -> list[float]:
     """After how many seconds a wait with this deadline is logged."""
     return [min(_FIRST_S, timeout_s / 3), *([_SECOND_S] if timeout_s > _SECOND_S else [])]
@@ -90,9 +70,9 @@ def _seconds(waited_s: float) -> str:
     return f"{waited_s:.0f} s" if waited_s >= 3 else f"{waited_s:.1f} s"
 
 
-def _described(subject: Subject, waits: Sequence[Wait]) -> str:
-    """``all_reduce, call 4 of group 0, has waited 60 s for rank 2``: waits of one launch."""
-    longest, calls = max(waits, key=lambda wait: wait.waited_s), subject.calls
+def _described(monitor: Any, waits: Sequence[Wait]) -> str:
+    """``all_reduce, call 4 of group 0, has waited 60 s for rank 2``: waits of one launch with this WaitMonitor."""
+    longest, calls = max(waits, key=lambda wait: wait.waited_s), monitor.calls
     peers = sorted({wait.peer for wait in waits if wait.peer is not None})
     if calls is not None:
         peers = sorted(calls.ranks[peer] if peer < len(calls.ranks) else peer for peer in peers)
@@ -109,38 +89,27 @@ def _described(subject: Subject, waits: Sequence[Wait]) -> str:
     return f"{what}, has waited {_seconds(longest.waited_s)} for {whom}"
 
 
-def _by_launch(subject: Subject) -> dict[Hashable, list[Wait]]:
+def _by_launch(monitor: Any) -> dict[Hashable, list[Wait]]:
     found: dict[Hashable, list[Wait]] = {}
-    for wait in subject.waits():
+    for wait in monitor.waits():
         in_barrier = wait.epoch is None and wait.peer is None
         found.setdefault((wait.epoch, wait.lamport, in_barrier), []).append(wait)
     return found
 
 
-class _Exchange(NamedTuple):
-    """A wait on the host, for the values of other ranks."""
-
-    tag: str
-    ranks: Sequence[int]
-    timeout_s: float
-    waited_s: float
-
-    def describe(self) -> str:
-        return f"'{self.tag}', which {ranks_text(self.ranks)} make together, has waited {_seconds(self.waited_s)}"
-
-
-def _exchanges(job: runtime.Runtime) -> Iterator[tuple[Hashable, _Exchange]]:
+def _exchanges(job: runtime.Runtime) -> Iterator[tuple[Hashable, float, float, str]]:
+    """Yield the host's waits for values of other ranks: a key, the deadline, how long each has lasted, in words."""
     for begin, tag, ranks, timeout_s in list(job.exchanging.values()):
-        yield (tag, begin), _Exchange(tag, ranks, timeout_s, time.monotonic() - begin)
+        waited_s = time.monotonic() - begin
+        what = f"'{tag}', which {ranks_text(ranks)} make together, has waited {_seconds(waited_s)}"
+        yield (tag, begin), timeout_s, waited_s, what
 
 
 class _Watch:
-    """The thread. It alone changes what is here, except for ``subjects`` and ``ending``."""
+    """The thread of a job. It alone changes what is here, except for ``ending``."""
 
-    def __init__(self) -> None:
-        self.subjects: weakref.WeakKeyDictionary[Subject, None] = weakref.WeakKeyDictionary()
-        self.lock = threading.Lock()
-        """Held while ``subjects`` change or are listed."""
+    def __init__(self, job: runtime.Runtime) -> None:
+        self._job = job
         self.ending = False
         self._said: dict[Hashable, int] = {}
         """How many lines there were about each wait that goes on."""
@@ -189,57 +158,47 @@ class _Watch:
                     _log.debug("looking for long waits has failed", exc_info=True)
         self.close()
 
-    def _open(self) -> list[Subject]:
-        with self.lock:
-            return [subject for subject in self.subjects if subject.open]
+    def _open(self) -> list[Any]:
+        monitors = [found() for found in self._job.monitors.valuerefs()]
+        return [monitor for monitor in monitors if monitor is not None and monitor.open]
 
     def _look(self) -> None:
         """Log what has become long since the last look."""
         before, self._said = self._said, {}
-        jobs = dict[int, runtime.Runtime]()
-
-        def say(key: Hashable, timeout_s: float, rank: int, waited_s: float, what: Callable[[], str]) -> None:
-            due = sum(waited_s >= at for at in lines_at(timeout_s))
-            if due > before.get(key, 0):
-                _log.warning("rank %d: %s", rank, what())
-            self._said[key] = max(due, before.get(key, 0))
-
-        for subject in self._open():
-            job = subject.job
-            for launch, waits in _by_launch(subject).items():
+        found = list(_exchanges(self._job))
+        for monitor in self._open():
+            for launch, waits in _by_launch(monitor).items():
                 longest = max(wait.waited_s for wait in waits)
-                describe = functools.partial(_described, subject, waits)
-                say((id(subject), launch), subject.timeout_s, job.rank, longest, describe)
-            jobs[id(job)] = job
-        for job in jobs.values():
-            for thread, exchange in _exchanges(job):
-                say(thread, exchange.timeout_s, job.rank, exchange.waited_s, exchange.describe)
+                found.append(((id(monitor), launch), monitor.timeout_s, longest, _described(monitor, waits)))
+        for key, timeout_s, waited_s, what in found:
+            due, said = sum(waited_s >= at for at in lines_at(timeout_s)), before.get(key, 0)
+            if due > said:
+                _log.warning("rank %d: %s", self._job.rank, what)
+            self._said[key] = max(due, said)
 
     def _report(self) -> dict[str, Any]:
         """Return what to tell those who ask: ``rank``, a line; ``waits`` and ``lines``, of which each wait is one."""
-        subjects, rank, waits, lines = self._open(), "a rank between two jobs", list[str](), list[str]()
-        for subject in subjects:
-            rank = f"rank {subject.job.rank} of {subject.job.world_size}"
+        waits, lines = list[str](), list[str]()
+        for monitor in self._open():
             mine = []
-            for of_launch in _by_launch(subject).values():
-                waits.append(_described(subject, of_launch))
+            for of_launch in _by_launch(monitor).values():
+                waits.append(_described(monitor, of_launch))
                 _, epoch, lamport, _ = of_launch[0]
                 number = "" if epoch is None else f"in {'Lamport call' if lamport else 'epoch'} {epoch}: "
                 mine.append(number + waits[-1])
-            if subject.expired:
+            if monitor.expired:
                 mine.append("a wait has expired")
-            if subject.calls is not None:
-                lines.append("; ".join([subject.calls.describe(), *(mine or ["no wait"])]))
+            if monitor.calls is not None:
+                lines.append("; ".join([monitor.calls.describe(), *(mine or ["no wait"])]))
             else:
                 lines += mine
-        for job in {id(subject.job): subject.job for subject in subjects}.values():
-            waits += (exchanges := [exchange.describe() for _, exchange in _exchanges(job)])
-            lines += exchanges
+        exchanges = [what for *_, what in _exchanges(self._job)]
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         stack = [at for at in stack if not at.filename.startswith(_LIBRARIES)] or stack
-        lines += [f"main thread: {at.filename}:{at.lineno} in {at.name}" for at in reversed(stack[-_FRAMES:])]
-        return {"rank": rank, "waits": waits, "lines": lines}
+        where = [f"main thread: {at.filename}:{at.lineno} in {at.name}" for at in reversed(stack[-_FRAMES:])]
+        rank = f"rank {self._job.rank} of {self._job.world_size}"
+        return {"rank": rank, "waits": waits + exchanges, "lines": lines + exchanges + where}
 
     def _answer(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
@@ -276,16 +235,12 @@ def _drain(descriptor: int) -> None:
             pass
 
 
-def add(subject: Subject) -> None:
-    """Look at the waits of a monitor from now on."""
+def start(job: runtime.Runtime) -> None:
+    """Look at the waits of a job from now on, until :func:`stop`."""
     global _current
-    if runtime.simulates_all():
-        return
     with _starting:
-        if _current is None:
-            _current = _Watch()
-        with _current.lock:
-            _current.subjects[subject] = None
+        if _current is None and not runtime.simulates_all():
+            _current = _Watch(job)
 
 
 def stop() -> None:

@@ -42,10 +42,6 @@ def failed(error: str, time: float = 1.0) -> dict[str, Any]:
 NOTICED = (1, gave_up())
 # By rank: the exit status, what was written down, and whether the process was running until torchrun ended it.
 CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
-    "killed, and the others noticed": (
-        {0: NOTICED, 1: (KILLED,), 2: (1, gave_up("CollectiveTimeout: rank 2 waited"))},
-        ["died: rank 1 (SIGKILL)", f"only noticed: ranks 0, 2 ({TOLD})"],
-    ),
     "killed, and the others were still running": (
         {1: (KILLED,), 0: (TERM, None, True), 2: (TERM, gave_up(), True)},
         ["died: rank 1 (SIGKILL)", f"only noticed: rank 2 ({TOLD})", "still running, ended by torchrun: rank 0"],
@@ -67,12 +63,8 @@ CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
         ["died: rank 3 (SIGTERM)", "still running, ended by torchrun: rank 0"],
     ),
     "an exception": (
-        {0: NOTICED, 1: NOTICED, 2: (1, failed("ValueError: no such\n row"))},
+        {0: NOTICED, 1: (1, gave_up("CollectiveTimeout: rank 1 waited")), 2: (1, failed("ValueError: no such\n row"))},
         ["failed: rank 2 (ValueError: no such row)", f"only noticed: ranks 0, 1 ({TOLD})"],
-    ),
-    "raised while torchrun ended the others": (
-        {0: (KILLED,), 1: (1, gave_up(), True)},
-        ["died: rank 0 (SIGKILL)", f"only noticed: rank 1 ({TOLD})"],
     ),
     "aborted while it left after an error": (
         {0: (-signal.SIGABRT, gave_up()), 1: (SEGV,)},
@@ -86,10 +78,6 @@ CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
     "in the order in which it happened": (
         {0: (1, failed("KeyError: late", 9.0)), 1: (1, failed("ValueError: early", 8.0)), 2: (KILLED,)},
         ["died: rank 2 (SIGKILL)", "failed: rank 1 (ValueError: early)", "failed: rank 0 (KeyError: late)"],
-    ),
-    "ended by torchrun, and left by itself": (
-        {0: (143, None, True), 1: (1, failed("ValueError: x"))},
-        ["failed: rank 1 (ValueError: x)", "still running, ended by torchrun: rank 0"],
     ),
     "the reason is not known of all": (
         {0: (1,), 1: (KILLED,)},

@@ -19,7 +19,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -149,66 +150,42 @@ def serve(case: Case, folder: Path) -> None:
         time.sleep(1000)
 
 
-class Running:
-    """A case that is being run."""
-
-    def __init__(self, case: Case, folder: Path) -> None:
-        self.case, self.folder = case, folder
-        folder.mkdir()
-        given: list[Any] = [(serve, (case, folder)), *((run_rank, (rank, case, folder)) for rank in range(RANKS))]
-        self.processes = [fork.Process(target=target, args=arguments) for target, arguments in given]
-        for process in self.processes:
+def attempt(case: Case) -> dict[str, Any]:
+    """Run a case, and return what became of it: when the fault came, and what each survivor was told."""
+    with tempfile.TemporaryDirectory(prefix="tdcoll-faults-") as name:
+        folder = Path(name)
+        processes = [fork.Process(target=run_rank, args=(rank, case, folder)) for rank in range(RANKS)]
+        processes.append(fork.Process(target=serve, args=(case, folder)))
+        for process in processes:
             process.start()
-        self.began = time.monotonic()
-
-    def ended(self) -> bool:
-        """Return whether all survivors have ended, or had far more time than they may take."""
-        ranks = [process for rank, process in enumerate(self.processes[1:]) if rank != self.case.victim]
-        return not any(process.is_alive() for process in ranks) or time.monotonic() - self.began > 3 * MOST_S
-
-    def verdict(self) -> dict[str, Any]:
-        fault = self.folder / "fault"
-        began = float(fault.read_text()) if fault.exists() else None
-        found: dict[str, Any] = {"case": list(self.case), "fault": began, "survivors": {}}
-        for rank in range(RANKS):
-            if rank != self.case.victim:
-                file = self.folder / f"{rank}.json"
-                log = (self.folder / f"{rank}.log").read_text(errors="replace")[-2000:]
-                found["survivors"][rank] = json.loads(file.read_text()) if file.exists() else {"no end": log}
+        deadline = time.monotonic() + 3 * MOST_S  # far more time than survivors may take
+        found: dict[str, Any] = {"case": list(case), "fault": None, "survivors": {}}
+        try:
+            for rank, process in enumerate(processes[:RANKS]):
+                if rank != case.victim:
+                    process.join(max(0.0, deadline - time.monotonic()))
+                    file, log = folder / f"{rank}.json", folder / f"{rank}.log"
+                    text = (
+                        file.read_text()
+                        if file.exists()
+                        else json.dumps({"no end": log.read_text(errors="replace")[-2000:]})
+                    )
+                    found["survivors"][rank] = json.loads(text)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        if (fault := folder / "fault").exists():
+            found["fault"] = float(fault.read_text())
         return found
 
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
 
-
-def run(chosen: list[Case], at_once: int) -> Iterator[dict[str, Any]]:
-    """Yield what became of each case.
-
-    A case that a busy machine has ended before its fault, by a deadline in the job's start, is tried once more.
-    """
-    with tempfile.TemporaryDirectory(prefix="tdcoll-faults-") as folder:
-        waiting, running, number, next_start = list(chosen), [], 0, 0.0
-        again = set(chosen)
-        try:
-            while waiting or running:
-                if waiting and len(running) < at_once and time.monotonic() >= next_start:
-                    running.append(Running(waiting.pop(0), Path(folder, str(number))))
-                    number, next_start = number + 1, time.monotonic() + START_S
-                for each in [each for each in running if each.ended()]:
-                    verdict = each.verdict()
-                    each.close()
-                    running.remove(each)
-                    if verdict["fault"] is None and each.case in again:
-                        again.remove(each.case)  # the machine was so busy that a deadline passed before the fault
-                        waiting.append(each.case)
-                    else:
-                        yield verdict
-                time.sleep(0.02)
-        finally:
-            for each in running:
-                each.close()
+def run(case: Case, start_s: float) -> dict[str, Any]:
+    """Run a case ``start_s`` from now, and once more if a busy machine has ended it before its fault, by a deadline in
+    the job's start."""
+    time.sleep(start_s)
+    found = attempt(case)
+    return attempt(case) if found["fault"] is None else found
 
 
 def main() -> None:
@@ -220,8 +197,10 @@ def main() -> None:
     given = parser.parse_args()
     every = cases()
     chosen = every if given.all else random.Random(given.seed).sample(every, given.cases)
-    for verdict in run(chosen, given.at_once):
-        print(json.dumps(verdict), flush=True)
+    starts = [START_S * number * (number < given.at_once) for number in range(len(chosen))]
+    with ProcessPoolExecutor(given.at_once, fork) as pool:
+        for verdict in pool.map(run, chosen, starts):
+            print(json.dumps(verdict), flush=True)
 
 
 if __name__ == "__main__":

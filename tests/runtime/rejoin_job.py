@@ -33,14 +33,6 @@ HEAP_BYTES = 32 << 20
 TIMEOUT_S = 3
 INNER = "gloo" if INTERPRETED else "cpu:gloo,cuda:nccl"
 
-LIVES: dict[str, Callable[[int], None]] = {}
-
-
-def life(function: Callable[[int], None]) -> Callable[[int], None]:
-    LIVES[function.__name__] = function
-    return function
-
-
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -107,7 +99,6 @@ def live_in_the_group(number: int) -> None:
 # ---------------------------------------------------------------------- lives
 
 
-@life
 def own(number: int) -> None:
     tdcoll.initialize(heap_bytes=HEAP_BYTES)
     live_in_own_calls(number)
@@ -117,7 +108,6 @@ def own(number: int) -> None:
     assert not dist.is_initialized()
 
 
-@life
 def backend(number: int) -> None:
     dist.init_process_group("tdcoll", pg_options=tdcoll.distributed.Options(heap_bytes=HEAP_BYTES))
     assert tdcoll.is_initialized(), tdcoll.distributed.explain()
@@ -131,7 +121,6 @@ def backend(number: int) -> None:
     del group
 
 
-@life
 def refused(number: int) -> None:
     """A join that all ranks refuse, or one alone, and that is tried again."""
     odd = number % WORLD == RANK
@@ -151,7 +140,6 @@ def refused(number: int) -> None:
 _users_store: Any = None
 
 
-@life
 def beside(number: int) -> None:
     """A group of the user's, made in every round under another prefix of a store of the user's, and kept meanwhile."""
     global _users_store
@@ -181,7 +169,6 @@ def beside(number: int) -> None:
     dist.destroy_process_group()
 
 
-@life
 def expired(number: int) -> None:
     """A wait expires, on the host or in a kernel, and all ranks are still there: they leave and join again. The last
     life on GPUs, because NVSHMEM is not stopped by ranks that do not leave together."""
@@ -199,6 +186,9 @@ def expired(number: int) -> None:
         expect(dist.DistBackendError, dist.barrier, " timeout ", f"{late}")
     dist.destroy_process_group()
     backend(number)
+
+
+LIVES = {life.__name__: life for life in (own, backend, refused, beside, expired)}
 
 
 # ---------------------------------------------------------------------- processes
@@ -219,13 +209,8 @@ def main(names: list[str], rounds: int) -> None:
             print(json.dumps({"life": name, "ranks": WORLD, "rounds": rounds, "seconds": seconds}), flush=True)
 
 
-def spawn(ranks: int, arguments: list[str], timeout_s: float = float("inf")) -> int:
-    """Run this script once for each rank, without a launcher. The exit status; the first failure ends all.
-
-    Raises:
-        TimeoutError: not all have ended within ``timeout_s``.
-    """
-    deadline = time.monotonic() + timeout_s
+def spawn(ranks: int, arguments: list[str]) -> int:
+    """Run this script once for each rank, without a launcher. The exit status; the first failure ends all."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -240,13 +225,9 @@ def spawn(ranks: int, arguments: list[str], timeout_s: float = float("inf")) -> 
         for r in range(ranks)
     ]
     try:
-        while True:
-            statuses = [process.poll() for process in processes]
-            if any(statuses) or None not in statuses:
-                return next((status for status in statuses if status), 0)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no end after {timeout_s:g} s")
+        while None in (statuses := [process.poll() for process in processes]) and not any(statuses):
             time.sleep(0.05)
+        return next(filter(None, statuses), 0)
     finally:
         for process in processes:
             process.kill()

@@ -26,14 +26,14 @@ MOST_S = 60
 
 
 class Job:
-    """The running job: what it has printed, and the processes of its ranks."""
+    """The running job, its folder and what it has printed."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
-        self.folder, self.log = folder, log
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     @property
     def printed(self) -> str:
-        return self.log.read_text()
+        return (self.folder / "log").read_text()
 
     def until(self, true: Callable[[], object], what: str) -> None:
         give_up = time.monotonic() + MOST_S
@@ -53,20 +53,16 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    log = tmp_path / "log"
     surroundings = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHON": sys.executable}
-    with log.open("w") as file:
+    with (tmp_path / "log").open("w") as file:
         process = subprocess.Popen(
             ["bash", str(ROOT / "launch.sh"), "--simulate", "--nproc", "2", str(JOB), str(tmp_path)],
             stdout=file, stderr=subprocess.STDOUT, env=surroundings, start_new_session=True,
         )  # fmt: skip
-        made = Job(tmp_path, log)
-        try:
-            yield made
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    yield Job(tmp_path)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def ask(*pids: int) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -60,14 +60,6 @@ class Library(ModuleType):
         return self.address
 
 
-class Control:
-    """What the other PE says, which is PE 0."""
-
-    def all_gather(self, ranks: Sequence[int], tag: str, value: Any) -> list[Any]:
-        assert tag == "nvshmem unique id"
-        return [bytes(range(128)), value]
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     for name in ("NVSHMEM_DISABLE_NCCL", "NVSHMEM_SYMMETRIC_SIZE"):
@@ -97,7 +89,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 
 
 def heap() -> NvshmemHeap:
-    return NvshmemHeap(pe=1, n_pes=2, nbytes=1 << 20, device=DEVICE, control=Control())
+    control: Any = SimpleNamespace(all_gather=lambda ranks, tag, mine: [bytes(range(128)), mine])  # what PE 0 says
+    return NvshmemHeap(pe=1, n_pes=2, nbytes=1 << 20, device=DEVICE, control=control)
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, "1"), ("0", "0"), ("1", "1"), ("", "1")])

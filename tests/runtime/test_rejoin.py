@@ -46,7 +46,7 @@ def test_under_torchrun(launch: Callable[..., subprocess.CompletedProcess[str]],
 @pytest.mark.slow
 def test_without_a_launcher(capfd: pytest.CaptureFixture[str]) -> None:
     """The store is in the process of rank 0, which does not always leave last."""
-    status = spawn(RANKS, ["--rounds", str(ROUNDS)], TIMEOUT_S)
+    status = spawn(RANKS, ["--rounds", str(ROUNDS)])
     printed = capfd.readouterr()
     assert status == 0, printed.out + printed.err
     assert lived(printed.out) == [(life, ROUNDS) for life in LIVES]

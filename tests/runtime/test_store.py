@@ -6,18 +6,20 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tcp_proxy import Proxy
 
 import tdcoll
 from tdcoll.errors import CollectiveTimeout, TdcollError
@@ -29,29 +31,54 @@ MOST_S = 3.0
 """Far more than a deadline and its slack; without a limit such a wait has no end."""
 
 
+class Server:
+    """A store that another process serves, which falls silent or dies when it is told to."""
+
+    def __init__(self) -> None:
+        fork = get_context("fork")
+        reader, writer = fork.Pipe(duplex=False)
+        self._process = fork.Process(target=self._serve, args=(writer,))
+        self._process.start()
+        self.port: int = reader.recv()
+
+    @staticmethod
+    def _serve(writer: Any) -> None:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        writer.send(store.port)
+        signal.pause()
+
+    def client(self) -> Any:
+        return dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
+
+    def stop(self) -> None:
+        os.kill(self._process.pid or 0, signal.SIGSTOP)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
 @pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    made = Proxy()
+def server() -> Iterator[Server]:
+    made = Server()
     yield made
     made.end()
 
 
-def limited(action: Callable[[], Any], most_s: float = MOST_S) -> BaseException:
-    """Return what ``action`` raises, within ``most_s`` seconds."""
-    raised: list[BaseException] = []
+def limited(action: Callable[[], Any]) -> BaseException:
+    """Return what ``action`` raises, within ``MOST_S`` seconds."""
+    raised: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def body() -> None:
         try:
-            action()
+            raised.put(action())
         except BaseException as error:
-            raised.append(error)
+            raised.put(error)
 
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    thread.join(most_s)
-    assert not thread.is_alive(), f"no end after {most_s:g} s"
-    assert raised, "nothing was raised"
-    return raised[0]
+    threading.Thread(target=body, daemon=True).start()
+    error = raised.get(timeout=MOST_S)
+    assert error is not None
+    return error
 
 
 # ---------------------------------------------------------------------- a store that stops answering, or dies
@@ -71,10 +98,10 @@ FAULTS: dict[str, tuple[type[Exception], str]] = {
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_store_that_stops_answering_or_dies(proxy: Proxy, question: Callable[[Any], Any], fault: str) -> None:
-    store = proxy.client()
+def test_a_store_that_stops_answering_or_dies(server: Server, question: Callable[[Any], Any], fault: str) -> None:
+    store = server.client()
     question(store)
-    getattr(proxy, fault)()
+    getattr(server, fault)()
     error = limited(lambda: question(store))
     assert (type(error), str(error).startswith(FAULTS[fault][1])) == (FAULTS[fault][0], True)
     assert fault == "stop" or isinstance(error.__cause__, dist.DistError)
@@ -106,9 +133,10 @@ def test_a_child_that_was_forked_asks_as_well() -> None:
 
 
 @pytest.fixture
-def default_group(proxy: Proxy) -> Iterator[Callable[[str], None]]:
+def default_group(server: Server) -> Iterator[Callable[[str], None]]:
     def make(backend: str) -> None:
-        dist.init_process_group(backend, store=proxy.client(), rank=0, world_size=1, timeout=timedelta(seconds=SHORT_S))
+        of_one = {"store": server.client(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timedelta(seconds=SHORT_S), **of_one)
 
     yield make
     if dist.is_initialized():
@@ -124,12 +152,12 @@ def assert_refused(error: BaseException, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_job_whose_store_fails(proxy: Proxy, default_group: Callable[[str], None], fault: str) -> None:
+def test_a_job_whose_store_fails(server: Server, default_group: Callable[[str], None], fault: str) -> None:
     """The call says what happened, and leaving says nothing more."""
     default_group("gloo")
     tdcoll.initialize(heap_bytes=1 << 20, timeout_s=SHORT_S)
     tdcoll.barrier()
-    getattr(proxy, fault)()
+    getattr(server, fault)()
     assert_refused(limited(tdcoll.barrier), fault)
     with pytest.raises(TdcollError, match="nothing collective is tried any more"):
         tdcoll.barrier()
@@ -140,9 +168,9 @@ def test_a_job_whose_store_fails(proxy: Proxy, default_group: Callable[[str], No
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_initialize_when_the_store_has_failed(proxy: Proxy, default_group: Callable[[str], None], fault: str) -> None:
+def test_initialize_when_the_store_has_failed(server: Server, default_group: Callable[[str], None], fault: str) -> None:
     default_group("gloo")
-    getattr(proxy, fault)()
+    getattr(server, fault)()
     error = limited(lambda: tdcoll.initialize(timeout_s=SHORT_S))
     assert isinstance(error, TdcollError)
     assert re.search("rank 0 .*the store", str(error))
@@ -150,23 +178,23 @@ def test_initialize_when_the_store_has_failed(proxy: Proxy, default_group: Calla
 
 
 @pytest.mark.parametrize("served", [True, False], ids=["silent", "absent"])
-def test_initialize_bounds_its_rendezvous(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
+def test_initialize_bounds_its_rendezvous(server: Server, monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
     """Nothing listens at the port, or what listens there is silent."""
-    (proxy.stop if served else proxy.end)()
-    for setting in ("RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={proxy.port}"):
+    (server.stop if served else server.end)()
+    for setting in ("RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={server.port}"):
         monkeypatch.setenv(*setting.split("="))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     error = limited(lambda: tdcoll.initialize(timeout_s=SHORT_S))
     assert isinstance(error, CollectiveTimeout)
-    assert f"in 'initialize' for the store at 127.0.0.1:{proxy.port}" in str(error)
+    assert f"in 'initialize' for the store at 127.0.0.1:{server.port}" in str(error)
     assert str(error).count("waited") == 1
     assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_new_group_is_bounded(proxy: Proxy, default_group: Callable[[str], None], fault: str) -> None:
+def test_new_group_is_bounded(server: Server, default_group: Callable[[str], None], fault: str) -> None:
     default_group("tdcoll")
-    getattr(proxy, fault)()
+    getattr(server, fault)()
     assert_refused(limited(lambda: dist.new_group([0], timeout=timedelta(seconds=SHORT_S))), fault)
     began = time.monotonic()
     dist.destroy_process_group()
