@@ -54,10 +54,9 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
-from tdcoll.primitives import elements, stores
+from tdcoll.primitives import stores
 from tdcoll.primitives.group import begin_even_epoch, row, still_alive, this_epoch
-from tdcoll.primitives.reduce import finish, rounded
-from tdcoll.primitives.sums import sum_of_ranks
+from tdcoll.primitives.sums import reduce_chunk
 
 __all__ = ["enter", "hear", "look", "sum_copies"]
 
@@ -104,22 +103,6 @@ def look(g, WAITED: tl.constexpr):
 
 
 @jit
-def _sum(
-    own, out, inbox, g, count,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """Sum this thread block's tiles of ``count`` elements."""
-    epoch = this_epoch(g.control)
-    step = tl.num_programs(0).to(tl.int64) * COUNT
-    for begin in tl.range(tl.program_id(0).to(tl.int64) * COUNT, count, step):
-        index = begin + tl.arange(0, COUNT)
-        mask = index < count
-        sum = sum_of_ranks(own, inbox, g, None, epoch, 0, index, mask, DTYPE, ACC, OP, ALIGNED)
-        result = rounded(finish(sum, g.world, OP), DTYPE, OP)
-        tl.store(elements.pointer(out, DTYPE, ALIGNED) + index, result, mask=mask)
-
-
-@jit
 def sum_copies(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, at: tl.int64,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, WAITED: tl.constexpr,
@@ -137,8 +120,8 @@ def sum_copies(
     if still_alive(g.monitor) != 0:
         own = source + at
         to = out + at if WHOLE else out
-        if (own | to | nbytes) % 16 == 0:
-            _sum(own, to, inbox, g, elements.count(nbytes, DTYPE, True), DTYPE, ACC, OP, True, COUNT)
-        else:
-            _sum(own, to, inbox, g, elements.count(nbytes, DTYPE, False), DTYPE, ACC, OP, False, COUNT)
+        aligned = (own | to | nbytes) % 16 == 0
+        epoch = this_epoch(g.control)
+        worker, workers = tl.program_id(0), tl.num_programs(0)
+        reduce_chunk(worker, workers, own, to, 0, nbytes, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, COUNT)
         stores.none_gave_up(g, WAITED)

@@ -3,8 +3,8 @@
 
 The parts of other ranks have landed in the segments of an inbox; a rank's own is in the caller's tensor. If the inbox
 has one slot, all parts are in the callers' symmetric tensors, and are read there. The ranks of a node are taken in rank
-order, then the nodes in node order (:mod:`tdcoll.primitives.reduce` has the arithmetic). All functions here work on the
-tile whose elements are ``index`` of the chunk at byte ``offset``.
+order, then the nodes in node order (:mod:`tdcoll.primitives.reduce` has the arithmetic). All functions but
+:func:`reduce_chunk` work on the tile whose elements are ``index`` of the chunk at byte ``offset``.
 """
 
 import triton.language as tl
@@ -12,9 +12,9 @@ import triton.language as tl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import elements
 from tdcoll.primitives.group import segment
-from tdcoll.primitives.reduce import accumulate
+from tdcoll.primitives.reduce import accumulate, finish, rounded
 
-__all__ = ["load_part", "sum_of_node", "sum_of_ranks"]
+__all__ = ["load_part", "reduce_chunk", "sum_of_node", "sum_of_ranks"]
 
 
 @jit
@@ -63,3 +63,32 @@ def sum_of_ranks(
             sum = sum_of_node(node, own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
             total = accumulate(total, sum, node == 0, OP)
     return total
+
+
+@jit
+def _reduce_tiles(
+    worker, workers, own, out, offset, size, inbox, g, nodes, epoch,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    count = elements.count(size, DTYPE, ALIGNED)
+    for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
+        index = begin + tl.arange(0, COUNT)
+        mask = index < count
+        sum = sum_of_ranks(own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
+        result = rounded(finish(sum, g.world, OP), DTYPE, OP)
+        tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
+
+
+@jit
+def reduce_chunk(
+    worker, workers, own, out, offset, size, inbox, g, nodes, epoch, aligned,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Reduce this worker's tiles, of ``COUNT`` elements, of the chunk at ``offset`` to the same place in ``out``.
+
+    ``nodes`` is None if all ranks are on one. ``aligned``: all addresses and sizes are multiples of 16.
+    """
+    if aligned:
+        _reduce_tiles(worker, workers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, True, COUNT)
+    else:
+        _reduce_tiles(worker, workers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, False, COUNT)

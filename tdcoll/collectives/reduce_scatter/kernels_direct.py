@@ -33,28 +33,11 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
-from tdcoll.primitives import elements, stores
+from tdcoll.primitives import stores
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
-from tdcoll.primitives.reduce import finish, rounded
-from tdcoll.primitives.sums import sum_of_ranks
+from tdcoll.primitives.sums import reduce_chunk
 
-__all__ = ["reduce_chunk", "reduce_scatter_direct"]
-
-
-@jit
-def reduce_chunk(
-    worker, workers, own, out, offset, size, inbox, g, nodes, epoch,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """Reduce this worker's tiles of the chunk at ``offset``, of all ranks, to the same place in ``out``. ``nodes`` is
-    None if all ranks are on one."""
-    count = elements.count(size, DTYPE, ALIGNED)
-    for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
-        index = begin + tl.arange(0, COUNT)
-        mask = index < count
-        sum = sum_of_ranks(own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
-        result = rounded(finish(sum, g.world, OP), DTYPE, OP)
-        tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
+__all__ = ["reduce_scatter_direct"]
 
 
 @jit
@@ -99,7 +82,5 @@ def reduce_scatter_direct(
     elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
         worker = given - senders
-        if (source | source_stride | out | nbytes) % 16 == 0:
-            reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, None, epoch, DTYPE, ACC, OP, True, COUNT)
-        else:
-            reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, None, epoch, DTYPE, ACC, OP, False, COUNT)
+        aligned = (source | source_stride | out | nbytes) % 16 == 0
+        reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, COUNT)

@@ -11,10 +11,10 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.collectives.exchange.kernels_loop import LAG
-from tdcoll.collectives.reduce_scatter.kernels_direct import reduce_chunk
 from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
+from tdcoll.primitives.sums import reduce_chunk
 
 __all__ = ["reduce_scatter_loop"]
 
@@ -52,7 +52,5 @@ def reduce_scatter_loop(
             if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
                 offset = tl.cast(came, tl.int64) * chunk
                 size = chunk_bytes(nbytes, chunk, came)
-                if (source | source_stride | out | nbytes) % 16 == 0:
-                    reduce_chunk(0, 1, own, out, offset, size, inbox, g, None, epoch, DTYPE, ACC, OP, True, COUNT)
-                else:
-                    reduce_chunk(0, 1, own, out, offset, size, inbox, g, None, epoch, DTYPE, ACC, OP, False, COUNT)
+                aligned = (source | source_stride | out | nbytes) % 16 == 0
+                reduce_chunk(0, 1, own, out, offset, size, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, COUNT)

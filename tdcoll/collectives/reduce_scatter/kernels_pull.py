@@ -39,10 +39,10 @@ block that then writes it.
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.reduce_scatter.kernels_direct import reduce_chunk
 from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, start
+from tdcoll.primitives.sums import reduce_chunk
 
 __all__ = ["reduce_scatter_pull"]
 
@@ -79,9 +79,7 @@ def reduce_scatter_pull(
         own = source + tl.cast(g.rank, tl.int64) * source_stride
         offset = tl.cast(channel, tl.int64) * chunk
         size = chunk_bytes(nbytes, chunk, channel)
-        if (source | source_stride | out | nbytes) % 16 == 0:
-            reduce_chunk(0, 1, own, out, offset, size, inbox, g, None, epoch, DTYPE, ACC, OP, True, COUNT)
-        else:
-            reduce_chunk(0, 1, own, out, offset, size, inbox, g, None, epoch, DTYPE, ACC, OP, False, COUNT)
+        aligned = (source | source_stride | out | nbytes) % 16 == 0
+        reduce_chunk(0, 1, own, out, offset, size, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, COUNT)
         stores.release_to_all(g, row(g, epoch, channel) + g.rank, epoch)
         stores.none_gave_up(g, WAITED)

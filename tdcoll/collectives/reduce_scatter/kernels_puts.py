@@ -31,10 +31,10 @@ In place: as in ``kernels_direct``.
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.reduce_scatter.kernels_direct import reduce_chunk
 from tdcoll.language.jit import jit
 from tdcoll.primitives import puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
+from tdcoll.primitives.sums import reduce_chunk
 
 __all__ = ["reduce_scatter_puts"]
 
@@ -85,7 +85,5 @@ def reduce_scatter_puts(
     elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
         worker = given - routes.n_local
-        if (source | source_stride | out | nbytes) % 16 == 0:
-            reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, True, COUNT)
-        else:
-            reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, False, COUNT)
+        aligned = (source | source_stride | out | nbytes) % 16 == 0
+        reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, nodes, epoch, aligned, DTYPE, ACC, OP, COUNT)
