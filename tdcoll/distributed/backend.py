@@ -9,9 +9,8 @@ and C++ (DDP's reducer, functional collectives) calls them if PyTorch's trampoli
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,7 +37,9 @@ from tdcoll.distributed.fallback import (
     beside,
     exchange_parts,
     gather_into,
+    gather_several,
     scatter_from,
+    scatter_several,
     sparse_sum_by_gather,
 )
 from tdcoll.distributed.options import Options
@@ -90,7 +91,7 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
     ranks, options = list(given.global_ranks_in_group), Options.of(pg_options)
     store = _meeting_place(given.store, ranks)
     with backend_errors, runtime.failing_with_the_store():
-        return _class_for(options)(
+        return TdcollProcessGroup(
             store, given.group_rank, given.group_size, ranks, given.timeout, given.group_id, options
         )
 
@@ -210,7 +211,7 @@ class TdcollProcessGroup(ProcessGroup):
         options = self._options if opts is None else Options.of(opts)
         if not isinstance(opts, Options):  # NCCL's, which torch.distributed.split_group always passes
             options = dataclasses.replace(self._options, nccl=options.nccl)
-        made: Any = _class_for(options)(
+        made: Any = TdcollProcessGroup(
             self._store,
             new_ranks.index(self._rank),
             len(new_ranks),
@@ -249,10 +250,10 @@ class TdcollProcessGroup(ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[n, ...] -> [world * n, ...]``."""
-        output, input, asynchronous = plain(output), plain(input), opts is None or opts.asyncOp
+        opts = AllgatherOptions() if opts is None else opts
         return self.dispatcher.call_one(
-            "all_gather", output, input, None, asynchronous,
-            lambda group, call: gather_into(group, call.outs[0], call.inputs[0], opts),
+            "all_gather", plain(output), plain(input), None, opts.asyncOp,
+            lambda group, outs, inputs: gather_into(group, outs[0], inputs[0], opts),
         )  # fmt: skip
 
     _allgather_base = all_gather_single
@@ -265,12 +266,9 @@ class TdcollProcessGroup(ProcessGroup):
             return self.all_gather_single(outputs[0], inputs[0], opts)
         outputs, inputs = [plain(out) for out in outputs], [plain(tensor) for tensor in inputs]
         opts = AllgatherOptions() if opts is None else opts
-
-        def start(group: Any, call: Call) -> Any:
-            make = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
-            return make(call.outs, call.inputs, opts)
-
-        return self._several("all_gather", Call(outputs, inputs), opts, start)
+        return self._several(
+            "all_gather", Call(outputs, inputs), opts, lambda group, *lists: gather_several(group, *lists, opts)
+        )
 
     allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
 
@@ -288,11 +286,11 @@ class TdcollProcessGroup(ProcessGroup):
         opts = AllgatherOptions() if opts is None else opts
         if len(inputs) != 1 or len(outputs) != 1:
             return self._plain.allgather(outputs, inputs, opts)
-        call = Call([], inputs, pieces=outputs[0])
+        call = Call(outputs[0], inputs, listed=True)
         if not self.dispatcher.compares("all_gather", call):
             check_pieces(call, self._size)
         return self.dispatcher.call(
-            "all_gather", call, opts.asyncOp, lambda group, call: group.allgather([call.pieces], call.inputs, opts)
+            "all_gather", call, opts.asyncOp, lambda group, outs, inputs: group.allgather([outs], inputs, opts)
         )
 
     # ------------------------------------------------------------------ reductions
@@ -301,7 +299,7 @@ class TdcollProcessGroup(ProcessGroup):
         """Reduce each element over the ranks, in place. A sparse COO tensor becomes coalesced."""
         tensors = [plain(tensors)] if isinstance(tensors, torch.Tensor) else [plain(tensor) for tensor in tensors]
         opts = _with(AllreduceOptions, opts, timeout)
-        op, start = _operation(opts), lambda group, call: group.allreduce(call.outs, opts)
+        op, start = _operation(opts), lambda group, outs, _: group.allreduce(outs, opts)
         if len(tensors) != 1:
             return self._several("all_reduce", Call(tensors, tensors, op), opts, start)
         tensor = tensors[0]
@@ -316,7 +314,7 @@ class TdcollProcessGroup(ProcessGroup):
             return self.allreduce(tensors, opts)
         tensors = [plain(tensor) for tensor in tensors]
         call = Call(tensors, tensors, _operation(opts))
-        return self._several("all_reduce", call, opts, lambda group, call: group.allreduce_coalesced(call.outs, opts))
+        return self._several("all_reduce", call, opts, lambda group, outs, _: group.allreduce_coalesced(outs, opts))
 
     def _sparse(self, tensor: torch.Tensor, op: str, opts: Any) -> Any:
         refuse_wrong(tensor, op)
@@ -328,7 +326,7 @@ class TdcollProcessGroup(ProcessGroup):
         backend = self.dispatcher.fallback.name(tensor.device)
         gathers = backend == "nccl" and op in ("sum", "mean")
 
-        def start(group: Any, call: Call) -> Any:
+        def start(group: Any, *lists: Any) -> Any:
             """gloo sums sparse tensors itself; over NCCL all rows go to all ranks."""
             if gathers:
                 tensor.data = sparse_sum_by_gather(group, tensor, op)
@@ -348,11 +346,10 @@ class TdcollProcessGroup(ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
-        output, input, opts = plain(output), plain(input), ReduceScatterOptions() if opts is None else opts
-        op = _operation(opts)
+        opts = ReduceScatterOptions() if opts is None else opts
         return self.dispatcher.call_one(
-            "reduce_scatter", output, input, op, opts.asyncOp,
-            lambda group, call: scatter_from(group, call.outs[0], call.inputs[0], opts),
+            "reduce_scatter", plain(output), plain(input), _operation(opts), opts.asyncOp,
+            lambda group, outs, inputs: scatter_from(group, outs[0], inputs[0], opts),
         )  # fmt: skip
 
     _reduce_scatter_base: Any = reduce_scatter_single
@@ -365,12 +362,8 @@ class TdcollProcessGroup(ProcessGroup):
         if len(outputs) == len(inputs) == 1:
             return self.reduce_scatter_single(outputs[0], inputs[0], opts)
         outputs, inputs = [plain(out) for out in outputs], [plain(tensor) for tensor in inputs]
-
-        def start(group: Any, call: Call) -> Any:
-            make = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
-            return make(call.outs, call.inputs, opts)
-
-        return self._several("reduce_scatter", Call(outputs, inputs, _operation(opts)), opts, start)
+        call = Call(outputs, inputs, _operation(opts))
+        return self._several("reduce_scatter", call, opts, lambda group, *lists: scatter_several(group, *lists, opts))
 
     reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
@@ -382,18 +375,15 @@ class TdcollProcessGroup(ProcessGroup):
         """``[world * n, ...] -> [world * n, ...]``. Falls back if there are split sizes, which differ from rank to
         rank."""
         output, input, opts = plain(output), plain(input), AllToAllOptions() if opts is None else opts
+        splits = output_splits or [], input_splits or []
+
+        def start(group: Any, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+            return exchange_parts(group, outs[0], inputs[0], *splits, opts)
+
         if output_splits or input_splits:
-            return self.dispatcher.call(
-                "all_to_all", Call([output], [input]), opts.asyncOp,
-                lambda group, call: exchange_parts(
-                    group, call.outs[0], call.inputs[0], output_splits, input_splits, opts
-                ),
-                refused="split sizes",
-            )  # fmt: skip
-        return self.dispatcher.call_one(
-            "all_to_all", output, input, None, opts.asyncOp,
-            lambda group, call: exchange_parts(group, call.outs[0], call.inputs[0], [], [], opts),
-        )  # fmt: skip
+            call = Call([output], [input])
+            return self.dispatcher.call("all_to_all", call, opts.asyncOp, start, refused="split sizes")
+        return self.dispatcher.call_one("all_to_all", output, input, None, opts.asyncOp, start)
 
     alltoall_base: Any = all_to_all_single
 
@@ -431,56 +421,28 @@ class TdcollProcessGroup(ProcessGroup):
         refused = None if opts.timeout == _UNSET else "a timeout of its own"
         call = Call([], [], device=where)
         return self.dispatcher.call(
-            "barrier", call, opts.asyncOp, lambda group, _: group.barrier(opts), refused=refused
+            "barrier", call, opts.asyncOp, lambda group, *_: group.barrier(opts), refused=refused
         )
 
 
-_METHODS = {
-    "all_gather": ("all_gather_single", "_allgather_base", "all_gather_single_coalesced", "allgather",
-                   "allgather_into_tensor_coalesced"),
-    "reduce_scatter": ("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced",
-                       "reduce_scatter_tensor_coalesced"),
-    "all_to_all": ("all_to_all_single", "alltoall_base"),
-    "barrier": ("barrier",),
-}  # fmt: skip
-"""The methods that only one kind of call needs. (``allreduce`` is always needed, because NCCL has no sparse one.)"""
+def _pass_on(name: str) -> Callable[..., Any]:
+    """Return a method that passes calls on to the plain group.
 
-
-def _class_for(options: Options) -> type[TdcollProcessGroup]:
-    """Return a group's class. On GPUs it passes calls on if tdcoll does not handle them; gloo needs contiguous
-    memory."""
-    if not torch.cuda.is_available():
-        return TdcollProcessGroup
-    return _passing_on(tuple(name for kind in _METHODS if kind not in options.kinds for name in _METHODS[kind]))
-
-
-@functools.cache
-def _passing_on(names: tuple[str, ...]) -> type[TdcollProcessGroup]:
-    """Return the class of groups that pass these calls on to the plain group as they are."""
-    return type("TdcollProcessGroup", (TdcollProcessGroup,), _passed_on(names))
-
-
-def _passed_on(names: tuple[str, ...]) -> dict[str, Any]:
-    """Return methods that pass calls on to the plain group, by those of the names that this PyTorch has.
-
-    Each is one line of Python, which is needed because of a deadlock: if a Python class overrides nothing, PyTorch's
+    It is one line of Python, which is needed because of a deadlock: if a Python class overrides nothing, PyTorch's
     trampoline calls C++ with the GIL held (``PyProcessGroup.hpp``), and waits there for a lock of gloo's or NCCL's. The
     lock's thread needs the GIL when it releases a tensor. Without these methods one call in a hundred thousand never
     ended.
     """
 
-    def make(name: str) -> Callable[..., Any]:
-        def pass_on(self: Any, *given: Any, **named: Any) -> Any:
-            return getattr(self._plain, name)(*given, **named)
+    def pass_on(self: Any, *given: Any, **named: Any) -> Any:
+        return getattr(self._plain, name)(*given, **named)
 
-        return pass_on
-
-    return {name: make(name) for name in names if hasattr(ProcessGroup, name)}
+    return pass_on
 
 
-for _name, _method in _passed_on(("broadcast", "reduce_scatter")).items():
-    setattr(TdcollProcessGroup, _name, _method)
-never_compiled(TdcollProcessGroup)  # with these methods, and those of _passing_on, which have the same code
+for _name in ("broadcast", "reduce_scatter"):
+    setattr(TdcollProcessGroup, _name, _pass_on(_name))
+never_compiled(TdcollProcessGroup)
 
 
 def _deadline(timeout: timedelta) -> float | None:

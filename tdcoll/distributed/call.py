@@ -18,12 +18,12 @@ class Call:
     Attributes:
         outs, inputs: one tensor for each part of the call; for the user each part is a separate call.
         op: tdcoll's name of the operation, or another name; None if nothing is reduced.
-        pieces: the list of an all-gather into a list, a tensor for each rank. Then there is one input, and no ``outs``.
+        listed: an all-gather into a list. Then there is one input, and ``outs`` has a tensor for each rank.
         device: of the tensors.
         ready: repeats calls like this one, after a dense call of one tensor.
     """
 
-    __slots__ = ("device", "inputs", "op", "outs", "pieces", "ready")
+    __slots__ = ("device", "inputs", "listed", "op", "outs", "ready")
 
     def __init__(
         self,
@@ -31,26 +31,21 @@ class Call:
         inputs: Sequence[torch.Tensor],
         op: str | None = None,
         *,
-        pieces: Sequence[torch.Tensor] = (),
+        listed: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        self.outs, self.inputs, self.op, self.pieces = outs, inputs, op, pieces
+        self.outs, self.inputs, self.op, self.listed = outs, inputs, op, listed
         self.ready: Ready | None = None
         self.device = device if device is not None else inputs[0].device if inputs else torch.device("cpu")
 
     @property
     def touched(self) -> list[torch.Tensor]:
         """Return all tensors that the call reads or writes."""
-        return [*self.outs, *self.inputs, *self.pieces]
-
-    @property
-    def results(self) -> list[torch.Tensor]:
-        """Return all tensors that the call writes."""
-        return [*self.outs, *self.pieces]
+        return [*self.outs, *self.inputs]
 
     def copy_to(self, other: Call) -> None:
         """Copy the results to another call, for which :func:`plain_memory` has made this one."""
-        for made, asked in zip(self.results, other.results, strict=True):
+        for made, asked in zip(self.outs, other.outs, strict=True):
             if made is not asked:
                 write(asked, made)
 
@@ -79,8 +74,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_pieces(call: Call, world: int) -> None:
     """Raise unless an all-gather into a list has a tensor for each rank."""
-    if len(call.pieces) != world:
-        raise ValueError(f"all_gather: the list must have {world} tensors, one per rank; got {len(call.pieces)}")
+    if len(call.outs) != world:
+        raise ValueError(f"all_gather: the list must have {world} tensors, one per rank; got {len(call.outs)}")
 
 
 def write(out: torch.Tensor, values: torch.Tensor) -> None:
@@ -100,21 +95,18 @@ def plain_memory(call: Call) -> Call:
     """
     if all(map(is_plain, call.touched)):
         return call
-    outs = [_plain(out, out is tensor) for out, tensor in zip(call.outs, call.inputs, strict=False)]
-    pieces = [_plain(piece, False) for piece in call.pieces]
-    inputs = (
-        outs
-        if call.outs is call.inputs or (call.outs and call.outs[0] is call.inputs[0])
-        else [_plain(tensor, True) for tensor in call.inputs]
-    )
-    return Call(outs, inputs, call.op, pieces=pieces, device=call.device)
+    in_place = bool(call.outs) and call.outs[0] is call.inputs[0]
+    outs = [_plain(out, in_place) for out in call.outs]
+    inputs = outs if in_place else [_plain(tensor, True) for tensor in call.inputs]
+    return Call(outs, inputs, call.op, listed=call.listed, device=call.device)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values are contiguous memory. Tensors that aren't dense count as such."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return True
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    conjugate = tensor.dtype.is_complex and tensor.is_conj()  # which takes longer to ask than the dtype
+    return tensor.is_contiguous() and not tensor.is_neg() and not conjugate
 
 
 @torch.no_grad()

@@ -264,7 +264,7 @@ class Dispatcher:
             return self._run(kind, call, key)
         self.count(kind, self.fallback.name(call.device), how + why)
         self.fallback.make(call, False, start, beside=kind).wait()
-        return call.results
+        return list(call.outs)
 
     def call_one(
         self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, asynchronous: bool, start: Start
@@ -284,10 +284,9 @@ class Dispatcher:
         if known is not None:
             if known.ready is None:
                 self.counts[known.counted] += 1
-                call = Call([out], [tensor], op)
-                if tensor.is_cuda and is_plain(tensor) and is_plain(out):
-                    return start(self.fallback.group, call)  # Fallback.make does the same in more time
-                return self.fallback.make(call, asynchronous, start)
+                if is_plain(tensor) and (out is tensor or is_plain(out)):
+                    return start(self.fallback.group, [out], [tensor])  # Fallback.make does the same in more time
+                return self.fallback.make(Call([out], [tensor], op), asynchronous, start)
             work = self._again(known, out, tensor, asynchronous)
             if work is not None:
                 self.counts[known.counted] += 1

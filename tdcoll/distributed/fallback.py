@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, ProcessGroup
+from torch._C._distributed_c10d import ProcessGroup
 
 from tdcoll.distributed.call import Call, plain_memory
 from tdcoll.runtime.store import ask
@@ -22,10 +22,10 @@ from tdcoll.torch_internals import never_compiled
 from tdcoll.work import Work, completed
 
 __all__ = ["Fallback", "Start", "add_backends", "beside", "exchange_parts", "gather_into", "scatter_from"]
-__all__ += ["sparse_sum_by_gather"]
+__all__ += ["gather_several", "scatter_several", "sparse_sum_by_gather"]
 
-Start = Callable[[Any, Call], Any]
-"""Starts a call, whose tensors are contiguous, on a process group. Returns its work."""
+Start = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], Any]
+"""``start(group, outs, inputs)`` starts a call of contiguous tensors on a process group. Returns its work."""
 
 
 class Fallback:
@@ -62,7 +62,7 @@ class Fallback:
             if beside not in self._beside:
                 self._beside[beside] = self._make_beside(beside)
             group = self._beside[beside]
-        work = start(group, taken)
+        work = start(group, taken.outs, taken.inputs)
         if taken is call:
             return work
         if asynchronous:
@@ -70,7 +70,7 @@ class Fallback:
         if work is not None:  # NCCL has none for a synchronous call
             work.wait()
         taken.copy_to(call)
-        return completed(call.results)
+        return completed(call.outs)
 
 
 @never_compiled
@@ -85,7 +85,7 @@ class _CopiedWork(Work):
 
     def __init__(self, work: Any, made: Call, asked: Call) -> None:
         super().__init__()
-        self.tensors = asked.results
+        self.tensors = asked.outs
         self._work, self._made, self._asked = work, made, asked
         self._copying = threading.Lock()
         self._copied = False
@@ -213,24 +213,16 @@ def _nccl(
     return backend
 
 
-_GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
-_EXCHANGE = "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") else "alltoall_base"
-_SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+def _method(*names: str) -> Any:
+    """Return ``ProcessGroup``'s method, whose name differs between versions of PyTorch, to be called with a group."""
+    return next(filter(None, (getattr(ProcessGroup, name, None) for name in names)))
 
 
-def gather_into(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-    """Start ``group``'s all-gather into one tensor, under the name that this PyTorch has for it. Return its work."""
-    return getattr(group, _GATHER)(out, tensor, AllgatherOptions() if opts is None else opts)
-
-
-def scatter_from(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-    """Start ``group``'s reduce-scatter of one tensor, under the name that this PyTorch has for it. Return its work."""
-    return getattr(group, _SCATTER)(out, tensor, opts)
-
-
-def exchange_parts(group: Any, out: torch.Tensor, tensor: torch.Tensor, out_splits: Any, splits: Any, opts: Any) -> Any:
-    """Start ``group``'s all-to-all of one tensor, under the name that this PyTorch has for it. Return its work."""
-    return getattr(group, _EXCHANGE)(out, tensor, out_splits, splits, opts)
+gather_into = _method("all_gather_single", "_allgather_base")
+gather_several = _method("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+scatter_from = _method("reduce_scatter_single", "_reduce_scatter_base")
+scatter_several = _method("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+exchange_parts = _method("all_to_all_single", "alltoall_base")
 
 
 def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Tensor:

@@ -211,8 +211,8 @@ class Dense(Handler):
 
     def _segments(self, call: Call) -> list[int]:
         """Return the bytes of a segment of each part of the call."""
-        if call.pieces:
-            return [max(piece.nbytes for piece in call.pieces)]
+        if call.listed:
+            return [max((piece.nbytes for piece in call.outs), default=0)]
         return [self.spec.segment_bytes(tensor.nbytes, len(self.members.ranks)) for tensor in call.inputs]
 
     def facts(self, call: Call) -> dict[str, Any]:
@@ -220,10 +220,8 @@ class Dense(Handler):
         return {**super().facts(call), "bytes": self._segments(call) if strided else "not strided"}
 
     def refuse(self, call: Call) -> str | None:
-        for tensors in (call.inputs, call.outs, call.pieces):
-            for tensor in tensors:
-                if tensor.layout != torch.strided:
-                    return "not strided"
+        if any(tensor.layout != torch.strided for tensor in call.touched):
+            return "not strided"
         if self.spec.reduces:
             for tensor in call.inputs:
                 if call.op not in OPERATIONS_OF.get(tensor.dtype, ()):
@@ -247,9 +245,10 @@ class Dense(Handler):
 
     def check_call(self, call: Call) -> None:
         world, spec, device = len(self.members.ranks), self.spec, call.device
-        if not call.outs and call.inputs:  # into a list
+        if call.listed:
             self._check_list(call)
-        for out, tensor in zip(call.outs, call.inputs, strict=bool(call.outs)):
+            return
+        for out, tensor in zip(call.outs, call.inputs, strict=True):
             if not (spec.scatters or spec.gathers):
                 _same_kind(f"{self.kind}: tensor", tensor, call.inputs[0], device, tensor.numel())
             elif spec.gathers:
@@ -263,7 +262,7 @@ class Dense(Handler):
                 )
 
     def _check_list(self, call: Call) -> None:
-        (tensor,), pieces = call.inputs, call.pieces
+        (tensor,), pieces = call.inputs, call.outs
         check_pieces(call, len(self.members.ranks))
         own = pieces[self.members.ranks.index(self.members.job.rank)]
         if any(_kind(piece) != _kind(tensor) for piece in pieces) or own.numel() != tensor.numel():
@@ -287,18 +286,18 @@ class Dense(Handler):
         return total if together else 0
 
     def run(self, call: Call) -> list[torch.Tensor]:
-        if call.pieces:
+        if call.listed:
             self._run_list(call)
         elif self._packed(call):
             self._run_packed(call)
         else:
             for out, tensor in zip(call.outs, call.inputs, strict=True):
                 call.ready = self._launch(out, tensor, call.op)
-        return call.results
+        return list(call.outs)
 
     def _run_list(self, call: Call) -> None:
         """Make an all-gather into a list of tensors of any sizes."""
-        (tensor,), pieces = call.inputs, call.pieces
+        (tensor,), pieces = call.inputs, call.outs
         most = max(piece.numel() for piece in pieces)
         own = tensor
         if tensor.numel() != most:

@@ -150,7 +150,7 @@ def sides_that_are_asked(monkeypatch: Any, asked: list[Any], now: list[str | Non
 
 
 def call_one(dispatcher: Dispatcher, tensor: torch.Tensor, out: torch.Tensor, op: str | None = None) -> Any:
-    return dispatcher.call_one("all_gather", out, tensor, op, False, lambda group, call: "handed over")
+    return dispatcher.call_one("all_gather", out, tensor, op, False, lambda *_: "handed over")
 
 
 def test_a_call_like_one_that_was_handed_over_is_handed_over_at_once(monkeypatch) -> None:

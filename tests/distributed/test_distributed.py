@@ -24,7 +24,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor, all
 import tdcoll
 from tdcoll import distributed, runtime
 from tdcoll.collectives._host.call import spec_of
-from tdcoll.distributed import BackendTimeout, Options, agreement, backend, explain
+from tdcoll.distributed import BackendTimeout, Options, agreement, explain
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import add_backends
 from tdcoll.distributed.options import HANDLES, KINDS
@@ -306,44 +306,21 @@ def python_calls(function: Callable[[], object]) -> list[str]:
     return seen[1:]
 
 
-def test_what_is_not_served_passes_one_function(alone, monkeypatch) -> None:
-    made = ("broadcast", "all_gather_single", "_allgather_base")
-    monkeypatch.setattr(backend, "_class_for", lambda options: backend._passing_on(made))
+def test_broadcasts_pass_one_function(alone) -> None:
     group = alone()
-    assert isinstance(group, distributed.TdcollProcessGroup)
     tensor, options = torch.arange(3.0), BroadcastOptions()
     assert python_calls(lambda: group.broadcast([tensor], options).wait()) == ["pass_on"]
     assert "allreduce" in python_calls(lambda: group.allreduce([tensor]).wait())
-    out = torch.empty(3)
-    dist.all_gather_into_tensor(out, tensor)
-    assert out.tolist() == tensor.tolist() == [0, 1, 2]
 
 
 def test_no_call_goes_on_to_c_plus_plus_with_the_gil_held() -> None:
-    """Every method that PyTorch's trampoline looks for is a Python function here: see `_passed_on`."""
+    """Every method that PyTorch's trampoline looks for is a Python function here: see `_pass_on`."""
     header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
     text = header.read_text(encoding="utf-8").partition("using ProcessGroup::ProcessGroup;")[2]
     looked_for = set(re.findall(r"c10::intrusive_ptr<Work> (\w+)\(", text))
     assert {"allreduce", "broadcast", "send", "recv", "reduce_scatter"} <= looked_for
     held = {name for name in looked_for if not inspect.isfunction(getattr(distributed.TdcollProcessGroup, name))}
     assert held == set()
-
-
-def test_methods_that_a_group_on_gpus_overrides(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cases = {
-        "all": {"all_gather_single", "reduce_scatter_single_coalesced", "allreduce", "barrier"},
-        "all_reduce": {"allreduce"},
-        "none": {"allreduce"},
-        "reduce_scatter": {"allreduce", "reduce_scatter_single_coalesced"},
-    }
-    asked = {"all_gather_single", "reduce_scatter_single_coalesced", "allreduce", "barrier", "broadcast"}
-    asked &= set(dir(dist.ProcessGroup))  # PyTorch 2.11 has not all of them
-    for handles, overridden in cases.items():
-        made = backend._class_for(Options(handles=handles))
-        assert {name for name in asked if getattr(made, name).__name__ != "pass_on"} == overridden & asked, handles
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert backend._class_for(Options(handles="none")) is distributed.TdcollProcessGroup
 
 
 def test_sizes_that_are_served() -> None:
