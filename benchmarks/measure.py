@@ -92,7 +92,7 @@ def stages(nproc: int) -> dict[str, list[Job]]:
         "reduce-scatter": [reduce_scatter],
         "all-gather": [all_gather],
         "sparse": [bench("sparse", f"{sparse} --algorithms owner,auto --peers published,allgather")],
-        "rms-norm": [bench("rms-norm", f"{norm} --algorithms auto,one_shot,two_stage,composed --peers {_NORM}")],
+        "rms-norm": [bench("rms-norm", f"{norm} --algorithms auto,one_shot,two_shot,composed --peers {_NORM}")],
         "marks": dense("marks-", marks, "nccl,nccl-symmetric"),
         "heaps": [
             bench(

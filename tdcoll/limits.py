@@ -44,7 +44,7 @@ def inbox_bytes(world_size: int, heap_bytes: int) -> int:
 def lamport_bytes(world_size: int, n_nodes: int) -> int:
     """Return the bytes of one rank that a context handles with the Lamport protocol, if nothing is specified.
 
-    It is for ranks of one node. An all-reduce of 16 MiB takes two stages. The words take three times 32 MiB of the
+    It is for ranks of one node. An all-reduce of 16 MiB is two-shot. The words take three times 32 MiB of the
     symmetric heap, for any number of ranks.
     """
     return 0 if n_nodes > 1 else _ANNOUNCED_BYTES // world_size

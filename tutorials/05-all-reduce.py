@@ -6,7 +6,7 @@ All-reduce, and the kernels after it
 Every rank has a vector, and in the end every rank has the sum of all vectors. You will learn
 
 * how to predict the time of an all-reduce from hops and bytes,
-* how to write one in one stage and in two, with four rules that you can break,
+* how to write one in one step and in two, with four rules that you can break,
 * why the order of a sum matters, and who decides it,
 * how much it saves to fuse the all-reduce with the addition and the norm that follow it in a model,
 * how a tensor-parallel model decodes with it.
@@ -43,25 +43,25 @@ import tdcoll.language as tdl
 # Two things take time: the hop from GPU to GPU, and the bytes. On H200s the launch of a kernel takes 0.8 µs, a hop
 # about 1, and at most 390 GB/s leave a GPU. With n bytes on each of W ranks there are two ways to go::
 #
-#     one stage:   every rank  ---- its vector ---->  all others    and all ranks add up all of it
+#     one-shot:    every rank  ---- its vector ---->  all others    and all ranks add up all of it
 #                  1 hop, (W - 1) n bytes from each rank
 #
-#     two stages:  every rank  ---- part p -------->  rank p        and rank p adds up part p
+#     two-shot:    every rank  ---- part p -------->  rank p        and rank p adds up part p
 #                  rank p      ---- its sum ------->  all others
 #                  2 hops, 2 (W - 1) / W n bytes from each rank
 #
-# One stage is therefore faster for small vectors and two for large ones. With two ranks the bytes are the same, and one
-# stage always wins. No all-reduce sends fewer bytes than two stages or takes fewer hops than one, unless the switch
-# does the adding. The lower bound follows from that, as in the second tutorial.
+# One-shot is therefore faster for small vectors and two-shot for large ones. With two ranks the bytes are the same, and
+# one-shot always wins. No all-reduce sends fewer bytes than two-shot or takes fewer hops than one-shot, unless the
+# switch does the adding. The lower bound follows from that, as in the second tutorial.
 
 
-def predicted_us(nbytes, world, stages):
-    sent = (world - 1) * nbytes if stages == 1 else 2 * (world - 1) / world * nbytes
-    return H200.launch_us + stages * H200.crossing_us + sent / H200.gbps / 1e3
+def predicted_us(nbytes, world, steps):
+    sent = (world - 1) * nbytes if steps == 1 else 2 * (world - 1) / world * nbytes
+    return H200.launch_us + steps * H200.hop_us + sent / H200.gbps / 1e3
 
 
 # %%
-# One stage
+# One-shot
 # ---------
 #
 # This is the all-gather of the second tutorial, followed by a sum. Row r of `inbox` is for rank r to fill. The rules:
@@ -96,7 +96,7 @@ def next_epoch(epochs):
 
 
 @tdcoll.jit
-def one_stage(
+def one_shot(
     source, inbox, sums, signals, epochs, monitor, count,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, WAITS: tl.constexpr, RANK_ORDER: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -112,17 +112,17 @@ def one_stage(
 
 
 # %%
-# Two stages
+# Two-shot
 # ----------
 #
 # Part p of every vector goes to rank p, which adds the parts up and puts the sum to all others. There is one more rule:
 #
-# 4. **own-signals: the second stage has signals of its own**, because a quick peer sends its sum while we still wait
+# 4. **own-signals: the second step has signals of its own**, because a quick peer sends its sum while we still wait
 #    for the parts of others.
 
 
 @tdcoll.jit
-def two_stages(
+def two_shot(
     source, inbox, sums, signals, epochs, monitor, part,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, WAITS: tl.constexpr, RANK_ORDER: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -161,13 +161,13 @@ class MyAllReduce:
         self.constants |= {"WAITS": waits, "RANK_ORDER": rank_order, "ROWS": rows}
         self.monitor, self.calls = tdcoll.WaitMonitor(), 0
 
-    def __call__(self, vector, stages):
+    def __call__(self, vector, steps):
         """Return the sum, in memory that the next call but one overwrites."""
         self.calls += 1
         slot, row, count = self.calls % len(self.given), self.calls % 2, vector.numel()
         given, sums = self.given[slot], self.sums[slot]
         given[:count].copy_(vector)
-        kernel, size = (one_stage, len(given)) if stages == 1 else (two_stages, self.part)
+        kernel, size = (one_shot, len(given)) if steps == 1 else (two_shot, self.part)
         kernel[(self.world,)](
             given, self.inbox[slot], sums, self.signals[row], self.epochs[row], self.monitor.words, size,
             **self.constants,
@@ -179,7 +179,7 @@ RULES = {
     "two-slots": ("calls use two slots in turn", {"slots": 1}),
     "wait": ("a rank adds up only after all others have signalled", {"waits": 0}),
     "rank-order": ("all ranks add in the order of ranks", {"rank_order": False}),
-    "own-signals": ("the second stage has signals of its own", {"rows": 1}),
+    "own-signals": ("the second step has signals of its own", {"rows": 1}),
 }
 
 
@@ -205,11 +205,11 @@ def check(name, got, wanted):
 def run_mine(count, calls, world, rank, device, **changes):
     """Make some calls of either form in a row, and check them."""
     mine = MyAllReduce(count, **changes)
-    for stages in (1, 2):
-        results = [mine(make(rank, call, count, device), stages).clone() for call in range(calls)]
+    for steps in (1, 2):
+        results = [mine(make(rank, call, count, device), steps).clone() for call in range(calls)]
         mine.monitor.check()  # waits for the stream
         for call, result in enumerate(results):
-            check(f"{stages} stage(s), call {call}", result, reference(call, count, world, device))
+            check(f"{steps} step(s), call {call}", result, reference(call, count, world, device))
 
 
 def case(changes=()):
@@ -295,12 +295,12 @@ def time_calls(rank, world, blocks, embedding, plot):
         for nbytes in (8 << 10, 64 << 10, 256 << 10, 1 << 20):
             x = make(rank, 0, nbytes // 4, device)
             mine, out = MyAllReduce(len(x)), x.clone()
-            calls = {"one stage": partial(mine, x, 1), "two stages": partial(mine, x, 2)}
+            calls = {"one-shot": partial(mine, x, 1), "two-shot": partial(mine, x, 2)}
             calls |= {"tdcoll": partial(tdcoll.all_reduce, x, ctx=ctx), "NCCL": partial(dist.all_reduce, out)}
             rows[nbytes] = helpers.times_us(2 * (world - 1) / world * nbytes, calls)
             rows[nbytes] |= {f"predicted, {n}": predicted_us(nbytes, world, n) for n in (1, 2)}
             wanted = reference(0, len(x), world, device)
-            for name in ("one stage", "two stages"):
+            for name in ("one-shot", "two-shot"):
                 check(f"{name} after it was timed", calls[name](), wanted)
             torch.testing.assert_close(calls["tdcoll"](), wanted)  # over several nodes it has another fixed order
             mine.monitor.check()
@@ -329,7 +329,7 @@ def main(arguments=None):
     say(topology.describe())
 
     run_mine(1000, 6, world, rank, device)
-    say("my all-reduce: 6 calls in one stage and 6 in two have the bits of a sum in the order of ranks")
+    say("my all-reduce: 6 one-shot and 6 two-shot calls have the bits of a sum in the order of ranks")
 
     # tdcoll's all-reduce has both forms, and sends small vectors without signals: a word has arrived when it is no
     # longer the pattern that the inbox was cleared with (the Lamport protocol). Both forms give the same bits, and so

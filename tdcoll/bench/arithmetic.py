@@ -57,13 +57,13 @@ class Floor:
 
     Attributes:
         launch_us: of an empty kernel, as it is launched.
-        crossing_us: of a hop: from a store until the other GPU sees it.
+        hop_us: of a hop: from a store until the other GPU sees it.
         gbps: rate at which a rank can store to all others.
         pair_gbps: the same, if there is one other.
     """
 
     launch_us: float
-    crossing_us: float
+    hop_us: float
     gbps: float
     pair_gbps: float
 
@@ -73,10 +73,10 @@ class Floor:
 
     def us(self, sent: float, world: int) -> float:
         """Return the longer of a launch with one hop, and of sending all bytes of a rank at the full rate."""
-        return max(self.launch_us + (self.crossing_us if world > 1 else 0.0), sent / self.rate(world) / 1e3)
+        return max(self.launch_us + (self.hop_us if world > 1 else 0.0), sent / self.rate(world) / 1e3)
 
 
-FLOORS = {"NVIDIA H200": Floor(launch_us=0.8, crossing_us=1.0, gbps=390.0, pair_gbps=361.0)}
+FLOORS = {"NVIDIA H200": Floor(launch_us=0.8, hop_us=1.0, gbps=390.0, pair_gbps=361.0)}
 """Launch and rates are measured. The rate is the best that was seen, when copy engines sent around a ring of 8 (stores
 to all 7 others at once reached 341). Between two GPUs, both ways at once, stores, bulk copies (TMA) and copy engines
 have the same. A hop is about a store and the load that sees it; the signal benchmark measures it."""

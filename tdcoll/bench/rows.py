@@ -216,7 +216,7 @@ def _dense_floor(row: Row, floor: Floor | None) -> str:
     if floor is None:
         return ""
     return (
-        f"The floor is a launch ({floor.launch_us:g} µs) and a hop ({floor.crossing_us:.3g} µs), or what a rank "
+        f"The floor is a launch ({floor.launch_us:g} µs) and a hop ({floor.hop_us:.3g} µs), or what a rank "
         f"sends at {floor.rate(row.ranks):g} GB/s, whichever takes longer."
     )
 

@@ -13,7 +13,7 @@ handles the only row, the memory of one SM bounds the call; with many rows one p
     x --words--> inbox[slot, r] on every other rank
     inbox[slot, 0], ..., x, ..., inbox[slot, world - 1] --sum in rank order--> + residual --> new residual, out
 
-**Two-stage** (many rows, at least one for each rank). Row i * world + o is owned by rank o: its i-th. ::
+**Two-shot** (many rows, at least one for each rank). Row i * world + o is owned by rank o: its i-th. ::
 
     rows of o   --words--> first part of inbox[slot, r] on rank o, for every other rank o
     first parts of all ranks, own x --sum in rank order--> + residual --> own rows of the new residual
@@ -36,12 +36,12 @@ Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are writ
 ``inbox[slot, r]`` are written by the publishing thread blocks of r and polled by its storing ones.
 
 Ordering and reuse of a slot: those of :mod:`tdcoll.primitives.lamport`. A rank is done with a call when it has heard
-from every peer: in one-shot, of every row; in two-stage, because it owns a row, for which all have sent, and has rows
+from every peer: in one-shot, of every row; in two-shot, because it owns a row, for which all have sent, and has rows
 of all.
 
 Order of thread blocks. One-shot, by rows: a row's first thread blocks send before they wait, and wait for the thread
 blocks of the same number elsewhere; its second ones wait for the first ones, here and elsewhere, which come before.
-Two-stage: those that reduce own rows come before all others. They send before they wait, and wait for the same thread
+Two-shot: those that reduce own rows come before all others. They send before they wait, and wait for the same thread
 blocks elsewhere; the others wait for words that these have sent or published. Any number of resident blocks therefore
 makes progress.
 
@@ -62,7 +62,7 @@ from tdcoll.primitives import lamport, words
 from tdcoll.primitives.group import in_stream_order
 from tdcoll.primitives.reduce import SUM
 
-__all__ = ["norm_rows", "norm_rows_one_shot", "norm_rows_two_stage"]
+__all__ = ["norm_rows", "norm_rows_one_shot", "norm_rows_two_shot"]
 
 
 @jit
@@ -191,7 +191,7 @@ def norm_rows_one_shot(
 
 
 @jit
-def norm_rows_two_stage(
+def norm_rows_two_shot(
     x: tl.int64, residual: tl.int64, weight: tl.int64, new: tl.int64, out: tl.int64, scale: tl.int64, inbox, g,
     rows: tl.int32, eps: tl.int32, HIDDEN: tl.constexpr, DTYPE: tl.constexpr, WEIGHT: tl.constexpr,
     SCALE: tl.constexpr, PIECES: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,

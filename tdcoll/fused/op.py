@@ -79,7 +79,7 @@ def all_reduce_rms_norm(
         out_dtype: ``torch.float8_e4m3fn`` for a quantized ``normalized``; else None or the dtype of ``x``.
         scale: with fp8: the divisor of ``normalized``, one fp32 on the device. If None, each row has its own, by which
             its largest element becomes 448.
-        algorithm: ``"one_shot"``, ``"two_stage"``, ``"composed"`` (an all-reduce and a kernel) or ``"auto"``, or a
+        algorithm: ``"one_shot"``, ``"two_shot"``, ``"composed"`` (an all-reduce and a kernel) or ``"auto"``, or a
             :class:`~tdcoll.Plan` for rows cut into ``channels`` pieces of ``chunk`` bytes. If the ranks are not of one
             node, or the context's ``lamport_bytes`` do not hold the rows, ``"auto"`` is ``"composed"``.
 
@@ -91,7 +91,7 @@ def all_reduce_rms_norm(
         RankMismatchError: (``debug``) ranks pass different shapes, dtypes or algorithms.
         Others: as :func:`tdcoll.all_gather`.
 
-    Algorithms: one-shot and two-stage all-reduces by the Lamport protocol, followed by the norm in the same kernel, are
+    Algorithms: one-shot and two-shot all-reduces by the Lamport protocol, followed by the norm in the same kernel, are
     TensorRT-LLM's; the fixed order of the sums, and rows of several thread blocks, are tdcoll's.
     """
     if ctx is None:
@@ -257,7 +257,7 @@ def _ready(
         kernel = kernels.norm_rows
         reduce = launches_of(ALL_REDUCE, ctx, strided_bytes(x), options=(x.dtype, "sum"))
     else:
-        kernel = kernels.norm_rows_one_shot if plan.algorithm == ONE_SHOT else kernels.norm_rows_two_stage
+        kernel = kernels.norm_rows_one_shot if plan.algorithm == ONE_SHOT else kernels.norm_rows_two_shot
         given |= {"rows": rows.rows, "inbox": ctx.device_lamport, "g": ctx.device_group}
     changing = ("x", "residual", "weight", "new", "out", "scale")
     options: dict[str, Any] = {"num_warps": plan.num_warps, "maxnreg": _REGISTERS, "early": ctx.early}

@@ -24,13 +24,13 @@ from tdcoll.collectives._host.plan import (
 )
 from tdcoll.collectives._host.spec import DEFAULT, REQUESTED
 
-__all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "NAME", "ONE_SHOT", "TWO_STAGE", "Rows", "choose", "explain_rows"]
+__all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "NAME", "ONE_SHOT", "TWO_SHOT", "Rows", "choose", "explain_rows"]
 __all__ += ["programs", "takes"]
 
 NAME = "all_reduce_rms_norm"
 
-ONE_SHOT, TWO_STAGE, COMPOSED = "one_shot", "two_stage", "composed"
-ALGORITHMS = ("auto", ONE_SHOT, TWO_STAGE, COMPOSED)
+ONE_SHOT, TWO_SHOT, COMPOSED = "one_shot", "two_shot", "composed"
+ALGORITHMS = ("auto", ONE_SHOT, TWO_SHOT, COMPOSED)
 
 MOST_HIDDEN = 16384
 """Elements of a row, at most."""
@@ -45,15 +45,15 @@ _FEWEST_WORDS = 128
 """Words of a piece, at least, unless a row has fewer: one for each thread of four warps."""
 
 _BUSY = 128
-"""The most useful thread blocks of a stage. H200s have 132 SMs, and one SM moves some 100 GB/s."""
+"""The most useful thread blocks of a step. H200s have 132 SMs, and one SM moves some 100 GB/s."""
 
 _OF_TWO_RANKS = range(1 << 20, (8 << 20) + 1)
-"""Bytes of a call between two ranks that takes two stages. Both send as many, but with two stages a rank adds the
-residual to half of the rows only. Two stages and one take 6.9 and 7.8 us for 1 MB on 2 H200s, 29.7 and 32.5 for 8 MB,
-but 4.5 and 4.0 for 128 KB, and 59.8 and 56.6 for 16 MB."""
+"""Bytes of a call between two ranks that is two-shot. Both send as many, but with two-shot a rank adds the
+residual to half of the rows only. Two-shot and one-shot take 6.9 and 7.8 us for 1 MB on 2 H200s, 29.7 and 32.5 for 8
+MB, but 4.5 and 4.0 for 128 KB, and 59.8 and 56.6 for 16 MB."""
 
 _SAVED_BYTES = 300 << 10
-"""A call takes two stages if they save a rank more bytes than this, because more bytes cost more than the second hop:
+"""A call is two-shot if that saves a rank more bytes than this, because more bytes cost more than the second hop:
 about 1 us of NVLink."""
 
 
@@ -98,7 +98,7 @@ def programs(rows: Rows, plan: Plan, world: int) -> int:
     pieces = plan.channels
     if plan.algorithm == ONE_SHOT:
         return rows.rows * (2 * pieces if pieces > 1 else 1)
-    if plan.algorithm == TWO_STAGE:
+    if plan.algorithm == TWO_SHOT:
         return _owned(rows, world) * pieces * (world + (pieces > 1))
     return rows.rows
 
@@ -110,7 +110,7 @@ def _problem(rows: Rows, plan: Plan, facts: Facts) -> str | None:
         return None  # its all-reduce has a plan of its own
     if (problem := needs_stores(facts)) is not None:
         return problem
-    if plan.algorithm == TWO_STAGE and not 1 < world <= rows.rows:
+    if plan.algorithm == TWO_SHOT and not 1 < world <= rows.rows:
         return f"needs at least 2 ranks and a row for each; got {rows.rows} rows on "
     room = _room(rows, plan.algorithm, plan.channels, world)
     if room > -(-facts.lamport_bytes // WORD) * WORD:
@@ -126,7 +126,7 @@ def _warps(algorithm: str, facts: Facts) -> int:
 
 
 def _cut(rows: Rows, algorithm: str, facts: Facts) -> Plan:
-    """Cut rows into the smallest pieces with which a stage has no more thread blocks than are useful."""
+    """Cut rows into the smallest pieces with which a step has no more thread blocks than are useful."""
     world = facts.topology.world_size
     stage = rows.rows if algorithm == ONE_SHOT else _owned(rows, world)
     whole = power(rows.words)
@@ -166,9 +166,9 @@ def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
         return plan
     world = facts.topology.world_size
     nbytes = rows.rows * rows.hidden * rows.itemsize
-    saved = (world - 1) * nbytes * (world - 2) // world  # two stages send 2 / world as many bytes as one
+    saved = (world - 1) * nbytes * (world - 2) // world  # two-shot sends 2 / world as many bytes as one-shot
     two = nbytes in _OF_TWO_RANKS if world == 2 else saved > _SAVED_BYTES
-    order = (TWO_STAGE, ONE_SHOT) if two else (ONE_SHOT, TWO_STAGE)
+    order = (TWO_SHOT, ONE_SHOT) if two else (ONE_SHOT, TWO_SHOT)
     plans = (_cut(rows, name, facts) for name in (*order, COMPOSED))
     return next(plan for plan in plans if _problem(rows, plan, facts) is None)
 

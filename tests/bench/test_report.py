@@ -390,7 +390,7 @@ def test_matmuls_beside_all_gathers_show_what_each_round_added(tmp_path: Path) -
 
 
 def test_a_floor_is_latency_or_bandwidth() -> None:
-    floor = Floor(launch_us=0.8, crossing_us=1.2, gbps=350.0, pair_gbps=100.0)
+    floor = Floor(launch_us=0.8, hop_us=1.2, gbps=350.0, pair_gbps=100.0)
     found = [floor.us(*sent) for sent in ((7 * 64, 8), (700_000, 8), (7_000_000, 8), (7_000_000, 2), (0, 1))]
     assert found == pytest.approx([2.0, 2.0, 20.0, 70.0, 0.8])  # 7 * 100 KB take 2 us at 350 GB/s
 

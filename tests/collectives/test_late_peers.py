@@ -184,15 +184,15 @@ def two_pieces(algorithm: str) -> tdcoll.Plan:
     return tdcoll.Plan(algorithm, 2, 64, 1)
 
 
-ONE_SHOT, TWO_STAGE = ("tdcoll.fused.kernels.norm_rows_one_shot",), ("tdcoll.fused.kernels.norm_rows_two_stage",)
+ONE_SHOT, TWO_SHOT = ("tdcoll.fused.kernels.norm_rows_one_shot",), ("tdcoll.fused.kernels.norm_rows_two_shot",)
 ONE_NODE = tuple(f"sparse_all_reduce.kernels_reduce.{name}" for name in ("reduce", "meet"))
 NODES = tuple(f"sparse_all_reduce.kernels_nodes.{name}" for name in ("reduce_nodes", "forward", "meet_nodes"))
 ALL = [
     *(calls for known in all_dense() for calls in calls_of(known)),
     Calls(NORM, "one_shot", ONE_SHOT),
     Calls(NORM, two_pieces("one_shot"), ONE_SHOT),
-    Calls(NORM, "two_stage", TWO_STAGE),
-    Calls(NORM, two_pieces("two_stage"), TWO_STAGE),
+    Calls(NORM, "two_shot", TWO_SHOT),
+    Calls(NORM, two_pieces("two_shot"), TWO_SHOT),
     Calls(SPARSE, "owner", ONE_NODE),
     Calls(SPARSE, "gather", ("tdcoll.collectives.exchange.kernels_direct.exchange_direct",)),
     Calls(SPARSE, "owner", NODES, (1, 1)),
@@ -407,7 +407,7 @@ HEEDLESS = [
     _heedless("2d sums what has not come of the node", "all_reduce o 2d 2+2", "", _any("_wait_for", "routes.ranks")),
     _heedless("2d sums what has not come of the rail", "all_reduce o 2d 2+2", "", _any("_wait_for", "rail")),
     _heedless(
-        "two-stage sends rows of what has not come", "norm two_stage 2", "",
+        "two-shot sends rows of what has not come", "norm two_shot 2", "",
         lambda where: Argument(where, "words.send_to_all", "mask", "there"),
     ),
     _heedless(

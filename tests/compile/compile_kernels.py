@@ -117,7 +117,7 @@ COPIES = [  # kernel, constants, warps
 
 _NORMS = {
     "one_shot": fused.norm_rows_one_shot,
-    "two_stage": fused.norm_rows_two_stage,
+    "two_shot": fused.norm_rows_two_shot,
     "composed": fused.norm_rows,
 }
 _EIGHT = {"SCALE": PER_ROW, "WEIGHT": tl.float32}
@@ -130,7 +130,7 @@ FUSED = [  # rows, hidden, ranks, architectures, other facts and constants; bf16
     (8, 8192, 4, (90, 100), _EIGHT),
     (512, 8192, 4, (90,), _EIGHT),
     (1 << 14, 8192, 4, (90, 100), {}),
-    (1024, 8192, 8, (90,), {}),  # the most words of a thread and the most ranks, by two stages and by one
+    (1024, 8192, 8, (90,), {}),  # the most words of a thread and the most ranks, two-shot and one-shot
     (256, 8192, 8, (90,), {"max_programs": SHARED}),
     (64, 8192, 2, (90,), {"max_programs": SHARED}),
 ]

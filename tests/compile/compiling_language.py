@@ -160,7 +160,7 @@ def compile_tutorials() -> list[str]:
     kernels_of = {
         notify.queue: {"WORDS": notify.WORDS, "SLOTS": notify.SLOTS, **notify.KEPT},
         gather.my_all_gather: {"WIDTH": 8, "COUNTED": True, "WAITS_LAST": True},
-        reduce.one_stage: sums,
-        reduce.two_stages: sums,
+        reduce.one_shot: sums,
+        reduce.two_shot: sums,
     }
     return [kernel.__name__ for kernel, constants in kernels_of.items() if compile_for(kernel, 90, constants, types)]

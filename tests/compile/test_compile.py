@@ -67,7 +67,7 @@ PUTS = {
 """Kernels that put. All others need no NVSHMEM, those of one node."""
 
 STORES = {
-    *("exchange_ll", "exchange_direct", "all_gather_ring", "norm_rows_one_shot", "norm_rows_two_stage"),
+    *("exchange_ll", "exchange_direct", "all_gather_ring", "norm_rows_one_shot", "norm_rows_two_shot"),
     *("reduce_scatter_direct", "reduce_scatter_pull", "reduce_scatter_words", "reduce", "meet"),
     *("all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_direct"),
     *("exchange_loop", "reduce_scatter_loop", "all_reduce_loop", "enter", "hear", "look", "sum_copies"),
@@ -111,7 +111,7 @@ def spills_of(kernel: dict[str, Any]) -> int:
     if (name, kernel["arch"]) == ("exchange_loop", 90) and not kernel["in_place"]:
         return 32  # addresses, once per chunk
     # With 8 ranks, threads of 16 warps that have 2 words each need a few registers more than there are.
-    most = {("norm_rows_one_shot", 16): 16, ("norm_rows_two_stage", 16): 104}
+    most = {("norm_rows_one_shot", 16): 16, ("norm_rows_two_shot", 16): 104}
     return most.get((name, warps), 0) if kernel.get("world") == 8 else 0
 
 
@@ -226,14 +226,14 @@ def test_calls_by_copy_engines_tell_who_has_given_up(compiled) -> None:
 
 
 def test_fused_kernels_wait_once_for_each_word_of_a_thread_and_contract_nothing_but_squares(compiled) -> None:
-    """Words of all ranks at once, in two stages those of a row's owner, and measures; the compiler repeats no wait.
+    """Words of all ranks at once, in two steps those of a row's owner, and measures; the compiler repeats no wait.
     Where it may choose what to contract, kernels of different shapes would have different bits."""
     kernels = compiled["fused"]
     assert {(k["hidden"], k["arch"]) for k in kernels} >= {(h, arch) for h in (4096, 8192) for arch in (90, 100)}
     assert {k["pieces"] > 1 for k in kernels if k["kernel"] != "norm_rows"} == {False, True}
     for kernel in kernels:
         words, several = kernel["words"], kernel["pieces"] > 1
-        waits = {"norm_rows": 0, "norm_rows_one_shot": words + several, "norm_rows_two_stage": 2 * words + 2}
+        waits = {"norm_rows": 0, "norm_rows_one_shot": words + several, "norm_rows_two_shot": 2 * words + 2}
         assert kernel["globaltimer"] == waits[kernel["kernel"]], kernel
         if kernel["arch"] == 90:  # Blackwell squares two at a time
             assert kernel["fused"] == 3 * 2 * words, kernel
@@ -286,7 +286,7 @@ def test_every_device_function_compiles(compiled) -> None:
 def test_profilers_show_whose_kernels_they_are(compiled) -> None:
     names = {(one["module"].split(".")[0], one["kernel"], one["name"]) for one in compiled["order"]}
     ours = {name for package, _, name in names if package == "tdcoll"}
-    assert {"tdcoll_all_reduce_one_shot", "tdcoll_exchange_ll", "tdcoll_norm_rows_two_stage"} <= ours
+    assert {"tdcoll_all_reduce_one_shot", "tdcoll_exchange_ll", "tdcoll_norm_rows_two_shot"} <= ours
     assert [n for n in names if n[2] != (f"tdcoll_{n[1].lstrip('_')}" if n[0] == "tdcoll" else n[1])] == []
 
 
@@ -349,7 +349,7 @@ def test_kernels_in_the_style_of_triton_distributed(compiled) -> None:
 
 
 def test_kernels_of_tutorials(compiled) -> None:
-    assert compiled["tutorials"] == ["queue", "my_all_gather", "one_stage", "two_stages"]
+    assert compiled["tutorials"] == ["queue", "my_all_gather", "one_shot", "two_shot"]
 
 
 def test_loads_stay_behind_their_waits(compiled) -> None:

@@ -25,9 +25,9 @@ def _mutant(
 WRONG = r"AssertionError: rank \d+, call \d+ \([oi8]\), [\w ,]+: \d+ wrong elements"
 UNHEARD = missing("lamport")
 LOST = f"{WRONG}|{UNHEARD}"
-ONE, TWO = (partial(_mutant, name) for name in ("one_shot", "two_stage"))
+ONE, TWO = (partial(_mutant, name) for name in ("one_shot", "two_shot"))
 BY_ONE, BY_TWO, NEW, FLAG = (
-    f"fused.kernels.{name}" for name in ("norm_rows_one_shot", "norm_rows_two_stage", "_new", "_flag")
+    f"fused.kernels.{name}" for name in ("norm_rows_one_shot", "norm_rows_two_shot", "_new", "_flag")
 )
 WHOLE = {"blocks": (0,)}
 """One program for each row."""

@@ -38,13 +38,13 @@ def facts(world: int, lamport_bytes: int = 1 << 23, n_nodes: int = 1) -> Facts:
     [
         (1, 8192, 4, Plan("one_shot", 8, 2048, 4)),
         (8, 8192, 4, Plan("one_shot", 8, 2048, 4)),
-        (64, 8192, 4, Plan("two_stage", 8, 2048, 4)),
-        (512, 8192, 4, Plan("two_stage", 1, 16384, 16)),
+        (64, 8192, 4, Plan("two_shot", 8, 2048, 4)),
+        (512, 8192, 4, Plan("two_shot", 1, 16384, 16)),
         (1, 8192, 2, Plan("one_shot", 8, 2048, 4)),
         (63, 8192, 2, Plan("one_shot", 1, 16384, 16)),
-        (64, 8192, 2, Plan("two_stage", 4, 4096, 8)),
+        (64, 8192, 2, Plan("two_shot", 4, 4096, 8)),
         (1, 4096, 8, Plan("one_shot", 4, 2048, 4)),
-        (200, 16384, 4, Plan("two_stage", 2, 16384, 16)),
+        (200, 16384, 4, Plan("two_shot", 2, 16384, 16)),
         (1, 512, 4, Plan("one_shot", 1, 1024, 2)),
         (4096, 8192, 4, Plan("composed", 1, 16384, 16)),
     ],
@@ -53,28 +53,28 @@ def test_plans(rows: int, hidden: int, world: int, plan: Plan) -> None:
     assert replace(choose(Rows(rows, hidden, 2), facts(world)), blocks=0) == plan
 
 
-def test_two_ranks_take_two_stages_up_to_8_MB() -> None:
+def test_two_ranks_take_two_shot_up_to_8_MB() -> None:
     plans = [replace(choose(Rows(rows, 8192, 2), facts(2, lamport_bytes=1 << 25)), blocks=0) for rows in (512, 513)]
-    assert plans == [Plan("two_stage", 1, 16384, 16), Plan("one_shot", 1, 16384, 16)]
+    assert plans == [Plan("two_shot", 1, 16384, 16), Plan("one_shot", 1, 16384, 16)]
 
 
 def test_programs() -> None:
     rows = Rows(10, 4096, 2)
     assert programs(rows, Plan("one_shot", 4, 2048, 4), 4) == 80
     assert programs(rows, Plan("one_shot", 1, 8192, 16), 4) == 10
-    assert programs(rows, Plan("two_stage", 4, 2048, 4), 4) == 3 * 4 * 5
-    assert programs(rows, Plan("two_stage", 1, 8192, 16), 4) == 3 * 4
+    assert programs(rows, Plan("two_shot", 4, 2048, 4), 4) == 3 * 4 * 5
+    assert programs(rows, Plan("two_shot", 1, 8192, 16), 4) == 3 * 4
     assert programs(rows, Plan("composed", 1, 8192, 16), 4) == 10
 
 
 @pytest.mark.parametrize(
     ("algorithm", "more", "message"),
     [
-        ("ring", {}, "algorithm must be one of auto, one_shot, two_stage, composed; got 'ring'"),
+        ("ring", {}, "algorithm must be one of auto, one_shot, two_shot, composed; got 'ring'"),
         ("one_shot", {"lamport_bytes": 64}, r"'one_shot' needs lamport_bytes=24576 or more in the context; got 64 on"),
-        ("two_stage", {"n_nodes": 2}, "needs one node whose ranks can store"),
-        ("two_stage", {"world": 4}, "needs at least 2 ranks and a row for each; got 3 rows on"),
-        (Plan("direct", 1, 64, 4), {}, "a Plan's algorithm must be one of one_shot, two_stage, composed; got 'direct'"),
+        ("two_shot", {"n_nodes": 2}, "needs one node whose ranks can store"),
+        ("two_shot", {"world": 4}, "needs at least 2 ranks and a row for each; got 3 rows on"),
+        (Plan("direct", 1, 64, 4), {}, "a Plan's algorithm must be one of one_shot, two_shot, composed; got 'direct'"),
         (Plan("one_shot", 4, 2048, 3), {}, "num_warps must be one of"),
         (Plan("one_shot", 4, 2000, 4), {}, "chunk must be 16 times a power of two, up to 16384 bytes; got 2000"),
         (Plan("one_shot", 3, 2048, 4), {}, "channels must be the 4 pieces of 2048 bytes .* 8192 bytes has; got 3"),

@@ -20,7 +20,7 @@ from .cases import Norms
 @given(data=st.data())
 def test_a_row_has_the_bits_of_the_reference_in_every_batch_and_by_every_algorithm(data) -> None:
     """So it has the same bits whatever else is in the batch."""
-    draw, names = data.draw, ["one_shot", "two_stage", "composed"]
+    draw, names = data.draw, ["one_shot", "two_shot", "composed"]
     hidden, fewest = draw(st.sampled_from([(24, 2), (64, 2), (200, 8), (576, 16)]))  # more pieces take a minute here
     blocks = draw(st.lists(st.sampled_from([0, fewest, 32, 256]), min_size=1, max_size=3))
     case = Norms(
@@ -40,7 +40,7 @@ def test_a_row_has_the_bits_of_the_reference_in_every_batch_and_by_every_algorit
     lamport=st.sampled_from([0, 1 << 14, 1 << 19, 1 << 24, 1 << 30]),
     max_programs=st.sampled_from([18, 200, 1 << 20]),
     simulated=st.booleans(),
-    algorithm=st.sampled_from(["auto", "one_shot", "two_stage"]),
+    algorithm=st.sampled_from(["auto", "one_shot", "two_shot"]),
 )
 def test_every_call_has_a_plan_that_is_the_same_on_all_ranks(
     rows, hidden, itemsize, world, nodes, lamport, max_programs, simulated, algorithm

@@ -16,7 +16,7 @@ from tdcoll.testing import World, explore
 from .cases import Norms
 
 HEAP = 1 << 20
-ONE, TWO, BOTH = "one_shot", "two_stage", "one_shot two_stage"
+ONE, TWO, BOTH = "one_shot", "two_shot", "one_shot two_shot"
 
 
 @seeds(1, 60)

@@ -71,7 +71,7 @@ def test_what_puts_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_large_all_gathers_go_by_stores(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
-    """With puts they are of one stage by puts, or what a table says."""
+    """With puts they are made in one step by puts, or what a table says."""
     monkeypatch.setattr(plan, "LARGE", 1 << 10)
 
     def host(pe: int) -> None:

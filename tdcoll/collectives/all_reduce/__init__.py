@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce: one-shot and two-shot by Lamport or LL, two stages by stores, and by puts."""
+"""All-reduce: one-shot and two-shot by Lamport or LL, two-shot by stores, and by puts."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce inside one node by stores, in two stages without a barrier between them.
+"""All-reduce inside one node by stores, in two steps without a barrier between them.
 
 Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced; messages that are bound by
 bandwidth instead of hops. Every rank sends and receives ``2 * (world - 1) / world`` times the data, which is the lower
@@ -28,9 +28,9 @@ every rank.
 
 In place: ``out`` may be ``source``. ``out[r]`` is written by the thread block that has read ``source[r]``. ``out[p]``
 is written over ``source[p]`` when the sum of that chunk has come back from rank p, which had it from this rank before:
-its sender here had read it. Chunks are cut alike in both stages.
+its sender here had read it. Chunks are cut alike in both steps.
 
-Without a copy (``ZERO_COPY``): ``out`` is symmetric, and the second stage stores sums into it on every rank. Nothing is
+Without a copy (``ZERO_COPY``): ``out`` is symmetric, and the second step stores sums into it on every rank. Nothing is
 copied out, and a segment has the first half only. ::
 
     first halves of inbox[slot, 0], ..., source[r], ... --sum in rank order--> out[r] here, and by the same stores

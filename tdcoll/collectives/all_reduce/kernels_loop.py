@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce inside one node by stores in two stages, with any number of thread blocks.
+"""All-reduce inside one node by stores in two steps, with any number of thread blocks.
 
 Scope, data flow, signals and bits are those of ``kernels_direct``; the loop is that of
 :mod:`tdcoll.collectives.exchange.kernels_loop`. Thread block b of B takes chunk c = b + t B of every part at turn t::

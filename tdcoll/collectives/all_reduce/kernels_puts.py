@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce over any nodes, in two stages: every rank sums one part and sends it to all others.
+"""All-reduce over any nodes, in two steps: every rank sums one part and sends it to all others.
 
 Scope: ranks on several nodes, any number on each; also one node whose ranks cannot store to each other's memory. Every
-part crosses between nodes by itself, in both stages. (To sum inside each node first would send fewer bytes between
+part crosses between nodes by itself, in both steps. (To sum inside each node first would send fewer bytes between
 nodes.)
 
 Data flow, seen from rank r. Parts and chunks are those of ``kernels_direct``. A segment of the inbox has three pieces:

@@ -27,19 +27,19 @@ Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are writ
 of rank r that has the number of the one which sent them.
 
 Ordering and reuse of a slot: those of the protocols' modules. A rank is done with a call when it has heard from every
-peer in its last stage, even if it has nothing to receive, because each program sends at least its first word to all
+peer in its last step, even if it has nothing to receive, because each program sends at least its first word to all
 ranks.
 
 Order of programs: the data is cut into blocks of words, and program i takes the blocks i, i + programs, ... one after
 the other. It sends a block before it waits for it, and waits for programs i of other ranks only, which do the same in
-the same order. In the second of two stages it waits for words that program i of a peer sends when it has those of the
-first stage from all programs i. Any number of resident blocks therefore makes progress, and any number of programs, if
+the same order. In the second of two steps it waits for words that program i of a peer sends when it has those of the
+first step from all programs i. Any number of resident blocks therefore makes progress, and any number of programs, if
 it is the same on all ranks.
 
 In place: ``out`` may be ``source``. Each program stores to the words that it has loaded before, and to no others.
 
 Bits: those of every other algorithm, on every rank, because sums are in rank order, in the accumulator's type, rounded
-once; in two stages the rounded sum travels. With the Lamport protocol a sender replaces -0.0 by +0.0, which changes no
+once; in two steps the rounded sum travels. With the Lamport protocol a sender replaces -0.0 by +0.0, which changes no
 result, because none is -0.0 (:mod:`tdcoll.primitives.reduce`).
 """
 

@@ -67,7 +67,7 @@ def part_bytes(nbytes: int, parts: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """How an all-reduce by Lamport or LL is cut: one stage ("shot") sends all data; with two, each sends a part to each
+    """How an all-reduce by Lamport or LL is cut: one-shot sends all data; two-shot sends a part to each
     rank."""
 
     name: str
@@ -100,7 +100,7 @@ ONE_SHOT, TWO_SHOT = Words("one_shot", 1), Words("two_shot", 2)
 
 
 def extent_of_parts(facts: Facts, algorithm: str) -> Payload:
-    """Return the data that is cut into chunks: a part, whose chunks have a signal in each of two stages."""
+    """Return the data that is cut into chunks: a part, whose chunks have a signal in each of two steps."""
     return Payload(part_bytes(facts.nbytes, parts(facts.topology, algorithm)), signals=2)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter: Lamport or LL, direct stores, and puts; one stage."""
+"""Reduce-scatter: Lamport or LL, direct stores, and puts; one step."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter inside one node by direct stores. NVSHMEM's device code is not needed.
 
-Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced. One stage: every part
+Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced. One step: every part
 crosses NVLink once, which is the lower bound. The order of the sum can be chosen freely, because every rank reduces its
 own result and all parts are in one place. Small messages are faster with ``kernels_words``, because it waits for no
 signal.

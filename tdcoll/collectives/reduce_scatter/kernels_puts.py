@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter over any nodes, in one stage: every rank sends its part for rank p to rank p.
+"""Reduce-scatter over any nodes, in one step: every rank sends its part for rank p to rank p.
 
 Scope: ranks on several nodes, any number on each; also one node whose ranks cannot store to each other's memory. Every
-part crosses between nodes by itself. (To sum inside a node first would send fewer bytes between nodes, in two stages.)
+part crosses between nodes by itself. (To sum inside a node first would send fewer bytes between nodes, in two steps.)
 
 Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into ``channels``
 chunks. A segment of the inbox has two halves: the *inbox*, for the rank whose segment it is to fill, and the *outbox*,
