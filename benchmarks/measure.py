@@ -84,7 +84,7 @@ def stages(nproc: int) -> dict[str, list[Job]]:
     sparse = "sparse_all_reduce --rows 50000 --dims 2048 --distributions uniform,zipf1.05,zipf1.2 --iterations 8"
     norm = "all_reduce_rms_norm --rows 1,8,64,512 --hidden 8192 --both --iterations 60"
     loops = "--iterations 40 --algorithms auto,direct,loop,ce"
-    tune = "-b 1K -e 64M -f 4 --in-place --channels 16,64 --warps 8,16 --iterations 20 --warmup 2"
+    tune = "-b 1K -e 64M -f 4 --in-place --chunks 16,64 --warps 8,16 --iterations 20 --warmup 2"
     return {
         "tests": [job("tests", "bash launch.sh tests tests/gpu -k 'not shared' -n 8 --tb=short")],
         "sanitizer": [job("sanitizer", f"{python} tests/sanitizer/sanitize.py --nproc {nproc} --deadline 150")],

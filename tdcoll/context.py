@@ -4,8 +4,8 @@
 A context owns, in symmetric memory,
 
 - ``inbox`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``inbox[slot, r]``;
-- ``signals`` ``[2, channels, world]`` int64: ``signals[slot, channel, r]`` holds the last epoch whose
-  chunk ``channel`` of rank r has landed there;
+- ``signals`` ``[2, chunks, world]`` int64: ``signals[slot, chunk, r]`` holds the last epoch whose
+  chunk ``chunk_index`` of rank r has landed there;
 - ``flagged`` ``[2, world, words, 2]`` int64: two slots of 128-bit words that carry a flag each, for small
   messages inside nodes;
 - ``ready`` ``[world]`` int64: ``ready[r]`` holds the last epoch that rank r has entered with a symmetric buffer of
@@ -53,7 +53,7 @@ from tdcoll import arguments, runtime
 from tdcoll.calls import Calls
 from tdcoll.errors import HeapExhaustedError
 from tdcoll.language import INTERPRETED
-from tdcoll.limits import CHANNELS, MAX_PROGRAMS
+from tdcoll.limits import MAX_CHUNKS, MAX_PROGRAMS
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.preconditions import Debug, Preconditions, shown
@@ -110,7 +110,7 @@ class CollectiveContext(Preconditions):
         max_bytes_per_rank: the most that one rank sends to another in one epoch, in bytes; a larger call takes several
             epochs. Takes ``2 * world_size * max_bytes_per_rank`` bytes of the symmetric heap. Default:
             :func:`tdcoll.limits.inbox_bytes`.
-        channels: the most chunks that one rank's data is cut into. Each takes 16 bytes of symmetric heap per
+        chunks: the most chunks that one rank's data is cut into. Each takes 16 bytes of symmetric heap per
             rank of the group. A large message is copied out while it arrives, the better the more chunks it has.
         flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes ``8/3 * world_size``
             times as much of the symmetric heap. Default: ``max_bytes_per_rank``, but no more than
@@ -149,7 +149,7 @@ class CollectiveContext(Preconditions):
         group: runtime.Group = None,
         *,
         max_bytes_per_rank: int | None = None,
-        channels: int = CHANNELS,
+        chunks: int = MAX_CHUNKS,
         flagged_bytes: int | None = None,
         lamport_bytes: int | None = None,
         max_programs: int | None = None,
@@ -162,11 +162,11 @@ class CollectiveContext(Preconditions):
     ) -> None:
         self._given_sizes: dict[str, Any] = {
             "max_bytes_per_rank": max_bytes_per_rank,
-            "channels": channels,
+            "chunks": chunks,
             "flagged_bytes": flagged_bytes,
             "lamport_bytes": lamport_bytes,
         }
-        arguments.whole("channels", channels, 1, CHANNELS)
+        arguments.whole("chunks", chunks, 1, MAX_CHUNKS)
         for name, nbytes in self._given_sizes.items():
             if nbytes is not None:
                 arguments.whole(name, nbytes, 0)
@@ -193,7 +193,7 @@ class CollectiveContext(Preconditions):
         sizes = context_sizes(topology, job.heap.nbytes, **self._given_sizes)
         self.max_bytes_per_rank = sizes.max_bytes_per_rank
         """The most that one rank sends to another in one epoch, in bytes."""
-        self.channels = channels
+        self.chunks = chunks
         self.max_programs = MAX_PROGRAMS if max_programs is None else max_programs
         """The most programs that a launch on the context has; policies keep to it."""
         self.early = early and max_programs is None
@@ -290,7 +290,7 @@ class CollectiveContext(Preconditions):
             monitor=self.monitor.words,
             deltas=torch.tensor(deltas, dtype=torch.int64, device=self.device),
             rank=self.rank,
-            channels=tl.constexpr(self.channels),
+            chunks=tl.constexpr(self.chunks),
             world=tl.constexpr(self.world_size),
         )
 

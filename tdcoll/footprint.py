@@ -20,7 +20,7 @@ from tdcoll.sizes import ContextSizes, context_sizes
 __all__ = ["ContextMemory", "MemoryPlan", "memory_plan"]
 
 _SPARSE_ARGUMENTS = ("max_rows_per_rank", "max_row_bytes", "max_union_rows")
-_ARGUMENTS = ("max_bytes_per_rank", "channels", "flagged_bytes", "lamport_bytes")
+_ARGUMENTS = ("max_bytes_per_rank", "chunks", "flagged_bytes", "lamport_bytes")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def memory_plan(
 
             - the bytes of the largest tensor, if the name is that of a dense collective or ``"all_reduce_rms_norm"``
               and the context is the one that tdcoll makes by itself when the first call comes;
-            - the sizes that :class:`~tdcoll.CollectiveContext` is made with: ``max_bytes_per_rank``, ``channels``,
+            - the sizes that :class:`~tdcoll.CollectiveContext` is made with: ``max_bytes_per_rank``, ``chunks``,
               ``flagged_bytes``, ``lamport_bytes``; those that are left out have their defaults;
             - or those of :class:`~tdcoll.SparseContext`: ``max_rows_per_rank``, ``max_row_bytes``, ``max_union_rows``.
         world_size: ranks of the job, all of them in every context.

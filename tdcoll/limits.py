@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits that policies, contexts, tables and kernels share, and the names of the dense collectives."""
 
-__all__ = ["CHANNELS", "COLLECTIVES", "MAX_PROGRAMS", "SHARED_WARPS", "flagged_bytes", "inbox_bytes"]
+__all__ = ["COLLECTIVES", "MAX_CHUNKS", "MAX_PROGRAMS", "SHARED_WARPS", "flagged_bytes", "inbox_bytes"]
 __all__ += ["lamport_bytes"]
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 """The dense collectives: each is a folder of :mod:`tdcoll.collectives` with a ``spec``."""
 
-CHANNELS = 512
+MAX_CHUNKS = 512
 """The most chunks of one rank's data, if a context is not made for fewer; each has its own signal."""
 
 MAX_PROGRAMS = 1 << 20

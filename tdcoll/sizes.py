@@ -40,13 +40,13 @@ class ContextSizes:
 
     Attributes:
         world_size: ranks of the group.
-        max_bytes_per_rank, channels, ll_bytes, lamport_bytes: of the context.
+        max_bytes_per_rank, chunks, ll_bytes, lamport_bytes: of the context.
         more: what kinds of contexts have beyond that.
     """
 
     world_size: int
     max_bytes_per_rank: int
-    channels: int
+    chunks: int
     ll_bytes: int
     lamport_bytes: int
     more: tuple[Area, ...] = ()
@@ -64,7 +64,7 @@ class ContextSizes:
         words = 0 if self.ll_bytes < 0 else max(1, -(-self.ll_bytes // 12))
         return (
             Area("inbox", (2, world, self.capacity), torch.uint8),
-            Area("signals", (2, self.channels, world), torch.int64),
+            Area("signals", (2, self.chunks, world), torch.int64),
             Area("ready", (world,), torch.int64),
             Area("gave_up", (world,), torch.int64),
             Area("flagged", (2, world, words, 2), torch.int64),
@@ -85,7 +85,7 @@ def context_sizes(
     stores: bool = True,
     free: int | None = None,
     max_bytes_per_rank: int | None = None,
-    channels: int = limits.CHANNELS,
+    chunks: int = limits.MAX_CHUNKS,
     flagged_bytes: int | None = None,
     lamport_bytes: int | None = None,
 ) -> ContextSizes:
@@ -96,7 +96,7 @@ def context_sizes(
         heap_bytes: of the symmetric heap.
         stores: whether the ranks of each node can store to each other's memory.
         free: of the heap. If the usual ``lamport_bytes`` don't fit, there are fewer. None: enough.
-        max_bytes_per_rank, channels, flagged_bytes, lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
+        max_bytes_per_rank, chunks, flagged_bytes, lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
     """
     world, nodes = topology.world_size, topology.n_nodes
     if max_bytes_per_rank is None:
@@ -106,7 +106,7 @@ def context_sizes(
     ll_bytes = -1
     if stores and topology.ranks_per_node is not None:
         ll_bytes = min(max_bytes_per_rank, limits.flagged_bytes(world, nodes))
-    sizes = ContextSizes(world, max_bytes_per_rank, channels, ll_bytes, lamport)
+    sizes = ContextSizes(world, max_bytes_per_rank, chunks, ll_bytes, lamport)
     if ll_bytes >= 0 and flagged_bytes is not None:  # what crosses between nodes is staged in the inbox first
         sizes = replace(sizes, ll_bytes=min(flagged_bytes, sizes.capacity) if nodes > 1 else flagged_bytes)
     if free is not None and free < sizes.heap_bytes and lamport_bytes is None and lamport >= 16:

@@ -22,7 +22,7 @@ from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Entry, Section, Table
 
-__all__ = ["CHANNEL_COUNTS", "WARP_COUNTS", "Candidate", "Choice", "Requested"]
+__all__ = ["CHUNK_COUNTS", "WARP_COUNTS", "Candidate", "Choice", "Requested"]
 
 Requested = str | Plan
 """Values that tdcoll's functions accept for ``algorithm``."""
@@ -30,7 +30,7 @@ Requested = str | Plan
 _BLOCKS = (64, 128, 256, 512, 1024)
 """LL or Lamport words that one thread block moves."""
 
-CHANNEL_COUNTS = (1, 4, 16, 64, 256)
+CHUNK_COUNTS = (1, 4, 16, 64, 256)
 """Numbers of chunks of a segment, and of warps of a thread block, that are tried by default."""
 
 WARP_COUNTS = (2, 4, 8, 16)
@@ -49,12 +49,12 @@ class Candidate:
     Attributes:
         algorithm: as in :class:`~tdcoll.Plan`.
         in_place: whether the call is.
-        channels, chunk, num_warps, blocks: as in :class:`~tdcoll.tuning.Entry`.
+        chunks, chunk, num_warps, blocks: as in :class:`~tdcoll.tuning.Entry`.
     """
 
     algorithm: str
     in_place: bool = False
-    channels: int | None = None
+    chunks: int | None = None
     chunk: int | None = None
     num_warps: int | None = None
     blocks: int | None = None
@@ -63,13 +63,13 @@ class Candidate:
     def name(self) -> str:
         """``"1d 8 chunks 4 warps"``, ``"in-place ll 6 KB chunks"``."""
         chunk = self.chunk and format_bytes(self.chunk)
-        counts = (self.channels, "chunks"), (chunk, "chunks"), (self.num_warps, "warps"), (self.blocks, "blocks")
+        counts = (self.chunks, "chunks"), (chunk, "chunks"), (self.num_warps, "warps"), (self.blocks, "blocks")
         words = [f"{IN_PLACE} {self.algorithm}" if self.in_place else self.algorithm]
         return " ".join([*words, *(f"{count} {what}" for count, what in counts if count is not None)])
 
     def entry(self, up_to: int | None) -> Entry:
         """Return a table's entry that says so."""
-        return Entry(up_to, self.algorithm, self.channels, self.chunk, self.num_warps, self.blocks)
+        return Entry(up_to, self.algorithm, self.chunks, self.chunk, self.num_warps, self.blocks)
 
 
 def _times_of(rows: Sequence[Row]) -> dict[bool, dict[int, dict[Candidate, float]]]:
@@ -132,9 +132,7 @@ class Choice:
         several = self._several_epochs(candidate.algorithm, nbytes)
         return candidate.algorithm if several else self.plan(candidate, nbytes)
 
-    def _tried(
-        self, algorithm: str, nbytes: int, channels: Sequence[int], warps: Sequence[int]
-    ) -> list[dict[str, int]]:
+    def _tried(self, algorithm: str, nbytes: int, chunks: Sequence[int], warps: Sequence[int]) -> list[dict[str, int]]:
         """Return the chunks and warps that are tried of an algorithm, the default heuristic's first."""
         if self._several_epochs(algorithm, nbytes):
             return [{}]  # such calls take no plan
@@ -151,15 +149,15 @@ class Choice:
             return [{}]  # copy engines are the fastest with one copy
         if how.any_blocks:
             return [{}] + [{"blocks": count, "num_warps": n} for count in BLOCK_COUNTS for n in warps if n >= 8]
-        fitting = [count for count in channels if count == 1 or nbytes >= count * _LEAST_CHUNK]
-        return [{}] + [{"channels": count, "num_warps": n} for count in fitting for n in warps]
+        fitting = [count for count in chunks if count == 1 or nbytes >= count * _LEAST_CHUNK]
+        return [{}] + [{"chunks": count, "num_warps": n} for count in fitting for n in warps]
 
     def candidates(
         self,
         nbytes: int,
         in_place: bool = False,
         names: Sequence[str] | None = None,
-        channels: Sequence[int] = CHANNEL_COUNTS,
+        chunks: Sequence[int] = CHUNK_COUNTS,
         warps: Sequence[int] = WARP_COUNTS,
     ) -> list[Candidate]:
         """List different supported plans. The first of each algorithm is the default heuristic's."""
@@ -167,7 +165,7 @@ class Choice:
         for algorithm in self.spec.names if names is None else [name for name in names if name in self.spec.names]:
             if not self.spec.algorithm(algorithm).differs(self.topology):
                 continue
-            for tried in self._tried(algorithm, nbytes, channels, warps):
+            for tried in self._tried(algorithm, nbytes, chunks, warps):
                 candidate = Candidate(algorithm, in_place, **tried)
                 try:
                     found.setdefault(self.plan(candidate, nbytes), candidate)

@@ -30,21 +30,21 @@ from tdcoll import runtime
 from tdcoll.bench import case, options
 from tdcoll.bench import rows as files
 from tdcoll.bench.arithmetic import distinct, format_bytes
-from tdcoll.bench.choosing import CHANNEL_COUNTS, WARP_COUNTS, Candidate, Choice
+from tdcoll.bench.choosing import CHUNK_COUNTS, WARP_COUNTS, Candidate, Choice
 from tdcoll.bench.dense import Dense, case_of
 from tdcoll.bench.engine import Wanted
 from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import IN_PLACE, Row
 from tdcoll.bench.specs import SPECS
 from tdcoll.language import INTERPRETED
-from tdcoll.limits import CHANNELS
+from tdcoll.limits import MAX_CHUNKS
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import WARPS, Table
 from tdcoll.tuning.agreement import architectures
 
 __all__ = ["Tune", "listing", "main", "part_of"]
 
-_SETTINGS = ("algorithms", "channels", "warps", "in_place", "iterations", "warmup")
+_SETTINGS = ("algorithms", "chunks", "warps", "in_place", "iterations", "warmup")
 """Options that must be the same for all rows of one table."""
 
 
@@ -84,7 +84,7 @@ class Operation:
 
     def candidates(self, nbytes: int) -> list[Candidate]:
         """Return all that is measured of one size."""
-        how = self._tuning.algorithms, self._tuning.channels, self._tuning.warps
+        how = self._tuning.algorithms, self._tuning.chunks, self._tuning.warps
         return [one for kind in self._kinds for one in self.choice.candidates(nbytes, kind, *how)]
 
     def left(self, rows: Sequence[Row]) -> list[int]:
@@ -138,10 +138,10 @@ class Tune(case.Case):
         parser.some("--operation", tuple(SPECS))
         options.add_sizes(parser, "256", "64M")
         parser.some("--algorithms", distinct(name for spec in SPECS.values() for name in spec.names))
-        chunks = options.number(int, lambda value: 1 <= value <= CHANNELS, f"a whole number from 1 to {CHANNELS}")
+        chunks = options.number(int, lambda value: 1 <= value <= MAX_CHUNKS, f"a whole number from 1 to {MAX_CHUNKS}")
         warps = options.number(int, lambda value: value in WARPS, f"one of {', '.join(map(str, WARPS))}")
         for name, kind, counts, what in (
-            ("--channels", chunks, CHANNEL_COUNTS, "chunks of a segment"),
+            ("--chunks", chunks, CHUNK_COUNTS, "chunks of a segment"),
             ("--warps", warps, WARP_COUNTS, "warps of a program"),
         ):
             parser.option(name, options.each(kind), ",".join(map(str, counts)), "N,N", what)

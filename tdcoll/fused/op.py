@@ -80,7 +80,7 @@ def all_reduce_rms_norm(
         scale: with fp8: the divisor of ``normalized``, one fp32 on the device. If None, each row has its own, by which
             its largest element becomes 448.
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"composed"`` (an all-reduce and a kernel) or ``"auto"``, or a
-            :class:`~tdcoll.Plan` for rows cut into ``channels`` pieces of ``chunk`` bytes. If the ranks are not of one
+            :class:`~tdcoll.Plan` for rows cut into ``chunks`` pieces of ``chunk`` bytes. If the ranks are not of one
             node, or the context's ``lamport_bytes`` do not hold the rows, ``"auto"`` is ``"composed"``.
 
     Returns:
@@ -249,8 +249,8 @@ def _ready(
         "DTYPE": triton_dtype(x.dtype),
         "WEIGHT": triton_dtype(weight.dtype),
         "SCALE": scaling.value,
-        "PIECES": plan.channels,
-        "ROOM": triton.next_power_of_2(plan.channels),
+        "PIECES": plan.chunks,
+        "ROOM": triton.next_power_of_2(plan.chunks),
         "BLOCK": plan.chunk // 16,
     }
     if composed:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The algorithm of a fused call, and how rows are cut: a pure function of facts that are the same on every rank.
 
-A :class:`~tdcoll.collectives._host.plan.Plan` of a fused call has the number of pieces of a row (``channels``), the
+A :class:`~tdcoll.collectives._host.plan.Plan` of a fused call has the number of pieces of a row (``chunks``), the
 bytes of a piece (``chunk``, 16 times a power of two), and the warps of a thread block.
 """
 
@@ -95,7 +95,7 @@ def _room(rows: Rows, algorithm: str, pieces: int, world: int) -> int:
 
 def programs(rows: Rows, plan: Plan, world: int) -> int:
     """Return the number of thread blocks of the launch."""
-    pieces = plan.channels
+    pieces = plan.chunks
     if plan.algorithm == ONE_SHOT:
         return rows.rows * (2 * pieces if pieces > 1 else 1)
     if plan.algorithm == TWO_SHOT:
@@ -112,7 +112,7 @@ def _problem(rows: Rows, plan: Plan, facts: Facts) -> str | None:
         return problem
     if plan.algorithm == TWO_SHOT and not 1 < world <= rows.rows:
         return f"needs at least 2 ranks and a row for each; got {rows.rows} rows on "
-    room = _room(rows, plan.algorithm, plan.channels, world)
+    room = _room(rows, plan.algorithm, plan.chunks, world)
     if room > -(-facts.lamport_bytes // WORD) * WORD:
         return f"needs lamport_bytes={room} or more in the context; got {facts.lamport_bytes} on "
     if (count := programs(rows, plan, world)) > facts.max_programs:
@@ -190,7 +190,7 @@ def explain_rows(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Ex
         return Explanation(NAME, nbytes, group, None, reason=UNSUPPORTED, why=str(error), unsupported=unsupported)
     reason = REQUESTED if algorithm != "auto" else ONLY if len(unsupported) == len(problems) - 1 else DEFAULT
     return Explanation(
-        NAME, nbytes, group, plan.algorithm, plan.channels, plan.chunk, plan.blocks, plan.num_warps, reason=reason,
+        NAME, nbytes, group, plan.algorithm, plan.chunks, plan.chunk, plan.blocks, plan.num_warps, reason=reason,
         unsupported=unsupported, notes=[f"chunks are those of a row of {WORD * rows.words} bytes"],
     )  # fmt: skip
 
@@ -207,8 +207,8 @@ def _check(rows: Rows, plan: Plan, facts: Facts) -> None:
         raise ValueError(
             f"a Plan's chunk must be {WORD} times a power of two, up to {WORD * most} bytes; got {plan.chunk}"
         )
-    if plan.channels != (pieces := -(-rows.words * WORD // plan.chunk)):
+    if plan.chunks != (pieces := -(-rows.words * WORD // plan.chunk)):
         raise ValueError(
-            f"a Plan's channels must be the {pieces} pieces of {plan.chunk} bytes that a row of {WORD * rows.words} "
-            f"bytes has; got {plan.channels}"
+            f"a Plan's chunks must be the {pieces} pieces of {plan.chunk} bytes that a row of {WORD * rows.words} "
+            f"bytes has; got {plan.chunks}"
         )

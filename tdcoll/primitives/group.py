@@ -5,9 +5,9 @@ Every launch of a protocol calls :func:`start` once in each of its programs, whi
 epoch selects one of two *slots* of signals and memory, in :func:`slot` only. :mod:`tdcoll.context` explains why a slot
 may be reused.
 
-Signals are named by their role. ``arrived[slot, channel, r]`` is set to the epoch by the rank that delivers chunk
-``channel`` of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call in
-which peers write to memory of the caller's or read it, and polled here before that memory of rank r is touched.
+Signals are named by their role. ``arrived[slot, chunk, r]`` is set to the epoch by the rank that delivers chunk
+``chunk_index`` of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call
+in which peers write to memory of the caller's or read it, and polled here before that memory of rank r is touched.
 ``gave_up[r]`` is set by rank r, once and for all, if it ends a call before its peers have read its memory, and checked
 here when that memory has been read; see :mod:`tdcoll.primitives.stores`.
 """
@@ -40,7 +40,7 @@ class Group(NamedTuple):
     """The ranks of a context, seen from one of them: ``ctx.device_group``.
 
     Attributes:
-        arrived: int64 ``[2, channels, world]``, symmetric.
+        arrived: int64 ``[2, chunks, world]``, symmetric.
         entered: int64 ``[world]``, symmetric.
         gave_up: int64 ``[world]``, symmetric: 0, or ``GAVE_UP`` plus the epoch in which that rank gave up.
         control: int64 ``[1]``: the epoch.
@@ -48,7 +48,7 @@ class Group(NamedTuple):
         deltas: int64 ``[world]``: from an address in the context's symmetric memory to the same on each peer-accessible
             rank.
         rank: group rank.
-        channels, world: extents of ``arrived``.
+        chunks, world: extents of ``arrived``.
     """
 
     arrived: Any
@@ -58,7 +58,7 @@ class Group(NamedTuple):
     monitor: Any
     deltas: Any
     rank: tl.int32
-    channels: tl.constexpr
+    chunks: tl.constexpr
     world: tl.constexpr
 
 
@@ -244,9 +244,9 @@ def slot(epoch):
 
 
 @jit
-def row(g, epoch, channel):
-    """``-> [world]``: return the signals of all ranks' chunks ``channel`` in this call."""
-    return g.arrived + (slot(epoch) * g.channels + channel) * g.world
+def row(g, epoch, chunk_index):
+    """``-> [world]``: return the signals of all ranks' chunks ``chunk_index`` in this call."""
+    return g.arrived + (slot(epoch) * g.chunks + chunk_index) * g.world
 
 
 @jit
@@ -259,7 +259,7 @@ def segment(inbox, g, epoch, origin):
 
 
 @jit
-def chunk_bytes(nbytes, chunk, channel):
-    """Return the bytes of chunk ``channel`` when ``nbytes`` are cut into pieces of ``chunk``: 0 past the end."""
-    left = tl.maximum(tl.cast(nbytes, tl.int64) - tl.cast(channel, tl.int64) * chunk, 0)
+def chunk_bytes(nbytes, chunk, chunk_index):
+    """Return the bytes of chunk ``chunk_index`` when ``nbytes`` are cut into pieces of ``chunk``: 0 past the end."""
+    left = tl.maximum(tl.cast(nbytes, tl.int64) - tl.cast(chunk_index, tl.int64) * chunk, 0)
     return tl.minimum(left, tl.cast(chunk, tl.int64))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control plane: small host-side exchanges between the ranks of a job, off the fast path.
 
-Joining, allocating, creating and closing contexts are collective; they agree over this channel, which is
+Joining, allocating, creating and closing contexts are collective; they agree over this connection, which is
 torch.distributed's key-value store (any backend has one) or, inside an in-process simulation, the
 simulator's scheduler. No collective of the user's process group is ever called.
 """

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll import arguments
-from tdcoll.limits import CHANNELS, COLLECTIVES, MAX_PROGRAMS
+from tdcoll.limits import COLLECTIVES, MAX_CHUNKS, MAX_PROGRAMS
 
 __all__ = ["SIMULATOR", "WARPS", "Entry", "Section", "Table", "shipped"]
 
@@ -48,14 +48,14 @@ class Entry:
     Attributes:
         up_to: the most bytes of a segment that it holds for; if None, any number.
         algorithm: one of the operation's.
-        channels, chunk: chunks of a segment, or bytes of one; at most one of the two.
+        chunks, chunk: number of chunks of a segment, or bytes of one; at most one of the two.
         num_warps: warps of each thread block.
         blocks: thread blocks, at most, if any number works.
     """
 
     up_to: int | None
     algorithm: str
-    channels: int | None = None
+    chunks: int | None = None
     chunk: int | None = None
     num_warps: int | None = None
     blocks: int | None = None
@@ -144,7 +144,7 @@ class _Reader:
 
 
 _HOW: dict[str, Callable[[_Reader], int]] = {
-    "channels": lambda at: at.whole(1, CHANNELS),
+    "chunks": lambda at: at.whole(1, MAX_CHUNKS),
     "chunk": _Reader.nbytes,
     "num_warps": lambda at: at.one_of(WARPS),
     "blocks": lambda at: at.whole(1, MAX_PROGRAMS - 1),
@@ -159,8 +159,8 @@ def _read_entry(at: _Reader, before: int | None, last: bool) -> Entry:
         raise given["up_to"].fail("a number of bytes: null is for the last entry")
     if up_to is not None and before is not None and up_to <= before:
         raise given["up_to"].fail(f"more than the {before} bytes of the entry before")
-    if "channels" in given and "chunk" in given:
-        raise ValueError(f"{at.where}: expected channels or chunk, got both")
+    if "chunks" in given and "chunk" in given:
+        raise ValueError(f"{at.where}: expected chunks or chunk, got both")
     how = {name: read(given[name]) for name, read in _HOW.items() if name in given}
     return Entry(up_to, given["algorithm"].text(), **how)
 

@@ -80,7 +80,7 @@ WRONG: dict[type[Case], dict[str, str]] = {
         "-o FILE is needed": "",
         "there is no directory no/such/folder": "-o no/such/folder/t.json",
         "expected a tuning table in JSON": f"-o {__file__}",
-        "expected a whole number from 1 to 512, got '513'": "--dry-run --channels 4,513",
+        "expected a whole number from 1 to 512, got '513'": "--dry-run --chunks 4,513",
         "expected one of 1, 2, 4, 8, 16, 32, got '3'": "--dry-run --warps 3",
         "expected some of ll, direct, ring, loop, ce, 1d, 2d": "--dry-run --algorithms auto",
         "reduce_scatter, all_to_all; got broadcast": "--dry-run --operation broadcast",

@@ -31,7 +31,7 @@ from tdcoll.tuning import SIMULATOR, Table
 
 FOUR = Topology.of(0, range(4), [0] * 4)
 LL, PUTS = Candidate("ll"), Candidate("1d")
-SMALL, WIDE = Candidate("ll", chunk=1536), Candidate("1d", channels=32, num_warps=8)
+SMALL, WIDE = Candidate("ll", chunk=1536), Candidate("1d", chunks=32, num_warps=8)
 GATHER, SCATTER, REDUCE = (Choice(SPECS[name], FOUR) for name in ("all_gather", "reduce_scatter", "all_reduce"))
 
 
@@ -40,7 +40,7 @@ FEW = "loop", "ce"
 
 
 def test_what_is_tried() -> None:
-    found = GATHER.candidates(4096, channels=(1, 4, 8), warps=(4, 8))
+    found = GATHER.candidates(4096, chunks=(1, 4, 8), warps=(4, 8))
     assert [c.name for c in found] == [
         *("ll", "ll 3 KB chunks 4 warps", "ll 3 KB chunks 8 warps"),  # 1.5 KB with 4 is the rules'
         *("ll 6 KB chunks 4 warps", "ll 6 KB chunks 8 warps"),
@@ -51,7 +51,7 @@ def test_what_is_tried() -> None:
     ]
     plans = [GATHER.plan(c, 4096) for c in found]
     assert len(set(plans)) == len(plans)
-    found = SCATTER.candidates(4096, names=("ring", "ll", "direct", "2d"), channels=(4,), warps=(4,))
+    found = SCATTER.candidates(4096, names=("ring", "ll", "direct", "2d"), chunks=(4,), warps=(4,))
     words = [f"ll {n} KB chunks 4 warps" for n in (2, 4)]  # 128 and 256 words of 16 bytes
     assert [c.name for c in found] == ["ll", *words, "direct", "direct 4 chunks 4 warps"]
 
@@ -114,14 +114,14 @@ def row(nbytes: int, candidate: Candidate, us: float | None, check: str = "ok") 
 
 
 def test_sections_of_a_table() -> None:
-    inside = Candidate("1d", in_place=True, channels=8, num_warps=4)
+    inside = Candidate("1d", in_place=True, chunks=8, num_warps=4)
     rows = [
         *(row(65536, WIDE, 7.0), row(65536, PUTS, 9.0), row(65536, inside, 5.0)),
         *(row(1024, LL, 3.0), row(1024, PUTS, 5.0), row(4096, LL, 3.5), row(4096, PUTS, 5.0)),
         *(row(16384, WIDE, 2.0, check="WRONG"), row(16384, PUTS, 6.0), row(16384, LL, None, check="not run")),
     ]
     made = GATHER.sections(rows, "NVIDIA Test", "a test")
-    said = {s.in_place: [(e.up_to, e.algorithm, e.channels, e.chunk, e.num_warps) for e in s.entries] for s in made}
+    said = {s.in_place: [(e.up_to, e.algorithm, e.chunks, e.chunk, e.num_warps) for e in s.entries] for s in made}
     assert said == {
         False: [(4096, "ll", None, None, None), (16384, "1d", None, None, None), (65536, "1d", 32, None, 8)],
         True: [(65536, "1d", 8, None, 4)],
@@ -131,7 +131,7 @@ def test_sections_of_a_table() -> None:
 
 
 def test_what_is_said_of_a_size() -> None:
-    kept = Candidate("1d", channels=4)
+    kept = Candidate("1d", chunks=4)
     rows = [row(1024, kept, 4.0), row(1024, LL, 6.0), row(4096, kept, 5.1), row(4096, LL, 5.0)]
     rows += [row(4096, Candidate("direct"), 10.2), row(4096, WIDE, 2.0, check="WRONG")]
     assert GATHER.verdict(4096, rows) == "1d 4 chunks 5.10 µs (ll -2%, direct +100%); WRONG: 1d 32 chunks 8 warps"
@@ -147,7 +147,7 @@ def test_the_simulator_refuses_and_nodes_of_two_sizes_are(tmp_path: Path, capsys
 
 
 def test_the_listing() -> None:
-    arguments = "--dry-run -b 1K -e 512K -f 512 --channels 1,4 --warps 4 --algorithms ll,1d --in-place"
+    arguments = "--dry-run -b 1K -e 512K -f 512 --chunks 1,4 --warps 4 --algorithms ll,1d --in-place"
     head, *lines = tune.listing(Tune.parse([*arguments.split(), "--operation", "all_gather"]), FOUR).splitlines()
     assert head == "tune, 4 rank(s) on 1 node(s) (4): 12 measurements of 40 iterations"
     small, large = ["ll", "1d", "1d 1 chunks 4 warps"], ["1d", "1d 1 chunks 4 warps", "1d 4 chunks 4 warps"]
@@ -158,7 +158,7 @@ def test_the_listing() -> None:
 
 
 def test_sizes_and_operations_without_candidates_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--dry-run", "-b1K", "-e512K", "-f512", "--channels", "1", "--warps", "4", "--algorithms"]
+    arguments = ["--dry-run", "-b1K", "-e512K", "-f512", "--chunks", "1", "--warps", "4", "--algorithms"]
     operations = ["--operation", "all_gather,all_to_all"]
     listed = tune.listing(Tune.parse([*arguments, "ring", *operations]), FOUR).splitlines()[1:]
     assert [line.partition(" per rank")[0] for line in listed] == ["all_gather, 1 KB", "all_gather, 512 KB"]
@@ -189,7 +189,7 @@ def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, mon
         '"ranks_per_node": 2, "nodes": 1, "in_place": false, "entries": [{"up_to": 64, "algorithm": "1d"}]}]}'
     )
     file.write_text(kept.text())
-    arguments = "-b 1K -e 4K --channels 4 --warps 4 --algorithms ll,1d --in-place --iterations 2 --warmup 1"
+    arguments = "-b 1K -e 4K --chunks 4 --warps 4 --algorithms ll,1d --in-place --iterations 2 --warmup 1"
     rows = measured(Tune, f"{arguments} -o {file}")
     assert {(row.check, row.launch, row.peer) for row in rows} == {("ok", "graph", False)}
     assert called == {"all_gather", "all_gather_", "reduce_scatter", "all_reduce", "all_to_all"}
@@ -202,7 +202,7 @@ def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, mon
     assert table.sections[0] == kept.sections[0]
     found = [(1024, "ll", None, None), (4096, "1d", 4, 4)]
     entries = {(s.operation, s.in_place): s.entries for s in table.sections[1:]}
-    assert {kind: [(e.up_to, e.algorithm, e.channels, e.num_warps) for e in its] for kind, its in entries.items()} == {
+    assert {kind: [(e.up_to, e.algorithm, e.chunks, e.num_warps) for e in its] for kind, its in entries.items()} == {
         **dict.fromkeys([("all_gather", False), ("all_gather", True), ("reduce_scatter", False)], found),
         ("all_to_all", False): found,
         ("all_reduce", False): [(4096, "1d", None, None)],
@@ -211,7 +211,7 @@ def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, mon
     assert table.sections[1].source.endswith(f"tune --iterations 4 --warmup 1 {arguments}")
 
 
-SIZES = "-b 1K -e 64K -f 4 --channels 1,4 --warps 4 --algorithms ll,direct,1d --operation all_gather"
+SIZES = "-b 1K -e 64K -f 4 --chunks 1,4 --warps 4 --algorithms ll,direct,1d --operation all_gather"
 TUNED = [(4096, "ll"), (65536, "direct")]
 
 
@@ -245,7 +245,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
                 for one in every:
                     candidate = Candidate(**one.facts["candidate"])
                     us = US[candidate.algorithm] * (3 if candidate.algorithm == "ll" and nbytes > 4096 else 1)
-                    us *= 1 if candidate.channels is candidate.chunk is None else 1.5
+                    us *= 1 if candidate.chunks is candidate.chunk is None else 1.5
                     kind: dict[str, Any] = {"algorithm": one.name, "peer": False, "launch": "graph", "check": "ok"}
                     rows.append(Row(ranks=2, nodes=1, median_us=us, facts={**bench.facts(size), **one.facts}, **kind))
             return rows
@@ -305,9 +305,7 @@ def test_an_earlier_table_holds_for_sizes_that_are_not_measured_yet(tmp_path: Pa
     file = tmp_path / "t.json"
     tuned()
     (section,) = Table.load(file).sections
-    first, last = (
-        dataclasses.replace(section.entries[0], up_to=n, algorithm="1d", channels=4) for n in (2048, 1 << 20)
-    )
+    first, last = (dataclasses.replace(section.entries[0], up_to=n, algorithm="1d", chunks=4) for n in (2048, 1 << 20))
     older = dataclasses.replace(section, entries=(first, *section.entries, last))
     file.write_text(Table((older,)).text())
     tuned(until=("all_gather", 4096))

@@ -140,7 +140,7 @@ def compile_fused(rows: int, hidden: int, world: int, arch: int, more: dict[str,
     topology = Topology.of(0, range(world), [0] * world)
     given = {"max_programs": more["max_programs"]} if "max_programs" in more else {}
     plan = choose(Rows(rows, hidden, 2), Facts(0, topology, stores=True, lamport_bytes=1 << 26, **given))
-    pieces, block = plan.channels, plan.chunk // 16
+    pieces, block = plan.chunks, plan.chunk // 16
     constants = {"HIDDEN": hidden, "DTYPE": tl.bfloat16, "WEIGHT": tl.bfloat16, "SCALE": NONE, "PIECES": pieces}
     constants |= {"ROOM": triton.next_power_of_2(pieces), "BLOCK": block, **more}
     constants = {name: value for name, value in constants.items() if name not in given}

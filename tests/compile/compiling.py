@@ -31,7 +31,7 @@ WORLD = 8
 def tuples(slots: int = 2) -> dict[str, Any]:
     """Types of the parameters that are tuples; numbers stand for constants."""
     inbox = Inbox("i64", "i64", "*i64", slots)
-    group = Group(*["*i64"] * 6, "i32", channels=16, world=WORLD)
+    group = Group(*["*i64"] * 6, "i32", chunks=16, world=WORLD)
     return {
         "g": group,
         "inbox": inbox,
@@ -184,7 +184,7 @@ def compiled_forms(kernel) -> int:
     word, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
     for rank in (0, 1, 2, 16):
         known = {
-            "g": Group(*[word] * 6, rank, channels=tl.constexpr(16), world=tl.constexpr(32)),
+            "g": Group(*[word] * 6, rank, chunks=tl.constexpr(16), world=tl.constexpr(32)),
             **dict.fromkeys(("inbox", "words"), Inbox(16 * rank, 1 + rank, word, tl.constexpr(2))),
             "inbox": Lamport(16 * rank, 1 + rank, word, word),
             "routes": Routes(table, rank, 31 - rank),

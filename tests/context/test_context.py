@@ -8,7 +8,7 @@ import torch
 from ranks import on_ranks
 
 import tdcoll
-from tdcoll.limits import CHANNELS, flagged_bytes
+from tdcoll.limits import MAX_CHUNKS, flagged_bytes
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import Deadlock, World
@@ -38,7 +38,7 @@ def test_facts(pe: int) -> None:
         assert (ctx.rank, ctx.world_size, ctx.max_bytes_per_rank) == (pe, N, 1001)
         assert ctx.capacity == 1008  # slots are aligned for 16-byte loads
         assert ctx.inbox.shape == (2, N, 1008)
-        assert ctx.signals.shape == (2, CHANNELS, N)
+        assert ctx.signals.shape == (2, MAX_CHUNKS, N)
         assert ctx.topology == tdcoll.topology()
         assert ctx.device == tdcoll.device()
         assert not ctx.closed
@@ -139,17 +139,17 @@ def test_timeout_names_group_ranks() -> None:
     assert (error.rank, error.peer) == (0, 1)
 
 
-# ---------------------------------------------------------------------- channels
+# ---------------------------------------------------------------------- chunks
 
 
 @pytest.mark.parametrize(
     ("ranks_per_node", "algorithms"), [(4, ("auto", "ll", "direct", "ring", "1d")), (2, ("auto", "ll", "1d", "2d"))]
 )
-def test_a_context_of_few_channels(ranks_per_node: int, algorithms: tuple[str, ...]) -> None:
+def test_a_context_of_few_chunks(ranks_per_node: int, algorithms: tuple[str, ...]) -> None:
     def host(pe: int) -> None:
-        for channels in (1, 3):
-            with tdcoll.CollectiveContext(max_bytes_per_rank=40_000, channels=channels) as ctx:
-                assert ctx.signals.shape == (2, channels, N)
+        for chunks in (1, 3):
+            with tdcoll.CollectiveContext(max_bytes_per_rank=40_000, chunks=chunks) as ctx:
+                assert ctx.signals.shape == (2, chunks, N)
                 for algorithm in algorithms:
                     data = torch.arange(ctx.ll_bytes // 8 if algorithm == "ll" else 5000) * (pe + 1)
                     got = tdcoll.all_gather(data, ctx=ctx, algorithm=algorithm)
@@ -189,7 +189,7 @@ def test_flagged_words_for_as_many_bytes_as_limits_say() -> None:
     assert flagged_bytes(8, 2) == flagged_bytes(64, 8) == 16 << 10
 
     def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=20 << 10, channels=1) as ctx:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=20 << 10, chunks=1) as ctx:
             assert ctx.ll_bytes == flagged_bytes(N, 2)
 
     World(N, ranks_per_node=2).run(host)

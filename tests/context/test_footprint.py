@@ -52,7 +52,7 @@ def compare(contexts: dict[str, Any], world: int, nodes: int = 1) -> tdcoll.Memo
 @pytest.mark.parametrize(("world", "nodes"), [(2, 1), (4, 2), (3, 2)])
 def test_it_is_what_a_job_takes(world: int, nodes: int) -> None:
     contexts = {
-        "small": {"max_bytes_per_rank": 1000, "channels": 3, "flagged_bytes": 5000, "lamport_bytes": 77},
+        "small": {"max_bytes_per_rank": 1000, "chunks": 3, "flagged_bytes": 5000, "lamport_bytes": 77},
         "none": {"max_bytes_per_rank": 0, "flagged_bytes": 0, "lamport_bytes": 0},
         "rows": SPARSE,
         "few": {**SPARSE, "max_union_rows": 120},
@@ -104,7 +104,7 @@ def test_the_table() -> None:
         ({"contexts": {"mine": 3}}, ValueError, r"contexts\['mine'\] must be a dict of sizes, unless the name is one"),
         ({"contexts": {"all_reduce": "x"}}, ValueError, r"contexts\['all_reduce'\] must be a positive number of bytes"),
         ({"contexts": {"a": {"chanels": 3}}}, ValueError, r"contexts\['a'\] must have no sizes but max_bytes_per_rank"),
-        ({"contexts": {"a": {"channels": -1}}}, ValueError, r"contexts\['a'\]\['channels'\] must be at least 0"),
+        ({"contexts": {"a": {"chunks": -1}}}, ValueError, r"contexts\['a'\]\['chunks'\] must be at least 0"),
         ({"contexts": {"a": {"max_rows_per_rank": 1}}}, ValueError, r"contexts\['a'\] must have max_row_bytes with"),
         ({"heap_bytes": 0}, ValueError, "heap_bytes must be at least 1, got 0"),
     ],

@@ -74,7 +74,7 @@ def _nothing_is_taken() -> None:
     ("name", "values"),
     [
         ("max_bytes_per_rank", (64, 65)),
-        ("channels", (8, 9)),
+        ("chunks", (8, 9)),
         ("debug", (False, True)),
         ("flagged_bytes", (64, 65)),
         ("lamport_bytes", (0, 1)),

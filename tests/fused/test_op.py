@@ -77,7 +77,7 @@ def test_programs() -> None:
         (Plan("direct", 1, 64, 4), {}, "a Plan's algorithm must be one of one_shot, two_shot, composed; got 'direct'"),
         (Plan("one_shot", 4, 2048, 3), {}, "num_warps must be one of"),
         (Plan("one_shot", 4, 2000, 4), {}, "chunk must be 16 times a power of two, up to 16384 bytes; got 2000"),
-        (Plan("one_shot", 3, 2048, 4), {}, "channels must be the 4 pieces of 2048 bytes .* 8192 bytes has; got 3"),
+        (Plan("one_shot", 3, 2048, 4), {}, "chunks must be the 4 pieces of 2048 bytes .* 8192 bytes has; got 3"),
     ],
 )
 def test_plans_that_there_are_not(algorithm: Any, more: dict[str, int], message: str) -> None:

@@ -58,7 +58,7 @@ def test_every_call_has_a_plan_that_is_the_same_on_all_ranks(
     if isinstance(made, str):
         assert algorithm != "auto"
         return
-    assert made.channels * made.chunk >= 16 * asked.words
+    assert made.chunks * made.chunk >= 16 * asked.words
     assert made.chunk <= 1 << 14
     assert 1 <= made.num_warps <= 16
     assert made.algorithm == "composed" or programs(asked, made, world) <= max_programs

@@ -53,7 +53,7 @@ def contexts_of(programs: int | None) -> Callable[[World], None]:
 
     def case(world: World) -> None:
         def host(pe: int) -> None:
-            given = {"max_bytes_per_rank": NBYTES, "channels": 8, "max_programs": programs}
+            given = {"max_bytes_per_rank": NBYTES, "chunks": 8, "max_programs": programs}
             made = [tdcoll.CollectiveContext(**given) for _ in range(3)]
             on_streams(world, made)
             for ctx in made:

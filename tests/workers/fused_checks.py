@@ -34,7 +34,7 @@ def algorithms(ctx: tdcoll.CollectiveContext, rows: int, hidden: int, dtype: tor
             tdcoll.Plan(name, -(-shape.words // block), 16 * block, max(1, min(8, block // 32))) for block in (32, 512)
         ]
         if name == COMPOSED and not simulated():
-            pieces = [plan for plan in pieces if plan.channels <= 8]  # its code is repeated for each; 64 take minutes
+            pieces = [plan for plan in pieces if plan.chunks <= 8]  # its code is repeated for each; 64 take minutes
         for asked in (name, *pieces):
             try:
                 choose(shape, facts_of(ctx, 0, dtype), asked)

@@ -105,7 +105,7 @@ def explain_call(
     if reason == DEFAULT and len(unsupported) == len(problems) - 1:
         reason = ONLY
     return Explanation(
-        spec.name, facts.nbytes, group, plan.algorithm, plan.channels, plan.chunk, plan.blocks, plan.num_warps,
+        spec.name, facts.nbytes, group, plan.algorithm, plan.chunks, plan.chunk, plan.blocks, plan.num_warps,
         len(epochs), reason, _why(decision, unsupported, table),
         f"{table}: {decision.found[0].where(decision.found[1])}" if decision.found else "", unsupported,
     )  # fmt: skip

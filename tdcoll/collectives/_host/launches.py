@@ -98,8 +98,8 @@ class Planned:
             "source_stride": self.stride,
             "out_stride": self.stride,
             "chunk": plan.chunk,
-            "channels": plan.channels,
-            "blocks": plan.channels,
+            "chunks": plan.chunks,
+            "blocks": plan.chunks,
             "out_deltas": self.deltas,
         }
 
@@ -133,7 +133,7 @@ def of_words(call: Planned) -> dict[str, Any]:
     """Return what kernels that reduce words take (:mod:`tdcoll.primitives.words`)."""
     announced = call.width == LAMPORT_WORD_BYTES
     inbox, block = call.ctx.device_lamport if announced else call.words, call.plan.chunk // call.width
-    looped = call.plan.blocks < call.plan.channels
+    looped = call.plan.blocks < call.plan.chunks
     return {**arithmetic(call), "inbox": inbox, "LAMPORT": announced, "BLOCK": block, "LOOPED": looped}
 
 
@@ -253,7 +253,7 @@ def facts_of(ctx: CollectiveContext | Prospect, nbytes: int, dtype: torch.dtype 
         puts=ctx.job.heap.puts,
         lamport_bytes=ctx.lamport_bytes if announced else 0,
         itemsize=1 if dtype is None else dtype.itemsize,
-        channels=ctx.channels,
+        chunks=ctx.chunks,
         max_programs=ctx.max_programs,
         simulated=ctx.job.simulated,
         **more,

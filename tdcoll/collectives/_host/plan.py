@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tdcoll.limits import CHANNELS, MAX_PROGRAMS, SHARED_WARPS
+from tdcoll.limits import MAX_CHUNKS, MAX_PROGRAMS, SHARED_WARPS
 from tdcoll.tuning import WARPS, Entry
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ __all__ = [
     *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
     *("TARGET_CHUNK_BYTES", "Payload", "Facts", "Plan", "check_numbers", "check_warps", "cut_chunks"),
     *("cut_copies", "cut_loop", "loop_blocks", "prefers_loops"),
-    *("cut_reduced_words", "cut_words", "epoch_of_words", "half", "is_word_chunk", "most_channels", "most_warps"),
-    *("needs_puts", "needs_reduced_words", "needs_stores", "needs_words", "per_channel", "per_segment", "power"),
+    *("cut_reduced_words", "cut_words", "epoch_of_words", "half", "is_word_chunk", "most_chunks", "most_warps"),
+    *("needs_puts", "needs_reduced_words", "needs_stores", "needs_words", "per_chunk", "per_segment", "power"),
     *("reduced_words", "several_nodes", "shares_gpu", "staged_epoch", "summing_blocks"),
     *("warps", "word_chunks", "words_of"),
 ]
@@ -37,7 +37,7 @@ CHUNK_ALIGNMENT = 128
 TARGET_CHUNK_BYTES = 8 << 10
 """Chunks of about this size keep one block's copy short beside the crossing; those of large messages are larger."""
 
-USUAL_CHANNELS = 64, 32
+USUAL_CHUNKS = 64, 32
 """Chunks are made larger before there are more of them than this, in one node and between nodes."""
 
 LARGE_CHUNKS = 8, 32
@@ -91,11 +91,11 @@ _REDUCED_BYTES = 1 << 30
 class Plan:
     """How one call is launched.
 
-    >>> plan = tdcoll.Plan("direct", channels=8, chunk=4096, num_warps=8)
+    >>> plan = tdcoll.Plan("direct", chunks=8, chunk=4096, num_warps=8)
 
     Attributes:
         algorithm: one of its operation's, not ``"auto"``.
-        channels: chunks that each segment is cut into.
+        chunks: number of chunks that each segment is cut into.
         chunk: bytes of a chunk; the last may be shorter.
         num_warps: warps of each thread block.
         blocks: thread blocks of the launch; only they may differ between ranks, on nodes of different sizes. 0: as many
@@ -103,7 +103,7 @@ class Plan:
     """
 
     algorithm: str
-    channels: int
+    chunks: int
     chunk: int
     num_warps: int
     blocks: int = 0
@@ -116,7 +116,7 @@ class Facts:
     Attributes:
         nbytes: of one segment, which is what one rank sends to another.
         topology: the group.
-        capacity, ll_bytes, stores, lamport_bytes, channels, max_programs: of the :class:`~tdcoll.CollectiveContext`;
+        capacity, ll_bytes, stores, lamport_bytes, chunks, max_programs: of the :class:`~tdcoll.CollectiveContext`;
             ``lamport_bytes`` is 0 also where the dtype has values that no Lamport word can be told from.
         puts: whether the job has NVSHMEM's puts.
         itemsize: bytes of an element; 1 where bytes are moved as they are.
@@ -134,7 +134,7 @@ class Facts:
     stores: bool = False
     puts: bool = True
     lamport_bytes: int = 0
-    channels: int = CHANNELS
+    chunks: int = MAX_CHUNKS
     max_programs: int = MAX_PROGRAMS
     itemsize: int = 1
     in_place: bool = False
@@ -215,18 +215,18 @@ def staged_epoch(facts: Facts) -> int:
 
 def per_segment(facts: Facts, plan: Plan) -> int:
     """Thread blocks of an algorithm that has one for each chunk of each rank's segment."""
-    return plan.channels * facts.topology.world_size
+    return plan.chunks * facts.topology.world_size
 
 
-def per_channel(facts: Facts, plan: Plan) -> int:
+def per_chunk(facts: Facts, plan: Plan) -> int:
     """Thread blocks of a reduction by words: one for each block of words, or as many as the context allows."""
-    return min(plan.channels, facts.max_programs - 1)
+    return min(plan.chunks, facts.max_programs - 1)
 
 
-def most_channels(facts: Facts) -> int:
+def most_chunks(facts: Facts) -> int:
     """Chunks of one segment, at most: a launch has up to ``2 * world + 1`` programs for each, and all of its programs
     must have a share of one epoch."""
-    return max(1, min(facts.channels, (facts.max_programs - 1) // (2 * facts.topology.world_size + 1)))
+    return max(1, min(facts.chunks, (facts.max_programs - 1) // (2 * facts.topology.world_size + 1)))
 
 
 def warps(nbytes: int, chunk: int) -> int:
@@ -241,7 +241,7 @@ def most_warps(facts: Facts) -> int:
 
 def check_numbers(plan: Plan) -> None:
     """Raise unless what somebody has made a plan of by hand are whole numbers."""
-    for name in ("channels", "chunk", "num_warps", "blocks"):
+    for name in ("chunks", "chunk", "num_warps", "blocks"):
         if type(value := getattr(plan, name)) is not int:
             raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
 
@@ -263,23 +263,23 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
         large: chunks may be as large as they get, since nothing is done with one before all are there.
     """
     several = facts.topology.n_nodes > 1
-    usual = max(TARGET_CHUNK_BYTES, -(-facts.nbytes // USUAL_CHANNELS[several]))
+    usual = max(TARGET_CHUNK_BYTES, -(-facts.nbytes // USUAL_CHUNKS[several]))
     if not large:
         usual = min(usual, LARGE_CHUNKS[several] * TARGET_CHUNK_BYTES)
-    wanted = entry.channels or -(-facts.nbytes // (entry.chunk or usual))
-    channels = min(most_channels(facts), max(1, wanted))
-    chunk = -(-facts.nbytes // channels)
+    wanted = entry.chunks or -(-facts.nbytes // (entry.chunk or usual))
+    chunks = min(most_chunks(facts), max(1, wanted))
+    chunk = -(-facts.nbytes // chunks)
     chunk = max(1, -(-chunk // CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
-    channels = max(1, -(-facts.nbytes // chunk))
+    chunks = max(1, -(-facts.nbytes // chunk))
     num_warps = min(entry.num_warps or warps(facts.nbytes, chunk), most_warps(facts))
-    return Plan(algorithm, channels, chunk, num_warps)
+    return Plan(algorithm, chunks, chunk, num_warps)
 
 
 def cut_copies(facts: Facts, entry: Entry, whole: int, sums: bool = False) -> Plan:
     """Copies of ``whole`` bytes: one, because copy engines are the faster the more they move at once. Thread blocks of
     the plan are those that sum, if there are any."""
-    channels = min(most_channels(facts), entry.channels or -(-whole // (entry.chunk or max(1, whole))) or 1)
-    chunk = max(1, -(-whole // (channels * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
+    chunks = min(most_chunks(facts), entry.chunks or -(-whole // (entry.chunk or max(1, whole))) or 1)
+    chunk = max(1, -(-whole // (chunks * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
     num_warps = min(entry.num_warps or 16, most_warps(facts)) if sums else 1
     blocks = min(entry.blocks or 0, facts.max_programs - 1) if sums else 1
     return Plan("ce", max(1, -(-whole // chunk)), chunk, num_warps, blocks)
@@ -292,17 +292,17 @@ def cut_loop(facts: Facts, entry: Entry, whole: int, signals: int = 1) -> Plan:
     wanted = entry.blocks or max(least, min(most, whole // LOOP_BYTES))
     blocks = min(wanted, facts.max_programs - 1)
     usual = max(TARGET_CHUNK_BYTES, -(-whole // blocks))
-    wanted = entry.channels or -(-whole // (entry.chunk or usual))
-    channels = min(facts.channels // signals, max(1, wanted))
-    chunk = max(1, -(-whole // (channels * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
-    channels = max(1, -(-whole // chunk))
+    wanted = entry.chunks or -(-whole // (entry.chunk or usual))
+    chunks = min(facts.chunks // signals, max(1, wanted))
+    chunk = max(1, -(-whole // (chunks * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
+    chunks = max(1, -(-whole // chunk))
     num_warps = min(entry.num_warps or warps(facts.nbytes, chunk), most_warps(facts))
-    return Plan("loop", channels, chunk, num_warps, min(channels, blocks))
+    return Plan("loop", chunks, chunk, num_warps, min(chunks, blocks))
 
 
 def loop_blocks(facts: Facts, plan: Plan) -> int:
     """Return the thread blocks of a plan whose thread blocks loop over chunks, if it doesn't state them."""
-    return min(plan.channels, LOOP_BLOCKS[1], facts.max_programs - 1)
+    return min(plan.chunks, LOOP_BLOCKS[1], facts.max_programs - 1)
 
 
 def prefers_loops(facts: Facts, nbytes: int) -> bool:
@@ -359,8 +359,8 @@ def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Payload | None
     words = words_of(extent.nbytes, extent.width)
     if entry.chunk is not None:
         block = power(entry.chunk // extent.width + 1) // 2  # at most so much
-    elif entry.channels is not None:
-        block = min(LL_MOST_WORDS, max(LL_BLOCK, power(-(-words // entry.channels))))
+    elif entry.chunks is not None:
+        block = min(LL_MOST_WORDS, max(LL_BLOCK, power(-(-words // entry.chunks))))
     else:
         # The interpreter takes as long for a block of few words as for one of many.
         block = LL_MOST_WORDS if facts.simulated else usual

@@ -18,7 +18,7 @@ from tdcoll.capture import refuse
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError
-from tdcoll.limits import CHANNELS, MAX_PROGRAMS
+from tdcoll.limits import MAX_CHUNKS, MAX_PROGRAMS
 from tdcoll.preconditions import Debug
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.cuda import multiprocessors
@@ -305,7 +305,7 @@ class Prospect:
     lamport_bytes: int
     stores: bool
     tuning: Table
-    channels: int = CHANNELS
+    chunks: int = MAX_CHUNKS
     max_programs: int = MAX_PROGRAMS
 
 

@@ -24,7 +24,7 @@ from tdcoll.collectives._host.plan import (
     check_numbers,
     check_warps,
     is_word_chunk,
-    most_channels,
+    most_chunks,
     shares_gpu,
     word_chunks,
 )
@@ -322,20 +322,20 @@ class Collective:
         check_numbers(plan)
         check_warps(plan, facts)
         aligned = is_word_chunk(plan.chunk, extent.width) if words else plan.chunk % 16 == 0
-        if plan.chunk < 1 or not aligned or plan.channels * plan.chunk < extent.nbytes:
+        if plan.chunk < 1 or not aligned or plan.chunks * plan.chunk < extent.nbytes:
             expected = word_chunks(extent.width) if words else "a multiple of 16"
             raise ValueError(
-                f"a Plan's chunks must be {expected} bytes and cover all {extent.nbytes} bytes; got {plan.channels} of "
+                f"a Plan's chunks must be {expected} bytes and cover all {extent.nbytes} bytes; got {plan.chunks} of "
                 f"{plan.chunk} bytes"
             )
         # No more blocks of words than carry something: others would wait for puts that no block makes.
-        signalled = facts.channels // (1 if algorithm.copies else extent.signals)  # copies have one signal together
+        signalled = facts.chunks // (1 if algorithm.copies else extent.signals)  # copies have one signal together
         if algorithm.copies or not algorithm.any_blocks:
-            signalled = most_channels(replace(facts, channels=signalled))
+            signalled = most_chunks(replace(facts, chunks=signalled))
         most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
-        if not 1 <= plan.channels <= most:
-            raise ValueError(f"a Plan's channels must be 1 to {most}, got {plan.channels}")
-        if words and (plan.channels + 1) * extent.programs >= facts.max_programs:
+        if not 1 <= plan.chunks <= most:
+            raise ValueError(f"a Plan's chunks must be 1 to {most}, got {plan.chunks}")
+        if words and (plan.chunks + 1) * extent.programs >= facts.max_programs:
             raise ValueError(
                 f"a Plan for {plan.algorithm!r} must have chunks of more than {plan.chunk} bytes for "
                 f"{facts.topology.describe()}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-gather kernels that push, in one dimension and in two.
 
-Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``channels`` chunks of ``chunk`` bytes::
+Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``chunks`` chunks of ``chunk`` bytes::
 
     1D   source --put+signal--> inbox[slot, r] on every rank of this node
          source --> own inbox --nbi put+signal--> inbox[slot, r] on every rank of other nodes
@@ -13,9 +13,10 @@ Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``chann
 In 2D a segment crosses between nodes once per node pair rather than once per rank pair. If the ranks of a node cannot
 store to each other's memory (not ``STORES``), they put + signal, as in 1D.
 
-Signal map: ``arrived[slot, channel, s]`` on rank r
+Signal map: ``arrived[slot, chunk, s]`` on rank r
 
-- is written (SET to the epoch) by the rank that delivers chunk ``channel`` of rank s to r: s itself, or in 2D the rank
+- is written (SET to the epoch) by the rank that delivers chunk ``chunk_index`` of rank s to r: s itself, or in 2D the
+rank
   of r's node on s's rail, which forwards it;
 - is polled (>= epoch) on r by the thread block that copies that chunk out, and in 2D on s's rail by those that forward
   it.
@@ -57,7 +58,7 @@ __all__ = ["all_gather_1d", "all_gather_2d", "all_gather_ll_2d"]
 
 @jit
 def _n_senders(routes, inbox):
-    """Return the senders per channel to other nodes: one that stages the chunk, or in place one per rank."""
+    """Return the senders per chunk to other nodes: one that stages the chunk, or in place one per rank."""
     if inbox.slots == 1:
         n_senders = routes.n_remote
     else:
@@ -66,8 +67,8 @@ def _n_senders(routes, inbox):
 
 
 @jit
-def _task(channels, n_senders, n_pushes, inbox, g):
-    """Return ``(program, channel, given)``: the chunk of this thread block, and its task.
+def _task(chunks, n_senders, n_pushes, inbox, g):
+    """Return ``(program, chunk_index, given)``: the chunk of this thread block, and its task.
 
     ``program`` counts from -1, which in place is the announcer. ``given`` is negative if the thread block sends to
     other nodes; then come ``n_pushes`` that put inside this node; then receivers.
@@ -79,14 +80,14 @@ def _task(channels, n_senders, n_pushes, inbox, g):
         per_chunk += 1
     else:
         per_chunk += g.world
-    inside = program - n_senders * channels
+    inside = program - n_senders * chunks
     if inside < 0:
-        channel = program % channels
-        given = program // channels - n_senders
+        chunk_index = program % chunks
+        given = program // chunks - n_senders
     else:
-        channel = inside // per_chunk
+        chunk_index = inside // per_chunk
         given = inside % per_chunk
-    return program, channel, given
+    return program, chunk_index, given
 
 
 @jit
@@ -102,35 +103,35 @@ def _push_local(peer, pe, g, inbox, target, source, size, signal, epoch, STORES:
 
 
 @jit
-def _receive(i, channel, source, out, out_stride, inbox, g, nbytes, chunk, epoch, BLOCK: tl.constexpr):
+def _receive(i, chunk_index, source, out, out_stride, inbox, g, nbytes, chunk, epoch, BLOCK: tl.constexpr):
     """Copy out the chunk of the i-th rank after this one, or, if in place, wait for that chunk of all ranks."""
-    signals = row(g, epoch, channel)
+    signals = row(g, epoch, chunk_index)
     if inbox.slots == 1:
         tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, BLOCK)
     else:
         frm = (g.rank + i) % g.world
-        offset = tl.cast(channel, tl.int64) * chunk
-        size = chunk_bytes(nbytes, chunk, channel)
-        receive_chunk(frm, channel, source, out, out_stride, inbox, g, offset, size, epoch)
+        offset = tl.cast(chunk_index, tl.int64) * chunk
+        size = chunk_bytes(nbytes, chunk, chunk_index)
+        receive_chunk(frm, chunk_index, source, out, out_stride, inbox, g, offset, size, epoch)
 
 
 @jit
 def all_gather_1d(
     source: tl.int64, out: tl.int64, inbox, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
-    channels: tl.int32, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
+    chunks: tl.int32, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]``: every rank puts its segment to every other.
 
-    Thread blocks: ``channels`` times one remote sender if n_remote > 0, then ``channels`` times (n_local pushes, world
-    receivers); in place an announcer first, n_remote remote senders per channel, and one receiver per channel.
+    Thread blocks: ``chunks`` times one remote sender if n_remote > 0, then ``chunks`` times (n_local pushes, world
+    receivers); in place an announcer first, n_remote remote senders per chunk, and one receiver per chunk.
 
     Args: those of ``exchange_direct``, and
         routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks.
-        channels: chunks.
+        chunks: number of chunks.
         BLOCK: a power of two of at least ``world``.
     """
     n_senders = _n_senders(routes, inbox)
-    program, channel, given = _task(channels, n_senders, routes.n_local, inbox, g)
+    program, chunk_index, given = _task(chunks, n_senders, routes.n_local, inbox, g)
     # Read before the epoch is: both take their time.
     mate = tl.minimum(tl.maximum(given, 0), tl.maximum(routes.n_local - 1, 0))
     peer = tl.load(routes.ranks + mate)
@@ -141,30 +142,32 @@ def all_gather_1d(
     if program < 0:
         puts.say_entered(g, routes, epoch)
     else:
-        size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, channel)
-        offset = tl.cast(channel, tl.int64) * chunk
+        size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, chunk_index)
+        offset = tl.cast(chunk_index, tl.int64) * chunk
         if given < routes.n_local:
             mine = segment(inbox, g, epoch, g.rank) + offset
-            signal = row(g, epoch, channel) + g.rank
+            signal = row(g, epoch, chunk_index) + g.rank
             if given >= 0:
                 _push_local(peer, pe, g, inbox, mine, source + offset, size, signal, epoch, False)
             else:
                 i = given + n_senders
                 puts.push_remote(i, routes, g, inbox, mine, source + offset, size, signal, epoch)
         else:
-            _receive(given - routes.n_local, channel, source, out, out_stride, inbox, g, nbytes, chunk, epoch, BLOCK)
+            _receive(
+                given - routes.n_local, chunk_index, source, out, out_stride, inbox, g, nbytes, chunk, epoch, BLOCK
+            )
 
 
 @jit
 def all_gather_2d(
     source: tl.int64, out: tl.int64, inbox, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
-    channels: tl.int32, BLOCK: tl.constexpr, COUNTED: tl.constexpr, STORES: tl.constexpr,
+    chunks: tl.int32, BLOCK: tl.constexpr, COUNTED: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]``: between nodes along rails, then forwarded inside each node.
 
-    Thread blocks: ``channels`` times one rail sender if n_remote > 0, then ``channels`` times (n_local pushes, n_remote
-    * n_local forwarders, world receivers); in place an announcer first, n_remote rail senders per channel, and one
-    receiver per channel. Every node has ``n_local + 1`` ranks.
+    Thread blocks: ``chunks`` times one rail sender if n_remote > 0, then ``chunks`` times (n_local pushes, n_remote
+    * n_local forwarders, world receivers); in place an announcer first, n_remote rail senders per chunk, and one
+    receiver per chunk. Every node has ``n_local + 1`` ranks.
 
     Args: those of :func:`all_gather_1d`, except
         routes: names as remote ranks only this rank's rail: one per other node.
@@ -173,7 +176,7 @@ def all_gather_2d(
     n_senders = _n_senders(routes, inbox)
     n_local = routes.n_local
     n_forwards = routes.n_remote * n_local
-    program, channel, given = _task(channels, n_senders, n_local + n_forwards, inbox, g)
+    program, chunk_index, given = _task(chunks, n_senders, n_local + n_forwards, inbox, g)
     # Read before the epoch is: both take their time.
     mate = tl.maximum(given, 0) % tl.maximum(n_local, 1)
     peer = tl.load(routes.ranks + mate)
@@ -184,9 +187,9 @@ def all_gather_2d(
     if program < 0:
         puts.say_entered(g, routes, epoch)
     else:
-        size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, channel)
-        offset = tl.cast(channel, tl.int64) * chunk
-        signals = row(g, epoch, channel)
+        size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, chunk_index)
+        offset = tl.cast(chunk_index, tl.int64) * chunk
+        signals = row(g, epoch, chunk_index)
         if given < 0:
             mine = segment(inbox, g, epoch, g.rank) + offset
             i = given + n_senders
@@ -204,42 +207,42 @@ def all_gather_2d(
                     first = row(g, epoch, 0) + origin
                     arrived = tdl.wait_signal(first, tdl.CMP_GE, epoch, g.monitor, origin, origin)
                 if arrived != 0:
-                    index = channel * g.world + origin
+                    index = chunk_index * g.world + origin
                     arrived = tdl.wait_signal(signals + origin, tdl.CMP_GE, epoch, g.monitor, origin, index)
                 if arrived != 0:
-                    size = chunk_bytes(used_bytes(landed, nbytes, COUNTED), chunk, channel)
+                    size = chunk_bytes(used_bytes(landed, nbytes, COUNTED), chunk, chunk_index)
             if arrived != 0:
                 target = segment(inbox, g, epoch, origin) + offset
                 _push_local(peer, pe, g, inbox, target, held, size, signals + origin, epoch, STORES)
         else:
             i = given - n_local - n_forwards
-            _receive(i, channel, source, out, out_stride, inbox, g, nbytes, chunk, epoch, BLOCK)
+            _receive(i, chunk_index, source, out, out_stride, inbox, g, nbytes, chunk, epoch, BLOCK)
 
 
 @jit
 def all_gather_ll_2d(
     source: tl.int64, out: tl.int64, inbox, words, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
-    channels: tl.int32, blocks: tl.int32, BLOCK: tl.constexpr,
+    chunks: tl.int32, blocks: tl.int32, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]`` over several nodes of ``n_local + 1`` ranks each, small messages.
 
-    Thread blocks: ``channels`` that put to the rail; then ``blocks`` times (1 for the own segment, n_remote for those
+    Thread blocks: ``chunks`` that put to the rail; then ``blocks`` times (1 for the own segment, n_remote for those
     of the rail, world - 1 - n_remote receivers).
 
     Args: those of :func:`all_gather_2d` and ``exchange_ll``, except
         routes: after them, the group ranks whose data comes by LL.
-        chunk: bytes of a put between nodes, a multiple of ``12 * BLOCK``; there are ``channels``.
+        chunk: bytes of a put between nodes, a multiple of ``12 * BLOCK``; there are ``chunks``.
         blocks: thread blocks for each segment, of ``BLOCK`` words each.
     """
     program = tl.program_id(0)
-    block = (program - channels) % blocks
-    task = (program - channels) // blocks
+    block = (program - chunks) % blocks
+    task = (program - chunks) // blocks
     epoch, alive = start(g)
     if alive == 0:
         return
     size = tl.cast(nbytes, tl.int32)
     elsewhere = routes.ranks + 2 * routes.n_local
-    if program < channels:
+    if program < chunks:
         offset = tl.cast(program, tl.int64) * chunk
         staged = segment(inbox, g, epoch, g.rank) + offset
         signal = row(g, epoch, program) + g.rank
@@ -255,9 +258,9 @@ def all_gather_ll_2d(
             if task > 0:
                 origin = tl.load(elsewhere + task - 1)
                 at = segment(inbox, g, epoch, origin)
-                channel = block * BLOCK * 12 // chunk
-                signal = row(g, epoch, channel) + origin
-                arrived = tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, origin, channel * g.world + origin)
+                chunk_index = block * BLOCK * 12 // chunk
+                signal = row(g, epoch, chunk_index) + origin
+                arrived = tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, origin, chunk_index * g.world + origin)
             if arrived != 0:
                 parts = ll.repair(at, index, size, ll.load(at, index, size))
                 for k in tl.range(0, routes.n_local, disable_licm=True):

@@ -6,7 +6,7 @@ was the fastest at 64 MB per rank, and slower than ``exchange_direct`` below 16 
 chooses it, because it was not measured on 8 GPUs.
 
 Data flow, seen from rank r of W with n = r + 1 and p = r - 1 (both modulo W) and a segment of ``nbytes`` bytes, cut
-into ``channels`` chunks of ``chunk`` bytes; o = r - s (modulo W) is whose segment step s moves::
+into ``chunks`` chunks of ``chunk`` bytes; o = r - s (modulo W) is whose segment step s moves::
 
     step 0         source --stores--> inbox[slot, r] on n; then a release of the chunk's signal;  source --> out[r]
     step 1..W-2    once the signal of o's chunk is there:
@@ -16,7 +16,7 @@ into ``channels`` chunks of ``chunk`` bytes; o = r - s (modulo W) is whose segme
 A chunk is passed on before it is copied out, because the next rank waits for it, and the copy finds it in L2. If there
 is one rank, it copies its own.
 
-Signal map: ``arrived[slot, channel, o]`` on rank r is set to the epoch by p, for every o, when p has stored o's chunk
+Signal map: ``arrived[slot, chunk, o]`` on rank r is set to the epoch by p, for every o, when p has stored o's chunk
 there, and polled by the one thread block that moves that chunk. The address of a peer's copy of a symmetric address is
 that address plus ``g.deltas[peer]``.
 
@@ -30,7 +30,7 @@ before and after. On a ring, only p writes into r's inbox and signals. It writes
 after it has completed e + 1, for which it needed r's segment: r had then started e + 1, and was done with e.
 
 Order of thread blocks: chunk by chunk, step by step. Any number of resident blocks makes progress, because step s of a
-channel waits for step s - 1 of the same channel on p, which has a smaller index there. About one in W of the resident
+chunk waits for step s - 1 of the same chunk on p, which has a smaller index there. About one in W of the resident
 blocks moves data at a time while the others wait, because the steps of a chunk follow each other.
 
 In place (an inbox of one slot): the symmetric buffer is the inbox, and nothing is copied out. The first thread block
@@ -63,7 +63,7 @@ def all_gather_ring(
     Args: those of ``exchange_direct``.
     """
     in_stream_order()
-    channel = tl.program_id(0) // g.world
+    chunk_index = tl.program_id(0) // g.world
     step = tl.program_id(0) % g.world
     origin = (g.rank - step + g.world) % g.world
     after = (g.rank + 1) % g.world
@@ -74,16 +74,16 @@ def all_gather_ring(
     epoch, alive = start(g)
     if alive == 0:
         return
-    size = chunk_bytes(nbytes, chunk, channel)
-    offset = tl.cast(channel, tl.int64) * chunk
+    size = chunk_bytes(nbytes, chunk, chunk_index)
+    offset = tl.cast(chunk_index, tl.int64) * chunk
     landing = segment(inbox, g, epoch, origin) + offset
-    signals = row(g, epoch, channel)
+    signals = row(g, epoch, chunk_index)
     held = landing
     here = tl.cast(1, tl.int32)
     if step == 0:
         held = source + offset
     else:
-        index = channel * g.world + origin
+        index = chunk_index * g.world + origin
         here = tdl.wait_signal(signals + origin, tdl.CMP_GE, epoch, g.monitor, before, index)
     if here != 0:
         if step < g.world - 1:

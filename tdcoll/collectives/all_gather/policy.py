@@ -36,8 +36,8 @@ def cut_segments(facts: Facts, entry: Entry, algorithm: str) -> Plan:
 
 def put_chunks(facts: Facts, plan: Plan) -> Plan:
     """Return how LL's puts between nodes are cut: chunks of whole programs' words, as many as there are signals for."""
-    nbytes, channels = facts.nbytes, facts.channels
-    chunk = -(-max(plans.TARGET_CHUNK_BYTES, -(-nbytes // channels)) // plan.chunk) * plan.chunk
+    nbytes, chunks = facts.nbytes, facts.chunks
+    chunk = -(-max(plans.TARGET_CHUNK_BYTES, -(-nbytes // chunks)) // plan.chunk) * plan.chunk
     return Plan("2d", max(1, -(-nbytes // chunk)), chunk, plan.num_warps)
 
 
@@ -50,8 +50,8 @@ def blocks_of_puts(facts: Facts, plan: Plan) -> int:
         remote = topology.n_nodes - 1
         pushes += local * remote
     if facts.in_place:
-        return plan.channels * (pushes + remote + 1) + 1
-    return plan.channels * (pushes + (remote > 0) + world)
+        return plan.chunks * (pushes + remote + 1) + 1
+    return plan.chunks * (pushes + (remote > 0) + world)
 
 
 def default(facts: Facts) -> str:

@@ -82,11 +82,11 @@ def _ll(call: Planned) -> dict[str, Any]:
     if not several_nodes(call.facts.topology):
         return block
     puts = put_chunks(call.facts, call.plan)
-    return {**block, "routes": _routes(call), "chunk": puts.chunk, "channels": puts.channels}
+    return {**block, "routes": _routes(call), "chunk": puts.chunk, "chunks": puts.chunks}
 
 
 def _blocks_of_ll(facts: Facts, plan: Plan) -> int:
-    return per_segment(facts, plan) + (put_chunks(facts, plan).channels if several_nodes(facts.topology) else 0)
+    return per_segment(facts, plan) + (put_chunks(facts, plan).chunks if several_nodes(facts.topology) else 0)
 
 
 def _early(facts: Facts) -> bool:

@@ -6,15 +6,15 @@ bandwidth instead of hops. Every rank sends and receives ``2 * (world - 1) / wor
 bound. Each chunk is summed and sent on when its parts are there. NVSHMEM's device code is not needed.
 
 Data flow, seen from rank r. The data is cut into a part of ``part`` bytes for each rank, the last ones perhaps shorter
-or empty, and each part into ``channels`` chunks. A segment of the inbox has two halves::
+or empty, and each part into ``chunks`` chunks. A segment of the inbox has two halves::
 
     source[p] --stores--> first half of inbox[slot, r] on rank p, for every other rank p; then the chunk's signal
     first halves of inbox[slot, 0], ..., source[r], ... --sum in rank order--> out[r], and by the same stores
                                 --> second half of inbox[slot, r] on every other rank; then the chunk's second signal
     second half of inbox[slot, p] --> out[p], for every other rank p
 
-Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s when its chunk for rank r is there. It
-is polled by the thread block that sums the chunk. ``arrived[slot, channels + channel, s]`` is set by rank s when its
+Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s when its chunk for rank r is there. It
+is polled by the thread block that sums the chunk. ``arrived[slot, chunks + chunk, s]`` is set by rank s when its
 sum is there, and polled by the thread block that copies it out.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`. The summing thread block stores a chunk to all ranks, passes one
@@ -77,7 +77,7 @@ def sum_chunk(
 @jit
 def all_reduce_direct(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
-    channels: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    chunks: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr, ZERO_COPY: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Thread blocks for each chunk: ``2 * world - 1``; without a copy ``world
@@ -88,13 +88,13 @@ def all_reduce_direct(
         out: the result, likewise; may be ``source``. Without a copy: symmetric, at the same offset on all ranks.
         inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots; its segments have ``second + part`` bytes,
             without a copy ``part``.
-        g: :class:`~tdcoll.primitives.group.Group`, of at least ``2 * channels`` channels.
+        g: :class:`~tdcoll.primitives.group.Group`, with signals for at least ``2 * chunks`` chunks.
         nbytes: of a rank's data in this epoch.
         part: bytes of a rank's part, a multiple of 16.
         second: where the second half of a segment begins, in bytes: a multiple of 16, at least ``part``. Not used
             without a copy.
         chunk: bytes of a chunk, a multiple of 16.
-        channels: chunks of a part.
+        chunks: number of chunks of a part.
         out_deltas: int64 ``[world]``: from an address in ``out`` to the same on each rank, if kernels store sums there.
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
         COUNT: elements of a tile.
@@ -104,7 +104,7 @@ def all_reduce_direct(
     in_stream_order()
     others = g.world - 1
     per_chunk: tl.constexpr = g.world + 1 if ZERO_COPY else 2 * g.world - 1
-    channel = tl.program_id(0) // per_chunk
+    chunk_index = tl.program_id(0) // per_chunk
     given = tl.program_id(0) % per_chunk
     step = given + 1
     if given > others:
@@ -118,18 +118,18 @@ def all_reduce_direct(
     epoch, alive = start(g)
     if alive == 0:
         return
-    offset = tl.cast(channel, tl.int64) * chunk
-    arrived = row(g, epoch, channel)
-    summed = row(g, epoch, channels + channel)
+    offset = tl.cast(chunk_index, tl.int64) * chunk
+    arrived = row(g, epoch, chunk_index)
+    summed = row(g, epoch, chunks + chunk_index)
     if given < others:
         at = tl.cast(peer, tl.int64) * part
-        size = chunk_bytes(chunk_bytes(nbytes, part, peer), chunk, channel)
+        size = chunk_bytes(chunk_bytes(nbytes, part, peer), chunk, chunk_index)
         mine = segment(inbox, g, epoch, g.rank) + offset
         stores.push(mine, source + at + offset, size, peer_delta, arrived + g.rank, peer_signal_delta, epoch)
     elif given == others:
         if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
             at = tl.cast(g.rank, tl.int64) * part
-            size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, channel)
+            size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, chunk_index)
             landing = out + at + offset if ZERO_COPY else segment(inbox, g, epoch, g.rank) + second + offset
             to = out_deltas if ZERO_COPY else inbox.deltas
             own = source + at
@@ -140,8 +140,10 @@ def all_reduce_direct(
             stores.release_to_all(g, summed + g.rank, epoch)
     elif ZERO_COPY:
         tdl.wait_signals(summed, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
-    elif tdl.wait_signal(summed + peer, tdl.CMP_GE, epoch, g.monitor, peer, (channels + channel) * g.world + peer) != 0:
+    elif (
+        tdl.wait_signal(summed + peer, tdl.CMP_GE, epoch, g.monitor, peer, (chunks + chunk_index) * g.world + peer) != 0
+    ):
         at = tl.cast(peer, tl.int64) * part
-        size = chunk_bytes(chunk_bytes(nbytes, part, peer), chunk, channel)
+        size = chunk_bytes(chunk_bytes(nbytes, part, peer), chunk, chunk_index)
         theirs = segment(inbox, g, epoch, peer) + second + offset
         tdl.copy_block(out + at + offset, theirs, size)

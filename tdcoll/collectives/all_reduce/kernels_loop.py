@@ -29,7 +29,7 @@ __all__ = ["all_reduce_loop"]
 @jit
 def all_reduce_loop(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
-    channels: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    chunks: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr, ZERO_COPY: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Any number of thread blocks. Args: those of ``all_reduce_direct``."""
@@ -41,8 +41,8 @@ def all_reduce_loop(
     at = tl.cast(g.rank, tl.int64) * part
     own = source + at
     to_deltas = out_deltas if ZERO_COPY else inbox.deltas
-    for sent in tl.range(tl.program_id(0), channels + 2 * LAG * blocks, blocks, disable_licm=True):
-        if sent < channels:
+    for sent in tl.range(tl.program_id(0), chunks + 2 * LAG * blocks, blocks, disable_licm=True):
+        if sent < chunks:
             offset = tl.cast(sent, tl.int64) * chunk
             signal = row(g, epoch, sent) + g.rank
             for step in tl.range(1, g.world):
@@ -53,7 +53,7 @@ def all_reduce_loop(
                 given = source + begin + offset
                 stores.push(mine, given, size, tl.load(inbox.deltas + to), signal, tl.load(g.deltas + to), epoch)
         summed = sent - LAG * blocks
-        if (summed >= 0) & (summed < channels):
+        if (summed >= 0) & (summed < chunks):
             arrived = row(g, epoch, summed)
             if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
                 offset = tl.cast(summed, tl.int64) * chunk
@@ -68,17 +68,17 @@ def all_reduce_loop(
                     sum_chunk(
                         own, out + at, landing, to_deltas, inbox, g, epoch, offset, size, DTYPE, ACC, OP, False, COUNT
                     )
-                stores.release_to_all(g, row(g, epoch, channels + summed) + g.rank, epoch)
+                stores.release_to_all(g, row(g, epoch, chunks + summed) + g.rank, epoch)
         came = sent - 2 * LAG * blocks
         if came >= 0:
-            sums = row(g, epoch, channels + came)
+            sums = row(g, epoch, chunks + came)
             if ZERO_COPY:
                 tdl.wait_signals(sums, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
             else:
                 offset = tl.cast(came, tl.int64) * chunk
                 for step in tl.range(1, g.world):
                     frm = (g.rank - step + g.world) % g.world
-                    index = (channels + came) * g.world + frm
+                    index = (chunks + came) * g.world + frm
                     if tdl.wait_signal(sums + frm, tdl.CMP_GE, epoch, g.monitor, frm, index) != 0:
                         begin = tl.cast(frm, tl.int64) * part
                         size = chunk_bytes(chunk_bytes(nbytes, part, frm), chunk, came)

@@ -7,7 +7,7 @@ ranks that have the same place on their nodes. Each part crosses between two nod
 be those of every other algorithm.
 
 Data flow, seen from rank r, the k-th of its node. The data is cut into a part of ``part`` bytes for each place, the
-last ones perhaps shorter or empty, and each part into ``channels`` chunks. A segment of the inbox has two pieces. The
+last ones perhaps shorter or empty, and each part into ``chunks`` chunks. A segment of the inbox has two pieces. The
 first holds a part in the accumulator's type::
 
     source[j] --stores--> first piece of inbox[slot, r] on the j-th rank of the node, for all j but k; a release
@@ -17,8 +17,8 @@ first holds a part in the accumulator's type::
                                     the other ranks of the node; a release each
     second piece of inbox[slot, j-th rank] --> out[j], for all j but k
 
-Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s: of the node, when its chunk for rank
-r is there; of the rail, when its node's sum is. ``arrived[slot, channels + channel, s]`` is set by rank s of the node
+Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s: of the node, when its chunk for rank
+r is there; of the rail, when its node's sum is. ``arrived[slot, chunks + chunk, s]`` is set by rank s of the node
 when the result is there. The first are polled by the thread block that sums the chunk, the second by the one that
 copies it out.
 
@@ -97,7 +97,7 @@ def _wait_for(ranks, count, signals, first_index, g, epoch):
 @jit
 def all_reduce_nodes(
     source: tl.int64, out: tl.int64, inbox, g, routes, nodes, place: tl.int32, nbytes: tl.int64, part: tl.int64,
-    second: tl.int64, chunk: tl.int64, channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
+    second: tl.int64, chunk: tl.int64, chunks: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on nodes of as many ranks each.
@@ -114,28 +114,28 @@ def all_reduce_nodes(
     """
     wider: tl.constexpr = ACC.primitive_bitwidth // DTYPE.primitive_bitwidth
     per_chunk = 2 * routes.n_local + 1
-    channel = tl.program_id(0) // per_chunk
+    chunk_index = tl.program_id(0) // per_chunk
     given = tl.program_id(0) % per_chunk
     epoch, alive = start(g)
     if alive == 0:
         return
-    offset = tl.cast(channel, tl.int64) * chunk
-    arrived = row(g, epoch, channel)
-    done = row(g, epoch, channels + channel)
-    index = channel * g.world
+    offset = tl.cast(chunk_index, tl.int64) * chunk
+    arrived = row(g, epoch, chunk_index)
+    done = row(g, epoch, chunks + chunk_index)
+    index = chunk_index * g.world
     mates = tl.load(nodes.begins + nodes.node)
     if given < routes.n_local:
         to_place = (place + 1 + given) % (routes.n_local + 1)
         to = tl.load(nodes.ranks + mates + to_place)
         at = tl.cast(to_place, tl.int64) * part
-        size = chunk_bytes(chunk_bytes(nbytes, part, to_place), chunk, channel)
+        size = chunk_bytes(chunk_bytes(nbytes, part, to_place), chunk, chunk_index)
         mine = segment(inbox, g, epoch, g.rank) + offset
         to_delta = tl.load(inbox.deltas + to)
         to_signal_delta = tl.load(g.deltas + to)
         stores.push(mine, source + at + offset, size, to_delta, arrived + g.rank, to_signal_delta, epoch)
     elif given == routes.n_local:
         at = tl.cast(place, tl.int64) * part
-        size = chunk_bytes(chunk_bytes(nbytes, part, place), chunk, channel)
+        size = chunk_bytes(chunk_bytes(nbytes, part, place), chunk, chunk_index)
         mine = segment(inbox, g, epoch, g.rank)
         partial = mine + wider * offset
         landing = mine + second + offset
@@ -166,9 +166,9 @@ def all_reduce_nodes(
     else:
         from_place = (place + given - routes.n_local) % (routes.n_local + 1)
         origin = tl.load(nodes.ranks + mates + from_place)
-        where = (channels + channel) * g.world + origin
+        where = (chunks + chunk_index) * g.world + origin
         if tdl.wait_signal(done + origin, tdl.CMP_GE, epoch, g.monitor, origin, where) != 0:
             at = tl.cast(from_place, tl.int64) * part
-            size = chunk_bytes(chunk_bytes(nbytes, part, from_place), chunk, channel)
+            size = chunk_bytes(chunk_bytes(nbytes, part, from_place), chunk, chunk_index)
             theirs = segment(inbox, g, epoch, origin) + second + offset
             tdl.copy_block(out + at + offset, theirs, size)

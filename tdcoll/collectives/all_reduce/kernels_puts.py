@@ -74,12 +74,12 @@ def _send_sum(landing, size, g, routes, signal, epoch):
 @jit
 def all_reduce_puts(
     source: tl.int64, out: tl.int64, inbox, g, routes, nodes, nbytes: tl.int64, part: tl.int64, outbox: tl.int64,
-    second: tl.int64, chunk: tl.int64, channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
+    second: tl.int64, chunk: tl.int64, chunks: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
     COUNT: tl.constexpr, WAITED: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on any nodes.
 
-    Thread blocks: ``channels`` times n_remote that put, then ``channels`` times n_local that store, one that sums, and
+    Thread blocks: ``chunks`` times n_remote that put, then ``chunks`` times n_local that store, one that sums, and
     ``world - 1`` that copy out.
 
     Args: those of ``all_reduce_direct``, and
@@ -88,26 +88,26 @@ def all_reduce_puts(
         outbox: where that piece of a segment begins, in bytes: a multiple of 16, at least ``part``.
         second: the same of the second inbox: at least ``outbox + part``.
     """
-    putters = routes.n_remote * channels
+    putters = routes.n_remote * chunks
     inside = tl.maximum(tl.program_id(0) - putters, 0)
     per_chunk = routes.n_local + g.world
-    channel = inside // per_chunk
+    chunk_index = inside // per_chunk
     given = inside % per_chunk
     if tl.program_id(0) < putters:
-        channel = tl.program_id(0) // routes.n_remote
+        chunk_index = tl.program_id(0) // routes.n_remote
         given = tl.program_id(0) % routes.n_remote - routes.n_remote
     epoch, alive = start(g)
     if alive == 0:
         return
-    offset = tl.cast(channel, tl.int64) * chunk
-    arrived = row(g, epoch, channel)
-    summed = row(g, epoch, channels + channel)
+    offset = tl.cast(chunk_index, tl.int64) * chunk
+    arrived = row(g, epoch, chunk_index)
+    summed = row(g, epoch, chunks + chunk_index)
     if given < routes.n_local:
         entry = routes.ranks + given
         if given < 0:
             entry = routes.ranks + 2 * routes.n_local + routes.n_remote + given
         to = tl.load(entry)
-        size = chunk_bytes(chunk_bytes(nbytes, part, to), chunk, channel)
+        size = chunk_bytes(chunk_bytes(nbytes, part, to), chunk, chunk_index)
         piece = source + tl.cast(to, tl.int64) * part + offset
         if given < 0:
             pe = tl.load(entry + routes.n_remote)
@@ -119,7 +119,7 @@ def all_reduce_puts(
     elif given == routes.n_local:
         if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
             at = tl.cast(g.rank, tl.int64) * part
-            size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, channel)
+            size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, chunk_index)
             landing = segment(inbox, g, epoch, g.rank) + second + offset
             if (source | out | size) % 16 == 0:
                 _sum_chunk(
@@ -134,9 +134,9 @@ def all_reduce_puts(
             _send_sum(landing, size, g, routes, summed + g.rank, epoch)
     else:
         origin = (g.rank + given - routes.n_local) % g.world
-        index = (channels + channel) * g.world + origin
+        index = (chunks + chunk_index) * g.world + origin
         if tdl.wait_signal(summed + origin, tdl.CMP_GE, epoch, g.monitor, origin, index) != 0:
             at = tl.cast(origin, tl.int64) * part
-            size = chunk_bytes(chunk_bytes(nbytes, part, origin), chunk, channel)
+            size = chunk_bytes(chunk_bytes(nbytes, part, origin), chunk, chunk_index)
             theirs = segment(inbox, g, epoch, origin) + second + offset
             tdl.copy_block(out + at + offset, theirs, size)

@@ -107,11 +107,11 @@ def extent_of_parts(facts: Facts, algorithm: str) -> Payload:
 def cut_parts(facts: Facts, entry: Entry, algorithm: str) -> Plan:
     """Cut a part into chunks."""
     whole = extent_of_parts(facts, algorithm)
-    channels = facts.channels // whole.signals
-    if algorithm == "direct" and entry.channels is entry.chunk is None and whole.nbytes >= _DIRECT_CHUNK:
-        chunk = max(_DIRECT_CHUNK, -(-whole.nbytes // channels // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
+    chunks = facts.chunks // whole.signals
+    if algorithm == "direct" and entry.chunks is entry.chunk is None and whole.nbytes >= _DIRECT_CHUNK:
+        chunk = max(_DIRECT_CHUNK, -(-whole.nbytes // chunks // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
         entry = dataclasses.replace(entry, chunk=chunk, num_warps=entry.num_warps or 16)
-    return cut_chunks(dataclasses.replace(facts, nbytes=whole.nbytes, channels=channels), entry, algorithm)
+    return cut_chunks(dataclasses.replace(facts, nbytes=whole.nbytes, chunks=chunks), entry, algorithm)
 
 
 def pieces(facts: Facts, algorithm: str) -> int:
@@ -140,8 +140,8 @@ def parts(topology: Topology, algorithm: str) -> int:
 
 
 def _needs_signals(facts: Facts) -> str | None:
-    if facts.channels < 2:
-        return "needs a context with at least 2 channels; got 1 on "
+    if facts.chunks < 2:
+        return "needs a context with at least 2 chunks; got 1 on "
     return None
 
 

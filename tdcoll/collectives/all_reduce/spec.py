@@ -26,7 +26,7 @@ from tdcoll.collectives._host.plan import (
     cut_copies,
     cut_loop,
     loop_blocks,
-    per_channel,
+    per_chunk,
     several_nodes,
     summing_blocks,
 )
@@ -81,7 +81,7 @@ def _by_puts(call: Planned) -> dict[str, Any]:
 
 def _direct_blocks(facts: Facts, plan: Plan) -> int:
     world = facts.topology.world_size
-    return plan.channels * (world + 1 if facts.symmetric else 2 * world - 1)
+    return plan.chunks * (world + 1 if facts.symmetric else 2 * world - 1)
 
 
 def _by_words(words: Words, kernel: Callable[[Facts], Any]) -> Algorithm:
@@ -90,7 +90,7 @@ def _by_words(words: Words, kernel: Callable[[Facts], Any]) -> Algorithm:
         supports=words.supports,
         cut=words.cut,
         kernel=kernel,
-        blocks=per_channel,
+        blocks=per_chunk,
         values=of_words,
         words=(LAMPORT_WORD_BYTES, LL_WORD_BYTES),
         extent=words.extent,
@@ -175,14 +175,14 @@ SPEC = Collective(
             "1d",
             needs_signalled_puts,
             lambda facts: kernels_puts.all_reduce_puts,
-            lambda facts, plan: plan.channels * (2 * facts.topology.world_size - 1),
+            lambda facts, plan: plan.chunks * (2 * facts.topology.world_size - 1),
             _by_puts,
         ),
         _by_parts(
             "2d",
             needs_rails,
             lambda facts: kernels_nodes.all_reduce_nodes,
-            lambda facts, plan: plan.channels * (2 * len(facts.topology.members[0]) - 1),
+            lambda facts, plan: plan.chunks * (2 * len(facts.topology.members[0]) - 1),
             _by_puts,
             several_nodes,
         ),

@@ -13,7 +13,7 @@ which this rank puts::
     source[p] --> outbox of own inbox[slot, p] --nbi put+signal--> inbox of inbox[slot, r] on p             all others
     inbox of inbox[slot, s] --copy--> out[s], for every other rank s, once its signal is there;  source[r] --> out[r]
 
-Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the thread block that
+Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s, and polled by the thread block that
 copies that chunk out.
 
 Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and the
@@ -39,33 +39,33 @@ __all__ = ["all_to_all_puts"]
 @jit
 def all_to_all_puts(
     source: tl.int64, out: tl.int64, inbox, g, routes, source_stride: tl.int64, out_stride: tl.int64,
-    nbytes: tl.int64, outbox: tl.int64, chunk: tl.int64, channels: tl.int32,
+    nbytes: tl.int64, outbox: tl.int64, chunk: tl.int64, chunks: tl.int32,
 ):  # fmt: skip
     """``[world, nbytes] -> [world, nbytes]`` on any nodes.
 
-    Thread blocks: ``channels`` times n_remote that put, then ``channels`` times (n_local that store, ``world`` that
+    Thread blocks: ``chunks`` times n_remote that put, then ``chunks`` times (n_local that store, ``world`` that
     receive).
 
     Args: those of ``exchange_direct``, and
         inbox: its segments have at least ``outbox + nbytes`` bytes.
         routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; the local ones are peer-accessible.
         outbox: where the second half of a segment begins, in bytes: a multiple of 16, and at least ``nbytes``.
-        channels: chunks.
+        chunks: number of chunks.
     """
-    putters = routes.n_remote * channels
+    putters = routes.n_remote * chunks
     inside = tl.maximum(tl.program_id(0) - putters, 0)
     per_chunk = routes.n_local + g.world
-    channel = inside // per_chunk
+    chunk_index = inside // per_chunk
     given = inside % per_chunk
     if tl.program_id(0) < putters:
-        channel = tl.program_id(0) // routes.n_remote
+        chunk_index = tl.program_id(0) // routes.n_remote
         given = tl.program_id(0) % routes.n_remote - routes.n_remote
     epoch, alive = start(g)
     if alive == 0:
         return
-    offset = tl.cast(channel, tl.int64) * chunk
-    size = chunk_bytes(nbytes, chunk, channel)
-    signal = row(g, epoch, channel) + g.rank
+    offset = tl.cast(chunk_index, tl.int64) * chunk
+    size = chunk_bytes(nbytes, chunk, chunk_index)
+    signal = row(g, epoch, chunk_index) + g.rank
     if given < 0:
         remote = routes.ranks + 2 * routes.n_local + routes.n_remote + given
         to = tl.load(remote)
@@ -80,4 +80,4 @@ def all_to_all_puts(
     else:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
         frm = (g.rank + given - routes.n_local) % g.world
-        receive_chunk(frm, channel, own, out, out_stride, inbox, g, offset, size, epoch)
+        receive_chunk(frm, chunk_index, own, out, out_stride, inbox, g, offset, size, epoch)

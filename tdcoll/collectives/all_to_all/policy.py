@@ -15,7 +15,7 @@ def needs_words_of_a_node(facts: Facts) -> str | None:
 
 def blocks_of_puts(facts: Facts, plan: Plan) -> int:
     """Return the thread blocks of ``1d``: for each chunk a sender to each other rank, and a receiver for each rank."""
-    return plan.channels * (2 * facts.topology.world_size - 1)
+    return plan.chunks * (2 * facts.topology.world_size - 1)
 
 
 def default(facts: Facts) -> str:

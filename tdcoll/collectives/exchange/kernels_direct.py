@@ -2,23 +2,23 @@
 """All-gather and all-to-all inside one node by direct stores: no call into NVSHMEM between the data and its signal.
 
 Data flow, seen from rank r, whose ``source[p]`` is its segment for rank p (of an all-gather the same for all), of
-``nbytes`` bytes, cut into ``channels`` chunks of ``chunk`` bytes::
+``nbytes`` bytes, cut into ``chunks`` chunks of ``chunk`` bytes::
 
     source[p] --stores--> inbox[slot, r] on rank p, for every other p, chunk by chunk; then a release of the signal
     inbox[slot, s] --copy--> out[s], for every other rank s, as soon as its signal is there;  source[r] --> out[r]
 
-Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the thread block that
+Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s, and polled by the thread block that
 copies that chunk out.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`; the receiver acquires the signal. Nothing else is relied on. Reuse of
 a slot follows from :mod:`tdcoll.context`.
 
 Order of thread blocks: chunk by chunk, so that those of a large message are copied out while later ones are on their
-way. Any number of resident blocks makes progress, because thread block i of a channel sends to the i-th successor and
+way. Any number of resident blocks makes progress, because thread block i of a chunk sends to the i-th successor and
 then waits for the i-th predecessor, whose thread block i sends to it.
 
 In place (an inbox of one slot; all-gathers only): the caller's symmetric buffer is the inbox, and nothing is copied.
-The thread block of channel 0 first tells the rank from which it receives that this rank has entered the call, and a
+The thread block of chunk 0 first tells the rank from which it receives that this rank has entered the call, and a
 thread block writes to a rank only when that rank has entered the call.
 
 Counted (``COUNTED``, in place only): each segment has capacity for ``nbytes`` bytes, and its first 64-bit integer says
@@ -45,15 +45,15 @@ def used_bytes(segment, nbytes, COUNTED: tl.constexpr):
 
 
 @jit
-def receive_chunk(frm, channel, own, out, out_stride, inbox, g, offset, size, epoch):
+def receive_chunk(frm, chunk_index, own, out, out_stride, inbox, g, offset, size, epoch):
     """Copy the chunk of rank ``frm`` at byte ``offset`` of its segment to ``out``, when it is there; this rank's own
     from the segment at ``own``."""
     target = out + tl.cast(frm, tl.int64) * out_stride + offset
     if frm == g.rank:
         tdl.copy_block(target, own + offset, size)
     else:
-        signal = row(g, epoch, channel) + frm
-        if tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, frm, channel * g.world + frm) != 0:
+        signal = row(g, epoch, chunk_index) + frm
+        if tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, frm, chunk_index * g.world + frm) != 0:
             tdl.copy_block(target, segment(inbox, g, epoch, frm) + offset, size)
 
 
@@ -75,7 +75,7 @@ def exchange_direct(
         chunk: bytes of a chunk, a multiple of 16.
     """
     in_stream_order()
-    channel = tl.program_id(0) // g.world
+    chunk_index = tl.program_id(0) // g.world
     step = tl.program_id(0) % g.world
     to = (g.rank + step) % g.world
     frm = (g.rank - step + g.world) % g.world
@@ -86,22 +86,22 @@ def exchange_direct(
     epoch, alive = start(g)
     if alive == 0:
         return
-    offset = tl.cast(channel, tl.int64) * chunk
-    size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, channel)
+    offset = tl.cast(chunk_index, tl.int64) * chunk
+    size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, chunk_index)
     given = source + tl.cast(to, tl.int64) * source_stride + offset
     taken = out + tl.cast(frm, tl.int64) * out_stride + offset
     if step == 0:
         if inbox.slots == 2:
             tdl.copy_block(taken, given, size)
     else:
-        signals = row(g, epoch, channel)
+        signals = row(g, epoch, chunk_index)
         if inbox.slots == 1:
-            if channel == 0:
+            if chunk_index == 0:
                 stores.say_entered(g, frm_signal_delta, epoch)
         if stores.may_write(g, inbox, to, epoch) != 0:
             mine = segment(inbox, g, epoch, g.rank) + offset
             stores.push(mine, given, size, to_delta, signals + g.rank, to_signal_delta, epoch)
-            arrived = tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, channel * g.world + frm)
+            arrived = tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, chunk_index * g.world + frm)
             if inbox.slots == 2:
                 if arrived != 0:
                     tdl.copy_block(taken, segment(inbox, g, epoch, frm) + offset, size)

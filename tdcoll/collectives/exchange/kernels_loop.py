@@ -33,12 +33,12 @@ LAG = tl.constexpr(2)
 @jit
 def exchange_loop(
     source: tl.int64, out: tl.int64, inbox, g, source_stride: tl.int64, out_stride: tl.int64, nbytes: tl.int64,
-    chunk: tl.int64, channels: tl.int32, SAME: tl.constexpr, WORDS: tl.constexpr,
+    chunk: tl.int64, chunks: tl.int32, SAME: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Any number of thread blocks.
 
     Args: those of ``exchange_direct``, and
-        channels: chunks of a segment.
+        chunks: number of chunks of a segment.
         SAME: all ranks get the same segment, so a chunk is read once.
         WORDS: 32-bit words of a tile of such a chunk.
     """
@@ -57,8 +57,8 @@ def exchange_loop(
         return
     own = source + tl.cast(g.rank, tl.int64) * source_stride
     kept = out + tl.cast(g.rank, tl.int64) * out_stride
-    for sent in tl.range(tl.program_id(0), channels + LAG * blocks, blocks, disable_licm=True):
-        if sent < channels:
+    for sent in tl.range(tl.program_id(0), chunks + LAG * blocks, blocks, disable_licm=True):
+        if sent < chunks:
             offset = tl.cast(sent, tl.int64) * chunk
             size = chunk_bytes(nbytes, chunk, sent)
             mine = segment(inbox, g, epoch, g.rank) + offset

@@ -11,7 +11,7 @@ Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for
     source[p] --stores--> inbox[slot, r] on rank p, for every other rank p; then a release of the chunk's signal
     inbox[slot, 0], ..., source[r], ..., inbox[slot, world - 1] --sum in rank order--> out
 
-Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the thread blocks that
+Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s, and polled by the thread blocks that
 reduce that chunk. They wait for all ranks at once, because the sum takes them in order.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`; the reducer acquires the signals. Nothing else is relied on. Reuse of
@@ -63,7 +63,7 @@ def reduce_scatter_direct(
     """
     in_stream_order()
     senders = g.world - 1
-    channel = tl.program_id(0) // (senders + reducers)
+    chunk_index = tl.program_id(0) // (senders + reducers)
     given = tl.program_id(0) % (senders + reducers)
     to = (g.rank + 1 + given) % g.world
     # Read before the epoch is: both take their time.
@@ -72,9 +72,9 @@ def reduce_scatter_direct(
     epoch, alive = start(g)
     if alive == 0:
         return
-    offset = tl.cast(channel, tl.int64) * chunk
-    size = chunk_bytes(nbytes, chunk, channel)
-    signals = row(g, epoch, channel)
+    offset = tl.cast(chunk_index, tl.int64) * chunk
+    size = chunk_bytes(nbytes, chunk, chunk_index)
+    signals = row(g, epoch, chunk_index)
     if given < senders:
         mine = segment(inbox, g, epoch, g.rank) + offset
         part = source + tl.cast(to, tl.int64) * source_stride + offset

@@ -22,13 +22,13 @@ __all__ = ["reduce_scatter_loop"]
 @jit
 def reduce_scatter_loop(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, chunk: tl.int64,
-    channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    chunks: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` inside one node. Any number of thread blocks.
 
     Args: those of ``reduce_scatter_direct``, but for ``reducers``, and
-        channels: chunks of a part.
+        chunks: number of chunks of a part.
     """
     in_stream_order()
     blocks = tl.num_programs(0)
@@ -36,8 +36,8 @@ def reduce_scatter_loop(
     if alive == 0:
         return
     own = source + tl.cast(g.rank, tl.int64) * source_stride
-    for sent in tl.range(tl.program_id(0), channels + LAG * blocks, blocks, disable_licm=True):
-        if sent < channels:
+    for sent in tl.range(tl.program_id(0), chunks + LAG * blocks, blocks, disable_licm=True):
+        if sent < chunks:
             offset = tl.cast(sent, tl.int64) * chunk
             size = chunk_bytes(nbytes, chunk, sent)
             for step in tl.range(1, g.world):

@@ -12,7 +12,7 @@ Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for
     source[r] on rank 0, ..., on rank world - 1 --loads, sum in rank order--> out; then the chunk's signal to every rank
 
 Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by every thread block that sums.
-``arrived[slot, channel, s]`` on rank r is set by rank s when it has read that chunk of its part here, and polled by the
+``arrived[slot, chunk, s]`` on rank r is set by rank s when it has read that chunk of its part here, and polled by the
 last thread block, which thereby hears from every rank. ``gave_up[s]`` on rank r is set by the last thread block of rank
 s if it has not heard from every peer in time, and looked at by every thread block that has summed.
 
@@ -50,36 +50,36 @@ __all__ = ["reduce_scatter_pull"]
 @jit
 def reduce_scatter_pull(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, chunk: tl.int64,
-    channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    chunks: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr,
 ):  # fmt: skip
-    """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``channels + 1``.
+    """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``chunks + 1``.
 
     Args: those of ``reduce_scatter_direct``, except
         source: symmetric, at the same offset on all ranks.
         inbox: :class:`~tdcoll.primitives.group.Inbox` of one slot, for its deltas.
-        channels: chunks.
+        chunks: number of chunks.
     """
     in_stream_order()
-    channel = tl.program_id(0)
+    chunk_index = tl.program_id(0)
     epoch, alive = start(g)
-    if channel == channels:
+    if chunk_index == chunks:
         heard = alive
         if alive != 0:
-            for i in tl.range(0, channels):
+            for i in tl.range(0, chunks):
                 heard &= tdl.wait_signals(row(g, epoch, i), g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
         if heard == 0:
             stores.tell_gave_up(g, epoch)
         return
     if alive == 0:
         return
-    if channel == 0:
+    if chunk_index == 0:
         stores.release_to_all(g, g.entered + g.rank, epoch)
     if tdl.wait_signals(g.entered, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
-        offset = tl.cast(channel, tl.int64) * chunk
-        size = chunk_bytes(nbytes, chunk, channel)
+        offset = tl.cast(chunk_index, tl.int64) * chunk
+        size = chunk_bytes(nbytes, chunk, chunk_index)
         aligned = (source | source_stride | out | nbytes) % 16 == 0
         reduce_chunk(0, 1, own, out, offset, size, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, COUNT)
-        stores.release_to_all(g, row(g, epoch, channel) + g.rank, epoch)
+        stores.release_to_all(g, row(g, epoch, chunk_index) + g.rank, epoch)
         stores.none_gave_up(g, WAITED)

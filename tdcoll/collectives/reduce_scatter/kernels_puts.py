@@ -4,7 +4,7 @@
 Scope: ranks on several nodes, any number on each; also one node whose ranks cannot store to each other's memory. Every
 part crosses between nodes by itself. (To sum inside a node first would send fewer bytes between nodes, in two steps.)
 
-Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into ``channels``
+Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into ``chunks``
 chunks. A segment of the inbox has two halves: the *inbox*, for the rank whose segment it is to fill, and the *outbox*,
 from which this rank puts::
 
@@ -12,7 +12,7 @@ from which this rank puts::
     source[p] --> outbox of own inbox[slot, p] --nbi put+signal--> inbox of inbox[slot, r] on p             all others
     inboxes and source[r] --sum in rank order inside each node--> node sums --sum in node order--> out
 
-Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the thread blocks that
+Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s, and polled by the thread blocks that
 reduce that chunk.
 
 Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and the
@@ -42,34 +42,34 @@ __all__ = ["reduce_scatter_puts"]
 @jit
 def reduce_scatter_puts(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, routes, nodes, nbytes: tl.int64,
-    outbox: tl.int64, chunk: tl.int64, channels: tl.int32, reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr,
+    outbox: tl.int64, chunk: tl.int64, chunks: tl.int32, reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr,
     OP: tl.constexpr, COUNT: tl.constexpr, WAITED: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` on any nodes.
 
-    Thread blocks: ``channels`` times n_remote that put, then ``channels`` times (n_local that store, ``reducers``).
+    Thread blocks: ``chunks`` times n_remote that put, then ``chunks`` times (n_local that store, ``reducers``).
 
     Args: those of ``reduce_scatter_direct``, and
         inbox: its segments have at least ``outbox + nbytes`` bytes.
         routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; the local ones are peer-accessible.
         nodes: :class:`~tdcoll.primitives.group.Nodes`.
         outbox: where the second half of a segment begins, in bytes: a multiple of 16, and at least ``nbytes``.
-        channels: chunks.
+        chunks: number of chunks.
     """
-    putters = routes.n_remote * channels
+    putters = routes.n_remote * chunks
     inside = tl.maximum(tl.program_id(0) - putters, 0)
     per_chunk = routes.n_local + reducers
-    channel = inside // per_chunk
+    chunk_index = inside // per_chunk
     given = inside % per_chunk
     if tl.program_id(0) < putters:
-        channel = tl.program_id(0) // routes.n_remote
+        chunk_index = tl.program_id(0) // routes.n_remote
         given = tl.program_id(0) % routes.n_remote - routes.n_remote
     epoch, alive = start(g)
     if alive == 0:
         return
-    offset = tl.cast(channel, tl.int64) * chunk
-    size = chunk_bytes(nbytes, chunk, channel)
-    signals = row(g, epoch, channel)
+    offset = tl.cast(chunk_index, tl.int64) * chunk
+    size = chunk_bytes(nbytes, chunk, chunk_index)
+    signals = row(g, epoch, chunk_index)
     if given < 0:
         remote = routes.ranks + 2 * routes.n_local + routes.n_remote + given
         to = tl.load(remote)

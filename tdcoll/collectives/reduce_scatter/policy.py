@@ -30,7 +30,7 @@ def reducers(facts: Facts, plan: Plan) -> int:
 
 def blocks(facts: Facts, plan: Plan) -> int:
     """Return the thread blocks of ``direct`` and ``1d``: senders to each other rank, and reducers, for each chunk."""
-    return plan.channels * (facts.topology.world_size - 1 + reducers(facts, plan))
+    return plan.chunks * (facts.topology.world_size - 1 + reducers(facts, plan))
 
 
 def default(facts: Facts) -> str:

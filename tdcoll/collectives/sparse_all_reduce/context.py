@@ -14,7 +14,7 @@ from tdcoll.collectives._host.launch import Launcher, Packed
 from tdcoll.collectives.index_match.kernels import BAD_ORDER, BAD_RANGE, BAD_SIGNATURE, MAX_ROWS, STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import COUNTERS, LISTS, Memory
-from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS, PROGRAMS_PER_SM, Capacities
+from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHUNKS, PROGRAMS_PER_SM, Capacities
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.limits import MAX_PROGRAMS
@@ -38,7 +38,7 @@ def sparse_sizes(
 ) -> ContextSizes:
     """Return the sizes of a :class:`SparseContext`, with the arguments of :func:`tdcoll.sizes.context_sizes`."""
     union = topology.world_size * max_rows_per_rank if max_union_rows is None else max_union_rows
-    plain = context_sizes(topology, heap_bytes, stores=stores, max_bytes_per_rank=0, channels=EXCHANGE_CHANNELS)
+    plain = context_sizes(topology, heap_bytes, stores=stores, max_bytes_per_rank=0, chunks=EXCHANGE_CHUNKS)
     return replace(plain, more=(_area(Capacities(topology, max_rows_per_rank, max_row_bytes, union, False)),))
 
 
@@ -116,7 +116,7 @@ class SparseContext(CollectiveContext):
         super().__init__(
             group,
             max_bytes_per_rank=0,
-            channels=EXCHANGE_CHANNELS,
+            chunks=EXCHANGE_CHUNKS,
             max_programs=max(2 * len(asked) + 2, min(MAX_PROGRAMS, *limits)) if limits else None,
             timeout_s=timeout_s,
             debug=debug,

@@ -14,7 +14,7 @@ from tdcoll.collectives.index_match.policy import HEADER_WORDS
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = ["ALGORITHMS", "EXCHANGE_CHANNELS", "Capacities", "Tiles", "choose", "tiles"]
+__all__ = ["ALGORITHMS", "EXCHANGE_CHUNKS", "Capacities", "Tiles", "choose", "tiles"]
 
 ALGORITHMS = ("auto", "owner", "gather", "dense")
 
@@ -25,7 +25,7 @@ the bytes cost more than the two launches and the hop that it saves."""
 GATHERED_BYTES = 8 << 20
 """The same in one node, in bytes that a rank is sent by all others together: there bytes cost little."""
 
-EXCHANGE_CHANNELS = 32
+EXCHANGE_CHUNKS = 32
 """Chunks that an exchange cuts a rank's list of ids into, at most."""
 
 NUM_WARPS, PROGRAMS_PER_SM = 8, 4

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weak network: messages that arrive as late, and in as strange an order, as NVSHMEM and PTX permit.
 
-Every PE has one *channel* to each PE. Messages of its programs (puts, signals, stores through a peer pointer) wait
+Every PE has one *link* to each PE. Messages of its programs (puts, signals, stores through a peer pointer) wait
 there as operations:
 
 - an operation's bytes are cut into one to three pieces, which arrive in any order and interleaved with those
   of other operations; its signal, if it has one, arrives after its own pieces and says nothing of others;
-- a fence, by any program, opens a new *epoch* in each of the PE's channels; only operations of a channel's oldest epoch
+- a fence, by any program, opens a new *epoch* in each of the PE's links; only operations of a link's oldest epoch
   arrive;
 - ``quiet`` waits until all messages have arrived that the PE had in flight when it was called, except other programs'
   stores;
 - a blocking put captures its bytes when it is called; an ``nbi`` put reads them when they leave;
-- gets travel in separate channels, which fences do not order; ``quiet`` waits for them;
+- gets travel in separate links, which fences do not order; ``quiet`` waits for them;
 - copies of streams travel in those as well, and ``quiet`` does not wait for them;
 - an operation may be *held back* until no task can run but stragglers (see :mod:`tdcoll.runtime.simulator.policy`).
 
@@ -42,7 +42,7 @@ class Operation:
     Attributes:
         kind: ``"put"``, ``"get"``, ``"signal"``, ``"store"`` or ``"copy"``.
         issuer: program that issued it.
-        channel: from the program's PE to another, and whether fences do not order it.
+        link: from the program's PE to another, and whether fences do not order it.
         pieces: bytes that have not arrived yet.
         signal: applied after the last piece; None if there is none, or when it has arrived.
         done: called when everything has arrived.
@@ -52,7 +52,7 @@ class Operation:
 
     kind: str
     issuer: Task
-    channel: tuple[int, int, bool]
+    link: tuple[int, int, bool]
     pieces: list[Piece]
     signal: Callable[[], None] | None
     done: Callable[[], None] | None
@@ -76,7 +76,7 @@ class Network:
         self, policy: Policy, written: Callable[[int, int], None], arrived: Callable[[tuple[str, int]], None]
     ) -> None:
         self._policy, self._written, self._arrived = policy, written, arrived
-        self._channels: dict[tuple[int, int, bool], list[list[Operation]]] = {}  # epochs, the oldest first
+        self._links: dict[tuple[int, int, bool], list[list[Operation]]] = {}  # epochs, the oldest first
         self.eager: list[Operation] = []  # may arrive now
         self._late: list[Operation] = []  # may arrive when no task can run but stragglers
         self._released: dict[Operation, None] = {}  # stores, to the other programs of their PE
@@ -93,15 +93,15 @@ class Network:
         move: Callable[[int, Any, int], Any] = ctypes.memmove,
         is_flag: bool = False,
     ) -> Operation:
-        """Put a message of ``issuer`` into the channel to ``pe``; other arguments as in Operation."""
+        """Put a message of ``issuer`` into the link to ``pe``; other arguments as in Operation."""
         late = self._policy.holds_back(has_signal=signal is not None, is_flag=is_flag)
-        channel = issuer.pe, pe, kind in ("get", "copy")
-        operation = Operation(kind, issuer, channel, list(pieces), signal, done, move, late)
+        link = issuer.pe, pe, kind in ("get", "copy")
+        operation = Operation(kind, issuer, link, list(pieces), signal, done, move, late)
         issuer.in_flight += 1
         if operation.arrived:  # a put of no bytes
             self._finish(operation)
             return operation
-        epochs = self._channels.setdefault(channel, [[]])
+        epochs = self._links.setdefault(link, [[]])
         epochs[-1].append(operation)
         if len(epochs) == 1:
             self._open(operation)
@@ -119,7 +119,7 @@ class Network:
 
     def fence(self, source_pe: int) -> None:
         """Deliver later messages of ``source_pe`` to a PE after its earlier ones."""
-        for (sender, _, unordered), epochs in self._channels.items():
+        for (sender, _, unordered), epochs in self._links.items():
             if sender == source_pe and not unordered and epochs[-1]:
                 epochs.append([])
 
@@ -131,7 +131,7 @@ class Network:
         ]
 
     def _sent_by(self, source_pe: int) -> Iterator[Operation]:
-        epochs = (epochs for (sender, *_), epochs in self._channels.items() if sender == source_pe)
+        epochs = (epochs for (sender, *_), epochs in self._links.items() if sender == source_pe)
         return chain.from_iterable(chain.from_iterable(epochs))
 
     def deliver(self) -> bool:
@@ -160,9 +160,9 @@ class Network:
             inside = any(dest < end and first < dest + nbytes for dest, _, nbytes in operation.pieces)
             return inside and operation.issuer is issuer and operation.kind == "store"
 
-        for channel in list(self._channels) if issuer.in_flight else ():
-            if channel[0] == issuer.pe and to in (None, channel[1]):
-                self._flush(channel, wanted)
+        for link in list(self._links) if issuer.in_flight else ():
+            if link[0] == issuer.pe and to in (None, link[1]):
+                self._flush(link, wanted)
 
     def release_stores(self, issuer: Task) -> None:
         """Order the stores of ``issuer`` so far before later operations of other programs of its PE that have heard of
@@ -174,17 +174,17 @@ class Network:
     def flush_released(self, source_pe: int) -> None:
         """Let stores that programs of ``source_pe`` have released to each other arrive now, as in
         :meth:`flush_stores`."""
-        for channel in {op.channel: None for op in self._released if op.issuer.pe == source_pe}:
-            self._flush(channel, self._released.__contains__)
+        for link in {op.link: None for op in self._released if op.issuer.pe == source_pe}:
+            self._flush(link, self._released.__contains__)
 
     def flush_fenced(self, source_pe: int, pe: int) -> None:
         """Deliver now the messages of ``source_pe`` to ``pe`` before its last fence."""
-        channel = source_pe, pe, False
-        fenced = list(chain.from_iterable(self._channels.get(channel, [])[:-1]))
-        self._flush(channel, fenced.__contains__)
+        link = source_pe, pe, False
+        fenced = list(chain.from_iterable(self._links.get(link, [])[:-1]))
+        self._flush(link, fenced.__contains__)
 
-    def _flush(self, channel: tuple[int, int, bool], wanted: Callable[[Operation], bool]) -> None:
-        epochs = self._channels.get(channel, [])
+    def _flush(self, link: tuple[int, int, bool], wanted: Callable[[Operation], bool]) -> None:
+        epochs = self._links.get(link, [])
         last = max((i for i, epoch in enumerate(epochs) if any(map(wanted, epoch))), default=-1)
         chosen = [
             operation
@@ -225,13 +225,13 @@ class Network:
 
     def _close(self, operation: Operation) -> None:
         """Remove ``operation``, which has arrived; if it was the last of its epoch, open the next one."""
-        epochs = self._channels[operation.channel]
+        epochs = self._links[operation.link]
         next(epoch for epoch in epochs if operation in epoch).remove(operation)
         was_oldest = not epochs[0]
         while epochs and not epochs[0]:
             epochs.pop(0)
         if not epochs:
-            del self._channels[operation.channel]
+            del self._links[operation.link]
         elif was_oldest:
             for waiting in epochs[0]:
                 self._open(waiting)

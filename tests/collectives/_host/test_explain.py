@@ -29,7 +29,7 @@ PLAN = ("algorithm", "chunks", "chunk_bytes", "blocks", "warps")
 def launched(ctx: Any) -> list[tuple[Any, ...]]:
     """The plans of all calls that a context has prepared."""
     plans = [made.plan for made in ctx.known.values() if isinstance(made, Launches)]
-    return [(plan.algorithm, plan.channels, plan.chunk, plan.blocks, plan.num_warps) for plan in plans]
+    return [(plan.algorithm, plan.chunks, plan.chunk, plan.blocks, plan.num_warps) for plan in plans]
 
 
 def table(*entries: Entry, name: str = "all_reduce") -> Table:

@@ -241,11 +241,11 @@ MUTANTS = (
     ONE("exchange: the signal does not order the list", RELEASED_FIRST, BAD_LISTS, LONG_LISTS),
     TWO(
         "exchange, nodes: the receiver waits for the first chunk only",
-        Argument("all_gather.kernels_puts._receive", "row", "channel", "0"), BAD_LISTS, LONG_LISTS,
+        Argument("all_gather.kernels_puts._receive", "row", "chunk_index", "0"), BAD_LISTS, LONG_LISTS,
     ),
     TWO(
         "exchange: the forwarder counts its own bytes",
-        Change(RAILS, "size = chunk_bytes(used_bytes(landed, nbytes, COUNTED), chunk, channel)", "pass"),
+        Change(RAILS, "size = chunk_bytes(used_bytes(landed, nbytes, COUNTED), chunk, chunk_index)", "pass"),
         BAD_LISTS, LONG_GATHERS,
     ),
     TWO("exchange: the forwarder does not wait for the count", at_once(RAILS, of="first"), BAD_LISTS, LONG_GATHERS),

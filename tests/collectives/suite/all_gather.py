@@ -57,7 +57,7 @@ MUTANTS = (
         ),
     ),
     M("the receiver does not wait", at_once(RECEIVED)),
-    M("the receiver waits for the first chunk only", Argument(RECEIVED, "row", "channel", "0")),
+    M("the receiver waits for the first chunk only", Argument(RECEIVED, "row", "chunk_index", "0")),
     M(
         "receivers before senders",
         Change("all_gather.kernels_puts._task", "inside % per_chunk", "per_chunk - 1 - inside % per_chunk"),
@@ -93,7 +93,7 @@ MUTANTS = (
         Call("puts.push_remote", "may_write", "1"), calls="pppp",
     ),
     M("in place: no announcement", dropped(PUTS, "puts.say_entered"), UNENTERED, calls="pppp"),
-    M("in place: the receiver waits for the first chunk only", Argument(RECEIVE, "row", "channel", "0"), calls="pppp"),
+    M("in place: the receiver waits for chunk 0 only", Argument(RECEIVE, "row", "chunk_index", "0"), calls="pppp"),
     TWO("in place: the caller's segment is still being read", dropped("puts.push_remote", "tdl.quiet"), calls="pppp"),
     # ------------------------------------------------------------------ LL
     LL("one slot", ONE_SLOT, FLAGLESS),
@@ -118,7 +118,7 @@ MUTANTS = (
     LL_NODES("one slot of signals", Change("group.row", "slot(epoch)", "0"), f"{WRONG}|{UNSIGNALLED}"),
     LL_NODES(
         "those that wait for flags come first",
-        Change(LL_2D, "task = (program - channels) // blocks", "task = g.world - 1 - (program - channels) // blocks"),
+        Change(LL_2D, "task = (program - chunks) // blocks", "task = g.world - 1 - (program - chunks) // blocks"),
         FLAGLESS, **WAITS_FIRST,
     ),
     # ------------------------------------------------------------------ direct stores
@@ -144,7 +144,7 @@ MUTANTS = (
     # ------------------------------------------------------------------ the ring
     RING("one slot", Change("group.segment", "slot(epoch)", "0")),
     RING("passed on before it is there", at_once(AROUND)),
-    RING("the first chunk's signal stands for all", Argument(AROUND, "row", "channel", "0")),
+    RING("the first chunk's signal stands for all", Argument(AROUND, "row", "chunk_index", "0")),
     RING("signal before data", RELEASED_FIRST),
     RING(
         "those that wait come first",

@@ -21,7 +21,7 @@ UNSIGNALLED = missing("signals")
 MUTANTS = (  # inside a node the kernels are the all-gather's
     PUTS("one slot", Change("group.segment", "slot(epoch)", "0")),
     PUTS("the receiver does not wait", at_once(RECEIVE)),
-    PUTS("the first chunk's signal stands for all", Argument(RECEIVE, "row", "channel", "0")),
+    PUTS("the first chunk's signal stands for all", Argument(RECEIVE, "row", "chunk_index", "0")),
     PUTS("signal before data", PUT_LATE, nodes=(2, 2)),
     PUTS(
         "receivers before senders", Change(ANY, "inside % per_chunk", "per_chunk - 1 - inside % per_chunk"),

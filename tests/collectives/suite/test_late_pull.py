@@ -44,7 +44,7 @@ class Late:
         self.errors: list[tdcoll.CollectiveTimeout] = []
 
     def __str__(self) -> str:
-        return f"late, {self.plan.channels} chunks"
+        return f"late, {self.plan.chunks} chunks"
 
     def __call__(self, world: tdcoll.testing.World) -> None:
         self.ended.update(world.run(self.host))

@@ -30,7 +30,7 @@ from tdcoll.collectives._host.plan import (
 )
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.all_reduce.policy import part_bytes
-from tdcoll.limits import CHANNELS, MAX_PROGRAMS, lamport_bytes
+from tdcoll.limits import MAX_CHUNKS, MAX_PROGRAMS, lamport_bytes
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Entry, Section
 
@@ -45,8 +45,8 @@ USUAL: dict[str, Any] = {"stores": True, "lamport_bytes": 512 * K, "ll_bytes": 3
 # ---------------------------------------------------------------------- whatever the facts
 
 SIZES = st.one_of(
-    st.integers(0, 300), st.integers(0, 3 * CHANNELS * CHUNK_ALIGNMENT),
-    st.integers(0, 2 * CHANNELS * TARGET_CHUNK_BYTES),
+    st.integers(0, 300), st.integers(0, 3 * MAX_CHUNKS * CHUNK_ALIGNMENT),
+    st.integers(0, 2 * MAX_CHUNKS * TARGET_CHUNK_BYTES),
     st.integers(0, 1 << 40),
 )  # fmt: skip
 NODES = st.lists(st.integers(1, 8), min_size=1, max_size=6).map(tuple)
@@ -59,7 +59,7 @@ FACTS = st.fixed_dictionaries(
         "puts": st.booleans(),
         "ll_bytes": st.sampled_from([-1, 0, 100, 128 * K, M]),
         "lamport_bytes": st.sampled_from([0, 1, 100, 128 * K, 2 * M]),
-        "channels": st.sampled_from([1, 2, 3, 100, CHANNELS]),
+        "chunks": st.sampled_from([1, 2, 3, 100, MAX_CHUNKS]),
         "max_programs": st.sampled_from([200, 1000, MAX_PROGRAMS]),
         "itemsize": st.sampled_from([1, 2, 4, 8]),
     }
@@ -88,7 +88,7 @@ def test_all_ranks_choose_the_same(
 
 ENTRIES = st.one_of(
     st.just({}),
-    st.fixed_dictionaries({"channels": st.integers(1, CHANNELS)}),
+    st.fixed_dictionaries({"chunks": st.integers(1, MAX_CHUNKS)}),
     st.fixed_dictionaries({"chunk": st.integers(7, 20).map(lambda power: 1 << power)}),
 )
 
@@ -97,7 +97,7 @@ ENTRIES = st.one_of(
 def test_plans_cover_the_data_and_can_be_launched(
     spec: Collective, nbytes: int, nodes: Nodes, facts: Any, target: int, entry: dict[str, int]
 ) -> None:
-    """With chunks near their alignment, too, where rounding up leaves whole channels without work; and with those of
+    """With chunks near their alignment, too, where rounding up leaves whole chunks without work; and with those of
     entries of a table."""
     known = Facts(nbytes, topology_of(nodes), **facts)
     kind = ("", spec.name, known.topology.ranks_per_node, len(nodes), known.in_place)
@@ -112,8 +112,8 @@ def test_plans_cover_the_data_and_can_be_launched(
             table = [Section(*kind, (Entry(None, how.name, **said),))]
             plan, whole = spec.choose(known, how.name, table), how.extent(known).nbytes
             assert plan.algorithm == how.name
-            assert plan.channels * plan.chunk >= whole
-            assert (plan.channels - 1) * plan.chunk < max(whole, 1), "the last chunk has nothing to carry"
+            assert plan.chunks * plan.chunk >= whole
+            assert (plan.chunks - 1) * plan.chunk < max(whole, 1), "the last chunk has nothing to carry"
             assert plan.blocks < known.max_programs
             assert spec.choose(known, plan) == plan, "somebody may ask for it"
             if how.words:
@@ -122,7 +122,7 @@ def test_plans_cover_the_data_and_can_be_launched(
                 assert plan.chunk >= width * 32 * plan.num_warps or plan.num_warps == 1
             else:
                 assert plan.chunk % CHUNK_ALIGNMENT == 0
-                assert plan.channels <= known.channels
+                assert plan.chunks <= known.chunks
     assert nbytes < 1 << 41
 
 

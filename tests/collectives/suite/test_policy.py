@@ -17,7 +17,7 @@ from tdcoll.collectives._host.launches import launches_of
 from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Facts, Plan
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.exchange import kernels_direct
-from tdcoll.limits import CHANNELS, MAX_PROGRAMS, SHARED_WARPS, lamport_bytes
+from tdcoll.limits import MAX_CHUNKS, MAX_PROGRAMS, SHARED_WARPS, lamport_bytes
 from tdcoll.testing import World
 from tdcoll.tuning import WARPS, Entry, Section
 
@@ -126,7 +126,7 @@ def test_what_is_taken_where_nothing_was_measured(
     assert wanted in (plan.algorithm, (plan.algorithm, plan.chunk), plan)
     fewer = choose(spec, nbytes, nodes, **{**facts, "max_programs": 100})
     words = spec.algorithm(fewer.algorithm).words or fewer.algorithm == "loop"
-    assert words or fewer.channels * (2 * sum(nodes) + 1) < 100 or sum(nodes) > 49
+    assert words or fewer.chunks * (2 * sum(nodes) + 1) < 100 or sum(nodes) > 49
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -172,7 +172,7 @@ def test_copies_are_whole_and_not_for_several_nodes() -> None:
     for spec in SPECS:
         facts = Facts(5 * M, topology_of((2,)), itemsize=4, **STORES)
         plan = spec.choose(facts, "ce")
-        assert plan.channels == 1
+        assert plan.chunks == 1
         assert plan.chunk >= spec.algorithm("ce").extent(facts).nbytes
         with pytest.raises(ValueError, match="algorithm='ce' needs one node whose ranks can store to each other's mem"):
             spec.choose(replace(facts, topology=topology_of((2, 2))), "ce")
@@ -192,12 +192,12 @@ SIZES_OF_CHUNKS = [
     (4 * TARGET_CHUNK_BYTES, 4, TARGET_CHUNK_BYTES),
     (M, 64, M // 64),
     (16 * M, 256, 64 << 10),
-    (G, CHANNELS, G // CHANNELS),
+    (G, MAX_CHUNKS, G // MAX_CHUNKS),
 ]
 CUT = [
-    # What is asked for, facts, channels and bytes of a chunk.
-    *((n, (8,), "direct", STORES, channels, chunk) for n, channels, chunk in SIZES_OF_CHUNKS),
-    *((n, (4, 4), "2d", {}, channels, n // channels) for n, channels in ((256 * K, 32), (64 * M, 256), (G, CHANNELS))),
+    # What is asked for, facts, chunks and bytes of a chunk.
+    *((n, (8,), "direct", STORES, chunks, chunk) for n, chunks, chunk in SIZES_OF_CHUNKS),
+    *((n, (4, 4), "2d", {}, chunks, n // chunks) for n, chunks in ((256 * K, 32), (64 * M, 256), (G, MAX_CHUNKS))),
     *(
         (n, (8,), "ll", {"ll_bytes": 64 * K}, blocks, 12 * LL_BLOCK)
         for n, blocks in ((0, 1), (12 * LL_BLOCK, 1), (12 * LL_BLOCK + 1, 2), (64 * K, 43))
@@ -205,16 +205,16 @@ CUT = [
     (M, (2,), "ll", SIMULATED, 86, 12 * K),  # blocks of many words cost no more in the simulator
     (64 * K, (8,), "direct", {**STORES, **INSIDE}, 8, 8 * K),
     (32 * M, (8,), "direct", {**STORES, **INSIDE}, 64, 512 * K),
-    (32 * M, (8,), "ring", {**STORES, **INSIDE}, CHANNELS, 64 * K),  # chunks are passed on in place as well
+    (32 * M, (8,), "ring", {**STORES, **INSIDE}, MAX_CHUNKS, 64 * K),  # chunks are passed on in place as well
 ]
 
 
-@pytest.mark.parametrize(("nbytes", "nodes", "asked", "facts", "channels", "chunk"), CUT)
+@pytest.mark.parametrize(("nbytes", "nodes", "asked", "facts", "chunks", "chunk"), CUT)
 def test_how_all_gathers_are_cut(
-    nbytes: int, nodes: Nodes, asked: str, facts: dict[str, Any], channels: int, chunk: int
+    nbytes: int, nodes: Nodes, asked: str, facts: dict[str, Any], chunks: int, chunk: int
 ) -> None:
     plan = choose(GATHER, nbytes, nodes, asked, **facts)
-    assert (plan.algorithm, plan.channels, plan.chunk) == (asked, channels, chunk)
+    assert (plan.algorithm, plan.chunks, plan.chunk) == (asked, chunks, chunk)
     if asked == "ll":
         assert plan.num_warps == (8 if "simulated" in facts else 4)
     elif nodes == (8,):
@@ -222,14 +222,14 @@ def test_how_all_gathers_are_cut(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "room", "channels"), [((8,), 32, 32), ((8,) * 256, 512, 255), second((1,) * 16384, 512, 31)]
+    ("nodes", "room", "chunks"), [((8,), 32, 32), ((8,) * 256, 512, 255), second((1,) * 16384, 512, 31)]
 )
-def test_chunks_have_signals_and_all_programs_a_share_of_the_epoch(nodes: Nodes, room: int, channels: int) -> None:
-    plan = choose(GATHER, G, nodes, "1d", channels=room)
-    assert plan.channels == channels
-    assert plan.channels * (2 * sum(nodes) + 1) < MAX_PROGRAMS
-    with pytest.raises(ValueError, match=f"channels must be 1 to {channels}, got {channels + 1}"):
-        choose(GATHER, 1, nodes, Plan("1d", channels + 1, 128, 4), channels=room)
+def test_chunks_have_signals_and_all_programs_a_share_of_the_epoch(nodes: Nodes, room: int, chunks: int) -> None:
+    plan = choose(GATHER, G, nodes, "1d", chunks=room)
+    assert plan.chunks == chunks
+    assert plan.chunks * (2 * sum(nodes) + 1) < MAX_PROGRAMS
+    with pytest.raises(ValueError, match=f"chunks must be 1 to {chunks}, got {chunks + 1}"):
+        choose(GATHER, 1, nodes, Plan("1d", chunks + 1, 128, 4), chunks=room)
 
 
 NAMES = {spec.name: ", ".join(spec.names) for spec in SPECS}
@@ -239,19 +239,26 @@ HAND_MADE: list[tuple[Collective, int, Nodes, Plan, dict[str, Any], str]] = [
     (GATHER, 1000, (4,), Plan("ll", 1, 4096, 4), {}, "algorithm='ll' needs the same number of ranks on every node and"),
     (GATHER, 1000, (4,), Plan("1d", 2, 100, 4), {}, "a multiple of 16 bytes and cover all 1000 bytes; got 2 of 100"),
     (GATHER, 1000, (4,), Plan("1d", 2, 480, 4), {}, "cover all 1000 bytes; got 2 of 480"),
-    (GATHER, 1000, (4,), Plan("1d", CHANNELS + 1, 128, 4), {}, f"channels must be 1 to {CHANNELS}, got {CHANNELS + 1}"),
+    (
+        GATHER,
+        1000,
+        (4,),
+        Plan("1d", MAX_CHUNKS + 1, 128, 4),
+        {},
+        f"chunks must be 1 to {MAX_CHUNKS}, got {MAX_CHUNKS + 1}",
+    ),
     (GATHER, 1000, (4,), Plan("1d", 2, 512, 4, 7), {}, "a Plan's blocks must be 0 or 14 for '1d', got 7"),
-    (GATHER, 1000, (2, 2), Plan("ll", 9, 1536, 4), {"ll_bytes": 1000}, "channels must be 1 to 1, got 9"),
+    (GATHER, 1000, (2, 2), Plan("ll", 9, 1536, 4), {"ll_bytes": 1000}, "chunks must be 1 to 1, got 9"),
     (GATHER, 1 << 18, (72,), Plan("ll", 21846, 12, 1), {"ll_bytes": 1 << 18}, "chunks of more than 12 bytes for 72"),
     (GATHER, 100, (4,), Plan("ll", 1, 128, 1), LL, "12 times a power of two, at most 12288, bytes and cover all 100"),
     (GATHER, 100, (4,), Plan("ll", 1, 24576, 16), LL, "at most 12288, bytes and cover all 100 bytes; got 1 of 24576"),
     (SCATTER, 64, (4,), Plan("direct", 1, 128, 3), STORES, "num_warps must be one of 1, 2, 4, 8, 16, 32; got 3"),
     (REDUCE, 100, (4,), Plan("direct", 1, 24, 1), USUAL, "a multiple of 16 bytes and cover all 32 bytes; got 1 of 24"),
-    (REDUCE, 100, (4,), Plan("direct", 3, 16, 1), {**USUAL, "channels": 5}, "channels must be 1 to 2, got 3"),
+    (REDUCE, 100, (4,), Plan("direct", 3, 16, 1), {**USUAL, "chunks": 5}, "chunks must be 1 to 2, got 3"),
     (REDUCE, 100, (4,), Plan("one_shot", 1, 96, 1), USUAL, "16 times a power of two, at most 16384, bytes and cover a"),
     (REDUCE, 100, (4,), Plan("one_shot", 1, 128, 1), FLAGS, "12 times a power of two, at most 12288, bytes and cover"),
-    (REDUCE, 100, (4,), Plan("one_shot", 3, 64, 1), USUAL, "a Plan's channels must be 1 to 2, got 3"),
-    (REDUCE, 100, (4,), Plan("two_shot", 2, 32, 1), USUAL, "a Plan's channels must be 1 to 1, got 2"),
+    (REDUCE, 100, (4,), Plan("one_shot", 3, 64, 1), USUAL, "a Plan's chunks must be 1 to 2, got 3"),
+    (REDUCE, 100, (4,), Plan("two_shot", 2, 32, 1), USUAL, "a Plan's chunks must be 1 to 1, got 2"),
 ]
 REFUSED: list[tuple[Collective, int, Nodes, Any, dict[str, Any], str]] = [
     (SCATTER, 64, (4,), "ring", {}, f"algorithm must be one of auto, {NAMES['reduce_scatter']}; got 'ring'"),
@@ -263,7 +270,7 @@ REFUSED: list[tuple[Collective, int, Nodes, Any, dict[str, Any], str]] = [
     *(
         (GATHER, M, nodes, asked, facts, r"algorithm='ring' needs one node whose ranks can store .*; got [68] ")
         for nodes, facts in (((8,), {}), ((4, 4), STORES))
-        for asked in ("ring", Plan("ring", CHANNELS, 64 << 10, 16))
+        for asked in ("ring", Plan("ring", MAX_CHUNKS, 64 << 10, 16))
     ),
     *((spec, 64, (4,), "direct", {}, "algorithm='direct' needs one node whose ranks can store") for spec in SPECS),
     (SCATTER, 64, (4,), "ll", {**PARTS, "itemsize": 8}, "needs elements of at most 4 bytes; got elements of 8 bytes"),
@@ -280,8 +287,8 @@ REFUSED: list[tuple[Collective, int, Nodes, Any, dict[str, Any], str]] = [
             100,
             (4,),
             name,
-            {**STORES, "channels": 1},
-            f"'{name}' needs a context with at least 2 channels; got 1",
+            {**STORES, "chunks": 1},
+            f"'{name}' needs a context with at least 2 chunks; got 1",
         )
         for name in ("direct", "1d")
     ),
@@ -291,8 +298,8 @@ REFUSED: list[tuple[Collective, int, Nodes, Any, dict[str, Any], str]] = [
             G,
             nodes,
             "auto",
-            {**FLAGS, "channels": 1},
-            "^all_reduce needs a context with at least 2 channels; got",
+            {**FLAGS, "chunks": 1},
+            "^all_reduce needs a context with at least 2 chunks; got",
         )
         for nodes in ((4,), (2, 2))
     ),
@@ -311,7 +318,7 @@ def test_what_cannot_be_had_says_why(
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_ring_is_taken_only_where_a_table_says_so(in_place: bool) -> None:
     facts: dict[str, Any] = {**STORES, "in_place": in_place}
-    sections = (Section("", "all_gather", 8, 1, in_place, (Entry(None, "ring", channels=64),)),)
+    sections = (Section("", "all_gather", 8, 1, in_place, (Entry(None, "ring", chunks=64),)),)
     assert choose(GATHER, 32 * M, (8,), sections=sections, **facts) == Plan("ring", 64, M // 2, 16)
     assert choose(GATHER, 32 * M, (8,), in_place=in_place, sections=sections).algorithm == "1d"
     for nbytes in (0, 1, M, 8 * M, G):

@@ -44,7 +44,7 @@ def choose(nbytes: int, algorithm: Any = "auto", sections: Any = (), nodes: Node
 
 
 FILE = (
-    Entry(16 << 10, "ll", chunk=3072, num_warps=8), Entry((4 << 20) + 1, "1d", channels=16), Entry(None, "direct")
+    Entry(16 << 10, "ll", chunk=3072, num_warps=8), Entry((4 << 20) + 1, "1d", chunks=16), Entry(None, "direct")
 )  # fmt: skip
 EXAMPLE = Table(
     (
@@ -80,7 +80,7 @@ def test_a_table_comes_back_as_it_was() -> None:
     assert Table.parse(Table(()).text()).sections == ()
     lines = EXAMPLE.text().splitlines()
     assert '    {"up_to": "16 KB", "algorithm": "ll", "chunk": "3 KB", "num_warps": 8},' in lines
-    assert '    {"up_to": 4194305, "algorithm": "1d", "channels": 16},' in lines
+    assert '    {"up_to": 4194305, "algorithm": "1d", "chunks": 16},' in lines
     assert '    {"up_to": null, "algorithm": "direct"}' in lines
 
 
@@ -100,13 +100,13 @@ def test_a_table_comes_back_as_it_was() -> None:
         ((*ENTRY, "up_to"), "much", 'entries[1]: up_to: expected a number of bytes, such as 65536 or "64 KB", got "mu'),
         ((*ENTRY, "up_to"), 16384, "entries[1]: up_to: expected more than the 16384 bytes of the entry before"),
         ((*ENTRY, "up_to"), None, "entries[1]: up_to: expected a number of bytes: null is for the last entry"),
-        ((*ENTRY, "channels"), 513, "entries[1]: channels: expected 1 to 512, got 513"),
-        ((*ENTRY, "chunk"), "8 KB", "entries[1]: expected channels or chunk, got both"),
+        ((*ENTRY, "chunks"), 513, "entries[1]: chunks: expected 1 to 512, got 513"),
+        ((*ENTRY, "chunk"), "8 KB", "entries[1]: expected chunks or chunk, got both"),
         ((*ENTRY, "num_warps"), 3, "entries[1]: num_warps: expected one of 1, 2, 4, 8, 16, 32, got 3"),
         (
             (*ENTRY, "warps"),
             4,
-            "expected no fields but up_to, algorithm, channels, chunk, num_warps, blocks; got",
+            "expected no fields but up_to, algorithm, chunks, chunk, num_warps, blocks; got",
         ),
     ],
 )
@@ -183,12 +183,12 @@ def test_the_shipped_table_says_what_was_measured() -> None:
 
 def test_with_a_budget_only_entries_hold_that_state_their_thread_blocks() -> None:
     """The others were measured with the whole GPU."""
-    stated, free = section(Entry(None, "loop", blocks=16)), section(Entry(None, "1d", channels=2))
+    stated, free = section(Entry(None, "loop", blocks=16)), section(Entry(None, "1d", chunks=2))
     given = {"stores": True, "max_programs": 64}
     assert choose(4 << 20, sections=[free], stores=True).algorithm == "1d"
     assert choose(4 << 20, sections=[free], **given) == choose(4 << 20, **given)
     assert GATHER.choose(Facts(4 << 20, topology_of((4,)), **given), sections=[stated]).blocks == 16
-    both = section(Entry(8 << 20, "1d", channels=2), Entry(None, "loop", blocks=16))
+    both = section(Entry(8 << 20, "1d", chunks=2), Entry(None, "loop", blocks=16))
     assert GATHER.choose(Facts(4 << 20, topology_of((4,)), **given), sections=[both]).blocks == 16
     assert choose(4 << 20, sections=[section(Entry(None, "ce"))], **given).algorithm == "ce"
 
@@ -205,7 +205,7 @@ def of(*entries: Entry) -> dict[str, Any]:
     [
         (64, {}, Plan("ll", 1, 3072, 8)),
         (64, of(Entry(None, "ll", num_warps=32)), Plan("ll", 1, 1536, 4)),  # as many as have words
-        (1 << 20, {**of(Entry(None, "ll", channels=1)), "ll_bytes": 1 << 20}, Plan("ll", 86, 12288, 8)),
+        (1 << 20, {**of(Entry(None, "ll", chunks=1)), "ll_bytes": 1 << 20}, Plan("ll", 86, 12288, 8)),
         (64, {**of(Entry(None, "ll")), "simulated": True}, Plan("ll", 1, 12288, 8)),  # a table goes first
         (16 << 10, {}, Plan("ll", 6, 3072, 8)),
         ((16 << 10) + 1, {}, Plan("1d", 15, 1152, 8)),
@@ -240,7 +240,7 @@ def test_entries_for_words_of_two_kinds_and_for_several_epochs() -> None:
     assert reduced(Entry(None, "two_shot", chunk=64 * 16, num_warps=2)) == Plan("two_shot", 25, 64 * 16, 2)
     assert reduced(Entry(None, "one_shot", chunk=256 * 12, num_warps=8)) == Plan("one_shot", 50, 128 * 16, 4)  # at most
     assert reduced(Entry(None, "one_shot", chunk=256 * 12), lamport_bytes=0) == Plan("one_shot", 34, 256 * 12, 8)
-    assert reduced(Entry(None, "direct", channels=5)) == Plan("direct", 5, 40 * 128, 8)
+    assert reduced(Entry(None, "direct", chunks=5)) == Plan("direct", 5, 40 * 128, 8)
     assert reduced(Entry(None, "two_shot"), nbytes=(1 << 20) + 1).algorithm == "two_shot"  # in two epochs
     assert reduced(Entry(None, "two_shot"), nbytes=(1 << 30) + 1).algorithm == "direct"  # which cannot be had
     for entry, message in (
@@ -273,13 +273,13 @@ def gathered(table: Table | None, nbytes: int = 1024, n_pes: int = 4, **world: A
 
 def test_a_context_goes_by_its_table() -> None:
     assert gathered(None) == [0] * 4  # the default: stores
-    assert gathered(table_of(Entry(2048, "1d", channels=4))) == [12] * 4
+    assert gathered(table_of(Entry(2048, "1d", chunks=4))) == [12] * 4
     assert gathered(table_of(Entry(2048, "1d", chunk=512))) == [6] * 4
-    assert gathered(table_of(Entry(512, "1d", channels=4))) == [0] * 4
+    assert gathered(table_of(Entry(512, "1d", chunks=4))) == [0] * 4
     other = Table((section(Entry(2048, "1d"), architecture="NVIDIA H200"),))
     assert gathered(other) == [0] * 4
-    nodes = Table((section(Entry(2048, "1d", channels=2), ranks_per_node=2, nodes=2),))
-    assert gathered(nodes, ranks_per_node=2) == [6] * 4  # two channels to three ranks, where 2D is the default
+    nodes = Table((section(Entry(2048, "1d", chunks=2), ranks_per_node=2, nodes=2),))
+    assert gathered(nodes, ranks_per_node=2) == [6] * 4  # two chunks to three ranks, where 2D is the default
 
 
 def test_all_ranks_choose_alike_whatever_each_passes_as_the_result() -> None:
@@ -306,11 +306,11 @@ def test_all_ranks_choose_alike_whatever_each_passes_as_the_result() -> None:
 def test_the_environment_names_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mine.json"
     monkeypatch.setenv("TDCOLL_TUNING", str(file))
-    file.write_text(table_of(Entry(2048, "1d", channels=4)).text())
+    file.write_text(table_of(Entry(2048, "1d", chunks=4)).text())
     assert gathered(None) == [12] * 4
     assert gathered(Table(())) == [0] * 4  # an argument goes before it
-    file.write_text(changed((*ENTRY, "channels"), 0))
-    with pytest.raises(ValueError, match=r"mine\.json: tables\[0\]\.entries\[1\]: channels: expected 1 to 512, got 0"):
+    file.write_text(changed((*ENTRY, "chunks"), 0))
+    with pytest.raises(ValueError, match=r"mine\.json: tables\[0\]\.entries\[1\]: chunks: expected 1 to 512, got 0"):
         gathered(None)
     monkeypatch.setenv("TDCOLL_TUNING", "")
     assert gathered(None) == [0] * 4
@@ -361,7 +361,7 @@ def test_a_file_that_is_no_table_is_a_value_error_on_all_ranks(tmp_path: Path, k
 
 
 def test_gpus_of_several_kinds_go_by_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = table_of(Entry(2048, "1d", channels=4))
+    table = table_of(Entry(2048, "1d", chunks=4))
     names = {0: ("an old GPU", SIMULATOR)}
     monkeypatch.setattr(agreement, "architectures", lambda device: names.get(runtime.current().rank, (SIMULATOR,)))
     assert gathered(table) == [0] * 4

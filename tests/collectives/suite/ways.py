@@ -167,7 +167,7 @@ def mutants_of_loops(spec: Collective) -> tuple[Mutant, ...]:
         found += [
             ("sums are copied out before they are there", at_once(kernel), WRONG),
             ("nobody hears of the sums", dropped(kernel, "stores.release_to_all"), missing("signals")),
-            ("sums and parts have the same signals", Change(kernel, "channels + summed", "summed"), missing("signals")),
+            ("sums and parts have the same signals", Change(kernel, "chunks + summed", "summed"), missing("signals")),
         ]
     return tuple(mutant(spec, *each, algorithm="loop", nodes=(3,)) for each in found)
 
