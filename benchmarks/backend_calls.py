@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a call: of torch.distributed's on backend "tdcoll" and on NCCL, and of tdcoll's own on a context.
 
-    bash launch.sh --nproc 2 benchmarks/backend_calls.py [--sizes 4K,256K,4M] [--programs 32,64,128] [--json FILE]
+    bash launch.sh --nproc 2 benchmarks/backend_calls.py [--sizes 4K,256K,4M] [--blocks 32,64,128] [--json FILE]
     bash launch.sh --nproc 2 benchmarks/backend_calls.py --beside [--json FILE]
     python benchmarks/backend_calls.py --table FILE
 
 Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place), reduce-scatter and
 all-reduce. Calls of torch.distributed are synchronous, and with async_op=True and wait(), over the backend both handled
 and falling back. Each of tdcoll's own calls has its own context. Device times are of a graph of ten synchronous calls,
-by the number of programs that the context got, of those requested (`tdcoll 20 (of 64)`): they show up to which sizes
-the backend should handle calls (`handled_bytes` of the spec). Bytes are what each rank brings to an all-gather and an
-all-reduce, and what it gets from a reduce-scatter. The compared calls take turns for five rounds; the table has the
-median round of the slowest rank, and in brackets the fastest and the slowest round. `--beside` has device times
+by the number of thread blocks that the context got, of those requested (`tdcoll 20 (of 64)`): they show up to which
+sizes the backend should handle calls (`handled_bytes` of the spec). Bytes are what each rank brings to an all-gather
+and an all-reduce, and what it gets from a reduce-scatter. The compared calls take turns for five rounds; the table has
+the median round of the slowest rank, and in brackets the fastest and the slowest round. `--beside` has device times
 of two matmuls and of all-gathers on another stream beside them, all in one graph.
 """
 
@@ -193,22 +193,22 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def column(requested: int, explained: str) -> str:
-    """Name a column after the programs that the context of a group got, of those that its options request.
+    """Name a column after the thread blocks that the context of a group got, of those that its options request.
 
-    All groups are measured in turns, so all of them hold programs at once, and later ones get fewer.
+    All groups are measured in turns, so all of them hold thread blocks at once, and later ones get fewer.
     """
-    granted = re.search(r"launches of at most (\d+) programs", explained)
+    granted = re.search(r"launches of at most (\d+) thread blocks", explained)
     return f"tdcoll {granted[1] if granted else 'none'} (of {requested})"
 
 
-def device_rows(kinds: list[str], sizes: list[int], programs: list[int]) -> list[dict[str, Any]]:
+def device_rows(kinds: list[str], sizes: list[int], blocks: list[int]) -> list[dict[str, Any]]:
     rows = []
     for kind in kinds:
         for nbytes in sizes:
             graphs = {"nccl": captured(call_of(kind, nbytes, PLAIN))}
             groups = {}
-            for number in programs:
-                options = Options(max_bytes_per_rank=max(sizes), programs=number)
+            for number in blocks:
+                options = Options(max_bytes_per_rank=max(sizes), blocks=number)
                 group = dist.new_group(backend="tdcoll", pg_options=options)
                 call = call_of(kind, nbytes, group)
                 call()  # makes the context
@@ -244,7 +244,7 @@ def beside_row(count: int, nbytes: int) -> dict[str, Any]:
             torch.mm(a, a, out=out)
         main.wait_stream(side)
 
-    with tdcoll.CollectiveContext(max_bytes_per_rank=nbytes, max_programs=64) as ctx:
+    with tdcoll.CollectiveContext(max_bytes_per_rank=nbytes, max_blocks=64) as ctx:
 
         def ours(algorithm: str) -> Call:
             return lambda: tdcoll.all_gather(part, ctx=ctx, out=whole, algorithm=algorithm)
@@ -268,7 +268,7 @@ def beside_row(count: int, nbytes: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M", help="of the device times; '' for none")
-    parser.add_argument("--programs", default="32,64", help="numbers with commas between them")
+    parser.add_argument("--blocks", default="32,64", help="numbers with commas between them")
     parser.add_argument("--heap", default="4G", help="symmetric heap of each rank")
     parser.add_argument("--json", help="write what was measured there")
     parser.add_argument("--beside", action="store_true", help="measure only all-gathers beside matmuls")
@@ -280,7 +280,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("backend_calls.py measures GPUs, and there is none")
     sizes = [checks.byte_count("--sizes", size) for size in arguments.sizes.split(",") if size]
-    programs = [int(number) for number in arguments.programs.split(",")]
+    blocks = [int(number) for number in arguments.blocks.split(",")]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("tdcoll", pg_options=Options(heap_bytes=arguments.heap))
     global PLAIN
@@ -292,7 +292,7 @@ def main() -> None:
         dist.destroy_process_group()
         return
     host = [own_row(), *host_rows(["all_gather", "all_gather in place", "reduce_scatter", "all_reduce"])]
-    device = device_rows(["all_gather", "reduce_scatter", "all_reduce"], sizes, programs)
+    device = device_rows(["all_gather", "reduce_scatter", "all_reduce"], sizes, blocks)
     facts = provenance()
     if dist.get_rank() == 0 and arguments.json:
         Path(arguments.json).write_text(json.dumps({**facts, "host": host, "device": device}, indent=1))

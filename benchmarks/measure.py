@@ -14,7 +14,7 @@ Stages, of which each is a job or a few:
     blocks          the dense collectives by copy engines, and by the number of thread blocks
     beside          all-gathers beside matmuls
     tune            a tuning table
-    calls           host times of the backend, and device times by the number of programs
+    calls           host times of the backend, and device times by the number of thread blocks
     training        training steps over the backend and over NCCL
     tutorial        tutorial 05
 
@@ -120,7 +120,7 @@ def stages(nproc: int) -> dict[str, list[Job]]:
         "tune": [
             job("tune", f"{launch} -m tdcoll tune --operation all_reduce,reduce_scatter,all_gather {tune} -o FILE")
         ],
-        "calls": [job("calls", f"{launch} benchmarks/backend_calls.py --programs 32,64,128 --json FILE")],
+        "calls": [job("calls", f"{launch} benchmarks/backend_calls.py --blocks 32,64,128 --json FILE")],
         "training": [job("training", f"{launch} benchmarks/training.py --json FILE")],
         "tutorial": [job("tutorial", f"{launch} tutorials/05-all-reduce.py")],
     }

@@ -18,7 +18,7 @@ protocol (:mod:`tdcoll.primitives.lamport`).
 
 **One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2. No host value takes
 part: every program of a launch reads the control word, whose high bits count the finished epochs, and then adds its
-share of one epoch to it; the shares of all programs of a launch make exactly one. (Calls by copy engines take even
+share of one epoch to it; the shares of all thread blocks of a launch make exactly one. (Calls by copy engines take even
 epochs only, and leave out an odd one: :mod:`tdcoll.primitives.copies`.) Therefore no program can read an epoch that
 another has already raised, no program has to reset anything at the end, and a CUDA graph may be replayed at will.
 
@@ -53,7 +53,7 @@ from tdcoll import arguments, runtime
 from tdcoll.calls import Calls
 from tdcoll.errors import HeapExhaustedError
 from tdcoll.language import INTERPRETED
-from tdcoll.limits import MAX_CHUNKS, MAX_PROGRAMS
+from tdcoll.limits import MAX_BLOCKS, MAX_CHUNKS
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.preconditions import Debug, Preconditions, shown
@@ -119,11 +119,11 @@ class CollectiveContext(Preconditions):
             world_size`` times as much of the symmetric heap, unless ranks of a node cannot store to each other.
             Default: ``max_bytes_per_rank``, but no more than :func:`tdcoll.limits.lamport_bytes` of the group and a
             quarter of the heap; or a sixteenth of that where the heap has no room for so much.
-        max_programs: the most programs that one launch on the context has. Kernels of several contexts that are in
-            flight together wait for peers, so their programs must fit on the GPU at once. At least ``2 * world_size +
-            2``. Default: as many as a launch may have.
+        max_blocks: the most thread blocks that one launch on the context has. Kernels of several contexts that are in
+            flight together wait for peers, so their thread blocks must fit on the GPU at once. At least
+            ``2 * world_size + 2``. Default: as many as a launch may have.
         early: launches may begin before the one ahead of them on the stream has ended, and let the next one do so
-            (:mod:`tdcoll.collectives._host.launch`). Not with ``max_programs``; pass False, too, if launches of this
+            (:mod:`tdcoll.collectives._host.launch`). Not with ``max_blocks``; pass False, too, if launches of this
             context and of others, on other streams, are in flight together. Ranks may differ.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange; or, if
@@ -152,7 +152,7 @@ class CollectiveContext(Preconditions):
         chunks: int = MAX_CHUNKS,
         flagged_bytes: int | None = None,
         lamport_bytes: int | None = None,
-        max_programs: int | None = None,
+        max_blocks: int | None = None,
         early: bool = True,
         timeout_s: float | None = None,
         debug: Debug | None = None,
@@ -170,8 +170,8 @@ class CollectiveContext(Preconditions):
         for name, nbytes in self._given_sizes.items():
             if nbytes is not None:
                 arguments.whole(name, nbytes, 0)
-        if max_programs is not None:
-            arguments.whole("max_programs", max_programs, 1, MAX_PROGRAMS)
+        if max_blocks is not None:
+            arguments.whole("max_blocks", max_blocks, 1, MAX_BLOCKS)
         arguments.instance("early", early, bool, "a bool")
         if debug is not None and debug != "first":
             arguments.instance("debug", debug, bool, 'a bool, "first" or None')
@@ -179,10 +179,10 @@ class CollectiveContext(Preconditions):
             arguments.instance("stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
         job = runtime.current()
         topology = job.topology(group)
-        if max_programs is not None and max_programs < (least := 2 * topology.world_size + 2):
+        if max_blocks is not None and max_blocks < (least := 2 * topology.world_size + 2):
             raise ValueError(
-                f"max_programs must be at least {least}, as many as one chunk takes on {topology.describe()}; got "
-                f"{max_programs}"
+                f"max_blocks must be at least {least}, as many as one chunk takes on {topology.describe()}; got "
+                f"{max_blocks}"
             )
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
         self.group_name = _group_name(group, topology)
@@ -194,9 +194,9 @@ class CollectiveContext(Preconditions):
         self.max_bytes_per_rank = sizes.max_bytes_per_rank
         """The most that one rank sends to another in one epoch, in bytes."""
         self.chunks = chunks
-        self.max_programs = MAX_PROGRAMS if max_programs is None else max_programs
-        """The most programs that a launch on the context has; policies keep to it."""
-        self.early = early and max_programs is None
+        self.max_blocks = MAX_BLOCKS if max_blocks is None else max_blocks
+        """The most thread blocks that a launch on the context has; policies keep to it."""
+        self.early = early and max_blocks is None
         """Whether launches may begin before what was launched before has ended."""
         self.stores: bool
         """Whether the ranks of each node can store to each other's memory."""
@@ -234,7 +234,7 @@ class CollectiveContext(Preconditions):
         same = {
             **given,
             "max_bytes_per_rank": self.max_bytes_per_rank,
-            "max_programs": self.max_programs,
+            "max_blocks": self.max_blocks,
             "debug": self.debug,
         }
         what = "arguments of CollectiveContext"
@@ -349,14 +349,14 @@ class CollectiveContext(Preconditions):
     @property
     def loads_together(self) -> bool:
         """Whether ranks wait for each other to load kernels: see :meth:`wait_for_loads`."""
-        return self.max_programs != MAX_PROGRAMS and not INTERPRETED
+        return self.max_blocks != MAX_BLOCKS and not INTERPRETED
 
     def wait_for_loads(self, operation: str, variant: Hashable) -> None:
         """Wait, before the first launch of a kernel, until all ranks have loaded it. Collective, once per ``variant``.
 
         CUDA loads a kernel only while none is running. If launches of several contexts are in flight together, this
         rank may have to wait for one that waits for a peer, which in turn waits for this rank. No rank therefore
-        launches what another has yet to load. Contexts without ``max_programs`` don't need this.
+        launches what another has yet to load. Contexts without ``max_blocks`` don't need this.
         """
         if variant in self._loaded or not self.loads_together:
             return

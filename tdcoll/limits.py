@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits that policies, contexts, tables and kernels share, and the names of the dense collectives."""
 
-__all__ = ["COLLECTIVES", "MAX_CHUNKS", "MAX_PROGRAMS", "SHARED_WARPS", "flagged_bytes", "inbox_bytes"]
+__all__ = ["COLLECTIVES", "MAX_BLOCKS", "MAX_CHUNKS", "SHARED_WARPS", "flagged_bytes", "inbox_bytes"]
 __all__ += ["lamport_bytes"]
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
@@ -10,7 +10,7 @@ COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 MAX_CHUNKS = 512
 """The most chunks of one rank's data, if a context is not made for fewer; each has its own signal."""
 
-MAX_PROGRAMS = 1 << 20
+MAX_BLOCKS = 1 << 20
 """Thread blocks of one launch on a context, at most, because the control word counts up to so many."""
 
 SHARED_WARPS = 8

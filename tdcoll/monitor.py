@@ -171,7 +171,8 @@ class WaitMonitor:
             rank, seen = words[c.RECORD_RANK.value], words[c.RECORD_SEEN.value]
             if words[c.RECORD_PEER.value] == c.OWN_GRID.value:
                 what = (
-                    "in grid_barrier for other programs of its launch: they don't call it, wait for another rank, or "
+                    "in grid_barrier for other thread blocks of its launch: they don't call it, wait for "
+                    "another rank, or "
                     "don't fit on the GPU"
                 )
                 raise CollectiveTimeout(what, rank=rank, peer=rank, timeout_s=self.timeout_s)

@@ -13,7 +13,7 @@ import torch
 import tdcoll
 import tdcoll.distributed
 from tdcoll import runtime
-from tdcoll.limits import MAX_PROGRAMS
+from tdcoll.limits import MAX_BLOCKS
 from tdcoll.testing import World
 from tdcoll.tuning import shipped
 
@@ -68,10 +68,10 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
     ),
     *(
         (lambda given, name=name, n=n: make(**{name: n}), TypeError, f"{name} must be an int, got {n!r}")
-        for name in ("max_bytes_per_rank", "chunks", "max_programs")
+        for name in ("max_bytes_per_rank", "chunks", "max_blocks")
         for n in (1.5, "1M", True)
     ),
-    (lambda given: make(max_programs=MAX_PROGRAMS + 1), ValueError, f"max_programs must be 1 to {MAX_PROGRAMS}, got"),
+    (lambda given: make(max_blocks=MAX_BLOCKS + 1), ValueError, f"max_blocks must be 1 to {MAX_BLOCKS}, got"),
     (lambda given: make(stream=3), TypeError, "stream must be a torch.cuda.Stream or None, got 3"),
     (lambda given: make(group=3), TypeError, f"{GROUP}3"),
     (lambda given: make(group=["a"]), TypeError, f"{GROUP}['a']"),

@@ -154,7 +154,7 @@ class TdcollProcessGroup(ProcessGroup):
         settings = {
             "handles": options.kinds,
             "max_bytes_per_rank": options.max_bytes_per_rank,
-            "programs": options.programs,
+            "blocks": options.blocks,
             "heap_bytes": options.heap_bytes,
             "timeout": timeout_s,
             "share_gpus": share_gpus,

@@ -193,7 +193,7 @@ class Dense(Handler):
             limit=self._inbox(self._most),
             timeout_s=members.timeout_s,
             lamport_bytes=spec.lamport_bytes,
-            programs=members.options.programs,
+            blocks=members.options.blocks,
             debug=members.debug,  # if the ranks compare first calls only, the handler does
         )
 
@@ -203,7 +203,7 @@ class Dense(Handler):
         context = self.pool.context
         if context is None or self.members.options.max_bytes_per_rank is not None:
             return self._most
-        return self.spec.handled_with(context.max_programs, len(self.members.ranks))
+        return self.spec.handled_with(context.max_blocks, len(self.members.ranks))
 
     def _inbox(self, segment: int) -> int:
         """Return the bytes per rank that a context needs for a call."""
@@ -232,7 +232,7 @@ class Dense(Handler):
         limit, context = self.limit, self.pool.context
         if max(self._segments(call)) <= limit:
             return None
-        few = f", with {context.max_programs} thread blocks" if context is not None and limit < self._most else ""
+        few = f", with {context.max_blocks} thread blocks" if context is not None and limit < self._most else ""
         return f"more than {limit} bytes per rank{few}"
 
     def prepare(self, call: Call) -> str | None:
@@ -342,7 +342,7 @@ class Dense(Handler):
             "no context yet"
             if context is None
             else f"context of {context.max_bytes_per_rank} bytes per rank, launches of at most "
-            f"{context.max_programs} programs"
+            f"{context.max_blocks} thread blocks"
         )
         few = f" ({self._most} with more thread blocks)" if self.limit < self._most else ""
         return f"up to {self.limit} bytes per rank{few}, {held}"

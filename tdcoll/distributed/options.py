@@ -9,7 +9,7 @@ from typing import Any
 
 from tdcoll import arguments
 from tdcoll.collectives._host.call import spec_of
-from tdcoll.limits import COLLECTIVES, MAX_PROGRAMS
+from tdcoll.limits import COLLECTIVES, MAX_BLOCKS
 
 __all__ = ["HANDLES", "KINDS", "Options"]
 
@@ -19,8 +19,8 @@ KINDS = (*COLLECTIVES, "sparse_all_reduce", "barrier")
 HANDLES = "TDCOLL_BACKEND_HANDLES"
 """Environment variable: default of :attr:`Options.handles`."""
 
-PROGRAMS = 32
-"""Default of :attr:`Options.programs`: the fewest with which 2 H100s took at most 0.9 of NCCL's time in a probe of
+BLOCKS = 32
+"""Default of :attr:`Options.blocks`: the fewest with which 2 H100s took at most 0.9 of NCCL's time in a probe of
 all-gathers, all-reduces and reduce-scatters of up to 16 MB. A call in flight occupies up to 32 of an H100's 132
 multiprocessors."""
 
@@ -52,7 +52,7 @@ class Options:
             between them; the rest falls back. None becomes ``TDCOLL_BACKEND_HANDLES`` as it is now, else ``"all"``.
         max_bytes_per_rank: the largest segment that tdcoll handles, in bytes: a rank's input of an all-gather or an
             all-reduce, and its result of a reduce-scatter. If None, the limit in each collective's spec.
-        programs: the most thread blocks of one launch. A kind of call occupies so many when it waits for other ranks;
+        blocks: the most thread blocks of one launch. A kind of call occupies so many when it waits for other ranks;
             the rest of the GPU stays free for compute. At least ``2 * ranks + 2`` are taken.
         heap_bytes: symmetric heap of each rank, bytes or a text such as ``"2G"``, for the group that joins the job. If
             tdcoll is initialised already, a group uses the existing heap. None: as for :func:`tdcoll.initialize`.
@@ -64,7 +64,7 @@ class Options:
 
     handles: str | None = None
     max_bytes_per_rank: int | None = None
-    programs: int = PROGRAMS
+    blocks: int = BLOCKS
     heap_bytes: int | str | None = None
     nccl: Any = None
 
@@ -77,7 +77,7 @@ class Options:
             _kinds(self.handles, "handles")
         if self.max_bytes_per_rank is not None:
             arguments.whole("max_bytes_per_rank", self.max_bytes_per_rank, 0)
-        arguments.whole("programs", self.programs, 1, MAX_PROGRAMS)
+        arguments.whole("blocks", self.blocks, 1, MAX_BLOCKS)
         if self.heap_bytes is not None:
             object.__setattr__(self, "heap_bytes", arguments.byte_count("heap_bytes", self.heap_bytes))
 

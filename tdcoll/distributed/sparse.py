@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tdcoll.collectives._host.pool import give_back_programs, take_programs
+from tdcoll.collectives._host.pool import give_back_blocks, take_blocks
 from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
@@ -59,7 +59,7 @@ class SparseAllReduce(Handler):
         super().__init__(members, lane)
         self.context: SparseContext | None = None
         self.problem: str | None = None
-        self._programs = 0
+        self._blocks = 0
         self._in_use = threading.RLock()
         """Held by the thread that makes or uses the context, and never while it waits for the queue."""
         self._most: int | None = None
@@ -98,7 +98,7 @@ class SparseAllReduce(Handler):
 
         Raises:
             HeapExhaustedError: on all ranks.
-            ContextError: other contexts have left no programs; on all ranks.
+            ContextError: other contexts have left no thread blocks; on all ranks.
         """
         if self.context is None:
             self.lane.queue.drain()
@@ -106,8 +106,8 @@ class SparseAllReduce(Handler):
         with self._in_use, job.through(self.lane.control):
             if self.context is not None:
                 return
-            self._programs = most = take_programs(job, ranks, self.members.options.programs, self.kind)
-            options = {"max_programs": most, "timeout_s": self.members.timeout_s}
+            self._blocks = most = take_blocks(job, ranks, self.members.options.blocks, self.kind)
+            options = {"max_blocks": most, "timeout_s": self.members.timeout_s}
             try:
                 self.context = growing_context(job, ranks, rows_per_rank, row_bytes, **options)
             except HeapExhaustedError:
@@ -166,8 +166,8 @@ class SparseAllReduce(Handler):
         self._give_back()
 
     def _give_back(self) -> None:
-        give_back_programs(self.members.job, self._programs)
-        self._programs = 0
+        give_back_blocks(self.members.job, self._blocks)
+        self._blocks = 0
 
 
 def _strides(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:

@@ -25,7 +25,7 @@ from tdcoll.collectives._host.plan import (
 from tdcoll.collectives._host.spec import DEFAULT, REQUESTED
 
 __all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "NAME", "ONE_SHOT", "TWO_SHOT", "Rows", "choose", "explain_rows"]
-__all__ += ["programs", "takes"]
+__all__ += ["blocks_of", "takes"]
 
 NAME = "all_reduce_rms_norm"
 
@@ -93,7 +93,7 @@ def _room(rows: Rows, algorithm: str, pieces: int, world: int) -> int:
     return WORD * _owned(rows, world) * (2 * rows.words + pieces)
 
 
-def programs(rows: Rows, plan: Plan, world: int) -> int:
+def blocks_of(rows: Rows, plan: Plan, world: int) -> int:
     """Return the number of thread blocks of the launch."""
     pieces = plan.chunks
     if plan.algorithm == ONE_SHOT:
@@ -115,8 +115,8 @@ def _problem(rows: Rows, plan: Plan, facts: Facts) -> str | None:
     room = _room(rows, plan.algorithm, plan.chunks, world)
     if room > -(-facts.lamport_bytes // WORD) * WORD:
         return f"needs lamport_bytes={room} or more in the context; got {facts.lamport_bytes} on "
-    if (count := programs(rows, plan, world)) > facts.max_programs:
-        return f"needs {count} programs and the context has {facts.max_programs}; got "
+    if (count := blocks_of(rows, plan, world)) > facts.max_blocks:
+        return f"needs {count} blocks_of and the context has {facts.max_blocks}; got "
     return None
 
 
@@ -138,7 +138,7 @@ def _cut(rows: Rows, algorithm: str, facts: Facts) -> Plan:
     warps = _warps(algorithm, facts)
     block = min(block, _MOST_WORDS * warps)
     plan = Plan(algorithm, -(-rows.words // block), WORD * block, max(1, min(warps, block // 32)))
-    return replace(plan, blocks=programs(rows, plan, world))
+    return replace(plan, blocks=blocks_of(rows, plan, world))
 
 
 def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
@@ -156,7 +156,7 @@ def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
         _check(rows, algorithm, facts)
         if (problem := _problem(rows, algorithm, facts)) is not None:
             raise ValueError(f"algorithm={algorithm} {problem}{where}")
-        return replace(algorithm, blocks=programs(rows, algorithm, facts.topology.world_size))
+        return replace(algorithm, blocks=blocks_of(rows, algorithm, facts.topology.world_size))
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
     if algorithm != "auto":

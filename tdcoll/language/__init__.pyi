@@ -377,10 +377,10 @@ def test_signal(signal: _Pointer, compare: tl.constexpr | int, value: _Number) -
     waits for the block's threads only. After a 1 what was put before the signal is seen."""
 
 def grid_barrier(counter: _Pointer, monitor: _Pointer) -> tl.tensor:
-    """Waits for all programs of the launch, and returns 1; or 0 when a deadline expires, as for `wait_signal`, with
-    this rank as the peer. Stores of each before it are seen by all after it. `counter` is an int64 of this GPU's
+    """Waits for all thread blocks of the launch, and returns 1; or 0 when a deadline expires, as for `wait_signal`,
+    with this rank as the peer. Stores of each before it are seen by all after it. `counter` is an int64 of this GPU's
     memory, 0 at first, and never set back: launches that follow one another, and replays of a CUDA graph, may share it,
-    whatever their grids. All programs must be on the GPU at once: launch with `launch_cooperative_grid=True`."""
+    whatever their grids. All thread blocks must be on the GPU at once: launch with `launch_cooperative_grid=True`."""
 
 def wait_flagged(words: _Pointer, flag: _Number, mask: _Value, monitor: _Pointer, peer: _Number = -1) -> Any:
     """Waits until every 128-bit word at the block of addresses `words`, where `mask` is true, has the flag (its last 32

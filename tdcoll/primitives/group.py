@@ -22,7 +22,7 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import jit
-from tdcoll.limits import MAX_PROGRAMS
+from tdcoll.limits import MAX_BLOCKS
 from tdcoll.runtime.topology import Topology
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     *("slot", "start", "still_alive", "this_epoch", "this_program", "wait_until_done"),
 ]
 
-EPOCH_SHIFT = tl.constexpr(MAX_PROGRAMS.bit_length() - 1)
+EPOCH_SHIFT = tl.constexpr(MAX_BLOCKS.bit_length() - 1)
 """The control word holds the number of finished epochs above this bit, and the progress of the next one below it."""
 _EPOCH = tl.constexpr(1 << EPOCH_SHIFT.value)
 

@@ -85,7 +85,7 @@ class Runtime:
     them."""
     monitors: WeakValueDictionary[int, Any] = field(init=False, default_factory=WeakValueDictionary)
     """Monitors by the addresses of their words, which bounded waits accept."""
-    programs_taken: int = field(init=False, default=0)
+    blocks_taken: int = field(init=False, default=0)
     """Thread blocks that tdcoll's own contexts may have in flight at once, all launches together."""
     failed: bool = field(init=False, default=False)
     """A wait has expired: no collective operation is tried any more, because peers may be gone."""
@@ -98,7 +98,7 @@ class Runtime:
     exchanging: dict[int, tuple[float, str, Sequence[int], float]] = field(init=False, default_factory=dict)
     """Exchanges that go on, by thread: since when (``time.monotonic``), tag, ranks, deadline in seconds."""
     accounts: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
-    """Held when a thread changes ``programs_taken``; never while it waits for other ranks."""
+    """Held when a thread changes ``blocks_taken``; never while it waits for other ranks."""
     _given: threading.local = field(init=False, repr=False, default_factory=threading.local)
 
     def __post_init__(self) -> None:

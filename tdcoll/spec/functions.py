@@ -141,10 +141,10 @@ _FUNCTIONS = [
     declared(
         "grid_barrier(counter: ptr64, monitor: ptr64) -> int32",
         "bounded cooperative_groups::this_grid().sync()",
-        "Waits for all programs of the launch, and returns 1; or 0 when a deadline expires, as for `wait_signal`, "
+        "Waits for all thread blocks of the launch, and returns 1; or 0 when a deadline expires, as for `wait_signal`, "
         "with this rank as the peer. Stores of each before it are seen by all after it. `counter` is an int64 of this "
         "GPU's memory, 0 at first, and never set back: launches that follow one another, and replays of a CUDA graph, "
-        "may share it, whatever their grids. All programs must be on the GPU at once: launch with "
+        "may share it, whatever their grids. All thread blocks must be on the GPU at once: launch with "
         "`launch_cooperative_grid=True`.",
         acquires=True,
     ),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll import arguments
-from tdcoll.limits import COLLECTIVES, MAX_CHUNKS, MAX_PROGRAMS
+from tdcoll.limits import COLLECTIVES, MAX_BLOCKS, MAX_CHUNKS
 
 __all__ = ["SIMULATOR", "WARPS", "Entry", "Section", "Table", "shipped"]
 
@@ -147,7 +147,7 @@ _HOW: dict[str, Callable[[_Reader], int]] = {
     "chunks": lambda at: at.whole(1, MAX_CHUNKS),
     "chunk": _Reader.nbytes,
     "num_warps": lambda at: at.one_of(WARPS),
-    "blocks": lambda at: at.whole(1, MAX_PROGRAMS - 1),
+    "blocks": lambda at: at.whole(1, MAX_BLOCKS - 1),
 }
 """The optional fields of an entry."""
 

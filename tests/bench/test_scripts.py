@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/, for machines with GPUs: the commands of measure.py exist, and its jobs end; backend_calls.py makes its
-calls, and names its columns after the programs that the launches had."""
+calls, and names its columns after the thread blocks that the launches had."""
 
 from __future__ import annotations
 
@@ -130,9 +130,9 @@ def test_a_job_that_takes_too_long_ends_with_all_it_has_started(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("granted", "name"), [(30, "tdcoll 30 (of 64)"), (None, "tdcoll none (of 64)")])
-def test_columns_are_named_after_the_granted_programs(granted: int | None, name: str) -> None:
+def test_columns_are_named_after_the_granted_blocks(granted: int | None, name: str) -> None:
     """Those of the kind that was called; a group that serves nothing has a column too."""
-    contexts = granted and SimpleNamespace(max_bytes_per_rank=1 << 20, max_programs=granted), None
+    contexts = granted and SimpleNamespace(max_bytes_per_rank=1 << 20, max_blocks=granted), None
     kinds = [SimpleNamespace(pool=SimpleNamespace(context=context), limit=4096, _most=4096) for context in contexts]
     said = [
         f"  {kind}: tdcoll; {Dense.describe(of)}" for kind, of in zip(("all_gather", "all_reduce"), kinds, strict=True)

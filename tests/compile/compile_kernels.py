@@ -131,14 +131,14 @@ FUSED = [  # rows, hidden, ranks, architectures, other facts and constants; bf16
     (512, 8192, 4, (90,), _EIGHT),
     (1 << 14, 8192, 4, (90, 100), {}),
     (1024, 8192, 8, (90,), {}),  # the most words of a thread and the most ranks, two-shot and one-shot
-    (256, 8192, 8, (90,), {"max_programs": SHARED}),
-    (64, 8192, 2, (90,), {"max_programs": SHARED}),
+    (256, 8192, 8, (90,), {"max_blocks": SHARED}),
+    (64, 8192, 2, (90,), {"max_blocks": SHARED}),
 ]
 
 
 def compile_fused(rows: int, hidden: int, world: int, arch: int, more: dict[str, Any]) -> dict[str, object]:
     topology = Topology.of(0, range(world), [0] * world)
-    given = {"max_programs": more["max_programs"]} if "max_programs" in more else {}
+    given = {"max_blocks": more["max_blocks"]} if "max_blocks" in more else {}
     plan = choose(Rows(rows, hidden, 2), Facts(0, topology, stores=True, lamport_bytes=1 << 26, **given))
     pieces, block = plan.chunks, plan.chunk // 16
     constants = {"HIDDEN": hidden, "DTYPE": tl.bfloat16, "WEIGHT": tl.bfloat16, "SCALE": NONE, "PIECES": pieces}

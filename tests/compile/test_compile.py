@@ -116,7 +116,7 @@ def spills_of(kernel: dict[str, Any]) -> int:
 
 
 def test_registers_and_spills(compiled) -> None:
-    """Two programs of 8 warps fit on a multiprocessor, which the limits of contexts that share a GPU rely on: 64 K
+    """Two thread blocks of 8 warps fit on a multiprocessor, which the limits of contexts that share a GPU rely on: 64 K
     registers for 2 times 256 threads. Only fused calls have thread blocks of 16 warps, one to a multiprocessor."""
     kernels = kernels_of(compiled, *COLLECTIVES, "signals")
     assert len(kernels) > 100

@@ -104,7 +104,7 @@ def test_every_call_is_one_epoch_and_slots_alternate(ranks_per_node: int, algori
                     gather_and_compare(ctx, epoch, algorithm=algorithm)
                 else:
                     tdcoll.all_gather(torch.empty(0), ctx=ctx, algorithm=algorithm)  # nothing to send is a call, too
-                assert int(ctx.control) == epoch << EPOCH_SHIFT.value  # and the count of programs is 0 again
+                assert int(ctx.control) == epoch << EPOCH_SHIFT.value  # and the count of thread blocks is 0 again
                 seen = ctx.signals[epoch % 2].amax(0)
                 assert all(int(seen[peer]) == epoch for peer in range(N) if peer != pe)
                 tdcoll.barrier()

@@ -171,7 +171,7 @@ def test_a_barrier_of_a_grid_is_named_without_an_epoch(pe: int) -> None:
     assert watch._described(monitor, waits) == "a kernel has waited 30 s in a barrier of its grid"
     error = caught(monitor)
     assert fields(error) == (5, 5, None, None, None, None, 30.0)
-    assert str(error).startswith("rank 5 waited 30 s in grid_barrier for other programs of its launch: they don't")
+    assert str(error).startswith("rank 5 waited 30 s in grid_barrier for other thread blocks of its launch: they don't")
 
 
 @alone

@@ -13,7 +13,7 @@ from ranks import on_ranks
 import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives.sparse_all_reduce import context as sparse_context
-from tdcoll.limits import MAX_PROGRAMS
+from tdcoll.limits import MAX_BLOCKS
 from tdcoll.spec.constants import RECORD_VALID
 from tdcoll.testing import World
 
@@ -78,7 +78,7 @@ def _nothing_is_taken() -> None:
         ("debug", (False, True)),
         ("flagged_bytes", (64, 65)),
         ("lamport_bytes", (0, 1)),
-        ("max_programs", (132, 133)),
+        ("max_blocks", (132, 133)),
     ],
 )
 @on_ranks(2, heap_bytes=HEAP)
@@ -151,10 +151,10 @@ def test_a_sparse_context_needs_ranks_of_a_node_that_can_store_to_each_other(mon
 
 @on_ranks(2, heap_bytes=HEAP)
 def test_the_exchange_of_a_sparse_context_keeps_to_the_least_budget_of_all_ranks(pe: int) -> None:
-    for given, most in (([None, None], MAX_PROGRAMS), ([None, 64], 64), ([7, 64], 7), ([1, 2], 6)):
-        with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16, max_programs=given[pe]) as ctx:
-            assert ctx.max_programs == most
-            assert ctx.capacities.beside_others == (most < MAX_PROGRAMS)
+    for given, most in (([None, None], MAX_BLOCKS), ([None, 64], 64), ([7, 64], 7), ([1, 2], 6)):
+        with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16, max_blocks=given[pe]) as ctx:
+            assert ctx.max_blocks == most
+            assert ctx.capacities.beside_others == (most < MAX_BLOCKS)
 
 
 def test_a_sparse_context_that_could_not_grow_refuses_calls_and_can_be_closed() -> None:

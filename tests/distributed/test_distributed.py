@@ -287,8 +287,8 @@ def test_options_out_of_range() -> None:
     with pytest.raises(TypeError, match="max_bytes_per_rank"):
         Options(max_bytes_per_rank=1.5)  # type: ignore[arg-type]
     for wrong in (0, -1):
-        with pytest.raises(ValueError, match="programs must be"):
-            Options(programs=wrong)
+        with pytest.raises(ValueError, match="blocks must be"):
+            Options(blocks=wrong)
     with pytest.raises(TypeError, match="pg_options"):
         Options.of({"handles": "all"})
     with pytest.raises(ValueError, match="process group"):
@@ -346,20 +346,20 @@ def explain_kinds(group: Any) -> str:
     return "\n".join(f"  {kind}: {'; '.join(group.dispatcher.handled_by(kind))}" for kind in KINDS)
 
 
-def test_kinds_without_programs_are_explained(alone, monkeypatch) -> None:
+def test_kinds_without_blocks_are_explained(alone, monkeypatch) -> None:
     group: Any = alone()
     group.dispatcher.ranks = (0, 1)
 
     def none_left(*given: Any) -> int:
-        raise tdcoll.ContextError("no programs left")
+        raise tdcoll.ContextError("no thread blocks left")
 
     for module in ("tdcoll.collectives._host.pool", "tdcoll.distributed.sparse"):
-        monkeypatch.setattr(f"{module}.take_programs", none_left)
+        monkeypatch.setattr(f"{module}.take_blocks", none_left)
     sparse = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (3, 2))
     for kind, handler in group.dispatcher.handlers.items():
         tensor = sparse if kind == "sparse_all_reduce" else torch.ones(4)
-        assert handler.prepare(Call([tensor], [tensor], "sum")) == "no programs left"
-        assert group.dispatcher.handled_by(kind) == ("fallback backend", "no programs left")
+        assert handler.prepare(Call([tensor], [tensor], "sum")) == "no thread blocks left"
+        assert group.dispatcher.handled_by(kind) == ("fallback backend", "no thread blocks left")
 
 
 class Wrapper(torch.Tensor):

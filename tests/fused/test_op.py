@@ -14,7 +14,7 @@ import tdcoll
 from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.errors import RankMismatchError
-from tdcoll.fused.policy import Rows, choose, programs
+from tdcoll.fused.policy import Rows, blocks_of, choose
 from tdcoll.fused.reference import norm_reference
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
@@ -58,13 +58,13 @@ def test_two_ranks_take_two_shot_up_to_8_MB() -> None:
     assert plans == [Plan("two_shot", 1, 16384, 16), Plan("one_shot", 1, 16384, 16)]
 
 
-def test_programs() -> None:
+def test_blocks() -> None:
     rows = Rows(10, 4096, 2)
-    assert programs(rows, Plan("one_shot", 4, 2048, 4), 4) == 80
-    assert programs(rows, Plan("one_shot", 1, 8192, 16), 4) == 10
-    assert programs(rows, Plan("two_shot", 4, 2048, 4), 4) == 3 * 4 * 5
-    assert programs(rows, Plan("two_shot", 1, 8192, 16), 4) == 3 * 4
-    assert programs(rows, Plan("composed", 1, 8192, 16), 4) == 10
+    assert blocks_of(rows, Plan("one_shot", 4, 2048, 4), 4) == 80
+    assert blocks_of(rows, Plan("one_shot", 1, 8192, 16), 4) == 10
+    assert blocks_of(rows, Plan("two_shot", 4, 2048, 4), 4) == 3 * 4 * 5
+    assert blocks_of(rows, Plan("two_shot", 1, 8192, 16), 4) == 3 * 4
+    assert blocks_of(rows, Plan("composed", 1, 8192, 16), 4) == 10
 
 
 @pytest.mark.parametrize(

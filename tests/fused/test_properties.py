@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdcoll.collectives._host.plan import Facts
-from tdcoll.fused.policy import Rows, choose, programs
-from tdcoll.limits import MAX_PROGRAMS, SHARED_WARPS
+from tdcoll.fused.policy import Rows, blocks_of, choose
+from tdcoll.limits import MAX_BLOCKS, SHARED_WARPS
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import explore
 
@@ -38,18 +38,18 @@ def test_a_row_has_the_bits_of_the_reference_in_every_batch_and_by_every_algorit
     world=st.integers(1, 8),
     nodes=st.integers(1, 2),
     lamport=st.sampled_from([0, 1 << 14, 1 << 19, 1 << 24, 1 << 30]),
-    max_programs=st.sampled_from([18, 200, 1 << 20]),
+    max_blocks=st.sampled_from([18, 200, 1 << 20]),
     simulated=st.booleans(),
     algorithm=st.sampled_from(["auto", "one_shot", "two_shot"]),
 )
 def test_every_call_has_a_plan_that_is_the_same_on_all_ranks(
-    rows, hidden, itemsize, world, nodes, lamport, max_programs, simulated, algorithm
+    rows, hidden, itemsize, world, nodes, lamport, max_blocks, simulated, algorithm
 ) -> None:
     asked = Rows(rows, hidden, itemsize)
     plans = set()
     for rank in range(world * nodes):
         topology = Topology.of(rank, range(world * nodes), [place // world for place in range(world * nodes)])
-        facts = Facts(0, topology, stores=True, lamport_bytes=lamport, max_programs=max_programs, simulated=simulated)
+        facts = Facts(0, topology, stores=True, lamport_bytes=lamport, max_blocks=max_blocks, simulated=simulated)
         try:
             plans.add(choose(asked, facts, algorithm))
         except ValueError as error:
@@ -61,8 +61,8 @@ def test_every_call_has_a_plan_that_is_the_same_on_all_ranks(
     assert made.chunks * made.chunk >= 16 * asked.words
     assert made.chunk <= 1 << 14
     assert 1 <= made.num_warps <= 16
-    assert made.algorithm == "composed" or programs(asked, made, world) <= max_programs
-    if made.algorithm != "composed" and max_programs < MAX_PROGRAMS:
+    assert made.algorithm == "composed" or blocks_of(asked, made, world) <= max_blocks
+    if made.algorithm != "composed" and max_blocks < MAX_BLOCKS:
         assert made.num_warps <= SHARED_WARPS
         assert made.chunk <= 16 * 64 * SHARED_WARPS, "a warp has 64 words at most"
     assert choose(asked, facts, made) == made

@@ -105,14 +105,14 @@ def test_wrong_pointers_are_refused(kernel: Any, dtype: torch.dtype | None, mess
         World(1).run(host)
 
 
-def meeting(barrier: bool, programs: tuple[int, ...] = (5, 3, 5)) -> Any:
+def meeting(barrier: bool, blocks: tuple[int, ...] = (5, 3, 5)) -> Any:
     """Launches of several sizes on one counter."""
     n, width = 4, 8
 
     def case(world: World) -> None:
         def host(pe: int) -> None:
             counter, monitor = torch.zeros(1, dtype=torch.int64), WaitMonitor(timeout_s=1)
-            for launch, size in enumerate(programs):
+            for launch, size in enumerate(blocks):
                 cells, sums = (torch.zeros(n, width, dtype=torch.int32) for _ in range(2))
                 kernels.rounds[(size,)](cells, sums, counter, monitor.words, n, barrier, width)
                 monitor.raise_if_expired()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tiers import second
 
 from tdcoll import runtime
-from tdcoll.collectives._host.pool import give_back_programs, take_programs
+from tdcoll.collectives._host.pool import give_back_blocks, take_blocks
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.runtime.control import StoreControlPlane
 from tdcoll.runtime.heap import ALIGNMENT
@@ -136,14 +136,14 @@ def test_what_exchanges_are_given_ends_with_the_block() -> None:
     assert calls == [("part", "inside (group 1)", 2.0), ("job", "outside", None)]
 
 
-def test_threads_take_no_more_programs_than_there_are(planes: list[StoreControlPlane]) -> None:
+def test_threads_take_no_more_blocks_than_there_are(planes: list[StoreControlPlane]) -> None:
     jobs = jobs_of(planes, ALIGNMENT)
 
     def body(at: tuple[int, int]) -> tuple[int, str]:
         rank, thread = at
-        with jobs[rank].through(jobs[rank].control.part(f"programs {thread}")):
+        with jobs[rank].through(jobs[rank].control.part(f"blocks {thread}")):
             try:
-                return take_programs(jobs[rank], [0, 1], 64, "test"), ""
+                return take_blocks(jobs[rank], [0, 1], 64, "test"), ""
             except ContextError as error:
                 return 0, str(error)
 
@@ -153,9 +153,9 @@ def test_threads_take_no_more_programs_than_there_are(planes: list[StoreControlP
             found = dict(zip(places, pool.map(body, places), strict=True))
             for (rank, thread), answer in found.items():
                 assert answer == found[1 - rank, thread]
-            assert jobs[0].programs_taken == jobs[1].programs_taken <= 264
+            assert jobs[0].blocks_taken == jobs[1].blocks_taken <= 264
     refused = [why for _, why in found.values()]
-    assert all("of 2 ranks needs 6 programs, and other contexts have left" in why for why in refused), found
+    assert all("of 2 ranks needs 6 thread blocks, and other contexts have left" in why for why in refused), found
     for job in jobs:
-        give_back_programs(job, job.programs_taken)
-        assert job.programs_taken == 0
+        give_back_blocks(job, job.blocks_taken)
+        assert job.blocks_taken == 0

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of one PE: contexts whose programs fit together, and such that wait crosswise; copies in and out of order."""
+"""Streams of one PE: contexts whose thread blocks fit together, and such that wait crosswise; copies in and out of
+order."""
 
 from __future__ import annotations
 
@@ -48,12 +49,12 @@ def on_streams(world: World, contexts: list[Any]) -> None:
     world.streams(*map(calls, kinds, contexts))
 
 
-def contexts_of(programs: int | None) -> Callable[[World], None]:
-    """Three contexts, whose launches have at most so many programs."""
+def contexts_of(blocks: int | None) -> Callable[[World], None]:
+    """Three contexts, whose launches have at most so many thread blocks."""
 
     def case(world: World) -> None:
         def host(pe: int) -> None:
-            given = {"max_bytes_per_rank": NBYTES, "chunks": 8, "max_programs": programs}
+            given = {"max_bytes_per_rank": NBYTES, "chunks": 8, "max_blocks": blocks}
             made = [tdcoll.CollectiveContext(**given) for _ in range(3)]
             on_streams(world, made)
             for ctx in made:
@@ -64,18 +65,18 @@ def contexts_of(programs: int | None) -> Callable[[World], None]:
     return case
 
 
-@pytest.mark.parametrize("programs", [LEAST, 12])
-def test_contexts_whose_programs_fit_together_are_clean(programs: int) -> None:
-    explore(contexts_of(programs), n_pes=N_PES, seeds=6, heap_bytes=HEAP, room=3 * programs)
+@pytest.mark.parametrize("blocks", [LEAST, 12])
+def test_contexts_whose_blocks_fit_together_are_clean(blocks: int) -> None:
+    explore(contexts_of(blocks), n_pes=N_PES, seeds=6, heap_bytes=HEAP, room=3 * blocks)
 
 
 def test_contexts_that_do_not_fit_together_wait_crosswise() -> None:
-    """Each launch alone goes on with any number of resident programs, and together they do not."""
+    """Each launch alone goes on with any number of resident thread blocks, and together they do not."""
     failure = first_failure(contexts_of(12), n_pes=N_PES, seeds=40, heap_bytes=HEAP, room=2)
     assert failure is not None
     assert isinstance(failure.error, Deadlock)
-    programs = [line.task for line in failure.error.blocked if "host" not in line.task]
-    waiting = [{task.split("(")[0] for task in programs if task.startswith(f"pe{pe}")} for pe in range(N_PES)]
+    blocks = [line.task for line in failure.error.blocked if "host" not in line.task]
+    waiting = [{task.split("(")[0] for task in blocks if task.startswith(f"pe{pe}")} for pe in range(N_PES)]
     assert all(waiting), failure.report
     assert len({frozenset(name.split()[1] for name in names) for names in waiting}) == 2, failure.report
     assert "not started for lack of room" in str(failure.error)
@@ -89,35 +90,35 @@ def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -
     def case(world: World) -> None:
         def host(pe: int) -> None:
             owner = runtime.current()
-            kinds = [Pool(owner, range(N_PES), f"kind {i}", limit=NBYTES, programs=20) for i in range(3)]
+            kinds = [Pool(owner, range(N_PES), f"kind {i}", limit=NBYTES, blocks=20) for i in range(3)]
             for kind in kinds:
                 assert kind.prepare(NBYTES), kind.problem
             contexts = [kind.context for kind in kinds]
-            assert [context.max_programs for context in contexts] == [8, 6, 6]
-            assert owner.programs_taken == 20
+            assert [context.max_blocks for context in contexts] == [8, 6, 6]
+            assert owner.blocks_taken == 20
             on_streams(world, contexts)
             for kind in kinds:
                 kind.close()
-            assert owner.programs_taken == 0
+            assert owner.blocks_taken == 0
 
         world.run(host)
 
     explore(case, n_pes=N_PES, seeds=4, heap_bytes=HEAP, room=24)
 
 
-def test_a_context_for_which_no_programs_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_for_which_no_blocks_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank only: all are told."""
     monkeypatch.setattr(pool, "_SIMULATED_MULTIPROCESSORS", 8)
 
     def host(pe: int) -> None:
         owner = runtime.current()
-        owner.programs_taken += 12 * pe
-        kind = Pool(owner, range(N_PES), "kind", limit=NBYTES, programs=20)
+        owner.blocks_taken += 12 * pe
+        kind = Pool(owner, range(N_PES), "kind", limit=NBYTES, blocks=20)
         assert not kind.prepare(64)
-        assert kind.problem == "a context of 2 ranks needs 6 programs, and other contexts have left 4"
-        assert owner.programs_taken == 12 * pe
+        assert kind.problem == "a context of 2 ranks needs 6 thread blocks, and other contexts have left 4"
+        assert owner.blocks_taken == 12 * pe
         with pytest.raises(ContextError, match="other contexts have left 4"):
-            pool.take_programs(owner, range(N_PES), 1, "all_reduce")
+            pool.take_blocks(owner, range(N_PES), 1, "all_reduce")
 
     World(N_PES).run(host)
 
@@ -133,7 +134,7 @@ def test_results_and_wrong_places() -> None:
 
 
 def test_each_launch_has_rows_of_the_timeline() -> None:
-    """Programs of two launches at once are not drawn over each other."""
+    """Thread blocks of two launches at once are not drawn over each other."""
     world = World(N_PES, seed=1, weak=True, heap_bytes=HEAP, trace=True)
     contexts_of(None)(world)
     spans: dict[tuple[int, int], list[tuple[float, float]]] = {}

@@ -16,12 +16,12 @@ from tdcoll.distributed import Options
 SINGLE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def join(programs: int = 64) -> None:
-    """Begin a job with backend "tdcoll". ``programs``: of the default group's launches."""
+def join(blocks: int = 64) -> None:
+    """Begin a job with backend "tdcoll". ``blocks``: thread blocks of the default group's launches."""
     warnings.simplefilter("ignore")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("tdcoll", timeout=timedelta(seconds=60), pg_options=Options(programs=programs))
+    dist.init_process_group("tdcoll", timeout=timedelta(seconds=60), pg_options=Options(blocks=blocks))
 
 
 def finish(work: dist.Work | None, by_future: bool = False) -> None:

@@ -261,21 +261,21 @@ def options_and_words() -> None:
 
 
 @check
-def programs_of_all_contexts_fit() -> None:
+def blocks_of_all_contexts_fit() -> None:
     """A group for whose contexts nothing is left is handled by the fallback backend; what is closed is free again."""
     job, groups = runtime.current(), []
-    before = job.programs_taken
+    before = job.blocks_taken
     while not groups or handled("all_gather", groups[-1]):
         groups.append(dist.new_group())
         out = torch.empty(world(), device=device())
         single(out, data(rank(), 1), group=groups[-1])
         same(out, torch.cat([data(r, 1) for r in everyone()]), f"group {len(groups)}")
-        expect(len(groups) < 100, "there is no end of programs")
+        expect(len(groups) < 100, "there is no end of thread blocks")
     expect(len(groups) > 1, "no group found any")
     expect(any("other contexts have left" in why for why in by_inner("all_gather", groups[-1])), explain(groups[-1]))
     for group in groups:
         dist.destroy_process_group(group)
-    expect(job.programs_taken == before, f"{job.programs_taken} are taken, {before} were")
+    expect(job.blocks_taken == before, f"{job.blocks_taken} are taken, {before} were")
 
 
 # ---------------------------------------------------------------------- GPUs

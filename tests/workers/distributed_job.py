@@ -17,6 +17,6 @@ if __name__ == "__main__":
 
     logging.getLogger("tdcoll").addHandler(Remember())
     logging.getLogger("tdcoll").setLevel(logging.INFO)
-    join(programs=16)  # the checks make many groups, and the contexts of all fit the GPU together
+    join(blocks=16)  # the checks make many groups, and the contexts of all fit the GPU together
     run()
     again()

@@ -151,7 +151,7 @@ def ddp_with_power_sgd() -> None:
 @check
 def asynchronous_calls_in_different_orders() -> None:
     """Groups, and kinds of calls, that ranks issue in different orders, the first calls among them."""
-    few = Options(programs=8)  # for contexts of all kinds of both
+    few = Options(blocks=8)  # for contexts of all kinds of both
     groups = [dist.new_group(timeout=timedelta(seconds=20), pg_options=few) for _ in range(2)]
     began = time.monotonic()
     for call in range(4):
@@ -201,7 +201,7 @@ def barriers_are_behind_all_calls() -> None:
 @check
 def threads_with_a_group_each() -> None:
     """Four, whose first calls meet in any order, and which grow their contexts beside each other; not so on GPUs."""
-    few = Options(programs=8)
+    few = Options(blocks=8)
     groups = [dist.new_group(timeout=timedelta(seconds=20), pg_options=few) for _ in range(4)]
     before = tdcoll.heap_info().used
 
@@ -270,7 +270,7 @@ def what_cannot_be_served_in_turn() -> None:
 def contexts_that_grow_beside_allocations() -> None:
     """A sparse call grows its context on a thread while this one allocates, and makes and grows a pool of tdcoll's own:
     before the thread exchanges anything on one rank, and behind that on another."""
-    group = dist.new_group(timeout=timedelta(seconds=20), pg_options=Options(handles="sparse_all_reduce", programs=8))
+    group = dist.new_group(timeout=timedelta(seconds=20), pg_options=Options(handles="sparse_all_reduce", blocks=8))
 
     def ones(rows: int) -> torch.Tensor:
         indices = (torch.arange(rows, device=device()) + rank() * rows)[None]

@@ -87,8 +87,8 @@ def launches_are_early() -> str:
             assert first._prepared is not None
             expect(first._prepared.config.n_attributes == 1, "the driver is not asked for it")
         ctx.check()
-    with tdcoll.CollectiveContext(max_bytes_per_rank=1024, max_programs=64) as ctx:
-        expect(not ctx.early, "a context with a budget of programs")
+    with tdcoll.CollectiveContext(max_bytes_per_rank=1024, max_blocks=64) as ctx:
+        expect(not ctx.early, "a context with a budget of thread blocks")
     return "early" if early else "as usual"
 
 

@@ -18,8 +18,8 @@ them have been on the GPU, so blocks that come early take no place which a block
 comes before the permission, so when blocks of launch k + 1 are there, all launches up to k - 1 have ended: a stream
 holds the places of two launches, and not of more. But they are two, and the second may be another library's and as
 large as the GPU. Where launches of several contexts are in flight together, each on its own stream, and wait for peers,
-what waits behind one could keep out the other, on each rank another one. Contexts with a budget of programs
-(``max_programs``), and those of the backend, therefore launch as usual: each launch begins when the one before it has
+what waits behind one could keep out the other, on each rank another one. Contexts with a budget of thread blocks
+(``max_blocks``), and those of the backend, therefore launch as usual: each launch begins when the one before it has
 ended.
 
 Beside other kernels: ours after one that says nothing begins when that one has ended; one that is launched as usual
@@ -216,8 +216,8 @@ def _with(arguments: Mapping[str, Any], changing: Sequence[str], new: Sequence[A
     return changed
 
 
-def _grid(programs: int | tuple[int, int]) -> tuple[int, int, int]:
-    return (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+def _grid(blocks: int | tuple[int, int]) -> tuple[int, int, int]:
+    return (blocks, 1, 1) if isinstance(blocks, int) else (*blocks, 1)
 
 
 def _whole(argument: Any) -> Any:
@@ -229,15 +229,15 @@ class Launch:
 
     Args:
         kernel: made by :func:`tdcoll.jit`.
-        programs: of the grid's first dimension, or first two.
+        blocks: of the grid's first dimension, or first two.
         arguments: of all parameters but the changing ones, by name, constants included: tensors, addresses, whole
             numbers, and tuples of these.
         changing: parameters that each launch gives, which follow each other and are addresses or whole numbers;
             ``tuple.field`` for one of a tuple.
         num_warps: warps of each program.
         early: may begin before what was launched before has ended, if the kernel waits for that.
-        maxnreg: the most registers of a thread. None: ptxas decides, and may spill a little to have more programs on an
-            SM.
+        maxnreg: the most registers of a thread. None: ptxas decides, and may spill a little to have more thread blocks
+            on an SM.
 
     Raises:
         TypeError: a parameter has no argument, or an argument no parameter (a compiled kernel knows of no defaults, and
@@ -247,7 +247,7 @@ class Launch:
     def __init__(
         self,
         kernel: Any,
-        programs: int | tuple[int, int],
+        blocks: int | tuple[int, int],
         arguments: Mapping[str, Any],
         changing: Sequence[str],
         *,
@@ -275,7 +275,7 @@ class Launch:
             self._options["maxnreg"] = maxnreg
         if early and getattr(kernel, "begins_in_stream_order", False) and _early_launches():
             self._options["launch_pdl"] = True
-        self._grid = _grid(programs)
+        self._grid = _grid(blocks)
         self._prepared: _Prepared | None = None
         self._device = 0
 
@@ -316,12 +316,12 @@ class Launch:
         """Let the first ``n`` arguments go, which every launch brings anew: tensors may be large."""
         self._arguments = dict(list(self._arguments.items())[n:])
 
-    def with_arguments(self, programs: int | tuple[int, int], arguments: tuple[Any, ...]) -> None:
+    def with_arguments(self, blocks: int | tuple[int, int], arguments: tuple[Any, ...]) -> None:
         """Launch it, once it is prepared, on the current stream with other arguments for all parameters but those that
         :meth:`keep_constants` has kept, and with another grid."""
         prepared = self._prepared
         if prepared is None or _hooked():
-            self._kernel[_grid(programs)](*map(_whole, arguments), *self._arguments.values(), **self._options)
+            self._kernel[_grid(blocks)](*map(_whole, arguments), *self._arguments.values(), **self._options)
             return
         # Triton asks the driver about every tensor, which takes longer than the launch; not about addresses.
         values: list[int] = []
@@ -333,7 +333,7 @@ class Launch:
         if not prepared.all_passed:
             values = list(compress(values, prepared.passed))
         prepared.slots[: len(values)] = values
-        prepared.config.grid = _grid(programs)
+        prepared.config.grid = _grid(blocks)
         prepared.launch(torch._C._cuda_getCurrentRawStream(self._device))
 
 
@@ -355,7 +355,7 @@ class Launcher:
     def __call__(
         self,
         kernel: Any,
-        programs: int | tuple[int, int],
+        blocks: int | tuple[int, int],
         arguments: tuple[Any, ...],
         constants: tuple[Hashable, ...] = (),
         *,
@@ -365,7 +365,7 @@ class Launcher:
         """Launch ``kernel`` on the current stream.
 
         Args:
-            programs: of the grid's first dimension, or first two.
+            blocks: of the grid's first dimension, or first two.
             arguments: tensors, addresses, whole numbers and :class:`Packed` tuples of these, in the order of the
                 kernel's parameters.
             constants: its last parameters, ``tl.constexpr`` all.
@@ -384,9 +384,9 @@ class Launcher:
                     f"{kernel.__name__} has {len(kernel.arg_names)} parameters and was given {len(values)} arguments"
                 )
             given = dict(zip(kernel.arg_names, values, strict=True))
-            launch = Launch(kernel, programs, given, (), num_warps=num_warps, early=self._early)
+            launch = Launch(kernel, blocks, given, (), num_warps=num_warps, early=self._early)
             launch.prepare()
             launch.keep_constants(len(arguments))
             self._launches[key] = launch
         if not self.only_loads:
-            launch.with_arguments(programs, arguments)
+            launch.with_arguments(blocks, arguments)

@@ -254,7 +254,7 @@ def facts_of(ctx: CollectiveContext | Prospect, nbytes: int, dtype: torch.dtype 
         lamport_bytes=ctx.lamport_bytes if announced else 0,
         itemsize=1 if dtype is None else dtype.itemsize,
         chunks=ctx.chunks,
-        max_programs=ctx.max_programs,
+        max_blocks=ctx.max_blocks,
         simulated=ctx.job.simulated,
         **more,
     )

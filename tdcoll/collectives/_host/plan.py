@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tdcoll.limits import MAX_CHUNKS, MAX_PROGRAMS, SHARED_WARPS
+from tdcoll.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS
 from tdcoll.tuning import WARPS, Entry
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ LAMPORT_WORD_BYTES = 16
 MOST_EPOCHS = 1024
 """The most epochs of a call. One that needs more has a context that is far too small for it."""
 
-REDUCING_PROGRAMS = 128
+REDUCING_BLOCKS = 128
 """Blocks of words that are reduced: about one for each SM."""
 
 LOOP_BLOCKS, LOOP_BYTES = (32, 64), 128 << 10
@@ -116,7 +116,7 @@ class Facts:
     Attributes:
         nbytes: of one segment, which is what one rank sends to another.
         topology: the group.
-        capacity, ll_bytes, stores, lamport_bytes, chunks, max_programs: of the :class:`~tdcoll.CollectiveContext`;
+        capacity, ll_bytes, stores, lamport_bytes, chunks, max_blocks: of the :class:`~tdcoll.CollectiveContext`;
             ``lamport_bytes`` is 0 also where the dtype has values that no Lamport word can be told from.
         puts: whether the job has NVSHMEM's puts.
         itemsize: bytes of an element; 1 where bytes are moved as they are.
@@ -135,7 +135,7 @@ class Facts:
     puts: bool = True
     lamport_bytes: int = 0
     chunks: int = MAX_CHUNKS
-    max_programs: int = MAX_PROGRAMS
+    max_blocks: int = MAX_BLOCKS
     itemsize: int = 1
     in_place: bool = False
     symmetric: bool = False
@@ -149,13 +149,13 @@ class Payload:
     Attributes:
         nbytes: that they cover together.
         width: bytes of data in a word that needs no signal, where chunks are of such words.
-        programs: that a chunk of words takes; 0: programs take several chunks where there are too many.
+        blocks: thread blocks per chunk of words, or 0 if blocks loop over chunks.
         signals: that another chunk has.
     """
 
     nbytes: int
     width: int = LL_WORD_BYTES
-    programs: int = 1
+    blocks: int = 1
     signals: int = 1
 
 
@@ -170,18 +170,15 @@ def needs_words(facts: Facts) -> str | None:
     if facts.ll_bytes < 0:
         limit = "ranks that can store to each other's memory inside each node"
     elif facts.topology.ranks_per_node is not None and facts.nbytes <= facts.ll_bytes:
-        if (
-            _fewest_words(Payload(facts.nbytes, programs=facts.topology.world_size), facts.max_programs)
-            <= LL_MOST_WORDS
-        ):
+        if _fewest_words(Payload(facts.nbytes, blocks=facts.topology.world_size), facts.max_blocks) <= LL_MOST_WORDS:
             return None
-        limit = f"more than {facts.max_programs} programs"
+        limit = f"more than {facts.max_blocks} thread blocks"
     return f"needs the same number of ranks on every node and {limit}; got {facts.nbytes} bytes on "
 
 
 def shares_gpu(facts: Facts) -> bool:
     """Return whether launches of other contexts need room on the GPU, so that few thread blocks have to do."""
-    return facts.max_programs != MAX_PROGRAMS
+    return facts.max_blocks != MAX_BLOCKS
 
 
 def several_nodes(topology: Topology) -> bool:
@@ -220,13 +217,13 @@ def per_segment(facts: Facts, plan: Plan) -> int:
 
 def per_chunk(facts: Facts, plan: Plan) -> int:
     """Thread blocks of a reduction by words: one for each block of words, or as many as the context allows."""
-    return min(plan.chunks, facts.max_programs - 1)
+    return min(plan.chunks, facts.max_blocks - 1)
 
 
 def most_chunks(facts: Facts) -> int:
-    """Chunks of one segment, at most: a launch has up to ``2 * world + 1`` programs for each, and all of its programs
-    must have a share of one epoch."""
-    return max(1, min(facts.chunks, (facts.max_programs - 1) // (2 * facts.topology.world_size + 1)))
+    """Chunks of one segment, at most: a launch has up to ``2 * world + 1`` thread blocks for each, and all of its
+    thread blocks must have a share of one epoch."""
+    return max(1, min(facts.chunks, (facts.max_blocks - 1) // (2 * facts.topology.world_size + 1)))
 
 
 def warps(nbytes: int, chunk: int) -> int:
@@ -247,10 +244,10 @@ def check_numbers(plan: Plan) -> None:
 
 
 def check_warps(plan: Plan, facts: Facts) -> None:
-    """Raise unless programs may have as many warps as a plan says that somebody has made by hand."""
+    """Raise unless thread blocks may have as many warps as a plan says that somebody has made by hand."""
     allowed = [warps for warps in WARPS if warps <= most_warps(facts)]
     if plan.num_warps not in allowed:
-        shared = " on a context with max_programs" if facts.max_programs != MAX_PROGRAMS else ""
+        shared = " on a context with max_blocks" if facts.max_blocks != MAX_BLOCKS else ""
         raise ValueError(
             f"a Plan's num_warps must be one of {', '.join(map(str, allowed))}{shared}; got {plan.num_warps}"
         )
@@ -281,7 +278,7 @@ def cut_copies(facts: Facts, entry: Entry, whole: int, sums: bool = False) -> Pl
     chunks = min(most_chunks(facts), entry.chunks or -(-whole // (entry.chunk or max(1, whole))) or 1)
     chunk = max(1, -(-whole // (chunks * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
     num_warps = min(entry.num_warps or 16, most_warps(facts)) if sums else 1
-    blocks = min(entry.blocks or 0, facts.max_programs - 1) if sums else 1
+    blocks = min(entry.blocks or 0, facts.max_blocks - 1) if sums else 1
     return Plan("ce", max(1, -(-whole // chunk)), chunk, num_warps, blocks)
 
 
@@ -290,7 +287,7 @@ def cut_loop(facts: Facts, entry: Entry, whole: int, signals: int = 1) -> Plan:
     smaller chunks were slower, because a barrier and a release follow each."""
     least, most = LOOP_BLOCKS
     wanted = entry.blocks or max(least, min(most, whole // LOOP_BYTES))
-    blocks = min(wanted, facts.max_programs - 1)
+    blocks = min(wanted, facts.max_blocks - 1)
     usual = max(TARGET_CHUNK_BYTES, -(-whole // blocks))
     wanted = entry.chunks or -(-whole // (entry.chunk or usual))
     chunks = min(facts.chunks // signals, max(1, wanted))
@@ -302,7 +299,7 @@ def cut_loop(facts: Facts, entry: Entry, whole: int, signals: int = 1) -> Plan:
 
 def loop_blocks(facts: Facts, plan: Plan) -> int:
     """Return the thread blocks of a plan whose thread blocks loop over chunks, if it doesn't state them."""
-    return min(plan.chunks, LOOP_BLOCKS[1], facts.max_programs - 1)
+    return min(plan.chunks, LOOP_BLOCKS[1], facts.max_blocks - 1)
 
 
 def prefers_loops(facts: Facts, nbytes: int) -> bool:
@@ -311,12 +308,12 @@ def prefers_loops(facts: Facts, nbytes: int) -> bool:
     Args:
         nbytes: of a rank's data; of twice a part where ranks exchange parts, as in the measurements of 2 ranks.
     """
-    return facts.max_programs <= LOOP_BLOCKS[1] and nbytes >= LOOPS_FROM and needs_stores(facts) is None
+    return facts.max_blocks <= LOOP_BLOCKS[1] and nbytes >= LOOPS_FROM and needs_stores(facts) is None
 
 
 def summing_blocks(facts: Facts, nbytes: int) -> int:
     """Return the thread blocks that sum ``nbytes`` bytes of each rank which copy engines have brought: few."""
-    return max(1, min(SUMMING_BLOCKS, facts.max_programs - 1, nbytes // SUMMED_BYTES))
+    return max(1, min(SUMMING_BLOCKS, facts.max_blocks - 1, nbytes // SUMMED_BYTES))
 
 
 def is_word_chunk(nbytes: int, width: int = LL_WORD_BYTES) -> bool:
@@ -341,9 +338,9 @@ def power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _fewest_words(extent: Payload, max_programs: int) -> int:
-    """Words of each chunk, so that there are no more programs than the context may have."""
-    blocks = max(1, (max_programs - 1) // extent.programs - 1)
+def _fewest_words(extent: Payload, max_blocks: int) -> int:
+    """Words of each chunk, so that there are no more thread blocks than the context may have."""
+    blocks = max(1, (max_blocks - 1) // extent.blocks - 1)
     return power(-(-words_of(extent.nbytes, extent.width) // blocks))
 
 
@@ -354,8 +351,8 @@ def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Payload | None
         extent: what they are cut from; None: a segment, a program for each block and rank.
         usual: words of a block.
     """
-    extent = extent or Payload(facts.nbytes, programs=facts.topology.world_size)
-    fewest = _fewest_words(extent, facts.max_programs) if extent.programs else 1
+    extent = extent or Payload(facts.nbytes, blocks=facts.topology.world_size)
+    fewest = _fewest_words(extent, facts.max_blocks) if extent.blocks else 1
     words = words_of(extent.nbytes, extent.width)
     if entry.chunk is not None:
         block = power(entry.chunk // extent.width + 1) // 2  # at most so much
@@ -367,7 +364,7 @@ def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Payload | None
     block = max(block, fewest)
     # Threads beyond a program's words would send them again. Threads with several words would wait for one after the
     # other.
-    warps = max(1, min(entry.num_warps or (8 if extent.programs else 16), most_warps(facts), block // 32))
+    warps = max(1, min(entry.num_warps or (8 if extent.blocks else 16), most_warps(facts), block // 32))
     return Plan(algorithm, -(-words // block), extent.width * block, warps)
 
 
@@ -376,7 +373,7 @@ def _phase_words(facts: Facts, width: int, parts: int) -> int:
 
 
 def reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> Payload:
-    """Return what blocks of reduced words are cut from. Programs take several blocks where there are too many.
+    """Return what blocks of reduced words are cut from. Thread blocks take several blocks where there are too many.
 
     They announce themselves where the context has room for such words, and else carry a flag.
 
@@ -387,7 +384,7 @@ def reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> Payload:
     width = LAMPORT_WORD_BYTES
     if width * phases * _phase_words(facts, width, parts) > -(-facts.lamport_bytes // width) * width:
         width = LL_WORD_BYTES
-    return Payload(width * _phase_words(facts, width, parts), width, programs=0)
+    return Payload(width * _phase_words(facts, width, parts), width, blocks=0)
 
 
 def needs_reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> str | None:
@@ -420,8 +417,8 @@ def epoch_of_words(facts: Facts, parts: int, phases: int) -> int:
 
 
 def cut_reduced_words(facts: Facts, entry: Entry, algorithm: str, extent: Payload) -> Plan:
-    """Blocks of words that are reduced, a word for each thread: about :data:`REDUCING_PROGRAMS` of them, and then
+    """Blocks of words that are reduced, a word for each thread: about :data:`REDUCING_BLOCKS` of them, and then
     larger ones, of up to 16 warps."""
     words = words_of(extent.nbytes, extent.width)
-    usual = max(64, min(512, power(-(-words // REDUCING_PROGRAMS))))
+    usual = max(64, min(512, power(-(-words // REDUCING_BLOCKS))))
     return cut_words(facts, entry, algorithm, extent, usual)

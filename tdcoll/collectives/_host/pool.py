@@ -18,7 +18,7 @@ from tdcoll.capture import refuse
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError
-from tdcoll.limits import MAX_CHUNKS, MAX_PROGRAMS
+from tdcoll.limits import MAX_BLOCKS, MAX_CHUNKS
 from tdcoll.preconditions import Debug
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.cuda import multiprocessors
@@ -27,8 +27,8 @@ from tdcoll.sizes import ContextSizes, context_sizes
 from tdcoll.tuning import Table
 from tdcoll.tuning.agreement import local
 
-__all__ = ["Pool", "Prospect", "give_back_programs", "on", "pooled", "prospect", "sizes_for", "strided_bytes"]
-__all__ += ["take_programs"]
+__all__ = ["Pool", "Prospect", "give_back_blocks", "on", "pooled", "prospect", "sizes_for", "strided_bytes"]
+__all__ += ["take_blocks"]
 
 _SMALLEST = 1 << 20
 
@@ -46,7 +46,7 @@ def _room(device: torch.device) -> int:
     return 2 * (multiprocessors(device) if device.type == "cuda" else _SIMULATED_MULTIPROCESSORS)
 
 
-def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int, operation: str) -> int:
+def take_blocks(owner: Runtime, ranks: Sequence[int], wanted: int, operation: str) -> int:
     """Reserve thread blocks for a context whose launches may be in flight beside those of other contexts. Collective.
 
     Two launches wait for each other without end if each fills one GPU and waits for its part on the other. The thread
@@ -67,26 +67,26 @@ def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int, operation: 
     """
     least, taken = 2 * len(ranks) + 2, 0
     with owner.accounts:  # a thread that makes another context must not offer the same
-        free = _room(owner.device) - owner.programs_taken
+        free = _room(owner.device) - owner.blocks_taken
         offer = 0 if free < least else max(least, min(wanted, free // 3))
-        owner.programs_taken += offer
+        owner.blocks_taken += offer
     try:
-        answers = owner.exchange(ranks, f"programs of a context for {operation}", (offer, free))
+        answers = owner.exchange(ranks, f"thread blocks of a context for {operation}", (offer, free))
         taken = min(theirs for theirs, _ in answers)
     finally:
-        give_back_programs(owner, offer - taken)
+        give_back_blocks(owner, offer - taken)
     if not taken:
         left = min(theirs for _, theirs in answers)
         raise ContextError(
-            f"a context of {len(ranks)} ranks needs {least} programs, and other contexts have left {left}"
+            f"a context of {len(ranks)} ranks needs {least} thread blocks, and other contexts have left {left}"
         )
     return taken
 
 
-def give_back_programs(owner: Runtime, programs: int) -> None:
-    """Give back, on this rank, ``programs`` thread blocks that :func:`take_programs` reserved."""
+def give_back_blocks(owner: Runtime, blocks: int) -> None:
+    """Give back, on this rank, ``blocks`` thread blocks that :func:`take_blocks` reserved."""
     with owner.accounts:
-        owner.programs_taken -= programs
+        owner.blocks_taken -= blocks
 
 
 def _generous(old: CollectiveContext | None, nbytes: int) -> int:
@@ -104,7 +104,7 @@ class Pool:
         limit: the most bytes per rank of a context; if None, the heap is the limit.
         timeout_s: deadline of waits, seconds; that of the job if None.
         lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
-        programs: the most thread blocks of a launch, to be reserved by :func:`take_programs`. If None, there is no
+        blocks: the most thread blocks of a launch, to be reserved by :func:`take_blocks`. If None, there is no
             limit, and launches must not be in flight beside those of other contexts.
         debug: as for :class:`~tdcoll.CollectiveContext`.
 
@@ -123,12 +123,12 @@ class Pool:
         limit: int | None = None,
         timeout_s: float | None = None,
         lamport_bytes: int | None = 0,
-        programs: int | None = None,
+        blocks: int | None = None,
         debug: Debug | None = None,
     ) -> None:
         self._owner, self._ranks, self._operation, self._timeout_s = owner, tuple(ranks), operation, timeout_s
         self._lamport_bytes = lamport_bytes
-        self._wanted, self._programs = programs, 0
+        self._wanted, self._blocks = blocks, 0
         self._debug, self._call = debug, dict[str, Any]()
         self._without_room: str | None = None
         self.limit = limit
@@ -144,7 +144,7 @@ class Pool:
         """Make a context for ``nbytes`` per rank if needed; return whether there is one. Collective when it is made.
 
         ``call`` has the call's arguments that must be the same on all ranks, by name. The ranks compare them when they
-        make a context, because they exchange its arguments anyway. Without ``limit`` and ``programs`` it returns true
+        make a context, because they exchange its arguments anyway. Without ``limit`` and ``blocks`` it returns true
         or raises.
 
         Raises:
@@ -169,9 +169,9 @@ class Pool:
 
     def _make(self, nbytes: int) -> bool:
         """Make a context for ``nbytes`` per rank; return False if the heap is too small for it."""
-        if self._wanted is not None and not self._programs:
+        if self._wanted is not None and not self._blocks:
             try:
-                self._programs = take_programs(self._owner, self._ranks, self._wanted, self._operation)
+                self._blocks = take_blocks(self._owner, self._ranks, self._wanted, self._operation)
             except ContextError as error:  # on all ranks
                 self.problem = self._without_room = str(error)
                 return False
@@ -221,7 +221,7 @@ class Pool:
                     self._ranks,
                     max_bytes_per_rank=size,
                     lamport_bytes=self._lamport_bytes,
-                    max_programs=self._programs or None,
+                    max_blocks=self._blocks or None,
                     timeout_s=self._timeout_s,
                     debug=self._debug,
                     _call=self._call,
@@ -256,8 +256,8 @@ class Pool:
         for context in list(self._all()):
             context.close()
         self._kept, self.context = [], None
-        give_back_programs(self._owner, self._programs)
-        self._programs = 0
+        give_back_blocks(self._owner, self._blocks)
+        self._blocks = 0
 
 
 def pooled(
@@ -306,7 +306,7 @@ class Prospect:
     stores: bool
     tuning: Table
     chunks: int = MAX_CHUNKS
-    max_programs: int = MAX_PROGRAMS
+    max_blocks: int = MAX_BLOCKS
 
 
 def prospect(spec: Collective, segment: int, group: runtime.Group, operation: str = "") -> CollectiveContext | Prospect:

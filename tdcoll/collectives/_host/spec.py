@@ -100,7 +100,7 @@ class Algorithm:
     blocks: Callable[[Facts, Plan], int]
     values: Callable[[Any], Mapping[str, Any]] = lambda call: {}
     words: tuple[int, ...] = ()
-    extent: Callable[[Facts], Payload] = lambda facts: Payload(facts.nbytes, programs=facts.topology.world_size)
+    extent: Callable[[Facts], Payload] = lambda facts: Payload(facts.nbytes, blocks=facts.topology.world_size)
     epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
     early: Callable[[Facts], bool] = lambda facts: True
     any_blocks: bool = False
@@ -335,14 +335,14 @@ class Collective:
         most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
         if not 1 <= plan.chunks <= most:
             raise ValueError(f"a Plan's chunks must be 1 to {most}, got {plan.chunks}")
-        if words and (plan.chunks + 1) * extent.programs >= facts.max_programs:
+        if words and (plan.chunks + 1) * extent.blocks >= facts.max_blocks:
             raise ValueError(
                 f"a Plan for {plan.algorithm!r} must have chunks of more than {plan.chunk} bytes for "
                 f"{facts.topology.describe()}"
             )
         if algorithm.any_blocks:
-            if not 0 <= plan.blocks < facts.max_programs:
-                raise ValueError(f"a Plan's blocks must be 0 to {facts.max_programs - 1}, got {plan.blocks}")
+            if not 0 <= plan.blocks < facts.max_blocks:
+                raise ValueError(f"a Plan's blocks must be 0 to {facts.max_blocks - 1}, got {plan.blocks}")
         elif plan.blocks not in (0, blocks := algorithm.blocks(facts, plan)):
             raise ValueError(f"a Plan's blocks must be 0 or {blocks} for {plan.algorithm!r}, got {plan.blocks}")
 

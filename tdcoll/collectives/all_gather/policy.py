@@ -35,7 +35,8 @@ def cut_segments(facts: Facts, entry: Entry, algorithm: str) -> Plan:
 
 
 def put_chunks(facts: Facts, plan: Plan) -> Plan:
-    """Return how LL's puts between nodes are cut: chunks of whole programs' words, as many as there are signals for."""
+    """Return how LL's puts between nodes are cut: chunks of whole thread blocks' words, as many as there are signals
+    for."""
     nbytes, chunks = facts.nbytes, facts.chunks
     chunk = -(-max(plans.TARGET_CHUNK_BYTES, -(-nbytes // chunks)) // plan.chunk) * plan.chunk
     return Plan("2d", max(1, -(-nbytes // chunk)), chunk, plan.num_warps)

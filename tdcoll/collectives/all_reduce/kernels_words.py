@@ -30,11 +30,11 @@ Ordering and reuse of a slot: those of the protocols' modules. A rank is done wi
 peer in its last step, even if it has nothing to receive, because each program sends at least its first word to all
 ranks.
 
-Order of programs: the data is cut into blocks of words, and program i takes the blocks i, i + programs, ... one after
-the other. It sends a block before it waits for it, and waits for programs i of other ranks only, which do the same in
-the same order. In the second of two steps it waits for words that program i of a peer sends when it has those of the
-first step from all programs i. Any number of resident blocks therefore makes progress, and any number of programs, if
-it is the same on all ranks.
+Order of thread blocks: the data is cut into blocks of words, and program i takes the blocks i, i + programs, ... one
+after the other. It sends a block before it waits for it, and waits for programs i of other ranks only, which do the
+same in the same order. In the second of two steps it waits for words that program i of a peer sends when it has those
+of the first step from all programs i. Any number of resident blocks therefore makes progress, and any number of thread
+blocks, if it is the same on all ranks.
 
 In place: ``out`` may be ``source``. Each program stores to the words that it has loaded before, and to no others.
 
@@ -58,7 +58,7 @@ def all_reduce_one_shot(
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr,
     LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """``[nbytes] -> [nbytes]`` inside one node. Programs: ``blocks``, or with ``LOOPED`` any number up to that.
+    """``[nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``LOOPED`` any number up to that.
 
     Args (addresses are integers, so that all ranks share one compilation):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.
@@ -71,7 +71,7 @@ def all_reduce_one_shot(
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
         LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise LL, with 12.
         BLOCK: words of a block.
-        LOOPED: programs take several blocks each.
+        LOOPED: thread blocks take several blocks each.
     """
     in_stream_order()
     size = tl.cast(nbytes, tl.int32)
@@ -129,7 +129,7 @@ def all_reduce_two_shot(
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr,
     LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """``[nbytes] -> [nbytes]`` inside one node. Programs: ``blocks``, or with ``LOOPED`` any number up to that.
+    """``[nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``LOOPED`` any number up to that.
 
     Args: those of :func:`all_reduce_one_shot`, except
         inbox: its segments hold the words of two parts.

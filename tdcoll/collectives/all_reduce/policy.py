@@ -188,7 +188,7 @@ def default(facts: Facts) -> str:
     one, two = (words.supports(facts) is None for words in (ONE_SHOT, TWO_SHOT))
     loops = prefers_loops(facts, 2 * part_bytes(facts.nbytes, facts.topology.world_size))
     if not facts.simulated:
-        if one and _one_crossing_pays(facts) and not (loops and facts.max_programs < _MANY_BLOCKS):
+        if one and _one_crossing_pays(facts) and not (loops and facts.max_blocks < _MANY_BLOCKS):
             return "one_shot"
         if two and _epochs_pay(facts) and not loops:
             return "two_shot"

@@ -203,7 +203,7 @@ def below(ids, index):
 
 @jit
 def wipe(program, target, size, status, progress, BLOCK: tl.constexpr):
-    """Zero ``target[:size]``, ``status`` and ``progress``. Programs: ceil(size / BLOCK), at least 1."""
+    """Zero ``target[:size]``, ``status`` and ``progress``. Thread blocks: ceil(size / BLOCK), at least 1."""
     i = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + i, tl.zeros([BLOCK], tl.int64), mask=i < size)
     if program == 0:
@@ -259,7 +259,7 @@ def _sum_before(totals, count, BLOCK: tl.constexpr):
 
 @jit
 def mark(program, programs, q, index, num_rows, signature, BLOCK: tl.constexpr):
-    """Rows 0 .. W-1 of ``entries``, which are zero before. Programs: any number for each list ``q``, int64."""
+    """Rows 0 .. W-1 of ``entries``, which are zero before. Thread blocks: any number for each list ``q``, int64."""
     if program == 0:
         _read_header(q, index, signature)
     n = list_size(index, q)
@@ -274,7 +274,7 @@ def mark(program, programs, q, index, num_rows, signature, BLOCK: tl.constexpr):
 
 @jit
 def unite(program, index, totals, BLOCK: tl.constexpr):
-    """Low halves of row W, and ``totals``: how many ids each block of words has. Programs: ceil(words / BLOCK)."""
+    """Low halves of row W, and ``totals``: how many ids each block of words has. Thread blocks: ceil(words / BLOCK)."""
     w = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = w < index.words
     bits = tl.zeros([BLOCK], tl.int64)
@@ -287,7 +287,7 @@ def unite(program, index, totals, BLOCK: tl.constexpr):
 
 @jit
 def number(block, blocks, index, totals, BLOCK: tl.constexpr, TOTALS: tl.constexpr):
-    """High halves of row W, the union's first ``max_union`` ids, and U. Programs as for :func:`unite`."""
+    """High halves of row W, the union's first ``max_union`` ids, and U. Thread blocks as for :func:`unite`."""
     offset = _sum_before(totals, block, TOTALS)
     w = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = w < index.words
@@ -318,7 +318,8 @@ def _leaders_of(index, leaders, q):
 
 @jit
 def find_leaders(program, programs, q, index, leaders, totals, blocks, num_rows, signature, BLOCK: tl.constexpr):
-    """``leaders``, counted from the start of each block, and ``totals[W, blocks]``. Programs as for :func:`mark`."""
+    """``leaders``, counted from the start of each block, and ``totals[W, blocks]``. Thread blocks as for
+    :func:`mark`."""
     if program == 0:
         _read_header(q, index, signature)
     n = list_size(index, q)
@@ -337,7 +338,7 @@ def find_leaders(program, programs, q, index, leaders, totals, blocks, num_rows,
 def number_leaders(
     program, programs, q, index, leaders, totals, blocks, BLOCK: tl.constexpr, TOTALS: tl.constexpr
 ):  # fmt: skip
-    """``leaders``, counted from the start of each list, 0 .. n_q; U. Programs as for :func:`mark`."""
+    """``leaders``, counted from the start of each list, 0 .. n_q; U. Thread blocks as for :func:`mark`."""
     n = list_size(index, q)
     row = _leaders_of(index, leaders, q)
     for block in tl.range(program, n // BLOCK + 1, programs):
@@ -351,7 +352,7 @@ def number_leaders(
 
 @jit
 def place_leaders(program, programs, q, index, leaders, BLOCK: tl.constexpr):
-    """The union's first ``max_union`` ids. Programs as for :func:`mark`."""
+    """The union's first ``max_union`` ids. Thread blocks as for :func:`mark`."""
     n = list_size(index, q)
     row = _leaders_of(index, leaders, q)
     for start in tl.range(program * BLOCK, n, programs * BLOCK):
@@ -388,8 +389,8 @@ def build(
     num_rows: tl.int64, signature: tl.int64,
     MARK: tl.constexpr, BLOCK: tl.constexpr, TOTALS: tl.constexpr, FIRSTS: tl.constexpr,
 ):  # fmt: skip
-    """All phases but *clear*. Programs: ``W * per_list`` for each phase that goes over lists, ``blocks`` for each that
-    goes over the words of a bitmap, and one for *place_firsts*.
+    """All phases but *clear*. Thread blocks: ``W * per_list`` for each phase that goes over lists, ``blocks`` for each
+    that goes over the words of a bitmap, and one for *place_firsts*.
 
     Args:
         leaders: int32 ``[W, capacity + 1]``, of a search only.

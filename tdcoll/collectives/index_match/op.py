@@ -22,8 +22,8 @@ from tdcoll.language import INTERPRETED
 __all__ = ["Directory", "IndexMatch", "match_indices", "match_lists"]
 
 _HEADER = kernels.HEADER.value
-_MAX_PROGRAMS = 4096
-"""Programs of a launch over lists: several waves of a GPU. With more ids than that, programs take several blocks."""
+_MAX_BLOCKS = 4096
+"""Thread blocks of a launch over lists: several waves of a GPU. With more ids than that, they take several blocks."""
 
 MOST_PLACES = (1 << 31) - (1 << 21)
 """Places are 32 bits: in entries, and in what ``find`` returns. Loops over them count one step further."""
@@ -214,10 +214,10 @@ class Directory:
         block = _SEARCH_BLOCK if search else _WORDS_BLOCK
         blocks = self.capacity // block + 1 if search else _blocks(self.words, block)
         per_list = blocks if search else _blocks(self.capacity, _MARK_BLOCK)
-        per_list = min(per_list, max(1, _MAX_PROGRAMS // self.world))
+        per_list = min(per_list, max(1, _MAX_BLOCKS // self.world))
         over_lists = per_list * self.world
         count = 0 if firsts is None else firsts.numel()
-        programs = over_lists + 2 * (over_lists if search else blocks) + (count > 0)
+        grid = over_lists + 2 * (over_lists if search else blocks) + (count > 0)
         given = (
             index,
             self._leaders if search else totals,
@@ -227,7 +227,7 @@ class Directory:
         )
         sizes = per_list, blocks, count, self.num_rows, signature
         constants = _MARK_BLOCK, block, _TOTALS_BLOCK, 1 << max(0, count - 1).bit_length() if count else 0
-        run(kernels.build, programs, (*given, *sizes), constants)
+        run(kernels.build, grid, (*given, *sizes), constants)
 
 
 # ---------------------------------------------------------------------- operations of their own

@@ -17,10 +17,10 @@ of rank r that has the number of the one which sent them.
 Ordering and reuse of a slot: those of the protocols' modules. When a rank is done with a call, it has heard from all,
 because each rank sends at least one word to every other.
 
-Order of programs: the data is cut into blocks of words, and program i takes the blocks i, i + programs, ... one after
-the other. Any number of resident blocks makes progress, and any number of programs, if it is the same on all ranks,
-because program i sends a block before it waits for it, and waits for programs i of other ranks only, which do the same
-in the same order.
+Order of thread blocks: the data is cut into blocks of words, and program i takes the blocks i, i + programs, ... one
+after the other. Any number of resident blocks makes progress, and any number of thread blocks, if it is the same on all
+ranks, because program i sends a block before it waits for it, and waits for programs i of other ranks only, which do
+the same in the same order.
 
 In place: ``out`` may be ``source[r]``. No other rank reads that part, and a program stores only to words that it has
 loaded before.
@@ -43,7 +43,8 @@ def reduce_scatter_words(
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr,
     LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """``[world, nbytes] -> [nbytes]`` inside one node. Programs: ``blocks``, or with ``LOOPED`` any number up to that.
+    """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``LOOPED`` any number up to
+    that.
 
     Args: those of ``reduce_scatter_direct``, except
         inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or for LL :class:`~tdcoll.primitives.group.Inbox`, whose
@@ -51,7 +52,7 @@ def reduce_scatter_words(
         blocks: of ``BLOCK`` words, which hold all words of a part; at least one.
         LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise LL, with 12.
         BLOCK: words of a block.
-        LOOPED: programs take several blocks each.
+        LOOPED: thread blocks take several blocks each.
     """
     in_stream_order()
     total = g.world * source_stride

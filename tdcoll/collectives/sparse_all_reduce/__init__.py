@@ -18,9 +18,9 @@ is this GPU's own::
     meet       nothing moves                                                                              epoch e + 2
 
 Why each is a launch: PyTorch sorts between *join* and *pack*. *exchange* is the all-gather's kernel, which waits for
-peers. *directory* needs the lists of all ranks, and *prepare* a complete directory, with another number of programs.
-*reduce* waits for peers that have prepared, and *meet* for peers that have reduced: its signal says that the launch
-before has ended. Inside of a launch, phases follow each other without the host
+peers. *directory* needs the lists of all ranks, and *prepare* a complete directory, with another number of thread
+blocks. *reduce* waits for peers that have prepared, and *meet* for peers that have reduced: its signal says that the
+launch before has ended. Inside of a launch, phases follow each other without the host
 (:func:`tdcoll.primitives.group.wait_until_done`).
 
 Several tensors of one dtype are one call: ids of each table follow those of the one before, so they share the exchange,

@@ -150,13 +150,13 @@ class Call:
             launcher.only_loads = False
         self.kind.loaded = True
 
-    def launch(self, kernel: Any, programs: int | tuple[int, int], **more: Any) -> None:
+    def launch(self, kernel: Any, grid: int | tuple[int, int], **more: Any) -> None:
         """Launch ``kernel`` with what this call knows, and ``more``; constants are named in capitals."""
         value_of = {**self._arguments, **more}.__getitem__
         plain, constant = _parameters(kernel)
         self.ctx.launch(
             kernel,
-            programs,
+            grid,
             tuple(map(value_of, plain)),
             tuple(map(value_of, constant)),
             variant=self.variant,
@@ -164,8 +164,8 @@ class Call:
         )
 
     def workers(self, tasks: int) -> int:
-        """Programs for so many tasks."""
-        return max(1, min(self.ctx.most_programs, tasks))
+        """Thread blocks for so many tasks."""
+        return max(1, min(self.ctx.most_blocks, tasks))
 
     def match(self) -> None:
         """Own ids to everybody, everybody's ids into the directory; for gather, rows go with them."""

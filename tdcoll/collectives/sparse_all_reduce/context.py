@@ -14,10 +14,10 @@ from tdcoll.collectives._host.launch import Launcher, Packed
 from tdcoll.collectives.index_match.kernels import BAD_ORDER, BAD_RANGE, BAD_SIGNATURE, MAX_ROWS, STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import COUNTERS, LISTS, Memory
-from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHUNKS, PROGRAMS_PER_SM, Capacities
+from tdcoll.collectives.sparse_all_reduce.policy import BLOCKS_PER_SM, EXCHANGE_CHUNKS, Capacities
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
-from tdcoll.limits import MAX_PROGRAMS
+from tdcoll.limits import MAX_BLOCKS
 from tdcoll.memory import barrier
 from tdcoll.preconditions import Debug
 from tdcoll.primitives.group import nodes_of
@@ -76,10 +76,10 @@ class SparseContext(CollectiveContext):
             which is always enough.
         grow: a call that is over the capacity makes the context larger on all ranks and goes on, instead of raising.
             Copies of results are not affected; views (``copy=False``) of earlier calls are.
-        max_programs: the most programs of one launch that waits for other ranks, and no fewer than ``2 * world_size +
-            2``. Default: as many as pay, 4 per SM. With fewer than there are SMs, what runs beside them goes on
-            meanwhile; and no launch is early (:mod:`tdcoll.collectives._host.launch`). The exchange of ids keeps to
-            the least that a rank asks for.
+        max_blocks: the most thread blocks of one launch that waits for other ranks, and no fewer than
+            ``2 * world_size + 2``. Default: as many as pay, 4 per SM. With fewer than there are SMs, what runs beside
+            them goes on meanwhile; and no launch is early (:mod:`tdcoll.collectives._host.launch`). The exchange of ids
+            keeps to the least that a rank asks for.
         timeout_s, debug, stream: as for :class:`~tdcoll.CollectiveContext`. In debug mode the ranks also compare
             shapes, dtypes and operations on every call.
 
@@ -100,24 +100,24 @@ class SparseContext(CollectiveContext):
         max_row_bytes: int,
         max_union_rows: int | None = None,
         grow: bool = False,
-        max_programs: int | None = None,
+        max_blocks: int | None = None,
         timeout_s: float | None = None,
         debug: Debug | None = None,
         stream: Any = None,
     ) -> None:
         rows = arguments.whole("max_rows_per_rank", max_rows_per_rank, 1)
         row_bytes = arguments.whole("max_row_bytes", max_row_bytes, 0)
-        for name, given in (("max_union_rows", max_union_rows), ("max_programs", max_programs)):
+        for name, given in (("max_union_rows", max_union_rows), ("max_blocks", max_blocks)):
             if given is not None:
                 arguments.whole(name, given, 1)
         owner = runtime.current()
-        asked = owner.exchange(owner.ranks_of(group), "SparseContext: max_programs", max_programs)
+        asked = owner.exchange(owner.ranks_of(group), "SparseContext: max_blocks", max_blocks)
         limits = [most for most in asked if most is not None]
         super().__init__(
             group,
             max_bytes_per_rank=0,
             chunks=EXCHANGE_CHUNKS,
-            max_programs=max(2 * len(asked) + 2, min(MAX_PROGRAMS, *limits)) if limits else None,
+            max_blocks=max(2 * len(asked) + 2, min(MAX_BLOCKS, *limits)) if limits else None,
             timeout_s=timeout_s,
             debug=debug,
             stream=stream,
@@ -131,14 +131,14 @@ class SparseContext(CollectiveContext):
                     "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access "
                     "between their GPUs), which the sparse all-reduce needs inside a node"
                 )
-            self._prepare(max_programs)
+            self._prepare(max_blocks)
             union = self.world_size * rows if max_union_rows is None else max_union_rows
             self._make_area(Capacities(self.topology, rows, row_bytes, union, self.grow, bool(limits)))
         except Exception:
             self.take_back()
             raise
 
-    def _prepare(self, max_programs: int | None) -> None:
+    def _prepare(self, max_blocks: int | None) -> None:
         """Parts that don't depend on the capacity."""
         device, words = self.device, STATUS_WORDS.value
         cuda = device.type == "cuda"
@@ -148,8 +148,8 @@ class SparseContext(CollectiveContext):
         self.launch = Launcher(early=self.early)
         self.group, self.nodes = Packed(self.device_group), Packed(nodes_of(self.topology, device))
         """For kernels: the ranks, the epoch and the signals; who is where."""
-        most = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
-        self.most_programs = most if max_programs is None else min(most, max_programs)
+        most = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+        self.most_blocks = most if max_blocks is None else min(most, max_blocks)
         self.status_words = torch.zeros(words, dtype=torch.int64, pin_memory=cuda)
         """The status of a call, from its lists, on the host."""
         self.status_event = torch.cuda.Event() if cuda else None
@@ -262,7 +262,7 @@ class SparseContext(CollectiveContext):
                 self.topology.pes,
                 flagged_bytes=0,  # tables are large
                 lamport_bytes=0,
-                max_programs=self.max_programs if self.capacities.beside_others else None,
+                max_blocks=self.max_blocks if self.capacities.beside_others else None,
                 timeout_s=self.monitor.timeout_s,
                 debug=self.debug,
                 stream=None if self.follows_stream else self._stream,

@@ -140,7 +140,8 @@ def write_list(
 
 @jit
 def copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK: tl.constexpr):
-    """``ids [n]``, sorted, each once, ``->`` this rank's list, with the header. Programs as for :func:`write_list`."""
+    """``ids [n]``, sorted, each once, ``->`` this rank's list, with the header. Thread blocks as for
+    :func:`write_list`."""
     at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.minimum(tl.cast(n, tl.int64), tl.cast(index.capacity, tl.int64))
     tl.store(match.list_of(index, g.rank) + HEADER + at, tl.load(ids + at, mask=inside, other=0), mask=inside)
@@ -153,8 +154,8 @@ def pack(
     ids, totals, begins, index, memory, g, target, status, progress, size: tl.int64, blocks: tl.int32, n: tl.int32,
     signature: tl.int64, row_bytes: tl.int64, REPEATED: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """This rank's list, and an empty directory. Programs: ``blocks`` of ``BLOCK`` ids, with ``REPEATED`` twice as many,
-    then those of ``index_match.kernels.wipe``, whose arguments are ``target`` to ``size``.
+    """This rank's list, and an empty directory. Thread blocks: ``blocks`` of ``BLOCK`` ids, with ``REPEATED`` twice as
+    many, then those of ``index_match.kernels.wipe``, whose arguments are ``target`` to ``size``.
 
     Args:
         totals: int32 ``[blocks]``. With ``REPEATED`` only, as ``begins``.

@@ -33,7 +33,8 @@ def merge(
 ):  # fmt: skip
     """Every list is followed by its rows, and each rank sums all of them: ``-> out [union, row_elements]``.
 
-    Finds where each id of the union is in every list and moves the values in the same pass. Any number of programs.
+    Finds where each id of the union is in every list and moves the values in the same pass. Any number of thread
+    blocks.
     """
     in_stream_order()
     if valid(index):
@@ -76,7 +77,7 @@ def pad(
     of each table, at its own width. Of one table, ``values`` has the rows of the union already.
 
     Lists that are not valid count 0 rows, and the first such status, with ``num_rows``, is kept in ``remembered``. So
-    do rows that a wait which has expired has kept from coming. Programs: any number, times the tables.
+    do rows that a wait which has expired has kept from coming. Thread blocks: any number, times the tables.
 
     Args:
         counts: as ``Directory.build`` leaves it. With several tables only.

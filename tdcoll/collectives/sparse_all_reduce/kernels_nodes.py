@@ -26,7 +26,7 @@ that one. Stores are ordinary ones; ``signal_block`` of the next launch fences a
 written at most twice by others in a call: by the partial sum that comes in, and by the final one, which exists only
 after the partial sum has been used.
 
-Order of programs: those that send come first, so any number of resident blocks makes progress.
+Order of thread blocks: those that send come first, so any number of resident blocks makes progress.
 """
 
 import triton.language as tl
@@ -99,7 +99,7 @@ def reduce_nodes(
     source, order, begins, index, memory, tables, nodes, g, step: tl.int32, row_elements,
     REPEATED: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, WIDE: tl.constexpr, WAITED: tl.constexpr,
 ):  # fmt: skip
-    """One step: see the module's docstring. Programs: ``world - 1`` that announce, and any number that work.
+    """One step: see the module's docstring. Thread blocks: ``world - 1`` that announce, and any number that work.
 
     Args: those of ``kernels_reduce.reduce``, and ``step``: which of the nodes of a row, in its order, adds its parts.
     """
@@ -179,7 +179,7 @@ reduce_nodes_of_single = jit(do_not_specialize=["row_elements"], do_not_speciali
 def forward(like, index, memory, tables, nodes, g, row_elements, WAITED: tl.constexpr):
     """Final rows that came to this rank from another node, to the others of its own.
 
-    Programs: ``world - 1`` that announce, and any number that work.
+    Thread blocks: ``world - 1`` that announce, and any number that work.
     """
     program = tl.program_id(0)
     epoch, alive = start(g)
@@ -204,7 +204,7 @@ def forward(like, index, memory, tables, nodes, g, row_elements, WAITED: tl.cons
 
 @jit
 def meet_nodes(nodes, g, WAITED: tl.constexpr):
-    """All ranks are done with what they launched before. Programs: ``world``."""
+    """All ranks are done with what they launched before. Thread blocks: ``world``."""
     program = tl.program_id(0)
     epoch, alive = start(g)
     if alive == 0:

@@ -19,7 +19,8 @@ are ordered in the same way before the signal of *reduce*.
 A rank that reduces no contested row reads no ``stage``. Its first worker waits all the same: in every epoch, every rank
 hears from every peer.
 
-Order of programs: those that send come first, so any number of resident blocks makes progress. Rows that nobody else
+Order of thread blocks: those that send come first, so any number of resident blocks makes progress. Rows that nobody
+else
 has come before contested ones: they need no rank but this one, so the others have that time to combine theirs.
 """
 
@@ -94,7 +95,7 @@ def reduce(
 ):  # fmt: skip
     """The rows that this rank reduces ``-> out[union position]`` of every rank.
 
-    Programs: ``world - 1`` that announce, and any number that work.
+    Thread blocks: ``world - 1`` that announce, and any number that work.
 
     Args:
         source, order, begins: as in ``kernels_values.combine``.
@@ -167,7 +168,7 @@ def reduce(
 
 @jit
 def meet(g, WAITED: tl.constexpr):
-    """All ranks are done with what they launched before. Programs: ``world``."""
+    """All ranks are done with what they launched before. Thread blocks: ``world``."""
     in_stream_order()
     program = tl.program_id(0)
     epoch, alive = start(g)

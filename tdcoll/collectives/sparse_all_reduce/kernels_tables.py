@@ -124,7 +124,7 @@ def within(columns, width, tables):
 @jit
 def join(given, tables, joined, first: tl.int32, ITEM: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Ids of ``COUNT`` tables from table ``first`` on ``-> joined``, each with the first row of its table added, and
-    where their values are ``-> tables.sources``. Programs: any number, times ``COUNT``.
+    where their values are ``-> tables.sources``. Thread blocks: any number, times ``COUNT``.
 
     Args:
         given: made by :func:`given`.

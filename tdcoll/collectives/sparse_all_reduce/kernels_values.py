@@ -68,7 +68,7 @@ def combine(
 ):  # fmt: skip
     """Rows of ``source``, those with one id summed, ``->`` :func:`_target`.
 
-    Any number of programs. ``PLANS``: rows of the work list STAGED, else every row of this rank's list. A sum adds
+    Any number of thread blocks. ``PLANS``: rows of the work list STAGED, else every row of this rank's list. A sum adds
     the rows one after the other, and beyond :data:`PIECE` of them the sums of that many, so its bits depend on the rows
     alone. Rows of which there are more than :data:`PIECE` go to the work list LONG.
 
@@ -150,7 +150,7 @@ def sum_pieces(
 ):  # fmt: skip
     """Rows of the work list LONG, piece by piece, ``-> partial [slots, row_elements]`` in the type of sums.
 
-    Programs: ``at_a_time`` rows at a time, times any number of pieces.
+    Thread blocks: ``at_a_time`` rows at a time, times any number of pieces.
     """
     count = tl.load(memory.counters + LONG)
     for k in tl.range(program % at_a_time, count, at_a_time):
@@ -173,7 +173,8 @@ def sum_partial(
     program, programs, like, begins, partial, index, memory, tables, g, row_elements,
     BEHIND: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum what :func:`sum_pieces` has left, in order ``->`` where :func:`combine` puts rows. Any programs."""
+    """Sum what :func:`sum_pieces` has left, in order ``->`` where :func:`combine` puts rows. Any number of thread
+    blocks."""
     to = _target(index, memory, g, like, BEHIND, ALIGNED)
     count = tl.load(memory.counters + LONG)
     if still_alive(g.monitor) == 0:
@@ -199,7 +200,7 @@ def prepare(
     PLANS: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
     ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All phases: see the module's docstring. Programs: ``planners``, ``combiners``, ``adders``, any number.
+    """All phases: see the module's docstring. Thread blocks: ``planners``, ``combiners``, ``adders``, any number.
 
     Args:
         partial: as for :func:`sum_pieces`; with ``PIECES`` only.

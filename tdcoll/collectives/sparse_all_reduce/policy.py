@@ -28,7 +28,7 @@ GATHERED_BYTES = 8 << 20
 EXCHANGE_CHUNKS = 32
 """Chunks that an exchange cuts a rank's list of ids into, at most."""
 
-NUM_WARPS, PROGRAMS_PER_SM = 8, 4
+NUM_WARPS, BLOCKS_PER_SM = 8, 4
 
 TILE_BYTES = 8 << 10
 """Bytes that a program moves at a time: 32 for each thread."""
@@ -61,7 +61,7 @@ class Capacities(NamedTuple):
     Attributes:
         topology: the group.
         max_rows_per_rank, max_row_bytes, max_union_rows, grow: as for ``SparseContext``.
-        beside_others: whether a rank limits its programs: then no rows beyond :data:`GATHER_BYTES` travel in the
+        beside_others: whether a rank limits its thread blocks: then no rows beyond :data:`GATHER_BYTES` travel in the
             exchange of lists, which has a program for each chunk and rank.
     """
 

@@ -28,12 +28,12 @@ def facts(world: int, nbytes: int = 0, **more: Any) -> Facts:
 def test_fused_plans_made_by_hand_keep_to_the_warps_of_their_context() -> None:
     rows = Rows(2, 1024, 4)
     assert choose(rows, facts(2), Plan("one_shot", 1, 4096, 16)).num_warps == 16
-    with pytest.raises(ValueError, match=r"num_warps must be one of 1, 2, 4, 8 on a context with max_programs; got 16"):
-        choose(rows, facts(2, max_programs=64), Plan("one_shot", 1, 4096, 16))
+    with pytest.raises(ValueError, match=r"num_warps must be one of 1, 2, 4, 8 on a context with max_blocks; got 16"):
+        choose(rows, facts(2, max_blocks=64), Plan("one_shot", 1, 4096, 16))
     wide = Rows(2, 4096, 4)
     assert choose(wide, facts(2), Plan("one_shot", 1, 16384, 8)).chunk == 16384
     with pytest.raises(ValueError, match="up to 8192 bytes; got 16384"):
-        choose(wide, facts(2, max_programs=64), Plan("one_shot", 1, 16384, 8))
+        choose(wide, facts(2, max_blocks=64), Plan("one_shot", 1, 16384, 8))
 
 
 # ---------------------------------------------------------------------- how many multiprocessors there are
@@ -83,12 +83,12 @@ def test_budgets_are_of_the_part_of_the_gpu_that_the_process_has(
     assert pool._room(gpu) == 2 * multiprocessors
     taken: list[int] = []
     owner: Any = SimpleNamespace(
-        device=gpu, programs_taken=0, accounts=threading.Lock(), exchange=lambda ranks, what, mine: [mine]
+        device=gpu, blocks_taken=0, accounts=threading.Lock(), exchange=lambda ranks, what, mine: [mine]
     )
 
     def take_all() -> None:
         while True:
-            taken.append(pool.take_programs(owner, range(2), 64, "all_reduce"))
+            taken.append(pool.take_blocks(owner, range(2), 64, "all_reduce"))
 
     with pytest.raises(tdcoll.ContextError, match="other contexts have left"):
         take_all()

@@ -101,7 +101,7 @@ def test_shapes_and_results_that_are_changed_in_place(pe: int) -> None:
 
 
 def test_a_forward_pass_leaves_the_other_ranks_alone() -> None:
-    """Whose host programs are greenlets of the same thread."""
+    """Whose host thread blocks are greenlets of the same thread."""
     pytest.importorskip("greenlet")
 
     def host(pe: int) -> None:

@@ -60,7 +60,7 @@ def _on_two_streams(loading: Loading) -> None:
 
     def host(pe: int) -> None:
         owner = runtime.current()
-        made = [tdcoll.CollectiveContext(max_bytes_per_rank=1024, max_programs=8) for _ in range(2)]
+        made = [tdcoll.CollectiveContext(max_bytes_per_rank=1024, max_blocks=8) for _ in range(2)]
 
         def stream(number: int, call: Callable[[Any], torch.Tensor]) -> Callable[[], None]:
             def run() -> None:

@@ -29,13 +29,13 @@ Ids = Sequence[int]
 
 
 @contextmanager
-def small_blocks(block: int = 8, programs: int = 6) -> Iterator[None]:
+def small_blocks(block: int = 8, grid: int = 6) -> Iterator[None]:
     """Blocks and grids so small that few ids need several of them, and that programs take several blocks each."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CLEAR_BLOCK", "_MARK_BLOCK", "_WORDS_BLOCK", "_SEARCH_BLOCK"):
             patch.setattr(op, name, block)
         patch.setattr(op, "_TOTALS_BLOCK", 2)
-        patch.setattr(op, "_MAX_PROGRAMS", programs)
+        patch.setattr(op, "_MAX_BLOCKS", grid)
         yield
 
 

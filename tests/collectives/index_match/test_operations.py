@@ -126,7 +126,7 @@ def test_the_example_of_the_documentation_runs() -> None:
 )
 def test_match_indices(local: list[int], there: set[int]) -> None:
     union = sorted(there)
-    with small_blocks(16, programs=2):
+    with small_blocks(16, grid=2):
         got = in_world(lambda: match_indices(ids_of(*local), ids_of(*union)))
     assert got.dtype == torch.int64
     assert got.tolist() == [union.index(x) if x in there else -1 for x in local]

@@ -18,7 +18,7 @@ from .calls import ROWS, everywhere, ids_of, make, mine, reduce_and_compare, row
 
 
 @pytest.mark.parametrize("algorithm", ["owner", "gather"])
-def test_fewer_programs_do_the_same_work(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_blocks_do_the_same_work(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: set[int] = set()
     workers = call_module.Call.workers
 
@@ -29,7 +29,7 @@ def test_fewer_programs_do_the_same_work(algorithm: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(call_module.Call, "workers", noting)
 
     def host(pe: int) -> None:
-        with make(max_programs=1 + pe) as ctx:  # it need not be the same on all ranks
+        with make(max_blocks=1 + pe) as ctx:  # it need not be the same on all ranks
             for call in range(3):
                 reduce_and_compare(ctx, call, algorithm=algorithm)
 
@@ -132,8 +132,8 @@ def test_several_contexts_groups_and_shapes() -> None:
         ({"max_row_bytes": -1}, ValueError, "max_row_bytes must be at least 0, got -1"),
         ({"max_row_bytes": "4K"}, TypeError, "max_row_bytes must be an int, got '4K'"),
         ({"max_union_rows": 0}, ValueError, "max_union_rows must be at least 1, got 0"),
-        ({"max_programs": 0}, ValueError, "max_programs must be at least 1, got 0"),
-        ({"max_programs": 2.0}, TypeError, "max_programs"),
+        ({"max_blocks": 0}, ValueError, "max_blocks must be at least 1, got 0"),
+        ({"max_blocks": 2.0}, TypeError, "max_blocks"),
         ({"max_union_rows": 1.5}, TypeError, r"max_union_rows must be an int, got 1\.5"),
         ({"timeout_s": -1.0}, ValueError, "timeout_s"),
         ({"group": "all"}, TypeError, "group must be a ProcessGroup"),

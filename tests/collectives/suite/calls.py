@@ -191,8 +191,8 @@ class Calls:
         group: ranks that take part; None for all.
         pieces: into which plans made by hand cut a segment; 0: the policy cuts.
         most: as ``max_bytes_per_rank`` of the context; None: so much that each call is one epoch.
-        lamport_bytes, max_programs: of the context. Without room for Lamport words all words have flags; with few
-            programs each takes several blocks of words.
+        lamport_bytes, max_blocks: of the context. Without room for Lamport words all words have flags; with few
+            thread blocks each takes several blocks of words.
         first: number of the first epoch, and of the first Lamport call.
         others: collectives of the calls ``x``, in turn; none: all others.
         specials: tensors hold special numbers.
@@ -209,7 +209,7 @@ class Calls:
     pieces: int = 2
     most: int | None = None
     lamport_bytes: int | None = None
-    max_programs: int | None = None
+    max_blocks: int | None = None
     first: int = 1
     others: Sequence[str] = ()
     specials: bool = False
@@ -238,7 +238,7 @@ class Calls:
         """A context for the calls, whose numbers begin with ``first``."""
         most = 4 * max(self.counts) * self.kind.itemsize + 256 if self.most is None else self.most
         ctx = tdcoll.CollectiveContext(
-            self.group, max_bytes_per_rank=most, lamport_bytes=self.lamport_bytes, max_programs=self.max_programs
+            self.group, max_bytes_per_rank=most, lamport_bytes=self.lamport_bytes, max_blocks=self.max_blocks
         )
         for control in (ctx.control, *([ctx.device_lamport.control] if ctx.device_lamport else [])):
             control.fill_((self.first - 1) << EPOCH_SHIFT.value)

@@ -137,7 +137,7 @@ DENSE = Dense(
     grids=(
         (Calls(SPEC, "direct ll 1d", "oixoxoioo", (34, 12, 0)), job((3,), seeds=2)),
         (Calls(SPEC, "pull direct", "stxsosxo", (34, 12, 0)), job((3,), seeds=2)),
-        # Chunks of several tiles, which several programs reduce.
+        # Chunks of several tiles, which several thread blocks reduce.
         (Calls(SPEC, "direct 1d", "oi", (25_000,), pieces=2), job((3,), seeds=1, heap_bytes=8 << 20)),
     ),
     mutants=(*MUTANTS, *mutants_of_loops(SPEC), *mutants_of_copies(SPEC)),

@@ -31,7 +31,7 @@ class Late:
     """The last rank stalls until rank 0 has given up on it and filled its source.
 
     Args:
-        chunks: of a part, as many as programs that read.
+        chunks: of a part, as many as thread blocks that read.
 
     Attributes:
         ended: how many ranks ended with right results only, and how many gave up.

@@ -30,7 +30,7 @@ from tdcoll.collectives._host.plan import (
 )
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.all_reduce.policy import part_bytes
-from tdcoll.limits import MAX_CHUNKS, MAX_PROGRAMS, lamport_bytes
+from tdcoll.limits import MAX_BLOCKS, MAX_CHUNKS, lamport_bytes
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Entry, Section
 
@@ -60,7 +60,7 @@ FACTS = st.fixed_dictionaries(
         "ll_bytes": st.sampled_from([-1, 0, 100, 128 * K, M]),
         "lamport_bytes": st.sampled_from([0, 1, 100, 128 * K, 2 * M]),
         "chunks": st.sampled_from([1, 2, 3, 100, MAX_CHUNKS]),
-        "max_programs": st.sampled_from([200, 1000, MAX_PROGRAMS]),
+        "max_blocks": st.sampled_from([200, 1000, MAX_BLOCKS]),
         "itemsize": st.sampled_from([1, 2, 4, 8]),
     }
 ).map(lambda facts: facts if facts["stores"] else {**facts, "ll_bytes": -1, "lamport_bytes": 0})
@@ -114,7 +114,7 @@ def test_plans_cover_the_data_and_can_be_launched(
             assert plan.algorithm == how.name
             assert plan.chunks * plan.chunk >= whole
             assert (plan.chunks - 1) * plan.chunk < max(whole, 1), "the last chunk has nothing to carry"
-            assert plan.blocks < known.max_programs
+            assert plan.blocks < known.max_blocks
             assert spec.choose(known, plan) == plan, "somebody may ask for it"
             if how.words:
                 width = how.extent(known).width

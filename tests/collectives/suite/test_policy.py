@@ -17,7 +17,7 @@ from tdcoll.collectives._host.launches import launches_of
 from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Facts, Plan
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.exchange import kernels_direct
-from tdcoll.limits import MAX_CHUNKS, MAX_PROGRAMS, SHARED_WARPS, lamport_bytes
+from tdcoll.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS, lamport_bytes
 from tdcoll.testing import World
 from tdcoll.tuning import WARPS, Entry, Section
 
@@ -41,9 +41,9 @@ def choose(
     return replace(spec.choose(Facts(nbytes, topology_of(nodes), **facts), algorithm, sections), blocks=0)
 
 
-def few(programs: int, **more: Any) -> dict[str, Any]:
+def few(blocks: int, **more: Any) -> dict[str, Any]:
     """Facts of a context with a budget of thread blocks."""
-    return {**STORES, "max_programs": programs, **more}
+    return {**STORES, "max_blocks": blocks, **more}
 
 
 SIMULATED: dict[str, Any] = {**STORES, "ll_bytes": M, "simulated": True}
@@ -104,7 +104,7 @@ TAKEN: list[tuple[Collective, int, Nodes, dict[str, Any], str | tuple[str, int] 
     (GATHER, 4 * M, (2,), few(31), Plan("loop", 30, 1093 * 128, 8, 30)),
     (GATHER, 16 * M, (2,), few(64), Plan("loop", 63, 2081 * 128, 8, 63)),
     *((GATHER, n, (2,), few(31, **INSIDE), name) for n, name in ((K, "loop"), (4 * M, "loop"), (8 * M, "ce"))),
-    (GATHER, 4 * M, (2,), few(MAX_PROGRAMS), "direct"),
+    (GATHER, 4 * M, (2,), few(MAX_BLOCKS), "direct"),
     (ALL, 4 * M, (2,), few(14), Plan("loop", 13, 2521 * 128, 8, 13)),
     (ALL, 64 * K, (2,), few(14), "loop"),
     (GATHER, 64 * K, (2,), few(31, ll_bytes=M), "ll"),
@@ -113,7 +113,7 @@ TAKEN: list[tuple[Collective, int, Nodes, dict[str, Any], str | tuple[str, int] 
     (SCATTER, 64 * K, (2,), few(47, **LARGE), "ll"),
     *((REDUCE, n, (2,), few(45, **LARGE), name) for n, name in ((K, "one_shot"), (M, "one_shot"), (2 * M, "loop"))),
     *((REDUCE, n, (2,), few(30, **LARGE), name) for n, name in ((128 * K, "one_shot"), (256 * K, "loop"))),
-    (REDUCE, 4 * M, (2,), few(MAX_PROGRAMS, **LARGE), "two_shot"),
+    (REDUCE, 4 * M, (2,), few(MAX_BLOCKS, **LARGE), "two_shot"),
     (REDUCE, 64 * M, (2,), few(64, **FLAGS), "loop"),
 ]
 
@@ -124,7 +124,7 @@ def test_what_is_taken_where_nothing_was_measured(
 ) -> None:
     plan = spec.choose(Facts(nbytes, topology_of(nodes), **facts))
     assert wanted in (plan.algorithm, (plan.algorithm, plan.chunk), plan)
-    fewer = choose(spec, nbytes, nodes, **{**facts, "max_programs": 100})
+    fewer = choose(spec, nbytes, nodes, **{**facts, "max_blocks": 100})
     words = spec.algorithm(fewer.algorithm).words or fewer.algorithm == "loop"
     assert words or fewer.chunks * (2 * sum(nodes) + 1) < 100 or sum(nodes) > 49
 
@@ -142,7 +142,7 @@ def test_more_ranks_with_few_thread_blocks(world: int) -> None:
     """None takes direct stores, which need a thread block for each chunk of each peer; loops have enough parts."""
     for spec in SPECS:
         for nbytes in (4 * K, 100 * K, 255 * K, M, 16 * M):
-            plan = spec.choose(Facts(nbytes, topology_of((world,)), max_programs=32, **{**LARGE, "ll_bytes": M}))
+            plan = spec.choose(Facts(nbytes, topology_of((world,)), max_blocks=32, **{**LARGE, "ll_bytes": M}))
             assert plan.algorithm != "direct"
             if plan.algorithm == "loop" and nbytes >= M:
                 assert plan.blocks >= 16
@@ -151,9 +151,9 @@ def test_more_ranks_with_few_thread_blocks(world: int) -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_plans_and_entries_say_how_many_thread_blocks(spec: Collective) -> None:
     """By default 32 to 64; entries and plans made by hand may have any number that the context allows."""
-    facts = Facts(8 * M, topology_of((2,)), max_programs=24, **STORES)
+    facts = Facts(8 * M, topology_of((2,)), max_blocks=24, **STORES)
     for name in ("loop", "ce"):
-        free = replace(facts, max_programs=MAX_PROGRAMS)
+        free = replace(facts, max_blocks=MAX_BLOCKS)
         plan, how = spec.choose(free, name), spec.algorithm(name)
         assert plan.blocks == (1 if not how.any_blocks else 32 if name == "ce" or spec.name == "all_reduce" else 64)
         kind = ("", spec.name, 2, 1, False)
@@ -224,10 +224,10 @@ def test_how_all_gathers_are_cut(
 @pytest.mark.parametrize(
     ("nodes", "room", "chunks"), [((8,), 32, 32), ((8,) * 256, 512, 255), second((1,) * 16384, 512, 31)]
 )
-def test_chunks_have_signals_and_all_programs_a_share_of_the_epoch(nodes: Nodes, room: int, chunks: int) -> None:
+def test_chunks_have_signals_and_all_blocks_a_share_of_the_epoch(nodes: Nodes, room: int, chunks: int) -> None:
     plan = choose(GATHER, G, nodes, "1d", chunks=room)
     assert plan.chunks == chunks
-    assert plan.chunks * (2 * sum(nodes) + 1) < MAX_PROGRAMS
+    assert plan.chunks * (2 * sum(nodes) + 1) < MAX_BLOCKS
     with pytest.raises(ValueError, match=f"chunks must be 1 to {chunks}, got {chunks + 1}"):
         choose(GATHER, 1, nodes, Plan("1d", chunks + 1, 128, 4), chunks=room)
 
@@ -333,16 +333,16 @@ def test_plans_made_by_hand_keep_to_the_warps_of_their_context(spec: Collective)
     for name in spec.names:
         if spec.algorithm(name).supports(Facts(12288, topology_of((2,)), **more)) is None:
             tried += 1
-            plan = choose(spec, 12288, (2,), name, max_programs=64, **more)
+            plan = choose(spec, 12288, (2,), name, max_blocks=64, **more)
             for warps in WARPS:
                 asked = replace(plan, num_warps=warps)
                 assert choose(spec, 12288, (2,), asked, **more) == asked
                 if warps <= SHARED_WARPS:
-                    assert choose(spec, 12288, (2,), asked, max_programs=64, **more) == asked
+                    assert choose(spec, 12288, (2,), asked, max_blocks=64, **more) == asked
                 else:
-                    expected = f"num_warps must be one of 1, 2, 4, 8 on a context with max_programs; got {warps}"
+                    expected = f"num_warps must be one of 1, 2, 4, 8 on a context with max_blocks; got {warps}"
                     with pytest.raises(ValueError, match=expected):
-                        choose(spec, 12288, (2,), asked, max_programs=64, **more)
+                        choose(spec, 12288, (2,), asked, max_blocks=64, **more)
     assert tried >= 3
 
 

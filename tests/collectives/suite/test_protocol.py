@@ -56,7 +56,7 @@ def of_each(ways: Iterable[Way], dense: Sequence[Dense] = tuple(ALL)) -> list[Wa
 
 
 def looped(way: Way) -> bool:
-    return "max_programs" in way.more
+    return "max_blocks" in way.more
 
 
 def some(way: Way, n: int = 3) -> Sequence[int]:

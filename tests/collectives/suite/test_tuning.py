@@ -184,7 +184,7 @@ def test_the_shipped_table_says_what_was_measured() -> None:
 def test_with_a_budget_only_entries_hold_that_state_their_thread_blocks() -> None:
     """The others were measured with the whole GPU."""
     stated, free = section(Entry(None, "loop", blocks=16)), section(Entry(None, "1d", chunks=2))
-    given = {"stores": True, "max_programs": 64}
+    given = {"stores": True, "max_blocks": 64}
     assert choose(4 << 20, sections=[free], stores=True).algorithm == "1d"
     assert choose(4 << 20, sections=[free], **given) == choose(4 << 20, **given)
     assert GATHER.choose(Facts(4 << 20, topology_of((4,)), **given), sections=[stated]).blocks == 16

@@ -21,8 +21,8 @@ HEAP = 1 << 18
 FLAGS = {"lamport_bytes": 0}
 """All words have flags."""
 
-LOOPED = {"max_programs": 6, "pieces": 9, "counts": (100, 90)}
-"""On two ranks, programs take several blocks of words, or several chunks, each."""
+LOOPED = {"max_blocks": 6, "pieces": 9, "counts": (100, 90)}
+"""On two ranks, thread blocks take several blocks of words, or several chunks, each."""
 
 WRONG = r"AssertionError: rank \d+, call \d+ \(\w\): \d+ wrong elements"
 
@@ -80,7 +80,7 @@ class Way:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        words = " flags" * ("lamport_bytes" in self.more) + " looped" * ("max_programs" in self.more)
+        words = " flags" * ("lamport_bytes" in self.more) + " looped" * ("max_blocks" in self.more)
         return f"{self.dense} {self.algorithm}{words} {'+'.join(map(str, self.nodes))}"
 
     def facts(self, nbytes: int = 0, topology: Topology | None = None, **more: Any) -> Facts:
@@ -122,7 +122,7 @@ def ways_of(dense: Dense, every: bool = False) -> list[Way]:
             found.append(way)
             if len(how.words) == 2:
                 found.append(replace(way, more=FLAGS))
-        if len(how.words) == 2 and how.extent(way.facts()).programs == 0:
+        if len(how.words) == 2 and how.extent(way.facts()).blocks == 0:
             found += [Way(dense, name, (2,), {**LOOPED, **words}) for words in ({}, FLAGS)]
         if how.any_blocks and how.copies is None:
             found.append(Way(dense, name, (2,), LOOPED))
