@@ -31,10 +31,10 @@ if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
 fi
 
 _tdcoll_setenv() {
-    local root settings
+    local root assignments
     root=$(CDPATH='' builtin cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P) || return 1
     export "${!NVSHMEM_@}" "${!TDCOLL_@}" TRITON_INTERPRET # variables of the shell alone would not reach Python
-    settings=$(PYTHON=${PYTHON-} sh "$root/launch.sh" --setenv) && eval "$settings"
+    assignments=$(PYTHON=${PYTHON-} sh "$root/launch.sh" --setenv) && eval "$assignments"
 }
 
 # As a condition, so that a failing command inside does not end a shell that runs with set -e.

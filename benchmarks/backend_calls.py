@@ -99,15 +99,15 @@ def device_us(graph: torch.cuda.CUDAGraph, calls: int = CAPTURED) -> float:
 
 def captured(call: Call, calls: int = CAPTURED) -> torch.cuda.CUDAGraph:
     """Return a graph of so many calls, which keeps their tensors."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side_stream):
         for _ in range(2):
             call()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(side_stream)
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=side):
+    with torch.cuda.graph(graph, stream=side_stream):
         for _ in range(calls):
             call()
     graph.kept = call
@@ -229,20 +229,20 @@ def device_rows(kinds: list[str], sizes: list[int], blocks: list[int]) -> list[d
 def beside_row(count: int, nbytes: int) -> dict[str, Any]:
     """Measure and show two matmuls of 8192 x 8192 x 8192, alone and with ``count`` all-gathers on another stream."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    out, side = torch.empty_like(a), torch.cuda.Stream(priority=-1)
+    out, side_stream = torch.empty_like(a), torch.cuda.Stream(priority=-1)
     part = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
     whole = torch.empty(dist.get_world_size() * nbytes, dtype=torch.uint8, device="cuda")
     shared = tdcoll.empty(whole.numel(), torch.uint8)
 
     def step(gather: Call) -> None:
         main = torch.cuda.current_stream()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
+        side_stream.wait_stream(main)
+        with torch.cuda.stream(side_stream):
             for _ in range(count):
                 gather()
         for _ in range(2):
             torch.mm(a, a, out=out)
-        main.wait_stream(side)
+        main.wait_stream(side_stream)
 
     with tdcoll.CollectiveContext(max_bytes_per_rank=nbytes, max_blocks=64) as ctx:
 

@@ -117,8 +117,8 @@ class Diagram:
     def message(self, event: Event) -> None:
         """Draw an arrow from the moment when something is sent to that of its last byte."""
         right = event.to > event.rank
-        side = self.width / 2 * (1 if right else -1)
-        begin, end = (event.rank + side, self.when[event.begin]), (event.to - side, self.when[event.end])
+        offset = self.width / 2 * (1 if right else -1)
+        begin, end = (event.rank + offset, self.when[event.begin]), (event.to - offset, self.when[event.end])
         colour = SLOTS[event.slot] if event.kind == "data" else "#333333"
         thick = event.slot == 0 if self.protocol.pieces else event.kind == "data"
         style = {"color": colour, "linewidth": 1.8 if thick else 0.9, "shrinkA": 0, "shrinkB": 0}

@@ -18,11 +18,11 @@ __all__ = [
     "byte_count",
     "byte_text",
     "decimal",
-    "extents",
     "instance",
     "parse_bytes",
     "parse_whole",
     "seconds",
+    "shape",
     "tensor",
     "whole",
 ]
@@ -121,17 +121,17 @@ def byte_text(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def extents(name: str, value: Any) -> tuple[int, ...]:
-    """Return a shape, given as one extent or a sequence of extents, each an int of at least 0."""
+def shape(name: str, value: Any) -> tuple[int, ...]:
+    """Return a shape, given as one size or a sequence of sizes, each an int of at least 0."""
     try:
         if isinstance(value, (bool, str)):
             raise TypeError
-        shape = (value,) if isinstance(value, int) else tuple(value)
-        if any(isinstance(extent, bool) for extent in shape):
+        sizes = (value,) if isinstance(value, int) else tuple(value)
+        if any(isinstance(size, bool) for size in sizes):
             raise TypeError
-        shape = tuple(extent.__index__() for extent in shape)
+        sizes = tuple(size.__index__() for size in sizes)
     except (AttributeError, TypeError):
         raise TypeError(f"{name} must be an int or a sequence of ints, got {value!r}") from None
-    if any(extent < 0 for extent in shape):
-        raise ValueError(f"{name} must have extents of at least 0, got {list(shape)}")
-    return shape
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{name} must have sizes of at least 0, got {list(sizes)}")
+    return sizes

@@ -36,7 +36,7 @@ class Made(NamedTuple):
 kind_of = functools.cache(Made)
 
 
-class _Reached(NamedTuple):
+class _Progress(NamedTuple):
     """How many calls there were, and the last epoch and Lamport call, which are ``known`` if those of all calls are."""
 
     calls: int = 0
@@ -45,8 +45,8 @@ class _Reached(NamedTuple):
     known: bool = True
 
 
-def _after(reached: _Reached, log: Sequence[Made | str]) -> _Reached:
-    calls, epoch, lamport, known = reached
+def _after(progress: _Progress, log: Sequence[Made | str]) -> _Progress:
+    calls, epoch, lamport, known = progress
     for call in log:
         if isinstance(call, str):
             known = False
@@ -54,7 +54,7 @@ def _after(reached: _Reached, log: Sequence[Made | str]) -> _Reached:
             _, epochs, more, even = call
             epoch = 2 * (epoch // 2 + epochs) if even else epoch + epochs
             lamport += more
-    return _Reached(calls + len(log), epoch, lamport, known)
+    return _Progress(calls + len(log), epoch, lamport, known)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -84,13 +84,13 @@ class Calls:
         self.group = f"group {group}" if group is not None else ranks_text(ranks)
         self.log: list[Made | str] = []
         # Changed together, because another thread asks for names.
-        self._kept = _Reached(), self.log
+        self._kept = _Progress(), self.log
 
     def forget(self) -> None:
         """Forget the older half of the calls, but for their number. For the thread that makes calls."""
         half = len(self.log) // 2
-        reached, self.log = _after(self._kept[0], self.log[:half]), self.log[half:]
-        self._kept = reached, self.log
+        progress, self.log = _after(self._kept[0], self.log[:half]), self.log[half:]
+        self._kept = progress, self.log
 
     def name_of(self, epoch: int, lamport: bool) -> str:
         """Name the call of an epoch, or of a Lamport call: ``all_reduce, call 4 of group 0``.
@@ -98,14 +98,14 @@ class Calls:
         If the number of the call isn't known, that of the epoch stands in its place; if the operation isn't, neither
         does that.
         """
-        reached, log = self._kept
+        progress, log = self._kept
         log, number = list(log), "Lamport call" if lamport else "epoch"
         names = {call if isinstance(call, str) else call.operation for call in log}
-        if self.exact and _after(reached, log).known and epoch > (reached.lamport if lamport else reached.epoch):
+        if self.exact and _after(progress, log).known and epoch > (progress.lamport if lamport else progress.epoch):
             for call in log:
-                reached = _after(reached, [call])
-                if epoch <= (reached.lamport if lamport else reached.epoch):
-                    return f"{call.operation}, call {reached.calls} of {self.group}"  # type: ignore[union-attr]
+                progress = _after(progress, [call])
+                if epoch <= (progress.lamport if lamport else progress.epoch):
+                    return f"{call.operation}, call {progress.calls} of {self.group}"  # type: ignore[union-attr]
         what = f"{names.pop()}, " if len(names) == 1 else ""
         return f"{what}{number} {epoch} of {self.group}"
 
@@ -119,6 +119,6 @@ class Calls:
         last = log[-1] if isinstance(log[-1], str) else log[-1].operation
         text = f"{self.group}: {calls} call{'s' if calls > 1 else ''} made, the last one {last}"
         if self.exact and known:
-            reached = ("epoch", epoch), ("Lamport call", lamport)
-            text += ", up to " + " and ".join(f"{number} {count}" for number, count in reached if count)
+            progress = ("epoch", epoch), ("Lamport call", lamport)
+            text += ", up to " + " and ".join(f"{number} {count}" for number, count in progress if count)
         return text

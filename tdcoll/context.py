@@ -239,8 +239,8 @@ class CollectiveContext(Preconditions):
         }
         what = "arguments of CollectiveContext"
         mates = [self._group[rank] for rank in self.topology.members[self.topology.node]]
-        reachable = all(owner.heap.peer_base(pe) != 0 for pe in mates)
-        answers = owner.exchange(self._group, what, (shown(call or {}), same, reachable))
+        accessible = all(owner.heap.peer_base(pe) != 0 for pe in mates)
+        answers = owner.exchange(self._group, what, (shown(call or {}), same, accessible))
         if call is not None:
             require_equal([theirs for theirs, _, _ in answers], self._group, f"{call['operation']} arguments")
         require_equal([theirs for _, theirs, _ in answers], self._group, what)
@@ -301,7 +301,7 @@ class CollectiveContext(Preconditions):
             base=inbox.data_ptr(),
             stride=inbox[0, 0].nbytes,
             control=torch.zeros(1, dtype=torch.int64, device=self.device),
-            extents=torch.zeros(3, dtype=torch.int64, device=self.device),
+            written=torch.zeros(3, dtype=torch.int64, device=self.device),
         )
 
     def _allocate(self, area: Area) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tdcoll.collectives._host.pool import Prospect, prospect
 from tdcoll.collectives.sparse_all_reduce import SparseContext
 from tdcoll.collectives.sparse_all_reduce.explain import explain_rows
 from tdcoll.collectives.sparse_all_reduce.policy import Capacities
-from tdcoll.collectives.sparse_all_reduce.pool import FEWEST_ROWS, existing, extents_of
+from tdcoll.collectives.sparse_all_reduce.pool import FEWEST_ROWS, existing, row_sizes_of
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.context import CollectiveContext
 from tdcoll.fused import policy as fused
@@ -90,7 +90,7 @@ def explain(
         shape, dtype = tuple(first.shape), first.dtype
     else:
         arguments.instance("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype or None")
-        shape, dtype = arguments.extents("tensor", tensor), dtype or torch.float32
+        shape, dtype = arguments.shape("tensor", tensor), dtype or torch.float32
     if operation == _SPARSE:
         return _sparse(tensors, shape, dtype, op, group, ctx, algorithm)
     if ctx is not None:
@@ -106,7 +106,7 @@ def explain(
         check_operation(op, dtype)
     world = len(runtime.current().ranks_of(group)) if ctx is None else ctx.world_size
     if not spec.results(shape, world) or (in_buffer and (not shape or shape[0] % world)):
-        raise ValueError(f"tensor's first extent must be divisible by the {world} rank(s); got shape {list(shape)}")
+        raise ValueError(f"tensor's first dimension must be divisible by the {world} rank(s); got shape {list(shape)}")
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     segment = nbytes // world if in_buffer else spec.segment_bytes(nbytes, world)
     context: CollectiveContext | Prospect = prospect(spec, segment, group) if ctx is None else ctx
@@ -159,7 +159,7 @@ def _sparse(
     if ctx is not None:
         arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext or None")
     if tensors:
-        sizes = [extents_of(one) for one in tensors]
+        sizes = [row_sizes_of(one) for one in tensors]
         rows, row_bytes = sum(n for n, _ in sizes), max(nbytes for _, nbytes in sizes)
     else:
         rows, row_bytes = (shape[0] if shape else 0), torch.Size(shape[1:]).numel() * dtype.itemsize

@@ -108,7 +108,7 @@ def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll ru
         return 0
     if _is_tests(given):
         os.chdir(ROOT)
-    return os.execvpe(job.python, command, job.variables)  # signals go straight to torchrun, and its exit status stays
+    return os.execvpe(job.python, command, job.variables)  # signals go directly to torchrun, and its exit status stays
 
 
 def _exports(variables: Mapping[str, str]) -> str:

@@ -32,7 +32,7 @@ def empty(
     torch.Size([2, 1024])
 
     Args:
-        shape: extents, or one extent.
+        shape: sizes, or one size.
         dtype: any torch dtype.
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
         name: for the simulator's reports ("pe3.signals[0]"); the same on all ranks.
@@ -44,11 +44,11 @@ def empty(
             raise.
         RankMismatchError: ranks ask for different sizes. Nothing is allocated on any of them.
     """
-    extents = arguments.extents("shape", shape)
-    together = f" (extents go together: empty(({shape}, {dtype})))" if isinstance(dtype, int) else ""
+    sizes = arguments.shape("shape", shape)
+    together = f" (sizes go together: empty(({shape}, {dtype})))" if isinstance(dtype, int) else ""
     arguments.instance("dtype", dtype, torch.dtype, f"a torch.dtype{together}")
     arguments.instance("name", name, str, "a str")
-    return runtime.current().allocate(extents, dtype, group=group, name=name)
+    return runtime.current().allocate(sizes, dtype, group=group, name=name)
 
 
 def zeros(

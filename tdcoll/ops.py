@@ -251,16 +251,16 @@ def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | 
         return None
     if len(add.args) != 2 or add.kwargs.get("alpha", 1) != 1 or "out" in add.kwargs:
         return None
-    sides = [node for node in add.args if isinstance(node, fx.Node)]
-    reduces = [n for n in sides if n.op == "call_function" and n.target in _REDUCES and len(n.users) == 1]
-    if len(sides) != 2 or not reduces or sides[0] is sides[1] or reduces[0].kwargs:
+    addends = [node for node in add.args if isinstance(node, fx.Node)]
+    reduces = [n for n in addends if n.op == "call_function" and n.target in _REDUCES and len(n.users) == 1]
+    if len(addends) != 2 or not reduces or addends[0] is addends[1] or reduces[0].kwargs:
         return None
     reduce = reduces[0]
     if add.target is operator.iadd and add.args[0] is not reduce:  # the old residual becomes the new one
         return None
     if reduce.args[1:2] not in ((), ("sum",)):
         return None
-    residual = sides[1] if sides[0] is reduce else sides[0]
+    residual = addends[1] if addends[0] is reduce else addends[0]
     summed, old, gain = _seen(reduce), _seen(residual), _seen(weight)
     if summed is None or old is None or gain is None or len(shape) != 1:
         return None

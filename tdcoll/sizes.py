@@ -107,7 +107,7 @@ def context_sizes(
     if stores and topology.ranks_per_node is not None:
         ll_bytes = min(max_bytes_per_rank, limits.flagged_bytes(world, nodes))
     sizes = ContextSizes(world, max_bytes_per_rank, chunks, ll_bytes, lamport)
-    if ll_bytes >= 0 and flagged_bytes is not None:  # what crosses between nodes is staged in the inbox first
+    if ll_bytes >= 0 and flagged_bytes is not None:  # what crosses between nodes is copied to the inbox first
         sizes = replace(sizes, ll_bytes=min(flagged_bytes, sizes.capacity) if nodes > 1 else flagged_bytes)
     if free is not None and free < sizes.heap_bytes and lamport_bytes is None and lamport >= 16:
         sizes = replace(sizes, lamport_bytes=lamport // 16)

@@ -46,14 +46,14 @@ def peer_tensor(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     if rank == owner.rank or tensor.nbytes == 0:
         return tensor
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    extent = tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in steps))
+    nbytes = tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in steps))
     offset = owner.offset_of(tensor, "tensor")
-    owners = owner.arena.owners_around(offset, extent)
+    owners = owner.arena.owners_around(offset, nbytes)
     if owners is None or rank not in owners:
         raise ValueError(f"rank must be one of {list(owners or ())}, which made the tensor together; got {rank}")
     if owner.node_ids[rank] != owner.node_ids[owner.rank] or owner.heap.peer_base(rank) == 0:
         raise ValueError(f"rank must be one that loads and stores reach, on this node; got {rank}, on another")
-    raw = owner.heap.peer_view(rank, offset, extent)
+    raw = owner.heap.peer_view(rank, offset, nbytes)
     return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from tdcoll.limits import COLLECTIVES
 
-__all__ = ["Argument", "Call", "Change", "Inserted", "Moved", "Mutant", "at_once", "dropped", "installed", "missing"]
+__all__ = ["Argument", "Call", "Change", "Inserted", "Moved", "Mutant", "dropped", "installed", "missing", "no_wait"]
 
 MODULES = [  # each may import those before it
     *(
@@ -193,7 +193,7 @@ class Argument:
         return found
 
 
-def at_once(where: str, call: str = "tdl.wait_signal", of: str = "") -> Argument:
+def no_wait(where: str, call: str = "tdl.wait_signal", of: str = "") -> Argument:
     """A wait for the epoch waits for nothing."""
     return Argument(where, call, "epoch", "0", of)
 
@@ -371,7 +371,7 @@ class Mutant:
         return self.name
 
     @property
-    def setting(self) -> Hashable:
+    def where(self) -> Hashable:
         """Where it is seen: real kernels must pass there."""
         return str(self.case), str(self.world)
 

@@ -98,11 +98,11 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
     (
         lambda given: tdcoll.empty(3, 4),
         TypeError,
-        "dtype must be a torch.dtype (extents go together: empty((3, 4))), got 4",
+        "dtype must be a torch.dtype (sizes go together: empty((3, 4))), got 4",
     ),
     (lambda given: tdcoll.zeros(3, "float"), TypeError, "dtype must be a torch.dtype, got 'float'"),
     *((lambda given, s=s: tdcoll.empty(s), TypeError, f"{SHAPE}{s!r}") for s in ("ab", None, 3.5, (3.5,), True)),
-    (lambda given: tdcoll.empty((2, -1)), ValueError, "shape must have extents of at least 0, got [2, -1]"),
+    (lambda given: tdcoll.empty((2, -1)), ValueError, "shape must have sizes of at least 0, got [2, -1]"),
     (lambda given: tdcoll.empty(3, name=3), TypeError, "name must be a str, got 3"),
     (lambda given: tdcoll.free(None), TypeError, "tensor must be a torch.Tensor, got NoneType"),
     (

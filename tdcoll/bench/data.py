@@ -60,7 +60,7 @@ class Numbers:
 
 def buffer_bytes(spec: Spec, nbytes: int, world: int, sets: int) -> int:
     """Return the bytes that all inputs and results of :class:`Buffers` take in a heap, which aligns each."""
-    return sets * sum(-(-extent // ALIGNMENT) * ALIGNMENT for extent in spec.extents(nbytes, world))
+    return sets * sum(-(-extent // ALIGNMENT) * ALIGNMENT for extent in spec.sizes(nbytes, world))
 
 
 class Buffers:
@@ -108,7 +108,7 @@ class Buffers:
         self._numbers = Numbers(dtype, terms if op in ("sum", "mean") else 1, device)
         make = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
-        given, result = spec.extents(nbytes, self.world)
+        given, result = spec.sizes(nbytes, self.world)
         self.results, self.inputs = ([make(size).view(dtype) for _ in range(sets)] for size in (result, given))
 
     def own(self, call: int) -> torch.Tensor:

@@ -174,12 +174,12 @@ class Dense(case.Case):
         if name == BACKEND:
             return {}
         algorithm, in_place, symmetric = _parts(name)
-        given, result = self.spec.extents(nbytes, context.world_size)
+        given, result = self.spec.sizes(nbytes, context.world_size)
         dtype = self.options.dtype
-        extent = (result if in_place else given) // dtype.itemsize
+        n_elements = (result if in_place else given) // dtype.itemsize
         how = {"op": self.op} if self.op else {}
         said = tdcoll.explain(
-            self.spec.name, extent, dtype=dtype, ctx=context, in_place=in_place, symmetric=symmetric,
+            self.spec.name, n_elements, dtype=dtype, ctx=context, in_place=in_place, symmetric=symmetric,
             algorithm=algorithm, **how,
         )  # fmt: skip
         if not said.algorithm:

@@ -108,7 +108,7 @@ def _by_size(head: dict[str, Any], timed: Sequence[Row], layout: Layout, only: S
     ours, peers = ([row.label for row in chosen if row.peer is peer] for peer in (False, True))
     styles = _styles(ours, peers)
     ticks = sorted({x(row) for row in [row for row in chosen if not row.peer] or chosen})
-    lines, columns = (distinct([layout.panel(row)[side] for row in chosen]) for side in (0, 1))
+    lines, columns = (distinct([layout.panel(row)[part] for row in chosen]) for part in (0, 1))
     title = f"{layout.title}, {machine(head, chosen[0])}"
     figure, axes = _panels(title, len(lines), len(columns), sharex=True, sharey=True)
     for down, across in ((line, column) for line in lines for column in columns):

@@ -70,7 +70,7 @@ def _measured_with(head: dict[str, Any]) -> str:
     versions += [f"{name} {facts[key]}" for key, name in _VERSIONS.items() if facts.get(key)]
     text = "; ".join(filter(None, [f"Measured with {', '.join(versions)}", head["started"][:10]])) + "."
     environment = {f"{name}={value}" for name, value in facts.get("environment", {}).items()}
-    off = [f"`{setting}`" for setting in _NO_MULTICAST if setting in environment]
+    off = [f"`{variable}`" for variable in _NO_MULTICAST if variable in environment]
     return text + (f" Multicast was off ({', '.join(off)})." if off else "")
 
 

@@ -70,8 +70,8 @@ class Signalling(case.Case):
         addresses = [base + offset if base and rank != own else scratch for rank, base in enumerate(bases)]
         addresses += [scratch] * (self.block - world)
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=self.device)
-        self.reached = self.gather("reached", [base != 0 for base in bases])
-        """``reached[r][s]``: true if rank r can store to the memory of rank s."""
+        self.accessible = self.gather("accessible", [base != 0 for base in bases])
+        """``accessible[r][s]``: true if rank r can store to the memory of rank s."""
         self.launched = 0
         """Launches since the signals were 0."""
 
@@ -93,7 +93,7 @@ class Signalling(case.Case):
     def subject(self, send: str, pattern: str, peer_rank: int | None, same_node: bool, rounds: int) -> Subject:
         """Return a subject whose launch is one call. If a rank takes no part, it does nothing in it."""
         ranks = range(self.topology.world_size) if peer_rank is None else (0, peer_rank)
-        if SENDS[send] and not all(self.reached[one][other] for one in ranks for other in ranks):
+        if SENDS[send] and not all(self.accessible[one][other] for one in ranks for other in ranks):
             raise ValueError("needs ranks that can store to each other's memory")
 
         def before(numbers: Sequence[int]) -> None:

@@ -34,7 +34,7 @@ class Spec(Collective):
         """The dtype that tables are made with; bytes if the collective doesn't reduce."""
         return "bfloat16" if self.reduces else "uint8"
 
-    def extents(self, nbytes: int, world: int) -> tuple[int, int]:
+    def sizes(self, nbytes: int, world: int) -> tuple[int, int]:
         """Return the bytes of a rank's input and of its result, for segments of ``nbytes``."""
         return nbytes * (world if self.scatters else 1), nbytes * (world if self.gathers else 1)
 

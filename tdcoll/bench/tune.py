@@ -44,7 +44,7 @@ from tdcoll.tuning.agreement import architectures
 
 __all__ = ["Tune", "listing", "main", "part_of"]
 
-_SETTINGS = ("algorithms", "chunks", "warps", "in_place", "iterations", "warmup")
+_KEPT_OPTIONS = ("algorithms", "chunks", "warps", "in_place", "iterations", "warmup")
 """Options that must be the same for all rows of one table."""
 
 
@@ -189,9 +189,9 @@ class Tune(case.Case):
         self._source = f"{date}, {versions}: {command}"
         facts = provenance()
         self._head = {"benchmark": "tune", "command": self._source, "started": date, "provenance": facts}
-        settings = {name: getattr(options, name) for name in _SETTINGS}
+        kept = {name: getattr(options, name) for name in _KEPT_OPTIONS}
         more = {"ranks": self.topology.describe(), "architectures": architectures(self.device)}
-        self._circumstances = json.loads(json.dumps({**facts, **settings, **more}))
+        self._circumstances = json.loads(json.dumps({**facts, **kept, **more}))
         """Machine, versions and settings; rows don't count if theirs differ."""
         self._rows: list[Row] = []
 

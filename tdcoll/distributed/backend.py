@@ -151,7 +151,7 @@ class TdcollProcessGroup(ProcessGroup):
         of_group = store, rank, size, timeout, name, ranks
         names = add_backends((self, plain), *of_group, options.nccl, split, share_gpus)
         timeout_s = _deadline(timeout)
-        settings = {
+        configured = {
             "handles": options.kinds,
             "max_bytes_per_rank": options.max_bytes_per_rank,
             "blocks": options.blocks,
@@ -162,7 +162,7 @@ class TdcollProcessGroup(ProcessGroup):
         own_store = dist.PrefixStore("tdcoll/", store)
         fallback = Fallback(plain, names, lambda kind: beside(kind, *of_group))
         control = StoreControlPlane(own_store, rank, timeout.total_seconds())
-        agreed = Agreement(control, size, options.kinds, settings, name)
+        agreed = Agreement(control, size, options.kinds, configured, name)
         if not ranks or size == dist.get_world_size():
             agreed.join(store, rank, size, options.heap_bytes, timeout_s)
         job = runtime.current_or_none() if agreed.kinds else None

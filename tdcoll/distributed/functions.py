@@ -112,7 +112,7 @@ def all_to_all_single(
         output: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype as ``input``.
         input: ``[world * n, ...]``, contiguous.
         output_split_sizes, input_split_sizes: None, or an int for each rank, all the same, which add up to the first
-            extent of the tensor.
+            dimension of the tensor.
         group, async_op: as for :func:`all_gather_into_tensor`.
 
     Returns:
@@ -131,7 +131,7 @@ def all_to_all_single(
 def _check_splits(
     name: str, sizes: Sequence[int] | None, argument: str, tensor: torch.Tensor, group: runtime.Group
 ) -> None:
-    """Raise unless split sizes are None, or the same for each rank and, added up, the tensor's first extent."""
+    """Raise unless split sizes are None, or the same for each rank and, added up, the tensor's first dimension."""
     if not sizes:
         return
     arguments.tensor(argument, tensor)
@@ -144,7 +144,7 @@ def _check_splits(
             "all_to_all_single for segments of different sizes"
         )
     if sum(sizes) != rows:
-        raise ValueError(f"{name} must add up to the first extent of {argument}, {rows}; got {list(sizes)}")
+        raise ValueError(f"{name} must add up to dimension 0 of {argument}, {rows}; got {list(sizes)}")
 
 
 def _call(

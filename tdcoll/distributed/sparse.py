@@ -171,9 +171,9 @@ class SparseAllReduce(Handler):
 
 
 def _strides(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """``(extent, stride)`` of each sparse dimension, in the one dimension of all their indices."""
-    extents = tensor.shape[: tensor.sparse_dim()]
-    return tuple(zip(extents, torch.empty(extents, device="meta").stride(), strict=True))
+    """``(size, stride)`` of each sparse dimension, in the one dimension of all their indices."""
+    sizes = tensor.shape[: tensor.sparse_dim()]
+    return tuple(zip(sizes, torch.empty(sizes, device="meta").stride(), strict=True))
 
 
 def _with_one_dimension(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,5 +195,5 @@ def _with_dimensions_of(like: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     if like.sparse_dim() == 1:
         return made
     flat = made.indices()[0]
-    found = torch.stack([flat // stride % extent for extent, stride in _strides(like)])
+    found = torch.stack([flat // stride % size for size, stride in _strides(like)])
     return torch.sparse_coo_tensor(found, made.values(), like.shape, is_coalesced=True, check_invariants=False)

@@ -207,10 +207,10 @@ def _hosts(facts: Facts) -> list[Line]:
     if facts.simulated:
         return [problem(name, f"{facts.nnodes} asked for", "the simulator runs on one host: see --emulate-nodes")]
     variables = facts.launched
-    for setting in ("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo", "NVSHMEM_REMOTE_TRANSPORT=none", "TDCOLL_HEAP=torch"):
-        variable, _, value = setting.partition("=")
+    for assignment in ("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo", "NVSHMEM_REMOTE_TRANSPORT=none", "TDCOLL_HEAP=torch"):
+        variable, _, value = assignment.partition("=")
         if variables.get(variable) == value:
-            return [problem(name, f"{setting} is for one host", f"unset {variable}")]
+            return [problem(name, f"{assignment} is for one host", f"unset {variable}")]
     cards = ", ".join(facts.network_cards) or "none"
     if not facts.network_cards or not facts.network_files:
         text = f"active InfiniBand, RoCE or EFA devices: {cards}; device files in /dev/infiniband: "

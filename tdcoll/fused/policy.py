@@ -62,7 +62,7 @@ class Rows:
     """The rows of a call, as the heuristic sees them.
 
     Attributes:
-        rows, hidden: extents.
+        rows, hidden: sizes.
         itemsize: bytes of an element.
     """
 

@@ -70,7 +70,7 @@ def require_64_bits(function: str, parameter: str, value: Any) -> None:
 def require_scalar(function: str, parameter: str, value: Any) -> None:
     """Refuse a block."""
     if value.type.is_block():
-        shape = [core._unwrap_if_constexpr(extent) for extent in value.shape]
+        shape = [core._unwrap_if_constexpr(size) for size in value.shape]
         raise ValueError(f"{function}: {parameter} must be a scalar, got a block of shape {shape}")
 
 

@@ -91,7 +91,7 @@ def _named(function: JITFunction, tree: ast.AST) -> Iterator[Any]:
             yield functools.reduce(lambda found, name: getattr(found, name, None), rest, scope.get(first))
 
 
-def _reach(value: Any) -> Iterator[Any]:
+def _used_by(value: Any) -> Iterator[Any]:
     """``value`` and whatever a Triton function reaches from there: functions of the device language and Triton
     functions, also inside tuples, lists, dicts and ``constexpr``."""
     seen: dict[int, Any] = {}  # holds on to the values: the id of one that is gone may come again
@@ -112,14 +112,14 @@ def _reach(value: Any) -> Iterator[Any]:
             stack.extend(current.values())
 
 
-def _marked(reached: Iterable[Any], mark: str) -> bool:
-    """Return whether a function of the device language is among ``reached`` that has the attribute ``mark``."""
-    return any(getattr(one, mark, False) is True for one in reached)
+def _marked(used: Iterable[Any], mark: str) -> bool:
+    """Return whether a function of the device language is among ``used`` that has the attribute ``mark``."""
+    return any(getattr(one, mark, False) is True for one in used)
 
 
 def needs_nvshmem(value: Any) -> bool:
     """Return whether a Triton function calls NVSHMEM, itself or through what it reaches."""
-    return _marked(_reach(value), "needs_nvshmem")
+    return _marked(_used_by(value), "needs_nvshmem")
 
 
 _MAY_HOLD_FUNCTIONS = (JITFunction, tl.constexpr, tuple, list, dict, types.FunctionType)
@@ -218,7 +218,7 @@ def for_descriptors(src: Any) -> Iterator[None]:
     from tdcoll.language.ptx import descriptors
 
     given = any("tensordesc" in str(kind) for kind in src.signature.values())
-    makes = any(one is tl.make_tensor_descriptor for one in _reach([src.fn, *src.constants.values()]))
+    makes = any(one is tl.make_tensor_descriptor for one in _used_by([src.fn, *src.constants.values()]))
     token = descriptors.set(given or makes)
     try:
         yield
@@ -290,14 +290,14 @@ class TdcollJITFunction(JITFunction):
     """A ``triton.jit`` function that links and initialises NVSHMEM when it calls it."""
 
     @functools.cached_property
-    def _reached(self) -> tuple[Any, ...]:
+    def _used(self) -> tuple[Any, ...]:
         """All that this kernel reaches, whatever its arguments are."""
-        return tuple(_reach(self))
+        return tuple(_used_by(self))
 
     @functools.cached_property
     def calls_nvshmem(self) -> bool:
         """Whether this kernel needs NVSHMEM's bitcode whatever its arguments are."""
-        return _marked(self._reached, "needs_nvshmem")
+        return _marked(self._used, "needs_nvshmem")
 
     @functools.cached_property
     def begins_in_stream_order(self) -> bool:
@@ -311,14 +311,14 @@ class TdcollJITFunction(JITFunction):
         statements = function.body[ast.get_docstring(function) is not None :]
         call = statements[0].value if statements and isinstance(statements[0], ast.Expr) else None
         begins = isinstance(call, ast.Call) and _marked(_named(self, call.func), "in_stream_order")
-        if not begins and _marked(self._reached, "in_stream_order"):
+        if not begins and _marked(self._used, "in_stream_order"):
             raise ValueError(f"{self.__name__} calls in_stream_order(), which must be a kernel's first statement")
         return begins
 
     @functools.cached_property
     def _waits(self) -> bool:
         """Whether this kernel has bounded waits."""
-        return _marked(self._reached, "bounded")
+        return _marked(self._used, "bounded")
 
     def _check_monitor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise ``ValueError`` unless what is called ``monitor``, an argument or a field of one, is a monitor's. The
@@ -352,9 +352,9 @@ class TdcollJITFunction(JITFunction):
 
     def _refuse_calls_that_wait(self) -> None:
         """Raise ``ValueError`` if a helper acquires that Triton does not inline: it moves loads above calls."""
-        for helper in self._reached:
+        for helper in self._used:
             called = helper is not self and isinstance(helper, JITFunction) and helper.noinline
-            if called and _marked(_reach(helper), "acquires"):
+            if called and _marked(_used_by(helper), "acquires"):
                 raise ValueError(
                     f"{helper.__name__} waits or acquires, and is noinline: Triton would move loads of the loop that "
                     "calls it above the call. Leave noinline out"

@@ -33,9 +33,9 @@ from tdcoll.language.simulator_arguments import (
 )
 from tdcoll.language.simulator_waits import *  # noqa: F403
 from tdcoll.runtime.simulator import transfers, waits
+from tdcoll.runtime.simulator.bounds import Address
 from tdcoll.runtime.simulator.branches import thread_index
 from tdcoll.runtime.simulator.builder import numpy_dtype
-from tdcoll.runtime.simulator.extents import Address
 from tdcoll.runtime.simulator.machine import BARRIERS, Machine
 from tdcoll.runtime.simulator.pointers import pointers
 from tdcoll.spec import constants as c
@@ -58,7 +58,7 @@ def n_pes(running):
 def remote_ptr(running, local_ptr, pe):
     address = number_of("remote_ptr", "local_ptr", local_ptr)
     running.check_symmetric(address, 0, "local_ptr")
-    remote = running.on(pe, address) if running.reachable(pe) else 0
+    remote = running.on(pe, address) if running.accessible(pe) else 0
     handle = triton_interpreter.TensorHandle(np.array([remote], np.uint64), local_ptr.handle.dtype)
     handle.origin = local_ptr.handle.origin
     return tl.tensor(handle, local_ptr.type)

@@ -13,8 +13,8 @@ import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.errors import TdcollError
 from tdcoll.language.checks import require_64_bits
+from tdcoll.runtime.simulator.bounds import Address
 from tdcoll.runtime.simulator.branches import differs, one_value
-from tdcoll.runtime.simulator.extents import Address
 from tdcoll.runtime.simulator.machine import Machine, machine
 from tdcoll.spec import constants as c
 from tdcoll.spec.functions import FUNCTIONS, no_puts, not_linked

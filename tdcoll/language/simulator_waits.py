@@ -13,8 +13,8 @@ import triton.runtime.interpreter as triton_interpreter
 from tdcoll.language.checks import comparison, consumed, integer_pointee, require_scalar
 from tdcoll.language.simulator_arguments import blocks, device, int32, number_of
 from tdcoll.runtime.simulator import transfers, waits
+from tdcoll.runtime.simulator.bounds import origin_of
 from tdcoll.runtime.simulator.builder import numpy_dtype
-from tdcoll.runtime.simulator.extents import origin_of
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.pointers import pointers
 from tdcoll.runtime.simulator.waits import Monitor

@@ -48,7 +48,7 @@ class Group(NamedTuple):
         deltas: int64 ``[world]``: from an address in the context's symmetric memory to the same on each peer-accessible
             rank.
         rank: group rank.
-        chunks, world: extents of ``arrived``.
+        chunks, world: sizes of ``arrived``.
     """
 
     arrived: Any

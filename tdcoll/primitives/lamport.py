@@ -21,8 +21,8 @@ A peer starts k + 2 when it is done with k + 1, for which it has heard from this
 call k is over, and with it the clearing of slot k - 1. With two slots a peer would write, in k + 1, the slot that this
 rank still clears in k. The data of k - 1 may be cleared in k because the launch of k - 1, which has read it, is over.
 
-Extents. A call clears only the words that were *written*. It notes on the device how many words of each segment its
-peers write, because calls differ in size, and with CUDA graphs only the device knows which call came before.
+Written words. A call clears only the words that were *written*. It notes on the device how many words of each segment
+its peers write, because calls differ in size, and with CUDA graphs only the device knows which call came before.
 
 Ordering: that of the kernels of one stream, and nothing else.
 
@@ -68,13 +68,13 @@ class Lamport(NamedTuple):
         base: address here of the inbox ``[3, world, stride]``, symmetric.
         stride: bytes from the segment of one rank to that of the next.
         control: int64 ``[1]``: the number of Lamport calls, as a group's ``control`` has that of epochs.
-        extents: int64 ``[3]``: words of each segment that the last call in that slot has written.
+        written: int64 ``[3]``: words of each segment that the last call in that slot has written.
     """
 
     base: tl.int64
     stride: tl.int64
     control: Any
-    extents: Any
+    written: Any
 
 
 @jit
@@ -193,7 +193,7 @@ def receive(g, lamport, origin, word, call, mask):
 
 @jit
 def clear(g, lamport, call, nbytes, BLOCK: tl.constexpr):
-    """Clear the words of the call before, and note the extent of this one. Every program calls it once.
+    """Clear the words of the call before, and note what this one writes. Every program calls it once.
 
     Call it between sending and receiving, because it costs no time there. The programs share the work, for any grids of
     the two calls.
@@ -205,7 +205,7 @@ def clear(g, lamport, call, nbytes, BLOCK: tl.constexpr):
     program, programs = this_program()
     place = tl.arange(0, BLOCK)
     nothing = tl.full([BLOCK], SENTINEL, tl.int32)
-    left = tl.load(lamport.extents + slot(call - 1))
+    left = tl.load(lamport.written + slot(call - 1))
     for origin in range(g.world):
         begin = tl.cast(program, tl.int64) * BLOCK
         while begin < left:
@@ -215,4 +215,4 @@ def clear(g, lamport, call, nbytes, BLOCK: tl.constexpr):
             begin += tl.cast(programs, tl.int64) * BLOCK
     if program == 0:
         words = tl.maximum((tl.cast(nbytes, tl.int64) + 15) // 16, 1)
-        tl.store(lamport.extents + slot(call), words)
+        tl.store(lamport.written + slot(call), words)

@@ -13,7 +13,7 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives.group import segment
 from tdcoll.primitives.stores import may_write
 
-__all__ = ["Routes", "push", "push_remote", "put_staged", "say_entered"]
+__all__ = ["Routes", "push", "push_remote", "put_from_outbox", "say_entered"]
 
 
 class Routes(NamedTuple):
@@ -47,24 +47,24 @@ def push(target, source, nbytes, signal, value, pe):
 
 
 @jit
-def put_staged(to, pe, source, inbox, g, outbox, offset, size, signal, epoch):
+def put_from_outbox(to, pe, source, inbox, g, outbox, offset, size, signal, epoch):
     """Put a chunk at ``source`` to rank ``to``, which is ``pe``; nothing waits for it.
 
     It is copied first to the outbox of this rank's segment for that rank, at byte ``outbox``, because puts need
     symmetric memory.
     """
-    staged = segment(inbox, g, epoch, to) + outbox + offset
-    tdl.copy_block(staged, source, size)
+    copied = segment(inbox, g, epoch, to) + outbox + offset
+    tdl.copy_block(copied, source, size)
     tdl.syncthreads()
     landing = segment(inbox, g, epoch, g.rank) + offset
-    tdl.putmem_signal_nbi_block(landing, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)
+    tdl.putmem_signal_nbi_block(landing, copied, size, signal, epoch, tdl.SIGNAL_SET, pe)
 
 
 @jit
-def push_remote(i, routes, g, inbox, staged, source, nbytes, signal, epoch):
+def push_remote(i, routes, g, inbox, copied, source, nbytes, signal, epoch):
     """Put a chunk to the remote ranks of ``routes``, from symmetric memory.
 
-    With two slots the chunk is first copied to ``staged``, this rank's own segment, and put from there to all of them;
+    With two slots the chunk is first copied to ``copied``, this rank's own segment, and put from there to all of them;
     nothing waits for the puts, because that segment is written next two epochs later. If the chunk is in the caller's
     buffer, it is put to the i-th of them when that rank has entered the call, and is complete when this returns,
     because the caller may overwrite it when the call is over.
@@ -74,11 +74,11 @@ def push_remote(i, routes, g, inbox, staged, source, nbytes, signal, epoch):
         peer = tl.load(elsewhere + i)
         pe = tl.load(elsewhere + routes.n_remote + i)
         if may_write(g, inbox, peer, epoch) != 0:
-            tdl.putmem_signal_nbi_block(staged, staged, nbytes, signal, epoch, tdl.SIGNAL_SET, pe)
+            tdl.putmem_signal_nbi_block(copied, copied, nbytes, signal, epoch, tdl.SIGNAL_SET, pe)
             tdl.quiet()
     else:
-        tdl.copy_block(staged, source, nbytes)
+        tdl.copy_block(copied, source, nbytes)
         tdl.syncthreads()
         for k in tl.range(0, routes.n_remote, disable_licm=True):
             pe = tl.load(elsewhere + routes.n_remote + k)
-            tdl.putmem_signal_nbi_block(staged, staged, nbytes, signal, epoch, tdl.SIGNAL_SET, pe)
+            tdl.putmem_signal_nbi_block(copied, copied, nbytes, signal, epoch, tdl.SIGNAL_SET, pe)

@@ -25,10 +25,10 @@ from tdcoll.primitives.elements import element, placed
 from tdcoll.primitives.group import start as group_start
 from tdcoll.primitives.reduce import accumulate, finish, rounded
 
-__all__ = ["AT_ONCE", "carry", "deltas_of", "load", "load_shares", "receive", "reduce", "repair", "send"]
+__all__ = ["RANKS_OF_ONE_WAIT", "carry", "deltas_of", "load", "load_shares", "receive", "reduce", "repair", "send"]
 __all__ += ["send_shares", "send_to_all", "start", "store"]
 
-AT_ONCE = tl.constexpr(8)
+RANKS_OF_ONE_WAIT = tl.constexpr(8)
 """Ranks whose words one wait polls; for more of them it would take too many registers."""
 
 
@@ -129,7 +129,7 @@ def receive(g, inbox, word, mine, call, mask, LAMPORT: tl.constexpr):
     """
     found = ()
     arrived = mask
-    if LAMPORT and g.world > 1 and g.world <= AT_ONCE:
+    if LAMPORT and g.world > 1 and g.world <= RANKS_OF_ONE_WAIT:
         landed = lamport.segment(g, inbox, call, 0) + 16 * tl.cast(word, tl.int64)
         came = tdl.wait_words_of_all(landed, inbox.stride, g.world, g.rank, lamport.SENTINEL, mask, g.monitor, call)
         arrived = mask & (came[4 * g.world] != 0)

@@ -2,7 +2,7 @@
 """The symmetric heap: the interface of a transport, and the allocator that all transports share.
 
 A *transport* (NVSHMEM or PyTorch's symmetric memory on GPUs, shared memory in the simulator) offers one block of
-``nbytes`` bytes on every PE, mapped or reachable from every other PE. tdcoll cuts that block up itself, for two
+``nbytes`` bytes on every PE, mapped or accessible from every other PE. tdcoll cuts that block up itself, for two
 reasons:
 
 - A context for a subgroup would hang with ``nvshmem_malloc``, because that is collective over *all* PEs. Here an
@@ -76,7 +76,7 @@ class SymmetricHeap(Protocol):
         ...
 
     def peer_base(self, pe: int) -> int:
-        """Return the address at which this PE can load and store ``pe``'s block, or 0 if only puts and gets reach
+        """Return the address at which this PE can load and store ``pe``'s block, or 0 if only puts and gets access
         it."""
         ...
 

@@ -62,7 +62,7 @@ def _asks_to_share_gpus() -> bool:
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _JobOptions:
     """What ``initialize`` was asked for; must agree over the ranks."""
 
     heap_bytes: int
@@ -79,7 +79,7 @@ class _Settings:
         emulate_nodes: int | None = None,
         share_gpus: bool | None = None,
         heap: str | None = None,
-    ) -> _Settings:
+    ) -> _JobOptions:
         environment.warn_of_unknown()
         env = os.environ
         if heap_bytes is None:
@@ -105,7 +105,7 @@ class _Settings:
         )
 
 
-_settings: _Settings | None = None
+_options: _JobOptions | None = None
 """Those of the job that this process has joined."""
 _own_group: Any = None
 """The default process group, if tdcoll made it: it stays when a job has failed, and goes with the next."""
@@ -122,7 +122,7 @@ def is_initialized() -> bool:
 
 def may_share_gpus() -> bool:
     """Return whether ranks may share GPUs: in this process's job, else in one that it would join now."""
-    share_gpus = _settings.share_gpus if _settings is not None else _asks_to_share_gpus()
+    share_gpus = _options.share_gpus if _options is not None else _asks_to_share_gpus()
     return share_gpus and not INTERPRETED
 
 
@@ -186,20 +186,20 @@ def initialize(
         }
         _refuse_other_job(existing, asked)
         return
-    settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes, share_gpus, heap)
+    options = _JobOptions.read(heap_bytes, timeout_s, emulate_nodes, share_gpus, heap)
     _be_ready()
     global _own_group
     makes_group = not dist.is_initialized()
     if makes_group:
-        store, rank, world_size = _make_process_group(settings)
+        store, rank, world_size = _make_process_group(options)
         _own_group = dist.group.WORLD
     else:  # the default group's store: present with every backend, and used by no collective of the user's
         store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     try:
-        store = _connection(store, rank, settings.timeout_s)
+        store = _connection(store, rank, options.timeout_s)
         if not makes_group:
-            store = generation(store, rank, range(world_size), "initialize", settings.timeout_s)
-        _install(settings, store, rank, world_size)
+            store = generation(store, rank, range(world_size), "initialize", options.timeout_s)
+        _install(options, store, rank, world_size)
     except BaseException:
         if makes_group:
             dist.destroy_process_group()
@@ -222,9 +222,9 @@ def join(
     """
     if runtime.current_or_none() is not None:
         raise AlreadyInitializedError("tdcoll is initialised already; call tdcoll.finalize() first")
-    settings = _Settings.read(heap_bytes, timeout_s)
+    options = _JobOptions.read(heap_bytes, timeout_s)
     _be_ready()
-    _install(settings, _connection(store, rank, settings.timeout_s), rank, world_size)
+    _install(options, _connection(store, rank, options.timeout_s), rank, world_size)
 
 
 def _be_ready() -> None:
@@ -242,25 +242,25 @@ def _connection(store: Any, rank: int, timeout_s: float) -> Any:
     return ask(lambda: another_connection(store), rank, "initialize", timeout_s)
 
 
-def _install(settings: _Settings, store: Any, rank: int, world_size: int) -> None:
-    global _settings
-    control = StoreControlPlane(dist.PrefixStore("job", store), rank, settings.timeout_s)
-    runtime.install(_join(settings, control, dist.PrefixStore("heap", store), rank, world_size))
-    _settings = settings
+def _install(options: _JobOptions, store: Any, rank: int, world_size: int) -> None:
+    global _options
+    control = StoreControlPlane(dist.PrefixStore("job", store), rank, options.timeout_s)
+    runtime.install(_join(options, control, dist.PrefixStore("heap", store), rank, world_size))
+    _options = options
     watch_ddp()
     if rank == 0:
         _log.info(
             "symmetric heap: %g MiB on each of %d ranks, by %s; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...) "
             "sets the size",
-            round(settings.heap_bytes / 2**20, 3),
+            round(options.heap_bytes / 2**20, 3),
             world_size,
-            "the simulator" if INTERPRETED else {"nvshmem": "NVSHMEM", "torch": "PyTorch"}[settings.heap],
+            "the simulator" if INTERPRETED else {"nvshmem": "NVSHMEM", "torch": "PyTorch"}[options.heap],
         )
 
 
 def _refuse_other_job(existing: runtime.Runtime, asked: dict[str, Any]) -> None:
     """Raise unless the job that this process has joined is the one asked for; None asks for nothing."""
-    if _settings is None:  # a simulated PE: its World has joined for it
+    if _options is None:  # a simulated PE: its World has joined for it
         return
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     if ranks not in (None, (existing.rank, existing.world_size)):
@@ -269,33 +269,33 @@ def _refuse_other_job(existing: runtime.Runtime, asked: dict[str, Any]) -> None:
             f"rank {ranks[0]} of {ranks[1]}. NVSHMEM is one per process: call tdcoll.finalize() first."
         )
     for name, value in asked.items():
-        if value is not None and value != (given := getattr(_settings, name)):
+        if value is not None and value != (given := getattr(_options, name)):
             raise AlreadyInitializedError(
                 f"tdcoll is initialised with {name}={given}; got {value}. Call tdcoll.finalize() first."
             )
 
 
-def _make_process_group(settings: _Settings) -> tuple[Any, int, int]:
+def _make_process_group(options: _JobOptions) -> tuple[Any, int, int]:
     """Make the default process group. Return its store, which is of this generation alone, its rank and its size."""
     # With share_gpus always gloo, also where ranks do not really share: whether another host's do is not known here.
     # Ranks that disagree still meet, because NCCL connects at its first use only, and are told so by _join.
-    on_gpus = "cpu:gloo,cuda:gloo" if settings.share_gpus else "cpu:gloo,cuda:nccl"
+    on_gpus = "cpu:gloo,cuda:gloo" if options.share_gpus else "cpu:gloo,cuda:nccl"
     backend = "gloo" if INTERPRETED else on_gpus
     if not INTERPRETED and "LOCAL_RANK" in os.environ:
         local_rank = arguments.parse_whole(os.environ["LOCAL_RANK"], "LOCAL_RANK", 0)
-        torch.cuda.set_device(device_index(local_rank, settings.share_gpus))
+        torch.cuda.set_device(device_index(local_rank, options.share_gpus))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        store, rank, world_size = _rendezvous(settings.timeout_s)
+        store, rank, world_size = _rendezvous(options.timeout_s)
     else:
         store, rank, world_size = dist.HashStore(), 0, 1
     keep(store)
-    store = generation(store, rank, range(world_size), "initialize", settings.timeout_s)
+    store = generation(store, rank, range(world_size), "initialize", options.timeout_s)
     name_groups_anew()  # a default group is the first of all
 
     def make() -> None:  # ranks find each other's addresses in the store, and then connect
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
-    ask(make, rank, "initialize", settings.timeout_s, "the other ranks, or the store, to make the process group")
+    ask(make, rank, "initialize", options.timeout_s, "the other ranks, or the store, to make the process group")
     return store, rank, world_size
 
 
@@ -335,18 +335,18 @@ def _gpu_name() -> Any:
     return socket.gethostname(), str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-def _refuse_impossible(settings: _Settings, answers: Sequence[tuple[Any, str, Any]]) -> None:
+def _refuse_impossible(options: _JobOptions, answers: Sequence[tuple[Any, str, Any]]) -> None:
     """Raise if ranks with these settings, names of nodes and GPUs cannot make one job."""
     gpus = [gpu for *_, gpu in answers if gpu is not None]
     shared = next((rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank]), None)
-    if shared is not None and not settings.share_gpus:
+    if shared is not None and not options.share_gpus:
         raise RankMismatchError(
             f"ranks {gpus.index(gpus[shared])} and {shared} use the same GPU; call torch.cuda.set_device(LOCAL_RANK) "
             "before tdcoll.initialize(). For tests of correctness ranks may share GPUs: launch.sh --share-gpus, "
             "TDCOLL_SHARE_GPUS=1 or initialize(share_gpus=True)"
         )
     hosts = sorted({host for host, _ in gpus})
-    if settings.heap == "nvshmem" and len(hosts) > 1:
+    if options.heap == "nvshmem" and len(hosts) > 1:
         # Settings that setenv.sh makes for one host, with which NVSHMEM would hang.
         for variable, value in (("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo"), ("NVSHMEM_REMOTE_TRANSPORT", "none")):
             if os.environ.get(variable) == value:
@@ -354,11 +354,11 @@ def _refuse_impossible(settings: _Settings, answers: Sequence[tuple[Any, str, An
                     f"{variable}={value} is for one host, and the job has {len(hosts)} ({', '.join(hosts)}). Start "
                     "it with launch.sh --nnodes, set TDCOLL_NNODES before sourcing setenv.sh, or set it yourself."
                 )
-    if settings.heap != "torch":
+    if options.heap != "torch":
         return
-    if settings.emulate_nodes > 1:
+    if options.emulate_nodes > 1:
         raise TdcollError(
-            f"emulate_nodes={settings.emulate_nodes} needs puts, which heap='torch' does not have; use heap='nvshmem'"
+            f"emulate_nodes={options.emulate_nodes} needs puts, which heap='torch' does not have; use heap='nvshmem'"
         )
     # Two agents of torchrun on one host are two nodes, between which algorithms put.
     nodes = sorted({name if gpu is None or name == gpu[0] else f"{name} on {gpu[0]}" for _, name, gpu in answers})
@@ -372,35 +372,35 @@ def _refuse_impossible(settings: _Settings, answers: Sequence[tuple[Any, str, An
 
 
 def _join(
-    settings: _Settings, control: StoreControlPlane, heap_store: Any, rank: int, world_size: int
+    options: _JobOptions, control: StoreControlPlane, heap_store: Any, rank: int, world_size: int
 ) -> runtime.Runtime:
     everyone = range(world_size)
-    answers = control.all_gather(everyone, "initialize", (asdict(settings), _node_name(), _gpu_name()))
+    answers = control.all_gather(everyone, "initialize", (asdict(options), _node_name(), _gpu_name()))
     require_equal([given for given, _, _ in answers], everyone, "the settings of tdcoll.initialize()")
-    _refuse_impossible(settings, answers)
+    _refuse_impossible(options, answers)
     names = [name for _, name, _ in answers]
     node_ids = tuple(
-        (name, emulated_node(names[:r].count(name), names.count(name), settings.emulate_nodes))
+        (name, emulated_node(names[:r].count(name), names.count(name), options.emulate_nodes))
         for r, name in enumerate(names)
     )
-    of_all: dict[str, Any] = {"pe": rank, "n_pes": world_size, "nbytes": settings.heap_bytes, "control": control}
+    of_all: dict[str, Any] = {"pe": rank, "n_pes": world_size, "nbytes": options.heap_bytes, "control": control}
     heap: SymmetricHeap
     if INTERPRETED:
         from tdcoll.runtime.simulator.process import ProcessHeap
 
-        heap = ProcessHeap(**of_all, timeout_s=settings.timeout_s, puts=settings.heap == "nvshmem")
-    elif settings.heap == "torch":
+        heap = ProcessHeap(**of_all, timeout_s=options.timeout_s, puts=options.heap == "nvshmem")
+    elif options.heap == "torch":
         from tdcoll.runtime.torch_memory import TorchHeap
 
-        heap = TorchHeap(**of_all, device=_device(), store=heap_store, timeout_s=settings.timeout_s)
+        heap = TorchHeap(**of_all, device=_device(), store=heap_store, timeout_s=options.timeout_s)
     else:
         from tdcoll.runtime.nvshmem import NvshmemHeap
 
         heap = NvshmemHeap(**of_all, device=_device())
         host = answers[rank][2][0]
-        if unreachable := [r for r, (*_, gpu) in enumerate(answers) if gpu[0] == host and heap.peer_base(r) == 0]:
+        if inaccessible := [r for r, (*_, gpu) in enumerate(answers) if gpu[0] == host and heap.peer_base(r) == 0]:
             raise TdcollError(
-                f"rank {rank}'s GPU cannot reach the memory of rank(s) {unreachable} on the same host: peer-to-peer "
+                f"rank {rank}'s GPU cannot reach the memory of rank(s) {inaccessible} on the same host: peer-to-peer "
                 "access is missing (see `nvidia-smi topo -p2p r`), and tdcoll needs it inside a host"
             )
     return runtime.Runtime(
@@ -410,7 +410,7 @@ def _join(
         control=control,
         node_ids=node_ids,
         simulated=INTERPRETED,
-        timeout_s=settings.timeout_s,
+        timeout_s=options.timeout_s,
     )
 
 
@@ -433,8 +433,8 @@ def finalize() -> None:
     Raises:
         CollectiveTimeout: a wait in one of tdcoll's own contexts has expired, which hasn't been reported yet.
     """
-    global _settings, _own_group
-    if _settings is None:
+    global _options, _own_group
+    if _options is None:
         return
     leaving = runtime.current()
     try:
@@ -446,7 +446,7 @@ def finalize() -> None:
         leaving.heap.abandon()
         raise
     finally:
-        _settings = None
+        _options = None
         runtime.install(None)
         leaving.closed = True
         watch.stop()

@@ -56,7 +56,7 @@ def test_correct_results_are_correct_and_exact(spec: Spec, dtype: torch.dtype, o
     for rounds in (0, 5, 1100):  # rounds begin again where numbers would be too large
         for buffers in done(spec, dtype, rounds, op):
             assert [buffers.errors(call, buffers.results[call]) for call in range(CALLS)] == [(0, "")] * CALLS
-            given, result = (nbytes // dtype.itemsize for nbytes in spec.extents(COUNT * dtype.itemsize, WORLD))
+            given, result = (nbytes // dtype.itemsize for nbytes in spec.sizes(COUNT * dtype.itemsize, WORLD))
             assert buffers.inputs[1].min() > 0, "else a wrong sign would not show"
             assert (buffers.inputs[1].shape, buffers.results[1].shape) == ((given,), (result,))
             if op == "sum":

@@ -102,7 +102,7 @@ def test_wrong_results_are_rows_that_say_so(kind: Any, mistake: str, monkeypatch
 
     monkeypatch.setattr(tdcoll, kind.benchmark, careless)
     (row,) = rows_of(kind, "-b 64 -e 64 --algorithms direct --peers=", 2)
-    last = kind.spec.extents(64, 2)[1] // 4 - 1
+    last = kind.spec.sizes(64, 2)[1] // 4 - 1
     wrong = f"rank 1: 1 wrong element(s), first: call 0, element {last}: expected "
     assert row.check == "WRONG"
     assert (wrong if mistake == "an element" else "first: call 1, element ") in row.note

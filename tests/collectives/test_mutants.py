@@ -19,7 +19,7 @@ from .suite.ways import all_dense
 
 DENSE = [mutant for dense in all_dense() for mutant in dense.mutants]
 ALL = [*DENSE, *FUSED, *SPARSE, *INDEX_MATCH]
-SETTINGS = {mutant.setting: mutant for mutant in ALL}
+PLACES = {mutant.where: mutant for mutant in ALL}
 
 
 def some(mutants: Sequence[Mutant]) -> list[Any]:
@@ -36,6 +36,6 @@ def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", SETTINGS.values(), ids=str)
+@pytest.mark.parametrize("mutant", PLACES.values(), ids=str)
 def test_real_kernels_pass_where_mutants_are_caught(mutant: Mutant) -> None:
     explore(mutant.case, seeds=3, **mutant.world)

@@ -73,7 +73,7 @@ REDUCE_SCATTER = [  # kernel, constants, architectures
 _ONE, _TWO = reduce_words.all_reduce_one_shot, reduce_words.all_reduce_two_shot
 _BF16 = {"DTYPE": tl.bfloat16, "ACC": tl.float32, "OP": SUM}
 _FP32 = {**_FLOATS, "OP": SUM}
-_STAGED = {"ZERO_COPY": False}
+_COPIED = {"ZERO_COPY": False}
 _INT32 = {"DTYPE": tl.int32, "ACC": tl.int32, "OP": MAX}
 ALL_REDUCE = [  # kernel, constants, ranks, architectures
     (_ONE, {**_FP32, **_ANNOUNCED}, 8, (90,)),
@@ -84,10 +84,10 @@ ALL_REDUCE = [  # kernel, constants, ranks, architectures
     (_TWO, {**_BF16, **_ANNOUNCED}, 4, (90, 100)),
     (_TWO, {**_INT32, **_FLAGGED}, 4, (90,)),
     (_TWO, {**_BF16, **_ANNOUNCED, "LOOPED": True}, 2, (90,)),
-    (reduce_direct.all_reduce_direct, {**_FP32, **_STAGED, "COUNT": 1024, "WAITED": 4}, 4, (90, 100)),
+    (reduce_direct.all_reduce_direct, {**_FP32, **_COPIED, "COUNT": 1024, "WAITED": 4}, 4, (90, 100)),
     (reduce_direct.all_reduce_direct, {**_BF16, "ZERO_COPY": True, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
-    (reduce_direct.all_reduce_direct, {**_FP8, **_STAGED, "OP": MEAN, "COUNT": 1024, "WAITED": 8}, 8, (90, 100)),
-    (reduce_loop.all_reduce_loop, {**_BF16, **_STAGED, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
+    (reduce_direct.all_reduce_direct, {**_FP8, **_COPIED, "OP": MEAN, "COUNT": 1024, "WAITED": 8}, 8, (90, 100)),
+    (reduce_loop.all_reduce_loop, {**_BF16, **_COPIED, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
     (reduce_loop.all_reduce_loop, {**_BF16, "ZERO_COPY": True, "COUNT": 2048, "WAITED": 8}, 8, (90,)),
     (reduce_puts.all_reduce_puts, {**_BF16, "OP": MEAN, "COUNT": 2048, "WAITED": 8}, 8, (90, 100)),
     (reduce_over_nodes.all_reduce_nodes, {**_BF16, "COUNT": 2048}, 8, (90, 100)),

@@ -71,7 +71,7 @@ CHANGED = {  # kernel, change
         Change("group.still_alive", f"tdl.block_and({ABORTED} == 0)", f"({ABORTED} == 0).to(tl.int32)"),
     ),
     "read, and released without a barrier": (PULL, Change("stores.release_to_all", "tdl.syncthreads()", "pass")),
-    "put without a barrier": (PUTS, Change("puts.put_staged", "tdl.syncthreads()", "pass")),
+    "put without a barrier": (PUTS, Change("puts.put_from_outbox", "tdl.syncthreads()", "pass")),
 }
 
 

@@ -105,7 +105,7 @@ def test_wait_for_many_looks_at_count_and_skip(pe: int, count: int, skip: int, s
     assert int(ok) == satisfied
 
 
-def test_second_wait_returns_at_once_and_keeps_the_first_record() -> None:
+def test_second_wait_returns_immediately_and_keeps_the_first_record() -> None:
     world = World(1, on_timeout="expire")
 
     def host(pe: int) -> None:

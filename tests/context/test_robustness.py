@@ -234,7 +234,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("bound", [0, 640])
-def test_the_short_way_is_for_the_bound_stream_outside_of_graphs(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fast_path_is_for_the_bound_stream_outside_of_graphs(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Driver(monkeypatch)
 
     def host(pe: int) -> None:

@@ -117,7 +117,7 @@ def test_the_fast_path_on_cpus_comes_after_the_queues_calls(monkeypatch) -> None
     assert told == []
 
 
-def sides_that_are_asked(monkeypatch: Any, asked: list[Any], now: list[str | None]) -> Dispatcher:
+def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | None]) -> Dispatcher:
     """A group whose tdcoll never handles what is large, a product or of fp64, and says ``now`` when it is prepared."""
     agreed: Any = SimpleNamespace(kinds=("all_gather", "all_reduce"), reason="")
     about: dict[str, Any] = {
@@ -153,9 +153,9 @@ def call_one(dispatcher: Dispatcher, tensor: torch.Tensor, out: torch.Tensor, op
     return dispatcher.call_one("all_gather", out, tensor, op, False, lambda *_: "handed over")
 
 
-def test_a_call_like_one_that_was_handed_over_is_handed_over_at_once(monkeypatch) -> None:
+def test_a_call_like_one_that_fell_back_falls_back_by_the_fast_path(monkeypatch) -> None:
     asked: list[Any] = []
-    dispatcher = sides_that_are_asked(monkeypatch, asked, [])
+    dispatcher = dispatcher_that_asks(monkeypatch, asked, [])
     assert [call_one(dispatcher, torch.empty(8), torch.empty(16)) for _ in range(3)] == ["handed over"] * 3
     assert asked == [((8,), (16,), None)]
     assert dispatcher.counts == {("all_gather", "gloo", "too large"): 3}
@@ -176,21 +176,21 @@ def test_a_call_like_one_that_was_handed_over_is_handed_over_at_once(monkeypatch
 )
 def test_a_call_that_is_never_served_says_nothing_of_another(wrong: Any, op: str | None, monkeypatch) -> None:
     """On one rank it may have been a mistake, which the other ranks have not made."""
-    dispatcher = sides_that_are_asked(monkeypatch, [], [None])
+    dispatcher = dispatcher_that_asks(monkeypatch, [], [None])
     assert call_one(dispatcher, *wrong(), op) == "handed over"
     assert call_one(dispatcher, torch.empty(4), torch.empty(8)) == "handled"
 
 
 def test_what_is_in_the_way_for_now_is_not_remembered(monkeypatch) -> None:
     now: list[str | None] = ["inside of a coalescing block", None]
-    dispatcher = sides_that_are_asked(monkeypatch, [], now)
+    dispatcher = dispatcher_that_asks(monkeypatch, [], now)
     assert [call_one(dispatcher, torch.empty(4), torch.empty(8)) for _ in range(2)] == ["handed over", "handled"]
     assert now == []
 
 
 def test_shapes_that_cannot_be_remembered(monkeypatch) -> None:
     """A nested tensor has none, and a symbolic one is no key of a dictionary."""
-    dispatcher = sides_that_are_asked(monkeypatch, [], [])
+    dispatcher = dispatcher_that_asks(monkeypatch, [], [])
     monkeypatch.setattr(dispatcher, "_unsupported", lambda kind, call: "never")
     symbolic = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(5, 7), static_shapes=False)
     for tensor in (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), symbolic):
@@ -200,7 +200,7 @@ def test_shapes_that_cannot_be_remembered(monkeypatch) -> None:
 
 def test_few_calls_are_remembered(monkeypatch) -> None:
     asked: list[Any] = []
-    dispatcher = sides_that_are_asked(monkeypatch, asked, [])
+    dispatcher = dispatcher_that_asks(monkeypatch, asked, [])
     monkeypatch.setattr("tdcoll.distributed.dispatch._MOST_KNOWN", 2)
     for n in (9, 10, 9, 10, 11, 9):  # 11 makes it forget the others
         call_one(dispatcher, torch.empty(n), torch.empty(n))

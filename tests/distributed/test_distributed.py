@@ -34,7 +34,7 @@ from tdcoll.runtime import lifecycle
 from tdcoll.work import as_backend_error
 
 WORKERS = Path(__file__).parents[1] / "workers"
-GPU_ONLY = {"streams", "kinds_at_once", "works_that_nobody_waits_for", "graphs"}
+GPU_ONLY = {"streams", "kinds_together", "works_that_nobody_waits_for", "graphs"}
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -359,7 +359,7 @@ def test_values_are_text_to_the_shell(shell: Shell) -> None:
 
 
 STATE = 'state() { set +o; shopt -p; trap -p; declare -F; printf "%q " "$IFS" "$PWD" "$@"; declare -p lines; }'
-SETTINGS = {
+SHELLS = {
     "plain": "",
     "strict": "set -euo pipefail; shopt -s inherit_errexit",
     "odd": "set -fuC; IFS=/:; shopt -s nullglob failglob nocasematch extglob; CDPATH=/usr",
@@ -367,14 +367,14 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_the_shell_is_as_before(shell: Shell, settings: str) -> None:
+@pytest.mark.parametrize("kind", SHELLS)
+def test_the_shell_is_as_before(shell: Shell, kind: str) -> None:
     shell.set_gpus(2)
     script = f"""
         {STATE}
         lines=(1 2)
         set -- one "two words" ''
-        {SETTINGS[settings]}
+        {SHELLS[kind]}
         state "$@" >before
         source "{SETENV}"
         state "$@" >after
@@ -391,7 +391,7 @@ def test_the_shell_is_as_before(shell: Shell, settings: str) -> None:
 def test_it_leaves_two_variables_and_no_function(shell: Shell) -> None:
     names = shell.run("-c", f"{AGAIN} 2>/dev/null; declare -F; compgen -v").stdout.splitlines()
     assert [name for name in names if "tdcoll" in name.lower()] == ["TDCOLL_PYTHON", "TDCOLL_SETENV"]
-    assert not {"root", "settings"} & {*names}
+    assert not {"root", "assignments"} & {*names}
 
 
 def test_from_any_directory(shell: Shell) -> None:
@@ -413,9 +413,9 @@ def test_it_has_to_be_sourced_by_bash(shell: Shell) -> None:
         assert (done.returncode, "needs bash" in done.stderr) == (5, True)
 
 
-@pytest.mark.parametrize("settings", ["plain", "odd"])
-def test_a_failure_returns_and_does_not_exit(shell: Shell, settings: str) -> None:
-    script = f'{SETTINGS[settings]}\n{AGAIN} || echo "returned $?"; declare -F'
+@pytest.mark.parametrize("kind", ["plain", "odd"])
+def test_a_failure_returns_and_does_not_exit(shell: Shell, kind: str) -> None:
+    script = f'{SHELLS[kind]}\n{AGAIN} || echo "returned $?"; declare -F'
     done = shell.run("-c", script, PYTHON="no-such-python")
     assert (done.returncode, done.stdout) == (0, "returned 1\n")
     assert done.stderr == "tdcoll: PYTHON=no-such-python: expected Python 3.10 or newer, found no such program\n"

@@ -206,7 +206,7 @@ def test_a_timeout_that_was_caught_is_noticed_at_the_exit(
     assert watching.written() is None
     runtime.install(SimpleNamespace(failed=True, heap=SimpleNamespace(abandon=lambda: None)))  # type: ignore[arg-type]
     if left:
-        monkeypatch.setattr(lifecycle, "_settings", object())
+        monkeypatch.setattr(lifecycle, "_options", object())
         lifecycle.finalize()
     watching.leave()
     assert watching.written() == ("a wait for another rank had expired", True)

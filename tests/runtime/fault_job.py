@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of a rank, or of the process that serves the store, in jobs of three ranks on the simulator.
 
-    TRITON_INTERPRET=1 python tests/runtime/fault_job.py [--seed 0] [--cases 20 | --all] [--at-once 7]
+    TRITON_INTERPRET=1 python tests/runtime/fault_job.py [--seed 0] [--cases 20 | --all] [--parallel 7]
 
 A case is a phase of a job's life, a fault in it, the victim, and who serves the store: rank 0 or, as torchrun's agent
 does, another process. Each survivor writes down what it was told and when. One JSON line is printed for each case.
@@ -193,12 +193,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--at-once", type=int, default=7)
+    parser.add_argument("--parallel", type=int, default=7)
     given = parser.parse_args()
     every = cases()
     chosen = every if given.all else random.Random(given.seed).sample(every, given.cases)
-    starts = [START_S * number * (number < given.at_once) for number in range(len(chosen))]
-    with ProcessPoolExecutor(given.at_once, fork) as pool:
+    starts = [START_S * number * (number < given.parallel) for number in range(len(chosen))]
+    with ProcessPoolExecutor(given.parallel, fork) as pool:
         for verdict in pool.map(run, chosen, starts):
             print(json.dumps(verdict), flush=True)
 

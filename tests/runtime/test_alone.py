@@ -15,13 +15,13 @@ import tdcoll
 from tdcoll import runtime
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
-SETTINGS = ("NVSHMEM_SYMMETRIC_SIZE", "TDCOLL_TIMEOUT_S", "TDCOLL_EMULATE_NODES", "TDCOLL_SHARE_GPUS", "TDCOLL_HEAP")
+VARIABLES = ("NVSHMEM_SYMMETRIC_SIZE", "TDCOLL_TIMEOUT_S", "TDCOLL_EMULATE_NODES", "TDCOLL_SHARE_GPUS", "TDCOLL_HEAP")
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher, no settings, and nothing is left of a job."""
-    for name in (*LAUNCHERS, *SETTINGS):
+    for name in (*LAUNCHERS, *VARIABLES):
         monkeypatch.delenv(name, raising=False)
     assert not dist.is_initialized()
     yield
@@ -66,7 +66,7 @@ def test_the_size_of_the_heap_is_logged(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize(
-    ("settings", "arguments", "nbytes", "timeout_s"),
+    ("values", "arguments", "nbytes", "timeout_s"),
     [
         (("2M", "2.5", "1"), {}, 2 << 20, 2.5),
         (("2M", "2.5", "1"), {"heap_bytes": 4096, "timeout_s": 3}, 4096, 3.0),
@@ -74,9 +74,9 @@ def test_the_size_of_the_heap_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     ],
 )
 def test_environment_variables_are_defaults(
-    monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...], arguments: dict, nbytes: int, timeout_s: float
+    monkeypatch: pytest.MonkeyPatch, values: tuple[str, ...], arguments: dict, nbytes: int, timeout_s: float
 ) -> None:
-    for name, value in zip(SETTINGS, settings, strict=False):
+    for name, value in zip(VARIABLES, values, strict=False):
         monkeypatch.setenv(name, value)
     tdcoll.initialize(**arguments)
     assert (tdcoll.heap_info().total, runtime.current().timeout_s) == (nbytes, timeout_s)

@@ -149,7 +149,7 @@ def test_tensors_are_symmetric_over_groups_whose_heaps_differ() -> None:
 def test_empty_and_free_leave_the_heap_as_it_was() -> None:
     def host(pe: int) -> None:
         before = tdcoll.heap_info()
-        tensors = [tdcoll.empty(extents, torch.int32) for extents in (5, (2, 3), [4, 0], ())]
+        tensors = [tdcoll.empty(sizes, torch.int32) for sizes in (5, (2, 3), [4, 0], ())]
         assert [list(tensor.shape) for tensor in tensors] == [[5], [2, 3], [4, 0], []]
         assert tdcoll.heap_info().allocations == 3  # a tensor of no bytes takes no room
         for tensor in tensors:

@@ -125,7 +125,7 @@ def test_a_variable_that_is_misspelt(monkeypatch: pytest.MonkeyPatch, caplog: py
     monkeypatch.setenv("TDCOLL_TIMOUT_S", "3")
     environment.warn_of_unknown.cache_clear()
     for _ in range(2):
-        lifecycle._Settings.read(None, None)
+        lifecycle._JobOptions.read(None, None)
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("tdcoll", "WARNING")
     assert "TDCOLL_TIMOUT_S is none of tdcoll's and has no effect: did you mean TDCOLL_TIMEOUT_S?" in record.message
@@ -135,8 +135,8 @@ def test_the_default_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVSHMEM_SYMMETRIC_SIZE", raising=False)
     for interpreted, nbytes in ((True, 64 << 20), (False, 384 << 20)):
         monkeypatch.setattr(lifecycle, "INTERPRETED", interpreted)
-        assert lifecycle._Settings.read(None, None).heap_bytes == nbytes
-    assert lifecycle._Settings.read("2M", 1, 1).heap_bytes == 2 << 20
+        assert lifecycle._JobOptions.read(None, None).heap_bytes == nbytes
+    assert lifecycle._JobOptions.read("2M", 1, 1).heap_bytes == 2 << 20
 
 
 def test_what_is_documented_fits_into_the_default_heap() -> None:
@@ -151,10 +151,10 @@ def test_what_is_documented_fits_into_the_default_heap() -> None:
 
 
 def test_ranks_with_other_settings() -> None:
-    other = lifecycle._Settings(1 << 20, 30.0, 1, share_gpus=True)
+    other = lifecycle._JobOptions(1 << 20, 30.0, 1, share_gpus=True)
     control: Any = SimpleNamespace(all_gather=lambda ranks, tag, mine: [mine, (dataclasses.asdict(other), *mine[1:])])
     with pytest.raises(tdcoll.RankMismatchError) as raised:
-        lifecycle._join(lifecycle._Settings(1 << 21, 30.0, 1), control, None, 0, 2)
+        lifecycle._join(lifecycle._JobOptions(1 << 21, 30.0, 1), control, None, 0, 2)
     assert str(raised.value) == (
         "the settings of tdcoll.initialize() must be the same on all ranks; they differ in heap_bytes "
         "(rank 0: 2097152, rank 1: 1048576), share_gpus (rank 0: False, rank 1: True)"
@@ -163,8 +163,8 @@ def test_ranks_with_other_settings() -> None:
 
 def refuse(*ranks: tuple[str, Any], heap: str = "nvshmem", share_gpus: bool = False) -> None:
     """Raise unless ranks on nodes of these names, with these GPUs, can make one job."""
-    settings = lifecycle._Settings(1, 1.0, 1, share_gpus, heap)
-    lifecycle._refuse_impossible(settings, [(None, *rank) for rank in ranks])
+    options = lifecycle._JobOptions(1, 1.0, 1, share_gpus, heap)
+    lifecycle._refuse_impossible(options, [(None, *rank) for rank in ranks])
 
 
 A, B = ("here", "GPU 0"), ("here", "GPU 1")
@@ -184,7 +184,7 @@ def test_ranks_that_may_share_a_gpu(
 ) -> None:
     if variable is not None:
         monkeypatch.setenv("TDCOLL_SHARE_GPUS", variable)
-    assert lifecycle._Settings.read(None, None, None, argument).share_gpus == shares
+    assert lifecycle._JobOptions.read(None, None, None, argument).share_gpus == shares
     ranks = (("here", B), ("here", A), ("here", A))
     if shares:
         refuse(*ranks, share_gpus=True)
@@ -206,11 +206,11 @@ def test_hosts_and_nodes_need_puts() -> None:
         refuse(("here", A), ("here", A), heap="torch", share_gpus=True)
 
 
-@pytest.mark.parametrize("setting", ["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo", "NVSHMEM_REMOTE_TRANSPORT=none"])
-def test_settings_for_one_host_are_refused_on_several(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
-    monkeypatch.setenv(*setting.split("="))
+@pytest.mark.parametrize("assignment", ["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo", "NVSHMEM_REMOTE_TRANSPORT=none"])
+def test_settings_for_one_host_are_refused_on_several(monkeypatch: pytest.MonkeyPatch, assignment: str) -> None:
+    monkeypatch.setenv(*assignment.split("="))
     refuse(("GROUP_RANK=0", A), ("GROUP_RANK=1", B))
-    with pytest.raises(TdcollError, match=rf"{setting} is for one host, and the job has 2 \(here, there\)"):
+    with pytest.raises(TdcollError, match=rf"{assignment} is for one host, and the job has 2 \(here, there\)"):
         refuse(("b", ("there", "GPU 0")), ("a", A))
 
 
@@ -230,7 +230,7 @@ def test_device_and_process_group_on_gpus(
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
     monkeypatch.setenv("LOCAL_RANK", "5")
-    lifecycle._make_process_group(lifecycle._Settings(1, 1.0, 1, share_gpus))
+    lifecycle._make_process_group(lifecycle._JobOptions(1, 1.0, 1, share_gpus))
     assert (devices, backends) == ([device], [backend])
 
 
@@ -239,8 +239,8 @@ def test_whether_gpus_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not lifecycle.may_share_gpus(), "the simulator has none"
     monkeypatch.setattr(lifecycle, "INTERPRETED", False)
     assert lifecycle.may_share_gpus()
-    settings = lifecycle._Settings(heap_bytes=1, timeout_s=1.0, emulate_nodes=1, share_gpus=False)
-    monkeypatch.setattr(lifecycle, "_settings", settings)
+    options = lifecycle._JobOptions(heap_bytes=1, timeout_s=1.0, emulate_nodes=1, share_gpus=False)
+    monkeypatch.setattr(lifecycle, "_options", options)
     assert not lifecycle.may_share_gpus(), "the job's setting holds"
 
 

@@ -181,8 +181,8 @@ def test_initialize_when_the_store_has_failed(server: Server, default_group: Cal
 def test_initialize_bounds_its_rendezvous(server: Server, monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
     """Nothing listens at the port, or what listens there is silent."""
     (server.stop if served else server.end)()
-    for setting in ("RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={server.port}"):
-        monkeypatch.setenv(*setting.split("="))
+    for assignment in ("RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={server.port}"):
+        monkeypatch.setenv(*assignment.split("="))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     error = limited(lambda: tdcoll.initialize(timeout_s=SHORT_S))
     assert isinstance(error, CollectiveTimeout)

@@ -36,7 +36,7 @@ def collected(phase: str, info: dict[str, int]) -> None:
     sum(range(20))
 
 
-def test_functions_are_rewritten_in_several_threads_at_once() -> None:
+def test_functions_are_rewritten_in_several_threads() -> None:
     wrong: list[str] = []
 
     def host(pe: int) -> None:

@@ -40,7 +40,7 @@ def outcome(function: Any, *operands: Any) -> tuple[Any, ...]:
     except Exception as error:
         return type(error), str(error)
     data, shape = result.handle.data, getattr(result.type, "shape", ())
-    assert [int(extent) for extent in result.shape] == [int(extent) for extent in shape]
+    assert [int(size) for size in result.shape] == [int(size) for size in shape]
     kinds = str(result.type), str(result.dtype), str(result.handle.dtype), data.dtype.str
     return *kinds, int(result.numel), data.shape, data.tobytes()
 

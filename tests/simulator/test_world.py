@@ -82,7 +82,7 @@ PLACE = rf"{re.escape(__file__)}, line {see_grid.fn.__code__.co_firstlineno + 1}
     [
         (TypeError, rf"see_grid\(\): missing a required argument: 'y'; .*{PLACE}", (1,), (2,)),
         (TypeError, r"see_grid\(\): too many positional arguments", (1,), (2, 3, 4)),
-        *((ValueError, "1 to 3 extents of at least 0", grid, (2, 3)) for grid in ((1, 1, 1, 1), (1, -1))),
+        *((ValueError, "1 to 3 sizes of at least 0", grid, (2, 3)) for grid in ((1, 1, 1, 1), (1, -1))),
         (ValueError, "must be a CPU tensor", (1,), (2, torch.zeros(1, device="meta"))),
     ],
 )

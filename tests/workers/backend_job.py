@@ -33,13 +33,13 @@ def finish(work: dist.Work | None, by_future: bool = False) -> None:
 def handled(kind: str, group=None) -> int:
     """Calls of a kind that tdcoll's kernels have handled."""
     group = group or dist.group.WORLD
-    return sum(count for (k, side, _), count in group.dispatcher.counts.items() if (k, side) == (kind, "tdcoll"))
+    return sum(count for (k, backend, _), count in group.dispatcher.counts.items() if (k, backend) == (kind, "tdcoll"))
 
 
-def by_inner(kind: str, group=None) -> dict[str, int]:
+def by_fallback(kind: str, group=None) -> dict[str, int]:
     """Calls of a kind that the fallback backend has handled, by reason."""
     counts = (group or dist.group.WORLD).dispatcher.counts
-    return {why: count for (k, side, why), count in counts.items() if k == kind and side != "tdcoll"}
+    return {why: count for (k, backend, why), count in counts.items() if k == kind and backend != "tdcoll"}
 
 
 def data(owner: int, count: int, dtype: torch.dtype = torch.float32, call: int = 0) -> torch.Tensor:

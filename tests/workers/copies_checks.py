@@ -44,7 +44,7 @@ def stamps_follow_data() -> str:
     heap, done = runtime.current().heap, 0
     monitor, to = tdcoll.WaitMonitor(), neighbour()
     main = torch.cuda.current_stream().cuda_stream if not simulated() else 0
-    wrong, side = torch.zeros(1, dtype=torch.int32, device=device()), heap.side_stream()
+    wrong, side_stream = torch.zeros(1, dtype=torch.int32, device=device()), heap.side_stream()
     for n in scaled((256, 1 << 14, 1 << 19), (256,)):
         data, stamps = tdcoll.zeros((ROUNDS, n), torch.int64), tdcoll.zeros(ROUNDS, torch.int64)
         theirs, theirs_stamps = tdcoll.peer_tensor(data, to), tdcoll.peer_tensor(stamps, to)
@@ -53,12 +53,12 @@ def stamps_follow_data() -> str:
             if not simulated() and (number + rank()) % 3 == 0:
                 torch.cuda._sleep(100_000)
             tdcoll.barrier()
-            side.fork(main)
+            side_stream.fork(main)
             for turn in range(ROUNDS):
-                heap.stream_copy(side.handle, theirs[turn].data_ptr(), source.data_ptr(), source.nbytes)
-                heap.stream_copy(side.handle, theirs_stamps[turn].data_ptr(), source.data_ptr(), 8)
+                heap.stream_copy(side_stream.handle, theirs[turn].data_ptr(), source.data_ptr(), source.nbytes)
+                heap.stream_copy(side_stream.handle, theirs_stamps[turn].data_ptr(), source.data_ptr(), 8)
             count_old[(1,)](data, stamps, wrong, n, number, monitor.words, min(n, 2048), num_warps=8)
-            side.join(main)
+            side_stream.join(main)
             done += ROUNDS
         monitor.check()
         tdcoll.barrier()

@@ -319,11 +319,11 @@ def capture_errors() -> None:
 
 @check(gpu_only=True)
 def side_streams() -> None:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
     for spec in SPECS:
         turns = [data(spec, call, 1024, torch.float32) for call in range(20)]
-        with torch.cuda.stream(side), tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
+        with torch.cuda.stream(side_stream), tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
             for every in turns:
                 out = torch.empty_like(wanted(spec, every))
                 make(spec, "o", every[rank()], out, ctx)
@@ -333,8 +333,8 @@ def side_streams() -> None:
 @check(gpu_only=True)
 def streams_in_turn() -> None:
     """A context follows its caller from stream to stream, eagerly and within one capture; both streams are busy."""
-    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    side.wait_stream(here)
+    here, side_stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    side_stream.wait_stream(here)
     for spec in SPECS:
         every = [data(spec, call, 1024, torch.float32) for call in range(12)]
         outs = [torch.empty_like(wanted(spec, one)) for one in every]
@@ -346,18 +346,18 @@ def streams_in_turn() -> None:
                         torch.cuda._sleep(200_000 * (1 + number % 3))
                         make(spec, "o", every[number][rank()], outs[number], ctx)  # noqa: B023
 
-            calls(0, (here, side))
+            calls(0, (here, side_stream))
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
                 main = torch.cuda.current_stream()
-                side.wait_stream(main)
-                calls(4, (main, side))
-                main.wait_stream(side)
+                side_stream.wait_stream(main)
+                calls(4, (main, side_stream))
+                main.wait_stream(side_stream)
             for _ in range(3):
                 graph.replay()
-            calls(8, (here, side))
-            here.wait_stream(side)
+            calls(8, (here, side_stream))
+            here.wait_stream(side_stream)
             for number, (one, out) in enumerate(zip(every, outs, strict=True)):
                 right(out, wanted(spec, one), f"{spec.name}, call {number}")
             ctx.check()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
-from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, finish, handled, same, single, sparse
+from backend_job import SINGLE_SCATTER, by_fallback, data, dense_sum, finish, handled, same, single, sparse
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
@@ -196,7 +196,7 @@ def reduces() -> None:
 
 
 @check
-def reduces_several_at_once() -> None:
+def reduces_several_together() -> None:
     """Coalesced forms, of tensors that fit one launch together, of such that do not, and functional ones."""
     manager = dist.distributed_c10d._coalescing_manager
     for sizes in ((3, 5, 8), (1, 70000)):
@@ -249,7 +249,7 @@ def reductions_that_are_handed_over() -> None:
     SINGLE_SCATTER(out, data(rank(), 17 * world()), group=group)
     expect((handled("all_reduce", group), handled("reduce_scatter", group)) == (1, 0), explain(group))
     for kind in ("all_reduce", "reduce_scatter"):
-        expect(by_inner(kind, group) == {"more than 64 bytes per rank": 1}, explain(group))
+        expect(by_fallback(kind, group) == {"more than 64 bytes per rank": 1}, explain(group))
     small = torch.ones(3, dtype=torch.uint8, device=device())
     dist.all_reduce(small, group=group)
     expect(small.tolist() == 3 * [world()], "uint8")
@@ -258,10 +258,10 @@ def reductions_that_are_handed_over() -> None:
         dist.all_reduce(ints, dist.ReduceOp.BOR, group=group)
         expect(ints.tolist() == 3 * [(1 << world()) - 1], "bitwise or")
         expect(
-            "RedOpType.BOR of torch.int32 is not among tdcoll's reductions" in by_inner("all_reduce", group),
+            "RedOpType.BOR of torch.int32 is not among tdcoll's reductions" in by_fallback("all_reduce", group),
             explain(group),
         )
-    expect("sum of torch.uint8 is not among tdcoll's reductions" in by_inner("all_reduce", group), explain(group))
+    expect("sum of torch.uint8 is not among tdcoll's reductions" in by_fallback("all_reduce", group), explain(group))
     dist.destroy_process_group(group)
 
 
@@ -296,7 +296,7 @@ def sparse_sums() -> None:
     same(matrix.to_dense(), wanted, "two sparse dimensions")
     expect(handled("sparse_all_reduce") - before == 5, explain())
     expect_raises(RuntimeError, lambda: dist.all_reduce(sparse(rank()), dist.ReduceOp.MAX))
-    expect(any("max" in why for why in by_inner("sparse_all_reduce")), explain())
+    expect(any("max" in why for why in by_fallback("sparse_all_reduce")), explain())
 
 
 @check

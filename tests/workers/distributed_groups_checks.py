@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, handled, same, single, sparse
+from backend_job import SINGLE_SCATTER, by_fallback, data, dense_sum, handled, same, single, sparse
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch.distributed import batch_isend_irecv  # before there is a group of tdcoll's
 
@@ -140,7 +140,7 @@ def inner_collectives() -> None:
     options = dist.BarrierOptions()  # dist.barrier(timeout=...) of newer PyTorch
     options.timeout = timedelta(seconds=20)
     dist.group.WORLD.barrier(options).wait()
-    expect("a timeout of its own" in by_inner("barrier"), explain())
+    expect("a timeout of its own" in by_fallback("barrier"), explain())
     expect(dist.get_backend() == "tdcoll", dist.get_backend())
 
 
@@ -185,7 +185,7 @@ def batched_messages() -> None:
     n = 4 << 20 if device().type == "cuda" else 1 << 10
     left, right = (rank() - 1) % world(), (rank() + 1) % world()
     for call in range(2 if world() > 1 or device().type == "cuda" else 0):  # gloo sends nothing to itself
-        sent = [torch.full((n,), 10.0 * rank() + side + 100 * call, device=device()) for side in (0, 1)]
+        sent = [torch.full((n,), 10.0 * rank() + direction + 100 * call, device=device()) for direction in (0, 1)]
         got = [torch.empty(n, device=device()) for _ in sent]
         operations = [
             dist.P2POp(dist.isend, sent[0], left),
@@ -197,8 +197,12 @@ def batched_messages() -> None:
         for work in works:
             work.wait()
         expect(len(works) == (1 if device().type == "cuda" else 4), f"{len(works)} works")
-        for side, peer in enumerate((right, left)):
-            same(got[side], torch.full_like(got[side], 10.0 * peer + side + 100 * call), f"from rank {peer}")
+        for direction, peer in enumerate((right, left)):
+            same(
+                got[direction],
+                torch.full_like(got[direction], 10.0 * peer + direction + 100 * call),
+                f"from rank {peer}",
+            )
 
     @torch.compile(backend="eager")
     def passed_on(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,7 +276,7 @@ def blocks_of_all_contexts_fit() -> None:
         same(out, torch.cat([data(r, 1) for r in everyone()]), f"group {len(groups)}")
         expect(len(groups) < 100, "there is no end of thread blocks")
     expect(len(groups) > 1, "no group found any")
-    expect(any("other contexts have left" in why for why in by_inner("all_gather", groups[-1])), explain(groups[-1]))
+    expect(any("other contexts have left" in why for why in by_fallback("all_gather", groups[-1])), explain(groups[-1]))
     for group in groups:
         dist.destroy_process_group(group)
     expect(job.blocks_taken == before, f"{job.blocks_taken} are taken, {before} were")
@@ -288,10 +292,10 @@ def sums(owners: range, count: int, call: int) -> torch.Tensor:
 @check(gpu_only=True)
 def streams() -> None:
     """A call waits for the current stream, and wait() makes the current stream wait for it."""
-    side = torch.cuda.Stream()
+    side_stream = torch.cuda.Stream()
     n = 1 << 16
     before = [handled(kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
-    for stream in (torch.cuda.current_stream(), side):
+    for stream in (torch.cuda.current_stream(), side_stream):
         with torch.cuda.stream(stream):
             for asynchronous in (False, True, True):  # the second asynchronous one goes the short way
                 tensor = torch.zeros(n, device=device())
@@ -320,7 +324,7 @@ def streams() -> None:
 
 
 @check(gpu_only=True)
-def kinds_at_once() -> None:
+def kinds_together() -> None:
     """All-gathers on one stream and reduce-scatters on another, which ranks begin in different orders, beside
     matmuls that fill the GPU: they end, and are right."""
     n, calls = 1 << 18, 40

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from backend_job import by_inner, data, finish, handled, same, single, sparse
+from backend_job import by_fallback, data, finish, handled, same, single, sparse
 from harness import check, device, everyone, expect, rank, simulated, world
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -260,7 +260,7 @@ def what_cannot_be_served_in_turn() -> None:
         same(strided.contiguous(), sums(50_000), "sum of a column")
         same(out, torch.cat([data(r, 60_000) for r in everyone()]), "gathered")
     for kind, count in (("all_reduce", 4), ("all_gather", 2)):
-        expect(by_inner(kind, group) == {"the symmetric heap has no room for it": count}, explain(group))
+        expect(by_fallback(kind, group) == {"the symmetric heap has no room for it": count}, explain(group))
     for tensor in taken:
         tdcoll.free(tensor)
     dist.destroy_process_group(group)

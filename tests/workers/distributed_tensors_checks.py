@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, by_inner, data, finish, handled, same, single
+from backend_job import SINGLE_SCATTER, by_fallback, data, finish, handled, same, single
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch import nn
 
@@ -87,10 +87,10 @@ STRIDED: dict[str, Callable[[int, int], torch.Tensor]] = {
 def strided_tensors_of_any_size() -> None:
     """Above and below what tdcoll handles: the elements are reduced that the tensor has, and no others."""
     group, n = dist.new_group(pg_options=Options(max_bytes_per_rank=256)), world()
-    for rows, side in ((4, "tdcoll"), (40, "inner")):  # times 3 columns of 4 bytes
+    for rows, backend in ((4, "tdcoll"), (40, "fallback")):  # times 3 columns of 4 bytes
         for name, make in STRIDED.items():
             for asynchronous in (False, True, False):
-                what = f"{name}, {rows} rows, {side}, {asynchronous}"
+                what = f"{name}, {rows} rows, {backend}, {asynchronous}"
                 for futures in (False, True):
                     x = make(rows, 3)
                     x.copy_(data(rank(), 3 * rows).view(rows, 3))
@@ -108,14 +108,14 @@ def strided_tensors_of_any_size() -> None:
                     same(out.clone().resolve_neg().contiguous(), wanted, f"all_gather {what}")
                     x, out = make(n * rows, 3), make(rows, 3)
                     x.copy_(data(rank(), 3 * n * rows).view(n * rows, 3))
-                    none = side == "inner" and (device().type == "cpu" or shared())  # gloo has no such futures
+                    none = backend == "fallback" and (device().type == "cpu" or shared())  # gloo has no such futures
                     finish(SINGLE_SCATTER(out, x, group=group, async_op=asynchronous), futures and not none)
                     wanted = sums(3 * n * rows).view(n, rows, 3)[rank()]
                     same(out.clone().resolve_neg().contiguous(), wanted, f"reduce_scatter {what}")
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-        crowded = any("other contexts have left" in why for why in by_inner(kind, group))  # with 3 ranks and more
+        crowded = any("other contexts have left" in why for why in by_fallback(kind, group))  # with 3 ranks and more
         expect(handled(kind, group) > 0 or crowded, explain(group))
-        expect(any("more than 256 bytes" in why for why in by_inner(kind, group)), explain(group))
+        expect(any("more than 256 bytes" in why for why in by_fallback(kind, group)), explain(group))
     dist.destroy_process_group(group)
 
 

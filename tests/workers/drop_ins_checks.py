@@ -97,12 +97,12 @@ def asynchronous_drop_ins() -> None:
 @check(gpu_only=True)
 def streams() -> None:
     """The calls are made on changing streams."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
     for spec, function in drop_ins():
         turns, outs = [data(spec, call, 1024, torch.float32) for call in range(20)] * 2, []
         for call, every in enumerate(turns):
-            with torch.cuda.stream((side, torch.cuda.current_stream())[call % 2]):
+            with torch.cuda.stream((side_stream, torch.cuda.current_stream())[call % 2]):
                 outs.append(torch.empty_like(wanted(spec, every)))
                 if rank() == call % world():
                     torch.cuda._sleep(100_000)

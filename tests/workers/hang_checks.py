@@ -45,7 +45,7 @@ def a_long_wait_says_so() -> str:
 
     try:
         with tdcoll.CollectiveContext(max_bytes_per_rank=256, timeout_s=TIMEOUT_S) as ctx:
-            x = torch.ones(16, device=device())  # gathered straight from each rank, so only the late one is missing
+            x = torch.ones(16, device=device())  # gathered directly from each rank, so only the late one is missing
             tdcoll.all_gather(x, ctx=ctx)
             ctx.check()
             tdcoll.barrier()

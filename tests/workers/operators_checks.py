@@ -111,8 +111,8 @@ def derivatives() -> None:
 @check(gpu_only=True)
 def derivatives_on_another_stream() -> None:
     """A backward pass is on the stream of its forward pass, which the context is bound to; also in a CUDA graph."""
-    side, n = torch.cuda.Stream(), world()
-    with torch.cuda.stream(side), tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16) as ctx:
+    side_stream, n = torch.cuda.Stream(), world()
+    with torch.cuda.stream(side_stream), tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16) as ctx:
         x = torch.full((1 << 10,), rank() + 1.0, device=device(), requires_grad=True)
         parts = [torch.full((1 << 10,), r + 1.0, device=device()) for r in range(n)]
         wanted = 2 * n * sum(parts)  # of the sum over ranks of each one's squares
@@ -121,10 +121,10 @@ def derivatives_on_another_stream() -> None:
             loss = tdcoll.all_reduce(x, ctx=ctx).square().sum()
             with torch.cuda.stream(torch.cuda.default_stream()):
                 (grad,) = torch.autograd.grad(loss, x)
-            side.wait_stream(torch.cuda.default_stream())
+            side_stream.wait_stream(torch.cuda.default_stream())
             expect(torch.equal(grad, wanted), f"eager: {grad[:4]}")
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
+        with torch.cuda.graph(graph, stream=side_stream):
             (grad,) = torch.autograd.grad(tdcoll.all_reduce(x, ctx=ctx).square().sum(), x)
         for factor in (1.0, 2.0, 3.0):
             with torch.no_grad():

@@ -254,17 +254,17 @@ def sparse_graphs() -> None:
 @check(gpu_only=True)
 def sparse_streams() -> None:
     """A context on a side stream, and calls without one on changing streams."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side), tdcoll.SparseContext(max_rows_per_rank=100, max_row_bytes=256) as ctx:
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream), tdcoll.SparseContext(max_rows_per_rank=100, max_row_bytes=256) as ctx:
         for number in range(20):
             call(ctx, parts(number, 100, 300, (64,)), 300, algorithm=("owner", "gather")[number % 2], copy=False)
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(side_stream)
     every = [parts(number, 200, 300, (64,)) for number in range(6)]
     torch.cuda.synchronize()
     results = []
     for number in range(30):
-        stream = (side, torch.cuda.current_stream())[number % 2]
+        stream = (side_stream, torch.cuda.current_stream())[number % 2]
         with torch.cuda.stream(stream):
             mine = coo(every[number % 6][rank()], 300)
             if rank() == number % world():

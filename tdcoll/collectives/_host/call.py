@@ -4,7 +4,7 @@
 The time of a small call is the host's. A context therefore remembers a :class:`Ready` for each kind of call that it has
 made: one look-up finds it by everything that shapes, dtypes and arguments decide, and only the following may have
 changed since: the device, layout, contiguity and sign of each tensor (:func:`usable`); what ``place`` looks at, which
-is the overlap of two tensors (:func:`overlap`) and whether peers reach the memory
+is the overlap of two tensors (:func:`overlap`) and whether peers access the memory
 (:class:`~.registered.Registered`); and the context (:meth:`~tdcoll.preconditions.Preconditions.enter`). This fast path
 raises no errors of its own. Any mismatch falls back to the slow path, which finds out what is wrong and says so.
 """
@@ -99,7 +99,7 @@ class Ready(NamedTuple):
         place: ``(tensors) -> (result, what run takes)``; makes the results that the caller doesn't give. None if the
             tensors don't lie as they must.
         run: launches, given the handle of the stream.
-        registered: the tensors that peers may reach; None if they reach none.
+        registered: the tensors that peers may access; None if they access none.
     """
 
     made: Made
@@ -195,7 +195,7 @@ def make(
         return attached
     result, ready = _first(spec, tensor, ctx, out, algorithm, op, name, symmetric, in_place, names, gradient, requiring)
     if key is not None:
-        _remember(ctx, key, ready, tensor if spec.reaches_tensor or in_place else out)
+        _remember(ctx, key, ready, tensor if spec.peers_access_tensor or in_place else out)
     return result
 
 
@@ -280,8 +280,8 @@ def _first(
     """Check and make a call; return its result, and what calls like it are made with."""
     operation = f"{spec.name}_" if in_place else spec.name
     world = ctx.world_size
-    reaches_tensor = spec.reaches_tensor or in_place
-    shared = tensor if reaches_tensor else out
+    peers_access_tensor = spec.peers_access_tensor or in_place
+    shared = tensor if peers_access_tensor else out
     into = symmetric is True and spec.in_place and not in_place  # peers write into ``out``, as they do in place
 
     def prepare() -> tuple[Launches, Ready, torch.Tensor, tuple[int, int]]:
@@ -302,7 +302,7 @@ def _first(
         if symmetric or in_place:
             if shared is None:
                 raise ValueError(f"{names[1]} must be given with symmetric=True: one that tdcoll.empty() has made")
-            deltas = deltas_to(names[not reaches_tensor], shared, ctx)
+            deltas = deltas_to(names[not peers_access_tensor], shared, ctx)
         segment = tensor.nbytes // world if in_place else spec.segment_bytes(tensor.nbytes, world)
         launches = launches_of(
             spec,
@@ -354,8 +354,8 @@ def _check_result(
     world, (given, taken) = ctx.world_size, names
     shapes = spec.results(tensor.shape, world)
     if not shapes or (in_place and (not tensor.dim() or tensor.shape[0] % world)):
-        extents = list(tensor.shape)
-        raise ValueError(f"{given}'s first extent must be divisible by the {world} rank(s); got shape {extents}")
+        sizes = list(tensor.shape)
+        raise ValueError(f"{given}'s first dimension must be divisible by the {world} rank(s); got shape {sizes}")
     if out is None:
         return
     check_tensor(taken, out, ctx.device)
@@ -423,7 +423,7 @@ def _bring(tensor: torch.Tensor, out: torch.Tensor, rank: int, world: int) -> No
 
 def _making(result: torch.Tensor, registered: Registered | None) -> Place:
     """Place calls that make a result like ``result``."""
-    # Extents one by one take half the time of a tuple. A scalar has none, and is made of the tuple.
+    # Sizes one by one take half the time of a tuple. A scalar has none, and is made of the tuple.
     empty = functools.partial(torch.empty, *(result.shape or [()]), dtype=result.dtype, device=result.device)
 
     def place(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
@@ -437,12 +437,12 @@ def _making(result: torch.Tensor, registered: Registered | None) -> Place:
 
 def _filling(spec: Collective, ctx: CollectiveContext, segment: int, registered: Registered | None = None) -> Place:
     """Place calls whose result is given."""
-    world, reaches_tensor = ctx.world_size, spec.reaches_tensor
+    world, peers_access_tensor = ctx.world_size, spec.peers_access_tensor
     nbytes, total = (segment * world if whole else segment for whole in (spec.scatters, spec.gathers))
     at = spec.may_overlap_at(segment, ctx.rank)
 
     def place(tensor: torch.Tensor, out: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
-        if registered is not None and not registered.holds(tensor if reaches_tensor else out):
+        if registered is not None and not registered.holds(tensor if peers_access_tensor else out):
             return None
         source, target = tensor.data_ptr(), out.data_ptr()
         return None if overlap(source, nbytes, target, total, at) else (out, (source, target))

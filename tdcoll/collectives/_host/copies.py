@@ -80,7 +80,7 @@ class Copies:
         if call.deltas is not ctx.device_group.deltas:
             self._result_deltas = self._once(("deltas on the host", id(call.deltas)), call.deltas.tolist)
         self._stamp = self._once("stamp", lambda: torch.zeros(1, dtype=torch.int64, device=ctx.device))
-        self._sides: dict[int, SideStream] = self._once(
+        self._side_streams: dict[int, SideStream] = self._once(
             "side streams", lambda: {peer: heap.side_stream() for peer in successors(ctx.topology)}
         )
         self._inbox, self._signals = ctx.inbox.data_ptr(), ctx.signals.data_ptr() + 8 * ctx.rank
@@ -123,8 +123,8 @@ class Copies:
                 if part.nbytes and source + part.begin != result + part.at:
                     copy(stream, result + part.at, source + part.begin, part.nbytes)
             # First, because graphs may put the kernel ahead of this rank's copies, for which the peers' kernels wait.
-            for side in self._sides.values():
-                side.join(stream)
+            for side_stream in self._side_streams.values():
+                side_stream.join(stream)
             self._hear[number](stream)
             if hop.sum is not None:
                 hop.sum(stream, source, result)
@@ -138,12 +138,12 @@ class Copies:
         """Queue the copies to all peers, each on a stream of its own."""
         ctx, chunk, stamp = self._call.ctx, self._call.plan.chunk, self._stamp.data_ptr()
         signal = self._signals + 8 * number * ctx.world_size
-        for peer, side in self._sides.items():
-            side.fork(stream)
+        for peer, side_stream in self._side_streams.items():
+            side_stream.fork(stream)
             part = hop.sent[peer]
             landing = result + self._result_deltas[peer] if hop.into_result else self._inbox + self._deltas[peer]
             moved = Copy(begin + part.begin, landing + part.at, part.nbytes)
-            _queue(ctx.job.heap.stream_copy, side.handle, moved, chunk, signal + self._deltas[peer], stamp)
+            _queue(ctx.job.heap.stream_copy, side_stream.handle, moved, chunk, signal + self._deltas[peer], stamp)
 
 
 def _queue(copy: Callable[..., None], stream: int, moved: Copy, chunk: int, signal: int, stamp: int) -> None:

@@ -56,7 +56,7 @@ class Planned:
         options: what else the kernel depends on, such as dtype and operation.
         stride: bytes from one segment of the caller's tensor to the next.
         width: bytes of data per word if the call uses LL or Lamport words, which land in memory of their own; else 0.
-        deltas: int64 ``[world]``: from an address in the caller's memory, where peers reach it, to the same on each.
+        deltas: int64 ``[world]``: from an address in the caller's memory, where peers access it, to the same on each.
     """
 
     operation: str
@@ -278,7 +278,7 @@ def launches_of(
         algorithm: a name or a Plan, not checked yet.
         options: dtype and operation of a reduction.
         in_place: peers write to the caller's buffer.
-        symmetric: peers may reach the caller's tensor or result.
+        symmetric: peers may access the caller's tensor or result.
         deltas: from addresses in the caller's memory to the same on each rank, by :func:`~.registered.deltas_to`.
 
     Raises:
@@ -325,7 +325,7 @@ def launches_by(
         part = replace(facts, nbytes=nbytes)
         if calls and nbytes != calls[0].facts.nbytes:  # the last, which may be shorter
             plan = spec.choose(part, plan.algorithm, sections_of(spec, ctx))
-        width = algorithm.extent(part).width if algorithm.words else 0
+        width = algorithm.payload(part).width if algorithm.words else 0
         calls.append(Planned(spec.name, ctx, part, plan, options, facts.nbytes, width, deltas))
     return Launches(algorithm, calls)
 

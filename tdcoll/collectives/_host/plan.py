@@ -27,7 +27,7 @@ __all__ = [
     *("cut_copies", "cut_loop", "loop_blocks", "prefers_loops"),
     *("cut_reduced_words", "cut_words", "epoch_of_words", "half", "is_word_chunk", "most_chunks", "most_warps"),
     *("needs_puts", "needs_reduced_words", "needs_stores", "needs_words", "per_chunk", "per_segment", "power"),
-    *("reduced_words", "several_nodes", "shares_gpu", "staged_epoch", "summing_blocks"),
+    *("reduced_words", "several_nodes", "shares_gpu", "inbox_epoch", "summing_blocks"),
     *("warps", "word_chunks", "words_of"),
 ]
 
@@ -203,7 +203,7 @@ def half(capacity: int) -> int:
     return capacity // 32 * 16
 
 
-def staged_epoch(facts: Facts) -> int:
+def inbox_epoch(facts: Facts) -> int:
     """Return the bytes of a segment in each epoch of a call whose segments land in the inbox, and leave from the outbox
     where a rank has to put."""
     room = facts.capacity if needs_stores(facts) is None else half(facts.capacity)
@@ -338,24 +338,26 @@ def power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _fewest_words(extent: Payload, max_blocks: int) -> int:
+def _fewest_words(payload: Payload, max_blocks: int) -> int:
     """Words of each chunk, so that there are no more thread blocks than the context may have."""
-    blocks = max(1, (max_blocks - 1) // extent.blocks - 1)
-    return power(-(-words_of(extent.nbytes, extent.width) // blocks))
+    blocks = max(1, (max_blocks - 1) // payload.blocks - 1)
+    return power(-(-words_of(payload.nbytes, payload.width) // blocks))
 
 
-def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Payload | None = None, usual: int = LL_BLOCK) -> Plan:
+def cut_words(
+    facts: Facts, entry: Entry, algorithm: str, payload: Payload | None = None, usual: int = LL_BLOCK
+) -> Plan:
     """Blocks of words that need no signal.
 
     Args:
-        extent: what they are cut from; None: a segment, a program for each block and rank.
+        payload: what they are cut from; None: a segment, a program for each block and rank.
         usual: words of a block.
     """
-    extent = extent or Payload(facts.nbytes, blocks=facts.topology.world_size)
-    fewest = _fewest_words(extent, facts.max_blocks) if extent.blocks else 1
-    words = words_of(extent.nbytes, extent.width)
+    payload = payload or Payload(facts.nbytes, blocks=facts.topology.world_size)
+    fewest = _fewest_words(payload, facts.max_blocks) if payload.blocks else 1
+    words = words_of(payload.nbytes, payload.width)
     if entry.chunk is not None:
-        block = power(entry.chunk // extent.width + 1) // 2  # at most so much
+        block = power(entry.chunk // payload.width + 1) // 2  # at most so much
     elif entry.chunks is not None:
         block = min(LL_MOST_WORDS, max(LL_BLOCK, power(-(-words // entry.chunks))))
     else:
@@ -364,8 +366,8 @@ def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Payload | None
     block = max(block, fewest)
     # Threads beyond a program's words would send them again. Threads with several words would wait for one after the
     # other.
-    warps = max(1, min(entry.num_warps or (8 if extent.blocks else 16), most_warps(facts), block // 32))
-    return Plan(algorithm, -(-words // block), extent.width * block, warps)
+    warps = max(1, min(entry.num_warps or (8 if payload.blocks else 16), most_warps(facts), block // 32))
+    return Plan(algorithm, -(-words // block), payload.width * block, warps)
 
 
 def _phase_words(facts: Facts, width: int, parts: int) -> int:
@@ -416,9 +418,9 @@ def epoch_of_words(facts: Facts, parts: int, phases: int) -> int:
     return -(-nbytes // (width * epochs)) * width
 
 
-def cut_reduced_words(facts: Facts, entry: Entry, algorithm: str, extent: Payload) -> Plan:
+def cut_reduced_words(facts: Facts, entry: Entry, algorithm: str, payload: Payload) -> Plan:
     """Blocks of words that are reduced, a word for each thread: about :data:`REDUCING_BLOCKS` of them, and then
     larger ones, of up to 16 warps."""
-    words = words_of(extent.nbytes, extent.width)
+    words = words_of(payload.nbytes, payload.width)
     usual = max(64, min(512, power(-(-words // REDUCING_BLOCKS))))
-    return cut_words(facts, entry, algorithm, extent, usual)
+    return cut_words(facts, entry, algorithm, payload, usual)

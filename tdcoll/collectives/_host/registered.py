@@ -67,7 +67,7 @@ def deltas_to(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> torch.
         tensor: of any size; made by all ranks of its group together.
 
     Raises:
-        NotSymmetricError: peers do not reach it, or it belongs to other ranks than the context's.
+        NotSymmetricError: peers cannot access it, or it belongs to other ranks than the context's.
     """
     if not tensor.nbytes:
         return ctx.device_group.deltas

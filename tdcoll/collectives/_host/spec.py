@@ -82,9 +82,9 @@ class Algorithm:
         values: arguments beyond those that kernels of any collective may have, by name, of a
             :class:`~tdcoll.collectives._host.launches.Planned` call.
         words: bytes of data that a word may carry, for algorithms whose chunks are blocks of words without signals.
-        extent: what the chunks of a call are cut from.
+        payload: what the chunks of a call are cut from.
         epoch: bytes of a segment in each epoch of a call; the last may be shorter. If a call has several epochs,
-            ``cut`` and ``extent`` are of the first.
+            ``cut`` and ``payload`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
         any_blocks: whether any number of thread blocks works, with the same bits; a plan then says how many.
         copies: of a :class:`~tdcoll.collectives._host.launches.Planned` call whose data is moved by copy engines: what
@@ -100,7 +100,7 @@ class Algorithm:
     blocks: Callable[[Facts, Plan], int]
     values: Callable[[Any], Mapping[str, Any]] = lambda call: {}
     words: tuple[int, ...] = ()
-    extent: Callable[[Facts], Payload] = lambda facts: Payload(facts.nbytes, blocks=facts.topology.world_size)
+    payload: Callable[[Facts], Payload] = lambda facts: Payload(facts.nbytes, blocks=facts.topology.world_size)
     epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
     early: Callable[[Facts], bool] = lambda facts: True
     any_blocks: bool = False
@@ -168,8 +168,8 @@ class Collective:
         return self.segments[1] == WORLD
 
     @property
-    def reaches_tensor(self) -> bool:
-        """Whether peers reach the caller's tensor, if it is symmetric, rather than the result."""
+    def peers_access_tensor(self) -> bool:
+        """Whether peers access the caller's tensor, if it is symmetric, rather than the result."""
         return self.scatters and not self.gathers
 
     def segment_bytes(self, nbytes: int, world: int) -> int:
@@ -178,7 +178,7 @@ class Collective:
 
     def results(self, shape: Shape, world: int) -> tuple[Shape, ...]:
         """Return the shapes that the result of a tensor may have, of which the first is made; none if the tensor's
-        first extent must be divisible by the number of ranks and isn't."""
+        first dimension must be divisible by the number of ranks and isn't."""
         segments = [shape]
         if self.scatters:
             if not shape or shape[0] % world:
@@ -318,24 +318,24 @@ class Collective:
         if plan.algorithm not in self.names:
             raise ValueError(f"a Plan's algorithm must be one of {', '.join(self.names)}; got {plan.algorithm!r}")
         algorithm = self.supported(plan.algorithm, facts)
-        words, extent = algorithm.words, algorithm.extent(facts)
+        words, payload = algorithm.words, algorithm.payload(facts)
         check_numbers(plan)
         check_warps(plan, facts)
-        aligned = is_word_chunk(plan.chunk, extent.width) if words else plan.chunk % 16 == 0
-        if plan.chunk < 1 or not aligned or plan.chunks * plan.chunk < extent.nbytes:
-            expected = word_chunks(extent.width) if words else "a multiple of 16"
+        aligned = is_word_chunk(plan.chunk, payload.width) if words else plan.chunk % 16 == 0
+        if plan.chunk < 1 or not aligned or plan.chunks * plan.chunk < payload.nbytes:
+            expected = word_chunks(payload.width) if words else "a multiple of 16"
             raise ValueError(
-                f"a Plan's chunks must be {expected} bytes and cover all {extent.nbytes} bytes; got {plan.chunks} of "
+                f"a Plan's chunks must be {expected} bytes and cover all {payload.nbytes} bytes; got {plan.chunks} of "
                 f"{plan.chunk} bytes"
             )
         # No more blocks of words than carry something: others would wait for puts that no block makes.
-        signalled = facts.chunks // (1 if algorithm.copies else extent.signals)  # copies have one signal together
+        signalled = facts.chunks // (1 if algorithm.copies else payload.signals)  # copies have one signal together
         if algorithm.copies or not algorithm.any_blocks:
             signalled = most_chunks(replace(facts, chunks=signalled))
-        most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
+        most = max(1, -(-payload.nbytes // plan.chunk)) if words else signalled
         if not 1 <= plan.chunks <= most:
             raise ValueError(f"a Plan's chunks must be 1 to {most}, got {plan.chunks}")
-        if words and (plan.chunks + 1) * extent.blocks >= facts.max_blocks:
+        if words and (plan.chunks + 1) * payload.blocks >= facts.max_blocks:
             raise ValueError(
                 f"a Plan for {plan.algorithm!r} must have chunks of more than {plan.chunk} bytes for "
                 f"{facts.topology.describe()}"

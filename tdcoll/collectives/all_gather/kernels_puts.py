@@ -58,7 +58,7 @@ __all__ = ["all_gather_1d", "all_gather_2d", "all_gather_ll_2d"]
 
 @jit
 def _n_senders(routes, inbox):
-    """Return the senders per chunk to other nodes: one that stages the chunk, or in place one per rank."""
+    """Return the senders per chunk to other nodes: one that copies the chunk, or in place one per rank."""
     if inbox.slots == 1:
         n_senders = routes.n_remote
     else:
@@ -244,10 +244,10 @@ def all_gather_ll_2d(
     elsewhere = routes.ranks + 2 * routes.n_local
     if program < chunks:
         offset = tl.cast(program, tl.int64) * chunk
-        staged = segment(inbox, g, epoch, g.rank) + offset
+        copied = segment(inbox, g, epoch, g.rank) + offset
         signal = row(g, epoch, program) + g.rank
         part = chunk_bytes(nbytes, chunk, program)
-        puts.push_remote(0, routes, g, inbox, staged, source + offset, part, signal, epoch)
+        puts.push_remote(0, routes, g, inbox, copied, source + offset, part, signal, epoch)
     else:
         index = block * BLOCK + tl.arange(0, BLOCK)
         mask = ll.carry(index, size)

@@ -74,7 +74,7 @@ def all_gather_(
 ) -> torch.Tensor:
     """``[world * n, ...] -> the same``: gather in place, in symmetric memory, without any copy.
 
-    Each rank has filled its own segment, ``tensor.chunk(world)[rank]``. Peers put or store straight into the others.
+    Each rank has filled its own segment, ``tensor.chunk(world)[rank]``. Peers put or store directly into the others.
     Because this rank's earlier work may still read them, a rank is written to only after it has entered the call, which
     costs one hop (about 1 us over NVLink). It pays off for messages of megabytes. Small ones use LL through the
     context's own memory, as out of place.
@@ -87,8 +87,8 @@ def all_gather_(
     Args:
         tensor: made by :func:`tdcoll.empty` over the same group, at the same offset on all ranks, or, in one node,
             PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) of its ProcessGroup; contiguous; its
-            first extent is divisible by the number of ranks. After a timeout, peers that are only late may still write
-            to it.
+            first dimension is divisible by the number of ranks. After a timeout, peers that are only late may still
+            write to it.
         group, ctx, algorithm: as for :func:`all_gather`.
 
     Returns:

@@ -58,8 +58,8 @@ def all_reduce_loop(
             if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
                 offset = tl.cast(summed, tl.int64) * chunk
                 size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, summed)
-                staged = segment(inbox, g, epoch, g.rank) + second + offset
-                landing = out + at + offset if ZERO_COPY else staged
+                copied = segment(inbox, g, epoch, g.rank) + second + offset
+                landing = out + at + offset if ZERO_COPY else copied
                 if (source | out | size) % 16 == 0:
                     sum_chunk(
                         own, out + at, landing, to_deltas, inbox, g, epoch, offset, size, DTYPE, ACC, OP, True, COUNT

@@ -111,7 +111,7 @@ def all_reduce_puts(
         piece = source + tl.cast(to, tl.int64) * part + offset
         if given < 0:
             pe = tl.load(entry + routes.n_remote)
-            puts.put_staged(to, pe, piece, inbox, g, outbox, offset, size, arrived + g.rank, epoch)
+            puts.put_from_outbox(to, pe, piece, inbox, g, outbox, offset, size, arrived + g.rank, epoch)
         else:
             mine = segment(inbox, g, epoch, g.rank) + offset
             to_delta = tl.load(inbox.deltas + to)

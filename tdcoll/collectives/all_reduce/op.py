@@ -46,7 +46,7 @@ def all_reduce(
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"``, ``"2d"`` or
             ``"auto"``, or a :class:`~tdcoll.Plan`.
         symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`, on all ranks. ``"direct"``,
-            ``"loop"`` and ``"ce"`` then bring sums straight into it, without a copy; others don't use that.
+            ``"loop"`` and ``"ce"`` then bring sums directly into it, without a copy; others don't use that.
 
     Returns:
         ``out``, or a new ordinary tensor.

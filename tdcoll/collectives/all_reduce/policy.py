@@ -34,7 +34,7 @@ __all__ = [
     "cut_parts",
     "default",
     "epoch_of_parts",
-    "extent_of_parts",
+    "payload_of_parts",
 ]
 __all__ += ["needs_direct", "needs_rails", "needs_signalled_puts", "part_bytes", "parts", "piece_bytes", "pieces"]
 
@@ -83,7 +83,7 @@ class Words:
     def _first(self, facts: Facts) -> Facts:
         return dataclasses.replace(facts, nbytes=self.epoch(facts))
 
-    def extent(self, facts: Facts) -> Payload:
+    def payload(self, facts: Facts) -> Payload:
         """Return the data of the first epoch, which is cut into blocks of words."""
         return reduced_words(self._first(facts), self._pieces(facts), self.shots)
 
@@ -93,20 +93,20 @@ class Words:
 
     def cut(self, facts: Facts, entry: Entry) -> Plan:
         """Return the plan of the first epoch."""
-        return cut_reduced_words(facts, entry, self.name, self.extent(facts))
+        return cut_reduced_words(facts, entry, self.name, self.payload(facts))
 
 
 ONE_SHOT, TWO_SHOT = Words("one_shot", 1), Words("two_shot", 2)
 
 
-def extent_of_parts(facts: Facts, algorithm: str) -> Payload:
+def payload_of_parts(facts: Facts, algorithm: str) -> Payload:
     """Return the data that is cut into chunks: a part, whose chunks have a signal in each of two steps."""
     return Payload(part_bytes(facts.nbytes, parts(facts.topology, algorithm)), signals=2)
 
 
 def cut_parts(facts: Facts, entry: Entry, algorithm: str) -> Plan:
     """Cut a part into chunks."""
-    whole = extent_of_parts(facts, algorithm)
+    whole = payload_of_parts(facts, algorithm)
     chunks = facts.chunks // whole.signals
     if algorithm == "direct" and entry.chunks is entry.chunk is None and whole.nbytes >= _DIRECT_CHUNK:
         chunk = max(_DIRECT_CHUNK, -(-whole.nbytes // chunks // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
@@ -130,7 +130,7 @@ def piece_bytes(facts: Facts, algorithm: str) -> int:
 
 
 def epoch_of_parts(facts: Facts, algorithm: str) -> int:
-    """Return the bytes of each epoch of a call that stages its parts."""
+    """Return the bytes of each epoch of a call that copies its parts through the inbox."""
     return parts(facts.topology, algorithm) * piece_bytes(facts, algorithm)
 
 

@@ -71,7 +71,7 @@ def all_to_all_puts(
         to = tl.load(remote)
         part = source + tl.cast(to, tl.int64) * source_stride + offset
         pe = tl.load(remote + routes.n_remote)
-        puts.put_staged(to, pe, part, inbox, g, outbox, offset, size, signal, epoch)
+        puts.put_from_outbox(to, pe, part, inbox, g, outbox, offset, size, signal, epoch)
     elif given < routes.n_local:
         to = tl.load(routes.ranks + given)
         part = source + tl.cast(to, tl.int64) * source_stride + offset

@@ -15,11 +15,11 @@ from tdcoll.collectives._host.plan import (
     cut_loop,
     cut_words,
     half,
+    inbox_epoch,
     loop_blocks,
     needs_puts,
     needs_stores,
     per_segment,
-    staged_epoch,
 )
 from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_to_all import kernels_puts
@@ -53,7 +53,7 @@ SPEC = Collective(
             kernel=lambda facts: kernels_direct.exchange_direct,
             blocks=per_segment,
             values=lambda call: {"COUNTED": False},
-            epoch=staged_epoch,
+            epoch=inbox_epoch,
         ),
         Algorithm(
             "loop",
@@ -62,7 +62,7 @@ SPEC = Collective(
             kernel=lambda facts: kernels_loop.exchange_loop,
             blocks=loop_blocks,
             values=partial(loop_constants, same=False),
-            epoch=staged_epoch,
+            epoch=inbox_epoch,
             any_blocks=True,
         ),
         Algorithm(
@@ -71,7 +71,7 @@ SPEC = Collective(
             cut=lambda facts, entry: cut_copies(facts, entry, facts.nbytes),
             kernel=copies.kernel,
             blocks=lambda facts, plan: 1,
-            epoch=lambda facts: facts.nbytes if copies.lands_in_result(facts) else staged_epoch(facts),
+            epoch=lambda facts: facts.nbytes if copies.lands_in_result(facts) else inbox_epoch(facts),
             copies=lambda call: copies.exchange(call, call.stride),
         ),
         Algorithm(
@@ -81,7 +81,7 @@ SPEC = Collective(
             kernel=lambda facts: kernels_puts.all_to_all_puts,
             blocks=blocks_of_puts,
             values=_puts,
-            epoch=staged_epoch,
+            epoch=inbox_epoch,
         ),
     ),
     default=default,

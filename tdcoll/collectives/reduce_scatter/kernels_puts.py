@@ -75,7 +75,7 @@ def reduce_scatter_puts(
         to = tl.load(remote)
         pe = tl.load(remote + routes.n_remote)
         part = source + tl.cast(to, tl.int64) * source_stride + offset
-        puts.put_staged(to, pe, part, inbox, g, outbox, offset, size, signals + g.rank, epoch)
+        puts.put_from_outbox(to, pe, part, inbox, g, outbox, offset, size, signals + g.rank, epoch)
     elif given < routes.n_local:
         to = tl.load(routes.ranks + given)
         mine = segment(inbox, g, epoch, g.rank) + offset

@@ -36,7 +36,7 @@ def reduce_scatter(
 
     Args:
         tensor: a segment for each rank, contiguous, on the context's device, of a dtype that :func:`tdcoll.all_reduce`
-            takes. With ``out`` it may be ``[world, n, ...]`` as well; without, the first extent is what is divided.
+            takes. With ``out`` it may be ``[world, n, ...]`` as well; without, the first dimension is what is divided.
         op: as for :func:`tdcoll.all_reduce`.
         out: the result: contiguous, same dtype. Made if None. May be this rank's own segment of ``tensor``,
             and must not overlap it otherwise. It gets no gradient.

@@ -141,7 +141,7 @@ def join(given, tables, joined, first: tl.int32, ITEM: tl.constexpr, COUNT: tl.c
         end = tl.where(mine == i, given[2 * COUNT + i + 1], end)
     table = first + mine
     begins_at = tl.load(tables.firsts + table)
-    extent = tl.load(tables.firsts + table + 1) - begins_at
+    n_rows = tl.load(tables.firsts + table + 1) - begins_at
     if tl.program_id(0) == 0:
         width = tl.load(tables.widths + table).to(tl.int64)
         tl.store(tables.sources + table, values - begin * width * ITEM)
@@ -150,5 +150,5 @@ def join(given, tables, joined, first: tl.int32, ITEM: tl.constexpr, COUNT: tl.c
         at = tl.cast(k, tl.int64) + tl.arange(0, BLOCK)
         inside = at < end - begin
         row = tl.load(source + at, mask=inside, other=0)
-        there = (row >= 0) & (row < extent)
+        there = (row >= 0) & (row < n_rows)
         tl.store(joined + begin + at, tl.where(there, begins_at + row, -1), mask=inside)

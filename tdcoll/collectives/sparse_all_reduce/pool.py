@@ -14,7 +14,7 @@ from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.errors import HeapExhaustedError
 from tdcoll.runtime import Runtime
 
-__all__ = ["FEWEST_ROWS", "default_context", "existing", "extents_of", "growing_context"]
+__all__ = ["FEWEST_ROWS", "default_context", "existing", "growing_context", "row_sizes_of"]
 
 FEWEST_ROWS = 256
 """Rows per rank of the smallest context."""
@@ -29,14 +29,14 @@ def default_context(group: runtime.Group, values: Sequence[Any], num_rows: Seque
     owner = runtime.current()
     key = ("sparse", owner.ranks_of(group))
     if key not in owner.contexts:
-        sizes = [extents_of(of, rows) for of, rows in zip(values, num_rows, strict=True)]
+        sizes = [row_sizes_of(of, rows) for of, rows in zip(values, num_rows, strict=True)]
         n, row_bytes = sum(n for n, _ in sizes), max((nbytes for _, nbytes in sizes), default=0)
         owner.contexts[key] = growing_context(owner, key[1], n, row_bytes)
     found: SparseContext = owner.contexts[key]
     return found
 
 
-def extents_of(values: Any, num_rows: Any = None) -> tuple[int, int]:
+def row_sizes_of(values: Any, num_rows: Any = None) -> tuple[int, int]:
     """Return how many rows there are at most in ``values``, rows or a sparse tensor, and the bytes of one; zeros of
     anything else.
 

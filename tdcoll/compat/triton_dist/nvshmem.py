@@ -36,7 +36,7 @@ def tensor(shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     It is a view of whole cells of the heap, because NVSHMEM pads its allocations as well, and some programs put signals
     behind the end of a tensor of one element, for example Triton-distributed's tutorial 03.
     """
-    extents = arguments.extents("shape", shape)
+    sizes = arguments.shape("shape", shape)
     arguments.instance("dtype", dtype, torch.dtype, "a torch.dtype")
-    elements, in_a_cell = math.prod(extents), ALIGNMENT // dtype.itemsize
-    return empty(-(-elements // in_a_cell) * in_a_cell, dtype)[:elements].view(extents)
+    elements, in_a_cell = math.prod(sizes), ALIGNMENT // dtype.itemsize
+    return empty(-(-elements // in_a_cell) * in_a_cell, dtype)[:elements].view(sizes)

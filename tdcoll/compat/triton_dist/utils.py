@@ -189,12 +189,12 @@ def dist_print(
 
 def _made(shape: Any, dtype: torch.dtype, init_args: Sequence[float], device: str = "cuda") -> torch.Tensor:
     """``-> [*shape]``: uniform in bias ± scale, where ``init_args`` are scale and bias."""
-    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     scale, bias = init_args
     if not dtype.is_floating_point:
-        return torch.randint(-int(scale), int(scale), extents, dtype=dtype, device=device) + int(bias)
+        return torch.randint(-int(scale), int(scale), sizes, dtype=dtype, device=device) + int(bias)
     wide = torch.float16 if dtype.itemsize == 1 else dtype
-    return ((torch.rand(extents, dtype=wide, device=device) * 2 - 1) * scale + bias).to(dtype)
+    return ((torch.rand(sizes, dtype=wide, device=device) * 2 - 1) * scale + bias).to(dtype)
 
 
 def generate_data(configs: Sequence[Any]) -> Iterator[Iterator[torch.Tensor | None]]:

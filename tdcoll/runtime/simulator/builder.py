@@ -2,7 +2,7 @@
 """The interpreter's builder on a simulated machine: the operations that it sees, and their effect on values.
 
 Switching tasks has nothing to save or restore, because the position in the grid is read from the running task, and
-loads, stores and atomics are shown to the machine. Handles carry the origin of their values (:mod:`.extents`), in an
+loads, stores and atomics are shown to the machine. Handles carry the origin of their values (:mod:`.bounds`), in an
 attribute that :class:`.interpreter.Installed` gives them. Arithmetic on bf16, and casts to and from bf16 and fp8, which
 Triton's interpreter gets wrong, are done here (:mod:`.floats`).
 """
@@ -18,7 +18,7 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.runtime.simulator import libdevice, transfers
-from tdcoll.runtime.simulator.extents import MIXED, joined
+from tdcoll.runtime.simulator.bounds import MIXED, joined
 from tdcoll.runtime.simulator.floats import from_float32, is_fp8, is_narrow, narrowed, to_float32
 from tdcoll.runtime.simulator.machine import machine
 from tdcoll.runtime.simulator.memory import NULL_PAGE

@@ -40,7 +40,7 @@ __all__ = ["Installed"]
 _rewritten: dict[Any, Any] = {}  # kernels rewritten with KernelTransformer
 
 
-def _called_at_once(owner: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
+def _called_directly(owner: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
     """Let kernels call a function of Triton's language without Triton's two wrappers around it."""
     function = getattr(member, "__wrapped__", member)
 
@@ -97,7 +97,7 @@ class Installed:
             )
         put(wanted)
         module, stock = triton_interpreter, triton_interpreter._patch_attr
-        module._patch_attr = _called_at_once
+        module._patch_attr = _called_directly
         try:
             self._scope = scope = module._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         finally:
@@ -110,7 +110,7 @@ class Installed:
         scope.set_attr(module, "GridExecutor", MachineLauncher)
         scope.set_attr(module, "_patch_lang", lambda fn: nothing)
         scope.set_attr(module, "_get_np_dtype", numpy_dtype)
-        remember, address = wanted.extents.remember, torch.Tensor.data_ptr
+        remember, address = wanted.bounds.remember, torch.Tensor.data_ptr
         scope.set_attr(torch.Tensor, "data_ptr", lambda tensor: remember(tensor, address(tensor)))
         scope.set_attr(module.TensorHandle, "origin", None)
         for handle in ("BlockPointerHandle", "TensorDescHandle"):

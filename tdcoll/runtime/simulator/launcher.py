@@ -90,7 +90,7 @@ def _to_device(name: str, value: Any, kind: Any = None) -> Any:
     tensor = triton_interpreter._unwrap_tensor(value.base if is_descriptor else value)
     if isinstance(tensor, torch.Tensor) and tensor.data_ptr():
         handle = converted.handle.base if is_descriptor else converted.handle
-        handle.origin = machine().extents.of_tensor(tensor, name)
+        handle.origin = machine().bounds.of_tensor(tensor, name)
     return converted
 
 
@@ -106,9 +106,9 @@ class MachineLauncher(triton_interpreter.GridExecutor):
             hook(*args, **signature.known(kwargs))
         linked = bool(kwargs.get(LINKED))
         bound = signature.bind(args, kwargs)
-        grid = tuple(int(extent) for extent in (self.grid(bound) if callable(self.grid) else self.grid))
-        if not 1 <= len(grid) <= 3 or any(extent < 0 for extent in grid):
-            raise ValueError(f"the grid of {signature.name} must have 1 to 3 extents of at least 0, got {grid}")
+        grid = tuple(int(size) for size in (self.grid(bound) if callable(self.grid) else self.grid))
+        if not 1 <= len(grid) <= 3 or any(size < 0 for size in grid):
+            raise ValueError(f"the grid of {signature.name} must have 1 to 3 sizes of at least 0, got {grid}")
 
         def program(keep_alive: object = (args, kwargs)) -> None:
             # Keep the tensors, because messages, which hold their program, may read and write them after the kernel's

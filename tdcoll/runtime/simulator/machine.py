@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from tdcoll.errors import NotInitializedError, TdcollError
-from tdcoll.runtime.simulator.extents import Extents, origin_of
+from tdcoll.runtime.simulator.bounds import Bounds, origin_of
 from tdcoll.runtime.simulator.memory import NULL_PAGE, Memory
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.polling import PollingScheduler
@@ -77,7 +77,7 @@ class Machine:
         self.node_ids = tuple(node_ids)
         self.launch, self.arrivals, self.check_overflow = launch, arrivals, check_overflow
         self.network: Network | None = None
-        self.extents, self.unseen = Extents(memory), Unseen()
+        self.bounds, self.unseen = Bounds(memory), Unseen()
         self.counts = [Counts() for _ in self.node_ids]
 
     @property
@@ -97,7 +97,7 @@ class Machine:
         memory = self.memory
         return address + (pe - memory.pe_of(address)) * memory.nbytes
 
-    def reachable(self, pe: int) -> bool:
+    def accessible(self, pe: int) -> bool:
         """Return whether the running PE can load from and store to ``pe``'s block."""
         return self.node_ids[pe] == self.node_ids[self.program.pe]
 
@@ -128,7 +128,7 @@ class Machine:
             )
         if nbytes:
             for there in (me,) if pe is None else (me, pe):
-                self._check_extent(self.on(there, address), nbytes, address, argument)
+                self._check_bounds(self.on(there, address), nbytes, address, argument)
 
     def check_signal(self, address: int, argument: str, pe: int | None = None) -> None:
         """As :meth:`check_symmetric`, for an aligned word of 64 bits."""
@@ -147,18 +147,18 @@ class Machine:
                     f"{argument} must be memory of this PE ({me}); got {memory.describe(address)}, memory of PE "
                     f"{memory.pe_of(address)}"
                 )
-        elif not self.reachable(pe):
+        elif not self.accessible(pe):
             raise ValueError(
                 f"{argument} must lie in the symmetric heap when PE {pe} is on another node: the network card reads "
                 f"only registered memory; got {address:#x}, which is ordinary memory"
             )
         elif address < NULL_PAGE:
             raise ValueError(f"{argument} must point to memory, got {address:#x}")
-        self._check_extent(address, nbytes, address, argument)
+        self._check_bounds(address, nbytes, address, argument)
 
-    def _check_extent(self, begin: int, nbytes: int, address: int, argument: str) -> None:
+    def _check_bounds(self, begin: int, nbytes: int, address: int, argument: str) -> None:
         """``nbytes`` from ``begin`` on must be where ``argument``, which is ``address``, may point."""
-        problem = self.extents.problem(begin, begin + nbytes, origin_of(address), self.program.pe)
+        problem = self.bounds.problem(begin, begin + nbytes, origin_of(address), self.program.pe)
         if problem is not None:
             raise ValueError(f"{argument} must stay within one tensor; got {problem}")
 

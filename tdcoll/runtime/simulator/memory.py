@@ -140,7 +140,7 @@ class Memory:
         return f"{found.name}[{begin}]" if end == begin + 1 else f"{found.name}[{begin}:{end}]"
 
 
-class AtOnce:
+class ImmediateStream:
     """A :class:`~tdcoll.runtime.heap.SideStream` where there are no streams."""
 
     handle = 0
@@ -157,11 +157,11 @@ class MemoryView:
     Args:
         memory: all blocks.
         pe: whose view.
-        reachable: for each PE, whether loads and stores reach it.
+        accessible: for each PE, whether loads and stores can access it.
     """
 
-    def __init__(self, memory: Memory, pe: int, reachable: tuple[bool, ...]) -> None:
-        self._memory, self._reachable = memory, reachable
+    def __init__(self, memory: Memory, pe: int, accessible: tuple[bool, ...]) -> None:
+        self._memory, self._accessible = memory, accessible
         self.pe, self.n_pes, self.nbytes = pe, memory.n_pes, memory.nbytes
         self.base, self.puts = memory.block(pe), memory.puts
         self.device = torch.device("cpu")
@@ -174,7 +174,7 @@ class MemoryView:
     def peer_base(self, pe: int) -> int:
         if not 0 <= pe < self.n_pes:
             raise ValueError(f"pe must be in 0..{self.n_pes - 1}, got {pe}")
-        return self._memory.block(pe) if self._reachable[pe] else 0
+        return self._memory.block(pe) if self._accessible[pe] else 0
 
     def peer_view(self, pe: int, offset: int, nbytes: int) -> torch.Tensor:
         begin = pe * self.nbytes + offset
@@ -202,7 +202,7 @@ class MemoryView:
 
     def side_stream(self) -> Any:
         """Return a stream on which everything is done at once, as on the caller's."""
-        return AtOnce()
+        return ImmediateStream()
 
     def wait_on_host(
         self, address: int, ready: Callable[[], bool], describe: Callable[[], str], timeout_s: float

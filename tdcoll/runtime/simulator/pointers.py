@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.runtime.simulator.extents import Origin, origin_of
+from tdcoll.runtime.simulator.bounds import Origin, origin_of
 from tdcoll.runtime.simulator.machine import Machine, machine
 from tdcoll.runtime.simulator.memory import read_word
 from tdcoll.runtime.simulator.network import Network
@@ -52,7 +52,7 @@ class PointerAccess:
             return False
         machine = self._machine
         first, last = (int(addresses.min()), int(addresses.max())) if addresses.size > 1 else (int(addresses[0]),) * 2
-        if machine.extents.problem(first, last + nbytes, origin, machine.program.pe) is None:
+        if machine.bounds.problem(first, last + nbytes, origin, machine.program.pe) is None:
             return machine.memory.owns(first)
         elements = np.unique(addresses).tolist()  # on several PEs, or of several origins, or wrong
         for address in elements:
@@ -62,7 +62,7 @@ class PointerAccess:
     def check_bytes(self, address: int, nbytes: int, origin: Origin, what: str) -> None:
         """As :meth:`check`, for ``nbytes`` bytes from ``address`` on, at least one."""
         machine = self._machine
-        problem = machine.extents.problem(address, address + nbytes, origin, machine.program.pe)
+        problem = machine.bounds.problem(address, address + nbytes, origin, machine.program.pe)
         if problem is not None:
             raise ValueError(f"{machine.program.name} would {what} {problem}")
 

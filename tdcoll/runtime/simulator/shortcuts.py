@@ -4,7 +4,7 @@
 Before every ``a + b`` Triton finds a common type, makes constants of numbers, casts and broadcasts. Under the
 interpreter that takes ten times as long as the addition, although most operands are indices: scalars of one type, and
 numbers. For those, and for blocks of one shape, the functions here compute at once. All other operands fall back to
-Triton, and so do integers that were made of pointers (:mod:`.extents`).
+Triton, and so do integers that were made of pointers (:mod:`.bounds`).
 """
 
 from __future__ import annotations

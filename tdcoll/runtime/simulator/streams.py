@@ -20,7 +20,7 @@ from tdcoll.runtime.simulator.scheduler import Scheduler
 from tdcoll.runtime.simulator.tasks import Task
 from tdcoll.runtime.simulator.trace import HOST_TRACK
 
-__all__ = ["Side", "Stream", "copy", "host_of"]
+__all__ = ["SimulatedSideStream", "Stream", "copy", "host_of"]
 
 _ENGINE = -1
 """A view of memory that no PE has: without any store that has not landed yet."""
@@ -93,7 +93,7 @@ class Stream:
         self._scheduler.wait(lambda: self._done >= number, describe, [self])
 
 
-class Side(Stream):
+class SimulatedSideStream(Stream):
     """A :class:`~tdcoll.runtime.heap.SideStream`: one that the host doesn't enter, and forks from the stream that it
     has entered."""
 
@@ -119,7 +119,7 @@ def copy(machine: Machine, dest: int, source: int, nbytes: int) -> None:
 
     def move(to: int, at: int, length: int) -> None:
         for what, begin in (("read", at), ("write", to)):  # its tensors may be gone by now
-            problem = machine.extents.problem(begin, begin + length, None, task.pe)
+            problem = machine.bounds.problem(begin, begin + length, None, task.pe)
             if problem is not None:
                 raise ValueError(f"a copy of {task.name} would {what} {problem}")
         with machine.unseen.as_seen_by(_ENGINE, at, at + length):

@@ -71,7 +71,7 @@ def put(
     remote, counts = machine.on(pe, dest) if nbytes else 0, machine.counts[machine.program.pe]
     counts.puts += 1
     counts.put_bytes += nbytes
-    if not machine.reachable(pe):
+    if not machine.accessible(pe):
         counts.inter_node_puts += 1
         counts.inter_node_bytes += nbytes
     update = None if signal is None else _update(machine, pe, *signal)

@@ -23,7 +23,7 @@ from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
 from tdcoll.runtime.simulator.scheduler import Scheduler
-from tdcoll.runtime.simulator.streams import Side, Stream, copy, host_of
+from tdcoll.runtime.simulator.streams import SimulatedSideStream, Stream, copy, host_of
 from tdcoll.runtime.simulator.tasks import Launch, Task
 from tdcoll.runtime.simulator.trace import Trace, slice_of
 from tdcoll.runtime.store import decode, encode
@@ -77,10 +77,10 @@ class _View(MemoryView):
     """A PE's memory in a world, which has streams, and whose scheduler tells host tasks when a word is written."""
 
     def __init__(self, world: World, pe: int) -> None:
-        reachable = tuple(node == world.node_ids[pe] for node in world.node_ids)
-        super().__init__(world.memory, pe, reachable)
+        accessible = tuple(node == world.node_ids[pe] for node in world.node_ids)
+        super().__init__(world.memory, pe, accessible)
         self._world = world
-        self._sides = WeakValueDictionary[int, Side]()
+        self._side_streams = WeakValueDictionary[int, SimulatedSideStream]()
 
     def stream_wait(self, *given: Any) -> None:
         self._world._in_order(partial(super().stream_wait, *given))
@@ -90,14 +90,16 @@ class _View(MemoryView):
 
     def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
         carry_out = partial(copy, self._world._machine, dest, source, nbytes)
-        side = self._sides.get(stream)
-        self._world._in_order(carry_out) if side is None else side.queue(carry_out)
+        side_stream = self._side_streams.get(stream)
+        self._world._in_order(carry_out) if side_stream is None else side_stream.queue(carry_out)
 
-    def side_stream(self) -> Side:
+    def side_stream(self) -> SimulatedSideStream:
         streams = self._world._streams
         streams[self.pe] += 1
-        side = self._sides[streams[self.pe]] = Side(self._world.scheduler, self.pe, streams[self.pe])
-        return side
+        side_stream = self._side_streams[streams[self.pe]] = SimulatedSideStream(
+            self._world.scheduler, self.pe, streams[self.pe]
+        )
+        return side_stream
 
     def wait_on_host(
         self, address: int, ready: Callable[[], bool], describe: Callable[[], str], timeout_s: float

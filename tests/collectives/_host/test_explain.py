@@ -186,7 +186,7 @@ def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -
         ({"dtype": "float"}, TypeError, "dtype must be a torch.dtype or None, got 'float'"),
         ({"dtype": torch.complex64}, TypeError, "dtype must be one of torch.float16, "),
         ({"tensor": torch.ones(1), "dtype": torch.int32}, ValueError, "dtype must be None with a tensor, which is of"),
-        ({"operation": "all_to_all", "tensor": 3}, ValueError, "tensor's first extent must be divisible by the 2 "),
+        ({"operation": "all_to_all", "tensor": 3}, ValueError, "tensor's first dimension must be divisible by the 2 "),
         ({"algorithm": "ring"}, ValueError, "algorithm must be one of auto, one_shot, "),
         ({"algorithm": 3}, TypeError, "algorithm must be a str or a Plan, got 3"),
         ({"symmetric": 1}, TypeError, "symmetric must be a bool, got 1"),

@@ -27,7 +27,7 @@ STREAM = 77
 class Pair(NamedTuple):
     near: Any
     far: Any
-    EXTENT: Any
+    SIZE: Any
 
 
 class Driver:

@@ -120,7 +120,7 @@ INTO: dict[str, tuple[Callable[..., torch.Tensor], Callable[[int, int], torch.Te
 
 
 @pytest.mark.parametrize("name", INTO)
-def test_peers_reach_it(memory: _Memory, name: str) -> None:
+def test_peers_access_it(memory: _Memory, name: str) -> None:
     """And PyTorch is asked anew in each call."""
     make, wanted = INTO[name]
 
@@ -158,7 +158,7 @@ def test_a_closed_context_keeps_none_of_it(memory: _Memory) -> None:
     World(2, heap_bytes=16 << 20).run(host)
 
 
-def test_puts_do_not_reach_it(memory: _Memory) -> None:
+def test_puts_do_not_access_it(memory: _Memory) -> None:
     def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
         with pytest.raises(ValueError, match="needs NVSHMEM's puts, which memory of PyTorch's does not have"):
             tdcoll.all_gather_(piece[:4096], ctx=ctx, algorithm="1d")

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_mutants import AnyChange, Argument, Call, Change, Inserted, Mutant, at_once, dropped, missing
+from kernel_mutants import AnyChange, Argument, Call, Change, Inserted, Mutant, dropped, missing, no_wait
 
 from ..suite.all_gather import RELEASED_FIRST
 from .cases import HEAP, TABLES, Reduces, some_part
@@ -94,9 +94,9 @@ LOOKED_BEFORE = _late(REDUCE_NODES, "tdl.quiet")
 
 MUTANTS = (
     # ------------------------------------------------------------------ one node
-    ONE("nobody waits in reduce", at_once(REDUCE, "tdl.wait_signals"), ANYTHING),
+    ONE("nobody waits in reduce", no_wait(REDUCE, "tdl.wait_signals"), ANYTHING),
     ONE("reduce waits after it has read", _late(REDUCE, "_store_everywhere", "result", "g")),
-    ONE("meet does not wait", at_once(MEET, "tdl.wait_signals")),
+    ONE("meet does not wait", no_wait(MEET, "tdl.wait_signals")),
     ONE("nobody says that it has begun", dropped("kernels_reduce._announce", "stores.release"), UNSIGNALLED),
     ONE(
         "signal of the epoch before",
@@ -205,10 +205,10 @@ MUTANTS = (
     # ------------------------------------------------------------------ several nodes
     TWO("a node does not wait for the one before", LOOKED_BEFORE),
     THREE("a node does not wait for the one before, one rank each", LOOKED_BEFORE),
-    TWO("nobody waits in reduce_nodes", at_once(REDUCE_NODES, "tdl.wait_signals"), ANYTHING),
+    TWO("nobody waits in reduce_nodes", no_wait(REDUCE_NODES, "tdl.wait_signals"), ANYTHING),
     TWO("the forwarder waits after it has forwarded", _late(FORWARD, "_hand_on")),
-    TWO("nobody waits in forward", at_once(FORWARD, "tdl.wait_signals"), ANYTHING),
-    TWO("meet_nodes does not wait", at_once(MEET_NODES, "tdl.wait_signals")),
+    TWO("nobody waits in forward", no_wait(FORWARD, "tdl.wait_signals"), ANYTHING),
+    TWO("meet_nodes does not wait", no_wait(MEET_NODES, "tdl.wait_signals")),
     TWO(
         "nodes: nobody says that it has begun",
         dropped("sparse_all_reduce.kernels_nodes._announce", "tdl.signal_block"), UNSIGNALLED,
@@ -236,8 +236,8 @@ MUTANTS = (
     TWO("the last node keeps the row to its owner", dropped(REDUCE_NODES, "_hand_on")),
     TWO("the forwarder keeps the row", dropped(FORWARD, "_hand_on")),
     # ------------------------------------------------------------------ the exchange, counted
-    ONE("exchange: a rank is written to before it has entered", at_once("stores.may_write"), BAD_LISTS, GATHERS),
-    ONE("exchange: the receiver does not wait", at_once(GATHER), BAD_LISTS, LONG_LISTS),
+    ONE("exchange: a rank is written to before it has entered", no_wait("stores.may_write"), BAD_LISTS, GATHERS),
+    ONE("exchange: the receiver does not wait", no_wait(GATHER), BAD_LISTS, LONG_LISTS),
     ONE("exchange: the signal does not order the list", RELEASED_FIRST, BAD_LISTS, LONG_LISTS),
     TWO(
         "exchange, nodes: the receiver waits for the first chunk only",
@@ -248,10 +248,10 @@ MUTANTS = (
         Change(RAILS, "size = chunk_bytes(used_bytes(landed, nbytes, COUNTED), chunk, chunk_index)", "pass"),
         BAD_LISTS, LONG_GATHERS,
     ),
-    TWO("exchange: the forwarder does not wait for the count", at_once(RAILS, of="first"), BAD_LISTS, LONG_GATHERS),
+    TWO("exchange: the forwarder does not wait for the count", no_wait(RAILS, of="first"), BAD_LISTS, LONG_GATHERS),
     TWO(
         "exchange: the forwarder does not wait for the chunk",
-        at_once(RAILS, of="signals + origin"), BAD_LISTS, LONG_GATHERS,
+        no_wait(RAILS, of="signals + origin"), BAD_LISTS, LONG_GATHERS,
     ),
     TWO(
         "exchange: a list is packed while it is still being read", dropped("puts.push_remote", "tdl.quiet"),

@@ -65,7 +65,7 @@ def test_beside_others_few_rows_go_with_their_ids() -> None:
 
 @pytest.mark.parametrize("asked", ["owner", "gather", "dense"])
 @pytest.mark.parametrize("nodes", [(1,), (8,), (2, 2)])
-def test_a_wish_is_granted(asked: str, nodes: tuple[int, ...]) -> None:
+def test_a_requested_algorithm_is_taken(asked: str, nodes: tuple[int, ...]) -> None:
     for rows in (1, TABLE):
         assert pick(asked, nodes, max_rows_per_rank=rows) == asked
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kernel_mutants import Argument, Call, Change, Moved, at_once, dropped, missing
+from kernel_mutants import Argument, Call, Change, Moved, dropped, missing, no_wait
 
 from tdcoll.collectives.all_gather.spec import SPEC
 
@@ -56,7 +56,7 @@ MUTANTS = (
             "tdl.putmem_block({0}, {1}, {2}, {6})\ntdl.signal_op({3}, {4}, {5}, {6})",
         ),
     ),
-    M("the receiver does not wait", at_once(RECEIVED)),
+    M("the receiver does not wait", no_wait(RECEIVED)),
     M("the receiver waits for the first chunk only", Argument(RECEIVED, "row", "chunk_index", "0")),
     M(
         "receivers before senders",
@@ -76,12 +76,12 @@ MUTANTS = (
             ("no signal", "", "tdl.putmem_nbi_block({0}, {1}, {2}, {6})", UNSIGNALLED),
         )
     ),
-    TWO("2d: the forwarder does not wait", at_once(RAILS, of="signals + origin")),
+    TWO("2d: the forwarder does not wait", no_wait(RAILS, of="signals + origin")),
     TWO("2d: inside the node the signal goes before the data", RELEASED_FIRST),
     TWO("2d: nobody of the node is told", dropped("stores.push", "release"), UNRELEASED),
     # ------------------------------------------------------------------ in place
     *(
-        each("in place: a rank is written to before it has entered", at_once("stores.may_write"), calls="pppp")
+        each("in place: a rank is written to before it has entered", no_wait("stores.may_write"), calls="pppp")
         for each in (M, DIRECT, RING)
     ),
     TWO(
@@ -113,7 +113,7 @@ MUTANTS = (
     LL("a call of no bytes hears from nobody", NO_BYTES, FLAGLESS, calls="ooooooo", counts=(50, 0)),
     LL("the epoch is read after it was added to", READ_LATE, f"{WRONG}|{FLAGLESS}"),
     # ------------------------------------------------------------------ LL over nodes
-    LL_NODES("passed on before it is there", at_once(LL_2D)),
+    LL_NODES("passed on before it is there", no_wait(LL_2D)),
     LL_NODES("one slot between nodes", Argument(LL_2D, "segment", "epoch", "0")),
     LL_NODES("one slot of signals", Change("group.row", "slot(epoch)", "0"), f"{WRONG}|{UNSIGNALLED}"),
     LL_NODES(
@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     # ------------------------------------------------------------------ direct stores
     DIRECT("one slot", Change("group.segment", "slot(epoch)", "0")),
-    DIRECT("the receiver does not wait", at_once(STORES)),
+    DIRECT("the receiver does not wait", no_wait(STORES)),
     DIRECT("the signal does not order the data", Call("stores.release", "tdl.st_release", "tdl.st({0}, {1}, {2})")),
     DIRECT(
         "the signal orders the data for this GPU only",
@@ -132,18 +132,18 @@ MUTANTS = (
     DIRECT("in place: nobody says that it has entered", dropped(STORES, "stores.say_entered"), UNENTERED, calls="pppp"),
     # ------------------------------------------------------------------ loops
     LOOP("one slot", Change("group.segment", "slot(epoch)", "0")),
-    LOOP("the receiver does not wait", at_once(LOOPS)),
+    LOOP("the receiver does not wait", no_wait(LOOPS)),
     LOOP(
         "the signal does not order the data",
         Call("stores.release_to_all", "tdl.st_release", "tdl.st({0}, {1}, {2})"),
     ),
     LOOP("the second chunk has the signal of the first", Argument(LOOPS, "row", "sent", "0"), UNRELEASED),
-    LOOP("in place: a rank is written to before it has entered", at_once("stores.may_write"), calls="pppp"),
+    LOOP("in place: a rank is written to before it has entered", no_wait("stores.may_write"), calls="pppp"),
     LOOP("in place: nobody says that it has entered", dropped(LOOPS, "stores.release_to_all"), UNENTERED, calls="pppp"),
-    LOOP("in place: nobody waits for what arrives", at_once(LOOPS), calls="pppp"),
+    LOOP("in place: nobody waits for what arrives", no_wait(LOOPS), calls="pppp"),
     # ------------------------------------------------------------------ the ring
     RING("one slot", Change("group.segment", "slot(epoch)", "0")),
-    RING("passed on before it is there", at_once(AROUND)),
+    RING("passed on before it is there", no_wait(AROUND)),
     RING("the first chunk's signal stands for all", Argument(AROUND, "row", "chunk_index", "0")),
     RING("signal before data", RELEASED_FIRST),
     RING(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from kernel_mutants import Argument, Call, Change, Inserted, Moved, at_once, dropped, missing
+from kernel_mutants import Argument, Call, Change, Inserted, Moved, dropped, missing, no_wait
 
 from tdcoll.collectives.all_reduce.spec import SPEC
 
@@ -80,7 +80,7 @@ MUTANTS = (
     ONE(
         "as much is cleared as this call writes",
         Change(
-            "lamport.clear", "tl.load(lamport.extents + slot(call - 1))",
+            "lamport.clear", "tl.load(lamport.written + slot(call - 1))",
             "tl.maximum((tl.cast(nbytes, tl.int64) + 15) // 16, 1)",
         ),
         calls="oooooooo", counts=(9, 30, 1, 0, 30, 2, 2, 30),
@@ -103,7 +103,7 @@ MUTANTS = (
     ONE(
         "a word is there when its first part is",  # of one rank after the other, as in groups that one wait can't take
         (
-            Change("words.receive", "g.world <= AT_ONCE", "False"),
+            Change("words.receive", "g.world <= RANKS_OF_ONE_WAIT", "False"),
             Call("lamport.receive", "tdl.wait_words", FIRST_PART),
         ),
     ),
@@ -152,8 +152,8 @@ MUTANTS = (
         each(what, change)
         for each, where in ((DIRECT, STORES), (PUTS, SENDS))
         for what, change in (
-            ("the sum does not wait", at_once(where, "tdl.wait_signals", "arrived")),
-            ("sums are copied out before they are there", at_once(where)),
+            ("the sum does not wait", no_wait(where, "tdl.wait_signals", "arrived")),
+            ("sums are copied out before they are there", no_wait(where)),
         )
     ),
     DIRECT("parts are summed from the own one on", FROM_OWN_ON),
@@ -167,8 +167,8 @@ MUTANTS = (
         for what, change, kinds in (
             ("the signal goes before the part", RELEASED_FIRST, ("oooo", "tttt")),
             ("the signal goes before the sum", Moved(STORES, "sum_chunk", "stores.release_to_all"), ("oooo", "ssss")),
-            ("the sum does not wait", at_once(STORES, "tdl.wait_signals", "arrived"), ("tttt",)),
-            ("nobody waits for sums", at_once(STORES, "tdl.wait_signals", "summed"), ("ssss",)),
+            ("the sum does not wait", no_wait(STORES, "tdl.wait_signals", "arrived"), ("tttt",)),
+            ("nobody waits for sums", no_wait(STORES, "tdl.wait_signals", "summed"), ("ssss",)),
         )
         for calls in kinds
     ),

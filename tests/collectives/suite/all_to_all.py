@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kernel_mutants import Argument, Change, at_once, missing
+from kernel_mutants import Argument, Change, missing, no_wait
 
 from tdcoll.collectives.all_to_all.spec import SPEC
 
@@ -20,7 +20,7 @@ UNSIGNALLED = missing("signals")
 
 MUTANTS = (  # inside a node the kernels are the all-gather's
     PUTS("one slot", Change("group.segment", "slot(epoch)", "0")),
-    PUTS("the receiver does not wait", at_once(RECEIVE)),
+    PUTS("the receiver does not wait", no_wait(RECEIVE)),
     PUTS("the first chunk's signal stands for all", Argument(RECEIVE, "row", "chunk_index", "0")),
     PUTS("signal before data", PUT_LATE, nodes=(2, 2)),
     PUTS(

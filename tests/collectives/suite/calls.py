@@ -134,7 +134,10 @@ def place(
         at = abs(spec.may_overlap_at(n, ctx.rank) or 0)
         part = inside[at : at + min(given, taken)]
         return Placed(*((part, inside) if spec.gathers else (inside, part)), (whole,))
-    memories = room(kind == "s" and spec.reaches_tensor, given), room(kind == "s" and not spec.reaches_tensor, taken)
+    memories = (
+        room(kind == "s" and spec.peers_access_tensor, given),
+        room(kind == "s" and not spec.peers_access_tensor, taken),
+    )
     return Placed(memories[0][begin:-1], memories[1][begin:-1], memories)
 
 
@@ -159,13 +162,13 @@ def make(
 def in_pieces(spec: Collective, facts: Facts, algorithm: str, pieces: int, warps: int = 1) -> Plan:
     """A plan made by hand: segments are cut into so many chunks, the last of which is short. A warp has 32 words."""
     how = spec.algorithm(algorithm)
-    extent = how.extent(facts)
-    unit = extent.width if how.words else 16
-    chunk = max(1, -(-extent.nbytes // (unit * pieces)))
+    payload = how.payload(facts)
+    unit = payload.width if how.words else 16
+    chunk = max(1, -(-payload.nbytes // (unit * pieces)))
     if how.words:
         chunk = 1 << (chunk - 1).bit_length()
         warps = max(1, min(warps, chunk // 32))
-    return Plan(algorithm, max(1, -(-extent.nbytes // (unit * chunk))), unit * chunk, warps)
+    return Plan(algorithm, max(1, -(-payload.nbytes // (unit * chunk))), unit * chunk, warps)
 
 
 Look = tuple[torch.Tensor, torch.Tensor]

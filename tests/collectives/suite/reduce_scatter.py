@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kernel_mutants import Argument, Call, Change, Moved, at_once, dropped, missing
+from kernel_mutants import Argument, Call, Change, Moved, dropped, missing, no_wait
 
 from tdcoll.collectives.reduce_scatter.spec import SPEC
 
@@ -36,7 +36,7 @@ STORES, WORDS, PULLS, SENDS = (
         "puts.reduce_scatter_puts",
     )
 )
-SUM, SUM_OF_NODE, LOAD, PUT = "sums.sum_of_ranks", "sums.sum_of_node", "sums.load_part", "puts.put_staged"
+SUM, SUM_OF_NODE, LOAD, PUT = "sums.sum_of_ranks", "sums.sum_of_node", "sums.load_part", "puts.put_from_outbox"
 LATER = "(r + g.rank) % g.world"
 BACKWARDS = "(tl.num_programs(0) - 1 - tl.program_id(0))"
 OWN_FIRST = Change(
@@ -58,8 +58,8 @@ MUTANTS = (
     *(each("one slot", ONE_SLOT, expect) for each, expect in ((DIRECT, WRONG), (FLAGGED, FLAGLESS), (PUTS, WRONG))),
     # By stores one row would do: a release comes after all that earlier launches have stored.
     PUTS("one row of signals", Change("group.row", "slot(epoch)", "0")),
-    DIRECT("the reducer does not wait", at_once(STORES, "tdl.wait_signals")),
-    PUTS("the reducer does not wait", at_once(SENDS, "tdl.wait_signals")),
+    DIRECT("the reducer does not wait", no_wait(STORES, "tdl.wait_signals")),
+    PUTS("the reducer does not wait", no_wait(SENDS, "tdl.wait_signals")),
     DIRECT(
         "the reducer waits for the first chunk only",
         Argument(STORES, "tdl.wait_signals", "signals", "row(g, epoch, 0)"),
@@ -108,9 +108,9 @@ MUTANTS = (
         f"{WRONG}|{missing('lamport')}", **WAITS_FIRST,
     ),
     # ------------------------------------------------------------------ loads from symmetric memory
-    PULL("nobody waits for who has not entered", at_once(PULLS, "tdl.wait_signals", "g.entered")),
+    PULL("nobody waits for who has not entered", no_wait(PULLS, "tdl.wait_signals", "g.entered")),
     PULL("nobody says that it has entered", dropped(PULLS, "stores.release_to_all", "g.entered + g.rank"), UNENTERED),
-    PULL("nobody waits for those that read", at_once(PULLS, "tdl.wait_signals", "row(g, epoch, i)")),
+    PULL("nobody waits for those that read", no_wait(PULLS, "tdl.wait_signals", "row(g, epoch, i)")),
     PULL("only the first chunk is waited for", Argument(PULLS, "row", "i", "0")),
     PULL("the signal goes before the loads", Moved(PULLS, "reduce_chunk", behind="stores.release_to_all")),
     PULL("parts are summed from the own one on", FROM_OWN_ON),

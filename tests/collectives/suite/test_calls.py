@@ -79,8 +79,8 @@ def refused_by_all(spec: Collective, ctx: Any) -> list[tuple[type[Exception], st
         (tdcoll.ContextError, r"epochs of .*max_bytes_per_rank=\d+ or", (torch.zeros(1 << 18), ctx), {}),
     ]
     if spec.scatters:
-        found += [(ValueError, r"first extent must be divisible by the 2 rank\(s\)", (x[1:], ctx), {})]
-        found += [(ValueError, r"first extent must be divisible", (x[0], ctx), {})]
+        found += [(ValueError, r"first dimension must be divisible by the 2 rank\(s\)", (x[1:], ctx), {})]
+        found += [(ValueError, r"first dimension must be divisible", (x[0], ctx), {})]
     if spec.reduces:
         found += [
             (TypeError, "tensor must be of float16, .*float8_e5m2; got torch.int16", (x.to(torch.int16), ctx), {}),
@@ -193,7 +193,7 @@ def test_symmetric_tensors_are_as_they_should_be_on_all_ranks(pe: int) -> None:
 
 
 @on_ranks(3, seed=1, weak=True)
-def test_an_all_to_all_goes_straight_into_symmetric_memory_by_copies(pe: int) -> None:
+def test_an_all_to_all_goes_directly_into_symmetric_memory_by_copies(pe: int) -> None:
     """However small the context, and again by the fast path."""
     out = tdcoll.empty((96,), torch.int32)
     with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
@@ -342,7 +342,7 @@ def test_tdcolls_own_context_grows_and_leaves_room_in_the_heap(pe: int, spec: Co
 
 
 @on_ranks(3, seed=3, weak=True)
-def test_two_contexts_at_once(pe: int) -> None:
+def test_two_contexts_together(pe: int) -> None:
     make = tdcoll.CollectiveContext
     with make(max_bytes_per_rank=256) as one, make([2, 0, 1], max_bytes_per_rank=256) as other:
         got = []
@@ -384,7 +384,7 @@ def test_drop_ins_name_their_own_arguments(pe: int) -> None:
     x, y, z = torch.zeros(2), torch.zeros(4), torch.ones(4)
     for kind, message, call, arguments in (
         (TypeError, r"output must be a torch\.Tensor", scatter, (None, x)),
-        (ValueError, "input's first extent must be divisible by the 2", scatter, (x, x[:1])),
+        (ValueError, "input's first dimension must be divisible by the 2", scatter, (x, x[:1])),
         (ValueError, r"output must be torch\.float32 of shape \[1\]", scatter, (x, x)),
         (ValueError, "output must not overlap input, except as input's own segment", scatter, (y[1 - pe :][:2], y)),
         (ValueError, "MAX, MIN, PRODUCT for torch.int32; got AVG", scatter, (x[:1].int(), x.int(), ReduceOp.AVG)),
@@ -398,7 +398,7 @@ def test_drop_ins_name_their_own_arguments(pe: int) -> None:
         (ValueError, "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BXOR", reduce, (x, ReduceOp.BXOR)),
         (ValueError, r"output_split_sizes must have 2 sizes, one per rank; got \[4\]", exchange, (y, z, [4])),
         (ValueError, "input_split_sizes must be None or the same", exchange, (y, z, [2, 2], [1, 3])),
-        (ValueError, r"must add up to the first extent of input, 4; got \[7, 7\]", exchange, (y, z, None, [7, 7])),
+        (ValueError, r"must add up to dimension 0 of input, 4; got \[7, 7\]", exchange, (y, z, None, [7, 7])),
     ):
         with pytest.raises(kind, match=message):
             call(*arguments)

@@ -110,14 +110,14 @@ def test_plans_cover_the_data_and_can_be_launched(
                 continue
             said = {name: min(value, LL_MOST_WORDS * 8) if how.words else value for name, value in entry.items()}
             table = [Section(*kind, (Entry(None, how.name, **said),))]
-            plan, whole = spec.choose(known, how.name, table), how.extent(known).nbytes
+            plan, whole = spec.choose(known, how.name, table), how.payload(known).nbytes
             assert plan.algorithm == how.name
             assert plan.chunks * plan.chunk >= whole
             assert (plan.chunks - 1) * plan.chunk < max(whole, 1), "the last chunk has nothing to carry"
             assert plan.blocks < known.max_blocks
             assert spec.choose(known, plan) == plan, "somebody may ask for it"
             if how.words:
-                width = how.extent(known).width
+                width = how.payload(known).width
                 assert is_word_chunk(plan.chunk, width)
                 assert plan.chunk >= width * 32 * plan.num_warps or plan.num_warps == 1
             else:
@@ -212,7 +212,7 @@ def test_words_fit_the_memory_of_the_context(
     for name, parts, phases in (("one_shot", 1, 1), ("two_shot", world, 2)):
         how = REDUCE.algorithm(name)
         if how.supports(facts) is None:
-            epoch, width = how.epoch(facts), how.extent(facts).width
+            epoch, width = how.epoch(facts), how.payload(facts).width
             room = -(-lamport // 16) if width == 16 else max(1, -(-flagged // 12))
             assert phases * -(-max(1, -(-epoch // width)) // parts) <= room
             assert epoch == nbytes or name == "two_shot"

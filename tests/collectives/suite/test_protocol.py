@@ -14,7 +14,7 @@ from tiers import second, seeds
 import tdcoll
 from tdcoll.limits import COLLECTIVES
 from tdcoll.primitives.reduce import OPERATIONS_OF
-from tdcoll.primitives.words import AT_ONCE
+from tdcoll.primitives.words import RANKS_OF_ONE_WAIT
 from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import World, explore
 
@@ -206,7 +206,7 @@ def test_many_calls_with_stragglers(dense: Dense, turns: str, nodes: Nodes) -> N
 
 @over(way for way in REDUCING if len(way.dense.spec.algorithm(way.algorithm).words) == 2 and not looped(way))
 def test_more_ranks_than_one_wait_takes(way: Way) -> None:
-    explore(way.calls("o", counts=(13,)), **job((AT_ONCE.value + 1,), seeds=1))
+    explore(way.calls("o", counts=(13,)), **job((RANKS_OF_ONE_WAIT.value + 1,), seeds=1))
 
 
 def on_a_small_context(way: Way, dtype: torch.dtype | None = None) -> tuple[Calls, bool]:

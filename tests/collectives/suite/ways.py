@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
-from kernel_mutants import AnyChange, Argument, Change, Mutant, at_once, dropped, missing
+from kernel_mutants import AnyChange, Argument, Change, Mutant, dropped, missing, no_wait
 
 from tdcoll.collectives._host.plan import Facts
 from tdcoll.collectives._host.spec import Collective
@@ -122,7 +122,7 @@ def ways_of(dense: Dense, every: bool = False) -> list[Way]:
             found.append(way)
             if len(how.words) == 2:
                 found.append(replace(way, more=FLAGS))
-        if len(how.words) == 2 and how.extent(way.facts()).blocks == 0:
+        if len(how.words) == 2 and how.payload(way.facts()).blocks == 0:
             found += [Way(dense, name, (2,), {**LOOPED, **words}) for words in ({}, FLAGS)]
         if how.any_blocks and how.copies is None:
             found.append(Way(dense, name, (2,), LOOPED))
@@ -157,7 +157,7 @@ def mutants_of_loops(spec: Collective) -> tuple[Mutant, ...]:
     """Of reductions whose thread blocks loop over chunks."""
     kernel = f"{spec.name}.kernels_loop.{spec.name}_loop"
     found = [
-        ("the sum does not wait", at_once(kernel, "tdl.wait_signals", "arrived"), WRONG),
+        ("the sum does not wait", no_wait(kernel, "tdl.wait_signals", "arrived"), WRONG),
         ("the second chunk has the signal of the first", Argument(kernel, "row", "sent", "0"), missing("signals")),
         ("the order of ranks", Argument("sums.sum_of_ranks", "load_part", "r", "(r + g.rank) % g.world"), WRONG),
     ]
@@ -165,7 +165,7 @@ def mutants_of_loops(spec: Collective) -> tuple[Mutant, ...]:
         found.append(("one slot", Change("group.segment", "slot(epoch)", "0"), WRONG))
     else:
         found += [
-            ("sums are copied out before they are there", at_once(kernel), WRONG),
+            ("sums are copied out before they are there", no_wait(kernel), WRONG),
             ("nobody hears of the sums", dropped(kernel, "stores.release_to_all"), missing("signals")),
             ("sums and parts have the same signals", Change(kernel, "chunks + summed", "summed"), missing("signals")),
         ]
@@ -181,12 +181,12 @@ _DATA = """for at in range(0, moved.nbytes, chunk):
 def mutants_of_copies(spec: Collective) -> tuple[Mutant, ...]:
     """Of the protocol of copy engines, shown by calls of any collective."""
     found = [
-        ("a rank is written to before it has entered", at_once("primitives.copies.enter", "tdl.wait_signals"), WRONG),
+        ("a rank is written to before it has entered", no_wait("primitives.copies.enter", "tdl.wait_signals"), WRONG),
         (
             "nobody says that it has entered", dropped("primitives.copies.enter", "stores.release_to_all"),
             missing("ready"),
         ),
-        ("nobody waits for the stamps", at_once("primitives.copies.hear", "tdl.wait_signals"), WRONG),
+        ("nobody waits for the stamps", no_wait("primitives.copies.hear", "tdl.wait_signals"), WRONG),
         ("odd epochs", Change("group.begin_even_epoch", "epoch += epoch % 2", "pass"), missing("signals")),
     ]  # fmt: skip
     if not spec.reduces:  # whose specs name the function that is changed

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
-from tdcoll.runtime.simulator import extents
+from tdcoll.runtime.simulator import bounds
 from tdcoll.testing import World, first_failure
 
 ROWS = "bytes 64..72 of pe0.rows, which has 64 bytes"
@@ -278,7 +278,7 @@ def test_block_pointers():
 
 def test_storages_that_are_gone_are_forgotten() -> None:
     """However many there have been, and those that live are known."""
-    storages, memory = extents._Storages(), bytearray(64 * 10_000)
+    storages, memory = bounds._Storages(), bytearray(64 * 10_000)
 
     def at(n: int) -> torch.Tensor:
         tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=64 * n, count=64)

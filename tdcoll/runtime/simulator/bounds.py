@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tdcoll.runtime.simulator.memory import NULL_PAGE, Allocation, Memory
 
-__all__ = ["MIXED", "Address", "Extents", "Origin", "joined", "origin_of"]
+__all__ = ["MIXED", "Address", "Bounds", "Origin", "joined", "origin_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +123,7 @@ class _Storages:
                 self.remember(thing)
 
 
-class Extents:
+class Bounds:
     """Checks accesses of kernels to ``memory`` and to ordinary tensors."""
 
     def __init__(self, memory: Memory) -> None:
@@ -151,7 +151,7 @@ class Extents:
         example ``bytes 320..328 of pe0.a, which has 8 bytes``; None if it may."""
         memory = self._memory
         if begin < NULL_PAGE:
-            return "a null pointer: remote_ptr() gives one for PEs on other nodes, which only puts and gets reach"
+            return "a null pointer: remote_ptr() gives one for PEs on other nodes, which only puts and gets access"
         if type(origin) is Storage:
             return _beyond(begin, end, origin.begin, origin.end, f"`{origin.name}`")
         symmetric = memory.owns(begin)
