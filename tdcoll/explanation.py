@@ -141,7 +141,7 @@ def _fused(
     context: Any = ctx
     if ctx is None:
         context = prospect(spec_of("all_reduce"), elements * dtype.itemsize, group, fused.NAME)
-    rows = fused.Rows(elements // hidden, hidden, dtype.itemsize)
+    rows = fused.NormRows(elements // hidden, hidden, dtype.itemsize)
     return fused.explain_rows(rows, facts_of(context, 0, dtype), algorithm)
 
 

@@ -114,7 +114,7 @@ class WaitMonitor:
             self.words[place : place + 1].copy_(one, non_blocking=True)
         stream.synchronize()  # `one` lives until then
 
-    def waits(self) -> Iterator[watch.Wait]:
+    def waits(self) -> Iterator[watch.PendingWait]:
         """Waits in kernels that go on, as the notices say. For one thread, which looks more often than they are left.
 
         Of waits that share a place, one at a time.
@@ -130,7 +130,7 @@ class WaitMonitor:
                 peer, waited = divmod(notice[0], 1 << 32)
                 waited_s = (waited << c.NOTICE_SHIFT.value) / 1e9
                 numbered = notice[1] != c.GAVE_UP.value and peer != c.OWN_GRID.value
-                yield watch.Wait(peer if peer >= 0 else None, notice[1] if numbered else None, lamport, waited_s)
+                yield watch.PendingWait(peer if peer >= 0 else None, notice[1] if numbered else None, lamport, waited_s)
 
     def _waited_for(self, epoch: int) -> set[int]:
         """Peers whose notices say that waits in this epoch, or in a Lamport call, had lasted nearly until the

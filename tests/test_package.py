@@ -216,3 +216,11 @@ def test_no_file_is_too_long(tmp_path: Path) -> None:
     for lines in (500, 501):
         (tmp_path / "tests" / "docs" / f"of_{lines}.py").write_text("#\n" * lines)
     assert too_long(tmp_path) == ["tests/docs/of_501.py"]
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    """A reader who meets a name knows where it comes from."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tdcoll").rglob("*.py")]
+    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert len(names) > 100
+    assert {name for name in names if names.count(name) > 1} == set()

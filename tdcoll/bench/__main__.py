@@ -14,7 +14,7 @@ from tdcoll.setenv import COMMAND
 
 _OTHERS = {
     "all_reduce_rms_norm": ("AllReduceNorm", "all-reduce + residual + RMSNorm, fused and not"),
-    "sparse_all_reduce": ("SparseAllReduce", "the sum of row-sparse tensors against what NCCL can do"),
+    "sparse_all_reduce": ("SparseCase", "the sum of row-sparse tensors against what NCCL can do"),
     "signal": ("Signalling", "how long a signal takes, one-way and all-to-all"),
 }
 """Module, class and subject of each benchmark that doesn't measure a dense collective."""

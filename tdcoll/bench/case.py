@@ -17,7 +17,7 @@ import torch
 
 import tdcoll
 from tdcoll import environment, runtime
-from tdcoll.bench.engine import Entry, Job, Wanted, measure, simulate
+from tdcoll.bench.engine import Contender, Ranks, Wanted, measure, simulate
 from tdcoll.bench.options import Parser
 from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import LAYOUTS, Row, line_of, save
@@ -35,7 +35,7 @@ AllWanted = AbstractContextManager[tuple[Sequence[Wanted], Callable[[], object]]
 """The subjects that are measured side by side, and a check for expired waits."""
 
 
-class Case(Job, ABC):
+class Case(Ranks, ABC):
     """A benchmark that measures several subjects side by side for each size.
 
     Attributes:
@@ -95,7 +95,7 @@ class Case(Job, ABC):
                         note=problem,
                         facts={**self.facts(size), **one.facts},
                     )
-                    entries.append(Entry(row, subject))
+                    entries.append(Contender(row, subject))
             if line_up is None:
                 for entry in entries:
                     simulate(self, entry)

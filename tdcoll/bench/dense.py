@@ -33,7 +33,7 @@ from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
 from tdcoll.runtime.cuda import multiprocessors
 from tdcoll.tuning import Entry, Section
 
-__all__ = ["Dense", "case_of", "main"]
+__all__ = ["DenseCase", "case_of", "main"]
 
 BACKEND = "backend"
 """The call of torch.distributed on a group with backend ``"tdcoll"``."""
@@ -62,7 +62,7 @@ def _sets_of(given: argparse.Namespace, nbytes: int, world: int) -> int:
     return min(given.buffers or calls, calls)
 
 
-class Dense(case.Case):
+class DenseCase(case.Case):
     """The case; a size is bytes of a segment.
 
     Attributes:
@@ -261,9 +261,9 @@ class Dense(case.Case):
 
 
 @functools.cache
-def case_of(name: str) -> type[Dense]:
+def case_of(name: str) -> type[DenseCase]:
     """Return the case of the collective of this name."""
-    return type(name, (Dense,), {"benchmark": name, "spec": SPECS[name], "__doc__": Dense.__doc__})
+    return type(name, (DenseCase,), {"benchmark": name, "spec": SPECS[name], "__doc__": DenseCase.__doc__})
 
 
 def main(name: str, arguments: Sequence[str]) -> int:

@@ -28,11 +28,23 @@ import torch
 from tdcoll import runtime
 from tdcoll.bench.arithmetic import summarize
 from tdcoll.bench.rows import Row
-from tdcoll.bench.timing import Launch, LineUp, capture, time_launches
+from tdcoll.bench.timing import LineUp, TimedLaunch, capture, time_launches
 from tdcoll.errors import CollectiveTimeout, HeapExhaustedError, RankMismatchError
 from tdcoll.language import INTERPRETED
 
-__all__ = ["CALLS", "TURNS", "Entry", "Found", "Job", "Subject", "Wanted", "calls_of", "measure", "nothing", "simulate"]
+__all__ = [
+    "CALLS",
+    "TURNS",
+    "Contender",
+    "Found",
+    "Ranks",
+    "Subject",
+    "Wanted",
+    "calls_of",
+    "measure",
+    "nothing",
+    "simulate",
+]
 
 TURNS = 4
 """Turns that each entry takes per size; even, because both launches must be the last of as many turns."""
@@ -57,7 +69,7 @@ def nothing(*_: Any) -> None:
     """For subjects that need nothing done."""
 
 
-class Job:
+class Ranks:
     """The ranks of a benchmark, and what they agree on."""
 
     def __init__(self) -> None:
@@ -162,12 +174,12 @@ class Wanted:
 
 
 @dataclass
-class Entry:
+class Contender:
     """A row to measure: a subject in one way of launching it, or the reason for which there is none."""
 
     row: Row
     subject: Any = None
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[TimedLaunch] = field(default_factory=list)
     results: list[list[Any]] = field(default_factory=list)
     times_us: list[float] = field(default_factory=list)
 
@@ -176,14 +188,14 @@ class Entry:
         """Whether it can run here, as far as is known."""
         return self.row.check != "not run"
 
-    def tried(self, job: Job, what: str, action: Callable[[], Any]) -> Any:
+    def tried(self, job: Ranks, what: str, action: Callable[[], Any]) -> Any:
         """Return the result of an action; None if it isn't supported here."""
         result, problem = job.agree(f"{what} {self.row.algorithm}", action, self.row.peer)
         if problem is not None:
             self.row.check, self.row.note = "not run", problem
         return result
 
-    def checked(self, job: Job, found: Sequence[Found]) -> None:
+    def checked(self, job: Ranks, found: Sequence[Found]) -> None:
         """Take note, on all ranks, of what was wrong on any."""
         own = next((where for errors, where in found if errors), None)
         for where in job.gather("check", own):
@@ -203,11 +215,11 @@ def _calls(subject: Subject, calls: int) -> list[Found]:
     return found
 
 
-def _prepare(job: Job, entry: Entry, warmup: int) -> None:
+def _prepare(job: Ranks, entry: Contender, warmup: int) -> None:
     """Call it, and capture it if requested, because a launch needs both before it can be timed."""
     subject = entry.subject
 
-    def launch(calls: int) -> Launch:
+    def launch(calls: int) -> TimedLaunch:
         results: list[Any] = [None] * calls
         numbers, call = subject.numbers(calls), subject.call
 
@@ -219,7 +231,7 @@ def _prepare(job: Job, entry: Entry, warmup: int) -> None:
                 results[position] = call(number)
 
         entry.results.append(results)
-        return capture(one, calls) if entry.row.launch == "graph" else Launch(run, calls)
+        return capture(one, calls) if entry.row.launch == "graph" else TimedLaunch(run, calls)
 
     def run() -> list[Found]:
         found = _calls(subject, max(subject.inputs, warmup))
@@ -249,12 +261,12 @@ def _time_alone(subject: Subject, number: int, line_up: LineUp) -> tuple[Any, li
         line_up()
         torch.cuda.synchronize()
 
-    launch = Launch(lambda: results.append(subject.call(number)), 1)
+    launch = TimedLaunch(lambda: results.append(subject.call(number)), 1)
     times_us = time_launches([launch], 1, line_up, before)
     return results.pop(), times_us
 
 
-def _turn(job: Job, entry: Entry, line_up: LineUp, turn: int, iterations: int, warmup: int) -> None:
+def _turn(job: Ranks, entry: Contender, line_up: LineUp, turn: int, iterations: int, warmup: int) -> None:
     """Run one turn of one entry: new data, launches, check."""
     subject, launches = entry.subject, entry.launches
     subject.begin(next(job.rounds))
@@ -284,8 +296,8 @@ def _turn(job: Job, entry: Entry, line_up: LineUp, turn: int, iterations: int, w
 
 
 def measure(
-    job: Job,
-    entries: Sequence[Entry],
+    job: Ranks,
+    entries: Sequence[Contender],
     line_up: LineUp,
     iterations: int,
     warmup: int,
@@ -316,7 +328,7 @@ def measure(
     torch.cuda.synchronize()
 
 
-def simulate(job: Job, entry: Entry) -> None:
+def simulate(job: Ranks, entry: Contender) -> None:
     """Call, check and count every input twice, or one input twice if its calls are alone.
 
     The second call finds stale data of the first one.

@@ -39,7 +39,7 @@ from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS
 from tdcoll.language import INTERPRETED
 
-__all__ = ["SparseAllReduce"]
+__all__ = ["SparseCase"]
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 INPUTS = 3
@@ -63,7 +63,7 @@ def distribution(name: str) -> str:
     return name
 
 
-class Rows(NamedTuple):
+class DrawnRows(NamedTuple):
     """Row numbers of all ranks.
 
     Attributes:
@@ -80,7 +80,7 @@ class Rows(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1)
-def draw(of: Rows) -> list[list[np.ndarray]]:
+def draw(of: DrawnRows) -> list[list[np.ndarray]]:
     """Return the row numbers of every rank in every input: ``[input][rank]`` is ``[rows]`` int64, ascending.
 
     They are the first different ones of endless draws from [0, num_rows).
@@ -120,7 +120,7 @@ class SparseData:
         ValueError: sums would not be exact in ``dtype``.
     """
 
-    def __init__(self, rows: Rows, dim: int, dtype: torch.dtype, rank: int, device: torch.device) -> None:
+    def __init__(self, rows: DrawnRows, dim: int, dtype: torch.dtype, rank: int, device: torch.device) -> None:
         self.rows, self.shape, self.dtype, self.rank, self.device = rows, (rows.num_rows, dim), dtype, rank, device
         self._drawn, self._numbers = draw(rows), Numbers(dtype, rows.world, device)
         self.rounds = [0] * INPUTS
@@ -240,7 +240,7 @@ PEERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """The call of each baseline."""
 
 
-class SparseAllReduce(case.Case):
+class SparseCase(case.Case):
     """The case; a size is :class:`SparseData`."""
 
     benchmark = "sparse_all_reduce"
@@ -279,7 +279,7 @@ class SparseAllReduce(case.Case):
         given, world = self.options, self.topology.world_size
         for of in itertools.product(given.distributions, [given.num_rows], given.rows, [world]):
             for dim in given.dims:
-                yield SparseData(Rows(*of), dim, given.dtype, self.topology.rank, self.device)
+                yield SparseData(DrawnRows(*of), dim, given.dtype, self.topology.rank, self.device)
 
     @contextlib.contextmanager
     def wanted(self, data: SparseData) -> Iterator[tuple[Sequence[Wanted], Callable[[], object]]]:

@@ -23,7 +23,7 @@ from tdcoll.collectives.all_gather.op import all_gather
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import TdcollError
 
-__all__ = ["Launch", "LineUp", "capture", "graph_time_us", "time_launches"]
+__all__ = ["LineUp", "TimedLaunch", "capture", "graph_time_us", "time_launches"]
 
 _ASSUMED_CLOCK_KHZ = 1_800_000
 _GRAPH_HEAD_START_US = 500.0
@@ -69,7 +69,7 @@ class LineUp:
 
 
 @dataclass(frozen=True)
-class Launch:
+class TimedLaunch:
     """Something to time: ``run`` makes ``calls`` calls, and the host needs ``head_start_us`` to issue them."""
 
     run: Callable[[], object]
@@ -77,18 +77,18 @@ class Launch:
     head_start_us: float = 0.0
 
 
-def capture(call: Callable[[int], object], calls: int) -> Launch:
+def capture(call: Callable[[int], object], calls: int) -> TimedLaunch:
     """Capture ``call(0)`` ... ``call(calls - 1)`` as one CUDA graph. Each must have run once before, uncaptured."""
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog thread polls its events all the time; its calls are not part of this capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for position in range(calls):
             call(position)
-    return Launch(graph.replay, calls, _GRAPH_HEAD_START_US)
+    return TimedLaunch(graph.replay, calls, _GRAPH_HEAD_START_US)
 
 
 def time_launches(
-    launches: Sequence[Launch],
+    launches: Sequence[TimedLaunch],
     iterations: int,
     line_up: LineUp,
     before: Callable[[int], object] | None = None,

@@ -31,7 +31,7 @@ from tdcoll.bench import case, options
 from tdcoll.bench import rows as files
 from tdcoll.bench.arithmetic import distinct, format_bytes
 from tdcoll.bench.choosing import CHUNK_COUNTS, WARP_COUNTS, Candidate, Choice
-from tdcoll.bench.dense import Dense, case_of
+from tdcoll.bench.dense import DenseCase, case_of
 from tdcoll.bench.engine import Wanted
 from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import IN_PLACE, Row
@@ -57,7 +57,7 @@ def _say(text: str) -> None:
     print(f"tune: {text}", flush=True)
 
 
-class Operation:
+class TunedCollective:
     """One collective that is tuned.
 
     Args:
@@ -93,10 +93,10 @@ class Operation:
         return [size for size in self.sizes if size not in done]
 
 
-def _operations(options: argparse.Namespace, topology: Topology) -> list[Operation]:
+def _operations(options: argparse.Namespace, topology: Topology) -> list[TunedCollective]:
     if topology.ranks_per_node is None:
         raise ValueError(f"tables are for nodes of one size; this job has {topology.describe()}")
-    operations = [Operation(name, options, topology) for name in options.operation]
+    operations = [TunedCollective(name, options, topology) for name in options.operation]
     operations = [operation for operation in operations if operation.sizes]
     if not operations:
         options.refuse(
@@ -117,7 +117,7 @@ def listing(options: argparse.Namespace, topology: Topology) -> str:
     return "\n".join(lines)
 
 
-Size = tuple[Operation, Dense, int]
+Size = tuple[TunedCollective, DenseCase, int]
 """An operation to tune, its benchmark on the ranks of this job, and bytes of a segment."""
 
 
@@ -177,7 +177,7 @@ class Tune(case.Case):
     @classmethod
     def heap_bytes(cls, options: argparse.Namespace, world: int) -> int:
         topology = Topology.of(0, range(world), [0] * world)  # what is measured is known after joining
-        operations = [Operation(name, options, topology) for name in options.operation]
+        operations = [TunedCollective(name, options, topology) for name in options.operation]
         return max(each.case.heap_bytes(each.options, world) for each in operations)
 
     def __init__(self, options: argparse.Namespace) -> None:

@@ -92,7 +92,7 @@ def wait_for_collectives() -> None:
 # ---------------------------------------------------------------------- torch.cuda
 
 
-class Stream(torch.cpu.Stream):
+class FinishedStream(torch.cpu.Stream):
     """A stream on which everything is done already."""
 
     cuda_stream = 0
@@ -117,7 +117,7 @@ class Event(torch.cpu.Event):
         return (end._at - self._at) * 1e3
 
 
-_STREAM = Stream()
+_STREAM = FinishedStream()
 
 _PROPERTIES = SimpleNamespace(
     name="tdcoll's simulator", major=9, minor=0, multi_processor_count=32, total_memory=1 << 40, warp_size=32
@@ -125,7 +125,7 @@ _PROPERTIES = SimpleNamespace(
 """An H100's capability, because programs may request descriptors, and few multiprocessors, so that grids are small."""
 
 _STAND_INS: dict[str, Any] = {
-    "Stream": Stream,
+    "Stream": FinishedStream,
     "Event": Event,
     "stream": contextlib.nullcontext,
     "current_stream": lambda device=None: _STREAM,

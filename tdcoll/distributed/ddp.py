@@ -19,7 +19,7 @@ from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import sparse_sum_by_gather
 from tdcoll.distributed.handlers import Lane, Members
 from tdcoll.distributed.options import Options
-from tdcoll.distributed.queues import Task, TaskWork
+from tdcoll.distributed.queues import QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.errors import NotInitializedError
 from tdcoll.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
@@ -75,7 +75,7 @@ class _Pass:
         self._gradients: list[torch.Tensor] = []
         self._there: list[Any] = []
         """On a GPU: the events behind which the gradients are."""
-        self.task = Task(self._reduce, sums.stream, give_up=sums.give_up)
+        self.task = QueuedCall(self._reduce, sums.stream, give_up=sums.give_up)
 
     def add(self, gradient: torch.Tensor, there: Any = None) -> int:
         """Take a gradient, which is behind the event ``there`` or what the current stream has now; return its number in

@@ -25,7 +25,7 @@ from tdcoll.distributed.call import Call, is_plain
 from tdcoll.distributed.fallback import Fallback, Start
 from tdcoll.distributed.handlers import Barrier, Dense, Handler, Lane, Members
 from tdcoll.distributed.options import Options
-from tdcoll.distributed.queues import Task, TaskWork
+from tdcoll.distributed.queues import QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.errors import TdcollError
 from tdcoll.limits import COLLECTIVES
@@ -220,7 +220,9 @@ class Dispatcher:
                 if not handler.members.debug:
                     handler.check_call(call)
                 before = self._outstanding() if handler.blocks else []
-                task = Task(lambda: self._make_in_turn(kind, call, start, key, how, before), give_up=self._give_up)
+                task = QueuedCall(
+                    lambda: self._make_in_turn(kind, call, start, key, how, before), give_up=self._give_up
+                )
                 work: Any = TaskWork(queue.submit(task), queue)
                 if not asynchronous:
                     work.wait()
@@ -245,12 +247,12 @@ class Dispatcher:
                 self._known.clear()
             self._known[key] = known
 
-    def _outstanding(self) -> list[Task]:
+    def _outstanding(self) -> list[QueuedCall]:
         """Return the calls of all kinds that are queued and not made yet."""
         return [task for handler in self.handlers.values() for task in handler.lane.queue.outstanding()]
 
     def _make_in_turn(
-        self, kind: str, call: Call, start: Start, key: Hashable | None, how: str, before: Sequence[Task]
+        self, kind: str, call: Call, start: Start, key: Hashable | None, how: str, before: Sequence[QueuedCall]
     ) -> list[torch.Tensor]:
         """Make a call when its queue comes to it and the tasks ``before`` are done; return its result.
 
@@ -368,7 +370,7 @@ class Dispatcher:
                 # The host has to wait: for the size of the result, or until all ranks have loaded the kernels.
                 for tensor in call.touched:
                     record_stream(tensor, stream)
-                task = Task(lambda: self._run(kind, call, key), stream, give_up=self._give_up)
+                task = QueuedCall(lambda: self._run(kind, call, key), stream, give_up=self._give_up)
                 return TaskWork(queue.submit(task), queue)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
@@ -478,6 +480,6 @@ class Dispatcher:
             _log.warning("backend tdcoll: rank %d left without the others: %s", self._rank, error)
 
 
-def _wait_for(tasks: Sequence[Task]) -> None:
+def _wait_for(tasks: Sequence[QueuedCall]) -> None:
     for task in tasks:
         task.done.wait()

@@ -44,12 +44,12 @@ _LAST_S = 3.0
 _CALLBACKS_S = 1.0
 """The longest time that a queue waits for the callbacks of a call before it makes the next one."""
 
-__all__ = ["Queue", "Task", "TaskWork"]
+__all__ = ["Queue", "QueuedCall", "TaskWork"]
 
 _log = logging.getLogger("tdcoll")
 
 
-class Task:
+class QueuedCall:
     """One call that a queue makes.
 
     Args:
@@ -170,14 +170,14 @@ class Queue:
 
     def _reset(self) -> None:
         self._changed = threading.Condition()
-        self._tasks: deque[Task] = deque()
-        self._urgent: deque[Task] = deque()  # issued by callbacks
+        self._tasks: deque[QueuedCall] = deque()
+        self._urgent: deque[QueuedCall] = deque()  # issued by callbacks
         self.unfinished = 0  # tasks that are not made yet, or whose callbacks run
         self._thread: threading.Thread | None = None
-        self._current: Task | None = None
+        self._current: QueuedCall | None = None
         self._closing = self._giving_up = False
 
-    def submit(self, task: Task) -> Task:
+    def submit(self, task: QueuedCall) -> QueuedCall:
         """Let the thread make ``task`` after the earlier ones."""
         _at_the_end()
         with self._changed:
@@ -203,13 +203,13 @@ class Queue:
         with self._changed:
             self._changed.wait_for(lambda: not self.unfinished)
 
-    def outstanding(self) -> list[Task]:
+    def outstanding(self) -> list[QueuedCall]:
         """Return the tasks that are not made yet."""
         with self._changed:
             known = [*self._urgent, *self._tasks, *([self._current] if self._current is not None else ())]
         return [task for task in known if not task.done.is_set()]
 
-    def waits_behind(self, task: Task) -> bool:
+    def waits_behind(self, task: QueuedCall) -> bool:
         """Return whether the thread has to make other tasks first."""
         with self._changed:
             return task in self._tasks
@@ -248,7 +248,7 @@ class Queue:
         while (task := self._next()) is not None:
             self._run_task(task)
 
-    def _next(self) -> Task | None:
+    def _next(self) -> QueuedCall | None:
         with self._changed:
             self._changed.wait_for(lambda: self._urgent or self._tasks or self._closing)
             for tasks in (self._urgent, self._tasks):
@@ -257,7 +257,7 @@ class Queue:
             self._thread = None
             return None
 
-    def _run_task(self, task: Task) -> None:
+    def _run_task(self, task: QueuedCall) -> None:
         before, self._current = self._current, task
         if self._giving_up:
             task.give_up()
@@ -300,11 +300,11 @@ class _Callbacks:
         over: whether the queue need not wait for them any more.
     """
 
-    def __init__(self, task: Task, queue: Queue) -> None:
+    def __init__(self, task: QueuedCall, queue: Queue) -> None:
         self._task, self._queue, self.over = task, queue, False
 
     @classmethod
-    def of(cls, task: Task, queue: Queue) -> _Callbacks:
+    def of(cls, task: QueuedCall, queue: Queue) -> _Callbacks:
         """Let a thread run them: an idle one, or a new one, because the others may be waiting in callbacks."""
         made = cls(task, queue)
         try:
@@ -381,7 +381,7 @@ class TaskWork(Work):
         queue: that makes it.
     """
 
-    def __init__(self, task: Task, queue: Queue) -> None:
+    def __init__(self, task: QueuedCall, queue: Queue) -> None:
         super().__init__()
         self._task, self._queue = task, queue
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judge facts. Every check is a pure function of :class:`~tdcoll.doctor.facts.Facts`."""
+"""Judge facts. Every check is a pure function of :class:`~tdcoll.doctor.facts.MachineFacts`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from tdcoll import environment
-from tdcoll.doctor.facts import Facts
+from tdcoll.doctor.facts import MachineFacts
 from tdcoll.setenv import COMMAND, IN_CHECKOUT, LAUNCHER, version_of
 
 __all__ = ["Line", "diagnose", "note", "ok", "problem"]
@@ -41,7 +41,7 @@ def problem(name: str, text: str, advice: str) -> Line:
     return Line("problem", name, text, advice)
 
 
-def diagnose(facts: Facts) -> list[Line]:
+def diagnose(facts: MachineFacts) -> list[Line]:
     """Return every line of the report but that of the small job."""
     return [line for check in _CHECKS for line in check(facts)]
 
@@ -55,12 +55,12 @@ def _size(nbytes: int) -> str:
 # ---------------------------------------------------------------------- packages
 
 
-def _python(facts: Facts) -> list[Line]:
+def _python(facts: MachineFacts) -> list[Line]:
     text = ".".join(map(str, facts.python))
     return [ok("Python", text) if facts.python >= (3, 10) else problem("Python", text, "tdcoll needs 3.10 or newer")]
 
 
-def _failure(facts: Facts, package: str) -> str:
+def _failure(facts: MachineFacts, package: str) -> str:
     """Return why a package cannot be imported, in words; empty if it can."""
     found = facts.found[package]
     if found.get("missing"):
@@ -68,7 +68,7 @@ def _failure(facts: Facts, package: str) -> str:
     return f"cannot be imported: {found['error']}" if "error" in found else ""
 
 
-def _torch(facts: Facts) -> list[Line]:
+def _torch(facts: MachineFacts) -> list[Line]:
     name, found, install = "torch", facts.found["torch"], "pip install -U 'torch>=2.10'"
     if failure := _failure(facts, name):
         return [problem(name, failure, f"{install}, or let launch.sh make an environment" if IN_CHECKOUT else install)]
@@ -81,7 +81,7 @@ def _torch(facts: Facts) -> list[Line]:
     return [ok(name, text)]
 
 
-def _triton(facts: Facts) -> list[Line]:
+def _triton(facts: MachineFacts) -> list[Line]:
     name, version = "triton", facts.found["triton"].get("version", "")
     installed = facts.distributions.get("triton")
     reinstall = f"pip install --force-reinstall --no-deps triton=={installed or '3.6.0'}"
@@ -99,7 +99,7 @@ def _triton(facts: Facts) -> list[Line]:
     return [ok(name, version)]
 
 
-def _small_packages(facts: Facts) -> list[Line]:
+def _small_packages(facts: MachineFacts) -> list[Line]:
     lines = []
     for name, needed, advice in (
         ("numpy", True, "pip install -U numpy"),
@@ -112,7 +112,7 @@ def _small_packages(facts: Facts) -> list[Line]:
     return lines
 
 
-def _nvshmem(facts: Facts) -> list[Line]:
+def _nvshmem(facts: MachineFacts) -> list[Line]:
     name, found, cuda = "NVSHMEM", facts.found["nvshmem"], facts.found["torch"].get("cuda")
     installed = {key: value for key, value in facts.distributions.items() if "nvshmem" in key}
     text = ", ".join(f"{key} {value}" for key, value in installed.items()) or "no packages installed by pip"
@@ -133,7 +133,7 @@ def _nvshmem(facts: Facts) -> list[Line]:
     return [ok(name, f"{text}; {found['library'] or 'its library loads'}")]
 
 
-def _driver(facts: Facts) -> list[Line]:
+def _driver(facts: MachineFacts) -> list[Line]:
     name, found = "CUDA driver", facts.found["driver"]
     if facts.simulated:
         return [ok(name, "the simulator doesn't need it")]
@@ -154,7 +154,7 @@ def _driver(facts: Facts) -> list[Line]:
 # ---------------------------------------------------------------------- devices
 
 
-def _gpus(facts: Facts) -> list[Line]:
+def _gpus(facts: MachineFacts) -> list[Line]:
     name = "GPUs"
     if facts.simulated:
         return [_simulator(name, facts)]
@@ -170,7 +170,7 @@ def _gpus(facts: Facts) -> list[Line]:
     return [ok(name, text)]
 
 
-def _simulator(name: str, facts: Facts) -> Line:
+def _simulator(name: str, facts: MachineFacts) -> Line:
     """Name the launchers that run kernels in the simulator, because not all of them do."""
     variables = facts.environment
     by_setenv = "TRITON_INTERPRET=1" in variables.get("TDCOLL_SETENV", "").split()
@@ -186,7 +186,7 @@ def _simulator(name: str, facts: Facts) -> Line:
     return note(name, f"{text}: {LAUNCHER} runs kernels in the simulator; {torchrun}", advice)
 
 
-def _peer_access(facts: Facts) -> list[Line]:
+def _peer_access(facts: MachineFacts) -> list[Line]:
     name = "peer access"
     if facts.simulated or len(facts.gpus) < 2:
         return []
@@ -200,7 +200,7 @@ def _peer_access(facts: Facts) -> list[Line]:
     return [ok(name, f"between all {len(facts.gpus)} GPUs")]
 
 
-def _hosts(facts: Facts) -> list[Line]:
+def _hosts(facts: MachineFacts) -> list[Line]:
     name = "several hosts"
     if facts.nnodes < 2:
         return []
@@ -222,7 +222,7 @@ def _hosts(facts: Facts) -> list[Line]:
 # ---------------------------------------------------------------------- settings
 
 
-def _heap(facts: Facts) -> list[Line]:
+def _heap(facts: MachineFacts) -> list[Line]:
     name = "symmetric heap"
     try:
         nbytes = environment.heap_bytes(facts.simulated, facts.environment)
@@ -241,7 +241,7 @@ def _heap(facts: Facts) -> list[Line]:
     return [ok(name, f"{text}; the fullest GPU has {_size(min(free))} free" if free else text)]
 
 
-def _setenv(facts: Facts) -> list[Line]:
+def _setenv(facts: MachineFacts) -> list[Line]:
     """Compare this shell, whose environment torchrun passes on, with the environment that launch.sh makes."""
     name, here, launched = "setenv.sh" if IN_CHECKOUT else "environment", facts.environment, facts.launched
     if facts.simulated:
@@ -260,7 +260,7 @@ def _setenv(facts: Facts) -> list[Line]:
     return [ok(name, f"this shell has the variables that {LAUNCHER} sets")]
 
 
-def _variables(facts: Facts) -> list[Line]:
+def _variables(facts: MachineFacts) -> list[Line]:
     """Find variables that look like tdcoll's and are none of them. The small job shows values that tdcoll refuses."""
     name, lines = "variables", []
     for variable, meant in environment.unknown(facts.environment).items():

@@ -17,7 +17,7 @@ from tdcoll.child import run
 from tdcoll.doctor import probe
 from tdcoll.setenv import prepare
 
-__all__ = ["Facts", "collect"]
+__all__ = ["MachineFacts", "collect"]
 
 _TIMEOUT_S = 120.0
 _DISTRIBUTIONS = (
@@ -28,7 +28,7 @@ _DISTRIBUTIONS = (
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     """Everything that the checks look at.
 
     Attributes:
@@ -65,7 +65,7 @@ class Facts:
         return gpus
 
 
-def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> Facts:
+def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> MachineFacts:
     """Return the facts of this host. Takes seconds, because children import packages.
 
     Args:
@@ -74,7 +74,7 @@ def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> F
         nnodes: hosts of the job.
     """
     job = prepare(environment, one_host=nnodes == 1, dry_run=True, say=lambda text: None)
-    facts = Facts(
+    facts = MachineFacts(
         python=sys.version_info[:3],
         found={step: _probed(step, job.variables) for step in probe.STEPS},
         distributions=_distributions(),

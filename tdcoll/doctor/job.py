@@ -18,7 +18,7 @@ from typing import Any
 from tdcoll import child
 from tdcoll.child import Ended
 from tdcoll.doctor.checks import Line, note, ok, problem
-from tdcoll.doctor.facts import Facts
+from tdcoll.doctor.facts import MachineFacts
 
 __all__ = ["cannot_run", "judge", "start"]
 
@@ -42,7 +42,7 @@ _WORDS = 128
 # ---------------------------------------------------------------------- the doctor's side
 
 
-def cannot_run(facts: Facts) -> str:
+def cannot_run(facts: MachineFacts) -> str:
     """Return why it is useless to start the job, in words; empty if it isn't."""
     needed = ("torch", "triton", "numpy", *(["greenlet"] if facts.simulated else []))
     if lacking := [name for name in needed if "error" in facts.found[name]]:
@@ -50,7 +50,7 @@ def cannot_run(facts: Facts) -> str:
     return "" if facts.simulated or facts.gpus else "PyTorch sees no GPU"
 
 
-def start(facts: Facts, timeout_s: float, module: str = __name__) -> Ended:
+def start(facts: MachineFacts, timeout_s: float, module: str = __name__) -> Ended:
     """Run the job for at most ``timeout_s`` seconds, with the environment that launch.sh would give it.
 
     tdcoll.torchrun runs the ranks, because they die with it when it is killed.
@@ -61,7 +61,7 @@ def start(facts: Facts, timeout_s: float, module: str = __name__) -> Ended:
     return child.run(command, timeout_s, facts.launched)
 
 
-def judge(facts: Facts, ended: Ended | str) -> Line:
+def judge(facts: MachineFacts, ended: Ended | str) -> Line:
     """Return the line about the job; a string says why it wasn't started."""
     if isinstance(ended, str):
         return note(_NAME, f"not run: {ended}")

@@ -23,7 +23,7 @@ from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.context import CollectiveContext
 from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
-from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, Rows, choose, explain_rows, takes
+from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, NormRows, choose, explain_rows, takes
 from tdcoll.primitives.reduce import triton_dtype
 from tdcoll.ranges import ranged
 
@@ -217,7 +217,7 @@ def _ready(
     """Return the object that makes calls like this one; its kernel is compiled and loaded."""
     x, _, weight = tensors[:3]
     hidden, shape = x.shape[-1], x.shape
-    rows = Rows(shape.numel() // hidden, hidden, x.dtype.itemsize)
+    rows = NormRows(shape.numel() // hidden, hidden, x.dtype.itemsize)
     facts = facts_of(ctx, 0, x.dtype)
     plan = choose(rows, facts, algorithm)
     if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):

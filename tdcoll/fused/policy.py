@@ -24,7 +24,17 @@ from tdcoll.collectives._host.plan import (
 )
 from tdcoll.collectives._host.spec import DEFAULT, REQUESTED
 
-__all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "NAME", "ONE_SHOT", "TWO_SHOT", "Rows", "choose", "explain_rows"]
+__all__ = [
+    "ALGORITHMS",
+    "COMPOSED",
+    "MOST_HIDDEN",
+    "NAME",
+    "ONE_SHOT",
+    "TWO_SHOT",
+    "NormRows",
+    "choose",
+    "explain_rows",
+]
 __all__ += ["blocks_of", "takes"]
 
 NAME = "all_reduce_rms_norm"
@@ -58,7 +68,7 @@ about 1 us of NVLink."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class NormRows:
     """The rows of a call, as the heuristic sees them.
 
     Attributes:
@@ -81,19 +91,19 @@ def takes(hidden: int, itemsize: int) -> bool:
     return 0 < hidden <= MOST_HIDDEN and hidden * itemsize % WORD == 0
 
 
-def _owned(rows: Rows, world: int) -> int:
+def _owned(rows: NormRows, world: int) -> int:
     """Return the most rows that a rank owns."""
     return -(-rows.rows // world)
 
 
-def _room(rows: Rows, algorithm: str, pieces: int, world: int) -> int:
+def _room(rows: NormRows, algorithm: str, pieces: int, world: int) -> int:
     """Return the bytes of a segment of the inbox."""
     if algorithm == ONE_SHOT:
         return WORD * rows.rows * rows.words
     return WORD * _owned(rows, world) * (2 * rows.words + pieces)
 
 
-def blocks_of(rows: Rows, plan: Plan, world: int) -> int:
+def blocks_of(rows: NormRows, plan: Plan, world: int) -> int:
     """Return the number of thread blocks of the launch."""
     pieces = plan.chunks
     if plan.algorithm == ONE_SHOT:
@@ -103,7 +113,7 @@ def blocks_of(rows: Rows, plan: Plan, world: int) -> int:
     return rows.rows
 
 
-def _problem(rows: Rows, plan: Plan, facts: Facts) -> str | None:
+def _problem(rows: NormRows, plan: Plan, facts: Facts) -> str | None:
     """Return why a call doesn't support a plan, as a sentence that begins with ``needs``; None if it does."""
     world = facts.topology.world_size
     if plan.algorithm == COMPOSED:
@@ -125,7 +135,7 @@ def _warps(algorithm: str, facts: Facts) -> int:
     return _MOST_WARPS if algorithm == COMPOSED else min(_MOST_WARPS, most_warps(facts))
 
 
-def _cut(rows: Rows, algorithm: str, facts: Facts) -> Plan:
+def _cut(rows: NormRows, algorithm: str, facts: Facts) -> Plan:
     """Cut rows into the smallest pieces with which a step has no more thread blocks than are useful."""
     world = facts.topology.world_size
     stage = rows.rows if algorithm == ONE_SHOT else _owned(rows, world)
@@ -141,7 +151,7 @@ def _cut(rows: Rows, algorithm: str, facts: Facts) -> Plan:
     return replace(plan, blocks=blocks_of(rows, plan, world))
 
 
-def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
+def choose(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
     """Return the plan of a call.
 
     Args:
@@ -173,7 +183,7 @@ def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
     return next(plan for plan in plans if _problem(rows, plan, facts) is None)
 
 
-def explain_rows(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Explanation:
+def explain_rows(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -> Explanation:
     """Explain a call, as :func:`choose` chooses.
 
     Raises:
@@ -195,7 +205,7 @@ def explain_rows(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Ex
     )  # fmt: skip
 
 
-def _check(rows: Rows, plan: Plan, facts: Facts) -> None:
+def _check(rows: NormRows, plan: Plan, facts: Facts) -> None:
     """Raise unless the plan, which was made by hand, fits the rows."""
     if plan.algorithm not in ALGORITHMS[1:]:
         raise ValueError(f"a Plan's algorithm must be one of {', '.join(ALGORITHMS[1:])}; got {plan.algorithm!r}")

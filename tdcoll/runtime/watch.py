@@ -39,7 +39,7 @@ from tdcoll import runtime
 from tdcoll.calls import ranks_text
 from tdcoll.hang import address, user_of
 
-__all__ = ["Wait", "lines_at", "start", "stop"]
+__all__ = ["PendingWait", "lines_at", "start", "stop"]
 
 _log = logging.getLogger("tdcoll")
 
@@ -50,7 +50,7 @@ _FRAMES = 4
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (runtime.__path__[0], torch.__file__, triton.__file__))
 
 
-class Wait(NamedTuple):
+class PendingWait(NamedTuple):
     """A wait that goes on, for a rank of the group, if the kernel has named one. ``epoch`` is what the
     signal has to reach, or the number of a Lamport call; None if the peer has given up, or, without a peer, if it waits
     in a barrier of its own grid."""
@@ -70,7 +70,7 @@ def _seconds(waited_s: float) -> str:
     return f"{waited_s:.0f} s" if waited_s >= 3 else f"{waited_s:.1f} s"
 
 
-def _described(monitor: Any, waits: Sequence[Wait]) -> str:
+def _described(monitor: Any, waits: Sequence[PendingWait]) -> str:
     """``all_reduce, call 4 of group 0, has waited 60 s for rank 2``: waits of one launch with this WaitMonitor."""
     longest, calls = max(waits, key=lambda wait: wait.waited_s), monitor.calls
     peers = sorted({wait.peer for wait in waits if wait.peer is not None})
@@ -89,8 +89,8 @@ def _described(monitor: Any, waits: Sequence[Wait]) -> str:
     return f"{what}, has waited {_seconds(longest.waited_s)} for {whom}"
 
 
-def _by_launch(monitor: Any) -> dict[Hashable, list[Wait]]:
-    found: dict[Hashable, list[Wait]] = {}
+def _by_launch(monitor: Any) -> dict[Hashable, list[PendingWait]]:
+    found: dict[Hashable, list[PendingWait]] = {}
     for wait in monitor.waits():
         in_barrier = wait.epoch is None and wait.peer is None
         found.setdefault((wait.epoch, wait.lamport, in_barrier), []).append(wait)

@@ -11,7 +11,7 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.bench.case import Case
-from tdcoll.bench.timing import Launch
+from tdcoll.bench.timing import TimedLaunch
 from tdcoll.testing import World
 
 
@@ -37,8 +37,8 @@ class Clock:
             def elapsed_time(self, other: Event) -> float:
                 return (other.at - self.at) / 1e3
 
-        def capture(call: Callable[[int], object], calls: int) -> Launch:
-            return Launch(lambda: [call(position) for position in range(calls)], calls)
+        def capture(call: Callable[[int], object], calls: int) -> TimedLaunch:
+            return TimedLaunch(lambda: [call(position) for position in range(calls)], calls)
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         for name in ("synchronize", "empty_cache"):

@@ -10,7 +10,7 @@ import pytest
 
 from tdcoll.bench import engine
 from tdcoll.bench.arithmetic import format_bytes, ratio, summarize
-from tdcoll.bench.engine import TURNS, Entry, Job, Subject, simulate
+from tdcoll.bench.engine import TURNS, Contender, Ranks, Subject, simulate
 from tdcoll.bench.rows import Row
 from tdcoll.bench.timing import LineUp, graph_time_us
 from tdcoll.errors import TdcollError
@@ -47,17 +47,17 @@ class Recorded:
         return int(self.wrong(number)), f"input {number}"
 
 
-def entry_of(subject: Subject, launch: str = "graph", peer: bool = False) -> Entry:
-    return Entry(Row(ranks=1, nodes=1, algorithm="x", peer=peer, launch=launch, check="ok"), subject)
+def entry_of(subject: Subject, launch: str = "graph", peer: bool = False) -> Contender:
+    return Contender(Row(ranks=1, nodes=1, algorithm="x", peer=peer, launch=launch, check="ok"), subject)
 
 
-def measured(subject: Subject, launch: str, iterations: int = 4, warmup: int = 1, **how: Any) -> Entry:
+def measured(subject: Subject, launch: str, iterations: int = 4, warmup: int = 1, **how: Any) -> Contender:
     """One entry, measured by one rank."""
     entry = entry_of(subject, launch, how.pop("peer", False))
 
     def host(_: int) -> None:
         with LineUp() as line_up:
-            engine.measure(Job(), [entry], line_up, iterations, warmup, **how)
+            engine.measure(Ranks(), [entry], line_up, iterations, warmup, **how)
 
     World(1).run(host)
     return entry
@@ -115,11 +115,11 @@ def test_graphs_of_calls_that_are_alone_are_checked_by_the_last_call_of_the_last
 
 
 def test_times_are_of_a_part_and_of_ranks_that_take_part(clock: Any, on_gpus: Callable[..., list[Any]]) -> None:
-    def host(pe: int) -> Entry:
+    def host(pe: int) -> Contender:
         us = [8.0, 12.0, 99.0][pe]
         entry = entry_of(Subject(lambda _: clock.passes(us), lambda *_: (0, ""), parts=4, takes_part=pe < 2))
         with LineUp() as line_up:
-            engine.measure(Job(), [entry], line_up, 4, 1)
+            engine.measure(Ranks(), [entry], line_up, 4, 1)
         return entry
 
     for entry in on_gpus(host, 3):
@@ -130,7 +130,7 @@ def test_times_are_of_a_part_and_of_ranks_that_take_part(clock: Any, on_gpus: Ca
 def test_the_simulator_changes_inputs_and_checks_each_call(alone: bool) -> None:
     recorded = Recorded(alone=alone)
     entry = entry_of(recorded.subject, "simulator")
-    World(1).run(lambda _: simulate(Job(), entry))
+    World(1).run(lambda _: simulate(Ranks(), entry))
     assert recorded.did == ["begin", *([*ONE_BY_ONE, [0], 0, "check"] if alone else 2 * [*THREE, *CHECKED])]
     assert (entry.row.check, entry.row.note, entry.row.calls) == ("ok", None, (1,))
     assert entry.row.counts is not None
@@ -145,7 +145,7 @@ def test_a_peer_that_fails_says_why_and_tdcoll_must_not(clock: Any) -> None:
     assert (entry.row.check, entry.row.note, entry.row.median_us) == ("not run", "no such transport", None)
     with pytest.raises(RuntimeError, match="no such"):
         measured(subject, "eager")
-    found = World(2).run(lambda pe: Job().agree("make", lambda: fail(0) if pe else "made", True))
+    found = World(2).run(lambda pe: Ranks().agree("make", lambda: fail(0) if pe else "made", True))
     assert found == [(None, "rank 1: no such transport"), (None, "no such transport")]
 
 

@@ -13,7 +13,7 @@ from tdcoll.bench.case import Case
 from tdcoll.bench.dense import case_of
 from tdcoll.bench.provenance import command_line
 from tdcoll.bench.signal import Signalling
-from tdcoll.bench.sparse_all_reduce import SparseAllReduce
+from tdcoll.bench.sparse_all_reduce import SparseCase
 from tdcoll.bench.tune import Tune
 
 GATHER, REDUCE, SCATTER = map(case_of, ("all_gather", "all_reduce", "reduce_scatter"))
@@ -34,7 +34,7 @@ def test_a_dense_collective() -> None:
 
 def test_a_sparse_one() -> None:
     given = "--rows 7,30,7 --dims 16 --num-rows 50 --distributions zipf1.2,uniform --dtype float64"
-    options = SparseAllReduce.parse(f"{given} --eager".split())
+    options = SparseCase.parse(f"{given} --eager".split())
     assert (options.rows, options.dims, options.num_rows, options.dtype) == ([7, 30], [16], 50, torch.float64)
     assert (options.distributions, options.launches) == (["zipf1.2", "uniform"], ["eager"])
 
@@ -61,7 +61,7 @@ WRONG: dict[type[Case], dict[str, str]] = {
         "--op: a mean is of floating-point numbers; got --dtype torch.int32": "--op mean --dtype int32",
     },
     REDUCE: {"torch-two-shot, trtllm-one-shot; got fcollect": "--peers fcollect"},
-    SparseAllReduce: {
+    SparseCase: {
         "501 different rows are more than the 500 of --num-rows": "--rows 501",
         "expected at least one": "--rows ,",
         "expected a whole number of at least 1": "--dims 0",

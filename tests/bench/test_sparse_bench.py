@@ -19,7 +19,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.bench import rows
 from tdcoll.bench import sparse_all_reduce as bench
-from tdcoll.bench.sparse_all_reduce import INPUTS, PEERS, Rows, SparseAllReduce, SparseData, draw
+from tdcoll.bench.sparse_all_reduce import INPUTS, PEERS, DrawnRows, SparseCase, SparseData, draw
 
 CPU = torch.device("cpu")
 WORLD = 3
@@ -28,7 +28,7 @@ WORLD = 3
 @pytest.mark.parametrize("distribution", ["uniform", "zipf0.9", "zipf1.2"])
 @pytest.mark.parametrize("count", [1, 40, 500])
 def test_distinct_rows_are_ascending_and_the_same_on_every_rank(distribution: str, count: int) -> None:
-    of = Rows(distribution, 500, count, 2)
+    of = DrawnRows(distribution, 500, count, 2)
     lists = [one for lists in draw(of) for one in lists]
     for one in lists:
         assert one.shape == (count,)
@@ -43,21 +43,21 @@ def test_distinct_rows_are_ascending_and_the_same_on_every_rank(distribution: st
 def test_rows_are_as_often_as_their_place_says() -> None:
     weights = torch.arange(1, 1001, dtype=torch.float64) ** -1.2
     p, q, *_ = expected = weights / weights.sum()
-    ones = [int(one[0]) for lists in draw(Rows("zipf1.2", 1000, 1, 5_000)) for one in lists]
+    ones = [int(one[0]) for lists in draw(DrawnRows("zipf1.2", 1000, 1, 5_000)) for one in lists]
     drawn = torch.bincount(torch.tensor(ones), minlength=1000).double() / len(ones)
     assert torch.allclose(drawn[:5], expected[:5], atol=0.02)
     # The first two different ones that are drawn.
-    pairs = [list(one) for lists in draw(Rows("zipf1.2", 1000, 2, 600)) for one in lists]
+    pairs = [list(one) for lists in draw(DrawnRows("zipf1.2", 1000, 2, 600)) for one in lists]
     both = sum(pair == [0, 1] for pair in pairs) / len(pairs)
     assert both == pytest.approx(float(p * q / (1 - p) + p * q / (1 - q)), abs=0.03)
-    uniform = [torch.from_numpy(one) for lists in draw(Rows("uniform", 1000, 100, 100)) for one in lists]
+    uniform = [torch.from_numpy(one) for lists in draw(DrawnRows("uniform", 1000, 100, 100)) for one in lists]
     tenths = torch.bincount(torch.cat(uniform) // 100, minlength=10)
     assert (tenths - 3000).abs().max() < 300  # standard deviation about 50
 
 
 def made(dtype: torch.dtype = torch.float32, dim: int = 5) -> list[SparseData]:
     """The data of all ranks."""
-    return [SparseData(Rows("zipf1.1", 60, 20, WORLD), dim, dtype, rank, CPU) for rank in range(WORLD)]
+    return [SparseData(DrawnRows("zipf1.1", 60, 20, WORLD), dim, dtype, rank, CPU) for rank in range(WORLD)]
 
 
 def result(ranks: list[SparseData], number: int) -> torch.Tensor:
@@ -132,7 +132,7 @@ def test_moved_rows_are_those_that_somebody_sends(monkeypatch: pytest.MonkeyPatc
     sent = sum(contributors - 1 + (WORLD - 1) for contributors in held)  # to the owner, and the sum to everybody
     monkeypatch.setattr(bench, "draw", lambda of: [[torch.tensor(one).numpy() for one in held] for held in lists])
     monkeypatch.setattr(SparseData, "_input", lambda self, rank, number: None)
-    data = SparseData(Rows("uniform", 60, 4, WORLD), 5, torch.float32, 0, CPU)
+    data = SparseData(DrawnRows("uniform", 60, 4, WORLD), 5, torch.float32, 0, CPU)
     assert (data.moved_rows, data.union_rows) == (pytest.approx(sent / 3), (6 + 8 + 4) / 3)
 
 
@@ -142,7 +142,7 @@ ONE = "--rows 8 --dims 4 --distributions uniform --algorithms owner --eager --pe
 @pytest.mark.slow
 def test_checks_and_counts_over_two_nodes(rows_of: Callable[..., list[Any]]) -> None:
     given = "--rows 6 --dims 4 --num-rows 20 --distributions zipf1 --algorithms owner --peers published"
-    owner, *others = rows_of(SparseAllReduce, given, 4, ranks_per_node=2)
+    owner, *others = rows_of(SparseCase, given, 4, ranks_per_node=2)
     assert [row.check for row in (owner, *others)] == ["ok"] * 3 + ["not run"]
     assert [row.label for row in others[:2]] == ["tdcoll owner, no copy", "tdcoll owner, padded"]
     assert min(owner.counts["inter_node_bytes"]) > 0
@@ -155,7 +155,7 @@ def test_checks_and_counts_over_two_nodes(rows_of: Callable[..., list[Any]]) -> 
 
 
 def test_what_auto_took_is_noted(rows_of: Callable[..., list[Any]]) -> None:
-    found = rows_of(SparseAllReduce, "--rows 12 --dims 4 --distributions zipf1 --algorithms auto --peers=", 2)
+    found = rows_of(SparseCase, "--rows 12 --dims 4 --distributions zipf1 --algorithms auto --peers=", 2)
     assert [(row.check, (row.note or "").startswith("took ")) for row in found] == [
         ("ok", True), ("ok", True), ("ok", False),
     ]  # fmt: skip
@@ -174,14 +174,14 @@ def test_wrong_sums_are_rows_that_say_so(mistake: str, monkeypatch: Any, rows_of
         return before if mistake == "the call before" and before is not None else kept[rank]
 
     monkeypatch.setattr(tdcoll, "sparse_all_reduce", careless)
-    row = rows_of(SparseAllReduce, ONE, 2)[0]
+    row = rows_of(SparseCase, ONE, 2)[0]
     assert row.check == "WRONG"
     assert row.note.startswith("rank 1, input 0: 1 wrong value(s), first: row " if mistake == "a value" else "rank 0")
 
 
 def test_the_heap_holds_the_largest_size() -> None:
-    options = SparseAllReduce.parse(["--rows", "1000,50000", "--dims", "64,2048", "--num-rows", "5000000"])
-    need = SparseAllReduce.heap_bytes(options, 8)
+    options = SparseCase.parse(["--rows", "1000,50000", "--dims", "64,2048", "--num-rows", "5000000"])
+    need = SparseCase.heap_bytes(options, 8)
     assert 9 * 50_000 * 8192 < need < 9 * 50_000 * 8192 * 1.05
 
 
@@ -198,7 +198,7 @@ def test_the_measuring_path(clock: Any, measured: Callable[..., list[Any]], monk
     for name in ("sparse_all_reduce", "sparse_all_reduce_padded"):
         monkeypatch.setattr(tdcoll, name, functools.partial(timed, 8.0, getattr(tdcoll, name)))
     options = "--iterations 2 --rows 6 --dims 4 --distributions zipf1 --algorithms owner"
-    found = measured(SparseAllReduce, f"{options} --peers published,allgather")
+    found = measured(SparseCase, f"{options} --peers published,allgather")
     assert [(row.label, row.launch, row.check, row.median_us, row.calls, row.iterations) for row in found] == [
         *(("tdcoll owner", "eager", "ok", 8.0, (1,), 2), ("tdcoll owner, no copy", "eager", "ok", 8.0, (1,), 2)),
         *(("tdcoll owner, padded", "graph", "ok", 8.0, (2, 3), 2), ("published", "eager", "ok", 12.0, (1,), 2)),

@@ -37,7 +37,7 @@ from tdcoll.collectives.reduce_scatter import kernels_words as scatter_words
 from tdcoll.fused import kernels as fused
 from tdcoll.fused.kernels_rows import NONE, PER_ROW
 from tdcoll.fused.op import _REGISTERS as REGISTERS
-from tdcoll.fused.policy import Rows, choose
+from tdcoll.fused.policy import NormRows, choose
 from tdcoll.primitives import copies
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
@@ -139,7 +139,7 @@ FUSED = [  # rows, hidden, ranks, architectures, other facts and constants; bf16
 def compile_fused(rows: int, hidden: int, world: int, arch: int, more: dict[str, Any]) -> dict[str, object]:
     topology = Topology.of(0, range(world), [0] * world)
     given = {"max_blocks": more["max_blocks"]} if "max_blocks" in more else {}
-    plan = choose(Rows(rows, hidden, 2), Facts(0, topology, stores=True, lamport_bytes=1 << 26, **given))
+    plan = choose(NormRows(rows, hidden, 2), Facts(0, topology, stores=True, lamport_bytes=1 << 26, **given))
     pieces, block = plan.chunks, plan.chunk // 16
     constants = {"HIDDEN": hidden, "DTYPE": tl.bfloat16, "WEIGHT": tl.bfloat16, "SCALE": NONE, "PIECES": pieces}
     constants |= {"ROOM": triton.next_power_of_2(pieces), "BLOCK": block, **more}

@@ -107,7 +107,7 @@ SPARSE_TYPES = {
     **dict.fromkeys(("totals", "progress"), "*i32"),
     "partial": "*fp32",
     "g": tuples()["g"],
-    "memory": kernels_lists.Memory("i64", "i64", "*i32", "*i32", "*i32"),
+    "memory": kernels_lists.RowMemory("i64", "i64", "*i32", "*i32", "*i32"),
     "nodes": Nodes("*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"),
 }
 

@@ -94,7 +94,7 @@ PARTS_OF_MAKING = [
     (tdcoll.CollectiveContext, "tdcoll.context.CollectiveContext._device_group"),
     (tdcoll.CollectiveContext, "tdcoll.context.barrier"),
     (tdcoll.SparseContext, "tdcoll.collectives.sparse_all_reduce.context.Launcher"),
-    (tdcoll.SparseContext, "tdcoll.collectives.sparse_all_reduce.context.Memory"),
+    (tdcoll.SparseContext, "tdcoll.collectives.sparse_all_reduce.context.RowMemory"),
 ]
 
 
@@ -121,14 +121,14 @@ def test_a_context_that_cannot_be_made_takes_nothing(kind: Any, part: str, monke
 
 def test_a_rank_that_cannot_make_its_context_keeps_the_others_from_having_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they would write to memory that it has given back."""
-    made = sparse_context.Memory
+    made = sparse_context.RowMemory
 
     def fail_on_one(*given: Any) -> Any:
         if runtime.current().rank == 1:
             raise RuntimeError("here")
         return made(*given)
 
-    monkeypatch.setattr(sparse_context, "Memory", fail_on_one)
+    monkeypatch.setattr(sparse_context, "RowMemory", fail_on_one)
 
     def host(pe: int) -> None:
         with pytest.raises(RuntimeError, match="here" if pe else r"waited .* in 'barrier' for rank\(s\) \[1\]"):
@@ -165,7 +165,7 @@ def test_a_sparse_context_that_could_not_grow_refuses_calls_and_can_be_closed() 
         ctx = tdcoll.SparseContext(max_rows_per_rank=1, max_row_bytes=4, grow=True)
         rows = (torch.arange(3), torch.ones(3, 1), 3)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tdcoll.collectives.sparse_all_reduce.context.Memory", fail)
+            patch.setattr("tdcoll.collectives.sparse_all_reduce.context.RowMemory", fail)
             with pytest.raises(RuntimeError, match="here"):
                 tdcoll.sparse_all_reduce_rows(*rows, ctx=ctx)
         with pytest.raises(tdcoll.ContextError, match=r"it has lost its memory .* close"):

@@ -28,7 +28,7 @@ from tdcoll.distributed import BackendTimeout, Options, agreement, explain
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import add_backends
 from tdcoll.distributed.options import HANDLES, KINDS
-from tdcoll.distributed.queues import Queue, Task, TaskWork
+from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.limits import COLLECTIVES
 from tdcoll.runtime import lifecycle
 from tdcoll.work import as_backend_error
@@ -434,7 +434,7 @@ def test_errors_of_a_queue_reach_those_who_wait() -> None:
         raise timeout()
 
     queue = Queue()
-    bad, good = (TaskWork(queue.submit(Task(make)), queue) for make in (fail, lambda: [torch.ones(1)]))
+    bad, good = (TaskWork(queue.submit(QueuedCall(make)), queue) for make in (fail, lambda: [torch.ones(1)]))
     queue.drain()
     assert good.is_completed()
     assert good.wait()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tdcoll.distributed.queues import Queue, Task, TaskWork
+from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.errors import TdcollError
 
 PLENTY_S = 20.0
@@ -26,7 +26,7 @@ def telling(queue: Queue, told: list[Any], what: Any, until: threading.Event | N
         told.append(what)
         return [torch.tensor(float(len(told)))]
 
-    return TaskWork(queue.submit(Task(make)), queue)
+    return TaskWork(queue.submit(QueuedCall(make)), queue)
 
 
 def ended(future: Any) -> bool:
@@ -87,7 +87,7 @@ def test_an_undelivered_error_is_logged_once(way: str, caplog) -> None:
         assert go.wait(PLENTY_S)
         raise ValueError("of the call")
 
-    work = TaskWork(queue.submit(Task(fail)), queue)
+    work = TaskWork(queue.submit(QueuedCall(fail)), queue)
     future = work.get_future().then(lambda done: done.value()) if way == "future" else None
     if way == "dropped early":
         del work

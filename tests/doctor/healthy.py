@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tdcoll.doctor.facts import Facts
+from tdcoll.doctor.facts import MachineFacts
 
 ONE_HOST = {
     "LD_LIBRARY_PATH": "/venv/nvshmem/lib",
@@ -14,7 +14,7 @@ ONE_HOST = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "NVSHMEM_REMOTE_TRANSPORT": "none",
 }
-GPUS = Facts(
+GPUS = MachineFacts(
     python=(3, 12, 3),
     found={
         "torch": {"version": "2.11.0+cu130", "cuda": "13.0"},
@@ -56,11 +56,11 @@ SIMULATOR = replace(
 )
 
 
-def environment(facts: Facts, **more: str) -> dict[str, Any]:
+def environment(facts: MachineFacts, **more: str) -> dict[str, Any]:
     """``replace``'s arguments for a shell that has more variables, which setenv.sh keeps."""
     return {"environment": {**facts.environment, **more}, "launched": {**facts.launched, **more}}
 
 
-def found(facts: Facts, **steps: dict[str, Any]) -> dict[str, Any]:
+def found(facts: MachineFacts, **steps: dict[str, Any]) -> dict[str, Any]:
     """``replace``'s argument for children that find something else in these steps."""
     return {"found": {**facts.found, **steps}}

@@ -14,7 +14,7 @@ import tdcoll
 from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.errors import RankMismatchError
-from tdcoll.fused.policy import Rows, blocks_of, choose
+from tdcoll.fused.policy import NormRows, blocks_of, choose
 from tdcoll.fused.reference import norm_reference
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
@@ -50,16 +50,16 @@ def facts(world: int, lamport_bytes: int = 1 << 23, n_nodes: int = 1) -> Facts:
     ],
 )
 def test_plans(rows: int, hidden: int, world: int, plan: Plan) -> None:
-    assert replace(choose(Rows(rows, hidden, 2), facts(world)), blocks=0) == plan
+    assert replace(choose(NormRows(rows, hidden, 2), facts(world)), blocks=0) == plan
 
 
 def test_two_ranks_take_two_shot_up_to_8_MB() -> None:
-    plans = [replace(choose(Rows(rows, 8192, 2), facts(2, lamport_bytes=1 << 25)), blocks=0) for rows in (512, 513)]
+    plans = [replace(choose(NormRows(rows, 8192, 2), facts(2, lamport_bytes=1 << 25)), blocks=0) for rows in (512, 513)]
     assert plans == [Plan("two_shot", 1, 16384, 16), Plan("one_shot", 1, 16384, 16)]
 
 
 def test_blocks() -> None:
-    rows = Rows(10, 4096, 2)
+    rows = NormRows(10, 4096, 2)
     assert blocks_of(rows, Plan("one_shot", 4, 2048, 4), 4) == 80
     assert blocks_of(rows, Plan("one_shot", 1, 8192, 16), 4) == 10
     assert blocks_of(rows, Plan("two_shot", 4, 2048, 4), 4) == 3 * 4 * 5
@@ -82,7 +82,7 @@ def test_blocks() -> None:
 )
 def test_plans_that_there_are_not(algorithm: Any, more: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        choose(Rows(3, 4096, 2), facts(**{"world": 2, **more}), algorithm)
+        choose(NormRows(3, 4096, 2), facts(**{"world": 2, **more}), algorithm)
 
 
 X = torch.zeros(2, 64)

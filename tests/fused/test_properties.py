@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdcoll.collectives._host.plan import Facts
-from tdcoll.fused.policy import Rows, blocks_of, choose
+from tdcoll.fused.policy import NormRows, blocks_of, choose
 from tdcoll.limits import MAX_BLOCKS, SHARED_WARPS
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import explore
@@ -45,7 +45,7 @@ def test_a_row_has_the_bits_of_the_reference_in_every_batch_and_by_every_algorit
 def test_every_call_has_a_plan_that_is_the_same_on_all_ranks(
     rows, hidden, itemsize, world, nodes, lamport, max_blocks, simulated, algorithm
 ) -> None:
-    asked = Rows(rows, hidden, itemsize)
+    asked = NormRows(rows, hidden, itemsize)
     plans = set()
     for rank in range(world * nodes):
         topology = Topology.of(rank, range(world * nodes), [place // world for place in range(world * nodes)])

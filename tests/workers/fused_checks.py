@@ -11,7 +11,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives._host.launches import facts_of
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
-from tdcoll.fused.policy import ALGORITHMS, COMPOSED, Rows, choose
+from tdcoll.fused.policy import ALGORITHMS, COMPOSED, NormRows, choose
 from tdcoll.fused.reference import norm_reference
 
 FP8 = torch.float8_e4m3fn
@@ -28,7 +28,7 @@ def inputs(
 
 def algorithms(ctx: tdcoll.CollectiveContext, rows: int, hidden: int, dtype: torch.dtype) -> list[str | tdcoll.Plan]:
     """Return all algorithms that serve such rows: by name, and with rows in other pieces."""
-    shape, found = Rows(rows, hidden, dtype.itemsize), []
+    shape, found = NormRows(rows, hidden, dtype.itemsize), []
     for name in ALGORITHMS[1:]:
         pieces = [
             tdcoll.Plan(name, -(-shape.words // block), 16 * block, max(1, min(8, block // 32))) for block in (32, 512)

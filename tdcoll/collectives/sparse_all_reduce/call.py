@@ -34,7 +34,7 @@ from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, choose, tiles
 from tdcoll.collectives.sparse_all_reduce.rows import Joined
 from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator, operation_name
 
-__all__ = ["Call"]
+__all__ = ["SparseCall"]
 
 _log = logging.getLogger("tdcoll")
 
@@ -95,7 +95,7 @@ class _Kind:
         }
 
 
-class Call:
+class SparseCall:
     """One sparse all-reduce on one rank.
 
     Attributes:

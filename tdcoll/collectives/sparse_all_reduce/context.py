@@ -13,7 +13,7 @@ from tdcoll import arguments, runtime
 from tdcoll.collectives._host.launch import Launcher, Packed
 from tdcoll.collectives.index_match.kernels import BAD_ORDER, BAD_RANGE, BAD_SIGNATURE, MAX_ROWS, STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import COUNTERS, LISTS, Memory
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import COUNTERS, LISTS, RowMemory
 from tdcoll.collectives.sparse_all_reduce.policy import BLOCKS_PER_SM, EXCHANGE_CHUNKS, Capacities
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
@@ -179,7 +179,7 @@ class SparseContext(CollectiveContext):
             self.capacities = capacities
             self.out, self.stage = self.area[lists : lists + out], self.area[lists + out :]
             self.memory = Packed(
-                Memory(
+                RowMemory(
                     self.stage.data_ptr(),
                     self.out.data_ptr(),
                     torch.empty((LISTS.value, rows), dtype=torch.int32, device=self.device),

@@ -32,7 +32,7 @@ from tdcoll.primitives.group import in_stream_order, say_done, wait_until_done
 
 __all__ = [
     *("ANY_ALIGNMENT", "CONTESTED", "COUNTERS", "HEADER", "LISTS", "LONG", "SINGLE", "STAGED"),
-    *("Memory", "owner_in", "pick", "turn", "valid", "work_list"),
+    *("RowMemory", "owner_in", "pick", "turn", "valid", "work_list"),
     *("PACKED", "pack", "plan"),
 ]
 
@@ -55,7 +55,7 @@ ANY_ALIGNMENT = ["ids", "order", "begins"]
 """Parameters that may be the caller's indices, at any address. So may rows be, whose alignment pays."""
 
 
-class Memory(NamedTuple):
+class RowMemory(NamedTuple):
     """Where rows lie that are reduced, and what is to be done with this rank's.
 
     Attributes:

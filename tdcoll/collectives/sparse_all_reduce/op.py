@@ -17,7 +17,7 @@ from tdcoll.capture import refuse
 from tdcoll.collectives._host.launches import outside_of_graphs
 from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, UNION
 from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
-from tdcoll.collectives.sparse_all_reduce.call import Call
+from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.pool import default_context
 from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, rows_of_pair, rows_of_tensor
@@ -94,7 +94,7 @@ def _calling(
         calls = [(places, Joined(tuple(given[i] for i in places))) for places in _by_dtype(given)]
         if ctx.loads_together:
             for _, rows in calls:
-                Call(ctx, rows, op, algorithm).load()
+                SparseCall(ctx, rows, op, algorithm).load()
         return calls
 
     name = operation_name(op)
@@ -139,7 +139,7 @@ def _run(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """``(indices [U], values [U, *shape])`` of each tensor."""
     while True:
-        call = Call(ctx, rows, op, algorithm)
+        call = SparseCall(ctx, rows, op, algorithm)
         call.match()
         call.copy_status()
         whole = None if call.moves_late else call.move()
@@ -161,7 +161,7 @@ def _run(
 
 
 def _results(
-    call: Call, whole: torch.Tensor, bounds: Sequence[int], copies: bool
+    call: SparseCall, whole: torch.Tensor, bounds: Sequence[int], copies: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """``(indices, values)`` of each tensor.
 
@@ -401,7 +401,7 @@ def _run_padded(
     operation: str, ctx: SparseContext, rows: Joined, op: Any, algorithm: str, copies: bool
 ) -> list[PaddedRows]:
     """The padded results of each tensor. ``copies``: the next call uses the context's memory at once."""
-    call, tables, most = Call(ctx, rows, op, algorithm), len(rows.parts), ctx.max_union_rows
+    call, tables, most = SparseCall(ctx, rows, op, algorithm), len(rows.parts), ctx.max_union_rows
     pieces = not rows.coalesced and rows.n > kernels_values.PIECE.value
     kernels = operation, call.variant, call.op, call.algorithm, rows.coalesced, pieces, tables
     if kernels not in ctx.tables:

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdcoll.runtime.simulator.builder import numpy_dtype
 from tdcoll.runtime.simulator.machine import machine
-from tdcoll.runtime.simulator.tasks import Launch
+from tdcoll.runtime.simulator.tasks import GridLaunch
 from tdcoll.spec.functions import LINKED
 
 __all__ = ["MachineLauncher", "root_cause"]
@@ -118,4 +118,4 @@ class MachineLauncher(triton_interpreter.GridExecutor):
 
         threads = _THREADS_PER_WARP * int(kwargs.get("num_warps") or 4)
         x, y, z = (*grid, 1, 1)[:3]
-        machine().launch(Launch(signature.name, program, (x, y, z), threads))
+        machine().launch(GridLaunch(signature.name, program, (x, y, z), threads))

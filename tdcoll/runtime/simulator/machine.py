@@ -19,7 +19,7 @@ from tdcoll.runtime.simulator.memory import NULL_PAGE, Memory
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.polling import PollingScheduler
 from tdcoll.runtime.simulator.scheduler import Scheduler
-from tdcoll.runtime.simulator.tasks import Launch, Task
+from tdcoll.runtime.simulator.tasks import GridLaunch, Task
 from tdcoll.runtime.simulator.trace import Trace, slice_of
 from tdcoll.runtime.simulator.unseen import Unseen
 
@@ -68,7 +68,7 @@ class Machine:
         memory: Memory,
         scheduler: Scheduler | PollingScheduler,
         node_ids: Sequence[object],
-        launch: Callable[[Launch], None],
+        launch: Callable[[GridLaunch], None],
         arrivals: Mapping[str, MutableSequence[int] | memoryview[int]],
         trace: Trace | None = None,
         check_overflow: bool = False,

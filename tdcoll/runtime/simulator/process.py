@@ -29,7 +29,7 @@ from tdcoll.runtime.simulator.interpreter import Installed
 from tdcoll.runtime.simulator.machine import BARRIERS, Machine
 from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
 from tdcoll.runtime.simulator.polling import PollingScheduler
-from tdcoll.runtime.simulator.tasks import Launch, Task
+from tdcoll.runtime.simulator.tasks import GridLaunch, Task
 
 __all__ = ["ProcessHeap"]
 
@@ -91,7 +91,7 @@ class ProcessHeap(MemoryView):
         """Remove the hooks. Idempotent."""
         self._hooks.remove()
 
-    def _launch(self, launch: Launch) -> None:
+    def _launch(self, launch: GridLaunch) -> None:
         machine, pe = self.machine, self.pe
         if self._scheduler.in_a_kernel():
             raise TdcollError(f"{launch.kernel} was launched by a kernel")

@@ -20,7 +20,7 @@ except ImportError:  # the threads below do the same, slower
 
 from tdcoll.runtime.simulator.trace import HOST_TRACK, Trace, slice_of
 
-__all__ = ["Launch", "Switch", "Task", "TaskKilled", "Wait", "count_poll", "make_switch"]
+__all__ = ["GridLaunch", "Switch", "Task", "TaskKilled", "Wait", "count_poll", "make_switch"]
 
 
 class TaskKilled(BaseException):
@@ -89,7 +89,7 @@ class Task:
 
 
 @dataclass(eq=False)
-class Launch:
+class GridLaunch:
     """One grid on its way.
 
     Attributes:

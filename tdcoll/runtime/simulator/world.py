@@ -24,7 +24,7 @@ from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
 from tdcoll.runtime.simulator.scheduler import Scheduler
 from tdcoll.runtime.simulator.streams import SimulatedSideStream, Stream, copy, host_of
-from tdcoll.runtime.simulator.tasks import Launch, Task
+from tdcoll.runtime.simulator.tasks import GridLaunch, Task
 from tdcoll.runtime.simulator.trace import Trace, slice_of
 from tdcoll.runtime.store import decode, encode
 
@@ -222,7 +222,7 @@ class World:
         )
         self._exchanges: dict[Any, dict[int, bytes]] = {}
         self._dead: set[int] = set()
-        self._launches: list[list[Launch]] = []
+        self._launches: list[list[GridLaunch]] = []
         self._streams = [0] * n_pes
         self._doomed: dict[int, tuple[int, bool]] = {}
         self.runtimes = [
@@ -372,7 +372,7 @@ class World:
             else:
                 self._doomed[task.pe] = (turns - 1, lose_messages)
 
-    def _launch(self, launch: Launch) -> None:
+    def _launch(self, launch: GridLaunch) -> None:
         scheduler = self.scheduler
         host = scheduler.current
         if host is None or host.is_program:
@@ -383,7 +383,7 @@ class World:
             scheduler.turn()  # raises
         self._in_order(partial(self._carry_out, host.pe, launch))
 
-    def _carry_out(self, pe: int, launch: Launch) -> None:
+    def _carry_out(self, pe: int, launch: GridLaunch) -> None:
         """Run a launch until all its programs are done, in the calling task."""
         scheduler, machine, launches = self.scheduler, self._machine, self._launches[pe]
         machine.counts[pe].launches += 1
@@ -409,7 +409,7 @@ class World:
                 launch.start(pe, self.scheduler.spawn, self.trace, partial(self._ended, pe, launch))
                 running += 1
 
-    def _ended(self, pe: int, launch: Launch) -> None:
+    def _ended(self, pe: int, launch: GridLaunch) -> None:
         """Take note that one of the launch's programs has ended."""
         if launch.done == launch.total:
             self._launches[pe].remove(launch)

@@ -14,7 +14,7 @@ import torch
 import tdcoll
 from tdcoll.collectives._host import pool
 from tdcoll.collectives._host.plan import Facts, Plan
-from tdcoll.fused.policy import Rows, choose
+from tdcoll.fused.policy import NormRows, choose
 from tdcoll.runtime import cuda
 from tdcoll.runtime.topology import Topology
 
@@ -26,11 +26,11 @@ def facts(world: int, nbytes: int = 0, **more: Any) -> Facts:
 
 
 def test_fused_plans_made_by_hand_keep_to_the_warps_of_their_context() -> None:
-    rows = Rows(2, 1024, 4)
+    rows = NormRows(2, 1024, 4)
     assert choose(rows, facts(2), Plan("one_shot", 1, 4096, 16)).num_warps == 16
     with pytest.raises(ValueError, match=r"num_warps must be one of 1, 2, 4, 8 on a context with max_blocks; got 16"):
         choose(rows, facts(2, max_blocks=64), Plan("one_shot", 1, 4096, 16))
-    wide = Rows(2, 4096, 4)
+    wide = NormRows(2, 4096, 4)
     assert choose(wide, facts(2), Plan("one_shot", 1, 16384, 8)).chunk == 16384
     with pytest.raises(ValueError, match="up to 8192 bytes; got 16384"):
         choose(wide, facts(2, max_blocks=64), Plan("one_shot", 1, 16384, 8))

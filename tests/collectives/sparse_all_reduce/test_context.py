@@ -20,13 +20,13 @@ from .calls import ROWS, everywhere, ids_of, make, mine, reduce_and_compare, row
 @pytest.mark.parametrize("algorithm", ["owner", "gather"])
 def test_fewer_blocks_do_the_same_work(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: set[int] = set()
-    workers = call_module.Call.workers
+    workers = call_module.SparseCall.workers
 
     def noting(self: Any, tasks: int) -> int:
         launched.add(workers(self, tasks))
         return workers(self, tasks)
 
-    monkeypatch.setattr(call_module.Call, "workers", noting)
+    monkeypatch.setattr(call_module.SparseCall, "workers", noting)
 
     def host(pe: int) -> None:
         with make(max_blocks=1 + pe) as ctx:  # it need not be the same on all ranks

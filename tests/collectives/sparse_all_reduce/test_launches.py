@@ -13,7 +13,7 @@ import torch
 import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives._host.launch import Launch
-from tdcoll.collectives.sparse_all_reduce.call import Call
+from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 
 from .calls import DIM, everywhere, make, sparse
 
@@ -46,7 +46,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
     for name in ("__call__", "with_arguments"):
         monkeypatch.setattr(Launch, name, launching(getattr(Launch, name)))
-    monkeypatch.setattr(Call, "status", waiting(Call.status, "wait"))
+    monkeypatch.setattr(SparseCall, "status", waiting(SparseCall.status, "wait"))
     for name in ("item", "tolist", "nonzero", "cpu", "__bool__", "__int__"):
         monkeypatch.setattr(torch.Tensor, name, waiting(getattr(torch.Tensor, name), name))
     return found
