@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 import tdcoll
-from tdcoll import arguments as checks
+from tdcoll.base import arguments as checks
 from tdcoll.bench.provenance import provenance
 from tdcoll.distributed import Options, explain
 

@@ -12,6 +12,16 @@ from typing import TYPE_CHECKING
 from tdcoll_torch import register as _register
 
 if TYPE_CHECKING:
+    from tdcoll.base.errors import (
+        AlreadyInitializedError,
+        CollectiveTimeout,
+        ContextError,
+        HeapExhaustedError,
+        NotInitializedError,
+        NotSymmetricError,
+        RankMismatchError,
+        TdcollError,
+    )
     from tdcoll.collectives._host.plan import Plan
     from tdcoll.collectives.all_gather.op import all_gather, all_gather_
     from tdcoll.collectives.all_reduce.op import all_reduce, all_reduce_
@@ -26,16 +36,6 @@ if TYPE_CHECKING:
         sparse_all_reduce_rows,
     )
     from tdcoll.context import CollectiveContext
-    from tdcoll.errors import (
-        AlreadyInitializedError,
-        CollectiveTimeout,
-        ContextError,
-        HeapExhaustedError,
-        NotInitializedError,
-        NotSymmetricError,
-        RankMismatchError,
-        TdcollError,
-    )
     from tdcoll.explanation import Explanation, explain
     from tdcoll.footprint import MemoryPlan, memory_plan
     from tdcoll.language.jit import jit
@@ -114,7 +114,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         ),
         "collectives._host.plan": "Plan",
         "context": "CollectiveContext",
-        "errors": (
+        "base.errors": (
             "AlreadyInitializedError CollectiveTimeout ContextError HeapExhaustedError NotInitializedError "
             "NotSymmetricError RankMismatchError TdcollError"
         ),
@@ -130,8 +130,19 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "tuning": "Table",
     }
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-    _SUBMODULES = {"collectives", "context", "distributed", "errors", "fused", "language", "memory", "monitor"}
-    _SUBMODULES |= {"ops", "runtime", "tuning"}
+    _SUBMODULES = {
+        "base",
+        "collectives",
+        "context",
+        "distributed",
+        "fused",
+        "language",
+        "memory",
+        "monitor",
+        "ops",
+        "runtime",
+        "tuning",
+    }
 
     def __getattr__(name):
         """A public name or a module that belongs to one, imported now (PEP 562)."""

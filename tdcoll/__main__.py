@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from tdcoll import __version__
-from tdcoll.output import unless_the_reader_goes
+from tdcoll.base.output import unless_the_reader_goes
 
 _COMMANDS = {
     "run": ("tdcoll.launch", "start a script or module as a job, one process per GPU, or on the simulator"),
     "doctor": ("tdcoll.doctor.command", "what a job needs, and whether it is here: for when one does not start"),
-    "hang": ("tdcoll.hang", "what ranks on this host wait for, and for whom: for a job that stands still"),
+    "hang": ("tdcoll.base.hang", "what ranks on this host wait for, and for whom: for a job that stands still"),
     "bench": ("tdcoll.bench.__main__", "measure the collectives against their peers, on this machine"),
     "tune": ("tdcoll.bench.tune", "measure which algorithm is the fastest at which size; write a table of it"),
     "report": ("tdcoll.bench.report", "tables and pictures of what bench wrote"),

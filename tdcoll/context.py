@@ -49,11 +49,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 import triton.language as tl
 
-from tdcoll import arguments, runtime
-from tdcoll.calls import Calls
-from tdcoll.errors import HeapExhaustedError
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.call_log import Calls
+from tdcoll.base.errors import HeapExhaustedError
+from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS
 from tdcoll.language import INTERPRETED
-from tdcoll.limits import MAX_BLOCKS, MAX_CHUNKS
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.preconditions import Debug, Preconditions, shown
@@ -109,16 +110,16 @@ class CollectiveContext(Preconditions):
         group: a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for all ranks.
         max_bytes_per_rank: the most that one rank sends to another in one epoch, in bytes; a larger call takes several
             epochs. Takes ``2 * world_size * max_bytes_per_rank`` bytes of the symmetric heap. Default:
-            :func:`tdcoll.limits.inbox_bytes`.
+            :func:`tdcoll.base.limits.inbox_bytes`.
         chunks: the most chunks that one rank's data is cut into. Each takes 16 bytes of symmetric heap per
             rank of the group. A large message is copied out while it arrives, the better the more chunks it has.
         flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes ``8/3 * world_size``
             times as much of the symmetric heap. Default: ``max_bytes_per_rank``, but no more than
-            :func:`tdcoll.limits.flagged_bytes` of the group.
+            :func:`tdcoll.base.limits.flagged_bytes` of the group.
         lamport_bytes: the most of one rank's data that words which announce themselves carry, in bytes; takes ``3 *
             world_size`` times as much of the symmetric heap, unless ranks of a node cannot store to each other.
-            Default: ``max_bytes_per_rank``, but no more than :func:`tdcoll.limits.lamport_bytes` of the group and a
-            quarter of the heap; or a sixteenth of that where the heap has no room for so much.
+            Default: ``max_bytes_per_rank``, but no more than :func:`tdcoll.base.limits.lamport_bytes` of the group and
+            a quarter of the heap; or a sixteenth of that where the heap has no room for so much.
         max_blocks: the most thread blocks that one launch on the context has. Kernels of several contexts that are in
             flight together wait for peers, so their thread blocks must fit on the GPU at once. At least
             ``2 * world_size + 2``. Default: as many as a launch may have.

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from tdcoll import arguments, runtime
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.collectives._host.call import check_context, spec_of
 from tdcoll.collectives._host.explain import Explanation, explain_call
 from tdcoll.collectives._host.launches import facts_of
@@ -22,7 +24,6 @@ from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.context import CollectiveContext
 from tdcoll.fused import policy as fused
 from tdcoll.fused.op import DTYPES as ROWS_OF
-from tdcoll.limits import COLLECTIVES
 from tdcoll.primitives.reduce import ACCUMULATORS, check_operation
 
 __all__ = ["Explanation", "explain"]

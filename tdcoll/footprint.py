@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tdcoll import arguments, environment
-from tdcoll.arguments import byte_text
+from tdcoll.base import arguments, environment
+from tdcoll.base.arguments import byte_text
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.collectives._host.pool import sizes_for
 from tdcoll.collectives.sparse_all_reduce.context import sparse_sizes
 from tdcoll.fused.policy import NAME as FUSED
-from tdcoll.limits import COLLECTIVES
 from tdcoll.runtime.topology import Topology
 from tdcoll.sizes import ContextSizes, context_sizes
 

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tdcoll import arguments
+from tdcoll.base import arguments
 from tdcoll.setenv import IN_CHECKOUT, ROOT, Job, prepare, say
 
 __all__ = ["main"]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tdcoll import arguments, runtime
-from tdcoll.errors import NotSymmetricError
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.errors import NotSymmetricError
 from tdcoll.runtime.heap import HeapInfo
 from tdcoll.runtime.topology import Topology
 

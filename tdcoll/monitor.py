@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from tdcoll import arguments, runtime
-from tdcoll.calls import Calls
-from tdcoll.errors import CollectiveTimeout
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.call_log import Calls
+from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.runtime import watch
 from tdcoll.spec import constants as c
 

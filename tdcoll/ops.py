@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from tdcoll import arguments, runtime
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.collectives._host.call import derivative, make, spec_of
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.fused.op import DTYPES
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
-from tdcoll.limits import COLLECTIVES
 from tdcoll.primitives.reduce import operation_name
 
 __all__ = ["all_reduce_rms_norm", "fuse", "fusing", "group_name", "operators"]

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import torch
 
-from tdcoll.calls import MOST, Calls, Made
-from tdcoll.capture import capture_of
-from tdcoll.errors import CollectiveTimeout, ContextError, NotInitializedError, RankMismatchError
+from tdcoll.base.call_log import MOST, Calls, Made
+from tdcoll.base.capture import capture_of
+from tdcoll.base.errors import CollectiveTimeout, ContextError, NotInitializedError, RankMismatchError
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import require_equal

@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tdcoll import arguments
-from tdcoll.child import run
-from tdcoll.environment import nvshmem_folders
+from tdcoll.base import arguments
+from tdcoll.base.child import run
+from tdcoll.base.environment import nvshmem_folders
 
 __all__ = ["COMMAND", "IN_CHECKOUT", "LAUNCHER", "ROOT", "Job", "count_gpus", "prepare", "say", "version_of"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tdcoll import limits
+from tdcoll.base import limits
 from tdcoll.runtime.heap import Arena
 from tdcoll.runtime.topology import Topology
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tdcoll import arguments, runtime
+from tdcoll import runtime
+from tdcoll.base import arguments
 from tdcoll.language import CMP_EQ, CMP_GE, barrier_all_block
 from tdcoll.language.jit import jit
 

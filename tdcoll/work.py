@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tdcoll.capture import capturing
-from tdcoll.errors import CollectiveTimeout, restored
-from tdcoll.torch_internals import never_compiled
+from tdcoll.base.capture import capturing
+from tdcoll.base.errors import CollectiveTimeout, restored
+from tdcoll.base.torch_internals import never_compiled
 
 __all__ = ["BackendTimeout", "CompletedWork", "StreamWork", "Work", "as_backend_error", "backend_errors", "error_of"]
 __all__ += ["completed", "current_stream", "expired", "record_stream", "seconds_of"]

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tdcoll.limits import COLLECTIVES
+from tdcoll.base.limits import COLLECTIVES
 
 __all__ = ["Argument", "Call", "Change", "Inserted", "Moved", "Mutant", "dropped", "installed", "missing", "no_wait"]
 

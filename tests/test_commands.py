@@ -90,7 +90,7 @@ def test_a_reader_that_goes_ends_a_command_quietly(command: list[str]) -> None:
 
 def test_another_broken_pipe_is_an_error() -> None:
     program = """
-from tdcoll.output import unless_the_reader_goes
+from tdcoll.base.output import unless_the_reader_goes
 def command():
     raise BrokenPipeError("of another pipe")
 import os, sys

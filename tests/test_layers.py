@@ -10,24 +10,21 @@ from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tdcoll import limits
+from tdcoll.base import limits
 
 ROOT = Path(__file__).resolve().parent.parent
 
 COLLECTIVES = (*limits.COLLECTIVES, "index_match")
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "limits"),
-    ("arguments", "calls", "capture", "child", "hang", "output", "ranges", "torch_internals"),
+    ("base",),
     ("work",),
-    ("environment",),
     ("spec",),
-    ("runtime.topology"),
+    ("runtime.topology",),
     ("runtime",),
     ("sizes",),
     ("runtime.simulator",),
     ("language",),
-    # What joins a job: it starts the transport and, in the meantime, the compiler.
     ("runtime.last_words",),
     ("runtime.nvshmem", "runtime.torch_memory", "runtime.simulator.process", "runtime.simulator.world"),
     ("runtime.lifecycle",),
@@ -162,7 +159,7 @@ def test_policies_import_nothing_of_the_gpu() -> None:
     light = [name for name in SOURCES if name.endswith(".policy") and ".simulator." not in name]
     assert len(light) >= 4
     light += [name for name in ("tdcoll.collectives._host.plan", "tdcoll.tuning") if name in SOURCES]
-    light += ["tdcoll.arguments", "tdcoll.environment", "tdcoll.errors", "tdcoll.limits"]
+    light += ["tdcoll.base.arguments", "tdcoll.base.environment", "tdcoll.base.errors", "tdcoll.base.limits"]
     done = subprocess.run(
         [sys.executable, "-c", ALONE, *light], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
     )
@@ -189,8 +186,8 @@ def test_what_an_import_is() -> None:
 def test_what_is_allowed() -> None:
     both = "tdcoll.collectives.all_gather.op", "tdcoll.collectives.reduce_scatter.op"
     cases = [
-        ("tdcoll.context", "tdcoll.errors", True),
-        ("tdcoll.errors", "tdcoll.context", False),
+        ("tdcoll.context", "tdcoll.base.errors", True),
+        ("tdcoll.base.errors", "tdcoll.context", False),
         ("tdcoll.runtime", "tdcoll.runtime.lifecycle", False),
         (*both, False),
         (*reversed(both), False),

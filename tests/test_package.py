@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import tdcoll
-from tdcoll import environment
+from tdcoll.base import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -80,7 +80,7 @@ def test_anything_may_be_the_first() -> None:
         "collectives.all_gather.op",
     ]
     attributes = (
-        "import tdcoll; tdcoll.runtime.current_or_none, tdcoll.errors.TdcollError, tdcoll.language.CMP_GE",
+        "import tdcoll; tdcoll.runtime.current_or_none, tdcoll.base.errors.TdcollError, tdcoll.language.CMP_GE",
         "import tdcoll; tdcoll.distributed.all_reduce, tdcoll.fused.all_reduce_rms_norm, tdcoll.ops.group_name",
     )
     done = subprocess.run(

@@ -8,8 +8,8 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 
-from tdcoll.limits import COLLECTIVES
-from tdcoll.output import unless_the_reader_goes
+from tdcoll.base.limits import COLLECTIVES
+from tdcoll.base.output import unless_the_reader_goes
 from tdcoll.setenv import COMMAND
 
 _OTHERS = {

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import torch
 
 import tdcoll
-from tdcoll import environment, runtime
+from tdcoll import runtime
+from tdcoll.base import environment
 from tdcoll.bench.engine import Contender, Ranks, Wanted, measure, simulate
 from tdcoll.bench.options import Parser
 from tdcoll.bench.provenance import command_line, provenance

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tdcoll import limits
+from tdcoll.base import limits
 from tdcoll.bench.arithmetic import distinct, format_bytes
 from tdcoll.bench.rows import IN_PLACE, Row, number
 from tdcoll.bench.specs import Spec

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import tdcoll
+from tdcoll.base.limits import lamport_bytes
 from tdcoll.bench import case, choosing, options
 from tdcoll.bench.data import Buffers, buffer_bytes
 from tdcoll.bench.engine import Subject, Wanted, calls_of, nothing
@@ -28,7 +29,6 @@ from tdcoll.collectives._host.launches import facts_of
 from tdcoll.collectives._host.spec import WORLD
 from tdcoll.context import CollectiveContext
 from tdcoll.language import INTERPRETED
-from tdcoll.limits import lamport_bytes
 from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
 from tdcoll.runtime.cuda import multiprocessors
 from tdcoll.tuning import Entry, Section

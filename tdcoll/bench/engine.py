@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from tdcoll import runtime
+from tdcoll.base.errors import CollectiveTimeout, HeapExhaustedError, RankMismatchError
 from tdcoll.bench.arithmetic import summarize
 from tdcoll.bench.rows import Row
 from tdcoll.bench.timing import LineUp, TimedLaunch, capture, time_launches
-from tdcoll.errors import CollectiveTimeout, HeapExhaustedError, RankMismatchError
 from tdcoll.language import INTERPRETED
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tdcoll.arguments import parse_bytes, parse_whole
+from tdcoll.base.arguments import parse_bytes, parse_whole
 from tdcoll.bench.arithmetic import distinct
 from tdcoll.setenv import COMMAND
 

@@ -21,7 +21,7 @@ import triton
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.environment import INTERNAL
+from tdcoll.base.environment import INTERNAL
 from tdcoll.setenv import COMMAND
 
 __all__ = ["command_line", "provenance"]

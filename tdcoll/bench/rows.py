@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.bench.arithmetic import Floor, distinct, format_bytes, ratio
-from tdcoll.limits import COLLECTIVES
 
 __all__ = [
     *("IN_PLACE", "LAYOUTS", "Layout", "Row", "launch_of", "line_of", "load", "machine", "name_of", "number", "save"),

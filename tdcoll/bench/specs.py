@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.collectives._host.spec import Collective
-from tdcoll.limits import COLLECTIVES
 
 __all__ = ["SPECS", "Spec"]
 

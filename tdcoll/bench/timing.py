@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from tdcoll import runtime
+from tdcoll.base.errors import TdcollError
 from tdcoll.bench.arithmetic import summarize
 from tdcoll.collectives.all_gather.op import all_gather
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import TdcollError
 
 __all__ = ["LineUp", "TimedLaunch", "capture", "graph_time_us", "time_launches"]
 

@@ -27,6 +27,7 @@ import triton
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.base.limits import MAX_CHUNKS
 from tdcoll.bench import case, options
 from tdcoll.bench import rows as files
 from tdcoll.bench.arithmetic import distinct, format_bytes
@@ -37,7 +38,6 @@ from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import IN_PLACE, Row
 from tdcoll.bench.specs import SPECS
 from tdcoll.language import INTERPRETED
-from tdcoll.limits import MAX_CHUNKS
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import WARPS, Table
 from tdcoll.tuning.agreement import architectures

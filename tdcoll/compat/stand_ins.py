@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from tdcoll import arguments, runtime
+from tdcoll import runtime
+from tdcoll.base import arguments
 
 __all__ = ["cuda", "cudart", "device_index", "emulate_nodes", "replace_cuda", "wait_for_collectives"]
 

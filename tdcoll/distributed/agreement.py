@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import tdcoll
-from tdcoll import arguments, runtime
-from tdcoll.errors import TdcollError
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.errors import TdcollError
 from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import bitcode_path
 from tdcoll.runtime import lifecycle

@@ -26,7 +26,9 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from tdcoll import arguments, capture, runtime
+from tdcoll import runtime
+from tdcoll.base import arguments, capture
+from tdcoll.base.torch_internals import batch_messages_of, never_compiled
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, check_pieces, plain
 from tdcoll.distributed.dispatch import Dispatcher
@@ -47,7 +49,6 @@ from tdcoll.distributed.sparse import refuse_wrong
 from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
 from tdcoll.runtime import lifecycle
 from tdcoll.runtime.control import StoreControlPlane, generation, keep
-from tdcoll.torch_internals import batch_messages_of, never_compiled
 from tdcoll.work import backend_errors, completed
 
 __all__ = ["TdcollProcessGroup", "create"]

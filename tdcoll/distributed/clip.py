@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import utils
 
-from tdcoll import arguments
+from tdcoll.base import arguments
 
 __all__ = ["clip_grad_norm_"]
 

@@ -14,15 +14,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tdcoll import arguments, runtime
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.errors import NotInitializedError
+from tdcoll.base.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import sparse_sum_by_gather
 from tdcoll.distributed.handlers import Lane, Members
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
-from tdcoll.errors import NotInitializedError
-from tdcoll.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
 from tdcoll.work import record_stream
 
 __all__ = ["SparseGradientReducer", "sparse_hook"]

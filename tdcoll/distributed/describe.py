@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tdcoll import arguments
+from tdcoll.base import arguments
 from tdcoll.distributed.backend import TdcollProcessGroup
 from tdcoll.distributed.dispatch import Dispatcher
 from tdcoll.distributed.options import KINDS

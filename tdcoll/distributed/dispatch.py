@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 import tdcoll
-from tdcoll.capture import capturing
+from tdcoll.base.capture import capturing
+from tdcoll.base.errors import TdcollError
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.collectives._host.call import Ready, again, spec_of
 from tdcoll.context import CollectiveContext
 from tdcoll.distributed.agreement import Agreement
@@ -27,8 +29,6 @@ from tdcoll.distributed.handlers import Barrier, Dense, Handler, Lane, Members
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
-from tdcoll.errors import TdcollError
-from tdcoll.limits import COLLECTIVES
 from tdcoll.preconditions import debugging
 from tdcoll.runtime import Runtime
 from tdcoll.work import CompletedWork, StreamWork, backend_errors, completed, current_stream, error_of, record_stream

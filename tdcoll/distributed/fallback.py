@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
+from tdcoll.base.torch_internals import never_compiled
 from tdcoll.distributed.call import Call, plain_memory
 from tdcoll.runtime.store import ask
-from tdcoll.torch_internals import never_compiled
 from tdcoll.work import Work, completed
 
 __all__ = ["Fallback", "Start", "add_backends", "beside", "exchange_parts", "gather_into", "scatter_from"]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp, Work
 
-from tdcoll import arguments, runtime
+from tdcoll import runtime
+from tdcoll.base import arguments
 from tdcoll.collectives._host.call import make, spec_of
 from tdcoll.collectives._host.pool import pooled
 from tdcoll.distributed.call import plain

@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from tdcoll import arguments
+from tdcoll.base import arguments
+from tdcoll.base.limits import COLLECTIVES, MAX_BLOCKS
 from tdcoll.collectives._host.call import spec_of
-from tdcoll.limits import COLLECTIVES, MAX_BLOCKS
 
 __all__ = ["HANDLES", "KINDS", "Options"]
 

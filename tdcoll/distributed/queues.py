@@ -34,8 +34,8 @@ from typing import Any
 
 import torch
 
-from tdcoll.errors import TdcollError
-from tdcoll.torch_internals import never_compiled
+from tdcoll.base.errors import TdcollError
+from tdcoll.base.torch_internals import never_compiled
 from tdcoll.work import Work, as_backend_error, expired, record_stream, seconds_of
 
 _LAST_S = 3.0

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from tdcoll.base.errors import ContextError, HeapExhaustedError
 from tdcoll.collectives._host.pool import give_back_blocks, take_blocks
 from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.handlers import Handler, Lane, Members
-from tdcoll.errors import ContextError, HeapExhaustedError
 
 __all__ = ["SparseAllReduce", "refuse_wrong"]
 

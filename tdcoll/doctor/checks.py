@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from tdcoll import environment
+from tdcoll.base import environment
 from tdcoll.doctor.facts import MachineFacts
 from tdcoll.setenv import COMMAND, IN_CHECKOUT, LAUNCHER, version_of
 

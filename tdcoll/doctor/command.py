@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tdcoll import arguments
-from tdcoll.child import Ended
+from tdcoll.base import arguments
+from tdcoll.base.child import Ended
 from tdcoll.doctor import job
 from tdcoll.doctor.checks import Line, diagnose
 from tdcoll.doctor.facts import collect

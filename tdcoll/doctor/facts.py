@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tdcoll.child import run
+from tdcoll.base.child import run
 from tdcoll.doctor import probe
 from tdcoll.setenv import prepare
 

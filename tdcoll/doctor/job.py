@@ -15,8 +15,8 @@ import re
 import sys
 from typing import Any
 
-from tdcoll import child
-from tdcoll.child import Ended
+from tdcoll.base import child
+from tdcoll.base.child import Ended
 from tdcoll.doctor.checks import Line, note, ok, problem
 from tdcoll.doctor.facts import MachineFacts
 

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import triton
 
-from tdcoll import arguments, runtime
-from tdcoll.arguments import byte_text
-from tdcoll.calls import kind_of
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.arguments import byte_text
+from tdcoll.base.call_log import kind_of
+from tdcoll.base.ranges import ranged
 from tdcoll.collectives._host.call import Ready, again, check_context, check_tensor, overlap
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.launches import facts_of, launches_of, prepare
@@ -25,7 +27,6 @@ from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
 from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, NormRows, choose, explain_rows, takes
 from tdcoll.primitives.reduce import triton_dtype
-from tdcoll.ranges import ranged
 
 __all__ = ["DTYPES", "all_reduce_rms_norm"]
 

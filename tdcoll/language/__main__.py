@@ -7,7 +7,7 @@ With ``--full`` the table of ``docs/functions.md``, with ``--stubs`` what type c
 import argparse
 import sys
 
-from tdcoll.output import unless_the_reader_goes
+from tdcoll.base.output import unless_the_reader_goes
 from tdcoll.spec.functions import overview, stubs, table
 
 

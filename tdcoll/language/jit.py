@@ -34,8 +34,9 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from tdcoll import environment, runtime
-from tdcoll.errors import NotInitializedError, TdcollError
+from tdcoll import runtime
+from tdcoll.base import environment
+from tdcoll.base.errors import NotInitializedError, TdcollError
 from tdcoll.language import INTERPRETED, LOWERING
 from tdcoll.language.library import part_for_language
 from tdcoll.spec import functions

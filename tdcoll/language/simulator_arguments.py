@@ -11,7 +11,7 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.errors import TdcollError
+from tdcoll.base.errors import TdcollError
 from tdcoll.language.checks import require_64_bits
 from tdcoll.runtime.simulator.bounds import Address
 from tdcoll.runtime.simulator.branches import differs, one_value

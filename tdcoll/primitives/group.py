@@ -20,9 +20,9 @@ import torch
 import triton.language as tl
 
 import tdcoll.language as tdl
+from tdcoll.base.limits import MAX_BLOCKS
 from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import jit
-from tdcoll.limits import MAX_BLOCKS
 from tdcoll.runtime.topology import Topology
 
 __all__ = [

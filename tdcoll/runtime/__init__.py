@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from tdcoll.errors import NotInitializedError, NotSymmetricError, RankMismatchError, TdcollError
+from tdcoll.base.errors import NotInitializedError, NotSymmetricError, RankMismatchError, TdcollError
 from tdcoll.runtime.control import ControlPlane, require_equal
 from tdcoll.runtime.heap import Arena, HeapInfo, SymmetricHeap, agree
 from tdcoll.runtime.store import StoreLost

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from tdcoll.errors import CollectiveTimeout, RankMismatchError
+from tdcoll.base.errors import CollectiveTimeout, RankMismatchError
 from tdcoll.runtime.store import ask, decode, encode
 
 __all__ = ["ControlPlane", "StoreControlPlane", "generation", "keep", "missing_ranks", "require_equal", "wait_for"]

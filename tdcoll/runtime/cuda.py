@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tdcoll.errors import TdcollError
+from tdcoll.base.errors import TdcollError
 from tdcoll.runtime.heap import SymmetricHeap
 
 __all__ = ["CudaHeap", "multiprocessors", "variable"]

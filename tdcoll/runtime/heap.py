@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from tdcoll.errors import HeapExhaustedError
+from tdcoll.base.errors import HeapExhaustedError
 
 __all__ = ["ALIGNMENT", "Arena", "HeapInfo", "SideStream", "SymmetricHeap", "agree"]
 

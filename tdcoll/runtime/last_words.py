@@ -16,7 +16,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from tdcoll import runtime
-from tdcoll.errors import CollectiveTimeout
+from tdcoll.base.errors import CollectiveTimeout
 
 __all__ = ["noticed", "watch"]
 

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tdcoll import arguments, environment, runtime
-from tdcoll.errors import AlreadyInitializedError, CollectiveTimeout, RankMismatchError, TdcollError
+from tdcoll import runtime
+from tdcoll.base import arguments, environment
+from tdcoll.base.errors import AlreadyInitializedError, CollectiveTimeout, RankMismatchError, TdcollError
+from tdcoll.base.torch_internals import name_groups_anew, watch_ddp
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import last_words, watch
 from tdcoll.runtime.control import StoreControlPlane, another_connection, generation, keep, require_equal
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.store import ask
 from tdcoll.runtime.topology import emulated_node
-from tdcoll.torch_internals import name_groups_anew, watch_ddp
 
 __all__ = ["device_index", "finalize", "heap_of", "initialize", "is_initialized", "join", "may_share_gpus"]
 
@@ -423,7 +424,7 @@ def finalize() -> None:
 
     Tensors made by :func:`tdcoll.empty` and open contexts are invalid afterwards. The default process group is
     destroyed if :func:`initialize` made it. Does nothing when not initialised. After a
-    :class:`~tdcoll.errors.CollectiveTimeout` nothing collective is tried, because a peer may be gone: the process
+    :class:`~tdcoll.base.errors.CollectiveTimeout` nothing collective is tried, because a peer may be gone: the process
     only forgets the job, and the process group stays. If no peer is gone, all ranks may join again; on GPUs the
     memory of the job that has failed stays taken.
 

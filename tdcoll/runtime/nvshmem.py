@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tdcoll.errors import AlreadyInitializedError, HeapExhaustedError, TdcollError
+from tdcoll.base.errors import AlreadyInitializedError, HeapExhaustedError, TdcollError
 from tdcoll.language.jit import initialized_modules, set_module_init
 from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from tdcoll.errors import CollectiveTimeout, TdcollError
+from tdcoll.base.errors import CollectiveTimeout, TdcollError
 
 __all__ = ["StoreLost", "StoreSilent", "ask", "decode", "encode"]
 

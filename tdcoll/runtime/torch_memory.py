@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tdcoll.errors import HeapExhaustedError, TdcollError
+from tdcoll.base.errors import HeapExhaustedError, TdcollError
 from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane
 from tdcoll.runtime.cuda import CudaHeap, variable

@@ -36,8 +36,8 @@ import torch
 import triton
 
 from tdcoll import runtime
-from tdcoll.calls import ranks_text
-from tdcoll.hang import address, user_of
+from tdcoll.base.call_log import ranks_text
+from tdcoll.base.hang import address, user_of
 
 __all__ = ["PendingWait", "lines_at", "start", "stop"]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from tdcoll import arguments, runtime
-from tdcoll.errors import RankMismatchError
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.errors import RankMismatchError
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning.table import SIMULATOR, Table, shipped
 

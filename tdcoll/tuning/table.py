@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tdcoll import arguments
-from tdcoll.limits import COLLECTIVES, MAX_BLOCKS, MAX_CHUNKS
+from tdcoll.base import arguments
+from tdcoll.base.limits import COLLECTIVES, MAX_BLOCKS, MAX_CHUNKS
 
 __all__ = ["SIMULATOR", "WARPS", "Entry", "Section", "Table", "shipped"]
 

@@ -16,13 +16,13 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.base.errors import RankMismatchError
 from tdcoll.bench import dense
 from tdcoll.bench.data import Buffers, buffer_bytes
 from tdcoll.bench.dense import case_of
 from tdcoll.bench.rows import load, save
 from tdcoll.bench.specs import SPECS
 from tdcoll.bench.timing import LineUp
-from tdcoll.errors import RankMismatchError
 from tdcoll.testing import World
 
 GATHER, REDUCE, SCATTER = map(case_of, ("all_gather", "all_reduce", "reduce_scatter"))

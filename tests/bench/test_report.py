@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tdcoll import environment
+from tdcoll.base import environment
 from tdcoll.bench import plots, provenance, report
 from tdcoll.bench.__main__ import BENCHMARKS
 from tdcoll.bench.arithmetic import Floor

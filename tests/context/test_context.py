@@ -8,7 +8,7 @@ import torch
 from ranks import on_ranks
 
 import tdcoll
-from tdcoll.limits import MAX_CHUNKS, flagged_bytes
+from tdcoll.base.limits import MAX_CHUNKS, flagged_bytes
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import Deadlock, World

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tdcoll
-from tdcoll import environment
+from tdcoll.base import environment
 from tdcoll.fused import all_reduce_rms_norm
 from tdcoll.testing import World
 

@@ -13,7 +13,7 @@ from ranks import on_ranks
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
-from tdcoll.calls import Calls
+from tdcoll.base.call_log import Calls
 from tdcoll.runtime import watch
 from tdcoll.testing import Deadlock, World
 

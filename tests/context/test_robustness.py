@@ -12,8 +12,8 @@ from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.base.limits import MAX_BLOCKS
 from tdcoll.collectives.sparse_all_reduce import context as sparse_context
-from tdcoll.limits import MAX_BLOCKS
 from tdcoll.spec.constants import RECORD_VALID
 from tdcoll.testing import World
 
@@ -292,7 +292,7 @@ def test_a_context_of_an_ended_job_is_refused(pe: int) -> None:
 
 
 def test_the_drop_in_context_grows_as_far_as_the_heap_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tdcoll.limits._SENT_BYTES", 1 << 10)
+    monkeypatch.setattr("tdcoll.base.limits._SENT_BYTES", 1 << 10)
 
     def host(pe: int) -> None:
         total = tdcoll.heap_info().total

@@ -23,13 +23,13 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor, all
 
 import tdcoll
 from tdcoll import distributed, runtime
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.distributed import BackendTimeout, Options, agreement, explain
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import add_backends
 from tdcoll.distributed.options import HANDLES, KINDS
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
-from tdcoll.limits import COLLECTIVES
 from tdcoll.runtime import lifecycle
 from tdcoll.work import as_backend_error
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from tdcoll import torch_internals
+from tdcoll.base import torch_internals
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,7 +61,7 @@ del torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_
 import torch._dynamo  # which has taken what it needs
 del torch._C._dynamo.eval_frame._FrameExecStrategy
 
-from tdcoll import torch_internals
+from tdcoll.base import torch_internals
 assert len(torch_internals._CHANGED) == 4, torch_internals._CHANGED
 import tdcoll.distributed
 dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)

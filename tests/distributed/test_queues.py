@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tdcoll.base.errors import TdcollError
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
-from tdcoll.errors import TdcollError
 
 PLENTY_S = 20.0
 

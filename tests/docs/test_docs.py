@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import tdcoll
-from tdcoll import environment, errors, runtime
+from tdcoll import runtime
+from tdcoll.base import environment, errors
 from tdcoll.bench import report
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.collectives._host.explain import explain_call

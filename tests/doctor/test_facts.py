@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tdcoll.child import run
+from tdcoll.base.child import run
 from tdcoll.doctor import facts
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 import tdcoll
-from tdcoll.child import Ended
+from tdcoll.base.child import Ended
 from tdcoll.doctor import job
 from tdcoll.testing import World, explore, first_failure
 from tests.doctor.healthy import GPUS, MISSING, SIMULATOR, found

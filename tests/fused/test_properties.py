@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tdcoll.base.limits import MAX_BLOCKS, SHARED_WARPS
 from tdcoll.collectives._host.plan import Facts
 from tdcoll.fused.policy import NormRows, blocks_of, choose
-from tdcoll.limits import MAX_BLOCKS, SHARED_WARPS
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import explore
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tdcoll import zeros
-from tdcoll.errors import CollectiveTimeout
+from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.monitor import WaitMonitor
 from tdcoll.testing import Deadlock, World, explore, first_failure
 

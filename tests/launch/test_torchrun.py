@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from tdcoll import runtime
-from tdcoll.errors import CollectiveTimeout, TdcollError
+from tdcoll.base.errors import CollectiveTimeout, TdcollError
 from tdcoll.runtime import last_words, lifecycle
 from tdcoll.torchrun import _read, summary
 

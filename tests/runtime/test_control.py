@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tdcoll.errors import CollectiveTimeout, RankMismatchError, TdcollError
+from tdcoll.base.errors import CollectiveTimeout, RankMismatchError, TdcollError
 from tdcoll.runtime.control import StoreControlPlane, generation, require_equal
 from tdcoll.runtime.store import encode
 

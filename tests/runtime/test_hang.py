@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from hang_job import FIRST_S, SECOND_S
 
-from tdcoll import hang
-from tdcoll.calls import Calls, Made, kind_of, ranks_text
+from tdcoll.base import hang
+from tdcoll.base.call_log import Calls, Made, kind_of, ranks_text
 from tdcoll.runtime import watch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,8 @@ from torch._C import _distributed_c10d as c10d
 
 import tdcoll
 import tdcoll.language as tdl
+from tdcoll.base.errors import TdcollError
 from tdcoll.collectives._host import plan
-from tdcoll.errors import TdcollError
 from tdcoll.runtime import lifecycle, torch_memory
 from tdcoll.testing import World
 

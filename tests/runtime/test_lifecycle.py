@@ -18,12 +18,13 @@ import triton.language as tl
 
 import tdcoll
 import tdcoll.language as tdl
-from tdcoll import environment, runtime
-from tdcoll.arguments import parse_bytes
+from tdcoll import runtime
+from tdcoll.base import environment
+from tdcoll.base.arguments import parse_bytes
+from tdcoll.base.errors import TdcollError
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.distributed import Options
-from tdcoll.errors import TdcollError
 from tdcoll.runtime import lifecycle
 
 INITIALIZE = """

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tdcoll.errors import AlreadyInitializedError, HeapExhaustedError
+from tdcoll.base.errors import AlreadyInitializedError, HeapExhaustedError
 from tdcoll.language import jit
 from tdcoll.runtime import nvshmem
 from tdcoll.runtime.nvshmem import NvshmemHeap

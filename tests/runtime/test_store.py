@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import tdcoll
-from tdcoll.errors import CollectiveTimeout, TdcollError
+from tdcoll.base.errors import CollectiveTimeout, TdcollError
 from tdcoll.runtime.control import StoreControlPlane, generation
 from tdcoll.runtime.store import StoreLost, StoreSilent, ask, decode, encode
 

@@ -18,7 +18,7 @@ from cases import add_to_0, device, gather, spinning, wait_once
 
 import tdcoll.language as tdl
 from tdcoll import runtime
-from tdcoll.errors import CollectiveTimeout, RankMismatchError, TdcollError
+from tdcoll.base.errors import CollectiveTimeout, RankMismatchError, TdcollError
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime.control import StoreControlPlane
 from tdcoll.runtime.simulator.process import ProcessHeap

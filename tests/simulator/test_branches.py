@@ -12,7 +12,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 import tdcoll.language as tdl
-from tdcoll.errors import TdcollError
+from tdcoll.base.errors import TdcollError
 from tdcoll.language.jit import jit
 from tdcoll.testing import World
 

@@ -14,7 +14,7 @@ from cases import add_to_0, device, wait_once
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
-from tdcoll.errors import CollectiveTimeout, TdcollError
+from tdcoll.base.errors import CollectiveTimeout, TdcollError
 from tdcoll.monitor import WaitMonitor
 from tdcoll.testing import Deadlock, World
 

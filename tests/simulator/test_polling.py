@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tdcoll.errors import TdcollError
+from tdcoll.base.errors import TdcollError
 from tdcoll.runtime.simulator import polling
 from tdcoll.runtime.simulator.polling import PollingScheduler
 from tdcoll.runtime.simulator.tasks import Task, make_switch

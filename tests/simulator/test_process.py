@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tdcoll.errors import HeapExhaustedError, TdcollError
+from tdcoll.base.errors import HeapExhaustedError, TdcollError
 from tdcoll.runtime.simulator import process
 
 HERE = Path(__file__).parent

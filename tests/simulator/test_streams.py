@@ -17,9 +17,9 @@ from cases import Case, device, expect
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
+from tdcoll.base.errors import ContextError, TdcollError
 from tdcoll.collectives._host import pool
 from tdcoll.collectives._host.pool import Pool
-from tdcoll.errors import ContextError, TdcollError
 from tdcoll.streams import copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
 from tdcoll.testing import Deadlock, World, explore, first_failure
 

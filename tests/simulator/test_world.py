@@ -19,7 +19,7 @@ from cases import case, device, expect, gather
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
-from tdcoll.errors import NotInitializedError, RankMismatchError, TdcollError
+from tdcoll.base.errors import NotInitializedError, RankMismatchError, TdcollError
 from tdcoll.language.jit import jit
 from tdcoll.runtime.simulator.shortcuts import shortcuts
 from tdcoll.testing import Deadlock, World, replay

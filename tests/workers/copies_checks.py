@@ -19,8 +19,8 @@ from harness import check, device, expect, neighbour, rank, run, scaled, simulat
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.collectives._host.call import spec_of
-from tdcoll.limits import COLLECTIVES
 
 ROUNDS = 16
 """Rounds of the litmus test between two barriers. Each has data and a stamp of its own."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import check, device, everyone, expect, rank, run, simulated, world
 
 import tdcoll
-from tdcoll import hang
+from tdcoll.base import hang
 
 TIMEOUT_S = 60.0  # a line comes after 10 s
 

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tdcoll import arguments, runtime
-from tdcoll.calls import Made, kind_of
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.call_log import Made, kind_of
 from tdcoll.collectives._host.launches import Launches, launches_of
 from tdcoll.collectives._host.pool import pooled, strided_bytes
 from tdcoll.collectives._host.registered import Registered, deltas_to, lies_in_heap, place_of
@@ -200,7 +201,7 @@ def make(
 
 
 def spec_of(name: str) -> Collective:
-    """Return the dense collective of this name, see :data:`tdcoll.limits.COLLECTIVES`."""
+    """Return the dense collective of this name, see :data:`tdcoll.base.limits.COLLECTIVES`."""
     spec: Collective = import_module(f"tdcoll.collectives.{name}.spec").SPEC
     return spec
 

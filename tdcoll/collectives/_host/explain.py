@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tdcoll.arguments import byte_text
+from tdcoll.base.arguments import byte_text
+from tdcoll.base.errors import ContextError
 from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.collectives._host.spec import DEFAULT, TABLE, Collective, Decision
-from tdcoll.errors import ContextError
 from tdcoll.tuning import Section
 
 __all__ = ["ONLY", "UNSUPPORTED", "Explanation", "explain_call"]

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tdcoll import arguments, capture
-from tdcoll.arguments import byte_text
+from tdcoll.base import arguments, capture
+from tdcoll.base.arguments import byte_text
+from tdcoll.base.ranges import ranged
 from tdcoll.collectives._host.explain import explain_call
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, Facts, Plan
@@ -23,7 +24,6 @@ from tdcoll.context import CollectiveContext
 from tdcoll.primitives.group import Inbox
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
-from tdcoll.ranges import ranged
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Section
 
@@ -193,7 +193,8 @@ class Launches:
     Attributes:
         plan: of the first epoch.
         in_buffer: peers write to the caller's buffer.
-        counts: epochs and Lamport calls of a call, and whether the epochs are even: see :class:`~tdcoll.calls.Made`.
+        counts: epochs and Lamport calls of a call, and whether the epochs are even: see
+            :class:`~tdcoll.base.call_log.Made`.
         run: launches, given the handle of a stream and the addresses of source and result, or, if peers write to the
             caller's buffer, of source, nothing and the buffer.
     """

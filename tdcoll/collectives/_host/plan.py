@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tdcoll.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS
+from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS
 from tdcoll.tuning import WARPS, Entry
 
 if TYPE_CHECKING:

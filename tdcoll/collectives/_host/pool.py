@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from tdcoll import runtime
-from tdcoll.capture import refuse
+from tdcoll.base.capture import refuse
+from tdcoll.base.errors import ContextError, HeapExhaustedError
+from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import ContextError, HeapExhaustedError
-from tdcoll.limits import MAX_BLOCKS, MAX_CHUNKS
 from tdcoll.preconditions import Debug
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.cuda import multiprocessors
@@ -42,7 +42,8 @@ def on(device: torch.device) -> Any:
 
 
 def _room(device: torch.device) -> int:
-    """Return how many thread blocks of at most :data:`~tdcoll.limits.SHARED_WARPS` warps fit on this process's GPU."""
+    """Return how many thread blocks of at most :data:`~tdcoll.base.limits.SHARED_WARPS` warps fit on this process's
+    GPU."""
     return 2 * (multiprocessors(device) if device.type == "cuda" else _SIMULATED_MULTIPROCESSORS)
 
 

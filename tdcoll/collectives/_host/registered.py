@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from tdcoll.base.errors import NotSymmetricError
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import NotSymmetricError
 
 __all__ = ["Registered", "deltas_to", "lies_in_heap", "place_of"]
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tdcoll.base.errors import ContextError
+from tdcoll.base.limits import inbox_bytes
 from tdcoll.collectives._host.plan import (
     CHUNK_ALIGNMENT,
     LL_MOST_WORDS,
@@ -28,8 +30,6 @@ from tdcoll.collectives._host.plan import (
     shares_gpu,
     word_chunks,
 )
-from tdcoll.errors import ContextError
-from tdcoll.limits import inbox_bytes
 from tdcoll.tuning import Entry, Section
 
 if TYPE_CHECKING:

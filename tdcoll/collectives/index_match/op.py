@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from tdcoll import arguments
-from tdcoll.capture import capturing, refuse
+from tdcoll.base import arguments
+from tdcoll.base.capture import capturing, refuse
 from tdcoll.collectives._host.launch import Launcher, Packed
 from tdcoll.collectives.index_match import kernels
 from tdcoll.collectives.index_match.policy import METHODS, bitmap_words, choose_method

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from tdcoll import arguments, runtime
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.errors import ContextError, HeapExhaustedError, RankMismatchError
+from tdcoll.base.limits import MAX_BLOCKS
 from tdcoll.collectives._host.launch import Launcher, Packed
 from tdcoll.collectives.index_match.kernels import BAD_ORDER, BAD_RANGE, BAD_SIGNATURE, MAX_ROWS, STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import COUNTERS, LISTS, RowMemory
 from tdcoll.collectives.sparse_all_reduce.policy import BLOCKS_PER_SM, EXCHANGE_CHUNKS, Capacities
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
-from tdcoll.limits import MAX_BLOCKS
 from tdcoll.memory import barrier
 from tdcoll.preconditions import Debug
 from tdcoll.primitives.group import nodes_of

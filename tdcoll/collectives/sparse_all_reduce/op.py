@@ -11,9 +11,12 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from tdcoll import arguments, runtime
-from tdcoll.arguments import byte_text
-from tdcoll.capture import refuse
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.arguments import byte_text
+from tdcoll.base.capture import refuse
+from tdcoll.base.errors import ContextError, HeapExhaustedError, RankMismatchError
+from tdcoll.base.ranges import range_of
 from tdcoll.collectives._host.launches import outside_of_graphs
 from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, UNION
 from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
@@ -21,9 +24,7 @@ from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.pool import default_context
 from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, rows_of_pair, rows_of_tensor
-from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.primitives.reduce import check_operation, operation_name
-from tdcoll.ranges import range_of
 
 __all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tdcoll import runtime
+from tdcoll.base.errors import HeapExhaustedError
 from tdcoll.collectives._host.pool import on
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
-from tdcoll.errors import HeapExhaustedError
 from tdcoll.runtime import Runtime
 
 __all__ = ["FEWEST_ROWS", "default_context", "existing", "growing_context", "row_sizes_of"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tdcoll import arguments
+from tdcoll.base import arguments
 from tdcoll.primitives.reduce import ACCUMULATORS
 
 __all__ = ["DTYPES", "Joined", "Rows", "rows_of_pair", "rows_of_tensor"]

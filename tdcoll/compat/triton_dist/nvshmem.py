@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tdcoll import arguments, runtime
+from tdcoll import runtime
+from tdcoll.base import arguments
 from tdcoll.memory import empty
 from tdcoll.memory import free as free_tensor
 from tdcoll.runtime.heap import ALIGNMENT

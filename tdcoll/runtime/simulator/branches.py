@@ -28,7 +28,7 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.errors import TdcollError
+from tdcoll.base.errors import TdcollError
 from tdcoll.runtime.simulator.machine import machine
 from tdcoll.runtime.simulator.tasks import Task
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.errors import TdcollError
+from tdcoll.base.errors import TdcollError
 from tdcoll.runtime.simulator import branches, libdevice
 from tdcoll.runtime.simulator.branches import of_threads, one_value
 from tdcoll.runtime.simulator.builder import MachineBuilder, is_narrow_handle, moved_from, numpy_dtype

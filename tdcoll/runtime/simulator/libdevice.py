@@ -24,7 +24,7 @@ import triton.runtime.interpreter as triton_interpreter
 from triton.language.extra import libdevice as stubs
 from triton.language.extra.cuda import libdevice as cudas
 
-from tdcoll.errors import TdcollError
+from tdcoll.base.errors import TdcollError
 
 __all__ = ["computed", "replacements"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from tdcoll.errors import NotInitializedError, TdcollError
+from tdcoll.base.errors import NotInitializedError, TdcollError
 from tdcoll.runtime.simulator.bounds import Bounds, origin_of
 from tdcoll.runtime.simulator.memory import NULL_PAGE, Memory
 from tdcoll.runtime.simulator.network import Network

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tdcoll.errors import CollectiveTimeout
+from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.runtime.heap import ALIGNMENT
 
 __all__ = ["NULL_PAGE", "Allocation", "Memory", "MemoryView", "aligned", "read_word", "write_word"]

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 
-from tdcoll.errors import CollectiveTimeout, TdcollError
+from tdcoll.base.errors import CollectiveTimeout, TdcollError
 from tdcoll.runtime.simulator.scheduler import SUSPECT_POLLS, with_note
 from tdcoll.runtime.simulator.tasks import Switch, Task, Wait, count_poll, make_switch
 

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from tdcoll import runtime
-from tdcoll.errors import HeapExhaustedError, TdcollError
+from tdcoll.base.errors import HeapExhaustedError, TdcollError
 from tdcoll.runtime.control import ControlPlane, require_equal
 from tdcoll.runtime.simulator.interpreter import Installed
 from tdcoll.runtime.simulator.machine import BARRIERS, Machine

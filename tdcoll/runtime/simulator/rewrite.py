@@ -16,7 +16,7 @@ from typing import Any
 
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.errors import TdcollError
+from tdcoll.base.errors import TdcollError
 
 __all__ = ["KernelTransformer"]
 

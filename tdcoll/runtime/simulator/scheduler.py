@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from tdcoll.errors import TdcollError
+from tdcoll.base.errors import TdcollError
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.policy import Policy
 from tdcoll.runtime.simulator.tasks import Task, TaskKilled, Wait, count_poll, make_switch

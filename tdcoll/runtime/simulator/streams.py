@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tdcoll.errors import TdcollError
+from tdcoll.base.errors import TdcollError
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.polling import PollingScheduler
 from tdcoll.runtime.simulator.scheduler import Scheduler

@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
-from tdcoll import arguments, runtime
-from tdcoll.errors import RankMismatchError, TdcollError
+from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.errors import RankMismatchError, TdcollError
 from tdcoll.runtime.control import missing_ranks
 from tdcoll.runtime.simulator.interpreter import Installed
 from tdcoll.runtime.simulator.machine import BARRIERS, Counts, Machine

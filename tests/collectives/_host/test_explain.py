@@ -12,12 +12,12 @@ from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.collectives._host.explain import explain_call
 from tdcoll.collectives._host.launches import Launches
 from tdcoll.collectives._host.plan import Facts
 from tdcoll.fused import all_reduce_rms_norm
-from tdcoll.limits import COLLECTIVES
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 from tdcoll.tuning import Entry, Section, Table

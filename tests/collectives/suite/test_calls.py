@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 import tdcoll
 import tdcoll.distributed
-from tdcoll.calls import MOST, kind_of
+from tdcoll.base.call_log import MOST, kind_of
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.collectives._host.launches import launches_of
 from tdcoll.collectives._host.plan import MOST_EPOCHS, Facts, Plan
@@ -237,7 +237,7 @@ def test_a_context_remembers_so_many_calls_and_an_object_of_each_kind(pe: int) -
 @on_ranks(2)
 def test_a_first_call_by_copies_in_a_graph_is_an_error_that_names_the_operation(pe: int, monkeypatch) -> None:
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-        monkeypatch.setattr("tdcoll.capture.capturing", lambda device: True)
+        monkeypatch.setattr("tdcoll.base.capture.capturing", lambda device: True)
         with pytest.raises(tdcoll.ContextError, match=r"^all_gather: the first call of a kind"):
             launches_of(GATHER, ctx, 16, "ce")
         monkeypatch.undo()

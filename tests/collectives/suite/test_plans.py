@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 
 import tdcoll
+from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, lamport_bytes
 from tdcoll.collectives._host import plan as plans
 from tdcoll.collectives._host import spec as specs
 from tdcoll.collectives._host.call import spec_of
@@ -30,7 +31,6 @@ from tdcoll.collectives._host.plan import (
 )
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.all_reduce.policy import part_bytes
-from tdcoll.limits import MAX_BLOCKS, MAX_CHUNKS, lamport_bytes
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Entry, Section
 
@@ -142,7 +142,7 @@ def test_auto_takes_what_can_be_had(nbytes: int, nodes: Nodes, facts: Any) -> No
 def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
     """But for the number of thread blocks, of which each rank has what its own node needs."""
     modules = [plans, specs, *(import_module(f"tdcoll.collectives.{spec.name}.policy") for spec in SPECS)]
-    allowed = {"__future__", "collections.abc", "dataclasses", "typing", "tdcoll.errors", "tdcoll.limits"}
+    allowed = {"__future__", "collections.abc", "dataclasses", "typing", "tdcoll.base.errors", "tdcoll.base.limits"}
     allowed |= {"tdcoll.tuning", "tdcoll.collectives._host", "tdcoll.collectives._host.plan", "tdcoll.runtime.topology"}
     for module in modules:
         tree = ast.parse(inspect.getsource(module))

@@ -12,12 +12,12 @@ from ranks import on_ranks
 from tiers import second
 
 import tdcoll
+from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS, lamport_bytes
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.collectives._host.launches import launches_of
 from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Facts, Plan
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.collectives.exchange import kernels_direct
-from tdcoll.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS, lamport_bytes
 from tdcoll.testing import World
 from tdcoll.tuning import WARPS, Entry, Section
 

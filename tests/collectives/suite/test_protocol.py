@@ -12,7 +12,7 @@ import torch
 from tiers import second, seeds
 
 import tdcoll
-from tdcoll.limits import COLLECTIVES
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.primitives.words import RANKS_OF_ONE_WAIT
 from tdcoll.runtime.simulator.memory import MemoryView

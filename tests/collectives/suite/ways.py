@@ -10,9 +10,9 @@ from typing import Any
 
 from kernel_mutants import AnyChange, Argument, Change, Mutant, dropped, missing, no_wait
 
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.collectives._host.plan import Facts
 from tdcoll.collectives._host.spec import Collective
-from tdcoll.limits import COLLECTIVES
 from tdcoll.runtime.topology import Topology
 
 from .calls import Calls, kinds_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tdcoll
-from tdcoll import ranges
+from tdcoll.base import ranges
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.launches import Launches
 from tdcoll.fused import all_reduce_rms_norm

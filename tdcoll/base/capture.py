@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from tdcoll.errors import ContextError
+from tdcoll.base.errors import ContextError
 
 __all__ = ["capture_of", "capturing", "refuse"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tdcoll
-from tdcoll.capture import capturing, refuse
+from tdcoll.base.capture import capturing, refuse
 from tdcoll.collectives.index_match import Directory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tdcoll import arguments
+from tdcoll.base import arguments
 
 __all__ = ["DEFAULT_HEAP_BYTES", "DEFAULT_SIMULATED_HEAP_BYTES", "INTERNAL", "KNOWN", "heap_bytes", "unknown"]
 __all__ += ["nvshmem_folders", "warn_of_unknown"]

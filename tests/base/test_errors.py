@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import tdcoll
-from tdcoll.errors import CollectiveTimeout
+from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.testing import Blocked, Deadlock, ExplorationFailed, Failure
 from tdcoll.work import BackendTimeout, as_backend_error
 

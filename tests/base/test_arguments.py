@@ -13,7 +13,7 @@ import torch
 import tdcoll
 import tdcoll.distributed
 from tdcoll import runtime
-from tdcoll.limits import MAX_BLOCKS
+from tdcoll.base.limits import MAX_BLOCKS
 from tdcoll.testing import World
 from tdcoll.tuning import shipped
 
