@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tdcoll.runtime.simulator.machine import Counts
-from tdcoll.runtime.simulator.scheduler import Blocked, Deadlock
-from tdcoll.runtime.simulator.trace import Trace
-from tdcoll.runtime.simulator.world import World
+from tdcoll.simulator.machine import Counts
+from tdcoll.simulator.scheduler import Blocked, Deadlock
+from tdcoll.simulator.trace import Trace
+from tdcoll.simulator.world import World
 
 __all__ = [
     "Blocked",

@@ -76,7 +76,7 @@ def test_anything_may_be_the_first() -> None:
     """No order of imports hides in ``import tdcoll``: the language and the simulator, say, import each other."""
     modules = [
         *("testing", "context", "memory", "runtime.lifecycle", "language.jit", "distributed", "bench.engine"),
-        *("runtime.simulator.machine", "runtime.simulator.process", "collectives.sparse_all_reduce"),
+        *("simulator.machine", "simulator.process", "collectives.sparse_all_reduce"),
         "collectives.all_gather.op",
     ]
     attributes = (

@@ -110,7 +110,7 @@ class Ranks:
 
     def count(self, action: Callable[[], Any], calls: int = 1) -> dict[str, list[float]]:
         """Return what the simulator counts while ``action`` makes ``calls`` calls: per call, of each rank."""
-        from tdcoll.runtime.simulator.machine import machine
+        from tdcoll.simulator.machine import machine
 
         counted = machine().counts[self.topology.pes[self.topology.rank]]
         before = dataclasses.asdict(counted)

@@ -37,7 +37,7 @@ def _lowering() -> str:
                 "TDCOLL_COMPILER=triton_dist compiles kernels, and TRITON_INTERPRET=1 asks for the simulator: unset one"
             )
         return "tdcoll.language.triton_dist"
-    return "tdcoll.language.simulator" if INTERPRETED else "tdcoll.language.nvshmem"
+    return "tdcoll.simulator.lowering" if INTERPRETED else "tdcoll.language.nvshmem"
 
 
 LOWERING: str = _lowering()

@@ -374,7 +374,7 @@ def _checked_interpreted(function: Any) -> Any:
     says so where there is no simulated machine to run it on."""
     from triton.runtime.errors import InterpreterError
 
-    from tdcoll.runtime.simulator.launcher import root_cause
+    from tdcoll.simulator.launcher import root_cause
 
     launch = function.run
     name, parameters = function.__name__, frozenset(function.arg_names)

@@ -18,11 +18,11 @@ import triton.language as tl
 from triton.language import core
 from triton.language.extra.cuda import num_threads
 
-from tdcoll.language.checks import WORDS, require_64_bits, require_scalar, word_type
 from tdcoll.language.ptx import *  # noqa: F403
 from tdcoll.language.ptx import acquired, asm, require_ptr64, syncthreads, tid
 from tdcoll.language.waits import *  # noqa: F403
 from tdcoll.language.words import *  # noqa: F403
+from tdcoll.spec.checks import WORDS, require_64_bits, require_scalar, word_type
 from tdcoll.spec.entry import LIBRARY, DeviceFunction, not_linked
 from tdcoll.spec.nvshmem import NVSHMEM_FUNCTIONS
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from tdcoll.language.checks import axis_letter, choice, integer_pointee, require_64_bits, require_scalar
+from tdcoll.spec.checks import axis_letter, choice, integer_pointee, require_64_bits, require_scalar
 
 __all__ = ["acquired", "asm", "atom_add", "atom_cas", "descriptors", "ld", "ld_acquire", "ntid", "proxy_fence"]
 __all__ += ["require_ptr64", "st", "st_release", "stream_order", "syncthreads", "tid"]

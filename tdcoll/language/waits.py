@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from tdcoll.language.checks import comparison, consumed, integer_pointee, require_scalar
 from tdcoll.language.ptx import acquired, asm, proxy_fence, require_ptr64, syncthreads
 from tdcoll.spec import constants
+from tdcoll.spec.checks import comparison, consumed, integer_pointee, require_scalar
 
 __all__ = ["block_and", "consume_token", "grid_barrier", "test_signal", "wait_signal", "wait_signals", "wait_token"]
 __all__ += ["wait_until_any", "wait_word"]

@@ -387,7 +387,7 @@ def _join(
     of_all: dict[str, Any] = {"pe": rank, "n_pes": world_size, "nbytes": options.heap_bytes, "control": control}
     heap: SymmetricHeap
     if INTERPRETED:
-        from tdcoll.runtime.simulator.process import ProcessHeap
+        from tdcoll.simulator.process import ProcessHeap
 
         heap = ProcessHeap(**of_all, timeout_s=options.timeout_s, puts=options.heap == "nvshmem")
     elif options.heap == "torch":

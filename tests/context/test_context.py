@@ -10,7 +10,7 @@ from ranks import on_ranks
 import tdcoll
 from tdcoll.base.limits import MAX_CHUNKS, flagged_bytes
 from tdcoll.primitives.group import EPOCH_SHIFT
-from tdcoll.runtime.simulator.memory import MemoryView
+from tdcoll.simulator.memory import MemoryView
 from tdcoll.testing import Deadlock, World
 
 N = 4

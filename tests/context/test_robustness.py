@@ -139,7 +139,7 @@ def test_a_rank_that_cannot_make_its_context_keeps_the_others_from_having_one(mo
 
 
 def test_a_sparse_context_needs_ranks_of_a_node_that_can_store_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tdcoll.runtime.simulator.memory.MemoryView.peer_base", lambda view, pe: 0)
+    monkeypatch.setattr("tdcoll.simulator.memory.MemoryView.peer_base", lambda view, pe: 0)
 
     def host(pe: int) -> None:
         with pytest.raises(tdcoll.ContextError, match="cannot store to each other's memory"):

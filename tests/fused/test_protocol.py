@@ -10,7 +10,7 @@ import torch
 from tiers import second, seeds
 
 import tdcoll
-from tdcoll.runtime.simulator.memory import MemoryView
+from tdcoll.simulator.memory import MemoryView
 from tdcoll.testing import World, explore
 
 from .cases import Norms

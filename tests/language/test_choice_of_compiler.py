@@ -29,16 +29,16 @@ def lowering(monkeypatch: pytest.MonkeyPatch, compiler: str | None, interpreted:
 @pytest.mark.parametrize(
     ("compiler", "interpreted", "module"),
     [
-        (None, False, "nvshmem"),
-        ("", False, "nvshmem"),
-        ("triton", False, "nvshmem"),
-        ("triton_dist", False, "triton_dist"),
-        (None, True, "simulator"),
-        ("triton", True, "simulator"),
+        (None, False, "language.nvshmem"),
+        ("", False, "language.nvshmem"),
+        ("triton", False, "language.nvshmem"),
+        ("triton_dist", False, "language.triton_dist"),
+        (None, True, "simulator.lowering"),
+        ("triton", True, "simulator.lowering"),
     ],
 )
 def test_choice(monkeypatch: pytest.MonkeyPatch, compiler: str | None, interpreted: bool, module: str) -> None:
-    assert lowering(monkeypatch, compiler, interpreted) == f"tdcoll.language.{module}"
+    assert lowering(monkeypatch, compiler, interpreted) == f"tdcoll.{module}"
 
 
 @pytest.mark.parametrize("interpreted", [False, True])

@@ -10,7 +10,7 @@ import pytest
 from kernels_to_launch import HALVES
 
 import tdcoll.language as tdl
-from tdcoll.language import simulator
+from tdcoll.simulator import lowering as simulator
 from tdcoll.spec.functions import FUNCTIONS, table
 
 
@@ -47,7 +47,7 @@ def test_each_function_says_what_it_does_and_how_it_is_called(compiled: dict[str
 def test_nvshmem_lowering_is_the_one_of_a_compiled_process(compiled: dict[str, Any]) -> None:
     assert compiled["lowering"] == "tdcoll.language.nvshmem"
     assert compiled["not_its_own"] == []
-    assert tdl.LOWERING == "tdcoll.language.simulator"
+    assert tdl.LOWERING == "tdcoll.simulator.lowering"
 
 
 def test_functions_with_a_symbol_are_the_ones_that_need_nvshmem(compiled: dict[str, Any]) -> None:

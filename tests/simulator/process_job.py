@@ -21,7 +21,7 @@ from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout, RankMismatchError, TdcollError
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime.control import StoreControlPlane
-from tdcoll.runtime.simulator.process import ProcessHeap
+from tdcoll.simulator.process import ProcessHeap
 
 WORLD = 2
 

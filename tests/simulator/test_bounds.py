@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
-from tdcoll.runtime.simulator import bounds
+from tdcoll.simulator import bounds
 from tdcoll.testing import World, first_failure
 
 ROWS = "bytes 64..72 of pe0.rows, which has 64 bytes"

@@ -12,7 +12,7 @@ import triton.language as tl
 from cases import device, elementwise
 
 from tdcoll.language.jit import jit
-from tdcoll.runtime.simulator import floats
+from tdcoll.simulator import floats
 from tdcoll.testing import World
 
 BF16, FP8 = torch.bfloat16, {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}

@@ -16,7 +16,7 @@ from triton.language.extra.libdevice import tanh as imported_by_name
 
 import tdcoll
 from tdcoll.language.jit import jit
-from tdcoll.runtime.simulator import libdevice as table
+from tdcoll.simulator import libdevice as table
 from tdcoll.testing import World
 
 X = [0.0, -0.0, 0.5, -0.5, 1.5, 2.5, -2.5, 0.1, 3.75, 1e-30, 100.0, -100.0, math.inf, -math.inf, math.nan, 7.0]

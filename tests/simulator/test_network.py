@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tdcoll.runtime.simulator.network import Network
-from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
-from tdcoll.runtime.simulator.tasks import Task
+from tdcoll.simulator.network import Network
+from tdcoll.simulator.policy import Policy, RandomPolicy
+from tdcoll.simulator.tasks import Task
 
 
 class Wire:

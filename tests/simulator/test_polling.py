@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tdcoll.base.errors import TdcollError
-from tdcoll.runtime.simulator import polling
-from tdcoll.runtime.simulator.polling import PollingScheduler
-from tdcoll.runtime.simulator.tasks import Task, make_switch
+from tdcoll.simulator import polling
+from tdcoll.simulator.polling import PollingScheduler
+from tdcoll.simulator.tasks import Task, make_switch
 
 
 @pytest.fixture(params=["greenlet", "thread"])

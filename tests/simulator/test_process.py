@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tdcoll.base.errors import HeapExhaustedError, TdcollError
-from tdcoll.runtime.simulator import process
+from tdcoll.simulator import process
 
 HERE = Path(__file__).parent
 

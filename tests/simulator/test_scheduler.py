@@ -8,8 +8,8 @@ import threading
 import pytest
 from cases import gather
 
-from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
-from tdcoll.runtime.simulator.scheduler import Deadlock, Scheduler
+from tdcoll.simulator.policy import Policy, RandomPolicy
+from tdcoll.simulator.scheduler import Deadlock, Scheduler
 from tdcoll.testing import World
 
 BACKENDS = ("greenlet", "thread")

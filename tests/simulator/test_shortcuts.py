@@ -15,7 +15,7 @@ import pytest
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.runtime.simulator import shortcuts
+from tdcoll.simulator import shortcuts
 from tdcoll.testing import World
 
 TYPES = (tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.uint64, tl.bfloat16, tl.float32, tl.float64)

@@ -21,7 +21,7 @@ import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.base.errors import NotInitializedError, RankMismatchError, TdcollError
 from tdcoll.language.jit import jit
-from tdcoll.runtime.simulator.shortcuts import shortcuts
+from tdcoll.simulator.shortcuts import shortcuts
 from tdcoll.testing import Deadlock, World, replay
 
 

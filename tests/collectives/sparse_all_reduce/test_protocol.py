@@ -12,7 +12,7 @@ import torch
 from tiers import second, seeds
 
 import tdcoll
-from tdcoll.runtime.simulator.pointers import PointerAccess
+from tdcoll.simulator.pointers import PointerAccess
 from tdcoll.testing import World, explore
 
 from .cases import HEAP, Reduces, small_pieces, some_part

@@ -15,7 +15,7 @@ import tdcoll
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.primitives.words import RANKS_OF_ONE_WAIT
-from tdcoll.runtime.simulator.memory import MemoryView
+from tdcoll.simulator.memory import MemoryView
 from tdcoll.testing import World, explore
 
 from .calls import Calls, had, kinds_of, make, place

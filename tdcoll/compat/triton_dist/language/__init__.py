@@ -48,8 +48,8 @@ if INTERPRETED:
                 pass
 
 else:
-    from tdcoll.language.checks import choice, integer_pointee
     from tdcoll.language.ptx import acquired, asm
+    from tdcoll.spec.checks import choice, integer_pointee
 
     @core.extern
     def _until_equal(words, count, value, scope, semantic, _semantic=None, _generator=None):

@@ -107,7 +107,7 @@ def num_threads(_semantic=None):
 
 
 if INTERPRETED:
-    from tdcoll.runtime.simulator.machine import machine
+    from tdcoll.simulator.machine import machine
 
     def _threads(semantic: Any) -> Any:
         return machine().program.threads

@@ -16,9 +16,9 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.jit import _normalize_ty
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tdcoll.runtime.simulator.builder import numpy_dtype
-from tdcoll.runtime.simulator.machine import machine
-from tdcoll.runtime.simulator.tasks import GridLaunch
+from tdcoll.simulator.builder import numpy_dtype
+from tdcoll.simulator.machine import machine
+from tdcoll.simulator.tasks import GridLaunch
 from tdcoll.spec.functions import LINKED
 
 __all__ = ["MachineLauncher", "root_cause"]

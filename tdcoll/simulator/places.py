@@ -13,8 +13,8 @@ import triton
 
 __all__ = ["Place", "kernel_place"]
 
-_PACKAGE = Path(__file__).resolve().parents[2]
-_FOLDERS = (_PACKAGE / "runtime", _PACKAGE / "language", Path(triton.__file__).parent)
+_PACKAGE = Path(__file__).resolve().parents[1]
+_FOLDERS = (*(_PACKAGE / name for name in ("runtime", "simulator", "language", "spec")), Path(triton.__file__).parent)
 _INSIDE = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tdcoll.runtime.simulator.memory import NULL_PAGE, Allocation, Memory
+from tdcoll.simulator.memory import NULL_PAGE, Allocation, Memory
 
 __all__ = ["MIXED", "Address", "Bounds", "Origin", "joined", "origin_of"]
 

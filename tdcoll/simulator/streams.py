@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tdcoll.base.errors import TdcollError
-from tdcoll.runtime.simulator.machine import Machine
-from tdcoll.runtime.simulator.polling import PollingScheduler
-from tdcoll.runtime.simulator.scheduler import Scheduler
-from tdcoll.runtime.simulator.tasks import Task
-from tdcoll.runtime.simulator.trace import HOST_TRACK
+from tdcoll.simulator.machine import Machine
+from tdcoll.simulator.polling import PollingScheduler
+from tdcoll.simulator.scheduler import Scheduler
+from tdcoll.simulator.tasks import Task
+from tdcoll.simulator.trace import HOST_TRACK
 
 __all__ = ["SimulatedSideStream", "Stream", "copy", "host_of"]
 

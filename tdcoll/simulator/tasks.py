@@ -18,7 +18,7 @@ try:
 except ImportError:  # the threads below do the same, slower
     greenlet = None
 
-from tdcoll.runtime.simulator.trace import HOST_TRACK, Trace, slice_of
+from tdcoll.simulator.trace import HOST_TRACK, Trace, slice_of
 
 __all__ = ["GridLaunch", "Switch", "Task", "TaskKilled", "Wait", "count_poll", "make_switch"]
 

@@ -16,10 +16,10 @@ import numpy as np
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll import runtime
-from tdcoll.runtime.simulator.machine import Machine
-from tdcoll.runtime.simulator.memory import read_word, write_word
-from tdcoll.runtime.simulator.places import kernel_place
-from tdcoll.runtime.simulator.pointers import PointerAccess
+from tdcoll.simulator.machine import Machine
+from tdcoll.simulator.memory import read_word, write_word
+from tdcoll.simulator.places import kernel_place
+from tdcoll.simulator.pointers import PointerAccess
 from tdcoll.spec import constants as c
 from tdcoll.spec.functions import not_a_monitor
 

@@ -25,11 +25,11 @@ from typing import Any
 from tdcoll import runtime
 from tdcoll.base.errors import HeapExhaustedError, TdcollError
 from tdcoll.runtime.control import ControlPlane, require_equal
-from tdcoll.runtime.simulator.interpreter import Installed
-from tdcoll.runtime.simulator.machine import BARRIERS, Machine
-from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
-from tdcoll.runtime.simulator.polling import PollingScheduler
-from tdcoll.runtime.simulator.tasks import GridLaunch, Task
+from tdcoll.simulator.interpreter import Installed
+from tdcoll.simulator.machine import BARRIERS, Machine
+from tdcoll.simulator.memory import Memory, MemoryView, aligned
+from tdcoll.simulator.polling import PollingScheduler
+from tdcoll.simulator.tasks import GridLaunch, Task
 
 __all__ = ["ProcessHeap"]
 

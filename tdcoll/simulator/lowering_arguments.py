@@ -12,11 +12,11 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.base.errors import TdcollError
-from tdcoll.language.checks import require_64_bits
-from tdcoll.runtime.simulator.bounds import Address
-from tdcoll.runtime.simulator.branches import differs, one_value
-from tdcoll.runtime.simulator.machine import Machine, machine
+from tdcoll.simulator.bounds import Address
+from tdcoll.simulator.branches import differs, one_value
+from tdcoll.simulator.machine import Machine, machine
 from tdcoll.spec import constants as c
+from tdcoll.spec.checks import require_64_bits
 from tdcoll.spec.functions import FUNCTIONS, no_puts, not_linked
 
 __all__ = ["blocks", "checked_operation", "device", "int32", "multiplicity", "number_of", "scalar"]

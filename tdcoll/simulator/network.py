@@ -13,7 +13,7 @@ there as operations:
 - a blocking put captures its bytes when it is called; an ``nbi`` put reads them when they leave;
 - gets travel in separate links, which fences do not order; ``quiet`` waits for them;
 - copies of streams travel in those as well, and ``quiet`` does not wait for them;
-- an operation may be *held back* until no task can run but stragglers (see :mod:`tdcoll.runtime.simulator.policy`).
+- an operation may be *held back* until no task can run but stragglers (see :mod:`tdcoll.simulator.policy`).
 
 Operations outlive the program that issued them, except stores, which are complete when the launch ends.
 """
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
-from tdcoll.runtime.simulator.policy import Policy
-from tdcoll.runtime.simulator.tasks import Task
+from tdcoll.simulator.policy import Policy
+from tdcoll.simulator.tasks import Task
 
 __all__ = ["Network", "Operation", "Piece"]
 

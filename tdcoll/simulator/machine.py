@@ -2,7 +2,7 @@
 """The simulated machine: its memory, network and scheduler together, and which addresses a program may give it.
 
 What programs do on it is in :mod:`.transfers` (puts, gets, signals, order), :mod:`.pointers` (loads, stores, atomics)
-and :mod:`.waits`, which :mod:`tdcoll.language.simulator` calls for the device language and :mod:`.builder` for Triton's
+and :mod:`.waits`, which :mod:`tdcoll.simulator.lowering` calls for the device language and :mod:`.builder` for Triton's
 operations. The same code serves the in-process :class:`~.world.World` and one process per rank; they differ in the
 scheduler, and in that only a World may have a weak network. Without one everything arrives at once.
 """
@@ -14,14 +14,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from tdcoll.base.errors import NotInitializedError, TdcollError
-from tdcoll.runtime.simulator.bounds import Bounds, origin_of
-from tdcoll.runtime.simulator.memory import NULL_PAGE, Memory
-from tdcoll.runtime.simulator.network import Network
-from tdcoll.runtime.simulator.polling import PollingScheduler
-from tdcoll.runtime.simulator.scheduler import Scheduler
-from tdcoll.runtime.simulator.tasks import GridLaunch, Task
-from tdcoll.runtime.simulator.trace import Trace, slice_of
-from tdcoll.runtime.simulator.unseen import Unseen
+from tdcoll.simulator.bounds import Bounds, origin_of
+from tdcoll.simulator.memory import NULL_PAGE, Memory
+from tdcoll.simulator.network import Network
+from tdcoll.simulator.polling import PollingScheduler
+from tdcoll.simulator.scheduler import Scheduler
+from tdcoll.simulator.tasks import GridLaunch, Task
+from tdcoll.simulator.trace import Trace, slice_of
+from tdcoll.simulator.unseen import Unseen
 
 __all__ = ["BARRIERS", "Counts", "Machine", "machine", "put"]
 

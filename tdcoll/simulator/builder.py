@@ -17,13 +17,13 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.runtime.simulator import libdevice, transfers
-from tdcoll.runtime.simulator.bounds import MIXED, joined
-from tdcoll.runtime.simulator.floats import from_float32, is_fp8, is_narrow, narrowed, to_float32
-from tdcoll.runtime.simulator.machine import machine
-from tdcoll.runtime.simulator.memory import NULL_PAGE
-from tdcoll.runtime.simulator.pointers import pointers, replace_word
-from tdcoll.runtime.simulator.shortcuts import block_type
+from tdcoll.simulator import libdevice, transfers
+from tdcoll.simulator.bounds import MIXED, joined
+from tdcoll.simulator.floats import from_float32, is_fp8, is_narrow, narrowed, to_float32
+from tdcoll.simulator.machine import machine
+from tdcoll.simulator.memory import NULL_PAGE
+from tdcoll.simulator.pointers import pointers, replace_word
+from tdcoll.simulator.shortcuts import block_type
 
 __all__ = ["MachineBuilder", "StockBuilder", "is_narrow_handle", "moved_from", "numpy_dtype"]
 

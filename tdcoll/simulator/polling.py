@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 
 from tdcoll.base.errors import CollectiveTimeout, TdcollError
-from tdcoll.runtime.simulator.scheduler import SUSPECT_POLLS, with_note
-from tdcoll.runtime.simulator.tasks import Switch, Task, Wait, count_poll, make_switch
+from tdcoll.simulator.scheduler import SUSPECT_POLLS, with_note
+from tdcoll.simulator.tasks import Switch, Task, Wait, count_poll, make_switch
 
 __all__ = ["PollingScheduler"]
 

@@ -20,8 +20,11 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.language.checks import axis_letter, choice, comparison, integer_pointee, require_scalar, word_type
-from tdcoll.language.simulator_arguments import (
+from tdcoll.simulator import transfers, waits
+from tdcoll.simulator.bounds import Address
+from tdcoll.simulator.branches import thread_index
+from tdcoll.simulator.builder import numpy_dtype
+from tdcoll.simulator.lowering_arguments import (
     blocks,
     checked_operation,
     device,
@@ -31,14 +34,11 @@ from tdcoll.language.simulator_arguments import (
     require_nvshmem,
     scalar,
 )
-from tdcoll.language.simulator_waits import *  # noqa: F403
-from tdcoll.runtime.simulator import transfers, waits
-from tdcoll.runtime.simulator.bounds import Address
-from tdcoll.runtime.simulator.branches import thread_index
-from tdcoll.runtime.simulator.builder import numpy_dtype
-from tdcoll.runtime.simulator.machine import BARRIERS, Machine
-from tdcoll.runtime.simulator.pointers import pointers
+from tdcoll.simulator.lowering_waits import *  # noqa: F403
+from tdcoll.simulator.machine import BARRIERS, Machine
+from tdcoll.simulator.pointers import pointers
 from tdcoll.spec import constants as c
+from tdcoll.spec.checks import axis_letter, choice, comparison, integer_pointee, require_scalar, word_type
 from tdcoll.spec.functions import FUNCTIONS
 
 # ---------------------------------------------------------------------- PEs and addresses

@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from tdcoll.runtime.simulator.tasks import Task
+from tdcoll.simulator.tasks import Task
 
 __all__ = ["HiddenStore", "Unseen"]
 

@@ -18,16 +18,16 @@ from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import RankMismatchError, TdcollError
 from tdcoll.runtime.control import missing_ranks
-from tdcoll.runtime.simulator.interpreter import Installed
-from tdcoll.runtime.simulator.machine import BARRIERS, Counts, Machine
-from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
-from tdcoll.runtime.simulator.network import Network
-from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
-from tdcoll.runtime.simulator.scheduler import Scheduler
-from tdcoll.runtime.simulator.streams import SimulatedSideStream, Stream, copy, host_of
-from tdcoll.runtime.simulator.tasks import GridLaunch, Task
-from tdcoll.runtime.simulator.trace import Trace, slice_of
 from tdcoll.runtime.store import decode, encode
+from tdcoll.simulator.interpreter import Installed
+from tdcoll.simulator.machine import BARRIERS, Counts, Machine
+from tdcoll.simulator.memory import Memory, MemoryView, aligned
+from tdcoll.simulator.network import Network
+from tdcoll.simulator.policy import Policy, RandomPolicy
+from tdcoll.simulator.scheduler import Scheduler
+from tdcoll.simulator.streams import SimulatedSideStream, Stream, copy, host_of
+from tdcoll.simulator.tasks import GridLaunch, Task
+from tdcoll.simulator.trace import Trace, slice_of
 
 __all__ = ["World"]
 
@@ -151,7 +151,7 @@ class World:
         n_pes: number of PEs.
         seed: as given.
         runtimes: each PE's :class:`tdcoll.runtime.Runtime`.
-        trace: the :class:`~tdcoll.runtime.simulator.trace.Trace`, or None.
+        trace: the :class:`~tdcoll.simulator.trace.Trace`, or None.
     """
 
     def __init__(

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.runtime.simulator.bounds import Origin, origin_of
-from tdcoll.runtime.simulator.machine import Machine, machine
-from tdcoll.runtime.simulator.memory import read_word
-from tdcoll.runtime.simulator.network import Network
-from tdcoll.runtime.simulator.places import kernel_place
+from tdcoll.simulator.bounds import Origin, origin_of
+from tdcoll.simulator.machine import Machine, machine
+from tdcoll.simulator.memory import read_word
+from tdcoll.simulator.network import Network
+from tdcoll.simulator.places import kernel_place
 
 __all__ = ["PointerAccess", "pointers", "replace_word"]
 

@@ -10,15 +10,15 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.language.checks import comparison, consumed, integer_pointee, require_scalar
-from tdcoll.language.simulator_arguments import blocks, device, int32, number_of
-from tdcoll.runtime.simulator import transfers, waits
-from tdcoll.runtime.simulator.bounds import origin_of
-from tdcoll.runtime.simulator.builder import numpy_dtype
-from tdcoll.runtime.simulator.machine import Machine
-from tdcoll.runtime.simulator.pointers import pointers
-from tdcoll.runtime.simulator.waits import Monitor
+from tdcoll.simulator import transfers, waits
+from tdcoll.simulator.bounds import origin_of
+from tdcoll.simulator.builder import numpy_dtype
+from tdcoll.simulator.lowering_arguments import blocks, device, int32, number_of
+from tdcoll.simulator.machine import Machine
+from tdcoll.simulator.pointers import pointers
+from tdcoll.simulator.waits import Monitor
 from tdcoll.spec import constants as c
+from tdcoll.spec.checks import comparison, consumed, integer_pointee, require_scalar
 
 __all__ = ["consume_token", "grid_barrier", "load_words", "store_flagged", "store_words", "test_signal"]
 __all__ += ["wait_flagged", "wait_signal", "wait_signals", "wait_token", "wait_until_any", "wait_word", "wait_words"]

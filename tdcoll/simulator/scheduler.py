@@ -20,9 +20,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from tdcoll.base.errors import TdcollError
-from tdcoll.runtime.simulator.network import Network
-from tdcoll.runtime.simulator.policy import Policy
-from tdcoll.runtime.simulator.tasks import Task, TaskKilled, Wait, count_poll, make_switch
+from tdcoll.simulator.network import Network
+from tdcoll.simulator.policy import Policy
+from tdcoll.simulator.tasks import Task, TaskKilled, Wait, count_poll, make_switch
 
 __all__ = ["SUSPECT_POLLS", "Blocked", "Deadlock", "Scheduler", "with_note"]
 

@@ -29,8 +29,8 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.base.errors import TdcollError
-from tdcoll.runtime.simulator.machine import machine
-from tdcoll.runtime.simulator.tasks import Task
+from tdcoll.simulator.machine import machine
+from tdcoll.simulator.tasks import Task
 
 __all__ = ["FUNCTIONS", "differs", "of_threads", "one_value", "thread_index"]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from tdcoll.runtime.simulator.machine import Machine
-from tdcoll.runtime.simulator.memory import write_word
-from tdcoll.runtime.simulator.network import Operation
-from tdcoll.runtime.simulator.places import kernel_place
-from tdcoll.runtime.simulator.pointers import PointerAccess, replace_word
+from tdcoll.simulator.machine import Machine
+from tdcoll.simulator.memory import write_word
+from tdcoll.simulator.network import Operation
+from tdcoll.simulator.places import kernel_place
+from tdcoll.simulator.pointers import PointerAccess, replace_word
 from tdcoll.spec import constants as c
 
 __all__ = ["atomic", "barrier", "fence", "get", "put", "quiet", "release", "signal"]

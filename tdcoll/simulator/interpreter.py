@@ -27,13 +27,13 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.base.errors import TdcollError
-from tdcoll.runtime.simulator import branches, libdevice
-from tdcoll.runtime.simulator.branches import of_threads, one_value
-from tdcoll.runtime.simulator.builder import MachineBuilder, is_narrow_handle, moved_from, numpy_dtype
-from tdcoll.runtime.simulator.launcher import MachineLauncher
-from tdcoll.runtime.simulator.machine import Machine, put
-from tdcoll.runtime.simulator.rewrite import KernelTransformer
-from tdcoll.runtime.simulator.shortcuts import shortcuts
+from tdcoll.simulator import branches, libdevice
+from tdcoll.simulator.branches import of_threads, one_value
+from tdcoll.simulator.builder import MachineBuilder, is_narrow_handle, moved_from, numpy_dtype
+from tdcoll.simulator.launcher import MachineLauncher
+from tdcoll.simulator.machine import Machine, put
+from tdcoll.simulator.rewrite import KernelTransformer
+from tdcoll.simulator.shortcuts import shortcuts
 
 __all__ = ["Installed"]
 
