@@ -126,8 +126,8 @@ def start(on_gpu: bool) -> Callable[[], None]:
 
         initialize = tdcoll.initialize
     if on_gpu:
-        with stage("import tdcoll.runtime.nvshmem"):
-            from tdcoll.runtime import nvshmem
+        with stage("import tdcoll.job.nvshmem"):
+            from tdcoll.job import nvshmem
 
         timed(nvshmem, "_bindings", "import NVSHMEM's bindings")
         timed(nvshmem.NvshmemHeap, "_join", "start NVSHMEM")

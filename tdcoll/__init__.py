@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from tdcoll.context import CollectiveContext
     from tdcoll.explanation import Explanation, explain
     from tdcoll.footprint import MemoryPlan, memory_plan
+    from tdcoll.job.lifecycle import finalize, initialize, is_initialized
+    from tdcoll.job.memory import barrier, device, empty, free, heap_info, rank, topology, world_size, zeros
     from tdcoll.language.jit import jit
-    from tdcoll.memory import barrier, device, empty, free, heap_info, rank, topology, world_size, zeros
     from tdcoll.monitor import WaitMonitor
     from tdcoll.primitives.group import begin_epoch
-    from tdcoll.runtime.lifecycle import finalize, initialize, is_initialized
     from tdcoll.runtime.topology import Topology
     from tdcoll.streams import barrier_on_stream, copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
     from tdcoll.tuning import Table
@@ -121,10 +121,10 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "explanation": "Explanation explain",
         "footprint": "MemoryPlan memory_plan",
         "language.jit": "jit",
-        "memory": "barrier device empty free heap_info rank topology world_size zeros",
+        "job.memory": "barrier device empty free heap_info rank topology world_size zeros",
         "monitor": "WaitMonitor",
         "primitives.group": "begin_epoch",
-        "runtime.lifecycle": "finalize initialize is_initialized",
+        "job.lifecycle": "finalize initialize is_initialized",
         "runtime.topology": "Topology",
         "streams": "barrier_on_stream copy_on_stream peer_tensor wait_on_stream write_on_stream",
         "tuning": "Table",
@@ -136,8 +136,8 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "context",
         "distributed",
         "fused",
+        "job",
         "language",
-        "memory",
         "monitor",
         "ops",
         "runtime",

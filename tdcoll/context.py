@@ -54,8 +54,8 @@ from tdcoll.base import arguments
 from tdcoll.base.call_log import Calls
 from tdcoll.base.errors import HeapExhaustedError
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS
+from tdcoll.job.memory import barrier
 from tdcoll.language import INTERPRETED
-from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.preconditions import Debug, Preconditions, shown
 from tdcoll.primitives.group import Group

@@ -8,7 +8,7 @@ in place of torchrun's report, which ``TDCOLL_TRACEBACK=1`` shows as well. They 
 
 - the exit status, or signal, of each process;
 - which processes were still running when torchrun ended them;
-- what each rank wrote down about its last error (:mod:`tdcoll.runtime.last_words`). An expired wait for another rank,
+- what each rank wrote down about its last error (:mod:`tdcoll.job.last_words`). An expired wait for another rank,
   and a connection that another rank has closed, are no cause.
 
 If this process is killed before it can end its ranks, the kernel kills them. After Ctrl-C, ranks that are still running

@@ -23,8 +23,8 @@ from tdcoll.bench.options import Parser
 from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import LAYOUTS, Row, line_of, save
 from tdcoll.bench.timing import LineUp
+from tdcoll.job import lifecycle
 from tdcoll.language import INTERPRETED
-from tdcoll.runtime import lifecycle
 from tdcoll.setenv import LAUNCHER
 
 __all__ = ["AllWanted", "Case", "Show", "run"]

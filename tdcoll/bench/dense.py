@@ -28,9 +28,9 @@ from tdcoll.bench.specs import SPECS, Spec
 from tdcoll.collectives._host.launches import facts_of
 from tdcoll.collectives._host.spec import WORLD
 from tdcoll.context import CollectiveContext
+from tdcoll.job.cuda import multiprocessors
 from tdcoll.language import INTERPRETED
 from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
-from tdcoll.runtime.cuda import multiprocessors
 from tdcoll.tuning import Entry, Section
 
 __all__ = ["DenseCase", "case_of", "main"]

@@ -97,7 +97,7 @@ def activate() -> None:
 
     sys.meta_path.insert(0, _Finder(INTERPRETED or importlib.util.find_spec("nvshmem") is None))
     from tdcoll.compat import stand_ins
-    from tdcoll.runtime import lifecycle
+    from tdcoll.job import lifecycle
 
     stand_ins.emulate_nodes()
     if INTERPRETED:

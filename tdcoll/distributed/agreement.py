@@ -19,9 +19,9 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import TdcollError
+from tdcoll.job import lifecycle
 from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import bitcode_path
-from tdcoll.runtime import lifecycle
 from tdcoll.runtime.control import StoreControlPlane, require_equal
 
 __all__ = ["Agreement"]

@@ -36,7 +36,7 @@ def _triton() -> _Found:
 
 
 def _nvshmem() -> _Found:
-    """Load NVSHMEM's host library as :mod:`tdcoll.runtime.nvshmem` does."""
+    """Load NVSHMEM's host library as :mod:`tdcoll.job.nvshmem` does."""
     importlib.import_module("nvshmem.bindings.nvshmem")
     from cuda.pathfinder import load_nvidia_dynamic_lib
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joining a job: ranks, nodes, PEs, and the symmetric heap.
 
-:func:`tdcoll.runtime.lifecycle.initialize` builds one :class:`Runtime` per process and installs it here; an in-process
+:func:`tdcoll.job.lifecycle.initialize` builds one :class:`Runtime` per process and installs it here; an in-process
 simulation installs a resolver instead, because there every simulated PE has its own runtime. The rest of tdcoll calls
 :func:`current`.
 """

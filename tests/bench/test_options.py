@@ -133,7 +133,7 @@ def test_the_command_is_repeated_without_what_is_local(monkeypatch: pytest.Monke
 def test_shared_gpus_have_no_times(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
     from tdcoll.__main__ import main as command
 
-    monkeypatch.setattr("tdcoll.runtime.lifecycle.INTERPRETED", False)
+    monkeypatch.setattr("tdcoll.job.lifecycle.INTERPRETED", False)
     monkeypatch.setattr("tdcoll.bench.tune.INTERPRETED", False)
     monkeypatch.setenv("TDCOLL_SHARE_GPUS", "1")
     for name in ("all_gather", "reduce_scatter", "all_reduce_rms_norm", "sparse_all_reduce", "signal", "tune"):

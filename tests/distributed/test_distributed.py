@@ -30,7 +30,7 @@ from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import add_backends
 from tdcoll.distributed.options import HANDLES, KINDS
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
-from tdcoll.runtime import lifecycle
+from tdcoll.job import lifecycle
 from tdcoll.work import as_backend_error
 
 WORKERS = Path(__file__).parents[1] / "workers"

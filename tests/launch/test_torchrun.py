@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout, TdcollError
-from tdcoll.runtime import last_words, lifecycle
+from tdcoll.job import last_words, lifecycle
 from tdcoll.torchrun import _read, summary
 
 from .conftest import REPOSITORY

@@ -23,7 +23,7 @@ from harness import check, device, expect, rank, run, simulated, world
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.runtime import lifecycle
+from tdcoll.job import lifecycle
 
 COUNTS = (33, 1001, 5000)
 """Numbers of elements: with a tail of a few bytes, with a tail of a block, and without one."""

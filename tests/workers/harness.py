@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.job import lifecycle
 from tdcoll.language import INTERPRETED
-from tdcoll.runtime import lifecycle
 
 A, B = TypeVar("A"), TypeVar("B")
 

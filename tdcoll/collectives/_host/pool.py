@@ -19,9 +19,9 @@ from tdcoll.base.errors import ContextError, HeapExhaustedError
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.context import CollectiveContext
+from tdcoll.job.cuda import multiprocessors
 from tdcoll.preconditions import Debug
 from tdcoll.runtime import Runtime
-from tdcoll.runtime.cuda import multiprocessors
 from tdcoll.runtime.topology import Topology
 from tdcoll.sizes import ContextSizes, context_sizes
 from tdcoll.tuning import Table

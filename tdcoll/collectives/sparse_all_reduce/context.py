@@ -19,7 +19,7 @@ from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import COUNTERS, LISTS, RowMemory
 from tdcoll.collectives.sparse_all_reduce.policy import BLOCKS_PER_SM, EXCHANGE_CHUNKS, Capacities
 from tdcoll.context import CollectiveContext
-from tdcoll.memory import barrier
+from tdcoll.job.memory import barrier
 from tdcoll.preconditions import Debug
 from tdcoll.primitives.group import nodes_of
 from tdcoll.runtime.topology import Topology

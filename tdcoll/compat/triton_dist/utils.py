@@ -19,8 +19,8 @@ import tdcoll
 from tdcoll.compat import stand_ins
 from tdcoll.compat.missing import attributes_of
 from tdcoll.compat.triton_dist import nvshmem
+from tdcoll.job import lifecycle
 from tdcoll.language import INTERPRETED
-from tdcoll.runtime import lifecycle
 from tdcoll.streams import barrier_on_stream as nvshmem_barrier_all_on_stream
 
 if INTERPRETED:

@@ -15,7 +15,7 @@ import tdcoll
 from tdcoll.collectives._host import pool
 from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.fused.policy import NormRows, choose
-from tdcoll.runtime import cuda
+from tdcoll.job import cuda
 from tdcoll.runtime.topology import Topology
 
 MEMORY: dict[str, Any] = {"stores": True, "ll_bytes": 1 << 20, "lamport_bytes": 16 << 20}

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from tdcoll.base.errors import AlreadyInitializedError, HeapExhaustedError, TdcollError
+from tdcoll.job.cuda import CudaHeap, variable
 from tdcoll.language.jit import initialized_modules, set_module_init
 from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane
-from tdcoll.runtime.cuda import CudaHeap, variable
 
 __all__ = ["NvshmemHeap"]
 
@@ -55,7 +55,7 @@ class NvshmemHeap(CudaHeap):
     """This PE's block of symmetric GPU memory. Collective to make and to close.
 
     Args:
-        pe, n_pes, nbytes, device: as for :class:`~tdcoll.runtime.cuda.CudaHeap`.
+        pe, n_pes, nbytes, device: as for :class:`~tdcoll.job.cuda.CudaHeap`.
         control: carries NVSHMEM's unique id from PE 0 to the others.
     """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joining again after leaving, in jobs of several processes: see rejoin_job.py, which runs on GPUs as well.
 
-Two rounds of each kind; `REJOIN_ROUNDS=50 bash launch.sh tests tests/runtime/test_rejoin.py` runs more of them.
+Two rounds of each kind; `REJOIN_ROUNDS=50 bash launch.sh tests tests/job/test_rejoin.py` runs more of them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from tdcoll.base.errors import TdcollError
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.distributed import Options
-from tdcoll.runtime import lifecycle
+from tdcoll.job import lifecycle
 
 INITIALIZE = """
 import sys, tdcoll

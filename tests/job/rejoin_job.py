@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a job join and leave it again and again, each at its own pace, on GPUs or on the simulator.
 
-    bash launch.sh --nproc 4 tests/runtime/rejoin_job.py [--rounds 50] [LIFE...]     # torchrun's store serves the job
-    python tests/runtime/rejoin_job.py --spawn 4 [--rounds 50] [LIFE...]             # rank 0's process serves the store
+    bash launch.sh --nproc 4 tests/job/rejoin_job.py [--rounds 50] [LIFE...]     # torchrun's store serves the job
+    python tests/job/rejoin_job.py --spawn 4 [--rounds 50] [LIFE...]             # rank 0's process serves the store
 
 The second wants the environment of `source setenv.sh`, or TRITON_INTERPRET=1. Each LIFE is one kind of joining and
 leaving, lived for so many rounds; without any, all of them are. The first rank prints a JSON line for each.

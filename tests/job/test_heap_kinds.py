@@ -19,7 +19,7 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll.base.errors import TdcollError
 from tdcoll.collectives._host import plan
-from tdcoll.runtime import lifecycle, torch_memory
+from tdcoll.job import lifecycle, torch_memory
 from tdcoll.testing import World
 
 

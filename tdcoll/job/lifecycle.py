@@ -21,8 +21,9 @@ from tdcoll import runtime
 from tdcoll.base import arguments, environment
 from tdcoll.base.errors import AlreadyInitializedError, CollectiveTimeout, RankMismatchError, TdcollError
 from tdcoll.base.torch_internals import name_groups_anew, watch_ddp
+from tdcoll.job import last_words
 from tdcoll.language import INTERPRETED
-from tdcoll.runtime import last_words, watch
+from tdcoll.runtime import watch
 from tdcoll.runtime.control import StoreControlPlane, another_connection, generation, keep, require_equal
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.store import ask
@@ -391,11 +392,11 @@ def _join(
 
         heap = ProcessHeap(**of_all, timeout_s=options.timeout_s, puts=options.heap == "nvshmem")
     elif options.heap == "torch":
-        from tdcoll.runtime.torch_memory import TorchHeap
+        from tdcoll.job.torch_memory import TorchHeap
 
         heap = TorchHeap(**of_all, device=_device(), store=heap_store, timeout_s=options.timeout_s)
     else:
-        from tdcoll.runtime.nvshmem import NvshmemHeap
+        from tdcoll.job.nvshmem import NvshmemHeap
 
         heap = NvshmemHeap(**of_all, device=_device())
         host = answers[rank][2][0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of a rank, or of the process that serves the store, in jobs of three ranks on the simulator.
 
-    TRITON_INTERPRET=1 python tests/runtime/fault_job.py [--seed 0] [--cases 20 | --all] [--parallel 7]
+    TRITON_INTERPRET=1 python tests/job/fault_job.py [--seed 0] [--cases 20 | --all] [--parallel 7]
 
 A case is a phase of a job's life, a fault in it, the victim, and who serves the store: rank 0 or, as torchrun's agent
 does, another process. Each survivor writes down what it was told and when. One JSON line is printed for each case.
@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 import tdcoll
 import tdcoll.distributed
-from tdcoll.runtime import lifecycle
+from tdcoll.job import lifecycle
 
 RANKS = 3
 TIMEOUT_S = 2.0

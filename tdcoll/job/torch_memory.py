@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from tdcoll.base.errors import HeapExhaustedError, TdcollError
+from tdcoll.job.cuda import CudaHeap, variable
 from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane
-from tdcoll.runtime.cuda import CudaHeap, variable
 
 __all__ = ["TorchHeap"]
 
@@ -31,7 +31,7 @@ class TorchHeap(CudaHeap):
     """This PE's block of symmetric GPU memory. Collective to make.
 
     Args:
-        pe, n_pes, nbytes, device: as for :class:`~tdcoll.runtime.cuda.CudaHeap`; all PEs are on one host, each on a
+        pe, n_pes, nbytes, device: as for :class:`~tdcoll.job.cuda.CudaHeap`; all PEs are on one host, each on a
             device of its own.
         store: of ``torch.distributed``, which the ranks meet through; for this heap alone.
         control: tells the ranks of each other's failures.

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tdcoll.base.errors import AlreadyInitializedError, HeapExhaustedError
+from tdcoll.job import nvshmem
+from tdcoll.job.nvshmem import NvshmemHeap
 from tdcoll.language import jit
-from tdcoll.runtime import nvshmem
-from tdcoll.runtime.nvshmem import NvshmemHeap
 
 DEVICE = torch.device("cuda", 0)
 
