@@ -22,7 +22,11 @@ if TYPE_CHECKING:
         RankMismatchError,
         TdcollError,
     )
-    from tdcoll.collectives._host.plan import Plan
+    from tdcoll.calls.context import CollectiveContext
+    from tdcoll.calls.monitor import WaitMonitor
+    from tdcoll.calls.plan import Plan
+    from tdcoll.calls.streams import barrier_on_stream, copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
+    from tdcoll.calls.tuning import Table
     from tdcoll.collectives.all_gather.op import all_gather, all_gather_
     from tdcoll.collectives.all_reduce.op import all_reduce, all_reduce_
     from tdcoll.collectives.all_to_all.op import all_to_all
@@ -35,17 +39,13 @@ if TYPE_CHECKING:
         sparse_all_reduce_padded,
         sparse_all_reduce_rows,
     )
-    from tdcoll.context import CollectiveContext
     from tdcoll.explanation import Explanation, explain
     from tdcoll.footprint import MemoryPlan, memory_plan
     from tdcoll.job.lifecycle import finalize, initialize, is_initialized
     from tdcoll.job.memory import barrier, device, empty, free, heap_info, rank, topology, world_size, zeros
     from tdcoll.language.jit import jit
-    from tdcoll.monitor import WaitMonitor
     from tdcoll.primitives.group import begin_epoch
     from tdcoll.runtime.topology import Topology
-    from tdcoll.streams import barrier_on_stream, copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
-    from tdcoll.tuning import Table
 
 __version__ = "0.1.0"
 
@@ -112,8 +112,8 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "collectives.sparse_all_reduce": (
             "PaddedRows SparseContext sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows"
         ),
-        "collectives._host.plan": "Plan",
-        "context": "CollectiveContext",
+        "calls.plan": "Plan",
+        "calls.context": "CollectiveContext",
         "base.errors": (
             "AlreadyInitializedError CollectiveTimeout ContextError HeapExhaustedError NotInitializedError "
             "NotSymmetricError RankMismatchError TdcollError"
@@ -122,27 +122,15 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "footprint": "MemoryPlan memory_plan",
         "language.jit": "jit",
         "job.memory": "barrier device empty free heap_info rank topology world_size zeros",
-        "monitor": "WaitMonitor",
+        "calls.monitor": "WaitMonitor",
         "primitives.group": "begin_epoch",
         "job.lifecycle": "finalize initialize is_initialized",
         "runtime.topology": "Topology",
-        "streams": "barrier_on_stream copy_on_stream peer_tensor wait_on_stream write_on_stream",
-        "tuning": "Table",
+        "calls.streams": "barrier_on_stream copy_on_stream peer_tensor wait_on_stream write_on_stream",
+        "calls.tuning": "Table",
     }
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-    _SUBMODULES = {
-        "base",
-        "collectives",
-        "context",
-        "distributed",
-        "fused",
-        "job",
-        "language",
-        "monitor",
-        "ops",
-        "runtime",
-        "tuning",
-    }
+    _SUBMODULES = {"base", "calls", "collectives", "distributed", "fused", "job", "language", "ops", "runtime"}
 
     def __getattr__(name):
         """A public name or a module that belongs to one, imported now (PEP 562)."""

@@ -11,17 +11,17 @@ import torch
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.collectives._host.call import check_context, spec_of
-from tdcoll.collectives._host.explain import Explanation, explain_call
-from tdcoll.collectives._host.launches import facts_of
-from tdcoll.collectives._host.plan import Plan
-from tdcoll.collectives._host.pool import Prospect, prospect
+from tdcoll.calls.call import check_context, spec_of
+from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.explain import Explanation, explain_call
+from tdcoll.calls.launches import facts_of
+from tdcoll.calls.plan import Plan
+from tdcoll.calls.pool import Prospect, prospect
 from tdcoll.collectives.sparse_all_reduce import SparseContext
 from tdcoll.collectives.sparse_all_reduce.explain import explain_rows
 from tdcoll.collectives.sparse_all_reduce.policy import Capacities
 from tdcoll.collectives.sparse_all_reduce.pool import FEWEST_ROWS, existing, row_sizes_of
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
-from tdcoll.context import CollectiveContext
 from tdcoll.fused import policy as fused
 from tdcoll.fused.op import DTYPES as ROWS_OF
 from tdcoll.primitives.reduce import ACCUMULATORS, check_operation

@@ -10,12 +10,12 @@ from typing import Any
 from tdcoll.base import arguments, environment
 from tdcoll.base.arguments import byte_text
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.pool import sizes_for
+from tdcoll.calls.call import spec_of
+from tdcoll.calls.pool import sizes_for
+from tdcoll.calls.sizes import ContextSizes, context_sizes
 from tdcoll.collectives.sparse_all_reduce.context import sparse_sizes
 from tdcoll.fused.policy import NAME as FUSED
 from tdcoll.runtime.topology import Topology
-from tdcoll.sizes import ContextSizes, context_sizes
 
 __all__ = ["ContextMemory", "MemoryPlan", "memory_plan"]
 

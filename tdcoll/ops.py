@@ -22,8 +22,8 @@ from torch import fx
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.collectives._host.call import derivative, make, spec_of
-from tdcoll.collectives._host.spec import Collective
+from tdcoll.calls.call import derivative, make, spec_of
+from tdcoll.calls.spec import Collective
 from tdcoll.fused.op import DTYPES
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes

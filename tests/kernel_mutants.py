@@ -28,7 +28,7 @@ MODULES = [  # each may import those before it
         f"tdcoll.primitives.{name}"
         for name in ("group", "stores", "puts", "ll", "lamport", "reduce", "words", "sums", "copies")
     ),
-    "tdcoll.collectives._host.copies",
+    "tdcoll.calls.copies",
     *(f"tdcoll.collectives.exchange.kernels_{name}" for name in ("direct", "ll", "loop")),
     *(f"tdcoll.collectives.all_gather.kernels_{name}" for name in ("ring", "puts")),
     "tdcoll.collectives.all_to_all.kernels_puts",

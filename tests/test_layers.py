@@ -21,16 +21,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("work",),
     ("spec",),
     ("runtime",),
-    ("sizes",),
     ("simulator",),
     ("language",),
-    ("monitor", "streams"),
     ("job",),
     ("primitives",),
-    ("tuning",),
-    ("preconditions",),
-    ("context",),
-    ("collectives", "collectives._host"),
+    ("calls",),
+    ("collectives",),
     ("collectives.exchange",),
     tuple(f"collectives.{name}" for name in COLLECTIVES),
     ("collectives.sparse_all_reduce",),
@@ -155,7 +151,7 @@ def test_policies_import_nothing_of_the_gpu() -> None:
     """Nor does anything that they import, the packages around them included."""
     light = [name for name in SOURCES if name.endswith(".policy") and ".simulator." not in name]
     assert len(light) >= 4
-    light += [name for name in ("tdcoll.collectives._host.plan", "tdcoll.tuning") if name in SOURCES]
+    light += [name for name in ("tdcoll.calls.plan", "tdcoll.calls.tuning") if name in SOURCES]
     light += ["tdcoll.base.arguments", "tdcoll.base.environment", "tdcoll.base.errors", "tdcoll.base.limits"]
     done = subprocess.run(
         [sys.executable, "-c", ALONE, *light], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
@@ -183,12 +179,12 @@ def test_what_an_import_is() -> None:
 def test_what_is_allowed() -> None:
     both = "tdcoll.collectives.all_gather.op", "tdcoll.collectives.reduce_scatter.op"
     cases = [
-        ("tdcoll.context", "tdcoll.base.errors", True),
-        ("tdcoll.base.errors", "tdcoll.context", False),
+        ("tdcoll.calls.context", "tdcoll.base.errors", True),
+        ("tdcoll.base.errors", "tdcoll.calls.context", False),
         ("tdcoll.runtime", "tdcoll.job.lifecycle", False),
         (*both, False),
         (*reversed(both), False),
-        ("tdcoll.collectives._host.launch", "tdcoll.collectives.index_match", False),
+        ("tdcoll.calls.launch", "tdcoll.collectives.index_match", False),
         ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.index_match.kernels", True),
         ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.all_gather.spec", True),
         ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.all_gather.kernels_ring", False),

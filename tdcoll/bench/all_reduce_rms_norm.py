@@ -28,7 +28,7 @@ from tdcoll.bench.data import Buffers
 from tdcoll.bench.engine import Found, Subject, Wanted, calls_of
 from tdcoll.bench.peers import require_nccl, subject_of, tensorrt_rms_norm
 from tdcoll.bench.specs import SPECS
-from tdcoll.context import CollectiveContext
+from tdcoll.calls.context import CollectiveContext
 from tdcoll.fused.op import all_reduce_rms_norm
 from tdcoll.fused.policy import ALGORITHMS
 from tdcoll.language import INTERPRETED

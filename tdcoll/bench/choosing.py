@@ -18,9 +18,9 @@ from tdcoll.base import limits
 from tdcoll.bench.arithmetic import distinct, format_bytes
 from tdcoll.bench.rows import IN_PLACE, Row, number
 from tdcoll.bench.specs import Spec
-from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.calls.plan import Facts, Plan
+from tdcoll.calls.tuning import Entry, Section, Table
 from tdcoll.runtime.topology import Topology
-from tdcoll.tuning import Entry, Section, Table
 
 __all__ = ["CHUNK_COUNTS", "WARP_COUNTS", "Candidate", "Choice", "Requested"]
 
@@ -49,7 +49,7 @@ class Candidate:
     Attributes:
         algorithm: as in :class:`~tdcoll.Plan`.
         in_place: whether the call is.
-        chunks, chunk, num_warps, blocks: as in :class:`~tdcoll.tuning.Entry`.
+        chunks, chunk, num_warps, blocks: as in :class:`~tdcoll.calls.tuning.Entry`.
     """
 
     algorithm: str

@@ -25,13 +25,13 @@ from tdcoll.bench.engine import Subject, Wanted, calls_of, nothing
 from tdcoll.bench.peers import FCOLLECT, PEERS, Peer, Stock, subject_of
 from tdcoll.bench.rows import IN_PLACE
 from tdcoll.bench.specs import SPECS, Spec
-from tdcoll.collectives._host.launches import facts_of
-from tdcoll.collectives._host.spec import WORLD
-from tdcoll.context import CollectiveContext
+from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.launches import facts_of
+from tdcoll.calls.spec import WORLD
+from tdcoll.calls.tuning import Entry, Section
 from tdcoll.job.cuda import multiprocessors
 from tdcoll.language import INTERPRETED
 from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
-from tdcoll.tuning import Entry, Section
 
 __all__ = ["DenseCase", "case_of", "main"]
 

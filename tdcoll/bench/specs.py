@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.spec import Collective
+from tdcoll.calls.call import spec_of
+from tdcoll.calls.spec import Collective
 
 __all__ = ["SPECS", "Spec"]
 

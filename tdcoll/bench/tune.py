@@ -37,10 +37,10 @@ from tdcoll.bench.engine import Wanted
 from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import IN_PLACE, Row
 from tdcoll.bench.specs import SPECS
+from tdcoll.calls.tuning import WARPS, Table
+from tdcoll.calls.tuning.agreement import architectures
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime.topology import Topology
-from tdcoll.tuning import WARPS, Table
-from tdcoll.tuning.agreement import architectures
 
 __all__ = ["Tune", "listing", "main", "part_of"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tdcoll.collectives._host.call import Ready
+from tdcoll.calls.call import Ready
 
 __all__ = ["Call", "check_pieces", "is_plain", "plain", "plain_memory", "write"]
 

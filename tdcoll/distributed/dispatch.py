@@ -20,8 +20,9 @@ import tdcoll
 from tdcoll.base.capture import capturing
 from tdcoll.base.errors import TdcollError
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.collectives._host.call import Ready, again, spec_of
-from tdcoll.context import CollectiveContext
+from tdcoll.calls.call import Ready, again, spec_of
+from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.preconditions import debugging
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, is_plain
 from tdcoll.distributed.fallback import Fallback, Start
@@ -29,7 +30,6 @@ from tdcoll.distributed.handlers import Barrier, Dense, Handler, Lane, Members
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
-from tdcoll.preconditions import debugging
 from tdcoll.runtime import Runtime
 from tdcoll.work import CompletedWork, StreamWork, backend_errors, completed, current_stream, error_of, record_stream
 
@@ -274,7 +274,7 @@ class Dispatcher:
         """Make a call of one tensor, by the fast path if a call like it was made before; return its work.
 
         The key decides whether tdcoll may ever handle such calls. If it may, the fast path checks the rest again, see
-        :mod:`tdcoll.collectives._host.call`.
+        :mod:`tdcoll.calls.call`.
         """
         try:
             key: Hashable = kind, op, tensor.device, tensor.dtype, tensor.layout, tensor.shape

@@ -15,8 +15,8 @@ from torch.distributed import ReduceOp, Work
 
 from tdcoll import runtime
 from tdcoll.base import arguments
-from tdcoll.collectives._host.call import make, spec_of
-from tdcoll.collectives._host.pool import pooled
+from tdcoll.calls.call import make, spec_of
+from tdcoll.calls.pool import pooled
 from tdcoll.distributed.call import plain
 from tdcoll.work import StreamWork, backend_errors, completed
 

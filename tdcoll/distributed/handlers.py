@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from tdcoll.collectives._host.call import Ready, overlap, unchecked
-from tdcoll.collectives._host.launches import is_prepared
-from tdcoll.collectives._host.pool import Pool
-from tdcoll.collectives._host.spec import Collective
+from tdcoll.calls.call import Ready, overlap, unchecked
+from tdcoll.calls.launches import is_prepared
+from tdcoll.calls.pool import Pool
+from tdcoll.calls.preconditions import Compared, compare
+from tdcoll.calls.spec import Collective
 from tdcoll.distributed.call import Call, check_pieces, write
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue
-from tdcoll.preconditions import Compared, compare
 from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import ControlPlane

@@ -9,7 +9,7 @@ from typing import Any
 
 from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES, MAX_BLOCKS
-from tdcoll.collectives._host.call import spec_of
+from tdcoll.calls.call import spec_of
 
 __all__ = ["HANDLES", "KINDS", "Options"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tdcoll.base.errors import ContextError, HeapExhaustedError
-from tdcoll.collectives._host.pool import give_back_blocks, take_blocks
+from tdcoll.calls.pool import give_back_blocks, take_blocks
 from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES

@@ -16,13 +16,13 @@ from tdcoll.base import arguments
 from tdcoll.base.arguments import byte_text
 from tdcoll.base.call_log import kind_of
 from tdcoll.base.ranges import ranged
-from tdcoll.collectives._host.call import Ready, again, check_context, check_tensor, overlap
-from tdcoll.collectives._host.launch import Launch
-from tdcoll.collectives._host.launches import facts_of, launches_of, prepare
-from tdcoll.collectives._host.plan import Plan
-from tdcoll.collectives._host.pool import pooled, strided_bytes
+from tdcoll.calls.call import Ready, again, check_context, check_tensor, overlap
+from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.launch import Launch
+from tdcoll.calls.launches import facts_of, launches_of, prepare
+from tdcoll.calls.plan import Plan
+from tdcoll.calls.pool import pooled, strided_bytes
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
-from tdcoll.context import CollectiveContext
 from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
 from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, NormRows, choose, explain_rows, takes

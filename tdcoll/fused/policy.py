@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The algorithm of a fused call, and how rows are cut: a pure function of facts that are the same on every rank.
 
-A :class:`~tdcoll.collectives._host.plan.Plan` of a fused call has the number of pieces of a row (``chunks``), the
+A :class:`~tdcoll.calls.plan.Plan` of a fused call has the number of pieces of a row (``chunks``), the
 bytes of a piece (``chunk``, 16 times a power of two), and the warps of a thread block.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tdcoll.collectives._host.explain import ONLY, UNSUPPORTED, Explanation
-from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES as WORD
-from tdcoll.collectives._host.plan import (
+from tdcoll.calls.explain import ONLY, UNSUPPORTED, Explanation
+from tdcoll.calls.plan import LAMPORT_WORD_BYTES as WORD
+from tdcoll.calls.plan import (
     WARPS,
     Facts,
     Plan,
@@ -22,7 +22,7 @@ from tdcoll.collectives._host.plan import (
     needs_stores,
     power,
 )
-from tdcoll.collectives._host.spec import DEFAULT, REQUESTED
+from tdcoll.calls.spec import DEFAULT, REQUESTED
 
 __all__ = [
     "ALGORITHMS",

@@ -2,8 +2,8 @@
 """A context as kernels see it: the ranks, the number of this call, the signals, and the memory that peers write to.
 
 Every launch of a protocol calls :func:`start` once in each of its programs, which returns the epoch and counts it. The
-epoch selects one of two *slots* of signals and memory, in :func:`slot` only. :mod:`tdcoll.context` explains why a slot
-may be reused.
+epoch selects one of two *slots* of signals and memory, in :func:`slot` only. :mod:`tdcoll.calls.context` explains why a
+slot may be reused.
 
 Signals are named by their role. ``arrived[slot, chunk, r]`` is set to the epoch by the rank that delivers chunk
 ``chunk_index`` of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call
@@ -133,7 +133,7 @@ in_stream_order.__doc__ = """Wait until all earlier launches on the stream have 
 The first statement of a kernel that may use programmatic dependent launch (PDL): its blocks then start while the last
 ones of the launch before still run, and wait here until that is over and its stores are visible. Then they let the next
 launch begin likewise. Protocols are the same with it and without, because no access to memory comes before.
-:mod:`tdcoll.collectives._host.launch` lists the kernels, and explains why none waits forever.
+:mod:`tdcoll.calls.launch` lists the kernels, and explains why none waits forever.
 """
 
 

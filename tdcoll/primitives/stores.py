@@ -111,8 +111,8 @@ def say_entered(g, peer_delta, epoch):
 def may_write(g, inbox, peer, epoch):
     """Return 1 when rank ``peer`` lets its segments be written in this call; 0 if it did not in time.
 
-    An inbox of two slots may always be written, see :mod:`tdcoll.context`; a buffer of the caller's only when its owner
-    has entered the call.
+    An inbox of two slots may always be written, see :mod:`tdcoll.calls.context`; a buffer of the caller's only when its
+    owner has entered the call.
     """
     allowed = tl.cast(1, tl.int32)
     if inbox.slots == 1:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long waits, said aloud: a thread that logs them, and answers ``python -m tdcoll hang``.
 
-Kernels that wait leave notices in memory of the host (:mod:`tdcoll.monitor`). One daemon thread of the process looks at
-those of all monitors of its job twice a second. It makes no call of CUDA, so it goes on while the main thread waits for
-the GPU. (A thread that holds Python's global lock keeps it from running, for example one that launches while the GPU's
-queue of launches is full.) The thread starts with the first monitor of a job and ends with :func:`tdcoll.finalize`; a
-simulated :class:`~tdcoll.testing.World` has none, and a forked child begins without one.
+Kernels that wait leave notices in memory of the host (:mod:`tdcoll.calls.monitor`). One daemon thread of the process
+looks at those of all monitors of its job twice a second. It makes no call of CUDA, so it goes on while the main thread
+waits for the GPU. (A thread that holds Python's global lock keeps it from running, for example one that launches while
+the GPU's queue of launches is full.) The thread starts with the first monitor of a job and ends with
+:func:`tdcoll.finalize`; a simulated :class:`~tdcoll.testing.World` has none, and a forked child begins without one.
 
 Those who ask come to a socket in Linux's abstract namespace, whose name holds user, process and PID namespace: no file
 is left behind, however a process ends. Both ends check that the other is the same user, or root. ``SIGUSR1`` has the

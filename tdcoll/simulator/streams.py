@@ -40,7 +40,7 @@ def host_of(scheduler: Scheduler | PollingScheduler) -> Task:
 
 class Stream:
     """Operations of one PE's host, in order. Inside ``with stream:`` the host queues its launches here, and its copies,
-    waits and writes of :mod:`tdcoll.streams`.
+    waits and writes of :mod:`tdcoll.calls.streams`.
 
     Args:
         scheduler: runs the stream's task.

@@ -37,7 +37,7 @@ Threads = Sequence[tuple[int, int]]
 
 @dataclass
 class Monitor:
-    """A kernel's view of the words that bounded waits share with the host; see :mod:`tdcoll.monitor`."""
+    """A kernel's view of the words that bounded waits share with the host; see :mod:`tdcoll.calls.monitor`."""
 
     address: int
 

@@ -23,7 +23,7 @@ GAVE_UP = tl.constexpr(1 << 62)
 # The peer of a wait in a barrier of the grid: the other thread blocks of the launch, in its record and notices.
 OWN_GRID = tl.constexpr(-2)
 
-# A *monitor* is what bounded waits share with the host: int64 words in device memory. See tdcoll.monitor.
+# A *monitor* is what bounded waits share with the host: int64 words in device memory. See tdcoll.calls.monitor.
 MONITOR_ABORTED = tl.constexpr(0)  # 1 once a wait has expired: later waits return at once
 MONITOR_TIMEOUT_NS = tl.constexpr(1)  # deadline of a wait, nanoseconds
 MONITOR_RECORD = tl.constexpr(2)  # address of the record, in memory that the host can read

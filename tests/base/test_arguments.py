@@ -14,8 +14,8 @@ import tdcoll
 import tdcoll.distributed
 from tdcoll import runtime
 from tdcoll.base.limits import MAX_BLOCKS
+from tdcoll.calls.tuning import shipped
 from tdcoll.testing import World
-from tdcoll.tuning import shipped
 
 INF, NAN = float("inf"), float("nan")
 X = torch.zeros(4)

@@ -11,8 +11,8 @@ import torch
 
 import tdcoll
 from tdcoll.base import ranges
-from tdcoll.collectives._host.launch import Launch
-from tdcoll.collectives._host.launches import Launches
+from tdcoll.calls.launch import Launch
+from tdcoll.calls.launches import Launches
 from tdcoll.fused import all_reduce_rms_norm
 from tdcoll.testing import World
 

@@ -24,10 +24,10 @@ from tdcoll.bench.choosing import Candidate, Choice
 from tdcoll.bench.rows import Row
 from tdcoll.bench.specs import SPECS
 from tdcoll.bench.tune import Tune
-from tdcoll.collectives._host.plan import Plan
+from tdcoll.calls.plan import Plan
+from tdcoll.calls.tuning import SIMULATOR, Table
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
-from tdcoll.tuning import SIMULATOR, Table
 
 FOUR = Topology.of(0, range(4), [0] * 4)
 LL, PUTS = Candidate("ll"), Candidate("1d")

@@ -18,9 +18,9 @@ from kernel_mutants import Argument, Call, Change, Mutant, dropped
 from tiers import seeds
 
 import tdcoll
-from tdcoll.collectives._host import plan
-from tdcoll.collectives._host.plan import Facts
-from tdcoll.collectives._host.spec import Collective
+from tdcoll.calls import plan
+from tdcoll.calls.plan import Facts
+from tdcoll.calls.spec import Collective
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.reference import norm_reference
 from tdcoll.testing import World, explore

@@ -20,7 +20,7 @@ from compiling_mutants import compile_mutants, refusals
 from compiling_sparse import INDEX_MATCH, SPARSE, SPARSE_TYPES, compile_index_match, compile_sparse
 
 from tdcoll.bench import kernels as bench
-from tdcoll.collectives._host.plan import Facts
+from tdcoll.calls.plan import Facts
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_reduce import kernels_direct as reduce_direct
 from tdcoll.collectives.all_reduce import kernels_loop as reduce_loop

@@ -24,7 +24,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor, all
 import tdcoll
 from tdcoll import distributed, runtime
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.collectives._host.call import spec_of
+from tdcoll.calls.call import spec_of
 from tdcoll.distributed import BackendTimeout, Options, agreement, explain
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import add_backends
@@ -163,9 +163,9 @@ def test_device_of_a_rank(monkeypatch, current: int, local_rank: str, share: str
 
 EXPIRED = """
 import torch, torch.distributed as dist
-from tdcoll.collectives._host.call import spec_of
+from tdcoll.calls.call import spec_of
 from tdcoll.distributed import BackendTimeout
-from tdcoll.monitor import c
+from tdcoll.calls.monitor import c
 dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (3, 2)))
 monitor = dist.group.WORLD.dispatcher.handlers["sparse_all_reduce"].context.monitor
@@ -353,7 +353,7 @@ def test_kinds_without_blocks_are_explained(alone, monkeypatch) -> None:
     def none_left(*given: Any) -> int:
         raise tdcoll.ContextError("no thread blocks left")
 
-    for module in ("tdcoll.collectives._host.pool", "tdcoll.distributed.sparse"):
+    for module in ("tdcoll.calls.pool", "tdcoll.distributed.sparse"):
         monkeypatch.setattr(f"{module}.take_blocks", none_left)
     sparse = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (3, 2))
     for kind, handler in group.dispatcher.handlers.items():

@@ -23,10 +23,10 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.base import environment, errors
 from tdcoll.bench import report
-from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.explain import explain_call
-from tdcoll.collectives._host.plan import Facts
-from tdcoll.collectives._host.pool import sizes_for
+from tdcoll.calls.call import spec_of
+from tdcoll.calls.explain import explain_call
+from tdcoll.calls.plan import Facts
+from tdcoll.calls.pool import sizes_for
 from tdcoll.runtime.topology import Topology
 from tdcoll.spec.functions import FUNCTIONS, overview, table
 from tdcoll.testing import Deadlock, World, explore, first_failure

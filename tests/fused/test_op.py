@@ -12,7 +12,7 @@ from collectives.suite.calls import different
 
 import tdcoll
 from tdcoll.base.errors import RankMismatchError
-from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.calls.plan import Facts, Plan
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.policy import NormRows, blocks_of, choose
 from tdcoll.fused.reference import norm_reference

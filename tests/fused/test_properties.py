@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdcoll.base.limits import MAX_BLOCKS, SHARED_WARPS
-from tdcoll.collectives._host.plan import Facts
+from tdcoll.calls.plan import Facts
 from tdcoll.fused.policy import NormRows, blocks_of, choose
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import explore

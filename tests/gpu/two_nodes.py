@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "workers"))
 from harness import check, expect, run, world
 
 import tdcoll
-from tdcoll.collectives._host.plan import Facts
+from tdcoll.calls.plan import Facts
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER

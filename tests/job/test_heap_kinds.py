@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll.base.errors import TdcollError
-from tdcoll.collectives._host import plan
+from tdcoll.calls import plan
 from tdcoll.job import lifecycle, torch_memory
 from tdcoll.testing import World
 

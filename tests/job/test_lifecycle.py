@@ -22,7 +22,7 @@ from tdcoll import runtime
 from tdcoll.base import environment
 from tdcoll.base.arguments import parse_bytes
 from tdcoll.base.errors import TdcollError
-from tdcoll.collectives._host.call import spec_of
+from tdcoll.calls.call import spec_of
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.distributed import Options
 from tdcoll.job import lifecycle
@@ -46,7 +46,7 @@ def test_neither_gpu_nor_simulator() -> None:
     # Nor does a first initialize() import what it does not need.
     imported = done.stdout.split()
     assert "tdcoll.language" in imported
-    assert [name for name in imported if name.startswith(("tdcoll.collectives", "tdcoll.context"))] == []
+    assert [name for name in imported if name.startswith(("tdcoll.collectives", "tdcoll.calls.context"))] == []
     assert "TdcollError: no CUDA GPU is visible to PyTorch" in done.stderr
     assert "launch.sh" in done.stderr
     assert "TRITON_INTERPRET=1" in done.stderr

@@ -11,7 +11,7 @@ import torch
 
 from tdcoll import zeros
 from tdcoll.base.errors import CollectiveTimeout
-from tdcoll.monitor import WaitMonitor
+from tdcoll.calls.monitor import WaitMonitor
 from tdcoll.testing import Deadlock, World, explore, first_failure
 
 

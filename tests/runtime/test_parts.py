@@ -18,7 +18,7 @@ from tiers import second
 
 from tdcoll import runtime
 from tdcoll.base.errors import ContextError, HeapExhaustedError, RankMismatchError
-from tdcoll.collectives._host.pool import give_back_blocks, take_blocks
+from tdcoll.calls.pool import give_back_blocks, take_blocks
 from tdcoll.runtime.control import StoreControlPlane
 from tdcoll.runtime.heap import ALIGNMENT
 

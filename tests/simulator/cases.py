@@ -13,8 +13,8 @@ import triton.language as tl
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
+from tdcoll.calls.monitor import WaitMonitor
 from tdcoll.language.jit import jit
-from tdcoll.monitor import WaitMonitor
 from tdcoll.testing import World, first_failure
 
 Case = Callable[[World], None]

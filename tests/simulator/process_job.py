@@ -19,7 +19,7 @@ from cases import add_to_0, device, gather, spinning, wait_once
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout, RankMismatchError, TdcollError
-from tdcoll.monitor import WaitMonitor
+from tdcoll.calls.monitor import WaitMonitor
 from tdcoll.runtime.control import StoreControlPlane
 from tdcoll.simulator.process import ProcessHeap
 

@@ -15,7 +15,7 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout, TdcollError
-from tdcoll.monitor import WaitMonitor
+from tdcoll.calls.monitor import WaitMonitor
 from tdcoll.testing import Deadlock, World
 
 

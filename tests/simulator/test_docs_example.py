@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-import tdcoll.streams
+import tdcoll.calls.streams
 from tdcoll.testing import World
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def test_streams_of_the_page():
     def host(pe):
         names = {name: torch.full((8,), 7 + pe) for name in ("data", "one")}
         names |= {name: tdcoll.zeros(8, torch.int64) for name in ("inbox", "stamp")}
-        exec(STREAMS, {**vars(tdcoll.streams), **names, "world": world, "peer": 1 - pe})
+        exec(STREAMS, {**vars(tdcoll.calls.streams), **names, "world": world, "peer": 1 - pe})
         tdcoll.barrier()
         assert names["inbox"].tolist() == names["stamp"].tolist() == [8 - pe] * 8
 

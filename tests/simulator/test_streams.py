@@ -18,9 +18,9 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.base.errors import ContextError, TdcollError
-from tdcoll.collectives._host import pool
-from tdcoll.collectives._host.pool import Pool
-from tdcoll.streams import copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
+from tdcoll.calls import pool
+from tdcoll.calls.pool import Pool
+from tdcoll.calls.streams import copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
 from tdcoll.testing import Deadlock, World, explore, first_failure
 
 N_PES, CALLS, HEAP = 2, 3, 16 << 20

@@ -53,8 +53,8 @@ from harness import (
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host.launch import Launch
-from tdcoll.collectives._host.launches import facts_of, launches_of
+from tdcoll.calls.launch import Launch
+from tdcoll.calls.launches import facts_of, launches_of
 from tdcoll.primitives.reduce import OPERATIONS_OF
 
 OTHERS = (torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)

@@ -31,8 +31,8 @@ from primitives import cases
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host.launches import facts_of
-from tdcoll.collectives._host.spec import Collective
+from tdcoll.calls.launches import facts_of
+from tdcoll.calls.spec import Collective
 
 __all__ = ["SIZES", "SPECS", "Calls", "Watched", "cases", "data", "had", "in_pieces", "kind_of", "kinds_of"]
 __all__ += ["left_alone", "make", "place", "reference", "replay_captured", "right", "served", "sizes_of", "wanted"]

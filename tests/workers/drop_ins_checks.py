@@ -13,7 +13,7 @@ from harness import check, device, expect, rank, run, scaled, simulated, world
 
 import tdcoll
 import tdcoll.distributed
-from tdcoll.collectives._host.spec import Collective
+from tdcoll.calls.spec import Collective
 
 TORCHS = {
     dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min",

@@ -15,8 +15,8 @@ from harness import check, device, expect, rank, run, scaled, simulated, world
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import tdcoll
-from tdcoll.collectives._host import launch as launches
-from tdcoll.collectives._host.launch import Launch
+from tdcoll.calls import launch as launches
+from tdcoll.calls.launch import Launch
 
 N = 3000
 """How many numbers a tensor has. They are whole ones, so that sums are exact in any order."""

@@ -9,7 +9,7 @@ from tensors import given, same_bits
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host.launches import facts_of
+from tdcoll.calls.launches import facts_of
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.policy import ALGORITHMS, COMPOSED, NormRows, choose
 from tdcoll.fused.reference import norm_reference

@@ -25,7 +25,7 @@ Ordering: put_signal orders a chunk's bytes before its own signal, a release the
 else is needed, because each chunk has its own signal and a forwarder has *acquired* the chunk (``wait_signal``) before
 it passes it on. Puts between nodes are nbi and need no quiet at the end, because their source is this rank's own inbox
 segment, which is written next two epochs later, when the receiver has confirmed by starting the next call (see
-:mod:`tdcoll.context`).
+:mod:`tdcoll.calls.context`).
 
 Order of thread blocks: first all that put to other nodes; then chunk by chunk those that put it inside the node, those
 that forward it, and those that receive it. The chunks of a large message are therefore copied out while later ones are
@@ -33,11 +33,11 @@ on their way. A launch with fewer resident blocks than thread blocks still makes
 blocks in grid order and no thread block waits for one that comes after it, on any rank.
 
 In place (an inbox of one slot): the caller's symmetric buffer is the inbox, on both sides, and nothing is copied.
-Before the first write to rank p, a sender waits for ``entered[p] >= epoch``, see :mod:`tdcoll.context`; one more thread
-block, the first of the grid, tells the others. The nbi puts are completed (quiet) before the launch ends, because the
-caller may overwrite its own segment when the call is over. One thread block per chunk waits for its signals of all
-ranks. Signals alternate between the slots here too, because a signal word must not be set again before the rank that
-polls it is done with the epoch.
+Before the first write to rank p, a sender waits for ``entered[p] >= epoch``, see :mod:`tdcoll.calls.context`; one more
+thread block, the first of the grid, tells the others. The nbi puts are completed (quiet) before the launch ends,
+because the caller may overwrite its own segment when the call is over. One thread block per chunk waits for its signals
+of all ranks. Signals alternate between the slots here too, because a signal word must not be set again before the rank
+that polls it is done with the epoch.
 
 Counted (``COUNTED``, in place only): segments have a capacity of ``nbytes`` bytes and carry as many as the 64-bit
 integer at the beginning of each counts. Chunks are cut at the same places for any count, and if they lie past it, they

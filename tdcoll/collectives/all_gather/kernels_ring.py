@@ -25,9 +25,9 @@ its threads; n acquires the signal before it reads the chunk, whether to copy it
 own such pair, and nothing else is relied on.
 
 Reuse of a slot: when a rank completes, it has all chunks of all other ranks, and a chunk is passed on only if its
-origin has sent it. Every rank has therefore started the epoch, as :mod:`tdcoll.context` requires, whatever calls come
-before and after. On a ring, only p writes into r's inbox and signals. It writes slot ``e % 2`` again in epoch e + 2,
-after it has completed e + 1, for which it needed r's segment: r had then started e + 1, and was done with e.
+origin has sent it. Every rank has therefore started the epoch, as :mod:`tdcoll.calls.context` requires, whatever calls
+come before and after. On a ring, only p writes into r's inbox and signals. It writes slot ``e % 2`` again in epoch e +
+2, after it has completed e + 1, for which it needed r's segment: r had then started e + 1, and was done with e.
 
 Order of thread blocks: chunk by chunk, step by step. Any number of resident blocks makes progress, because step s of a
 chunk waits for step s - 1 of the same chunk on p, which has a smaller index there. About one in W of the resident

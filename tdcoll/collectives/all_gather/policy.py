@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default heuristic for all-gathers if nothing was measured, and chunks: pure, see :mod:`.._host.plan`."""
+"""The default heuristic for all-gathers if nothing was measured, and chunks: pure, see :mod:`tdcoll.calls.plan`."""
 
 from __future__ import annotations
 
-from tdcoll.collectives._host import plan as plans
-from tdcoll.collectives._host.plan import Facts, Plan, cut_chunks, needs_puts, needs_words
-from tdcoll.tuning import Entry
+from tdcoll.calls import plan as plans
+from tdcoll.calls.plan import Facts, Plan, cut_chunks, needs_puts, needs_words
+from tdcoll.calls.tuning import Entry
 
 __all__ = ["LL_RESULT_BYTES", "blocks_of_puts", "cut_segments", "default", "epoch", "needs_even_nodes", "put_chunks"]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import triton
 
-from tdcoll.collectives._host import copies
-from tdcoll.collectives._host.launches import (
+from tdcoll.calls import copies
+from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.launches import (
     Launches,
     Planned,
     facts_of,
@@ -21,7 +22,7 @@ from tdcoll.collectives._host.launches import (
     on_device,
     successors,
 )
-from tdcoll.collectives._host.plan import (
+from tdcoll.calls.plan import (
     LL_WORD_BYTES,
     Facts,
     Plan,
@@ -35,7 +36,7 @@ from tdcoll.collectives._host.plan import (
     per_segment,
     several_nodes,
 )
-from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
+from tdcoll.calls.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_gather.policy import (
     blocks_of_puts,
@@ -46,7 +47,6 @@ from tdcoll.collectives.all_gather.policy import (
     put_chunks,
 )
 from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
-from tdcoll.context import CollectiveContext
 from tdcoll.primitives.puts import Routes
 
 __all__ = ["SPEC", "counted_launches", "exchange_counted"]

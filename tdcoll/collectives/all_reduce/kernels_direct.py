@@ -18,8 +18,8 @@ is polled by the thread block that sums the chunk. ``arrived[slot, chunks + chun
 sum is there, and polled by the thread block that copies it out.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`. The summing thread block stores a chunk to all ranks, passes one
-block barrier, and then releases the second signal to each. Reuse of a slot follows from :mod:`tdcoll.context`: when a
-rank has the second signals of epoch e from all ranks, all have started e.
+block barrier, and then releases the second signal to each. Reuse of a slot follows from :mod:`tdcoll.calls.context`:
+when a rank has the second signals of epoch e from all ranks, all have started e.
 
 Order of thread blocks: chunk by chunk; in a chunk first those that send, then the one that sums, then those that copy
 out. A sender doesn't wait. The sum waits for senders of its chunk on other ranks, and a receiver waits for the sums of

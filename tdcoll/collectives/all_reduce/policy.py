@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default heuristic for all-reduces if nothing was measured, and chunks: pure, see :mod:`.._host.plan`."""
+"""The default heuristic for all-reduces if nothing was measured, and chunks: pure, see :mod:`tdcoll.calls.plan`."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING
 
-from tdcoll.collectives._host.plan import (
+from tdcoll.calls.plan import (
     CHUNK_ALIGNMENT,
     Facts,
     Payload,
@@ -21,7 +21,7 @@ from tdcoll.collectives._host.plan import (
     reduced_words,
     shares_gpu,
 )
-from tdcoll.tuning import Entry
+from tdcoll.calls.tuning import Entry
 
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology

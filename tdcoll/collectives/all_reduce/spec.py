@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from tdcoll.collectives._host.copies import Copies, Copy, Hop, kernel, summed
-from tdcoll.collectives._host.launches import (
+from tdcoll.calls.copies import Copies, Copy, Hop, kernel, summed
+from tdcoll.calls.launches import (
     Planned,
     local_peers,
     make_routes,
@@ -18,7 +18,7 @@ from tdcoll.collectives._host.launches import (
     successors,
     tiles,
 )
-from tdcoll.collectives._host.plan import (
+from tdcoll.calls.plan import (
     LAMPORT_WORD_BYTES,
     LL_WORD_BYTES,
     Facts,
@@ -30,7 +30,7 @@ from tdcoll.collectives._host.plan import (
     several_nodes,
     summing_blocks,
 )
-from tdcoll.collectives._host.spec import Algorithm, Collective
+from tdcoll.calls.spec import Algorithm, Collective
 from tdcoll.collectives.all_reduce import kernels_direct, kernels_loop, kernels_nodes, kernels_puts, kernels_words
 from tdcoll.collectives.all_reduce.policy import (
     ONE_SHOT,

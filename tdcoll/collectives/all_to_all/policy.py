@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default heuristic for all-to-alls if nothing was measured, and chunks: pure, see :mod:`.._host.plan`."""
+"""The default heuristic for all-to-alls if nothing was measured, and chunks: pure, see :mod:`tdcoll.calls.plan`."""
 
 from __future__ import annotations
 
-from tdcoll.collectives._host.plan import Facts, Plan, needs_stores, needs_words, prefers_loops, shares_gpu
+from tdcoll.calls.plan import Facts, Plan, needs_stores, needs_words, prefers_loops, shares_gpu
 
 __all__ = ["blocks_of_puts", "default", "needs_words_of_a_node"]
 

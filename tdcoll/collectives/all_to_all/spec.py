@@ -6,9 +6,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tdcoll.collectives._host import copies
-from tdcoll.collectives._host.launches import Planned, loop_constants, routes_beside_stores
-from tdcoll.collectives._host.plan import (
+from tdcoll.calls import copies
+from tdcoll.calls.launches import Planned, loop_constants, routes_beside_stores
+from tdcoll.calls.plan import (
     LL_WORD_BYTES,
     cut_chunks,
     cut_copies,
@@ -21,7 +21,7 @@ from tdcoll.collectives._host.plan import (
     needs_stores,
     per_segment,
 )
-from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
+from tdcoll.calls.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_to_all import kernels_puts
 from tdcoll.collectives.all_to_all.policy import blocks_of_puts, default, needs_words_of_a_node
 from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop

@@ -11,7 +11,7 @@ Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s,
 copies that chunk out.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`; the receiver acquires the signal. Nothing else is relied on. Reuse of
-a slot follows from :mod:`tdcoll.context`.
+a slot follows from :mod:`tdcoll.calls.context`.
 
 Order of thread blocks: chunk by chunk, so that those of a large message are copied out while later ones are on their
 way. Any number of resident blocks makes progress, because thread block i of a chunk sends to the i-th successor and

@@ -7,8 +7,8 @@ Data flow, seen from rank r, whose ``source[p]`` is its segment for rank p (of a
     words[slot, s] --data--> out[s], for every other rank s;  source[r] --> out[r]
 
 With LL, data and flag take one hop together: see :mod:`tdcoll.primitives.ll`, for the flags and the ordering too. Reuse
-of a slot follows from :mod:`tdcoll.context`: when a rank has all words of epoch e, all ranks have started e. It is the
-same in place, because only this rank writes to the caller's buffer.
+of a slot follows from :mod:`tdcoll.calls.context`: when a rank has all words of epoch e, all ranks have started e. It
+is the same in place, because only this rank writes to the caller's buffer.
 
 Order of thread blocks: those of step i (``program_id // blocks``) send to the i-th successor, and each then waits for
 the thread block of the same index on the i-th predecessor. Any number of resident blocks makes progress, because no

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tdcoll.base import arguments
 from tdcoll.base.capture import capturing, refuse
-from tdcoll.collectives._host.launch import Launcher, Packed
+from tdcoll.calls.launch import Launcher, Packed
 from tdcoll.collectives.index_match import kernels
 from tdcoll.collectives.index_match.policy import METHODS, bitmap_words, choose_method
 from tdcoll.language import INTERPRETED

@@ -15,8 +15,8 @@ Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s,
 reduce that chunk. They wait for all ranks at once, because the sum takes them in order.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`; the reducer acquires the signals. Nothing else is relied on. Reuse of
-a slot follows from :mod:`tdcoll.context`: when a rank has the signals of epoch e from all ranks, all have started e,
-and have therefore read the inbox of e - 1.
+a slot follows from :mod:`tdcoll.calls.context`: when a rank has the signals of epoch e from all ranks, all have started
+e, and have therefore read the inbox of e - 1.
 
 Order of thread blocks: chunk by chunk, and in a chunk the senders first. A sender doesn't wait. Any number of resident
 blocks makes progress, because a reducer waits for the senders of its chunk on other ranks, which come before the

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 
 from tdcoll import runtime
-from tdcoll.collectives._host.call import make
-from tdcoll.collectives._host.plan import Plan
+from tdcoll.calls.call import make
+from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.plan import Plan
 from tdcoll.collectives.reduce_scatter.spec import SPEC
-from tdcoll.context import CollectiveContext
 
 __all__ = ["reduce_scatter"]
 

@@ -1,16 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default heuristic for reduce-scatters if nothing was measured, and chunks: pure, see :mod:`.._host.plan`."""
+"""The default heuristic for reduce-scatters if nothing was measured, and chunks: pure, see :mod:`tdcoll.calls.plan`."""
 
 from __future__ import annotations
 
-from tdcoll.collectives._host.plan import (
-    Facts,
-    Plan,
-    needs_reduced_words,
-    needs_stores,
-    prefers_loops,
-    shares_gpu,
-)
+from tdcoll.calls.plan import Facts, Plan, needs_reduced_words, needs_stores, prefers_loops, shares_gpu
 
 __all__ = ["blocks", "default", "needs_symmetric", "reducers"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import triton.language as tl
 
-from tdcoll.collectives._host.copies import Copies, Copy, Hop, kernel, summed
-from tdcoll.collectives._host.launches import Planned, of_words, on_device, routes_beside_stores, successors, tiles
-from tdcoll.collectives._host.plan import (
+from tdcoll.calls.copies import Copies, Copy, Hop, kernel, summed
+from tdcoll.calls.launches import Planned, of_words, on_device, routes_beside_stores, successors, tiles
+from tdcoll.calls.plan import (
     LAMPORT_WORD_BYTES,
     LL_WORD_BYTES,
     cut_chunks,
@@ -27,7 +27,7 @@ from tdcoll.collectives._host.plan import (
     reduced_words,
     summing_blocks,
 )
-from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
+from tdcoll.calls.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_loop, kernels_pull, kernels_puts, kernels_words
 from tdcoll.collectives.reduce_scatter.policy import blocks, default, needs_symmetric, reducers
 from tdcoll.primitives.group import Inbox, nodes_of

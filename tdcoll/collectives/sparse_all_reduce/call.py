@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tdcoll.collectives._host.call import make
-from tdcoll.collectives._host.launch import Packed
-from tdcoll.collectives._host.launches import outside_of_graphs
+from tdcoll.calls.call import make
+from tdcoll.calls.launch import Packed
+from tdcoll.calls.launches import outside_of_graphs
 from tdcoll.collectives.all_gather.spec import counted_launches, exchange_counted
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.collectives.index_match.kernels import STATUS_WORDS, UNION

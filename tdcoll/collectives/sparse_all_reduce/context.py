@@ -13,17 +13,17 @@ from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.base.limits import MAX_BLOCKS
-from tdcoll.collectives._host.launch import Launcher, Packed
+from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.launch import Launcher, Packed
+from tdcoll.calls.preconditions import Debug
+from tdcoll.calls.sizes import Area, ContextSizes, context_sizes
 from tdcoll.collectives.index_match.kernels import BAD_ORDER, BAD_RANGE, BAD_SIGNATURE, MAX_ROWS, STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import COUNTERS, LISTS, RowMemory
 from tdcoll.collectives.sparse_all_reduce.policy import BLOCKS_PER_SM, EXCHANGE_CHUNKS, Capacities
-from tdcoll.context import CollectiveContext
 from tdcoll.job.memory import barrier
-from tdcoll.preconditions import Debug
 from tdcoll.primitives.group import nodes_of
 from tdcoll.runtime.topology import Topology
-from tdcoll.sizes import Area, ContextSizes, context_sizes
 
 __all__ = ["SparseContext", "sparse_sizes", "symmetric_bytes"]
 
@@ -37,7 +37,7 @@ def sparse_sizes(
     max_union_rows: int | None = None,
     stores: bool = True,
 ) -> ContextSizes:
-    """Return the sizes of a :class:`SparseContext`, with the arguments of :func:`tdcoll.sizes.context_sizes`."""
+    """Return the sizes of a :class:`SparseContext`, with the arguments of :func:`tdcoll.calls.sizes.context_sizes`."""
     union = topology.world_size * max_rows_per_rank if max_union_rows is None else max_union_rows
     plain = context_sizes(topology, heap_bytes, stores=stores, max_bytes_per_rank=0, chunks=EXCHANGE_CHUNKS)
     return replace(plain, more=(_area(Capacities(topology, max_rows_per_rank, max_row_bytes, union, False)),))
@@ -79,7 +79,7 @@ class SparseContext(CollectiveContext):
             Copies of results are not affected; views (``copy=False``) of earlier calls are.
         max_blocks: the most thread blocks of one launch that waits for other ranks, and no fewer than
             ``2 * world_size + 2``. Default: as many as pay, 4 per SM. With fewer than there are SMs, what runs beside
-            them goes on meanwhile; and no launch is early (:mod:`tdcoll.collectives._host.launch`). The exchange of ids
+            them goes on meanwhile; and no launch is early (:mod:`tdcoll.calls.launch`). The exchange of ids
             keeps to the least that a rank asks for.
         timeout_s, debug, stream: as for :class:`~tdcoll.CollectiveContext`. In debug mode the ranks also compare
             shapes, dtypes and operations on every call.

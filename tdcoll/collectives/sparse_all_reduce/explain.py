@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from tdcoll.base.arguments import byte_text
-from tdcoll.collectives._host.explain import UNSUPPORTED, Explanation
-from tdcoll.collectives._host.spec import DEFAULT, REQUESTED
+from tdcoll.calls.explain import UNSUPPORTED, Explanation
+from tdcoll.calls.spec import DEFAULT, REQUESTED
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, Capacities, choose
 
 __all__ = ["explain_rows"]

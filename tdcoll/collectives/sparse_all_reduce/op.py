@@ -17,7 +17,7 @@ from tdcoll.base.arguments import byte_text
 from tdcoll.base.capture import refuse
 from tdcoll.base.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.base.ranges import range_of
-from tdcoll.collectives._host.launches import outside_of_graphs
+from tdcoll.calls.launches import outside_of_graphs
 from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, UNION
 from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall

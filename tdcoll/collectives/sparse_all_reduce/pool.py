@@ -10,7 +10,7 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.base.errors import HeapExhaustedError
-from tdcoll.collectives._host.pool import on
+from tdcoll.calls.pool import on
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.runtime import Runtime
 

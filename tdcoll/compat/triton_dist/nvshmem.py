@@ -10,11 +10,11 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.base import arguments
+from tdcoll.calls.streams import peer_tensor as get_peer_tensor
 from tdcoll.job.lifecycle import finalize
 from tdcoll.job.memory import empty
 from tdcoll.job.memory import free as free_tensor
 from tdcoll.runtime.heap import ALIGNMENT
-from tdcoll.streams import peer_tensor as get_peer_tensor
 
 __all__ = ["finalize", "free_tensor", "get_peer_tensor", "my_pe", "n_pes", "tensor"]
 

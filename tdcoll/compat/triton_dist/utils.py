@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 import tdcoll
+from tdcoll.calls.streams import barrier_on_stream as nvshmem_barrier_all_on_stream
 from tdcoll.compat import stand_ins
 from tdcoll.compat.missing import attributes_of
 from tdcoll.compat.triton_dist import nvshmem
 from tdcoll.job import lifecycle
 from tdcoll.language import INTERPRETED
-from tdcoll.streams import barrier_on_stream as nvshmem_barrier_all_on_stream
 
 if INTERPRETED:
     from tdcoll.compat.stand_ins import cuda, cudart

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tdcoll
-from tdcoll.collectives._host import plan as plans
+from tdcoll.calls import plan as plans
 from tdcoll.collectives.sparse_all_reduce import call as sparse_call
 from tdcoll.collectives.sparse_all_reduce import policy as sparse_policy
 from tdcoll.collectives.sparse_all_reduce.policy import choose

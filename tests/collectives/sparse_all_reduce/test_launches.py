@@ -12,7 +12,7 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host.launch import Launch
+from tdcoll.calls.launch import Launch
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 
 from .calls import DIM, everywhere, make, sparse

@@ -14,10 +14,10 @@ import torch
 
 import tdcoll
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.launches import facts_of
-from tdcoll.collectives._host.plan import Facts, Plan
-from tdcoll.collectives._host.spec import Collective
+from tdcoll.calls.call import spec_of
+from tdcoll.calls.launches import facts_of
+from tdcoll.calls.plan import Facts, Plan
+from tdcoll.calls.spec import Collective
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.primitives.reduce import OPERATIONS_OF

@@ -15,14 +15,14 @@ from torch.distributed import ReduceOp
 import tdcoll
 import tdcoll.distributed
 from tdcoll.base.call_log import MOST, kind_of
-from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.launches import launches_of
-from tdcoll.collectives._host.plan import MOST_EPOCHS, Facts, Plan
-from tdcoll.collectives._host.spec import Collective
+from tdcoll.calls.call import spec_of
+from tdcoll.calls.launches import launches_of
+from tdcoll.calls.plan import MOST_EPOCHS, Facts, Plan
+from tdcoll.calls.spec import Collective
+from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.primitives.reduce import ALIASES, OPERATIONS_OF, TORCH_OPERATIONS
 from tdcoll.testing import World, explore
-from tdcoll.tuning import SIMULATOR, Entry, Section, Table
 
 from .calls import SPECS, Calls, different, kinds_of, reference, values
 from .ways import topology_of

@@ -17,10 +17,10 @@ from ranks import on_ranks
 
 import tdcoll
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, lamport_bytes
-from tdcoll.collectives._host import plan as plans
-from tdcoll.collectives._host import spec as specs
-from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.plan import (
+from tdcoll.calls import plan as plans
+from tdcoll.calls import spec as specs
+from tdcoll.calls.call import spec_of
+from tdcoll.calls.plan import (
     CHUNK_ALIGNMENT,
     LL_MOST_WORDS,
     MOST_EPOCHS,
@@ -29,10 +29,10 @@ from tdcoll.collectives._host.plan import (
     Plan,
     is_word_chunk,
 )
-from tdcoll.collectives._host.spec import Collective
+from tdcoll.calls.spec import Collective
+from tdcoll.calls.tuning import Entry, Section
 from tdcoll.collectives.all_reduce.policy import part_bytes
 from tdcoll.runtime.topology import Topology
-from tdcoll.tuning import Entry, Section
 
 from .calls import SPECS, values
 from .ways import Nodes, topology_of
@@ -143,7 +143,7 @@ def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
     """But for the number of thread blocks, of which each rank has what its own node needs."""
     modules = [plans, specs, *(import_module(f"tdcoll.collectives.{spec.name}.policy") for spec in SPECS)]
     allowed = {"__future__", "collections.abc", "dataclasses", "typing", "tdcoll.base.errors", "tdcoll.base.limits"}
-    allowed |= {"tdcoll.tuning", "tdcoll.collectives._host", "tdcoll.collectives._host.plan", "tdcoll.runtime.topology"}
+    allowed |= {"tdcoll.calls.tuning", "tdcoll.calls", "tdcoll.calls.plan", "tdcoll.runtime.topology"}
     for module in modules:
         tree = ast.parse(inspect.getsource(module))
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -13,13 +13,13 @@ from tiers import second
 
 import tdcoll
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS, lamport_bytes
-from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.launches import launches_of
-from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Facts, Plan
-from tdcoll.collectives._host.spec import Collective
+from tdcoll.calls.call import spec_of
+from tdcoll.calls.launches import launches_of
+from tdcoll.calls.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Facts, Plan
+from tdcoll.calls.spec import Collective
+from tdcoll.calls.tuning import WARPS, Entry, Section
 from tdcoll.collectives.exchange import kernels_direct
 from tdcoll.testing import World
-from tdcoll.tuning import WARPS, Entry, Section
 
 from .calls import SPECS
 from .ways import Nodes, topology_of

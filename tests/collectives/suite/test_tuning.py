@@ -16,10 +16,10 @@ from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.calls.call import spec_of
+from tdcoll.calls.plan import Facts, Plan
+from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table, agreement, shipped
 from tdcoll.testing import World
-from tdcoll.tuning import SIMULATOR, Entry, Section, Table, agreement, shipped
 
 from .ways import Nodes, topology_of
 
@@ -171,7 +171,7 @@ def test_a_name_goes_before_a_compute_capability() -> None:
 
 def test_the_shipped_table_says_what_was_measured() -> None:
     """What `tune` wrote for docs/results, from the smallest size on: times in graphs, in files of older versions."""
-    shown = json.loads((ROOT / "tdcoll/tuning/shipped.json").read_text())["tables"]
+    shown = json.loads((ROOT / "tdcoll/calls/tuning/shipped.json").read_text())["tables"]
     assert len(shown) == len(shipped().sections) > 0
     for each in shown:
         entries, source = each.pop("entries"), each.pop("source")

@@ -11,8 +11,8 @@ from typing import Any
 from kernel_mutants import AnyChange, Argument, Change, Mutant, dropped, missing, no_wait
 
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.collectives._host.plan import Facts
-from tdcoll.collectives._host.spec import Collective
+from tdcoll.calls.plan import Facts
+from tdcoll.calls.spec import Collective
 from tdcoll.runtime.topology import Topology
 
 from .calls import Calls, kinds_of
@@ -191,8 +191,8 @@ def mutants_of_copies(spec: Collective) -> tuple[Mutant, ...]:
     ]  # fmt: skip
     if not spec.reduces:  # whose specs name the function that is changed
         found += [
-            ("the stamp before the data", Change("_host.copies._queue", _DATA + _LAST, _LAST + "\n" + _DATA), WRONG),
-            ("no stamp", Change("_host.copies._queue", _LAST, "pass"), missing("signals")),
+            ("the stamp before the data", Change("calls.copies._queue", _DATA + _LAST, _LAST + "\n" + _DATA), WRONG),
+            ("no stamp", Change("calls.copies._queue", _LAST, "pass"), missing("signals")),
         ]
     if spec.segments == (1, 1):
         found.append(("one stamp for both hops", Argument("primitives.copies.hear", "row", "hop", "0"), WRONG))

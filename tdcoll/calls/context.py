@@ -54,16 +54,16 @@ from tdcoll.base import arguments
 from tdcoll.base.call_log import Calls
 from tdcoll.base.errors import HeapExhaustedError
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS
+from tdcoll.calls.monitor import WaitMonitor
+from tdcoll.calls.preconditions import Debug, Preconditions, shown
+from tdcoll.calls.sizes import Area, context_sizes
+from tdcoll.calls.tuning.agreement import agree
 from tdcoll.job.memory import barrier
 from tdcoll.language import INTERPRETED
-from tdcoll.monitor import WaitMonitor
-from tdcoll.preconditions import Debug, Preconditions, shown
 from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
 from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
-from tdcoll.sizes import Area, context_sizes
-from tdcoll.tuning.agreement import agree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,7 +124,7 @@ class CollectiveContext(Preconditions):
             flight together wait for peers, so their thread blocks must fit on the GPU at once. At least
             ``2 * world_size + 2``. Default: as many as a launch may have.
         early: launches may begin before the one ahead of them on the stream has ended, and let the next one do so
-            (:mod:`tdcoll.collectives._host.launch`). Not with ``max_blocks``; pass False, too, if launches of this
+            (:mod:`tdcoll.calls.launch`). Not with ``max_blocks``; pass False, too, if launches of this
             context and of others, on other streams, are in flight together. Ranks may differ.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange; or, if

@@ -186,7 +186,7 @@ def test_a_wait_that_ends_in_time_leaves_no_notice(pe: int) -> None:
 
 def test_a_notice_without_a_successor_is_of_a_wait_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("tdcoll.monitor.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tdcoll.calls.monitor.time.monotonic", lambda: now[0])
 
     def host(pe: int) -> None:
         monitor = tdcoll.WaitMonitor()

@@ -12,8 +12,8 @@ import torch
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import RankMismatchError
+from tdcoll.calls.tuning.table import SIMULATOR, Table, shipped
 from tdcoll.runtime.topology import Topology
-from tdcoll.tuning.table import SIMULATOR, Table, shipped
 
 __all__ = ["agree", "architectures", "local"]
 

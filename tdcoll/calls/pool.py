@@ -17,15 +17,15 @@ from tdcoll import runtime
 from tdcoll.base.capture import refuse
 from tdcoll.base.errors import ContextError, HeapExhaustedError
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS
-from tdcoll.collectives._host.spec import Collective
-from tdcoll.context import CollectiveContext
+from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.preconditions import Debug
+from tdcoll.calls.sizes import ContextSizes, context_sizes
+from tdcoll.calls.spec import Collective
+from tdcoll.calls.tuning import Table
+from tdcoll.calls.tuning.agreement import local
 from tdcoll.job.cuda import multiprocessors
-from tdcoll.preconditions import Debug
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.topology import Topology
-from tdcoll.sizes import ContextSizes, context_sizes
-from tdcoll.tuning import Table
-from tdcoll.tuning.agreement import local
 
 __all__ = ["Pool", "Prospect", "give_back_blocks", "on", "pooled", "prospect", "sizes_for", "strided_bytes"]
 __all__ += ["take_blocks"]

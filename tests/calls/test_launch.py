@@ -16,9 +16,9 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 import tdcoll
-from tdcoll.collectives._host import launch as launches
-from tdcoll.collectives._host.launch import Launch, Launcher, Packed
-from tdcoll.collectives._host.launches import launches_of
+from tdcoll.calls import launch as launches
+from tdcoll.calls.launch import Launch, Launcher, Packed
+from tdcoll.calls.launches import launches_of
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 
 STREAM = 77

@@ -16,8 +16,8 @@ from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host import call as calls
-from tdcoll.collectives._host import registered
+from tdcoll.calls import call as calls
+from tdcoll.calls import registered
 from tdcoll.testing import World
 
 ROOM = 16 << 10
@@ -200,7 +200,7 @@ def test_the_ranks_compare_whose_memory_it_is(memory: _Memory, monkeypatch: pyte
         out = piece[:256].view(torch.float32)
         tdcoll.all_reduce_(out, ctx=ctx, symmetric=True)
         runtime.current().exchange(range(2), "both have called")
-        monkeypatch.setattr("tdcoll.collectives._host.call.place_of", lambda tensor, ctx: ctx.rank)
+        monkeypatch.setattr("tdcoll.calls.call.place_of", lambda tensor, ctx: ctx.rank)
         with pytest.raises(tdcoll.RankMismatchError, match="offset in the symmetric heap"):
             tdcoll.all_reduce_(out, ctx=ctx, symmetric=True)
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import tdcoll
-from tdcoll import context, runtime
-from tdcoll.collectives._host.launch import Launch
+from tdcoll import runtime
+from tdcoll.calls import context
+from tdcoll.calls.launch import Launch
 from tdcoll.testing import World
 
 WORLD = 2

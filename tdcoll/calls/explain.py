@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from tdcoll.base.arguments import byte_text
 from tdcoll.base.errors import ContextError
-from tdcoll.collectives._host.plan import Facts, Plan
-from tdcoll.collectives._host.spec import DEFAULT, TABLE, Collective, Decision
-from tdcoll.tuning import Section
+from tdcoll.calls.plan import Facts, Plan
+from tdcoll.calls.spec import DEFAULT, TABLE, Collective, Decision
+from tdcoll.calls.tuning import Section
 
 __all__ = ["ONLY", "UNSUPPORTED", "Explanation", "explain_call"]
 

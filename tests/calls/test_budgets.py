@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tdcoll
-from tdcoll.collectives._host import pool
-from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.calls import pool
+from tdcoll.calls.plan import Facts, Plan
 from tdcoll.fused.policy import NormRows, choose
 from tdcoll.job import cuda
 from tdcoll.runtime.topology import Topology

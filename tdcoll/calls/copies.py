@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from tdcoll.collectives._host.launch import Launch
-from tdcoll.collectives._host.launches import Planned, on_device, successors, tiles
-from tdcoll.collectives._host.plan import Facts
+from tdcoll.calls.launch import Launch
+from tdcoll.calls.launches import Planned, on_device, successors, tiles
+from tdcoll.calls.plan import Facts
 from tdcoll.primitives import copies as kernels
 from tdcoll.runtime.heap import SideStream
 

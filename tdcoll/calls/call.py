@@ -5,8 +5,8 @@ The time of a small call is the host's. A context therefore remembers a :class:`
 made: one look-up finds it by everything that shapes, dtypes and arguments decide, and only the following may have
 changed since: the device, layout, contiguity and sign of each tensor (:func:`usable`); what ``place`` looks at, which
 is the overlap of two tensors (:func:`overlap`) and whether peers access the memory
-(:class:`~.registered.Registered`); and the context (:meth:`~tdcoll.preconditions.Preconditions.enter`). This fast path
-raises no errors of its own. Any mismatch falls back to the slow path, which finds out what is wrong and says so.
+(:class:`~.registered.Registered`); and the context (:meth:`~tdcoll.calls.preconditions.Preconditions.enter`). This fast
+path raises no errors of its own. Any mismatch falls back to the slow path, which finds out what is wrong and says so.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.call_log import Made, kind_of
-from tdcoll.collectives._host.launches import Launches, launches_of
-from tdcoll.collectives._host.pool import pooled, strided_bytes
-from tdcoll.collectives._host.registered import Registered, deltas_to, lies_in_heap, place_of
-from tdcoll.collectives._host.spec import Collective
-from tdcoll.context import CollectiveContext
+from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.launches import Launches, launches_of
+from tdcoll.calls.pool import pooled, strided_bytes
+from tdcoll.calls.registered import Registered, deltas_to, lies_in_heap, place_of
+from tdcoll.calls.spec import Collective
 from tdcoll.primitives.reduce import OPERATIONS, check_dtype, check_operation, operation_name
 
 __all__ = ["Ready", "again", "check_context", "check_tensor", "derivative", "make", "overlap", "spec_of"]

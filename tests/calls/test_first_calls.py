@@ -10,7 +10,7 @@ import torch
 from ranks import on_ranks
 
 import tdcoll
-from tdcoll.preconditions import debugging
+from tdcoll.calls.preconditions import debugging
 from tdcoll.runtime import Runtime
 from tdcoll.testing import Deadlock, World
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tdcoll.base.errors import ContextError
 from tdcoll.base.limits import inbox_bytes
-from tdcoll.collectives._host.plan import (
+from tdcoll.calls.plan import (
     CHUNK_ALIGNMENT,
     LL_MOST_WORDS,
     MOST_EPOCHS,
@@ -30,7 +30,7 @@ from tdcoll.collectives._host.plan import (
     shares_gpu,
     word_chunks,
 )
-from tdcoll.tuning import Entry, Section
+from tdcoll.calls.tuning import Entry, Section
 
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
@@ -80,14 +80,14 @@ class Algorithm:
             by their names what they take.
         blocks: thread blocks of a plan.
         values: arguments beyond those that kernels of any collective may have, by name, of a
-            :class:`~tdcoll.collectives._host.launches.Planned` call.
+            :class:`~tdcoll.calls.launches.Planned` call.
         words: bytes of data that a word may carry, for algorithms whose chunks are blocks of words without signals.
         payload: what the chunks of a call are cut from.
         epoch: bytes of a segment in each epoch of a call; the last may be shorter. If a call has several epochs,
             ``cut`` and ``payload`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
         any_blocks: whether any number of thread blocks works, with the same bits; a plan then says how many.
-        copies: of a :class:`~tdcoll.collectives._host.launches.Planned` call whose data is moved by copy engines: what
+        copies: of a :class:`~tdcoll.calls.launches.Planned` call whose data is moved by copy engines: what
             makes it, in the place of one launch of ``kernel``.
         differs: whether it does anything on these ranks that no other algorithm of the collective does; if it doesn't,
             there is no need to measure it.

@@ -12,16 +12,16 @@ from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host.launch import Launch, Launcher
-from tdcoll.collectives._host.launches import launches_of
-from tdcoll.collectives._host.plan import Facts
-from tdcoll.collectives._host.spec import Collective
+from tdcoll.calls.launch import Launch, Launcher
+from tdcoll.calls.launches import launches_of
+from tdcoll.calls.plan import Facts
+from tdcoll.calls.preconditions import Preconditions
+from tdcoll.calls.spec import Collective
+from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.fused import op as fused
-from tdcoll.preconditions import Preconditions
 from tdcoll.spec.constants import RECORD_VALID
 from tdcoll.testing import World
-from tdcoll.tuning import SIMULATOR, Entry, Section, Table
 
 WORLD = 2
 NBYTES = 256

@@ -91,8 +91,8 @@ def test_ranks_that_disagree_on_a_context_take_nothing(pe: int, name: str, value
 
 
 PARTS_OF_MAKING = [
-    (tdcoll.CollectiveContext, "tdcoll.context.CollectiveContext._device_group"),
-    (tdcoll.CollectiveContext, "tdcoll.context.barrier"),
+    (tdcoll.CollectiveContext, "tdcoll.calls.context.CollectiveContext._device_group"),
+    (tdcoll.CollectiveContext, "tdcoll.calls.context.barrier"),
     (tdcoll.SparseContext, "tdcoll.collectives.sparse_all_reduce.context.Launcher"),
     (tdcoll.SparseContext, "tdcoll.collectives.sparse_all_reduce.context.RowMemory"),
 ]

@@ -13,14 +13,14 @@ from ranks import on_ranks
 import tdcoll
 from tdcoll import runtime
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.collectives._host.call import spec_of
-from tdcoll.collectives._host.explain import explain_call
-from tdcoll.collectives._host.launches import Launches
-from tdcoll.collectives._host.plan import Facts
+from tdcoll.calls.call import spec_of
+from tdcoll.calls.explain import explain_call
+from tdcoll.calls.launches import Launches
+from tdcoll.calls.plan import Facts
+from tdcoll.calls.tuning import Entry, Section, Table
 from tdcoll.fused import all_reduce_rms_norm
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
-from tdcoll.tuning import Entry, Section, Table
 
 N = 4
 PLAN = ("algorithm", "chunks", "chunk_bytes", "blocks", "warps")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tdcoll.base.errors import NotSymmetricError
-from tdcoll.context import CollectiveContext
+from tdcoll.calls.context import CollectiveContext
 
 __all__ = ["Registered", "deltas_to", "lies_in_heap", "place_of"]
 

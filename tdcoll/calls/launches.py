@@ -15,17 +15,17 @@ import triton.language as tl
 from tdcoll.base import arguments, capture
 from tdcoll.base.arguments import byte_text
 from tdcoll.base.ranges import ranged
-from tdcoll.collectives._host.explain import explain_call
-from tdcoll.collectives._host.launch import Launch
-from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, Facts, Plan
-from tdcoll.collectives._host.pool import Prospect
-from tdcoll.collectives._host.spec import Algorithm, Collective
-from tdcoll.context import CollectiveContext
+from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.explain import explain_call
+from tdcoll.calls.launch import Launch
+from tdcoll.calls.plan import LAMPORT_WORD_BYTES, Facts, Plan
+from tdcoll.calls.pool import Prospect
+from tdcoll.calls.spec import Algorithm, Collective
+from tdcoll.calls.tuning import Section
 from tdcoll.primitives.group import Inbox
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
 from tdcoll.runtime.topology import Topology
-from tdcoll.tuning import Section
 
 __all__ = ["Launches", "Planned", "arithmetic", "facts_of", "is_prepared", "launches_by", "launches_of", "local_peers"]
 __all__ += [

@@ -3,8 +3,8 @@
 
 Two ranks that choose differently wait for signals that no rank sends. A choice may therefore look at :class:`Facts`, at
 the algorithm that the caller asks for and at the sections of a tuning table, which the ranks have compared
-(:mod:`tdcoll.tuning`), and at nothing else: not at the rank, the clock, the device or an environment variable, and not
-at whether this rank captures a CUDA graph, because another may replay one while this rank calls eagerly.
+(:mod:`tdcoll.calls.tuning`), and at nothing else: not at the rank, the clock, the device or an environment variable,
+and not at whether this rank captures a CUDA graph, because another may replay one while this rank calls eagerly.
 
 :mod:`.spec` chooses between the algorithms of a collective. This module has what they are made of: preconditions
 (``needs_*``), and ways to cut segments into chunks or into words (``cut_*``).
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS
-from tdcoll.tuning import WARPS, Entry
+from tdcoll.calls.tuning import WARPS, Entry
 
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology

@@ -19,7 +19,7 @@ import torch
 from tdcoll.base.call_log import MOST, Calls, Made
 from tdcoll.base.capture import capture_of
 from tdcoll.base.errors import CollectiveTimeout, ContextError, NotInitializedError, RankMismatchError
-from tdcoll.monitor import WaitMonitor
+from tdcoll.calls.monitor import WaitMonitor
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
