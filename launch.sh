@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # `tdcoll run` from a checkout: starts a job with torchrun, on GPUs or on the simulator; `bash launch.sh --help` says
-# how. Here is only the search for a Python that can run tdcoll/launch.py, which does the rest.
+# how. Here is only the search for a Python that can run tdcoll/tools/launch.py, which does the rest.
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P) || exit 2
-main='import sys; sys.path = [sys.argv.pop(1)] + [p for p in sys.path if p]; from tdcoll.launch import main; sys.exit(main(program="bash launch.sh"))'
+main='import sys; sys.path = [sys.argv.pop(1)] + [p for p in sys.path if p]; from tdcoll.tools.launch import main; sys.exit(main(program="bash launch.sh"))'
 
 for python in ${PYTHON:+"$PYTHON"} ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} ${CONDA_PREFIX:+"$CONDA_PREFIX/bin/python"} \
     python3 python "$here/.venv/bin/python"; do

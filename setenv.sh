@@ -19,7 +19,7 @@
 #   TRITON_INTERPRET        1: the simulator, even with GPUs; 0: never the simulator
 #   CUDA_VISIBLE_DEVICES    the GPUs to use; empty: none, so the simulator
 #
-# It exports the environment of tdcoll/setenv.py, and TDCOLL_PYTHON, the Python that it chose.
+# It exports the environment of tdcoll/tools/setenv.py, and TDCOLL_PYTHON, the Python that it chose.
 
 if [ -z "${BASH_VERSION-}" ]; then
     echo "tdcoll: setenv.sh needs bash: run 'bash', then 'source setenv.sh'" >&2

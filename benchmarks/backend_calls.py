@@ -34,8 +34,8 @@ import torch.distributed as dist
 
 import tdcoll
 from tdcoll.base import arguments as checks
-from tdcoll.bench.provenance import provenance
 from tdcoll.distributed import Options, explain
+from tdcoll.tools.bench.provenance import provenance
 
 ROUNDS, CALLS, CAPTURED = 5, 50, 10
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

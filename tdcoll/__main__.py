@@ -15,12 +15,12 @@ from tdcoll import __version__
 from tdcoll.base.output import unless_the_reader_goes
 
 _COMMANDS = {
-    "run": ("tdcoll.launch", "start a script or module as a job, one process per GPU, or on the simulator"),
-    "doctor": ("tdcoll.doctor.command", "what a job needs, and whether it is here: for when one does not start"),
+    "run": ("tdcoll.tools.launch", "start a script or module as a job, one process per GPU, or on the simulator"),
+    "doctor": ("tdcoll.tools.doctor.command", "what a job needs, and whether it is here: for when one does not start"),
     "hang": ("tdcoll.base.hang", "what ranks on this host wait for, and for whom: for a job that stands still"),
-    "bench": ("tdcoll.bench.__main__", "measure the collectives against their peers, on this machine"),
-    "tune": ("tdcoll.bench.tune", "measure which algorithm is the fastest at which size; write a table of it"),
-    "report": ("tdcoll.bench.report", "tables and pictures of what bench wrote"),
+    "bench": ("tdcoll.tools.bench.__main__", "measure the collectives against their peers, on this machine"),
+    "tune": ("tdcoll.tools.bench.tune", "measure which algorithm is the fastest at which size; write a table of it"),
+    "report": ("tdcoll.tools.bench.report", "tables and pictures of what bench wrote"),
 }
 
 _NEEDED = ("torch", "triton", "numpy")
@@ -58,7 +58,7 @@ def _run(arguments: Sequence[str]) -> int:
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in _NEEDED:
                 raise
-            from tdcoll.setenv import IN_CHECKOUT
+            from tdcoll.tools.setenv import IN_CHECKOUT
 
             finds = "`source setenv.sh` finds a Python that has it, and " * IN_CHECKOUT
             text = f"tdcoll {name}: needs {error.name}, which {sys.executable} lacks; {finds}"

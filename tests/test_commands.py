@@ -14,7 +14,7 @@ import pytest
 
 import tdcoll
 from tdcoll.__main__ import main
-from tdcoll.bench.__main__ import BENCHMARKS
+from tdcoll.tools.bench.__main__ import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -78,7 +78,7 @@ def run_without_a_reader(*command: str, program: str = "") -> tuple[int, str]:
             ["tdcoll", "doctor", "--help"],
             ["tdcoll", "report", "--help"],
         ),
-        *(["tdcoll.bench", "--help"], ["tdcoll.language"]),
+        *(["tdcoll.tools.bench", "--help"], ["tdcoll.language"]),
     ],
     ids=" ".join,
 )

@@ -75,7 +75,15 @@ for statement in sys.argv[1:]:
 def test_anything_may_be_the_first() -> None:
     """No order of imports hides in ``import tdcoll``: the language and the simulator, say, import each other."""
     modules = [
-        *("testing", "calls.context", "job.memory", "job.lifecycle", "language.jit", "distributed", "bench.engine"),
+        *(
+            "testing",
+            "calls.context",
+            "job.memory",
+            "job.lifecycle",
+            "language.jit",
+            "distributed",
+            "tools.bench.engine",
+        ),
         *("simulator.machine", "simulator.process", "collectives.sparse_all_reduce"),
         "collectives.all_gather.op",
     ]

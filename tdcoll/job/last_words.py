@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error that ended this rank, for :mod:`tdcoll.torchrun`, which tells who died and who only noticed."""
+"""The error that ended this rank, for :mod:`tdcoll.tools.torchrun`, which tells who died and who only noticed."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tdcoll import runtime
-from tdcoll.bench.case import Case
-from tdcoll.bench.timing import TimedLaunch
 from tdcoll.testing import World
+from tdcoll.tools.bench.case import Case
+from tdcoll.tools.bench.timing import TimedLaunch
 
 
 class Clock:
@@ -43,8 +43,8 @@ class Clock:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         for name in ("synchronize", "empty_cache"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-        monkeypatch.setattr("tdcoll.bench.timing.pause", lambda us: None)
-        monkeypatch.setattr("tdcoll.bench.engine.capture", capture)
+        monkeypatch.setattr("tdcoll.tools.bench.timing.pause", lambda us: None)
+        monkeypatch.setattr("tdcoll.tools.bench.engine.capture", capture)
 
     def passes(self, us: float) -> None:
         """So much time goes by on this rank."""

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tdcoll.bench.data import Buffers, exact
-from tdcoll.bench.engine import calls_of
-from tdcoll.bench.peers import subject_of
-from tdcoll.bench.specs import SPECS, Spec
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
+from tdcoll.tools.bench.data import Buffers, exact
+from tdcoll.tools.bench.engine import calls_of
+from tdcoll.tools.bench.peers import subject_of
+from tdcoll.tools.bench.specs import SPECS, Spec
 
 WORLD, CALLS, COUNT = 4, 3, 250
 CPU, NODES = torch.device("cpu"), [0] * WORLD
@@ -167,5 +167,5 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 def test_launches_have_an_even_and_an_odd_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (1, 8 << 20, 128 << 20, 8 << 30)
     assert {calls_of(nbytes) for nbytes in sizes} == {(2, 3)}, "nothing is timed here"
-    monkeypatch.setattr("tdcoll.bench.engine.CALLS", (20, 21))
+    monkeypatch.setattr("tdcoll.tools.bench.engine.CALLS", (20, 21))
     assert [calls_of(nbytes) for nbytes in sizes] == [(20, 21), (20, 21), (8, 9), (2, 3)]

@@ -17,13 +17,13 @@ import torch
 import tdcoll
 from tdcoll import runtime
 from tdcoll.base.errors import RankMismatchError
-from tdcoll.bench import dense
-from tdcoll.bench.data import Buffers, buffer_bytes
-from tdcoll.bench.dense import case_of
-from tdcoll.bench.rows import load, save
-from tdcoll.bench.specs import SPECS
-from tdcoll.bench.timing import LineUp
 from tdcoll.testing import World
+from tdcoll.tools.bench import dense
+from tdcoll.tools.bench.data import Buffers, buffer_bytes
+from tdcoll.tools.bench.dense import case_of
+from tdcoll.tools.bench.rows import load, save
+from tdcoll.tools.bench.specs import SPECS
+from tdcoll.tools.bench.timing import LineUp
 
 GATHER, REDUCE, SCATTER = map(case_of, ("all_gather", "all_reduce", "reduce_scatter"))
 
@@ -39,7 +39,7 @@ def test_the_heap_holds_what_the_sizes_need(monkeypatch: pytest.MonkeyPatch) -> 
     assert need("1d,backend") > 4 * plain / 3
     assert need("1d", "fcollect") == plain, "there is none on the simulator"
     monkeypatch.setattr(dense, "INTERPRETED", False)
-    monkeypatch.setattr("tdcoll.bench.engine.CALLS", (20, 21))
+    monkeypatch.setattr("tdcoll.tools.bench.engine.CALLS", (20, 21))
     assert need("1d", "fcollect") == plain + 21 * (5 << 20)
 
 
@@ -175,7 +175,7 @@ def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str
     file, table = tmp_path / "result.json", tmp_path / "table.json"
     table.write_text('{"tuning": "tdcoll", "version": 4, "tables": []}')
     done = launch(
-        *("--simulate", "--nproc", "2", "-m", "tdcoll.bench", "all_gather"),
+        *("--simulate", "--nproc", "2", "-m", "tdcoll.tools.bench", "all_gather"),
         *("-b", "1K", "-e", "1K", "--algorithms", "1d,in-place,backend", "--json", str(file)),
         env={"TDCOLL_TUNING": str(table)},
     )

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tdcoll.base.errors import TdcollError
-from tdcoll.bench import engine
-from tdcoll.bench.arithmetic import format_bytes, ratio, summarize
-from tdcoll.bench.engine import TURNS, Contender, Ranks, Subject, simulate
-from tdcoll.bench.rows import Row
-from tdcoll.bench.timing import LineUp, graph_time_us
 from tdcoll.testing import World
+from tdcoll.tools.bench import engine
+from tdcoll.tools.bench.arithmetic import format_bytes, ratio, summarize
+from tdcoll.tools.bench.engine import TURNS, Contender, Ranks, Subject, simulate
+from tdcoll.tools.bench.rows import Row
+from tdcoll.tools.bench.timing import LineUp, graph_time_us
 
 
 class Recorded:

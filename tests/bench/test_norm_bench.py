@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tdcoll.bench import all_reduce_rms_norm as bench
+from tdcoll.tools.bench import all_reduce_rms_norm as bench
 
 COMMON = "--algorithms auto,composed --peers tdcoll-torch,trtllm-one-shot"
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tdcoll.bench.all_reduce_rms_norm import AllReduceNorm
-from tdcoll.bench.case import Case
-from tdcoll.bench.dense import case_of
-from tdcoll.bench.provenance import command_line
-from tdcoll.bench.signal import Signalling
-from tdcoll.bench.sparse_all_reduce import SparseCase
-from tdcoll.bench.tune import Tune
+from tdcoll.tools.bench.all_reduce_rms_norm import AllReduceNorm
+from tdcoll.tools.bench.case import Case
+from tdcoll.tools.bench.dense import case_of
+from tdcoll.tools.bench.provenance import command_line
+from tdcoll.tools.bench.signal import Signalling
+from tdcoll.tools.bench.sparse_all_reduce import SparseCase
+from tdcoll.tools.bench.tune import Tune
 
 GATHER, REDUCE, SCATTER = map(case_of, ("all_gather", "all_reduce", "reduce_scatter"))
 
@@ -134,7 +134,7 @@ def test_shared_gpus_have_no_times(tmp_path: Any, monkeypatch: Any, capsys: Any)
     from tdcoll.__main__ import main as command
 
     monkeypatch.setattr("tdcoll.job.lifecycle.INTERPRETED", False)
-    monkeypatch.setattr("tdcoll.bench.tune.INTERPRETED", False)
+    monkeypatch.setattr("tdcoll.tools.bench.tune.INTERPRETED", False)
     monkeypatch.setenv("TDCOLL_SHARE_GPUS", "1")
     for name in ("all_gather", "reduce_scatter", "all_reduce_rms_norm", "sparse_all_reduce", "signal", "tune"):
         with pytest.raises(SystemExit) as ended:

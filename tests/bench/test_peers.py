@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tdcoll import runtime
-from tdcoll.bench import dense, peers
-from tdcoll.bench.data import Buffers
-from tdcoll.bench.dense import case_of
-from tdcoll.bench.peers import PEERS, Stock
-from tdcoll.bench.specs import SPECS
+from tdcoll.tools.bench import dense, peers
+from tdcoll.tools.bench.data import Buffers
+from tdcoll.tools.bench.dense import case_of
+from tdcoll.tools.bench.peers import PEERS, Stock
+from tdcoll.tools.bench.specs import SPECS
 
 CPU = torch.device("cpu")
 REDUCE, SCATTER = map(case_of, ("all_reduce", "reduce_scatter"))

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from tdcoll.base import environment
-from tdcoll.bench import plots, provenance, report
-from tdcoll.bench.__main__ import BENCHMARKS
-from tdcoll.bench.arithmetic import Floor
-from tdcoll.bench.report import main
-from tdcoll.bench.rows import LAYOUTS, Row, line_of, load, save
 from tdcoll.testing import World
+from tdcoll.tools.bench import plots, provenance, report
+from tdcoll.tools.bench.__main__ import BENCHMARKS
+from tdcoll.tools.bench.arithmetic import Floor
+from tdcoll.tools.bench.report import main
+from tdcoll.tools.bench.rows import LAYOUTS, Row, line_of, load, save
 
 VERSIONS = {"torch": "9.9.0", "triton": "8.8.0", "nvshmem": "7.7.7", "nccl": "6.6.6", "cuda": "5.5", "driver": "444.4"}
 FACTS: dict[str, Any] = {"tdcoll": "0.1.0", "commit": 10 * "0123", "dirty": True, **VERSIONS, "environment": {}}
@@ -111,7 +111,7 @@ def test_other_files_are_refused(change: Any, tmp_path: Path, capsys: pytest.Cap
     text = change if isinstance(change, str) else json.dumps({"schema": 1, **head(), "rows": [], **change})
     (path := tmp_path / "other.json").write_text(text)
     assert main([str(path)]) == 1
-    assert "is not a result of tdcoll.bench" in capsys.readouterr().err
+    assert "is not a result of tdcoll.tools.bench" in capsys.readouterr().err
 
 
 def test_every_benchmark_has_a_layout_and_lines_on_the_terminal() -> None:
@@ -385,7 +385,7 @@ def test_matmuls_beside_all_gathers_show_what_each_round_added(tmp_path: Path) -
         report.losses(of, rows)
     del us["alone"]
     (tmp_path / "b.json").write_text(json.dumps({**FACTS, "gpus": [H200] * 2, "beside": beside}))
-    with pytest.raises(ValueError, match=r"is not a result of tdcoll\.bench: 'alone'"):
+    with pytest.raises(ValueError, match=r"is not a result of tdcoll\.tools\.bench: 'alone'"):
         load(tmp_path / "b.json")
 
 

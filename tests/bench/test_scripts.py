@@ -20,9 +20,9 @@ import pytest
 
 from tdcoll import runtime
 from tdcoll.__main__ import main
-from tdcoll.bench import case, sparse_all_reduce, tune
 from tdcoll.distributed.handlers import Dense
 from tdcoll.testing import World
+from tdcoll.tools.bench import case, sparse_all_reduce, tune
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tdcoll.bench.rows import Row
-from tdcoll.bench.signal import SENDS, Signalling
 from tdcoll.testing import World, explore
+from tdcoll.tools.bench.rows import Row
+from tdcoll.tools.bench.signal import SENDS, Signalling
 
 
 def simulated(world: World, arguments: str) -> list[Row]:

@@ -17,9 +17,9 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.bench import rows
-from tdcoll.bench import sparse_all_reduce as bench
-from tdcoll.bench.sparse_all_reduce import INPUTS, PEERS, DrawnRows, SparseCase, SparseData, draw
+from tdcoll.tools.bench import rows
+from tdcoll.tools.bench import sparse_all_reduce as bench
+from tdcoll.tools.bench.sparse_all_reduce import INPUTS, PEERS, DrawnRows, SparseCase, SparseData, draw
 
 CPU = torch.device("cpu")
 WORLD = 3
@@ -212,7 +212,7 @@ def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str
     """Also the only test of the peers: over gloo."""
     file = tmp_path / "result.json"
     done = launch(
-        *("--simulate", "--nproc", "3", "-m", "tdcoll.bench", "sparse_all_reduce", "--rows", "12", "--dims", "4"),
+        *("--simulate", "--nproc", "3", "-m", "tdcoll.tools.bench", "sparse_all_reduce", "--rows", "12", "--dims", "4"),
         *("--num-rows", "60", "--distributions", "zipf1.2", "--json", str(file)),
         *("--algorithms", "auto,dense", "--eager", "--peers", ",".join(PEERS)),
     )

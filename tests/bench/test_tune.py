@@ -18,16 +18,16 @@ import pytest
 
 import tdcoll
 from tdcoll.__main__ import main
-from tdcoll.bench import rows as files
-from tdcoll.bench import tune
-from tdcoll.bench.choosing import Candidate, Choice
-from tdcoll.bench.rows import Row
-from tdcoll.bench.specs import SPECS
-from tdcoll.bench.tune import Tune
 from tdcoll.calls.plan import Plan
 from tdcoll.calls.tuning import SIMULATOR, Table
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
+from tdcoll.tools.bench import rows as files
+from tdcoll.tools.bench import tune
+from tdcoll.tools.bench.choosing import Candidate, Choice
+from tdcoll.tools.bench.rows import Row
+from tdcoll.tools.bench.specs import SPECS
+from tdcoll.tools.bench.tune import Tune
 
 FOUR = Topology.of(0, range(4), [0] * 4)
 LL, PUTS = Candidate("ll"), Candidate("1d")
@@ -337,4 +337,4 @@ def test_a_file_of_rows_that_is_none_is_refused(tmp_path: Path, capsys: pytest.C
     (tmp_path / "t.json.part").write_text("{}")
     with pytest.raises(SystemExit, match="2"):
         Tune.parse(["-o", str(tmp_path / "t.json")])
-    assert "t.json.part is not a result of tdcoll.bench" in capsys.readouterr().err
+    assert "t.json.part is not a result of tdcoll.tools.bench" in capsys.readouterr().err

@@ -19,7 +19,6 @@ from compiling import ORDER, WORLD, compiled_forms, record, tuples
 from compiling_mutants import compile_mutants, refusals
 from compiling_sparse import INDEX_MATCH, SPARSE, SPARSE_TYPES, compile_index_match, compile_sparse
 
-from tdcoll.bench import kernels as bench
 from tdcoll.calls.plan import Facts
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_reduce import kernels_direct as reduce_direct
@@ -42,6 +41,7 @@ from tdcoll.primitives import copies
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
 from tdcoll.runtime.topology import Topology
+from tdcoll.tools.bench import kernels as bench
 
 _FLOATS = {"DTYPE": tl.float32, "ACC": tl.float32}
 _TILES = {"WAITED": WORLD}

@@ -22,7 +22,6 @@ import torch
 import tdcoll
 from tdcoll import runtime
 from tdcoll.base import environment, errors
-from tdcoll.bench import report
 from tdcoll.calls.call import spec_of
 from tdcoll.calls.explain import explain_call
 from tdcoll.calls.plan import Facts
@@ -30,6 +29,7 @@ from tdcoll.calls.pool import sizes_for
 from tdcoll.runtime.topology import Topology
 from tdcoll.spec.functions import FUNCTIONS, overview, table
 from tdcoll.testing import Deadlock, World, explore, first_failure
+from tdcoll.tools.bench import report
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/results/README.md"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tdcoll.doctor.facts import MachineFacts
+from tdcoll.tools.doctor.facts import MachineFacts
 
 ONE_HOST = {
     "LD_LIBRARY_PATH": "/venv/nvshmem/lib",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tdcoll.doctor.checks import diagnose
+from tdcoll.tools.doctor.checks import diagnose
 from tests.doctor.healthy import GPUS, HOSTS, MISSING, NO_GPU, ONE_HOST, SIMULATOR, environment, found
 
 IFNAME = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from tdcoll.base.child import Ended
-from tdcoll.doctor import command, job
+from tdcoll.tools.doctor import command, job
 from tests.doctor.healthy import GPUS, HOSTS, SIMULATOR
 from tests.doctor.test_facts import ROOT
 

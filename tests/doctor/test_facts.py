@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tdcoll.base.child import run
-from tdcoll.doctor import facts
+from tdcoll.tools.doctor import facts
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELL = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}

@@ -12,8 +12,8 @@ import pytest
 
 import tdcoll
 from tdcoll.base.child import Ended
-from tdcoll.doctor import job
 from tdcoll.testing import World, explore, first_failure
+from tdcoll.tools.doctor import job
 from tests.doctor.healthy import GPUS, MISSING, SIMULATOR, found
 from tests.doctor.test_facts import ROOT, SHELL, gone
 
@@ -88,7 +88,7 @@ def test_a_job_that_cannot_run_is_not_started():
 def test_a_job_that_hangs_is_killed_with_its_ranks(tmp_path):
     """Ranks that ignore SIGTERM, and are in sessions of their own."""
     (tmp_path / "hangs.py").write_text(
-        "import os, signal, time\nfrom tdcoll.doctor import job\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "import os, signal, time\nfrom tdcoll.tools.doctor import job\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "job._say(stage=f'process {os.getpid()}')\ntime.sleep(200)\n"
     )
     shell = {**SHELL, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}

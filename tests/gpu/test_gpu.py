@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import torch
 
-from tdcoll.bench.peers import PEERS
-from tdcoll.bench.rows import load
+from tdcoll.tools.bench.peers import PEERS
+from tdcoll.tools.bench.rows import load
 
 HERE = Path(__file__).resolve().parent
 WORKERS = HERE.parent / "workers"
@@ -170,7 +170,7 @@ def test_baselines_of_benchmarks_are_right(launch: Launch, operation: str, optio
     if operation == "all_reduce_rms_norm":
         names = ["nccl", "tdcoll-torch", "trtllm-one-shot"]
     file, given = tmp_path / "result.json", f"{options} --iterations 4 --warmup 1 --peers {','.join(names)}"
-    job = ("-m", "tdcoll.bench", operation, *given.split(), "--json", str(file))
+    job = ("-m", "tdcoll.tools.bench", operation, *given.split(), "--json", str(file))
     done = launch("--nproc", "2", *job, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [(row.algorithm, row.check, row.note) for row in load(file)[1] if row.peer]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tdcoll import launch
-from tdcoll.setenv import Job
+from tdcoll.tools import launch
+from tdcoll.tools.setenv import Job
 
 from .conftest import REPOSITORY, Shell
 
@@ -91,7 +91,7 @@ def refusal(plan: Planner, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 
 def test_simulates_four_ranks_where_there_are_no_gpus(plan: Planner) -> None:
     p = plan("job.py")
-    assert p.command[:3] == ["PYTHON", "-m", "tdcoll.torchrun"]
+    assert p.command[:3] == ["PYTHON", "-m", "tdcoll.tools.torchrun"]
     assert (p.option("--nproc-per-node"), p.program, p.one_host) == ("4", ["job.py"], True)
     assert p.option("--rdzv-endpoint") == "localhost:0", "jobs on one host take ports of their own"
     assert "--master-port" not in p.command

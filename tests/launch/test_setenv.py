@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tdcoll import setenv
-from tdcoll.setenv import _default_interface
+from tdcoll.tools import setenv
+from tdcoll.tools.setenv import _default_interface
 
 from .conftest import REPOSITORY, Shell
 

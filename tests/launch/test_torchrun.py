@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout, TdcollError
 from tdcoll.job import last_words, lifecycle
-from tdcoll.torchrun import _read, summary
+from tdcoll.tools.torchrun import _read, summary
 
 from .conftest import REPOSITORY
 
@@ -119,7 +119,7 @@ def test_ctrl_c_during_the_start(module: str, tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGINT)\n"
     )
     paths = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    command = [sys.executable, "-m", "tdcoll.torchrun", "job.py"]
+    command = [sys.executable, "-m", "tdcoll.tools.torchrun", "job.py"]
     ended = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (130, "tdcoll: Ctrl-C has ended the job\n")
 

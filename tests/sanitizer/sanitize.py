@@ -206,7 +206,12 @@ def show(verdict: Verdict, took_s: float) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     sys.path.append(str(HERE.parents[1]))
-    from tdcoll.bench.options import at_least, each, number, one_of  # here, since a rank's program need not wait for it
+    from tdcoll.tools.bench.options import (  # here, since a rank's program need not wait for it
+        at_least,
+        each,
+        number,
+        one_of,
+    )
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=at_least(1), default=2, help="ranks, one per GPU (default: 2)")

@@ -13,8 +13,8 @@ import torch
 from loading import TUTORIALS, load
 from tiers import second, seeds
 
-from tdcoll.bench import timing
 from tdcoll.testing import World, explore
+from tdcoll.tools.bench import timing
 
 helpers = load("helpers")
 NOTIFY, ALL_GATHER, ALL_REDUCE = load("01-notify-and-wait"), load("02-all-gather"), load("05-all-reduce")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judge facts. Every check is a pure function of :class:`~tdcoll.doctor.facts.MachineFacts`."""
+"""Judge facts. Every check is a pure function of :class:`~tdcoll.tools.doctor.facts.MachineFacts`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter
 from typing import NamedTuple
 
 from tdcoll.base import environment
-from tdcoll.doctor.facts import MachineFacts
-from tdcoll.setenv import COMMAND, IN_CHECKOUT, LAUNCHER, version_of
+from tdcoll.tools.doctor.facts import MachineFacts
+from tdcoll.tools.setenv import COMMAND, IN_CHECKOUT, LAUNCHER, version_of
 
 __all__ = ["Line", "diagnose", "note", "ok", "problem"]
 

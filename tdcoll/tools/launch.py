@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tdcoll.base import arguments
-from tdcoll.setenv import IN_CHECKOUT, ROOT, Job, prepare, say
+from tdcoll.tools.setenv import IN_CHECKOUT, ROOT, Job, prepare, say
 
 __all__ = ["main"]
 
@@ -170,7 +170,7 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
         meeting = ["--node-rank", str(node_rank), "--master-addr", host, "--master-port", str(port)]
     else:  # a free port of its own, on the loopback interface: jobs on one host do not meet
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"]
-    command = ["tdcoll.torchrun", "--nproc-per-node", str(nproc), "--nnodes", str(nnodes), *meeting]
+    command = ["tdcoll.tools.torchrun", "--nproc-per-node", str(nproc), "--nnodes", str(nnodes), *meeting]
     if given.monitor_interval is not None:
         interval = arguments.seconds("--monitor-interval", given.monitor_interval)
         command += ["--monitor-interval", str(interval)]

@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tdcoll.bench import rows as files
-from tdcoll.bench.arithmetic import Floor, distinct, floor_of, ratio
-from tdcoll.bench.plots import plot
-from tdcoll.bench.rows import LAYOUTS, Layout, Row, launch_of, machine, name_of, shown_labels
-from tdcoll.setenv import COMMAND
+from tdcoll.tools.bench import rows as files
+from tdcoll.tools.bench.arithmetic import Floor, distinct, floor_of, ratio
+from tdcoll.tools.bench.plots import plot
+from tdcoll.tools.bench.rows import LAYOUTS, Layout, Row, launch_of, machine, name_of, shown_labels
+from tdcoll.tools.setenv import COMMAND
 
 __all__ = ["losses", "main", "markdown", "pages", "pictures"]
 

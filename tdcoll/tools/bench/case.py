@@ -18,14 +18,14 @@ import torch
 import tdcoll
 from tdcoll import runtime
 from tdcoll.base import environment
-from tdcoll.bench.engine import Contender, Ranks, Wanted, measure, simulate
-from tdcoll.bench.options import Parser
-from tdcoll.bench.provenance import command_line, provenance
-from tdcoll.bench.rows import LAYOUTS, Row, line_of, save
-from tdcoll.bench.timing import LineUp
 from tdcoll.job import lifecycle
 from tdcoll.language import INTERPRETED
-from tdcoll.setenv import LAUNCHER
+from tdcoll.tools.bench.engine import Contender, Ranks, Wanted, measure, simulate
+from tdcoll.tools.bench.options import Parser
+from tdcoll.tools.bench.provenance import command_line, provenance
+from tdcoll.tools.bench.rows import LAYOUTS, Row, line_of, save
+from tdcoll.tools.bench.timing import LineUp
+from tdcoll.tools.setenv import LAUNCHER
 
 __all__ = ["AllWanted", "Case", "Show", "run"]
 

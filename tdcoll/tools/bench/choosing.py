@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from tdcoll.base import limits
-from tdcoll.bench.arithmetic import distinct, format_bytes
-from tdcoll.bench.rows import IN_PLACE, Row, number
-from tdcoll.bench.specs import Spec
 from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.tuning import Entry, Section, Table
 from tdcoll.runtime.topology import Topology
+from tdcoll.tools.bench.arithmetic import distinct, format_bytes
+from tdcoll.tools.bench.rows import IN_PLACE, Row, number
+from tdcoll.tools.bench.specs import Spec
 
 __all__ = ["CHUNK_COUNTS", "WARP_COUNTS", "Candidate", "Choice", "Requested"]
 

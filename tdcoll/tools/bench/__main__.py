@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.base.output import unless_the_reader_goes
-from tdcoll.setenv import COMMAND
+from tdcoll.tools.setenv import COMMAND
 
 _OTHERS = {
     "all_reduce_rms_norm": ("AllReduceNorm", "all-reduce + residual + RMSNorm, fused and not"),
@@ -43,10 +43,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run one benchmark; return its exit status."""
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", ())
     if name in COLLECTIVES:
-        return int(importlib.import_module("tdcoll.bench.dense").main(name, rest))
+        return int(importlib.import_module("tdcoll.tools.bench.dense").main(name, rest))
     if name in _OTHERS:
-        kind = pkgutil.resolve_name(f"tdcoll.bench.{name}:{_OTHERS[name][0]}")
-        return int(importlib.import_module("tdcoll.bench.case").run(kind, rest))
+        kind = pkgutil.resolve_name(f"tdcoll.tools.bench.{name}:{_OTHERS[name][0]}")
+        return int(importlib.import_module("tdcoll.tools.bench.case").run(kind, rest))
     if name in ("-h", "--help"):
         print(_HELP)
         return 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.bench.arithmetic import Floor, distinct, format_bytes, ratio
+from tdcoll.tools.bench.arithmetic import Floor, distinct, format_bytes, ratio
 
 __all__ = [
     *("IN_PLACE", "LAYOUTS", "Layout", "Row", "launch_of", "line_of", "load", "machine", "name_of", "number", "save"),
@@ -225,7 +225,7 @@ def _dense(title: str = "", name: str | None = None, about: Text = _data) -> Lay
     """Return the layout of the collective of this name; if None, each row names its collective."""
 
     def sent(row: Row) -> float:
-        from tdcoll.bench.specs import SPECS  # which imports torch and the kernels: not for a --help
+        from tdcoll.tools.bench.specs import SPECS  # which imports torch and the kernels: not for a --help
 
         return SPECS[name or row.facts["operation"]].sent_bytes(row.facts["bytes_per_rank"], row.ranks)
 
@@ -360,5 +360,5 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
             layout.key(row)  # has all that says which size it is of
             rows.append(row)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a result of tdcoll.bench: {error}") from error
+        raise ValueError(f"{path} is not a result of tdcoll.tools.bench: {error}") from error
     return document, rows

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of every dense collective: ``bash launch.sh [--nproc N] -m tdcoll bench all_gather --help``.
 
-Their :class:`~tdcoll.bench.specs.Spec` holds the differences between them.
+Their :class:`~tdcoll.tools.bench.specs.Spec` holds the differences between them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,6 @@ import torch.distributed as dist
 
 import tdcoll
 from tdcoll.base.limits import lamport_bytes
-from tdcoll.bench import case, choosing, options
-from tdcoll.bench.data import Buffers, buffer_bytes
-from tdcoll.bench.engine import Subject, Wanted, calls_of, nothing
-from tdcoll.bench.peers import FCOLLECT, PEERS, Peer, Stock, subject_of
-from tdcoll.bench.rows import IN_PLACE
-from tdcoll.bench.specs import SPECS, Spec
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.launches import facts_of
 from tdcoll.calls.spec import WORLD
@@ -32,6 +26,12 @@ from tdcoll.calls.tuning import Entry, Section
 from tdcoll.job.cuda import multiprocessors
 from tdcoll.language import INTERPRETED
 from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
+from tdcoll.tools.bench import case, choosing, options
+from tdcoll.tools.bench.data import Buffers, buffer_bytes
+from tdcoll.tools.bench.engine import Subject, Wanted, calls_of, nothing
+from tdcoll.tools.bench.peers import FCOLLECT, PEERS, Peer, Stock, subject_of
+from tdcoll.tools.bench.rows import IN_PLACE
+from tdcoll.tools.bench.specs import SPECS, Spec
 
 __all__ = ["DenseCase", "case_of", "main"]
 

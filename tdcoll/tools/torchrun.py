@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tdcoll.torchrun``: torchrun, which says in the end who died and who only noticed.
+"""``python -m tdcoll.tools.torchrun``: torchrun, which says in the end who died and who only noticed.
 
 When a rank dies, the others give up on it a while later, each with an error of its own. torchrun's "Root Cause" is any
 of them: it looks at all at once, and does not know what an error means. This runs torchrun with its options and

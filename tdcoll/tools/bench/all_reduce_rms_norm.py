@@ -23,15 +23,15 @@ import torch
 import torch.distributed as dist
 
 import tdcoll
-from tdcoll.bench import case, options
-from tdcoll.bench.data import Buffers
-from tdcoll.bench.engine import Found, Subject, Wanted, calls_of
-from tdcoll.bench.peers import require_nccl, subject_of, tensorrt_rms_norm
-from tdcoll.bench.specs import SPECS
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.fused.op import all_reduce_rms_norm
 from tdcoll.fused.policy import ALGORITHMS
 from tdcoll.language import INTERPRETED
+from tdcoll.tools.bench import case, options
+from tdcoll.tools.bench.data import Buffers
+from tdcoll.tools.bench.engine import Found, Subject, Wanted, calls_of
+from tdcoll.tools.bench.peers import require_nccl, subject_of, tensorrt_rms_norm
+from tdcoll.tools.bench.specs import SPECS
 
 __all__ = ["AllReduceNorm"]
 

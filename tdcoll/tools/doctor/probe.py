@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at one package, in a child: ``python -m tdcoll.doctor.probe STEP``.
+"""Look at one package, in a child: ``python -m tdcoll.tools.doctor.probe STEP``.
 
 A step yields its findings piece by piece, each a line of JSON on stdout, so that only later pieces are lost if it
 crashes or hangs.

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll.base.child import run
-from tdcoll.doctor import probe
-from tdcoll.setenv import prepare
+from tdcoll.tools.doctor import probe
+from tdcoll.tools.setenv import prepare
 
 __all__ = ["MachineFacts", "collect"]
 

@@ -23,10 +23,10 @@ import torch
 import triton
 
 import tdcoll
-from tdcoll.bench import case, options
-from tdcoll.bench.engine import CALLS, Found, Subject, Wanted
-from tdcoll.bench.kernels import ping_pong, signal_all
 from tdcoll.language import INTERPRETED
+from tdcoll.tools.bench import case, options
+from tdcoll.tools.bench.engine import CALLS, Found, Subject, Wanted
+from tdcoll.tools.bench.kernels import ping_pong, signal_all
 
 __all__ = ["SENDS", "Signalling"]
 

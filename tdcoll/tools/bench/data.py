@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tdcoll.bench.specs import Spec
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.runtime.heap import ALIGNMENT
+from tdcoll.tools.bench.specs import Spec
 
 __all__ = ["Buffers", "Numbers", "buffer_bytes", "exact"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tdcoll.base.arguments import parse_bytes, parse_whole
-from tdcoll.bench.arithmetic import distinct
-from tdcoll.setenv import COMMAND
+from tdcoll.tools.bench.arithmetic import distinct
+from tdcoll.tools.setenv import COMMAND
 
 __all__ = [
     *("Parser", "add_common", "add_launches", "add_sizes", "at_least", "dtype", "each", "new_file", "number", "one_of"),

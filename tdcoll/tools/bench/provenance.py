@@ -22,7 +22,7 @@ import triton
 import tdcoll
 from tdcoll import runtime
 from tdcoll.base.environment import INTERNAL
-from tdcoll.setenv import COMMAND
+from tdcoll.tools.setenv import COMMAND
 
 __all__ = ["command_line", "provenance"]
 

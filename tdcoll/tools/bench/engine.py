@@ -27,10 +27,10 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout, HeapExhaustedError, RankMismatchError
-from tdcoll.bench.arithmetic import summarize
-from tdcoll.bench.rows import Row
-from tdcoll.bench.timing import LineUp, TimedLaunch, capture, time_launches
 from tdcoll.language import INTERPRETED
+from tdcoll.tools.bench.arithmetic import summarize
+from tdcoll.tools.bench.rows import Row
+from tdcoll.tools.bench.timing import LineUp, TimedLaunch, capture, time_launches
 
 __all__ = [
     "CALLS",

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.bench.arithmetic import format_bytes
-from tdcoll.bench.data import Buffers
-from tdcoll.bench.engine import Found, Subject, nothing
+from tdcoll.tools.bench.arithmetic import format_bytes
+from tdcoll.tools.bench.data import Buffers
+from tdcoll.tools.bench.engine import Found, Subject, nothing
 
 __all__ = ["FCOLLECT", "PEERS", "ByTorch", "Make", "Peer", "Stock", "require_nccl", "subject_of", "tensorrt_rms_norm"]
 
@@ -35,7 +35,7 @@ class Stock:
     """Buffers for the calls of one size; subjects may share them.
 
     Args:
-        new: makes buffers, given ``allocate`` of :class:`~tdcoll.bench.data.Buffers`.
+        new: makes buffers, given ``allocate`` of :class:`~tdcoll.tools.bench.data.Buffers`.
     """
 
     def __init__(self, new: Callable[..., Buffers]) -> None:

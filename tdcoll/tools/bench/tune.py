@@ -2,7 +2,7 @@
 """Measure a tuning table of the dense collectives: ``bash launch.sh [--nproc N] -m tdcoll tune --help``.
 
 For each size all candidates are measured as the collective's benchmark does it, interleaved and checked: algorithms,
-each with several numbers of chunks and of warps. :mod:`tdcoll.bench.choosing` describes how the table is made.
+each with several numbers of chunks and of warps. :mod:`tdcoll.tools.bench.choosing` describes how the table is made.
 
 After every size the table so far is written, and beside it the rows that it follows from (``FILE.part``). If a run was
 cut off, the next one continues from there, unless machine, versions or settings differ.
@@ -28,19 +28,19 @@ import triton
 import tdcoll
 from tdcoll import runtime
 from tdcoll.base.limits import MAX_CHUNKS
-from tdcoll.bench import case, options
-from tdcoll.bench import rows as files
-from tdcoll.bench.arithmetic import distinct, format_bytes
-from tdcoll.bench.choosing import CHUNK_COUNTS, WARP_COUNTS, Candidate, Choice
-from tdcoll.bench.dense import DenseCase, case_of
-from tdcoll.bench.engine import Wanted
-from tdcoll.bench.provenance import command_line, provenance
-from tdcoll.bench.rows import IN_PLACE, Row
-from tdcoll.bench.specs import SPECS
 from tdcoll.calls.tuning import WARPS, Table
 from tdcoll.calls.tuning.agreement import architectures
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime.topology import Topology
+from tdcoll.tools.bench import case, options
+from tdcoll.tools.bench import rows as files
+from tdcoll.tools.bench.arithmetic import distinct, format_bytes
+from tdcoll.tools.bench.choosing import CHUNK_COUNTS, WARP_COUNTS, Candidate, Choice
+from tdcoll.tools.bench.dense import DenseCase, case_of
+from tdcoll.tools.bench.engine import Wanted
+from tdcoll.tools.bench.provenance import command_line, provenance
+from tdcoll.tools.bench.rows import IN_PLACE, Row
+from tdcoll.tools.bench.specs import SPECS
 
 __all__ = ["Tune", "listing", "main", "part_of"]
 

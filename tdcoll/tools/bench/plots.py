@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tdcoll.bench.arithmetic import distinct, floor_of
-from tdcoll.bench.rows import LAYOUTS, Layout, Row, launch_of, machine, name_of, shown_labels
+from tdcoll.tools.bench.arithmetic import distinct, floor_of
+from tdcoll.tools.bench.rows import LAYOUTS, Layout, Row, launch_of, machine, name_of, shown_labels
 
 __all__ = ["CURVES", "draw", "plot"]
 

@@ -19,9 +19,9 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.base.errors import TdcollError
-from tdcoll.bench.arithmetic import summarize
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.collectives.all_gather.op import all_gather
+from tdcoll.tools.bench.arithmetic import summarize
 
 __all__ = ["LineUp", "TimedLaunch", "capture", "graph_time_us", "time_launches"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small job on this host: the doctor starts it, and its ranks run ``-m tdcoll.doctor.job SECONDS``.
+"""A small job on this host: the doctor starts it, and its ranks run ``-m tdcoll.tools.doctor.job SECONDS``.
 
 The ranks join, make a symmetric heap, and gather numbers that encode their rank and place: once with puts and signals
 between all pairs (if the heap has puts), and once with the algorithm that ``"auto"`` chooses. Each rank prints lines of
@@ -17,8 +17,8 @@ from typing import Any
 
 from tdcoll.base import child
 from tdcoll.base.child import Ended
-from tdcoll.doctor.checks import Line, note, ok, problem
-from tdcoll.doctor.facts import MachineFacts
+from tdcoll.tools.doctor.checks import Line, note, ok, problem
+from tdcoll.tools.doctor.facts import MachineFacts
 
 __all__ = ["cannot_run", "judge", "start"]
 
@@ -53,9 +53,9 @@ def cannot_run(facts: MachineFacts) -> str:
 def start(facts: MachineFacts, timeout_s: float, module: str = __name__) -> Ended:
     """Run the job for at most ``timeout_s`` seconds, with the environment that launch.sh would give it.
 
-    tdcoll.torchrun runs the ranks, because they die with it when it is killed.
+    tdcoll.tools.torchrun runs the ranks, because they die with it when it is killed.
     """
-    torchrun = [sys.executable, "-m", "tdcoll.torchrun", "--nproc-per-node", str(facts.nproc), "--nnodes", "1"]
+    torchrun = [sys.executable, "-m", "tdcoll.tools.torchrun", "--nproc-per-node", str(facts.nproc), "--nnodes", "1"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"]
     command = [*torchrun, *rendezvous, "-m", "--", module, str(timeout_s)]
     return child.run(command, timeout_s, facts.launched)
@@ -75,7 +75,7 @@ def judge(facts: MachineFacts, ended: Ended | str) -> Line:
                 stages[said["rank"]] = said["stage"]
             if "error" in said:
                 errors.append(f"rank {said['rank']}: {said['error']}")
-        elif before.startswith("tdcoll: died"):  # one of tdcoll.torchrun's last lines
+        elif before.startswith("tdcoll: died"):  # one of tdcoll.tools.torchrun's last lines
             deaths.append(before.removeprefix("tdcoll: "))
         elif _COMPLAINT.match(before):
             complaints.append(before)

@@ -31,13 +31,13 @@ import torch
 import torch.distributed as dist
 
 import tdcoll
-from tdcoll.bench import case, options
-from tdcoll.bench.arithmetic import FLOORS
-from tdcoll.bench.data import Numbers
-from tdcoll.bench.engine import Subject, Wanted, calls_of
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS
 from tdcoll.language import INTERPRETED
+from tdcoll.tools.bench import case, options
+from tdcoll.tools.bench.arithmetic import FLOORS
+from tdcoll.tools.bench.data import Numbers
+from tdcoll.tools.bench.engine import Subject, Wanted, calls_of
 
 __all__ = ["SparseCase"]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from tdcoll.base import arguments
 from tdcoll.base.child import Ended
-from tdcoll.doctor import job
-from tdcoll.doctor.checks import Line, diagnose
-from tdcoll.doctor.facts import collect
-from tdcoll.setenv import IN_CHECKOUT, LAUNCHER
+from tdcoll.tools.doctor import job
+from tdcoll.tools.doctor.checks import Line, diagnose
+from tdcoll.tools.doctor.facts import collect
+from tdcoll.tools.setenv import IN_CHECKOUT, LAUNCHER
 
 __all__ = ["main"]
 
