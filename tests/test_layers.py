@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     tuple(f"collectives.{name}" for name in COLLECTIVES),
     ("collectives.sparse_all_reduce",),
     ("fused",),
-    ("explanation", "footprint"),
+    ("explanation",),
     ("ops",),
     ("",),  # the package itself, which gives out the public names of all the above
     ("distributed",),
