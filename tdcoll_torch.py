@@ -35,7 +35,7 @@ def register() -> None:
 def _register(module: Any) -> None:
     if "tdcoll" not in module.Backend.backend_list:
         module.Backend.register_backend("tdcoll", _create, extended_api=True, devices=["cpu", "cuda"])
-        try:  # as tdcoll.work.never_compiled does: a compiled model may make a group
+        try:  # as tdcoll.distributed.work.never_compiled does: a compiled model may make a group
             frames: Any = module.torch._C._dynamo.eval_frame
             skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
             frames.set_code_exec_strategy(_create.__code__, skip)

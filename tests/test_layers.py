@@ -18,7 +18,6 @@ COLLECTIVES = (*limits.COLLECTIVES, "index_match")
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("base",),
-    ("work",),
     ("spec",),
     ("runtime",),
     ("simulator",),

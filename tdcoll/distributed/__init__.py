@@ -11,7 +11,7 @@ from tdcoll.distributed.ddp import SparseGradientReducer, sparse_hook
 from tdcoll.distributed.describe import explain
 from tdcoll.distributed.functions import all_gather_into_tensor, all_reduce, all_to_all_single, reduce_scatter_tensor
 from tdcoll.distributed.options import Options
-from tdcoll.work import BackendTimeout
+from tdcoll.distributed.work import BackendTimeout
 
 __all__ = ["BackendTimeout", "Options", "SparseGradientReducer", "TdcollProcessGroup", "all_gather_into_tensor"]
 __all__ += ["all_reduce", "all_to_all_single", "clip_grad_norm_", "explain", "reduce_scatter_tensor", "sparse_hook"]

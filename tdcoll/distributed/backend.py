@@ -46,10 +46,10 @@ from tdcoll.distributed.fallback import (
 )
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.sparse import refuse_wrong
+from tdcoll.distributed.work import backend_errors, completed
 from tdcoll.job import lifecycle
 from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
 from tdcoll.runtime.control import StoreControlPlane, generation, keep
-from tdcoll.work import backend_errors, completed
 
 __all__ = ["TdcollProcessGroup", "create"]
 

@@ -24,7 +24,7 @@ from tdcoll.distributed.handlers import Lane, Members
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
-from tdcoll.work import record_stream
+from tdcoll.distributed.work import record_stream
 
 __all__ = ["SparseGradientReducer", "sparse_hook"]
 

@@ -30,8 +30,16 @@ from tdcoll.distributed.handlers import Barrier, Dense, Handler, Lane, Members
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
+from tdcoll.distributed.work import (
+    CompletedWork,
+    StreamWork,
+    backend_errors,
+    completed,
+    current_stream,
+    error_of,
+    record_stream,
+)
 from tdcoll.runtime import Runtime
-from tdcoll.work import CompletedWork, StreamWork, backend_errors, completed, current_stream, error_of, record_stream
 
 __all__ = ["Dispatcher"]
 

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from tdcoll.base.torch_internals import never_compiled
 from tdcoll.distributed.call import Call, plain_memory
+from tdcoll.distributed.work import Work, completed
 from tdcoll.runtime.store import ask
-from tdcoll.work import Work, completed
 
 __all__ = ["Fallback", "Start", "add_backends", "beside", "exchange_parts", "gather_into", "scatter_from"]
 __all__ += ["gather_several", "scatter_several", "sparse_sum_by_gather"]

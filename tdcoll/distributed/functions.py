@@ -18,7 +18,7 @@ from tdcoll.base import arguments
 from tdcoll.calls.call import make, spec_of
 from tdcoll.calls.pool import pooled
 from tdcoll.distributed.call import plain
-from tdcoll.work import StreamWork, backend_errors, completed
+from tdcoll.distributed.work import StreamWork, backend_errors, completed
 
 __all__ = ["all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor"]
 

@@ -36,7 +36,7 @@ import torch
 
 from tdcoll.base.errors import TdcollError
 from tdcoll.base.torch_internals import never_compiled
-from tdcoll.work import Work, as_backend_error, expired, record_stream, seconds_of
+from tdcoll.distributed.work import Work, as_backend_error, expired, record_stream, seconds_of
 
 _LAST_S = 3.0
 """The time for outstanding calls when the process ends."""

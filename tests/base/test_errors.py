@@ -15,8 +15,8 @@ import pytest
 
 import tdcoll
 from tdcoll.base.errors import CollectiveTimeout
+from tdcoll.distributed.work import BackendTimeout, as_backend_error
 from tdcoll.testing import Blocked, Deadlock, ExplorationFailed, Failure
-from tdcoll.work import BackendTimeout, as_backend_error
 
 PACKAGE = Path(tdcoll.__file__).parent
 

@@ -40,7 +40,7 @@ def cuda(monkeypatch) -> Any:
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "Stream", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
-    monkeypatch.setattr("tdcoll.work._current", None)
+    monkeypatch.setattr("tdcoll.distributed.work._current", None)
     monkeypatch.setattr("tdcoll.distributed.dispatch.again", again)
     dispatcher = Dispatcher.__new__(Dispatcher)
     dispatcher.device = torch.device("cuda", 0)

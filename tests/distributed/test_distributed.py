@@ -30,8 +30,8 @@ from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import add_backends
 from tdcoll.distributed.options import HANDLES, KINDS
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
+from tdcoll.distributed.work import as_backend_error
 from tdcoll.job import lifecycle
-from tdcoll.work import as_backend_error
 
 WORKERS = Path(__file__).parents[1] / "workers"
 GPU_ONLY = {"streams", "kinds_together", "works_that_nobody_waits_for", "graphs"}

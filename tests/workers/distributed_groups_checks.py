@@ -20,7 +20,7 @@ from torch.distributed import batch_isend_irecv  # before there is a group of td
 import tdcoll
 from tdcoll import runtime
 from tdcoll.distributed import BackendTimeout, Options, TdcollProcessGroup, explain
-from tdcoll.work import as_backend_error
+from tdcoll.distributed.work import as_backend_error
 
 LINES: list[str] = []
 
