@@ -60,7 +60,7 @@ class Numbers:
 
 def buffer_bytes(spec: Spec, nbytes: int, world: int, sets: int) -> int:
     """Return the bytes that all inputs and results of :class:`Buffers` take in a heap, which aligns each."""
-    return sets * sum(-(-extent // ALIGNMENT) * ALIGNMENT for extent in spec.sizes(nbytes, world))
+    return sets * sum(-(-size // ALIGNMENT) * ALIGNMENT for size in spec.sizes(nbytes, world))
 
 
 class Buffers:
