@@ -277,6 +277,11 @@ def contexts_that_grow_beside_allocations() -> None:
         return torch.sparse_coo_tensor(indices, torch.ones(rows, 4, device=device()), (9000, 4))
 
     dist.all_reduce(ones(2), group=group)
+    for n in (1, 300_001):  # CUDA loads no kernel of PyTorch's while another waits for a rank
+        reduced = torch.ones(n, device=device())
+        tdcoll.distributed.all_reduce(reduced)
+        expect(bool((reduced == world()).all()), f"{reduced}")
+    expect(not torch.zeros(1000, dtype=torch.int32, device=device()).fill_(0).any(), "zeros")
     for step in range(2):
         rows = 600 << step
         tensor = ones(rows)
