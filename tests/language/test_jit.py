@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,7 +188,7 @@ def test_bitcode_of_nvshmem_home_and_of_the_wheel(monkeypatch: Any, tmp_path: Pa
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     spec = SimpleNamespace(submodule_search_locations=(str(tmp_path / "elsewhere"), str(tmp_path / "site/nvidia")))
-    monkeypatch.setattr(jit.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path / "home"))
     if folder != "home":
         monkeypatch.delenv("NVSHMEM_HOME")
@@ -197,7 +198,7 @@ def test_bitcode_of_nvshmem_home_and_of_the_wheel(monkeypatch: Any, tmp_path: Pa
 @pytest.mark.usefixtures("fresh_path")
 def test_bitcode_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
-    monkeypatch.setattr(jit.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match=r"libnvshmem_device\.bc") as raised:
         jit.bitcode_path()
     for part in (str(tmp_path / "lib"), "tdcoll[cu12] or tdcoll[cu13]", "NVSHMEM_HOME"):
