@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives that run inside Triton kernels over NVSHMEM symmetric memory.
 
+>>> import torch, tdcoll
+>>> tdcoll.initialize()  # joins the job that torchrun or `python -m tdcoll run` has started
+>>> y = tdcoll.all_reduce(torch.ones(1024, device=tdcoll.device()), op="sum")
+>>> tdcoll.check()  # calls are asynchronous: raises CollectiveTimeout if a rank didn't answer
+>>> tdcoll.finalize()
+
 Every public name is imported when it is first used. ``import tdcoll`` therefore costs nothing, a process pays only for
 the collectives that it calls, and ``python -m tdcoll`` runs even if PyTorch or Triton cannot be imported. Importing
 tdcoll also makes ``init_process_group("tdcoll")`` known to ``torch.distributed``.
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
         TdcollError,
     )
     from tdcoll.calls.context import CollectiveContext
-    from tdcoll.calls.monitor import WaitMonitor
+    from tdcoll.calls.monitor import WaitMonitor, check
     from tdcoll.calls.plan import Plan
     from tdcoll.calls.streams import barrier_on_stream, copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
     from tdcoll.calls.tuning import Table
@@ -76,6 +82,7 @@ __all__ = [
     "barrier",
     "barrier_on_stream",
     "begin_epoch",
+    "check",
     "copy_on_stream",
     "device",
     "empty",
@@ -122,7 +129,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "explanation.memory": "MemoryPlan memory_plan",
         "language.jit": "jit",
         "job.memory": "barrier device empty free heap_info rank topology world_size zeros",
-        "calls.monitor": "WaitMonitor",
+        "calls.monitor": "WaitMonitor check",
         "primitives.group": "begin_epoch",
         "job.lifecycle": "finalize initialize is_initialized",
         "runtime.topology": "Topology",

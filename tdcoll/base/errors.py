@@ -67,7 +67,7 @@ class ContextError(TdcollError):
 def _also(others: tuple[int, ...]) -> str:
     if not others:
         return ""
-    return f"Waits for peer{'s' * (len(others) > 1)} {', '.join(map(str, others))} had lasted as long. "
+    return f"It was also waiting for peer{'s' * (len(others) > 1)} {', '.join(map(str, others))}. "
 
 
 class CollectiveTimeout(TdcollError):
@@ -88,7 +88,7 @@ class CollectiveTimeout(TdcollError):
         expected: value that the signal had to reach.
         seen: value that it had.
         timeout_s: the deadline, in seconds.
-        others: further group ranks for which waits of this rank had lasted as long. The rank that is missing may be one
+        others: further group ranks for which this rank had waited as long. The rank that is missing may be one
             of them, because ``peer`` may itself have waited for it.
     """
 

@@ -81,8 +81,15 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
             f"{name} must be a tensor with memory of its own; got {type(tensor).__name__}. Pass what it holds, such as "
             "to_local() of a DTensor or wait() of an AsyncCollectiveTensor"
         )
-    how = f"in {tensor.layout}" if tensor.layout is not _STRIDED else f"with strides {tensor.stride()}"
-    raise ValueError(f"{name} must be contiguous; got shape {list(tensor.shape)} {how}")
+    if tensor.layout is not _STRIDED:
+        raise ValueError(
+            f"{name} must be a dense tensor; got shape {list(tensor.shape)} in {tensor.layout}. For torch.sparse_coo "
+            "there is tdcoll.sparse_all_reduce"
+        )
+    raise ValueError(
+        f"{name} must be contiguous; got shape {list(tensor.shape)} with strides {tensor.stride()}. Pass "
+        f"{name}.contiguous()"
+    )
 
 
 # ---------------------------------------------------------------------- the fast path

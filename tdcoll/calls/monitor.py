@@ -29,7 +29,7 @@ from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.runtime import watch
 from tdcoll.spec import constants as c
 
-__all__ = ["WaitMonitor"]
+__all__ = ["WaitMonitor", "check"]
 
 _TOLD = (c.RECORD_PEER, c.RECORD_SIGNAL)
 
@@ -191,3 +191,23 @@ class WaitMonitor:
                 timeout_s=self.timeout_s,
                 others=tuple(sorted(self._waited_for(words[c.RECORD_EPOCH.value]) - {peer})),
             )
+
+
+def check() -> None:
+    """Wait for the current stream, and raise if a wait has expired in any kernel of this job on this rank.
+
+    It looks at the contexts that tdcoll makes for calls without ``ctx``, and at all others. Without it, the next call
+    of the kind raises, or :func:`tdcoll.finalize`.
+
+    >>> y = tdcoll.all_reduce(torch.ones(4))
+    >>> tdcoll.check()
+
+    Raises:
+        CollectiveTimeout: naming rank, peer, signal and epoch.
+        NotInitializedError: before :func:`tdcoll.initialize`.
+    """
+    job = runtime.current()
+    if job.device.type == "cuda":
+        torch.cuda.current_stream(job.device).synchronize()
+    for monitor in list(job.monitors.values()):
+        monitor.raise_if_expired()

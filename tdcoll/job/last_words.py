@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout
 
-__all__ = ["noticed", "watch"]
+__all__ = ["noticed", "report_at_exit", "watch"]
 
 gave_up = False
 """Whether a wait had expired in the job that this process has left last."""
@@ -51,6 +51,22 @@ def watch() -> None:
 
     sys.excepthook = on_error
     atexit.register(at_exit)
+
+
+@functools.cache
+def report_at_exit() -> None:
+    """From now on, print a timeout that has not been raised when this process ends: its results are undefined."""
+    atexit.register(_report)
+
+
+def _report() -> None:
+    job = runtime.current_or_none()
+    for monitor in [] if job is None else list(job.monitors.values()):
+        if monitor.expired and not monitor.reported:
+            try:
+                monitor.raise_if_expired()
+            except CollectiveTimeout as error:
+                print(f"tdcoll: nothing has raised this error: CollectiveTimeout: {error}", file=sys.stderr, flush=True)
 
 
 def noticed(error: BaseException) -> bool:

@@ -232,6 +232,7 @@ def join(
 def _be_ready() -> None:
     """Write down an error that ends this process, from now on. Raise if it has neither GPU nor simulator."""
     last_words.watch()
+    last_words.report_at_exit()
     if not INTERPRETED and not torch.cuda.is_available():
         raise TdcollError(
             "no CUDA GPU is visible to PyTorch. To use the simulator, start through launch.sh or set "

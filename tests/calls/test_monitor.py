@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import operator
 
 import pytest
@@ -14,6 +16,7 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.base.call_log import Calls
+from tdcoll.job import last_words
 from tdcoll.runtime import watch
 from tdcoll.testing import Deadlock, World
 
@@ -143,7 +146,22 @@ def test_an_expired_wait_has_left_a_notice_of_each_missing_peer(pe: int) -> None
     assert all(wait.waited_s == pytest.approx(monitor.timeout_s, abs=0.01) for wait in monitor.waits())
     error = caught(monitor)
     assert (error.peer, error.others) == (0, (2,))
-    assert "and is 2. Waits for peer 2 had lasted as long. The peer has died" in str(error)
+    assert "and is 2. It was also waiting for peer 2. The peer has died" in str(error)
+
+
+@alone
+def test_an_error_that_nobody_raises_is_printed_at_exit_and_found_by_check(pe: int) -> None:
+    signals, ok = words()
+    tdcoll.check()
+    kept = [tdcoll.WaitMonitor() for _ in range(2)]
+    wait_once[(1,)](signals, kept[1], ok, 0, 99, 3, 0, tdl.CMP_GE)
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        last_words._report()
+        last_words._report()  # it has been told
+    assert told.getvalue().count("nothing has raised this error: CollectiveTimeout: rank 0 waited 30 s for peer 3") == 1
+    with pytest.raises(tdcoll.CollectiveTimeout, match="for peer 3: signal 0 had to reach 99"):
+        tdcoll.check()
 
 
 @alone

@@ -25,8 +25,10 @@ def all_gather(
 ) -> torch.Tensor:
     """``[n, ...] -> [world * n, ...]``: concatenate the tensors of all ranks, in rank order.
 
-    Collective over the group. Asynchronous on the current stream, without any synchronisation, and safe in CUDA graphs
-    after one eager call of the size. Any dtype is supported, because bytes are moved as they are.
+    Collective over the group: only its members call. Asynchronous on the current stream, and safe in CUDA graphs after
+    one eager call of the size. A call on another stream than the context's last call waits for that one. Nothing orders
+    calls on different contexts, and without ``ctx`` each collective of a group has its own. Any dtype is supported,
+    because bytes are moved as they are.
 
     >>> tdcoll.all_gather(torch.tensor([tdcoll.rank()]))  # on 2 ranks
     tensor([0, 1])
@@ -35,7 +37,7 @@ def all_gather(
     requires grad, or none does, and their backward passes make the same calls in the same order.
 
     Args:
-        tensor: contiguous, on the context's device; of the same size on all ranks.
+        tensor: contiguous, on ``tdcoll.device()``; of the same size on all ranks.
         out: the result: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None. May hold
             ``tensor`` as its own segment, and must not overlap it otherwise. Because it gets no gradient, ``tensor``
             must not require grad, unless under ``torch.no_grad()``.
@@ -54,7 +56,8 @@ def all_gather(
 
     Raises:
         ContextError: the context is closed or bound to another stream, or ``max_bytes_per_rank`` is far too small.
-        CollectiveTimeout: an earlier wait on the context expired. (``ctx.check()`` waits for this call's own waits.)
+        CollectiveTimeout: an earlier wait on the context expired. The call's own timeout is raised by the next call, by
+            ``ctx.check()``, :func:`tdcoll.check` or ``finalize()``; until then the result is undefined.
         RankMismatchError: (``debug``) ranks differ in size, dtype, operation, algorithm or ``requires_grad``.
         NotInitializedError, HeapExhaustedError: (without ``ctx``) before ``tdcoll.initialize()``; the heap is full.
         TypeError, ValueError: an argument is not as described.

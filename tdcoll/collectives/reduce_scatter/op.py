@@ -56,6 +56,6 @@ def reduce_scatter(
 
     Algorithms: every rank sends each segment to the rank that reduces it (pairwise exchange; Thakur, Rabenseifner and
     Gropp, 2005), by the Lamport protocol or LL, by stores with a signal per chunk, or by puts. ``"pull"`` is the same
-    by loads, without a inbox copy.
+    by loads, without a copy into the inbox.
     """
     return make(SPEC, tensor, op=op, out=out, group=group, ctx=ctx, algorithm=algorithm, symmetric=symmetric)

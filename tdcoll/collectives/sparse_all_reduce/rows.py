@@ -119,7 +119,9 @@ class Joined:
 def rows_of_tensor(tensor: Any, device: torch.device, name: str = "tensor") -> Rows:
     arguments.tensor(name, tensor)
     if tensor.layout != torch.sparse_coo:
-        raise ValueError(f"{name} must have the layout torch.sparse_coo, got {tensor.layout}")
+        raise ValueError(
+            f"{name} must have the layout torch.sparse_coo, got {tensor.layout}. tdcoll.all_reduce takes dense tensors"
+        )
     if tensor.sparse_dim() != 1:
         raise ValueError(
             f"{name} must have one sparse dimension, the rows; got {tensor.sparse_dim()} of shape {list(tensor.shape)}"
