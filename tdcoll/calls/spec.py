@@ -149,11 +149,15 @@ class Collective:
         """Return the algorithm of this name."""
         return next(algorithm for algorithm in self.algorithms if algorithm.name == name)
 
+    def handled(self, world: int) -> int:
+        """Return the largest segment that the backend handles by default with so many ranks."""
+        return min(self.handled_bytes, self.handled_bytes_of_more) if world > 2 else self.handled_bytes
+
     def handled_with(self, blocks: int, world: int) -> int:
         """Return the largest segment that the backend handles by default on a context of so many thread blocks and
         ranks."""
         limits = [nbytes for least, nbytes in FEW_BLOCKS if blocks < least]
-        return min([self.handled_bytes_of_more if world > 2 else self.handled_bytes, *limits])
+        return min([self.handled(world), *limits])
 
     # ------------------------------------------------------------------ shapes
 

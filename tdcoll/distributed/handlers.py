@@ -185,7 +185,7 @@ class Dense(Handler):
     def __init__(self, members: Members, lane: Lane, spec: Collective) -> None:
         super().__init__(members, lane)
         self.kind, self.spec = spec.name, spec
-        self._most = members.options.limits()[spec.name]
+        self._most = members.options.limits(len(members.ranks))[spec.name]
         self.pool = Pool(
             members.job,
             members.ranks,

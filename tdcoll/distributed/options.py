@@ -86,10 +86,10 @@ class Options:
         """The kinds that tdcoll handles, in the order of :data:`KINDS`."""
         return _kinds(str(self.handles), "handles")
 
-    def limits(self) -> dict[str, int]:
-        """Return the most bytes of a segment that is handled, for each dense kind."""
+    def limits(self, world: int) -> dict[str, int]:
+        """Return the most bytes of a segment that is handled with so many ranks, for each dense kind."""
         given = self.max_bytes_per_rank
-        return {kind: spec_of(kind).handled_bytes if given is None else given for kind in COLLECTIVES}
+        return {kind: spec_of(kind).handled(world) if given is None else given for kind in COLLECTIVES}
 
     @classmethod
     def of(cls, given: Any) -> Options:

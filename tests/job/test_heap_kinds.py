@@ -168,6 +168,16 @@ def test_peers_are_where_pytorch_has_mapped_them(memory: _Memory) -> None:
             c10d._resolve_process_group(name)
 
 
+def test_callers_may_use_multicast_afterwards(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    monkeypatch.setenv(name, "0")
+    _heap(3, 1)
+    assert os.environ[name] == "0"
+    monkeypatch.delenv(name)
+    _heap(3, 1)
+    assert name not in os.environ
+
+
 def test_one_rank_needs_nobody(memory: _Memory) -> None:
     heap = _heap(1, 0)
     assert heap.peer_base(0) == heap.base

@@ -86,7 +86,7 @@ def test_bytes_that_are_none(text: str) -> None:
         ("TDCOLL_TIMEOUT_S", "9" * 5000, "must be .*, got inf"),
         *(
             ("TDCOLL_EMULATE_NODES", value, f"must be a whole number of at least 1, got '{value[:60]}'")
-            for value in ("two", "0", "9" * 5000)
+            for value in ("two", "0", "²", "9" * 5000)
         ),
     ],
     ids=lambda value: ascii(value)[:40],
@@ -144,7 +144,7 @@ def test_what_is_documented_fits_into_the_default_heap() -> None:
     """docs/sparse-all-reduce.md, on 8 GPUs; an inbox for the backend's largest calls takes an eighth of the heap."""
     heap = environment.DEFAULT_HEAP_BYTES
     assert symmetric_bytes(8, 20_000, 4 * 512) + (8 << 20) < heap
-    for kind, largest in Options().limits().items():
+    for kind, largest in Options().limits(8).items():
         assert 0 < 2 * 8 * spec_of(kind).inbox(largest, 8, heap) <= heap // 8
 
 

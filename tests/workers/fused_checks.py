@@ -186,16 +186,20 @@ def fused_timeouts_name_the_peer() -> str:
     for algorithm in ALGORITHMS[1:]:
         runtime.current().failed = False  # what failed is over, and all ranks are here
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16, timeout_s=5 if shared() else 1.5)
+        peers = None
         if algorithm in algorithms(ctx, world(), 512, torch.bfloat16):
             tdcoll.fused.all_reduce_rms_norm(x, x.clone(), weight, ctx=ctx, algorithm=algorithm)
             if rank() != absent:
                 tdcoll.fused.all_reduce_rms_norm(x, x.clone(), weight, ctx=ctx, algorithm=algorithm)
                 error = expect_raises(tdcoll.CollectiveTimeout, ctx.check)
-                # Between nodes, a rank may wait only for those that wait for the absent one in turn.
-                named = range(world()) if tdcoll.topology().n_nodes > 1 else (error.peer, *error.others)  # type: ignore[attr-defined]
-                expect(absent in named and error.epoch == 2, str(error))  # type: ignore[attr-defined]
+                peers = [error.peer, *error.others]  # type: ignore[attr-defined]
+                expect(rank() not in peers and error.epoch == 2, str(error))  # type: ignore[attr-defined]
                 ctx.close()
             tried.append(algorithm)
+            named = runtime.current().control.all_gather(range(world()), f"peers of {algorithm}", peers)
+            # Between nodes, a rank may wait only for those that wait for the absent one in turn.
+            some = any if tdcoll.topology().n_nodes > 1 else all
+            expect(some(absent in one for one in named if one), f"{algorithm}: {named}")
         runtime.current().failed = True  # so that the absent rank, too, leaves without the others
     expect(tried, "no algorithm was to be had")
     return f"peer named by {', '.join(tried)}"

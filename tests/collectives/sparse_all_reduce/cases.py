@@ -244,18 +244,12 @@ def outcomes(
 
 
 def check(got: Outcome, parts: Sequence[Rows], op: str) -> None:
-    """Raise AssertionError unless it has the bits of the reference.
-
-    In bf16 only where results are exact: the interpreter cuts numbers to 16 bits where GPUs round them.
-    """
+    """Raise AssertionError unless it has the bits of the reference."""
     nodes = None if got.algorithm == "gather" else got.nodes
     wanted = reduce(parts, op, nodes, dense=got.algorithm == "dense")
     assert torch.equal(got.rows.indices, wanted.indices)
     assert (got.rows.values.dtype, got.rows.values.shape) == (wanted.values.dtype, wanted.values.shape)
-    if wanted.values.dtype == torch.bfloat16 and op in ("mean", "prod"):
-        torch.testing.assert_close(got.rows.values, wanted.values, rtol=2**-5, atol=2**-8, equal_nan=True)
-    else:
-        assert wrong_rows(got.rows.values, wanted.values) == 0, f"{got.rows.values} should be {wanted.values}"
+    assert wrong_rows(got.rows.values, wanted.values) == 0, f"{got.rows.values} should be {wanted.values}"
 
 
 def check_all(parts: Sequence[Rows], num_rows: int, how: Options = Options(), **world: Any) -> list[Outcome]:

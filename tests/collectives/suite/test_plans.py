@@ -90,6 +90,7 @@ ENTRIES = st.one_of(
     st.just({}),
     st.fixed_dictionaries({"chunks": st.integers(1, MAX_CHUNKS)}),
     st.fixed_dictionaries({"chunk": st.integers(7, 20).map(lambda power: 1 << power)}),
+    st.fixed_dictionaries({"chunk": st.integers(7, 12).map(lambda power: 3 << power)}),  # as LL cuts
 )
 
 
