@@ -234,7 +234,7 @@ class Launch:
             numbers, and tuples of these.
         changing: parameters that each launch gives, which follow each other and are addresses or whole numbers;
             ``tuple.field`` for one of a tuple.
-        num_warps: warps of each program.
+        num_warps: warps of each thread block.
         early: may begin before what was launched before has ended, if the kernel waits for that.
         maxnreg: the most registers of a thread. None: ptxas decides, and may spill a little to have more thread blocks
             on an SM.

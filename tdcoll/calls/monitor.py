@@ -134,14 +134,14 @@ class WaitMonitor:
                 yield watch.PendingWait(peer if peer >= 0 else None, notice[1] if numbered else None, lamport, waited_s)
 
     def _waited_for(self, epoch: int) -> set[int]:
-        """Peers whose notices say that waits in this epoch, or in a Lamport call, had lasted nearly until the
-        deadline."""
+        """Return the peers for which waits in this epoch (or Lamport call of this number) had lasted nearly until the
+        deadline, if it is longer than 0.27 s."""
         found = set()
         least_s = self.timeout_s - 2 * (c.NOTICE_EVERY.value << c.NOTICE_SHIFT.value) / 1e9
         for lamport, place in itertools.product((False, True), range(c.NOTICES.value)):
             first, number = self._notices[int(lamport), place].tolist()
             peer, waited = divmod(first, 1 << 32)
-            if peer >= 0 and (lamport or number == epoch) and (waited << c.NOTICE_SHIFT.value) / 1e9 >= least_s > 0:
+            if peer >= 0 and number == epoch and (waited << c.NOTICE_SHIFT.value) / 1e9 >= least_s > 0:
                 found.add(peer)
         return found
 
@@ -194,7 +194,7 @@ class WaitMonitor:
 
 
 def check() -> None:
-    """Wait for the current stream, and raise if a wait has expired in any kernel of this job on this rank.
+    """Wait for the current stream, and raise if a wait has expired in a kernel of this job on this rank.
 
     It looks at the contexts that tdcoll makes for calls without ``ctx``, and at all others. Without it, the next call
     of the kind raises, or :func:`tdcoll.finalize`.
@@ -209,5 +209,5 @@ def check() -> None:
     job = runtime.current()
     if job.device.type == "cuda":
         torch.cuda.current_stream(job.device).synchronize()
-    for monitor in list(job.monitors.values()):
+    for monitor in job.living_monitors():
         monitor.raise_if_expired()

@@ -126,7 +126,7 @@ def _problem(rows: NormRows, plan: Plan, facts: Facts) -> str | None:
     if room > -(-facts.lamport_bytes // WORD) * WORD:
         return f"needs lamport_bytes={room} or more in the context; got {facts.lamport_bytes} on "
     if (count := blocks_of(rows, plan, world)) > facts.max_blocks:
-        return f"needs {count} blocks_of and the context has {facts.max_blocks}; got "
+        return f"needs {count} thread blocks and the context has {facts.max_blocks}; got "
     return None
 
 

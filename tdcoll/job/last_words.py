@@ -61,7 +61,7 @@ def report_at_exit() -> None:
 
 def _report() -> None:
     job = runtime.current_or_none()
-    for monitor in [] if job is None else list(job.monitors.values()):
+    for monitor in [] if job is None else job.living_monitors():
         if monitor.expired and not monitor.reported:
             try:
                 monitor.raise_if_expired()

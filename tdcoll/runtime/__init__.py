@@ -104,6 +104,10 @@ class Runtime:
     def __post_init__(self) -> None:
         self.arena = Arena(self.heap.nbytes)
 
+    def living_monitors(self) -> list[Any]:
+        """Return the monitors that exist now, from any thread, while others make more."""
+        return [monitor for found in self.monitors.valuerefs() if (monitor := found()) is not None]
+
     @property
     def device(self) -> torch.device:
         """The device of symmetric tensors."""

@@ -159,22 +159,22 @@ class _Watch:
         self.close()
 
     def _open(self) -> list[Any]:
-        monitors = [found() for found in self._job.monitors.valuerefs()]
-        return [monitor for monitor in monitors if monitor is not None and monitor.open]
+        return [monitor for monitor in self._job.living_monitors() if monitor.open]
 
     def _look(self) -> None:
         """Log what has become long since the last look."""
-        before, self._said = self._said, {}
+        said_now: dict[Any, int] = {}
         found = list(_exchanges(self._job))
         for monitor in self._open():
             for launch, waits in _by_launch(monitor).items():
                 longest = max(wait.waited_s for wait in waits)
                 found.append(((id(monitor), launch), monitor.timeout_s, longest, _described(monitor, waits)))
         for key, timeout_s, waited_s, what in found:
-            due, said = sum(waited_s >= at for at in lines_at(timeout_s)), before.get(key, 0)
+            due, said = sum(waited_s >= at for at in lines_at(timeout_s)), self._said.get(key, 0)
             if due > said:
                 _log.warning("rank %d: %s", self._job.rank, what)
-            self._said[key] = max(due, said)
+            said_now[key] = max(due, said)
+        self._said = said_now
 
     def _report(self) -> dict[str, Any]:
         """Return what to tell those who ask: ``rank``, a line; ``waits`` and ``lines``, of which each wait is one."""

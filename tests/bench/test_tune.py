@@ -185,7 +185,7 @@ def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, mon
         monkeypatch.setattr(tdcoll, name, partial(timed, getattr(tdcoll, name)))
     file = tmp_path / "t.json"
     kept = Table.parse(
-        '{"tuning": "tdcoll", "version": 4, "tables": [{"architecture": "NVIDIA Test", "operation": "all_gather", '
+        '{"tuning": "tdcoll", "version": 5, "tables": [{"architecture": "NVIDIA Test", "operation": "all_gather", '
         '"ranks_per_node": 2, "nodes": 1, "in_place": false, "entries": [{"up_to": 64, "algorithm": "1d"}]}]}'
     )
     file.write_text(kept.text())

@@ -97,3 +97,12 @@ def test_exit_status(monkeypatch, capsys, arguments, hosts, facts, ended, status
     monkeypatch.setattr(job, "start", lambda facts, timeout_s: ended)
     assert command.main(arguments, {"TDCOLL_NNODES": hosts}) == status
     assert said in "".join(capsys.readouterr())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", ["TDCOLL_TIMEOUT_S", "TDCOLL_BACKEND_HANDLES"])
+def test_values_that_tdcoll_refuses(variable):
+    """The small job reads them as a job of the user's would."""
+    done = doctor("--nproc", "1", TRITON_INTERPRET="1", **{variable: "soon"})
+    assert done.returncode == 1
+    assert f"ValueError: {variable}" in done.stdout, done.stdout

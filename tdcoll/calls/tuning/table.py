@@ -21,8 +21,9 @@ from tdcoll.base.limits import COLLECTIVES, MAX_BLOCKS, MAX_CHUNKS
 
 __all__ = ["SIMULATOR", "WARPS", "Entry", "Section", "Table", "shipped"]
 
-VERSION = 4
-"""Older versions distinguished eager calls from those in CUDA graphs, so ranks could choose differently."""
+VERSION = 5
+"""Version 4 has other names of fields. Older ones distinguished eager calls from those in CUDA graphs, so ranks could
+choose differently."""
 
 WARPS = (1, 2, 4, 8, 16, 32)
 """Numbers of warps that a thread block may have."""

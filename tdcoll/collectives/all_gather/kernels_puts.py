@@ -15,9 +15,8 @@ store to each other's memory (not ``STORES``), they put + signal, as in 1D.
 
 Signal map: ``arrived[slot, chunk, s]`` on rank r
 
-- is written (SET to the epoch) by the rank that delivers chunk ``chunk_index`` of rank s to r: s itself, or in 2D the
-rank
-  of r's node on s's rail, which forwards it;
+- is written (SET to the epoch) by the rank that delivers chunk ``chunk_index`` of rank s to r: s itself, or in 2D
+  the rank of r's node on s's rail, which forwards it;
 - is polled (>= epoch) on r by the thread block that copies that chunk out, and in 2D on s's rail by those that forward
   it.
 

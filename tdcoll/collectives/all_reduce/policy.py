@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ONE_SHOT",
-    "ONE_SHOT_BYTES",
     "TWO_SHOT",
     "Words",
     "cut_parts",
@@ -36,9 +35,10 @@ __all__ = [
     "epoch_of_parts",
     "payload_of_parts",
 ]
-__all__ += ["needs_direct", "needs_rails", "needs_signalled_puts", "part_bytes", "parts", "piece_bytes", "pieces"]
+__all__ += ["needs_direct", "needs_rails", "needs_signalled_puts", "one_shot_bytes", "part_bytes", "parts"]
+__all__ += ["piece_bytes", "pieces"]
 
-ONE_SHOT_BYTES = 1536 << 10
+_ONE_SHOT_BYTES = 1536 << 10
 """The most bytes that one-shot takes."""
 
 _MANY_BLOCKS = 45
@@ -97,6 +97,12 @@ class Words:
 
 
 ONE_SHOT, TWO_SHOT = Words("one_shot", 1), Words("two_shot", 2)
+
+
+def one_shot_bytes(world: int) -> int:
+    """Return the most bytes that are one-shot by default, if the context has the memory."""
+    more = (world - 1) * (world - 2)
+    return min(_ONE_SHOT_BYTES, _SPARED_BYTES * world // more) if more else _ONE_SHOT_BYTES
 
 
 def payload_of_parts(facts: Facts, algorithm: str) -> Payload:
@@ -163,11 +169,6 @@ def needs_rails(facts: Facts) -> str | None:
     return needs_signalled_puts(facts)
 
 
-def _one_crossing_pays(facts: Facts) -> bool:
-    world, nbytes = facts.topology.world_size, facts.nbytes
-    return nbytes <= ONE_SHOT_BYTES and (world - 1) * (world - 2) * nbytes <= _SPARED_BYTES * world
-
-
 def _epochs_pay(facts: Facts) -> bool:
     """Return whether two-shot, if it supports the call, is taken before stores: in one epoch, or in several large ones.
 
@@ -188,7 +189,8 @@ def default(facts: Facts) -> str:
     one, two = (words.supports(facts) is None for words in (ONE_SHOT, TWO_SHOT))
     loops = prefers_loops(facts, 2 * part_bytes(facts.nbytes, facts.topology.world_size))
     if not facts.simulated:
-        if one and _one_crossing_pays(facts) and not (loops and facts.max_blocks < _MANY_BLOCKS):
+        fits = one and facts.nbytes <= one_shot_bytes(facts.topology.world_size)
+        if fits and not (loops and facts.max_blocks < _MANY_BLOCKS):
             return "one_shot"
         if two and _epochs_pay(facts) and not loops:
             return "two_shot"

@@ -34,7 +34,6 @@ from tdcoll.calls.spec import Algorithm, Collective
 from tdcoll.collectives.all_reduce import kernels_direct, kernels_loop, kernels_nodes, kernels_puts, kernels_words
 from tdcoll.collectives.all_reduce.policy import (
     ONE_SHOT,
-    ONE_SHOT_BYTES,
     TWO_SHOT,
     Words,
     cut_parts,
@@ -43,6 +42,7 @@ from tdcoll.collectives.all_reduce.policy import (
     needs_direct,
     needs_rails,
     needs_signalled_puts,
+    one_shot_bytes,
     part_bytes,
     parts,
     payload_of_parts,
@@ -190,7 +190,7 @@ SPEC = Collective(
     default=default,
     torch="all_reduce",
     # Three pieces between nodes; and a context on which small calls are one-shot, which sends all data.
-    capacity=lambda segment, world: max(3 * (segment // world + 16), min(segment, ONE_SHOT_BYTES)),
+    capacity=lambda segment, world: max(3 * (segment // world + 16), min(segment, one_shot_bytes(world))),
     adjoint="all_reduce",
     reduces=True,
     handled_bytes_of_more=1 << 20,

@@ -19,9 +19,9 @@ are ordered in the same way before the signal of *reduce*.
 A rank that reduces no contested row reads no ``stage``. Its first worker waits all the same: in every epoch, every rank
 hears from every peer.
 
-Order of thread blocks: those that send come first, so any number of resident blocks makes progress. Rows that nobody
-else
-has come before contested ones: they need no rank but this one, so the others have that time to combine theirs.
+Order of thread blocks: those that send come first, so any number of resident blocks makes progress. Rows that no
+other rank has come before contested ones: they need no rank but this one, so the others have that time to combine
+theirs.
 """
 
 import triton.language as tl

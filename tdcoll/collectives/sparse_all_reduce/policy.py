@@ -62,7 +62,7 @@ class Capacities(NamedTuple):
         topology: the group.
         max_rows_per_rank, max_row_bytes, max_union_rows, grow: as for ``SparseContext``.
         beside_others: whether a rank limits its thread blocks: then no rows beyond :data:`GATHER_BYTES` travel in the
-            exchange of lists, which has a program for each chunk and rank.
+            exchange of lists, which has a thread block for each chunk and rank.
     """
 
     topology: Topology

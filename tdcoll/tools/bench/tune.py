@@ -142,7 +142,7 @@ class Tune(case.Case):
         warps = options.number(int, lambda value: value in WARPS, f"one of {', '.join(map(str, WARPS))}")
         for name, kind, counts, what in (
             ("--chunks", chunks, CHUNK_COUNTS, "chunks of a segment"),
-            ("--warps", warps, WARP_COUNTS, "warps of a program"),
+            ("--warps", warps, WARP_COUNTS, "warps of a thread block"),
         ):
             parser.option(name, options.each(kind), ",".join(map(str, counts)), "N,N", what)
         what = "measure calls in place as well, where tables have sections for them"

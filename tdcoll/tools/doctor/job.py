@@ -114,8 +114,13 @@ def run(timeout_s: float) -> str:
 
     import tdcoll
     from tdcoll import runtime
+    from tdcoll.distributed import Options
+    from tdcoll.job import lifecycle
 
     torch.set_num_threads(1)
+    _say(stage="values of variables")
+    lifecycle._JobOptions.read(None, None)  # a job of yours reads them, even if this one has its own deadline
+    Options()
     _say(stage="tdcoll.initialize")
     tdcoll.initialize(timeout_s=timeout_s)
     owner = runtime.current()

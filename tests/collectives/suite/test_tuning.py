@@ -87,7 +87,7 @@ def test_a_table_comes_back_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("version",), 3, "t.json: version: expected 4 (another version of tdcoll wrote this table: measure again"),
+        (("version",), 3, "t.json: version: expected 5 (another version of tdcoll wrote this table: measure again"),
         (("tuning",), "all_gather", 't.json: tuning: expected one of "tdcoll", got "all_gather"'),
         ((*FIRST, "operation"), "all_gahter", 'tables[0]: operation: expected one of "all_gather"'),
         (("tables",), {}, "t.json: tables: expected a list, got {}"),
