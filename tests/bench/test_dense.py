@@ -173,7 +173,7 @@ def test_one_buffer_is_reduced_again_and_again(op: str, clock: Any, measured: An
 
 def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
     file, table = tmp_path / "result.json", tmp_path / "table.json"
-    table.write_text('{"tuning": "tdcoll", "version": 4, "tables": []}')
+    table.write_text('{"tuning": "tdcoll", "version": 5, "tables": []}')
     done = launch(
         *("--simulate", "--nproc", "2", "-m", "tdcoll.tools.bench", "all_gather"),
         *("-b", "1K", "-e", "1K", "--algorithms", "1d,in-place,backend", "--json", str(file)),
