@@ -89,8 +89,8 @@ class Copies:
         self._enter = Launch(kernels.enter, 1, {**group, "stamp": self._stamp}, (), num_warps=1)
         self._hear = []
         for number, hop in enumerate(hops):
-            looks = hop is last and not (hop.taken or hop.sum)
-            self._hear.append(Launch(kernels.hear, 1, {**group, "hop": number, "LOOKS": looks}, (), num_warps=1))
+            ends = {"LAST": hop is last, "LOOKS": hop is last and not (hop.taken or hop.sum)}
+            self._hear.append(Launch(kernels.hear, 1, {**group, "hop": number, **ends}, (), num_warps=1))
         self._look = Launch(kernels.look, 1, group, (), num_warps=1) if last.taken else None
         launches = [self._enter, *self._hear, *(hop.sum for hop in hops), self._look]
         self._launches = [launch for launch in launches if launch is not None]

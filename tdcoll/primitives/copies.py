@@ -17,7 +17,8 @@ Data flow of a call, seen from rank r::
 An all-reduce has two hops: parts, and after their sum the sums.
 
 Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by ``enter``. ``arrived[0, hop, s]`` is
-written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` of rank s.
+written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` of rank s, and by ``hear`` between
+two hops.
 
 Ordering: a copy on a stream begins when the one before it on that stream has ended, so the stamp arrives after the
 data. This is CUDA's order of a stream, seen from the GPU that is written to: an assumption, which
@@ -37,7 +38,8 @@ A rank that gives up: copies that are queued can't be held back, also those of l
 ``enter`` finds that a wait has expired, or its own expires, it tells its peers before it ends, hence before the copies
 run, and leaves the stamp as it is. Peers then wait in vain for this epoch and time out as well, and a peer that still
 takes data of the call before out of its inbox finds in ``look`` that it may have been overwritten: see
-:mod:`tdcoll.primitives.stores`. Two things aren't protected: the caller's memory if peers write into it (it is
+:mod:`tdcoll.primitives.stores`. Between two hops the stamp has the epoch already, so ``hear`` tells as well, and peers
+that take what the second hop brings find out in their last check. Two things aren't protected: the caller's memory if peers write into it (it is
 undefined after a timeout on any rank), and on a rank that is late by a whole deadline the inbox of an earlier call of
 another algorithm.
 
@@ -81,18 +83,24 @@ def enter(g, stamp, WAITED: tl.constexpr):
 
 
 @jit
-def hear(g, hop: tl.int32, LOOKS: tl.constexpr, WAITED: tl.constexpr):
+def hear(g, hop: tl.int32, LAST: tl.constexpr, LOOKS: tl.constexpr, WAITED: tl.constexpr):
     """Wait until the stamp of every other rank is here. One thread block.
 
     Args:
         hop: of the call, 0 or 1.
+        LAST: no hop follows. Otherwise, tell the peers if this rank has given up: the copies of the next hop run all
+            the same, with a stamp that says that what they carry is right.
         LOOKS: nothing is read after this, so find out here whether a peer has given up.
     """
-    if still_alive(g.monitor) != 0:
-        epoch = this_epoch(g.control)
-        if tdl.wait_signals(row(g, epoch, hop), g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
-            if LOOKS:
+    heard, epoch = still_alive(g.monitor), this_epoch(g.control)
+    if heard != 0:
+        heard = tdl.wait_signals(row(g, epoch, hop), g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
+    if LAST:
+        if LOOKS:
+            if heard != 0:
                 stores.none_gave_up(g, WAITED)
+    elif heard == 0:
+        stores.tell_gave_up(g, epoch)
 
 
 @jit
