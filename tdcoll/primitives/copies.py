@@ -17,8 +17,8 @@ Data flow of a call, seen from rank r::
 An all-reduce has two hops: parts, and after their sum the sums.
 
 Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by ``enter``. ``arrived[0, hop, s]`` is
-written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` of rank s, and by ``hear`` between
-two hops.
+written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` of rank s, and by
+``hear`` between two hops.
 
 Ordering: a copy on a stream begins when the one before it on that stream has ended, so the stamp arrives after the
 data. This is CUDA's order of a stream, seen from the GPU that is written to: an assumption, which
@@ -39,9 +39,9 @@ A rank that gives up: copies that are queued can't be held back, also those of l
 run, and leaves the stamp as it is. Peers then wait in vain for this epoch and time out as well, and a peer that still
 takes data of the call before out of its inbox finds in ``look`` that it may have been overwritten: see
 :mod:`tdcoll.primitives.stores`. Between two hops the stamp has the epoch already, so ``hear`` tells as well, and peers
-that take what the second hop brings find out in their last check. Two things aren't protected: the caller's memory if peers write into it (it is
-undefined after a timeout on any rank), and on a rank that is late by a whole deadline the inbox of an earlier call of
-another algorithm.
+that take what the second hop brings find out in their last check. Two things aren't protected: the caller's memory if
+peers write into it (it is undefined after a timeout on any rank), and on a rank that is late by a whole deadline the
+inbox of an earlier call of another algorithm.
 
 Contexts that share a hardware queue, because they have more streams than there are queues
 (``CUDA_DEVICE_MAX_CONNECTIONS``, 8 by default; a call has a stream for each peer): work that waits behind an event
