@@ -153,5 +153,5 @@ def test_every_own_call_is_made(monkeypatch: pytest.MonkeyPatch, capsys: Any) ->
 
 
 def test_the_page_has_the_table_of_its_file() -> None:
-    rows = json.loads((ROOT / "docs/results/host/calls-2xH200.json").read_text())["host"]
+    rows = json.loads((ROOT / "docs/results/host/calls-4xH200.json").read_text())["host"]
     assert backend_calls.table(rows) in (ROOT / "docs/tables.md").read_text()

@@ -29,8 +29,13 @@ TENSORS: list[tuple[str, Any, type[Exception], str]] = [
     ("a list of numbers", [1, 2], TypeError, r"^tensor\[0\] must be a torch\.Tensor, got 1$"),
     ("a dict", {}, TypeError, r"^tensor must be a torch\.Tensor, got dict$"),
     ("None", None, TypeError, r"^tensor must be a torch\.Tensor, got NoneType$"),
-    ("dense", torch.ones(3, 4), ValueError, r"^tensor must have the layout torch\.sparse_coo, got torch\.strided$"),
-    ("csr", _csr(), ValueError, r"^tensor must have the layout torch\.sparse_coo, .*sparse_csr$"),
+    (
+        "dense",
+        torch.ones(3, 4),
+        ValueError,
+        r"^tensor must have the layout torch\.sparse_coo, got torch\.strided\. tdcoll.all_red",
+    ),
+    ("csr", _csr(), ValueError, r"^tensor must have the layout torch\.sparse_coo, .*sparse_csr\. tdcoll"),
     (
         "two sparse dimensions",
         _coo2(),
