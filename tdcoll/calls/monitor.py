@@ -78,7 +78,7 @@ class WaitMonitor:
         words[c.MONITOR_RANK.value] = self.job.rank if rank is None else rank
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
         self.reported = False
-        """Whether :class:`~tdcoll.CollectiveTimeout` has been raised for it."""
+        """True once :class:`~tdcoll.CollectiveTimeout` has been raised for it."""
         # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
         self.job.held[id(self)] = self
         self.calls: Calls | None = None

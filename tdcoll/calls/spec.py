@@ -173,7 +173,7 @@ class Collective:
 
     @property
     def peers_access_tensor(self) -> bool:
-        """Whether peers access the caller's tensor, if it is symmetric, rather than the result."""
+        """True if peers access the caller's symmetric tensor rather than the result."""
         return self.scatters and not self.gathers
 
     def segment_bytes(self, nbytes: int, world: int) -> int:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call will do, and what memory a job takes, said in advance."""
+"""Predictions: how a call will be made, and how much memory a job takes."""

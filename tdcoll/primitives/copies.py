@@ -2,8 +2,8 @@
 """Calls whose data is moved by copy engines, inside one node: what runs on multiprocessors before and after the copies.
 
 Scope: one node whose ranks can address each other's memory; large messages, and calls beside compute, because the
-copies take no multiprocessor. The host issues the copies (:mod:`tdcoll.calls.copies`). Of the kernels here,
-all have one thread block and only send and await signals, but for :func:`sum_copies`, which reduces with any number.
+copies take no multiprocessor. The host issues the copies (:mod:`tdcoll.calls.copies`). The kernels here
+have one thread block and only send and await signals, except :func:`sum_copies`, which reduces with any number.
 
 Data flow of a call, seen from rank r::
 

@@ -19,7 +19,7 @@ from tdcoll.testing import World
 
 @pytest.fixture
 def pushed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What NVTX is told, because ``TDCOLL_NVTX`` asks for it: names, and "end"."""
+    """Messages to NVTX, because ``TDCOLL_NVTX`` asks for it: names, and "end"."""
     told: list[str] = []
     monkeypatch.setenv("TDCOLL_NVTX", "1")
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)

@@ -51,7 +51,7 @@ CALLS: dict[str, tuple[Call, int, Callable[[int, list[torch.Tensor]], torch.Tens
 )
 @everywhere
 def test_as_torch_has_them_of_the_same_arithmetic(pe: int, name: str, room: int | None) -> None:
-    """Of the sum over ranks of what each computes; the second and third call go the short way without a gradient."""
+    """Of the sum over ranks of what each computes; the second and third call take the fast path without a gradient."""
     call, numel, whole = CALLS[name]
     theirs = [of(r, numel).requires_grad_() for r in range(WORLD)]
     made = [whole(r, theirs) for r in range(WORLD)]
@@ -138,7 +138,7 @@ def refusals(x: torch.Tensor, ctx: Any) -> list[Callable[[], object]]:
 def test_a_given_result_has_none(pe: int) -> None:
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
         x = of(pe, 6).requires_grad_()
-        for seen in (x.detach(), x):  # the second calls would go the short way
+        for seen in (x.detach(), x):  # the second calls would take the fast path
             for i, call in enumerate(refusals(seen, ctx)):
                 if seen is x:
                     with pytest.raises(ValueError, match=r"tensor must not require grad .* tensor\.detach\(\)"):

@@ -32,7 +32,7 @@ MOST_S = 3.0
 
 
 class Server:
-    """A store that another process serves, which falls silent or dies when it is told to."""
+    """A store that another process serves, which falls silent or dies on request."""
 
     def __init__(self) -> None:
         fork = get_context("fork")

@@ -185,7 +185,7 @@ class Contender:
 
     @property
     def runs(self) -> bool:
-        """Whether it can run here, as far as is known."""
+        """True if it can run here, as far as is known."""
         return self.row.check != "not run"
 
     def tried(self, job: Ranks, what: str, action: Callable[[], Any]) -> Any:

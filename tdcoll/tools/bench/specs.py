@@ -18,7 +18,7 @@ class Spec(Collective):
 
     @property
     def one_tensor(self) -> bool:
-        """Whether torch.distributed's function is in place, because input and result have one segment each."""
+        """True if torch.distributed's function is in place: input and result have one segment each."""
         return self.segments == (1, 1)
 
     @property

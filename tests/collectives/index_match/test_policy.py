@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kind of directory is built."""
+"""The kind of directory that is built."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Reduces:
             world.run(self.host)
 
     def part(self, rank: int, call: int, table: int) -> Rows:
-        """What ``rank`` brings of a table to ``call``."""
+        """The rows of a table that ``rank`` brings to ``call``."""
         if self.data is not None:
             return self.data(rank, call)
         num_rows, shape = self.tables[table]
@@ -115,7 +115,7 @@ class Reduces:
         return Rows(indices, made.values[: indices.numel()])
 
     def wanted(self, topology: Topology, call: int, table: int) -> Rows:
-        """What every rank has to get of a table in ``call``."""
+        """The rows of a table that every rank has to get in ``call``."""
         nodes = topology.nodes if self.algorithms[call] == "o" else None
         key = (topology.world_size, nodes, call, table)
         if key not in self._wanted:

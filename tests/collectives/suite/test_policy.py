@@ -48,7 +48,7 @@ def few(blocks: int, **more: Any) -> dict[str, Any]:
 
 SIMULATED: dict[str, Any] = {**STORES, "ll_bytes": M, "simulated": True}
 TAKEN: list[tuple[Collective, int, Nodes, dict[str, Any], str | tuple[str, int] | Plan]] = [
-    # What "auto" takes: facts; algorithm, with the bytes of a chunk or not, or the plan.
+    # The choice of "auto": facts; algorithm, with the bytes of a chunk or not, or the plan.
     *((GATHER, M, nodes, {}, algorithm) for nodes, algorithm in (((8,), "1d"), ((2, 2, 2), "2d"), ((4, 2), "1d"))),
     (GATHER, G, (1, 1, 1), {}, "1d"),  # one rank per node: nothing to forward
     *((GATHER, nbytes, (8,), LL, "ll") for nbytes in (0, 16 * K)),
@@ -195,7 +195,7 @@ SIZES_OF_CHUNKS = [
     (G, MAX_CHUNKS, G // MAX_CHUNKS),
 ]
 CUT = [
-    # What is asked for, facts, chunks and bytes of a chunk.
+    # Requested algorithm, facts, chunks and bytes of a chunk.
     *((n, (8,), "direct", STORES, chunks, chunk) for n, chunks, chunk in SIZES_OF_CHUNKS),
     *((n, (4, 4), "2d", {}, chunks, n // chunks) for n, chunks in ((256 * K, 32), (64 * M, 256), (G, MAX_CHUNKS))),
     *(
