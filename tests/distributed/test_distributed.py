@@ -92,7 +92,7 @@ def test_beside_another_backend(launch: Launch) -> None:
 @pytest.mark.slow
 def test_many_calls_leave_nothing_behind(launch: Launch) -> None:
     """In memory, open files, threads, and keys of the store. 20,000 calls take 4 minutes on two cores."""
-    done = launch("--simulate", "--nproc", "2", str(WORKERS / "backend_soak.py"), "4000", timeout=300)
+    done = launch("--simulate", "--nproc", "2", str(WORKERS / "backend_soak.py"), "3000", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["calls"] >= 4000
 
