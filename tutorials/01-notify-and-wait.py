@@ -10,7 +10,7 @@ the telling, a signal between neighbours, and then builds a small queue on it. Y
 * four rules that keep the queue correct, and how it fails if you break one of them,
 * what happens when the other side never answers.
 
-Run it with::
+Run it with the following command, or :doc:`from an installed wheel <index>`::
 
     bash launch.sh tutorials/01-notify-and-wait.py
 
@@ -80,7 +80,7 @@ def hello(signals, monitor):
 #         ...                                         read the slot
 #     credits += 1  <-------- signal ---------------  say that the slot is free
 #
-# A run of the simulator with two slots looks like this:
+# A run of the simulator with two slots looks like this, with items counted from 1:
 #
 # .. image:: /figures/credits.svg
 #    :alt: A queue with two slots: item 3 waits for the credit of item 1
@@ -192,10 +192,11 @@ class Queue:
         self.constants = {"WORDS": WORDS, "SLOTS": SLOTS, **KEPT, **dict(changes)}
         self.slots = tdcoll.empty((SLOTS, WORDS), torch.int64, name="slots")
         self.outbox = tdcoll.empty(WORDS, torch.int64, name="outbox")
-        # SLOTS times `arrived`, then `credits`, one word for hello, and one that no PE signals.
-        self.signals = tdcoll.zeros(SLOTS + 3, torch.int64, name="signals")
+        self.arrived = tdcoll.zeros(SLOTS, torch.int64, name="arrived")
+        self.credits = tdcoll.zeros(1, torch.int64, name="credits")
+        self.hello = tdcoll.zeros(1, torch.int64, name="hello")
+        self.never = tdcoll.zeros(1, torch.int64, name="never")  # no PE signals it
         self.received = torch.zeros((ITEMS, WORDS), dtype=torch.int64, device=tdcoll.device())
-        self.arrived, self.credits, self.hello, self.never = self.signals.split([SLOTS, 1, 1, 1])
 
     def run(self, monitor, begin, count):
         queue[(2,)](

@@ -10,7 +10,7 @@ Every rank has a piece, and in the end every rank has all pieces, in rank order.
 * how to call tdcoll's own all-gather, for small pieces, over several nodes, and without a copy,
 * how far your kernel is from the lower bound and from NCCL.
 
-Run it with::
+Run it with the following command, or :doc:`from an installed wheel <index>`::
 
     bash launch.sh tutorials/02-all-gather.py
 

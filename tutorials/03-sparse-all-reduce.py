@@ -11,7 +11,7 @@ tutorial trains word vectors on real text, on several ranks, and moves only the 
 * how to size its context, and what happens if it is too small,
 * how many bytes it moves, compared with an all-reduce of the whole table.
 
-Run it with::
+Run it with the following command, or :doc:`from an installed wheel <index>`::
 
     bash launch.sh tutorials/03-sparse-all-reduce.py
 

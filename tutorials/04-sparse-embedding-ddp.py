@@ -12,7 +12,7 @@ gradients in three ways, and with dense gradients as usual. You will learn
 * when to use the hook or the reducer instead of the backend,
 * how to check that all of them train the same model.
 
-Run it with::
+Run it with the following command, or :doc:`from an installed wheel <index>`::
 
     bash launch.sh tutorials/04-sparse-embedding-ddp.py
 
@@ -96,7 +96,7 @@ def train(model, batches, rate, reducer=None):
 # Four ways to make the gradients equal
 # -------------------------------------
 #
-# **The backend** is the least to write. The script says
+# **The backend** is the least to write. The script says::
 #
 #     dist.init_process_group("tdcoll")           # was "nccl"
 #     model = DistributedDataParallel(model)      # as before, now with nn.Embedding(..., sparse=True)
@@ -183,9 +183,8 @@ def check_same(way, model, losses, dense_model, dense_losses):
 # * the number of calls so far. Over the backend, DDP makes one sparse all-reduce per table and step, which is checked
 #   below. The gradients of the dense layers come in buckets, each a dense all-reduce.
 #
-# The logger "tdcoll" has a line at level INFO for the first call of each kind, with the algorithm that was chosen.
-#
-# docs/distributed.md has the rest: gradient accumulation, GradScaler, clipping sparse gradients, timeouts and limits.
+# The logger "tdcoll" has a line at level INFO for the first call of each kind, and at DEBUG the algorithm that was
+# chosen for each size. docs/distributed.md has the rest: gradient accumulation, GradScaler, clipping, timeouts, limits.
 # `bash launch.sh -m tdcoll bench sparse_all_reduce` measures the calls on your machine.
 
 SIMULATED = {"rows": 2000, "dim": 8, "batch": 32, "steps": 6}

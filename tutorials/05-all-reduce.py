@@ -11,7 +11,7 @@ Every rank has a vector, and in the end every rank has the sum of all vectors. Y
 * how much it saves to fuse the all-reduce with the addition and the norm that follow it in a model,
 * how a tensor-parallel model decodes with it.
 
-Run it with::
+Run it with the following command, or :doc:`from an installed wheel <index>`::
 
     bash launch.sh tutorials/05-all-reduce.py
 

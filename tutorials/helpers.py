@@ -41,7 +41,8 @@ def parse(parser, arguments, rules, case, **world):
     if options.seed is not None and not options.broken:
         parser.error("--seed: expected --break RULE with it")
     if options.broken and not INTERPRETED:
-        parser.error("--break: expected the simulator, got GPUs; start it with 'launch.sh --simulate --nproc 1'")
+        start = "start it with 'launch.sh' or 'python -m tdcoll run', and '--simulate --nproc 1'"
+        parser.error(f"--break: expected the simulator, but TRITON_INTERPRET isn't 1; {start}")
     if options.broken:
         # A World holds all ranks in one process, so one process of a launch is enough.
         sys.exit(show_broken(options, rules, case, **world) if os.environ.get("RANK", "0") == "0" else 0)

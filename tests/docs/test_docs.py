@@ -201,7 +201,9 @@ def test_the_profiling_page_has_what_is_printed():
     words = {"ll_bytes": sizes.ll_bytes, "lamport_bytes": sizes.lamport_bytes, "itemsize": 2}
     said = explain_call(spec, Facts(nbytes, topology, sizes.capacity, stores=True, **words))
     assert f"```\n{said}\n```" in text
-    (call,) = re.findall(r"^print\((tdcoll\.memory_plan.*)\)$", text, re.M)
+    call, of_tables = re.findall(r"^print\((tdcoll\.memory_plan.*)\)$", text, re.M)
+    tables = {"max_rows_per_rank": 2048, "max_row_bytes": 4 * 64}
+    assert "tables " in str(eval(of_tables, {"tdcoll": tdcoll, "tables": tables}))
     assert f"```\n{eval(call, {'tdcoll': tdcoll})}\n```" in text
     examples = doctest.DocTestFinder().find(tdcoll.memory_plan, globs={"tdcoll": tdcoll})
     assert doctest.DocTestRunner().run(examples[0]) == (0, 2)

@@ -129,7 +129,7 @@ def test_help_and_text_list_the_rules(module, capsys):
     [
         (["--break", "other"], False, "argument --break: invalid choice: 'other' (choose from "),
         (["--seed", "1"], False, "--seed: expected --break RULE with it"),
-        (["--break", "epoch"], True, "--break: expected the simulator, got GPUs; start it with 'launch.sh --simulate"),
+        (["--break", "epoch"], True, "--break: expected the simulator, but TRITON_INTERPRET isn't 1; start"),
         (["--plot", "x.png"], True, "--plot: matplotlib is not installed"),
     ],
     ids=lambda value: None if isinstance(value, str) else str(value),
