@@ -45,8 +45,7 @@ if TYPE_CHECKING:
         sparse_all_reduce_padded,
         sparse_all_reduce_rows,
     )
-    from tdcoll.explanation.call import Explanation, explain
-    from tdcoll.explanation.memory import MemoryPlan, memory_plan
+    from tdcoll.explanation import Explanation, explain
     from tdcoll.job.lifecycle import finalize, initialize, is_initialized
     from tdcoll.job.memory import barrier, device, empty, free, heap_info, rank, topology, world_size, zeros
     from tdcoll.language.jit import jit
@@ -62,7 +61,6 @@ __all__ = [
     "ContextError",
     "Explanation",
     "HeapExhaustedError",
-    "MemoryPlan",
     "NotInitializedError",
     "NotSymmetricError",
     "PaddedRows",
@@ -95,7 +93,6 @@ __all__ = [
     "jit",
     "match_indices",
     "match_lists",
-    "memory_plan",
     "peer_tensor",
     "rank",
     "reduce_scatter",
@@ -125,8 +122,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
             "AlreadyInitializedError CollectiveTimeout ContextError HeapExhaustedError NotInitializedError "
             "NotSymmetricError RankMismatchError TdcollError"
         ),
-        "explanation.call": "Explanation explain",
-        "explanation.memory": "MemoryPlan memory_plan",
+        "explanation": "Explanation explain",
         "language.jit": "jit",
         "job.memory": "barrier device empty free heap_info rank topology world_size zeros",
         "calls.monitor": "WaitMonitor check",

@@ -77,6 +77,8 @@ KEPT = 2048
 
 
 def _group_name(group: runtime.Group, topology: Topology) -> str | None:
+    """Return the name in ``torch.distributed`` of the process group that was given, or of the default group if it has
+    the same ranks; None otherwise."""
     dist, group = torch.distributed, runtime.group_of(group)
     if not dist.is_available() or not dist.is_initialized():
         return None
@@ -186,10 +188,7 @@ class CollectiveContext(Preconditions):
                 f"{max_blocks}"
             )
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
-        self.group_name = _group_name(group, topology)
-        """The name in ``torch.distributed`` of the process group that was given, or of the default group if it has the
-        same ranks; None otherwise."""
-        monitor.calls = Calls(topology.pes, self.group_name)
+        monitor.calls = Calls(topology.pes, _group_name(group, topology))
         super().__init__(job, topology, monitor, debug, stream)
         sizes = context_sizes(topology, job.heap.nbytes, **self._given_sizes)
         self.max_bytes_per_rank = sizes.max_bytes_per_rank
@@ -259,7 +258,7 @@ class CollectiveContext(Preconditions):
             try:
                 self.device_lamport = self._device_lamport(sizes.areas[5])
             except HeapExhaustedError:  # on all ranks
-                fewer = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, free=0, **given)
+                fewer = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, scarce=True, **given)
                 if fewer == sizes:
                     raise
                 sizes = fewer
@@ -390,7 +389,7 @@ class CollectiveContext(Preconditions):
         for tensor in reversed(self._symmetric):
             self.job.release(tensor)
         self._symmetric.clear()
-        self.tables.clear()  # it may hold memory of PyTorch's
+        self.tables.clear()
         self.job.held.pop(id(self))
         self.job.held.pop(id(self.monitor))
 

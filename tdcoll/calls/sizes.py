@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symmetric memory of a context: one place for allocating it and for reporting its size in advance."""
+"""The symmetric memory of a context."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def context_sizes(
     heap_bytes: int,
     *,
     stores: bool = True,
-    free: int | None = None,
     max_bytes_per_rank: int | None = None,
     chunks: int = limits.MAX_CHUNKS,
     flagged_bytes: int | None = None,
     lamport_bytes: int | None = None,
+    scarce: bool = False,
 ) -> ContextSizes:
     """Return the sizes of a context.
 
@@ -96,13 +96,15 @@ def context_sizes(
         topology: of its group.
         heap_bytes: of the symmetric heap.
         stores: whether the ranks of each node can store to each other's memory.
-        free: of the heap. If the usual ``lamport_bytes`` don't fit, there are fewer. None: enough.
         max_bytes_per_rank, chunks, flagged_bytes, lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
+        scarce: the heap has no room for the usual ``lamport_bytes``, so there are fewer.
     """
     world, nodes = topology.world_size, topology.n_nodes
     if max_bytes_per_rank is None:
         max_bytes_per_rank = limits.inbox_bytes(world, heap_bytes)
     usual = min(max_bytes_per_rank, limits.lamport_bytes(world, nodes), heap_bytes // (12 * world))
+    if scarce and usual >= 16:
+        usual //= 16
     lamport = (usual if lamport_bytes is None else lamport_bytes) if stores else 0
     ll_bytes = -1
     if stores and topology.ranks_per_node is not None:
@@ -110,6 +112,4 @@ def context_sizes(
     sizes = ContextSizes(world, max_bytes_per_rank, chunks, ll_bytes, lamport)
     if ll_bytes >= 0 and flagged_bytes is not None:  # what crosses between nodes is copied to the inbox first
         sizes = replace(sizes, ll_bytes=min(flagged_bytes, sizes.capacity) if nodes > 1 else flagged_bytes)
-    if free is not None and free < sizes.heap_bytes and lamport_bytes is None and lamport >= 16:
-        sizes = replace(sizes, lamport_bytes=lamport // 16)
     return sizes

@@ -13,9 +13,8 @@ from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import RankMismatchError
 from tdcoll.calls.tuning.table import SIMULATOR, Table, shipped
-from tdcoll.runtime.topology import Topology
 
-__all__ = ["agree", "architectures", "local"]
+__all__ = ["agree", "architectures"]
 
 _VARIABLE = "TDCOLL_TUNING"
 
@@ -75,20 +74,7 @@ def agree(owner: runtime.Runtime, ranks: Sequence[int], given: Table | str | os.
         listing = ", ".join(f"rank {rank}: {name} ({digest})" for rank, (_, (digest, name), _) in enumerate(answers))
         raise RankMismatchError(f"the tuning table must be the same on all ranks; got {listing}")
     alike = len({answer[2] for answer in answers}) == 1  # nothing was measured on GPUs of several kinds
-    return _of(table, names if alike else (), owner.topology(ranks))
-
-
-def local(owner: runtime.Runtime, ranks: Sequence[int]) -> Table:
-    """Return the table that :func:`agree` would return if nothing is given and all GPUs are alike. Local.
-
-    Raises:
-        ValueError: the file of ``TDCOLL_TUNING`` is no table.
-    """
-    return _of(_table(None), architectures(owner.device), owner.topology(ranks))
-
-
-def _of(table: Table, names: Sequence[str], topology: Topology) -> Table:
-    """Return the sections of a table that are for GPUs of these names and a group of this shape."""
+    topology = owner.topology(ranks)
     shape = (topology.ranks_per_node, topology.n_nodes)
-    sections = (section for section in table.of(names) if (section.ranks_per_node, section.nodes) == shape)
+    sections = (found for found in table.of(names if alike else ()) if (found.ranks_per_node, found.nodes) == shape)
     return Table(tuple(sections), table.name)

@@ -88,10 +88,9 @@ def all_gather_(
     tensor([0, 1])
 
     Args:
-        tensor: made by :func:`tdcoll.empty` over the same group, at the same offset on all ranks, or, in one node,
-            PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) of its ProcessGroup; contiguous; its
-            first dimension is divisible by the number of ranks. After a timeout, peers that are only late may still
-            write to it.
+        tensor: made by :func:`tdcoll.empty` over the same group, at the same offset on all ranks; contiguous; its first
+            dimension is divisible by the number of ranks. After a timeout, peers that are only late may still write to
+            it.
         group, ctx, algorithm: as for :func:`all_gather`.
 
     Returns:
