@@ -59,7 +59,7 @@ def explain(
     """
     if operation not in COLLECTIVES:
         raise ValueError(f"operation must be one of {', '.join(COLLECTIVES)}; got {operation!r}")
-    arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
+    arguments.instance("algorithm", algorithm, (str, Plan), "a str")
     if not isinstance(tensor, torch.Tensor):
         tensor = torch.empty(arguments.shape("tensor", tensor), dtype=dtype, device="meta")
     spec = spec_of(operation)

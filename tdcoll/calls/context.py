@@ -16,11 +16,9 @@ A context owns, in symmetric memory,
 and, in ordinary device memory, one 64-bit ``control`` word: the epoch. If asked, it also has an inbox for the Lamport
 protocol (:mod:`tdcoll.primitives.lamport`).
 
-**One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2. No host value takes
-part: every program of a launch reads the control word, whose high bits count the finished epochs, and then adds its
-share of one epoch to it; the shares of all thread blocks of a launch make exactly one. (Calls by copy engines take even
-epochs only, and leave out an odd one: :mod:`tdcoll.primitives.copies`.) Therefore no program can read an epoch that
-another has already raised, no program has to reset anything at the end, and a CUDA graph may be replayed at will.
+**One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2, which kernels count in
+the control word (:func:`~tdcoll.primitives.group.begin_epoch`). No host value takes part, so a CUDA graph may be
+replayed at will. (Calls by copy engines take even epochs only: :mod:`tdcoll.primitives.copies`.)
 
 **Why the slots may be reused.** A call completes on a rank only when it has a signal of the epoch from every peer. A
 peer sends it from inside the same call; so when epoch e is complete here, every peer has *started* e, and the stream
@@ -132,8 +130,6 @@ class CollectiveContext(Preconditions):
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange; or, if
             it is ``"first"``, on the first call with such arguments. Default: ``TDCOLL_DEBUG``, which is 0, 1 or
             ``first``; if it is not set, ``"first"`` in the simulator and False on GPUs.
-        stream: bind the context to this CUDA stream: eager calls on another one raise ContextError. Calls made while a
-            CUDA graph is being captured are not checked: replay the graph on this stream.
         tuning: a :class:`~tdcoll.Table` that says which algorithms are the fastest, or
             the path of its file. Default: that of the file ``TDCOLL_TUNING``, else tdcoll's own.
 
@@ -141,7 +137,7 @@ class CollectiveContext(Preconditions):
         TypeError, ValueError: an argument is not as described, this process is not in the group, or the file of the
             tuning table is not one, here or on another rank.
         HeapExhaustedError: the symmetric heap is too small.
-        RankMismatchError: ranks pass different arguments. (Deadlines and streams may differ.)
+        RankMismatchError: ranks pass different arguments. (Deadlines may differ.)
     """
 
     dense: ClassVar[bool] = True
@@ -159,7 +155,6 @@ class CollectiveContext(Preconditions):
         early: bool = True,
         timeout_s: float | None = None,
         debug: Debug | None = None,
-        stream: Any = None,
         tuning: Any = None,
         _call: Mapping[str, Any] | None = None,
     ) -> None:
@@ -178,8 +173,6 @@ class CollectiveContext(Preconditions):
         arguments.instance("early", early, bool, "a bool")
         if debug is not None and debug != "first":
             arguments.instance("debug", debug, bool, 'a bool, "first" or None')
-        if stream is not None:
-            arguments.instance("stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
         job = runtime.current()
         topology = job.topology(group)
         if max_blocks is not None and max_blocks < (least := 2 * topology.world_size + 2):
@@ -189,7 +182,7 @@ class CollectiveContext(Preconditions):
             )
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
         monitor.calls = Calls(topology.pes, _group_name(group, topology))
-        super().__init__(job, topology, monitor, debug, stream)
+        super().__init__(job, topology, monitor, debug)
         sizes = context_sizes(topology, job.heap.nbytes, **self._given_sizes)
         self.max_bytes_per_rank = sizes.max_bytes_per_rank
         """The most that one rank sends to another in one epoch, in bytes."""

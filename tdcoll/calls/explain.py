@@ -89,7 +89,7 @@ def explain_call(
         table: the name of the tuning table.
 
     Raises:
-        ValueError: an unknown algorithm, or a plan that can't be launched.
+        ValueError: an unknown algorithm.
     """
     group = facts.topology.describe()
     problems = {each.name: each.supports(facts) for each in spec.algorithms}

@@ -276,7 +276,7 @@ def launches_of(
 
     Args:
         nbytes: of a segment.
-        algorithm: a name or a Plan, not checked yet.
+        algorithm: a name, not checked yet; or a plan, see :meth:`~.spec.Collective.decide`.
         options: dtype and operation of a reduction.
         in_place: peers write to the caller's buffer.
         symmetric: peers may access the caller's tensor or result.
@@ -286,7 +286,7 @@ def launches_of(
         ContextError: the context is far too small; or a CUDA graph is being captured, before such a call was made.
     """
     if not isinstance(algorithm, (str, Plan)):
-        arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
+        arguments.instance("algorithm", algorithm, (str, Plan), "a str")
     key: tuple[Hashable, ...] = (spec.name, nbytes, algorithm, options, in_place, symmetric)
 
     def make() -> Launches:

@@ -175,8 +175,8 @@ class Pool:
         return True
 
     def _larger(self, old: CollectiveContext | None, nbytes: int) -> CollectiveContext:
-        """Make a context for ``nbytes`` and, if the heap has space, for twice the old capacity. It lies beside the old
-        one if possible, and otherwise replaces it, unless a graph may use it."""
+        """Make a context for ``nbytes`` and, if the heap has space, for twice the old capacity. It replaces the old
+        one, unless a graph may use that."""
         size = old.max_bytes_per_rank if old is not None else 0
         generous = max(_SMALLEST, nbytes, 2 * size)
         if self.limit is not None:
@@ -184,22 +184,17 @@ class Pool:
         captured = old is not None and any(
             self._owner.exchange(self._ranks, f"{self._operation}: captured", old.captured)
         )
+        if old is not None and not captured:
+            old.close()
+            self.context = None
         try:
             made = self._first_that_fits(generous, nbytes)
         except HeapExhaustedError:
-            if old is None or captured:
-                raise
-            old.close()
-            self.context = None
-            try:
-                return self._first_that_fits(generous, nbytes)
-            except HeapExhaustedError:
+            if old is not None and not captured:
                 self.context = self._first_that_fits(size, size)
-                raise
+            raise
         if captured:
             self._kept.append(old)  # type: ignore[arg-type]
-        elif old is not None:
-            old.close()
         return made
 
     def _first_that_fits(self, size: int, least: int) -> CollectiveContext:

@@ -116,7 +116,6 @@ class Preconditions:
         job, topology: of the context.
         monitor: of the waits in its kernels.
         debug: compare the ranks' arguments, see :data:`Debug`. None: :func:`debugging`.
-        stream: that calls are made on. None: the context follows the caller from stream to stream.
     """
 
     def __init__(
@@ -125,15 +124,12 @@ class Preconditions:
         topology: Topology,
         monitor: WaitMonitor,
         debug: Debug | None,
-        stream: Any,
     ) -> None:
         self.job, self.topology, self.device, self.monitor = job, topology, job.device, monitor
         self.debug: Debug = debugging(job.simulated) if debug is None else debug if debug == "first" else bool(debug)
         self._compared = Compared()
         self.inbox: torch.Tensor
         """Of the context; where it lies in the symmetric heap says which context it is."""
-        self.follows_stream = stream is None
-        """Whether calls may come on any stream, whichever is the current one; each then waits for the one before."""
         self.capturing = False
         """Whether the last call was made while a CUDA graph was being captured."""
         self.captured = False
@@ -145,11 +141,9 @@ class Preconditions:
         self._obstacle = ""
         self._calls = 0
         self._cuda = self.device.type == "cuda"
-        self._stream = stream
+        self._stream: Any = torch.cuda.current_stream(self.device) if self._cuda else None
         self._last_captured: tuple[int, Any] | None = None
         """The capture and the stream of the last call that was captured."""
-        if self._cuda and stream is None:
-            self._stream = torch.cuda.current_stream(self.device)
         self._index: int = self.device.index if self._cuda else 0
         self._handle: int = self._stream.cuda_stream if self._cuda else 0
 
@@ -194,7 +188,7 @@ class Preconditions:
             What ``prepare`` returned.
 
         Raises:
-            ContextError: closed, or on another stream.
+            ContextError: closed, or on another device.
             CollectiveTimeout: a wait has expired.
             NotInitializedError: after ``tdcoll.finalize()``.
             RankMismatchError: (debug) ranks disagree, or another rank's arguments are wrong; raised on all of them.
@@ -306,7 +300,7 @@ class Preconditions:
         if obstacle == _OTHER_STREAM:
             self._change_stream(operation)
         self.capturing = obstacle == _CAPTURING
-        if self.capturing and self.follows_stream:
+        if self.capturing:
             self._follow_in_capture()
         self.captured = self.captured or self.capturing
         self.calls.exact = not self.captured
@@ -332,11 +326,6 @@ class Preconditions:
 
     def _change_stream(self, operation: str) -> None:
         stream = torch.cuda.current_stream(self.device)
-        if not self.follows_stream:
-            raise ContextError(
-                f"{operation}: the context is bound to {self._stream}, and the current stream is {stream}. Enter `with "
-                "torch.cuda.stream(...)`, or make the context without stream=."
-            )
         if capture_of(self._handle):
             raise ContextError(
                 f"{operation}: the context's last eager call was on {self._stream}, which is being captured now, and "

@@ -16,12 +16,11 @@ from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import spec_of
 from tdcoll.calls.explain import explain_call
 from tdcoll.calls.launches import Launches, facts_of
-from tdcoll.calls.plan import Facts
+from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.tuning import Entry, Section, Table
 from tdcoll.collectives.sparse_all_reduce.explain import explain_rows as explain_sparse
 from tdcoll.fused import all_reduce_rms_norm
-from tdcoll.fused.policy import NormRows
-from tdcoll.fused.policy import explain_rows as explain_norm
+from tdcoll.fused.policy import NormRows, choose
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 
@@ -93,7 +92,7 @@ def test_reasons() -> None:
             refused = tdcoll.explain("all_reduce", 256, ctx=ctx, algorithm="2d")
             assert (refused.algorithm, refused.reason, refused.blocks) == (None, "unsupported", 0)
             assert "refused (algorithm='2d' needs several nodes" in refused.line
-            plan = tdcoll.Plan("direct", 1, 256, 4)
+            plan = Plan("direct", 1, 256, 4)
             assert tdcoll.explain("all_reduce", 256, ctx=ctx, algorithm=plan).warps == 4
 
     World(N).run(host)
@@ -112,7 +111,8 @@ def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -
             all_reduce_rms_norm(torch.ones(2, 16), torch.ones(2, 16), torch.ones(16), ctx=ctx)
             if pe == 0:
                 lines.extend(tdcoll.explain("all_reduce", count, ctx=ctx).line for count in (16, 32))
-                lines.append(explain_norm(NormRows(2, 16, 4), facts_of(ctx, 0, torch.float32)).line)
+                plan = choose(NormRows(2, 16, 4), facts_of(ctx, 0, torch.float32))
+                lines.append(f"all_reduce_rms_norm of 2 rows of 16 elements: {plan}")
         tensor = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(2, 4), (8, 4))
         tdcoll.sparse_all_reduce(tensor)
         tdcoll.sparse_all_reduce(tensor)
@@ -137,7 +137,7 @@ def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -
         ({"dtype": torch.complex64}, TypeError, "tensor must be of float16, "),
         ({"operation": "all_to_all", "tensor": 3}, ValueError, "tensor's first dimension must be divisible by the 2 "),
         ({"algorithm": "ring"}, ValueError, "algorithm must be one of auto, one_shot, "),
-        ({"algorithm": 3}, TypeError, "algorithm must be a str or a Plan, got 3"),
+        ({"algorithm": 3}, TypeError, "algorithm must be a str, got 3"),
     ],
 )
 @on_ranks(2)

@@ -46,9 +46,8 @@ def all_gather(
             collective and synchronises.
         ctx: a context of yours, instead of ``group``.
         algorithm: ``"ll"``, ``"direct"``, ``"loop"`` (any number of thread blocks), ``"ce"`` (copy engines),
-            ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table, size and topology. A
-            :class:`~tdcoll.Plan` fixes chunks and warps as well. With ``"ce"`` peers write into symmetric memory even
-            after a timeout, so that it is undefined then.
+            ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table, size and topology. With
+            ``"ce"`` peers write into symmetric memory even after a timeout, so that it is undefined then.
         symmetric: ``out`` is symmetric memory that peers may write to, as for :func:`all_gather_`.
 
     Returns:
