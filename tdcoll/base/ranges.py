@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ def _wanted() -> bool:
     return os.environ.get("TDCOLL_NVTX", "0") not in ("", "0")
 
 
-class _Range:
+class _Range(contextlib.ContextDecorator):
     """A context manager that may be entered again and again."""
 
     def __init__(self, name: str) -> None:
@@ -41,12 +40,4 @@ def range_of(name: str) -> contextlib.AbstractContextManager[None]:
 
 def ranged(name: str, run: Callable[..., None]) -> Callable[..., None]:
     """Return ``run``, in an NVTX range of this name if ``TDCOLL_NVTX`` asks for it."""
-    span = range_of(name)
-    if isinstance(span, contextlib.nullcontext):
-        return run
-
-    def run_in_range(*given: Any) -> None:
-        with span:
-            run(*given)
-
-    return run_in_range
+    return _Range(name)(run) if _wanted() else run

@@ -3,10 +3,11 @@
 
 The time of a small call is the host's. A context therefore remembers a :class:`Ready` for each kind of call that it has
 made: one look-up finds it by everything that shapes, dtypes and arguments decide, and only the following may have
-changed since: the device, layout, contiguity and sign of each tensor (:func:`usable`); whether peers access its memory
-(:class:`~.registered.Registered`); the overlap of two tensors (:func:`overlap`), which ``place`` looks at; and the
-context (:meth:`~tdcoll.calls.preconditions.Preconditions.enter`). This fast path raises no errors of its own. Any
-mismatch falls back to the slow path, which finds out what is wrong and says so.
+changed since: the device, layout, contiguity and sign of each tensor (:func:`usable`); the overlap of two tensors
+(:func:`overlap`), which ``place`` looks at; and the context
+(:meth:`~tdcoll.calls.preconditions.Preconditions.enter`). Where peers access a tensor, its address is part of what the
+call is found by. This fast path raises no errors of its own. Any mismatch falls back to the slow path, which finds out
+what is wrong and says so.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import torch
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.call_log import Made, kind_of
+from tdcoll.base.errors import NotSymmetricError
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.launches import Launches, launches_of
 from tdcoll.calls.pool import pooled, strided_bytes
-from tdcoll.calls.registered import Registered, check_symmetric, place_of
 from tdcoll.calls.spec import Collective
 from tdcoll.primitives.reduce import OPERATIONS, check_dtype, check_operation, operation_name
 
@@ -92,6 +93,26 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
     )
 
 
+def _place_of(tensor: Any, ctx: CollectiveContext) -> int | str:
+    """Return where a strided tensor begins in the symmetric heap, for ranks to compare; 0 if it has no address."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not _STRIDED or not tensor.nbytes:
+        return 0
+    offset = tensor.data_ptr() - ctx.job.heap.base
+    return offset if 0 <= offset < ctx.job.heap.nbytes else "in other memory"
+
+
+def _check_symmetric(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> None:
+    """Raise unless peers can access a tensor; the ranks promise to pass the same one."""
+    if not tensor.nbytes:
+        return
+    owners = ctx.job.arena.owners_around(ctx.job.offset_of(tensor, name), tensor.nbytes)
+    if owners is None or not set(ctx.topology.pes) <= set(owners):
+        raise NotSymmetricError(
+            f"{name} must be made by tdcoll.empty() over all ranks of the context's group, and not freed; it "
+            + ("is not allocated" if owners is None else f"belongs to ranks {list(owners)}")
+        )
+
+
 # ---------------------------------------------------------------------- the fast path
 
 
@@ -107,13 +128,11 @@ class Ready(NamedTuple):
         place: ``(tensors) -> (result, what run takes)``; makes the results that the caller doesn't give. None if the
             tensors don't lie as they must.
         run: launches, given the handle of the stream.
-        registered: the tensors that peers may access; None if they access none.
     """
 
     made: Made
     place: Place
     run: Callable[..., None]
-    registered: Registered | None = None
 
 
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
@@ -129,9 +148,7 @@ def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
     for tensor in tensors:
         if not usable(tensor, device):
             return None
-    kind, place, run, registered = ready
-    if registered is not None and not registered.holds(tensors):
-        return None
+    kind, place, run = ready
     placed = place(*tensors)
     if placed is None or (stream := ctx.enter()) is None:
         return None
@@ -186,6 +203,9 @@ def make(
         if symmetric is False or symmetric is True:
             shapes = (tensor.shape, tensor.dtype) if out is None else (tensor.shape, tensor.dtype, out.shape, out.dtype)
             key = (spec.name, algorithm, name, symmetric, in_place, *shapes)
+            if symmetric or in_place:  # memory at this address is what it was until some is released
+                shared = tensor if in_place or spec.peers_access_tensor else out
+                key += (shared.data_ptr(), ctx.job.arena.releases)
         ready = ctx.known.get(key)
     except (AttributeError, RuntimeError, TypeError):  # no tensor, one without a shape, or what can't be a key
         key = ready = None
@@ -307,7 +327,7 @@ def _first(
         if symmetric or in_place:
             if shared >= len(tensors):
                 raise ValueError(f"{names[1]} must be given with symmetric=True: one that tdcoll.empty() has made")
-            check_symmetric(names[shared], tensors[shared], ctx)
+            _check_symmetric(names[shared], tensors[shared], ctx)
         into = symmetric and spec.in_place and not in_place  # peers write into ``out``, as they do in place
         in_result = in_place or into
         segment = tensor.nbytes // ctx.world_size if in_place else spec.segment_bytes(tensor.nbytes, ctx.world_size)
@@ -320,8 +340,7 @@ def _first(
                 place = _reaching(ctx, segment, launches.in_buffer)
             else:
                 place = _making(spec, tensor, ctx) if out is None else _filling(spec, ctx, segment)
-            registered = Registered(ctx, shared) if symmetric or in_place else None
-            ready = Ready(kind_of(operation, *launches.counts), place, run, registered)
+            ready = Ready(kind_of(operation, *launches.counts), place, run)
         placed = ready.place(*tensors)
         assert placed is not None
         return launches, ready, placed
@@ -330,7 +349,7 @@ def _first(
         "bytes": strided_bytes(tensor),
         "dtype": getattr(tensor, "dtype", None),
         "algorithm": algorithm,
-        "offset in the symmetric heap": place_of((*tensors, None)[shared], ctx) if symmetric or in_place else None,
+        "offset in the symmetric heap": _place_of((*tensors, None)[shared], ctx) if symmetric or in_place else None,
         "symmetric": symmetric,
         "requires_grad": gradient,
         **({"op": name} if spec.reduces else {}),
@@ -341,8 +360,6 @@ def _first(
         ready.run(ctx.current_stream(), *given)
     if key is not None and not ctx.capturing:
         ctx.once(key, lambda: ready)
-        if ready.registered is not None:
-            ready.registered.add(tensors)
     return result
 
 

@@ -77,16 +77,15 @@ def test_reasons() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16, tuning=measured) as ctx:
             first = tdcoll.explain("all_reduce", 256, ctx=ctx)
             assert (first.algorithm, first.reason, first.warps) == ("one_shot", "table", 1)
-            assert first.entry.startswith("measured.json: architecture")
-            assert first.entry.endswith('entry up to "1 KB"')
-            assert first.entry.split(": ", 1)[1] in first.line
+            assert "(table: measured.json, architecture" in first.line
+            assert first.line.endswith('entry up to "1 KB")')
             second = tdcoll.explain("all_reduce", 512, ctx=ctx)
             assert (second.algorithm, second.reason) == ("direct", "default")
             assert "says 2d, which needs several nodes" in second.line
             assert "  not 2d: needs several nodes" in str(second)
             assert "2d" in second.unsupported
             third = tdcoll.explain("all_reduce", 5000, ctx=ctx)
-            assert (third.reason, third.entry) == ("default", "")
+            assert third.line.endswith("(default: no entry of the tuning table holds for such a call)")
             fourth = tdcoll.explain("all_reduce", 256, ctx=ctx, algorithm="direct")
             assert (fourth.algorithm, fourth.reason) == ("direct", "requested")
             refused = tdcoll.explain("all_reduce", 256, ctx=ctx, algorithm="2d")
@@ -98,7 +97,7 @@ def test_reasons() -> None:
     World(N).run(host)
     facts = Facts(1 << 10, Topology.of(0, range(N), range(N)), itemsize=8)
     only = explain_call(spec_of("all_reduce"), facts)
-    assert (only.algorithm, only.reason, len(only.unsupported)) == ("1d", "supports", 6)
+    assert (only.algorithm, only.reason, len(only.unsupported)) == ("1d", "default", 6)
 
 
 def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -229,14 +229,15 @@ class Table:
         said = sorted(repr(dataclasses.replace(section, source="")) for section in self.sections)
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
-    def of(self, names: Sequence[str]) -> tuple[Section, ...]:
-        """Return the sections for a GPU of these names; if two are for one kind of call, that of the earlier name."""
+    def of(self, names: Sequence[str], ranks_per_node: int | None, nodes: int) -> Table:
+        """Return the part for groups of this shape on GPUs of these names; if two sections are for one kind of call,
+        that of the earlier name."""
         found: dict[tuple[Any, ...], Section] = {}
         for name in names:
             for section in self.sections:
-                if section.architecture == name:
+                if (section.architecture, section.ranks_per_node, section.nodes) == (name, ranks_per_node, nodes):
                     found.setdefault(section.kind[1:], section)
-        return tuple(found.values())
+        return Table(tuple(found.values()), self.name)
 
     def with_sections(self, sections: Sequence[Section]) -> Table:
         """Return this table with ``sections`` instead of those of the same kinds."""

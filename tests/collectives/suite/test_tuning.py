@@ -18,7 +18,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.calls.call import spec_of
 from tdcoll.calls.plan import Facts, Plan
-from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table, agreement, shipped
+from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table, given, shipped
 from tdcoll.testing import World
 
 from .ways import Nodes, topology_of
@@ -163,9 +163,10 @@ def test_a_name_goes_before_a_compute_capability() -> None:
     by_kind = section(Entry(None, "1d"), architecture="sm_90")
     inside = section(Entry(None, "1d"), in_place=True, architecture="sm_90")
     table = Table((by_kind, by_name, inside))
-    assert table.of(("NVIDIA H200", "sm_90")) == (by_name, inside)
-    assert table.of(("NVIDIA H100", "sm_90")) == (by_kind, inside)
-    assert table.of(("NVIDIA B200", "sm_100")) == ()
+    assert table.of(("NVIDIA H200", "sm_90"), 4, 1).sections == (by_name, inside)
+    assert table.of(("NVIDIA H100", "sm_90"), 4, 1).sections == (by_kind, inside)
+    assert table.of(("NVIDIA B200", "sm_100"), 4, 1).sections == ()
+    assert table.of(("NVIDIA H200", "sm_90"), 4, 2).sections == table.of(("NVIDIA H200",), 2, 1).sections == ()
 
 
 def test_the_shipped_table_says_what_was_measured() -> None:
@@ -328,7 +329,9 @@ def refused(make: Any) -> list[str]:
 def test_ranks_with_different_tables_find_out() -> None:
     tables = [Table((section(Entry(up_to, "1d")),), f"{up_to}.json") for up_to in (64, 128)]
     for said in refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8, tuning=tables[pe])):
-        assert said.startswith("RankMismatchError: the tuning table must be the same on all ranks; got rank 0: 64.json")
+        assert said.startswith(
+            "RankMismatchError: CollectiveContext arguments must be the same on all ranks; they differ in tun"
+        )
 
 
 def test_a_rank_whose_table_cannot_be_read_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,9 +340,9 @@ def test_a_rank_whose_table_cannot_be_read_tells_the_others(monkeypatch: pytest.
             raise MemoryError("t.json: no")
         return Table(())
 
-    monkeypatch.setattr(agreement, "shipped", load)
+    monkeypatch.setattr(given, "shipped", load)
     assert refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8)) == [
-        "ValueError: CollectiveContext: rank 1 cannot read its tuning table: t.json: no",
+        "RankMismatchError: CollectiveContext: rank 1 cannot make this call: t.json: no",
         "MemoryError: t.json: no",
     ]
 
@@ -351,14 +354,14 @@ def test_a_file_that_is_no_table_is_a_value_error_on_all_ranks(tmp_path: Path, k
     makers.get(kind, lambda: None)()
     told, found = refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8, tuning=path if pe == 1 else None))
     problem = f"tuning: {path}: expected "
-    assert told.startswith(f"ValueError: CollectiveContext: rank 1 cannot read its tuning table: {problem}")
+    assert told.startswith(f"RankMismatchError: CollectiveContext: rank 1 cannot make this call: {problem}")
     assert found.startswith(f"ValueError: {problem}")
 
 
 def test_gpus_of_several_kinds_go_by_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     table = table_of(Entry(2048, "1d", chunks=4))
     names = {0: ("an old GPU", SIMULATOR)}
-    monkeypatch.setattr(agreement, "architectures", lambda device: names.get(runtime.current().rank, (SIMULATOR,)))
+    monkeypatch.setattr(given, "architectures", lambda device: names.get(runtime.current().rank, (SIMULATOR,)))
     assert gathered(table) == [0] * 4
     names.clear()
     assert gathered(table) == [12] * 4
