@@ -30,6 +30,9 @@ __all__ = [
 MOST_SECONDS = 1e9
 """The longest deadline. Kernels and stores count nanoseconds in 64 bits; ten times as much would overflow them."""
 
+_LONGEST_QUOTE = 60
+"""Characters of a text that a message shows."""
+
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -70,6 +73,11 @@ def seconds(name: str, value: Any) -> float:
     return float(value)
 
 
+def _quoted(text: str) -> str:
+    """Return ``text`` for a message, cut off if it is long."""
+    return repr(text) if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]!r}..."
+
+
 def decimal(text: str) -> int | None:
     """Return the number that ``text`` writes in the digits 0 to 9, or None if it does not write one.
 
@@ -82,7 +90,7 @@ def parse_whole(text: str, name: str, least: int) -> int:
     """``"08"`` -> 8: the number that ``text`` writes, of at least ``least``. For environment variables."""
     number = decimal(text)
     if number is None or number < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {text!r}")
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {_quoted(text)}")
     return number
 
 
@@ -91,7 +99,7 @@ def parse_bytes(text: str, name: str) -> int:
     number = r"[0-9]{1,30}(?:\.[0-9]{1,30})?"  # int and Fraction refuse thousands of digits
     match = re.fullmatch(rf"\s*({number})\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
     if match is None or not 0 < (nbytes := int(Fraction(match[1]) * _UNITS[match[2].lower()])) < 1 << 63:
-        raise ValueError(f"{name} must be a positive number of bytes such as 67108864, 64M or 2G; got {text!r}")
+        raise ValueError(f"{name} must be a positive number of bytes such as 67108864, 64M or 2G; got {_quoted(text)}")
     return nbytes
 
 

@@ -29,7 +29,6 @@ after ours begins when all of ours has ended.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import os
 import re
@@ -79,13 +78,9 @@ def _driver() -> Any:
 
 @functools.cache
 def _early_launches() -> bool:
-    """Return whether kernels can be launched before the launch ahead of them has ended: not before Hopper, nor by a
-    Triton that cannot, nor if ``TDCOLL_PDL`` is 0."""
-    if INTERPRETED or os.environ.get("TDCOLL_PDL") == "0" or torch.cuda.get_device_capability() < (9, 0):
-        return False
-    from triton.backends.nvidia.compiler import CUDAOptions
-
-    return any(field.name == "launch_pdl" for field in dataclasses.fields(CUDAOptions))
+    """Return whether kernels can be launched before the launch ahead of them has ended: not before Hopper, nor if
+    ``TDCOLL_PDL`` is 0."""
+    return not INTERPRETED and os.environ.get("TDCOLL_PDL") != "0" and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

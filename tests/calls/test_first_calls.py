@@ -11,6 +11,7 @@ from ranks import on_ranks
 
 import tdcoll
 from tdcoll.calls.preconditions import debugging
+from tdcoll.fused import all_reduce_rms_norm
 from tdcoll.runtime import Runtime
 from tdcoll.testing import Deadlock, World
 
@@ -64,8 +65,12 @@ def test_what_differs_is_said_for_each_rank_and_the_context_goes_on(pe: int) -> 
                 tdcoll.all_reduce(torch.ones(4 + 4 * pe), ctx=ctx)
             text = "all_reduce arguments must be the same on all ranks; they differ in bytes (rank 0: 16, rank 1: 32)"
             assert str(raised.value) == text
+        x, weight = torch.ones(4, 4), torch.ones(4)
         with pytest.raises(ValueError if pe else tdcoll.RankMismatchError, match="contiguous"):
-            tdcoll.all_reduce(torch.ones(4, 4).t() if pe else torch.ones(4, 4), ctx=ctx)
+            tdcoll.all_reduce(x.t() if pe else x, ctx=ctx)
+        with pytest.raises(ValueError if pe else tdcoll.RankMismatchError, match="contiguous"):
+            all_reduce_rms_norm(x.t() if pe else x, x, weight, ctx=ctx)
+        assert all_reduce_rms_norm(x, x, weight, ctx=ctx)[1].tolist() == [[3.0] * 4] * 4
         assert tdcoll.all_reduce(torch.ones(4), ctx=ctx).tolist() == [2.0] * 4
 
 
