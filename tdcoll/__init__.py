@@ -44,7 +44,8 @@ if TYPE_CHECKING:
         sparse_all_reduce_padded,
         sparse_all_reduce_rows,
     )
-    from tdcoll.explanation import Explanation, explain
+    from tdcoll.explanation.call import Explanation, explain
+    from tdcoll.explanation.memory import MemoryPlan, memory_plan
     from tdcoll.job.lifecycle import finalize, initialize, is_initialized
     from tdcoll.job.memory import barrier, device, empty, free, heap_info, rank, topology, world_size, zeros
     from tdcoll.language.jit import jit
@@ -60,6 +61,7 @@ __all__ = [
     "ContextError",
     "Explanation",
     "HeapExhaustedError",
+    "MemoryPlan",
     "NotInitializedError",
     "NotSymmetricError",
     "PaddedRows",
@@ -91,6 +93,7 @@ __all__ = [
     "jit",
     "match_indices",
     "match_lists",
+    "memory_plan",
     "peer_tensor",
     "rank",
     "reduce_scatter",
@@ -119,7 +122,8 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
             "AlreadyInitializedError CollectiveTimeout ContextError HeapExhaustedError NotInitializedError "
             "NotSymmetricError RankMismatchError TdcollError"
         ),
-        "explanation": "Explanation explain",
+        "explanation.call": "Explanation explain",
+        "explanation.memory": "MemoryPlan memory_plan",
         "language.jit": "jit",
         "job.memory": "barrier device empty free heap_info rank topology world_size zeros",
         "calls.monitor": "WaitMonitor check",

@@ -244,7 +244,7 @@ class CollectiveContext(Preconditions):
             try:
                 self.device_lamport = self._device_lamport(sizes.areas[5])
             except HeapExhaustedError:  # on all ranks
-                fewer = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, scarce=True, **asked)
+                fewer = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, free=0, **asked)
                 if fewer == sizes:
                     raise
                 sizes = fewer

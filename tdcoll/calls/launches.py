@@ -19,6 +19,7 @@ from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.explain import explain_call
 from tdcoll.calls.launch import Launch
 from tdcoll.calls.plan import LAMPORT_WORD_BYTES, Facts, Plan
+from tdcoll.calls.pool import Prospect
 from tdcoll.calls.spec import Algorithm, Collective
 from tdcoll.calls.tuning import Section
 from tdcoll.primitives.group import Inbox
@@ -243,7 +244,7 @@ class Launches:
         self.run(self._context.current_stream(), *((source, 0, out) if self.in_buffer else (source, out)))
 
 
-def facts_of(ctx: CollectiveContext, nbytes: int, dtype: torch.dtype | None = None, **more: Any) -> Facts:
+def facts_of(ctx: CollectiveContext | Prospect, nbytes: int, dtype: torch.dtype | None = None, **more: Any) -> Facts:
     """Return the facts of a call on a context, of ``nbytes`` per segment; with its dtype if elements are reduced."""
     announced = dtype is not None and dtype.is_floating_point and dtype.itemsize <= 4
     return Facts(

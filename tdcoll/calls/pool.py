@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +16,18 @@ import torch
 from tdcoll import runtime
 from tdcoll.base.capture import refuse
 from tdcoll.base.errors import ContextError, HeapExhaustedError
+from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.preconditions import Debug
+from tdcoll.calls.sizes import ContextSizes, context_sizes
 from tdcoll.calls.spec import Collective
+from tdcoll.calls.tuning import Table, given
 from tdcoll.job.cuda import multiprocessors
 from tdcoll.runtime import Runtime
+from tdcoll.runtime.topology import Topology
 
-__all__ = ["Pool", "give_back_blocks", "on", "pooled", "strided_bytes", "take_blocks"]
+__all__ = ["Pool", "Prospect", "give_back_blocks", "on", "pooled", "prospect", "sizes_for", "strided_bytes"]
+__all__ += ["take_blocks"]
 
 _SMALLEST = 1 << 20
 
@@ -81,6 +87,11 @@ def give_back_blocks(owner: Runtime, blocks: int) -> None:
     """Give back, on this rank, ``blocks`` thread blocks that :func:`take_blocks` reserved."""
     with owner.accounts:
         owner.blocks_taken -= blocks
+
+
+def _generous(old: CollectiveContext | None, nbytes: int) -> int:
+    """Return the bytes per rank of a context that is made for ``nbytes``: it holds twice what the old one does."""
+    return max(_SMALLEST, nbytes, 2 * old.max_bytes_per_rank if old is not None else 0)
 
 
 class Pool:
@@ -178,7 +189,7 @@ class Pool:
         """Make a context for ``nbytes`` and, if the heap has space, for twice the old capacity. It replaces the old
         one, unless a graph may use that."""
         size = old.max_bytes_per_rank if old is not None else 0
-        generous = max(_SMALLEST, nbytes, 2 * size)
+        generous = _generous(old, nbytes)
         if self.limit is not None:
             generous = max(nbytes, min(self.limit, generous))
         captured = old is not None and any(
@@ -276,6 +287,68 @@ def pooled(
     if pool.outgrown:
         pool.check()  # no one else looks at contexts that only captured graphs still use
     return pool.context
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """The facts of a context of tdcoll's own that isn't there yet, by the names that a context has for them."""
+
+    job: Runtime
+    topology: Topology
+    capacity: int
+    ll_bytes: int
+    lamport_bytes: int
+    stores: bool
+    tuning: Table
+    chunks: int = MAX_CHUNKS
+    max_blocks: int = MAX_BLOCKS
+
+
+def prospect(spec: Collective, segment: int, group: runtime.Group) -> CollectiveContext | Prospect:
+    """Return the context that :func:`pooled` has for calls with segments of so many bytes, or else the facts of the one
+    that it would make. Local.
+
+    Raises:
+        NotInitializedError: before ``tdcoll.initialize()``.
+    """
+    job = runtime.current()
+    ranks = job.ranks_of(group)
+    nbytes = spec.inbox(segment, len(ranks), job.heap.nbytes)
+    pool: Pool | None = job.contexts.get((spec.name, ranks))
+    if pool is not None and pool.holds(nbytes):
+        assert pool.context is not None
+        return pool.context
+    topology, old = job.topology(ranks), None if pool is None else pool.context
+    stores = all(job.heap.peer_base(topology.pes[rank]) for rank in topology.members[topology.node])
+    sizes = sizes_for(spec, nbytes, topology, job.heap.nbytes, job.heap_info.free, old, stores)
+    table = given.read(None).of(given.architectures(job.device), topology.ranks_per_node, topology.n_nodes)
+    return Prospect(job, topology, sizes.capacity, sizes.ll_bytes, sizes.lamport_bytes, stores, table)
+
+
+def sizes_for(
+    spec: Collective,
+    nbytes: int,
+    topology: Topology,
+    heap_bytes: int,
+    free: int,
+    old: CollectiveContext | None = None,
+    stores: bool = True,
+) -> ContextSizes:
+    """Return the sizes of the context that :func:`pooled` makes for ``nbytes`` per rank.
+
+    Args:
+        heap_bytes, free: bytes of the symmetric heap, and those that are free. If none of the sizes that are tried fits
+            in there, the result is the last.
+        old: the context that the calls have outgrown.
+        stores: whether the ranks of each node can store to each other's memory.
+    """
+    for size in dict.fromkeys((_generous(old, nbytes), nbytes)):
+        sizes = context_sizes(
+            topology, heap_bytes, stores=stores, free=free, max_bytes_per_rank=size, lamport_bytes=spec.lamport_bytes
+        )
+        if sizes.heap_bytes <= free:
+            break
+    return sizes
 
 
 def strided_bytes(tensor: Any) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symmetric memory of a context."""
+"""The symmetric memory of a context: one place for allocating it and for reporting its size in advance."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def context_sizes(
     chunks: int = limits.MAX_CHUNKS,
     flagged_bytes: int | None = None,
     lamport_bytes: int | None = None,
-    scarce: bool = False,
+    free: int | None = None,
 ) -> ContextSizes:
     """Return the sizes of a context.
 
@@ -97,14 +97,12 @@ def context_sizes(
         heap_bytes: of the symmetric heap.
         stores: whether the ranks of each node can store to each other's memory.
         max_bytes_per_rank, chunks, flagged_bytes, lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
-        scarce: the heap has no room for the usual ``lamport_bytes``, so there are fewer.
+        free: of the heap. If the usual ``lamport_bytes`` don't fit, there are fewer. None: enough.
     """
     world, nodes = topology.world_size, topology.n_nodes
     if max_bytes_per_rank is None:
         max_bytes_per_rank = limits.inbox_bytes(world, heap_bytes)
     usual = min(max_bytes_per_rank, limits.lamport_bytes(world, nodes), heap_bytes // (12 * world))
-    if scarce and usual >= 16:
-        usual //= 16
     lamport = (usual if lamport_bytes is None else lamport_bytes) if stores else 0
     ll_bytes = -1
     if stores and topology.ranks_per_node is not None:
@@ -112,4 +110,6 @@ def context_sizes(
     sizes = ContextSizes(world, max_bytes_per_rank, chunks, ll_bytes, lamport)
     if ll_bytes >= 0 and flagged_bytes is not None:  # what crosses between nodes is copied to the inbox first
         sizes = replace(sizes, ll_bytes=min(flagged_bytes, sizes.capacity) if nodes > 1 else flagged_bytes)
+    if free is not None and free < sizes.heap_bytes and lamport_bytes is None and lamport >= 16:
+        sizes = replace(sizes, lamport_bytes=lamport // 16)
     return sizes

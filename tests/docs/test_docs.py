@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import importlib.util
 import os
@@ -24,7 +25,7 @@ from tdcoll.base import environment, errors
 from tdcoll.calls.call import spec_of
 from tdcoll.calls.explain import explain_call
 from tdcoll.calls.plan import Facts
-from tdcoll.calls.sizes import context_sizes
+from tdcoll.calls.pool import sizes_for
 from tdcoll.runtime.topology import Topology
 from tdcoll.spec.functions import FUNCTIONS, overview, table
 from tdcoll.testing import Deadlock, World, explore, first_failure
@@ -196,10 +197,16 @@ def test_the_profiling_page_has_what_is_printed():
     """Of 8 GPUs for which nothing was measured."""
     text, nbytes, heap = (ROOT / "docs/profiling.md").read_text(encoding="utf-8"), 4096 * 8192 * 2, 384 << 20
     topology, spec = Topology.of(0, range(8), [0] * 8), spec_of("all_reduce")
-    sizes = context_sizes(topology, heap, max_bytes_per_rank=spec.inbox(nbytes, 8, heap))
+    sizes = sizes_for(spec, spec.inbox(nbytes, 8, heap), topology, heap, heap)
     words = {"ll_bytes": sizes.ll_bytes, "lamport_bytes": sizes.lamport_bytes, "itemsize": 2}
     said = explain_call(spec, Facts(nbytes, topology, sizes.capacity, stores=True, **words))
     assert f"```\n{said}\n```" in text
+    call, of_tables = re.findall(r"^print\((tdcoll\.memory_plan.*)\)$", text, re.M)
+    tables = {"max_rows_per_rank": 2048, "max_row_bytes": 4 * 64}
+    assert "tables " in str(eval(of_tables, {"tdcoll": tdcoll, "tables": tables}))
+    assert f"```\n{eval(call, {'tdcoll': tdcoll})}\n```" in text
+    examples = doctest.DocTestFinder().find(tdcoll.memory_plan, globs={"tdcoll": tdcoll})
+    assert doctest.DocTestRunner().run(examples[0]) == (0, 2)
 
 
 def test_tables_are_what_the_results_say():

@@ -13,9 +13,9 @@ from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import check_context, spec_of
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.explain import Explanation, explain_call
-from tdcoll.calls.launches import facts_of, sections_of
+from tdcoll.calls.launches import facts_of
 from tdcoll.calls.plan import Plan
-from tdcoll.calls.pool import pooled
+from tdcoll.calls.pool import Prospect, prospect
 from tdcoll.primitives.reduce import check_dtype
 
 __all__ = ["Explanation", "explain"]
@@ -34,8 +34,8 @@ def explain(
 ) -> Explanation:
     """Say how a call would be made, and why: its algorithm, chunks, thread blocks, warps and epochs.
 
-    It launches nothing. Without ``ctx`` it is about tdcoll's own context of the group. If there is none for such a call
-    yet, it is made, as by the call itself, so all ranks must be here.
+    Local, and it makes no call and no context. Without ``ctx`` it uses the facts of tdcoll's own context of the group,
+    or of the one that the first such call would make, assuming that all ranks have the same GPUs.
 
     >>> print(tdcoll.explain("all_reduce", (4096, 8192), dtype=torch.bfloat16))  # on 8 H200s
     all_reduce of 64 MiB per rank on 8 rank(s) on 1 node(s) (8): two_shot, 171 chunks of 8 KiB, ... (default: ...)
@@ -59,19 +59,23 @@ def explain(
     """
     if operation not in COLLECTIVES:
         raise ValueError(f"operation must be one of {', '.join(COLLECTIVES)}; got {operation!r}")
+    if ctx is not None and group is not None:
+        raise ValueError(f"explain: group must be None with ctx, which has a group already; got {group!r}")
     arguments.instance("algorithm", algorithm, (str, Plan), "a str")
     if not isinstance(tensor, torch.Tensor):
         tensor = torch.empty(arguments.shape("tensor", tensor), dtype=dtype, device="meta")
     spec = spec_of(operation)
-    if ctx is None:
-        ctx = pooled(spec, tensor, group)
-    check_context(ctx)
+    if ctx is not None:
+        check_context(ctx)
     if spec.reduces:
         check_dtype("tensor", tensor)
-    in_buffer, world, shape = in_place and spec.in_place, ctx.world_size, tensor.shape
+    world = len(runtime.current().ranks_of(group)) if ctx is None else ctx.world_size
+    in_buffer, shape = in_place and spec.in_place, tensor.shape
     if not spec.results(shape, world) or (in_buffer and (not shape or shape[0] % world)):
         raise ValueError(f"tensor's first dimension must be divisible by the {world} rank(s); got shape {list(shape)}")
     segment = tensor.nbytes // world if in_buffer else spec.segment_bytes(tensor.nbytes, world)
+    context: CollectiveContext | Prospect = prospect(spec, segment, group) if ctx is None else ctx
     reduced = tensor.dtype if spec.reduces else None
-    facts = facts_of(ctx, segment, reduced, in_place=in_buffer, symmetric=symmetric)
-    return explain_call(spec, facts, algorithm, sections_of(spec, ctx), ctx.tuning.name)
+    facts = facts_of(context, segment, reduced, in_place=in_buffer, symmetric=symmetric)
+    tuning = context.tuning
+    return explain_call(spec, facts, algorithm, spec.sections(tuning.sections, tuning.name), tuning.name)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+""":func:`tdcoll.memory_plan`: the symmetric memory that a job will take, before there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tdcoll.base import arguments, environment
+from tdcoll.base.arguments import byte_text
+from tdcoll.base.limits import COLLECTIVES
+from tdcoll.calls.call import spec_of
+from tdcoll.calls.pool import sizes_for
+from tdcoll.calls.sizes import ContextSizes, context_sizes
+from tdcoll.collectives.sparse_all_reduce.context import sparse_sizes
+from tdcoll.fused.policy import NAME as FUSED
+from tdcoll.runtime.topology import Topology
+
+__all__ = ["ContextMemory", "MemoryPlan", "memory_plan"]
+
+_SPARSE_ARGUMENTS = ("max_rows_per_rank", "max_row_bytes", "max_union_rows")
+_ARGUMENTS = ("max_bytes_per_rank", "chunks", "flagged_bytes", "lamport_bytes")
+
+
+@dataclass(frozen=True)
+class ContextMemory:
+    """The share that one context takes of each rank's symmetric heap, in bytes, padding included.
+
+    Attributes:
+        name: of the context.
+        inbox: where data lands, two slots.
+        signals: of chunks, and a few words besides.
+        ll: words of the LL protocol.
+        lamport: words of the Lamport protocol.
+        rows: lists, results and stage of a sparse all-reduce.
+    """
+
+    name: str
+    inbox: int
+    signals: int
+    ll: int
+    lamport: int
+    rows: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.inbox + self.signals + self.ll + self.lamport + self.rows
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The share that a job takes of each rank's symmetric heap. ``str()`` is a table.
+
+    Attributes:
+        world_size, nodes: of the job.
+        heap_bytes: of the symmetric heap of each rank.
+        contexts: in the order of their making.
+    """
+
+    world_size: int
+    nodes: int
+    heap_bytes: int
+    contexts: tuple[ContextMemory, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes that all contexts take together."""
+        return sum(context.total for context in self.contexts)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the heap has room for them."""
+        return self.total <= self.heap_bytes
+
+    def __str__(self) -> str:
+        rows = [["context", "inbox", "signals", "LL", "Lamport", "rows", "total"]]
+        rows += [[c.name, *map(byte_text, (*list(vars(c).values())[1:], c.total))] for c in self.contexts]
+        rows.append(["total", "", "", "", "", "", byte_text(self.total)])
+        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = [f"symmetric memory of each of {self.world_size} ranks on {self.nodes} node(s)"]
+        lines += ["  ".join([name.ljust(first), *map(str.rjust, parts, widths)]) for name, *parts in rows]
+        fits = "fits into" if self.fits else "does not fit into"
+        return "\n".join([*lines, f"{fits} a heap of {byte_text(self.heap_bytes)}"])
+
+
+def memory_plan(
+    contexts: Mapping[str, int | str | Mapping[str, int]],
+    *,
+    world_size: int,
+    nodes: int = 1,
+    heap_bytes: int | str | None = None,
+) -> MemoryPlan:
+    """Say how much symmetric memory a job will take on each rank, by context, without a job.
+
+    The formulas are those of the allocation. The ranks of each node are assumed to store to each other's memory.
+
+    >>> plan = tdcoll.memory_plan({"all_reduce": "64M", "all_gather": "1M"}, world_size=8, heap_bytes="384M")
+    >>> print(plan.total, plan.fits)
+    149131264 True
+
+    Args:
+        contexts: for each context its name, and either
+
+            - the bytes of the largest tensor, if the name is that of a dense collective or ``"all_reduce_rms_norm"``
+              and the context is the one that tdcoll makes by itself when the first call comes;
+            - the sizes that :class:`~tdcoll.CollectiveContext` is made with: ``max_bytes_per_rank``, ``chunks``,
+              ``flagged_bytes``, ``lamport_bytes``; those that are left out have their defaults;
+            - or those of :class:`~tdcoll.SparseContext`: ``max_rows_per_rank``, ``max_row_bytes``, ``max_union_rows``.
+        world_size: ranks of the job, all of them in every context.
+        nodes: that the ranks are on, in blocks of (nearly) the same size.
+        heap_bytes: of the symmetric heap of a rank. Default: ``NVSHMEM_SYMMETRIC_SIZE``, else tdcoll's default on GPUs.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+    """
+    arguments.whole("world_size", world_size, 1)
+    arguments.whole("nodes", nodes, 1, world_size)
+    arguments.instance("contexts", contexts, Mapping, "a dict of names and sizes")
+    heap = environment.heap_bytes(False) if heap_bytes is None else arguments.byte_count("heap_bytes", heap_bytes)
+    topology = Topology.of(0, range(world_size), [rank * nodes // world_size for rank in range(world_size)])
+    made, used = [], 0
+    for name, given in contexts.items():
+        sizes = _sizes(name, given, topology, heap, heap - used)
+        used += sizes.heap_bytes
+        parts = {"inbox": 0, "signals": 0, "flagged": 0, "lamport": 0, "sparse": 0}
+        for area in sizes.areas:
+            parts[area.name if area.name in parts else "signals"] += area.heap_bytes
+        made.append(ContextMemory(name, *parts.values()))
+    return MemoryPlan(world_size, nodes, heap, tuple(made))
+
+
+def _sizes(name: str, given: Any, topology: Topology, heap: int, free: int) -> ContextSizes:
+    """Return the sizes of one context."""
+    if not isinstance(given, Mapping):
+        if name not in (*COLLECTIVES, FUSED):
+            raise ValueError(
+                f"contexts[{name!r}] must be a dict of sizes, unless the name is one of {', '.join(COLLECTIVES)}, "
+                f"{FUSED}; got {given!r}"
+            )
+        nbytes = arguments.byte_count(f"contexts[{name!r}]", given)
+        spec = spec_of("all_reduce" if name == FUSED else name)
+        world = topology.world_size
+        return sizes_for(spec, spec.inbox(spec.segment_bytes(nbytes, world), world, heap), topology, heap, free)
+    sparse = "max_rows_per_rank" in given
+    allowed = _SPARSE_ARGUMENTS if sparse else _ARGUMENTS
+    for argument, value in given.items():
+        if argument not in allowed:
+            raise ValueError(f"contexts[{name!r}] must have no sizes but {', '.join(allowed)}; got {argument!r}")
+        arguments.whole(f"contexts[{name!r}][{argument!r}]", value, 0)
+    if sparse:
+        if "max_row_bytes" not in given:
+            raise ValueError(f"contexts[{name!r}] must have max_row_bytes with max_rows_per_rank")
+        return sparse_sizes(topology, heap, **given)
+    return context_sizes(topology, heap, free=free, **given)
