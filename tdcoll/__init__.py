@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     )
     from tdcoll.calls.context import CollectiveContext
     from tdcoll.calls.monitor import WaitMonitor, check
-    from tdcoll.calls.plan import Plan
     from tdcoll.calls.streams import barrier_on_stream, copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
     from tdcoll.calls.tuning import Table
     from tdcoll.collectives.all_gather.op import all_gather, all_gather_
@@ -66,7 +65,6 @@ __all__ = [
     "NotInitializedError",
     "NotSymmetricError",
     "PaddedRows",
-    "Plan",
     "RankMismatchError",
     "SparseContext",
     "Table",
@@ -119,7 +117,6 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "collectives.sparse_all_reduce": (
             "PaddedRows SparseContext sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows"
         ),
-        "calls.plan": "Plan",
         "calls.context": "CollectiveContext",
         "base.errors": (
             "AlreadyInitializedError CollectiveTimeout ContextError HeapExhaustedError NotInitializedError "

@@ -19,8 +19,8 @@ GPU_ONLY = {"graphs", "capture_errors", "streams", "side_streams", "streams_in_t
     "some_ranks_replay_what_others_call",
     "sparse_graphs",
     "sparse_capture_errors",
-    "sparse_devices_and_streams",
-    "devices_and_streams",
+    "sparse_other_devices",
+    "other_devices",
     "sparse_streams",
 }
 GPU_ONLY |= {

@@ -8,36 +8,19 @@ don't take longer.
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 __all__ = ["range_of", "ranged"]
 
-_log = logging.getLogger("tdcoll")
-
 
 def _wanted() -> bool:
-    return os.environ.get("TDCOLL_NVTX", "0") not in ("", "0") and _available()
+    return os.environ.get("TDCOLL_NVTX", "0") not in ("", "0")
 
 
-@functools.cache
-def _available() -> bool:
-    """Return whether this PyTorch has NVTX; a warning says so if it doesn't."""
-    try:
-        torch.cuda.nvtx.range_push("tdcoll")
-        torch.cuda.nvtx.range_pop()
-    except RuntimeError as error:
-        _log.warning("TDCOLL_NVTX has no effect: %s", error)
-        return False
-    return True
-
-
-class _Range:
+class _Range(contextlib.ContextDecorator):
     """A context manager that may be entered again and again."""
 
     def __init__(self, name: str) -> None:
@@ -57,12 +40,4 @@ def range_of(name: str) -> contextlib.AbstractContextManager[None]:
 
 def ranged(name: str, run: Callable[..., None]) -> Callable[..., None]:
     """Return ``run``, in an NVTX range of this name if ``TDCOLL_NVTX`` asks for it."""
-    span = range_of(name)
-    if isinstance(span, contextlib.nullcontext):
-        return run
-
-    def run_in_range(*given: Any) -> None:
-        with span:
-            run(*given)
-
-    return run_in_range
+    return _Range(name)(run) if _wanted() else run

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's internals that tdcoll depends on because no public interface does the same.
-
-Each is checked once, when this module is imported. If PyTorch has changed one of them, the function here that needs it
-warns at its first use, and :data:`_WITHOUT` describes the consequence.
-"""
+"""PyTorch's internals that tdcoll depends on because no public interface does the same. A test checks that they are
+there."""
 
 from __future__ import annotations
 
@@ -30,10 +27,8 @@ Code = TypeVar("Code", bound="type | Callable[..., Any]")
 DDP = nn.parallel.DistributedDataParallel
 
 
-# ---------------------------------------------------------------------- what there has to be
-
-
 def _batches() -> bool:
+    """Return whether ``batch_isend_irecv`` is as :func:`batch_messages_of` knows it."""
     function: Any = inspect.unwrap(c10d.batch_isend_irecv)
     code = function.__code__
     return (
@@ -46,59 +41,6 @@ def _batches() -> bool:
     )
 
 
-def _group_names() -> bool:
-    count: Any = type(c10d._world).group_count
-    return count.fset is not None and isinstance(c10d._world.group_count, int)
-
-
-def _ddp_ignores() -> bool:
-    tell: Any = DDP._set_params_and_buffers_to_ignore_for_model
-    code: Any = DDP.__init__.__code__
-    told = {*code.co_names, *filter(lambda constant: isinstance(constant, str), code.co_consts)}
-    return len(inspect.signature(tell).parameters) == 2 and "parameters_to_ignore" in told
-
-
-def _skipping() -> bool:
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    return skip is not None and callable(frames.set_code_exec_strategy)
-
-
-_WITHOUT: dict[Callable[[], bool], str] = {
-    _batches: "batch_isend_irecv sends the messages of backend tdcoll one by one, so ranks that all send first may "
-    "wait for each other",
-    _group_names: "if init_process_group has failed on some ranks, tdcoll.initialize() may not find the others",
-    _ddp_ignores: "DistributedDataParallel does not leave the tables of SparseGradientReducer alone; do not use both",
-    _skipping: "torch.compiler.disable keeps torch.compile away from tdcoll's methods, which takes a second at import",
-}
-"""The consequence if an internal is missing."""
-
-
-def _there(probe: Callable[[], bool]) -> bool:
-    try:
-        return probe()
-    except (AttributeError, TypeError, ValueError):
-        return False
-
-
-_CHANGED = {probe for probe in _WITHOUT if not _there(probe)}
-
-
-@functools.cache
-def _warn(probe: Callable[[], bool]) -> None:
-    _log.warning("PyTorch %s has changed (%s): %s", torch.__version__, probe.__name__, _WITHOUT[probe])
-
-
-def _missing(probe: Callable[[], bool]) -> bool:
-    """Return whether PyTorch has changed the internal of ``probe``; warn if it is the first time."""
-    if probe in _CHANGED:
-        _warn(probe)
-    return probe in _CHANGED
-
-
-# ---------------------------------------------------------------------- what uses them
-
-
 def never_compiled(code: Code) -> Code:
     """Keep ``torch.compile`` away from a function, or from a class's methods, and from all their callees. Return it.
 
@@ -107,15 +49,16 @@ def never_compiled(code: Code) -> Code:
     does the same, but its import takes a second and each call half a microsecond.
     """
     methods = [(name, each) for name, each in vars(code).items() if isinstance(each, FunctionType)]
-    if _missing(_skipping):
+    try:
+        frames: Any = torch._C._dynamo.eval_frame
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # and what it calls
+    except AttributeError:
         if not isinstance(code, type):
             disabled: Any = torch.compiler.disable(code)
             return disabled
         for name, each in methods:
             setattr(code, name, torch.compiler.disable(each))
         return code
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # itself, and what it calls
     for function in [each for _, each in methods] if isinstance(code, type) else [code]:
         if isinstance(function, FunctionType):
             frames.set_code_exec_strategy(function.__code__, skip)
@@ -131,7 +74,12 @@ def batch_messages_of(kind: type) -> None:
 
     Only its code is replaced, because other modules have imported the function, and ``torch.compile`` knows it.
     """
-    if _missing(_batches):
+    if not _batches():
+        _log.warning(
+            "PyTorch %s has changed batch_isend_irecv: backend tdcoll sends its messages one by one, so ranks that all "
+            "send first may wait for each other",
+            torch.__version__,
+        )
         return
     function: Any = inspect.unwrap(c10d.batch_isend_irecv)
     code, names = function.__code__, function.__globals__
@@ -164,15 +112,12 @@ def name_groups_anew() -> None:
     It names groups by a number that each process counts, and gloo's ranks meet under that name. A call of
     ``init_process_group`` counts even if it fails, perhaps only on some ranks.
     """
-    if not _missing(_group_names):
-        c10d._world.group_count = 0
+    c10d._world.group_count = 0
 
 
 def tell_ddp_to_ignore(module: nn.Module, names: list[str]) -> None:
     """Tell DistributedDataParallel not to touch these parameters of ``module``, in addition to those it already
     ignores."""
-    if _missing(_ddp_ignores):
-        return
     known = list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     DDP._set_params_and_buffers_to_ignore_for_model(module, [*known, *names])
 

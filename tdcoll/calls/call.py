@@ -3,10 +3,11 @@
 
 The time of a small call is the host's. A context therefore remembers a :class:`Ready` for each kind of call that it has
 made: one look-up finds it by everything that shapes, dtypes and arguments decide, and only the following may have
-changed since: the device, layout, contiguity and sign of each tensor (:func:`usable`); what ``place`` looks at, which
-is the overlap of two tensors (:func:`overlap`) and whether peers access the memory
-(:class:`~.registered.Registered`); and the context (:meth:`~tdcoll.calls.preconditions.Preconditions.enter`). This fast
-path raises no errors of its own. Any mismatch falls back to the slow path, which finds out what is wrong and says so.
+changed since: the device, layout, contiguity and sign of each tensor (:func:`usable`); the overlap of two tensors
+(:func:`overlap`), which ``place`` looks at; and the context
+(:meth:`~tdcoll.calls.preconditions.Preconditions.enter`). Where peers access a tensor, its address is part of what the
+call is found by. This fast path raises no errors of its own. Any mismatch falls back to the slow path, which finds out
+what is wrong and says so.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import torch
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.call_log import Made, kind_of
+from tdcoll.base.errors import NotSymmetricError
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.launches import Launches, launches_of
 from tdcoll.calls.pool import pooled, strided_bytes
-from tdcoll.calls.registered import Registered, deltas_to, lies_in_heap, place_of
 from tdcoll.calls.spec import Collective
 from tdcoll.primitives.reduce import OPERATIONS, check_dtype, check_operation, operation_name
 
@@ -92,6 +93,26 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
     )
 
 
+def _place_of(tensor: Any, ctx: CollectiveContext) -> int | str:
+    """Return where a strided tensor begins in the symmetric heap, for ranks to compare; 0 if it has no address."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not _STRIDED or not tensor.nbytes:
+        return 0
+    offset = tensor.data_ptr() - ctx.job.heap.base
+    return offset if 0 <= offset < ctx.job.heap.nbytes else "in other memory"
+
+
+def _check_symmetric(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> None:
+    """Raise unless peers can access a tensor; the ranks promise to pass the same one."""
+    if not tensor.nbytes:
+        return
+    owners = ctx.job.arena.owners_around(ctx.job.offset_of(tensor, name), tensor.nbytes)
+    if owners is None or not set(ctx.topology.pes) <= set(owners):
+        raise NotSymmetricError(
+            f"{name} must be made by tdcoll.empty() over all ranks of the context's group, and not freed; it "
+            + ("is not allocated" if owners is None else f"belongs to ranks {list(owners)}")
+        )
+
+
 # ---------------------------------------------------------------------- the fast path
 
 
@@ -107,13 +128,11 @@ class Ready(NamedTuple):
         place: ``(tensors) -> (result, what run takes)``; makes the results that the caller doesn't give. None if the
             tensors don't lie as they must.
         run: launches, given the handle of the stream.
-        registered: the tensors that peers may access; None if they access none.
     """
 
     made: Made
     place: Place
     run: Callable[..., None]
-    registered: Registered | None = None
 
 
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
@@ -129,7 +148,7 @@ def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
     for tensor in tensors:
         if not usable(tensor, device):
             return None
-    kind, place, run, _ = ready
+    kind, place, run = ready
     placed = place(*tensors)
     if placed is None or (stream := ctx.enter()) is None:
         return None
@@ -184,6 +203,9 @@ def make(
         if symmetric is False or symmetric is True:
             shapes = (tensor.shape, tensor.dtype) if out is None else (tensor.shape, tensor.dtype, out.shape, out.dtype)
             key = (spec.name, algorithm, name, symmetric, in_place, *shapes)
+            if symmetric or in_place:  # memory at this address is what it was until some is released
+                shared = tensor if in_place or spec.peers_access_tensor else out
+                key += (shared.data_ptr(), ctx.job.arena.releases)
         ready = ctx.known.get(key)
     except (AttributeError, RuntimeError, TypeError):  # no tensor, one without a shape, or what can't be a key
         key = ready = None
@@ -201,10 +223,7 @@ def make(
         back = functools.partial(derivative, spec, op=name, world=ctx.world_size, call=adjoint)
         attached: torch.Tensor = _Attached.apply(tensor, made, back)
         return attached
-    result, ready = _first(spec, tensor, ctx, out, algorithm, op, name, symmetric, in_place, names, gradient, requiring)
-    if key is not None:
-        _remember(ctx, key, ready, tensor if spec.peers_access_tensor or in_place else out)
-    return result
+    return _first(spec, ctx, key, tensor, out, algorithm, op, name, symmetric, in_place, names, gradient, requiring)
 
 
 def spec_of(name: str) -> Collective:
@@ -273,8 +292,9 @@ def derivative(
 
 def _first(
     spec: Collective,
-    tensor: Any,
     ctx: CollectiveContext,
+    key: Hashable,
+    tensor: Any,
     out: Any,
     algorithm: Any,
     op: Any,
@@ -284,15 +304,13 @@ def _first(
     names: tuple[str, str],
     gradient: bool,
     refused: bool,
-) -> tuple[torch.Tensor, Ready]:
-    """Check and make a call; return its result, and what calls like it are made with."""
+) -> torch.Tensor:
+    """Check everything, and make the call; return its result. Calls with this key are then made by :func:`again`."""
     operation = f"{spec.name}_" if in_place else spec.name
-    world = ctx.world_size
-    peers_access_tensor = spec.peers_access_tensor or in_place
-    shared = tensor if peers_access_tensor else out
-    into = symmetric is True and spec.in_place and not in_place  # peers write into ``out``, as they do in place
+    tensors = (tensor,) if out is None else (tensor, out)
+    shared = 0 if spec.peers_access_tensor or in_place else 1  # which of them peers access
 
-    def prepare() -> tuple[Launches, Ready, torch.Tensor, tuple[int, int]]:
+    def checked() -> tuple[Launches, Ready, tuple[Any, tuple[Any, ...]]]:
         check_tensor(names[0], tensor, ctx.device)
         if refused:
             raise ValueError(
@@ -306,53 +324,43 @@ def _first(
             options = tensor.dtype, check_operation(op, tensor.dtype)
         _check_result(spec, tensor, out, ctx, names, in_place)
         arguments.instance("symmetric", symmetric, bool, "a bool")
-        deltas = None
         if symmetric or in_place:
-            if shared is None:
+            if shared >= len(tensors):
                 raise ValueError(f"{names[1]} must be given with symmetric=True: one that tdcoll.empty() has made")
-            deltas = deltas_to(names[not peers_access_tensor], shared, ctx)
-        segment = tensor.nbytes // world if in_place else spec.segment_bytes(tensor.nbytes, world)
-        launches = launches_of(
-            spec,
-            ctx,
-            segment,
-            algorithm,
-            options=options,
-            in_place=in_place or into,
-            symmetric=symmetric and not into,
-            deltas=deltas,
-        )
-        registered, run, result = Registered(ctx) if symmetric or in_place else None, launches.run, out
-        if in_place or into:
-            place, result = _reaching(ctx, segment, launches, registered), tensor if in_place else out
-            base = result.data_ptr() or ctx.inbox.data_ptr()  # a tensor of no bytes has no address
-            addresses = base + ctx.rank * segment, base
-            if into:
-                run = functools.partial(_bring_and_run, ctx.rank, world, run)
-        else:
-            if out is None:
-                result = torch.empty(spec.results(tensor.shape, world)[0], dtype=tensor.dtype, device=ctx.device)
-                place = _making(result, registered)
+            _check_symmetric(names[shared], tensors[shared], ctx)
+        into = symmetric and spec.in_place and not in_place  # peers write into ``out``, as they do in place
+        in_result = in_place or into
+        segment = tensor.nbytes // ctx.world_size if in_place else spec.segment_bytes(tensor.nbytes, ctx.world_size)
+        how: dict[str, Any] = {"options": options, "in_place": in_result, "symmetric": symmetric and not into}
+        launches = launches_of(spec, ctx, segment, algorithm, **how)
+        ready = ctx.known.get(key)
+        if ready is None:
+            run = functools.partial(_bring_and_run, ctx.rank, ctx.world_size, launches.run) if into else launches.run
+            if in_result:
+                place = _reaching(ctx, segment, launches.in_buffer)
             else:
-                place = _filling(spec, ctx, segment, registered)
-            addresses = tensor.data_ptr(), result.data_ptr()
-        return launches, Ready(kind_of(operation, *launches.counts), place, run, registered), result, addresses
+                place = _making(spec, tensor, ctx) if out is None else _filling(spec, ctx, segment)
+            ready = Ready(kind_of(operation, *launches.counts), place, run)
+        placed = ready.place(*tensors)
+        assert placed is not None
+        return launches, ready, placed
 
     facts = {
         "bytes": strided_bytes(tensor),
         "dtype": getattr(tensor, "dtype", None),
         "algorithm": algorithm,
-        "offset in the symmetric heap": place_of(shared, ctx) if symmetric or in_place else None,
+        "offset in the symmetric heap": _place_of((*tensors, None)[shared], ctx) if symmetric or in_place else None,
         "symmetric": symmetric,
         "requires_grad": gradient,
         **({"op": name} if spec.reduces else {}),
     }
-    with ctx.calling(operation, facts, prepare) as (launches, ready, result, addresses):
+    with ctx.calling(operation, facts, checked) as (launches, ready, (result, given)):
+        launches.wait_for_loads()
         ctx.noted(ready.made)
-        if into:
-            _bring(tensor, out, ctx.rank, world)
-        launches(*addresses)
-    return result, ready
+        ready.run(ctx.current_stream(), *given)
+    if key is not None and not ctx.capturing:
+        ctx.once(key, lambda: ready)
+    return result
 
 
 def _check_result(
@@ -382,31 +390,18 @@ def _check_result(
         raise ValueError(f"{part} must not overlap {whole}{allowed}; it lies at byte {begin} of {whole}")
 
 
-# ---------------------------------------------------------------------- what is remembered
+# ---------------------------------------------------------------------- where calls are placed
 
 
-def _remember(ctx: CollectiveContext, key: Hashable, ready: Ready, shared: Any) -> None:
-    """Let the next call with this key, whose tensors have been found right, be made by :func:`again`.
-
-    A record of a call on memory of PyTorch's has the deltas of that memory, and is for no other: it is not kept.
-    """
-    if ctx.capturing or (ready.registered is not None and not lies_in_heap(shared, ctx)):
-        return
-    known = ctx.once(key, lambda: ready)
-    if known.registered is not None and shared is not None:
-        known.registered.add(shared)
-
-
-def _reaching(ctx: CollectiveContext, segment: int, launches: Launches, registered: Any) -> Place:
+def _reaching(ctx: CollectiveContext, segment: int, in_buffer: bool) -> Place:
     """Place calls whose peers write into the caller's memory: the tensor, or an ``out`` into which this rank's segment
     is copied first."""
-    own, total, in_buffer = ctx.rank * segment, ctx.world_size * segment, launches.in_buffer
+    own, total = ctx.rank * segment, ctx.world_size * segment
+    inbox = ctx.inbox.data_ptr()
 
     def place(tensor: torch.Tensor, out: torch.Tensor | None = None) -> tuple[Any, tuple[Any, ...]] | None:
         whole = tensor if out is None else out
-        if not registered.holds(whole):
-            return None
-        base = whole.data_ptr()
+        base = whole.data_ptr() or inbox  # a tensor of no bytes has no address
         addresses = (base + own, 0, base) if in_buffer else (base + own, base)
         if out is None:
             return whole, addresses
@@ -418,40 +413,33 @@ def _reaching(ctx: CollectiveContext, segment: int, launches: Launches, register
 def _bring_and_run(
     rank: int, world: int, run: Callable[..., None], stream: int, tensor: torch.Tensor, out: torch.Tensor, *given: int
 ) -> None:
-    _bring(tensor, out, rank, world)
-    run(stream, *given)
-
-
-def _bring(tensor: torch.Tensor, out: torch.Tensor, rank: int, world: int) -> None:
-    """Copy this rank's segment to its place in ``out``, on the current stream, if it isn't there."""
+    """Copy this rank's segment to its place in ``out``, on the current stream, if it isn't there; then run."""
     own = out.detach().view(world, tensor.numel())[rank]
     if own.data_ptr() != tensor.data_ptr():
         own.copy_(tensor.detach().view(-1))
+    run(stream, *given)
 
 
-def _making(result: torch.Tensor, registered: Registered | None) -> Place:
-    """Place calls that make a result like ``result``."""
+def _making(spec: Collective, like: torch.Tensor, ctx: CollectiveContext) -> Place:
+    """Place calls that make their result, of tensors like this one."""
     # Sizes one by one take half the time of a tuple. A scalar has none, and is made of the tuple.
-    empty = functools.partial(torch.empty, *(result.shape or [()]), dtype=result.dtype, device=result.device)
+    sizes = spec.results(like.shape, ctx.world_size)[0] or [()]
+    empty = functools.partial(torch.empty, *sizes, dtype=like.dtype, device=ctx.device)
 
     def place(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
-        if registered is not None and not registered.holds(tensor):
-            return None
         made = empty()
         return made, (tensor.data_ptr(), made.data_ptr())
 
     return place
 
 
-def _filling(spec: Collective, ctx: CollectiveContext, segment: int, registered: Registered | None = None) -> Place:
+def _filling(spec: Collective, ctx: CollectiveContext, segment: int) -> Place:
     """Place calls whose result is given."""
-    world, peers_access_tensor = ctx.world_size, spec.peers_access_tensor
+    world = ctx.world_size
     nbytes, total = (segment * world if whole else segment for whole in (spec.scatters, spec.gathers))
     at = spec.may_overlap_at(segment, ctx.rank)
 
     def place(tensor: torch.Tensor, out: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
-        if registered is not None and not registered.holds(tensor if peers_access_tensor else out):
-            return None
         source, target = tensor.data_ptr(), out.data_ptr()
         return None if overlap(source, nbytes, target, total, at) else (out, (source, target))
 

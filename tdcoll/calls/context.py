@@ -1,26 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """CollectiveContext: what the calls of one process group on one stream share.
 
-A context owns, in symmetric memory,
+A context owns symmetric memory (:attr:`.sizes.ContextSizes.areas`): the signals that
+:class:`~tdcoll.primitives.group.Group` describes; an ``inbox`` of two *slots*, in each of which rank r's data lands in
+``inbox[slot, r]``; two slots of ``flagged`` words for LL, and an inbox of three for the Lamport protocol. The epoch is
+one 64-bit ``control`` word in ordinary device memory.
 
-- ``inbox`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``inbox[slot, r]``;
-- ``signals`` ``[2, chunks, world]`` int64: ``signals[slot, chunk, r]`` holds the last epoch whose
-  chunk ``chunk_index`` of rank r has landed there;
-- ``flagged`` ``[2, world, words, 2]`` int64: two slots of 128-bit words that carry a flag each, for small
-  messages inside nodes;
-- ``ready`` ``[world]`` int64: ``ready[r]`` holds the last epoch that rank r has entered with a symmetric buffer of
-  the caller's that its peers write or read (see "in place" below);
-- ``gave_up`` ``[world]`` int64: ``gave_up[r]`` is 0 until rank r ends a call whose memory its peers have yet to read
-  (:mod:`tdcoll.primitives.stores`);
-
-and, in ordinary device memory, one 64-bit ``control`` word: the epoch. If asked, it also has an inbox for the Lamport
-protocol (:mod:`tdcoll.primitives.lamport`).
-
-**One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2. No host value takes
-part: every program of a launch reads the control word, whose high bits count the finished epochs, and then adds its
-share of one epoch to it; the shares of all thread blocks of a launch make exactly one. (Calls by copy engines take even
-epochs only, and leave out an odd one: :mod:`tdcoll.primitives.copies`.) Therefore no program can read an epoch that
-another has already raised, no program has to reset anything at the end, and a CUDA graph may be replayed at will.
+**One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2, which kernels count in
+the control word (:func:`~tdcoll.primitives.group.begin_epoch`). No host value takes part, so a CUDA graph may be
+replayed at will. (Calls by copy engines take even epochs only: :mod:`tdcoll.primitives.copies`.)
 
 **Why the slots may be reused.** A call completes on a rank only when it has a signal of the epoch from every peer. A
 peer sends it from inside the same call; so when epoch e is complete here, every peer has *started* e, and the stream
@@ -36,7 +24,7 @@ before the bytes of e. In one row, "at least e" would take it for the signal of 
 
 **In place.** When the result is the caller's own symmetric buffer there is only one of it, and the argument above
 fails: a peer may still read the result of e-1 from the very bytes that e would write. There, a rank first tells its
-peers that it has *entered* the call (``ready``), and no peer writes into a buffer before its owner has. (LL needs none
+peers that it has *entered* the call, and no peer writes into a buffer before its owner has. (LL needs none
 of that: it lands in ``flagged``, and each rank writes its buffer itself.)
 """
 
@@ -55,9 +43,9 @@ from tdcoll.base.call_log import Calls
 from tdcoll.base.errors import HeapExhaustedError
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS
 from tdcoll.calls.monitor import WaitMonitor
-from tdcoll.calls.preconditions import Debug, Preconditions, shown
+from tdcoll.calls.preconditions import Debug, Preconditions, compare, shown
 from tdcoll.calls.sizes import Area, context_sizes
-from tdcoll.calls.tuning.agreement import agree
+from tdcoll.calls.tuning import Table, given
 from tdcoll.job.memory import barrier
 from tdcoll.language import INTERPRETED
 from tdcoll.primitives.group import Group
@@ -77,6 +65,8 @@ KEPT = 2048
 
 
 def _group_name(group: runtime.Group, topology: Topology) -> str | None:
+    """Return the name in ``torch.distributed`` of the process group that was given, or of the default group if it has
+    the same ranks; None otherwise."""
     dist, group = torch.distributed, runtime.group_of(group)
     if not dist.is_available() or not dist.is_initialized():
         return None
@@ -122,16 +112,11 @@ class CollectiveContext(Preconditions):
             a quarter of the heap; or a sixteenth of that where the heap has no room for so much.
         max_blocks: the most thread blocks that one launch on the context has. Kernels of several contexts that are in
             flight together wait for peers, so their thread blocks must fit on the GPU at once. At least
-            ``2 * world_size + 2``. Default: as many as a launch may have.
-        early: launches may begin before the one ahead of them on the stream has ended, and let the next one do so
-            (:mod:`tdcoll.calls.launch`). Not with ``max_blocks``; pass False, too, if launches of this
-            context and of others, on other streams, are in flight together. Ranks may differ.
+            ``2 * world_size + 2``. Default: as many as a launch may have, for contexts that have the GPU to themselves.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange; or, if
             it is ``"first"``, on the first call with such arguments. Default: ``TDCOLL_DEBUG``, which is 0, 1 or
             ``first``; if it is not set, ``"first"`` in the simulator and False on GPUs.
-        stream: bind the context to this CUDA stream: eager calls on another one raise ContextError. Calls made while a
-            CUDA graph is being captured are not checked: replay the graph on this stream.
         tuning: a :class:`~tdcoll.Table` that says which algorithms are the fastest, or
             the path of its file. Default: that of the file ``TDCOLL_TUNING``, else tdcoll's own.
 
@@ -139,7 +124,7 @@ class CollectiveContext(Preconditions):
         TypeError, ValueError: an argument is not as described, this process is not in the group, or the file of the
             tuning table is not one, here or on another rank.
         HeapExhaustedError: the symmetric heap is too small.
-        RankMismatchError: ranks pass different arguments. (Deadlines and streams may differ.)
+        RankMismatchError: ranks pass different arguments. (Deadlines may differ.)
     """
 
     dense: ClassVar[bool] = True
@@ -154,10 +139,8 @@ class CollectiveContext(Preconditions):
         flagged_bytes: int | None = None,
         lamport_bytes: int | None = None,
         max_blocks: int | None = None,
-        early: bool = True,
         timeout_s: float | None = None,
         debug: Debug | None = None,
-        stream: Any = None,
         tuning: Any = None,
         _call: Mapping[str, Any] | None = None,
     ) -> None:
@@ -173,11 +156,8 @@ class CollectiveContext(Preconditions):
                 arguments.whole(name, nbytes, 0)
         if max_blocks is not None:
             arguments.whole("max_blocks", max_blocks, 1, MAX_BLOCKS)
-        arguments.instance("early", early, bool, "a bool")
         if debug is not None and debug != "first":
             arguments.instance("debug", debug, bool, 'a bool, "first" or None')
-        if stream is not None:
-            arguments.instance("stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
         job = runtime.current()
         topology = job.topology(group)
         if max_blocks is not None and max_blocks < (least := 2 * topology.world_size + 2):
@@ -186,19 +166,16 @@ class CollectiveContext(Preconditions):
                 f"{max_blocks}"
             )
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
-        self.group_name = _group_name(group, topology)
-        """The name in ``torch.distributed`` of the process group that was given, or of the default group if it has the
-        same ranks; None otherwise."""
-        monitor.calls = Calls(topology.pes, self.group_name)
-        super().__init__(job, topology, monitor, debug, stream)
+        monitor.calls = Calls(topology.pes, _group_name(group, topology))
+        super().__init__(job, topology, monitor, debug)
         sizes = context_sizes(topology, job.heap.nbytes, **self._given_sizes)
         self.max_bytes_per_rank = sizes.max_bytes_per_rank
         """The most that one rank sends to another in one epoch, in bytes."""
         self.chunks = chunks
         self.max_blocks = MAX_BLOCKS if max_blocks is None else max_blocks
         """The most thread blocks that a launch on the context has; policies keep to it."""
-        self.early = early and max_blocks is None
-        """Whether launches may begin before what was launched before has ended."""
+        self.early = max_blocks is None
+        """Whether launches may begin before what was launched before has ended (:mod:`tdcoll.calls.launch`)."""
         self.stores: bool
         """Whether the ranks of each node can store to each other's memory."""
         self.ll_bytes: int
@@ -231,23 +208,31 @@ class CollectiveContext(Preconditions):
             call: the arguments, by name, that must be the same on all ranks in the call for which tdcoll makes the
                 context, its ``operation`` among them; None if the caller makes it.
         """
-        owner, given = self.job, self._given_sizes
+        owner, asked = self.job, self._given_sizes
+        table, problem = Table(()), None
+        try:
+            table = given.read(tuning)
+        except Exception as error:  # of any kind, because the other ranks wait for it
+            problem = error
+        mates = [self._group[rank] for rank in self.topology.members[self.topology.node]]
+        accessible = all(owner.heap.peer_base(pe) != 0 for pe in mates)
+        names = given.architectures(self.device)
+        mine = shown(call or {}), accessible, names
+        answers = owner.exchange(self._group, "arguments of CollectiveContext", mine)
+        if call is not None:
+            require_equal([theirs for theirs, _, _ in answers], self._group, f"{call['operation']} arguments")
         same = {
-            **given,
+            **asked,
             "max_bytes_per_rank": self.max_bytes_per_rank,
             "max_blocks": self.max_blocks,
             "debug": self.debug,
+            "tuning table": table.digest,
         }
-        what = "arguments of CollectiveContext"
-        mates = [self._group[rank] for rank in self.topology.members[self.topology.node]]
-        accessible = all(owner.heap.peer_base(pe) != 0 for pe in mates)
-        answers = owner.exchange(self._group, what, (shown(call or {}), same, accessible))
-        if call is not None:
-            require_equal([theirs for theirs, _, _ in answers], self._group, f"{call['operation']} arguments")
-        require_equal([theirs for _, theirs, _ in answers], self._group, what)
-        self.tuning = agree(owner, self._group, tuning)
-        self.stores = all(theirs for _, _, theirs in answers)
-        sizes = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, **given)
+        compare(owner, self._group, "CollectiveContext", same, problem)
+        alike = all(theirs == names for _, _, theirs in answers)  # nothing was measured on GPUs of several kinds
+        self.tuning = table.of(names if alike else (), self.topology.ranks_per_node, self.topology.n_nodes)
+        self.stores = all(theirs for _, theirs, _ in answers)
+        sizes = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, **asked)
         self.capacity, self.ll_bytes = sizes.capacity, sizes.ll_bytes
         self.inbox, *zeroed = map(self._allocate, sizes.areas[:5])
         for area in zeroed:
@@ -259,7 +244,7 @@ class CollectiveContext(Preconditions):
             try:
                 self.device_lamport = self._device_lamport(sizes.areas[5])
             except HeapExhaustedError:  # on all ranks
-                fewer = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, free=0, **given)
+                fewer = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, free=0, **asked)
                 if fewer == sizes:
                     raise
                 sizes = fewer
@@ -390,7 +375,7 @@ class CollectiveContext(Preconditions):
         for tensor in reversed(self._symmetric):
             self.job.release(tensor)
         self._symmetric.clear()
-        self.tables.clear()  # it may hold memory of PyTorch's
+        self.tables.clear()
         self.job.held.pop(id(self))
         self.job.held.pop(id(self.monitor))
 

@@ -75,10 +75,7 @@ class Copies:
 
     def __init__(self, call: Planned, *hops: Hop) -> None:
         ctx, heap, self._call, self._hops = call.ctx, call.ctx.job.heap, call, hops
-        in_heap = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
-        self._deltas = self._result_deltas = in_heap
-        if call.deltas is not ctx.device_group.deltas:
-            self._result_deltas = self._once(("deltas on the host", id(call.deltas)), call.deltas.tolist)
+        self._deltas = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
         self._stamp = self._once("stamp", lambda: torch.zeros(1, dtype=torch.int64, device=ctx.device))
         self._side_streams: dict[int, SideStream] = self._once(
             "side streams", lambda: {peer: heap.side_stream() for peer in successors(ctx.topology)}
@@ -141,7 +138,7 @@ class Copies:
         for peer, side_stream in self._side_streams.items():
             side_stream.fork(stream)
             part = hop.sent[peer]
-            landing = result + self._result_deltas[peer] if hop.into_result else self._inbox + self._deltas[peer]
+            landing = (result if hop.into_result else self._inbox) + self._deltas[peer]
             moved = Copy(begin + part.begin, landing + part.at, part.nbytes)
             _queue(ctx.job.heap.stream_copy, side_stream.handle, moved, chunk, signal + self._deltas[peer], stamp)
 

@@ -12,9 +12,9 @@ from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.spec import DEFAULT, TABLE, Collective, Decision
 from tdcoll.calls.tuning import Section
 
-__all__ = ["ONLY", "UNSUPPORTED", "Explanation", "explain_call"]
+__all__ = ["UNSUPPORTED", "Explanation", "explain_call"]
 
-UNSUPPORTED, ONLY = "unsupported", "supports"
+UNSUPPORTED = "unsupported"
 
 
 @dataclass(frozen=True)
@@ -23,21 +23,17 @@ class Explanation:
 
     Attributes:
         operation: the collective.
-        nbytes: of a segment, which is what one rank sends to another; of all rows of this rank for the sparse and the
-            fused all-reduce.
+        nbytes: of a segment, which is what one rank sends to another; of all rows of this rank for a sparse all-reduce.
         group: the ranks, in words.
         algorithm: the one that is taken; None if the call is refused.
-        chunks: pieces that a segment, or a row, is cut into.
+        chunks: pieces that a segment is cut into.
         chunk_bytes: bytes of a chunk; the last may be shorter.
         blocks: thread blocks of a launch on this rank.
         warps: of each thread block.
         epochs: launches that the call takes, one after the other.
-        reason: ``"requested"``, ``"table"``, ``"default"``, ``"supports"`` (no other algorithm supports the call) or
-            ``"unsupported"``.
+        reason: ``"requested"``, ``"table"``, ``"default"`` or ``"unsupported"``.
         why: the reason in words.
-        entry: the entry of the tuning table that holds for the call, whether it decided or not; empty if there is none.
         unsupported: the algorithms that don't support the call, each with the reason.
-        notes: what else there is to say.
     """
 
     operation: str
@@ -51,9 +47,7 @@ class Explanation:
     epochs: int = 1
     reason: str = DEFAULT
     why: str = ""
-    entry: str = ""
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
 
     @property
     def line(self) -> str:
@@ -72,7 +66,7 @@ class Explanation:
 
     def __str__(self) -> str:
         others = [f"  not {name}: {why}" for name, why in self.unsupported.items()]
-        return "\n".join([self.line, *others, *(f"  {note}" for note in self.notes)])
+        return "\n".join([self.line, *others])
 
 
 def _count(number: int, what: str) -> str:
@@ -89,11 +83,11 @@ def explain_call(
         table: the name of the tuning table.
 
     Raises:
-        ValueError: an unknown algorithm, or a plan that can't be launched.
+        ValueError: an unknown algorithm.
     """
     group = facts.topology.describe()
-    problems = {each.name: each.supports(facts) for each in spec.algorithms}
-    unsupported = {name: f"{problem}{group}" for name, problem in problems.items() if problem is not None}
+    problems = ((each.name, each.supports(facts)) for each in spec.algorithms)
+    unsupported = {name: f"{problem}{group}" for name, problem in problems if problem is not None}
     try:
         decision, epochs = spec.decide_call(facts, algorithm, sections)
     except (ContextError, ValueError) as error:
@@ -101,13 +95,10 @@ def explain_call(
             raise
         why = str(error)
         return Explanation(spec.name, facts.nbytes, group, None, reason=UNSUPPORTED, why=why, unsupported=unsupported)
-    plan, reason = decision.plan, decision.reason
-    if reason == DEFAULT and len(unsupported) == len(problems) - 1:
-        reason = ONLY
+    plan = decision.plan
     return Explanation(
         spec.name, facts.nbytes, group, plan.algorithm, plan.chunks, plan.chunk, plan.blocks, plan.num_warps,
-        len(epochs), reason, _why(decision, unsupported, table),
-        f"{table}: {decision.found[0].where(decision.found[1])}" if decision.found else "", unsupported,
+        len(epochs), decision.reason, _why(decision, unsupported, table), unsupported,
     )  # fmt: skip
 
 

@@ -29,7 +29,6 @@ after ours begins when all of ours has ended.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import os
 import re
@@ -79,13 +78,9 @@ def _driver() -> Any:
 
 @functools.cache
 def _early_launches() -> bool:
-    """Return whether kernels can be launched before the launch ahead of them has ended: not before Hopper, nor by a
-    Triton that cannot, nor if ``TDCOLL_PDL`` is 0."""
-    if INTERPRETED or os.environ.get("TDCOLL_PDL") == "0" or torch.cuda.get_device_capability() < (9, 0):
-        return False
-    from triton.backends.nvidia.compiler import CUDAOptions
-
-    return any(field.name == "launch_pdl" for field in dataclasses.fields(CUDAOptions))
+    """Return whether kernels can be launched before the launch ahead of them has ended: not before Hopper, nor if
+    ``TDCOLL_PDL`` is 0."""
+    return not INTERPRETED and os.environ.get("TDCOLL_PDL") != "0" and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -241,7 +236,7 @@ class Launch:
 
     Raises:
         TypeError: a parameter has no argument, or an argument no parameter (a compiled kernel knows of no defaults, and
-            it is only there on a GPU); or the changing parameters do not follow each other.
+            it is only there on a GPU).
     """
 
     def __init__(
@@ -264,11 +259,7 @@ class Launch:
         self._arguments = {name: given[name] for name in kernel.arg_names}
         order = [leaf for name, value in self._arguments.items() for leaf, _ in _leaves(name, value)]
         first = order.index(changing[0]) if changing else 0
-        if order[first : first + len(changing)] != list(changing):
-            raise TypeError(
-                f"{kernel.__name__}: the changing parameters {', '.join(changing)} must follow each other in this "
-                f"order; its parameters are {', '.join(order)}"
-            )
+        assert order[first : first + len(changing)] == list(changing), f"{kernel.__name__} has another order: {order}"
         self._kernel, self._changing = kernel, tuple(changing)
         self._options: dict[str, Any] = {"num_warps": num_warps}
         if maxnreg is not None:
@@ -371,18 +362,11 @@ class Launcher:
             constants: its last parameters, ``tl.constexpr`` all.
             variant: whatever else the compiled code depends on: the dtypes of tensors whose dtype may differ from call
                 to call, alignment, the values of integers that the kernel specialises on, and constants in tuples.
-
-        Raises:
-            TypeError: as for :class:`Launch`.
         """
         key = (id(kernel), constants, num_warps, variant)
         launch = self._launches.get(key)
         if launch is None:
             values = (*map(_whole, arguments), *constants)
-            if len(values) != len(kernel.arg_names):
-                raise TypeError(
-                    f"{kernel.__name__} has {len(kernel.arg_names)} parameters and was given {len(values)} arguments"
-                )
             given = dict(zip(kernel.arg_names, values, strict=True))
             launch = Launch(kernel, blocks, given, (), num_warps=num_warps, early=self._early)
             launch.prepare()

@@ -56,7 +56,6 @@ class Planned:
         options: what else the kernel depends on, such as dtype and operation.
         stride: bytes from one segment of the caller's tensor to the next.
         width: bytes of data per word if the call uses LL or Lamport words, which land in memory of their own; else 0.
-        deltas: int64 ``[world]``: from an address in the caller's memory, where peers access it, to the same on each.
     """
 
     operation: str
@@ -66,7 +65,6 @@ class Planned:
     options: Any
     stride: int
     width: int
-    deltas: torch.Tensor
 
     @property
     def in_buffer(self) -> bool:
@@ -78,7 +76,7 @@ class Planned:
         """Where peers write to: the caller's buffer, or the context's inbox."""
         ctx = self.ctx
         if self.in_buffer:
-            return Inbox(0, self.facts.nbytes, self.deltas, tl.constexpr(1))
+            return Inbox(0, self.facts.nbytes, ctx.device_group.deltas, tl.constexpr(1))
         return Inbox(ctx.inbox.data_ptr(), ctx.capacity, ctx.device_group.deltas, tl.constexpr(2))
 
     @property
@@ -100,7 +98,7 @@ class Planned:
             "chunk": plan.chunk,
             "chunks": plan.chunks,
             "blocks": plan.chunks,
-            "out_deltas": self.deltas,
+            "out_deltas": self.ctx.device_group.deltas,
         }
 
 
@@ -236,9 +234,13 @@ class Launches:
         self.run: Callable[..., None] = ranged(f"tdcoll.{form}[{first.plan.algorithm}, {size}]", run)
         prepare(self._context, operation, self._variant, self._launches)  # what fails leaves the context as it was
 
+    def wait_for_loads(self) -> None:
+        """Wait until all ranks have loaded the kernels, see :meth:`CollectiveContext.wait_for_loads`."""
+        self._context.wait_for_loads(self._operation, self._variant)
+
     def __call__(self, source: int, out: int) -> None:
         """Make the call on the current stream, given the addresses of tensor and result, or of segment and buffer."""
-        self._context.wait_for_loads(self._operation, self._variant)
+        self.wait_for_loads()
         self.run(self._context.current_stream(), *((source, 0, out) if self.in_buffer else (source, out)))
 
 
@@ -270,38 +272,31 @@ def launches_of(
     options: Any = None,
     in_place: bool = False,
     symmetric: bool = False,
-    deltas: torch.Tensor | None = None,
 ) -> Launches:
     """Return what launches such calls, prepared. It is made once.
 
     Args:
         nbytes: of a segment.
-        algorithm: a name or a Plan, not checked yet.
+        algorithm: a name, not checked yet; or a plan, see :meth:`~.spec.Collective.decide`.
         options: dtype and operation of a reduction.
         in_place: peers write to the caller's buffer.
         symmetric: peers may access the caller's tensor or result.
-        deltas: from addresses in the caller's memory to the same on each rank, by :func:`~.registered.deltas_to`.
 
     Raises:
         TypeError, ValueError: ``algorithm`` is not one that such a call can have.
         ContextError: the context is far too small; or a CUDA graph is being captured, before such a call was made.
     """
     if not isinstance(algorithm, (str, Plan)):
-        arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
+        arguments.instance("algorithm", algorithm, (str, Plan), "a str")
     key: tuple[Hashable, ...] = (spec.name, nbytes, algorithm, options, in_place, symmetric)
-    elsewhere = deltas is not None and deltas is not ctx.device_group.deltas
-    if elsewhere:
-        key += (id(deltas),)  # the context keeps it
 
     def make() -> Launches:
         facts = facts_of(ctx, nbytes, options and options[0], in_place=in_place, symmetric=symmetric)
-        if elsewhere:
-            facts = replace(facts, puts=False)
         if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
             sections = sections_of(spec, ctx)
             _log.debug("%s", explain_call(spec, facts, algorithm, sections, ctx.tuning.name).line)
         plan = spec.decide_call(facts, algorithm, sections_of(spec, ctx))[0].plan
-        return launches_by(spec, ctx, facts, plan, options, deltas)
+        return launches_by(spec, ctx, facts, plan, options)
 
     return ctx.once(key, make)
 
@@ -317,17 +312,15 @@ def launches_by(
     facts: Facts,
     plan: Plan,
     options: Hashable = None,
-    deltas: torch.Tensor | None = None,
 ) -> Launches:
     """Return what launches calls by a plan that was made for these facts, prepared."""
     algorithm, calls = spec.algorithm(plan.algorithm), list[Planned]()
-    deltas = ctx.device_group.deltas if deltas is None else deltas
     for nbytes in spec.epochs(facts, plan.algorithm):
         part = replace(facts, nbytes=nbytes)
         if calls and nbytes != calls[0].facts.nbytes:  # the last, which may be shorter
             plan = spec.choose(part, plan.algorithm, sections_of(spec, ctx))
         width = algorithm.payload(part).width if algorithm.words else 0
-        calls.append(Planned(spec.name, ctx, part, plan, options, facts.nbytes, width, deltas))
+        calls.append(Planned(spec.name, ctx, part, plan, options, facts.nbytes, width))
     return Launches(algorithm, calls)
 
 

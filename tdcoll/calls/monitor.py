@@ -121,29 +121,30 @@ class WaitMonitor:
         Of waits that share a place, one at a time.
         """
         now = time.monotonic()
-        for lamport, place in itertools.product((False, True), range(c.NOTICES.value)):
-            notice = self._notices[int(lamport), place].tolist()
+        for lamport, place, notice, peer, waited_s in self._told():
             before, since = self._changed.get((lamport, place), ([0, 0], now))
             if notice != before:
                 since = now
                 self._changed[lamport, place] = notice, now
             if any(notice) and now - since < _ALIVE_S:
-                peer, waited = divmod(notice[0], 1 << 32)
-                waited_s = (waited << c.NOTICE_SHIFT.value) / 1e9
                 numbered = notice[1] != c.GAVE_UP.value and peer != c.OWN_GRID.value
                 yield watch.PendingWait(peer if peer >= 0 else None, notice[1] if numbered else None, lamport, waited_s)
+
+    def _told(self) -> Iterator[tuple[bool, int, list[int], int, float]]:
+        """All notices: of a Lamport call?, their place, their words, the peer, and how long the wait had lasted."""
+        for lamport, place in itertools.product((False, True), range(c.NOTICES.value)):
+            notice = self._notices[int(lamport), place].tolist()
+            peer, waited = divmod(notice[0], 1 << 32)
+            yield lamport, place, notice, peer, (waited << c.NOTICE_SHIFT.value) / 1e9
 
     def _waited_for(self, epoch: int) -> set[int]:
         """Return the peers for which waits in this epoch (or Lamport call of this number) had lasted nearly until the
         deadline, if it is longer than 0.27 s."""
-        found = set()
         least_s = self.timeout_s - 2 * (c.NOTICE_EVERY.value << c.NOTICE_SHIFT.value) / 1e9
-        for lamport, place in itertools.product((False, True), range(c.NOTICES.value)):
-            first, number = self._notices[int(lamport), place].tolist()
-            peer, waited = divmod(first, 1 << 32)
-            if peer >= 0 and number == epoch and (waited << c.NOTICE_SHIFT.value) / 1e9 >= least_s > 0:
-                found.add(peer)
-        return found
+        if least_s <= 0:
+            return set()
+        told = self._told()
+        return {peer for *_, notice, peer, waited_s in told if peer >= 0 and notice[1] == epoch and waited_s >= least_s}
 
     @property
     def open(self) -> bool:
@@ -172,9 +173,8 @@ class WaitMonitor:
             rank, seen = words[c.RECORD_RANK.value], words[c.RECORD_SEEN.value]
             if words[c.RECORD_PEER.value] == c.OWN_GRID.value:
                 what = (
-                    "in grid_barrier for other thread blocks of its launch: they don't call it, wait for "
-                    "another rank, or "
-                    "don't fit on the GPU"
+                    "in grid_barrier for other thread blocks of its launch: they don't call it, wait for another rank, "
+                    "or don't fit on the GPU"
                 )
                 raise CollectiveTimeout(what, rank=rank, peer=rank, timeout_s=self.timeout_s)
             # -1: the kernel has not told its wait.

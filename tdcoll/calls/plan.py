@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
-    *("TARGET_CHUNK_BYTES", "Payload", "Facts", "Plan", "check_numbers", "check_warps", "cut_chunks"),
+    *("TARGET_CHUNK_BYTES", "Payload", "Facts", "Plan", "cut_chunks"),
     *("cut_copies", "cut_loop", "loop_blocks", "prefers_loops"),
-    *("cut_reduced_words", "cut_words", "epoch_of_words", "half", "is_word_chunk", "most_chunks", "most_warps"),
+    *("cut_reduced_words", "cut_words", "epoch_of_words", "half", "most_chunks", "most_warps"),
     *("needs_puts", "needs_reduced_words", "needs_stores", "needs_words", "per_chunk", "per_segment", "power"),
     *("reduced_words", "several_nodes", "shares_gpu", "inbox_epoch", "summing_blocks"),
-    *("warps", "word_chunks", "words_of"),
+    *("warps", "words_of"),
 ]
 
 CHUNK_ALIGNMENT = 128
@@ -90,8 +90,6 @@ _REDUCED_BYTES = 1 << 30
 @dataclass(frozen=True)
 class Plan:
     """How one call is launched.
-
-    >>> plan = tdcoll.Plan("direct", chunks=8, chunk=4096, num_warps=8)
 
     Attributes:
         algorithm: one of its operation's, not ``"auto"``.
@@ -236,23 +234,6 @@ def most_warps(facts: Facts) -> int:
     return SHARED_WARPS if shares_gpu(facts) else max(WARPS)
 
 
-def check_numbers(plan: Plan) -> None:
-    """Raise unless what somebody has made a plan of by hand are whole numbers."""
-    for name in ("chunks", "chunk", "num_warps", "blocks"):
-        if type(value := getattr(plan, name)) is not int:
-            raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
-
-
-def check_warps(plan: Plan, facts: Facts) -> None:
-    """Raise unless thread blocks may have as many warps as a plan says that somebody has made by hand."""
-    allowed = [warps for warps in WARPS if warps <= most_warps(facts)]
-    if plan.num_warps not in allowed:
-        shared = " on a context with max_blocks" if facts.max_blocks != MAX_BLOCKS else ""
-        raise ValueError(
-            f"a Plan's num_warps must be one of {', '.join(map(str, allowed))}{shared}; got {plan.num_warps}"
-        )
-
-
 def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) -> Plan:
     """Chunks with a signal each.
 
@@ -316,18 +297,6 @@ def summing_blocks(facts: Facts, nbytes: int) -> int:
     return max(1, min(SUMMING_BLOCKS, facts.max_blocks - 1, nbytes // SUMMED_BYTES))
 
 
-def is_word_chunk(nbytes: int, width: int = LL_WORD_BYTES) -> bool:
-    """Return whether one program can carry so many bytes: a power of two of words of this width, at most
-    :data:`LL_MOST_WORDS`."""
-    words, rest = divmod(nbytes, width)
-    return rest == 0 and 1 <= words <= LL_MOST_WORDS and words & (words - 1) == 0
-
-
-def word_chunks(width: int) -> str:
-    """Return, for messages, which chunks :func:`is_word_chunk` accepts."""
-    return f"{width} times a power of two, at most {width * LL_MOST_WORDS},"
-
-
 def words_of(nbytes: int, width: int = LL_WORD_BYTES) -> int:
     """Words that carry so many bytes; none is carried by one."""
     return max(1, -(-nbytes // width))
@@ -357,7 +326,7 @@ def cut_words(
     fewest = _fewest_words(payload, facts.max_blocks) if payload.blocks else 1
     words = words_of(payload.nbytes, payload.width)
     if entry.chunk is not None:
-        block = power(entry.chunk // payload.width + 1) // 2  # at most so much
+        block = min(LL_MOST_WORDS, power(entry.chunk // payload.width + 1) // 2)  # at most so much
     elif entry.chunks is not None:
         block = min(LL_MOST_WORDS, max(LL_BLOCK, power(-(-words // entry.chunks))))
     else:

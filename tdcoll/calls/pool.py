@@ -21,8 +21,7 @@ from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.preconditions import Debug
 from tdcoll.calls.sizes import ContextSizes, context_sizes
 from tdcoll.calls.spec import Collective
-from tdcoll.calls.tuning import Table
-from tdcoll.calls.tuning.agreement import local
+from tdcoll.calls.tuning import Table, given
 from tdcoll.job.cuda import multiprocessors
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.topology import Topology
@@ -187,8 +186,8 @@ class Pool:
         return True
 
     def _larger(self, old: CollectiveContext | None, nbytes: int) -> CollectiveContext:
-        """Make a context for ``nbytes`` and, if the heap has space, for twice the old capacity. It lies beside the old
-        one if possible, and otherwise replaces it, unless a graph may use it."""
+        """Make a context for ``nbytes`` and, if the heap has space, for twice the old capacity. It replaces the old
+        one, unless a graph may use that."""
         size = old.max_bytes_per_rank if old is not None else 0
         generous = _generous(old, nbytes)
         if self.limit is not None:
@@ -196,22 +195,17 @@ class Pool:
         captured = old is not None and any(
             self._owner.exchange(self._ranks, f"{self._operation}: captured", old.captured)
         )
+        if old is not None and not captured:
+            old.close()
+            self.context = None
         try:
             made = self._first_that_fits(generous, nbytes)
         except HeapExhaustedError:
-            if old is None or captured:
-                raise
-            old.close()
-            self.context = None
-            try:
-                return self._first_that_fits(generous, nbytes)
-            except HeapExhaustedError:
+            if old is not None and not captured:
                 self.context = self._first_that_fits(size, size)
-                raise
+            raise
         if captured:
             self._kept.append(old)  # type: ignore[arg-type]
-        elif old is not None:
-            old.close()
         return made
 
     def _first_that_fits(self, size: int, least: int) -> CollectiveContext:
@@ -310,13 +304,9 @@ class Prospect:
     max_blocks: int = MAX_BLOCKS
 
 
-def prospect(spec: Collective, segment: int, group: runtime.Group, operation: str = "") -> CollectiveContext | Prospect:
-    """Return the context that :func:`pooled` has for calls with such segments, or else the facts of the one that it
-    would make. Local.
-
-    Args:
-        segment: bytes of a segment.
-        group, operation: as for :func:`pooled`.
+def prospect(spec: Collective, segment: int, group: runtime.Group) -> CollectiveContext | Prospect:
+    """Return the context that :func:`pooled` has for calls with segments of so many bytes, or else the facts of the one
+    that it would make. Local.
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
@@ -324,14 +314,15 @@ def prospect(spec: Collective, segment: int, group: runtime.Group, operation: st
     job = runtime.current()
     ranks = job.ranks_of(group)
     nbytes = spec.inbox(segment, len(ranks), job.heap.nbytes)
-    pool: Pool | None = job.contexts.get((operation or spec.name, ranks))
-    old = None if pool is None else pool.context
-    if old is not None and nbytes <= old.max_bytes_per_rank:
-        return old
-    topology = job.topology(ranks)
+    pool: Pool | None = job.contexts.get((spec.name, ranks))
+    if pool is not None and pool.holds(nbytes):
+        assert pool.context is not None
+        return pool.context
+    topology, old = job.topology(ranks), None if pool is None else pool.context
     stores = all(job.heap.peer_base(topology.pes[rank]) for rank in topology.members[topology.node])
     sizes = sizes_for(spec, nbytes, topology, job.heap.nbytes, job.heap_info.free, old, stores)
-    return Prospect(job, topology, sizes.capacity, sizes.ll_bytes, sizes.lamport_bytes, stores, local(job, ranks))
+    table = given.read(None).of(given.architectures(job.device), topology.ranks_per_node, topology.n_nodes)
+    return Prospect(job, topology, sizes.capacity, sizes.ll_bytes, sizes.lamport_bytes, stores, table)
 
 
 def sizes_for(

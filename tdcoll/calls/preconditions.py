@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -18,7 +17,7 @@ import torch
 
 from tdcoll.base.call_log import MOST, Calls, Made
 from tdcoll.base.capture import capture_of
-from tdcoll.base.errors import CollectiveTimeout, ContextError, NotInitializedError, RankMismatchError
+from tdcoll.base.errors import ContextError, NotInitializedError, RankMismatchError
 from tdcoll.calls.monitor import WaitMonitor
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import require_equal
@@ -49,32 +48,18 @@ class Compared:
 
     A kind is all that the ranks have to agree on. Those whose arguments are equal therefore find each kind new in the
     same call. If one passes something that it has passed before, and another something new, the latter waits for the
-    former in vain, and says so.
+    former in vain.
     """
 
     def __init__(self) -> None:
         self._kinds: set[str] = set()
 
     @contextlib.contextmanager
-    def first(self, job: Runtime, operation: str, facts: Mapping[str, Any]) -> Iterator[bool]:
-        """Tell whether a call is the first of its kind; the comparison is the body.
-
-        Raises:
-            CollectiveTimeout: of the body, in other words.
-        """
+    def first(self, operation: str, facts: Mapping[str, Any]) -> Iterator[bool]:
+        """Tell whether a call is the first of its kind; the comparison is the body."""
         kind = f"{operation} {shown(facts)}"
         new = kind not in self._kinds and len(self._kinds) < _MOST_COMPARED
-        try:
-            yield new
-        except CollectiveTimeout as error:
-            if (missing := re.search(r"for rank\(s\) \[.*?\]", str(error))) is None:
-                raise
-            given = ", ".join(f"{name}: {fact}" for name, fact in shown(facts).items())
-            what = (
-                f"{missing[0]} to compare the arguments of its first {operation} with {given}. They did not make the "
-                "call, or with arguments that they had passed before; TDCOLL_DEBUG=1 compares those, too"
-            )
-            raise CollectiveTimeout(what, rank=job.rank, timeout_s=error.timeout_s) from error
+        yield new
         if new:
             self._kinds.add(kind)
 
@@ -116,24 +101,14 @@ class Preconditions:
         job, topology: of the context.
         monitor: of the waits in its kernels.
         debug: compare the ranks' arguments, see :data:`Debug`. None: :func:`debugging`.
-        stream: that calls are made on. None: the context follows the caller from stream to stream.
     """
 
-    def __init__(
-        self,
-        job: Runtime,
-        topology: Topology,
-        monitor: WaitMonitor,
-        debug: Debug | None,
-        stream: Any,
-    ) -> None:
+    def __init__(self, job: Runtime, topology: Topology, monitor: WaitMonitor, debug: Debug | None) -> None:
         self.job, self.topology, self.device, self.monitor = job, topology, job.device, monitor
         self.debug: Debug = debugging(job.simulated) if debug is None else debug if debug == "first" else bool(debug)
         self._compared = Compared()
         self.inbox: torch.Tensor
         """Of the context; where it lies in the symmetric heap says which context it is."""
-        self.follows_stream = stream is None
-        """Whether calls may come on any stream, whichever is the current one; each then waits for the one before."""
         self.capturing = False
         """Whether the last call was made while a CUDA graph was being captured."""
         self.captured = False
@@ -145,13 +120,13 @@ class Preconditions:
         self._obstacle = ""
         self._calls = 0
         self._cuda = self.device.type == "cuda"
-        self._stream = stream
         self._last_captured: tuple[int, Any] | None = None
         """The capture and the stream of the last call that was captured."""
-        if self._cuda and stream is None:
+        self._stream: Any = None
+        self._index = self._handle = 0
+        if self._cuda:
             self._stream = torch.cuda.current_stream(self.device)
-        self._index: int = self.device.index if self._cuda else 0
-        self._handle: int = self._stream.cuda_stream if self._cuda else 0
+            self._index, self._handle = self.device.index, self._stream.cuda_stream
 
     def check(self) -> None:
         """Wait for the context's last eager call, and raise if a wait in one of its kernels has expired.
@@ -194,7 +169,7 @@ class Preconditions:
             What ``prepare`` returned.
 
         Raises:
-            ContextError: closed, or on another stream.
+            ContextError: closed, or on another device.
             CollectiveTimeout: a wait has expired.
             NotInitializedError: after ``tdcoll.finalize()``.
             RankMismatchError: (debug) ranks disagree, or another rank's arguments are wrong; raised on all of them.
@@ -205,7 +180,7 @@ class Preconditions:
         if self.debug is True:
             return self._agree(operation, agree, prepare, obstacle)
         if self.debug:
-            with self._compared.first(self.job, operation, agree) as new:
+            with self._compared.first(operation, agree) as new:
                 if new:
                     return self._agree(operation, agree, prepare, obstacle)
         self._overcome(obstacle, operation)
@@ -306,7 +281,7 @@ class Preconditions:
         if obstacle == _OTHER_STREAM:
             self._change_stream(operation)
         self.capturing = obstacle == _CAPTURING
-        if self.capturing and self.follows_stream:
+        if self.capturing:
             self._follow_in_capture()
         self.captured = self.captured or self.capturing
         self.calls.exact = not self.captured
@@ -332,11 +307,6 @@ class Preconditions:
 
     def _change_stream(self, operation: str) -> None:
         stream = torch.cuda.current_stream(self.device)
-        if not self.follows_stream:
-            raise ContextError(
-                f"{operation}: the context is bound to {self._stream}, and the current stream is {stream}. Enter `with "
-                "torch.cuda.stream(...)`, or make the context without stream=."
-            )
         if capture_of(self._handle):
             raise ContextError(
                 f"{operation}: the context's last eager call was on {self._stream}, which is being captured now, and "

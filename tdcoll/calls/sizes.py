@@ -84,11 +84,11 @@ def context_sizes(
     heap_bytes: int,
     *,
     stores: bool = True,
-    free: int | None = None,
     max_bytes_per_rank: int | None = None,
     chunks: int = limits.MAX_CHUNKS,
     flagged_bytes: int | None = None,
     lamport_bytes: int | None = None,
+    free: int | None = None,
 ) -> ContextSizes:
     """Return the sizes of a context.
 
@@ -96,8 +96,8 @@ def context_sizes(
         topology: of its group.
         heap_bytes: of the symmetric heap.
         stores: whether the ranks of each node can store to each other's memory.
-        free: of the heap. If the usual ``lamport_bytes`` don't fit, there are fewer. None: enough.
         max_bytes_per_rank, chunks, flagged_bytes, lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
+        free: of the heap. If the usual ``lamport_bytes`` don't fit, there are fewer. None: enough.
     """
     world, nodes = topology.world_size, topology.n_nodes
     if max_bytes_per_rank is None:

@@ -16,20 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tdcoll.base.errors import ContextError
 from tdcoll.base.limits import inbox_bytes
-from tdcoll.calls.plan import (
-    CHUNK_ALIGNMENT,
-    LL_MOST_WORDS,
-    MOST_EPOCHS,
-    Facts,
-    Payload,
-    Plan,
-    check_numbers,
-    check_warps,
-    is_word_chunk,
-    most_chunks,
-    shares_gpu,
-    word_chunks,
-)
+from tdcoll.calls.plan import MOST_EPOCHS, Facts, Payload, Plan, shares_gpu
 from tdcoll.calls.tuning import Entry, Section
 
 if TYPE_CHECKING:
@@ -235,16 +222,16 @@ class Collective:
 
         Args:
             facts: of the call.
-            algorithm: ``"auto"``, or one of ``self.names``; or a plan, which is checked and taken as it is. ``"auto"``
-                takes what the table says if that supports the call, and the default otherwise.
+            algorithm: ``"auto"``, or one of ``self.names``; or, from measurements and tests, a plan, which is taken as
+                it is. ``"auto"`` takes what the table says if that supports the call, and the default otherwise.
             sections: of a tuning table, for these GPUs. Chunks and warps are an entry's too, if it is of the algorithm
                 that is taken.
 
         Raises:
-            ValueError: an unknown algorithm, one that doesn't support the call, a plan that can't be launched.
+            ValueError: an unknown algorithm, or one that doesn't support the call.
         """
         if isinstance(algorithm, Plan):
-            self._check_plan(facts, algorithm)
+            self.supported(algorithm.algorithm, facts)
             return Decision(self._with_blocks(facts, algorithm), REQUESTED)
         if algorithm not in ("auto", *self.names):
             raise ValueError(f"algorithm must be one of auto, {', '.join(self.names)}; got {algorithm!r}")
@@ -271,18 +258,13 @@ class Collective:
             The decision about its first epoch, whose algorithm is that of the whole, and the :meth:`epochs`.
 
         Raises:
-            ValueError: as :meth:`decide`; or a plan was given for a call of several epochs.
+            ValueError: as :meth:`decide`.
             ContextError: the context is far too small.
         """
         decision = self.decide(facts, algorithm, sections)
         epochs = self.epochs(facts, decision.plan.algorithm)
         if len(epochs) == 1:
             return decision, epochs
-        if isinstance(algorithm, Plan):
-            raise ValueError(
-                f"algorithm must be a name and no Plan for a call of several epochs: {facts.nbytes} bytes per rank are "
-                f"{len(epochs)} epochs of at most {epochs[0]} bytes on this context"
-            )
         first = self.choose(replace(facts, nbytes=epochs[0]), decision.plan.algorithm, sections)
         return replace(decision, plan=first), epochs
 
@@ -317,39 +299,6 @@ class Collective:
                         return section, entry
         return None
 
-    def _check_plan(self, facts: Facts, plan: Plan) -> None:
-        """Raise unless the plan, which somebody has made by hand, can be launched."""
-        if plan.algorithm not in self.names:
-            raise ValueError(f"a Plan's algorithm must be one of {', '.join(self.names)}; got {plan.algorithm!r}")
-        algorithm = self.supported(plan.algorithm, facts)
-        words, payload = algorithm.words, algorithm.payload(facts)
-        check_numbers(plan)
-        check_warps(plan, facts)
-        aligned = is_word_chunk(plan.chunk, payload.width) if words else plan.chunk % 16 == 0
-        if plan.chunk < 1 or not aligned or plan.chunks * plan.chunk < payload.nbytes:
-            expected = word_chunks(payload.width) if words else "a multiple of 16"
-            raise ValueError(
-                f"a Plan's chunks must be {expected} bytes and cover all {payload.nbytes} bytes; got {plan.chunks} of "
-                f"{plan.chunk} bytes"
-            )
-        # No more blocks of words than carry something: others would wait for puts that no block makes.
-        signalled = facts.chunks // (1 if algorithm.copies else payload.signals)  # copies have one signal together
-        if algorithm.copies or not algorithm.any_blocks:
-            signalled = most_chunks(replace(facts, chunks=signalled))
-        most = max(1, -(-payload.nbytes // plan.chunk)) if words else signalled
-        if not 1 <= plan.chunks <= most:
-            raise ValueError(f"a Plan's chunks must be 1 to {most}, got {plan.chunks}")
-        if words and (plan.chunks + 1) * payload.blocks >= facts.max_blocks:
-            raise ValueError(
-                f"a Plan for {plan.algorithm!r} must have chunks of more than {plan.chunk} bytes for "
-                f"{facts.topology.describe()}"
-            )
-        if algorithm.any_blocks:
-            if not 0 <= plan.blocks < facts.max_blocks:
-                raise ValueError(f"a Plan's blocks must be 0 to {facts.max_blocks - 1}, got {plan.blocks}")
-        elif plan.blocks not in (0, blocks := algorithm.blocks(facts, plan)):
-            raise ValueError(f"a Plan's blocks must be 0 or {blocks} for {plan.algorithm!r}, got {plan.blocks}")
-
     def sections(self, table: Sequence[Section], name: str) -> tuple[Section, ...]:
         """Return the sections of a table that are of this collective.
 
@@ -357,34 +306,14 @@ class Collective:
             name: of the table, for messages.
 
         Raises:
-            ValueError: an entry names an algorithm, or has chunks, that there can't be.
+            ValueError: an entry names an algorithm that there isn't.
         """
         mine = tuple(section for section in table if section.operation == self.name)
         for section in mine:
-            if section.in_place and not self.in_place:
-                raise ValueError(f"{name}: {self.name} has no sections for calls in place")
             for entry in section.entries:
-                if (problem := self._problem(entry)) is not None:
-                    raise ValueError(f"{name}: {section.where(entry)}: {problem}")
+                if entry.algorithm not in self.names:
+                    raise ValueError(
+                        f"{name}: {section.where(entry)}: algorithm: expected one of {', '.join(self.names)}, got "
+                        f"{entry.algorithm}"
+                    )
         return mine
-
-    def _problem(self, entry: Entry) -> str | None:
-        """Return what was expected in an entry, and what is there; None if it is right."""
-        chunk = entry.chunk
-        if entry.algorithm not in self.names:
-            return f"algorithm: expected one of {', '.join(self.names)}, got {entry.algorithm}"
-        if entry.blocks is not None and not self.algorithm(entry.algorithm).any_blocks:
-            return f"blocks: expected none for {entry.algorithm}, whose chunks decide about that, got {entry.blocks}"
-        if chunk is None:
-            return None
-        if not (widths := self.algorithm(entry.algorithm).words):
-            fits, expected = chunk % CHUNK_ALIGNMENT == 0, f"a multiple of {CHUNK_ALIGNMENT}"
-        else:
-            least = 32 * (entry.num_warps or 1)
-            fits = any(is_word_chunk(chunk, width) and chunk >= width * least for width in widths)
-            expected = " or ".join(
-                f"{width} times a power of two, from {width * least} (a word for each thread) to "
-                f"{width * LL_MOST_WORDS}"
-                for width in widths
-            )
-        return None if fits else f"chunk: expected {expected} bytes, got {chunk}"

@@ -138,7 +138,7 @@ class Handler(ABC):
     def compare_first(self, call: Call) -> None:
         """:meth:`compare`, if no call with such arguments was made before and the ranks are asked to compare those."""
         if self.members.first:
-            with self.compared.first(self.members.job, self.kind, self.facts(call)) as new:
+            with self.compared.first(self.kind, self.facts(call)) as new:
                 if new:
                     self.compare(call)
 

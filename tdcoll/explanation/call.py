@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -17,27 +16,16 @@ from tdcoll.calls.explain import Explanation, explain_call
 from tdcoll.calls.launches import facts_of
 from tdcoll.calls.plan import Plan
 from tdcoll.calls.pool import Prospect, prospect
-from tdcoll.collectives.sparse_all_reduce import SparseContext
-from tdcoll.collectives.sparse_all_reduce.explain import explain_rows
-from tdcoll.collectives.sparse_all_reduce.policy import Capacities
-from tdcoll.collectives.sparse_all_reduce.pool import FEWEST_ROWS, existing, row_sizes_of
-from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
-from tdcoll.fused import policy as fused
-from tdcoll.fused.op import DTYPES as ROWS_OF
-from tdcoll.primitives.reduce import ACCUMULATORS, check_operation
+from tdcoll.primitives.reduce import check_dtype
 
 __all__ = ["Explanation", "explain"]
-
-_SPARSE = "sparse_all_reduce"
-_OPERATIONS = (*COLLECTIVES, _SPARSE, fused.NAME)
 
 
 def explain(
     operation: str,
-    tensor: torch.Tensor | Sequence[torch.Tensor] | Sequence[int] | int,
+    tensor: torch.Tensor | Sequence[int] | int,
     *,
-    op: str | torch.distributed.ReduceOp = "sum",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
     group: runtime.Group = None,
     ctx: CollectiveContext | None = None,
     algorithm: str | Plan = "auto",
@@ -53,12 +41,9 @@ def explain(
     all_reduce of 64 MiB per rank on 8 rank(s) on 1 node(s) (8): two_shot, 171 chunks of 8 KiB, ... (default: ...)
 
     Args:
-        operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"``,
-            ``"all_reduce_rms_norm"`` or ``"sparse_all_reduce"``.
-        tensor: the tensor of the call, or its shape. For the sparse all-reduce the COO tensor, a list of those of one
-            dtype, or the shape of the rows that this rank brings: ``(rows, ...)``.
-        op: of a reduction.
-        dtype: of the tensor, if a shape is given. Default: fp32.
+        operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_to_all"``.
+        tensor: the tensor of the call, or its shape.
+        dtype: of the tensor, if a shape is given.
         group, ctx: as for the call.
         algorithm: as for the call. If it doesn't support the call, the explanation says why.
         in_place: explain :func:`tdcoll.all_gather_`, whose tensor has a segment for each rank. An all-reduce in place
@@ -72,106 +57,25 @@ def explain(
         NotInitializedError: before ``tdcoll.initialize()``.
         TypeError, ValueError: the call's arguments are not as described.
     """
-    if operation not in _OPERATIONS:
-        raise ValueError(f"operation must be one of {', '.join(_OPERATIONS)}; got {operation!r}")
+    if operation not in COLLECTIVES:
+        raise ValueError(f"operation must be one of {', '.join(COLLECTIVES)}; got {operation!r}")
     if ctx is not None and group is not None:
         raise ValueError(f"explain: group must be None with ctx, which has a group already; got {group!r}")
-    arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
-    for name, flag in (("in_place", in_place), ("symmetric", symmetric)):
-        arguments.instance(name, flag, bool, "a bool")
-    shape: tuple[int, ...] = ()
-    tensors = _tensors(tensor, several=operation == _SPARSE)
-    if tensors:
-        first = tensors[0]
-        if dtype not in (None, first.dtype):
-            raise ValueError(f"dtype must be None with a tensor, which is of {first.dtype}; got {dtype}")
-        for place, one in enumerate(tensors):
-            if one.dtype != first.dtype:
-                raise ValueError(f"tensor[{place}] must be of {first.dtype}, as tensor[0]; got {one.dtype}")
-        shape, dtype = tuple(first.shape), first.dtype
-    else:
-        arguments.instance("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype or None")
-        shape, dtype = arguments.shape("tensor", tensor), dtype or torch.float32
-    if operation == _SPARSE:
-        return _sparse(tensors, shape, dtype, op, group, ctx, algorithm)
+    arguments.instance("algorithm", algorithm, (str, Plan), "a str")
+    if not isinstance(tensor, torch.Tensor):
+        tensor = torch.empty(arguments.shape("tensor", tensor), dtype=dtype, device="meta")
+    spec = spec_of(operation)
     if ctx is not None:
         check_context(ctx)
-    if operation == fused.NAME:
-        return _fused(shape, dtype, group, ctx, algorithm)
-    spec = spec_of(operation)
-    in_buffer = in_place and spec.in_place
-    if in_place and not (spec.in_place or spec.segments == (1, 1)):
-        raise ValueError(f"in_place must be False: there is no tdcoll.{operation}_")
     if spec.reduces:
-        _check_dtype(dtype, tuple(ACCUMULATORS))
-        check_operation(op, dtype)
+        check_dtype("tensor", tensor)
     world = len(runtime.current().ranks_of(group)) if ctx is None else ctx.world_size
+    in_buffer, shape = in_place and spec.in_place, tensor.shape
     if not spec.results(shape, world) or (in_buffer and (not shape or shape[0] % world)):
         raise ValueError(f"tensor's first dimension must be divisible by the {world} rank(s); got shape {list(shape)}")
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
-    segment = nbytes // world if in_buffer else spec.segment_bytes(nbytes, world)
+    segment = tensor.nbytes // world if in_buffer else spec.segment_bytes(tensor.nbytes, world)
     context: CollectiveContext | Prospect = prospect(spec, segment, group) if ctx is None else ctx
-    facts = facts_of(context, segment, dtype if spec.reduces else None, in_place=in_buffer, symmetric=symmetric)
+    reduced = tensor.dtype if spec.reduces else None
+    facts = facts_of(context, segment, reduced, in_place=in_buffer, symmetric=symmetric)
     tuning = context.tuning
     return explain_call(spec, facts, algorithm, spec.sections(tuning.sections, tuning.name), tuning.name)
-
-
-def _tensors(given: Any, several: bool) -> list[torch.Tensor]:
-    """Return the tensors if ``given`` is one, or a list of ``several``; none if it is a shape."""
-    if isinstance(given, torch.Tensor):
-        return [given]
-    found = list(given) if several and isinstance(given, (list, tuple)) else []
-    return found if all(isinstance(one, torch.Tensor) for one in found) else []
-
-
-def _fused(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    group: runtime.Group,
-    ctx: CollectiveContext | None,
-    algorithm: str | Plan,
-) -> Explanation:
-    _check_dtype(dtype, ROWS_OF)
-    hidden = shape[-1] if shape else 0
-    if not fused.takes(hidden, dtype.itemsize):
-        raise ValueError(
-            f"tensor must have rows of at most {fused.MOST_HIDDEN} elements, a multiple of {16 // dtype.itemsize} of "
-            f"{dtype}; got shape {list(shape)}"
-        )
-    elements = torch.Size(shape).numel()
-    context: Any = ctx
-    if ctx is None:
-        context = prospect(spec_of("all_reduce"), elements * dtype.itemsize, group, fused.NAME)
-    rows = fused.NormRows(elements // hidden, hidden, dtype.itemsize)
-    return fused.explain_rows(rows, facts_of(context, 0, dtype), algorithm)
-
-
-def _sparse(
-    tensors: Sequence[torch.Tensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    op: Any,
-    group: runtime.Group,
-    ctx: Any,
-    algorithm: Any,
-) -> Explanation:
-    _check_dtype(dtype, DTYPES)
-    check_operation(op, dtype)
-    if ctx is not None:
-        arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext or None")
-    if tensors:
-        sizes = [row_sizes_of(one) for one in tensors]
-        rows, row_bytes = sum(n for n, _ in sizes), max(nbytes for _, nbytes in sizes)
-    else:
-        rows, row_bytes = (shape[0] if shape else 0), torch.Size(shape[1:]).numel() * dtype.itemsize
-    context = existing(group) if ctx is None else ctx
-    if context is not None:
-        return explain_rows(context.capacities, rows, row_bytes, algorithm)
-    topology, most = runtime.current().topology(group), max(FEWEST_ROWS, rows)
-    capacities = Capacities(topology, most, row_bytes, topology.world_size * most, True)
-    return explain_rows(capacities, rows, row_bytes, algorithm)
-
-
-def _check_dtype(dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
-    if dtype not in allowed:
-        raise TypeError(f"dtype must be one of {', '.join(map(str, allowed))}; got {dtype}")

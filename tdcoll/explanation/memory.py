@@ -82,7 +82,7 @@ class MemoryPlan:
         lines = [f"symmetric memory of each of {self.world_size} ranks on {self.nodes} node(s)"]
         lines += ["  ".join([name.ljust(first), *map(str.rjust, parts, widths)]) for name, *parts in rows]
         fits = "fits into" if self.fits else "does not fit into"
-        return "\n".join([*lines, f"{fits} a heap of {byte_text(self.heap_bytes)} (NVSHMEM_SYMMETRIC_SIZE)"])
+        return "\n".join([*lines, f"{fits} a heap of {byte_text(self.heap_bytes)}"])
 
 
 def memory_plan(

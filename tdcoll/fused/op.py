@@ -25,7 +25,7 @@ from tdcoll.calls.pool import pooled, strided_bytes
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
-from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, NormRows, choose, explain_rows, takes
+from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, NormRows, choose, takes
 from tdcoll.primitives.reduce import triton_dtype
 
 __all__ = ["DTYPES", "all_reduce_rms_norm"]
@@ -80,9 +80,9 @@ def all_reduce_rms_norm(
         out_dtype: ``torch.float8_e4m3fn`` for a quantized ``normalized``; else None or the dtype of ``x``.
         scale: with fp8: the divisor of ``normalized``, one fp32 on the device. If None, each row has its own, by which
             its largest element becomes 448.
-        algorithm: ``"one_shot"``, ``"two_shot"``, ``"composed"`` (an all-reduce and a kernel) or ``"auto"``, or a
-            :class:`~tdcoll.Plan` for rows cut into ``chunks`` pieces of ``chunk`` bytes. If the ranks are not of one
-            node, or the context's ``lamport_bytes`` do not hold the rows, ``"auto"`` is ``"composed"``.
+        algorithm: ``"one_shot"``, ``"two_shot"``, ``"composed"`` (an all-reduce and a kernel) or ``"auto"``. If the
+            ranks are not of one node, or the context's ``lamport_bytes`` do not hold the rows, ``"auto"`` is
+            ``"composed"``.
 
     Returns:
         ``(normalized, new)``; with fp8 ``(normalized, new, scale)``, of which the last is ``scale`` or, for each row,
@@ -145,7 +145,7 @@ def _first(
 
     def checked() -> tuple[Ready, Any]:
         _check(ctx, *tensors, eps=eps, in_place=in_place, out_dtype=out_dtype, algorithm=algorithm)
-        ready = ctx.once(key, lambda: _ready(ctx, tensors, eps, in_place, out_dtype, algorithm))
+        ready = ctx.known.get(key) or _ready(ctx, tensors, eps, in_place, out_dtype, algorithm)
         return ready, ready.place(*tensors)
 
     facts = {
@@ -161,6 +161,7 @@ def _first(
         ctx.wait_for_loads(NAME, key)
         ctx.noted(ready.made)
         ready.run(ctx.current_stream(), *given)
+    ctx.once(key, lambda: ready)  # not before, because a call that ranks disagree about is compared again
     made: tuple[torch.Tensor, ...] = result
     return made
 
@@ -209,7 +210,7 @@ def _check(
         check_tensor("scale", scale, device)
         if scale.numel() != 1 or scale.dtype is not torch.float32:
             raise ValueError(f"scale must be one torch.float32; got {scale.dtype} of shape {list(scale.shape)}")
-    arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
+    arguments.instance("algorithm", algorithm, (str, Plan), "a str")
 
 
 def _ready(
@@ -222,7 +223,7 @@ def _ready(
     facts = facts_of(ctx, 0, x.dtype)
     plan = choose(rows, facts, algorithm)
     if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
-        _log.debug("%s", explain_rows(rows, facts, algorithm).line)
+        _log.debug("%s of %d rows of %d elements: %s", NAME, rows.rows, hidden, plan)
     composed, by_rows = plan.algorithm == COMPOSED, out_dtype is _FP8 and len(tensors) == 3
 
     def place(x: Any, residual: Any, weight: Any, scale: Any = None) -> tuple[Any, tuple[Any, ...]] | None:

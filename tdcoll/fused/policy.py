@@ -9,20 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tdcoll.calls.explain import ONLY, UNSUPPORTED, Explanation
 from tdcoll.calls.plan import LAMPORT_WORD_BYTES as WORD
-from tdcoll.calls.plan import (
-    WARPS,
-    Facts,
-    Plan,
-    check_numbers,
-    check_warps,
-    is_word_chunk,
-    most_warps,
-    needs_stores,
-    power,
-)
-from tdcoll.calls.spec import DEFAULT, REQUESTED
+from tdcoll.calls.plan import Facts, Plan, most_warps, needs_stores, power
 
 __all__ = [
     "ALGORITHMS",
@@ -33,7 +21,6 @@ __all__ = [
     "TWO_SHOT",
     "NormRows",
     "choose",
-    "explain_rows",
 ]
 __all__ += ["blocks_of", "takes"]
 
@@ -156,14 +143,13 @@ def choose(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -> Plan
 
     Args:
         facts: of the context; ``nbytes`` is ignored.
-        algorithm: one of :data:`ALGORITHMS`, or a plan, which is checked and used as it is.
+        algorithm: one of :data:`ALGORITHMS`; or, from tests, a plan, which is used as it is.
 
     Raises:
-        ValueError: the algorithm is unknown, such a call doesn't support it, or the plan cannot be launched.
+        ValueError: the algorithm is unknown, or such a call doesn't support it.
     """
     where = facts.topology.describe()
     if isinstance(algorithm, Plan):
-        _check(rows, algorithm, facts)
         if (problem := _problem(rows, algorithm, facts)) is not None:
             raise ValueError(f"algorithm={algorithm} {problem}{where}")
         return replace(algorithm, blocks=blocks_of(rows, algorithm, facts.topology.world_size))
@@ -181,44 +167,3 @@ def choose(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -> Plan
     order = (TWO_SHOT, ONE_SHOT) if two else (ONE_SHOT, TWO_SHOT)
     plans = (_cut(rows, name, facts) for name in (*order, COMPOSED))
     return next(plan for plan in plans if _problem(rows, plan, facts) is None)
-
-
-def explain_rows(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -> Explanation:
-    """Explain a call, as :func:`choose` chooses.
-
-    Raises:
-        ValueError: an unknown algorithm, or a plan that cannot be launched.
-    """
-    group, nbytes = facts.topology.describe(), rows.rows * rows.hidden * rows.itemsize
-    problems = {name: _problem(rows, _cut(rows, name, facts), facts) for name in ALGORITHMS[1:]}
-    unsupported = {name: f"{problem}{group}" for name, problem in problems.items() if problem is not None}
-    try:
-        plan = choose(rows, facts, algorithm)
-    except ValueError as error:
-        if isinstance(algorithm, Plan) or algorithm not in ALGORITHMS:
-            raise
-        return Explanation(NAME, nbytes, group, None, reason=UNSUPPORTED, why=str(error), unsupported=unsupported)
-    reason = REQUESTED if algorithm != "auto" else ONLY if len(unsupported) == len(problems) - 1 else DEFAULT
-    return Explanation(
-        NAME, nbytes, group, plan.algorithm, plan.chunks, plan.chunk, plan.blocks, plan.num_warps, reason=reason,
-        unsupported=unsupported, notes=[f"chunks are those of a row of {WORD * rows.words} bytes"],
-    )  # fmt: skip
-
-
-def _check(rows: NormRows, plan: Plan, facts: Facts) -> None:
-    """Raise unless the plan, which was made by hand, fits the rows."""
-    if plan.algorithm not in ALGORITHMS[1:]:
-        raise ValueError(f"a Plan's algorithm must be one of {', '.join(ALGORITHMS[1:])}; got {plan.algorithm!r}")
-    check_numbers(plan)
-    if plan.algorithm != COMPOSED or plan.num_warps not in WARPS:
-        check_warps(plan, facts)
-    most = _MOST_WORDS * _warps(plan.algorithm, facts)
-    if not is_word_chunk(plan.chunk, WORD) or plan.chunk > WORD * most:
-        raise ValueError(
-            f"a Plan's chunk must be {WORD} times a power of two, up to {WORD * most} bytes; got {plan.chunk}"
-        )
-    if plan.chunks != (pieces := -(-rows.words * WORD // plan.chunk)):
-        raise ValueError(
-            f"a Plan's chunks must be the {pieces} pieces of {plan.chunk} bytes that a row of {WORD * rows.words} "
-            f"bytes has; got {plan.chunks}"
-        )

@@ -13,30 +13,7 @@ import torch
 
 import tdcoll
 from tdcoll.calls import pool
-from tdcoll.calls.plan import Facts, Plan
-from tdcoll.fused.policy import NormRows, choose
 from tdcoll.job import cuda
-from tdcoll.runtime.topology import Topology
-
-MEMORY: dict[str, Any] = {"stores": True, "ll_bytes": 1 << 20, "lamport_bytes": 16 << 20}
-
-
-def facts(world: int, nbytes: int = 0, **more: Any) -> Facts:
-    return Facts(nbytes, Topology.of(0, range(world), [0] * world), **{**MEMORY, **more})
-
-
-def test_fused_plans_made_by_hand_keep_to_the_warps_of_their_context() -> None:
-    rows = NormRows(2, 1024, 4)
-    assert choose(rows, facts(2), Plan("one_shot", 1, 4096, 16)).num_warps == 16
-    with pytest.raises(ValueError, match=r"num_warps must be one of 1, 2, 4, 8 on a context with max_blocks; got 16"):
-        choose(rows, facts(2, max_blocks=64), Plan("one_shot", 1, 4096, 16))
-    wide = NormRows(2, 4096, 4)
-    assert choose(wide, facts(2), Plan("one_shot", 1, 16384, 8)).chunk == 16384
-    with pytest.raises(ValueError, match="up to 8192 bytes; got 16384"):
-        choose(wide, facts(2, max_blocks=64), Plan("one_shot", 1, 16384, 8))
-
-
-# ---------------------------------------------------------------------- how many multiprocessors there are
 
 
 class Driver:

@@ -15,10 +15,12 @@ from tdcoll import runtime
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import spec_of
 from tdcoll.calls.explain import explain_call
-from tdcoll.calls.launches import Launches
-from tdcoll.calls.plan import Facts
+from tdcoll.calls.launches import Launches, facts_of
+from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.tuning import Entry, Section, Table
+from tdcoll.collectives.sparse_all_reduce.explain import explain_rows as explain_sparse
 from tdcoll.fused import all_reduce_rms_norm
+from tdcoll.fused.policy import NormRows, choose
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 
@@ -52,7 +54,6 @@ def test_it_says_what_the_call_does(name: str, ranks_per_node: int | None) -> No
             getattr(tdcoll, name)(tensor)
             context = job.contexts[name, tuple(range(N))].context
             assert launched(context)[-1] == tuple(getattr(said, field) for field in PLAN)
-            assert tdcoll.explain(name, tensor) == said  # now by the facts of the context itself
             assert tdcoll.explain(name, tensor, ctx=context) == said
 
     World(N, ranks_per_node=ranks_per_node).run(host)
@@ -69,8 +70,6 @@ def test_calls_in_place_and_of_several_epochs(pe: int) -> None:
         large = tdcoll.explain("all_gather", (10 << 10,), dtype=torch.uint8, ctx=ctx)
         assert large.epochs == 10
         assert ", 10 epochs (" in large.line
-    with pytest.raises(ValueError, match=r"^in_place must be False: there is no tdcoll\.all_to_all_"):
-        tdcoll.explain("all_to_all", 4, in_place=True)
     assert tdcoll.explain("all_reduce", 4, in_place=True) == tdcoll.explain("all_reduce", 4)
 
 
@@ -81,75 +80,27 @@ def test_reasons() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16, tuning=measured) as ctx:
             first = tdcoll.explain("all_reduce", 256, ctx=ctx)
             assert (first.algorithm, first.reason, first.warps) == ("one_shot", "table", 1)
-            assert first.entry.startswith("measured.json: architecture")
-            assert first.entry.endswith('entry up to "1 KB"')
-            assert first.entry.split(": ", 1)[1] in first.line
+            assert "(table: measured.json, architecture" in first.line
+            assert first.line.endswith('entry up to "1 KB")')
             second = tdcoll.explain("all_reduce", 512, ctx=ctx)
             assert (second.algorithm, second.reason) == ("direct", "default")
             assert "says 2d, which needs several nodes" in second.line
             assert "  not 2d: needs several nodes" in str(second)
             assert "2d" in second.unsupported
             third = tdcoll.explain("all_reduce", 5000, ctx=ctx)
-            assert (third.reason, third.entry) == ("default", "")
+            assert third.line.endswith("(default: no entry of the tuning table holds for such a call)")
             fourth = tdcoll.explain("all_reduce", 256, ctx=ctx, algorithm="direct")
             assert (fourth.algorithm, fourth.reason) == ("direct", "requested")
             refused = tdcoll.explain("all_reduce", 256, ctx=ctx, algorithm="2d")
             assert (refused.algorithm, refused.reason, refused.blocks) == (None, "unsupported", 0)
             assert "refused (algorithm='2d' needs several nodes" in refused.line
-            plan = tdcoll.Plan("direct", 1, 256, 4)
+            plan = Plan("direct", 1, 256, 4)
             assert tdcoll.explain("all_reduce", 256, ctx=ctx, algorithm=plan).warps == 4
 
     World(N).run(host)
     facts = Facts(1 << 10, Topology.of(0, range(N), range(N)), itemsize=8)
     only = explain_call(spec_of("all_reduce"), facts)
-    assert (only.algorithm, only.reason, len(only.unsupported)) == ("1d", "supports", 6)
-
-
-@on_ranks(2)
-def test_the_fused_call(pe: int) -> None:
-    x = torch.ones(8, 64)
-    for algorithm in ("auto", "one_shot", "composed"):
-        said = tdcoll.explain("all_reduce_rms_norm", (8, 64), algorithm=algorithm)
-        assert said == tdcoll.explain("all_reduce_rms_norm", x, algorithm=algorithm)
-        assert said.reason == ("default" if algorithm == "auto" else "requested")
-    with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12, lamport_bytes=64) as ctx:
-        said = tdcoll.explain("all_reduce_rms_norm", x, ctx=ctx)
-        assert (said.algorithm, said.reason) == ("composed", "supports")
-        assert "needs lamport_bytes=2048 or more" in str(said)
-        refused = tdcoll.explain("all_reduce_rms_norm", x, ctx=ctx, algorithm="one_shot")
-        assert refused.algorithm is None
-    with pytest.raises(ValueError, match=r"^tensor must have rows of at most 16384 elements, a multiple of 4 of"):
-        tdcoll.explain("all_reduce_rms_norm", (8, 63))
-
-
-@pytest.mark.parametrize("ranks_per_node", [None, 2])
-def test_the_sparse_call(ranks_per_node: int | None) -> None:
-    def host(pe: int) -> None:
-        job = runtime.current()
-        for count, width in ((3, 2), (600, 16)):
-            job.contexts.pop(("sparse", tuple(range(N))), None)
-            indices, values = torch.arange(count)[None], torch.ones(count, width)
-            tensor = torch.sparse_coo_tensor(indices, values, (2 * count, width))
-            said = tdcoll.explain("sparse_all_reduce", tensor)
-            assert tdcoll.explain("sparse_all_reduce", (count, width)).algorithm == said.algorithm
-            assert ("sparse", tuple(range(N))) not in job.contexts
-            tdcoll.sparse_all_reduce(tensor)
-            ctx = job.contexts["sparse", tuple(range(N))]
-            assert ctx.last_algorithm == said.algorithm
-            assert tdcoll.explain("sparse_all_reduce", tensor, ctx=ctx).algorithm == said.algorithm
-            assert "known after the exchange of ids" in str(said)
-            both = [tensor, torch.sparse_coo_tensor(indices, values[:, :1], (2 * count, 1))]
-            several = tdcoll.explain("sparse_all_reduce", both, ctx=ctx)
-            assert several.nbytes == 2 * count * width * 4
-            with pytest.raises(ValueError, match=r"^tensor\[1\] must be of torch.float32, as tensor\[0\]; got"):
-                tdcoll.explain("sparse_all_reduce", [tensor, tensor.double()])
-            assert not said.unsupported
-        over = tdcoll.explain("sparse_all_reduce", (1 << 20, 16))
-        assert "exceed the context's capacity of 600 rows of 64 B per rank, 2400 together: the context grows" in str(
-            over
-        )
-
-    World(N, ranks_per_node=ranks_per_node, heap_bytes=32 << 20).run(host)
+    assert (only.algorithm, only.reason, len(only.unsupported)) == ("1d", "default", 6)
 
 
 def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -162,12 +113,14 @@ def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -
             all_reduce_rms_norm(torch.ones(2, 16), torch.ones(2, 16), torch.ones(16), ctx=ctx)
             if pe == 0:
                 lines.extend(tdcoll.explain("all_reduce", count, ctx=ctx).line for count in (16, 32))
-                lines.append(tdcoll.explain("all_reduce_rms_norm", (2, 16), ctx=ctx).line)
+                plan = choose(NormRows(2, 16, 4), facts_of(ctx, 0, torch.float32))
+                lines.append(f"all_reduce_rms_norm of 2 rows of 16 elements: {plan}")
         tensor = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(2, 4), (8, 4))
         tdcoll.sparse_all_reduce(tensor)
         tdcoll.sparse_all_reduce(tensor)
         if pe == 0:
-            lines.append(tdcoll.explain("sparse_all_reduce", tensor).line)
+            (ctx,) = (made for key, made in runtime.current().contexts.items() if key[0] == "sparse")
+            lines.append(explain_sparse(ctx.capacities, 2, 16).line)
 
     caplog.set_level(logging.DEBUG, "tdcoll")
     World(2).run(host)
@@ -183,14 +136,10 @@ def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -
     [
         ({"operation": "all_scatter"}, ValueError, "operation must be one of all_gather, all_reduce, "),
         ({"tensor": "x"}, TypeError, "tensor must be an int or a sequence of ints, got 'x'"),
-        ({"dtype": "float"}, TypeError, "dtype must be a torch.dtype or None, got 'float'"),
-        ({"dtype": torch.complex64}, TypeError, "dtype must be one of torch.float16, "),
-        ({"tensor": torch.ones(1), "dtype": torch.int32}, ValueError, "dtype must be None with a tensor, which is of"),
+        ({"dtype": torch.complex64}, TypeError, "tensor must be of float16, "),
         ({"operation": "all_to_all", "tensor": 3}, ValueError, "tensor's first dimension must be divisible by the 2 "),
         ({"algorithm": "ring"}, ValueError, "algorithm must be one of auto, one_shot, "),
-        ({"algorithm": 3}, TypeError, "algorithm must be a str or a Plan, got 3"),
-        ({"symmetric": 1}, TypeError, "symmetric must be a bool, got 1"),
-        ({"op": "xor"}, ValueError, "op must be"),
+        ({"algorithm": 3}, TypeError, "algorithm must be a str, got 3"),
     ],
 )
 @on_ranks(2)

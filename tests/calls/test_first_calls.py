@@ -11,6 +11,7 @@ from ranks import on_ranks
 
 import tdcoll
 from tdcoll.calls.preconditions import debugging
+from tdcoll.fused import all_reduce_rms_norm
 from tdcoll.runtime import Runtime
 from tdcoll.testing import Deadlock, World
 
@@ -27,7 +28,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     exchange = Runtime.exchange
 
     def counting(job: Runtime, ranks: Any, tag: str, value: Any = None) -> Any:
-        if job.rank == 0 and tag.endswith(" arguments"):
+        if job.rank == 0 and tag.endswith(" arguments") and "CollectiveContext" not in tag:
             made.append(tag)
         return exchange(job, ranks, tag, value)
 
@@ -64,8 +65,12 @@ def test_what_differs_is_said_for_each_rank_and_the_context_goes_on(pe: int) -> 
                 tdcoll.all_reduce(torch.ones(4 + 4 * pe), ctx=ctx)
             text = "all_reduce arguments must be the same on all ranks; they differ in bytes (rank 0: 16, rank 1: 32)"
             assert str(raised.value) == text
+        x, weight = torch.ones(4, 4), torch.ones(4)
         with pytest.raises(ValueError if pe else tdcoll.RankMismatchError, match="contiguous"):
-            tdcoll.all_reduce(torch.ones(4, 4).t() if pe else torch.ones(4, 4), ctx=ctx)
+            tdcoll.all_reduce(x.t() if pe else x, ctx=ctx)
+        with pytest.raises(ValueError if pe else tdcoll.RankMismatchError, match="contiguous"):
+            all_reduce_rms_norm(x.t() if pe else x, x, weight, ctx=ctx)
+        assert all_reduce_rms_norm(x, x, weight, ctx=ctx)[1].tolist() == [[3.0] * 4] * 4
         assert tdcoll.all_reduce(torch.ones(4), ctx=ctx).tolist() == [2.0] * 4
 
 
@@ -77,29 +82,6 @@ def test_an_old_call_of_another_rank_is_waited_for() -> None:
 
     with pytest.raises(Deadlock, match=r"pe1 host waits in 'all_reduce arguments' for rank\(s\) \[0\]"):
         World(2).run(host)
-
-
-def test_a_comparison_that_expires_says_what_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = Runtime.exchange
-
-    def expiring(job: Runtime, ranks: Any, tag: str, value: Any = None) -> Any:
-        if tag == "all_reduce arguments":
-            what = f"in '{tag}' for rank(s) [0], which did not make the same call"
-            raise tdcoll.CollectiveTimeout(what, rank=job.rank, timeout_s=3)
-        return exchange(job, ranks, tag, value)
-
-    def host(pe: int) -> None:
-        ctx = context()
-        monkeypatch.setattr(Runtime, "exchange", expiring)
-        with pytest.raises(tdcoll.CollectiveTimeout) as raised:
-            tdcoll.all_reduce(torch.ones(8), ctx=ctx)
-        text = (
-            "rank 0 waited 3 s for rank(s) [0] to compare the arguments of its first all_reduce with bytes: 32, dtype: "
-        )
-        assert str(raised.value).startswith(text)
-        assert "TDCOLL_DEBUG=1 compares those, too" in str(raised.value)
-
-    World(1).run(host)
 
 
 @pytest.mark.parametrize(

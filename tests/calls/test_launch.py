@@ -197,7 +197,7 @@ def test_a_launch_that_the_driver_refuses_is_an_error(kernel: Kernel, driver: Dr
 def test_defaults_are_not_relied_on(kernel: Kernel, arguments: dict[str, Any], changing: tuple[str, ...]) -> None:
     with pytest.raises(TypeError, match=r"kernel has parameters .* and was given arguments"):
         Launch(kernel, 1, arguments, changing)
-    with pytest.raises(TypeError, match="kernel has 5 parameters and was given 2 arguments"):
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
         Launcher()(kernel, 1, (TENSOR, True))
     assert kernel.notes == []
 

@@ -222,11 +222,15 @@ class Driver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device, self.stream, self.captures, self.asked = 1, 0, False, 0
+        self.waited: list[Any] = []
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.device, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.stream + index - 1, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", self.capturing, raising=False)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current())
+
+    def current(self) -> Any:
+        return SimpleNamespace(cuda_stream=self.stream, wait_stream=self.waited.append)
 
     def capturing(self) -> bool:
         self.asked += 1
@@ -234,12 +238,12 @@ class Driver:
 
 
 @pytest.mark.parametrize("bound", [0, 640])
-def test_the_fast_path_is_for_the_bound_stream_outside_of_graphs(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fast_path_is_for_the_last_stream_outside_of_graphs(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Driver(monkeypatch)
+    monkeypatch.setattr("tdcoll.calls.preconditions.capture_of", lambda stream: 0)
 
     def host(pe: int) -> None:
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
-        ctx.follows_stream = False  # as with stream=
         ctx._cuda, ctx._index, ctx._handle = True, 1, bound
         cuda.stream = bound
         assert ctx.enter() == bound
@@ -251,16 +255,16 @@ def test_the_fast_path_is_for_the_bound_stream_outside_of_graphs(bound: int, mon
             ctx.begin("call", 0)
         cuda.device, cuda.stream = 1, 320
         assert ctx.enter() is None
-        with pytest.raises(tdcoll.ContextError, match="the context is bound to"):
-            ctx.begin("call", 0)
+        ctx.begin("call", 0)  # which follows
+        assert (cuda.waited, ctx.enter()) == ([None], 320)
         cuda.captures = True
         for cuda.stream in (320, bound) if bound else (320,):
             ctx.captured = False
             assert ctx.enter() is None
             ctx.begin("call", 0)
             assert (ctx.capturing, ctx.captured) == (True, True)
-        cuda.captures, cuda.stream = False, bound
-        assert ctx.enter() == bound
+        cuda.captures, cuda.stream = False, 320
+        assert ctx.enter() == 320
         assert (ctx.capturing, ctx.captured) == (False, True)
         ctx.debug = True
         assert ctx.enter() is None

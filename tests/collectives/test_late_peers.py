@@ -19,7 +19,7 @@ from tiers import seeds
 
 import tdcoll
 from tdcoll.calls import plan
-from tdcoll.calls.plan import Facts
+from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.spec import Collective
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.reference import norm_reference
@@ -180,8 +180,8 @@ def calls_of(known: Dense) -> list[Calls]:
     return found
 
 
-def two_pieces(algorithm: str) -> tdcoll.Plan:
-    return tdcoll.Plan(algorithm, 2, 64, 1)
+def two_pieces(algorithm: str) -> Plan:
+    return Plan(algorithm, 2, 64, 1)
 
 
 ONE_SHOT, TWO_SHOT = ("tdcoll.fused.kernels.norm_rows_one_shot",), ("tdcoll.fused.kernels.norm_rows_two_shot",)

@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +21,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_this_pytorch_has_them() -> None:
-    assert set() == torch_internals._CHANGED
+    assert torch_internals._batches()
+    count: Any = type(c10d._world).group_count
+    assert count.fset is not None
+    assert isinstance(c10d._world.group_count, int)
+    tell: Any = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    code: Any = nn.parallel.DistributedDataParallel.__init__.__code__
+    told = {*code.co_names, *filter(lambda constant: isinstance(constant, str), code.co_consts)}
+    assert len(inspect.signature(tell).parameters) == 2
+    assert "parameters_to_ignore" in told
+    frames: Any = torch._C._dynamo.eval_frame
+    assert frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP) is not None
+    assert callable(frames.set_code_exec_strategy)
 
 
 def test_nothing_else_replaces_or_resets_what_is_pytorchs() -> None:
@@ -35,58 +43,31 @@ def test_nothing_else_replaces_or_resets_what_is_pytorchs() -> None:
     assert users == {"torch_internals.py"}
 
 
-CHANGED = """
-import logging, sys, torch, torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
-torch.set_num_threads(1)
-lines = []
-class Remember(logging.Handler):
-    def emit(self, record):
-        lines.append(record.getMessage())
-logging.getLogger("tdcoll").addHandler(Remember())
+def test_a_pytorch_with_other_batches_is_left_as_it_is(monkeypatch, caplog) -> None:
+    def other(ops: Any, more: Any = None) -> list[Any]:
+        return []
 
-class Count:
-    n = 0
-    def __get__(self, world, of=None):
-        return Count.n if world else self
-    def __set__(self, world, n):
-        Count.n = n
-
-def other(ops, more=None):
-    return []
-
-type(c10d._world).group_count = Count()
-c10d.batch_isend_irecv = other
-del torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-import torch._dynamo  # which has taken what it needs
-del torch._C._dynamo.eval_frame._FrameExecStrategy
-
-from tdcoll.base import torch_internals
-assert len(torch_internals._CHANGED) == 4, torch_internals._CHANGED
-import tdcoll.distributed
-dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
-tensor = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (3, 2))
-dist.all_reduce(tensor, async_op=True).wait()
-assert tensor.to_dense().tolist() == [[0, 0], [2, 2], [0, 0]]
-table = torch.nn.Embedding(4, 2, sparse=True)
-for _ in range(2):
-    torch_internals.batch_messages_of(tdcoll.distributed.TdcollProcessGroup)
-    torch_internals.name_groups_anew()
-    torch_internals.tell_ddp_to_ignore(table, ["weight"])
-    assert torch_internals.never_compiled(lambda: 7)() == 7
-assert c10d.batch_isend_irecv is other and Count.n == 1
-dist.destroy_process_group()
-said = sorted(line.split(" has changed (")[1].split(")")[0] for line in lines if "has changed" in line)
-assert said == ["_batches", "_ddp_ignores", "_group_names", "_skipping"], lines
-"""
+    monkeypatch.setattr(c10d, "batch_isend_irecv", other)
+    code = other.__code__
+    torch_internals.batch_messages_of.__wrapped__(SimpleNamespace)
+    assert other.__code__ is code
+    assert [record.getMessage().split(": ")[0].split(" has ")[1] for record in caplog.records] == [
+        "changed batch_isend_irecv"
+    ]
 
 
-def test_a_pytorch_that_has_changed_is_warned_of_once() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHANGED], env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_functions_are_not_compiled_where_dynamo_has_changed(monkeypatch) -> None:
+    disabled: list[Any] = []
+    monkeypatch.setattr(torch.compiler, "disable", lambda code: disabled.append(code) or code)
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy")
+
+    class Methods:
+        def one(self) -> None:
+            pass
+
+    for code in (Methods, Methods.one):
+        assert torch_internals.never_compiled(code) is code
+    assert disabled == [Methods.one, Methods.one]
 
 
 @pytest.mark.parametrize("batches", [True, False])

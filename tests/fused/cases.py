@@ -11,6 +11,7 @@ from collectives.suite.calls import different
 from collectives.suite.calls import values as numbers
 
 import tdcoll
+from tdcoll.calls.plan import Plan
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.reference import norm_reference
 from tdcoll.primitives.group import EPOCH_SHIFT
@@ -24,10 +25,10 @@ def values(key: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return numbers(key, 0, torch.Size(shape).numel(), dtype).view(*shape)
 
 
-def plan(algorithm: str, hidden: int, dtype: torch.dtype, block: int) -> tdcoll.Plan:
+def plan(algorithm: str, hidden: int, dtype: torch.dtype, block: int) -> Plan:
     """Return the plan that has rows in pieces of ``block`` words."""
     words = hidden * dtype.itemsize // 16
-    return tdcoll.Plan(algorithm, -(-words // block), 16 * block, 1)
+    return Plan(algorithm, -(-words // block), 16 * block, 1)
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,6 @@ def test_blocks() -> None:
         ("one_shot", {"lamport_bytes": 64}, r"'one_shot' needs lamport_bytes=24576 or more in the context; got 64 on"),
         ("two_shot", {"n_nodes": 2}, "needs one node whose ranks can store"),
         ("two_shot", {"world": 4}, "needs at least 2 ranks and a row for each; got 3 rows on"),
-        (Plan("direct", 1, 64, 4), {}, "a Plan's algorithm must be one of one_shot, two_shot, composed; got 'direct'"),
-        (Plan("one_shot", 4, 2048, 3), {}, "num_warps must be one of"),
-        (Plan("one_shot", 4, 2000, 4), {}, "chunk must be 16 times a power of two, up to 16384 bytes; got 2000"),
-        (Plan("one_shot", 3, 2048, 4), {}, "chunks must be the 4 pieces of 2048 bytes .* 8192 bytes has; got 3"),
     ],
 )
 def test_plans_that_there_are_not(algorithm: Any, more: dict[str, int], message: str) -> None:
@@ -128,7 +124,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         )
         for name, shape in (("x", (2, 64)), ("residual", (2, 64)), ("weight", 64))
     ),
-    ({"algorithm": 3}, TypeError, "algorithm must be a str or a Plan"),
+    ({"algorithm": 3}, TypeError, "algorithm must be a str, got 3"),
     ({"ctx": 3}, TypeError, "ctx must be a tdcoll.CollectiveContext"),
 ]
 

@@ -10,6 +10,7 @@ from tensors import given, same_bits
 import tdcoll
 from tdcoll import runtime
 from tdcoll.calls.launches import facts_of
+from tdcoll.calls.plan import Plan
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.policy import ALGORITHMS, COMPOSED, NormRows, choose
 from tdcoll.fused.reference import norm_reference
@@ -26,13 +27,11 @@ def inputs(
     return every, given(1000 * seed + 900, rows, hidden, dtype=dtype), given(7, hidden, dtype=dtype)
 
 
-def algorithms(ctx: tdcoll.CollectiveContext, rows: int, hidden: int, dtype: torch.dtype) -> list[str | tdcoll.Plan]:
+def algorithms(ctx: tdcoll.CollectiveContext, rows: int, hidden: int, dtype: torch.dtype) -> list[str | Plan]:
     """Return all algorithms that serve such rows: by name, and with rows in other pieces."""
     shape, found = NormRows(rows, hidden, dtype.itemsize), []
     for name in ALGORITHMS[1:]:
-        pieces = [
-            tdcoll.Plan(name, -(-shape.words // block), 16 * block, max(1, min(8, block // 32))) for block in (32, 512)
-        ]
+        pieces = [Plan(name, -(-shape.words // block), 16 * block, max(1, min(8, block // 32))) for block in (32, 512)]
         if name == COMPOSED and not simulated():
             pieces = [plan for plan in pieces if plan.chunks <= 8]  # its code is repeated for each; 64 take minutes
         for asked in (name, *pieces):
@@ -75,7 +74,7 @@ def rows_and_hidden_sizes() -> str:
                 else:
                     torch.testing.assert_close(out.cpu(), plain, atol=1e-5, rtol=1e-5)
                 seen.add(algorithm if isinstance(algorithm, str) else algorithm.algorithm)
-                if isinstance(algorithm, tdcoll.Plan) and algorithm.chunk == 16 * 512:
+                if isinstance(algorithm, Plan) and algorithm.chunk == 16 * 512:
                     continue  # of plans one for each algorithm, as each is compiled
                 eight = tdcoll.fused.all_reduce_rms_norm(
                     x, residual, weight, ctx=ctx, eps=EPS, out_dtype=FP8, algorithm=algorithm
@@ -146,7 +145,7 @@ def replay_captured(rows: int, captured: int, ctx: tdcoll.CollectiveContext) -> 
     step = torch.ones((), device=device(), dtype=torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=device())
 
-    def one(algorithm: str | tdcoll.Plan) -> None:
+    def one(algorithm: str | Plan) -> None:
         step.mul_(-1)
         x = every[rank()] * step
         got = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx, eps=EPS, algorithm=algorithm)

@@ -7,6 +7,7 @@ the default heuristic of the collective decides.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -95,91 +96,71 @@ class Section:
         return f"{said}: entry up to {json.dumps(_written(entry.up_to))}"
 
 
-class _Reader:
-    """A value of the file, and its place; if it is wrong, raises an error with the expected value."""
-
-    def __init__(self, where: str, value: Any) -> None:
-        self.where, self.value = where, value
-
-    def fail(self, expected: str) -> ValueError:
-        return ValueError(f"{self.where}: expected {expected}, got {json.dumps(self.value)[:200]}")
-
-    def fields(self, needed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, _Reader]:
-        if not isinstance(self.value, dict):
-            raise self.fail(f"an object with {', '.join(needed)}")
-        if missing := [name for name in needed if name not in self.value]:
-            raise self.fail(f"an object with {', '.join(missing)}")
-        if unknown := [name for name in self.value if name not in (*needed, *optional)]:
-            raise ValueError(f"{self.where}: expected no fields but {', '.join((*needed, *optional))}; got {unknown}")
-        return {name: _Reader(f"{self.where}: {name}", value) for name, value in self.value.items()}
-
-    def items(self) -> list[_Reader]:
-        if not isinstance(self.value, list):
-            raise self.fail("a list")
-        return [_Reader(f"{self.where}[{i}]", value) for i, value in enumerate(self.value)]
-
-    def one_of(self, known: Sequence[Any]) -> Any:
-        if not any(self.value is value or (type(self.value) is str and self.value == value) for value in known):
-            raise self.fail(f"one of {', '.join(json.dumps(value) for value in known)}")
-        return self.value
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            raise self.fail("a text")
-        return self.value
-
-    def whole(self, least: int, most: int | None = None) -> int:
-        if type(self.value) is not int or self.value < least or (most is not None and self.value > most):
-            raise self.fail(f"a whole number of at least {least}" if most is None else f"{least} to {most}")
-        return self.value
-
-    def nbytes(self) -> int:
-        if isinstance(self.value, str):
-            try:
-                return arguments.parse_bytes(self.value, "")
-            except ValueError:
-                pass
-        elif type(self.value) is int and self.value > 0:
-            return self.value
-        raise self.fail('a number of bytes, such as 65536 or "64 KB"')
+def _is_count(most: int | None = None) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value > 0 and (most is None or value <= most)
 
 
-_HOW: dict[str, Callable[[_Reader], int]] = {
-    "chunks": lambda at: at.whole(1, MAX_CHUNKS),
-    "chunk": _Reader.nbytes,
-    "num_warps": lambda at: at.one_of(WARPS),
-    "blocks": lambda at: at.whole(1, MAX_BLOCKS - 1),
+_TEXT = (lambda value: isinstance(value, str)), "a text"
+_COUNT = _is_count(), "a whole number of at least 1"
+_LIST = (lambda value: isinstance(value, list)), "a list"
+_BYTES = 'a number of bytes, such as 65536 or "64 KB"'
+
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "tuning": (lambda value: value == "tdcoll", '"tdcoll"'),
+    "version": (
+        lambda value: value == VERSION,
+        f"{VERSION} (another version of tdcoll wrote this table: measure again, into a new file)",
+    ),
+    "about": _TEXT,
+    "tables": _LIST,
+    "architecture": _TEXT,
+    "operation": (lambda value: value in COLLECTIVES, f"one of {', '.join(COLLECTIVES)}"),
+    "ranks_per_node": _COUNT,
+    "nodes": _COUNT,
+    "in_place": (lambda value: isinstance(value, bool), "true or false"),
+    "source": _TEXT,
+    "entries": _LIST,
+    "up_to": (lambda value: value is None or _is_count()(value), f"{_BYTES}, or null"),
+    "algorithm": _TEXT,
+    "chunks": (_is_count(MAX_CHUNKS), f"1 to {MAX_CHUNKS}"),
+    "chunk": (_is_count(), _BYTES),
+    "num_warps": (lambda value: type(value) is int and value in WARPS, f"one of {', '.join(map(str, WARPS))}"),
+    "blocks": (_is_count(MAX_BLOCKS - 1), f"1 to {MAX_BLOCKS - 1}"),
 }
-"""The optional fields of an entry."""
+"""What the fields of a file must be, and that in words."""
 
 
-def _read_entry(at: _Reader, before: int | None, last: bool) -> Entry:
-    given = at.fields(("up_to", "algorithm"), tuple(_HOW))
-    up_to = None if given["up_to"].value is None else given["up_to"].nbytes()
-    if up_to is None and not last:
-        raise given["up_to"].fail("a number of bytes: null is for the last entry")
-    if up_to is not None and before is not None and up_to <= before:
-        raise given["up_to"].fail(f"more than the {before} bytes of the entry before")
-    if "chunks" in given and "chunk" in given:
-        raise ValueError(f"{at.where}: expected chunks or chunk, got both")
-    how = {name: read(given[name]) for name, read in _HOW.items() if name in given}
-    return Entry(up_to, given["algorithm"].text(), **how)
+def _wrong(where: str, expected: str, value: Any) -> ValueError:
+    return ValueError(f"{where}: expected {expected}, got {json.dumps(value)[:200]}")
 
 
-def _read_section(at: _Reader) -> Section:
-    given = at.fields((*_KIND, "entries"), ("source",))
-    kind = {
-        "architecture": given["architecture"].text(),
-        "operation": given["operation"].one_of(COLLECTIVES),
-        "ranks_per_node": given["ranks_per_node"].whole(1),
-        "nodes": given["nodes"].whole(1),
-        "in_place": given["in_place"].one_of((False, True)),
-    }
+def _fields(where: str, value: Any, needed: Sequence[str], optional: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of an object of the file, checked, with texts such as "64 KB" as numbers."""
+    if not isinstance(value, dict) or not {*needed} <= {*value} <= {*needed, *optional}:
+        raise _wrong(where, f"an object with {', '.join(needed)} and no more but {', '.join(optional)}", value)
+    found = dict(value)
+    for name, given in value.items():
+        if name in ("up_to", "chunk") and isinstance(given, str):
+            with contextlib.suppress(ValueError):
+                found[name] = arguments.parse_bytes(given, name)
+        right, expected = _FIELDS[name]
+        if not right(found[name]):
+            raise _wrong(f"{where}: {name}", expected, given)
+    return found
+
+
+def _read_section(where: str, value: Any) -> Section:
+    given = _fields(where, value, (*_KIND, "entries"), ("source",))
     entries: list[Entry] = []
-    readers = _Reader(f"{at.where}.entries", given["entries"].value).items()
-    for reader in readers:
-        entries.append(_read_entry(reader, entries[-1].up_to if entries else None, reader is readers[-1]))
-    return Section(**kind, entries=tuple(entries), source=given["source"].text() if "source" in given else "")
+    for number, one in enumerate(given.pop("entries")):
+        at = f"{where}.entries[{number}]"
+        how = _fields(at, one, ("up_to", "algorithm"), ("chunks", "chunk", "num_warps", "blocks"))
+        if "chunks" in how and "chunk" in how:
+            raise ValueError(f"{at}: expected chunks or chunk, got both")
+        if entries and (entries[-1].up_to is None or (how["up_to"] or 1 << 63) <= entries[-1].up_to):
+            raise _wrong(f"{at}: up_to", "more than the entry before has, of which null is for the last", how["up_to"])
+        entries.append(Entry(**how))
+    return Section(**given, entries=tuple(entries))
 
 
 @dataclass(frozen=True)
@@ -200,18 +181,12 @@ class Table:
             document = json.loads(text)
         except (RecursionError, ValueError) as error:
             raise ValueError(f"{name}: expected a tuning table in JSON: {error}") from None
-        given = _Reader(name, document).fields(("tuning", "version", "tables"), ("about",))
-        version = given["version"]
-        if type(version.value) is not int or version.value != VERSION:
-            raise version.fail(
-                f"{VERSION} (another version of tdcoll wrote this table: measure again, into a new file)"
-            )
-        given["tuning"].one_of(("tdcoll",))
+        given = _fields(name, document, ("tuning", "version", "tables"), ("about",))
         sections: dict[tuple[Any, ...], Section] = {}
-        for at in _Reader(f"{name}: tables", given["tables"].value).items():
-            section = _read_section(at)
+        for number, value in enumerate(given["tables"]):
+            section = _read_section(f"{name}: tables[{number}]", value)
             if section.kind in sections:
-                raise ValueError(f"{at.where}: expected another {', '.join(_KIND)} than an earlier table has")
+                raise ValueError(f"{name}: tables[{number}]: expected another {', '.join(_KIND)} than an earlier table")
             sections[section.kind] = section
         return cls(tuple(sections.values()), name)
 
@@ -254,14 +229,15 @@ class Table:
         said = sorted(repr(dataclasses.replace(section, source="")) for section in self.sections)
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
-    def of(self, names: Sequence[str]) -> tuple[Section, ...]:
-        """Return the sections for a GPU of these names; if two are for one kind of call, that of the earlier name."""
+    def of(self, names: Sequence[str], ranks_per_node: int | None, nodes: int) -> Table:
+        """Return the part for groups of this shape on GPUs of these names; if two sections are for one kind of call,
+        that of the earlier name."""
         found: dict[tuple[Any, ...], Section] = {}
         for name in names:
             for section in self.sections:
-                if section.architecture == name:
+                if (section.architecture, section.ranks_per_node, section.nodes) == (name, ranks_per_node, nodes):
                     found.setdefault(section.kind[1:], section)
-        return tuple(found.values())
+        return Table(tuple(found.values()), self.name)
 
     def with_sections(self, sections: Sequence[Section]) -> Table:
         """Return this table with ``sections`` instead of those of the same kinds."""

@@ -46,9 +46,8 @@ def all_gather(
             collective and synchronises.
         ctx: a context of yours, instead of ``group``.
         algorithm: ``"ll"``, ``"direct"``, ``"loop"`` (any number of thread blocks), ``"ce"`` (copy engines),
-            ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table, size and topology. A
-            :class:`~tdcoll.Plan` fixes chunks and warps as well. With ``"ce"`` peers write into symmetric memory even
-            after a timeout, so that it is undefined then.
+            ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table, size and topology. With
+            ``"ce"`` peers write into symmetric memory even after a timeout, so that it is undefined then.
         symmetric: ``out`` is symmetric memory that peers may write to, as for :func:`all_gather_`.
 
     Returns:
@@ -88,10 +87,9 @@ def all_gather_(
     tensor([0, 1])
 
     Args:
-        tensor: made by :func:`tdcoll.empty` over the same group, at the same offset on all ranks, or, in one node,
-            PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) of its ProcessGroup; contiguous; its
-            first dimension is divisible by the number of ranks. After a timeout, peers that are only late may still
-            write to it.
+        tensor: made by :func:`tdcoll.empty` over the same group, at the same offset on all ranks; contiguous; its first
+            dimension is divisible by the number of ranks. After a timeout, peers that are only late may still write to
+            it.
         group, ctx, algorithm: as for :func:`all_gather`.
 
     Returns:

@@ -44,7 +44,7 @@ def all_reduce(
             not overlap it otherwise. It gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"``, ``"2d"`` or
-            ``"auto"``, or a :class:`~tdcoll.Plan`.
+            ``"auto"``.
         symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`, on all ranks. ``"direct"``,
             ``"loop"`` and ``"ce"`` then bring sums directly into it, without a copy; others don't use that.
 

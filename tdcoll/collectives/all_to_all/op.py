@@ -37,7 +37,7 @@ def all_to_all(
         out: the result: of the same shape and dtype, contiguous. Made if None. Must not overlap ``tensor``,
             and gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
-        algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
+        algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"`` or ``"auto"``.
         symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. ``"ce"`` then copies directly into
             it.
 

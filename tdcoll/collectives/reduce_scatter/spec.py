@@ -80,7 +80,7 @@ SPEC = Collective(
             cut=partial(cut_chunks, algorithm="pull"),
             kernel=lambda facts: kernels_pull.reduce_scatter_pull,
             blocks=lambda facts, plan: plan.chunks + 1,
-            values=lambda call: {**tiles(call), "inbox": Inbox(0, 0, call.deltas, tl.constexpr(1))},
+            values=lambda call: {**tiles(call), "inbox": Inbox(0, 0, call.ctx.device_group.deltas, tl.constexpr(1))},
         ),
         Algorithm(
             "loop",

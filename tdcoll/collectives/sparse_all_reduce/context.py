@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -81,7 +80,7 @@ class SparseContext(CollectiveContext):
             ``2 * world_size + 2``. Default: as many as pay, 4 per SM. With fewer than there are SMs, what runs beside
             them goes on meanwhile; and no launch is early (:mod:`tdcoll.calls.launch`). The exchange of ids
             keeps to the least that a rank asks for.
-        timeout_s, debug, stream: as for :class:`~tdcoll.CollectiveContext`. In debug mode the ranks also compare
+        timeout_s, debug: as for :class:`~tdcoll.CollectiveContext`. In debug mode the ranks also compare
             shapes, dtypes and operations on every call.
 
     Raises:
@@ -104,7 +103,6 @@ class SparseContext(CollectiveContext):
         max_blocks: int | None = None,
         timeout_s: float | None = None,
         debug: Debug | None = None,
-        stream: Any = None,
     ) -> None:
         rows = arguments.whole("max_rows_per_rank", max_rows_per_rank, 1)
         row_bytes = arguments.whole("max_row_bytes", max_row_bytes, 0)
@@ -121,7 +119,6 @@ class SparseContext(CollectiveContext):
             max_blocks=max(2 * len(asked) + 2, min(MAX_BLOCKS, *limits)) if limits else None,
             timeout_s=timeout_s,
             debug=debug,
-            stream=stream,
         )
         self.capacity = 0  # other collectives find no room, and say so
         self._of_tables: CollectiveContext | None = None
@@ -266,7 +263,6 @@ class SparseContext(CollectiveContext):
                 max_blocks=self.max_blocks if self.capacities.beside_others else None,
                 timeout_s=self.monitor.timeout_s,
                 debug=self.debug,
-                stream=None if self.follows_stream else self._stream,
             )
         return self._of_tables
 

@@ -14,7 +14,7 @@ from tdcoll.calls.pool import on
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.runtime import Runtime
 
-__all__ = ["FEWEST_ROWS", "default_context", "existing", "growing_context", "row_sizes_of"]
+__all__ = ["FEWEST_ROWS", "default_context", "growing_context", "row_sizes_of"]
 
 FEWEST_ROWS = 256
 """Rows per rank of the smallest context."""
@@ -49,13 +49,6 @@ def row_sizes_of(values: Any, num_rows: Any = None) -> tuple[int, int]:
     if isinstance(values, torch.Tensor) and values.layout == torch.strided and values.dim():
         n, row_bytes = values.shape[0], values.shape[1:].numel() * values.dtype.itemsize
     return min(n, num_rows) if isinstance(num_rows, int) else n, row_bytes
-
-
-def existing(group: runtime.Group) -> SparseContext | None:
-    """Return tdcoll's own context of a group, if it is there."""
-    owner = runtime.current()
-    found: SparseContext | None = owner.contexts.get(("sparse", owner.ranks_of(group)))
-    return found
 
 
 def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: int, **options: Any) -> SparseContext:

@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 import tdcoll
 from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.launches import facts_of
 from tdcoll.fused.op import all_reduce_rms_norm
-from tdcoll.fused.policy import ALGORITHMS
+from tdcoll.fused.policy import ALGORITHMS, NormRows, choose
 from tdcoll.language import INTERPRETED
 from tdcoll.tools.bench import case, options
 from tdcoll.tools.bench.data import Buffers
@@ -152,7 +153,8 @@ class AllReduceNorm(case.Case):
         room = (rows + 2) * row + 512 * rows  # rows that are not there, and measures
         with CollectiveContext(max_bytes_per_rank=self._capacity(rows * row, world), lamport_bytes=room) as context:
             calls, launches = _Calls(buffers, residual, weight, context), given.launches
-            took = tdcoll.explain(self.benchmark, (rows, given.hidden), dtype=given.dtype, ctx=context).algorithm
+            facts = facts_of(context, 0, given.dtype)
+            took = choose(NormRows(rows, given.hidden, given.dtype.itemsize), facts).algorithm
             made = [
                 Wanted(name, False, partial(calls.ours, name), launches, {"took": took} if name == "auto" else {})
                 for name in given.algorithms

@@ -47,7 +47,7 @@ class Candidate:
     """A way to make a call; if a field is None, the default heuristic decides.
 
     Attributes:
-        algorithm: as in :class:`~tdcoll.Plan`.
+        algorithm: as in :class:`~tdcoll.calls.plan.Plan`.
         in_place: whether the call is.
         chunks, chunk, num_warps, blocks: as in :class:`~tdcoll.calls.tuning.Entry`.
     """

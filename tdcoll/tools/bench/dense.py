@@ -177,10 +177,9 @@ class DenseCase(case.Case):
         given, result = self.spec.sizes(nbytes, context.world_size)
         dtype = self.options.dtype
         n_elements = (result if in_place else given) // dtype.itemsize
-        how = {"op": self.op} if self.op else {}
         said = tdcoll.explain(
             self.spec.name, n_elements, dtype=dtype, ctx=context, in_place=in_place, symmetric=symmetric,
-            algorithm=algorithm, **how,
+            algorithm=algorithm,
         )  # fmt: skip
         if not said.algorithm:
             return {}

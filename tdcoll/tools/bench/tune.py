@@ -29,7 +29,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.base.limits import MAX_CHUNKS
 from tdcoll.calls.tuning import WARPS, Table
-from tdcoll.calls.tuning.agreement import architectures
+from tdcoll.calls.tuning.given import architectures
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime.topology import Topology
 from tdcoll.tools.bench import case, options

@@ -13,6 +13,7 @@ import torch
 from kernel_mutants import AnyChange, Call, Change, Inserted, Mutant, dropped, installed
 
 import tdcoll
+from tdcoll.calls.plan import Plan
 from tdcoll.collectives.reduce_scatter.spec import SPEC
 from tdcoll.testing import explore
 
@@ -39,7 +40,7 @@ class Late:
     """
 
     def __init__(self, chunks: int = 2) -> None:
-        self.count, self.plan = chunks * CHUNK // 4 - 2, tdcoll.Plan("pull", chunks, CHUNK, 1)
+        self.count, self.plan = chunks * CHUNK // 4 - 2, Plan("pull", chunks, CHUNK, 1)
         self.ended: Counter[str] = Counter()
         self.errors: list[tdcoll.CollectiveTimeout] = []
 

@@ -27,7 +27,7 @@ from tdcoll.calls.plan import (
     TARGET_CHUNK_BYTES,
     Facts,
     Plan,
-    is_word_chunk,
+    power,
 )
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import Entry, Section
@@ -119,7 +119,8 @@ def test_plans_cover_the_data_and_can_be_launched(
             assert spec.choose(known, plan) == plan, "somebody may ask for it"
             if how.words:
                 width = how.payload(known).width
-                assert is_word_chunk(plan.chunk, width)
+                assert plan.chunk % width == 0
+                assert power(plan.chunk // width) == plan.chunk // width <= LL_MOST_WORDS
                 assert plan.chunk >= width * 32 * plan.num_warps or plan.num_warps == 1
             else:
                 assert plan.chunk % CHUNK_ALIGNMENT == 0

@@ -18,7 +18,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.calls.call import spec_of
 from tdcoll.calls.plan import Facts, Plan
-from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table, agreement, shipped
+from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table, given, shipped
 from tdcoll.testing import World
 
 from .ways import Nodes, topology_of
@@ -88,26 +88,34 @@ def test_a_table_comes_back_as_it_was() -> None:
     ("path", "value", "message"),
     [
         (("version",), 3, "t.json: version: expected 5 (another version of tdcoll wrote this table: measure again"),
-        (("tuning",), "all_gather", 't.json: tuning: expected one of "tdcoll", got "all_gather"'),
-        ((*FIRST, "operation"), "all_gahter", 'tables[0]: operation: expected one of "all_gather"'),
+        (("tuning",), "all_gather", 't.json: tuning: expected "tdcoll", got "all_gather"'),
+        ((*FIRST, "operation"), "all_gahter", "tables[0]: operation: expected one of all_gather, "),
         (("tables",), {}, "t.json: tables: expected a list, got {}"),
-        ((*FIRST, "nodes"), ..., "t.json: tables[0]: expected an object with nodes, got"),
-        ((*FIRST, "node"), 1, "t.json: tables[0]: expected no fields but architecture"),
+        (
+            (*FIRST, "nodes"),
+            ...,
+            "t.json: tables[0]: expected an object with architecture, operation",
+        ),
+        ((*FIRST, "node"), 1, "in_place, entries and no more but source, got"),
         ((*FIRST, "nodes"), 0, "t.json: tables[0]: nodes: expected a whole number of at least 1, got 0"),
-        ((*FIRST, "in_place"), 0, "tables[0]: in_place: expected one of false, true, got 0"),
+        ((*FIRST, "in_place"), 0, "tables[0]: in_place: expected true or false, got 0"),
         ((*FIRST, "architecture"), 90, "tables[0]: architecture: expected a text, got 90"),
         (("tables", 1, "in_place"), False, "t.json: tables[1]: expected another architecture, operation, ranks_per"),
-        ((*ENTRY, "up_to"), "much", 'entries[1]: up_to: expected a number of bytes, such as 65536 or "64 KB", got "mu'),
-        ((*ENTRY, "up_to"), 16384, "entries[1]: up_to: expected more than the 16384 bytes of the entry before"),
-        ((*ENTRY, "up_to"), None, "entries[1]: up_to: expected a number of bytes: null is for the last entry"),
+        (
+            (*ENTRY, "up_to"),
+            "much",
+            'entries[1]: up_to: expected a number of bytes, such as 65536 or "64 KB", or null, ',
+        ),
+        ((*ENTRY, "up_to"), 16384, "entries[1]: up_to: expected more than the entry before has"),
+        (
+            (*ENTRY, "up_to"),
+            None,
+            "entries[2]: up_to: expected more than the entry before has, of which null",
+        ),
         ((*ENTRY, "chunks"), 513, "entries[1]: chunks: expected 1 to 512, got 513"),
         ((*ENTRY, "chunk"), "8 KB", "entries[1]: expected chunks or chunk, got both"),
         ((*ENTRY, "num_warps"), 3, "entries[1]: num_warps: expected one of 1, 2, 4, 8, 16, 32, got 3"),
-        (
-            (*ENTRY, "warps"),
-            4,
-            "expected no fields but up_to, algorithm, chunks, chunk, num_warps, blocks; got",
-        ),
+        ((*ENTRY, "warps"), 4, "with up_to, algorithm and no more but chunks, chunk, num_warps, blocks, got"),
     ],
 )
 def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, message: str) -> None:
@@ -119,9 +127,6 @@ def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, message: str)
     ("path", "value", "message"),
     [
         ((*ENTRY, "algorithm"), "3d", "algorithm: expected one of ll, direct, ring, loop, ce, 1d, 2d, got 3d"),
-        ((*FIRST, "entries", 0, "chunk"), 4096, "chunk: expected 12 times a power of two, from 3072 (a word for each"),
-        ((*FIRST, "entries", 0, "chunk"), 24576, "(a word for each thread) to 12288 bytes, got 24576"),
-        (("tables", 2, "entries", 0, "chunk"), 130, "in_place true: entry up to null: chunk: expected a multi"),
     ],
 )
 def test_the_spec_knows_what_its_entries_may_say(path: tuple[Any, ...], value: Any, message: str) -> None:
@@ -136,12 +141,6 @@ def test_a_call_says_what_is_wrong_with_the_table_of_its_context(pe: int) -> Non
     ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, tuning=table_of(Entry(64, "3d")))
     with pytest.raises(ValueError, match=r"a tuning table: .*: algorithm: expected one of ll, direct"):
         tdcoll.all_gather(torch.zeros(4), ctx=ctx)
-
-
-def test_only_a_collective_with_calls_in_place_has_sections_for_them() -> None:
-    table = Table.parse(changed(("tables", 1, "operation"), "all_reduce"), "t.json")
-    with pytest.raises(ValueError, match=r"t\.json: all_reduce has no sections for calls in place"):
-        REDUCE.sections(table.sections, table.name)
 
 
 def test_the_digest_is_of_what_it_says() -> None:
@@ -164,9 +163,10 @@ def test_a_name_goes_before_a_compute_capability() -> None:
     by_kind = section(Entry(None, "1d"), architecture="sm_90")
     inside = section(Entry(None, "1d"), in_place=True, architecture="sm_90")
     table = Table((by_kind, by_name, inside))
-    assert table.of(("NVIDIA H200", "sm_90")) == (by_name, inside)
-    assert table.of(("NVIDIA H100", "sm_90")) == (by_kind, inside)
-    assert table.of(("NVIDIA B200", "sm_100")) == ()
+    assert table.of(("NVIDIA H200", "sm_90"), 4, 1).sections == (by_name, inside)
+    assert table.of(("NVIDIA H100", "sm_90"), 4, 1).sections == (by_kind, inside)
+    assert table.of(("NVIDIA B200", "sm_100"), 4, 1).sections == ()
+    assert table.of(("NVIDIA H200", "sm_90"), 4, 2).sections == table.of(("NVIDIA H200",), 2, 1).sections == ()
 
 
 def test_the_shipped_table_says_what_was_measured() -> None:
@@ -243,13 +243,9 @@ def test_entries_for_words_of_two_kinds_and_for_several_epochs() -> None:
     assert reduced(Entry(None, "direct", chunks=5)) == Plan("direct", 5, 40 * 128, 8)
     assert reduced(Entry(None, "two_shot"), nbytes=(1 << 20) + 1).algorithm == "two_shot"  # in two epochs
     assert reduced(Entry(None, "two_shot"), nbytes=(1 << 30) + 1).algorithm == "direct"  # which cannot be had
-    for entry, message in (
-        (Entry(None, "ll"), "algorithm: expected one of one_shot, two_shot, direct, loop, ce, 1d, 2d, got ll"),
-        (Entry(None, "one_shot", chunk=640), "expected 16 times a power of two, from 512 .* or 12 times .* got 640"),
-        (Entry(None, "direct", chunk=100), "chunk: expected a multiple of 128 bytes, got 100"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            reduced(entry)
+    assert reduced(Entry(None, "one_shot", chunk=640)) == reduced(Entry(None, "one_shot", chunk=512))  # rounded
+    assert reduced(Entry(None, "one_shot", chunk=1 << 20)) == reduced(Entry(None, "one_shot", chunk=16 << 10))
+    assert reduced(Entry(None, "direct", chunk=4000)) == reduced(Entry(None, "direct", chunk=4096))
 
 
 # ---------------------------------------------------------------------- contexts
@@ -333,7 +329,9 @@ def refused(make: Any) -> list[str]:
 def test_ranks_with_different_tables_find_out() -> None:
     tables = [Table((section(Entry(up_to, "1d")),), f"{up_to}.json") for up_to in (64, 128)]
     for said in refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8, tuning=tables[pe])):
-        assert said.startswith("RankMismatchError: the tuning table must be the same on all ranks; got rank 0: 64.json")
+        assert said.startswith(
+            "RankMismatchError: CollectiveContext arguments must be the same on all ranks; they differ in tun"
+        )
 
 
 def test_a_rank_whose_table_cannot_be_read_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,9 +340,9 @@ def test_a_rank_whose_table_cannot_be_read_tells_the_others(monkeypatch: pytest.
             raise MemoryError("t.json: no")
         return Table(())
 
-    monkeypatch.setattr(agreement, "shipped", load)
+    monkeypatch.setattr(given, "shipped", load)
     assert refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8)) == [
-        "ValueError: CollectiveContext: rank 1 cannot read its tuning table: t.json: no",
+        "RankMismatchError: CollectiveContext: rank 1 cannot make this call: t.json: no",
         "MemoryError: t.json: no",
     ]
 
@@ -356,14 +354,14 @@ def test_a_file_that_is_no_table_is_a_value_error_on_all_ranks(tmp_path: Path, k
     makers.get(kind, lambda: None)()
     told, found = refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8, tuning=path if pe == 1 else None))
     problem = f"tuning: {path}: expected "
-    assert told.startswith(f"ValueError: CollectiveContext: rank 1 cannot read its tuning table: {problem}")
+    assert told.startswith(f"RankMismatchError: CollectiveContext: rank 1 cannot make this call: {problem}")
     assert found.startswith(f"ValueError: {problem}")
 
 
 def test_gpus_of_several_kinds_go_by_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     table = table_of(Entry(2048, "1d", chunks=4))
     names = {0: ("an old GPU", SIMULATOR)}
-    monkeypatch.setattr(agreement, "architectures", lambda device: names.get(runtime.current().rank, (SIMULATOR,)))
+    monkeypatch.setattr(given, "architectures", lambda device: names.get(runtime.current().rank, (SIMULATOR,)))
     assert gathered(table) == [0] * 4
     names.clear()
     assert gathered(table) == [12] * 4

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tuning table that a context is given, and the names of its GPU in tables."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from tdcoll.base import arguments
+from tdcoll.calls.tuning.table import SIMULATOR, Table, shipped
+
+__all__ = ["architectures", "read"]
+
+_VARIABLE = "TDCOLL_TUNING"
+
+
+def architectures(device: torch.device) -> tuple[str, ...]:
+    """Return the names of a device in tables: its name, its compute capability."""
+    if device.type != "cuda":
+        return (SIMULATOR,)
+    major, minor = torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_name(device), f"sm_{major}{minor}"
+
+
+def read(given: Any) -> Table:
+    """Return a table, or that of a file; if ``given`` is None, that of ``TDCOLL_TUNING``, otherwise tdcoll's own.
+
+    Raises:
+        TypeError: ``given`` is none of these.
+        ValueError: the file is no table.
+    """
+    if isinstance(given, Table):
+        return given
+    name = "tuning"
+    if given is None:
+        name, given = _VARIABLE, os.environ.get(_VARIABLE)
+        if not given:
+            return shipped()
+    arguments.instance(name, given, (str, os.PathLike), "a tuning table (Table), the path of its file, or None")
+    try:
+        return Table.load(given)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
