@@ -36,7 +36,6 @@ from tdcoll.distributed.fallback import (
     Fallback,
     Start,
     add_backends,
-    beside,
     exchange_parts,
     gather_into,
     gather_several,
@@ -149,8 +148,7 @@ class TdcollProcessGroup(ProcessGroup):
         plain = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without the methods overridden here."""
         share_gpus = lifecycle.may_share_gpus()
-        of_group = store, rank, size, timeout, name, ranks
-        names = add_backends((self, plain), *of_group, options.nccl, split, share_gpus)
+        names = add_backends((self, plain), store, rank, size, timeout, name, ranks, options.nccl, split, share_gpus)
         timeout_s = _deadline(timeout)
         configured = {
             "handles": options.kinds,
@@ -161,7 +159,7 @@ class TdcollProcessGroup(ProcessGroup):
             "share_gpus": share_gpus,
         }
         own_store = dist.PrefixStore("tdcoll/", store)
-        fallback = Fallback(plain, names, lambda kind: beside(kind, *of_group))
+        fallback = Fallback(plain, names)
         control = StoreControlPlane(own_store, rank, timeout.total_seconds())
         agreed = Agreement(control, size, options.kinds, configured, name)
         if not ranks or size == dist.get_world_size():
@@ -253,7 +251,7 @@ class TdcollProcessGroup(ProcessGroup):
         """``[n, ...] -> [world * n, ...]``."""
         opts = AllgatherOptions() if opts is None else opts
         return self.dispatcher.call_one(
-            "all_gather", plain(output), plain(input), None, opts.asyncOp,
+            "all_gather", plain(output), plain(input), None, opts,
             lambda group, outs, inputs: gather_into(group, outs[0], inputs[0], opts),
         )  # fmt: skip
 
@@ -276,7 +274,7 @@ class TdcollProcessGroup(ProcessGroup):
     def _several(self, kind: str, call: Call, opts: Any, start: Start) -> Any:
         """Make a call of several tensors, or of none."""
         if not call.inputs:
-            return self.dispatcher.fallback.make(call, opts.asyncOp, start)
+            return self.dispatcher.fallback.make(call, start)
         return self.dispatcher.call(kind, call, opts.asyncOp, start)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -298,15 +296,18 @@ class TdcollProcessGroup(ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Reduce each element over the ranks, in place. A sparse COO tensor becomes coalesced."""
-        tensors = [plain(tensors)] if isinstance(tensors, torch.Tensor) else [plain(tensor) for tensor in tensors]
-        opts = _with(AllreduceOptions, opts, timeout)
+        if type(tensors) is not list:  # asking whether it is a tensor takes much longer
+            tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if type(opts) is not AllreduceOptions:
+            opts = _with(AllreduceOptions, opts, timeout)
         op, start = _operation(opts), lambda group, outs, _: group.allreduce(outs, opts)
         if len(tensors) != 1:
+            tensors = [plain(tensor) for tensor in tensors]
             return self._several("all_reduce", Call(tensors, tensors, op), opts, start)
-        tensor = tensors[0]
-        if tensor.layout == torch.sparse_coo:
+        tensor = plain(tensors[0])
+        if tensor.layout is torch.sparse_coo:
             return self._sparse(tensor, op, opts)
-        return self.dispatcher.call_one("all_reduce", tensor, tensor, op, opts.asyncOp, start)
+        return self.dispatcher.call_one("all_reduce", tensor, tensor, op, opts, start)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce each element of several dense tensors over the ranks, in place."""
@@ -349,7 +350,7 @@ class TdcollProcessGroup(ProcessGroup):
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         opts = ReduceScatterOptions() if opts is None else opts
         return self.dispatcher.call_one(
-            "reduce_scatter", plain(output), plain(input), _operation(opts), opts.asyncOp,
+            "reduce_scatter", plain(output), plain(input), _operation(opts), opts,
             lambda group, outs, inputs: scatter_from(group, outs[0], inputs[0], opts),
         )  # fmt: skip
 
@@ -384,7 +385,7 @@ class TdcollProcessGroup(ProcessGroup):
         if output_splits or input_splits:
             call = Call([output], [input])
             return self.dispatcher.call("all_to_all", call, opts.asyncOp, start, refused="split sizes")
-        return self.dispatcher.call_one("all_to_all", output, input, None, opts.asyncOp, start)
+        return self.dispatcher.call_one("all_to_all", output, input, None, opts, start)
 
     alltoall_base: Any = all_to_all_single
 

@@ -103,9 +103,9 @@ def plain_memory(call: Call) -> Call:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values are contiguous memory. Tensors that aren't dense count as such."""
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return True
-    conjugate = tensor.dtype.is_complex and tensor.is_conj()  # which takes longer to ask than the dtype
+    conjugate = tensor.is_complex() and tensor.is_conj()  # which takes longer to ask
     return tensor.is_contiguous() and not tensor.is_neg() and not conjugate
 
 

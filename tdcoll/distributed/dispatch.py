@@ -22,13 +22,14 @@ from tdcoll.base.errors import TdcollError
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import Ready, again, spec_of
 from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.pool import on
 from tdcoll.calls.preconditions import debugging
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, is_plain
 from tdcoll.distributed.fallback import Fallback, Start
-from tdcoll.distributed.handlers import Barrier, Dense, Handler, Lane, Members
+from tdcoll.distributed.handlers import Barrier, Dense, Handler, Members
 from tdcoll.distributed.options import Options
-from tdcoll.distributed.queues import QueuedCall, TaskWork
+from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.distributed.work import (
     CompletedWork,
@@ -118,15 +119,15 @@ class Dispatcher:
             _log.warning("backend tdcoll: %s handles all calls of group %s: %s", fallback, name, agreed.reason)
 
     def _make_handlers(self, members: Members) -> None:
-        control, lanes = members.job.control, dict[str, Lane]()
+        control, queues = members.job.control, dict[str, Queue]()
 
-        def lane(kind: str) -> Lane:
-            """Return a lane of the kind's own. In debug mode, which compares the order of calls, there is one lane."""
+        def queue(kind: str) -> Queue:
+            """Return a queue of the kind's own. In debug mode, which compares the order of calls, there is one."""
             kind = "" if members.debug else kind
-            return lanes.setdefault(kind, Lane(control.part(f"{self.agreed.token}/{kind}")))
+            return queues.setdefault(kind, Queue(control.part(f"{self.agreed.token}/{kind}")))
 
-        dense = {kind: Dense(members, lane(kind), spec_of(kind)) for kind in COLLECTIVES}
-        sparse = SparseAllReduce(members, lane(SparseAllReduce.kind))
+        dense = {kind: Dense(members, queue(kind), spec_of(kind)) for kind in COLLECTIVES}
+        sparse = SparseAllReduce(members, queue(SparseAllReduce.kind))
         gathers = next(handler for handler in dense.values() if not handler.spec.reduces)
         self.handlers = {**dense, sparse.kind: sparse, Barrier.kind: Barrier(members, gathers)}
 
@@ -174,17 +175,28 @@ class Dispatcher:
             return "tdcoll.finalize() was called" if job.closed else "the group is shut down"
         return "inside a coalescing block of the fallback backend" if self.coalescing else None
 
-    def _prepare(self, kind: str, call: Call) -> str | None:
-        """Prepare tdcoll for a call; return why it can't be handled now, or None if it can; equal on all ranks."""
+    def _prepare(self, kind: str, call: Call, asynchronous: bool) -> str | None:
+        """Prepare tdcoll for a call, behind the outstanding ones if it needs that; return why it can't be handled now,
+        or None if it can; equal on all ranks."""
         handler = self.handlers[kind]
+        compares_first = len(self.ranks) > 1 and not (asynchronous and self._on_cpu)  # else when it is made
+        if handler.blocks:
+            self._drain()
+        elif not asynchronous or handler.members.debug or (handler.members.first and compares_first):
+            handler.queue.drain()
         with self._waiting(kind):
             if self.compares(kind, call):
                 handler.compare(call)
                 if (why := self._unsupported(kind, call)) is not None:
                     return why
-            elif len(self.ranks) > 1:
+            elif compares_first:
                 handler.compare_first(call)
             return handler.prepare(call)
+
+    def _drain(self) -> None:
+        """Return when no call of any kind is outstanding."""
+        for handler in self.handlers.values():
+            handler.queue.drain()
 
     def count(self, kind: str, by: str, why: str) -> None:
         """Count a call; log the first of its kind."""
@@ -221,33 +233,15 @@ class Dispatcher:
         unsupported = refused or (None if skip else self._unsupported(kind, call))
         why = unsupported or obstacle
         if why is None:
-            handler = self.handlers[kind]
-            queue = handler.lane.queue
-            in_turn = asynchronous or queue.calls_back
-            if self._on_cpu and in_turn:
-                if not handler.members.debug:
-                    handler.check_call(call)
-                before = self._outstanding() if handler.blocks else []
-                task = QueuedCall(
-                    lambda: self._make_in_turn(kind, call, start, key, how, before), give_up=self._give_up
-                )
-                work: Any = TaskWork(queue.submit(task), queue)
-                if not asynchronous:
-                    work.wait()
-                return work
-            if not in_turn or handler.waits or handler.members.debug:
-                queue.drain()
-            if handler.blocks:
-                _wait_for(self._outstanding())
-            why = self._prepare(kind, call)
+            why = self._prepare(kind, call, asynchronous)
         if why is None:
-            handler.check_call(call)
+            self.handlers[kind].check_call(call)
             return self.handle(kind, call, asynchronous=asynchronous, key=key)
         backend = self.fallback.name(call.device)
         self.count(kind, backend, how + why)
         if why is unsupported:  # an obstacle may go away
             self._remember(key, _Known((kind, backend, why), None, None))
-        return self.fallback.make(call, asynchronous, start)
+        return self.fallback.make(call, start)
 
     def _remember(self, key: Hashable | None, known: _Known) -> None:
         if key is not None:
@@ -255,53 +249,32 @@ class Dispatcher:
                 self._known.clear()
             self._known[key] = known
 
-    def _outstanding(self) -> list[QueuedCall]:
-        """Return the calls of all kinds that are queued and not made yet."""
-        return [task for handler in self.handlers.values() for task in handler.lane.queue.outstanding()]
-
-    def _make_in_turn(
-        self, kind: str, call: Call, start: Start, key: Hashable | None, how: str, before: Sequence[QueuedCall]
-    ) -> list[torch.Tensor]:
-        """Make a call when its queue comes to it and the tasks ``before`` are done; return its result.
-
-        By then the fallback backend has had later calls, in an order that may differ between ranks. If tdcoll can't
-        handle this one, a fallback group of the kind's own makes it.
-        """
-        _wait_for(before)
-        why = self._obstacle() or self._prepare(kind, call)
-        if why is None:
-            self.count(kind, "tdcoll", "")
-            return self._run(kind, call, key)
-        self.count(kind, self.fallback.name(call.device), how + why)
-        self.fallback.make(call, False, start, beside=kind).wait()
-        return list(call.outs)
-
     def call_one(
-        self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, asynchronous: bool, start: Start
+        self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, opts: Any, start: Start
     ) -> Any:
         """Make a call of one tensor, by the fast path if a call like it was made before; return its work.
 
         The key decides whether tdcoll may ever handle such calls. If it may, the fast path checks the rest again, see
-        :mod:`tdcoll.calls.call`.
+        :mod:`tdcoll.calls.call`. Shapes are no part of it, because only the numbers of elements matter.
         """
         try:
-            key: Hashable = kind, op, tensor.device, tensor.dtype, tensor.layout, tensor.shape
+            key: Hashable = kind, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
             if out is not tensor:
-                key = key, out.dtype, out.layout, out.shape
-            known = self._known.get(key)
-        except (RuntimeError, TypeError):  # a nested tensor has no shape, and a symbolic one is no key
+                key = key, out.dtype, out.layout, out.numel()
+            known = None if tensor.is_nested or out.is_nested else self._known.get(key)
+        except (RuntimeError, TypeError):  # a symbolic number is no key
             key = known = None
         if known is not None:
             if known.ready is None:
                 self.counts[known.counted] += 1
                 if is_plain(tensor) and (out is tensor or is_plain(out)):
                     return start(self.fallback.group, [out], [tensor])  # Fallback.make does the same in more time
-                return self.fallback.make(Call([out], [tensor], op), asynchronous, start)
-            work = self._again(known, out, tensor, asynchronous)
+                return self.fallback.make(Call([out], [tensor], op), start)
+            work = self._again(known, out, tensor, opts.asyncOp)
             if work is not None:
                 self.counts[known.counted] += 1
                 return work
-        return self.call(kind, Call([out], [tensor], op), asynchronous, start, key)
+        return self.call(kind, Call([out], [tensor], op), opts.asyncOp, start, key)
 
     def _again(self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool) -> Any:
         """Repeat an earlier call of a dense kind; return its work, or None if something has changed since."""
@@ -311,11 +284,10 @@ class Dispatcher:
         handler: Any = self.handlers[known.counted[0]]
         if job is None or job.closed or self._closed or self.coalescing or context is not handler.pool.context:
             return None
-        queue = handler.lane.queue
-        if queue.unfinished:
-            if asynchronous or queue.calls_back:
+        if handler.queue.thread is not None:
+            if asynchronous:
                 return None
-            queue.drain()
+            handler.queue.drain()
         if self._on_cpu:
             if asynchronous:
                 return None
@@ -361,25 +333,24 @@ class Dispatcher:
         self.count(kind, "tdcoll", "")
         device, handler = self.device, self.handlers[kind]
         assert device is not None
-        if self._on_cpu:
-            return completed(self._run(kind, call, key))
-        with torch.cuda.device(device):
+        with on(device):
             if not asynchronous:
                 result = self._run(kind, call, key)
-                if handler.blocks:
+                if handler.blocks and not self._on_cpu:
                     torch.cuda.current_stream(device).synchronize()
-                    with backend_errors:
-                        self._check()
+                    self.check()
                 return completed(result)
-            if handler.stream is None:
+            if handler.stream is None and not self._on_cpu:
                 handler.stream = torch.cuda.Stream(device)
-            stream, queue = handler.stream, handler.lane.queue
-            if handler.waits or not (capturing(device) or (handler.loaded(call) and not queue.unfinished)):
+            stream, queue = handler.stream, handler.queue
+            waits = self._on_cpu or handler.waits
+            if waits or not (capturing(device) or (handler.loaded(call) and queue.thread is None)):
                 # The host has to wait: for the size of the result, or until all ranks have loaded the kernels.
-                for tensor in call.touched:
+                for tensor in call.touched if stream is not None else ():
                     record_stream(tensor, stream)
                 task = QueuedCall(lambda: self._run(kind, call, key), stream, give_up=self._give_up)
-                return TaskWork(queue.submit(task), queue)
+                queue.submit(task)
+                return TaskWork(task)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 result = self._run(kind, call, key)
@@ -389,6 +360,8 @@ class Dispatcher:
         """Make a call with tdcoll on the current stream, and remember it under ``key``; return its result."""
         handler = self.handlers[kind]
         with self._waiting(kind), torch.no_grad():
+            if len(self.ranks) > 1:
+                handler.compare_first(call)
             if handler.waits:
                 self._check()  # the host waits for the result anyway
             result = handler.run(call)
@@ -415,11 +388,11 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _waiting(self, kind: str) -> Iterator[None]:
-        """Number exchanges on the host by the kind's lane, with the group's deadline; convert errors of deadlines to
+        """Number exchanges on the host by the kind's queue, with the group's deadline; convert errors of deadlines to
         torch.distributed's."""
         job = self.job
         assert job is not None
-        control = self.handlers[kind].lane.control
+        control = self.handlers[kind].queue.control
         with backend_errors, job.within(self._wait_s, self.agreed.name), job.through(control):
             yield
 
@@ -434,22 +407,14 @@ class Dispatcher:
         if self._closed:
             return None
         self._closed = True
-        for handler in self.handlers.values():
-            handler.lane.queue.drain()
-        self._close_queues()
+        self._drain()
         expired = self._expired()
         self._leave()
         return expired
 
-    def _close_queues(self) -> None:
-        """Let the threads of asynchronous calls end when they have made them."""
-        for handler in self.handlers.values():
-            handler.lane.queue.close()
-
     def abort(self) -> None:
         """Stop waiting for other ranks, and forget the job if it ends with this group."""
         self._closed = True
-        self._close_queues()
         job = self.job
         if job is not None and not job.closed and self._ends(job):
             job.failed = True
@@ -486,8 +451,3 @@ class Dispatcher:
                     handler.close()
         except (TdcollError, dist.DistError) as error:
             _log.warning("backend tdcoll: rank %d left without the others: %s", self._rank, error)
-
-
-def _wait_for(tasks: Sequence[QueuedCall]) -> None:
-    for task in tasks:
-        task.done.wait()

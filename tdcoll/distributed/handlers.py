@@ -26,26 +26,11 @@ from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue
 from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime import Runtime
-from tdcoll.runtime.control import ControlPlane
 
-__all__ = ["Barrier", "Dense", "Handler", "Lane", "Members"]
+__all__ = ["Barrier", "Dense", "Handler", "Members"]
 
 PACKED_BYTES = 256 << 10
 """Up to so many bytes, several tensors of one call are packed for one launch, because a copy is cheaper than one."""
-
-
-class Lane:
-    """The queue of the calls that use one context, in the order in which they are issued.
-
-    Calls of different lanes don't wait for each other, so ranks may issue them in different orders.
-
-    Attributes:
-        queue: makes asynchronous calls that wait on the host.
-        control: numbers the exchanges of this lane.
-    """
-
-    def __init__(self, control: ControlPlane) -> None:
-        self.queue, self.control = Queue(), control
 
 
 @dataclass(frozen=True)
@@ -78,7 +63,7 @@ class Handler(ABC):
         waits: whether a call waits on the host, so that a queue has to make asynchronous ones.
         blocks: whether ``wait()`` of an asynchronous call waits on the host.
         members: of the group.
-        lane: of its calls.
+        queue: of its calls.
         problem: why it has no context and can't get one, the same on all ranks; None if it may have one.
         compared: the calls whose arguments the ranks have compared in debug mode of first calls.
         stream: CUDA stream of asynchronous calls; made with the first.
@@ -91,8 +76,8 @@ class Handler(ABC):
     waits: ClassVar[bool] = False
     blocks: ClassVar[bool] = False
 
-    def __init__(self, members: Members, lane: Lane) -> None:
-        self.members, self.lane = members, lane
+    def __init__(self, members: Members, queue: Queue) -> None:
+        self.members, self.queue = members, queue
         self.problem: str | None = None
         self.compared = Compared()
         self.stream: Any = None
@@ -175,15 +160,15 @@ class Dense(Handler):
     """Makes the calls of one dense collective, on a context that grows.
 
     Args:
-        members, lane: see :class:`Handler`.
+        members, queue: see :class:`Handler`.
         spec: the collective.
 
     Attributes:
         pool: the context.
     """
 
-    def __init__(self, members: Members, lane: Lane, spec: Collective) -> None:
-        super().__init__(members, lane)
+    def __init__(self, members: Members, queue: Queue, spec: Collective) -> None:
+        super().__init__(members, queue)
         self.kind, self.spec = spec.name, spec
         self._most = members.options.limits(len(members.ranks))[spec.name]
         self.pool = Pool(
@@ -238,7 +223,7 @@ class Dense(Handler):
     def prepare(self, call: Call) -> str | None:
         nbytes = self._inbox(self._packed(call) or max(self._segments(call)))
         if not self.pool.holds(nbytes):
-            self.lane.queue.drain()  # its calls use the context that is replaced
+            self.queue.drain()  # its calls use the context that is replaced
         made = self.pool.holds(nbytes) or self.pool.prepare(nbytes, self.facts(call))
         self.problem = None if self.pool.context is not None else self.pool.problem
         return self._too_large(call) if made else self.pool.problem
@@ -358,13 +343,13 @@ class Dense(Handler):
 
 
 class Barrier(Handler):
-    """Barriers: all-gathers of no bytes, on the lane and the context of the group's all-gathers."""
+    """Barriers: all-gathers of no bytes, on the queue and the context of the group's all-gathers."""
 
     kind = "barrier"
     blocks = True
 
     def __init__(self, members: Members, gathers: Dense) -> None:
-        super().__init__(members, gathers.lane)
+        super().__init__(members, gathers.queue)
         self._gathers = gathers
 
     def refuse(self, call: Call) -> str | None:

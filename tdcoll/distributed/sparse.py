@@ -15,7 +15,8 @@ from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduc
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.distributed.call import Call
-from tdcoll.distributed.handlers import Handler, Lane, Members
+from tdcoll.distributed.handlers import Handler, Members
+from tdcoll.distributed.queues import Queue
 
 __all__ = ["SparseAllReduce", "refuse_wrong"]
 
@@ -55,8 +56,8 @@ class SparseAllReduce(Handler):
     alone = True
     waits = True
 
-    def __init__(self, members: Members, lane: Lane) -> None:
-        super().__init__(members, lane)
+    def __init__(self, members: Members, queue: Queue) -> None:
+        super().__init__(members, queue)
         self.context: SparseContext | None = None
         self.problem: str | None = None
         self._blocks = 0
@@ -101,9 +102,9 @@ class SparseAllReduce(Handler):
             ContextError: other contexts have left no thread blocks; on all ranks.
         """
         if self.context is None:
-            self.lane.queue.drain()
+            self.queue.drain()
         job, ranks = self.members.job, self.members.ranks
-        with self._in_use, job.through(self.lane.control):
+        with self._in_use, job.through(self.queue.control):
             if self.context is not None:
                 return
             self._blocks = most = take_blocks(job, ranks, self.members.options.blocks, self.kind)
@@ -129,7 +130,7 @@ class SparseAllReduce(Handler):
         """
         given = [_with_one_dimension(tensor.detach()) for tensor in tensors]
         made: list[torch.Tensor] = []
-        with self._in_use, self.members.job.through(self.lane.control):  # the context may grow
+        with self._in_use, self.members.job.through(self.queue.control):  # the context may grow
             assert self.context is not None
             while some := given[len(made) :][: self._most]:
                 try:
@@ -157,8 +158,7 @@ class SparseAllReduce(Handler):
             self.context.monitor.abort()
 
     def close(self) -> None:
-        self.lane.queue.drain()
-        self.lane.queue.close()
+        self.queue.drain()
         with self._in_use:
             if self.context is not None:
                 self.context.close()

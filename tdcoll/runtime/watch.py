@@ -8,21 +8,15 @@ the GPU's queue of launches is full.) The thread starts with the first monitor o
 :func:`tdcoll.finalize`; a simulated :class:`~tdcoll.testing.World` has none, and a forked child begins without one.
 
 Those who ask come to a socket in Linux's abstract namespace, whose name holds user, process and PID namespace: no file
-is left behind, however a process ends. Both ends check that the other is the same user, or root. ``SIGUSR1`` has the
-thread log the same report, unless the process has a handler for that signal. The handler is faulthandler's, which
-doesn't wait for the interpreter: it writes to a pipe, and the thread reads that.
+is left behind, however a process ends. Both ends check that the other is the same user, or root.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import logging
 import os
-import re
-import selectors
-import signal
 import socket
 import sys
 import threading
@@ -113,50 +107,32 @@ class _Watch:
         self.ending = False
         self._said: dict[Hashable, int] = {}
         """How many lines there were about each wait that goes on."""
-        self._listener: socket.socket | None = socket.socket(socket.AF_UNIX)
+        self._listener = socket.socket(socket.AF_UNIX)
         try:
             self._listener.bind(address(os.getpid()))
             self._listener.listen()
         except OSError as error:  # another process has that name
             _log.debug("nobody can ask this rank what it waits for: %s", error)
-            self._listener.close()
-            self._listener = None
-        self._wake, self._waker = os.pipe()
+        self._listener.settimeout(_PERIOD_S)
         self._thread = threading.Thread(target=self._run, name="tdcoll-watch", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
         self.ending = True
-        with contextlib.suppress(OSError):
-            os.write(self._waker, b"x")
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as waker:
+            waker.connect(self._listener.getsockname())
         if self._thread is not threading.current_thread():
             self._thread.join(2)
 
-    def close(self) -> None:
-        for descriptor in (self._wake, self._waker):
-            os.close(descriptor)
-        if self._listener is not None:
-            self._listener.close()
-
     def _run(self) -> None:
-        signalled = _signals()
-        with selectors.DefaultSelector() as selector:
-            for source in (self._wake, signalled, self._listener):
-                if source is not None:
-                    selector.register(source, selectors.EVENT_READ)
-            while not self.ending:
-                ready = [key.fileobj for key, _ in selector.select(_PERIOD_S)]
-                try:
-                    self._look()
-                    if signalled is not None and signalled in ready:
-                        _drain(signalled)
-                        report = self._report()
-                        _log.warning("%s", "\n  ".join([report["rank"], *report["lines"]]))
-                    if self._listener is not None and self._listener in ready:
-                        self._answer(self._listener)
-                except Exception:
-                    _log.debug("looking for long waits has failed", exc_info=True)
-        self.close()
+        while not self.ending:
+            try:
+                self._look()
+                self._answer()
+            except Exception:
+                _log.debug("looking for long waits has failed", exc_info=True)
+                time.sleep(0 if self.ending else _PERIOD_S)
+        self._listener.close()
 
     def _open(self) -> list[Any]:
         return [monitor for monitor in self._job.living_monitors() if monitor.open]
@@ -200,39 +176,20 @@ class _Watch:
         rank = f"rank {self._job.rank} of {self._job.world_size}"
         return {"rank": rank, "waits": waits + exchanges, "lines": lines + exchanges + where}
 
-    def _answer(self, listener: socket.socket) -> None:
-        connection, _ = listener.accept()
+    def _answer(self) -> None:
+        """Wait for somebody who asks, for a while, and answer."""
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            return
         with connection:
             connection.settimeout(1)
-            if user_of(connection) in (os.geteuid(), 0):
+            if not self.ending and user_of(connection) in (os.geteuid(), 0):
                 connection.sendall(json.dumps(self._report()).encode())
 
 
 _current: _Watch | None = None
 _starting = threading.Lock()
-_pipe: tuple[int, int] | None = None
-"""Where faulthandler writes when the signal comes: for the life of the process, as it may come at any time."""
-
-
-def _signals() -> int | None:
-    """Return what becomes readable when ``SIGUSR1`` comes; None if the process has a handler of its own."""
-    global _pipe
-    if _pipe is None:
-        with open("/proc/self/status", encoding="ascii") as status:
-            masks = dict(re.findall(r"^(SigIgn|SigCgt):\s*(\w+)", status.read(), re.MULTILINE))
-        if any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks.values()):
-            return None
-        _pipe = os.pipe()
-        for end in _pipe:
-            os.set_blocking(end, False)
-        faulthandler.register(signal.SIGUSR1, _pipe[1], all_threads=False)
-    return _pipe[0]
-
-
-def _drain(descriptor: int) -> None:
-    with contextlib.suppress(BlockingIOError):
-        while os.read(descriptor, 1 << 16):
-            pass
 
 
 def start(job: runtime.Runtime) -> None:
@@ -253,16 +210,10 @@ def stop() -> None:
 
 
 def _in_child() -> None:
-    """Leave the parent's sockets and pipes to it: a forked child has got them, and not the thread."""
-    global _current, _starting, _pipe
+    """Leave the parent's socket to it: a forked child has got it, and not the thread."""
+    global _current, _starting
     if _current is not None:
-        _current.close()
-    if _pipe is not None:  # the signal's handler stays, and a later thread of the child reads what it writes
-        ends = os.pipe()
-        for new, old in zip(ends, _pipe, strict=True):
-            os.dup2(new, old, inheritable=False)
-            os.close(new)
-            os.set_blocking(old, False)
+        _current._listener.close()
     _current, _starting = None, threading.Lock()
 
 
