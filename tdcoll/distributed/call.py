@@ -9,7 +9,7 @@ import torch
 
 from tdcoll.calls.call import Ready
 
-__all__ = ["Call", "check_pieces", "is_plain", "plain", "plain_memory", "write"]
+__all__ = ["Call", "is_plain", "plain", "plain_memory", "write"]
 
 
 class Call:
@@ -70,12 +70,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
             "those, for example DTensor.to_local()"
         )
     return tensor
-
-
-def check_pieces(call: Call, world: int) -> None:
-    """Raise unless an all-gather into a list has a tensor for each rank."""
-    if len(call.outs) != world:
-        raise ValueError(f"all_gather: the list must have {world} tensors, one per rank; got {len(call.outs)}")
 
 
 def write(out: torch.Tensor, values: torch.Tensor) -> None:

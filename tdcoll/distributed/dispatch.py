@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, is_plain
 from tdcoll.distributed.fallback import Fallback, Start
 from tdcoll.distributed.handlers import Barrier, Dense, Handler, Members
-from tdcoll.distributed.options import Options
+from tdcoll.distributed.options import KINDS
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.distributed.work import (
@@ -68,55 +68,36 @@ class Dispatcher:
     """Makes the calls of one process group.
 
     Args:
-        job: that the ranks have joined; None if tdcoll handles nothing.
-        agreed: the kinds that tdcoll handles.
-        options: of the group.
-        fallback: makes the other calls.
-        name: of the group.
-        rank: in the group.
-        ranks: its global ranks.
-        timeout_s: deadline of waits in kernels, seconds; None for the job's.
-        default: whether it is the default group.
+        agreed: between the ranks.
+        fallback: makes the calls that tdcoll doesn't handle.
 
     Attributes:
         handlers: for each kind of call; empty without a job.
         device: of tdcoll's memory; None if there is no job.
         coalescing: whether calls belong to a block that the fallback backend launches as one.
         counts: calls so far, by kind, implementation, and reason.
-        Others: as given.
     """
 
-    def __init__(
-        self,
-        job: Runtime | None,
-        agreed: Agreement,
-        options: Options,
-        fallback: Fallback,
-        *,
-        name: str,
-        rank: int,
-        ranks: Sequence[int],
-        timeout_s: float | None,
-        default: bool = False,
-    ) -> None:
-        self.job, self.agreed, self.options, self.fallback = job, agreed, options, fallback
-        self.ranks, self._name, self._rank, self._default = ranks, name, rank, default
+    def __init__(self, agreed: Agreement, fallback: Fallback) -> None:
+        self.agreed, self.fallback, self.job, self.ranks = agreed, fallback, agreed.job, agreed.ranks
         self._closed = self.coalescing = False
         self.counts: dict[tuple[str, str, str], int] = {}
         self._known: dict[Hashable, _Known] = {}
         self.device: torch.device | None = None
         self.handlers: dict[str, Handler] = {}
         self._on_cpu = self._whole = False
-        if job is not None:
+        if (job := self.job) is not None:
             self.device = job.device
             self._on_cpu = job.device.type == "cpu"
-            self._whole = len(ranks) == job.world_size
+            self._whole = len(self.ranks) == job.world_size
             job.groups += self._whole
-            self._wait_s = job.timeout_s if timeout_s is None else timeout_s
+            self._wait_s = job.timeout_s if agreed.timeout_s is None else agreed.timeout_s
             debug = debugging(job.simulated)
-            self._make_handlers(Members(job, tuple(ranks), self._wait_s, options, debug is True, debug == "first"))
-        elif options.kinds and rank == 0:
-            _log.warning("backend tdcoll: %s handles all calls of group %s: %s", fallback, name, agreed.reason)
+            members = Members(job, self.ranks, self._wait_s, agreed.options, debug is True, debug == "first")
+            self._make_handlers(members)
+        elif agreed.options.kinds and agreed.rank == 0:
+            text = "backend tdcoll: %s handles all calls of group %s: %s"
+            _log.warning(text, fallback, agreed.name, agreed.reason)
 
     def _make_handlers(self, members: Members) -> None:
         control, queues = members.job.control, dict[str, Queue]()
@@ -138,10 +119,23 @@ class Dispatcher:
         why = self._never(kind) or self._obstacle() or self.handlers[kind].problem
         return ("tdcoll", self.handlers[kind].describe()) if why is None else ("fallback backend", why)
 
+    def describe(self) -> Iterator[str]:
+        """Yield lines for people: the backend of each kind of call, the reasons, and the calls so far."""
+        if (job := self.job) is not None:
+            where = "simulator" if job.simulated else str(self.device)
+            yield f"  ranks: {job.topology(self.ranks).describe()}, symmetric memory: {where}"
+        yield f"  fallback backend: {self.fallback}"
+        for kind in KINDS:
+            by, why = self.handled_by(kind)
+            yield f"  {kind}: {by}; {why}"
+        yield "  everything else: fallback backend"
+        for (kind, by, why), count in self.counts.items():
+            yield f"  calls so far: {count} {kind} by {by}" + (f" ({why})" if why else "")
+
     def _never(self, kind: str) -> str | None:
         """Return why tdcoll never handles calls of a kind; None if it may."""
         if kind not in self.agreed.kinds:
-            return self.agreed.reason or f"configured kinds: {self.options.handles}"
+            return self.agreed.reason or f"configured kinds: {self.agreed.options.handles}"
         return "one rank" if len(self.ranks) == 1 and not self.handlers[kind].alone else None
 
     def _unsupported(self, kind: str, call: Call) -> str | None:
@@ -203,8 +197,10 @@ class Dispatcher:
         key = (kind, by, why)
         count = self.counts.get(key, 0)
         self.counts[key] = count + 1
-        if count == 0 and self._rank == 0:
-            _log.info("backend tdcoll: %s handles %s of group %s%s", by, kind, self._name, f" ({why})" if why else "")
+        if count == 0 and self.agreed.rank == 0:
+            _log.info(
+                "backend tdcoll: %s handles %s of group %s%s", by, kind, self.agreed.name, f" ({why})" if why else ""
+            )
 
     # ------------------------------------------------------------------ calls
 
@@ -217,7 +213,6 @@ class Dispatcher:
         key: Hashable | None = None,
         *,
         refused: str | None = None,
-        how: str = "",
     ) -> Any:
         """Make a call, with tdcoll or the fallback backend; return its work.
 
@@ -225,7 +220,6 @@ class Dispatcher:
             start: starts the call on the fallback backend.
             key: remember the call under this key for :meth:`call_one`; None for calls that aren't remembered.
             refused: why tdcoll doesn't handle it; None if it may.
-            how: describes how the fallback backend makes it, for people.
         """
         obstacle = self._obstacle()
         # In debug mode the ranks compare a call first, because a wrong argument may decide who handles it.
@@ -238,7 +232,7 @@ class Dispatcher:
             self.handlers[kind].check_call(call)
             return self.handle(kind, call, asynchronous=asynchronous, key=key)
         backend = self.fallback.name(call.device)
-        self.count(kind, backend, how + why)
+        self.count(kind, backend, why)
         if why is unsupported:  # an obstacle may go away
             self._remember(key, _Known((kind, backend, why), None, None))
         return self.fallback.make(call, start)
@@ -393,7 +387,7 @@ class Dispatcher:
         job = self.job
         assert job is not None
         control = self.handlers[kind].queue.control
-        with backend_errors, job.within(self._wait_s, self.agreed.name), job.through(control):
+        with backend_errors, job.through(control, self._wait_s, self.agreed.agreed_name):
             yield
 
     # ------------------------------------------------------------------ the end
@@ -427,7 +421,7 @@ class Dispatcher:
         """
         counted, self._whole = self._whole, False
         job.groups -= counted
-        return counted and job.of_backend and (self._default or not job.groups)
+        return counted and job.of_backend and (self.agreed.default or not job.groups)
 
     def _expired(self) -> BaseException | None:
         """Wait for the GPU; return the error of an expired wait that hasn't been reported yet, or None."""
@@ -450,4 +444,4 @@ class Dispatcher:
                 for handler in self.handlers.values():
                     handler.close()
         except (TdcollError, dist.DistError) as error:
-            _log.warning("backend tdcoll: rank %d left without the others: %s", self._rank, error)
+            _log.warning("backend tdcoll: rank %d left without the others: %s", self.agreed.rank, error)

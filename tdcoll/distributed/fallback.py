@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from tdcoll.distributed.call import Call, plain_memory
 from tdcoll.distributed.work import completed
+from tdcoll.job import lifecycle
 from tdcoll.runtime.store import ask
 
 __all__ = ["Fallback", "Start", "add_backends", "exchange_parts", "gather_into", "scatter_from"]
@@ -70,7 +71,6 @@ def add_backends(
     ranks: list[int],
     nccl: Any,
     split: bool,
-    share_gpus: bool = False,
 ) -> dict[str, str]:
     """Make gloo and, where there are GPUs, NCCL, and register them with ``groups``. Collective.
 
@@ -80,7 +80,6 @@ def add_backends(
         name, ranks: of the group; ``ranks`` is empty for the default group.
         nccl: ``ProcessGroupNCCL.Options`` or None.
         split: whether NCCL may split the default group's communicator, as ``new_group`` does.
-        share_gpus: ranks may share GPUs, which NCCL refuses: gloo handles CUDA tensors too.
 
     Returns:
         The backend's name for each type of device.
@@ -95,7 +94,7 @@ def add_backends(
     made = {"cpu": (kinds.GLOO, gloo)}
     if torch.cuda.is_available():
         made["cuda"] = made["cpu"]
-        if dist.is_nccl_available() and not share_gpus:
+        if dist.is_nccl_available() and not lifecycle.may_share_gpus():  # NCCL refuses ranks that share one
             made["cuda"] = kinds.NCCL, _nccl(store, rank, size, timeout, name, ranks, nccl, split)
     default = made.get("cuda", made["cpu"])[0]
     for group in groups:

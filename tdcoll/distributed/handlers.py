@@ -21,7 +21,7 @@ from tdcoll.calls.launches import is_prepared
 from tdcoll.calls.pool import Pool
 from tdcoll.calls.preconditions import Compared, compare
 from tdcoll.calls.spec import Collective
-from tdcoll.distributed.call import Call, check_pieces, write
+from tdcoll.distributed.call import Call, write
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue
 from tdcoll.primitives.reduce import OPERATIONS_OF
@@ -248,7 +248,10 @@ class Dense(Handler):
 
     def _check_list(self, call: Call) -> None:
         (tensor,), pieces = call.inputs, call.outs
-        check_pieces(call, len(self.members.ranks))
+        if len(pieces) != len(self.members.ranks):
+            raise ValueError(
+                f"{self.kind}: the list must have {len(self.members.ranks)} tensors, one per rank; got {len(pieces)}"
+            )
         own = pieces[self.members.ranks.index(self.members.job.rank)]
         if any(_kind(piece) != _kind(tensor) for piece in pieces) or own.numel() != tensor.numel():
             raise ValueError(

@@ -70,8 +70,8 @@ class SparseAllReduce(Handler):
         for tensor in call.inputs:
             if tensor.dtype not in DTYPES:
                 return f"{tensor.dtype} is not among the dtypes of tdcoll's sums"
-            if not tensor.sparse_dim():
-                return "a tensor without sparse dimensions"
+            if tensor.sparse_dim() != 1:
+                return f"{tensor.sparse_dim()} sparse dimensions"
         if call.op not in ("sum", "mean"):
             return f"{call.op} of sparse tensors is not defined by torch.distributed"
         return None
@@ -128,7 +128,7 @@ class SparseAllReduce(Handler):
         Raises:
             HeapExhaustedError: one tensor needs a larger context than the heap has room for; on all ranks.
         """
-        given = [_with_one_dimension(tensor.detach()) for tensor in tensors]
+        given = [tensor.detach() for tensor in tensors]
         made: list[torch.Tensor] = []
         with self._in_use, self.members.job.through(self.queue.control):  # the context may grow
             assert self.context is not None
@@ -141,7 +141,7 @@ class SparseAllReduce(Handler):
                     self._most = len(some) // 2
             if self.context.device.type == "cpu":
                 self.context.monitor.raise_if_expired()
-        return [_with_dimensions_of(tensor, one) for tensor, one in zip(tensors, made, strict=True)]
+        return made
 
     def describe(self) -> str:
         context = self.context
@@ -168,32 +168,3 @@ class SparseAllReduce(Handler):
     def _give_back(self) -> None:
         give_back_blocks(self.members.job, self._blocks)
         self._blocks = 0
-
-
-def _strides(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """``(size, stride)`` of each sparse dimension, in the one dimension of all their indices."""
-    sizes = tensor.shape[: tensor.sparse_dim()]
-    return tuple(zip(sizes, torch.empty(sizes, device="meta").stride(), strict=True))
-
-
-def _with_one_dimension(tensor: torch.Tensor) -> torch.Tensor:
-    """The COO tensor whose one sparse dimension is all of ``tensor``'s."""
-    if (dims := tensor.sparse_dim()) == 1:
-        return tensor
-    products = [index * stride for index, (_, stride) in zip(tensor._indices(), _strides(tensor), strict=True)]
-    return torch.sparse_coo_tensor(
-        torch.stack(products).sum(0, keepdim=True),
-        tensor._values(),
-        (tensor.shape[:dims].numel(), *tensor.shape[dims:]),
-        is_coalesced=tensor.is_coalesced(),
-        check_invariants=False,
-    )
-
-
-def _with_dimensions_of(like: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """The reverse of :func:`_with_one_dimension`."""
-    if like.sparse_dim() == 1:
-        return made
-    flat = made.indices()[0]
-    found = torch.stack([flat // stride % size for size, stride in _strides(like)])
-    return torch.sparse_coo_tensor(found, made.values(), like.shape, is_coalesced=True, check_invariants=False)

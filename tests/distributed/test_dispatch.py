@@ -116,14 +116,9 @@ def test_the_fast_path_on_cpus_comes_after_the_queues_calls(monkeypatch) -> None
 
 def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | None]) -> Dispatcher:
     """A group whose tdcoll never handles what is large, a product or of fp64, and says ``now`` when it is prepared."""
-    agreed: Any = SimpleNamespace(kinds=("all_gather", "all_reduce"), reason="")
-    about: dict[str, Any] = {
-        "name": "0",
-        "rank": 0,
-        "ranks": (0, 1),
-        "fallback": Fallback(None, {"cpu": "gloo"}),
-    }  # type: ignore[arg-type]
-    dispatcher = Dispatcher(None, agreed, Options(), timeout_s=1, **about)
+    kinds = "all_gather", "all_reduce"
+    agreed: Any = SimpleNamespace(kinds=kinds, reason="", job=None, rank=0, ranks=(0, 1), name="0", options=Options())
+    dispatcher = Dispatcher(agreed, Fallback(None, {"cpu": "gloo"}))
 
     def never(kind: str, call: Call) -> str | None:
         tensor, out = call.inputs[0], call.outs[0]

@@ -142,8 +142,8 @@ def test_inner_backends_on_gpus(monkeypatch, share_gpus: bool, name: str) -> Non
         def _register_backend(self, device, kind, made) -> None:
             registered[device.type] = str(kind).rpartition(".")[2]
 
-    options = (timedelta(seconds=5), "0", [], None, False)
-    found = add_backends((Group(),), dist.HashStore(), 0, 1, *options, share_gpus)
+    monkeypatch.setattr(lifecycle, "may_share_gpus", lambda: share_gpus)
+    found = add_backends((Group(),), dist.HashStore(), 0, 1, timedelta(seconds=5), "0", [], None, False)
     assert found == {"cpu": "gloo", "cuda": name}
     assert registered == {"default": name.upper(), "cpu": "GLOO", "cuda": name.upper()}
 
@@ -251,8 +251,8 @@ def test_serves_by_the_environment(alone, monkeypatch) -> None:
     options = Options(handles="barrier"), type("OfNCCL", (), {"__module__": "torch.distributed"})()
     for given, handles in ((None, "barrier, all_gather"), (options[0], "barrier"), (options[1], "barrier, all_gather")):
         split = group.split_group([0], opts=given, group_name=f"split with {given}")
-        assert split.dispatcher.options.handles == handles
-        assert split.dispatcher.options.nccl is (given if given is options[1] else None)
+        assert split.dispatcher.agreed.options.handles == handles
+        assert split.dispatcher.agreed.options.nccl is (given if given is options[1] else None)
     with pytest.raises(TypeError, match=r"pg_options must be .* got dict"):
         group.split_group([0], opts={"handles": "all"}, group_name="wrong")
 

@@ -255,7 +255,7 @@ def contexts_that_grow_beside_allocations() -> None:
         expect(bool((reduced == world()).all()), f"{reduced}")
     expect(not torch.zeros(1000, dtype=torch.int32, device=device()).fill_(0).any(), "zeros")
     for step in range(2):
-        rows = 600 << step
+        rows = 300 << step
         tensor = ones(rows)
         work = dist.all_reduce(tensor, group=group, async_op=True)
         time.sleep(0.3 * ((step + rank()) % 2))
