@@ -6,7 +6,6 @@ The result is the same on all ranks, because an obstacle on one of them is an ob
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import uuid
@@ -21,6 +20,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import TdcollError
+from tdcoll.calls.pool import on
 from tdcoll.distributed.options import Options
 from tdcoll.job import lifecycle
 from tdcoll.language import INTERPRETED
@@ -40,8 +40,13 @@ def _device_of_this_rank() -> torch.device:
     return torch.device("cuda", current)
 
 
-def _obstacle() -> str | None:
-    """Return why tdcoll's kernels cannot run in this process; None if they can, as far as this rank knows."""
+def _obstacle(size: int) -> str | None:
+    """Return why tdcoll's kernels cannot run in a group of so many ranks; None if they can, as far as this rank
+    knows."""
+    if runtime.current_or_none() is not None:
+        return None
+    if dist.is_initialized() and size < dist.get_world_size():
+        return "tdcoll was not initialised when this group of some of the ranks was made (tdcoll.initialize())"
     if INTERPRETED:
         return None
     if not torch.cuda.is_available():
@@ -109,7 +114,8 @@ class Agreement:
             "timeout": self.timeout_s,
             "share_gpus": lifecycle.may_share_gpus(),
         }
-        mine = configured, self._local_obstacle(len(ranks)), name, uuid.uuid4().hex
+        obstacle = _obstacle(len(ranks)) if self.kinds else "configured to handle nothing"
+        mine = configured, obstacle, name, uuid.uuid4().hex
         given, obstacles, names, tokens = zip(*self._gather("backend tdcoll", mine), strict=True)
         require_equal(given, self._everyone, "the options of backend tdcoll")
         self.agreed_name, self.token = f"group {names[0]}", tokens[0]
@@ -120,16 +126,6 @@ class Agreement:
 
     def _gather(self, tag: str, value: Any) -> list[Any]:
         return self._control.all_gather(self._everyone, tag, value)
-
-    def _local_obstacle(self, size: int) -> str | None:
-        if not self.kinds:
-            return "configured to handle nothing"
-        job = runtime.current_or_none()
-        if job is not None:
-            return None
-        if dist.is_initialized() and size < dist.get_world_size():
-            return "tdcoll was not initialised when this group of some of the ranks was made (tdcoll.initialize())"
-        return _obstacle()
 
     def _give_up(self, obstacles: Sequence[str | None]) -> None:
         """If there is any obstacle, handle nothing and log it; the same on all ranks."""
@@ -142,10 +138,11 @@ class Agreement:
 
     def _join(self, store: Any) -> None:
         """Initialise tdcoll for a group of all ranks. Collective."""
-        obstacle, given = None, {"heap_bytes": self.options.heap_bytes, "timeout_s": self.timeout_s}
+        obstacle: str | None = None
+        heap_bytes, timeout_s = self.options.heap_bytes, self.timeout_s
         try:
-            with contextlib.nullcontext() if INTERPRETED else torch.cuda.device(_device_of_this_rank()):
-                lifecycle.join(store, self.rank, len(self.ranks), **given)
+            with on(torch.device("cpu") if INTERPRETED else _device_of_this_rank()):
+                lifecycle.join(store, self.rank, len(self.ranks), heap_bytes=heap_bytes, timeout_s=timeout_s)
             runtime.current().of_backend = True
         except TdcollError as error:
             obstacle = str(error)

@@ -275,7 +275,8 @@ class SparseGradientReducer:
                 )
             if shared:
                 other.close()
-        self._sums, self._group = _sums(group), group
+        self._group = group
+        self._sums: SparseAllReduce = _sums(group)
         row_bytes = max(p[:1].numel() * p.element_size() for p in tables)
         self._sums.open(rows_per_rank, row_bytes)
         self._pass: _Pass | None = None

@@ -278,7 +278,7 @@ class Dispatcher:
         handler: Any = self.handlers[known.counted[0]]
         if job is None or job.closed or self._closed or self.coalescing or context is not handler.pool.context:
             return None
-        if handler.queue.thread is not None:
+        if handler.queue.busy:
             if asynchronous:
                 return None
             handler.queue.drain()
@@ -338,7 +338,7 @@ class Dispatcher:
                 handler.stream = torch.cuda.Stream(device)
             stream, queue = handler.stream, handler.queue
             waits = self._on_cpu or handler.waits
-            if waits or not (capturing(device) or (handler.loaded(call) and queue.thread is None)):
+            if waits or not (capturing(device) or (handler.loaded(call) and not queue.busy)):
                 # The host has to wait: for the size of the result, or until all ranks have loaded the kernels.
                 for tensor in call.touched if stream is not None else ():
                     record_stream(tensor, stream)
@@ -393,7 +393,7 @@ class Dispatcher:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> BaseException | None:
-        """Free the memory that tdcoll holds for this group. Collective.
+        """Free the memory that tdcoll holds for this group. Collective; after an error, as much as can be freed.
 
         Returns:
             The error of an expired wait that hasn't been reported yet, or None.
@@ -402,8 +402,22 @@ class Dispatcher:
             return None
         self._closed = True
         self._drain()
-        expired = self._expired()
-        self._leave()
+        expired: BaseException | None = None
+        job = self.job
+        if job is None or job.closed:
+            return None
+        if not job.failed:
+            if job.device.type == "cuda":
+                torch.cuda.synchronize(job.device)
+            expired = error_of(self._check)
+        try:
+            if self._ends(job):
+                tdcoll.finalize()  # frees all memory without closing our contexts; of a failed job it does neither
+            elif not job.failed:
+                for handler in self.handlers.values():
+                    handler.close()
+        except (TdcollError, dist.DistError) as error:
+            _log.warning("backend tdcoll: rank %d left without the others: %s", self.agreed.rank, error)
         return expired
 
     def abort(self) -> None:
@@ -422,26 +436,3 @@ class Dispatcher:
         counted, self._whole = self._whole, False
         job.groups -= counted
         return counted and job.of_backend and (self.agreed.default or not job.groups)
-
-    def _expired(self) -> BaseException | None:
-        """Wait for the GPU; return the error of an expired wait that hasn't been reported yet, or None."""
-        job = self.job
-        if job is None or job.closed or job.failed:
-            return None
-        if job.device.type == "cuda":
-            torch.cuda.synchronize(job.device)
-        return error_of(self._check)
-
-    def _leave(self) -> None:
-        """Free the memory that tdcoll holds for this group. Collective; after an error, as much as can be freed."""
-        job = self.job
-        if job is None or job.closed:
-            return
-        try:
-            if self._ends(job):
-                tdcoll.finalize()  # frees all memory without closing our contexts; of a failed job it does neither
-            elif not job.failed:
-                for handler in self.handlers.values():
-                    handler.close()
-        except (TdcollError, dist.DistError) as error:
-            _log.warning("backend tdcoll: rank %d left without the others: %s", self.agreed.rank, error)

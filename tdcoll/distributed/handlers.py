@@ -10,7 +10,6 @@ A handler refuses a call only because of facts that are the same on all ranks, i
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -54,7 +53,7 @@ class Members:
     first: bool = False
 
 
-class Handler(ABC):
+class Handler:
     """Makes one kind of call of one group.
 
     Attributes:
@@ -84,22 +83,17 @@ class Handler(ABC):
         self.before: Any = None
         self.events: list[Any] = []
 
-    @abstractmethod
     def refuse(self, call: Call) -> str | None:
         """Return why this call cannot be handled, or None if it can, from facts that are the same on all ranks."""
+        return None
 
-    @abstractmethod
     def prepare(self, call: Call) -> str | None:
         """Prepare the call, which is collective; return why it cannot be handled, the same on all ranks; None if it
         can."""
+        raise NotImplementedError
 
-    @abstractmethod
     def check_call(self, call: Call) -> None:
-        """Raise unless the call's tensors fit each other.
-
-        Raises:
-            TypeError, ValueError: they do not, on this rank.
-        """
+        """Raise ``TypeError`` or ``ValueError`` unless the call's tensors fit each other, on this rank."""
 
     def facts(self, call: Call) -> dict[str, Any]:
         """Return the facts that must be the same on all ranks, for debug mode, because some decide who handles the
@@ -131,27 +125,20 @@ class Handler(ABC):
         """Return whether nothing has to be compiled or loaded before the call is launched."""
         return True
 
-    @abstractmethod
     def run(self, call: Call) -> list[torch.Tensor]:
         """Make the call on the current stream, after :meth:`prepare`, under ``torch.no_grad()``; return its result."""
+        raise NotImplementedError
 
-    @abstractmethod
     def describe(self) -> str:
         """Return a description of the handled calls, for people."""
+        raise NotImplementedError
 
-    @abstractmethod
     def check(self) -> None:
-        """Raise the error of finished kernels, if there is one.
+        """Raise :class:`~tdcoll.CollectiveTimeout` if a wait of finished kernels has expired."""
 
-        Raises:
-            CollectiveTimeout: a wait has expired.
-        """
-
-    @abstractmethod
     def give_up(self) -> None:
         """End the waits of its kernels. A process that ends calls this, from any thread."""
 
-    @abstractmethod
     def close(self) -> None:
         """Free its memory. Collective."""
 
@@ -355,9 +342,6 @@ class Barrier(Handler):
         super().__init__(members, gathers.queue)
         self._gathers = gathers
 
-    def refuse(self, call: Call) -> str | None:
-        return None
-
     def prepare(self, call: Call) -> str | None:
         self.problem = None if self._gathers.pool.prepare(0) else self._gathers.pool.problem
         return self.problem
@@ -371,14 +355,6 @@ class Barrier(Handler):
 
     def describe(self) -> str:
         return f"on the context of {self._gathers.kind}"
-
-    def check(self) -> None:
-        """Do nothing, because a barrier uses the context of all-gathers."""
-
-    give_up = close = check
-
-    def check_call(self, call: Call) -> None:
-        """Do nothing, because there is no tensor."""
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:

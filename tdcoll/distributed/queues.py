@@ -10,8 +10,8 @@ Callbacks of futures run on the queue's thread, right behind their call and befo
 on NCCL's futures. A callback may issue calls and wait for them, because calls that it issues to that queue are made at
 once. All ranks therefore make the calls of callbacks in the same order, too.
 
-All threads end before the interpreter does, because a thread that Python stops inside of C++, where a call waits,
-aborts the process. A forked child has none of them.
+All calls end before the interpreter does, because a thread that Python stops inside of C++, where a call waits, aborts
+the process. A forked child has none of the threads.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ from tdcoll.runtime.control import ControlPlane
 
 _LAST_S = 3.0
 """The time for outstanding calls when the process ends."""
+
+_IDLE_S = 10.0
+"""How long a thread waits for another call, because starting one takes longer than waking it."""
 
 __all__ = ["Queue", "QueuedCall", "TaskWork"]
 
@@ -146,15 +149,16 @@ class QueuedCall:
 class Queue:
     """Makes calls that use one context, in the order in which they were given, on a thread of its own.
 
-    Calls of different queues don't wait for each other. A thread lives as long as there are calls.
+    Calls of different queues don't wait for each other. The thread ends when there was no call for a while.
 
     Attributes:
         control: numbers the exchanges of these calls.
-        thread: makes them; None if none is outstanding.
+        busy: whether calls are outstanding, or callbacks run.
+        thread: makes them.
     """
 
     def __init__(self, control: ControlPlane) -> None:
-        self.control = control
+        self.control, self.busy = control, False
         self.thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._tasks: deque[QueuedCall] = deque()
@@ -167,10 +171,12 @@ class Queue:
         if self.calls_back:
             task.run()
             return
-        _end_the_threads_at_exit()
+        _end_the_calls_at_exit()
         task.queue = self
         with self._changed:
             self._tasks.append(task)
+            self.busy = True
+            self._changed.notify_all()
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name="tdcoll.distributed", daemon=True)
                 self.thread.start()
@@ -180,16 +186,11 @@ class Queue:
         """Whether the caller is a callback of one of this queue's calls."""
         return threading.current_thread() is self.thread
 
-    def drain(self) -> None:
+    def drain(self, at_most_s: float | None = None) -> None:
         """Return when all tasks have succeeded or failed, and their callbacks have run; at once in such a callback."""
         if not self.calls_back:
             with self._changed:
-                self._changed.wait_for(lambda: self.thread is None)
-
-    def join(self, deadline: float) -> None:
-        """Wait for the thread's end until ``deadline``."""
-        if (thread := self.thread) is not None and not self.calls_back:
-            thread.join(max(0.0, deadline - time.monotonic()))
+                self._changed.wait_for(lambda: not self.busy, at_most_s)
 
     def give_up(self) -> None:
         """Stop waiting for missing ranks, in this task and in those behind it."""
@@ -200,11 +201,14 @@ class Queue:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._current = self._tasks.popleft() if self._tasks else None
-                if self._current is None:
-                    self.thread = None
+                self._current = None
+                if not self._tasks:
+                    self.busy = False
                     self._changed.notify_all()
-                    return
+                    if not self._changed.wait_for(lambda: self._tasks, _IDLE_S):
+                        self.thread = None
+                        return
+                self._current = self._tasks.popleft()
             if self._giving_up:
                 self._current.give_up()
             self._current.run()
@@ -215,7 +219,7 @@ os.register_at_fork(after_in_child=_queues.clear)
 
 
 @functools.cache
-def _end_the_threads_at_exit() -> None:
+def _end_the_calls_at_exit() -> None:
     """When the process ends, let the threads make the remaining calls, because other ranks wait for them; then stop
     waiting for missing ranks. Registered late, because this must run before PyTorch's own end."""
 
@@ -225,7 +229,7 @@ def _end_the_threads_at_exit() -> None:
             for queue in queues if given_up else ():
                 queue.give_up()
             for queue in queues:
-                queue.join(deadline)
+                queue.drain(max(0.0, deadline - time.monotonic()))
 
     atexit.register(end)
 

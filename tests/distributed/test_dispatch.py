@@ -76,7 +76,7 @@ def group_that_knows_a_call(monkeypatch: Any, told: list[str]) -> tuple[Dispatch
 
     monkeypatch.setattr("tdcoll.distributed.dispatch.again", again)
     dispatcher, context = Dispatcher.__new__(Dispatcher), object()
-    queue, pool = SimpleNamespace(drain=lambda: told.append("drain"), thread=None), SimpleNamespace(context=context)
+    queue, pool = SimpleNamespace(drain=lambda: told.append("drain"), busy=False), SimpleNamespace(context=context)
     service: Any = SimpleNamespace(check=lambda: told.append("check"), queue=queue, pool=pool)
     dispatcher.job, dispatcher._closed, dispatcher.coalescing, dispatcher._on_cpu = (
         SimpleNamespace(closed=False),
@@ -106,7 +106,7 @@ def test_no_fast_path_when_something_is_in_the_way(what: str, monkeypatch) -> No
 def test_the_fast_path_on_cpus_comes_after_the_queues_calls(monkeypatch) -> None:
     dispatcher, known = group_that_knows_a_call(monkeypatch, told := [])
     queue = dispatcher.handlers["all_gather"].queue
-    for queue.thread, expected in ((None, ["launch", "check"]), ("busy", ["drain", "launch", "check"])):
+    for queue.busy, expected in ((False, ["launch", "check"]), (True, ["drain", "launch", "check"])):
         assert dispatcher._again(known, torch.empty(1), torch.empty(1), False).is_completed()
         assert told == expected
         told.clear()

@@ -185,7 +185,7 @@ def test_a_heap_of_pytorchs_needs_no_nvshmem(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "nvshmem.bindings.nvshmem", None)
     for heap, obstacle in (("nvshmem", "NVSHMEM is not installed"), ("torch", None)):
         monkeypatch.setenv("TDCOLL_HEAP", heap)
-        found = agreement._obstacle()
+        found = agreement._obstacle(1)
         assert found == obstacle or (obstacle and obstacle in str(found))
 
 

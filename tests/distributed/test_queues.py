@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tdcoll.distributed import queues
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 
 PLENTY_S = 20.0
@@ -43,7 +44,8 @@ def test_queues_do_not_wait_for_each_other() -> None:
     assert told == ["other", "first"]
 
 
-def test_the_thread_ends_and_begins_again() -> None:
+def test_the_thread_ends_and_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "_IDLE_S", 0.01)
     queue, told = new_queue(), []
     for turn in range(2):
         go = threading.Event()
