@@ -22,8 +22,7 @@ __all__ = ["address", "ask", "main", "ranks", "user_of"]
 _EPILOG = """\
 A report says what calls each context has made, in which one a kernel waits, for how long and for which ranks, and
 where the main thread is. Ask the ranks of all hosts: the one that others wait for, and which waits for none, is the one
-to look at. A process without an answer has been stopped, or one of its threads holds Python's global lock. The signal
-SIGUSR1 has a rank that is listed log the same report; it may end any other process.
+to look at. A process without an answer has been stopped, or one of its threads holds Python's global lock.
 
 Exit status: 0; 1 if a process is no rank or does not answer, or there is none.
 
@@ -112,5 +111,6 @@ def main(argv: Sequence[str]) -> int:
         if wanted:
             print(f"process {pid}, {answer['rank']}", *answer["lines"], sep="\n  ")
         else:
-            print(f"{pid:8}  {answer['rank']}: {'; '.join(answer['waits']) or 'no wait'}")
+            frames = [line for line in answer["lines"] if line.startswith("main thread")]
+            print(f"{pid:8}  {answer['rank']}: {'; '.join(answer['waits'] or ['no wait', *frames[:1]])}")
     return int(failed)

@@ -5,10 +5,9 @@
 ``docs/distributed.md``.
 """
 
-from tdcoll.distributed.backend import TdcollProcessGroup
+from tdcoll.distributed.backend import TdcollProcessGroup, explain
 from tdcoll.distributed.clip import clip_grad_norm_
 from tdcoll.distributed.ddp import SparseGradientReducer, sparse_hook
-from tdcoll.distributed.describe import explain
 from tdcoll.distributed.functions import all_gather_into_tensor, all_reduce, all_to_all_single, reduce_scatter_tensor
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.work import BackendTimeout

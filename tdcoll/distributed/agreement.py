@@ -10,6 +10,7 @@ import importlib
 import os
 import uuid
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import TdcollError
+from tdcoll.calls.pool import on
+from tdcoll.distributed.options import Options
 from tdcoll.job import lifecycle
 from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import bitcode_path
@@ -37,8 +40,13 @@ def _device_of_this_rank() -> torch.device:
     return torch.device("cuda", current)
 
 
-def _obstacle() -> str | None:
-    """Return why tdcoll's kernels cannot run in this process; None if they can, as far as this rank knows."""
+def _obstacle(size: int) -> str | None:
+    """Return why tdcoll's kernels cannot run in a group of so many ranks; None if they can, as far as this rank
+    knows."""
+    if runtime.current_or_none() is not None:
+        return None
+    if dist.is_initialized() and size < dist.get_world_size():
+        return "tdcoll was not initialised when this group of some of the ranks was made (tdcoll.initialize())"
     if INTERPRETED:
         return None
     if not torch.cuda.is_available():
@@ -53,37 +61,71 @@ def _obstacle() -> str | None:
     return None
 
 
+def _deadline(timeout: timedelta) -> float | None:
+    """Return the seconds that a kernel waits: the group's timeout if given, otherwise ``TDCOLL_TIMEOUT_S`` if set."""
+    default = dist.distributed_c10d.default_pg_timeout
+    if timeout == default and os.environ.get("TDCOLL_TIMEOUT_S"):
+        return None
+    return min(timeout.total_seconds(), arguments.MOST_SECONDS)
+
+
 class Agreement:
-    """The agreement that the ranks of a group made when they created it.
+    """The agreement that the ranks of a group made when they created it. Collective.
+
+    Args:
+        store: of the group.
+        rank: in the group.
+        ranks: global ranks of the group.
+        options: of the group.
+        timeout: of the group.
+        name: of the group.
+        default: whether it is the default group.
 
     Attributes:
         kinds: handled by tdcoll's kernels.
         reason: why that is not all that was requested; None if it is.
-        name: of the group on its first rank, because other ranks may have counted otherwise.
+        job: that the ranks have joined; None if tdcoll handles nothing.
+        timeout_s: deadline of waits in kernels, seconds; None for the job's.
+        agreed_name: of the group on its first rank, because other ranks may have counted otherwise.
         token: of the group, and of no other.
+        Others: as given.
     """
 
     def __init__(
-        self, control: StoreControlPlane, size: int, kinds: tuple[str, ...], agreed: dict[str, Any], name: str
+        self,
+        store: Any,
+        rank: int,
+        ranks: tuple[int, ...],
+        options: Options,
+        timeout: timedelta,
+        name: str,
+        default: bool,
     ) -> None:
-        self._control, self._everyone = control, range(size)
-        self.kinds = kinds
+        self.rank, self.ranks, self.options, self.name, self.default = rank, ranks, options, name, default
+        self.kinds, self.timeout_s = options.kinds, _deadline(timeout)
         self.reason: str | None = None
-        mine = agreed, self._local_obstacle(size), name, uuid.uuid4().hex
-        given, obstacles, names, tokens = zip(*control.all_gather(self._everyone, "backend tdcoll", mine), strict=True)
+        store, self._everyone = dist.PrefixStore("tdcoll/", store), range(len(ranks))
+        self._control = StoreControlPlane(store, rank, timeout.total_seconds())
+        configured = {
+            "handles": options.kinds,
+            "max_bytes_per_rank": options.max_bytes_per_rank,
+            "blocks": options.blocks,
+            "heap_bytes": options.heap_bytes,
+            "timeout": self.timeout_s,
+            "share_gpus": lifecycle.may_share_gpus(),
+        }
+        obstacle = _obstacle(len(ranks)) if self.kinds else "configured to handle nothing"
+        mine = configured, obstacle, name, uuid.uuid4().hex
+        given, obstacles, names, tokens = zip(*self._gather("backend tdcoll", mine), strict=True)
         require_equal(given, self._everyone, "the options of backend tdcoll")
-        self.name, self.token = f"group {names[0]}", tokens[0]
+        self.agreed_name, self.token = f"group {names[0]}", tokens[0]
         self._give_up(obstacles)
+        if self.kinds and runtime.current_or_none() is None:  # then these are all ranks
+            self._join(store)
+        self.job = runtime.current_or_none() if self.kinds else None
 
-    def _local_obstacle(self, size: int) -> str | None:
-        if not self.kinds:
-            return "configured to handle nothing"
-        job = runtime.current_or_none()
-        if job is not None:
-            return None
-        if dist.is_initialized() and size < dist.get_world_size():
-            return "tdcoll was not initialised when this group of some of the ranks was made (tdcoll.initialize())"
-        return _obstacle()
+    def _gather(self, tag: str, value: Any) -> list[Any]:
+        return self._control.all_gather(self._everyone, tag, value)
 
     def _give_up(self, obstacles: Sequence[str | None]) -> None:
         """If there is any obstacle, handle nothing and log it; the same on all ranks."""
@@ -94,21 +136,17 @@ class Agreement:
             self.kinds = ()
             self.reason = obstacle if everywhere else f"rank {rank}: {obstacle}"
 
-    def join(self, store: Any, rank: int, size: int, heap_bytes: int | str | None, timeout_s: float | None) -> None:
-        """Initialise tdcoll for a group of all ranks, if it isn't initialised. Collective."""
-        if not self.kinds or runtime.current_or_none() is not None:
-            return
-        obstacle = None
+    def _join(self, store: Any) -> None:
+        """Initialise tdcoll for a group of all ranks. Collective."""
+        obstacle: str | None = None
+        heap_bytes, timeout_s = self.options.heap_bytes, self.timeout_s
         try:
-            if INTERPRETED:
-                lifecycle.join(store, rank, size, heap_bytes=heap_bytes, timeout_s=timeout_s)
-            else:
-                with torch.cuda.device(_device_of_this_rank()):
-                    lifecycle.join(store, rank, size, heap_bytes=heap_bytes, timeout_s=timeout_s)
+            with on(torch.device("cpu") if INTERPRETED else _device_of_this_rank()):
+                lifecycle.join(store, self.rank, len(self.ranks), heap_bytes=heap_bytes, timeout_s=timeout_s)
             runtime.current().of_backend = True
         except TdcollError as error:
             obstacle = str(error)
-        self._give_up(self._control.all_gather(self._everyone, "joined", obstacle))
+        self._give_up(self._gather("joined", obstacle))
         if obstacle is None and not self.kinds:  # some have joined and others could not
             runtime.current().failed = True
             tdcoll.finalize()  # forgets the job, and doesn't wait

@@ -9,7 +9,6 @@ and C++ (DDP's reducer, functional collectives) calls them if PyTorch's trampoli
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,13 +29,12 @@ from tdcoll import runtime
 from tdcoll.base import arguments, capture
 from tdcoll.base.torch_internals import batch_messages_of, never_compiled
 from tdcoll.distributed.agreement import Agreement
-from tdcoll.distributed.call import Call, check_pieces, plain
+from tdcoll.distributed.call import Call, plain
 from tdcoll.distributed.dispatch import Dispatcher
 from tdcoll.distributed.fallback import (
     Fallback,
     Start,
     add_backends,
-    beside,
     exchange_parts,
     gather_into,
     gather_several,
@@ -47,11 +45,10 @@ from tdcoll.distributed.fallback import (
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.sparse import refuse_wrong
 from tdcoll.distributed.work import backend_errors, completed
-from tdcoll.job import lifecycle
 from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
-from tdcoll.runtime.control import StoreControlPlane, generation, keep
+from tdcoll.runtime.control import generation, keep
 
-__all__ = ["TdcollProcessGroup", "create"]
+__all__ = ["TdcollProcessGroup", "create", "explain"]
 
 _UNSET = AllgatherOptions().timeout
 """The value in a call's options if it has no timeout."""
@@ -148,36 +145,9 @@ class TdcollProcessGroup(ProcessGroup):
         self._store, self._timeout, self._options, self._ranks = store, timeout, options, ranks
         plain = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without the methods overridden here."""
-        share_gpus = lifecycle.may_share_gpus()
-        of_group = store, rank, size, timeout, name, ranks
-        names = add_backends((self, plain), *of_group, options.nccl, split, share_gpus)
-        timeout_s = _deadline(timeout)
-        configured = {
-            "handles": options.kinds,
-            "max_bytes_per_rank": options.max_bytes_per_rank,
-            "blocks": options.blocks,
-            "heap_bytes": options.heap_bytes,
-            "timeout": timeout_s,
-            "share_gpus": share_gpus,
-        }
-        own_store = dist.PrefixStore("tdcoll/", store)
-        fallback = Fallback(plain, names, lambda kind: beside(kind, *of_group))
-        control = StoreControlPlane(own_store, rank, timeout.total_seconds())
-        agreed = Agreement(control, size, options.kinds, configured, name)
-        if not ranks or size == dist.get_world_size():
-            agreed.join(store, rank, size, options.heap_bytes, timeout_s)
-        job = runtime.current_or_none() if agreed.kinds else None
-        self.dispatcher = Dispatcher(
-            job,
-            agreed,
-            options,
-            fallback,
-            name=name,
-            rank=rank,
-            ranks=members,
-            timeout_s=timeout_s,
-            default=not ranks,
-        )
+        names = add_backends((self, plain), store, rank, size, timeout, name, ranks, options.nccl, split)
+        agreed = Agreement(store, rank, members, options, timeout, name, default=not ranks)
+        self.dispatcher = Dispatcher(agreed, Fallback(plain, names))
 
     # ------------------------------------------------------------------ queries of torch.distributed
 
@@ -253,7 +223,7 @@ class TdcollProcessGroup(ProcessGroup):
         """``[n, ...] -> [world * n, ...]``."""
         opts = AllgatherOptions() if opts is None else opts
         return self.dispatcher.call_one(
-            "all_gather", plain(output), plain(input), None, opts.asyncOp,
+            "all_gather", plain(output), plain(input), None, opts,
             lambda group, outs, inputs: gather_into(group, outs[0], inputs[0], opts),
         )  # fmt: skip
 
@@ -276,7 +246,7 @@ class TdcollProcessGroup(ProcessGroup):
     def _several(self, kind: str, call: Call, opts: Any, start: Start) -> Any:
         """Make a call of several tensors, or of none."""
         if not call.inputs:
-            return self.dispatcher.fallback.make(call, opts.asyncOp, start)
+            return self.dispatcher.fallback.make(call, start)
         return self.dispatcher.call(kind, call, opts.asyncOp, start)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -288,8 +258,6 @@ class TdcollProcessGroup(ProcessGroup):
         if len(inputs) != 1 or len(outputs) != 1:
             return self._plain.allgather(outputs, inputs, opts)
         call = Call(outputs[0], inputs, listed=True)
-        if not self.dispatcher.compares("all_gather", call):
-            check_pieces(call, self._size)
         return self.dispatcher.call(
             "all_gather", call, opts.asyncOp, lambda group, outs, inputs: group.allgather([outs], inputs, opts)
         )
@@ -298,15 +266,18 @@ class TdcollProcessGroup(ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Reduce each element over the ranks, in place. A sparse COO tensor becomes coalesced."""
-        tensors = [plain(tensors)] if isinstance(tensors, torch.Tensor) else [plain(tensor) for tensor in tensors]
-        opts = _with(AllreduceOptions, opts, timeout)
+        if type(tensors) is not list:  # asking whether it is a tensor takes much longer
+            tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if type(opts) is not AllreduceOptions:
+            opts = _with(AllreduceOptions, opts, timeout)
         op, start = _operation(opts), lambda group, outs, _: group.allreduce(outs, opts)
         if len(tensors) != 1:
+            tensors = [plain(tensor) for tensor in tensors]
             return self._several("all_reduce", Call(tensors, tensors, op), opts, start)
-        tensor = tensors[0]
-        if tensor.layout == torch.sparse_coo:
+        tensor = plain(tensors[0])
+        if tensor.layout is torch.sparse_coo:
             return self._sparse(tensor, op, opts)
-        return self.dispatcher.call_one("all_reduce", tensor, tensor, op, opts.asyncOp, start)
+        return self.dispatcher.call_one("all_reduce", tensor, tensor, op, opts, start)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce each element of several dense tensors over the ranks, in place."""
@@ -324,32 +295,22 @@ class TdcollProcessGroup(ProcessGroup):
             "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
             "tdcoll.sparse_all_reduce_padded",
         )  # fmt: skip
-        backend = self.dispatcher.fallback.name(tensor.device)
-        gathers = backend == "nccl" and op in ("sum", "mean")
 
         def start(group: Any, *lists: Any) -> Any:
-            """gloo sums sparse tensors itself; over NCCL all rows go to all ranks."""
-            if gathers:
-                tensor.data = sparse_sum_by_gather(group, tensor, op)
-                return completed([tensor])
-            if backend == "gloo" and op == "mean":  # gloo has sums alone
-                opts.reduceOp = dist.ReduceOp.SUM
-                tensor.data = tensor.detach() / self._size
-            return group.allreduce([tensor], opts)
+            """Neither gloo, which has no means, nor NCCL has all of them: all rows go to all ranks."""
+            if op not in ("sum", "mean"):
+                return group.allreduce([tensor], opts)
+            tensor.data = sparse_sum_by_gather(group, tensor, op)
+            return completed([tensor])
 
-        return self.dispatcher.call(
-            "sparse_all_reduce",
-            Call([tensor], [tensor], op),
-            opts.asyncOp,
-            start,
-            how="all-gathers of rows and indices; " if gathers else "",
-        )
+        call = Call([tensor], [tensor], op)
+        return self.dispatcher.call("sparse_all_reduce", call, opts.asyncOp, start)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         opts = ReduceScatterOptions() if opts is None else opts
         return self.dispatcher.call_one(
-            "reduce_scatter", plain(output), plain(input), _operation(opts), opts.asyncOp,
+            "reduce_scatter", plain(output), plain(input), _operation(opts), opts,
             lambda group, outs, inputs: scatter_from(group, outs[0], inputs[0], opts),
         )  # fmt: skip
 
@@ -384,30 +345,9 @@ class TdcollProcessGroup(ProcessGroup):
         if output_splits or input_splits:
             call = Call([output], [input])
             return self.dispatcher.call("all_to_all", call, opts.asyncOp, start, refused="split sizes")
-        return self.dispatcher.call_one("all_to_all", output, input, None, opts.asyncOp, start)
+        return self.dispatcher.call_one("all_to_all", output, input, None, opts, start)
 
     alltoall_base: Any = all_to_all_single
-
-    # ------------------------------------------------------------------ messages
-
-    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Any:
-        return self._plain.send(self._messages("send", tensors), dstRank, tag)
-
-    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Any:
-        return self._plain.recv(self._messages("recv", tensors), srcRank, tag)
-
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
-        return self._plain.recv_anysource(self._messages("recv", tensors), tag)
-
-    def _messages(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if (
-            tensors[0].is_cuda and self.dispatcher.fallback.name(tensors[0].device) == "gloo"
-        ):  # gloo would read GPU addresses
-            raise ValueError(
-                f"{name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU memory; got one "
-                f"on {tensors[0].device}. Pass a copy, tensor.cpu(), or run with a GPU for each rank"
-            )
-        return tensors
 
     # ------------------------------------------------------------------ barrier
 
@@ -441,14 +381,47 @@ def _pass_on(name: str) -> Callable[..., Any]:
     return pass_on
 
 
+def _pass_message_on(name: str) -> Callable[..., Any]:
+    """Return such a method for messages, whose tensors gloo would read at GPU addresses."""
+
+    def pass_on(self: Any, tensors: list[torch.Tensor], *given: Any) -> Any:
+        if tensors[0].is_cuda and self.dispatcher.fallback.name(tensors[0].device) == "gloo":
+            raise ValueError(
+                f"{name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU memory; got one "
+                f"on {tensors[0].device}. Pass a copy, tensor.cpu(), or run with a GPU for each rank"
+            )
+        return getattr(self._plain, name)(tensors, *given)
+
+    return pass_on
+
+
 for _name in ("broadcast", "reduce_scatter"):
     setattr(TdcollProcessGroup, _name, _pass_on(_name))
+for _name in ("send", "recv", "recv_anysource"):
+    setattr(TdcollProcessGroup, _name, _pass_message_on(_name))
 never_compiled(TdcollProcessGroup)
 
 
-def _deadline(timeout: timedelta) -> float | None:
-    """Return the seconds that a kernel waits: the group's timeout if given, otherwise ``TDCOLL_TIMEOUT_S`` if set."""
-    default = dist.distributed_c10d.default_pg_timeout
-    if timeout == default and os.environ.get("TDCOLL_TIMEOUT_S"):
-        return None
-    return min(timeout.total_seconds(), arguments.MOST_SECONDS)
+def explain(group: Any = None) -> str:
+    """Return a text for people: the backend of each kind of call of a process group, the reasons, and numbers of calls.
+
+    >>> torch.distributed.init_process_group("tdcoll")
+    >>> print(tdcoll.distributed.explain())
+
+    Args:
+        group: a process group; the default one if None.
+
+    Raises:
+        TypeError: ``group`` is no process group.
+        ValueError: there is no default group, or this process is not in ``group``.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError("explain needs a process group: call torch.distributed.init_process_group first")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("explain needs a process group that this process is in")
+    arguments.instance("group", group, dist.ProcessGroup, "a process group or None")
+    if isinstance(group, TdcollProcessGroup):
+        heading = f"process group {group.group_name}: backend tdcoll, rank {group.rank()} of {group.size()}"
+        return "\n".join([heading, *group.dispatcher.describe()])
+    return f"process group {group.group_name}: backend {dist.get_backend(group)}; tdcoll handles none of its calls"

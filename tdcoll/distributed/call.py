@@ -9,7 +9,7 @@ import torch
 
 from tdcoll.calls.call import Ready
 
-__all__ = ["Call", "check_pieces", "is_plain", "plain", "plain_memory", "write"]
+__all__ = ["Call", "is_plain", "plain", "plain_memory", "write"]
 
 
 class Call:
@@ -72,12 +72,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def check_pieces(call: Call, world: int) -> None:
-    """Raise unless an all-gather into a list has a tensor for each rank."""
-    if len(call.outs) != world:
-        raise ValueError(f"all_gather: the list must have {world} tensors, one per rank; got {len(call.outs)}")
-
-
 def write(out: torch.Tensor, values: torch.Tensor) -> None:
     """Copy ``values`` into ``out`` as a collective writes its result: autograd neither records nor counts it.
 
@@ -103,9 +97,9 @@ def plain_memory(call: Call) -> Call:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values are contiguous memory. Tensors that aren't dense count as such."""
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return True
-    conjugate = tensor.dtype.is_complex and tensor.is_conj()  # which takes longer to ask than the dtype
+    conjugate = tensor.is_complex() and tensor.is_conj()  # which takes longer to ask
     return tensor.is_contiguous() and not tensor.is_neg() and not conjugate
 
 

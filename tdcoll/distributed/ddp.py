@@ -20,9 +20,9 @@ from tdcoll.base.errors import NotInitializedError
 from tdcoll.base.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import sparse_sum_by_gather
-from tdcoll.distributed.handlers import Lane, Members
+from tdcoll.distributed.handlers import Members
 from tdcoll.distributed.options import Options
-from tdcoll.distributed.queues import QueuedCall, TaskWork
+from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.distributed.work import record_stream
 
@@ -52,9 +52,8 @@ def _sums(group: Any) -> SparseAllReduce:
     with _making:
         found: SparseAllReduce | None = owner.contexts.get(key)
         if found is None:
-            lane = Lane(owner.control.part("sparse gradients of " + "-".join(map(str, key[1]))))
-            members = Members(owner, key[1], owner.timeout_s, Options())
-            found = SparseAllReduce(members, lane)
+            queue = Queue(owner.control.part("sparse gradients of " + "-".join(map(str, key[1]))))
+            found = SparseAllReduce(Members(owner, key[1], owner.timeout_s, Options()), queue)
             if owner.device.type == "cuda":
                 found.stream = torch.cuda.Stream(owner.device)
             owner.contexts[key] = found
@@ -66,13 +65,14 @@ class _Pass:
 
     Args:
         sums: reduces them.
+        group: reduces them if tdcoll cannot.
 
     Attributes:
         task: the call; its result has a mean for each gradient.
     """
 
-    def __init__(self, sums: SparseAllReduce) -> None:
-        self._sums = sums
+    def __init__(self, sums: SparseAllReduce, group: Any) -> None:
+        self._sums, self._group = sums, group
         self._gradients: list[torch.Tensor] = []
         self._there: list[Any] = []
         """On a GPU: the events behind which the gradients are."""
@@ -89,39 +89,24 @@ class _Pass:
 
     def submit(self) -> None:
         """Let the queue's thread make the call, while the backward pass goes on."""
-        self._sums.lane.queue.submit(self.task)
+        self._sums.queue.submit(self.task)
 
     def make(self) -> None:
         """Make the call here, when those of the queue are made."""
-        self._sums.lane.queue.drain()
-        if self.task.run():
-            self.task.tell()
+        self._sums.queue.drain()
+        self.task.run()
 
     def _reduce(self) -> list[torch.Tensor]:
         for event in self._there:
             self._sums.stream.wait_event(event)
-        return self._sums.reduce(self._gradients, "mean") if self._gradients else []
+        call = Call(self._gradients, self._gradients, "mean")
+        if (why := self._sums.refuse(call) or self._sums.prepare(call)) is None:
+            return self._sums.reduce(self._gradients, "mean")
+        _log.warning("sparse gradients go through the process group: %s", why)
+        return [sparse_sum_by_gather(self._group, gradient, "mean") for gradient in self._gradients]
 
 
-class _HookedPass(_Pass):
-    """One whose gradients come from DDP's buckets, and which may have to be reduced by the process group."""
-
-    def __init__(self, sums: SparseAllReduce, group: Any) -> None:
-        super().__init__(sums)
-        self._group = group
-
-    def _reduce(self) -> list[torch.Tensor]:
-        gradients = self._gradients
-        why = self._sums.prepare(Call(gradients, gradients, "mean")) if gradients else None
-        if why is None:
-            return super()._reduce()
-        _log.warning("sparse_hook: gradients go through the process group: %s", why)
-        for event in self._there:
-            self._sums.stream.wait_event(event)
-        return [sparse_sum_by_gather(self._group, gradient, "mean") for gradient in gradients]
-
-
-_passes: "weakref.WeakKeyDictionary[nn.Module, _HookedPass]" = weakref.WeakKeyDictionary()
+_passes: "weakref.WeakKeyDictionary[nn.Module, _Pass]" = weakref.WeakKeyDictionary()
 """Of models whose backward pass has begun and has not come to DDP's last bucket."""
 _models: Any = WeakIdKeyDictionary()
 """``parameter -> weakref`` of the model that a DistributedDataParallel wraps."""
@@ -178,17 +163,13 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
         future = work.get_future().then(lambda done: done.value()[0])
     else:
         sums = _sums(group)
-        if (why := sums.refuse(Call([gradient], [gradient], "mean"))) is not None:
-            _log.warning("sparse_hook: a gradient goes through the process group: %s", why)
-            future = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
-            future.set_result(sparse_sum_by_gather(group, gradient, "mean"))
-        else:
-            alone = model is _SOME_MODEL  # several models may stand behind it: no pass can gather their gradients
-            gathered = _HookedPass(sums, group) if alone else _passes.setdefault(model, _HookedPass(sums, group))
-            number = gathered.add(gradient)
-            future = gathered.task.future.then(lambda done: done.value()[number])
-            if alone:
-                gathered.make()
+        refused = sums.refuse(Call([gradient], [gradient], "mean")) is not None
+        alone = refused or model is _SOME_MODEL  # which may be several: no pass can gather their gradients
+        gathered = _Pass(sums, group) if alone else _passes.setdefault(model, _Pass(sums, group))
+        number = gathered.add(gradient)
+        future = gathered.task.future.then(lambda done: done.value()[number])
+        if alone:
+            gathered.make()
     if bucket.is_last() and (ready := _passes.pop(model, None)) is not None:
         ready.make()  # DDP has all gradients, so the wait for the sizes of results holds up nothing
     return future
@@ -285,8 +266,17 @@ class SparseGradientReducer:
             raise ValueError("module has no nn.Embedding or nn.EmbeddingBag with sparse=True")
         self._tables = [_Table(name, parameter) for parameter, name in reversed(tables.items())]
         _refuse_those_of_ddp(module, tables)
-        self._take_over(tables)
-        self._sums = _sums(group)
+        for other in list(_reducers):
+            shared = sorted(tables[table.parameter] for table in other._tables if table.parameter in tables)
+            if shared and not other._sums.members.job.closed:
+                raise ValueError(
+                    f"SparseGradientReducer: {', '.join(shared)} has a reducer already; close() that one before you "
+                    "make another"
+                )
+            if shared:
+                other.close()
+        self._group = group
+        self._sums: SparseAllReduce = _sums(group)
         row_bytes = max(p[:1].numel() * p.element_size() for p in tables)
         self._sums.open(rows_per_rank, row_bytes)
         self._pass: _Pass | None = None
@@ -295,9 +285,6 @@ class SparseGradientReducer:
         for table in self._tables:
             table.watch(self._take)
         _reducers.add(self)
-        self._left: list[str] = []
-        """Tables whose gradients are taken and not put back; only their names, so that the reducer may be collected."""
-        weakref.finalize(self, _say_what_is_left, self._left)
         first = dist.get_global_rank(group, 0)
         for parameter in tables:
             dist.broadcast(parameter.detach(), first, group=group)
@@ -312,21 +299,6 @@ class SparseGradientReducer:
             yield
         finally:
             self._synchronising = before
-
-    @staticmethod
-    def _take_over(tables: dict[nn.Parameter, str]) -> None:
-        """Raise if another reducer has one of the tables; close it if its job has ended."""
-        for other in list(_reducers):
-            shared = sorted(
-                tables[table.parameter] for table in other._tables if table.hook and table.parameter in tables
-            )
-            if shared and not other._sums.members.job.closed:
-                raise ValueError(
-                    f"SparseGradientReducer: {', '.join(shared)} has a reducer already; close() that one before you "
-                    "make another"
-                )
-            if shared:
-                other.close()
 
     def _take(self, table: _Table) -> None:
         """The gradient of a table is there."""
@@ -356,13 +328,12 @@ class SparseGradientReducer:
         table.taken = table.empty() if gradient is None else gradient
         if not table.frozen:
             table.parameter.grad = None
-            self._left.append(table.name)
         if table.taken.is_cuda:
             table.there = torch.cuda.current_stream(table.taken.device).record_event()
 
     def _begin(self) -> _Pass:
         """Return the call of this step: tables in the same order on all ranks, whatever order gradients come in."""
-        made = _Pass(self._sums)
+        made = _Pass(self._sums, self._group)
         for table in self._tables:
             made.add(table.taken, table.there)
         self._pass = made
@@ -389,12 +360,11 @@ class SparseGradientReducer:
             if (ready := self._pass) is None:
                 ready = self._begin()
                 ready.make()
-            TaskWork(ready.task, self._sums.lane.queue).wait()
+            TaskWork(ready.task).wait()
             for table, mean in zip(self._tables, ready.task.result, strict=True):
                 if not table.frozen:
                     table.parameter.grad = mean if mean._nnz() else None
         finally:
-            self._left.clear()
             self._pass = None
             for table in self._tables:
                 table.taken = table.there = None
@@ -408,44 +378,31 @@ class SparseGradientReducer:
     def close(self) -> None:
         """Take the hooks off: gradients stay this rank's, and the tables may have another reducer. Local. A second call
         does nothing."""
+        _reducers.discard(self)
         for table in self._tables:
-            if table.hook is not None:
-                table.hook.remove()
-                table.hook = None
+            table.hook.remove()
 
 
 _reducers: "weakref.WeakSet[SparseGradientReducer]" = weakref.WeakSet()
-"""Reducers that may have hooks."""
-
-
-def _say_what_is_left(left: list[str]) -> None:
-    """Warn of gradients that were taken and not put back: the reducer, or the process, ends without ``finish()``."""
-    if left:
-        _log.warning(
-            "SparseGradientReducer: no finish() after the last backward pass, so the gradients of %s are lost; call "
-            "reducer.finish() after each backward pass, before the optimizer's step",
-            ", ".join(left),
-        )
+"""Those that have hooks."""
 
 
 def _refuse_those_of_ddp(module: nn.Module, tables: dict[nn.Parameter, str]) -> None:
     """Raise if a DistributedDataParallel that is alive reduces one of these tables as well."""
-    if _reduced_by_ddp(module, tables):
-        gc.collect()  # a wrapper that is part of a cycle may wait for that
-    if found := _reduced_by_ddp(module, tables):
-        raise ValueError(
-            f"SparseGradientReducer: a DistributedDataParallel has {', '.join(found)} among its parameters. Make the "
-            "reducer of the model first, and then the model's DistributedDataParallel, which leaves those tables "
-            "alone: reducer = SparseGradientReducer(model); ddp = DistributedDataParallel(model)"
+    for collected in (False, True):  # a wrapper that is part of a cycle may wait for that
+        if collected:
+            gc.collect()
+        known = (
+            parameter
+            for wrapper in living_ddp(module)
+            for name, parameter in wrapper.module.named_parameters()
+            if name not in wrapper.parameters_to_ignore
         )
-
-
-def _reduced_by_ddp(module: nn.Module, tables: dict[nn.Parameter, str]) -> list[str]:
-    """Names of the tables that some DistributedDataParallel has not been told to ignore."""
-    known = (
-        parameter
-        for wrapper in living_ddp(module)
-        for name, parameter in wrapper.module.named_parameters()
-        if name not in wrapper.parameters_to_ignore
+        found = sorted({tables[parameter] for parameter in known if parameter in tables})
+        if not found:
+            return
+    raise ValueError(
+        f"SparseGradientReducer: a DistributedDataParallel has {', '.join(found)} among its parameters. Make the "
+        "reducer of the model first, and then the model's DistributedDataParallel, which leaves those tables "
+        "alone: reducer = SparseGradientReducer(model); ddp = DistributedDataParallel(model)"
     )
-    return sorted({tables[parameter] for parameter in known if parameter in tables})

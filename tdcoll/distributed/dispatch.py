@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +22,14 @@ from tdcoll.base.errors import TdcollError
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import Ready, again, spec_of
 from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.pool import on
 from tdcoll.calls.preconditions import debugging
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, is_plain
 from tdcoll.distributed.fallback import Fallback, Start
-from tdcoll.distributed.handlers import Barrier, Dense, Handler, Lane, Members
-from tdcoll.distributed.options import Options
-from tdcoll.distributed.queues import QueuedCall, TaskWork
+from tdcoll.distributed.handlers import Barrier, Dense, Handler, Members
+from tdcoll.distributed.options import KINDS
+from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.distributed.work import (
     CompletedWork,
@@ -67,66 +68,47 @@ class Dispatcher:
     """Makes the calls of one process group.
 
     Args:
-        job: that the ranks have joined; None if tdcoll handles nothing.
-        agreed: the kinds that tdcoll handles.
-        options: of the group.
-        fallback: makes the other calls.
-        name: of the group.
-        rank: in the group.
-        ranks: its global ranks.
-        timeout_s: deadline of waits in kernels, seconds; None for the job's.
-        default: whether it is the default group.
+        agreed: between the ranks.
+        fallback: makes the calls that tdcoll doesn't handle.
 
     Attributes:
         handlers: for each kind of call; empty without a job.
         device: of tdcoll's memory; None if there is no job.
         coalescing: whether calls belong to a block that the fallback backend launches as one.
         counts: calls so far, by kind, implementation, and reason.
-        Others: as given.
     """
 
-    def __init__(
-        self,
-        job: Runtime | None,
-        agreed: Agreement,
-        options: Options,
-        fallback: Fallback,
-        *,
-        name: str,
-        rank: int,
-        ranks: Sequence[int],
-        timeout_s: float | None,
-        default: bool = False,
-    ) -> None:
-        self.job, self.agreed, self.options, self.fallback = job, agreed, options, fallback
-        self.ranks, self._name, self._rank, self._default = ranks, name, rank, default
+    def __init__(self, agreed: Agreement, fallback: Fallback) -> None:
+        self.agreed, self.fallback, self.job, self.ranks = agreed, fallback, agreed.job, agreed.ranks
         self._closed = self.coalescing = False
         self.counts: dict[tuple[str, str, str], int] = {}
         self._known: dict[Hashable, _Known] = {}
         self.device: torch.device | None = None
         self.handlers: dict[str, Handler] = {}
         self._on_cpu = self._whole = False
-        if job is not None:
+        if (job := self.job) is not None:
             self.device = job.device
             self._on_cpu = job.device.type == "cpu"
-            self._whole = len(ranks) == job.world_size
+            self._whole = len(self.ranks) == job.world_size
             job.groups += self._whole
-            self._wait_s = job.timeout_s if timeout_s is None else timeout_s
+            self._wait_s = job.timeout_s if agreed.timeout_s is None else agreed.timeout_s
             debug = debugging(job.simulated)
-            self._make_handlers(Members(job, tuple(ranks), self._wait_s, options, debug is True, debug == "first"))
-        elif options.kinds and rank == 0:
-            _log.warning("backend tdcoll: %s handles all calls of group %s: %s", fallback, name, agreed.reason)
+            members = Members(job, self.ranks, self._wait_s, agreed.options, debug is True, debug == "first")
+            self._make_handlers(members)
+        elif agreed.options.kinds and agreed.rank == 0:
+            text = "backend tdcoll: %s handles all calls of group %s: %s"
+            _log.warning(text, fallback, agreed.name, agreed.reason)
 
     def _make_handlers(self, members: Members) -> None:
-        control, lanes = members.job.control, dict[str, Lane]()
+        control, queues = members.job.control, dict[str, Queue]()
 
-        def lane(kind: str) -> Lane:
-            """Return a lane of the kind's own. In debug mode, which compares the order of calls, there is one lane."""
+        def queue(kind: str) -> Queue:
+            """Return a queue of the kind's own. In debug mode, which compares the order of calls, there is one."""
             kind = "" if members.debug else kind
-            return lanes.setdefault(kind, Lane(control.part(f"{self.agreed.token}/{kind}")))
+            return queues.setdefault(kind, Queue(control.part(f"{self.agreed.token}/{kind}")))
 
-        dense = {kind: Dense(members, lane(kind), spec_of(kind)) for kind in COLLECTIVES}
-        sparse = SparseAllReduce(members, lane(SparseAllReduce.kind))
+        dense = {kind: Dense(members, queue(kind), spec_of(kind)) for kind in COLLECTIVES}
+        sparse = SparseAllReduce(members, queue(SparseAllReduce.kind))
         gathers = next(handler for handler in dense.values() if not handler.spec.reduces)
         self.handlers = {**dense, sparse.kind: sparse, Barrier.kind: Barrier(members, gathers)}
 
@@ -137,10 +119,23 @@ class Dispatcher:
         why = self._never(kind) or self._obstacle() or self.handlers[kind].problem
         return ("tdcoll", self.handlers[kind].describe()) if why is None else ("fallback backend", why)
 
+    def describe(self) -> Iterator[str]:
+        """Yield lines for people: the backend of each kind of call, the reasons, and the calls so far."""
+        if (job := self.job) is not None:
+            where = "simulator" if job.simulated else str(self.device)
+            yield f"  ranks: {job.topology(self.ranks).describe()}, symmetric memory: {where}"
+        yield f"  fallback backend: {self.fallback}"
+        for kind in KINDS:
+            by, why = self.handled_by(kind)
+            yield f"  {kind}: {by}; {why}"
+        yield "  everything else: fallback backend"
+        for (kind, by, why), count in self.counts.items():
+            yield f"  calls so far: {count} {kind} by {by}" + (f" ({why})" if why else "")
+
     def _never(self, kind: str) -> str | None:
         """Return why tdcoll never handles calls of a kind; None if it may."""
         if kind not in self.agreed.kinds:
-            return self.agreed.reason or f"configured kinds: {self.options.handles}"
+            return self.agreed.reason or f"configured kinds: {self.agreed.options.handles}"
         return "one rank" if len(self.ranks) == 1 and not self.handlers[kind].alone else None
 
     def _unsupported(self, kind: str, call: Call) -> str | None:
@@ -174,25 +169,38 @@ class Dispatcher:
             return "tdcoll.finalize() was called" if job.closed else "the group is shut down"
         return "inside a coalescing block of the fallback backend" if self.coalescing else None
 
-    def _prepare(self, kind: str, call: Call) -> str | None:
-        """Prepare tdcoll for a call; return why it can't be handled now, or None if it can; equal on all ranks."""
+    def _prepare(self, kind: str, call: Call, asynchronous: bool) -> str | None:
+        """Prepare tdcoll for a call, behind the outstanding ones if it needs that; return why it can't be handled now,
+        or None if it can; equal on all ranks."""
         handler = self.handlers[kind]
+        compares_first = len(self.ranks) > 1 and not (asynchronous and self._on_cpu)  # else when it is made
+        if handler.blocks:
+            self._drain()
+        elif not asynchronous or handler.members.debug or (handler.members.first and compares_first):
+            handler.queue.drain()
         with self._waiting(kind):
             if self.compares(kind, call):
                 handler.compare(call)
                 if (why := self._unsupported(kind, call)) is not None:
                     return why
-            elif len(self.ranks) > 1:
+            elif compares_first:
                 handler.compare_first(call)
             return handler.prepare(call)
+
+    def _drain(self) -> None:
+        """Return when no call of any kind is outstanding."""
+        for handler in self.handlers.values():
+            handler.queue.drain()
 
     def count(self, kind: str, by: str, why: str) -> None:
         """Count a call; log the first of its kind."""
         key = (kind, by, why)
         count = self.counts.get(key, 0)
         self.counts[key] = count + 1
-        if count == 0 and self._rank == 0:
-            _log.info("backend tdcoll: %s handles %s of group %s%s", by, kind, self._name, f" ({why})" if why else "")
+        if count == 0 and self.agreed.rank == 0:
+            _log.info(
+                "backend tdcoll: %s handles %s of group %s%s", by, kind, self.agreed.name, f" ({why})" if why else ""
+            )
 
     # ------------------------------------------------------------------ calls
 
@@ -205,7 +213,6 @@ class Dispatcher:
         key: Hashable | None = None,
         *,
         refused: str | None = None,
-        how: str = "",
     ) -> Any:
         """Make a call, with tdcoll or the fallback backend; return its work.
 
@@ -213,7 +220,6 @@ class Dispatcher:
             start: starts the call on the fallback backend.
             key: remember the call under this key for :meth:`call_one`; None for calls that aren't remembered.
             refused: why tdcoll doesn't handle it; None if it may.
-            how: describes how the fallback backend makes it, for people.
         """
         obstacle = self._obstacle()
         # In debug mode the ranks compare a call first, because a wrong argument may decide who handles it.
@@ -221,33 +227,15 @@ class Dispatcher:
         unsupported = refused or (None if skip else self._unsupported(kind, call))
         why = unsupported or obstacle
         if why is None:
-            handler = self.handlers[kind]
-            queue = handler.lane.queue
-            in_turn = asynchronous or queue.calls_back
-            if self._on_cpu and in_turn:
-                if not handler.members.debug:
-                    handler.check_call(call)
-                before = self._outstanding() if handler.blocks else []
-                task = QueuedCall(
-                    lambda: self._make_in_turn(kind, call, start, key, how, before), give_up=self._give_up
-                )
-                work: Any = TaskWork(queue.submit(task), queue)
-                if not asynchronous:
-                    work.wait()
-                return work
-            if not in_turn or handler.waits or handler.members.debug:
-                queue.drain()
-            if handler.blocks:
-                _wait_for(self._outstanding())
-            why = self._prepare(kind, call)
+            why = self._prepare(kind, call, asynchronous)
         if why is None:
-            handler.check_call(call)
+            self.handlers[kind].check_call(call)
             return self.handle(kind, call, asynchronous=asynchronous, key=key)
         backend = self.fallback.name(call.device)
-        self.count(kind, backend, how + why)
+        self.count(kind, backend, why)
         if why is unsupported:  # an obstacle may go away
             self._remember(key, _Known((kind, backend, why), None, None))
-        return self.fallback.make(call, asynchronous, start)
+        return self.fallback.make(call, start)
 
     def _remember(self, key: Hashable | None, known: _Known) -> None:
         if key is not None:
@@ -255,53 +243,32 @@ class Dispatcher:
                 self._known.clear()
             self._known[key] = known
 
-    def _outstanding(self) -> list[QueuedCall]:
-        """Return the calls of all kinds that are queued and not made yet."""
-        return [task for handler in self.handlers.values() for task in handler.lane.queue.outstanding()]
-
-    def _make_in_turn(
-        self, kind: str, call: Call, start: Start, key: Hashable | None, how: str, before: Sequence[QueuedCall]
-    ) -> list[torch.Tensor]:
-        """Make a call when its queue comes to it and the tasks ``before`` are done; return its result.
-
-        By then the fallback backend has had later calls, in an order that may differ between ranks. If tdcoll can't
-        handle this one, a fallback group of the kind's own makes it.
-        """
-        _wait_for(before)
-        why = self._obstacle() or self._prepare(kind, call)
-        if why is None:
-            self.count(kind, "tdcoll", "")
-            return self._run(kind, call, key)
-        self.count(kind, self.fallback.name(call.device), how + why)
-        self.fallback.make(call, False, start, beside=kind).wait()
-        return list(call.outs)
-
     def call_one(
-        self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, asynchronous: bool, start: Start
+        self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, opts: Any, start: Start
     ) -> Any:
         """Make a call of one tensor, by the fast path if a call like it was made before; return its work.
 
         The key decides whether tdcoll may ever handle such calls. If it may, the fast path checks the rest again, see
-        :mod:`tdcoll.calls.call`.
+        :mod:`tdcoll.calls.call`. Shapes are no part of it, because only the numbers of elements matter.
         """
         try:
-            key: Hashable = kind, op, tensor.device, tensor.dtype, tensor.layout, tensor.shape
+            key: Hashable = kind, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
             if out is not tensor:
-                key = key, out.dtype, out.layout, out.shape
-            known = self._known.get(key)
-        except (RuntimeError, TypeError):  # a nested tensor has no shape, and a symbolic one is no key
+                key = key, out.dtype, out.layout, out.numel()
+            known = None if tensor.is_nested or out.is_nested else self._known.get(key)
+        except (RuntimeError, TypeError):  # a symbolic number is no key
             key = known = None
         if known is not None:
             if known.ready is None:
                 self.counts[known.counted] += 1
                 if is_plain(tensor) and (out is tensor or is_plain(out)):
                     return start(self.fallback.group, [out], [tensor])  # Fallback.make does the same in more time
-                return self.fallback.make(Call([out], [tensor], op), asynchronous, start)
-            work = self._again(known, out, tensor, asynchronous)
+                return self.fallback.make(Call([out], [tensor], op), start)
+            work = self._again(known, out, tensor, opts.asyncOp)
             if work is not None:
                 self.counts[known.counted] += 1
                 return work
-        return self.call(kind, Call([out], [tensor], op), asynchronous, start, key)
+        return self.call(kind, Call([out], [tensor], op), opts.asyncOp, start, key)
 
     def _again(self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool) -> Any:
         """Repeat an earlier call of a dense kind; return its work, or None if something has changed since."""
@@ -311,11 +278,10 @@ class Dispatcher:
         handler: Any = self.handlers[known.counted[0]]
         if job is None or job.closed or self._closed or self.coalescing or context is not handler.pool.context:
             return None
-        queue = handler.lane.queue
-        if queue.unfinished:
-            if asynchronous or queue.calls_back:
+        if handler.queue.busy:
+            if asynchronous:
                 return None
-            queue.drain()
+            handler.queue.drain()
         if self._on_cpu:
             if asynchronous:
                 return None
@@ -361,25 +327,24 @@ class Dispatcher:
         self.count(kind, "tdcoll", "")
         device, handler = self.device, self.handlers[kind]
         assert device is not None
-        if self._on_cpu:
-            return completed(self._run(kind, call, key))
-        with torch.cuda.device(device):
+        with on(device):
             if not asynchronous:
                 result = self._run(kind, call, key)
-                if handler.blocks:
+                if handler.blocks and not self._on_cpu:
                     torch.cuda.current_stream(device).synchronize()
-                    with backend_errors:
-                        self._check()
+                    self.check()
                 return completed(result)
-            if handler.stream is None:
+            if handler.stream is None and not self._on_cpu:
                 handler.stream = torch.cuda.Stream(device)
-            stream, queue = handler.stream, handler.lane.queue
-            if handler.waits or not (capturing(device) or (handler.loaded(call) and not queue.unfinished)):
+            stream, queue = handler.stream, handler.queue
+            waits = self._on_cpu or handler.waits
+            if waits or not (capturing(device) or (handler.loaded(call) and not queue.busy)):
                 # The host has to wait: for the size of the result, or until all ranks have loaded the kernels.
-                for tensor in call.touched:
+                for tensor in call.touched if stream is not None else ():
                     record_stream(tensor, stream)
                 task = QueuedCall(lambda: self._run(kind, call, key), stream, give_up=self._give_up)
-                return TaskWork(queue.submit(task), queue)
+                queue.submit(task)
+                return TaskWork(task)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 result = self._run(kind, call, key)
@@ -389,6 +354,8 @@ class Dispatcher:
         """Make a call with tdcoll on the current stream, and remember it under ``key``; return its result."""
         handler = self.handlers[kind]
         with self._waiting(kind), torch.no_grad():
+            if len(self.ranks) > 1:
+                handler.compare_first(call)
             if handler.waits:
                 self._check()  # the host waits for the result anyway
             result = handler.run(call)
@@ -415,18 +382,18 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _waiting(self, kind: str) -> Iterator[None]:
-        """Number exchanges on the host by the kind's lane, with the group's deadline; convert errors of deadlines to
+        """Number exchanges on the host by the kind's queue, with the group's deadline; convert errors of deadlines to
         torch.distributed's."""
         job = self.job
         assert job is not None
-        control = self.handlers[kind].lane.control
-        with backend_errors, job.within(self._wait_s, self.agreed.name), job.through(control):
+        control = self.handlers[kind].queue.control
+        with backend_errors, job.through(control, self._wait_s, self.agreed.agreed_name):
             yield
 
     # ------------------------------------------------------------------ the end
 
     def close(self) -> BaseException | None:
-        """Free the memory that tdcoll holds for this group. Collective.
+        """Free the memory that tdcoll holds for this group. Collective; after an error, as much as can be freed.
 
         Returns:
             The error of an expired wait that hasn't been reported yet, or None.
@@ -434,22 +401,28 @@ class Dispatcher:
         if self._closed:
             return None
         self._closed = True
-        for handler in self.handlers.values():
-            handler.lane.queue.drain()
-        self._close_queues()
-        expired = self._expired()
-        self._leave()
+        self._drain()
+        expired: BaseException | None = None
+        job = self.job
+        if job is None or job.closed:
+            return None
+        if not job.failed:
+            if job.device.type == "cuda":
+                torch.cuda.synchronize(job.device)
+            expired = error_of(self._check)
+        try:
+            if self._ends(job):
+                tdcoll.finalize()  # frees all memory without closing our contexts; of a failed job it does neither
+            elif not job.failed:
+                for handler in self.handlers.values():
+                    handler.close()
+        except (TdcollError, dist.DistError) as error:
+            _log.warning("backend tdcoll: rank %d left without the others: %s", self.agreed.rank, error)
         return expired
-
-    def _close_queues(self) -> None:
-        """Let the threads of asynchronous calls end when they have made them."""
-        for handler in self.handlers.values():
-            handler.lane.queue.close()
 
     def abort(self) -> None:
         """Stop waiting for other ranks, and forget the job if it ends with this group."""
         self._closed = True
-        self._close_queues()
         job = self.job
         if job is not None and not job.closed and self._ends(job):
             job.failed = True
@@ -462,32 +435,4 @@ class Dispatcher:
         """
         counted, self._whole = self._whole, False
         job.groups -= counted
-        return counted and job.of_backend and (self._default or not job.groups)
-
-    def _expired(self) -> BaseException | None:
-        """Wait for the GPU; return the error of an expired wait that hasn't been reported yet, or None."""
-        job = self.job
-        if job is None or job.closed or job.failed:
-            return None
-        if job.device.type == "cuda":
-            torch.cuda.synchronize(job.device)
-        return error_of(self._check)
-
-    def _leave(self) -> None:
-        """Free the memory that tdcoll holds for this group. Collective; after an error, as much as can be freed."""
-        job = self.job
-        if job is None or job.closed:
-            return
-        try:
-            if self._ends(job):
-                tdcoll.finalize()  # frees all memory without closing our contexts; of a failed job it does neither
-            elif not job.failed:
-                for handler in self.handlers.values():
-                    handler.close()
-        except (TdcollError, dist.DistError) as error:
-            _log.warning("backend tdcoll: rank %d left without the others: %s", self._rank, error)
-
-
-def _wait_for(tasks: Sequence[QueuedCall]) -> None:
-    for task in tasks:
-        task.done.wait()
+        return counted and job.of_backend and (self.agreed.default or not job.groups)

@@ -7,7 +7,6 @@ It makes the calls that tdcoll doesn't handle, on contiguous memory.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
-from tdcoll.base.torch_internals import never_compiled
 from tdcoll.distributed.call import Call, plain_memory
-from tdcoll.distributed.work import Work, completed
+from tdcoll.distributed.work import completed
+from tdcoll.job import lifecycle
 from tdcoll.runtime.store import ask
 
-__all__ = ["Fallback", "Start", "add_backends", "beside", "exchange_parts", "gather_into", "scatter_from"]
+__all__ = ["Fallback", "Start", "add_backends", "exchange_parts", "gather_into", "scatter_from"]
 __all__ += ["gather_several", "scatter_several", "sparse_sum_by_gather"]
 
 Start = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], Any]
@@ -34,12 +33,10 @@ class Fallback:
     Args:
         group: a process group without tdcoll's overrides.
         names: of the backend for each type of device.
-        beside: makes another such group of the same ranks, for CPU tensors and one kind of call. Collective.
     """
 
-    def __init__(self, group: Any, names: dict[str, str], beside: Callable[[str], Any] = lambda kind: None) -> None:
-        self.group, self._names, self._make_beside = group, names, beside
-        self._beside: dict[str, Any] = {}
+    def __init__(self, group: Any, names: dict[str, str]) -> None:
+        self.group, self._names = group, names
 
     def name(self, device: torch.device) -> str:
         """Return the name of the backend for a device's tensors."""
@@ -48,78 +45,20 @@ class Fallback:
     def __str__(self) -> str:
         return " and ".join(f"{name} ({device})" for device, name in self._names.items())
 
-    def make(self, call: Call, asynchronous: bool, start: Start, beside: str | None = None) -> Any:
+    def make(self, call: Call, start: Start) -> Any:
         """Make a call and return its work.
 
         gloo and NCCL take a tensor for contiguous memory that begins with its first element. If it has strides, they
-        get a copy of it.
-
-        Args:
-            beside: make it by a separate group for this kind of call, because its calls have a separate order.
+        get a copy of it, and the caller waits as for a synchronous call, because the result has to be copied back.
         """
-        group, taken = self.group, plain_memory(call)
-        if beside is not None:
-            if beside not in self._beside:
-                self._beside[beside] = self._make_beside(beside)
-            group = self._beside[beside]
-        work = start(group, taken.outs, taken.inputs)
+        taken = plain_memory(call)
+        work = start(self.group, taken.outs, taken.inputs)
         if taken is call:
             return work
-        if asynchronous:
-            return _CopiedWork(work, taken, call)
         if work is not None:  # NCCL has none for a synchronous call
             work.wait()
         taken.copy_to(call)
         return completed(call.outs)
-
-
-@never_compiled
-class _CopiedWork(Work):
-    """The work of a call that the fallback backend makes on copies; it copies the results back.
-
-    Args:
-        work: of the fallback backend.
-        made: the call that the fallback backend makes.
-        asked: the user's call.
-    """
-
-    def __init__(self, work: Any, made: Call, asked: Call) -> None:
-        super().__init__()
-        self.tensors = asked.outs
-        self._work, self._made, self._asked = work, made, asked
-        self._copying = threading.Lock()
-        self._copied = False
-        try:
-            self._future: Any = work.get_future().then(self._copy_back)
-        except RuntimeError:  # gloo has no futures of reduce-scatters
-            self._future = None
-
-    def _copy_back(self, done: Any = None) -> list[torch.Tensor]:
-        """Copy the fallback backend's results, once; raise its error, if ``done`` is its future."""
-        if done is not None:
-            done.value()
-        with self._copying:
-            if not self._copied:
-                self._made.copy_to(self._asked)
-                self._copied = True
-        return self.result()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._work.wait(timeout) if timeout else self._work.wait()
-        if self._future is None:
-            self._copy_back()
-        else:
-            self._future.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed() and (self._future is None or self._future.done()))
-
-    def exception(self) -> Any:
-        return self._work.exception()
-
-    def get_future(self) -> Any:
-        return self._work.get_future() if self._future is None else self._future
 
 
 def add_backends(
@@ -132,7 +71,6 @@ def add_backends(
     ranks: list[int],
     nccl: Any,
     split: bool,
-    share_gpus: bool = False,
 ) -> dict[str, str]:
     """Make gloo and, where there are GPUs, NCCL, and register them with ``groups``. Collective.
 
@@ -142,7 +80,6 @@ def add_backends(
         name, ranks: of the group; ``ranks`` is empty for the default group.
         nccl: ``ProcessGroupNCCL.Options`` or None.
         split: whether NCCL may split the default group's communicator, as ``new_group`` does.
-        share_gpus: ranks may share GPUs, which NCCL refuses: gloo handles CUDA tensors too.
 
     Returns:
         The backend's name for each type of device.
@@ -157,7 +94,7 @@ def add_backends(
     made = {"cpu": (kinds.GLOO, gloo)}
     if torch.cuda.is_available():
         made["cuda"] = made["cpu"]
-        if dist.is_nccl_available() and not share_gpus:
+        if dist.is_nccl_available() and not lifecycle.may_share_gpus():  # NCCL refuses ranks that share one
             made["cuda"] = kinds.NCCL, _nccl(store, rank, size, timeout, name, ranks, nccl, split)
     default = made.get("cuda", made["cpu"])[0]
     for group in groups:
@@ -177,19 +114,6 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks
     gloo.options.group_name = name
     gloo._set_sequence_number_for_group()
     return gloo
-
-
-def beside(kind: str, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: list[int]) -> Any:
-    """Make another fallback group, of gloo alone, for the calls of one kind. Collective.
-
-    It uses another connection to the store, because a wait on one keeps other threads from using it.
-    """
-    store = store.clone() if hasattr(store, "clone") else store
-    group: Any = ProcessGroup(store, rank, size)
-    gloo = _gloo(dist.PrefixStore(f"gloo for {kind}/", store), rank, size, timeout, name, ranks)
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-    return group
 
 
 def _nccl(

@@ -3,6 +3,12 @@
 
 Each uses a context that tdcoll makes for the group at the first call and replaces when a larger message comes. Make the
 first and the largest call before you capture a CUDA graph, because making a context is collective and synchronises.
+
+All take ``group``, which is a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for all
+ranks, and ``async_op``. With ``async_op=True`` they return a ``torch.distributed.Work``, otherwise None. The call is
+queued on the current stream in any case; ``wait()`` makes the stream that is current then wait for it. A wait that has
+expired is raised as :class:`~tdcoll.distributed.BackendTimeout` by ``Work.wait(timeout)``, and in the simulator by the
+call. Other errors are those of the function of :mod:`tdcoll` that has the same kernels.
 """
 
 from __future__ import annotations
@@ -34,16 +40,7 @@ def all_gather_into_tensor(
         output_tensor: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype as ``input_tensor``.
         input_tensor: ``[n, ...]``, contiguous.
         group: a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for all ranks.
-        async_op: return a ``torch.distributed.Work``. The call is queued on the current stream in any case; ``wait()``
-            makes the stream that is current then wait for it.
-
-    Returns:
-        None, or the ``Work``.
-
-    Raises:
-        NotInitializedError: before ``tdcoll.initialize()``.
-        BackendTimeout: (``async_op``) a wait expired. ``Work.wait(timeout)`` raises it; in the simulator, the call.
-        Others: as :func:`tdcoll.all_gather`.
+        async_op: return a ``torch.distributed.Work``, whose ``wait()`` makes the current stream wait.
     """
     names = ("input_tensor", "output_tensor")
     return _call("all_gather", output_tensor, input_tensor, None, group, async_op, names)
@@ -52,21 +49,11 @@ def all_gather_into_tensor(
 def all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: runtime.Group = None, async_op: bool = False
 ) -> Work | None:
-    """Reduce ``tensor`` over all ranks, in place; see :func:`tdcoll.all_reduce_`.
+    """Reduce ``tensor``, which is contiguous, over all ranks, in place; see :func:`tdcoll.all_reduce_`.
 
     >>> tdcoll.distributed.all_reduce(x, torch.distributed.ReduceOp.AVG)
 
-    Args:
-        tensor: contiguous, as for :func:`tdcoll.all_reduce`.
-        op: ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``; or its name, ``"sum"`` for instance.
-        group, async_op: as for :func:`all_gather_into_tensor`.
-
-    Returns:
-        None, or the ``Work``.
-
-    Raises:
-        ValueError: ``op`` is another one, or not of this dtype.
-        Others: as :func:`all_gather_into_tensor` and :func:`tdcoll.all_reduce`.
+    ``op`` is ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``; or its name, ``"sum"`` for instance.
     """
     return _call("all_reduce", tensor, tensor, op, group, async_op, ("tensor", "tensor"))
 
@@ -87,12 +74,6 @@ def reduce_scatter_tensor(
         input: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous.
         op: as for :func:`all_reduce`.
         group, async_op: as for :func:`all_gather_into_tensor`.
-
-    Returns:
-        None, or the ``Work``.
-
-    Raises:
-        Errors as :func:`all_reduce` and :func:`tdcoll.reduce_scatter`.
     """
     return _call("reduce_scatter", output, input, op, group, async_op, ("input", "output"))
 
@@ -115,37 +96,18 @@ def all_to_all_single(
         output_split_sizes, input_split_sizes: None, or an int for each rank, all the same, which add up to the first
             dimension of the tensor.
         group, async_op: as for :func:`all_gather_into_tensor`.
-
-    Returns:
-        None, or the ``Work``.
-
-    Raises:
-        ValueError: wrong split sizes, or segments of different sizes; use ``torch.distributed.all_to_all_single``
-            for those.
-        Others: as :func:`all_gather_into_tensor` and :func:`tdcoll.all_to_all`.
     """
-    _check_splits("output_split_sizes", output_split_sizes, "output", output, group)
-    _check_splits("input_split_sizes", input_split_sizes, "input", input, group)
+    for name, sizes, tensor in (("output", output_split_sizes, output), ("input", input_split_sizes, input)):
+        if not sizes:
+            continue
+        arguments.tensor(name, tensor)
+        world, rows = len(runtime.current().ranks_of(group)), [*tensor.shape, 1][0]
+        if [*sizes] != world * [rows // world]:
+            raise ValueError(
+                f"{name}_split_sizes must be None or {world} equal sizes, which add up to dimension 0 of {name}; got "
+                f"{[*sizes]}. Use torch.distributed's all_to_all_single for segments of different sizes"
+            )
     return _call("all_to_all", output, input, None, group, async_op, ("input", "output"))
-
-
-def _check_splits(
-    name: str, sizes: Sequence[int] | None, argument: str, tensor: torch.Tensor, group: runtime.Group
-) -> None:
-    """Raise unless split sizes are None, or the same for each rank and, added up, the tensor's first dimension."""
-    if not sizes:
-        return
-    arguments.tensor(argument, tensor)
-    world, rows = len(runtime.current().ranks_of(group)), tensor.shape[0] if tensor.dim() else 1
-    if len(sizes) != world:
-        raise ValueError(f"{name} must have {world} sizes, one per rank; got {list(sizes)}")
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"{name} must be None or the same for each rank; got {list(sizes)}. Use torch.distributed's "
-            "all_to_all_single for segments of different sizes"
-        )
-    if sum(sizes) != rows:
-        raise ValueError(f"{name} must add up to dimension 0 of {argument}, {rows}; got {list(sizes)}")
 
 
 def _call(

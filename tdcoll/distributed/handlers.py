@@ -10,7 +10,6 @@ A handler refuses a call only because of facts that are the same on all ranks, i
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,31 +20,16 @@ from tdcoll.calls.launches import is_prepared
 from tdcoll.calls.pool import Pool
 from tdcoll.calls.preconditions import Compared, compare
 from tdcoll.calls.spec import Collective
-from tdcoll.distributed.call import Call, check_pieces, write
+from tdcoll.distributed.call import Call, write
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue
 from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime import Runtime
-from tdcoll.runtime.control import ControlPlane
 
-__all__ = ["Barrier", "Dense", "Handler", "Lane", "Members"]
+__all__ = ["Barrier", "Dense", "Handler", "Members"]
 
 PACKED_BYTES = 256 << 10
 """Up to so many bytes, several tensors of one call are packed for one launch, because a copy is cheaper than one."""
-
-
-class Lane:
-    """The queue of the calls that use one context, in the order in which they are issued.
-
-    Calls of different lanes don't wait for each other, so ranks may issue them in different orders.
-
-    Attributes:
-        queue: makes asynchronous calls that wait on the host.
-        control: numbers the exchanges of this lane.
-    """
-
-    def __init__(self, control: ControlPlane) -> None:
-        self.queue, self.control = Queue(), control
 
 
 @dataclass(frozen=True)
@@ -69,7 +53,7 @@ class Members:
     first: bool = False
 
 
-class Handler(ABC):
+class Handler:
     """Makes one kind of call of one group.
 
     Attributes:
@@ -78,7 +62,7 @@ class Handler(ABC):
         waits: whether a call waits on the host, so that a queue has to make asynchronous ones.
         blocks: whether ``wait()`` of an asynchronous call waits on the host.
         members: of the group.
-        lane: of its calls.
+        queue: of its calls.
         problem: why it has no context and can't get one, the same on all ranks; None if it may have one.
         compared: the calls whose arguments the ranks have compared in debug mode of first calls.
         stream: CUDA stream of asynchronous calls; made with the first.
@@ -91,30 +75,25 @@ class Handler(ABC):
     waits: ClassVar[bool] = False
     blocks: ClassVar[bool] = False
 
-    def __init__(self, members: Members, lane: Lane) -> None:
-        self.members, self.lane = members, lane
+    def __init__(self, members: Members, queue: Queue) -> None:
+        self.members, self.queue = members, queue
         self.problem: str | None = None
         self.compared = Compared()
         self.stream: Any = None
         self.before: Any = None
         self.events: list[Any] = []
 
-    @abstractmethod
     def refuse(self, call: Call) -> str | None:
         """Return why this call cannot be handled, or None if it can, from facts that are the same on all ranks."""
+        return None
 
-    @abstractmethod
     def prepare(self, call: Call) -> str | None:
         """Prepare the call, which is collective; return why it cannot be handled, the same on all ranks; None if it
         can."""
+        raise NotImplementedError
 
-    @abstractmethod
     def check_call(self, call: Call) -> None:
-        """Raise unless the call's tensors fit each other.
-
-        Raises:
-            TypeError, ValueError: they do not, on this rank.
-        """
+        """Raise ``TypeError`` or ``ValueError`` unless the call's tensors fit each other, on this rank."""
 
     def facts(self, call: Call) -> dict[str, Any]:
         """Return the facts that must be the same on all ranks, for debug mode, because some decide who handles the
@@ -146,27 +125,20 @@ class Handler(ABC):
         """Return whether nothing has to be compiled or loaded before the call is launched."""
         return True
 
-    @abstractmethod
     def run(self, call: Call) -> list[torch.Tensor]:
         """Make the call on the current stream, after :meth:`prepare`, under ``torch.no_grad()``; return its result."""
+        raise NotImplementedError
 
-    @abstractmethod
     def describe(self) -> str:
         """Return a description of the handled calls, for people."""
+        raise NotImplementedError
 
-    @abstractmethod
     def check(self) -> None:
-        """Raise the error of finished kernels, if there is one.
+        """Raise :class:`~tdcoll.CollectiveTimeout` if a wait of finished kernels has expired."""
 
-        Raises:
-            CollectiveTimeout: a wait has expired.
-        """
-
-    @abstractmethod
     def give_up(self) -> None:
         """End the waits of its kernels. A process that ends calls this, from any thread."""
 
-    @abstractmethod
     def close(self) -> None:
         """Free its memory. Collective."""
 
@@ -175,15 +147,15 @@ class Dense(Handler):
     """Makes the calls of one dense collective, on a context that grows.
 
     Args:
-        members, lane: see :class:`Handler`.
+        members, queue: see :class:`Handler`.
         spec: the collective.
 
     Attributes:
         pool: the context.
     """
 
-    def __init__(self, members: Members, lane: Lane, spec: Collective) -> None:
-        super().__init__(members, lane)
+    def __init__(self, members: Members, queue: Queue, spec: Collective) -> None:
+        super().__init__(members, queue)
         self.kind, self.spec = spec.name, spec
         self._most = members.options.limits(len(members.ranks))[spec.name]
         self.pool = Pool(
@@ -238,7 +210,7 @@ class Dense(Handler):
     def prepare(self, call: Call) -> str | None:
         nbytes = self._inbox(self._packed(call) or max(self._segments(call)))
         if not self.pool.holds(nbytes):
-            self.lane.queue.drain()  # its calls use the context that is replaced
+            self.queue.drain()  # its calls use the context that is replaced
         made = self.pool.holds(nbytes) or self.pool.prepare(nbytes, self.facts(call))
         self.problem = None if self.pool.context is not None else self.pool.problem
         return self._too_large(call) if made else self.pool.problem
@@ -263,7 +235,10 @@ class Dense(Handler):
 
     def _check_list(self, call: Call) -> None:
         (tensor,), pieces = call.inputs, call.outs
-        check_pieces(call, len(self.members.ranks))
+        if len(pieces) != len(self.members.ranks):
+            raise ValueError(
+                f"{self.kind}: the list must have {len(self.members.ranks)} tensors, one per rank; got {len(pieces)}"
+            )
         own = pieces[self.members.ranks.index(self.members.job.rank)]
         if any(_kind(piece) != _kind(tensor) for piece in pieces) or own.numel() != tensor.numel():
             raise ValueError(
@@ -358,17 +333,14 @@ class Dense(Handler):
 
 
 class Barrier(Handler):
-    """Barriers: all-gathers of no bytes, on the lane and the context of the group's all-gathers."""
+    """Barriers: all-gathers of no bytes, on the queue and the context of the group's all-gathers."""
 
     kind = "barrier"
     blocks = True
 
     def __init__(self, members: Members, gathers: Dense) -> None:
-        super().__init__(members, gathers.lane)
+        super().__init__(members, gathers.queue)
         self._gathers = gathers
-
-    def refuse(self, call: Call) -> str | None:
-        return None
 
     def prepare(self, call: Call) -> str | None:
         self.problem = None if self._gathers.pool.prepare(0) else self._gathers.pool.problem
@@ -383,14 +355,6 @@ class Barrier(Handler):
 
     def describe(self) -> str:
         return f"on the context of {self._gathers.kind}"
-
-    def check(self) -> None:
-        """Do nothing, because a barrier uses the context of all-gathers."""
-
-    give_up = close = check
-
-    def check_call(self, call: Call) -> None:
-        """Do nothing, because there is no tensor."""
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:

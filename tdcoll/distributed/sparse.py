@@ -15,7 +15,8 @@ from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduc
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.distributed.call import Call
-from tdcoll.distributed.handlers import Handler, Lane, Members
+from tdcoll.distributed.handlers import Handler, Members
+from tdcoll.distributed.queues import Queue
 
 __all__ = ["SparseAllReduce", "refuse_wrong"]
 
@@ -55,8 +56,8 @@ class SparseAllReduce(Handler):
     alone = True
     waits = True
 
-    def __init__(self, members: Members, lane: Lane) -> None:
-        super().__init__(members, lane)
+    def __init__(self, members: Members, queue: Queue) -> None:
+        super().__init__(members, queue)
         self.context: SparseContext | None = None
         self.problem: str | None = None
         self._blocks = 0
@@ -69,14 +70,11 @@ class SparseAllReduce(Handler):
         for tensor in call.inputs:
             if tensor.dtype not in DTYPES:
                 return f"{tensor.dtype} is not among the dtypes of tdcoll's sums"
-            if not tensor.sparse_dim():
-                return "a tensor without sparse dimensions"
+            if tensor.sparse_dim() != 1:
+                return f"{tensor.sparse_dim()} sparse dimensions"
         if call.op not in ("sum", "mean"):
             return f"{call.op} of sparse tensors is not defined by torch.distributed"
         return None
-
-    def check_call(self, call: Call) -> None:
-        """Do nothing: each tensor becomes its own result."""
 
     def facts(self, call: Call) -> dict[str, Any]:
         return {**super().facts(call), "shapes": [tuple(tensor.shape) for tensor in call.inputs]}
@@ -101,9 +99,9 @@ class SparseAllReduce(Handler):
             ContextError: other contexts have left no thread blocks; on all ranks.
         """
         if self.context is None:
-            self.lane.queue.drain()
+            self.queue.drain()
         job, ranks = self.members.job, self.members.ranks
-        with self._in_use, job.through(self.lane.control):
+        with self._in_use, job.through(self.queue.control):
             if self.context is not None:
                 return
             self._blocks = most = take_blocks(job, ranks, self.members.options.blocks, self.kind)
@@ -127,9 +125,9 @@ class SparseAllReduce(Handler):
         Raises:
             HeapExhaustedError: one tensor needs a larger context than the heap has room for; on all ranks.
         """
-        given = [_with_one_dimension(tensor.detach()) for tensor in tensors]
+        given = [tensor.detach() for tensor in tensors]
         made: list[torch.Tensor] = []
-        with self._in_use, self.members.job.through(self.lane.control):  # the context may grow
+        with self._in_use, self.members.job.through(self.queue.control):  # the context may grow
             assert self.context is not None
             while some := given[len(made) :][: self._most]:
                 try:
@@ -140,7 +138,7 @@ class SparseAllReduce(Handler):
                     self._most = len(some) // 2
             if self.context.device.type == "cpu":
                 self.context.monitor.raise_if_expired()
-        return [_with_dimensions_of(tensor, one) for tensor, one in zip(tensors, made, strict=True)]
+        return made
 
     def describe(self) -> str:
         context = self.context
@@ -157,8 +155,7 @@ class SparseAllReduce(Handler):
             self.context.monitor.abort()
 
     def close(self) -> None:
-        self.lane.queue.drain()
-        self.lane.queue.close()
+        self.queue.drain()
         with self._in_use:
             if self.context is not None:
                 self.context.close()
@@ -168,32 +165,3 @@ class SparseAllReduce(Handler):
     def _give_back(self) -> None:
         give_back_blocks(self.members.job, self._blocks)
         self._blocks = 0
-
-
-def _strides(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """``(size, stride)`` of each sparse dimension, in the one dimension of all their indices."""
-    sizes = tensor.shape[: tensor.sparse_dim()]
-    return tuple(zip(sizes, torch.empty(sizes, device="meta").stride(), strict=True))
-
-
-def _with_one_dimension(tensor: torch.Tensor) -> torch.Tensor:
-    """The COO tensor whose one sparse dimension is all of ``tensor``'s."""
-    if (dims := tensor.sparse_dim()) == 1:
-        return tensor
-    products = [index * stride for index, (_, stride) in zip(tensor._indices(), _strides(tensor), strict=True)]
-    return torch.sparse_coo_tensor(
-        torch.stack(products).sum(0, keepdim=True),
-        tensor._values(),
-        (tensor.shape[:dims].numel(), *tensor.shape[dims:]),
-        is_coalesced=tensor.is_coalesced(),
-        check_invariants=False,
-    )
-
-
-def _with_dimensions_of(like: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """The reverse of :func:`_with_one_dimension`."""
-    if like.sparse_dim() == 1:
-        return made
-    flat = made.indices()[0]
-    found = torch.stack([flat // stride % size for size, stride in _strides(like)])
-    return torch.sparse_coo_tensor(found, made.values(), like.shape, is_coalesced=True, check_invariants=False)

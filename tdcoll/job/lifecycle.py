@@ -219,11 +219,8 @@ def join(
         heap_bytes, timeout_s: as for :func:`initialize`.
 
     Raises:
-        AlreadyInitializedError: this process has joined a job before.
-        Others: as :func:`initialize`.
+        Errors as :func:`initialize`.
     """
-    if runtime.current_or_none() is not None:
-        raise AlreadyInitializedError("tdcoll is initialised already; call tdcoll.finalize() first")
     options = _JobOptions.read(heap_bytes, timeout_s)
     _be_ready()
     _install(options, _connection(store, rank, options.timeout_s), rank, world_size)

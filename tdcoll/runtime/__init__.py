@@ -154,7 +154,7 @@ class Runtime:
 
         Raises:
             NotInitializedError: after ``finalize``.
-            CollectiveTimeout: a rank does not come, within the job's deadline or that of :meth:`within`.
+            CollectiveTimeout: a rank does not come, within the job's deadline or that of :meth:`through`.
             TdcollError: a wait has expired before.
         """
         if self.closed:
@@ -164,8 +164,8 @@ class Runtime:
                 f"{tag}: a wait has expired in this process, so other ranks may be gone and nothing collective is "
                 "tried any more; end the job"
             )
-        timeout_s, who = getattr(self._given, "here", (None, ""))
-        control = getattr(self._given, "control", self.control)
+        given = vars(self._given)
+        control, timeout_s, who = given.get("control", self.control), given.get("timeout_s"), given.get("who", "")
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         self.exchanging[threading.get_ident()] = time.monotonic(), tag, ranks, limit_s
         try:
@@ -178,31 +178,27 @@ class Runtime:
         finally:
             self.exchanging.pop(threading.get_ident(), None)
 
-    def within(self, timeout_s: float | None, who: str = "") -> contextlib.AbstractContextManager[None]:
-        """Let exchanges that this thread makes inside wait for ``timeout_s`` seconds, or the job's deadline if None.
-
-        ``who`` is part of each exchange's tag, and must be the same on all ranks: if tags differ, ranks raise
-        :class:`RankMismatchError`.
-        """
-        return self._giving("here", (timeout_s, who))
-
-    def through(self, control: ControlPlane) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def through(self, control: ControlPlane, timeout_s: float | None = None, who: str = "") -> Iterator[None]:
         """Let exchanges that this thread makes inside go through ``control``, a part of the job's control plane.
 
         Exchanges of one part have an order, which must be the same on all ranks. If threads exchange values beside each
         other, each needs its own part, because exchanges of different parts have no order.
-        """
-        return self._giving("control", control)
 
-    @contextlib.contextmanager
-    def _giving(self, name: str, value: Any) -> Iterator[None]:
-        before = dict(vars(self._given))
-        setattr(self._given, name, value)
+        Args:
+            control: the part.
+            timeout_s: how long they wait, seconds; None for what holds outside, also for ``who``.
+            who: part of each exchange's tag. If tags differ, ranks raise :class:`RankMismatchError`.
+        """
+        given, before = vars(self._given), dict(vars(self._given))
+        given["control"] = control
+        if timeout_s is not None:
+            given.update(timeout_s=timeout_s, who=who)
         try:
             yield
         finally:
-            vars(self._given).clear()
-            vars(self._given).update(before)
+            given.clear()
+            given.update(before)
 
     def agree(self, ranks: Sequence[int], what: str, value: Any) -> None:
         """Raise :class:`RankMismatchError` on every rank of ``ranks`` unless all of them pass the same value."""

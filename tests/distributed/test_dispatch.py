@@ -76,9 +76,8 @@ def group_that_knows_a_call(monkeypatch: Any, told: list[str]) -> tuple[Dispatch
 
     monkeypatch.setattr("tdcoll.distributed.dispatch.again", again)
     dispatcher, context = Dispatcher.__new__(Dispatcher), object()
-    queue = SimpleNamespace(drain=lambda: told.append("drain"), calls_back=False, unfinished=0)
-    lane, pool = SimpleNamespace(queue=queue), SimpleNamespace(context=context)
-    service: Any = SimpleNamespace(check=lambda: told.append("check"), lane=lane, pool=pool)
+    queue, pool = SimpleNamespace(drain=lambda: told.append("drain"), busy=False), SimpleNamespace(context=context)
+    service: Any = SimpleNamespace(check=lambda: told.append("check"), queue=queue, pool=pool)
     dispatcher.job, dispatcher._closed, dispatcher.coalescing, dispatcher._on_cpu = (
         SimpleNamespace(closed=False),
         False,
@@ -106,27 +105,20 @@ def test_no_fast_path_when_something_is_in_the_way(what: str, monkeypatch) -> No
 
 def test_the_fast_path_on_cpus_comes_after_the_queues_calls(monkeypatch) -> None:
     dispatcher, known = group_that_knows_a_call(monkeypatch, told := [])
-    queue = dispatcher.handlers["all_gather"].lane.queue
-    for queue.unfinished, expected in ((0, ["launch", "check"]), (1, ["drain", "launch", "check"])):
+    queue = dispatcher.handlers["all_gather"].queue
+    for queue.busy, expected in ((False, ["launch", "check"]), (True, ["drain", "launch", "check"])):
         assert dispatcher._again(known, torch.empty(1), torch.empty(1), False).is_completed()
         assert told == expected
         told.clear()
     assert dispatcher._again(known, torch.empty(1), torch.empty(1), True) is None
-    queue.calls_back = True  # a callback's call must not wait for what it holds up
-    assert dispatcher._again(known, torch.empty(1), torch.empty(1), False) is None
     assert told == []
 
 
 def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | None]) -> Dispatcher:
     """A group whose tdcoll never handles what is large, a product or of fp64, and says ``now`` when it is prepared."""
-    agreed: Any = SimpleNamespace(kinds=("all_gather", "all_reduce"), reason="")
-    about: dict[str, Any] = {
-        "name": "0",
-        "rank": 0,
-        "ranks": (0, 1),
-        "fallback": Fallback(None, {"cpu": "gloo"}),
-    }  # type: ignore[arg-type]
-    dispatcher = Dispatcher(None, agreed, Options(), timeout_s=1, **about)
+    kinds = "all_gather", "all_reduce"
+    agreed: Any = SimpleNamespace(kinds=kinds, reason="", job=None, rank=0, ranks=(0, 1), name="0", options=Options())
+    dispatcher = Dispatcher(agreed, Fallback(None, {"cpu": "gloo"}))
 
     def never(kind: str, call: Call) -> str | None:
         tensor, out = call.inputs[0], call.outs[0]
@@ -138,19 +130,16 @@ def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | Non
         return "too large" if max(tensor.shape[0], out.shape[0]) > 8 else None
 
     monkeypatch.setattr(dispatcher, "_unsupported", never)
-    lane = SimpleNamespace(queue=SimpleNamespace(calls_back=False, drain=lambda: None))
-    service = SimpleNamespace(
-        lane=lane, waits=False, blocks=False, members=SimpleNamespace(debug=False), check_call=lambda call: None
-    )
+    service = SimpleNamespace(check_call=lambda call: None, members=SimpleNamespace(debug=False))
     dispatcher.handlers = dict.fromkeys(agreed.kinds, service)  # type: ignore[arg-type]
     monkeypatch.setattr(dispatcher, "_obstacle", lambda: None)
-    monkeypatch.setattr(dispatcher, "_prepare", lambda kind, call: now.pop(0))
+    monkeypatch.setattr(dispatcher, "_prepare", lambda kind, call, asynchronous: now.pop(0))
     monkeypatch.setattr(dispatcher, "handle", lambda kind, call, **how: "handled")
     return dispatcher
 
 
 def call_one(dispatcher: Dispatcher, tensor: torch.Tensor, out: torch.Tensor, op: str | None = None) -> Any:
-    return dispatcher.call_one("all_gather", out, tensor, op, False, lambda *_: "handed over")
+    return dispatcher.call_one("all_gather", out, tensor, op, SimpleNamespace(asyncOp=False), lambda *_: "handed over")
 
 
 def test_a_call_like_one_that_fell_back_falls_back_by_the_fast_path(monkeypatch) -> None:
@@ -189,7 +178,7 @@ def test_what_is_in_the_way_for_now_is_not_remembered(monkeypatch) -> None:
 
 
 def test_shapes_that_cannot_be_remembered(monkeypatch) -> None:
-    """A nested tensor has none, and a symbolic one is no key of a dictionary."""
+    """A nested tensor has none, and a symbolic number is no key of a dictionary."""
     dispatcher = dispatcher_that_asks(monkeypatch, [], [])
     monkeypatch.setattr(dispatcher, "_unsupported", lambda kind, call: "never")
     symbolic = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(5, 7), static_shapes=False)

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues of asynchronous calls: orders, callbacks, threads that end, and forked children."""
+"""Queues of asynchronous calls: orders, callbacks, threads that end, and errors that nobody has asked for."""
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
 from typing import Any
 
 import pytest
 import torch
 
-from tdcoll.base.errors import TdcollError
+from tdcoll.distributed import queues
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 
 PLENTY_S = 20.0
+
+
+def new_queue() -> Queue:
+    """A queue whose calls exchange nothing."""
+    return Queue(None)  # type: ignore[arg-type]
 
 
 def telling(queue: Queue, told: list[Any], what: Any, until: threading.Event | None = None) -> TaskWork:
@@ -26,19 +28,14 @@ def telling(queue: Queue, told: list[Any], what: Any, until: threading.Event | N
         told.append(what)
         return [torch.tensor(float(len(told)))]
 
-    return TaskWork(queue.submit(QueuedCall(make)), queue)
-
-
-def ended(future: Any) -> bool:
-    """Whether a C++ future is complete soon."""
-    deadline = time.monotonic() + PLENTY_S
-    while not future.done() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return bool(future.done())
+    call = QueuedCall(make)
+    work = TaskWork(call)
+    queue.submit(call)
+    return work
 
 
 def test_queues_do_not_wait_for_each_other() -> None:
-    one, other, go, told = Queue(), Queue(), threading.Event(), []
+    one, other, go, told = new_queue(), new_queue(), threading.Event(), []
     first = telling(one, told, "first", go)
     telling(other, told, "other").wait()
     assert not first.is_completed()
@@ -47,32 +44,41 @@ def test_queues_do_not_wait_for_each_other() -> None:
     assert told == ["other", "first"]
 
 
-def test_the_thread_ends_and_begins_again() -> None:
-    queue, told = Queue(), []
+def test_the_thread_ends_and_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "_IDLE_S", 0.01)
+    queue, told = new_queue(), []
     for turn in range(2):
-        telling(queue, told, turn)
-        thread = queue._thread
-        queue.close()
-        assert queue.join(time.monotonic() + PLENTY_S)
+        go = threading.Event()
+        telling(queue, told, turn, go)
+        thread = queue.thread
+        go.set()
+        queue.drain()
         assert thread is not None
-        assert told[-1] == turn
         thread.join(PLENTY_S)
         assert not thread.is_alive()
     assert told == [0, 1]
 
 
-def test_callbacks_of_two_queues_that_wait_for_each_others_calls() -> None:
-    queues, told, go, futures = (Queue(), Queue()), [], threading.Event(), []
-    for queue, other in (queues, queues[::-1]):
-        first = telling(queue, told, "first", go)
-        futures.append(first.get_future().then(lambda done, other=other: telling(other, told, "second").wait()))
+def test_calls_of_callbacks_come_first_and_cannot_wait_for_later_ones() -> None:
+    queue, told, go, refused = new_queue(), [], threading.Event(), []
+    first, later = telling(queue, told, "first", go), telling(queue, told, "later")
+
+    def then(done: Any) -> None:
+        telling(queue, told, "of the callback").wait()
+        with pytest.raises(RuntimeError, match="behind its own"):
+            later.wait()
+        refused.append(threading.current_thread() is queue.thread)
+
+    future = first.get_future().then(then)
     go.set()
-    assert all(ended(future) for future in futures)
-    assert sorted(told) == ["first", "first", "second", "second"]
+    later.wait()
+    future.wait()
+    assert refused == [True]
+    assert told == ["first", "of the callback", "later"]
 
 
 def test_a_future_that_is_asked_for_late() -> None:
-    queue, seen = Queue(), []
+    queue, seen = new_queue(), []
     made = telling(queue, [], "only")
     made.wait()
     made.get_future().then(lambda done: seen.append((done.value()[0].item(), threading.current_thread()))).wait()
@@ -81,13 +87,15 @@ def test_a_future_that_is_asked_for_late() -> None:
 
 @pytest.mark.parametrize("way", ["dropped early", "dropped late", "wait", "exception", "future"])
 def test_an_undelivered_error_is_logged_once(way: str, caplog) -> None:
-    queue, go = Queue(), threading.Event()
+    queue, go = new_queue(), threading.Event()
 
     def fail() -> list[torch.Tensor]:
         assert go.wait(PLENTY_S)
         raise ValueError("of the call")
 
-    work = TaskWork(queue.submit(QueuedCall(fail)), queue)
+    call = QueuedCall(fail)
+    work = TaskWork(call)
+    queue.submit(call)
     future = work.get_future().then(lambda done: done.value()) if way == "future" else None
     if way == "dropped early":
         del work
@@ -104,33 +112,3 @@ def test_an_undelivered_error_is_logged_once(way: str, caplog) -> None:
     assert [(record.name, record.levelname) for record in caplog.records] == [("tdcoll", "ERROR")] * ("dropped" in way)
     assert all("dropped without wait(): ValueError: of the call" in line for line in caplog.messages)
     del future
-    queue.close()
-
-
-def test_a_forked_child_finds_outstanding_calls_failed() -> None:
-    queue, told, go = Queue(), [], threading.Event()
-    running, waiting = telling(queue, told, "running", go), telling(queue, told, "waiting")
-    while queue._current is None:
-        time.sleep(0.001)
-    child = os.fork()
-    if not child:
-        signal.alarm(10)  # ends it if it hangs
-        failed = 0
-        try:
-            queue.drain()
-            for call in (running, waiting):
-                try:
-                    call.wait()
-                except TdcollError as error:
-                    failed += "parent process" in str(error)
-            again: list[str] = []
-            telling(queue, again, "the child's own").wait()
-            failed += again == ["the child's own"]
-        finally:
-            os._exit(failed)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 3
-    go.set()
-    queue.drain()
-    assert told == ["running", "waiting"]
-    assert waiting.wait()

@@ -15,7 +15,8 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.distributed import Options, sparse
 from tdcoll.distributed.call import Call
-from tdcoll.distributed.handlers import Lane, Members
+from tdcoll.distributed.handlers import Members
+from tdcoll.distributed.queues import Queue
 from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.testing import World
 
@@ -25,7 +26,7 @@ ROWS, WIDTH = 256, 64
 def handler() -> SparseAllReduce:
     job = runtime.current()
     members = Members(job, tuple(range(job.world_size)), job.timeout_s, Options())
-    return SparseAllReduce(members, Lane(job.control.part("sparse")))
+    return SparseAllReduce(members, Queue(job.control.part("sparse")))
 
 
 def table(rank: int, rows: int = ROWS, few: int | None = None) -> torch.Tensor:
@@ -89,8 +90,8 @@ def test_one_thread_at_a_time_uses_the_context(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(sparse, "sparse_all_reduce", reduce)
     job: Any = SimpleNamespace(through=lambda control: contextlib.nullcontext())
-    members, lane = Members(job, (0,), 1.0, Options()), Lane(SimpleNamespace())  # type: ignore[arg-type]
-    sums = SparseAllReduce(members, lane)
+    queue = Queue(SimpleNamespace())  # type: ignore[arg-type]
+    sums = SparseAllReduce(Members(job, (0,), 1.0, Options()), queue)
     sums.context = SimpleNamespace(device=torch.device("meta"))  # type: ignore[assignment]
     results: list[Any] = []
     threads = [threading.Thread(target=lambda: results.append(sums.reduce([table(0)], "sum"))) for _ in range(2)]

@@ -130,10 +130,10 @@ def test_what_exchanges_are_given_ends_with_the_block() -> None:
         return SimpleNamespace(all_gather=gather)
 
     (job,) = jobs_of([plane("job")], ALIGNMENT)
-    with job.within(2.0, "group 1"), job.through(plane("part")):
+    with job.through(plane("part"), 2.0, "group 1"), job.through(plane("inner part")):
         job.exchange([0], "inside")
     job.exchange([0], "outside")
-    assert calls == [("part", "inside (group 1)", 2.0), ("job", "outside", None)]
+    assert calls == [("inner part", "inside (group 1)", 2.0), ("job", "outside", None)]
 
 
 def test_threads_take_no_more_blocks_than_there_are(planes: list[StoreControlPlane]) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,6 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import tdcoll
+from tdcoll.calls import pool
 from tdcoll.distributed import Options, explain
 
 
@@ -98,31 +98,6 @@ def callbacks_come_before_later_calls() -> None:
 
 
 @check
-def a_callback_that_waits_for_a_later_call() -> None:
-    """It waits for what is behind it in the same queue, which goes on. On GPUs, only sparse calls have a queue."""
-
-    def ones(n: int) -> torch.Tensor:
-        dense = torch.ones(n, 2, device=device())
-        return dense if simulated() else dense.to_sparse(1)
-
-    for way in ("work", "future"):
-        issued = threading.Event()
-        works: list[object] = []
-        waited: list[str] = []
-
-        def then(done: object, way=way, issued=issued, works=works, waited=waited) -> None:
-            expect(issued.wait(10), "the callback runs beside the thread that issues calls")
-            works[0].wait() if way == "work" else works[0].get_future().wait()
-            waited.append(way)
-
-        future = dist.all_reduce(ones(2), async_op=True).get_future().then(then)
-        works.append(dist.all_reduce(ones(3), async_op=True))
-        issued.set()
-        ended(future)
-        expect(waited == [way], "the callback has waited for the later call")
-
-
-@check
 def ddp_with_power_sgd() -> None:
     """A hook of PyTorch's whose callbacks make calls and wait; with several buckets, whose callbacks overlap."""
     torch.manual_seed(5)
@@ -150,7 +125,7 @@ def ddp_with_power_sgd() -> None:
 
 @check
 def asynchronous_calls_in_different_orders() -> None:
-    """Groups, and kinds of calls, that ranks issue in different orders, the first calls among them."""
+    """Groups, and kinds of calls, that ranks issue in different orders once they have contexts."""
     few = Options(blocks=8)  # for contexts of all kinds of both
     groups = [dist.new_group(timeout=timedelta(seconds=20), pg_options=few) for _ in range(2)]
     began = time.monotonic()
@@ -163,9 +138,7 @@ def asynchronous_calls_in_different_orders() -> None:
             issue.append(partial(dist.all_reduce, tensor, group=group, async_op=True))
             issue.append(partial(single, out, data(rank(), 8), group=group, async_op=True))
             issue.append(partial(dist.all_reduce, row, group=group, async_op=True))
-        turned = (rank() * 3 + call) % len(issue)
-        if device().type == "cuda" and call == 0:  # which makes contexts at once, as NCCL does communicators
-            turned = 0
+        turned = (rank() * 3 + call) % len(issue) if call else 0  # the first makes contexts at once
         works = [make() for make in issue[turned:] + issue[:turned]]
         for work in works[::-1] if rank() else works:
             work.wait()
@@ -238,7 +211,7 @@ def threads_with_a_group_each() -> None:
 
 @check
 def what_cannot_be_served_in_turn() -> None:
-    """Asynchronous calls fall back if the heap has no room for a context, in any order of kinds and ranks."""
+    """Asynchronous calls fall back if the heap has no room for a context."""
     taken = []
     while (free := tdcoll.heap_info().largest_free) > 1 << 16:
         taken.append(tdcoll.empty(free, torch.uint8))
@@ -248,9 +221,7 @@ def what_cannot_be_served_in_turn() -> None:
         strided = torch.stack([data(rank(), 50_000)] * 2, 1)[:, 0]
         reductions = [partial(dist.all_reduce, each, group=group, async_op=True) for each in (tensor, strided)]
         gathers = [partial(single, out, data(rank(), 60_000), group=group, async_op=True)]
-        works = [
-            make() for make in (reductions + gathers if rank() or device().type == "cuda" else gathers + reductions)
-        ]
+        works = [make() for make in reductions + gathers]
         first = data(1, 7) if rank() == 1 else torch.empty(7, device=device())
         dist.broadcast(first, 1, group=group)  # of the fallback backend, in between
         for work in works:
@@ -277,20 +248,21 @@ def contexts_that_grow_beside_allocations() -> None:
         return torch.sparse_coo_tensor(indices, torch.ones(rows, 4, device=device()), (9000, 4))
 
     dist.all_reduce(ones(2), group=group)
-    for n in (1, 300_001):  # CUDA loads no kernel of PyTorch's while another waits for a rank
+    smallest, pool._SMALLEST = pool._SMALLEST, 1 << 14  # bytes of the pool's first context
+    for n in (1, 5_001):  # CUDA loads no kernel of PyTorch's while another waits for a rank
         reduced = torch.ones(n, device=device())
         tdcoll.distributed.all_reduce(reduced)
         expect(bool((reduced == world()).all()), f"{reduced}")
     expect(not torch.zeros(1000, dtype=torch.int32, device=device()).fill_(0).any(), "zeros")
     for step in range(2):
-        rows = 600 << step
+        rows = 300 << step
         tensor = ones(rows)
         work = dist.all_reduce(tensor, group=group, async_op=True)
         time.sleep(0.3 * ((step + rank()) % 2))
         mine = tdcoll.zeros(1000 << step, torch.int32, name=f"beside {step}")
         expect(not mine.any(), "its memory is nobody else's")
         mine.fill_(7)
-        reduced = torch.ones(300_000 * step + 1, device=device())
+        reduced = torch.ones(12_000 * step + 1, device=device())
         tdcoll.distributed.all_reduce(reduced[:1])
         tdcoll.distributed.all_reduce(reduced)
         expect(bool((reduced[1:] == world()).all()) and reduced[0] == world() ** 2, f"{reduced}")
@@ -298,4 +270,5 @@ def contexts_that_grow_beside_allocations() -> None:
         expect(tensor._nnz() == rows * world() and bool((tensor._values() == 1).all()), f"{tensor}")
         expect(bool((mine == 7).all()), "memory that was not given away")
         tdcoll.free(mine)
+    pool._SMALLEST = smallest
     dist.destroy_process_group(group)

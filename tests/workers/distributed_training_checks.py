@@ -233,9 +233,9 @@ def reducer_after_an_interrupt() -> None:
     for broken in (True, False):
         tables[0](torch.tensor([rank()], device=device())).sum().backward()
         if broken:
-            sums._sums.lane.queue.drain = interrupted
+            sums._sums.queue.drain = interrupted
             expect_raises(KeyboardInterrupt, sums.finish)
-            del sums._sums.lane.queue.drain
+            del sums._sums.queue.drain
             expect(sums._pass is None, "a call that was not made is still waited for")
         else:
             sums.finish()

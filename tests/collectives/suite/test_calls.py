@@ -390,9 +390,9 @@ def test_drop_ins_name_their_own_arguments(pe: int) -> None:
         (TypeError, r"tensor must be a torch\.Tensor", reduce, (3,)),
         (ValueError, "op must be one of sum, mean, max, min, prod; got 'SUM'", reduce, (x, "SUM")),
         (ValueError, "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BXOR", reduce, (x, ReduceOp.BXOR)),
-        (ValueError, r"output_split_sizes must have 2 sizes, one per rank; got \[4\]", exchange, (y, z, [4])),
-        (ValueError, "input_split_sizes must be None or the same", exchange, (y, z, [2, 2], [1, 3])),
-        (ValueError, r"must add up to dimension 0 of input, 4; got \[7, 7\]", exchange, (y, z, None, [7, 7])),
+        (ValueError, r"output_split_sizes must be None or 2 equal sizes, .*; got \[4\]", exchange, (y, z, [4])),
+        (ValueError, "input_split_sizes must be None or 2 equal sizes", exchange, (y, z, [2, 2], [1, 3])),
+        (ValueError, r"which add up to dimension 0 of input; got \[7, 7\]", exchange, (y, z, None, [7, 7])),
     ):
         with pytest.raises(kind, match=message):
             call(*arguments)
