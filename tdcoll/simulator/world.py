@@ -127,7 +127,7 @@ class World:
         resident: at most so many programs of one launch are in flight, started in the order in which a GPU
             starts them (x fastest); None: all.
         room: at most so many programs of all launches of a PE are in flight, those of the launch that came first
-            before those of later ones; None: all. See :meth:`streams`.
+            before those of later ones; None: all. See :meth:`stream`.
         puts: whether NVSHMEM's functions work in kernels. If False, the heap is as one of PyTorch's symmetric memory.
         late_data: with ``weak``, bytes without a signal arrive when no task can run but stragglers; if None, the seed
             decides.
@@ -270,32 +270,12 @@ class World:
             hooks.remove()
         return results
 
-    def streams(self, *hosts: Callable[[], Any]) -> list[Any]:
-        """Run ``hosts`` at once on the calling PE, each as on a stream of its own; return their results at the end.
-
-        Call it in a host function. Launches of one stream follow each other, those of several are in flight together;
-        ``room`` limits their programs, as a GPU's size does. If you exchange values on the host, for example by making
-        a context, do it before the call, because two streams of a PE would do it in any order.
-
-        Raises:
-            TdcollError: called outside of a host function.
-        """
-        made, results = [self.stream() for _ in hosts], [None] * len(hosts)
-
-        def run(number: int) -> None:
-            results[number] = hosts[number]()
-
-        for number, stream in enumerate(made):
-            stream.queue(partial(run, number))
-        for stream in made:
-            stream.synchronize()
-        return results
-
     def stream(self) -> Stream:
         """Return a new stream of the calling PE, on which it queues launches, copies, waits and writes of words:
         ``with stream: ...``.
 
-        Call it in a host function. If no stream is entered, each of them is done before it returns.
+        Call it in a host function. If no stream is entered, each of them is done before it returns. ``stream.queue(f)``
+        runs a host function there, whose launches are done in order.
 
         Raises:
             TdcollError: called outside of a host function.

@@ -52,7 +52,6 @@ CALLS = {
     "ld": 'words + i, "sys", "acquire"',
     "block_and": "i",
     "wait_word": "words + i, tdl.CMP_GE, 1, monitor, i, i",
-    "wait_until_any": "words, 4, -1, tdl.CMP_GE, i, monitor, 4",
     "test_signal": "words + i, tdl.CMP_GE, 1",
     "grid_barrier": "words + i, monitor",
     "atom_add": 'words + i, i, "sys", "acquire"',

@@ -341,10 +341,9 @@ def test_the_part_of_nvshmem_that_kernels_link_makes_the_same_kernels(compiled) 
 
 def test_kernels_in_the_style_of_triton_distributed(compiled) -> None:
     made = compiled["compat"]
-    waits = {"wait": 2, "warp": 2, "proxy": 2, "release": 1, "add": 0, "shuffle": 0}
+    waits = {"wait": 2, "warp": 2, "proxy": 2, "release": 1, "add": 0}
     assert waits.items() <= made["pass_on"].items()
-    assert {"by_threads", "rounds"} <= set(made)
-    assert (made["extras"]["shuffle"], made["extras"]["spilled_bytes"]) == (4, 0)
+    assert made["by_threads"]["add"] == 1
     # In a loop with a matmul, no copy to shared memory is begun before its wait.
     assert (made["pipelined, wait: True"], made["pipelined, wait: False"]) == (False, True)
 
@@ -386,7 +385,6 @@ ALLOWED = {
     "values": {ptx_divergence.DIVERGENT},
     "count_by_threads": {ptx_order.NARROW},  # words of this GPU
     "rounds": {ptx_order.NARROW},
-    "any_of": {ptx_order.RULES["store", "put"]},  # by the same thread
 }
 """What :mod:`ptx_order` says of kernels that are no protocols, and why that is right there."""
 
@@ -407,7 +405,6 @@ def test_which_kernels_of_words_are_compiled(compiled) -> None:
     [
         ("count_by_threads", {"add by the thread": 1, "swap by the thread": 1}),
         ("wait_here_and_there", {"narrow wait": 1, "wide wait": 1, "signed": 1}),
-        ("any_of", {"look": 1, "lowest": 4}),  # indices below 8, and 8 for none
         ("ask", {"look": 2}),
         ("rounds", {"arrive": 2, "wide wait": 2}),  # unrolled
         ("move_words", {"load": 4, "store": 4}),  # 1024 words by 256 threads

@@ -254,7 +254,6 @@ def main() -> None:
     language = {name: getattr(tdl, name) for name in FUNCTIONS}
     report = {
         "warming up": warming_up(driver),
-        "lowering": tdl.LOWERING,
         "parameters": {name: parameters_of(function) for name, function in language.items()},
         "described": {
             name: [inspect.getdoc(function), [p for p in inspect.signature(function).parameters if p[0] != "_"]]
