@@ -20,9 +20,6 @@ from tdcoll.base.errors import TdcollError
 
 __all__ = ["KernelTransformer"]
 
-_CHAINS = hasattr(triton_interpreter.ASTTransformer, "visit_Compare")
-"""Whether this Triton has comparisons such as ``a < b < c`` (3.9 and later)."""
-
 
 def _call(function: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(f"_tdcoll_{function}", ast.Load()), list(arguments), [])
@@ -75,11 +72,6 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         self.generic_visit(node)
         node.test = _call(how, node.test)
         return node
-
-    def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        if len(node.ops) > 1 and not _CHAINS:
-            raise self._refused(node, "Triton has no chained comparisons before 3.9: write `(a < b) & (b < c)`")
-        return super().visit_Compare(node) if _CHAINS else self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self._function, self._threaded, self._splits = node.name, set(), 0

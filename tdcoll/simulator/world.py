@@ -225,7 +225,7 @@ class World:
         self._dead: set[int] = set()
         self._launches: list[list[GridLaunch]] = []
         self._streams = [0] * n_pes
-        self._doomed: dict[int, tuple[int, bool]] = {}
+        self._doomed: dict[int, int] = {}
         self.runtimes = [
             runtime.Runtime(
                 rank=pe,
@@ -297,24 +297,23 @@ class World:
         for _ in range(turns):
             self.scheduler.turn()
 
-    def kill(self, pe: int, *, after_turns: int = 0, lose_messages: bool = True) -> None:
-        """Kill PE ``pe``: its host task and programs stop where they are.
+    def kill(self, pe: int, *, after_turns: int = 0) -> None:
+        """Kill PE ``pe``: its host task and programs stop where they are, and its messages in flight are lost.
 
         From then on bounded waits that nothing can satisfy expire, for any ``on_timeout``.
 
         Args:
             pe: the PE. Killing one's own ends the calling task with this call.
             after_turns: let the PE's tasks take so many more turns before.
-            lose_messages: messages of it that have not arrived yet are lost.
         """
         self._machine.check_pe(pe)
         if after_turns > 0:
-            self._doomed[pe] = (after_turns, lose_messages)
+            self._doomed[pe] = after_turns
             return
         self._doomed.pop(pe, None)
         self._dead.add(pe)
         self.scheduler.expire = True
-        if lose_messages and self._machine.network is not None:
+        if self._machine.network is not None:
             self._machine.network.drop(pe)
         self.scheduler.kill(pe)
 
@@ -347,11 +346,10 @@ class World:
 
     def _count_turn(self, task: Task) -> None:
         if task.pe in self._doomed:
-            turns, lose_messages = self._doomed[task.pe]
-            if turns <= 0:
-                self.kill(task.pe, lose_messages=lose_messages)
+            if self._doomed[task.pe] <= 0:
+                self.kill(task.pe)
             else:
-                self._doomed[task.pe] = (turns - 1, lose_messages)
+                self._doomed[task.pe] -= 1
 
     def _launch(self, launch: GridLaunch) -> None:
         scheduler = self.scheduler

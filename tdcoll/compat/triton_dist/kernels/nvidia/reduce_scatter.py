@@ -7,8 +7,6 @@ import dataclasses
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 import tdcoll
 from tdcoll.compat.triton_dist.kernels.nvidia.common_ops import wait_eq
@@ -16,44 +14,16 @@ from tdcoll.compat.triton_dist.utils import NVSHMEM_SIGNAL_DTYPE
 
 __all__ = ["ReduceScatter2DContext", "create_reduce_scater_2d_ctx", "reduce_scatter_2d_op", "ring_reduce"]
 
-_BLOCK = 2048
-
-
-@triton.jit
-def _sum_of_splits(source, out, begin, elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """``[SPLITS, elements] -> [elements]``: the fp32 sum of the splits, from ``begin + 1`` on and wrapping around."""
-    for block in range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
-        index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = index < elements
-        total = tl.zeros((BLOCK,), tl.float32)
-        for i in range(SPLITS):
-            split = tl.cast((begin + 1 + i) % SPLITS, tl.int64)
-            total += tl.load(source + split * elements + index, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + index, total.to(out.dtype.element_ty), mask=mask)
-
 
 def ring_reduce(
     input: torch.Tensor, output: torch.Tensor, begin_idx: int, num_splits: int, num_sms: int = -1
 ) -> torch.Tensor:
-    """``[num_splits * m, n] -> [m, n]``: the sum of the splits, from ``begin_idx + 1`` on and wrapping around.
+    """``[num_splits * m, n] -> [m, n]``: the sum of the splits, by PyTorch on the current stream.
 
-    It is made on the current stream, in fp32, and rounded once. (Triton-distributed's adds in the type of the input.)
-
-    Args:
-        num_sms: thread blocks; if -1, as many as there are blocks of data.
-
-    Raises:
-        ValueError: shapes do not match.
+    It is made in fp32 and rounded once. (Triton-distributed's begins with split ``begin_idx + 1``, in the type of the
+    input, and takes ``num_sms`` thread blocks.)
     """
-    if output.numel() * num_splits != input.numel() or not (input.is_contiguous() and output.is_contiguous()):
-        raise ValueError(
-            f"input must be num_splits={num_splits} times as large as output, both contiguous; got {list(input.shape)} "
-            f"and {list(output.shape)}"
-        )
-    programs = triton.cdiv(output.numel(), _BLOCK)
-    programs = programs if num_sms == -1 else min(programs, num_sms)
-    _sum_of_splits[(programs,)](input, output, begin_idx, output.numel(), num_splits, _BLOCK)
-    return output
+    return output.copy_(input.view(num_splits, *output.shape).sum(0, dtype=torch.float32))
 
 
 @dataclasses.dataclass
