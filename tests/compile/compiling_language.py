@@ -65,8 +65,6 @@ WORD_TYPES = {
 }
 WORDS: dict[str, dict[str, Any]] = {
     "values": {},
-    "atomics": {"ROUNDS": 2},
-    "put_then_count": {"FENCE": True},
     "count_by_threads": {"ALL": False},
     "wait_here_and_there": {"SEND": True},
     "ask": {"TIMES": 1},
@@ -90,19 +88,18 @@ INSTRUCTIONS = {
 """The instructions that are looked for in kernels."""
 
 
-def compile_words() -> list[dict[str, Any]]:
+def compile_words(arch: int) -> list[dict[str, Any]]:
     found = []
-    for arch in (90, 100):
-        for name, constants in WORDS.items():
-            kernel = getattr(kernels, name)
-            if arch != 90 and needs_nvshmem(kernel):  # which takes seconds each
-                continue
-            ptx = compile_for(kernel, arch, constants, WORD_TYPES).asm["ptx"]
-            body = ptx[ptx.index(".entry") :]
-            seen = {what: body.count(text) for what, text in INSTRUCTIONS.items()}
-            widths = sorted(set(re.findall(r"\bLDG?\.E(\S*)\.STRONG\.SYS\b", instructions(ptx, arch))))
-            about = {"kernel": name, "arch": arch, "needs": needs_nvshmem(kernel), "widths": widths}
-            found.append({**about, "problems": ORDER.pop()["problems"], **seen, **resources(ptx, arch)})
+    for name, constants in WORDS.items():
+        kernel = getattr(kernels, name)
+        if arch != 90 and needs_nvshmem(kernel):  # which takes seconds each
+            continue
+        ptx = compile_for(kernel, arch, constants, WORD_TYPES).asm["ptx"]
+        body = ptx[ptx.index(".entry") :]
+        seen = {what: body.count(text) for what, text in INSTRUCTIONS.items()}
+        widths = sorted(set(re.findall(r"\bLDG?\.E(\S*)\.STRONG\.SYS\b", instructions(ptx, arch))))
+        about = {"kernel": name, "arch": arch, "needs": needs_nvshmem(kernel), "widths": widths}
+        found.append({**about, "problems": ORDER.pop()["problems"], **seen, **resources(ptx, arch)})
     return found
 
 
