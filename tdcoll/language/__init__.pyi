@@ -70,6 +70,36 @@ def g(source: _Pointer, pe: _Number) -> Any:
     """Returns the value at the symmetric address `source` on PE `pe`. Each thread that calls does it once: call it from
     one thread. Pointers are to integers or floats of 32 or 64 bits."""
 
+def atomic_fetch(source: _Pointer, pe: _Number) -> Any:
+    """Returns the integer at the symmetric address `source` on PE `pe`, read atomically. It isn't ordered after earlier
+    puts and stores: call `fence` first. Each thread that calls does it once: call it from one thread. Pointers are to
+    integers of 32 or 64 bits."""
+
+def atomic_set(dest: _Pointer, value: _Value, pe: _Number) -> None:
+    """Sets the integer at the symmetric address `dest` on PE `pe` atomically. It isn't ordered after earlier puts and
+    stores: call `fence` first. Each thread that calls does it once: call it from one thread. Pointers are to integers
+    of 32 or 64 bits."""
+
+def atomic_add(dest: _Pointer, value: _Value, pe: _Number) -> None:
+    """Adds `value` to the integer at the symmetric address `dest` on PE `pe`. It isn't ordered after earlier puts and
+    stores: call `fence` first. Each thread that calls does it once: call it from one thread. Pointers are to integers
+    of 32 or 64 bits."""
+
+def atomic_fetch_add(dest: _Pointer, value: _Value, pe: _Number) -> Any:
+    """Adds `value` to the integer at the symmetric address `dest` on PE `pe`; returns what was there before. It isn't
+    ordered after earlier puts and stores: call `fence` first. Each thread that calls does it once: call it from one
+    thread. Pointers are to integers of 32 or 64 bits."""
+
+def atomic_swap(dest: _Pointer, value: _Value, pe: _Number) -> Any:
+    """Writes `value` to the integer at the symmetric address `dest` on PE `pe`; returns what was there before. It isn't
+    ordered after earlier puts and stores: call `fence` first. Each thread that calls does it once: call it from one
+    thread. Pointers are to integers of 32 or 64 bits."""
+
+def atomic_compare_swap(dest: _Pointer, cond: _Value, value: _Value, pe: _Number) -> Any:
+    """Writes `value` to the symmetric address `dest` on PE `pe` if `cond` is there; returns what was there before. It
+    isn't ordered after earlier puts and stores: call `fence` first. Each thread that calls does it once: call it from
+    one thread. Pointers are to integers of 32 or 64 bits."""
+
 def putmem(dest: _Pointer, source: _Pointer, bytes: _Number, pe: _Number) -> None:
     """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`. `source` may be any memory of this
     GPU when the PE is reachable over NVLink or PCIe, and must be symmetric otherwise. Returns when `source` may be

@@ -41,7 +41,7 @@ def _lowered(spec: DeviceFunction) -> Any:
         if LIBRARY not in dict(_semantic.builder.options.extern_libs):
             raise ValueError(not_linked(name))
         kinds, symbol, returns = dict(_TYPES), str(spec.symbol), _RETURNS.get(spec.returns)
-        if "TYPE" in symbol:
+        if spec.types:
             word = word_type(spec, given[0])
             kinds["value"], symbol = word, symbol.replace("TYPE", WORDS[word])
             returns = word if spec.returns else tl.int32

@@ -12,6 +12,7 @@ adds once for each thread (or warp) that would have called.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -133,36 +134,74 @@ def signal_wait_until(running, sig_addr, cmp_, cmp_val):
 # ---------------------------------------------------------------------- words of other PEs
 
 
-def _word(running: Machine, name: str, pointer: Any, pe: int) -> tuple[Any, Any, Address]:
-    """Return the types of the word that the first argument of a function points to, Triton's and numpy's, and where
-    it is."""
-    parameter = FUNCTIONS[name].parameters[0][0]
-    pointee = word_type(FUNCTIONS[name], pointer)
-    kind = numpy_dtype(pointee)
-    address = Address(number_of(name, parameter, pointer))
-    address.origin = pointer.handle.origin
-    if address % kind.itemsize:
-        raise ValueError(f"{name}: {parameter} must be a multiple of {kind.itemsize}, got {address:#x}")
-    running.check_symmetric(address, kind.itemsize, parameter, pe)
-    return pointee, kind, address
+def _typed(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function ``name`` of words, whose type is that of the first argument's pointee. ``operation`` is given
+    the machine, the address, the type, the PE and the values."""
+    spec = FUNCTIONS[name]
+    first = spec.parameters[0][0]
+
+    def call(running: Machine, pointer: Any, *rest: Any) -> Any:
+        *given, pe = rest
+        pointee = word_type(spec, pointer)
+        of = numpy_dtype(pointee)
+        values = [_as(of, name, spec.parameters[1 + i][0], value) for i, value in enumerate(given)]
+        address = Address(number_of(name, first, pointer))
+        address.origin = pointer.handle.origin
+        if address % of.itemsize:
+            raise ValueError(f"{name}: {first} must be a multiple of {of.itemsize}, got {address:#x}")
+        running.check_symmetric(address, of.itemsize, first, pe)
+        found = operation(running, address, of, pe, *values)
+        return scalar(found, of, pointee) if spec.returns else None
+
+    return blocks(call, name)
 
 
-@blocks
-def p(running, dest, value, pe):
-    _, kind, address = _word(running, "p", dest, pe)
+def _as(kind: Any, function: str, parameter: str, value: Any) -> Any:
+    """Return a scalar argument as a number of the type ``kind``."""
     if isinstance(value, tl.tensor):
-        require_scalar("p", "value", value)
+        require_scalar(function, parameter, value)
         value = value.handle.data.reshape(-1)[0]
-    word = np.array(getattr(value, "value", value)).astype(kind)
-    transfers.put(running, address, word.tobytes(), word.nbytes, pe, nbi=True)
+    return np.array(getattr(value, "value", value)).astype(kind)[()]
 
 
-@blocks
-def g(running, source, pe):
-    pointee, kind, address = _word(running, "g", source, pe)
+def _p(running: Machine, address: int, kind: Any, pe: int, value: Any) -> None:
+    transfers.put(running, address, value.tobytes(), value.nbytes, pe, nbi=True)
+
+
+def _g(running: Machine, address: int, kind: Any, pe: int) -> Any:
     word = np.zeros(1, kind)
     transfers.get(running, word.ctypes.data, address, kind.itemsize, pe, nbi=False)
-    return scalar(word[0], kind, pointee)
+    return word[0]
+
+
+def _atomic(change: Callable[..., Any], fetches: bool = True) -> Callable[..., Any]:
+    """Return an operation that makes ``change(old, *values)`` of a word and returns ``old``."""
+
+    def operation(running: Machine, address: int, kind: Any, pe: int, *values: Any) -> Any:
+        return transfers.atomic(running, address, kind, pe, lambda old: change(old, *values), fetches=fetches)
+
+    return operation
+
+
+def _sum(old: Any, value: Any) -> Any:
+    return (old.reshape(1) + value)[0]  # of arrays: they wrap as a GPU does, without a warning
+
+
+p = _typed("p", _p)
+g = _typed("g", _g)
+atomic_fetch = _typed("atomic_fetch", _atomic(lambda old: old))
+atomic_set = _typed("atomic_set", _atomic(lambda old, value: value, fetches=False))
+atomic_fetch_add = _typed("atomic_fetch_add", _atomic(_sum))
+atomic_swap = _typed("atomic_swap", _atomic(lambda old, value: value))
+atomic_compare_swap = _typed("atomic_compare_swap", _atomic(lambda old, cond, value: value if old == cond else old))
+
+
+def _add(running: Machine, address: int, kind: Any, pe: int, value: Any) -> None:
+    total = np.array([value]) * kind.type(multiplicity(running, ""))
+    transfers.atomic(running, address, kind, pe, lambda old: _sum(old, total[0]), fetches=False)
+
+
+atomic_add = _typed("atomic_add", _add)
 
 
 # ---------------------------------------------------------------------- order

@@ -177,6 +177,12 @@ class Network:
         for link in {op.link: None for op in self._released if op.issuer.pe == source_pe}:
             self._flush(link, self._released.__contains__)
 
+    def flush_fenced(self, source_pe: int, pe: int) -> None:
+        """Deliver now the messages of ``source_pe`` to ``pe`` before its last fence."""
+        link = source_pe, pe, False
+        fenced = list(chain.from_iterable(self._links.get(link, [])[:-1]))
+        self._flush(link, fenced.__contains__)
+
     def _flush(self, link: tuple[int, int, bool], wanted: Callable[[Operation], bool]) -> None:
         epochs = self._links.get(link, [])
         last = max((i for i, epoch in enumerate(epochs) if any(map(wanted, epoch))), default=-1)

@@ -5,35 +5,37 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import triton
 
-__all__ = ["kernel_place"]
+__all__ = ["Place", "kernel_place"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (*(_PACKAGE / name for name in ("runtime", "simulator", "language", "spec")), Path(triton.__file__).parent)
 _INSIDE = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 
 
-def kernel_place() -> Callable[..., str]:
-    """Look for the line of the kernel, or of its helper, that calls the device language or Triton.
+@dataclass(frozen=True)
+class Place:
+    """A line of a file."""
 
-    Returns:
-        A function that gives what stands behind a line of a report: `` (from rank 3; kernels.py:45)``, with its
-        arguments first.
-    """
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame = frame.f_back
-    file, line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    file: str
+    line: int
 
-    def note(*words: str) -> str:
-        inside = file.startswith(f"{os.getcwd()}{os.sep}")
-        where = [f"{os.path.relpath(file) if inside else file}:{line}"] if file else []
+    def note(self, *words: str) -> str:
+        """Return what stands behind a line of a report: `` (from rank 3; kernels.py:45)``, with ``words`` first."""
+        inside = self.file.startswith(f"{os.getcwd()}{os.sep}")
+        where = [f"{os.path.relpath(self.file) if inside else self.file}:{self.line}"] if self.file else []
         found = "; ".join(filter(None, [*words, *where]))
         return f" ({found})" if found else ""
 
-    return note
+
+def kernel_place() -> Place:
+    """Return the line of the kernel, or of its helper, that calls the device language or Triton."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    return Place("", 0) if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)

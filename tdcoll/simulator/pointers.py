@@ -103,7 +103,7 @@ class PointerAccess:
         place, describe = kernel_place(), machine.memory.describe
         machine.scheduler.poll(
             first,
-            lambda: f"spins on {describe(first)}, is {read_word(first & ~7) if first else 0}{place()}",
+            lambda: f"spins on {describe(first)}, is {read_word(first & ~7) if first else 0}{place.note()}",
         )
         if inside is not None and machine.network is not None and program.in_flight:
             remote = addresses[inside & (self._pes(addresses) != program.pe)]

@@ -14,10 +14,10 @@ from tdcoll.simulator.machine import Machine
 from tdcoll.simulator.memory import write_word
 from tdcoll.simulator.network import Operation
 from tdcoll.simulator.places import kernel_place
-from tdcoll.simulator.pointers import replace_word
+from tdcoll.simulator.pointers import PointerAccess, replace_word
 from tdcoll.spec import constants as c
 
-__all__ = ["barrier", "fence", "get", "put", "quiet", "release", "signal"]
+__all__ = ["atomic", "barrier", "fence", "get", "put", "quiet", "release", "signal"]
 
 _SIGNAL_ADD = c.SIGNAL_ADD.value
 
@@ -128,6 +128,27 @@ def _update(machine: Machine, pe: int, address: int, value: int, operation: int)
     return update
 
 
+def atomic(machine: Machine, address: int, kind: Any, pe: int, change: Callable[[Any], Any], *, fetches: bool) -> Any:
+    """Replace a word of ``pe`` by ``change(word)``, atomically.
+
+    Args:
+        address: of the word here, a multiple of its size.
+        kind: its numpy type.
+        fetches: if true, make the change at once, and return the old word. Otherwise it travels as a signal does.
+    """
+    program, network, remote = machine.program, machine.network, machine.on(pe, address)
+    update = partial(PointerAccess(machine).change_word, program.pe, remote, kind, change)
+    if not fetches:
+        _send(machine, pe, "signal", signal=update, is_flag=True)
+        machine.scheduler.turn()
+        return None
+    if network is not None:
+        network.flush_fenced(program.pe, pe)
+    before = update()
+    machine.scheduler.poll(remote, lambda: f"asks for {machine.memory.describe(remote)}")  # maybe in a loop
+    return before
+
+
 def fence(machine: Machine) -> None:
     """Order the PE's messages to each PE before and after this."""
     program, network = machine.program, machine.network
@@ -183,7 +204,7 @@ def barrier(machine: Machine, name: str) -> None:
 
     def describe() -> str:
         missing = [f"pe{other}" for other, count in enumerate(arrivals) if count < generation]
-        return f"waits in {name} number {generation} for {', '.join(missing)}{place()}"
+        return f"waits in {name} number {generation} for {', '.join(missing)}{place.note()}"
 
     with machine.slice(name):
         scheduler.wait(lambda: min(arrivals) >= generation, describe, [("barrier", name)])

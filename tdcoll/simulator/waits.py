@@ -133,7 +133,7 @@ def holds(machine: Machine, address: int, compare: int, value: int) -> bool:
     """Return whether the signal at ``address`` compares true now. A schedule point, since it may be in a loop."""
     (sign, true), memory, place = _COMPARE[compare], machine.memory, kernel_place()
     machine.scheduler.poll(
-        address, lambda: f"asks for {memory.describe(address)} {sign} {value}, is {read_word(address)}{place()}"
+        address, lambda: f"asks for {memory.describe(address)} {sign} {value}, is {read_word(address)}{place.note()}"
     )
     return bool(true(read_word(address), value))
 
@@ -232,7 +232,7 @@ def _wait(
         values = [f"{describe(int(addresses[i]))} {condition}, is {value}" for i, value in absent]
         peers = sorted({peer for i, _ in absent if threads and (peer := threads[i][0]) >= 0})
         whom = f"from rank {', '.join(map(str, peers))}" if peers else ""
-        return f"waits for {', '.join(values)}{place(whom)}"
+        return f"waits for {', '.join(values)}{place.note(whom)}"
 
     deadline_ns = None if monitor is None else begin_ns + monitor.timeout_ns
     in_time = True

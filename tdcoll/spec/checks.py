@@ -8,12 +8,19 @@ from typing import Any
 import triton.language as tl
 from triton.language import core
 
-from tdcoll.spec.entry import TYPES, DeviceFunction
+from tdcoll.spec.entry import DeviceFunction
 
 __all__ = ["WORDS", "axis_letter", "choice", "comparison", "consumed", "integer_pointee", "require_64_bits"]
 __all__ += ["require_scalar", "word_type"]
 
-WORDS = dict(zip((tl.int32, tl.uint32, tl.int64, tl.uint64, tl.float32, tl.float64), TYPES, strict=True))
+WORDS = {
+    tl.int32: "int",
+    tl.uint32: "uint",
+    tl.int64: "long",
+    tl.uint64: "ulong",
+    tl.float32: "float",
+    tl.float64: "double",
+}
 """NVSHMEM's names of the types of words."""
 
 _COMPARISONS = ("eq", "ne", "gt", "le", "lt", "ge")
@@ -79,9 +86,10 @@ def integer_pointee(function: str, ptr: Any) -> Any:
 def word_type(function: DeviceFunction, pointer: Any) -> Any:
     """Return the type that the first argument of ``function`` points to, which must be one that the function has."""
     kind = _pointee(pointer)
-    if kind not in WORDS:
-        name, got = function.parameters[0][0], pointer.type if isinstance(pointer, tl.tensor) else repr(pointer)
-        raise ValueError(f"{function.name}: {name} must be a pointer to integers or floats of 32 or 64 bits, got {got}")
+    if kind is None or WORDS.get(kind) not in function.types:
+        allowed = "integers of 32 or 64 bits" + (", or to fp32 or fp64" if "float" in function.types else "")
+        got = pointer.type if isinstance(pointer, tl.tensor) else repr(pointer)
+        raise ValueError(f"{function.name}: {function.parameters[0][0]} must be a pointer to {allowed}, got {got}")
     return kind
 
 

@@ -9,13 +9,10 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["LIBRARY", "LINKED", "TYPES", "DeviceFunction", "declared", "no_puts", "not_a_monitor", "not_linked"]
+__all__ = ["LIBRARY", "LINKED", "DeviceFunction", "declared", "no_puts", "not_a_monitor", "not_linked"]
 
 LIBRARY = "libnvshmem_device"
 """NVSHMEM's bitcode library, as its file and Triton's ``extern_libs`` name it."""
-
-TYPES = ("int", "uint", "long", "ulong", "float", "double")
-"""What NVSHMEM calls the types of words."""
 
 LINKED = "linked_by_tdcoll_jit"
 """A launch option by which ``tdcoll.jit`` tells the simulator that a compiled kernel would have NVSHMEM linked in."""
@@ -32,11 +29,11 @@ class DeviceFunction:
             ``value`` of the pointee's type, or a block, ``constant`` a compile-time constant.
         defaults: default values of the last parameters.
         returns: what it returns, or None.
-        prototype: what it stands for: NVSHMEM's C prototype, in which TYPE is one of :data:`TYPES`, or the PTX
-            instruction.
+        prototype: what it stands for: NVSHMEM's C prototype, or the PTX instruction.
         doc: meaning, units, who must call it, ordering.
         acquires: loads that follow it in the program see what others have written, so the compiler must not move
             them above it.
+        types: what NVSHMEM calls the types that TYPE in the prototype may be.
     """
 
     name: str
@@ -46,6 +43,7 @@ class DeviceFunction:
     prototype: str
     doc: str
     acquires: bool
+    types: tuple[str, ...]
 
     @property
     def symbol(self) -> str | None:
@@ -58,7 +56,7 @@ class DeviceFunction:
         """NVSHMEM's functions that it may call."""
         if self.symbol is None:
             return ()
-        return tuple(dict.fromkeys(self.symbol.replace("TYPE", kind) for kind in TYPES))
+        return tuple(self.symbol.replace("TYPE", kind) for kind in self.types) or (self.symbol,)
 
     @property
     def call(self) -> inspect.Signature:
@@ -78,19 +76,21 @@ class DeviceFunction:
         return f"{self.name}{self.call}"
 
 
-def declared(declaration: str, prototype: str, doc: str, *, acquires: bool = False) -> DeviceFunction:
+def declared(
+    declaration: str, prototype: str, doc: str, *, acquires: bool = False, types: tuple[str, ...] = ()
+) -> DeviceFunction:
     """Return the entry of a function.
 
     Args:
         declaration: such as ``"ld(ptr: ptr, scope: constant = 'gpu') -> value"``, with kinds in the place of types.
-        prototype, doc, acquires: as they are in the entry.
+        prototype, doc, acquires, types: as they are in the entry.
     """
     function = ast.parse(f"def {declaration}: ...").body[0]
     assert isinstance(function, ast.FunctionDef)
     parameters = tuple((one.arg, ast.unparse(one.annotation)) for one in function.args.args if one.annotation)
     defaults = tuple(ast.literal_eval(default) for default in function.args.defaults)
     returns: Any = function.returns and ast.unparse(function.returns)
-    return DeviceFunction(function.name, parameters, defaults, returns, prototype, doc, acquires)
+    return DeviceFunction(function.name, parameters, defaults, returns, prototype, doc, acquires, types)
 
 
 def not_a_monitor(address: int) -> str:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVSHMEM's functions in the device language: transfers, signals, order, barriers.
+"""NVSHMEM's functions in the device language: transfers, signals, atomics, order, barriers.
 
-Source: the NVSHMEM API documentation (Remote Memory Access, Signaling Operations, Memory
+Source: the NVSHMEM API documentation (Remote Memory Access, Atomic Memory Operations, Signaling Operations, Memory
 Ordering, Point-To-Point Synchronization).
 """
 
 from __future__ import annotations
+
+import re
 
 from tdcoll.spec.entry import DeviceFunction, declared
 
@@ -78,8 +80,54 @@ def _barriers() -> list[DeviceFunction]:
     return made
 
 
-_ONCE = "Each thread that calls does it once: call it from one thread. "
-_POINTEES = "Pointers are to integers or floats of 32 or 64 bits."
+_VALUES = {
+    "p(dest: ptr, value: value, pe: pe)": (
+        "Puts `value`, of the pointee's type, to the symmetric address `dest` on PE `pe`. Ordered as any put. "
+    ),
+    "g(source: ptr, pe: pe) -> value": "Returns the value at the symmetric address `source` on PE `pe`. ",
+    "atomic_fetch(source: ptr, pe: pe) -> value": (
+        "Returns the integer at the symmetric address `source` on PE `pe`, read atomically. "
+    ),
+    "atomic_set(dest: ptr, value: value, pe: pe)": (
+        "Sets the integer at the symmetric address `dest` on PE `pe` atomically. "
+    ),
+    "atomic_add(dest: ptr, value: value, pe: pe)": (
+        "Adds `value` to the integer at the symmetric address `dest` on PE `pe`. "
+    ),
+    "atomic_fetch_add(dest: ptr, value: value, pe: pe) -> value": (
+        "Adds `value` to the integer at the symmetric address `dest` on PE `pe`; returns what was there before. "
+    ),
+    "atomic_swap(dest: ptr, value: value, pe: pe) -> value": (
+        "Writes `value` to the integer at the symmetric address `dest` on PE `pe`; returns what was there before. "
+    ),
+    "atomic_compare_swap(dest: ptr, cond: value, value: value, pe: pe) -> value": (
+        "Writes `value` to the symmetric address `dest` on PE `pe` if `cond` is there; returns what was there before. "
+    ),
+}
+
+_IN_C = {"ptr": "TYPE *", "value": "TYPE ", "pe": "int "}
+
+
+def _values() -> list[DeviceFunction]:
+    made = []
+    for declaration, what in _VALUES.items():
+        name, given = re.split(r"[()]", declaration)[:2]
+        in_c = ", ".join(_IN_C[kind] + one for one, kind in (argument.split(": ") for argument in given.split(", ")))
+        returned = "TYPE" if "->" in declaration else "void"
+        atomic = name.startswith("atomic")
+        order = "It isn't ordered after earlier puts and stores: call `fence` first. " if atomic else ""
+        once = "Each thread that calls does it once: call it from one thread. "
+        pointees = "integers" if atomic else "integers or floats"
+        made.append(
+            declared(
+                declaration,
+                f"{returned} nvshmem_TYPE_{name}({in_c.replace('TYPE *source', 'const TYPE *source')})",
+                f"{what}{order}{once}Pointers are to {pointees} of 32 or 64 bits.",
+                acquires=returned == "TYPE",
+                types=("int", "uint", "long", "ulong", *(() if atomic else ("float", "double"))),
+            )
+        )
+    return made
 
 
 NVSHMEM_FUNCTIONS = [
@@ -104,19 +152,7 @@ NVSHMEM_FUNCTIONS = [
         "void nvshmem_int_p(int *dest, int value, int pe)",
         "Puts one 32-bit integer to the symmetric address `dest` on PE `pe`. Each thread that calls puts once.",
     ),
-    declared(
-        "p(dest: ptr, value: value, pe: pe)",
-        "void nvshmem_TYPE_p(TYPE *dest, TYPE value, int pe)",
-        "Puts `value`, of the pointee's type, to the symmetric address `dest` on PE `pe`. Ordered as any put. "
-        + _ONCE
-        + _POINTEES,
-    ),
-    declared(
-        "g(source: ptr, pe: pe) -> value",
-        "TYPE nvshmem_TYPE_g(const TYPE *source, int pe)",
-        "Returns the value at the symmetric address `source` on PE `pe`. " + _ONCE + _POINTEES,
-        acquires=True,
-    ),
+    *_values(),
     *_transfers(),
     declared(
         "signal_op(sig_addr: ptr64, signal: u64, sig_op: int, pe: pe)",

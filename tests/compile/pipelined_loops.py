@@ -63,6 +63,8 @@ CALLS = {
 KINDS = {
     (): "",
     ("ptr", "pe"): "words + i, 1",
+    ("ptr", "value", "pe"): "words + i, i, 1",
+    ("ptr", "value", "value", "pe"): "words + i, 0, i, 1",
     ("ptr", "ptr", "size", "pe"): "words, words + i, 8, i",
 }
 """Arguments of the others that acquire, by the kinds of their parameters."""

@@ -25,6 +25,42 @@ def values(words, floats, out, out_floats, arrived, monitor):
 
 
 @jit
+def atomics(narrow, wide, old, arrived, monitor, ROUNDS: tl.constexpr):
+    """All PEs change the words of PE 0; each keeps what it was told was there before."""
+    me = tdl.my_pe()
+    if tdl.tid(0) == 0:
+        for i in range(ROUNDS):
+            tl.store(old + i, tdl.atomic_fetch_add(narrow, 1, 0).to(tl.int64))
+            tdl.atomic_add(wide, 1 << 33, 0)
+        # A lock, taken once by each.
+        while tdl.atomic_compare_swap(narrow + 1, 0, me + 1, 0) != 0:
+            pass
+        tl.store(old + ROUNDS, tdl.g(narrow + 2, 0).to(tl.int64))
+        tdl.p(narrow + 2, me + 1, 0)
+        tdl.quiet()
+        tdl.atomic_set(narrow + 1, 0, 0)
+        tl.store(old + ROUNDS + 1, tdl.atomic_swap(wide + 1, me + 1, 0))
+        tdl.quiet()
+        tdl.barrier_all()
+        tl.store(old + ROUNDS + 2, tdl.atomic_fetch(wide, 0))
+
+
+@jit
+def put_then_count(buffer, counter, out, monitor, FENCE: tl.constexpr):
+    """PE 1 puts and then counts on PE 0, which reads what was put when the count is there."""
+    if tdl.my_pe() == 1:
+        if tdl.tid(0) == 0:
+            tdl.putmem_nbi(buffer, buffer, 64, 0)
+            if FENCE:
+                tdl.fence()
+            tdl.atomic_add(counter, 1, 0)
+    else:
+        tdl.wait_word(counter, tdl.CMP_GE, 1, monitor, 1, 0)
+        index = tl.arange(0, 16)
+        tl.store(out + index, tl.load(buffer + index))
+
+
+@jit
 def count_by_threads(counter, turns, ALL: tl.constexpr):
     if ALL:
         tdl.atom_add(counter, 1)
@@ -95,6 +131,11 @@ def part_of_flagged(words, out, ok, monitor, BLOCK: tl.constexpr):
 @jit
 def block_of_pointers(words, out):
     tl.store(out, tdl.atom_add(words + tl.arange(0, 16), 1))
+
+
+@jit
+def float_counter(floats, out):
+    tdl.atomic_add(floats, 1, 0)
 
 
 @jit

@@ -23,7 +23,7 @@ RELEASE = "triton-dist==0.0.0"
 SHMEM = "triton_dist/language/extra/libshmem_device.py"
 CUDA = "triton/language/extra/cuda/language_extra.py"
 
-COMPARED = [name for name, function in FUNCTIONS.items() if function.symbol is not None and name not in "pg"]
+COMPARED = [name for name, function in FUNCTIONS.items() if function.symbol is not None and not function.types]
 """NVSHMEM's functions, but for those of typed words, which its library does not have."""
 
 

@@ -33,6 +33,55 @@ def test_values_of_every_type() -> None:
     put_and_get(World(3, ranks_per_node=1))
 
 
+def change_words_of_pe_0(world: World) -> None:
+    rounds = 3
+    kept: dict[int, list[int]] = {}
+
+    def host(pe: int) -> None:
+        narrow, wide = zeros(3, torch.int32), zeros(2, torch.int64)
+        old, arrived = torch.zeros(rounds + 3, dtype=torch.int64), zeros(1, torch.int64)
+        kernels.atomics[(1,)](narrow, wide, old, arrived, WaitMonitor().words, rounds)
+        kept[pe] = old.tolist()
+        if pe == 0:
+            assert narrow.tolist()[:2] == [rounds * world.n_pes, 0]
+            assert wide[0].item() == world.n_pes * rounds << 33
+
+    world.run(host)
+    n = world.n_pes
+    counted = sorted(value for old in kept.values() for value in old[:rounds])
+    assert counted == list(range(n * rounds))  # nobody was told the same
+    held = [old[rounds] for old in kept.values()]
+    assert len(set(held)) == n  # each sees who had the lock before
+    assert len({old[rounds + 1] for old in kept.values()}) == n
+    assert {old[rounds + 2] for old in kept.values()} == {n * rounds << 33}
+
+
+def test_atomics_of_several_pes() -> None:
+    explore(change_words_of_pe_0, n_pes=3, seeds=10)
+
+
+def counted_puts(fence: bool) -> Any:
+    def case(world: World) -> None:
+        def host(pe: int) -> None:
+            buffer, counter = zeros(16, torch.int32), zeros(1, torch.int32)
+            if pe == 1:
+                buffer.copy_(torch.arange(16) + 7)
+            out = torch.zeros(16, dtype=torch.int32)
+            kernels.put_then_count[(1,)](buffer, counter, out, WaitMonitor().words, fence)
+            assert pe == 1 or torch.equal(out, torch.arange(16, dtype=torch.int32) + 7), f"got {out.tolist()}"
+
+        world.run(host)
+
+    return case
+
+
+def test_an_atomic_after_a_fence_says_that_data_are_there() -> None:
+    explore(counted_puts(True), n_pes=2, seeds=30)
+    failure = first_failure(counted_puts(False), n_pes=2, seeds=10)
+    assert failure is not None
+    assert "got [" in failure.report
+
+
 def test_atomics_of_all_threads_are_refused() -> None:
     with pytest.raises(ValueError, match="every thread of the block would do it; call it in a branch on tid"):
         World(1).run(lambda pe: kernels.count_by_threads[(1,)](*(zeros(8, torch.int32),) * 2, True))
@@ -42,8 +91,9 @@ def test_atomics_of_all_threads_are_refused() -> None:
     ("kernel", "dtype", "message"),
     [
         (kernels.block_of_pointers, torch.int32, r"atom_add: ptr must be a scalar, got a block of shape \[16\]"),
-        (kernels.value_of_bytes, torch.int8, "p: dest must be a pointer to integers or floats of 32 or 64 bits, got"),
-        (kernels.value_of_bytes, None, "dest must lie in the symmetric heap"),
+        (kernels.float_counter, torch.float32, "atomic_add: dest must be a pointer to integers of 32 or 64 bits, got"),
+        (kernels.value_of_bytes, torch.int8, "p: dest must be a pointer to integers of 32 or 64 bits, or to fp32"),
+        (kernels.float_counter, None, "dest must lie in the symmetric heap"),
     ],
 )
 def test_wrong_pointers_are_refused(kernel: Any, dtype: torch.dtype | None, message: str) -> None:

@@ -43,10 +43,40 @@ def values_of_one_word() -> None:
 
 
 @check
+def atomics_on_one_pe() -> None:
+    rounds = scaled(50, 3, shared_gpus=5)
+    narrow, wide = symmetric(3, torch.int32), symmetric(2, torch.int64)
+    old, monitor = zeros(rounds + 3, torch.int64), tdcoll.WaitMonitor()
+    kernels.atomics[(1,)](narrow, wide, old, narrow, monitor.words, rounds)
+    kept = runtime.current().control.all_gather(range(world()), "what was there before", old.tolist())
+    counted = sorted(value for one in kept for value in one[:rounds])
+    expect(counted == list(range(world() * rounds)), f"counts: {counted[:10]}")
+    expect(len({one[rounds] for one in kept}) == world(), f"holders of the lock: {[one[rounds] for one in kept]}")
+    expect(len({one[rounds + 1] for one in kept}) == world(), f"swaps: {[one[rounds + 1] for one in kept]}")
+    expect({one[rounds + 2] for one in kept} == {world() * rounds << 33}, f"sums: {[one[-1] for one in kept]}")
+
+
+@check
 def atomics_by_the_thread() -> None:
     counter, turns = zeros(1, torch.int64), zeros(8, torch.int32)
     kernels.count_by_threads[(3,)](counter, turns, False)
     expect((counter.item(), turns.tolist()) == (30, [1, 2, 3, 4, 5, 0, 0, 0]), f"{counter}, {turns}")
+
+
+@check
+def counted_puts() -> None:
+    if world() < 2:
+        return
+    for _ in range(scaled(200, 2, shared_gpus=3)):
+        buffer, counter = symmetric(16, torch.int32), symmetric(1, torch.int32)
+        if rank() == 1:
+            buffer.copy_(torch.arange(16) + 7)
+        out, monitor = zeros(16, torch.int32), tdcoll.WaitMonitor()
+        if rank() < 2:
+            kernels.put_then_count[(1,)](buffer, counter, out, monitor.words, True)
+        monitor.check()
+        expect(rank() or out.tolist() == list(range(7, 23)), str(out))
+        tdcoll.barrier()
 
 
 @check
