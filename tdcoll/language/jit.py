@@ -9,8 +9,9 @@ Two things must happen to a kernel that calls NVSHMEM, and to no other:
    library's device state in that module points at this process's heap.
 
 Both are done in subclasses of Triton's own classes. A process-wide Triton hook would do it too, and would touch
-every other library's kernels. The launch options are checked as well: Triton's interpreter drops what it does not
-know, so a misspelt ``num_warsp=8`` would run.
+every other library's kernels. (Triton-distributed's compiler does both by itself; with it this module does neither.)
+The launch options are checked as well: Triton's interpreter drops what it does not know, so a misspelt
+``num_warsp=8`` would run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from triton.runtime.jit import JITFunction
 from tdcoll import runtime
 from tdcoll.base import environment
 from tdcoll.base.errors import NotInitializedError, TdcollError
-from tdcoll.language import INTERPRETED
+from tdcoll.language import INTERPRETED, LOWERING
 from tdcoll.language.library import part_for_language
 from tdcoll.spec import functions
 from tdcoll.spec.functions import LIBRARY, LINKED, no_puts, not_a_monitor
@@ -45,6 +46,9 @@ __all__ = ["bitcode_path", "jit", "needs_nvshmem", "typed_fields"]
 
 _DEVICE_STATE = "nvshmemi_device_state"
 """Symbol that modules with NVSHMEM code define; the bare name also occurs in paths of debug information."""
+
+_LEFT_TO_TRITON_DISTRIBUTED = LOWERING == "tdcoll.language.triton_dist"
+"""Its backend links the library, and its CompiledKernel initialises the module."""
 
 _LAUNCH_OPTIONS = frozenset(
     "num_warps num_stages num_ctas maxnreg extern_libs debug launch_cooperative_grid launch_pdl "
@@ -320,7 +324,9 @@ class TdcollJITFunction(JITFunction):
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         args, kwargs = _as_arguments(args, kwargs)
         self._check_monitor(args, kwargs)
-        if self.calls_nvshmem or _arguments_need_nvshmem(args) or _arguments_need_nvshmem(kwargs.values()):
+        if not _LEFT_TO_TRITON_DISTRIBUTED and (
+            self.calls_nvshmem or _arguments_need_nvshmem(args) or _arguments_need_nvshmem(kwargs.values())
+        ):
             job = runtime.current_or_none()
             if job is not None and not job.heap.puts:
                 raise TdcollError(no_puts(f"kernel {self.__name__}"))
@@ -340,7 +346,8 @@ class TdcollJITFunction(JITFunction):
     def create_binder(self) -> Any:
         self._refuse_calls_that_wait()
         *made, bind = super().create_binder()  # once per device; sets `compile`
-        self.compile = _retyped(self.compile)  # type: ignore[has-type]
+        if not _LEFT_TO_TRITON_DISTRIBUTED:
+            self.compile = _retyped(self.compile)  # type: ignore[has-type]
         return (*made, _with_plain_fields(bind))
 
 

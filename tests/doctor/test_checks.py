@@ -105,6 +105,7 @@ OF_A_SHELL = 'launch.sh runs kernels in the simulator; `torchrun script.py` rais
         (GPUS, environment(GPUS, NVSHMEM_SYMMETRIC_SIZE="1.5G"), "symmetric heap", "ok", "1.5 GiB per rank (your NVSHMEM_SYMMETRIC_SIZE); the fullest GPU has 140 GiB free"),
         (SIMULATOR, {}, "symmetric heap", "ok", "64 MiB per rank (the default; NVSHMEM_SYMMETRIC_SIZE sets another)"),
         (GPUS, {}, "variables", "ok", "none of tdcoll's is misspelt"),
+        (GPUS, {**environment(GPUS, TDCOLL_COMPILER="triton_dist"), **installed(triton_dist="0.0.1")}, "triton", "ok", "3.6.0"),
     ],
 )  # fmt: skip
 def test_the_words_of_a_line(facts, changes, name, status, text):

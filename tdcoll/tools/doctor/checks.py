@@ -85,7 +85,8 @@ def _triton(facts: MachineFacts) -> list[Line]:
     name, version = "triton", facts.found["triton"].get("version", "")
     installed = facts.distributions.get("triton")
     reinstall = f"pip install --force-reinstall --no-deps triton=={installed or '3.6.0'}"
-    if fork := facts.distributions.get("triton-dist"):
+    fork = facts.distributions.get("triton-dist")
+    if fork and (facts.simulated or facts.environment.get("TDCOLL_COMPILER") != "triton_dist"):
         text = f"triton-dist {fork} has overwritten the triton package"
         return [problem(name, text, f"pip uninstall triton-dist, then {reinstall}")]
     if failure := _failure(facts, name):
