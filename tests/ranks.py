@@ -10,7 +10,7 @@ from typing import Any
 
 from tdcoll.testing import World
 
-__all__ = ["on_ranks"]
+__all__ = ["on_ranks", "on_streams"]
 
 Test = Callable[..., None]
 
@@ -28,3 +28,12 @@ def on_ranks(n_pes: int, **world: Any) -> Callable[[Test], Test]:
         return run
 
     return decorate
+
+
+def on_streams(world: World, *hosts: Callable[[], Any]) -> None:
+    """Run these at once on the calling PE, each on a stream of its own, and wait for them."""
+    streams = [world.stream() for _ in hosts]
+    for stream, host in zip(streams, hosts, strict=True):
+        stream.queue(host)
+    for stream in streams:
+        stream.synchronize()

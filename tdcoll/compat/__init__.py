@@ -13,12 +13,9 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-
-from tdcoll.compat.missing import NotProvidedError, missing_import, missing_module
 
 __all__ = ["NotProvidedError", "activate"]
 
@@ -31,6 +28,10 @@ _ALIASES = {
     "triton_dist.language.extra.cuda.libnvshmem_device": "triton_dist.language.extra.libshmem_device",
 }
 """Modules that are another name of one that has their functions."""
+
+
+class NotProvidedError(ImportError):
+    """A module of Triton-distributed that tdcoll.compat does not provide."""
 
 
 class _Loader(importlib.abc.Loader):
@@ -64,19 +65,17 @@ class _Finder(importlib.abc.MetaPathFinder):
         elif fullname.partition(".")[0] == "triton_dist":
             ours = _HERE + _ALIASES.get(fullname, fullname).removeprefix("triton_dist")
         else:
-            if fullname.startswith(f"{_HERE}.") and not importlib.machinery.PathFinder.find_spec(fullname, path):
-                # Python looks for a submodule of the name in `from triton_dist.utils import name`.
-                if error := missing_import(fullname.removeprefix("tdcoll.compat.")):
-                    raise error
             return None
         try:
             found = importlib.util.find_spec(ours)
         except ModuleNotFoundError:  # of what is around it
             found = None
         if found is None:
-            raise missing_module(fullname)
-        # If this is a package, Python asks the finder for missing names, so their error can state the reason.
-        is_package = fullname not in self._nvshmem or found.submodule_search_locations is not None
+            raise NotProvidedError(
+                f"tdcoll.compat does not provide the module {fullname}; docs/triton-distributed.md lists what it has",
+                name=fullname,
+            )
+        is_package = found.submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(fullname, _Loader(ours), is_package=is_package)
 
 
@@ -107,11 +106,6 @@ def activate() -> None:
 
 
 def _refuse_the_real_one() -> None:
-    if os.environ.get("TDCOLL_COMPILER", "") == "triton_dist":
-        raise ImportError(
-            "TDCOLL_COMPILER=triton_dist uses the real Triton-distributed, and tdcoll.compat stands in for it: unset "
-            "the variable, or leave tdcoll.compat out"
-        )
     loaded = sys.modules.get("triton_dist")
     if loaded is not None:
         raise ImportError(

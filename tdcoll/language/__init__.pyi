@@ -13,7 +13,6 @@ _Scope: TypeAlias = Literal["gpu", "sys"]
 _Semantic: TypeAlias = Literal["relaxed", "acquire", "release", "acq_rel"]
 
 INTERPRETED: bool
-LOWERING: str
 CMP_EQ: tl.constexpr
 CMP_GE: tl.constexpr
 CMP_GT: tl.constexpr
@@ -357,20 +356,6 @@ def wait_word(
 ) -> tl.tensor:
     """Waits as `wait_signal` does, for an integer of 32 or 64 bits in any memory that loads reach: symmetric, a peer's
     through `remote_ptr`, or this GPU's own. Compares as integers of the pointee's type, signed or not."""
-
-def wait_until_any(
-    signals: _Pointer,
-    count: _Number,
-    skip: _Number,
-    compare: tl.constexpr | int,
-    value: _Number,
-    monitor: _Pointer,
-    BLOCK: tl.constexpr | int,
-) -> tl.tensor:
-    """The whole block waits until one of `signals[0:count]`, but for index `skip` (-1: none), `compare`s true with
-    `value`, and returns the lowest index that does, the same in all threads. Returns -1 when a deadline expires, as for
-    `wait_signal`, and where there is nothing to wait for. `BLOCK` is a power of two of at least `count`. Bytes put
-    before that signal are seen; those put before others may not be."""
 
 def test_signal(signal: _Pointer, compare: tl.constexpr | int, value: _Number) -> tl.tensor:
     """Returns 1 if this PE's 64-bit signal `compare`s true with `value` now, for all threads of the block, else 0. It

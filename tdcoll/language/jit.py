@@ -242,23 +242,12 @@ def typed_fields(kind: type) -> dict[str, tl.dtype]:
     return {name: of for name, of in getattr(kind, "__annotations__", {}).items() if isinstance(of, tl.dtype)}
 
 
-def _with_plain_fields(bind: Callable[..., Any], function: JITFunction) -> Callable[..., Any]:
+def _with_plain_fields(bind: Callable[..., Any]) -> Callable[..., Any]:
     """Triton's binder of arguments, which here leaves integer fields of tuples as they are annotated. By itself it
-    makes a constant of a 1 and notes what 16 divides, so that each rank would compile a kernel of its own.
-
-    It is a function that Triton generates, whose name it would report if an argument is missing, and not the kernel's.
-    """
+    makes a constant of a 1 and notes what 16 divides, so that each rank would compile a kernel of its own."""
 
     def bound(*args: Any, **kwargs: Any) -> Any:
-        try:
-            parameters, specialization, options = bind(*args, **kwargs)
-        except TypeError as error:
-            generated, said = f"{bind.__name__}()", str(error)
-            if not said.startswith(generated):
-                raise
-            code = function.fn.__code__
-            where = f"it is defined in {code.co_filename}, line {code.co_firstlineno}"
-            raise TypeError(f"{function.__name__}(){said.removeprefix(generated)}; {where}") from None
+        parameters, specialization, options = bind(*args, **kwargs)
         for place, value in enumerate(parameters.values()):
             if fields := typed_fields(type(value)) if isinstance(value, tuple) else None:
                 types, notes = specialization[place]
@@ -302,19 +291,12 @@ class TdcollJITFunction(JITFunction):
 
     @functools.cached_property
     def begins_in_stream_order(self) -> bool:
-        """Whether this kernel begins with :func:`tdcoll.primitives.group.in_stream_order`, and may be launched early.
-
-        Raises:
-            ValueError: it calls that function, and not first.
-        """
+        """Whether it begins with :func:`tdcoll.primitives.group.in_stream_order`, and may be launched early."""
         function = ast.parse(inspect.cleandoc("\n" + self.src)).body[0]
         assert isinstance(function, ast.FunctionDef)
         statements = function.body[ast.get_docstring(function) is not None :]
         call = statements[0].value if statements and isinstance(statements[0], ast.Expr) else None
-        begins = isinstance(call, ast.Call) and _marked(_named(self, call.func), "in_stream_order")
-        if not begins and _marked(self._used, "in_stream_order"):
-            raise ValueError(f"{self.__name__} calls in_stream_order(), which must be a kernel's first statement")
-        return begins
+        return isinstance(call, ast.Call) and _marked(_named(self, call.func), "in_stream_order")
 
     @functools.cached_property
     def _waits(self) -> bool:
@@ -366,7 +348,7 @@ class TdcollJITFunction(JITFunction):
         *made, bind = super().create_binder()  # once per device; sets `compile`
         if not _LEFT_TO_TRITON_DISTRIBUTED:
             self.compile = _retyped(self.compile)  # type: ignore[has-type]
-        return (*made, _with_plain_fields(bind, self))
+        return (*made, _with_plain_fields(bind))
 
 
 def _checked_interpreted(function: Any) -> Any:

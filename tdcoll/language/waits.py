@@ -21,7 +21,7 @@ from tdcoll.spec import constants
 from tdcoll.spec.checks import comparison, consumed, integer_pointee, require_scalar
 
 __all__ = ["block_and", "consume_token", "grid_barrier", "test_signal", "wait_signal", "wait_signals", "wait_token"]
-__all__ += ["wait_until_any", "wait_word"]
+__all__ += ["wait_word"]
 
 # A thread polls until `look` has set the predicate `done`, or another wait of the monitor has expired, or its own
 # deadline has passed: the first of all threads for which it has leaves the record. A thread that has waited for long
@@ -43,7 +43,10 @@ setp.eq.b32 done, {active}, 0;
 POLL:
 {look}
 @done bra END;
-{pace}
+add.u32 misses, misses, 1;
+and.b32 phase, misses, 255;
+setp.ne.u32 again, phase, 0;
+@again bra POLL;
 mov.u64 now, %globaltimer;
 setp.ne.u64 again, begin, 0;
 @again bra CHECK;
@@ -59,10 +62,10 @@ setp.ge.u64 done, now, limit;
 shr.u64 now, now, {NOTICE_SHIFT};
 cvt.u32.u64 phase, now;
 setp.eq.u32 again, phase, 0;
-@again bra {again};
+@again bra POLL;
 and.b32 number, phase, {UNITS};
 setp.ne.u32 again, number, 0;
-@again bra {again};
+@again bra POLL;
 {whose}
 ld.relaxed.gpu.global.b64 record, [$monitor+{MONITOR_RECORD}];
 mov.u32 number, {place};
@@ -71,7 +74,7 @@ mad.wide.u32 record, number, 16, record;
 mov.b64 now, {{phase, {peer}}};
 st.relaxed.sys.global.b64 [record+{notices}+8], {epoch};
 st.relaxed.sys.global.b64 [record+{notices}], now;
-bra {again};
+bra POLL;
 EXPIRED:
 atom.relaxed.gpu.global.cas.b64 aborted, [$monitor+{MONITOR_ABORTED}], 0, 1;
 setp.ne.u64 done, aborted, 0;
@@ -94,12 +97,6 @@ mov.b32 {ok}, 0;
 END:
 """
 
-_PACE = """add.u32 misses, misses, 1;
-and.b32 phase, misses, 255;
-setp.ne.u32 again, phase, 0;
-@again bra POLL;"""
-"""The clock is read on every 256th miss."""
-
 _PLACES = {name: 8 * word.value for name, word in vars(constants).items() if re.match("MONITOR_|RECORD_", name)}
 """Bytes from the start of the monitor's words, and of the record."""
 
@@ -110,7 +107,7 @@ _NUMBERS["PLACES"] = constants.NOTICES.value - 1
 def _polling(**pieces: str) -> str:
     """Return PTX that polls. Operands are called as the pieces that are left out; ``$monitor`` is always one."""
     usual: dict[str, str] = {name: f"${name}" for name in ("active", "peer", "index")}
-    usual |= {"ok": "$0", "prepare": "", "see": "", "epoch": pieces["expected"], "pace": _PACE, "again": "POLL"}
+    usual |= {"ok": "$0", "prepare": "", "see": "", "epoch": pieces["expected"]}
     lamport = "epoch" in pieces  # or the number of a Lamport call
     usual |= {
         "whose": "",
@@ -157,23 +154,7 @@ def _poll_word(word, compare, value, monitor, peer, index, _semantic=None):
     return asm(_semantic, text, **operands)
 
 
-@core.extern
-def _time_left(signals, value, monitor, index, begin, _semantic=None):
-    """Return 1 while the monitor's deadline, counted from ``begin``, has not passed; then 0, and the record names
-    ``signals[index]``."""
-    text = _polling(
-        prepare="mov.b64 begin, $begin;",
-        look="ld.relaxed.sys.global.b64 word, [$signals];\nsetp.ne.u32 done, 0, 0;",
-        pace="",
-        again="END",
-        active="1",
-        expected="$value",
-    )
-    operands = {"signals": (signals, tl.int64), "value": (value, tl.uint64), "begin": (begin, tl.uint64)}
-    return asm(_semantic, text, **operands, **_report(monitor, index, index))
-
-
-_poll.bounded = _poll_word.bounded = _time_left.bounded = True
+_poll.bounded = _poll_word.bounded = True
 
 
 def _all_threads(flag: Any, then: str, semantic: Any) -> Any:
@@ -219,76 +200,6 @@ def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BL
 def wait_word(word, compare: tl.constexpr, value, monitor, peer=-1, index=-1):
     require_ptr64("wait_word", "monitor", monitor)
     return block_and(_poll_word(word, compare, value, monitor, peer, index))
-
-
-@core.extern
-def _look(signals, count, skip, compare, value, none, _semantic=None):
-    """Return the lowest of the indices in ``signals[0:count]`` that fall to this thread and whose signal compares true;
-    else ``none``."""
-    text = f"""{{
-.reg .pred more, holds, skipped;
-.reg .b32 step;
-.reg .b64 at, seen;
-mov.u32 $0, %tid.x;
-mov.u32 step, %ntid.x;
-NEXT:
-setp.ge.s32 more, $0, $count;
-@more bra NONE;
-mad.wide.u32 at, $0, 8, $signals;
-ld.acquire.sys.global.b64 seen, [at];
-setp.eq.s32 skipped, $0, $skip;
-setp.{comparison(compare)}.u64 holds, seen, $value;
-@skipped bra ON;
-@holds bra END;
-ON:
-add.s32 $0, $0, step;
-bra NEXT;
-NONE:
-mov.b32 $0, $none;
-END:
-}}"""
-    operands = {"signals": (signals, tl.int64), "count": (count, tl.int32), "skip": (skip, tl.int32)}
-    return asm(_semantic, text, **operands, value=(value, tl.uint64), none=(none, tl.int32))
-
-
-@core.extern
-def _lowest(value, BITS, _semantic=None):
-    """Return the lowest ``value`` of the block's threads, each of ``BITS`` bits. It is found bit by bit: of the threads
-    that are left, those with a 0 stay, if there are any. This needs no shared memory."""
-    bits = int(core._unwrap_if_constexpr(BITS))
-    step = """and.b32 bit, $value, {mask};
-setp.eq.and.u32 zero, bit, 0, left;
-barrier.cta.red.or.pred some, 0, zero;
-setp.ne.and.u32 gone, bit, 0, some;
-@gone setp.ne.u32 left, 0, 0;
-@!some or.b32 $0, $0, {mask};
-"""
-    text = "{ .reg .pred left, zero, some, gone; .reg .b32 bit; mov.b32 $0, 0; setp.eq.u32 left, 0, 0;\n"
-    text += "".join(step.format(mask=1 << bit) for bit in reversed(range(bits))) + "}"
-    return asm(_semantic, text, value=(value, tl.int32))
-
-
-@core.extern
-def _clock(_semantic=None):
-    return asm(_semantic, "mov.u64 $0, %globaltimer;", tl.uint64)
-
-
-@triton.jit
-def wait_until_any(signals, count, skip, compare: tl.constexpr, value, monitor, BLOCK: tl.constexpr):
-    require_ptr64("wait_until_any", "signals", signals)
-    require_ptr64("wait_until_any", "monitor", monitor)
-    BITS: tl.constexpr = BLOCK.bit_length()  # BLOCK stands for none
-    first = tl.where(skip == 0, 1, 0)
-    begin = _clock()
-    found = tl.cast(BLOCK, tl.int32)
-    waiting = tl.cast(first < count, tl.int32)
-    while waiting != 0:
-        found = _lowest(_look(signals, count, skip, compare, value, BLOCK), BITS)
-        waiting = tl.cast(found == BLOCK, tl.int32)
-        if waiting != 0:
-            waiting = block_and(_time_left(signals + first, value, monitor, first, begin))
-    acquired()
-    return tl.where(found == BLOCK, -1, found)
 
 
 @core.extern

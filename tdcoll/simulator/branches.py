@@ -4,11 +4,9 @@
 Every tensor of ``and``, ``or`` and ``not`` is evaluated, and only compile-time values cut an expression short, as in
 compiled Triton.
 
-A test on the thread index cannot branch, because a program is one thread of control. Instead the body runs once for
-each thread that the test selects, one after another, and ``tid(0)`` in it is that thread's index:
-
-- ``if tid(0) < n: ... else: ...``, also nested;
-- ``for i in range(tid(0), n, ntid(0))`` and ``while``: every thread runs its loop.
+A test on the thread index cannot branch, because a program is one thread of control. Instead the body of ``if tid(0) <
+n: ... else: ...`` runs once for each thread that the test selects, one after another, and ``tid(0)`` in it is that
+thread's index.
 
 If the value of a name differs from thread to thread, for example ``t = tid(0) // 32``, the name has a block of all
 values, of a shape that no other block has. Each thread that runs gets its own value, and loses its assignments when the
@@ -57,8 +55,8 @@ def thread_index(task: Task, axis: int) -> Any:
 def one_value(what: str) -> TdcollError:
     """Return the error for a value that has to be the same for all threads, if it isn't."""
     return TdcollError(
-        f"{what} is different in each thread, and the simulator runs a program as one: use it in the test of an `if`, "
-        "in the range of a `for`, or inside of them"
+        f"{what} is different in each thread, and the simulator runs a program as one: use it in the test of an `if` "
+        "or inside of it"
     )
 
 
@@ -90,14 +88,14 @@ def _own(value: Any, lane: int | None) -> Any:
 def _read(name: str, value: Any) -> Any:
     """Return the value of a name that may differ from thread to thread."""
     if value is _UNSET:
-        raise TdcollError(f"{name} has no value here: what a branch or loop on tid() assigns is gone at its end")
-    if differs(value) and machine().program.lane is None:
+        raise TdcollError(f"{name} has no value here: what a branch on tid() assigns is gone at its end")
+    if of_threads(value) and machine().program.lane is None:
         raise one_value(name)
     return value
 
 
 def _assigned(evaluate: Callable[[], Any]) -> Any:
-    """Return the value of an expression: of all threads, outside of branches and loops on the thread index."""
+    """Return the value of an expression: of all threads, outside of branches on the thread index."""
     task = machine().program
     if task.lane is not None:
         return evaluate()
@@ -119,14 +117,6 @@ def _split(test: Callable[[], Any], assigned: int, values: tuple[Any, ...]) -> _
         holds: dict[int | None, bool] = dict(enumerate(held.handle.data.reshape(-1).astype(bool).tolist()))
         return _Split(task, holds, assigned, values)
     return _Split(task, {task.lane: _truth(held)}, assigned, values)
-
-
-def _split_all(each: bool, deciding: tuple[Any, ...], assigned: int, values: tuple[Any, ...]) -> _Split:
-    """Return the threads that run a loop: all if it runs in ``each`` or names in its test differ, otherwise the one
-    that runs."""
-    task = machine().program
-    each = task.lane is None and (each or any(map(differs, deciding)))
-    return _Split(task, dict.fromkeys(range(task.threads) if each else [task.lane], True), assigned, values)
 
 
 class _Split:
@@ -213,7 +203,6 @@ FUNCTIONS: dict[str, Any] = {
     "read": _read,
     "assigned": _assigned,
     "split": _split,
-    "split_all": _split_all,
     "unset": _UNSET,
 }
 """By name."""

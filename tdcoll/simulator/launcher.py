@@ -41,7 +41,6 @@ class _Signature:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.name = fn.__name__
-        self.place = f"it is defined in {fn.__code__.co_filename}, line {fn.__code__.co_firstlineno}"
         self.signature = inspect.signature(fn)
         # Rewriting makes strings of annotations.
         kinds = {name: _normalize_ty(kind) for name, kind in fn.__annotations__.items()}
@@ -57,7 +56,7 @@ class _Signature:
         try:
             bound = self.signature.bind(*args, **self.known(kwargs))
         except TypeError as error:
-            raise TypeError(f"{self.name}(): {error}; {self.place}") from None
+            raise TypeError(f"{self.name}(): {error}") from None
         bound.apply_defaults()
         return {
             name: value if name in self.constexprs else _to_device(name, value, self.types.get(name))

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 from triton.language.extra import libdevice as stubs
 from triton.language.extra.cuda import libdevice as cudas
@@ -73,26 +72,15 @@ def computed(symbol: str, operands: list[Any], kind: Any) -> Any:
         return triton_interpreter.TensorHandle(result.astype(triton_interpreter._get_np_dtype(kind)), kind)
 
 
-def _interpreted(name: str, function: Callable[..., Any] | None, *args: Any, **named: Any) -> Any:
-    """Call ``function``, which CUDA's module has as ``name``, as Triton's compiler would."""
+def _called(name: str, function: Callable[..., Any] | None, *args: Any, **named: Any) -> Any:
+    """Call ``function``, CUDA's of this name, as Triton's compiler would."""
     if function is None:
         raise TdcollError(f"libdevice.{name} isn't CUDA's: Triton doesn't compile it for GPUs of NVIDIA either")
-    try:
-        return function(*args, **{**named, "_semantic": triton_interpreter.interpreter_semantic})
-    except KeyError as error:  # no symbol for these types
-        given = ", ".join(map(str, *error.args))
-        raise TypeError(f"libdevice.{name} takes no ({given}): cast first, such as .to(tl.float32)") from None
+    return function(*args, **named, _semantic=triton_interpreter.interpreter_semantic)
 
 
 def _stub(*args: Any, _do: Callable[..., Any], **named: Any) -> Any:
     return _do(*args, **named)
-
-
-def _extern(fn: Callable[..., Any]) -> Any:
-    def wrapper(*args: Any, _do: Callable[..., Any], **named: Any) -> Any:
-        return _do(fn, *args, **named)  # like Triton's wrapper, it has one free variable
-
-    return wrapper
 
 
 @functools.cache
@@ -102,16 +90,10 @@ def replacements() -> list[tuple[Any, str, Any]]:
     The functions get other code, because programs import them by name, too (``from triton.language.extra.libdevice
     import tanh``).
     """
-
-    def found() -> Iterator[tuple[Any, str, Any]]:
-        externs = {name: one for name, one in vars(cudas).items() if tl.core.is_builtin(one)}
-        for name, extern in externs.items():
-            yield extern, "__code__", _extern(extern).__code__
-            yield extern, "__kwdefaults__", {"_do": functools.partial(_interpreted, name)}
-        for name, stub in vars(stubs).items():
-            if isinstance(stub, types.FunctionType):
-                function = externs[name].__wrapped__ if name in externs else None
-                yield stub, "__code__", _stub.__code__
-                yield stub, "__kwdefaults__", {"_do": functools.partial(_interpreted, name, function)}
-
-    return list(found())
+    found: list[tuple[Any, str, Any]] = []
+    for name, stub in vars(stubs).items():
+        if isinstance(stub, types.FunctionType):
+            function = getattr(getattr(cudas, name, None), "__wrapped__", None)
+            found.append((stub, "__code__", _stub.__code__))
+            found.append((stub, "__kwdefaults__", {"_do": functools.partial(_called, name, function)}))
+    return found

@@ -21,7 +21,7 @@ from tdcoll.spec import constants as c
 from tdcoll.spec.checks import comparison, consumed, integer_pointee, require_scalar
 
 __all__ = ["consume_token", "grid_barrier", "load_words", "store_flagged", "store_words", "test_signal"]
-__all__ += ["wait_flagged", "wait_signal", "wait_signals", "wait_token", "wait_until_any", "wait_word", "wait_words"]
+__all__ += ["wait_flagged", "wait_signal", "wait_signals", "wait_token", "wait_word", "wait_words"]
 __all__ += ["wait_words_of_all"]
 
 
@@ -44,25 +44,16 @@ def consume_token(running, value, token):
     return value
 
 
-def _wait_for_some(
-    running: Machine, function: str, signals: int, count: int, skip: int, compare: int, value: int, monitor: int,
-    block: int, **how: bool,
-) -> tuple[list[int], Any]:  # fmt: skip
-    """Wait for signals of an array; return the indices of those that are waited for, and which of them came."""
-    if count > block or block & (block - 1) or block < 1:
-        raise ValueError(f"{function}: BLOCK must be a power of two of at least count={count}, got {block}")
+@device
+def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
+    if count > BLOCK or BLOCK & (BLOCK - 1) or BLOCK < 1:
+        raise ValueError(f"wait_signals: BLOCK must be a power of two of at least count={count}, got {BLOCK}")
     running.check_signal(signals, "signals")
     running.check_symmetric(signals, 8 * max(count, 0), "signals")
     comparison(compare)
     indices = [index for index in range(count) if index != skip]
     threads, places = [(index, index) for index in indices], [signals + 8 * index for index in indices]
-    _, came = waits.signals(running, places, compare, value, threads=threads, monitor=Monitor(monitor), **how)
-    return indices, came
-
-
-@device
-def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
-    _, came = _wait_for_some(running, "wait_signals", signals, count, skip, compare, value, monitor, BLOCK)
+    _, came = waits.signals(running, places, compare, value, threads=threads, monitor=Monitor(monitor))
     return int32(came.all())
 
 
@@ -79,13 +70,6 @@ def wait_word(running, word, compare, value, monitor, peer, index):
     held = Monitor(monitor)
     _, came = waits.word(running, address, kind, number, wanted, threads=[(peer, index)], monitor=held)
     return int32(bool(came[0]))
-
-
-@device
-def wait_until_any(running, signals, count, skip, compare, value, monitor, BLOCK):
-    given = signals, count, skip, compare, value, monitor, BLOCK
-    indices, came = _wait_for_some(running, "wait_until_any", *given, one=True)
-    return int32(indices[came.argmax()] if came.any() else -1)
 
 
 @device

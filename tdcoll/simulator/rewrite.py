@@ -4,8 +4,8 @@
 Python's ``and``, ``or``, ``not`` and chained comparisons ask for the truth of a tensor; Triton computes with it. Here
 they behave as in the compiler. If ``if`` or ``while`` tests a tensor, it must be a scalar.
 
-Operations on names that may differ from thread to thread (because they are assigned from ``tid``, or in a branch or
-loop on it) go through :mod:`.branches`.
+Operations on names that may differ from thread to thread (because they are assigned from ``tid``, or in a branch on
+it) go through :mod:`.branches`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ import triton.runtime.interpreter as triton_interpreter
 from tdcoll.base.errors import TdcollError
 
 __all__ = ["KernelTransformer"]
-
-_CHAINS = hasattr(triton_interpreter.ASTTransformer, "visit_Compare")
-"""Whether this Triton has comparisons such as ``a < b < c`` (3.9 and later)."""
 
 
 def _call(function: str, *arguments: ast.expr) -> ast.Call:
@@ -65,6 +62,8 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         return self._asked(node)
 
+    visit_While = visit_IfExp
+
     def visit_Assert(self, node: ast.Assert) -> Any:
         return self._asked(node, "every")
 
@@ -73,11 +72,6 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         self.generic_visit(node)
         node.test = _call(how, node.test)
         return node
-
-    def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        if len(node.ops) > 1 and not _CHAINS:
-            raise self._refused(node, "Triton has no chained comparisons before 3.9: write `(a < b) & (b < c)`")
-        return super().visit_Compare(node) if _CHAINS else self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self._function, self._threaded, self._splits = node.name, set(), 0
@@ -92,15 +86,14 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
     def _assigned_by_threads(self, statements: list[ast.stmt], within: bool) -> Iterator[str]:
         """Yield the names that ``statements`` assign a value which may differ from thread to thread.
 
-        ``within``: they stand in a branch or loop on the thread index.
+        ``within``: they stand in a branch on the thread index.
         """
         for statement in statements:
             if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
                 if within or (statement.value is not None and self._depends(statement.value)):
                     yield from _bound(statement)
                 continue
-            decides = getattr(statement, "test", getattr(statement, "iter", None))
-            inside = within or (decides is not None and self._depends(decides))
+            inside = within or (isinstance(statement, ast.If) and self._depends(statement.test))
             for part in ("body", "orelse"):
                 yield from self._assigned_by_threads(getattr(statement, part, []), inside)
 
@@ -124,20 +117,11 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
             node.value = _call("assigned", _lambda(node.value))
         return super().visit_Assign(node)
 
-    def _other_assignment(self, node: Any) -> ast.AST:
-        if node.value is None or self._threaded.isdisjoint(_bound(node)):
-            return self.generic_visit(node)
-        if isinstance(node, ast.AugAssign):
-            node.value = ast.BinOp(ast.Name(_bound(node)[0], ast.Load()), node.op, node.value)
-        return self.visit_Assign(ast.copy_location(ast.Assign([node.target], node.value), node))
-
-    visit_AugAssign = visit_AnnAssign = _other_assignment
-
     def visit_If(self, node: ast.If) -> Any:
         """Let a branch on the thread index, and its ``else``, run for one thread after the other."""
         if not self._depends(node.test):
             return self._asked(node)
-        self._refuse_leaving(node, in_loop=False)
+        self._refuse_leaving(node)
         split, assigned, names = self._new_split(*node.body, *node.orelse)
         made = _statements(
             f"{split} = _tdcoll_split(lambda: 0, {assigned}, {names})\n"
@@ -151,24 +135,6 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         made[1].body, made[2].body = node.body, node.orelse
         return [statement for statement in made if getattr(statement, "body", True)]
 
-    def _loop(self, node: Any) -> Any:
-        """Let a loop on the thread index run for one thread after the other."""
-        decides, visit = (node.iter, self.generic_visit) if isinstance(node, ast.For) else (node.test, self._asked)
-        if not self._depends(decides):
-            return visit(node)
-        self._refuse_leaving(node, in_loop=True)
-        (split, assigned, names), deciding = self._new_split(node), _tuple(self._names(decides))
-        made = _statements(
-            f"{split} = _tdcoll_split_all({_calls_tid(decides)}, {deciding}, {assigned}, {names})\n"
-            f"for {names} in {split}.threads(True): pass\n"
-            f"{names} = {split}.after{names}",
-            node,
-        )
-        made[1].body = [visit(node)]
-        return made
-
-    visit_For = visit_While = _loop
-
     def _new_split(self, *nodes: ast.AST) -> tuple[str, int, str]:
         """Return the name of a split, how many names of ``nodes`` are assigned there, and these and then the others."""
         self._splits += 1
@@ -176,13 +142,12 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         others = [name for name in self._names(*nodes) if name not in assigned]
         return f"_tdcoll_split_{self._splits}", len(assigned), _tuple([*assigned, *others])
 
-    def _refuse_leaving(self, node: ast.AST, in_loop: bool) -> None:
-        """Raise if a branch or loop on the thread index leaves a loop or the kernel, because the other threads would
-        stay."""
+    def _refuse_leaving(self, node: ast.AST, in_loop: bool = False) -> None:
+        """Raise if a branch on the thread index leaves a loop or the kernel, because the other threads would stay."""
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Return) or (isinstance(child, (ast.Break, ast.Continue)) and not in_loop):
                 what = type(child).__name__.lower()
-                raise self._refused(child, f"`{what}` in a branch or loop on tid() would take the other threads along")
+                raise self._refused(child, f"`{what}` in a branch on tid() would take the other threads along")
             self._refuse_leaving(child, in_loop or isinstance(child, (ast.For, ast.While)))
 
     def _refused(self, node: ast.AST, why: str) -> TdcollError:

@@ -88,9 +88,8 @@ def signals(
     *,
     threads: Threads = (),
     monitor: Monitor | None = None,
-    one: bool = False,
 ) -> tuple[Array, Array]:
-    """Wait until signals compare true with ``value``: all, or ``one`` of them. Without ``monitor``, wait for ever."""
+    """Wait until all signals compare true with ``value``. Without ``monitor``, wait for ever."""
     sign, true = _COMPARE[compare]
     return _wait(
         machine,
@@ -100,8 +99,7 @@ def signals(
         true=lambda seen: true(seen, np.uint64(value)),
         # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow are looked
         # at all together.
-        enough=np.all if compare in _GROWING and not one else np.any,
-        one=one,
+        enough=np.all if compare in _GROWING else np.any,
         monitor=monitor,
         threads=threads,
         expected=value,
@@ -190,14 +188,13 @@ def _wait(
     true: Callable[[Array], Array],
     number: Callable[[Any], int] = int,
     enough: Callable[[Array], Any] = np.all,
-    one: bool = False,
     nbytes: int = 8,
     monitor: Monitor | None,
     threads: Threads,
     expected: int,
     epoch: int | None = None,
 ) -> tuple[Array, Array]:
-    """A thread polls ``nbytes`` bytes at each address until what it reads is ``true``; ``one`` is enough to end.
+    """A thread polls ``nbytes`` bytes at each address until what it reads is ``true``.
 
     Threads look again when ``enough`` of them would be content. In reports stands ``condition``, and in them and in the
     record the ``number`` that is made of what a thread sees.
@@ -235,12 +232,12 @@ def _wait(
         values = [f"{describe(int(addresses[i]))} {condition}, is {value}" for i, value in absent]
         peers = sorted({peer for i, _ in absent if threads and (peer := threads[i][0]) >= 0})
         whom = f"from rank {', '.join(map(str, peers))}" if peers else ""
-        return f"waits for {'one of ' if one else ''}{', '.join(values)}{place.note(whom)}"
+        return f"waits for {', '.join(values)}{place.note(whom)}"
 
     deadline_ns = None if monitor is None else begin_ns + monitor.timeout_ns
     in_time = True
     with machine.slice(f"wait {describe(int(addresses[0]))}{f' and {n - 1} more' if n > 1 else ''} {condition}"):
-        while left.size and in_time and not (one and content.any()):
+        while left.size and in_time:
             keys: list[Hashable] = [(at & ~7) + i for at in addresses[left].tolist() for i in range(0, nbytes, 8)]
             if monitor is not None:
                 keys.append(("monitor", monitor.address))
@@ -249,7 +246,7 @@ def _wait(
             seen[left] = read(addresses[left])
             content[left] = true(seen[left])
             left = np.flatnonzero(~content)
-    if monitor is not None and not (content.any() if one else content.all()):
+    if monitor is not None and left.size:
         peer, index = threads[left[0]]
         monitor.give_up(peer, index, expected, number(seen[left[0]]), expected if epoch is None else epoch)
         scheduler.notify(("monitor", monitor.address))

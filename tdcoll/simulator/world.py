@@ -127,7 +127,7 @@ class World:
         resident: at most so many programs of one launch are in flight, started in the order in which a GPU
             starts them (x fastest); None: all.
         room: at most so many programs of all launches of a PE are in flight, those of the launch that came first
-            before those of later ones; None: all. See :meth:`streams`.
+            before those of later ones; None: all. See :meth:`stream`.
         puts: whether NVSHMEM's functions work in kernels. If False, the heap is as one of PyTorch's symmetric memory.
         late_data: with ``weak``, bytes without a signal arrive when no task can run but stragglers; if None, the seed
             decides.
@@ -225,7 +225,7 @@ class World:
         self._dead: set[int] = set()
         self._launches: list[list[GridLaunch]] = []
         self._streams = [0] * n_pes
-        self._doomed: dict[int, tuple[int, bool]] = {}
+        self._doomed: dict[int, int] = {}
         self.runtimes = [
             runtime.Runtime(
                 rank=pe,
@@ -270,32 +270,12 @@ class World:
             hooks.remove()
         return results
 
-    def streams(self, *hosts: Callable[[], Any]) -> list[Any]:
-        """Run ``hosts`` at once on the calling PE, each as on a stream of its own; return their results at the end.
-
-        Call it in a host function. Launches of one stream follow each other, those of several are in flight together;
-        ``room`` limits their programs, as a GPU's size does. If you exchange values on the host, for example by making
-        a context, do it before the call, because two streams of a PE would do it in any order.
-
-        Raises:
-            TdcollError: called outside of a host function.
-        """
-        made, results = [self.stream() for _ in hosts], [None] * len(hosts)
-
-        def run(number: int) -> None:
-            results[number] = hosts[number]()
-
-        for number, stream in enumerate(made):
-            stream.queue(partial(run, number))
-        for stream in made:
-            stream.synchronize()
-        return results
-
     def stream(self) -> Stream:
         """Return a new stream of the calling PE, on which it queues launches, copies, waits and writes of words:
         ``with stream: ...``.
 
-        Call it in a host function. If no stream is entered, each of them is done before it returns.
+        Call it in a host function. If no stream is entered, each of them is done before it returns. ``stream.queue(f)``
+        runs a host function there, whose launches are done in order.
 
         Raises:
             TdcollError: called outside of a host function.
@@ -317,24 +297,23 @@ class World:
         for _ in range(turns):
             self.scheduler.turn()
 
-    def kill(self, pe: int, *, after_turns: int = 0, lose_messages: bool = True) -> None:
-        """Kill PE ``pe``: its host task and programs stop where they are.
+    def kill(self, pe: int, *, after_turns: int = 0) -> None:
+        """Kill PE ``pe``: its host task and programs stop where they are, and its messages in flight are lost.
 
         From then on bounded waits that nothing can satisfy expire, for any ``on_timeout``.
 
         Args:
             pe: the PE. Killing one's own ends the calling task with this call.
             after_turns: let the PE's tasks take so many more turns before.
-            lose_messages: messages of it that have not arrived yet are lost.
         """
         self._machine.check_pe(pe)
         if after_turns > 0:
-            self._doomed[pe] = (after_turns, lose_messages)
+            self._doomed[pe] = after_turns
             return
         self._doomed.pop(pe, None)
         self._dead.add(pe)
         self.scheduler.expire = True
-        if lose_messages and self._machine.network is not None:
+        if self._machine.network is not None:
             self._machine.network.drop(pe)
         self.scheduler.kill(pe)
 
@@ -367,11 +346,10 @@ class World:
 
     def _count_turn(self, task: Task) -> None:
         if task.pe in self._doomed:
-            turns, lose_messages = self._doomed[task.pe]
-            if turns <= 0:
-                self.kill(task.pe, lose_messages=lose_messages)
+            if self._doomed[task.pe] <= 0:
+                self.kill(task.pe)
             else:
-                self._doomed[task.pe] = (turns - 1, lose_messages)
+                self._doomed[task.pe] -= 1
 
     def _launch(self, launch: GridLaunch) -> None:
         scheduler = self.scheduler

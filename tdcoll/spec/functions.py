@@ -122,16 +122,6 @@ _FUNCTIONS = [
         acquires=True,
     ),
     declared(
-        "wait_until_any(signals: ptr64, count: int, skip: int, compare: constant, value: u64, monitor: ptr64, BLOCK: "
-        "constant) -> int32",
-        "bounded nvshmem_uint64_wait_until_any",
-        "The whole block waits until one of `signals[0:count]`, but for index `skip` (-1: none), `compare`s true with "
-        "`value`, and returns the lowest index that does, the same in all threads. Returns -1 when a deadline "
-        "expires, as for `wait_signal`, and where there is nothing to wait for. `BLOCK` is a power of two of at least "
-        "`count`. Bytes put before that signal are seen; those put before others may not be.",
-        acquires=True,
-    ),
-    declared(
         "test_signal(signal: ptr64, compare: constant, value: u64) -> int32",
         "nvshmem_uint64_test",
         "Returns 1 if this PE's 64-bit signal `compare`s true with `value` now, for all threads of the block, else 0. "
@@ -228,7 +218,7 @@ _TOPICS = {
     "Ranks and addresses": "my_pe n_pes remote_ptr",
     "Puts and gets": "putmem getmem p g int_p",
     "Signals": "putmem_signal signal_block signal_op",
-    "Waits with a deadline": "wait_signal wait_signals wait_until_any wait_word wait_token consume_token test_signal",
+    "Waits with a deadline": "wait_signal wait_signals wait_word wait_token consume_token test_signal",
     "Order and barriers": "fence quiet syncthreads block_and grid_barrier barrier_all sync_all signal_wait_until",
     "Atomics": "atomic_add atomic_fetch_add atomic_swap atomic_compare_swap atomic_fetch atomic_set atom_add atom_cas",
     "Loads, stores and copies": "ld ld_acquire st st_release copy_block tid ntid",
@@ -276,7 +266,6 @@ _Scope: TypeAlias = Literal["gpu", "sys"]
 _Semantic: TypeAlias = Literal["relaxed", "acquire", "release", "acq_rel"]
 
 INTERPRETED: bool
-LOWERING: str
 '''
 
 _STUB_TYPES = {"ptr": "_Pointer", "ptr64": "_Pointer", "value": "_Value", "constant": "tl.constexpr | int"}

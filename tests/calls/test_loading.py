@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_streams
 
 import tdcoll
 from tdcoll import runtime
@@ -74,7 +75,8 @@ def _on_two_streams(loading: Loading) -> None:
             return run
 
         ones = torch.ones(4)
-        world.streams(
+        on_streams(
+            world,
             stream(0, lambda ctx: tdcoll.all_gather(ones, ctx=ctx)),
             stream(1, lambda ctx: tdcoll.all_reduce(ones, ctx=ctx)),
         )

@@ -11,7 +11,6 @@ import time
 
 import nvshmem.core
 import torch
-import triton
 import triton.language as tl
 import triton_dist
 import triton_dist.language as dl
@@ -19,9 +18,8 @@ from triton_dist.kernels.common_ops import set_signal, wait_eq
 from triton_dist.kernels.nvidia.allgather_gemm import create_ag_gemm_context
 from triton_dist.kernels.nvidia.common_ops import (
     BarrierAllContext,
-    barrier_all_intra_node_non_atomic_block,
+    barrier_all_intra_node_atomic_cas_block,
     barrier_all_on_stream,
-    barrier_on_this_grid,
 )
 from triton_dist.kernels.nvidia.reduce_scatter import create_reduce_scater_2d_ctx, reduce_scatter_2d_op
 from triton_dist.language.extra import libshmem_device
@@ -92,16 +90,6 @@ def by_threads(words, floats, peers, N: tl.constexpr):
     wait_eq_on_device(words, 0, N, "gpu")
 
 
-@triton.jit
-def rounds(cells, counter, out, PROGRAMS: tl.constexpr):
-    program = tl.program_id(0)
-    for i in range(3):
-        tl.store(cells + i * PROGRAMS + program, program + i)
-        barrier_on_this_grid(counter, False)
-        row = tl.load(cells + i * PROGRAMS + tl.arange(0, PROGRAMS))
-        tl.store(out + i * PROGRAMS + program, tl.sum(row))
-
-
 def check(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert torch.equal(got.cpu(), wanted.cpu()), f"{name}: got {got.flatten()[:8]}, wanted {wanted.flatten()[:8]}"
     dist_print(f"{name}: right", need_sync=True)
@@ -141,11 +129,6 @@ def main() -> None:
     check("by threads", words[:6], torch.tensor([4, 5, 6, 7, 8, 4], dtype=torch.int32))
     check("a float", floats, torch.tensor([3.0, 1.5]))
 
-    cells, sums = (torch.zeros(12, dtype=torch.int32, device="cuda") for _ in range(2))
-    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    rounds[(4,)](cells, counter, sums, 4)
-    check("grid", sums.view(3, 4), torch.tensor([[6], [10], [14]], dtype=torch.int32).expand(3, 4))
-
     column = torch.full((4096,), rank, dtype=torch.int32, device="cuda")
     if rank == 0:
         time.sleep(0.3)
@@ -156,7 +139,7 @@ def main() -> None:
     peers = nvshmem_create_tensors((8,), torch.float32, rank, local_world)
     flags = nvshmem_create_tensors((local_world,), torch.int64, rank, local_world)
     flags[local].fill_(0)
-    barrier, meeting = BarrierAllContext(True), nvshmem_create_tensor((2 * local_world,), torch.int32)
+    barrier, meeting = BarrierAllContext(True), nvshmem_create_tensor((local_world,), torch.int32)
     meeting.fill_(0)
     nvshmem_barrier_all_on_stream()
     for turn in (1, 2, 3):
@@ -170,7 +153,7 @@ def main() -> None:
         wait_eq(flags[local][(local - 1) % local_world], turn, stream)
         check(f"copies, turn {turn}", peers[local], torch.full((8,), float(10 * before + turn)))
         barrier_all_on_stream(barrier, stream)
-        barrier_all_intra_node_non_atomic_block[(1,)](local, rank, local_world, meeting, turn)
+        barrier_all_intra_node_atomic_cas_block[(1,)](local, rank, local_world, meeting)
     word = torch.zeros(1, dtype=torch.int32, device="cuda")
     default = cuda.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
     CUDA_CHECK(cuda.cuStreamWriteValue32(stream.cuda_stream, word.data_ptr(), 7, default)[0])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile tdcoll's kernels for GPUs that need not be here, and print what came out as JSON.
 
-Run as ``compile_kernels.py PART``, without TRITON_INTERPRET: which language a process speaks is decided at import. The
-kernels of dense collectives, of fused functions and of the benchmarks' signals are here; the others are in
+Run as ``compile_kernels.py PART ARCHITECTURE``, without TRITON_INTERPRET: which language a process speaks is decided at
+import. The kernels of dense collectives, of fused functions and of the benchmarks' signals are here; the others are in
 ``compiling_*.py``.
 """
 
@@ -16,7 +16,7 @@ import compiling_language as language
 import triton
 import triton.language as tl
 from compiling import ORDER, WORLD, compiled_forms, record, tuples
-from compiling_mutants import compile_mutants, refusals
+from compiling_mutants import compile_mutants
 from compiling_sparse import INDEX_MATCH, SPARSE, SPARSE_TYPES, compile_index_match, compile_sparse
 
 from tdcoll.calls.plan import Facts
@@ -163,10 +163,10 @@ def compile_signals(arch: int, name: str, direct: bool) -> dict[str, object]:
     return record(getattr(bench, name), arch, constants, SIGNAL_TYPES, {"direct": direct})
 
 
-def gathers() -> dict[str, object]:
+def gathers(arch: int) -> dict[str, object]:
     """All-gathers and all-to-alls, and the exchange of lists, whose segments say how much they hold."""
     puts = []
-    for arch, in_place in ((90, False), (90, True), (100, False)):
+    for in_place in (False, True) if arch == 90 else (False,):
         for kernel in (kernels_puts.all_gather_1d, kernels_puts.all_gather_2d):
             stores = kernel is kernels_puts.all_gather_2d and arch == 90  # both forms, once each
             constants = {"BLOCK": WORLD, "COUNTED": in_place, "STORES": stores}
@@ -181,63 +181,55 @@ def gathers() -> dict[str, object]:
             (kernels_loop.exchange_loop, {"SAME": False, "WORDS": 4096}),
             (kernels_ring.all_gather_ring, {}),
         )
-        for arch in (90, 100)
         for in_place in (False, True)
     ]
-    words = [(kernels_ll.exchange_ll, 90, 1024)]
-    words += [
-        (kernel, arch, 128) for kernel in (kernels_ll.exchange_ll, kernels_puts.all_gather_ll_2d) for arch in (90, 100)
-    ]
+    words = [(kernels_ll.exchange_ll, 128), (kernels_puts.all_gather_ll_2d, 128)]
+    words += [(kernels_ll.exchange_ll, 1024)] * (arch == 90)
     return {
         "all_gather": puts,
-        "ll": [record(kernel, arch, {"BLOCK": block}, tuples(), {}) for kernel, arch, block in words],
+        "ll": [record(kernel, arch, {"BLOCK": block}, tuples(), {}) for kernel, block in words],
         "direct": direct,
-        "exchange": [record(kernels_direct.exchange_direct, 90, {"COUNTED": True}, tuples(1), {})],
-        "all_to_all": [record(to_all_puts.all_to_all_puts, arch, {}, tuples(), {}) for arch in (90, 100)],
+        "exchange": [record(kernels_direct.exchange_direct, arch, {"COUNTED": True}, tuples(1), {})],
+        "all_to_all": [record(to_all_puts.all_to_all_puts, arch, {}, tuples(), {})],
     }
 
 
-def collectives() -> dict[str, object]:
+def collectives(arch: int) -> dict[str, object]:
     """The kernels of dense collectives."""
-    reduce_scatter = [compile_reduction(k, c, WORLD, arch) for k, c, archs in REDUCE_SCATTER for arch in archs]
-    all_reduce = [compile_reduction(k, c, world, arch) for k, c, world, archs in ALL_REDUCE for arch in archs]
     reductions = {kernel.__name__: kernel for kernel, *_ in (*REDUCE_SCATTER, *ALL_REDUCE)}
     return {
-        **gathers(),
-        "reduce_scatter": reduce_scatter,
-        "all_reduce": all_reduce,
+        **gathers(arch),
+        "reduce_scatter": [compile_reduction(k, c, WORLD, arch) for k, c, archs in REDUCE_SCATTER if arch in archs],
+        "all_reduce": [compile_reduction(k, c, world, arch) for k, c, world, archs in ALL_REDUCE if arch in archs],
         "forms": {name: compiled_forms(kernel) for name, kernel in reductions.items()},
         "copies": [
             record(kernel, arch, constants, tuples() | {"stamp": "*i64"}, {}, num_warps=warps)
             for kernel, constants, warps in COPIES
-            for arch in (90, 100)
         ],
         "order": list(ORDER),
     }
 
 
-def others() -> dict[str, object]:
-    """All others, and kernels in which something is missing."""
-    return {
-        "index_match": [
-            compile_index_match(arch, name, constants) for arch in (90, 100) for name, constants in INDEX_MATCH.items()
-        ],
-        "sparse": [compile_sparse(name, arch, c, rows) for name, c, rows, archs in SPARSE for arch in archs],
-        "language": language.compile_language_checks(90),
-        "words": language.compile_words(),
-        "signals": [compile_signals(90, name, direct) for name in SIGNALS for direct in (False, True)],
+def others(arch: int) -> dict[str, object]:
+    """All others, and for one architecture those of the tests, and kernels in which something is missing."""
+    made = {
+        "index_match": [compile_index_match(arch, name, constants) for name, constants in INDEX_MATCH.items()],
+        "sparse": [compile_sparse(name, arch, c, rows) for name, c, rows, archs in SPARSE if arch in archs],
+        "words": language.compile_words(arch),
+        "signals": [compile_signals(arch, name, direct) for name in SIGNALS for direct in (False, True)],
         "fused_forms": {kernel.__name__: compiled_forms(kernel) for kernel in _NORMS.values()},
-        "fused": [compile_fused(*about, arch, more) for *about, archs, more in FUSED for arch in archs],
-        "library": language.compile_with_all_of_nvshmem(),
-        "order": list(ORDER),
-        "refusals": refusals(),
-        "mutants": compile_mutants(),
-        "tutorials": language.compile_tutorials(),
-        "compat": language.compile_compat(),
+        "fused": [compile_fused(*about, arch, more) for *about, archs, more in FUSED if arch in archs],
     }
+    if arch == 90:
+        made |= {"language": language.compile_language_checks(arch), "library": language.compile_with_all_of_nvshmem()}
+    made["order"] = list(ORDER)
+    if arch == 90:
+        made["mutants"] = compile_mutants()
+        made |= {"tutorials": language.compile_tutorials(), "compat": language.compile_compat()}
+    return made
 
 
 PARTS = {"collectives": collectives, "others": others}
 
 if __name__ == "__main__":
-    json.dump(PARTS[sys.argv[1]](), sys.stdout)
+    json.dump(PARTS[sys.argv[1]](int(sys.argv[2])), sys.stdout)

@@ -180,7 +180,7 @@ def hot_spills(cubin: bytes, arch: int) -> list[str]:
 def compiled_forms(kernel) -> int:
     """How many kernels ranks 0, 1, 2 and 16 compile, of different sizes too."""
     backend, forms = make_backend(GPUTarget("cuda", 90, 32)), set()
-    bind = _with_plain_fields(create_function_from_signature(kernel.signature, kernel.params, backend), kernel)
+    bind = _with_plain_fields(create_function_from_signature(kernel.signature, kernel.params, backend))
     word, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
     for rank in (0, 1, 2, 16):
         known = {

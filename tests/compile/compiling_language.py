@@ -65,11 +65,8 @@ WORD_TYPES = {
 }
 WORDS: dict[str, dict[str, Any]] = {
     "values": {},
-    "atomics": {"ROUNDS": 2},
-    "put_then_count": {"FENCE": True},
     "count_by_threads": {"ALL": False},
     "wait_here_and_there": {"SEND": True},
-    "any_of": {"BLOCK": 8},
     "ask": {"TIMES": 1},
     "rounds": {"ROUNDS": 2, "BARRIER": True, "BLOCK": 256},
     "move_words": {"BLOCK": 1024},
@@ -84,7 +81,6 @@ INSTRUCTIONS = {
     "wide wait": "ld.acquire.sys.global.b64 word",
     "signed": "lt.s32 done",
     "look": "ld.acquire.sys.global.b64 seen",
-    "lowest": "barrier.cta.red.or.pred",
     "arrive": "atom.global.gpu.acq_rel.add.u64",
     "load": "ld.global.v4.b32",
     "store": "st.relaxed.sys.global.v4.b32",
@@ -92,25 +88,24 @@ INSTRUCTIONS = {
 """The instructions that are looked for in kernels."""
 
 
-def compile_words() -> list[dict[str, Any]]:
+def compile_words(arch: int) -> list[dict[str, Any]]:
     found = []
-    for arch in (90, 100):
-        for name, constants in WORDS.items():
-            kernel = getattr(kernels, name)
-            if arch != 90 and needs_nvshmem(kernel):  # which takes seconds each
-                continue
-            ptx = compile_for(kernel, arch, constants, WORD_TYPES).asm["ptx"]
-            body = ptx[ptx.index(".entry") :]
-            seen = {what: body.count(text) for what, text in INSTRUCTIONS.items()}
-            widths = sorted(set(re.findall(r"\bLDG?\.E(\S*)\.STRONG\.SYS\b", instructions(ptx, arch))))
-            about = {"kernel": name, "arch": arch, "needs": needs_nvshmem(kernel), "widths": widths}
-            found.append({**about, "problems": ORDER.pop()["problems"], **seen, **resources(ptx, arch)})
+    for name, constants in WORDS.items():
+        kernel = getattr(kernels, name)
+        if arch != 90 and needs_nvshmem(kernel):  # which takes seconds each
+            continue
+        ptx = compile_for(kernel, arch, constants, WORD_TYPES).asm["ptx"]
+        body = ptx[ptx.index(".entry") :]
+        seen = {what: body.count(text) for what, text in INSTRUCTIONS.items()}
+        widths = sorted(set(re.findall(r"\bLDG?\.E(\S*)\.STRONG\.SYS\b", instructions(ptx, arch))))
+        about = {"kernel": name, "arch": arch, "needs": needs_nvshmem(kernel), "widths": widths}
+        found.append({**about, "problems": ORDER.pop()["problems"], **seen, **resources(ptx, arch)})
     return found
 
 
 COMPAT_TYPES = {
     **dict.fromkeys(("source", "inbox", "signal", "out", "ready"), "*i64"),
-    **dict.fromkeys(("words", "peers", "counter", "cells", "turn"), "*i32"),
+    **dict.fromkeys(("words", "peers"), "*i32"),
     "floats": "*fp32",
 }
 TEXTS = {
@@ -119,7 +114,6 @@ TEXTS = {
     "proxy": "fence.proxy.async.global",
     "release": "st.release",
     "add": "atom.release.sys.global.add.u32",
-    "shuffle": "shfl.sync",
 }
 
 
@@ -132,8 +126,6 @@ def compile_compat() -> dict[str, Any]:
     for kernel, constants, types in (
         (style.pass_on, {"N": 64, "SCOPE": "intra_node"}, {"turn": "i32"}),
         (style.by_threads, {"N": 4}, {}),
-        (style.rounds, {"PROGRAMS": 4}, {"out": "*i32"}),
-        (more.extras, {}, {"out": "*i32"}),
     ):
         ptx = compile_for(kernel, 90, constants, COMPAT_TYPES | types).asm["ptx"]
         body = ptx[ptx.index(".entry") :]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that lack a protection, or wait too late for the launch before them, and what is said of them."""
+"""Kernels that lack a protection, and what is said of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from kernel_mutants import Change, installed
 
 import tdcoll.language as tdl
 from tdcoll.language import jit, waits
-from tdcoll.language.jit import jit as tdl_jit
-from tdcoll.primitives.group import in_stream_order
 
 ABORTED = 'tdl.ld(monitor + tdl.MONITOR_ABORTED, "gpu", "relaxed")'
 
@@ -27,34 +25,6 @@ ABORTED = 'tdl.ld(monitor + tdl.MONITOR_ABORTED, "gpu", "relaxed")'
 @triton.jit
 def wait_signal_without_its_barrier(signal, compare: tl.constexpr, value, monitor, peer, index):
     return waits._poll(signal, compare, value, monitor, 1, peer, index)
-
-
-@tdl_jit
-def waits_late(out, BLOCK: tl.constexpr):
-    tl.store(out, BLOCK)
-    in_stream_order()
-
-
-@tdl_jit
-def _waits_in_a_helper():
-    in_stream_order()
-
-
-@tdl_jit
-def waits_elsewhere(out, BLOCK: tl.constexpr):
-    _waits_in_a_helper()
-    tl.store(out, BLOCK)
-
-
-def refusals() -> dict[str, str]:
-    """What is said of kernels that wait for the launch before them, and not first."""
-    said = {}
-    for kernel in (waits_late, waits_elsewhere):
-        try:
-            said[kernel.__name__] = str(kernel.begins_in_stream_order)
-        except ValueError as error:
-            said[kernel.__name__] = str(error)
-    return said
 
 
 GATHER, PULL, PUTS = (

@@ -14,36 +14,37 @@ from typing import Any
 import ptx_divergence
 import ptx_order
 import pytest
+from tiers import second
 
 from tdcoll.spec.functions import FUNCTIONS
 
 HERE = Path(__file__).parent
-DRIVERS = ("compile_kernels.py", "collectives"), ("compile_kernels.py", "others"), ("pipelined_loops.py",)
 DRIVER_S = 560
 """It takes a minute of one core, and several on a machine that is busy."""
 
 pytestmark = pytest.mark.timeout(DRIVER_S + 40)  # the first test runs the driver, the others wait for it
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, object]]]:
-    """What the driver prints; it runs once, whichever of pytest's workers come here."""
+def compiled_for(arch: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the drivers print; they run once for an architecture, whichever of pytest's workers come here."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    file = tmp_path_factory.getbasetemp().parent / f"compiled-{run}.json"
+    file = tmp_path_factory.getbasetemp().parent / f"compiled-{run}-{arch}.json"
     with file.open("a+") as shared:
         fcntl.flock(shared, fcntl.LOCK_EX)
         shared.seek(0)
         if text := shared.read():
             return json.loads(text)
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        drivers = [["compile_kernels.py", part, str(arch)] for part in ("collectives", "others")]
+        drivers.append(["pipelined_loops.py", *["--few"] * (arch == 90)])
         jobs = [  # at once: pytest's other worker most likely waits for them, too
             subprocess.Popen(
                 [sys.executable, str(HERE / script), *part],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
             )
-            for script, *part in DRIVERS
+            for script, *part in drivers
         ]  # fmt: skip
-        made: dict[str, list[dict[str, object]]] = {"order": []}
+        made: dict[str, Any] = {"arch": arch, "order": []}
         try:
             for job in jobs:
                 text, errors = job.communicate(timeout=DRIVER_S)
@@ -56,6 +57,17 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
                 job.wait()
         shared.write(json.dumps(made))
         return made
+
+
+@pytest.fixture(scope="module", params=[90, second(100)], ids="sm_{}".format)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What comes out for one architecture."""
+    return compiled_for(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return compiled_for(90, tmp_path_factory)
 
 
 COLLECTIVES = ("all_gather", "ll", "direct", "exchange", "all_to_all", "reduce_scatter", "all_reduce", "fused")
@@ -89,16 +101,13 @@ def kernels_of(compiled: Any, *groups: str) -> list[dict[str, Any]]:
 
 
 def test_which_kernels_need_nvshmem_and_wait(compiled) -> None:
-    kernels = kernels_of(compiled, *COLLECTIVES)
-    assert {k["kernel"] for k in kernels} == PUTS | STORES | LOCAL
+    kernels, every = kernels_of(compiled, *COLLECTIVES), PUTS | STORES | LOCAL
+    assert {k["kernel"] for k in kernels} == (every if compiled["arch"] == 90 else every - ONLY_FOR_90)
     for kernel in kernels:
         name, links = kernel["kernel"], kernel.get("links", bool(kernel.get("calls")))
         assert kernel["needs"] == links == (name in PUTS), kernel
         assert "nvshmem_signal_wait_until" not in kernel.get("calls", ()), "an unbounded wait"
         assert (kernel.get("globaltimer", 0) > 0) == (name not in LOCAL), kernel
-    for arch in (90, 100):
-        missing = (PUTS | STORES | LOCAL) - {k["kernel"] for k in kernels if k["arch"] == arch}
-        assert missing <= (set() if arch == 90 else ONLY_FOR_90), missing
 
 
 def spills_of(kernel: dict[str, Any]) -> int:
@@ -119,7 +128,7 @@ def test_registers_and_spills(compiled) -> None:
     """Two thread blocks of 8 warps fit on a multiprocessor, which the limits of contexts that share a GPU rely on: 64 K
     registers for 2 times 256 threads. Only fused calls have thread blocks of 16 warps, one to a multiprocessor."""
     kernels = kernels_of(compiled, *COLLECTIVES, "signals")
-    assert len(kernels) > 100
+    assert len(kernels) > 50
     assert {k["warps"] for k in compiled["fused"]} >= {4, 8, 16}
     for kernel in kernels:
         assert kernel["registers"] <= (96 if kernel in compiled["index_match"] else 128), kernel
@@ -129,11 +138,9 @@ def test_registers_and_spills(compiled) -> None:
             assert kernel["hot_spills"] == [], kernel
 
 
-def test_kernels_are_compiled_once_for_all_ranks(compiled) -> None:
-    forms = compiled["forms"] | compiled["fused_forms"]
-    assert {name for name in forms if "reduce" in name} == {
-        k["kernel"] for k in kernels_of(compiled, *COLLECTIVES[5:7])
-    }
+def test_kernels_are_compiled_once_for_all_ranks(hopper) -> None:
+    forms = hopper["forms"] | hopper["fused_forms"]
+    assert {name for name in forms if "reduce" in name} == {k["kernel"] for k in kernels_of(hopper, *COLLECTIVES[5:7])}
     assert len(forms) == 14
     assert set(forms.values()) == {1}
 
@@ -158,12 +165,13 @@ def test_index_matching_says_the_right_things(compiled) -> None:
 
 def test_sparse_all_reduce_signals_by_stores_in_one_node_and_moves_wide_rows(compiled) -> None:
     kernels = compiled["sparse"]
-    assert {k["kernel"] for k in kernels if k["release_sys"] and k["kernel"] not in PUTS} == {"reduce", "meet"}
+    signal = {k["kernel"] for k in kernels if k["release_sys"] and k["kernel"] not in PUTS}
+    assert signal == {"reduce", "meet"} - (ONLY_FOR_90 if compiled["arch"] != 90 else set())
     aligned = [k for k in kernels if k["aligned"] and k["kernel"] in ("reduce", "prepare")]
     # A thread block of "prepare" takes one row at a time: a short one has one element for each thread.
     aligned = [k for k in aligned if k["kernel"] == "reduce" or k["wide"] >= 512]
     assert {k["kernel"] for k in aligned} == {"reduce", "prepare"}
-    assert len(aligned) >= 10
+    assert len(aligned) >= 5
     for kernel in aligned:
         assert min(kernel["wide_loads"], kernel["wide_stores"]) > 0, kernel
 
@@ -190,10 +198,10 @@ def test_who_loads_from_peers_looks_whether_one_has_given_up(compiled) -> None:
 def test_a_maximum_propagates_nan(compiled) -> None:
     """Which the simulator's does in any case."""
     maxima = [maximum for k in compiled["reduce_scatter"] for maximum in k["maxima"]]
-    assert maxima
+    assert maxima or compiled["arch"] != 90
     assert [maximum for maximum in maxima if ".NaN." not in maximum] == []
-    merges = [k for k in compiled["sparse"] if k["kernel"] == "merge" and k["arch"] == 90]
-    assert len(merges) == 2
+    merges = [k for k in compiled["sparse"] if k["kernel"] == "merge"]
+    assert merges
     assert all(merge["nan_max"] > 0 for merge in merges)
 
 
@@ -202,7 +210,9 @@ def test_words_are_moved_by_128_bits_and_waited_for_once(compiled) -> None:
     themselves, or one for each rank whose words have flags. The compiler repeats none in another layout."""
     words = [k for k in compiled["all_reduce"] if k["kernel"] in ("all_reduce_one_shot", "all_reduce_two_shot")]
     assert {(k["kernel"], k["announced"]) for k in words} == {
-        (f"all_reduce_{shots}_shot", announced) for shots in ("one", "two") for announced in (False, True)
+        (f"all_reduce_{shots}_shot", announced)
+        for shots in ("one", "two")
+        for announced in {compiled["arch"] != 90, True}
     }
     for kernel in words:
         world, two = kernel["world"], kernel["kernel"] == "all_reduce_two_shot"
@@ -211,8 +221,8 @@ def test_words_are_moved_by_128_bits_and_waited_for_once(compiled) -> None:
         if kernel["announced"]:
             assert kernel["loads"] == (world if two else 1) * (2 if kernel["looped"] else 1), kernel
             assert kernel["sent"] >= (2 * (world - 1) + world if two else world), kernel
-    scattered = {k["announced"]: k for k in compiled["reduce_scatter"] if k["kernel"] == "reduce_scatter_words"}
-    assert (scattered[True]["globaltimer"], scattered[False]["globaltimer"]) == (1, 8)
+    for kernel in (k for k in compiled["reduce_scatter"] if k["kernel"] == "reduce_scatter_words"):
+        assert kernel["globaltimer"] == (1 if kernel["announced"] else 8), kernel
 
 
 def test_calls_by_copy_engines_tell_who_has_given_up(compiled) -> None:
@@ -230,7 +240,7 @@ def test_fused_kernels_wait_once_for_each_word_of_a_thread_and_contract_nothing_
     """Words of all ranks at once, in two steps those of a row's owner, and measures; the compiler repeats no wait.
     Where it may choose what to contract, kernels of different shapes would have different bits."""
     kernels = compiled["fused"]
-    assert {(k["hidden"], k["arch"]) for k in kernels} >= {(h, arch) for h in (4096, 8192) for arch in (90, 100)}
+    assert {k["hidden"] for k in kernels} >= {4096, 8192}
     assert {k["pieces"] > 1 for k in kernels if k["kernel"] != "norm_rows"} == {False, True}
     for kernel in kernels:
         words, several = kernel["words"], kernel["pieces"] > 1
@@ -250,10 +260,11 @@ def test_kernels_of_the_signal_benchmark(compiled) -> None:
 def test_order_that_protocols_rely_on_is_in_the_ptx(compiled) -> None:
     """The simulator cannot see it: block barriers before releases, puts and epochs, waits that acquire, and scopes."""
     kernels = compiled["order"]
-    assert len(kernels) > 60
+    assert len(kernels) > 50
     assert [k for k in kernels if k["problems"]] == []
     # GPU scope is where it is meant to be, and nowhere else.
-    assert {site for kernel in kernels for site in kernel["of_this_gpu"]} == ptx_order.OF_THIS_GPU
+    sites = {site for kernel in kernels for site in kernel["of_this_gpu"]}
+    assert sites <= ptx_order.OF_THIS_GPU if compiled["arch"] != 90 else sites == ptx_order.OF_THIS_GPU
     of = {
         name: [k for k in kernels if k["kernel"] == name] for name in ("exchange_direct", "all_gather_ring", "reduce")
     }
@@ -262,10 +273,10 @@ def test_order_that_protocols_rely_on_is_in_the_ptx(compiled) -> None:
     assert all(kernel["control"] and kernel["add"] and kernel["wait"] for kernel in of["reduce"])
 
 
-def test_order_that_is_missing_is_seen_in_the_ptx(compiled) -> None:
+def test_order_that_is_missing_is_seen_in_the_ptx(hopper) -> None:
     rules, narrow, relaxed = ptx_order.RULES, ptx_order.NARROW, ptx_order.RELAXED
     unreleased, late = [rules["store", "release"], rules["load", "release"]], rules["wait", "load"]
-    assert compiled["mutants"] == {
+    assert hopper["mutants"] == {
         "released without a barrier": unreleased,
         "released to this GPU only": [narrow],
         "epoch read without a barrier": [rules["control", "add"]],
@@ -278,8 +289,8 @@ def test_order_that_is_missing_is_seen_in_the_ptx(compiled) -> None:
     }
 
 
-def test_every_device_function_compiles(compiled) -> None:
-    kernels = {k["kernel"] for k in compiled["language"]}
+def test_every_device_function_compiles(hopper) -> None:
+    kernels = {k["kernel"] for k in hopper["language"]}
     assert {"put", "get", "put_signal", "signals_to_all", "store_through_pointer", "never"} <= kernels
     assert len(FUNCTIONS) > 40
 
@@ -291,10 +302,10 @@ def test_profilers_show_whose_kernels_they_are(compiled) -> None:
     assert [n for n in names if n[2] != (f"tdcoll_{n[1].lstrip('_')}" if n[0] == "tdcoll" else n[1])] == []
 
 
-def test_only_kernels_that_need_nvshmem_link_it(compiled) -> None:
-    for kernel in compiled["language"]:
+def test_only_kernels_that_need_nvshmem_link_it(hopper) -> None:
+    for kernel in hopper["language"]:
         assert kernel["links"] == kernel["needs"], kernel
-    assert {k["kernel"] for k in compiled["language"] if not k["needs"]} == {"copies", "never", "truth_of_pointers"}
+    assert {k["kernel"] for k in hopper["language"] if not k["needs"]} == {"copies", "never", "truth_of_pointers"}
 
 
 def test_kernels_that_are_launched_early_wait_before_anything_else_and_no_others_are(compiled) -> None:
@@ -303,17 +314,10 @@ def test_kernels_that_are_launched_early_wait_before_anything_else_and_no_others
     early = {k["kernel"] for k in kernels if k["launched_early"]}
     others = {k["kernel"] for k in kernels if not k["launched_early"]}
     assert early.isdisjoint(others)
-    assert others == PUTS - {"reduce_nodes_of_single"}
+    assert others == PUTS - {"reduce_nodes_of_single"} - (ONLY_FOR_90 if compiled["arch"] != 90 else set())
     assert len(early) > 15
     for kernel in kernels:
         assert kernel["waits_first"] is (True if kernel["launched_early"] else None), kernel
-
-
-def test_a_wait_for_the_launch_before_comes_first_or_is_refused(compiled) -> None:
-    said = compiled["refusals"]
-    assert set(said) == {"waits_late", "waits_elsewhere"}
-    for name, text in said.items():
-        assert text == f"{name} calls in_stream_order(), which must be a kernel's first statement"
 
 
 @pytest.mark.parametrize(
@@ -333,24 +337,23 @@ def test_what_comes_before_the_wait_is_seen_in_ptx(body: str, verdict: bool | No
     assert ptx_order.early(f".entry kernel()\n{{\n{body.format(wait=asm)}\n}}\n// -- End function") is verdict
 
 
-def test_the_part_of_nvshmem_that_kernels_link_makes_the_same_kernels(compiled) -> None:
-    ptx = compiled["library"]
+def test_the_part_of_nvshmem_that_kernels_link_makes_the_same_kernels(hopper) -> None:
+    ptx = hopper["library"]
     assert ptx["part"] == ptx["whole"]
     assert ptx["whole"].count("nvshmemi_device_state") > 0
 
 
-def test_kernels_in_the_style_of_triton_distributed(compiled) -> None:
-    made = compiled["compat"]
-    waits = {"wait": 2, "warp": 2, "proxy": 2, "release": 1, "add": 0, "shuffle": 0}
+def test_kernels_in_the_style_of_triton_distributed(hopper) -> None:
+    made = hopper["compat"]
+    waits = {"wait": 2, "warp": 2, "proxy": 2, "release": 1, "add": 0}
     assert waits.items() <= made["pass_on"].items()
-    assert {"by_threads", "rounds"} <= set(made)
-    assert (made["extras"]["shuffle"], made["extras"]["spilled_bytes"]) == (4, 0)
+    assert made["by_threads"]["add"] == 1
     # In a loop with a matmul, no copy to shared memory is begun before its wait.
     assert (made["pipelined, wait: True"], made["pipelined, wait: False"]) == (False, True)
 
 
-def test_kernels_of_tutorials(compiled) -> None:
-    assert compiled["tutorials"] == ["queue", "my_all_gather", "one_shot", "two_shot"]
+def test_kernels_of_tutorials(hopper) -> None:
+    assert hopper["tutorials"] == ["queue", "my_all_gather", "one_shot", "two_shot"]
 
 
 def test_loads_stay_behind_their_waits(compiled) -> None:
@@ -360,8 +363,8 @@ def test_loads_stay_behind_their_waits(compiled) -> None:
     assert {
         (wait, form, arch, num_stages)
         for wait in ("plain", "token")
-        for arch in (80, 90)
-        for num_stages in (1, 2, 3, 4)
+        for arch in ((90,) if compiled["arch"] == 90 else (80, 90))
+        for num_stages in ((3,) if compiled["arch"] == 90 else (1, 2, 3, 4))
         for form in ("load", "descriptor", "stream")
         if form != "stream" or num_stages > 1
     } <= checked
@@ -369,7 +372,7 @@ def test_loads_stay_behind_their_waits(compiled) -> None:
 
 
 def test_loops_without_the_protection_are_found(compiled) -> None:
-    assert len(compiled["loops"]["controls"]) == 12
+    assert len(compiled["loops"]["controls"]) == (6 if compiled["arch"] == 90 else 12)
     for name, problem in compiled["loops"]["controls"].items():
         assert problem is not None, name
         assert problem.startswith("TTGIR has ['async', 'for'"), "a load ahead of the loop, before any wait"
@@ -386,15 +389,13 @@ ALLOWED = {
     "values": {ptx_divergence.DIVERGENT},
     "count_by_threads": {ptx_order.NARROW},  # words of this GPU
     "rounds": {ptx_order.NARROW},
-    "any_of": {ptx_order.RULES["store", "put"]},  # by the same thread
 }
 """What :mod:`ptx_order` says of kernels that are no protocols, and why that is right there."""
 
 
 def test_which_kernels_of_words_are_compiled(compiled) -> None:
     words = compiled["words"]
-    assert {kernel["arch"] for kernel in words} == {90, 100}
-    assert len(words) == 14
+    assert len(words) == (7 if compiled["arch"] == 90 else len(LOCAL_WORDS))
     for kernel in words:
         assert set(kernel["problems"]) <= ALLOWED.get(kernel["kernel"], set()), kernel
         assert kernel["needs"] == (kernel["kernel"] not in LOCAL_WORDS), kernel
@@ -407,7 +408,6 @@ def test_which_kernels_of_words_are_compiled(compiled) -> None:
     [
         ("count_by_threads", {"add by the thread": 1, "swap by the thread": 1}),
         ("wait_here_and_there", {"narrow wait": 1, "wide wait": 1, "signed": 1}),
-        ("any_of", {"look": 1, "lowest": 4}),  # indices below 8, and 8 for none
         ("ask", {"look": 2}),
         ("rounds", {"arrive": 2, "wide wait": 2}),  # unrolled
         ("move_words", {"load": 4, "store": 4}),  # 1024 words by 256 threads
@@ -421,5 +421,4 @@ def test_instructions(compiled, kernel: str, instructions: dict[str, int]) -> No
 
 def test_a_flagged_word_is_loaded_whole_where_only_part_of_it_is_used(compiled) -> None:
     """Else the flag could be newer than the data. ptxas divides a relaxed load of 128 bits into those that are used."""
-    loads = {one["arch"]: one["widths"] for one in compiled["words"] if one["kernel"] == "part_of_flagged"}
-    assert loads == {90: [".128"], 100: [".128"]}
+    assert [one["widths"] for one in compiled["words"] if one["kernel"] == "part_of_flagged"] == [[".128"]]

@@ -160,9 +160,6 @@ def launches(driver: NotingDriver) -> dict[str, Any]:
     seen["needing, through helpers"] = launch(kernels.through_two_helpers)
     unknown = events_of(driver, lambda: direct[(1,)](out, num_warsp=8))
     seen["unknown keyword"] = unknown
-    for name, kernel in (("missing", direct), ("missing, of several", kernels.waits)):
-        seen[name] = events_of(driver, lambda kernel=kernel: kernel[(1,)]())
-    seen["too many"] = events_of(driver, lambda: direct[(1,)](out, out))
     seen["classes"] = {
         name: sorted(
             {type(kernel).__name__ for cache in function.device_caches.values() for kernel in cache[0].values()}
@@ -254,7 +251,6 @@ def main() -> None:
     language = {name: getattr(tdl, name) for name in FUNCTIONS}
     report = {
         "warming up": warming_up(driver),
-        "lowering": tdl.LOWERING,
         "parameters": {name: parameters_of(function) for name, function in language.items()},
         "described": {
             name: [inspect.getdoc(function), [p for p in inspect.signature(function).parameters if p[0] != "_"]]

@@ -84,23 +84,6 @@ def wait_here_and_there(narrow, wide, ok, monitor, SEND: tl.constexpr):
 
 
 @jit
-def any_of(signals, found, monitor, skip, count, BLOCK: tl.constexpr):
-    """PE 0 takes what arrives as it arrives; everybody else sends one signal."""
-    me = tdl.my_pe()
-    if me == 0:
-        for i in range(count - 1):
-            index = tdl.wait_until_any(signals, count, skip, tdl.CMP_NE, 0, monitor, BLOCK)
-            tl.store(found + i, index)
-            if index >= 0:
-                if tdl.tid(0) == 0:
-                    tdl.signal_op(signals + index, 0, tdl.SIGNAL_SET, 0)
-                    tdl.quiet()
-                tdl.syncthreads()
-    elif tdl.tid(0) == 0:
-        tdl.signal_op(signals + me, me, tdl.SIGNAL_SET, 0)
-
-
-@jit
 def ask(signals, out, TIMES: tl.constexpr):
     """PE 0 asks until PE 1 has answered; it keeps the last answer, and what was put before it."""
     if tdl.my_pe() == 1:

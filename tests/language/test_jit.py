@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import kernels_to_launch as kernels
 import pytest
 import torch
 import triton.language as tl
@@ -124,20 +123,6 @@ def test_options_are_those_of_triton(compiled: dict[str, Any]) -> None:
 def test_unknown_keyword_is_refused_when_compiled(compiled: dict[str, Any]) -> None:
     (refusal,) = compiled["launches"]["unknown keyword"]
     assert "num_warsp" in refusal
-
-
-def test_missing_arguments_are_reported_with_function_and_line_when_compiled(compiled: dict[str, Any]) -> None:
-    seen = compiled["launches"]
-
-    def expected(kernel: Any, problem: str) -> list[str]:
-        code = kernel.fn.__code__
-        return [f"TypeError: {problem}; it is defined in {code.co_filename}, line {code.co_firstlineno}"]
-
-    assert seen["missing"] == expected(kernels.direct, "direct() missing 1 required positional argument: 'out'")
-    assert seen["missing, of several"] == expected(
-        kernels.waits, "waits() missing 2 required positional arguments: 'out' and 'monitor'"
-    )
-    assert seen["too many"] == expected(kernels.direct, "direct() takes 1 positional argument but 2 were given")
 
 
 # ---------------------------------------------------------------------- interpreted

@@ -17,8 +17,6 @@ import pytest
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.compat.missing import NotProvidedError
-from tdcoll.compat.triton_dist.language.extra import libshmem_device
 from tdcoll.spec.functions import FUNCTIONS
 
 RELEASE = "triton-dist==0.0.0"
@@ -90,14 +88,6 @@ def shmem(wheel: zipfile.ZipFile) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", COMPARED)
 def test_arguments_have_the_same_names_in_the_same_order(shmem: dict[str, list[str]], name: str) -> None:
     assert [parameter for parameter, _ in FUNCTIONS[name].parameters] == shmem[name]
-
-
-def test_what_is_missing_has_a_reason(shmem: dict[str, list[str]]) -> None:
-    missing = [name for name in shmem if name not in FUNCTIONS]
-    assert len(missing) > 30
-    for name in missing:
-        with pytest.raises(NotProvidedError, match=f"does not provide .*{name}: "):
-            getattr(libshmem_device, name)
 
 
 def test_constants_have_the_same_values(wheel: zipfile.ZipFile) -> None:

@@ -119,10 +119,6 @@ def gather_by_threads(buffer, signals, nbytes, epoch, WORLD: tl.constexpr, FORM:
         if t < WORLD:
             if t != rank:
                 tdl.signal_wait_until(signals + t, tdl.CMP_EQ, epoch)
-    elif FORM == "for":
-        for i in range(tdl.tid(0), WORLD, tdl.ntid(0)):
-            if i != rank:
-                tdl.signal_wait_until(signals + i, tdl.CMP_EQ, epoch)
     elif FORM == "spin":
         for i in range(WORLD):
             if i != rank:

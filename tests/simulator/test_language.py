@@ -85,7 +85,7 @@ def test_other_nodes_are_reached_by_puts_from_symmetric_memory_only():
     on_rows(store(0), ranks_per_node=1)
 
 
-@pytest.mark.parametrize("form", ["if", "name", "for"])
+@pytest.mark.parametrize("form", ["if", "name"])
 def test_kernels_written_for_threads(form):
     def launch(buffer, signals, nbytes, call, monitor, n):
         protocols.gather_by_threads[(n,)](buffer, signals, nbytes, call, n, form, 0, num_warps=1)

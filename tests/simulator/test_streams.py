@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton.language as tl
 from cases import Case, device, expect
+from ranks import on_streams
 
 import tdcoll
 import tdcoll.language as tdl
@@ -43,10 +44,9 @@ def calls(kind: str, ctx: Any) -> Callable[[], None]:
     return run
 
 
-def on_streams(world: World, contexts: list[Any]) -> None:
+def at_once(world: World, contexts: list[Any]) -> None:
     """An all-gather, a reduce-scatter and an all-reduce on a stream each."""
-    kinds = "all_gather", "reduce_scatter", "all_reduce"
-    world.streams(*map(calls, kinds, contexts))
+    on_streams(world, *map(calls, ("all_gather", "reduce_scatter", "all_reduce"), contexts))
 
 
 def contexts_of(blocks: int | None) -> Callable[[World], None]:
@@ -56,7 +56,7 @@ def contexts_of(blocks: int | None) -> Callable[[World], None]:
         def host(pe: int) -> None:
             given = {"max_bytes_per_rank": NBYTES, "chunks": 8, "max_blocks": blocks}
             made = [tdcoll.CollectiveContext(**given) for _ in range(3)]
-            on_streams(world, made)
+            at_once(world, made)
             for ctx in made:
                 ctx.close()
 
@@ -96,7 +96,7 @@ def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -
             contexts = [kind.context for kind in kinds]
             assert [context.max_blocks for context in contexts] == [8, 6, 6]
             assert owner.blocks_taken == 20
-            on_streams(world, contexts)
+            at_once(world, contexts)
             for kind in kinds:
                 kind.close()
             assert owner.blocks_taken == 0
@@ -123,14 +123,12 @@ def test_a_context_for_which_no_blocks_are_left(monkeypatch: pytest.MonkeyPatch)
     World(N_PES).run(host)
 
 
-def test_results_and_wrong_places() -> None:
+def test_streams_of_hosts_only_and_their_errors() -> None:
     world = World(1)
-    assert world.run(lambda pe: world.streams(lambda: 7, lambda: "x")) == [[7, "x"]]
-    assert world.run(lambda pe: world.streams()) == [[]]
     with pytest.raises(TdcollError, match="for host functions"):
-        world.streams(lambda: 0)
+        world.stream()
     with pytest.raises(KeyError, match="this one"):
-        world.run(lambda pe: world.streams(lambda: world.pause(3), lambda: {}["this one"]))
+        world.run(lambda pe: on_streams(world, lambda: world.pause(3), lambda: {}["this one"]))
 
 
 def test_each_launch_has_rows_of_the_timeline() -> None:

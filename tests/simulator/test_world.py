@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 import traceback
 from collections import defaultdict
 from itertools import combinations
@@ -74,13 +73,10 @@ def test_grid_positions_and_start_order():
     assert names == [f"see_grid({x},{y},0)" for y in (0, 1) for x in (0, 1)] + ["see_grid"]
 
 
-PLACE = rf"{re.escape(__file__)}, line {see_grid.fn.__code__.co_firstlineno + 1}\n"
-
-
 @pytest.mark.parametrize(
     ("error", "match", "grid", "arguments"),
     [
-        (TypeError, rf"see_grid\(\): missing a required argument: 'y'; .*{PLACE}", (1,), (2,)),
+        (TypeError, r"see_grid\(\): missing a required argument: 'y'", (1,), (2,)),
         (TypeError, r"see_grid\(\): too many positional arguments", (1,), (2, 3, 4)),
         *((ValueError, "1 to 3 sizes of at least 0", grid, (2, 3)) for grid in ((1, 1, 1, 1), (1, -1))),
         (ValueError, "must be a CPU tensor", (1,), (2, torch.zeros(1, device="meta"))),

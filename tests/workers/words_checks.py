@@ -98,22 +98,6 @@ def waits_for_words() -> str | None:
 
 
 @check
-def any_of_several() -> None:
-    n, width = world(), 8
-    for extra in (0, 1) if n > 1 else ():
-        signals, found = symmetric(width, torch.int64), torch.full((width,), -2, dtype=torch.int32, device=device())
-        monitor = tdcoll.WaitMonitor(timeout_s=1)
-        kernels.any_of[(1,)](signals, found, monitor.words, 0, n + extra, width)
-        if rank() == 0:
-            expect(sorted(found[: n - 1].tolist()) == list(range(1, n)), f"extra {extra}: {found}")
-            if extra:
-                expect(found[n - 1].item() == -1, str(found))
-                expect_raises(tdcoll.CollectiveTimeout, monitor.check, "waited 1 s for peer 1: signal 1")
-                runtime.current().failed = False  # nothing else is broken
-        tdcoll.barrier()
-
-
-@check
 def asking() -> None:
     if world() < 2:
         return

@@ -8,12 +8,9 @@ from typing import Any
 
 import torch
 
-from tdcoll.compat.missing import attributes_of
 from tdcoll.compat.triton_dist.utils import sleep_async
 
 __all__ = ["perf_func", "sleep_async"]
-
-__getattr__ = attributes_of("triton_dist.profiler_utils")
 
 
 def perf_func(func: Callable[[], Any], iters: int, warmup_iters: int) -> tuple[Any, float]:

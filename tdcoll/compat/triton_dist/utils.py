@@ -7,7 +7,6 @@ import datetime
 import functools
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch.distributed as dist
 import tdcoll
 from tdcoll.calls.streams import barrier_on_stream as nvshmem_barrier_all_on_stream
 from tdcoll.compat import stand_ins
-from tdcoll.compat.missing import attributes_of
 from tdcoll.compat.triton_dist import nvshmem
 from tdcoll.job import lifecycle
 from tdcoll.language import INTERPRETED
@@ -33,12 +31,9 @@ else:
         cuda = cudart = None  # type: ignore[assignment]
 
 __all__ = ["CUDA_CHECK", "NVSHMEM_SIGNAL_DTYPE", "cuda", "cudart", "dist_print", "finalize_distributed"]
-__all__ += ["generate_data", "has_fullmesh_nvlink", "has_tma", "initialize_distributed"]
-__all__ += ["launch_cooperative_grid_options", "nvshmem_barrier_all_on_stream", "nvshmem_create_tensor"]
+__all__ += ["generate_data", "initialize_distributed", "nvshmem_barrier_all_on_stream", "nvshmem_create_tensor"]
 __all__ += ["nvshmem_create_tensors", "nvshmem_free_tensor_sync", "requires_p2p_native_atomic", "sleep_async"]
 __all__ += ["supports_p2p_native_atomic"]
-
-__getattr__ = attributes_of("triton_dist.utils")
 
 NVSHMEM_SIGNAL_DTYPE = torch.int64
 
@@ -141,30 +136,8 @@ def supports_p2p_native_atomic() -> bool:
 
 
 def requires_p2p_native_atomic(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``fn`` warn when it is called and atomics do not work on peers' memory."""
-
-    @functools.wraps(fn)
-    def warned(*args: Any, **kwargs: Any) -> Any:
-        if not supports_p2p_native_atomic():
-            warnings.warn(f"{fn.__name__} uses atomics on peers' memory, which these GPUs do not have", stacklevel=2)
-        return fn(*args, **kwargs)
-
-    return warned
-
-
-def has_tma() -> bool:
-    """Return whether the GPU has descriptors."""
-    return torch.cuda.get_device_capability()[0] >= 9
-
-
-def has_fullmesh_nvlink() -> bool:
-    """Return True, because tdcoll starts only if every GPU of a node reaches every other."""
-    return True
-
-
-def launch_cooperative_grid_options() -> dict[str, bool]:
-    """Return the launch options of a grid whose thread blocks are all resident at once."""
-    return {"launch_cooperative_grid": True}
+    """Return ``fn``, which is right only if :func:`supports_p2p_native_atomic`."""
+    return fn
 
 
 def sleep_async(duration_ms: float) -> None:

@@ -6,7 +6,6 @@ import triton.language as tl
 from triton.language import core
 
 import tdcoll.language as tdl
-from tdcoll.compat.missing import attributes_of
 from tdcoll.language import INTERPRETED
 from tdcoll.language import SIGNAL_ADD as _ADD
 from tdcoll.language import SIGNAL_SET as _SET
@@ -15,8 +14,6 @@ __all__ = ["consume_token", "notify", "num_ranks", "rank", "symm_at", "wait"]
 
 # Defaults: triton 3.6 makes no compile-time value of a text.
 _DEFAULT_OP, _DEFAULT_SCOPE = tl.constexpr("set"), tl.constexpr("inter_node")
-
-__getattr__ = attributes_of("triton_dist.language")
 
 
 @triton.jit

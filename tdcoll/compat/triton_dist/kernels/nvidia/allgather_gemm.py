@@ -8,12 +8,9 @@ from typing import Any
 
 import torch
 
-from tdcoll.compat.missing import attributes_of
 from tdcoll.compat.triton_dist import utils
 
 __all__ = ["create_ag_gemm_context"]
-
-__getattr__ = attributes_of("triton_dist.kernels.nvidia.allgather_gemm")
 
 
 class create_ag_gemm_context:

@@ -4,7 +4,6 @@
 import triton.language as tl
 
 import tdcoll.language as _tdl
-from tdcoll.compat.missing import attributes_of
 from tdcoll.spec.nvshmem import NVSHMEM_FUNCTIONS
 
 _names = [function.name for function in NVSHMEM_FUNCTIONS]
@@ -12,5 +11,3 @@ _names += [name for name in vars(_tdl) if name.startswith("NVSHMEM_")]
 globals().update({name: getattr(_tdl, name) for name in _names})
 
 NVSHMEM_TEAM_WORLD, NVSHMEM_TEAM_SHARED, NVSHMEMX_TEAM_NODE = (tl.constexpr(team) for team in range(3))
-
-__getattr__ = attributes_of("triton_dist.language.extra.libshmem_device")
