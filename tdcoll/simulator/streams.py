@@ -69,10 +69,7 @@ class Stream:
         self._wait(self._queued)
 
     def __enter__(self) -> Stream:
-        host = host_of(self._scheduler)
-        if host.pe != self._pe:
-            raise ValueError(f"stream must be one of this PE ({host.pe}), got {self._name} of PE {self._pe}")
-        host.streams.append(self)
+        host_of(self._scheduler).streams.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
