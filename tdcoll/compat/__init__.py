@@ -107,15 +107,10 @@ def activate() -> None:
 
 def _refuse_the_real_one() -> None:
     loaded = sys.modules.get("triton_dist")
-    if loaded is not None:
-        raise ImportError(
-            f"the real triton_dist is imported already, from {getattr(loaded, '__file__', '?')}, and goes on being "
-            "used: activate tdcoll.compat before it, in an environment without it"
-        )
-    found = importlib.util.find_spec("triton_dist")
+    found = loaded.__spec__ if loaded is not None else importlib.util.find_spec("triton_dist")
     if found is not None:
         where = found.origin or next(iter(found.submodule_search_locations or ["?"]))
         raise ImportError(
-            f"the real triton_dist is installed, at {where}, and is the one that is used: uninstall it to run on "
-            "tdcoll, or start the program without tdcoll.compat"
+            f"the real triton_dist is {'installed' if loaded is None else 'imported already'}, at {where}, and is the "
+            "one that is used: uninstall it to run on tdcoll, or start the program without tdcoll.compat"
         )

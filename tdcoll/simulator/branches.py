@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that rewritten kernels (:mod:`.rewrite`) call: the truth of tensors, and branches on the thread index.
 
-Every tensor of ``and``, ``or`` and ``not`` is evaluated, and only compile-time values cut an expression short, as in
-compiled Triton.
+Python's ``and``, ``or`` and ``not`` ask for the truth of a tensor; compiled Triton computes with it, and so do these:
+every tensor is evaluated, and only compile-time values cut an expression short.
 
 A test on the thread index cannot branch, because a program is one thread of control. Instead the body of ``if tid(0) <
 n: ... else: ...`` runs once for each thread that the test selects, one after another, and ``tid(0)`` in it is that
 thread's index.
 
 If the value of a name differs from thread to thread, for example ``t = tid(0) // 32``, the name has a block of all
-values, of a shape that no other block has. Each thread that runs gets its own value, and loses its assignments when the
-next one runs.
+values, of a shape that no other block has. Each thread that runs gets its own value. A branch assigns no names.
 
 Not possible: ``tid``, or a name that depends on it, anywhere else, because a program has one value there; and races
 between threads of one block.
@@ -37,10 +36,6 @@ _ALL = -2
 
 _EACH = (1, 1, 1, 1)
 """A block of the values of n threads has the shape ``[n, 1, 1, 1, 1]``."""
-
-
-_UNSET: Any = object()
-"""The value of a name that has none."""
 
 
 def thread_index(task: Task, axis: int) -> Any:
@@ -78,20 +73,14 @@ def _tensor(data: Any, kind: Any, origin: Any = None) -> Any:
     return tl.tensor(handle, kind if data.size == 1 else tl.block_type(kind, list(handle.data.shape)))
 
 
-def _own(value: Any, lane: int | None) -> Any:
-    """Return ``value`` in one thread; in the program as a whole if ``lane`` is None."""
-    if lane is None or not differs(value):
+def _read(name: str, value: Any) -> Any:
+    """Return the value of a name that may differ from thread to thread: that of the thread that runs."""
+    lane = machine().program.lane
+    if lane is None and of_threads(value):
+        raise one_value(name)
+    if lane in (None, _ALL) or not differs(value):
         return value
     return _tensor(value.handle.data[lane].reshape(1), value.type.scalar, value.handle.origin)
-
-
-def _read(name: str, value: Any) -> Any:
-    """Return the value of a name that may differ from thread to thread."""
-    if value is _UNSET:
-        raise TdcollError(f"{name} has no value here: what a branch on tid() assigns is gone at its end")
-    if of_threads(value) and machine().program.lane is None:
-        raise one_value(name)
-    return value
 
 
 def _assigned(evaluate: Callable[[], Any]) -> Any:
@@ -109,37 +98,24 @@ def _assigned(evaluate: Callable[[], Any]) -> Any:
     return value
 
 
-def _split(test: Callable[[], Any], assigned: int, values: tuple[Any, ...]) -> _Split:
-    """Return the threads for which a test holds. ``values``: those of the names in the branches, the assigned ones
-    first."""
+def _split(test: Callable[[], Any]) -> Callable[[bool], Iterator[None]]:
+    """Return a function that runs, one after another, the threads for which the test is what it is given."""
     task, held = machine().program, _assigned(test)
     if task.lane is None and differs(held):
         holds: dict[int | None, bool] = dict(enumerate(held.handle.data.reshape(-1).astype(bool).tolist()))
-        return _Split(task, holds, assigned, values)
-    return _Split(task, {task.lane: _truth(held)}, assigned, values)
+    else:
+        holds = {task.lane: _truth(held)}
 
-
-class _Split:
-    """Threads that run one after another, for each whether a test holds; None is the program as a whole."""
-
-    def __init__(self, task: Task, holds: dict[int | None, bool], assigned: int, values: tuple[Any, ...]) -> None:
-        self._task, self._holds, self._assigned, self._values = task, holds, assigned, values
-
-    def threads(self, wanted: bool) -> Iterator[tuple[Any, ...]]:
-        """Yield the values of the names in each thread for which the test is ``wanted``, while that thread runs."""
-        outer = self._task.lane
+    def threads(wanted: bool) -> Iterator[None]:
+        outer = task.lane
         try:
-            for lane in [lane for lane, holds in self._holds.items() if holds is wanted]:
-                self._task.lane = lane
-                yield tuple(_own(value, lane) for value in self._values)
+            for lane in [lane for lane, one in holds.items() if one is wanted]:
+                task.lane = lane
+                yield
         finally:
-            self._task.lane = outer
+            task.lane = outer
 
-    def after(self, *values: Any) -> tuple[Any, ...]:
-        """Return the values of the names now, given those when the last thread has ended."""
-        if len(self._holds) == 1:
-            return values
-        return (*[_UNSET] * self._assigned, *self._values[self._assigned :])
+    return threads
 
 
 def _truth(value: Any) -> bool:
@@ -203,6 +179,5 @@ FUNCTIONS: dict[str, Any] = {
     "read": _read,
     "assigned": _assigned,
     "split": _split,
-    "unset": _UNSET,
 }
 """By name."""

@@ -4,10 +4,6 @@
 Arguments are as the interpreter passes them: tensors of one element, constexprs, ints. Every function takes
 the ``_semantic`` that Triton passes to its own, and has no use for it. Meanings are in
 :data:`tdcoll.spec.functions.FUNCTIONS`.
-
-Functions that every *thread* calls for itself act once per thread on a GPU. Here a program is one thread of
-control, so outside of ``if tid(0) == ...`` a put acts once; only ``SIGNAL_ADD``, where the difference shows,
-adds once for each thread (or warp) that would have called.
 """
 
 from __future__ import annotations

@@ -167,13 +167,14 @@ class Machine:
         program = self.program
         return slice_of(self.trace, program.pe, program.track, name)
 
-    def span(self, what: str, pe: int, nbytes: int, to: int) -> Callable[[], None] | None:
-        """Begin a transfer to ``to`` on the timeline, if there is one; the result ends it."""
-        if self.trace is None:
+    def span(self, what: str, pe: int, nbytes: int, to: int, source: int = 0) -> Callable[[], None] | None:
+        """Begin a transfer of the running task to ``to`` on the timeline, if there is one; the result ends it."""
+        task = self.scheduler.current
+        if self.trace is None or task is None:
             return None
-        program, place = self.program, self.memory.describe(to)
-        name = f"{what} {self.memory.describe_range(to, nbytes)} -> pe{pe}"
-        return self.trace.transfer(program.pe, program.track, name, {"bytes": nbytes, "to": place})
+        memory, name = self.memory, f"{what} {self.memory.describe_range(to, nbytes)} -> pe{pe}"
+        details = {"bytes": nbytes, "to": memory.describe(to), "from": memory.describe(source) if source else ""}
+        return self.trace.transfer(task.pe, task.track, name, details)
 
 
 _machine: Machine | None = None

@@ -1,19 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weak network: messages that arrive as late, and in as strange an order, as NVSHMEM and PTX permit.
 
-Every PE has one *link* to each PE. Messages of its programs (puts, signals, stores through a peer pointer) wait
-there as operations:
-
-- an operation's bytes are cut into one to three pieces, which arrive in any order and interleaved with those
-  of other operations; its signal, if it has one, arrives after its own pieces and says nothing of others;
-- a fence, by any program, opens a new *epoch* in each of the PE's links; only operations of a link's oldest epoch
-  arrive;
-- ``quiet`` waits until all messages have arrived that the PE had in flight when it was called, except other programs'
-  stores;
-- a blocking put captures its bytes when it is called; an ``nbi`` put reads them when they leave;
-- gets travel in separate links, which fences do not order; ``quiet`` waits for them;
-- copies of streams travel in those as well, and ``quiet`` does not wait for them;
-- an operation may be *held back* until no task can run but stragglers (see :mod:`tdcoll.simulator.policy`).
+Every PE has one *link* to each PE. Messages of its programs (puts, signals, stores through a peer pointer) wait there
+as operations, of which the pieces and then the signal arrive (``docs/simulator.md`` has the rules). A fence, by any
+program, opens a new *epoch* in each of the PE's links, and only operations of a link's oldest epoch arrive. Gets, and
+copies of streams, travel in separate links, which fences do not order; ``quiet`` does not wait for copies, nor for
+other programs' stores. An operation may be *held back* until no task can run but stragglers (:mod:`.policy`).
 
 Operations outlive the program that issued them, except stores, which are complete when the launch ends.
 """

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads, stores and atomics through pointers, as the machine sees them.
 
-Stores through a peer pointer travel through the network as puts do, element by element at the finest; a
-release at system scope makes the program's earlier ones arrive. Stores to the PE's own memory are seen by its
-own programs at once, and land when they have travelled as well (:mod:`.unseen`): until then other PEs do not see them,
-and if those write to the same bytes, these writes are lost. Atomics take effect at once on every PE. A program sees its
-own stores.
+Stores through a peer pointer travel through the network as puts do, element by element at the finest. Those to the
+PE's own memory do as well until other PEs see them (:mod:`.unseen`). Atomics take effect at once on every PE.
 """
 
 from __future__ import annotations

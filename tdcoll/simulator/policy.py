@@ -10,9 +10,6 @@ one part far enough behind the others:
   ordering the data first, nearly every run shows it.
 - *stragglers*: one PE, or some programs, hardly ever get their turn when another task can run or a message can arrive.
   This shows kernels that rely on ranks being about equally fast.
-
-By default the seed selects the habits, too: of four in a row, from 0 on, one has late data, one stragglers, one both,
-    one neither.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The source of kernels, rewritten for the interpreter: truth of tensors, and branches on the thread index.
 
-Python's ``and``, ``or``, ``not`` and chained comparisons ask for the truth of a tensor; Triton computes with it. Here
-they behave as in the compiler. If ``if`` or ``while`` tests a tensor, it must be a scalar.
-
-Operations on names that may differ from thread to thread (because they are assigned from ``tid``, or in a branch on
-it) go through :mod:`.branches`.
+Both call functions of :mod:`.branches`, where the meaning is explained.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import Any
 
 import triton.runtime.interpreter as triton_interpreter
@@ -20,6 +15,8 @@ from tdcoll.base.errors import TdcollError
 
 __all__ = ["KernelTransformer"]
 
+_ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign)
+
 
 def _call(function: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(f"_tdcoll_{function}", ast.Load()), list(arguments), [])
@@ -27,11 +24,6 @@ def _call(function: str, *arguments: ast.expr) -> ast.Call:
 
 def _lambda(body: ast.expr) -> ast.Lambda:
     return ast.Lambda(ast.arguments([], [], None, [], [], None, []), body)
-
-
-def _tuple(names: list[str]) -> str:
-    """Return the source of a tuple of these names."""
-    return f"({''.join(f'{name}, ' for name in names)})"
 
 
 def _statements(source: str, node: ast.stmt) -> Any:
@@ -75,36 +67,14 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self._function, self._threaded, self._splits = node.name, set(), 0
-        while not (found := set(self._assigned_by_threads(node.body, within=False))) <= self._threaded:
+        made = [(one, one.value) for one in ast.walk(node) if isinstance(one, _ASSIGNMENTS) and one.value]
+        while found := {n for one, value in made if self._depends(value) for n in _bound(one)} - self._threaded:
             self._threaded |= found
-        self.generic_visit(node)
-        given = {argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
-        unset = "\n".join(f"{name} = _tdcoll_unset" for name in sorted(self._threaded - given))
-        node.body = [*_statements(unset, node.body[0]), *node.body]
-        return node
-
-    def _assigned_by_threads(self, statements: list[ast.stmt], within: bool) -> Iterator[str]:
-        """Yield the names that ``statements`` assign a value which may differ from thread to thread.
-
-        ``within``: they stand in a branch on the thread index.
-        """
-        for statement in statements:
-            if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-                if within or (statement.value is not None and self._depends(statement.value)):
-                    yield from _bound(statement)
-                continue
-            inside = within or (isinstance(statement, ast.If) and self._depends(statement.test))
-            for part in ("body", "orelse"):
-                yield from self._assigned_by_threads(getattr(statement, part, []), inside)
+        return self.generic_visit(node)
 
     def _depends(self, node: ast.AST) -> bool:
         """Return whether the value of ``node`` may differ from thread to thread."""
-        return _calls_tid(node) or bool(self._names(node))
-
-    def _names(self, *nodes: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> list[str]:
-        """Return the names in ``nodes`` that may differ from thread to thread."""
-        found = (i for node in nodes for i in ast.walk(node) if isinstance(i, ast.Name) and isinstance(i.ctx, context))
-        return sorted({name.id for name in found} & self._threaded)
+        return _calls_tid(node) or any(isinstance(i, ast.Name) and i.id in self._threaded for i in ast.walk(node))
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id in self._threaded and isinstance(node.ctx, ast.Load):
@@ -121,13 +91,13 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         """Let a branch on the thread index, and its ``else``, run for one thread after the other."""
         if not self._depends(node.test):
             return self._asked(node)
-        self._refuse_leaving(node)
-        split, assigned, names = self._new_split(*node.body, *node.orelse)
+        self._refuse_in_branch(node)
+        self._splits += 1
+        split = f"_tdcoll_split_{self._splits}"
         made = _statements(
-            f"{split} = _tdcoll_split(lambda: 0, {assigned}, {names})\n"
-            f"for {names} in {split}.threads(True): pass\n"
-            f"for {names} in {split}.threads(False): pass\n"
-            f"{names} = {split}.after{names}",
+            f"{split} = _tdcoll_split(lambda: 0)\n"
+            f"for _tdcoll_thread in {split}(True): pass\n"
+            f"for _tdcoll_thread in {split}(False): pass",
             node,
         )
         made[0].value.args[0].body, node.test = self.visit(node.test), ast.Constant(True)
@@ -135,20 +105,16 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         made[1].body, made[2].body = node.body, node.orelse
         return [statement for statement in made if getattr(statement, "body", True)]
 
-    def _new_split(self, *nodes: ast.AST) -> tuple[str, int, str]:
-        """Return the name of a split, how many names of ``nodes`` are assigned there, and these and then the others."""
-        self._splits += 1
-        assigned = self._names(*nodes, context=ast.Store)
-        others = [name for name in self._names(*nodes) if name not in assigned]
-        return f"_tdcoll_split_{self._splits}", len(assigned), _tuple([*assigned, *others])
-
-    def _refuse_leaving(self, node: ast.AST, in_loop: bool = False) -> None:
-        """Raise if a branch on the thread index leaves a loop or the kernel, because the other threads would stay."""
+    def _refuse_in_branch(self, node: ast.AST, in_loop: bool = False) -> None:
+        """Raise if a branch on the thread index leaves a loop or the kernel, because the other threads would stay, or
+        assigns a name, which would have the value of one thread afterwards."""
         for child in ast.iter_child_nodes(node):
+            what = type(child).__name__.lower()
             if isinstance(child, ast.Return) or (isinstance(child, (ast.Break, ast.Continue)) and not in_loop):
-                what = type(child).__name__.lower()
                 raise self._refused(child, f"`{what}` in a branch on tid() would take the other threads along")
-            self._refuse_leaving(child, in_loop or isinstance(child, (ast.For, ast.While)))
+            if isinstance(child, _ASSIGNMENTS):
+                raise self._refused(child, f"assign {_bound(child)[0]} before the branch on tid()")
+            self._refuse_in_branch(child, in_loop or isinstance(child, (ast.For, ast.While)))
 
     def _refused(self, node: ast.AST, why: str) -> TdcollError:
         return TdcollError(f"{self._function}, line {getattr(node, 'lineno', '?')} from its `def`: {why}")

@@ -18,7 +18,6 @@ from tdcoll.simulator.machine import Machine
 from tdcoll.simulator.polling import PollingScheduler
 from tdcoll.simulator.scheduler import Scheduler
 from tdcoll.simulator.tasks import Task
-from tdcoll.simulator.trace import HOST_TRACK
 
 __all__ = ["SimulatedSideStream", "Stream", "copy", "host_of"]
 
@@ -70,10 +69,7 @@ class Stream:
         self._wait(self._queued)
 
     def __enter__(self) -> Stream:
-        host = host_of(self._scheduler)
-        if host.pe != self._pe:
-            raise ValueError(f"stream must be one of this PE ({host.pe}), got {self._name} of PE {self._pe}")
-        host.streams.append(self)
+        host_of(self._scheduler).streams.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -133,11 +129,7 @@ def copy(machine: Machine, dest: int, source: int, nbytes: int) -> None:
         return
     unit = next(unit for unit in (8, 4, 1) if dest % unit == nbytes % unit == 0)
     pieces, to = network.cut(dest, source, nbytes, unit), memory.pe_of(dest) if memory.owns(dest) else task.pe
-    done = None
-    if machine.trace is not None:
-        name = f"copy {memory.describe_range(dest, nbytes)} -> pe{to}"
-        details = {"bytes": nbytes, "to": memory.describe(dest), "from": memory.describe(source)}
-        done = machine.trace.transfer(task.pe, HOST_TRACK, name, details)
+    done = machine.span("copy", to, nbytes, dest, source)
     operation = network.issue(task, to, "copy", pieces, done=done, move=move, is_flag=nbytes <= 8)
     what = f"waits for a copy of {nbytes} bytes to {memory.describe(dest)}"
     scheduler.wait(lambda: operation.arrived, lambda: what, [("arrived", task.pe)])

@@ -53,7 +53,7 @@ class Task:
     grid_idx: tuple[int, int, int] | None = None
     grid_dim: tuple[int, int, int] | None = None
     threads: int = 0  # threads of the block
-    track: int = 0  # timeline row
+    track: int = HOST_TRACK  # timeline row
     lane: int | None = None  # the thread that runs, inside `if <test on tid>`
     linked: bool = True  # NVSHMEM would be linked into the kernel on a GPU
     done: bool = False
@@ -226,10 +226,7 @@ Switch = _Greenlets | _Threads
 
 def make_switch(backend: str | None) -> Switch:
     """Return the switch named ``"greenlet"`` or ``"thread"``; if None, greenlets if they are installed."""
-    kinds: dict[str, Callable[[], Switch]] = {"thread": _Threads}
-    if greenlet is not None:
-        kinds["greenlet"] = _Greenlets
-    name = backend or ("thread" if greenlet is None else "greenlet")
-    if name not in kinds:
-        raise ValueError(f"backend must be one of {sorted(kinds)}, got {backend!r}")
-    return kinds[name]()
+    kinds = ("thread",) if greenlet is None else ("greenlet", "thread")
+    if backend not in (None, *kinds):
+        raise ValueError(f"backend must be one of {kinds}, got {backend!r}")
+    return _Threads() if (backend or kinds[0]) == "thread" else _Greenlets()

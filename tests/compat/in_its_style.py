@@ -23,8 +23,7 @@ from triton_dist.kernels.nvidia.common_ops import (
 )
 from triton_dist.kernels.nvidia.reduce_scatter import create_reduce_scater_2d_ctx, reduce_scatter_2d_op
 from triton_dist.language.extra import libshmem_device
-from triton_dist.language.extra.cuda.language_extra import ld_acquire, membar
-from triton_dist.language.extra.cuda.language_extra import wait_eq as wait_eq_on_device
+from triton_dist.language.extra.cuda.language_extra import ld_acquire
 from triton_dist.language.extra.language_extra import __syncthreads, atomic_add, atomic_cas, ld, st, tid
 from triton_dist.profiler_utils import perf_func
 from triton_dist.utils import (
@@ -86,8 +85,6 @@ def by_threads(words, floats, peers, N: tl.constexpr):
     if tid(0) == 0:
         st(floats, ld(floats + 1) * 2, "sys", "relaxed")
         st(words + 1 + N, ld_acquire(words), "gpu", "release")
-        membar("gpu")
-    wait_eq_on_device(words, 0, N, "gpu")
 
 
 def check(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:

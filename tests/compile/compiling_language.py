@@ -59,8 +59,8 @@ def compile_with_all_of_nvshmem() -> dict[str, str]:
 
 
 WORD_TYPES = {
-    **dict.fromkeys(("words", "wide", "arrived", "monitor", "signals", "counter", "old"), "*i64"),
-    **dict.fromkeys(("narrow", "buffer", "turns", "ok", "found", "cells", "sums", "source", "dest", "out"), "*i32"),
+    **dict.fromkeys(("words", "wide", "arrived", "monitor", "signals", "counter"), "*i64"),
+    **dict.fromkeys(("narrow", "turns", "ok", "cells", "sums", "source", "dest", "out"), "*i32"),
     **dict.fromkeys(("floats", "out_floats"), "*fp64"),
 }
 WORDS: dict[str, dict[str, Any]] = {

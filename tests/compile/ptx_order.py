@@ -58,7 +58,7 @@ ORDERED = r"(?<![.\w])((?:ld|st|atom|red|fence|membar)\.[\w.:]+)"
 ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|bar|barrier|membar|fence)\.|\bcall\b")  # all that has a kind
 NVSHMEM = frozenset(name for name, function in FUNCTIONS.items() if function.symbol)
 BLOCK_BARRIERS = {"barrier_all_block", "sync_all_block"}
-SENDS = r"(putmem|signal_op|atomic_|int_p$|p$)"
+SENDS = r"(putmem|signal_op|int_p$|p$)"
 TOUCHES = r"\bbar\.sync|\bmembar|\bcall\b|\bld\.[bsu]\d|\bst\.(?!param|shared|local)"  # what NVSHMEM begins a put with
 
 RULES = {  # from, to: what it means if there is a path without a barrier

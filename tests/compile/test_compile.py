@@ -91,9 +91,8 @@ LOCAL = {
 }
 
 
-ONLY_FOR_90 = {
-    *("forward", "meet", "meet_nodes", "reduce_nodes_of_single", "pack", "prepare", "join", "pad"),
-}
+ONLY_FOR_90 = {"forward", "meet", "meet_nodes", "reduce_nodes_of_single", "pad"}
+"""Kernels that are compiled for sm_90 only."""
 
 
 def kernels_of(compiled: Any, *groups: str) -> list[dict[str, Any]]:

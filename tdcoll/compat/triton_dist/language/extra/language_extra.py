@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language import core
 
 import tdcoll.language as tdl
-from tdcoll.language import INTERPRETED, ntid, tid
+from tdcoll.language import ntid, tid
 from tdcoll.language import syncthreads as __syncthreads
 
-__all__ = ["__syncthreads", "atomic_add", "atomic_cas", "ld", "ld_acquire", "membar", "ntid", "st", "tid", "wait_eq"]
+__all__ = ["__syncthreads", "atomic_add", "atomic_cas", "ld", "ld_acquire", "ntid", "st", "tid"]
 
 # Defaults: triton 3.6 makes no compile-time value of a text.
-_GPU, _CTA, _RELAXED = tl.constexpr("gpu"), tl.constexpr("cta"), tl.constexpr("relaxed")
+_GPU, _RELAXED = tl.constexpr("gpu"), tl.constexpr("relaxed")
 
 
 @triton.jit
@@ -62,29 +61,3 @@ def atomic_add(ptr, value, scope: tl.constexpr = _GPU, semantic: tl.constexpr = 
 def atomic_cas(ptr, value, target_value, scope: tl.constexpr, semantic: tl.constexpr):
     """Write ``target_value`` to ``ptr`` if ``value`` is there, once for each calling thread; return the old value."""
     return tdl.atom_cas(ptr, value, target_value, scope, semantic)
-
-
-@triton.jit
-def wait_eq(barrier_ptr, thread_idx, value, scope: tl.constexpr):
-    """Let the block wait until the integer at ``barrier_ptr`` is ``value``; unbounded, unlike ``tdl.wait_word``."""
-    while tdl.ld(barrier_ptr, scope, "acquire") != value:
-        pass
-    tdl.syncthreads()
-
-
-if INTERPRETED:
-
-    @triton.jit
-    def membar(scope: tl.constexpr = _CTA):
-        """Order this thread's stores."""
-        if scope != "cta":
-            tdl.fence()
-
-else:
-    from tdcoll.language.ptx import asm
-
-    @core.extern
-    def membar(scope="cta", _semantic=None):
-        """Order this thread's accesses (``membar``)."""
-        level = {"cta": "cta", "gpu": "gl", "gl": "gl", "sys": "sys"}[core._unwrap_if_constexpr(scope)]
-        asm(_semantic, f"membar.{level}; mov.u32 $0, 0;")
