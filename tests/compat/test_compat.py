@@ -36,7 +36,7 @@ PROGRAM = HERE / "in_its_style.py"
     ],
 )
 def test_a_program_in_its_style(launch: Any, options: tuple[str, ...]) -> None:
-    done = launch("--simulate", *options, "--compat", str(PROGRAM), timeout=240)
+    done = launch("--simulate", *options, "-m", "tdcoll.compat", str(PROGRAM), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.splitlines()
     assert said[-1] == "all right"
@@ -45,7 +45,7 @@ def test_a_program_in_its_style(launch: Any, options: tuple[str, ...]) -> None:
 
 @pytest.mark.gpu
 def test_a_program_in_its_style_where_ranks_share_gpus(launch: Any) -> None:
-    done = launch("--share-gpus", "--nproc", "2", "--compat", str(PROGRAM), timeout=240)
+    done = launch("--share-gpus", "--nproc", "2", "-m", "tdcoll.compat", str(PROGRAM), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "all right"
 
