@@ -172,18 +172,15 @@ def _gpus(facts: MachineFacts) -> list[Line]:
 
 def _simulator(name: str, facts: MachineFacts) -> Line:
     """Name the launchers that run kernels in the simulator, because not all of them do."""
-    variables = facts.environment
-    by_setenv = "TRITON_INTERPRET=1" in variables.get("TDCOLL_SETENV", "").split()
-    if variables.get("TRITON_INTERPRET") and not by_setenv:
-        return ok(name, f"not used: TRITON_INTERPRET={variables['TRITON_INTERPRET']} asks for the simulator")
+    asked, visible = (facts.environment.get(key) for key in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"))
+    if asked and "TRITON_INTERPRET=1" not in facts.environment.get("TDCOLL_SETENV", "").split():
+        return ok(name, f"not used: TRITON_INTERPRET={asked} asks for the simulator")
     text, advice = "none", "install NVIDIA's driver; in a container, start it with the GPUs (docker run --gpus all)"
-    if (visible := variables.get("CUDA_VISIBLE_DEVICES")) is not None:
+    if visible is not None:
         text, advice = f"none with CUDA_VISIBLE_DEVICES={visible}", "unset CUDA_VISIBLE_DEVICES"
-    advice = f"if this host has GPUs, {advice}"
-    if by_setenv:
-        return note(name, f"{text}: kernels run in the simulator", advice)
-    torchrun = '`torchrun script.py` raises "no CUDA GPU is visible" unless you set TRITON_INTERPRET=1'
-    return note(name, f"{text}: {LAUNCHER} runs kernels in the simulator; {torchrun}", advice)
+    torchrun = '`torchrun script.py` raises "no CUDA GPU is visible" unless TRITON_INTERPRET=1 is set'
+    text = f"{text}: {LAUNCHER} runs kernels in the simulator; {torchrun}"
+    return note(name, text, f"if this host has GPUs, {advice}")
 
 
 def _peer_access(facts: MachineFacts) -> list[Line]:
@@ -206,11 +203,6 @@ def _hosts(facts: MachineFacts) -> list[Line]:
         return []
     if facts.simulated:
         return [problem(name, f"{facts.nnodes} asked for", "the simulator runs on one host: see --emulate-nodes")]
-    variables = facts.launched
-    for assignment in ("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo", "NVSHMEM_REMOTE_TRANSPORT=none", "TDCOLL_HEAP=torch"):
-        variable, _, value = assignment.partition("=")
-        if variables.get(variable) == value:
-            return [problem(name, f"{assignment} is for one host", f"unset {variable}")]
     cards = ", ".join(facts.network_cards) or "none"
     if not facts.network_cards or not facts.network_files:
         text = f"active InfiniBand, RoCE or EFA devices: {cards}; device files in /dev/infiniband: "
