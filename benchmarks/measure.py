@@ -19,8 +19,8 @@ Stages, of which each is a job or a few:
     tutorial        tutorial 05
 
 A job leaves FOLDER/NAME.log, and FOLDER/NAME.json unless it is of tests, sanitizer or tutorial. A job that takes longer
-than the limit is ended. A benchmark then leaves the rows that it has, and a tune goes on from them when it is started
-again; calls and training leave nothing. The exit status is 1 if a job has failed.
+than the limit is ended. A benchmark then leaves the rows that it has, a tune the table of these sizes, and calls and
+training nothing. The exit status is 1 if a job has failed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_REDUCE = "nccl,nccl-symmetric,torch-one-shot,torch-two-shot,trtllm-one-shot"
+_REDUCE = "nccl,nccl-symmetric,torch-one-shot,torch-two-shot"
 _SCATTER = "nccl,nccl-symmetric,torch-reduce-scatter"
 _GATHER = "nccl,nccl-symmetric,torch-symm-cat,fcollect"
-_NORM = "nccl,nccl-compiled,tdcoll-torch,tdcoll-compiled,trtllm-one-shot"
+_NORM = "nccl,nccl-compiled,tdcoll-torch,tdcoll-compiled"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,11 @@ def stages(nproc: int) -> dict[str, list[Job]]:
         return [
             bench(f"{name}all-reduce", f"{reduce} --dtype bfloat16 {how} --algorithms auto,in-place --peers {_REDUCE}"),
             bench(f"{name}reduce-scatter", f"{scatter} --dtype bfloat16 {how} --algorithms auto --peers {_SCATTER}"),
-            bench(f"{name}all-gather", f"{gather} {how} --algorithms auto,in-place --peers {gather_peers}"),
+            bench(
+                f"{name}all-gather",
+                f"{gather} {how} --algorithms auto,in-place --peers {gather_peers}",
+                **({"NVSHMEM_DISABLE_NCCL": "0"} if "fcollect" in gather_peers else {}),  # which may use it
+            ),
         ]
 
     all_reduce, reduce_scatter, all_gather = dense("", usual, _GATHER)

@@ -2,8 +2,8 @@
 """The benchmark of all-reduce + residual + RMSNorm: ``bash launch.sh [--nproc N] -m tdcoll bench all_reduce_rms_norm
 --help``.
 
-Baselines are TensorRT-LLM's fused kernel, and chains of an all-reduce (NCCL's or tdcoll's) with torch's addition and
-normalization, as eager kernels or fused by Inductor.
+Baselines are an all-reduce (NCCL's or tdcoll's), then torch's addition and normalization, as eager kernels or fused by
+Inductor.
 
 The new residual is exact, because inputs are whole numbers. The normalized rows are compared with fp32 results, up to
 the rounding of their dtype.
@@ -30,7 +30,7 @@ from tdcoll.language import INTERPRETED
 from tdcoll.tools.bench import case, options
 from tdcoll.tools.bench.data import Buffers
 from tdcoll.tools.bench.engine import Found, Subject, Wanted, calls_of
-from tdcoll.tools.bench.peers import require_nccl, subject_of, tensorrt_rms_norm
+from tdcoll.tools.bench.peers import require_nccl, subject_of
 from tdcoll.tools.bench.specs import SPECS
 
 __all__ = ["AllReduceNorm"]
@@ -39,8 +39,7 @@ _EPS = 1e-6
 _OFF = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 1e-5}
 """The relative difference from fp32's result that is allowed."""
 
-_TENSORRT = "trtllm-one-shot"
-_PEERS = ("nccl", "nccl-compiled", "tdcoll-torch", "tdcoll-compiled", _TENSORRT)
+_PEERS = ("nccl", "nccl-compiled", "tdcoll-torch", "tdcoll-compiled")
 
 Normalized = tuple[torch.Tensor, ...]
 """``(normalized, new residual)``, ``[rows, hidden]`` each."""
@@ -83,8 +82,6 @@ class _Calls:
         """Return a baseline's calls. If it cannot run, raise the reason."""
         residual, weight, ctx = self.residual, self.weight, self.context
         x = [given.view_as(residual) for given in self.buffers.inputs]
-        if name == _TENSORRT:
-            return self._subject(tensorrt_rms_norm(x, residual, weight, _EPS))
         norm: Callable[..., Any] = _norm
         if name.endswith("compiled"):
             if INTERPRETED:

@@ -221,24 +221,28 @@ def _dense_floor(row: Row, floor: Floor | None) -> str:
     )
 
 
-def _dense(title: str = "", name: str | None = None, about: Text = _data) -> Layout:
-    """Return the layout of the collective of this name; if None, each row names its collective."""
+def _bytes(row: Row) -> str:
+    return format_bytes(row.facts["bytes_per_rank"])
+
+
+def _dense(name: str) -> Layout:
+    """Return the layout of the collective of this name."""
 
     def sent(row: Row) -> float:
         from tdcoll.tools.bench.specs import SPECS  # which imports torch and the kernels: not for a --help
 
-        return SPECS[name or row.facts["operation"]].sent_bytes(row.facts["bytes_per_rank"], row.ranks)
+        return SPECS[name].sent_bytes(row.facts["bytes_per_rank"], row.ranks)
 
     return Layout(
-        title=title or str(name).replace("_", "-").capitalize(),
-        size={"bytes per rank": lambda row: format_bytes(row.facts["bytes_per_rank"])},
+        title=name.replace("_", "-").capitalize(),
+        size={"bytes per rank": _bytes},
         derived={
             "bus GB/s": lambda row: number(row.median_us and sent(row) / row.median_us / 1e3, 1),
             "SMs": lambda row: str(row.facts.get("sms", "-")),
         },
         shown=("auto", IN_PLACE, "nccl", "nccl-symmetric"),
         drawn=("auto", "nccl", "nccl-symmetric", "torch-one-shot", "torch-two-shot", "trtllm-one-shot", "vllm"),
-        about=about,
+        about=_data,
         floor=lambda row, floor: floor.us(sent(row), row.ranks) if floor else None,
         floor_text=_dense_floor,
         x=lambda row: row.facts["bytes_per_rank"],
@@ -254,8 +258,10 @@ def _sparse_floor(row: Row, floor: Floor | None) -> str:
 
 
 LAYOUTS: dict[str, Layout] = {
-    **{name: _dense(name=name) for name in COLLECTIVES},
-    "tune": _dense("Candidates of a tuning table", about=_fact("{operation}")),
+    **{name: _dense(name) for name in COLLECTIVES},
+    "tune": Layout(
+        title="Candidates of a tuning table", size={"collective": _fact("{operation}"), "bytes per rank": _bytes}
+    ),
     "all_reduce_rms_norm": Layout(
         title="All-reduce + residual + RMSNorm",
         size={"rows": _fact("{rows:,}")},

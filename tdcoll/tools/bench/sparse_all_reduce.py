@@ -150,19 +150,14 @@ class SparseData:
         """Return how much is wrong in ``[U]`` row numbers and ``[U, dim]`` sums of an input, and where it begins."""
         at, expected = f"rank {self.rank}, input {number}", self.expected(number)
         rows, sums = expected._indices()[0], expected._values()
-        if indices.shape != rows.shape or values.shape != sums.shape:
-            shapes = f"{list(indices.shape)} row numbers and {list(values.shape)} values"
-            return 1, f"{at}: expected {rows.numel()} rows of {self.shape[1]} values, got {shapes}"
-        if wrong := int((indices != rows).sum()):
-            place = int((indices != rows).nonzero()[0])
-            found = f"expected {int(rows[place])}, got {int(indices[place])}"
-            return wrong, f"{at}: {wrong} wrong row number(s), first: place {place}: {found}"
-        differs = values != sums
-        if not (wrong := int(differs.sum())):
-            return 0, ""
-        row, place = (int(i) for i in differs.nonzero()[0])
-        found = f"expected {float(sums[row, place]):g}, got {float(values[row, place]):g}"
-        return wrong, f"{at}: {wrong} wrong value(s), first: row {int(rows[row])} [{place}]: {found}"
+        for what, right, found in (("row number", rows, indices), ("value", sums, values)):
+            if found.shape != right.shape:
+                return 1, f"{at}: expected {what}s of shape {list(right.shape)}, got {list(found.shape)}"
+            if count := int((wrong := found != right).sum()):
+                place = tuple(wrong.nonzero()[0].tolist())
+                first = f"place {list(place)}: expected {float(right[place]):g}, got {float(found[place]):g}"
+                return count, f"{at}: {count} wrong {what}(s), first: {first}"
+        return 0, ""
 
     def errors_of(self, number: int, result: torch.Tensor) -> tuple[int, str]:
         """Return the count and a description of wrong values in a sparse ``[num_rows, dim]`` tensor."""
@@ -177,16 +172,11 @@ def _sparse(rows: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) ->
 
 
 def _exchange_counts(rows: torch.Tensor) -> int:
-    """Exchange how many rows each rank has, as every caller must, and wait for the GPU. Return the number of ranks.
-
-    Raises:
-        ValueError: the numbers differ, for which the lists would have to be padded. The benchmark has no such inputs.
-    """
+    """Exchange how many rows each rank has, as every caller must, and wait for the GPU. Here all have the same number.
+    Return the number of ranks."""
     counts = torch.empty(dist.get_world_size(), dtype=torch.int64, device=rows.device)
     _all_gather(counts, torch.full((1,), rows.numel(), dtype=torch.int64, device=rows.device))
-    if len({*(found := counts.tolist())}) > 1:
-        raise ValueError(f"expected as many rows on each rank, got {found}")
-    return len(found)
+    return len(counts.tolist())
 
 
 def all_reduce_union(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,14 +275,18 @@ class SparseCase(case.Case):
     def wanted(self, data: SparseData) -> Iterator[tuple[Sequence[Wanted], Callable[[], object]]]:
         row_bytes = data.shape[1] * data.dtype.itemsize
         with tdcoll.SparseContext(max_rows_per_rank=data.rows.rows, max_row_bytes=row_bytes) as context:
-            forms = [("eager", "coo", True), ("eager", "coo", False), ("graph", "padded", None)]
+            took = {"took": tdcoll.explain(self.benchmark, data.tensors[0], ctx=context).algorithm}
             made = [
-                Wanted(name, False, partial(_ours, name, copy, data, context), [how], {"form": form, "copy": copy})
+                Wanted(name, False, partial(_ours, name, copy, data, context), [how],
+                       {"form": form, "copy": copy, **(took if name == "auto" else {})})
                 for name in self.options.algorithms
-                for how, form, copy in forms
+                for how, form, copy in (("eager", "coo", True), ("eager", "coo", False), ("graph", "padded", None))
                 if how in self.options.launches
-            ]
-            made += [Wanted(name, True, partial(_peer, name, data), ["eager"]) for name in self.options.peers]
+            ]  # fmt: skip
+            for name in self.options.peers:
+                call = PEERS[name]
+                peer = partial(_subject_of, data, lambda number, call=call: call(data.tensors[number]))
+                made.append(Wanted(name, True, peer, ["eager"]))
             yield made, context.check
 
     def facts(self, data: SparseData) -> dict[str, Any]:
@@ -303,14 +297,8 @@ class SparseCase(case.Case):
         return {**rows, **values, "union_rows": data.union_rows, "moved_rows": data.moved_rows, **floor}
 
 
-def _peer(name: str, data: SparseData) -> Subject:
-    """Return a baseline's calls."""
-    return _subject_of(data, lambda number: PEERS[name](data.tensors[number]))
-
-
 def _ours(name: str, copy: bool | None, data: SparseData, context: tdcoll.SparseContext) -> Subject:
     """Return tdcoll's all-reduce: from sparse tensor to sparse tensor, or padded if ``copy`` is None."""
-    calls = calls_of(data.tensors[0]._values().nbytes * context.world_size)
 
     def reduce(number: int) -> torch.Tensor:
         return tdcoll.sparse_all_reduce(data.tensors[number], ctx=context, algorithm=name, copy=bool(copy))
@@ -324,12 +312,7 @@ def _ours(name: str, copy: bool | None, data: SparseData, context: tdcoll.Sparse
         count = int(result.count)
         return data.errors(number, result.indices[:count], result.values[:count])
 
-    def errors(number: int, result: torch.Tensor) -> tuple[int, str]:
-        if name == "auto" and (said := f"took {context.last_algorithm}") not in notes:
-            notes.append(said)
-        return data.errors_of(number, result)
-
-    notes: list[str] = []
-    if copy is None:
-        return _subject_of(data, reduce_padded, errors=errors_padded, calls=calls)
-    return _subject_of(data, reduce, errors=errors, notes=notes)
+    if copy is not None:
+        return _subject_of(data, reduce)
+    calls = calls_of(data.tensors[0]._values().nbytes * context.world_size)
+    return _subject_of(data, reduce_padded, errors=errors_padded, calls=calls)
