@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.base.errors import RankMismatchError
 from tdcoll.testing import World
-from tdcoll.tools.bench.data import Buffers, buffer_bytes
+from tdcoll.tools.bench.data import buffer_bytes
 from tdcoll.tools.bench.dense import case_of
 from tdcoll.tools.bench.rows import load, save
 from tdcoll.tools.bench.specs import SPECS
@@ -65,7 +64,7 @@ def test_counts_and_checks_over_two_nodes(rows_of: Callable[..., list[Any]]) -> 
     rows = rows_of(SCATTER, "-b 1K -e 1K --dtype bfloat16 --algorithms auto,1d,direct --peers=", 4, ranks_per_node=2)
     assert [row.check for row in rows] == ["ok", "ok", "not run"]
     assert "needs one node whose ranks can store" in rows[2].note
-    facts = {"bytes_per_rank": 1024, "operation": "reduce_scatter", "dtype": "bfloat16", "op": "sum", "buffers": None}
+    facts = {"bytes_per_rank": 1024, "operation": "reduce_scatter", "dtype": "bfloat16", "op": "sum"}
     for row, took in zip(rows, ({"took": "1d", "sms": 4}, {"sms": 4}), strict=False):  # what auto chose
         assert row.counts["inter_node_bytes"] == [2 * 1024] * 4  # a part to each rank of the other node
         assert (row.facts, row.median_us) == (facts | took, None)
@@ -141,30 +140,6 @@ def test_the_measuring_path(kind: Any, clock: Any, measured: Any, monkeypatch: A
     head = {"benchmark": kind.benchmark, "command": "x", "started": "2031-02-03", "provenance": {}}
     save(tmp_path / "r.json", head, rows)
     assert load(tmp_path / "r.json")[1] == rows
-
-
-@pytest.mark.parametrize("op", ["sum", "mean", "max"])
-def test_one_buffer_is_reduced_again_and_again(op: str, clock: Any, measured: Any, monkeypatch: Any) -> None:
-    """The result of a launch of k calls is the sum times the number of ranks to the (k - 1)st."""
-    given: set[int] = set()
-
-    def timed(function: Callable[..., Any], tensor: torch.Tensor, *op: Any, **named: Any) -> Any:
-        clock.passes(2.0)
-        if runtime.current().rank == 0:
-            given.add(tensor.data_ptr())
-        return function(tensor, *op, **named)
-
-    for name in ("all_reduce", "all_reduce_"):
-        monkeypatch.setattr(tdcoll, name, functools.partial(timed, getattr(tdcoll, name)))
-    options = f"-b 64 -e 64 --dtype bfloat16 --both --peers= --buffers 1 --op {op} --algorithms auto,in-place"
-    rows = measured(REDUCE, options)
-    assert [(row.algorithm, row.check, row.facts["buffers"]) for row in rows] == [
-        (name, "ok", 1) for name in ("auto", "in-place") for _ in range(2)
-    ]
-    assert len(given) == 2, "an input out of place, and a buffer in place"
-    if op == "sum":
-        monkeypatch.setattr(Buffers, "growth", lambda self: 1)
-        assert [row.check for row in measured(REDUCE, options)] == ["ok", "ok", "WRONG", "WRONG"]
 
 
 def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:

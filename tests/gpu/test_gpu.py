@@ -160,7 +160,6 @@ def test_a_rank_that_reads_too_late_says_so_only_if_it_looks(launch: Launch, che
     [
         # Sizes that are no multiples of 16 bytes, and such that are.
         *((name, "-b 1032 -e 66048 -f 64 --both") for name in ("all_gather", "all_reduce", "reduce_scatter")),
-        ("all_reduce", "-b 1024 -e 1024 --buffers 1 --dtype bfloat16 --both"),
         ("all_reduce_rms_norm", "--rows 2"),
     ],
 )

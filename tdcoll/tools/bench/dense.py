@@ -51,12 +51,6 @@ def _parts(name: str) -> tuple[str, bool, bool]:
     return ("auto" if algorithm in ("", SYMMETRIC) else algorithm), in_place, name == SYMMETRIC
 
 
-def _sets_of(given: argparse.Namespace, nbytes: int, world: int) -> int:
-    """Return how many inputs and results a launch takes in turn: ``--buffers``, or one for each call if not given."""
-    calls = calls_of(nbytes * world)[1]
-    return min(given.buffers or calls, calls)
-
-
 class DenseCase(case.Case):
     """The case; a size is bytes of a segment.
 
@@ -95,11 +89,6 @@ class DenseCase(case.Case):
             parser.add_argument("--op", choices=_OPERATIONS, default="sum", help="how to reduce (default %(default)s)")
         parser.some("--algorithms", known, ",".join(["auto", *in_place]))
         parser.some("--peers", tuple(cls.peers()), "nccl")
-        what = (
-            "inputs and results that the calls of a launch take in turn (default: one for each call; with "
-            "1, one buffer is replayed, which reads lower than real use)"
-        )
-        parser.add_argument("--buffers", type=options.at_least(1), metavar="N", help=what)
         what = "also measure algorithms for which any number of thread blocks works with so many"
         parser.add_argument("--blocks", type=options.each(options.at_least(1)), default=[], metavar="N,M", help=what)
         options.add_launches(parser, "graph")
@@ -117,7 +106,7 @@ class DenseCase(case.Case):
         room = max(spec.context_bytes(size, world) + 16 for size in options.sizes)
         need = 2 * world * room + 3 * world * min(room, lamport_bytes(world, 1)) + (8 << 20)
         if "fcollect" in options.peers or any(spec.in_place if inside else symmetric for _, inside, symmetric in ways):
-            need += max(buffer_bytes(spec, size, world, _sets_of(options, size, world)) for size in options.sizes)
+            need += max(buffer_bytes(spec, size, world, calls_of(size * world)[1]) for size in options.sizes)
         return need
 
     def sizes(self) -> Iterator[int]:
@@ -125,17 +114,16 @@ class DenseCase(case.Case):
 
     def facts(self, nbytes: int) -> dict[str, Any]:
         dtype = str(self.options.dtype).removeprefix("torch.")
-        kind = {"operation": self.benchmark, "dtype": dtype, "op": self.op, "buffers": self.options.buffers}
-        return {"bytes_per_rank": nbytes, **kind}
+        return {"bytes_per_rank": nbytes, "operation": self.benchmark, "dtype": dtype, "op": self.op}
 
     @contextlib.contextmanager
     def context(self, nbytes: int) -> Iterator[tuple[CollectiveContext, Stock]]:
         """Make the context and the buffers that the subjects of one size share. Collective."""
         topology, given = self.topology, self.options
         what = self.spec, nbytes, topology.nodes, topology.rank, given.dtype, self.device
-        sets, calls = _sets_of(given, nbytes, topology.world_size), calls_of(nbytes * topology.world_size)[1]
+        sets = calls_of(nbytes * topology.world_size)[1]
         with CollectiveContext(max_bytes_per_rank=self.spec.context_bytes(nbytes, topology.world_size)) as context:
-            stock = Stock(functools.partial(Buffers, *what, sets=sets, calls=calls, op=self.op))
+            stock = Stock(functools.partial(Buffers, *what, sets=sets, op=self.op))
             yield context, stock
             stock.close()
 

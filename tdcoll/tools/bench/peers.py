@@ -8,7 +8,6 @@ Each baseline is made by a function of a :class:`Stock` of buffers, the device, 
 from __future__ import annotations
 
 import importlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 import tdcoll
 from tdcoll.tools.bench.data import Buffers
-from tdcoll.tools.bench.engine import Found, Subject, nothing
+from tdcoll.tools.bench.engine import Subject, nothing
 
 __all__ = ["PEERS", "ByTorch", "Make", "Peer", "Stock", "require_nccl", "subject_of"]
 
@@ -84,29 +83,14 @@ def subject_of(
     Args:
         in_place: calls take their input from their result, where it is put before every launch, untimed.
     """
-    growth = buffers.growth() if in_place else 1
-    times: Counter[int] = Counter()
 
     def before(numbers: Sequence[int]) -> None:
         buffers.advance()
-        times.clear()
-        times.update(numbers)
-        for number in times if in_place else ():
+        for number in numbers if in_place else ():
             buffers.own(number).copy_(buffers.inputs[number])
 
-    def errors(number: int, result: torch.Tensor) -> Found:
-        grown = growth ** (times[number] - 1)
-        return buffers.errors(number, result if grown == 1 else result / grown)
-
-    return Subject(
-        call,
-        errors,
-        inputs=buffers.sets,
-        begin=buffers.fill,
-        before=before,
-        calls=(buffers.calls - 1, buffers.calls),
-        close=close,
-    )
+    calls = buffers.sets - 1, buffers.sets
+    return Subject(call, buffers.errors, buffers.sets, buffers.fill, before, calls, close=close)
 
 
 def require_nccl(device: torch.device) -> Any:

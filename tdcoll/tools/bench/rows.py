@@ -140,10 +140,9 @@ def _signal(row: Row) -> str:
 
 
 def _data(row: Row) -> str:
-    """How the data were reduced, and whether each call of a launch had its own."""
-    op, buffers = row.facts.get("op"), row.facts.get("buffers")
-    in_turn = "one buffer replayed" if buffers == 1 else f"{buffers} buffers in turn"
-    return ", ".join([*([f"{op} of {row.facts['dtype']}"] if op else []), *([in_turn] if buffers else [])])
+    """How the data were reduced. Older files also have calls that all had one buffer."""
+    op, one = row.facts.get("op"), row.facts.get("buffers") == 1
+    return ", ".join([*([f"{op} of {row.facts['dtype']}"] if op else []), *["one buffer replayed"] * one])
 
 
 def _most(key: str) -> Text:

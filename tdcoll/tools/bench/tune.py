@@ -52,7 +52,7 @@ def _dense_options(options: argparse.Namespace, name: str) -> argparse.Namespace
     """Return the options of the collective's benchmark."""
     in_place = [IN_PLACE] if options.in_place and SPECS[name].in_place else []
     its = {"dtype": getattr(torch, SPECS[name].tuned_dtype), "algorithms": in_place, "peers": []}
-    return argparse.Namespace(**{**vars(options), **its, "op": "sum", "buffers": None})
+    return argparse.Namespace(**{**vars(options), **its, "op": "sum"})
 
 
 def listing(options: argparse.Namespace, topology: Topology) -> str:
