@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -325,24 +324,8 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(begun, path)
 
 
-def _beside(document: dict[str, Any]) -> tuple[dict[str, Any], list[Row]]:
-    """Return head and rows of times of matmuls; ``added`` is by how much each round took longer than that without
-    all-gathers."""
-    facts = {key: value for key, value in document.items() if key != "beside"}
-    rows = []
-    for one in document["beside"]:
-        alone, kind = one["us"]["alone"], {"gathers": one["kind"], "nbytes": one["nbytes"]}
-        for name, times in one["us"].items():
-            added = [time - least for time, least in zip(times, alone, strict=True)]
-            fields: dict[str, Any] = {"ranks": len(facts["gpus"]), "nodes": 1, "launch": "graph", "check": "ok"}
-            fields |= {"algorithm": name, "peer": name in ("alone", "nccl"), "median_us": statistics.median(times)}
-            rows.append(Row(**fields, facts={**kind, "times": times, "added": added}))
-    command = "bash launch.sh --nproc 2 benchmarks/backend_calls.py --beside --json result.json"
-    return {"benchmark": "beside", "command": command, "started": "", "provenance": facts}, rows
-
-
 def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """Return ``(head, rows)`` of a file that :func:`save`, or ``benchmarks/backend_calls.py --beside``, wrote.
+    """Return ``(head, rows)`` of a file that :func:`save` wrote.
 
     Raises:
         ValueError: it is no such file.
@@ -350,8 +333,6 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        if "beside" in document:
-            return _beside(document)
         if document["schema"] != _SCHEMA:
             raise ValueError(f"schema {document['schema']} (this version reads {_SCHEMA})")
         for key in ("command", "started", "provenance"):
