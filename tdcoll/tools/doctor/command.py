@@ -28,7 +28,7 @@ problems, 1 with some, 2 for a wrong command line. Run it once on each host, {_A
 and {LAUNCHER}.
 
 example:
-{_FIRST}  python -m tdcoll doctor --nnodes 2"""
+{_FIRST}  python -m tdcoll doctor --nproc 2"""
 
 
 def _options(argv: Sequence[str], environment: Mapping[str, str]) -> argparse.Namespace:
@@ -40,13 +40,6 @@ def _options(argv: Sequence[str], environment: Mapping[str, str]) -> argparse.Na
     )
     add = parser.add_argument
     add("--nproc", type=int, metavar="N", help="ranks on this host; default: one per GPU, or 2 simulated")
-    add(
-        "--nnodes",
-        type=int,
-        metavar="N",
-        default=arguments.decimal(environment.get("TDCOLL_NNODES", "")) or 1,
-        help="hosts of the job: looks at network cards, too; the job stays on this host. Default: TDCOLL_NNODES, or 1",
-    )
     add("--no-run", action="store_true", help="start no job")
     add("--timeout", type=float, metavar="SECONDS", default=120.0, help="when to end the job; default 120")
     options = parser.parse_args(argv)
@@ -54,7 +47,6 @@ def _options(argv: Sequence[str], environment: Mapping[str, str]) -> argparse.Na
         parser.error(f"run it without torchrun and {LAUNCHER}: it starts a job itself")
     try:
         arguments.whole("--nproc", 1 if options.nproc is None else options.nproc, 1)
-        arguments.whole("--nnodes", options.nnodes, 1)
         arguments.seconds("--timeout", options.timeout)
     except ValueError as error:
         parser.error(str(error))
@@ -76,7 +68,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> i
     """Run the command; return its exit status. Bad arguments end the process with 2."""
     environment = dict(os.environ if environment is None else environment)
     options = _options(argv, environment)
-    facts = collect(environment, options.nproc, options.nnodes)
+    facts = collect(environment, options.nproc)
     if not facts.simulated and 0 < (visible := len(facts.gpus)) < facts.nproc:
         print(f"--nproc must be at most the {visible} visible GPUs of this host, got {facts.nproc}", file=sys.stderr)
         return 2
