@@ -77,14 +77,14 @@ WRONG: dict[type[Case], dict[str, str]] = {
     },
     Signalling: {"expected a whole number of at least 2": "--rounds 1"},
     Tune: {
-        "-o FILE is needed": "",
+        "the following arguments are required: -o": "",
         "there is no directory no/such/folder": "-o no/such/folder/t.json",
         "expected a tuning table in JSON": f"-o {__file__}",
-        "expected a whole number from 1 to 512, got '513'": "--dry-run --chunks 4,513",
-        "expected one of 1, 2, 4, 8, 16, 32, got '3'": "--dry-run --warps 3",
-        "expected some of ll, direct, ring, loop, ce, 1d, 2d": "--dry-run --algorithms auto",
-        "reduce_scatter, all_to_all; got broadcast": "--dry-run --operation broadcast",
-        "-b must be at most -e": "--dry-run -b 2K -e 1K",
+        "expected a whole number from 1 to 512, got '513'": "--chunks 4,513",
+        "expected one of 1, 2, 4, 8, 16, 32, got '3'": "--warps 3",
+        "expected some of ll, direct, ring, loop, ce, 1d, 2d": "--algorithms auto",
+        "reduce_scatter, all_to_all; got broadcast": "--operation broadcast",
+        "-b must be at most -e": "-o t.json -b 2K -e 1K",
     },
 }
 
@@ -133,7 +133,6 @@ def test_shared_gpus_have_no_times(tmp_path: Any, monkeypatch: Any, capsys: Any)
     from tdcoll.__main__ import main as command
 
     monkeypatch.setattr("tdcoll.job.lifecycle.INTERPRETED", False)
-    monkeypatch.setattr("tdcoll.tools.bench.tune.INTERPRETED", False)
     monkeypatch.setenv("TDCOLL_SHARE_GPUS", "1")
     for name in ("all_gather", "reduce_scatter", "all_reduce_rms_norm", "sparse_all_reduce", "signal", "tune"):
         with pytest.raises(SystemExit) as ended:

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 import tdcoll
-from tdcoll.__main__ import main
 from tdcoll.calls.plan import Plan
 from tdcoll.calls.tuning import SIMULATOR, Table
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
-from tdcoll.tools.bench import choosing, tune
+from tdcoll.tools.bench import choosing
 from tdcoll.tools.bench import rows as files
 from tdcoll.tools.bench.choosing import Candidate, Choice
 from tdcoll.tools.bench.rows import Row
@@ -130,32 +129,21 @@ def test_sections_of_a_table() -> None:
     assert {(s.architecture, s.ranks_per_node, s.nodes, s.source) for s in made} == {("NVIDIA Test", 4, 1, "a test")}
 
 
-def test_the_simulator_refuses_and_nodes_of_two_sizes_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "-o", str(tmp_path / "t.json")]) == 2
-    assert "the simulator has no times" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+def test_nodes_of_two_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="tables are for nodes of one size; this job has 3"):
-        tune.listing(Tune.parse(["--dry-run"]), Topology.of(0, range(3), [0, 0, 1]))
+        World(3, ranks_per_node=2).run(lambda pe: Tune(Tune.parse(["-o", "t.json"])))
 
 
-def test_the_listing() -> None:
-    arguments = "--dry-run -b 1K -e 512K -f 512 --chunks 1,4 --warps 4 --algorithms ll,1d --in-place"
-    head, *lines = tune.listing(Tune.parse([*arguments.split(), "--operation", "all_gather"]), FOUR).splitlines()
-    assert head == "tune, 4 rank(s) on 1 node(s) (4): 12 measurements of 40 iterations"
-    small, large = ["ll", "1d", "1d 1 chunks 4 warps"], ["1d", "1d 1 chunks 4 warps", "1d 4 chunks 4 warps"]
-    assert lines == [
-        f"all_gather, {size} per rank: {', '.join([*names, *(f'in-place {name}' for name in names)])}"
-        for size, names in (("1 KB", small), ("512 KB", large))
+def test_the_simulator_checks_and_writes_nothing(rows_of: Callable[..., list[Any]], tmp_path: Path) -> None:
+    arguments = f"-b 1K -e 1K --chunks 1,4 --warps 4 --algorithms ll,1d --in-place -o {tmp_path / 't.json'}"
+    rows = rows_of(Tune, f"{arguments} --operation all_gather,all_to_all", 2, heap_bytes=1 << 24)
+    small = ["ll", "1d", "1d 1 chunks 4 warps"]
+    assert [(row.facts["operation"], row.facts["bytes_per_rank"], row.algorithm) for row in rows] == [
+        *(("all_gather", 1024, name) for name in [*small, *(f"in-place {name}" for name in small)]),
+        *(("all_to_all", 1024, name) for name in small),
     ]
-
-
-def test_sizes_without_candidates_have_none() -> None:
-    arguments = ["--dry-run", "-b1K", "-e512K", "-f512", "--chunks", "1", "--warps", "4", "--algorithms"]
-    operations = ["--operation", "all_gather,all_to_all"]
-    listed = tune.listing(Tune.parse([*arguments, "ring", *operations]), FOUR).splitlines()[1:]
-    sizes = [f"{name}, {size} per rank" for name in ("all_gather", "all_to_all") for size in ("1 KB", "512 KB")]
-    found = "ring, ring 1 chunks 4 warps"
-    assert listed == [f"{size}: {'none' if 'to_all' in size else found}" for size in sizes]
+    assert {row.check for row in rows} == {"ok"}
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -204,7 +192,9 @@ US = {"ll": 3.0, "direct": 5.0, "1d": 7.0}
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_the_table_is_written_after_every_size(tmp_path: Path, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_written_after_every_size(
+    tmp_path: Path, in_place: bool, on_gpus: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With made-up times, of which LL's are the shortest up to 4 KB, then those of direct stores."""
     file = tmp_path / "t.json"
     written: list[dict[tuple[str, bool], list[tuple[int | None, str]]]] = []
@@ -231,7 +221,7 @@ def test_the_table_is_written_after_every_size(tmp_path: Path, in_place: bool, m
     given = Tune.parse([*SIZES.split(), *["--in-place"] * in_place, "-o", str(file)])
     for _ in range(2):  # the second time the sections are there already
         written.clear()
-        World(2).run(lambda pe: Tune(given).measure(lambda rows: None))
+        on_gpus(lambda pe: Tune(given).measure(lambda rows: None), 2)
         some, every = [(4096, "ll")], [(4096, "ll"), (65536, "direct")]
         gathers = [("all_gather", inside) for inside in ((False, True) if in_place else (False,))]
         assert written[2] == dict.fromkeys(gathers, some) | {k: v for k, v in written[0].items() if k not in gathers}

@@ -15,7 +15,7 @@ from tdcoll.tools.setenv import COMMAND
 _OTHERS = {
     "all_reduce_rms_norm": ("AllReduceNorm", "all-reduce + residual + RMSNorm, fused and not"),
     "sparse_all_reduce": ("SparseCase", "the sum of row-sparse tensors against what NCCL can do"),
-    "signal": ("Signalling", "how long a signal takes, one-way and all-to-all"),
+    "signal": ("Signalling", "how long a signal takes"),
 }
 """Module, class and subject of each benchmark that doesn't measure a dense collective."""
 

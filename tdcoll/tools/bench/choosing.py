@@ -186,7 +186,7 @@ class Choice:
 
         An entry holds up to the largest size that it was picked for. Above all entries the default heuristic decides.
         """
-        per_node, made = self.topology.ranks_per_node, []
+        per_node, made = self.topology.ranks_per_node, list[Section]()
         assert per_node is not None
         for in_place in (False, True):
             times: dict[int, dict[Candidate, float]] = {}

@@ -33,16 +33,7 @@ from tdcoll.tools.bench.rows import Row
 from tdcoll.tools.bench.timing import LineUp, TimedLaunch, capture, time_launches
 
 __all__ = [
-    "CALLS",
-    "TURNS",
-    "Contender",
-    "Found",
-    "Ranks",
-    "Subject",
-    "Wanted",
-    "calls_of",
-    "measure",
-    "nothing",
+    *("CALLS", "TURNS", "Contender", "Found", "Ranks", "Subject", "Wanted", "calls_of", "measure", "nothing"),
     "simulate",
 ]
 

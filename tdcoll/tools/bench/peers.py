@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,14 +57,10 @@ class Stock:
 ByTorch = Callable[..., Subject]
 """``(buffers, close=..., group=...)``: makes the subject of torch.distributed's call, by default on all ranks."""
 
-_CTA_POLICY_ZERO = 2
-"""``NCCL_CTA_POLICY_ZERO``."""
-
 Make = Callable[[Stock, torch.device, ByTorch], Subject]
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     """A function that makes a baseline's subject, and its collective, with sums only; None if it does every one."""
 
     make: Make
@@ -147,7 +142,7 @@ def _nccl_zero_cta(stock: Stock, device: torch.device, by_torch: ByTorch) -> Sub
     name = next((name for name in ("cta_policy", "ctaPolicy") if hasattr(options.config, name)), None)
     if name is None:
         raise RuntimeError("this PyTorch's options of NCCL have no policy for thread blocks")
-    setattr(options.config, name, _CTA_POLICY_ZERO)
+    setattr(options.config, name, 2)  # NCCL_CTA_POLICY_ZERO
     return _nccl_symmetric(stock, device, by_torch, dist.new_group(backend="nccl", pg_options=options))
 
 

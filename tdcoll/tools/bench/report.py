@@ -169,25 +169,16 @@ def _tables(layout: Layout, rows: Sequence[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
-def markdown(
-    head: dict[str, Any],
-    rows: Sequence[Row],
-    *,
-    only: Sequence[str] = (),
-    brief: bool = False,
-) -> str:
+def markdown(head: dict[str, Any], rows: Sequence[Row], *, only: Sequence[str] = (), brief: bool = False) -> str:
     """Return the tables of one file, one for each way to launch, with versions and machine.
 
     A file with rows of ``--blocks``, or of matmuls beside all-gathers, has a line for each algorithm and baseline.
 
     Args:
-        only: algorithms and baselines that have a column; if empty, those of :data:`.columns.LAYOUTS`. The fastest
-            baseline is found among all.
+        only: algorithms and baselines that have a column; if empty, those of the layout. The fastest baseline is found
+            among all.
         brief: the first table alone, of at most 6 sizes, without lower bound and ratios, with one baseline and the
             fastest.
-
-    Raises:
-        ValueError: there are no rows of some name of ``only``.
     """
     layout = LAYOUTS[head["benchmark"]]
     known = distinct([row.algorithm for row in rows])

@@ -132,10 +132,7 @@ def _attribute(name: str) -> Text:
 
 
 def _signal(row: Row) -> str:
-    facts = row.facts
-    if facts["peer_rank"] is None:
-        return str(facts["pattern"])
-    return f"0 to {facts['peer_rank']}" + ("" if facts["same_node"] else ", other node")
+    return f"0 to {row.facts['peer_rank']}" + ("" if row.facts["same_node"] else ", other node")
 
 
 def _data(row: Row) -> str:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sparse all-reduce benchmark: ``bash launch.sh [--nproc N] -m tdcoll bench sparse_all_reduce --help``.
 
-tdcoll and the baselines start from the same sparse tensors and end with the sum over the ranks. Every number of it is
-checked after every timed call. Each call has other row numbers and other values than the one before it. The baselines
-are made of torch.distributed's collectives: over NCCL on GPUs, over gloo on the simulator, which is enough to check
-them.
+tdcoll and the baselines start from the same sparse tensors and end with the sum over the ranks, of which every number
+is checked after every timed call. The baselines are made of torch.distributed's collectives: over NCCL on GPUs, over
+gloo on the simulator, which is enough to check them.
 
-Every rank knows the inputs of all others, because they come from generators that are seeded with rank and input. Zipf's
-most frequent row is row 0, as in a vocabulary that is sorted by frequency. Values are small whole numbers, so sums are
-exact in any order. The results of an earlier call are wrong everywhere, because all values go up from call to call and
-the inputs are taken in turn.
+Every rank draws the inputs of all ranks, from generators that are seeded with rank and input. Zipf's most frequent row
+is row 0, as in a vocabulary that is sorted by frequency. Values are small whole numbers, so sums are exact in any
+order. Results of an earlier call are wrong everywhere, because all values go up from call to call and the inputs are
+taken in turn.
 
 Calls that return a sparse tensor are timed one at a time and from an idle GPU, because the host has to know the size.
 tdcoll's padded form, which needs no host, is timed in CUDA graph replays.
@@ -53,25 +52,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def distribution(name: str) -> str:
-    """Return the name of a distribution of row numbers: ``"uniform"``, or ``"zipf1.2"`` with Zipf's exponent.
-
-    Raises:
-        ValueError: it is no such name.
-    """
+    """Return the name of a distribution of row numbers: ``"uniform"``, or ``"zipf1.2"`` with Zipf's exponent."""
     if not re.fullmatch(r"uniform|zipf\d+(\.\d+)?", name):
         raise ValueError(f"expected uniform or zipf with an exponent, such as zipf1.2; got {name!r}")
     return name
 
 
 class DrawnRows(NamedTuple):
-    """Row numbers of all ranks.
-
-    Attributes:
-        distribution: that they are drawn from, see :func:`distribution`.
-        num_rows: of the whole tensor.
-        rows: of each rank.
-        world: ranks.
-    """
+    """Row numbers: ``rows`` for each of ``world`` ranks, of a tensor of ``num_rows``, from a :func:`distribution`."""
 
     distribution: str
     num_rows: int
@@ -100,16 +88,8 @@ def draw(of: DrawnRows) -> list[list[np.ndarray]]:
 class SparseData:
     """One rank's inputs, and the check of results.
 
-    Args:
-        rows: of all ranks.
-        dim: numbers in a row.
-        dtype: of the values.
-        rank: whose inputs these are.
-        device: of the inputs.
-
     Attributes:
         tensors: ``[num_rows, dim]`` sparse COO, one for each input; coalesced.
-        shape: theirs.
         rounds: that the values of each input are of.
         union_rows: different rows of all ranks, the mean over the inputs.
         moved_rows: rows that move between ranks if a contributor of each row sums it and sends the sum to all others,
@@ -283,10 +263,7 @@ class SparseCase(case.Case):
                 for how, form, copy in (("eager", "coo", True), ("eager", "coo", False), ("graph", "padded", None))
                 if how in self.options.launches
             ]  # fmt: skip
-            for name in self.options.peers:
-                call = PEERS[name]
-                peer = partial(_subject_of, data, lambda number, call=call: call(data.tensors[number]))
-                made.append(Wanted(name, True, peer, ["eager"]))
+            made += [Wanted(name, True, partial(_peer, name, data), ["eager"]) for name in self.options.peers]
             yield made, context.check
 
     def facts(self, data: SparseData) -> dict[str, Any]:
@@ -295,6 +272,11 @@ class SparseCase(case.Case):
         values = {"dim": data.shape[1], "dtype": str(data.dtype).removeprefix("torch.")}
         floor = {"bytes_per_rank": nbytes, "floor_us": nbytes / _GBPS / 1e3}
         return {**rows, **values, "union_rows": data.union_rows, "moved_rows": data.moved_rows, **floor}
+
+
+def _peer(name: str, data: SparseData) -> Subject:
+    """Return a baseline's calls."""
+    return _subject_of(data, lambda number: PEERS[name](data.tensors[number]))
 
 
 def _ours(name: str, copy: bool | None, data: SparseData, context: tdcoll.SparseContext) -> Subject:

@@ -3,15 +3,13 @@
 
 For each size all candidates are measured as the collective's benchmark does it, interleaved and checked: algorithms,
 each with several numbers of chunks and of warps. :mod:`tdcoll.tools.bench.choosing` describes how the table is made.
-After every size the table so far is written.
+After every size the table so far is written. The simulator, which has no times, checks the candidates.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -22,15 +20,13 @@ import torch
 import triton
 
 import tdcoll
-from tdcoll import runtime
 from tdcoll.base.limits import MAX_CHUNKS
 from tdcoll.calls.tuning import WARPS, Table
 from tdcoll.calls.tuning.agreement import architectures
 from tdcoll.language import INTERPRETED
-from tdcoll.runtime.topology import Topology
 from tdcoll.tools.bench import case, options
 from tdcoll.tools.bench import rows as files
-from tdcoll.tools.bench.arithmetic import distinct, format_bytes
+from tdcoll.tools.bench.arithmetic import distinct
 from tdcoll.tools.bench.choosing import CHUNK_COUNTS, WARP_COUNTS, Candidate, Choice
 from tdcoll.tools.bench.dense import DenseCase, case_of
 from tdcoll.tools.bench.engine import Wanted
@@ -38,14 +34,7 @@ from tdcoll.tools.bench.provenance import command_line
 from tdcoll.tools.bench.rows import IN_PLACE, Row
 from tdcoll.tools.bench.specs import SPECS
 
-__all__ = ["Tune", "listing", "main"]
-
-
-def _choices(options: argparse.Namespace, topology: Topology) -> list[Choice]:
-    if topology.ranks_per_node is None:
-        raise ValueError(f"tables are for nodes of one size; this job has {topology.describe()}")
-    how = topology, options.in_place, options.algorithms, options.chunks, options.warps
-    return [Choice(SPECS[name], *how) for name in options.operation]
+__all__ = ["Tune", "main"]
 
 
 def _dense_options(options: argparse.Namespace, name: str) -> argparse.Namespace:
@@ -53,17 +42,6 @@ def _dense_options(options: argparse.Namespace, name: str) -> argparse.Namespace
     in_place = [IN_PLACE] if options.in_place and SPECS[name].in_place else []
     its = {"dtype": getattr(torch, SPECS[name].tuned_dtype), "algorithms": in_place, "peers": []}
     return argparse.Namespace(**{**vars(options), **its, "op": "sum"})
-
-
-def listing(options: argparse.Namespace, topology: Topology) -> str:
-    """Return a listing of the measurements to make, as text."""
-    choices = _choices(options, topology)
-    found = [(each.spec.name, size, each.candidates(size)) for each in choices for size in options.sizes]
-    total = sum(len(candidates) for *_, candidates in found)
-    lines = [f"tune, {topology.describe()}: {total} measurements of {options.iterations} iterations"]
-    for name, nbytes, candidates in found:
-        lines.append(f"{name}, {format_bytes(nbytes)} per rank: {', '.join(one.name for one in candidates) or 'none'}")
-    return "\n".join(lines)
 
 
 Size = tuple[Choice, DenseCase, int]
@@ -84,7 +62,7 @@ class Tune(case.Case):
             "-b 1K -e 64M -o mine.json",
         )
         parser.some("--operation", tuple(SPECS))
-        options.add_sizes(parser, "256", "64M")
+        options.add_sizes(parser, "256", "1K" if INTERPRETED else "64M")
         parser.some("--algorithms", distinct(name for spec in SPECS.values() for name in spec.names))
         chunks = options.number(int, lambda value: 1 <= value <= MAX_CHUNKS, f"a whole number from 1 to {MAX_CHUNKS}")
         warps = options.number(int, lambda value: value in WARPS, f"one of {', '.join(map(str, WARPS))}")
@@ -100,14 +78,11 @@ class Tune(case.Case):
             "the table, written after every size; if there is one already, sections of other machines, operations and "
             "kinds of call in it are kept"
         )
-        parser.add_argument("-o", "--output", type=options.new_file, metavar="FILE", help=what)
-        parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and measure nothing")
+        parser.add_argument("-o", "--output", type=options.new_file, metavar="FILE", required=True, help=what)
         given = parser.parse_args(arguments)
         given.sizes = options.read_sizes(parser, given, 2)
-        if not given.dry_run and given.output is None:
-            parser.error("-o FILE is needed: where the table goes (or --dry-run)")
         try:
-            if given.output is not None and given.output.exists():
+            if given.output.exists():
                 Table.load(given.output)
         except ValueError as error:
             parser.error(f"-o: {error}")
@@ -120,7 +95,10 @@ class Tune(case.Case):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        self._choices = _choices(options, self.topology)
+        if self.topology.ranks_per_node is None:
+            raise ValueError(f"tables are for nodes of one size; this job has {self.topology.describe()}")
+        how = self.topology, options.in_place, options.algorithms, options.chunks, options.warps
+        self._choices = [Choice(SPECS[name], *how) for name in options.operation]
         versions = f"tdcoll {tdcoll.__version__}, PyTorch {torch.__version__}, Triton {triton.__version__}"
         command = command_line("tune", options.arguments, self.owner.world_size, self.owner.simulated)
         self._source = f"{datetime.now(timezone.utc).date().isoformat()}, {versions}: {command}"
@@ -160,7 +138,7 @@ class Tune(case.Case):
         def show_and_save(found: Sequence[Row]) -> None:
             show(found)
             rows.extend(found)
-            if self.owner.rank == 0:
+            if self.owner.rank == 0 and not self.owner.simulated:
                 self._save(rows)
 
         return super().measure(show_and_save)
@@ -176,21 +154,5 @@ class Tune(case.Case):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return 1 if a result was wrong, 2 if nothing can be measured."""
-    given = Tune.parse(arguments)
-    if given.dry_run:
-        tdcoll.initialize()
-        owner = runtime.current()
-        if owner.rank == 0:
-            print(listing(given, owner.topology()), flush=True)
-        tdcoll.finalize()
-        return 0
-    if INTERPRETED:
-        if os.environ.get("RANK", "0") == "0":
-            print(
-                "tune: the simulator has no times, so there is nothing to tune by. Run it on the GPUs that the table "
-                "is for; --dry-run lists what it would measure.",
-                file=sys.stderr,
-            )
-        return 2
+    """Run the command; return 1 if a result was wrong."""
     return case.run(Tune, arguments)
