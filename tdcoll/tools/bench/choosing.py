@@ -148,7 +148,7 @@ class Choice:
 
     def candidates(self, nbytes: int) -> list[Candidate]:
         """List different supported plans. The first of each algorithm is the default heuristic's."""
-        made = []
+        made: list[Candidate] = []
         for in_place in (False, True) if self.in_place and self.spec.in_place else (False,):
             found: dict[Plan, Candidate] = {}
             for algorithm in self.spec.names if self.names is None else [n for n in self.names if n in self.spec.names]:
