@@ -36,6 +36,7 @@ import tdcoll
 from tdcoll.base import arguments as checks
 from tdcoll.distributed import Options, explain
 from tdcoll.tools.bench.provenance import provenance
+from tdcoll.tools.bench.rows import Row, save
 
 ROUNDS, CALLS, CAPTURED = 5, 50, 10
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -265,6 +266,18 @@ def beside_row(count: int, nbytes: int) -> dict[str, Any]:
     return row
 
 
+def beside_rows(of: dict[str, Any], ranks: int) -> list[Row]:
+    """Return the rows of a file, for `report`; ``added`` is by how much each round took longer than that without
+    all-gathers."""
+    rows = []
+    for name, times in of["us"].items():
+        facts = {"gathers": of["kind"], "nbytes": of["nbytes"], "times": times}
+        facts["added"] = [time - least for time, least in zip(times, of["us"]["alone"], strict=True)]
+        kind: dict[str, Any] = {"algorithm": name, "peer": name in ("alone", "nccl"), "launch": "graph", "check": "ok"}
+        rows.append(Row(ranks=ranks, nodes=1, median_us=statistics.median(times), facts=facts, **kind))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M", help="of the device times; '' for none")
@@ -288,7 +301,9 @@ def main() -> None:
     if arguments.beside:
         beside, facts = [beside_row(4, 16 << 20), beside_row(18, 4 << 20)], provenance()
         if dist.get_rank() == 0 and arguments.json:
-            Path(arguments.json).write_text(json.dumps({**facts, "beside": beside}, indent=1))
+            command = f"bash launch.sh --nproc {dist.get_world_size()} benchmarks/backend_calls.py --beside"
+            head = {"benchmark": "beside", "command": command, "started": "", "provenance": facts}
+            save(Path(arguments.json), head, [row for one in beside for row in beside_rows(one, dist.get_world_size())])
         dist.destroy_process_group()
         return
     host = [own_row(), *host_rows(["all_gather", "all_gather in place", "reduce_scatter", "all_reduce"])]

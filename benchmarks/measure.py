@@ -9,7 +9,6 @@ Stages, of which each is a job or a few:
     sanitizer       compute-sanitizer over a mixed run
     all-reduce, reduce-scatter, all-gather, sparse, rms-norm
                     latency by size, with all peers
-    marks           one buffer replayed in CUDA graphs: for figures of others that were taken so
     heaps           the dense collectives on NVSHMEM's heap and on PyTorch's, in turns
     blocks          the dense collectives by copy engines, and by the number of thread blocks
     beside          all-gathers beside matmuls
@@ -19,8 +18,8 @@ Stages, of which each is a job or a few:
     tutorial        tutorial 05
 
 A job leaves FOLDER/NAME.log, and FOLDER/NAME.json unless it is of tests, sanitizer or tutorial. A job that takes longer
-than the limit is ended. A benchmark then leaves the rows that it has, and a tune goes on from them when it is started
-again; calls and training leave nothing. The exit status is 1 if a job has failed.
+than the limit is ended. A benchmark then leaves the rows that it has, a tune the table of these sizes, and calls and
+training nothing. The exit status is 1 if a job has failed.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_REDUCE = "nccl,nccl-symmetric,torch-one-shot,torch-two-shot,trtllm-one-shot"
+_REDUCE = "nccl,nccl-symmetric,torch-one-shot,torch-two-shot"
 _SCATTER = "nccl,nccl-symmetric,torch-reduce-scatter"
 _GATHER = "nccl,nccl-symmetric,torch-symm-cat,fcollect"
-_NORM = "nccl,nccl-compiled,tdcoll-torch,tdcoll-compiled,trtllm-one-shot"
+_NORM = "nccl,nccl-compiled,tdcoll-torch,tdcoll-compiled"
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def stages(nproc: int) -> dict[str, list[Job]]:
     large = (1 << 20) // nproc // 16 * 16
     reduce, gather = "all_reduce -b 1K -e 256M -f 4", "all_gather -b 1K -e 64M -f 4"
     scatter = f"reduce_scatter -b {part} -e {part << 18} -f 4"
-    usual, marks = "--both --iterations 40", "--graph --buffers 1 --iterations 60"
+    dense = "--both --iterations 40 --algorithms"
 
     def job(name: str, command: str, **environment: str) -> Job:
         return Job(name, shlex.split(command), environment)
@@ -73,14 +72,6 @@ def stages(nproc: int) -> dict[str, list[Job]]:
     def bench(name: str, options: str, **environment: str) -> Job:
         return job(name, f"{launch} -m tdcoll bench {options} --json FILE", **environment)
 
-    def dense(name: str, how: str, gather_peers: str) -> list[Job]:
-        return [
-            bench(f"{name}all-reduce", f"{reduce} --dtype bfloat16 {how} --algorithms auto,in-place --peers {_REDUCE}"),
-            bench(f"{name}reduce-scatter", f"{scatter} --dtype bfloat16 {how} --algorithms auto --peers {_SCATTER}"),
-            bench(f"{name}all-gather", f"{gather} {how} --algorithms auto,in-place --peers {gather_peers}"),
-        ]
-
-    all_reduce, reduce_scatter, all_gather = dense("", usual, _GATHER)
     sparse = "sparse_all_reduce --rows 50000 --dims 2048 --distributions uniform,zipf1.05,zipf1.2 --iterations 8"
     norm = "all_reduce_rms_norm --rows 1,8,64,512 --hidden 8192 --both --iterations 60"
     loops = "--iterations 40 --algorithms auto,direct,loop,ce"
@@ -88,12 +79,15 @@ def stages(nproc: int) -> dict[str, list[Job]]:
     return {
         "tests": [job("tests", "bash launch.sh tests tests/gpu -k 'not shared' -n 8 --tb=short")],
         "sanitizer": [job("sanitizer", f"{python} tests/sanitizer/sanitize.py --nproc {nproc} --deadline 150")],
-        "all-reduce": [all_reduce],
-        "reduce-scatter": [reduce_scatter],
-        "all-gather": [all_gather],
+        "all-reduce": [
+            bench("all-reduce", f"{reduce} --dtype bfloat16 {dense} auto,in-place --peers {_REDUCE}"),
+        ],
+        "reduce-scatter": [bench("reduce-scatter", f"{scatter} --dtype bfloat16 {dense} auto --peers {_SCATTER}")],
+        "all-gather": [  # fcollect may use NCCL
+            bench("all-gather", f"{gather} {dense} auto,in-place --peers {_GATHER}", NVSHMEM_DISABLE_NCCL="0")
+        ],
         "sparse": [bench("sparse", f"{sparse} --algorithms owner,auto --peers published,allgather")],
         "rms-norm": [bench("rms-norm", f"{norm} --algorithms auto,one_shot,two_shot,composed --peers {_NORM}")],
-        "marks": dense("marks-", marks, "nccl,nccl-symmetric"),
         "heaps": [
             bench(
                 f"{heap}-{sizes.split()[0].replace('_', '-')}.{turn}",

@@ -71,15 +71,7 @@ def run_without_a_reader(*command: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        *(
-            ["tdcoll", "--help"],
-            ["tdcoll", "--version"],
-            ["tdcoll", "doctor", "--help"],
-            ["tdcoll", "report", "--help"],
-        ),
-        *(["tdcoll.tools.bench", "--help"], ["tdcoll.language"]),
-    ],
+    [["tdcoll", "--version"], ["tdcoll", "report", "--help"], ["tdcoll.tools.bench", "--help"], ["tdcoll.language"]],
     ids=" ".join,
 )
 def test_a_reader_that_goes_ends_a_command_quietly(command: list[str]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs written for Triton-distributed, on stock Triton: ``import triton_dist`` resolves to tdcoll.
 
-Either start them by ``python -m tdcoll.compat script.py`` (``launch.sh --compat script.py``), or call :func:`activate`
-before the first ``import triton_dist``. ``docs/triton-distributed.md`` lists what is the same, what differs, and what
+Either start them by ``python -m tdcoll.compat script.py``, also with ``launch.sh``, or call :func:`activate` before
+the first ``import triton_dist``. ``docs/triton-distributed.md`` lists what is the same, what differs, and what
 is missing. Names and behaviour follow ByteDance-Seed/Triton-distributed at commit
 1512a81189315eca7ba38f884aaf239469a88ba3; the code is tdcoll's own.
 """

@@ -13,6 +13,7 @@ _Scope: TypeAlias = Literal["gpu", "sys"]
 _Semantic: TypeAlias = Literal["relaxed", "acquire", "release", "acq_rel"]
 
 INTERPRETED: bool
+LOWERING: str
 CMP_EQ: tl.constexpr
 CMP_GE: tl.constexpr
 CMP_GT: tl.constexpr

@@ -266,6 +266,7 @@ _Scope: TypeAlias = Literal["gpu", "sys"]
 _Semantic: TypeAlias = Literal["relaxed", "acquire", "release", "acq_rel"]
 
 INTERPRETED: bool
+LOWERING: str
 '''
 
 _STUB_TYPES = {"ptr": "_Pointer", "ptr64": "_Pointer", "value": "_Value", "constant": "tl.constexpr | int"}

@@ -18,7 +18,7 @@ from tdcoll.tools.setenv import IN_CHECKOUT, ROOT, Job, prepare, say
 
 __all__ = ["main"]
 
-_USAGE = "{program} [options] {{script.py | --compat script.py | -m module{tests}}} [arguments...]"
+_USAGE = "{program} [options] {{script.py | -m module{tests}}} [arguments...]"
 
 _ABOUT = """\
 Runs a Python program with one process per GPU of this host, started by torchrun. On a host without GPUs the processes
@@ -38,7 +38,6 @@ Ctrl-C."""
 
 _FLAGS = {
     "-m": "the program is a module",
-    "--compat": "the script is written for Triton-distributed, see docs/triton-distributed.md",
     "--simulate": "the simulator, even where there are GPUs",
     "--share-gpus": "processes may share GPUs, for tests of correctness, never for times: a GPU runs one process at a "
     "time, some 2 ms each, and torch.distributed has gloo for CUDA tensors, not NCCL",
@@ -106,8 +105,6 @@ def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll ru
     if given.dry_run:
         print(_exports(job.variables), shlex.join(command), sep="\n")
         return 0
-    if _is_tests(given):
-        os.chdir(ROOT)
     return os.execvpe(job.python, command, job.variables)  # signals go directly to torchrun, and its exit status stays
 
 
@@ -131,16 +128,15 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
         variables["TRITON_INTERPRET"] = "1"
     if given.timeout is not None:
         variables["TDCOLL_TIMEOUT_S"] = str(arguments.seconds("--timeout", given.timeout))
-    if _is_tests(given):
-        for option in ("--compat", "--share-gpus", *_VALUES):
+    if IN_CHECKOUT and not given.m and name == "tests":
+        for option in ("--share-gpus", *_VALUES):
             if option != "--timeout" and getattr(given, option[2:].replace("-", "_")):
                 raise ValueError(f"{option}: expected only with a script or module, got it with tests")
         job = prepare(variables, modules=("pytest", "pytest_timeout", "xdist", "hypothesis"), dry_run=given.dry_run)
+        os.chdir(ROOT)
         # GPU tests take the whole machine. The user's own -n comes after this one, and wins.
         spread = job.simulated and not {"--pdb", "--trace", "-s", "--capture=no", "no:xdist"} & set(rest)
         return job, ["pytest", *(_SPREAD if spread else ()), *rest]
-    if given.m and given.compat:
-        raise ValueError(f"--compat: expected a script, got it with -m {name}")
     if not given.m and not Path(name).is_file():
         raise ValueError(f"script: expected a Python file, got '{name}', which is none")
 
@@ -175,19 +171,7 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
         interval = arguments.seconds("--monitor-interval", given.monitor_interval)
         command += ["--monitor-interval", str(interval)]
     # Words after -- are not torchrun's. It knows -m as a flag.
-    return job, [
-        *command,
-        *(["-m"] if given.m or given.compat else []),
-        "--",
-        *(["tdcoll.compat"] * given.compat),
-        name,
-        *rest,
-    ]
-
-
-def _is_tests(given: argparse.Namespace) -> bool:
-    """Return whether the program is this repository's tests."""
-    return IN_CHECKOUT and not given.m and bool(given.program[0] == "tests")
+    return job, [*command, *["-m"] * given.m, "--", name, *rest]
 
 
 def _whole(name: str, text: str | None, least: int) -> int | None:
@@ -198,12 +182,9 @@ def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]
     """Return the number of hosts, this one's, and their meeting place, from options or SLURM's variables."""
     slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_") and value}
     nnodes, node_rank = _whole("--nnodes", given.nnodes, 1), _whole("--node-rank", given.node_rank, 0)
-    rdzv = given.rdzv
-    # SLURM numbers batch scripts and interactive shells, which are no steps, from 2^32 - 1 downwards.
-    in_step = "SLURM_STEP_NUM_NODES" in slurm or re.fullmatch("[0-9]{1,9}", slurm.get("SLURM_STEP_ID", ""))
-    if in_step:
-        variable = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in slurm else "SLURM_NNODES"
-        nnodes = nnodes or _whole(variable, slurm.get(variable), 1)
+    rdzv, in_step = given.rdzv, "SLURM_STEP_NUM_NODES" in slurm
+    if nnodes is None and in_step:
+        nnodes = _whole("SLURM_STEP_NUM_NODES", slurm["SLURM_STEP_NUM_NODES"], 1)
     elif nnodes is None and (arguments.decimal(slurm.get("SLURM_NNODES", "")) or 1) > 1:
         raise ValueError(
             f"--nnodes: expected one launcher on each of the {slurm['SLURM_NNODES']} hosts of this SLURM allocation, "

@@ -26,7 +26,7 @@ import signal
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 __all__ = ["PATIENCE_S", "main", "summary"]
 
@@ -55,7 +55,9 @@ def summary(
         elif pid in ended:  # whatever its status: a handler of the signal may exit as it likes
             how, why = "still running, ended by torchrun", ""
         else:
-            how, why = ("died", _signal_name(-status)) if status < 0 else ("ended", f"exit status {status}")
+            names = {-known: known.name for known in signal.Signals}
+            died = "died", names.get(status, f"signal {-status}")
+            how, why = died if status < 0 else ("ended", f"exit status {status}")
         groups.setdefault((how, why), []).append(rank)
 
     def of_first(ranks: Sequence[int]) -> Mapping[str, Any]:
@@ -78,13 +80,6 @@ def summary(
 def _ranks(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _shortened(error: str) -> str:
@@ -147,18 +142,6 @@ def _read(file: IO[bytes]) -> dict[int, dict[str, Any]]:
 
 def main() -> None:
     """Run torchrun with the arguments of this process. After Ctrl-C, exit with status 130."""
-    try:
-        _main()
-    except KeyboardInterrupt:  # before torchrun handles the signal, for example while PyTorch is imported
-        _end_of_ctrl_c()
-
-
-def _end_of_ctrl_c() -> NoReturn:
-    _say("Ctrl-C has ended the job")
-    sys.exit(128 + signal.SIGINT)
-
-
-def _main() -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -176,8 +159,8 @@ def _main() -> None:
         except ChildFailedError as error:
             exits = {rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
             lines = summary(exits, _read(file), ended)
-            culprit = lines[0].startswith(("died", "failed", "ended"))
-            if not culprit or os.environ.get("TDCOLL_TRACEBACK", "0") not in ("", "0"):
+            named = lines[0].startswith(("died", "failed", "ended"))
+            if not named or os.environ.get("TDCOLL_TRACEBACK", "0") not in ("", "0"):
                 sys.excepthook(*sys.exc_info())
             else:
                 _say("the job has failed; TDCOLL_TRACEBACK=1 shows torchrun's report, too")
@@ -187,7 +170,8 @@ def _main() -> None:
         except SignalException as error:
             if error.sigval != signal.SIGINT:
                 raise
-            _end_of_ctrl_c()
+            _say("Ctrl-C has ended the job")
+            sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

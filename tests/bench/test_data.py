@@ -123,40 +123,6 @@ def test_a_call_in_place_finds_its_input_in_its_result_before_every_launch(spec:
             result.zero_()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "world", "calls"),
-    [(torch.float32, 3, 3), (torch.int32, 2, 3), (torch.float16, 2, 21), (torch.float32, 2, 200)],
-)
-def test_sums_of_sums_that_are_not_exact_are_refused(dtype: torch.dtype, world: int, calls: int) -> None:
-    def over(sets: int) -> Buffers:
-        return Buffers(REDUCE, 64, [0] * world, 0, dtype, CPU, sets=sets, calls=calls, op="sum")
-
-    with pytest.raises(ValueError, match=f"adds up its own results with --buffers 1, which of {dtype} over {world}"):
-        over(1).growth()
-    assert over(calls).growth() == 1
-
-
-@pytest.mark.parametrize("one_buffer", [True, False])
-def test_sums_of_sums_are_exact_though_every_addition_is_rounded(one_buffer: bool) -> None:
-    """With as small numbers as one buffer has; those of buffers that rotate are too large."""
-    world, calls = 8, 21
-    named: dict[str, Any] = {"sets": 1, "calls": calls if one_buffer else None, "op": "sum"}
-    ranks = [Buffers(REDUCE, 1 << 12, [0] * world, rank, torch.bfloat16, CPU, **named) for rank in range(world)]
-    for buffers in ranks:
-        buffers.fill(31)  # the largest numbers
-
-    def added(parts: list[torch.Tensor]) -> torch.Tensor:
-        result = parts[0].clone()
-        for part in parts[1:]:
-            result += part
-        return result
-
-    found = added([buffers.inputs[0] for buffers in ranks])
-    for _ in range(calls - 1):
-        found = added([found] * world)
-    assert (ranks[0].errors(0, found / world ** (calls - 1))[0] == 0) == one_buffer
-
-
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     # 8 ranks, 64 MB each, 1377 us: 7 segments in and out of each rank.
     assert GATHER.sent_bytes(64 << 20, 8) == ALL_TO_ALL.sent_bytes(64 << 20, 8) == 7 * (64 << 20)

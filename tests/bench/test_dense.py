@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -18,8 +17,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.base.errors import RankMismatchError
 from tdcoll.testing import World
-from tdcoll.tools.bench import dense
-from tdcoll.tools.bench.data import Buffers, buffer_bytes
+from tdcoll.tools.bench.data import buffer_bytes
 from tdcoll.tools.bench.dense import case_of
 from tdcoll.tools.bench.rows import load, save
 from tdcoll.tools.bench.specs import SPECS
@@ -36,9 +34,6 @@ def test_the_heap_holds_what_the_sizes_need(monkeypatch: pytest.MonkeyPatch) -> 
     plain = need("1d")
     assert plain >= 2 * 4 << 20
     assert need("in-place") == plain + buffer_bytes(SPECS["all_gather"], 1 << 20, 4, 3)
-    assert need("1d,backend") > 4 * plain / 3
-    assert need("1d", "fcollect") == plain, "there is none on the simulator"
-    monkeypatch.setattr(dense, "INTERPRETED", False)
     monkeypatch.setattr("tdcoll.tools.bench.engine.CALLS", (20, 21))
     assert need("1d", "fcollect") == plain + 21 * (5 << 20)
 
@@ -69,7 +64,7 @@ def test_counts_and_checks_over_two_nodes(rows_of: Callable[..., list[Any]]) -> 
     rows = rows_of(SCATTER, "-b 1K -e 1K --dtype bfloat16 --algorithms auto,1d,direct --peers=", 4, ranks_per_node=2)
     assert [row.check for row in rows] == ["ok", "ok", "not run"]
     assert "needs one node whose ranks can store" in rows[2].note
-    facts = {"bytes_per_rank": 1024, "operation": "reduce_scatter", "dtype": "bfloat16", "op": "sum", "buffers": None}
+    facts = {"bytes_per_rank": 1024, "operation": "reduce_scatter", "dtype": "bfloat16", "op": "sum"}
     for row, took in zip(rows, ({"took": "1d", "sms": 4}, {"sms": 4}), strict=False):  # what auto chose
         assert row.counts["inter_node_bytes"] == [2 * 1024] * 4  # a part to each rank of the other node
         assert (row.facts, row.median_us) == (facts | took, None)
@@ -147,42 +142,18 @@ def test_the_measuring_path(kind: Any, clock: Any, measured: Any, monkeypatch: A
     assert load(tmp_path / "r.json")[1] == rows
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "max"])
-def test_one_buffer_is_reduced_again_and_again(op: str, clock: Any, measured: Any, monkeypatch: Any) -> None:
-    """The result of a launch of k calls is the sum times the number of ranks to the (k - 1)st."""
-    given: set[int] = set()
-
-    def timed(function: Callable[..., Any], tensor: torch.Tensor, *op: Any, **named: Any) -> Any:
-        clock.passes(2.0)
-        if runtime.current().rank == 0:
-            given.add(tensor.data_ptr())
-        return function(tensor, *op, **named)
-
-    for name in ("all_reduce", "all_reduce_"):
-        monkeypatch.setattr(tdcoll, name, functools.partial(timed, getattr(tdcoll, name)))
-    options = f"-b 64 -e 64 --dtype bfloat16 --both --peers= --buffers 1 --op {op} --algorithms auto,in-place"
-    rows = measured(REDUCE, options)
-    assert [(row.algorithm, row.check, row.facts["buffers"]) for row in rows] == [
-        (name, "ok", 1) for name in ("auto", "in-place") for _ in range(2)
-    ]
-    assert len(given) == 2, "an input out of place, and a buffer in place"
-    if op == "sum":
-        monkeypatch.setattr(Buffers, "growth", lambda self: 1)
-        assert [row.check for row in measured(REDUCE, options)] == ["ok", "ok", "WRONG", "WRONG"]
-
-
 def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
     file, table = tmp_path / "result.json", tmp_path / "table.json"
     table.write_text('{"tuning": "tdcoll", "version": 5, "tables": []}')
     done = launch(
         *("--simulate", "--nproc", "2", "-m", "tdcoll.tools.bench", "all_gather"),
-        *("-b", "1K", "-e", "1K", "--algorithms", "1d,in-place,backend", "--json", str(file)),
+        *("-b", "1K", "-e", "1K", "--algorithms", "1d,in-place", "--json", str(file)),
         env={"TDCOLL_TUNING": str(table)},
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     found = [(row["algorithm"], row["check"]) for row in result["rows"]]
-    assert found == [("1d", "ok"), ("in-place", "ok"), ("backend", "ok"), ("nccl", "not run")]
+    assert found == [("1d", "ok"), ("in-place", "ok"), ("nccl", "not run")]
     assert result["rows"][0]["counts"]["put_bytes"] == [1024, 1024]
     heading, first, *_, last = [" ".join(line.split()) for line in done.stdout.splitlines() if "# bytes" not in line]
     assert heading == f"# 2 rank(s) on 1 node(s) (2): {result['command']}"

@@ -10,7 +10,7 @@ import pytest
 
 from tdcoll.tools.bench import all_reduce_rms_norm as bench
 
-COMMON = "--algorithms auto,composed --peers tdcoll-torch,trtllm-one-shot"
+COMMON = "--algorithms auto,composed --peers tdcoll-torch,nccl"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -19,7 +19,7 @@ def test_everything_is_checked_and_peers_say_why_not(dtype: str, rows_of: Callab
     ours = ("tdcoll auto", "tdcoll composed", "tdcoll-torch")
     assert {(row.facts["rows"], row.label): row.check for row in rows} == {
         **{(rows, label): "ok" for rows in (1, 3) for label in ours},
-        **{(rows, "trtllm-one-shot"): "not run" for rows in (1, 3)},
+        **{(rows, "nccl"): "not run" for rows in (1, 3)},
     }
     assert {row.note for row in rows if row.check == "not run"} == {"needs GPUs"}
     assert rows[0].facts == {"rows": 1, "hidden": 64, "dtype": dtype, "took": "one_shot"}

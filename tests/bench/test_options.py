@@ -55,12 +55,12 @@ WRONG: dict[type[Case], dict[str, str]] = {
         "expected some of uint8, int8,": "--dtype int3",
     },
     SCATTER: {
-        "expected some of auto, ll, direct, pull, loop, ce, 1d, symmetric, backend; got ring": "--algorithms ring",
+        "expected some of auto, ll, direct, pull, loop, ce, 1d, symmetric; got ring": "--algorithms ring",
         "got uint8": "--dtype uint8",
         "invalid choice": "--op prod",
         "--op: a mean is of floating-point numbers; got --dtype torch.int32": "--op mean --dtype int32",
     },
-    REDUCE: {"torch-two-shot, trtllm-one-shot; got fcollect": "--peers fcollect"},
+    REDUCE: {"torch-one-shot, torch-two-shot; got fcollect": "--peers fcollect"},
     SparseCase: {
         "501 different rows are more than the 500 of --num-rows": "--rows 501",
         "expected at least one": "--rows ,",
@@ -77,15 +77,14 @@ WRONG: dict[type[Case], dict[str, str]] = {
     },
     Signalling: {"expected a whole number of at least 2": "--rounds 1"},
     Tune: {
-        "-o FILE is needed": "",
+        "the following arguments are required: -o": "",
         "there is no directory no/such/folder": "-o no/such/folder/t.json",
         "expected a tuning table in JSON": f"-o {__file__}",
-        "expected a whole number from 1 to 512, got '513'": "--dry-run --chunks 4,513",
-        "expected one of 1, 2, 4, 8, 16, 32, got '3'": "--dry-run --warps 3",
-        "expected some of ll, direct, ring, loop, ce, 1d, 2d": "--dry-run --algorithms auto",
-        "reduce_scatter, all_to_all; got broadcast": "--dry-run --operation broadcast",
-        "expected a number of percent": "--dry-run --margin -1|--dry-run --margin 100",
-        "-b must be at most -e": "--dry-run -b 2K -e 1K",
+        "expected a whole number from 1 to 512, got '513'": "--chunks 4,513",
+        "expected one of 1, 2, 4, 8, 16, 32, got '3'": "--warps 3",
+        "expected some of ll, direct, ring, loop, ce, 1d, 2d": "--algorithms auto",
+        "reduce_scatter, all_to_all; got broadcast": "--operation broadcast",
+        "-b must be at most -e": "-o t.json -b 2K -e 1K",
     },
 }
 
@@ -126,7 +125,7 @@ def test_the_command_is_repeated_without_what_is_local(monkeypatch: pytest.Monke
         assert said == "bash launch.sh --nproc 4 --emulate-nodes 2 -m tdcoll bench all_gather -b 1K --eager"
     quoted = command_line("all_gather", ["--peers", "nccl", "--title", "two  words; a -o b"], 4, False)
     assert quoted.endswith(" bench all_gather --peers nccl --title 'two  words; a -o b'")
-    assert command_line("tune", ["-o", file, "--margin", "1"], 4, False).endswith(" -m tdcoll tune --margin 1")
+    assert command_line("tune", ["-o", file, "--warps", "4"], 4, False).endswith(" -m tdcoll tune --warps 4")
     assert "--nproc 4 --simulate --nnodes 2" in command_line("all_gather", [], 8, True)
 
 
@@ -134,7 +133,6 @@ def test_shared_gpus_have_no_times(tmp_path: Any, monkeypatch: Any, capsys: Any)
     from tdcoll.__main__ import main as command
 
     monkeypatch.setattr("tdcoll.job.lifecycle.INTERPRETED", False)
-    monkeypatch.setattr("tdcoll.tools.bench.tune.INTERPRETED", False)
     monkeypatch.setenv("TDCOLL_SHARE_GPUS", "1")
     for name in ("all_gather", "reduce_scatter", "all_reduce_rms_norm", "sparse_all_reduce", "signal", "tune"):
         with pytest.raises(SystemExit) as ended:

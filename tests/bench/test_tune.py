@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +15,12 @@ from typing import Any
 import pytest
 
 import tdcoll
-from tdcoll.__main__ import main
 from tdcoll.calls.plan import Plan
 from tdcoll.calls.tuning import SIMULATOR, Table
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
+from tdcoll.tools.bench import choosing
 from tdcoll.tools.bench import rows as files
-from tdcoll.tools.bench import tune
 from tdcoll.tools.bench.choosing import Candidate, Choice
 from tdcoll.tools.bench.rows import Row
 from tdcoll.tools.bench.specs import SPECS
@@ -40,7 +37,7 @@ FEW = "loop", "ce"
 
 
 def test_what_is_tried() -> None:
-    found = GATHER.candidates(4096, chunks=(1, 4, 8), warps=(4, 8))
+    found = dataclasses.replace(GATHER, chunks=(1, 4, 8), warps=(4, 8)).candidates(4096)
     assert [c.name for c in found] == [
         *("ll", "ll 3 KB chunks 4 warps", "ll 3 KB chunks 8 warps"),  # 1.5 KB with 4 is the rules'
         *("ll 6 KB chunks 4 warps", "ll 6 KB chunks 8 warps"),
@@ -51,15 +48,16 @@ def test_what_is_tried() -> None:
     ]
     plans = [GATHER.plan(c, 4096) for c in found]
     assert len(set(plans)) == len(plans)
-    found = SCATTER.candidates(4096, names=("ring", "ll", "direct", "2d"), chunks=(4,), warps=(4,))
+    names = ("ring", "ll", "direct", "2d")
+    found = dataclasses.replace(SCATTER, names=names, chunks=(4,), warps=(4,)).candidates(4096)
     words = [f"ll {n} KB chunks 4 warps" for n in (2, 4)]  # 128 and 256 words of 16 bytes
     assert [c.name for c in found] == ["ll", *words, "direct", "direct 4 chunks 4 warps"]
 
 
 def test_what_cannot_be_had_is_not_tried() -> None:
-    def algorithms(nbytes: int, *nodes: int, **options: Any) -> set[str]:
-        choice = Choice(SPECS["all_gather"], Topology.of(0, range(len(nodes)), nodes))
-        return {c.algorithm for c in choice.candidates(nbytes, **options)}
+    def algorithms(nbytes: int, *nodes: int, in_place: bool = False) -> set[str]:
+        choice = Choice(SPECS["all_gather"], Topology.of(0, range(len(nodes)), nodes), in_place)
+        return {c.algorithm for c in choice.candidates(nbytes) if c.in_place == in_place}
 
     assert algorithms(1 << 20, 0, 0, 0, 0) == {"direct", "ring", "1d", *FEW}
     assert algorithms(64, 0, 0, 0, 0) == algorithms(64, 0, 0, 0, 0, in_place=True) == {
@@ -83,14 +81,14 @@ def test_calls_of_several_epochs_are_tried_by_name() -> None:
             assert REDUCE.requested(c, nbytes) == ("two_shot" if by_name else REDUCE.plan(c, nbytes))
 
 
-def picked(times: dict[int, dict[Candidate, float]], margin: float = 0.03) -> list[Candidate]:
+def picked(times: dict[int, dict[Candidate, float]]) -> list[Candidate]:
     """The rules take LL up to 64 KB, direct stores above."""
-    picks = dataclasses.replace(GATHER, margin=margin).picked(times)
+    picks = GATHER.picked(times)
     assert [nbytes for nbytes, _ in picks] == list(times)
     return [candidate for _, candidate in picks]
 
 
-def test_the_fastest_is_taken_and_noise_changes_nothing() -> None:
+def test_the_fastest_is_taken_and_noise_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the margin the rules' own stays, and then what the size before has."""
     clear = {1024: {LL: 3.0, PUTS: 5.0}, 8192: {WIDE: 6.0, PUTS: 9.0}, 1 << 20: {PUTS: 5.0, WIDE: 6.0}}
     assert picked(clear) == [LL, WIDE, PUTS]
@@ -104,7 +102,8 @@ def test_the_fastest_is_taken_and_noise_changes_nothing() -> None:
     }
     assert picked(times) == [LL, LL, WIDE, WIDE, WIDE, PUTS]
     # Without a margin each size has its own.
-    assert picked(times, 0.0) == [SMALL, SMALL, WIDE, PUTS, LL, PUTS]
+    monkeypatch.setattr(choosing, "MARGIN", 0.0)
+    assert picked(times) == [SMALL, SMALL, WIDE, PUTS, LL, PUTS]
 
 
 def row(nbytes: int, candidate: Candidate, us: float | None, check: str = "ok") -> Row:
@@ -130,44 +129,21 @@ def test_sections_of_a_table() -> None:
     assert {(s.architecture, s.ranks_per_node, s.nodes, s.source) for s in made} == {("NVIDIA Test", 4, 1, "a test")}
 
 
-def test_what_is_said_of_a_size() -> None:
-    kept = Candidate("1d", chunks=4)
-    rows = [row(1024, kept, 4.0), row(1024, LL, 6.0), row(4096, kept, 5.1), row(4096, LL, 5.0)]
-    rows += [row(4096, Candidate("direct"), 10.2), row(4096, WIDE, 2.0, check="WRONG")]
-    assert GATHER.verdict(4096, rows) == "1d 4 chunks 5.10 µs (ll -2%, direct +100%); WRONG: 1d 32 chunks 8 warps"
-    assert GATHER.verdict(16384, rows) == "nothing was right"
-
-
-def test_the_simulator_refuses_and_nodes_of_two_sizes_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "-o", str(tmp_path / "t.json")]) == 2
-    assert "the simulator has no times" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+def test_nodes_of_two_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="tables are for nodes of one size; this job has 3"):
-        tune.listing(Tune.parse(["--dry-run"]), Topology.of(0, range(3), [0, 0, 1]))
+        World(3, ranks_per_node=2).run(lambda pe: Tune(Tune.parse(["-o", "t.json"])))
 
 
-def test_the_listing() -> None:
-    arguments = "--dry-run -b 1K -e 512K -f 512 --chunks 1,4 --warps 4 --algorithms ll,1d --in-place"
-    head, *lines = tune.listing(Tune.parse([*arguments.split(), "--operation", "all_gather"]), FOUR).splitlines()
-    assert head == "tune, 4 rank(s) on 1 node(s) (4): 12 measurements of 40 iterations"
-    small, large = ["ll", "1d", "1d 1 chunks 4 warps"], ["1d", "1d 1 chunks 4 warps", "1d 4 chunks 4 warps"]
-    assert lines == [
-        f"all_gather, {size} per rank: {', '.join([*names, *(f'in-place {name}' for name in names)])}"
-        for size, names in (("1 KB", small), ("512 KB", large))
+def test_the_simulator_checks_and_writes_nothing(rows_of: Callable[..., list[Any]], tmp_path: Path) -> None:
+    arguments = f"-b 1K -e 1K --chunks 1,4 --warps 4 --algorithms ll,1d --in-place -o {tmp_path / 't.json'}"
+    rows = rows_of(Tune, f"{arguments} --operation all_gather,all_to_all", 2, heap_bytes=1 << 24)
+    small = ["ll", "1d", "1d 1 chunks 4 warps"]
+    assert [(row.facts["operation"], row.facts["bytes_per_rank"], row.algorithm) for row in rows] == [
+        *(("all_gather", 1024, name) for name in [*small, *(f"in-place {name}" for name in small)]),
+        *(("all_to_all", 1024, name) for name in small),
     ]
-
-
-def test_sizes_and_operations_without_candidates_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--dry-run", "-b1K", "-e512K", "-f512", "--chunks", "1", "--warps", "4", "--algorithms"]
-    operations = ["--operation", "all_gather,all_to_all"]
-    listed = tune.listing(Tune.parse([*arguments, "ring", *operations]), FOUR).splitlines()[1:]
-    assert [line.partition(" per rank")[0] for line in listed] == ["all_gather, 1 KB", "all_gather, 512 KB"]
-    listed = tune.listing(Tune.parse([*arguments, "ll", "--operation", "all_gather"]), FOUR).splitlines()[1:]
-    assert [line.partition(" per rank")[0] for line in listed] == ["all_gather, 1 KB"]
-    with pytest.raises(SystemExit, match="2"):
-        tune.listing(Tune.parse([*arguments, "2d", *operations]), FOUR)
-    said = "--algorithms: expected one that all_gather or all_to_all has for these sizes on 4 rank(s) on 1 node(s) (4)"
-    assert f"{said}, got 2d\n" in capsys.readouterr().err
+    assert {row.check for row in rows} == {"ok"}
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -211,118 +187,46 @@ def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, mon
     assert table.sections[1].source.endswith(f"tune --iterations 4 --warmup 1 {arguments}")
 
 
-SIZES = "-b 1K -e 64K -f 4 --chunks 1,4 --warps 4 --algorithms ll,direct,1d --operation all_gather"
-TUNED = [(4096, "ll"), (65536, "direct")]
-
-
-def said_of(file: Path) -> list[tuple[int | None, str]]:
-    """Sizes and algorithms of the table's only section."""
-    (section,) = Table.load(file).sections
-    return [(entry.up_to, entry.algorithm) for entry in section.entries]
-
-
+SIZES = "-b 1K -e 64K -f 4 --chunks 1,4 --warps 4 --algorithms ll,direct,1d --operation all_gather,reduce_scatter"
 US = {"ll": 3.0, "direct": 5.0, "1d": 7.0}
 
 
-@pytest.fixture
-def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, int]]]:
-    """``tuned("options", until)``: what `tune` measures of made-up times, interrupted when it comes to ``until``.
-
-    LL is the fastest up to 4 KB, direct stores above.
-    """
-
-    def run(options: str = SIZES, until: tuple[str, int] | None = None, name: str = "t") -> list[tuple[str, int]]:
-        measured: list[tuple[str, int]] = []
-
-        def measure_size(bench: Tune, size: Any, *_: object) -> list[Row]:
-            operation, _, nbytes = size
-            if bench.owner.rank == 0:
-                if (operation.name, nbytes) == until:
-                    raise KeyboardInterrupt
-                measured.append((operation.name, nbytes))
-            rows = []
-            with bench.wanted(size) as (every, _):
-                for one in every:
-                    candidate = Candidate(**one.facts["candidate"])
-                    us = US[candidate.algorithm] * (3 if candidate.algorithm == "ll" and nbytes > 4096 else 1)
-                    us *= 1 if candidate.chunks is candidate.chunk is None else 1.5
-                    kind: dict[str, Any] = {"algorithm": one.name, "peer": False, "launch": "graph", "check": "ok"}
-                    rows.append(Row(ranks=2, nodes=1, median_us=us, facts={**bench.facts(size), **one.facts}, **kind))
-            return rows
-
-        monkeypatch.setattr(Tune, "measure_size", measure_size)
-        given = Tune.parse([*options.split(), "-o", str(tmp_path / f"{name}.json")])
-        with pytest.raises(KeyboardInterrupt) if until else contextlib.nullcontext():
-            rows, _ = World(2).run(lambda pe: Tune(given).measure(lambda rows: None))
-            assert {row.facts["bytes_per_rank"] for row in rows} == {1024, 4096, 16384, 65536}
-        return measured
-
-    return run
-
-
-def of(*sizes: int, name: str = "all_gather") -> list[tuple[str, int]]:
-    return [(name, size) for size in sizes]
-
-
-def test_a_run_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, tuned: Any, capsys: Any) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_table_is_written_after_every_size(
+    tmp_path: Path, in_place: bool, on_gpus: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With made-up times, of which LL's are the shortest up to 4 KB, then those of direct stores."""
     file = tmp_path / "t.json"
-    assert tuned(until=("all_gather", 16384)) == of(1024, 4096)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("tune: all_gather, 1 KB per rank: ll 3.00 µs (direct +67%, 1d +133%) [1 of 4 sizes, 0:")
-    assert re.search(r"4 KB per rank: ll 3.00 µs \(.*\[2 of 4 sizes, 0:00:0\d, about 0:00:\d\d left\]$", second)
-    assert said_of(file) == [(4096, "ll")]
-    part = tune.part_of(file)
-    assert {row.facts["bytes_per_rank"] for row in files.load(part)[1]} == {1024, 4096}
+    written: list[dict[tuple[str, bool], list[tuple[int | None, str]]]] = []
 
-    assert tuned() == of(16384, 65536), "what was measured is not measured again"
-    said = capsys.readouterr().out
-    assert f"tune: goes on after all_gather 1 KB, all_gather 4 KB per rank, which are in {part}" in said
-    last = "64 KB per rank: direct 5.00 µs (1d +40%, ll +80%) [4 of 4 sizes, 0:00:00]"
-    assert f"tune: all_gather, {last}" in said
-    assert tuned(name="whole") == of(1024, 4096, 16384, 65536)
-    assert Table.load(file).digest == Table.load(tmp_path / "whole.json").digest
-    assert said_of(file) == TUNED
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.json", "whole.json"]
+    def measure_size(bench: Tune, size: Any, *_: object) -> list[Row]:
+        nbytes = size[-1]
+        if bench.owner.rank == 0:
+            sections = Table.load(file).sections if file.exists() else ()
+            said = {
+                (s.operation, s.in_place): [(entry.up_to, entry.algorithm) for entry in s.entries] for s in sections
+            }
+            written.append(said)
+        rows = []
+        with bench.wanted(size) as (every, _):
+            for one in every:
+                candidate = Candidate(**one.facts["candidate"])
+                us = US[candidate.algorithm] * (3 if candidate.algorithm == "ll" and nbytes > 4096 else 1)
+                us *= 1 if candidate.chunks is candidate.chunk is None else 1.5
+                kind: dict[str, Any] = {"algorithm": one.name, "peer": False, "launch": "graph", "check": "ok"}
+                rows.append(Row(ranks=2, nodes=1, median_us=us, facts={**bench.facts(size), **one.facts}, **kind))
+        return rows
 
-
-@pytest.mark.parametrize("changed", ["--iterations 8", "--in-place", "tdcoll"])
-def test_other_circumstances_are_measured_anew(changed: str, tmp_path: Path, tuned: Any, monkeypatch: Any, capsys: Any):
-    part = tune.part_of(tmp_path / "t.json")
-    assert tuned(until=("all_gather", 16384)) == of(1024, 4096)
-    differs = {"--iterations 8": "iterations: 40 then, 8 now", "--in-place": "in_place: False then, True now"}
-    if changed == "tdcoll":
-        differs[changed], options = f"tdcoll: {tdcoll.__version__} then, 9.9 now", ""
-        monkeypatch.setattr(tdcoll, "__version__", "9.9")
-    else:
-        options = changed
-    assert tuned(f"{SIZES} {options}", until=("all_gather", 4096)) == of(1024), "all are measured again"
-    said = f"tune: {part} is of other circumstances ({differs[changed]}): all sizes are measured again"
-    assert said in capsys.readouterr().out
-    assert {row.facts["bytes_per_rank"] for row in files.load(part)[1]} == {1024}
-
-
-def test_an_earlier_table_holds_for_sizes_that_are_not_measured_yet(tmp_path: Path, tuned: Callable[..., Any]) -> None:
-    file = tmp_path / "t.json"
-    tuned()
-    (section,) = Table.load(file).sections
-    first, last = (dataclasses.replace(section.entries[0], up_to=n, algorithm="1d", chunks=4) for n in (2048, 1 << 20))
-    older = dataclasses.replace(section, entries=(first, *section.entries, last))
-    file.write_text(Table((older,)).text())
-    tuned(until=("all_gather", 4096))
-    assert said_of(file) == [(1024, "ll"), (2048, "1d"), *TUNED, (1 << 20, "1d")]
-    tuned()
-    assert said_of(file) == TUNED
-
-
-def test_a_run_of_several_operations_goes_on_in_the_one_that_was_cut_off(tmp_path: Path, tuned: Any) -> None:
-    file, options = tmp_path / "t.json", f"{SIZES},reduce_scatter --in-place"
-    found = tuned(options, until=("reduce_scatter", 4096))
-    assert found == of(1024, 4096, 16384, 65536) + of(1024, name="reduce_scatter")
-    assert tune.part_of(file).exists()
-    assert tuned(options) == of(4096, 16384, 65536, name="reduce_scatter")
-    said = {(s.operation, s.in_place): [(e.up_to, e.algorithm) for e in s.entries] for s in Table.load(file).sections}
-    assert said == {("all_gather", False): TUNED, ("all_gather", True): TUNED, ("reduce_scatter", False): TUNED}
-    assert not tune.part_of(file).exists()
+    monkeypatch.setattr(Tune, "measure_size", measure_size)
+    given = Tune.parse([*SIZES.split(), *["--in-place"] * in_place, "-o", str(file)])
+    for _ in range(2):  # the second time the sections are there already
+        written.clear()
+        on_gpus(lambda pe: Tune(given).measure(lambda rows: None), 2)
+        some, every = [(4096, "ll")], [(4096, "ll"), (65536, "direct")]
+        gathers = [("all_gather", inside) for inside in ((False, True) if in_place else (False,))]
+        assert written[2] == dict.fromkeys(gathers, some) | {k: v for k, v in written[0].items() if k not in gathers}
+        assert written[4] == dict.fromkeys(gathers, every) | {k: v for k, v in written[0].items() if k not in gathers}
+        assert written[5] == dict.fromkeys(gathers, every) | {("reduce_scatter", False): [(1024, "ll")]}
 
 
 def test_a_file_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,10 +235,3 @@ def test_a_file_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(SystemExit, match="cut off"):
         files.write_whole(file, "after")
     assert file.read_text() == "before"
-
-
-def test_a_file_of_rows_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "t.json.part").write_text("{}")
-    with pytest.raises(SystemExit, match="2"):
-        Tune.parse(["-o", str(tmp_path / "t.json")])
-    assert "t.json.part is not a result of tdcoll.tools.bench" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program as people write them for Triton-distributed: only its modules, torch and triton. Checks its own results.
 
-Run by ``launch.sh --compat``, on GPUs or on the simulator, with any number of ranks and nodes of one size.
+Run by ``launch.sh -m tdcoll.compat``, on GPUs or on the simulator, with any number of ranks and nodes of one size.
 """
 
 from __future__ import annotations

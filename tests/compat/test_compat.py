@@ -28,7 +28,8 @@ PROGRAM = HERE / "in_its_style.py"
 
 @pytest.mark.slow
 def test_a_program_in_its_style(launch: Any) -> None:
-    done = launch("--simulate", "--nproc", "4", "--emulate-nodes", "2", "--compat", str(PROGRAM), timeout=240)
+    ranks = ("--nproc", "4", "--emulate-nodes", "2")
+    done = launch("--simulate", *ranks, "-m", "tdcoll.compat", str(PROGRAM), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.splitlines()
     assert said[-1] == "all right"
@@ -37,7 +38,7 @@ def test_a_program_in_its_style(launch: Any) -> None:
 
 @pytest.mark.gpu
 def test_a_program_in_its_style_where_ranks_share_gpus(launch: Any) -> None:
-    done = launch("--share-gpus", "--nproc", "2", "--compat", str(PROGRAM), timeout=240)
+    done = launch("--share-gpus", "--nproc", "2", "-m", "tdcoll.compat", str(PROGRAM), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "all right"
 

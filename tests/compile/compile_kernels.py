@@ -154,8 +154,8 @@ def compile_fused(rows: int, hidden: int, world: int, arch: int, more: dict[str,
     return record(_NORMS[plan.algorithm], arch, constants, types, about, **options)
 
 
-SIGNALS = {"ping_pong": {}, "signal_all": {"WORLD": 8, "BLOCK": 8}}
-SIGNAL_TYPES = {"pes": "*i32", **dict.fromkeys(("signals", "addresses", "counter", "monitor"), "*i64")}
+SIGNALS = {"ping_pong": {}}
+SIGNAL_TYPES = dict.fromkeys(("signals", "addresses", "counter", "monitor"), "*i64")
 
 
 def compile_signals(arch: int, name: str, direct: bool) -> dict[str, object]:

@@ -26,7 +26,6 @@ GPUS = MachineFacts(
         "gpus": {
             "gpus": [{"name": "NVIDIA H200", "capability": [9, 0]}] * 3,
             "no_peer_access": [],
-            "free_bytes": [150 << 30, 140 << 30, 150 << 30],
         },
     },
     distributions={"triton": "3.6.0", "nvshmem4py-cu13": "0.4.1", "nvidia-nvshmem-cu13": "3.4.5"},
@@ -37,13 +36,8 @@ GPUS = MachineFacts(
     nproc=3,
 )
 
-TWO_HOSTS = {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "eth0", "NVSHMEM_DISABLE_NVLS": "1", "TDCOLL_NNODES": "2"}
-HOSTS = replace(
-    GPUS, nnodes=2, environment=TWO_HOSTS, launched=TWO_HOSTS, network_cards=("mlx5_0",), network_files=True
-)
-
 MISSING = {"missing": True, "error": "ModuleNotFoundError: No module named ..."}
-NO_GPU = {"gpus": [], "no_peer_access": [], "free_bytes": []}
+NO_GPU = {"gpus": [], "no_peer_access": []}
 SIMULATOR = replace(
     GPUS,
     found={**GPUS.found, "nvshmem": MISSING, "driver": {"error": "OSError: libcuda.so.1"}, "gpus": NO_GPU},

@@ -160,7 +160,6 @@ def test_a_rank_that_reads_too_late_says_so_only_if_it_looks(launch: Launch, che
     [
         # Sizes that are no multiples of 16 bytes, and such that are.
         *((name, "-b 1032 -e 66048 -f 64 --both") for name in ("all_gather", "all_reduce", "reduce_scatter")),
-        ("all_reduce", "-b 1024 -e 1024 --buffers 1 --dtype bfloat16 --both"),
         ("all_reduce_rms_norm", "--rows 2"),
     ],
 )
@@ -168,7 +167,7 @@ def test_baselines_of_benchmarks_are_right(launch: Launch, operation: str, optio
     """Eagerly and in graphs; or they say what they lack."""
     names = [name for name, peer in PEERS.items() if peer.of in (None, operation)]
     if operation == "all_reduce_rms_norm":
-        names = ["nccl", "tdcoll-torch", "trtllm-one-shot"]
+        names = ["nccl", "tdcoll-torch"]
     file, given = tmp_path / "result.json", f"{options} --iterations 4 --warmup 1 --peers {','.join(names)}"
     job = ("-m", "tdcoll.tools.bench", operation, *given.split(), "--json", str(file))
     done = launch("--nproc", "2", *job, timeout=TIMEOUT_S)

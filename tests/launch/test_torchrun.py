@@ -9,7 +9,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +22,6 @@ from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout, TdcollError
 from tdcoll.job import last_words, lifecycle
 from tdcoll.tools.torchrun import _read, summary
-
-from .conftest import REPOSITORY
 
 KILLED, SEGV, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM
 PEER = "CollectiveTimeout: rank 0 waited 3 s for peer 1: signal 4 had to reach 12. The peer has died, hangs, or more."
@@ -106,22 +103,6 @@ def test_a_line_that_was_cut_off_is_left_out() -> None:
     written = b"".join(b"\n" + line.encode("latin-1") for line in lines)
     assert _read(io.BytesIO(written)) == {6: {"pid": 6, **gave_up()}}
     assert _read(io.BytesIO(b"")) == {}
-
-
-@pytest.mark.parametrize("module", ["torch/__init__.py", "torch/distributed/run.py"])
-def test_ctrl_c_during_the_start(module: str, tmp_path: Path) -> None:
-    for folder in ("torch", "torch/distributed"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "__init__.py").touch()
-    (tmp_path / module).write_text(
-        "import os, signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore\n"
-        "os.kill(os.getpid(), signal.SIGINT)\n"
-    )
-    paths = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    command = [sys.executable, "-m", "tdcoll.tools.torchrun", "job.py"]
-    ended = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (130, "tdcoll: Ctrl-C has ended the job\n")
 
 
 # ---------------------------------------------------------------------- what a rank writes down

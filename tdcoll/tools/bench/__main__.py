@@ -15,7 +15,7 @@ from tdcoll.tools.setenv import COMMAND
 _OTHERS = {
     "all_reduce_rms_norm": ("AllReduceNorm", "all-reduce + residual + RMSNorm, fused and not"),
     "sparse_all_reduce": ("SparseCase", "the sum of row-sparse tensors against what NCCL can do"),
-    "signal": ("Signalling", "how long a signal takes, one-way and all-to-all"),
+    "signal": ("Signalling", "how long a signal takes"),
 }
 """Module, class and subject of each benchmark that doesn't measure a dense collective."""
 
@@ -42,11 +42,10 @@ Each benchmark has a --help of its own. On the simulator they check results and 
 def main(arguments: Sequence[str]) -> int:
     """Run one benchmark; return its exit status."""
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", ())
-    if name in COLLECTIVES:
-        return int(importlib.import_module("tdcoll.tools.bench.dense").main(name, rest))
-    if name in _OTHERS:
-        kind = pkgutil.resolve_name(f"tdcoll.tools.bench.{name}:{_OTHERS[name][0]}")
-        return int(importlib.import_module("tdcoll.tools.bench.case").run(kind, rest))
+    if name in BENCHMARKS:
+        dense = name in COLLECTIVES
+        kind = pkgutil.resolve_name(f"tdcoll.tools.bench.{'dense:case_of' if dense else f'{name}:{_OTHERS[name][0]}'}")
+        return int(importlib.import_module("tdcoll.tools.bench.case").run(kind(name) if dense else kind, rest))
     if name in ("-h", "--help"):
         print(_HELP)
         return 0

@@ -2,8 +2,8 @@
 """The benchmark of all-reduce + residual + RMSNorm: ``bash launch.sh [--nproc N] -m tdcoll bench all_reduce_rms_norm
 --help``.
 
-Baselines are TensorRT-LLM's fused kernel, and chains of an all-reduce (NCCL's or tdcoll's) with torch's addition and
-normalization, as eager kernels or fused by Inductor.
+Baselines are an all-reduce (NCCL's or tdcoll's), then torch's addition and normalization, as eager kernels or fused by
+Inductor.
 
 The new residual is exact, because inputs are whole numbers. The normalized rows are compared with fp32 results, up to
 the rounding of their dtype.
@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,7 @@ from tdcoll.language import INTERPRETED
 from tdcoll.tools.bench import case, options
 from tdcoll.tools.bench.data import Buffers
 from tdcoll.tools.bench.engine import Found, Subject, Wanted, calls_of
-from tdcoll.tools.bench.peers import require_nccl, subject_of, tensorrt_rms_norm
+from tdcoll.tools.bench.peers import require_nccl, subject_of
 from tdcoll.tools.bench.specs import SPECS
 
 __all__ = ["AllReduceNorm"]
@@ -40,8 +39,7 @@ _EPS = 1e-6
 _OFF = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 1e-5}
 """The relative difference from fp32's result that is allowed."""
 
-_TENSORRT = "trtllm-one-shot"
-_PEERS = ("nccl", "nccl-compiled", "tdcoll-torch", "tdcoll-compiled", _TENSORRT)
+_PEERS = ("nccl", "nccl-compiled", "tdcoll-torch", "tdcoll-compiled")
 
 Normalized = tuple[torch.Tensor, ...]
 """``(normalized, new residual)``, ``[rows, hidden]`` each."""
@@ -52,56 +50,37 @@ def _norm(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
     return torch.nn.functional.rms_norm(new, (new.shape[-1],), weight, _EPS), new
 
 
-@dataclass(frozen=True)
-class _Calls:
-    """The calls on ``[rows, hidden]`` of one number of rows."""
+def _subject(
+    name: str, peer: bool, buffers: Buffers, residual: torch.Tensor, weight: torch.Tensor, ctx: CollectiveContext
+) -> Subject:
+    """Return the fused call by an algorithm, or a baseline's calls. If a baseline cannot run, raise the reason."""
+    x, totals = ([one.view_as(residual) for one in every] for every in (buffers.inputs, buffers.results))
+    norm: Callable[..., Any] = _norm
+    if name.endswith("compiled"):
+        if INTERPRETED:
+            raise RuntimeError("needs GPUs")
+        norm = torch.compile(_norm, dynamic=False)
 
-    buffers: Buffers
-    residual: torch.Tensor
-    weight: torch.Tensor
-    context: CollectiveContext
+    def chain(i: int) -> Any:
+        dist.all_reduce(totals[i])
+        return norm(totals[i], residual, weight)
 
-    def _errors(self, number: int, result: Normalized) -> Found:
+    def errors(number: int, result: Normalized) -> Found:
         out, new = result
-        wanted = self.buffers.expected(number).view_as(new).float() + self.residual.float()
-        normalized = torch.nn.functional.rms_norm(wanted, wanted.shape[1:], self.weight.float(), _EPS)
+        wanted = buffers.expected(number).view_as(new).float() + residual.float()
+        normalized = torch.nn.functional.rms_norm(wanted, wanted.shape[1:], weight.float(), _EPS)
         wrong = int((new.float() != wanted).sum())
         off = int(((out.float() - normalized).abs() > _OFF[out.dtype] * normalized.abs() + 1e-6).sum())
-        return wrong + off, f"rank {self.buffers.rank}, call {number}: {wrong} of new, {off} of normalized"
+        return wrong + off, f"rank {buffers.rank}, call {number}: {wrong} of new, {off} of normalized"
 
-    def _subject(self, call: Callable[[int], Normalized], in_place: bool = False) -> Subject:
-        return dataclasses.replace(subject_of(self.buffers, call, in_place=in_place), errors=self._errors)
-
-    def ours(self, algorithm: str) -> Subject:
-        """Return the fused call."""
-        residual, weight, ctx = self.residual, self.weight, self.context
-        x = [given.view_as(residual) for given in self.buffers.inputs]
-        return self._subject(
-            lambda i: all_reduce_rms_norm(x[i], residual, weight, ctx=ctx, eps=_EPS, algorithm=algorithm)
-        )
-
-    def peer(self, name: str) -> Subject:
-        """Return a baseline's calls. If it cannot run, raise the reason."""
-        residual, weight, ctx = self.residual, self.weight, self.context
-        x = [given.view_as(residual) for given in self.buffers.inputs]
-        if name == _TENSORRT:
-            return self._subject(tensorrt_rms_norm(x, residual, weight, _EPS))
-        norm: Callable[..., Any] = _norm
-        if name.endswith("compiled"):
-            if INTERPRETED:
-                raise RuntimeError("needs GPUs")
-            norm = torch.compile(_norm, dynamic=False)
-        if name.startswith("tdcoll"):
-            return self._subject(lambda i: norm(tdcoll.all_reduce(x[i], ctx=ctx), residual, weight))
+    call: Callable[[int], Any] = chain
+    if not peer:
+        call = lambda i: all_reduce_rms_norm(x[i], residual, weight, ctx=ctx, eps=_EPS, algorithm=name)  # noqa: E731
+    elif name.startswith("tdcoll"):
+        call = lambda i: norm(tdcoll.all_reduce(x[i], ctx=ctx), residual, weight)  # noqa: E731
+    else:
         require_nccl(residual.device)
-        totals = [result.view_as(residual) for result in self.buffers.results]
-
-        def chain(i: int) -> Normalized:
-            dist.all_reduce(totals[i])
-            made: Normalized = norm(totals[i], residual, weight)
-            return made
-
-        return self._subject(chain, in_place=True)
+    return dataclasses.replace(subject_of(buffers, call, in_place=call is chain), errors=errors)
 
 
 class AllReduceNorm(case.Case):
@@ -152,12 +131,11 @@ class AllReduceNorm(case.Case):
         weight = torch.rand(given.hidden, generator=drawn).to(device, given.dtype)
         room = (rows + 2) * row + 512 * rows  # rows that are not there, and measures
         with CollectiveContext(max_bytes_per_rank=self._capacity(rows * row, world), lamport_bytes=room) as context:
-            calls, launches = _Calls(buffers, residual, weight, context), given.launches
             facts = facts_of(context, 0, given.dtype)
             took = choose(NormRows(rows, given.hidden, given.dtype.itemsize), facts).algorithm
-            made = [
-                Wanted(name, False, partial(calls.ours, name), launches, {"took": took} if name == "auto" else {})
-                for name in given.algorithms
-            ]
-            made += [Wanted(name, True, partial(calls.peer, name), launches) for name in given.peers]
-            yield made, context.check
+            yield [
+                Wanted(name, peer, partial(_subject, name, peer, buffers, residual, weight, context), given.launches,
+                       {"took": took} if name == "auto" else {})
+                for peer, names in ((False, given.algorithms), (True, given.peers))
+                for name in names
+            ], context.check  # fmt: skip

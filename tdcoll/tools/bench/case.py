@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -41,12 +40,10 @@ class Case(Ranks, ABC):
 
     Attributes:
         benchmark: its name on the command line and in files.
-        lines: whether each row is printed as a line.
         options: of the command line.
     """
 
     benchmark: ClassVar[str]
-    lines: ClassVar[bool] = True
     options: argparse.Namespace
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -75,9 +72,6 @@ class Case(Ranks, ABC):
     def facts(self, size: Any) -> dict[str, Any]:
         """Return the facts of all rows of one size."""
 
-    def done(self, size: Any, rows: Sequence[Row], seconds: float) -> None:
-        """Take note of all rows so far, after a size that took so long."""
-
     def measure_size(self, size: Any, line_up: LineUp | None) -> list[Row]:
         """Return the rows of one size, from GPUs or, if ``line_up`` is None, from the simulator. Collective."""
         entries, subjects = [], []
@@ -105,9 +99,6 @@ class Case(Ranks, ABC):
                 measure(self, entries, line_up, self.options.iterations, self.options.warmup, look)
             for subject in subjects:
                 subject.close()
-        for entry in entries:
-            if entry.row.check == "ok" and entry.subject.notes:
-                entry.row.note = "; ".join(entry.subject.notes)
         return [entry.row for entry in entries]
 
     def measure(self, show: Show) -> list[Row]:
@@ -115,22 +106,17 @@ class Case(Ranks, ABC):
         rows: list[Row] = []
         with contextlib.nullcontext() if self.owner.simulated else LineUp() as line_up:
             for size in self.sizes():
-                began = time.monotonic()
                 rows += (found := self.measure_size(size, line_up))
                 show(found)
-                self.done(size, rows, time.monotonic() - began)
         return rows
 
 
-def run(case: type[Case], arguments: Sequence[str], options: argparse.Namespace | None = None) -> int:
+def run(case: type[Case], arguments: Sequence[str]) -> int:
     """Join, measure, show, write, leave. Return 1 if a result was wrong; exit with 2 if ranks share GPUs.
 
     Rows are written after every size.
-
-    Args:
-        arguments: the command line; ``options``: what was read from it, if it has been.
     """
-    options = case.parse(arguments) if options is None else options
+    options = case.parse(arguments)
     if lifecycle.may_share_gpus():
         Parser(f"bench {case.benchmark}").error(
             f"TDCOLL_SHARE_GPUS ({LAUNCHER} --share-gpus) or initialize(share_gpus=True): expected neither, got a job "
@@ -144,7 +130,7 @@ def run(case: type[Case], arguments: Sequence[str], options: argparse.Namespace 
     command = command_line(case.benchmark, arguments, owner.world_size, owner.simulated)
     head = {"benchmark": case.benchmark, "command": command, "started": started, "provenance": provenance()}
     columns = LAYOUTS[case.benchmark].columns(owner.simulated)
-    visible = case.lines and owner.rank == 0
+    visible = owner.rank == 0
     if visible:
         print(f"# {owner.topology().describe()}: {command}\n{line_of(columns)}", flush=True)
     stream: Any = contextlib.nullcontext() if owner.simulated else torch.cuda.stream(torch.cuda.Stream())
@@ -154,7 +140,7 @@ def run(case: type[Case], arguments: Sequence[str], options: argparse.Namespace 
         shown.extend(rows)
         for row in rows if visible else ():
             print(line_of(columns, row), flush=True)
-        if options.json is not None and owner.rank == 0:
+        if options.json is not None and visible:
             save(options.json, head, shown)
 
     with stream:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose plans of dense collectives: the candidates to measure, and the tuning table that follows from the times.
 
-The fastest right candidate is taken, with hysteresis: a candidate that is slower by at most a margin is kept if the
-size before has it, or if the operation's default heuristic takes it. Noise therefore makes no entries.
-
-Nothing else in `bench` chooses plans.
+The fastest right candidate is taken, with hysteresis: a candidate that is slower by at most :data:`MARGIN` is kept if
+the size before has it, or if the operation's default heuristic takes it. Noise therefore makes no entries.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ import torch
 
 from tdcoll.base import limits
 from tdcoll.calls.plan import Facts, Plan
-from tdcoll.calls.tuning import Entry, Section, Table
+from tdcoll.calls.tuning import Entry, Section
 from tdcoll.runtime.topology import Topology
-from tdcoll.tools.bench.arithmetic import distinct, format_bytes
-from tdcoll.tools.bench.rows import IN_PLACE, Row, number
+from tdcoll.tools.bench.arithmetic import format_bytes
+from tdcoll.tools.bench.rows import IN_PLACE, Row
 from tdcoll.tools.bench.specs import Spec
 
 __all__ = ["CHUNK_COUNTS", "WARP_COUNTS", "Candidate", "Choice", "Requested"]
@@ -40,6 +38,8 @@ BLOCK_COUNTS = (8, 16, 32, 64)
 
 _LEAST_CHUNK = 1 << 10
 """Bytes; smaller chunks are not tried."""
+
+MARGIN = 0.03
 
 
 @dataclass(frozen=True)
@@ -72,30 +72,24 @@ class Candidate:
         return Entry(up_to, self.algorithm, self.chunks, self.chunk, self.num_warps, self.blocks)
 
 
-def _times_of(rows: Sequence[Row]) -> dict[bool, dict[int, dict[Candidate, float]]]:
-    """Return the times of the rows that were right, by whether the call is in place, by size, and by candidate."""
-    found: dict[bool, dict[int, dict[Candidate, float]]] = {}
-    for row in sorted(rows, key=lambda row: row.facts["bytes_per_rank"]):
-        candidate = Candidate(**row.facts["candidate"])
-        if row.check == "ok" and row.median_us:
-            times = found.setdefault(candidate.in_place, {})
-            times.setdefault(row.facts["bytes_per_rank"], {})[candidate] = row.median_us
-    return dict(sorted(found.items()))
-
-
 @dataclass(frozen=True)
 class Choice:
     """An operation on a machine, for which to choose.
 
     Attributes:
         spec: the operation.
-        topology: the ranks.
-        margin: a candidate that is slower than the fastest by no more may be kept.
+        topology: the ranks, in nodes of one size.
+        in_place: whether calls in place are tried as well, where tables have sections for them.
+        names: algorithms that are tried; if None, all.
+        chunks, warps: numbers of them that are tried.
     """
 
     spec: Spec
     topology: Topology
-    margin: float = 0.03
+    in_place: bool = False
+    names: Sequence[str] | None = None
+    chunks: Sequence[int] = CHUNK_COUNTS
+    warps: Sequence[int] = WARP_COUNTS
 
     def _facts(self, nbytes: int, in_place: bool = False) -> Facts:
         """Return the facts of a call on a context of its size, whose ranks can store to each other in a node."""
@@ -132,46 +126,42 @@ class Choice:
         several = self._several_epochs(candidate.algorithm, nbytes)
         return candidate.algorithm if several else self.plan(candidate, nbytes)
 
-    def _tried(self, algorithm: str, nbytes: int, chunks: Sequence[int], warps: Sequence[int]) -> list[dict[str, int]]:
-        """Return the chunks and warps that are tried of an algorithm, the default heuristic's first."""
+    def _tried(self, algorithm: str, nbytes: int) -> list[dict[str, int]]:
+        """Return the chunks and warps that are tried of an algorithm, besides the default heuristic's."""
+        how = self.spec.algorithm(algorithm)
         if self._several_epochs(algorithm, nbytes):
-            return [{}]  # such calls take no plan
-        if widths := self.spec.algorithm(algorithm).words:
-            return [{}] + [
+            return []  # such calls take no plan
+        if how.words:
+            return [
                 {"chunk": width * block, "num_warps": n}
-                for width in widths
+                for width in how.words
                 for block in _BLOCKS
-                for n in warps
+                for n in self.warps
                 if 32 * n <= block and width * block < 2 * max(width * _BLOCKS[0], nbytes)
             ]
-        how = self.spec.algorithm(algorithm)
-        if how.copies is not None and not how.any_blocks:
-            return [{}]  # copy engines are the fastest with one copy
         if how.any_blocks:
-            return [{}] + [{"blocks": count, "num_warps": n} for count in BLOCK_COUNTS for n in warps if n >= 8]
-        fitting = [count for count in chunks if count == 1 or nbytes >= count * _LEAST_CHUNK]
-        return [{}] + [{"chunks": count, "num_warps": n} for count in fitting for n in warps]
+            return [{"blocks": count, "num_warps": n} for count in BLOCK_COUNTS for n in self.warps if n >= 8]
+        if how.copies is not None:
+            return []  # copy engines are the fastest with one copy
+        fitting = [count for count in self.chunks if count == 1 or nbytes >= count * _LEAST_CHUNK]
+        return [{"chunks": count, "num_warps": n} for count in fitting for n in self.warps]
 
-    def candidates(
-        self,
-        nbytes: int,
-        in_place: bool = False,
-        names: Sequence[str] | None = None,
-        chunks: Sequence[int] = CHUNK_COUNTS,
-        warps: Sequence[int] = WARP_COUNTS,
-    ) -> list[Candidate]:
+    def candidates(self, nbytes: int) -> list[Candidate]:
         """List different supported plans. The first of each algorithm is the default heuristic's."""
-        found: dict[Plan, Candidate] = {}
-        for algorithm in self.spec.names if names is None else [name for name in names if name in self.spec.names]:
-            if not self.spec.algorithm(algorithm).differs(self.topology):
-                continue
-            for tried in self._tried(algorithm, nbytes, chunks, warps):
-                candidate = Candidate(algorithm, in_place, **tried)
-                try:
-                    found.setdefault(self.plan(candidate, nbytes), candidate)
-                except ValueError:  # not here, or not of this size
-                    break
-        return list(found.values())
+        made: list[Candidate] = []
+        for in_place in (False, True) if self.in_place and self.spec.in_place else (False,):
+            found: dict[Plan, Candidate] = {}
+            for algorithm in self.spec.names if self.names is None else [n for n in self.names if n in self.spec.names]:
+                if not self.spec.algorithm(algorithm).differs(self.topology):
+                    continue
+                for tried in [{}, *self._tried(algorithm, nbytes)]:
+                    candidate = Candidate(algorithm, in_place, **tried)
+                    try:
+                        found.setdefault(self.plan(candidate, nbytes), candidate)
+                    except ValueError:  # not here, or not of this size
+                        break
+            made += found.values()
+        return made
 
     def picked(self, times_us: Mapping[int, Mapping[Candidate, float]]) -> list[tuple[int, Candidate]]:
         """Return the choice for each size: ``(bytes of a segment, candidate)``.
@@ -184,58 +174,29 @@ class Choice:
         """
         picks: list[tuple[int, Candidate]] = []
         for nbytes, times in times_us.items():
-            most = min(times.values()) * (1 + self.margin)
+            most = min(times.values()) * (1 + MARGIN)
             good = sorted((c for c in times if times[c] <= most), key=lambda c: times[c])
             usual = self.spec.choose(self._facts(nbytes, good[0].in_place)).algorithm
             wanted = [candidate for _, candidate in picks[-1:]] + [Candidate(usual, good[0].in_place)]
             picks.append((nbytes, next(c for c in (*wanted, *good) if c in good)))
         return picks
 
-    def sections(
-        self, rows: Sequence[Row], architecture: str, source: str, before: Table | None = None
-    ) -> list[Section]:
+    def sections(self, rows: Sequence[Row], architecture: str, source: str) -> list[Section]:
         """Return a table's sections from the rows that were right.
 
         An entry holds up to the largest size that it was picked for. Above all entries the default heuristic decides.
-
-        Args:
-            before: of measurements that are still to be finished: a table whose entries hold for larger sizes until
-                then.
         """
-        per_node = self.topology.ranks_per_node
+        per_node, made = self.topology.ranks_per_node, list[Section]()
         assert per_node is not None
-        made = []
-        for in_place, times in _times_of(rows).items():
-            picks = self.picked(times)
-            following = [candidate for _, candidate in picks[1:]]
-            ends = zip(picks, [*following, None], strict=True)
-            entries = [candidate.entry(nbytes) for (nbytes, candidate), after in ends if candidate != after]
-            kind = (architecture, self.spec.name, per_node, self.topology.n_nodes, in_place)
-            for old in before.sections if before is not None else ():
-                if old.kind == kind:
-                    entries += [entry for entry in old.entries if entry.up_to is None or entry.up_to > picks[-1][0]]
-            made.append(Section(*kind, tuple(entries), source))
+        for in_place in (False, True):
+            times: dict[int, dict[Candidate, float]] = {}
+            for row in sorted(rows, key=lambda row: row.facts["bytes_per_rank"]):
+                candidate = Candidate(**row.facts["candidate"])
+                if row.check == "ok" and row.median_us and candidate.in_place == in_place:
+                    times.setdefault(row.facts["bytes_per_rank"], {})[candidate] = row.median_us
+            if picks := self.picked(times):
+                ends = zip(picks, [*(candidate for _, candidate in picks[1:]), None], strict=True)
+                entries = [candidate.entry(nbytes) for (nbytes, candidate), after in ends if candidate != after]
+                kind = (architecture, self.spec.name, per_node, self.topology.n_nodes, in_place)
+                made.append(Section(*kind, tuple(entries), source))
         return made
-
-    def verdict(self, nbytes: int, rows: Sequence[Row]) -> str:
-        """Return one line: the choice at a size, and how much longer the best of every other algorithm takes.
-
-        Args:
-            rows: of this size, and of those before it, on which the choice depends.
-        """
-        said = []
-        for times in _times_of(rows).values():
-            if nbytes not in times:
-                continue
-            taken = self.picked({n: found for n, found in times.items() if n <= nbytes})[-1][1]
-            mine = times[nbytes][taken]
-            best: dict[str, float] = {}
-            for candidate, us in sorted(times[nbytes].items(), key=lambda item: item[1]):
-                if candidate.algorithm != taken.algorithm:
-                    best.setdefault(candidate.algorithm, us)
-            others = ", ".join(f"{name} {100 * (us / mine - 1):+.0f}%" for name, us in best.items())
-            said.append(f"{taken.name} {number(mine, 2)} µs" + (f" ({others})" if others else ""))
-        here = [row for row in rows if row.facts["bytes_per_rank"] == nbytes and row.check == "WRONG"]
-        if here:
-            said.append(f"WRONG: {', '.join(distinct(row.algorithm for row in here))}")
-        return "; ".join(said) or "nothing was right"

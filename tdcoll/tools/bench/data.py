@@ -67,20 +67,15 @@ class Buffers:
     """Inputs and results of the calls of one launch.
 
     Args:
-        spec: the collective.
-        nbytes: bytes of a segment.
+        spec: the collective, with segments of ``nbytes``.
         nodes: the node of each rank.
         rank: whose inputs and results these are.
-        dtype: of the data.
-        device: where they are.
-        sets: how many inputs and results there are.
-        calls: of a launch, which take the sets in turn; if None, as many as there are sets.
+        sets: how many inputs and results there are, one for each call of a launch.
         op: how the collective reduces; None if it does not.
         allocate: ``bytes -> [bytes]`` uint8, if the buffers are not ordinary memory of the device.
 
     Attributes:
-        inputs: ``[segments * n]`` for each set.
-        results: ``[segments * n]`` for each set.
+        inputs, results: ``[segments * n]`` for each set.
 
     Raises:
         ValueError: ``dtype`` has no exact reductions of different numbers over so many ranks.
@@ -96,16 +91,13 @@ class Buffers:
         device: torch.device,
         *,
         sets: int,
-        calls: int | None = None,
         op: str | None = None,
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self.spec, self.nodes, self.rank, self.sets, self.op = spec, nodes, rank, sets, op
-        self.world, self.calls, self.round = len(nodes), calls or sets, 0
+        self.world, self.round = len(nodes), 0
         self._segment = nbytes // dtype.itemsize
-        # If calls in place take a buffer again, they add up sums, and round at each addition.
-        terms = self.world if self.calls == sets else self.world**2
-        self._numbers = Numbers(dtype, terms if op in ("sum", "mean") else 1, device)
+        self._numbers = Numbers(dtype, self.world if op in ("sum", "mean") else 1, device)
         make = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
         given, result = spec.sizes(nbytes, self.world)
@@ -115,22 +107,6 @@ class Buffers:
         """Return the part of a result that a call in place takes its input from."""
         result = self.results[call]
         return result if self.spec.one_tensor else result.chunk(self.world)[self.rank]
-
-    def growth(self) -> int:
-        """Return the factor by which another call in place on the same buffer multiplies the result.
-
-        Raises:
-            ValueError: a launch has such calls (``--buffers``), and their results are not exact.
-        """
-        world, dtype = self.world, self.inputs[0].dtype
-        if self.op != "sum" or self.sets == self.calls:
-            return 1
-        most = float(world) ** -(-self.calls // self.sets)
-        if world & (world - 1) or not dtype.is_floating_point or exact(dtype) * most > torch.finfo(dtype).max:
-            raise ValueError(
-                f"adds up its own results with --buffers {self.sets}, which of {dtype} over {world} ranks is inexact"
-            )
-        return world
 
     def _values(self, rank: int, call: int, segment: int) -> torch.Tensor:
         """``[n]``: a segment of the input that ``rank`` gives to a call in this round."""

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -24,19 +23,15 @@ from tdcoll.calls.launches import facts_of
 from tdcoll.calls.spec import WORLD
 from tdcoll.calls.tuning import Entry, Section
 from tdcoll.job.cuda import multiprocessors
-from tdcoll.language import INTERPRETED
 from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
 from tdcoll.tools.bench import case, choosing, options
 from tdcoll.tools.bench.data import Buffers, buffer_bytes
 from tdcoll.tools.bench.engine import Subject, Wanted, calls_of, nothing
-from tdcoll.tools.bench.peers import FCOLLECT, PEERS, Peer, Stock, subject_of
+from tdcoll.tools.bench.peers import PEERS, Peer, Stock, subject_of
 from tdcoll.tools.bench.rows import IN_PLACE
 from tdcoll.tools.bench.specs import SPECS, Spec
 
-__all__ = ["DenseCase", "case_of", "main"]
-
-BACKEND = "backend"
-"""The call of torch.distributed on a group with backend ``"tdcoll"``."""
+__all__ = ["DenseCase", "case_of"]
 
 SYMMETRIC = "symmetric"
 """Reductions with ``symmetric=True``, of inputs and results in symmetric memory."""
@@ -54,12 +49,6 @@ def _parts(name: str) -> tuple[str, bool, bool]:
     in_place = name.startswith(IN_PLACE)
     algorithm = name.removeprefix(IN_PLACE).removeprefix("-") if in_place else name
     return ("auto" if algorithm in ("", SYMMETRIC) else algorithm), in_place, name == SYMMETRIC
-
-
-def _sets_of(given: argparse.Namespace, nbytes: int, world: int) -> int:
-    """Return how many inputs and results a launch takes in turn: ``--buffers``, or one for each call if not given."""
-    calls = calls_of(nbytes * world)[1]
-    return min(given.buffers or calls, calls)
 
 
 class DenseCase(case.Case):
@@ -87,7 +76,7 @@ class DenseCase(case.Case):
         spec, dtype = cls.spec, options.dtype(_REDUCED if cls.spec.reduces else _MOVED)
         in_place, names = [IN_PLACE] if spec.in_place_name else [], spec.names
         chosen = [f"{IN_PLACE}-{name}" for name in names if spec.in_place_name]
-        known = ["auto", *names, *in_place, *chosen, *([SYMMETRIC] if spec.reduces else []), BACKEND]
+        known = ["auto", *names, *in_place, *chosen, *([SYMMETRIC] if spec.reduces else [])]
         given, result = ("one for each rank" if count == WORLD else "one" for count in spec.segments)
         parser = options.Parser(
             f"bench {cls.benchmark}",
@@ -100,11 +89,6 @@ class DenseCase(case.Case):
             parser.add_argument("--op", choices=_OPERATIONS, default="sum", help="how to reduce (default %(default)s)")
         parser.some("--algorithms", known, ",".join(["auto", *in_place]))
         parser.some("--peers", tuple(cls.peers()), "nccl")
-        what = (
-            "inputs and results that the calls of a launch take in turn (default: one for each call; with "
-            "1, one buffer is replayed, which reads lower than real use)"
-        )
-        parser.add_argument("--buffers", type=options.at_least(1), metavar="N", help=what)
         what = "also measure algorithms for which any number of thread blocks works with so many"
         parser.add_argument("--blocks", type=options.each(options.at_least(1)), default=[], metavar="N,M", help=what)
         options.add_launches(parser, "graph")
@@ -117,17 +101,12 @@ class DenseCase(case.Case):
 
     @classmethod
     def heap_bytes(cls, options: argparse.Namespace, world: int) -> int:
-        """Return the bytes of a context, and of buffers in the heap. The backend takes at most a quarter of the
-        heap."""
-        algorithms, spec = options.algorithms, cls.spec
-        rooms = [spec.context_bytes(size, world) + 16 for size in options.sizes]
-        slots = 2 * world * max(rooms)
-        need = slots + 3 * world * min(max(rooms), lamport_bytes(world, 1)) + (8 << 20)
-        fcollect = FCOLLECT in options.peers and not INTERPRETED
-        if fcollect or SYMMETRIC in algorithms or (spec.in_place and any(_parts(name)[1] for name in algorithms)):
-            need += max(buffer_bytes(spec, size, world, _sets_of(options, size, world)) for size in options.sizes)
-        if BACKEND in algorithms:
-            need += 4 * (slots + (4 << 20))
+        """Return the bytes of a context, and of buffers in the heap."""
+        spec, ways = cls.spec, [_parts(name) for name in options.algorithms]
+        room = max(spec.context_bytes(size, world) + 16 for size in options.sizes)
+        need = 2 * world * room + 3 * world * min(room, lamport_bytes(world, 1)) + (8 << 20)
+        if "fcollect" in options.peers or any(spec.in_place if inside else symmetric for _, inside, symmetric in ways):
+            need += max(buffer_bytes(spec, size, world, calls_of(size * world)[1]) for size in options.sizes)
         return need
 
     def sizes(self) -> Iterator[int]:
@@ -135,17 +114,16 @@ class DenseCase(case.Case):
 
     def facts(self, nbytes: int) -> dict[str, Any]:
         dtype = str(self.options.dtype).removeprefix("torch.")
-        kind = {"operation": self.benchmark, "dtype": dtype, "op": self.op, "buffers": self.options.buffers}
-        return {"bytes_per_rank": nbytes, **kind}
+        return {"bytes_per_rank": nbytes, "operation": self.benchmark, "dtype": dtype, "op": self.op}
 
     @contextlib.contextmanager
     def context(self, nbytes: int) -> Iterator[tuple[CollectiveContext, Stock]]:
         """Make the context and the buffers that the subjects of one size share. Collective."""
         topology, given = self.topology, self.options
         what = self.spec, nbytes, topology.nodes, topology.rank, given.dtype, self.device
-        sets, calls = _sets_of(given, nbytes, topology.world_size), calls_of(nbytes * topology.world_size)[1]
+        sets = calls_of(nbytes * topology.world_size)[1]
         with CollectiveContext(max_bytes_per_rank=self.spec.context_bytes(nbytes, topology.world_size)) as context:
-            stock = Stock(functools.partial(Buffers, *what, sets=sets, calls=calls, op=self.op))
+            stock = Stock(functools.partial(Buffers, *what, sets=sets, op=self.op))
             yield context, stock
             stock.close()
 
@@ -154,25 +132,21 @@ class DenseCase(case.Case):
         given, partial = self.options, functools.partial
         with self.context(nbytes) as (context, stock):
             launches = given.launches
-            ours = [
-                Wanted(
-                    name, False, partial(self._ours, name, nbytes, context, stock), launches,
-                    self._took(name, nbytes, context),
-                )
+            made = [
+                Wanted(name, False, partial(self.subject, *_parts(name), context, stock), launches,
+                       self._took(name, nbytes, context))
                 for name in given.algorithms
             ]  # fmt: skip
             for name, blocks in itertools.product(given.algorithms, given.blocks):
                 if name in self.spec.names and self.spec.algorithm(name).any_blocks:
                     make = partial(self._with_blocks, name, blocks, nbytes, context, stock)
-                    ours.append(Wanted(f"{name} {blocks} blocks", False, make, launches, self._sms(blocks)))
-            peers = [Wanted(name, True, partial(self._peer, name, stock), launches) for name in given.peers]
-            yield [*ours, *peers], context.check
+                    made.append(Wanted(f"{name} {blocks} blocks", False, make, launches, self._sms(blocks)))
+            made += [Wanted(name, True, partial(self._peer, name, stock), launches) for name in given.peers]
+            yield made, context.check
 
     def _took(self, name: str, nbytes: int, context: CollectiveContext) -> dict[str, Any]:
         """Return the facts of rows that follow from the plan: the algorithm that is chosen where none is requested, and
         the multiprocessors."""
-        if name == BACKEND:
-            return {}
         algorithm, in_place, symmetric = _parts(name)
         given, result = self.spec.sizes(nbytes, context.world_size)
         dtype = self.options.dtype
@@ -195,22 +169,15 @@ class DenseCase(case.Case):
         facts = facts_of(context, nbytes, self.options.dtype if self.spec.reduces else None)
         kind = ("", self.spec.name, facts.topology.ranks_per_node or 0, facts.topology.n_nodes, False)
         section = Section(*kind, (Entry(None, name, blocks=blocks),))
-        return self.subject(self.spec.choose(facts, name, [section]), context, stock)
-
-    def _ours(self, name: str, nbytes: int, context: CollectiveContext, stock: Stock) -> Subject:
-        """Return tdcoll's calls by their name in ``--algorithms``."""
-        if name == BACKEND:
-            return self._backend(nbytes, stock.plain)
-        algorithm, in_place, symmetric = _parts(name)
-        return self.subject(algorithm, context, stock, in_place, symmetric)
+        return self.subject(self.spec.choose(facts, name, [section]), False, False, context, stock)
 
     def subject(
         self,
         algorithm: choosing.Requested,
+        in_place: bool,
+        symmetric: bool,
         context: CollectiveContext,
         stock: Stock,
-        in_place: bool = False,
-        symmetric: bool = False,
     ) -> Subject:
         """Return the subject of tdcoll's calls."""
         spec, how = self.spec, {"ctx": context, "algorithm": algorithm, **({"symmetric": True} if symmetric else {})}
@@ -234,21 +201,6 @@ class DenseCase(case.Case):
 
         return subject_of(buffers, call, close, in_place=one_tensor)
 
-    def _backend(self, nbytes: int, buffers: Buffers) -> Subject:
-        """torch.distributed's calls on a process group with backend ``"tdcoll"``.
-
-        Raises:
-            ValueError: tdcoll's kernels do not handle the group.
-        """
-        from tdcoll.distributed import Options, explain  # registers the backend
-
-        options = Options(handles=self.benchmark, max_bytes_per_rank=max(1, nbytes))
-        group = dist.new_group(backend="tdcoll", pg_options=options)
-        if f"{self.benchmark}: tdcoll" not in (explained := explain(group)):
-            dist.destroy_process_group(group)
-            raise ValueError(f"not handled by tdcoll: {explained}")
-        return self.by_torch(buffers, lambda: dist.destroy_process_group(group), group)
-
     def _peer(self, name: str, stock: Stock) -> Subject:
         """Return a baseline's calls."""
         peer = self.peers()[name]
@@ -263,13 +215,3 @@ class DenseCase(case.Case):
 def case_of(name: str) -> type[DenseCase]:
     """Return the case of the collective of this name."""
     return type(name, (DenseCase,), {"benchmark": name, "spec": SPECS[name], "__doc__": DenseCase.__doc__})
-
-
-def main(name: str, arguments: Sequence[str]) -> int:
-    """Run the benchmark of the collective of this name; return 1 if a result was wrong."""
-    kind = case_of(name)
-    options = kind.parse(arguments)
-    if FCOLLECT in options.peers and not INTERPRETED:
-        # tdcoll turns off NVSHMEM's use of NCCL, unless the variable, which is in the file, is set.
-        os.environ["NVSHMEM_DISABLE_NCCL"] = os.environ.get("NVSHMEM_DISABLE_NCCL") or "0"
-    return case.run(kind, arguments, options)

@@ -33,16 +33,7 @@ from tdcoll.tools.bench.rows import Row
 from tdcoll.tools.bench.timing import LineUp, TimedLaunch, capture, time_launches
 
 __all__ = [
-    "CALLS",
-    "TURNS",
-    "Contender",
-    "Found",
-    "Ranks",
-    "Subject",
-    "Wanted",
-    "calls_of",
-    "measure",
-    "nothing",
+    *("CALLS", "TURNS", "Contender", "Found", "Ranks", "Subject", "Wanted", "calls_of", "measure", "nothing"),
     "simulate",
 ]
 
@@ -134,7 +125,6 @@ class Subject:
         parts: of a call; times are of one part.
         alone: see the module.
         takes_part: whether this rank does; times of others do not count.
-        notes: remarks for the reader; may grow while it runs.
         close: gives back what it owns; collective.
     """
 
@@ -147,7 +137,6 @@ class Subject:
     parts: int = 1
     alone: bool = False
     takes_part: bool = True
-    notes: list[str] = field(default_factory=list)
     close: Callable[[], object] = nothing
 
     def numbers(self, calls: int) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of the benchmark of signals.
+"""The kernel of the benchmark of signals.
 
 Signals count up for as long as their memory lives: because ``counter``, in device memory, holds the last value, a
 replay of a captured launch continues where the one before ended. Waits are bounded and compare with >=.
@@ -10,7 +10,7 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 
-__all__ = ["ping_pong", "signal_all"]
+__all__ = ["ping_pong"]
 
 
 @jit
@@ -45,36 +45,4 @@ def ping_pong(signals, addresses, counter, monitor, rank, peer, pe, first, round
             if first == 0:
                 if alive != 0:
                     _send(signals + rank, address, value, pe, DIRECT)
-    tl.store(counter, before + rounds)
-
-
-@jit(do_not_specialize=["rank", "rounds"])
-def signal_all(
-    signals, addresses, pes, counter, monitor, rank, rounds,
-    WORLD: tl.constexpr, BLOCK: tl.constexpr, DIRECT: tl.constexpr,
-):  # fmt: skip
-    """``rounds`` times: every rank signals every other, and waits for all of them. One program.
-
-    Args:
-        signals: two rows of WORLD, taken in turn, because a rank can be one round ahead, and if two signals go to one
-            word, the later may arrive first.
-        addresses: BLOCK of them; the ones without another rank are of unused words.
-        pes: int32, PE of each rank. Others: as for :func:`ping_pong`.
-        BLOCK: a power of two of at least WORLD.
-        DIRECT: all stores at once, a thread for each rank; else one signal after the other, the next rank first.
-    """
-    before = tl.load(counter)
-    targets = tl.load(addresses + tl.arange(0, BLOCK)).to(tl.pointer_type(tl.int64))
-    alive = tl.cast(1, tl.int32)
-    for i in tl.range(0, rounds):
-        value = before + i + 1
-        row = (value % 2) * WORLD
-        if alive != 0:
-            if DIRECT:
-                tdl.st_release(targets + row, value, "sys")
-            else:
-                for step in tl.range(1, WORLD, disable_licm=True):
-                    pe = tl.load(pes + (rank + step) % WORLD)
-                    tdl.signal_block(signals + row + rank, value, tdl.SIGNAL_SET, pe)
-            alive = tdl.wait_signals(signals + row, WORLD, rank, tdl.CMP_GE, value, monitor, BLOCK)
     tl.store(counter, before + rounds)

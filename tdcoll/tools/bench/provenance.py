@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -44,35 +44,18 @@ def _commit() -> tuple[str | None, bool | None]:
     if told := os.environ.get("TDCOLL_COMMIT"):
         return told, None
     root = Path(tdcoll.__file__).resolve().parents[1]
-    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
-    # It may be installed inside another repository.
-    if top is None or Path(top).resolve() != root or not (root / "pyproject.toml").is_file():
+    if not (root / ".git").exists():  # it may be installed inside another repository
         return None, None
-    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
     changes = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return commit or None, None if changes is None else bool(changes)
+    return _output("git", "-C", str(root), "rev-parse", "HEAD"), None if changes is None else bool(changes)
 
 
-def _package(*names: str) -> str | None:
-    """Return the version of the first of these distributions that is installed."""
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+def _package(name: str) -> str | None:
+    """Return the version of NVIDIA's distribution of this name, for CUDA 13 or 12, that is installed."""
+    for cuda in (13, 12):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(f"{name}-cu{cuda}")
     return None
-
-
-def _nvshmem_library() -> str | None:
-    """Return the version of NVSHMEM's host library, or of its package if the library doesn't report one."""
-    try:
-        import nvshmem.bindings.nvshmem as bindings
-
-        numbers = [ctypes.c_int() for _ in range(3)]
-        bindings.vendor_get_version_info(*map(ctypes.addressof, numbers))
-        return ".".join(str(number.value) for number in numbers)
-    except Exception:  # other versions of the bindings lack it, or fail in other ways
-        return _package("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
 
 def provenance() -> dict[str, Any]:
@@ -102,10 +85,9 @@ def provenance() -> dict[str, Any]:
     if gpu is not None:
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
         facts |= {
-            "nvshmem": _nvshmem_library(),
-            "nvshmem4py": _package("nvshmem4py-cu13", "nvshmem4py-cu12"),
+            "nvshmem": _package("nvidia-nvshmem"),
+            "nvshmem4py": _package("nvshmem4py"),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
-            "flashinfer": _package("flashinfer-python"),
             "driver": driver.partition("\n")[0] or None,
             "topology": re.sub(r"\x1b\[[0-9;]*m", "", _output("nvidia-smi", "topo", "-m") or "") or None,
         }

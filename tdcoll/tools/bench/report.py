@@ -11,8 +11,7 @@ A page of the documentation says where a file's tables go::
     <!-- /report -->
     ![...](results/all-gather-4xH200.png)      a picture of the same file
 
-``tdcoll report --write`` fills them in. A result that was measured in parts is ``NAME.1.json``, ``NAME.2.json`` and so
-on, and is shown as one.
+``tdcoll report --write`` fills them in.
 """
 
 from __future__ import annotations
@@ -147,22 +146,16 @@ def _by_label(layout: Layout, rows: Sequence[Row], shown: Sequence[str]) -> list
 
 def _notes(layout: Layout, rows: Sequence[Row]) -> list[str]:
     """Return the reasons of rows that did not run, errors, and other notes."""
-    sizes = len(distinct(map(layout.key, rows)))
-
-    def kind(row: Row) -> tuple[str, str, str | None]:
-        """Return a key for rows with one note: if results are wrong, each has its own, and the first one's is taken."""
-        wrong = [other.note for other in rows if (other.label, other.check) == (row.label, "WRONG") and other.note]
-        return row.label, row.check, wrong[0] if row.check == "WRONG" and wrong else row.note
-
-    notes = []
-    for label, check, note in distinct(map(kind, rows)):
+    sizes, notes = len(distinct(map(layout.key, rows))), []
+    for label, check, note in distinct([(row.label, row.check, row.note) for row in rows]):
         if check == "ok" and note is None:
             continue
-        same = [row for row in rows if kind(row) == (label, check, note)]
-        everywhere = len(same) == sum(row.label == label for row in rows)
-        at = "" if everywhere and check != "WRONG" else " at " + "; ".join(", ".join(layout.key(row)) for row in same)
-        if check != "WRONG" and at.count(";") >= _MOST_PLACES:
+        same = [layout.key(row) for row in rows if (row.label, row.check, row.note) == (label, check, note)]
+        at = " at " + "; ".join(map(", ".join, same))
+        if check != "WRONG" and len(same) > _MOST_PLACES:
             at = f" at {len(same)} of {sizes} sizes"
+        if check != "WRONG" and len(same) == sum(row.label == label for row in rows):
+            at = ""
         said = note or "" if check == "ok" else f"{check}{f' ({note})' if note else ''}"
         notes.append(f"- {name_of(label)}{at}: {said}")
     return notes
@@ -176,25 +169,16 @@ def _tables(layout: Layout, rows: Sequence[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
-def markdown(
-    head: dict[str, Any],
-    rows: Sequence[Row],
-    *,
-    only: Sequence[str] = (),
-    brief: bool = False,
-) -> str:
+def markdown(head: dict[str, Any], rows: Sequence[Row], *, only: Sequence[str] = (), brief: bool = False) -> str:
     """Return the tables of one file, one for each way to launch, with versions and machine.
 
     A file with rows of ``--blocks``, or of matmuls beside all-gathers, has a line for each algorithm and baseline.
 
     Args:
-        only: algorithms and baselines that have a column; if empty, those of :data:`.columns.LAYOUTS`. The fastest
-            baseline is found among all.
+        only: algorithms and baselines that have a column; if empty, those of the layout. The fastest baseline is found
+            among all.
         brief: the first table alone, of at most 6 sizes, without lower bound and ratios, with one baseline and the
             fastest.
-
-    Raises:
-        ValueError: there are no rows of some name of ``only``.
     """
     layout = LAYOUTS[head["benchmark"]]
     known = distinct([row.algorithm for row in rows])
@@ -227,13 +211,7 @@ def markdown(
 
 def losses(head: dict[str, Any], rows: Sequence[Row]) -> str:
     """Return the sizes at which a baseline is faster, and by how much: a line for each column of tdcoll's that
-    loses.
-
-    Raises:
-        ValueError: the times are of matmuls beside all-gathers.
-    """
-    if head["benchmark"] == "beside":
-        raise ValueError("losses: expected times of a collective, got those of matmuls beside all-gathers")
+    loses."""
     layout = LAYOUTS[head["benchmark"]]
     lines = []
     launches: list[str] = []
@@ -257,23 +235,8 @@ def losses(head: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _result(root: Path, name: str) -> tuple[dict[str, Any], list[Any]]:
-    """Read a file of docs/results, or all parts of one together with their commands.
-
-    Raises:
-        ValueError: a file is no result, or the parts are not of one benchmark, with the same versions and machine.
-        OSError: a file cannot be read.
-    """
-    folder = root / "docs/results"
-    first, *others = sorted(folder.glob(f"{name}.[0-9].json")) or [folder / f"{name}.json"]
-    head, rows = files.load(first)
-    for part in others:
-        its, more = files.load(part)
-        if different := [key for key in ("benchmark", "provenance") if its[key] != head[key]]:
-            raise ValueError(f"{part}: expected the {different[0]} of {first.name}, got another")
-        head = {**head, "command": f"{head['command']}\n{its['command']}"}
-        rows += more
-    return head, rows
+def _result(root: Path, name: str) -> tuple[dict[str, Any], list[Row]]:
+    return files.load(root / f"docs/results/{name}.json")
 
 
 _BLOCK = re.compile(r"^(<!-- report: (\S+)( brief| losses)? -->\n)(.*?)^<!-- /report -->$", re.M | re.S)

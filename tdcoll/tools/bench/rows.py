@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,17 +132,13 @@ def _attribute(name: str) -> Text:
 
 
 def _signal(row: Row) -> str:
-    facts = row.facts
-    if facts["peer_rank"] is None:
-        return str(facts["pattern"])
-    return f"0 to {facts['peer_rank']}" + ("" if facts["same_node"] else ", other node")
+    return f"0 to {row.facts['peer_rank']}" + ("" if row.facts["same_node"] else ", other node")
 
 
 def _data(row: Row) -> str:
-    """How the data were reduced, and whether each call of a launch had its own."""
-    op, buffers = row.facts.get("op"), row.facts.get("buffers")
-    in_turn = "one buffer replayed" if buffers == 1 else f"{buffers} buffers in turn"
-    return ", ".join([*([f"{op} of {row.facts['dtype']}"] if op else []), *([in_turn] if buffers else [])])
+    """How the data were reduced. Older files also have calls that all had one buffer."""
+    op, one = row.facts.get("op"), row.facts.get("buffers") == 1
+    return ", ".join([*([f"{op} of {row.facts['dtype']}"] if op else []), *["one buffer replayed"] * one])
 
 
 def _most(key: str) -> Text:
@@ -221,24 +216,28 @@ def _dense_floor(row: Row, floor: Floor | None) -> str:
     )
 
 
-def _dense(title: str = "", name: str | None = None, about: Text = _data) -> Layout:
-    """Return the layout of the collective of this name; if None, each row names its collective."""
+def _bytes(row: Row) -> str:
+    return format_bytes(row.facts["bytes_per_rank"])
+
+
+def _dense(name: str) -> Layout:
+    """Return the layout of the collective of this name."""
 
     def sent(row: Row) -> float:
         from tdcoll.tools.bench.specs import SPECS  # which imports torch and the kernels: not for a --help
 
-        return SPECS[name or row.facts["operation"]].sent_bytes(row.facts["bytes_per_rank"], row.ranks)
+        return SPECS[name].sent_bytes(row.facts["bytes_per_rank"], row.ranks)
 
     return Layout(
-        title=title or str(name).replace("_", "-").capitalize(),
-        size={"bytes per rank": lambda row: format_bytes(row.facts["bytes_per_rank"])},
+        title=name.replace("_", "-").capitalize(),
+        size={"bytes per rank": _bytes},
         derived={
             "bus GB/s": lambda row: number(row.median_us and sent(row) / row.median_us / 1e3, 1),
             "SMs": lambda row: str(row.facts.get("sms", "-")),
         },
         shown=("auto", IN_PLACE, "nccl", "nccl-symmetric"),
         drawn=("auto", "nccl", "nccl-symmetric", "torch-one-shot", "torch-two-shot", "trtllm-one-shot", "vllm"),
-        about=about,
+        about=_data,
         floor=lambda row, floor: floor.us(sent(row), row.ranks) if floor else None,
         floor_text=_dense_floor,
         x=lambda row: row.facts["bytes_per_rank"],
@@ -254,8 +253,10 @@ def _sparse_floor(row: Row, floor: Floor | None) -> str:
 
 
 LAYOUTS: dict[str, Layout] = {
-    **{name: _dense(name=name) for name in COLLECTIVES},
-    "tune": _dense("Candidates of a tuning table", about=_fact("{operation}")),
+    **{name: _dense(name) for name in COLLECTIVES},
+    "tune": Layout(
+        title="Candidates of a tuning table", size={"collective": _fact("{operation}"), "bytes per rank": _bytes}
+    ),
     "all_reduce_rms_norm": Layout(
         title="All-reduce + residual + RMSNorm",
         size={"rows": _fact("{rows:,}")},
@@ -320,24 +321,8 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(begun, path)
 
 
-def _beside(document: dict[str, Any]) -> tuple[dict[str, Any], list[Row]]:
-    """Return head and rows of times of matmuls; ``added`` is by how much each round took longer than that without
-    all-gathers."""
-    facts = {key: value for key, value in document.items() if key != "beside"}
-    rows = []
-    for one in document["beside"]:
-        alone, kind = one["us"]["alone"], {"gathers": one["kind"], "nbytes": one["nbytes"]}
-        for name, times in one["us"].items():
-            added = [time - least for time, least in zip(times, alone, strict=True)]
-            fields: dict[str, Any] = {"ranks": len(facts["gpus"]), "nodes": 1, "launch": "graph", "check": "ok"}
-            fields |= {"algorithm": name, "peer": name in ("alone", "nccl"), "median_us": statistics.median(times)}
-            rows.append(Row(**fields, facts={**kind, "times": times, "added": added}))
-    command = "bash launch.sh --nproc 2 benchmarks/backend_calls.py --beside --json result.json"
-    return {"benchmark": "beside", "command": command, "started": "", "provenance": facts}, rows
-
-
 def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """Return ``(head, rows)`` of a file that :func:`save`, or ``benchmarks/backend_calls.py --beside``, wrote.
+    """Return ``(head, rows)`` of a file that :func:`save` wrote.
 
     Raises:
         ValueError: it is no such file.
@@ -345,8 +330,6 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        if "beside" in document:
-            return _beside(document)
         if document["schema"] != _SCHEMA:
             raise ValueError(f"schema {document['schema']} (this version reads {_SCHEMA})")
         for key in ("command", "started", "provenance"):

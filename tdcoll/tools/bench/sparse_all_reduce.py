@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sparse all-reduce benchmark: ``bash launch.sh [--nproc N] -m tdcoll bench sparse_all_reduce --help``.
 
-tdcoll and the baselines start from the same sparse tensors and end with the sum over the ranks. Every number of it is
-checked after every timed call. Each call has other row numbers and other values than the one before it. The baselines
-are made of torch.distributed's collectives: over NCCL on GPUs, over gloo on the simulator, which is enough to check
-them.
+tdcoll and the baselines start from the same sparse tensors and end with the sum over the ranks, of which every number
+is checked after every timed call. The baselines are made of torch.distributed's collectives: over NCCL on GPUs, over
+gloo on the simulator, which is enough to check them.
 
-Every rank knows the inputs of all others, because they come from generators that are seeded with rank and input. Zipf's
-most frequent row is row 0, as in a vocabulary that is sorted by frequency. Values are small whole numbers, so sums are
-exact in any order. The results of an earlier call are wrong everywhere, because all values go up from call to call and
-the inputs are taken in turn.
+Every rank draws the inputs of all ranks, from generators that are seeded with rank and input. Zipf's most frequent row
+is row 0, as in a vocabulary that is sorted by frequency. Values are small whole numbers, so sums are exact in any
+order. Results of an earlier call are wrong everywhere, because all values go up from call to call and the inputs are
+taken in turn.
 
 Calls that return a sparse tensor are timed one at a time and from an idle GPU, because the host has to know the size.
 tdcoll's padded form, which needs no host, is timed in CUDA graph replays.
@@ -53,25 +52,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def distribution(name: str) -> str:
-    """Return the name of a distribution of row numbers: ``"uniform"``, or ``"zipf1.2"`` with Zipf's exponent.
-
-    Raises:
-        ValueError: it is no such name.
-    """
+    """Return the name of a distribution of row numbers: ``"uniform"``, or ``"zipf1.2"`` with Zipf's exponent."""
     if not re.fullmatch(r"uniform|zipf\d+(\.\d+)?", name):
         raise ValueError(f"expected uniform or zipf with an exponent, such as zipf1.2; got {name!r}")
     return name
 
 
 class DrawnRows(NamedTuple):
-    """Row numbers of all ranks.
-
-    Attributes:
-        distribution: that they are drawn from, see :func:`distribution`.
-        num_rows: of the whole tensor.
-        rows: of each rank.
-        world: ranks.
-    """
+    """Row numbers: ``rows`` for each of ``world`` ranks, of a tensor of ``num_rows``, from a :func:`distribution`."""
 
     distribution: str
     num_rows: int
@@ -100,16 +88,8 @@ def draw(of: DrawnRows) -> list[list[np.ndarray]]:
 class SparseData:
     """One rank's inputs, and the check of results.
 
-    Args:
-        rows: of all ranks.
-        dim: numbers in a row.
-        dtype: of the values.
-        rank: whose inputs these are.
-        device: of the inputs.
-
     Attributes:
         tensors: ``[num_rows, dim]`` sparse COO, one for each input; coalesced.
-        shape: theirs.
         rounds: that the values of each input are of.
         union_rows: different rows of all ranks, the mean over the inputs.
         moved_rows: rows that move between ranks if a contributor of each row sums it and sends the sum to all others,
@@ -150,19 +130,14 @@ class SparseData:
         """Return how much is wrong in ``[U]`` row numbers and ``[U, dim]`` sums of an input, and where it begins."""
         at, expected = f"rank {self.rank}, input {number}", self.expected(number)
         rows, sums = expected._indices()[0], expected._values()
-        if indices.shape != rows.shape or values.shape != sums.shape:
-            shapes = f"{list(indices.shape)} row numbers and {list(values.shape)} values"
-            return 1, f"{at}: expected {rows.numel()} rows of {self.shape[1]} values, got {shapes}"
-        if wrong := int((indices != rows).sum()):
-            place = int((indices != rows).nonzero()[0])
-            found = f"expected {int(rows[place])}, got {int(indices[place])}"
-            return wrong, f"{at}: {wrong} wrong row number(s), first: place {place}: {found}"
-        differs = values != sums
-        if not (wrong := int(differs.sum())):
-            return 0, ""
-        row, place = (int(i) for i in differs.nonzero()[0])
-        found = f"expected {float(sums[row, place]):g}, got {float(values[row, place]):g}"
-        return wrong, f"{at}: {wrong} wrong value(s), first: row {int(rows[row])} [{place}]: {found}"
+        for what, right, found in (("row number", rows, indices), ("value", sums, values)):
+            if found.shape != right.shape:
+                return 1, f"{at}: expected {what}s of shape {list(right.shape)}, got {list(found.shape)}"
+            if count := int((wrong := found != right).sum()):
+                place = tuple(wrong.nonzero()[0].tolist())
+                first = f"place {list(place)}: expected {float(right[place]):g}, got {float(found[place]):g}"
+                return count, f"{at}: {count} wrong {what}(s), first: {first}"
+        return 0, ""
 
     def errors_of(self, number: int, result: torch.Tensor) -> tuple[int, str]:
         """Return the count and a description of wrong values in a sparse ``[num_rows, dim]`` tensor."""
@@ -177,16 +152,11 @@ def _sparse(rows: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) ->
 
 
 def _exchange_counts(rows: torch.Tensor) -> int:
-    """Exchange how many rows each rank has, as every caller must, and wait for the GPU. Return the number of ranks.
-
-    Raises:
-        ValueError: the numbers differ, for which the lists would have to be padded. The benchmark has no such inputs.
-    """
+    """Exchange how many rows each rank has, as every caller must, and wait for the GPU. Here all have the same number.
+    Return the number of ranks."""
     counts = torch.empty(dist.get_world_size(), dtype=torch.int64, device=rows.device)
     _all_gather(counts, torch.full((1,), rows.numel(), dtype=torch.int64, device=rows.device))
-    if len({*(found := counts.tolist())}) > 1:
-        raise ValueError(f"expected as many rows on each rank, got {found}")
-    return len(found)
+    return len(counts.tolist())
 
 
 def all_reduce_union(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,13 +255,14 @@ class SparseCase(case.Case):
     def wanted(self, data: SparseData) -> Iterator[tuple[Sequence[Wanted], Callable[[], object]]]:
         row_bytes = data.shape[1] * data.dtype.itemsize
         with tdcoll.SparseContext(max_rows_per_rank=data.rows.rows, max_row_bytes=row_bytes) as context:
-            forms = [("eager", "coo", True), ("eager", "coo", False), ("graph", "padded", None)]
+            took = {"took": tdcoll.explain(self.benchmark, data.tensors[0], ctx=context).algorithm}
             made = [
-                Wanted(name, False, partial(_ours, name, copy, data, context), [how], {"form": form, "copy": copy})
+                Wanted(name, False, partial(_ours, name, copy, data, context), [how],
+                       {"form": form, "copy": copy, **(took if name == "auto" else {})})
                 for name in self.options.algorithms
-                for how, form, copy in forms
+                for how, form, copy in (("eager", "coo", True), ("eager", "coo", False), ("graph", "padded", None))
                 if how in self.options.launches
-            ]
+            ]  # fmt: skip
             made += [Wanted(name, True, partial(_peer, name, data), ["eager"]) for name in self.options.peers]
             yield made, context.check
 
@@ -310,7 +281,6 @@ def _peer(name: str, data: SparseData) -> Subject:
 
 def _ours(name: str, copy: bool | None, data: SparseData, context: tdcoll.SparseContext) -> Subject:
     """Return tdcoll's all-reduce: from sparse tensor to sparse tensor, or padded if ``copy`` is None."""
-    calls = calls_of(data.tensors[0]._values().nbytes * context.world_size)
 
     def reduce(number: int) -> torch.Tensor:
         return tdcoll.sparse_all_reduce(data.tensors[number], ctx=context, algorithm=name, copy=bool(copy))
@@ -324,12 +294,7 @@ def _ours(name: str, copy: bool | None, data: SparseData, context: tdcoll.Sparse
         count = int(result.count)
         return data.errors(number, result.indices[:count], result.values[:count])
 
-    def errors(number: int, result: torch.Tensor) -> tuple[int, str]:
-        if name == "auto" and (said := f"took {context.last_algorithm}") not in notes:
-            notes.append(said)
-        return data.errors_of(number, result)
-
-    notes: list[str] = []
-    if copy is None:
-        return _subject_of(data, reduce_padded, errors=errors_padded, calls=calls)
-    return _subject_of(data, reduce, errors=errors, notes=notes)
+    if copy is not None:
+        return _subject_of(data, reduce)
+    calls = calls_of(data.tensors[0]._values().nbytes * context.world_size)
+    return _subject_of(data, reduce_padded, errors=errors_padded, calls=calls)

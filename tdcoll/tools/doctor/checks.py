@@ -46,12 +46,6 @@ def diagnose(facts: MachineFacts) -> list[Line]:
     return [line for check in _CHECKS for line in check(facts)]
 
 
-def _size(nbytes: int) -> str:
-    """``64 MiB``, ``1.5 GiB``."""
-    unit, shift = ("GiB", 30) if nbytes >= 1 << 30 else ("MiB", 20)
-    return f"{nbytes / (1 << shift):.3g} {unit}"
-
-
 # ---------------------------------------------------------------------- packages
 
 
@@ -121,7 +115,7 @@ def _nvshmem(facts: MachineFacts) -> list[Line]:
     major = version_of(cuda)[0]
     extra = f"pip install -e '.[cu{major}]'" if major in (12, 13) else "pip install -e '.[cu12]' or '.[cu13]'"
     heap = facts.environment.get("TDCOLL_HEAP") or "auto"
-    if facts.nnodes == 1 and (heap == "torch" or (heap == "auto" and found.get("missing"))):
+    if heap == "torch" or (heap == "auto" and found.get("missing")):
         why = "TDCOLL_HEAP=torch" if heap == "torch" else "not installed"
         advice = f"jobs on several hosts, and algorithms that put, need NVSHMEM: {extra}"
         return [note(name, f"{why}: PyTorch makes the symmetric heap", advice)]
@@ -172,18 +166,15 @@ def _gpus(facts: MachineFacts) -> list[Line]:
 
 def _simulator(name: str, facts: MachineFacts) -> Line:
     """Name the launchers that run kernels in the simulator, because not all of them do."""
-    variables = facts.environment
-    by_setenv = "TRITON_INTERPRET=1" in variables.get("TDCOLL_SETENV", "").split()
-    if variables.get("TRITON_INTERPRET") and not by_setenv:
-        return ok(name, f"not used: TRITON_INTERPRET={variables['TRITON_INTERPRET']} asks for the simulator")
+    asked, visible = (facts.environment.get(key) for key in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"))
+    if asked and "TRITON_INTERPRET=1" not in facts.environment.get("TDCOLL_SETENV", "").split():
+        return ok(name, f"not used: TRITON_INTERPRET={asked} asks for the simulator")
     text, advice = "none", "install NVIDIA's driver; in a container, start it with the GPUs (docker run --gpus all)"
-    if (visible := variables.get("CUDA_VISIBLE_DEVICES")) is not None:
+    if visible is not None:
         text, advice = f"none with CUDA_VISIBLE_DEVICES={visible}", "unset CUDA_VISIBLE_DEVICES"
-    advice = f"if this host has GPUs, {advice}"
-    if by_setenv:
-        return note(name, f"{text}: kernels run in the simulator", advice)
-    torchrun = '`torchrun script.py` raises "no CUDA GPU is visible" unless you set TRITON_INTERPRET=1'
-    return note(name, f"{text}: {LAUNCHER} runs kernels in the simulator; {torchrun}", advice)
+    torchrun = '`torchrun script.py` raises "no CUDA GPU is visible" unless TRITON_INTERPRET=1 is set'
+    text = f"{text}: {LAUNCHER} runs kernels in the simulator; {torchrun}"
+    return note(name, text, f"if this host has GPUs, {advice}")
 
 
 def _peer_access(facts: MachineFacts) -> list[Line]:
@@ -200,45 +191,7 @@ def _peer_access(facts: MachineFacts) -> list[Line]:
     return [ok(name, f"between all {len(facts.gpus)} GPUs")]
 
 
-def _hosts(facts: MachineFacts) -> list[Line]:
-    name = "several hosts"
-    if facts.nnodes < 2:
-        return []
-    if facts.simulated:
-        return [problem(name, f"{facts.nnodes} asked for", "the simulator runs on one host: see --emulate-nodes")]
-    variables = facts.launched
-    for assignment in ("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo", "NVSHMEM_REMOTE_TRANSPORT=none", "TDCOLL_HEAP=torch"):
-        variable, _, value = assignment.partition("=")
-        if variables.get(variable) == value:
-            return [problem(name, f"{assignment} is for one host", f"unset {variable}")]
-    cards = ", ".join(facts.network_cards) or "none"
-    if not facts.network_cards or not facts.network_files:
-        text = f"active InfiniBand, RoCE or EFA devices: {cards}; device files in /dev/infiniband: "
-        advice = "NVSHMEM needs one: see `ibstat`; in a container: --device /dev/infiniband --cap-add IPC_LOCK"
-        return [problem(name, text + ("some" if facts.network_files else "none"), advice)]
-    return [ok(name, f"network cards {cards}")]
-
-
 # ---------------------------------------------------------------------- settings
-
-
-def _heap(facts: MachineFacts) -> list[Line]:
-    name = "symmetric heap"
-    try:
-        nbytes = environment.heap_bytes(facts.simulated, facts.environment)
-    except ValueError as error:
-        return [problem(name, str(error), "correct it or unset it")]
-    by_user = facts.environment.get("NVSHMEM_SYMMETRIC_SIZE")
-    source = "your NVSHMEM_SYMMETRIC_SIZE" if by_user else "the default; NVSHMEM_SYMMETRIC_SIZE sets another"
-    text = f"{_size(nbytes)} per rank ({source})"
-    if facts.simulated:
-        return [ok(name, text)]
-    if (free := facts.found["gpus"].get("free_bytes")) is None:
-        return [note(name, f"{text}; free GPU memory is unknown: {facts.found['gpus'].get('error')}")]
-    if full := [f"GPU {i} has {_size(each)} free" for i, each in enumerate(free) if each < nbytes]:
-        advice = "lower NVSHMEM_SYMMETRIC_SIZE, or end what else uses the GPU (nvidia-smi shows it)"
-        return [problem(name, f"{text}; {', '.join(full)}", advice)]
-    return [ok(name, f"{text}; the fullest GPU has {_size(min(free))} free" if free else text)]
 
 
 def _setenv(facts: MachineFacts) -> list[Line]:
@@ -253,9 +206,10 @@ def _setenv(facts: MachineFacts) -> list[Line]:
         if set(here.get(key, "").split(":")) != set(launched.get(key, "").split(":"))
     ]
     if differs:
-        hosts = f"`export TDCOLL_NNODES={facts.nnodes}; source setenv.sh`" if facts.nnodes > 1 else "`source setenv.sh`"
         text = f"this shell lacks what {LAUNCHER} sets: {', '.join(differs)}"
-        advice = f"{hosts} before torchrun" if IN_CHECKOUT else f"start jobs by `{COMMAND}` instead of torchrun"
+        advice = (
+            "`source setenv.sh` before torchrun" if IN_CHECKOUT else f"start jobs by `{COMMAND}` instead of torchrun"
+        )
         return [note(name, text, advice)]
     return [ok(name, f"this shell has the variables that {LAUNCHER} sets")]
 
@@ -271,5 +225,5 @@ def _variables(facts: MachineFacts) -> list[Line]:
 
 _CHECKS = (
     *(_python, _torch, _triton, _small_packages, _nvshmem, _driver),
-    *(_gpus, _peer_access, _hosts, _heap, _setenv, _variables),
+    *(_gpus, _peer_access, _setenv, _variables),
 )

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from tdcoll.base import arguments
 from tdcoll.base.child import Ended
@@ -19,6 +17,9 @@ from tdcoll.tools.setenv import IN_CHECKOUT, LAUNCHER
 
 __all__ = ["main"]
 
+_MOST_LINES = 30
+"""Lines of a failed job's output that are shown, the last ones."""
+
 _AFTER, _FIRST = ("after `source setenv.sh`, ", "  source setenv.sh\n") if IN_CHECKOUT else ("", "")
 
 _EPILOG = f"""\
@@ -27,7 +28,7 @@ problems, 1 with some, 2 for a wrong command line. Run it once on each host, {_A
 and {LAUNCHER}.
 
 example:
-{_FIRST}  python -m tdcoll doctor --nnodes 2"""
+{_FIRST}  python -m tdcoll doctor --nproc 2"""
 
 
 def _options(argv: Sequence[str], environment: Mapping[str, str]) -> argparse.Namespace:
@@ -39,27 +40,15 @@ def _options(argv: Sequence[str], environment: Mapping[str, str]) -> argparse.Na
     )
     add = parser.add_argument
     add("--nproc", type=int, metavar="N", help="ranks on this host; default: one per GPU, or 2 simulated")
-    add(
-        "--nnodes",
-        type=int,
-        metavar="N",
-        default=arguments.decimal(environment.get("TDCOLL_NNODES", "")) or 1,
-        help="hosts of the job: looks at network cards, too; the job stays on this host. Default: TDCOLL_NNODES, or 1",
-    )
     add("--no-run", action="store_true", help="start no job")
     add("--timeout", type=float, metavar="SECONDS", default=120.0, help="when to end the job; default 120")
-    add("--json", metavar="FILE", help="also write lines, facts and the job's output to this file")
     options = parser.parse_args(argv)
     if "LOCAL_RANK" in environment:
         parser.error(f"run it without torchrun and {LAUNCHER}: it starts a job itself")
     try:
         arguments.whole("--nproc", 1 if options.nproc is None else options.nproc, 1)
-        arguments.whole("--nnodes", options.nnodes, 1)
         arguments.seconds("--timeout", options.timeout)
-        if options.json:
-            with open(options.json, "a"):
-                pass
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))
     return options
 
@@ -79,7 +68,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> i
     """Run the command; return its exit status. Bad arguments end the process with 2."""
     environment = dict(os.environ if environment is None else environment)
     options = _options(argv, environment)
-    facts = collect(environment, options.nproc, options.nnodes)
+    facts = collect(environment, options.nproc)
     if not facts.simulated and 0 < (visible := len(facts.gpus)) < facts.nproc:
         print(f"--nproc must be at most the {visible} visible GPUs of this host, got {facts.nproc}", file=sys.stderr)
         return 2
@@ -90,22 +79,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> i
     ended = ended or job.start(facts, options.timeout)
     lines.append(job.judge(facts, ended))
     _show(lines[-1])
+    if lines[-1].status == "problem" and not isinstance(ended, str):
+        print(*(f"{'':8} | {line}" for line in ended.output.splitlines()[-_MOST_LINES:]), sep="\n")
     print(f"\n{_count(lines, 'problem')}, {_count(lines, 'note')}")
-    status = int(any(line.status == "problem" for line in lines))
-    if options.json:
-        environments = {name: _of_interest(getattr(facts, name)) for name in ("environment", "launched")}
-        report = {
-            "exit_status": status,
-            "lines": [line._asdict() for line in lines],
-            "facts": {**vars(facts), **environments},
-            "output": "" if isinstance(ended, str) else ended.output,
-        }
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return status
-
-
-def _of_interest(variables: Mapping[str, str]) -> dict[str, str]:
-    """Keep the variables that affect how a job starts; the others are private."""
-    prefixes = ("TDCOLL_", "NVSHMEM_", "NCCL_", "TORCH_SYMM_MEM_", "CUDA_", "TRITON_")
-    names = ("LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
-    return {name: value for name, value in sorted(variables.items()) if name.startswith(prefixes) or name in names}
+    return int(any(line.status == "problem" for line in lines))

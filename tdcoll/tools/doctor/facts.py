@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tdcoll.base.child import run
@@ -40,9 +39,6 @@ class MachineFacts:
         launched: environment variables of ranks that launch.sh starts.
         simulated: whether launch.sh runs jobs in the simulator.
         visible_gpus: the number of GPUs that launch.sh counts.
-        network_cards: InfiniBand, RoCE and EFA devices with an active port.
-        network_files: whether ``/dev/infiniband`` has device files.
-        nnodes: hosts of the job.
         nproc: ranks on this host.
     """
 
@@ -53,9 +49,6 @@ class MachineFacts:
     launched: Mapping[str, str]
     simulated: bool
     visible_gpus: int
-    network_cards: tuple[str, ...] = ()
-    network_files: bool = False
-    nnodes: int = 1
     nproc: int = 2
 
     @property
@@ -65,15 +58,14 @@ class MachineFacts:
         return gpus
 
 
-def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> MachineFacts:
+def collect(environment: Mapping[str, str], nproc: int | None) -> MachineFacts:
     """Return the facts of this host. Takes seconds, because children import packages.
 
     Args:
         environment: environment variables of this process.
         nproc: ranks on this host; None: one per GPU, or two simulated ones.
-        nnodes: hosts of the job.
     """
-    job = prepare(environment, one_host=nnodes == 1, dry_run=True, say=lambda text: None)
+    job = prepare(environment, dry_run=True, say=lambda text: None)
     facts = MachineFacts(
         python=sys.version_info[:3],
         found={step: _probed(step, job.variables) for step in probe.STEPS},
@@ -82,9 +74,6 @@ def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> M
         launched=job.variables,
         simulated=job.simulated,
         visible_gpus=job.gpus,
-        network_cards=_network_cards(),
-        network_files=any(Path("/dev").glob("infiniband/uverbs*")),
-        nnodes=nnodes,
     )
     return dataclasses.replace(facts, nproc=nproc or (2 if facts.simulated else max(1, len(facts.gpus))))
 
@@ -104,12 +93,3 @@ def _distributions() -> dict[str, str]:
         with contextlib.suppress(Exception):  # broken metadata raises errors of any class
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _network_cards() -> tuple[str, ...]:
-    cards = set()
-    for state in Path("/sys/class/infiniband").glob("*/ports/*/state"):
-        with contextlib.suppress(OSError):
-            if "ACTIVE" in state.read_text():
-                cards.add(state.parts[-4])
-    return tuple(sorted(cards))

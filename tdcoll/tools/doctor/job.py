@@ -31,7 +31,7 @@ _COMPLAINT = re.compile(
 )
 """A line that isn't indented, of a library or the last one of a traceback."""
 
-_ADVICE = "first see the lines above, then docs/errors.md; --json FILE keeps the job's output"
+_ADVICE = "first see the lines above, then docs/errors.md and the end of the job's output"
 _JOINING = (
     "; NVSHMEM_DEBUG=INFO shows how far NVSHMEM comes, and NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME has to name an "
     "interface of this host"

@@ -54,7 +54,7 @@ def _driver() -> _Found:
 
 
 def _gpus() -> _Found:
-    """Find the GPUs that PyTorch sees, the pairs without peer access, and free memory (which makes a CUDA context)."""
+    """Find the GPUs that PyTorch sees, and the pairs without peer access."""
     import torch
 
     everyone = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -64,7 +64,6 @@ def _gpus() -> _Found:
         "gpus": [{"name": one.name, "capability": [one.major, one.minor]} for one in properties],
         "no_peer_access": [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)],
     }
-    yield {"free_bytes": [torch.cuda.mem_get_info(i)[0] for i in everyone]}
 
 
 STEPS = {
