@@ -17,24 +17,18 @@ from tdcoll.calls.explain import Explanation, explain_call
 from tdcoll.calls.launches import facts_of
 from tdcoll.calls.plan import Plan
 from tdcoll.calls.pool import Prospect, prospect
-from tdcoll.collectives.sparse_all_reduce import SparseContext
-from tdcoll.collectives.sparse_all_reduce.explain import explain_rows
-from tdcoll.collectives.sparse_all_reduce.policy import Capacities
-from tdcoll.collectives.sparse_all_reduce.pool import FEWEST_ROWS, existing, row_sizes_of
-from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.fused import policy as fused
 from tdcoll.fused.op import DTYPES as ROWS_OF
 from tdcoll.primitives.reduce import ACCUMULATORS, check_operation
 
 __all__ = ["Explanation", "explain"]
 
-_SPARSE = "sparse_all_reduce"
-_OPERATIONS = (*COLLECTIVES, _SPARSE, fused.NAME)
+_OPERATIONS = (*COLLECTIVES, fused.NAME)
 
 
 def explain(
     operation: str,
-    tensor: torch.Tensor | Sequence[torch.Tensor] | Sequence[int] | int,
+    tensor: torch.Tensor | Sequence[int] | int,
     *,
     op: str | torch.distributed.ReduceOp = "sum",
     dtype: torch.dtype | None = None,
@@ -53,10 +47,9 @@ def explain(
     all_reduce of 64 MiB per rank on 8 rank(s) on 1 node(s) (8): two_shot, 171 chunks of 8 KiB, ... (default: ...)
 
     Args:
-        operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"``,
-            ``"all_reduce_rms_norm"`` or ``"sparse_all_reduce"``.
-        tensor: the tensor of the call, or its shape. For the sparse all-reduce the COO tensor, a list of those of one
-            dtype, or the shape of the rows that this rank brings: ``(rows, ...)``.
+        operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"`` or
+            ``"all_reduce_rms_norm"``.
+        tensor: the tensor of the call, or its shape.
         op: of a reduction.
         dtype: of the tensor, if a shape is given. Default: fp32.
         group, ctx: as for the call.
@@ -79,21 +72,13 @@ def explain(
     arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
     for name, flag in (("in_place", in_place), ("symmetric", symmetric)):
         arguments.instance(name, flag, bool, "a bool")
-    shape: tuple[int, ...] = ()
-    tensors = _tensors(tensor, several=operation == _SPARSE)
-    if tensors:
-        first = tensors[0]
-        if dtype not in (None, first.dtype):
-            raise ValueError(f"dtype must be None with a tensor, which is of {first.dtype}; got {dtype}")
-        for place, one in enumerate(tensors):
-            if one.dtype != first.dtype:
-                raise ValueError(f"tensor[{place}] must be of {first.dtype}, as tensor[0]; got {one.dtype}")
-        shape, dtype = tuple(first.shape), first.dtype
+    if isinstance(tensor, torch.Tensor):
+        if dtype not in (None, tensor.dtype):
+            raise ValueError(f"dtype must be None with a tensor, which is of {tensor.dtype}; got {dtype}")
+        shape, dtype = tuple(tensor.shape), tensor.dtype
     else:
         arguments.instance("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype or None")
         shape, dtype = arguments.shape("tensor", tensor), dtype or torch.float32
-    if operation == _SPARSE:
-        return _sparse(tensors, shape, dtype, op, group, ctx, algorithm)
     if ctx is not None:
         check_context(ctx)
     if operation == fused.NAME:
@@ -116,14 +101,6 @@ def explain(
     return explain_call(spec, facts, algorithm, spec.sections(tuning.sections, tuning.name), tuning.name)
 
 
-def _tensors(given: Any, several: bool) -> list[torch.Tensor]:
-    """Return the tensors if ``given`` is one, or a list of ``several``; none if it is a shape."""
-    if isinstance(given, torch.Tensor):
-        return [given]
-    found = list(given) if several and isinstance(given, (list, tuple)) else []
-    return found if all(isinstance(one, torch.Tensor) for one in found) else []
-
-
 def _fused(
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -144,32 +121,6 @@ def _fused(
         context = prospect(spec_of("all_reduce"), elements * dtype.itemsize, group, fused.NAME)
     rows = fused.NormRows(elements // hidden, hidden, dtype.itemsize)
     return fused.explain_rows(rows, facts_of(context, 0, dtype), algorithm)
-
-
-def _sparse(
-    tensors: Sequence[torch.Tensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    op: Any,
-    group: runtime.Group,
-    ctx: Any,
-    algorithm: Any,
-) -> Explanation:
-    _check_dtype(dtype, DTYPES)
-    check_operation(op, dtype)
-    if ctx is not None:
-        arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext or None")
-    if tensors:
-        sizes = [row_sizes_of(one) for one in tensors]
-        rows, row_bytes = sum(n for n, _ in sizes), max(nbytes for _, nbytes in sizes)
-    else:
-        rows, row_bytes = (shape[0] if shape else 0), torch.Size(shape[1:]).numel() * dtype.itemsize
-    context = existing(group) if ctx is None else ctx
-    if context is not None:
-        return explain_rows(context.capacities, rows, row_bytes, algorithm)
-    topology, most = runtime.current().topology(group), max(FEWEST_ROWS, rows)
-    capacities = Capacities(topology, most, row_bytes, topology.world_size * most, True)
-    return explain_rows(capacities, rows, row_bytes, algorithm)
 
 
 def _check_dtype(dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:

@@ -160,6 +160,7 @@ class SparseContext(CollectiveContext):
         self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
         self.counters = torch.zeros(COUNTERS.value + 2, dtype=torch.int32, device=device)
         """Lengths of the work lists, and progress of the launch that fills the stage."""
+        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def _make_area(self, capacities: Capacities) -> None:
         """Make lists, out and stage for these capacities, and their scratch; or raise, and take nothing. Collective."""
@@ -189,7 +190,7 @@ class SparseContext(CollectiveContext):
                 )
             )
             """Where rows lie, and the work lists; for kernels."""
-            self.directory = Directory(world, rows, 0, union, self.device, launch=self.launch)
+            self.directory = Directory(world, rows, union, self.device, self.launch)
             """Where ids are matched."""
             barrier(pes)  # nobody may store to the area of a rank that could not make use of it
         except Exception:  # before anybody uses it
@@ -206,6 +207,17 @@ class SparseContext(CollectiveContext):
         """
         nbytes = self.capacities.segment_stride if with_rows else self.capacities.list_bytes
         return self.area[: self.world_size * nbytes].view(torch.int64).view(self.world_size, nbytes // 8)
+
+    def scratch(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """``[size or more]``, for one call: the next one gets the same. A call that is captured gets its own."""
+        if self.capturing:
+            return torch.empty(size, dtype=dtype, device=self.device)
+        found = self._scratch.get((name, dtype))
+        if found is None or found.numel() < size:
+            if found is not None and found.is_cuda:
+                found.record_stream(torch.cuda.current_stream(self.device))
+            found = self._scratch[name, dtype] = torch.empty(size + size // 4, dtype=dtype, device=self.device)
+        return found
 
     def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int | None) -> None:
         """Raise what the lists of all ranks show to be wrong, which is the same on every rank: by their ``status``.
