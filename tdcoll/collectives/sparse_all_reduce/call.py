@@ -62,6 +62,7 @@ class _Kind:
         too_wide: rows are over the context's bytes. They take part in the exchange, which shows whether all ranks have
             such rows, and move no further.
         lists: int64 ``[world, stride]``: every rank's list.
+        union, out: the ids and rows of a result, ``[1, max_union]`` and ``[max_union, elements]``.
         seed: of the signature.
         widths: tables with one shape of rows, which follow each other: ``(first, last, elements, shape)``.
         firsts: id of the first row of each table.
@@ -92,6 +93,7 @@ class _Kind:
         self.tiles = cut = tiles(self.elements, dtype.itemsize)
         in_16_bytes = all(shape.numel() * dtype.itemsize % 16 == 0 for shape in shapes)
         self.aligned = 16 // dtype.itemsize if aligned and in_16_bytes else 1
+        self.union = ctx.directory.union.view(1, -1)
         self.out = ctx.out if self.too_wide else _rows_in(ctx.out, ctx.max_union_rows, self, dtype)
         if single:
             widths = sources = self.device_firsts = ctx.no_indices  # which are not looked at
@@ -347,7 +349,7 @@ class SparseCall:
         # Where each table begins in the union, and where the last ends.
         bounds = [0, union] if self.rows.single else status[STATUS_WORDS.value :]
         sizes = list(map(operator.sub, bounds[1:], bounds))
-        ids: Sequence[torch.Tensor] = [self.ctx.directory.union[:union].clone().view(1, union)]
+        ids: tuple[torch.Tensor, ...] = (kind.union[:, :union].clone(),)
         if not self.rows.single:
             ids = ids[0].split(sizes, 1)
             torch._foreach_sub_(ids, kind.firsts)

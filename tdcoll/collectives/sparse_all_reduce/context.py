@@ -230,16 +230,15 @@ class SparseContext(CollectiveContext):
                 f"{operation}: ranks pass different shapes, dtypes, operations or algorithms (rank {bad - 1} differs "
                 f"from rank {self.rank}); TDCOLL_DEBUG=1 says which"
             )
-        if num_rows is None and (bad := status[BAD_RANGE.value]):  # -1 in its place is not in order, either
-            raise ValueError(f"{operation}: indices of rank {bad - 1} must be rows of their tensors, counted from 0")
-        if bad := status[BAD_ORDER.value]:
+        if bad := status[BAD_RANGE.value]:
+            rows = "rows of their tensors, counted from 0"
+            if num_rows is not None:
+                rows = f"in 0..{num_rows - 1}, the rows of the tensor"
+            raise ValueError(f"{operation}: indices of rank {bad - 1} must be {rows}")
+        if bad := status[BAD_ORDER.value]:  # also set by indices of several tensors that are out of range
             raise ValueError(
                 f"{operation}: indices of rank {bad - 1} are said to be coalesced, and are not ascending or not "
                 "different"
-            )
-        if num_rows is not None and (bad := status[BAD_RANGE.value]):
-            raise ValueError(
-                f"{operation}: indices of rank {bad - 1} must be in 0..{num_rows - 1}, the rows of the tensor"
             )
 
     def excess(self, operation: str, rows: int = 0, row_bytes: int = 0, union: int = 0) -> ContextError | None:

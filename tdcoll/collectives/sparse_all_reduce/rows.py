@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
     indices: torch.Tensor
     values: torch.Tensor
-    table: tuple[int, tuple[int, ...]]
+    table: tuple[int, torch.Size]
     coalesced: bool
 
 
@@ -74,7 +74,7 @@ class Joined:
 
 def joined(given: Sequence[Rows]) -> list[Joined]:
     """The calls of several tensors: for each dtype those of it, in the order in which dtypes and shapes appear."""
-    kinds: dict[torch.dtype, dict[tuple[int, ...], list[int]]] = {}
+    kinds: dict[torch.dtype, dict[torch.Size, list[int]]] = {}
     for place, part in enumerate(given):
         kinds.setdefault(part.values.dtype, {}).setdefault(part.table[1], []).append(place)
     return [Joined(given, tuple(chain(*shapes.values()))) for shapes in kinds.values()]
