@@ -107,9 +107,11 @@ class Packed:
 
     __slots__ = ("numbers", "whole")
 
-    def __init__(self, whole: tuple[Any, ...]) -> None:
+    def __init__(self, whole: tuple[Any, ...], numbers: list[int] | None = None) -> None:
         self.whole = whole
-        self.numbers = [_number(value) for _, value in _leaves("", whole) if not isinstance(value, tl.constexpr)]
+        if numbers is None:
+            numbers = [_number(value) for _, value in _leaves("", whole) if not isinstance(value, tl.constexpr)]
+        self.numbers = numbers
 
 
 class _Prepared:

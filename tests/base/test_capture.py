@@ -8,6 +8,7 @@ import torch
 
 import tdcoll
 from tdcoll.base.capture import capturing, refuse
+from tdcoll.calls.launch import Launcher
 from tdcoll.collectives.index_match import Directory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -28,7 +29,8 @@ def test_a_refusal_names_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_directory_does_not_grow_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = Directory(1, 4, 64, 4, CPU, "bitmap")
+    directory = Directory(1, 4, 4, CPU, Launcher())
+    directory.prepare(64)
     directory.device = GPU
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(tdcoll.ContextError, match=r"^index matching: 100000 rows need more memory"):

@@ -22,13 +22,12 @@ from tdcoll.primitives import reduce
 from tdcoll.primitives.group import Nodes
 
 INDEX_MATCH = {  # constants, as op.py has them
-    "clear": {"BLOCK": 4096},
     "build": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 0},
     "build, tables": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 32},
     "build, search": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 32},
 }
 INDEX_MATCH_TYPES = {
-    **dict.fromkeys(("status", "target", "firsts", "places"), "*i64"),
+    **dict.fromkeys(("firsts", "places"), "*i64"),
     **dict.fromkeys(("totals", "leaders", "progress"), "*i32"),
 }
 

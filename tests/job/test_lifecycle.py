@@ -253,7 +253,7 @@ def name_the_rank(out):
     tl.store(out, tdl.my_pe())
 
 
-NEED_NO_JOB = {"finalize", "initialize", "is_initialized", "jit", "match_indices", "match_lists", "__version__"}
+NEED_NO_JOB = {"finalize", "initialize", "is_initialized", "jit", "match_indices", "__version__"}
 NEED_NO_JOB |= {"Table", "Topology", "begin_epoch", "memory_plan"}
 NEED_NO_JOB |= {"sparse_all_reduce_padded"}  # it takes a context
 NEED_NO_JOB |= {"Explanation", "MemoryPlan", "PaddedRows"}  # calls return them

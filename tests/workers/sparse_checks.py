@@ -7,7 +7,6 @@ import random
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from harness import check, device, everyone, expect, expect_raises, rank, run, scaled, simulated, world
 from sparse_parts import Rows, Shape, call, compare, coo, part, parts
 
@@ -115,23 +114,6 @@ def sparse_text_like_rows() -> str:
                     found = got._nnz()
                 ctx.check()
     return f"{count} rows per rank, {found} different ones of {num_rows}"
-
-
-@check
-def sparse_subgroups() -> None:
-    """A strided half of the ranks, as a ProcessGroup and as a list; reversed ranks."""
-    halves = [list(range(first, world(), 2)) for first in range(min(2, world()))]
-    groups = [dist.new_group(half) for half in halves]
-    mine = rank() % 2 if world() > 1 else 0
-    half = halves[mine]
-    for group in (groups[mine], half, list(reversed(half))):
-        order = half if not isinstance(group, list) else group
-        with tdcoll.SparseContext(group, max_rows_per_rank=10, max_row_bytes=16) as ctx:
-            expect(ctx.rank == order.index(rank()), f"group rank {ctx.rank}")
-            every = [part(r, 1, 10, 15) for r in order]
-            for algorithm in ("owner", "gather", "dense"):
-                got = tdcoll.sparse_all_reduce(coo(every[ctx.rank], 15), ctx=ctx, algorithm=algorithm)
-                compare(got.indices()[0], got.values(), every, what=f"{order}, {algorithm}")
 
 
 @check

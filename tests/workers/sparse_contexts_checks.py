@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts of the sparse all-reduce, on every rank of a job: tdcoll's own, views, and what is said of wrong calls."""
+"""Contexts of the sparse all-reduce, on every rank of a job: tdcoll's own, and what is said of wrong calls."""
 
 from __future__ import annotations
 
@@ -26,24 +26,6 @@ def sparse_without_context() -> None:
         mine = every[rank()]
         compare(*tdcoll.sparse_all_reduce_rows(*mine, 900), every, what="rows without a context")
     expect(sum("sparse" in key for key in contexts) == 1, f"{list(contexts)}")
-
-
-@check
-def sparse_views() -> None:
-    """copy=False is symmetric memory, and an optimizer steps by it."""
-    heap = runtime.current().heap
-    with tdcoll.SparseContext(max_rows_per_rank=16, max_row_bytes=64) as ctx:
-        every = parts(1, 16, 30)
-        weight = torch.nn.Parameter(torch.ones(30, 4, device=device()))
-        step = torch.optim.SGD([weight], lr=0.5)
-        mine = coo(every[rank()], 30)
-        weight.grad = view = tdcoll.sparse_all_reduce(mine, ctx=ctx, algorithm="owner", copy=False)
-        inside = heap.base <= view._values().data_ptr() < heap.base + heap.nbytes
-        expect(inside, "a view of symmetric memory")
-        compare(view.indices()[0], view.values(), every, what="view")
-        step.step()
-        wanted = 1 - 0.5 * sum(coo(rows, 30).to_dense() for rows in every)
-        expect(torch.equal(weight.detach(), wanted), "an optimizer's step by a view")
 
 
 # ---------------------------------------------------------------------- errors

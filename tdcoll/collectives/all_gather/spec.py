@@ -49,7 +49,7 @@ from tdcoll.collectives.all_gather.policy import (
 from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
 from tdcoll.primitives.puts import Routes
 
-__all__ = ["SPEC", "counted_launches", "exchange_counted"]
+__all__ = ["SPEC", "counted_launches"]
 
 _EARLY_BYTES = 2 << 20
 """Larger calls in place are slower with programmatic dependent launch (PDL). On 2 H200s one of 4 MB per rank takes 18.0
@@ -176,23 +176,17 @@ SPEC = Collective(
 )
 
 
-def exchange_counted(ctx: CollectiveContext, address: int, nbytes: int) -> None:
-    """All-gather in place of segments whose sizes are counted on the device. For collectives built on it.
+def counted_launches(ctx: CollectiveContext, nbytes: int) -> Launches:
+    """Return the prepared launches of all-gathers in place of segments whose sizes are counted on the device, for
+    collectives built on it.
 
-    One epoch of ``ctx``, which the caller has begun. Afterwards every rank has every segment, up to its count.
+    A call, ``launches(segment, segments)``, is one epoch of ``ctx``, which the caller has begun. Afterwards every rank
+    has every segment, up to its count. It uses the default heuristic without LL, because no table has measured such
+    calls, and LL doesn't support counts.
 
     Args:
-        address: of ``world`` segments in symmetric memory, 16-byte aligned; this rank's own is filled, and begins with
-            an int64: the bytes that it uses, itself included.
-        nbytes: from one segment to the next, a multiple of 16.
-    """
-    counted_launches(ctx, nbytes)(address + ctx.rank * nbytes, address)
-
-
-def counted_launches(ctx: CollectiveContext, nbytes: int) -> Launches:
-    """Return the prepared launches of :func:`exchange_counted`.
-
-    They use the default heuristic without LL, because no table has measured such calls, and LL doesn't support counts.
+        nbytes: from one segment to the next, a multiple of 16. Segments are in symmetric memory, 16-byte aligned; this
+            rank's own is filled, and begins with an int64: the bytes that it uses, itself included.
     """
 
     def make() -> Launches:

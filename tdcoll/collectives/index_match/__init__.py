@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 from tdcoll.collectives import lazily
 
 if TYPE_CHECKING:
-    from tdcoll.collectives.index_match.op import Directory, IndexMatch, match_indices, match_lists
+    from tdcoll.collectives.index_match.op import Directory, match_indices
 
-__all__ = ["Directory", "IndexMatch", "match_indices", "match_lists"]
+__all__ = ["Directory", "match_indices"]
 
 if not TYPE_CHECKING:
     __getattr__ = lazily(__name__, op=__all__)

@@ -14,14 +14,14 @@ Two kinds of directory answer the same questions (:func:`find`, :func:`find_in_u
                               Place of an id in the union = sum over p of leaders[p, ids of list p below it].
                               Lists, and the union, are searched by bisection: log2(n) loads.
 
-Two launches on one stream: *clear*, in whose place a launch of the caller's may do the same, and *build*. Programs of a
-phase of *build* wait until all of the phase before are done, which have lower numbers
+Two launches on one stream: one of the caller's that calls *wipe*, and *build*. Programs of a phase of *build* wait
+until all of the phase before are done, which have lower numbers
 (:func:`tdcoll.primitives.group.wait_until_done`), and nothing else orders them::
 
-    bitmap   clear -> mark -> unite -> number                               -> place_firsts, if wanted
-    search   clear -> find_leaders -> number_leaders -> place_leaders       -> place_firsts, if wanted
+    bitmap   wipe -> mark -> unite -> number                                -> place_firsts, if wanted
+    search   wipe -> find_leaders -> number_leaders -> place_leaders        -> place_firsts, if wanted
 
-    clear           zeroes status, progress, and entries[0 .. W-1] or, for search, union
+    wipe            zeroes status, progress, and entries[0 .. W-1] or, for search, union
     mark            one 64-bit atomic or per id: its bit, with its place in the high half if it is the word's first id.
                     Ids of one word may come from different programs, in any order: no two of them set the same bit.
     unite           bits of row W = or over the W rows; ids per block of words -> totals
@@ -52,7 +52,7 @@ __all__ = [
     *("BAD_ORDER", "BAD_RANGE", "BAD_SIGNATURE", "MAX_ROWS", "STATUS_WORDS", "TOTAL", "UNION"),
     *("HEADER", "LIST_BYTES", "LIST_COUNT", "LIST_SIGNATURE"),
     *("Index", "below", "find", "find_in_union", "find_sorted", "list_of", "list_size", "popcount"),
-    *("PHASES", "build", "clear", "wipe"),
+    *("PHASES", "build", "wipe"),
 ]
 
 # Words of a list's header.
@@ -209,13 +209,6 @@ def wipe(program, target, size, status, progress, BLOCK: tl.constexpr):
     if program == 0:
         tl.store(status + tl.arange(0, STATUS_WORDS), tl.zeros([STATUS_WORDS], tl.int64))
         tl.store(progress + tl.arange(0, PHASES), tl.zeros([PHASES], tl.int32))
-
-
-@jit
-def clear(target, size: tl.int64, status, progress, BLOCK: tl.constexpr):
-    """:func:`wipe` as a launch of its own."""
-    in_stream_order()
-    wipe(tl.program_id(0), target, size, status, progress, BLOCK)
 
 
 @jit
@@ -389,7 +382,7 @@ def build(
     num_rows: tl.int64, signature: tl.int64,
     MARK: tl.constexpr, BLOCK: tl.constexpr, TOTALS: tl.constexpr, FIRSTS: tl.constexpr,
 ):  # fmt: skip
-    """All phases but *clear*. Thread blocks: ``W * per_list`` for each phase that goes over lists, ``blocks`` for each
+    """All phases but *wipe*. Thread blocks: ``W * per_list`` for each phase that goes over lists, ``blocks`` for each
     that goes over the words of a bitmap, and one for *place_firsts*.
 
     Args:

@@ -21,27 +21,20 @@ Why each is a launch: PyTorch sorts between *join* and *pack*. *exchange* is the
 peers. *directory* needs the lists of all ranks, and *prepare* a complete directory, with another number of thread
 blocks. *reduce* waits for peers that have prepared, and *meet* for peers that have reduced: its signal says that the
 launch before has ended. Inside of a launch, phases follow each other without the host
-(:func:`tdcoll.primitives.group.wait_until_done`).
-
-Several tensors of one dtype are one call: ids of each table follow those of the one before, so they share the exchange,
-the directory and the reduction (:mod:`~tdcoll.collectives.sparse_all_reduce.kernels_tables`). The host waits once, for
-the sizes of the results, after it has launched everything.
+(:func:`tdcoll.primitives.group.wait_until_done`). The host waits once, for the sizes of the results, after it has
+launched everything.
 
 With few rows (gather) they travel behind the ids in ``lists``, and each rank sums all of them itself: *prepare*,
 without work lists, comes before *exchange*, *merge* after *directory*, and the rest is left out. Over several nodes
 *reduce* is one launch and one epoch for each node, and *forward* one more.
 
-The exchange is the all-gather in place: by stores in one node, else by puts. Signal maps: see the modules of kernels.
+The exchange is the all-gather in place: by stores in one node, else by puts.
 
 Why the memory may be used again: when *exchange* of the next call is complete here, every rank has begun that call, so
 it is done with the results of this one (the caller's work on its stream included) and with everybody's ``stage``. The
 exchange itself lets no peer write into ``lists`` of a rank that has not begun. So one ``lists``, one ``stage`` and one
 ``out`` are enough. If a wait expires, no call follows that could complete, and *prepare* leaves ``stage`` alone for
 peers that still read it.
-
-Accumulation is in fp32 for fp16 and bf16, rounded when a partial result is stored: once where a rank has a row several
-times, once per node, once at the end. Every rank gets the bits of the one that reduced the row. No result is -0.0, also
-of a row that only one rank has (:mod:`tdcoll.primitives.reduce`).
 """
 
 from typing import TYPE_CHECKING

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import zlib
 from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -15,8 +17,8 @@ import triton.language as tl
 
 from tdcoll.calls.call import make
 from tdcoll.calls.launch import Packed
-from tdcoll.calls.launches import outside_of_graphs
-from tdcoll.collectives.all_gather.spec import counted_launches, exchange_counted
+from tdcoll.calls.launches import on_device
+from tdcoll.collectives.all_gather.spec import counted_launches
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.collectives.index_match.kernels import STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import CLEAR_BLOCK
@@ -29,10 +31,9 @@ from tdcoll.collectives.sparse_all_reduce import (
     kernels_values,
 )
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
-from tdcoll.collectives.sparse_all_reduce.explain import explain_rows
 from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, choose, tiles
 from tdcoll.collectives.sparse_all_reduce.rows import Joined
-from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator, operation_name
+from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator
 
 __all__ = ["SparseCall"]
 
@@ -56,41 +57,78 @@ class _Kind:
     """The facts that calls of one kind on a context have in common, which the host need not find out again.
 
     Attributes:
+        num_rows: of all tables.
+        elements, row_bytes: of the widest row, the distance from one row to the next where they are reduced.
         too_wide: rows are over the context's bytes. They take part in the exchange, which shows whether all ranks have
             such rows, and move no further.
         lists: int64 ``[world, stride]``: every rank's list.
+        union, out: the ids and rows of a result, ``[1, max_union]`` and ``[max_union, elements]``.
         seed: of the signature.
-        tables, firsts: what kernels know of the tables; id of the first row of each.
-        counts: int64, the status, and of several tables where each begins in the union; and the same on the host.
+        widths: tables with one shape of rows, which follow each other: ``(first, last, elements, shape)``.
+        firsts: id of the first row of each table.
+        counts, on_host: the status, and of several tables where each begins in the union; on the device and the host.
         arguments: of all kernels, by the names of their parameters, as far as they are the same.
     """
 
-    def __init__(self, ctx: SparseContext, rows: Joined, op: str, wanted: str) -> None:
-        dtype = rows.dtype
-        self.too_wide, self.loaded = rows.row_bytes > ctx.max_row_bytes, False
-        self.algorithm = choose(wanted, ctx.capacities, rows.row_bytes)
-        if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
-            _log.debug("%s", explain_rows(ctx.capacities, rows.n, rows.row_bytes, wanted).line)
+    def __init__(self, ctx: SparseContext, rows: Joined, op: str, wanted: str, aligned: bool) -> None:
+        dtype, single = rows.dtype, rows.single
+        shapes = [shape for _, shape in rows.tables]
+        ends = list(accumulate([count for count, _ in rows.tables]))
+        self.firsts, self.num_rows = [0, *ends[:-1]], ends[-1]
+        self.elements = max(shape.numel() for shape in shapes)
+        self.row_bytes = self.elements * dtype.itemsize
+        self.widths, first = [], 0
+        for shape, same in groupby(shapes):
+            last = first + len(list(same))
+            self.widths.append((first, last, shape.numel(), shape))
+            first = last
+        self.too_wide, self.loaded = self.row_bytes > ctx.max_row_bytes, False
+        self.algorithm = choose(wanted, ctx.capacities, self.row_bytes)
+        if ctx.rank == 0 and not self.too_wide and _log.isEnabledFor(logging.DEBUG):
+            how = self.algorithm, wanted, self.row_bytes, ctx.max_rows_per_rank, ctx.max_row_bytes
+            _log.debug("sparse_all_reduce: %s (%s), rows of %d bytes, context of %d rows of %d bytes per rank", *how)
         self.lists = ctx.lists(with_rows=self.algorithm == "gather")
-        self.seed = zlib.crc32(repr((rows.tables, str(dtype), op, wanted)).encode())
-        self.tiles = cut = tiles(rows.elements, dtype.itemsize)
-        self.tables, self.firsts, self.counts, self.on_host = _tables(ctx, rows)
+        self.exchange = counted_launches(ctx, 8 * self.lists.shape[1]) if ctx.world_size > 1 else None
+        self.seed = zlib.crc32(repr((rows.order, rows.tables, str(dtype), op, wanted)).encode())
+        self.tiles = cut = tiles(self.elements, dtype.itemsize)
+        in_16_bytes = all(shape.numel() * dtype.itemsize % 16 == 0 for shape in shapes)
+        self.aligned = 16 // dtype.itemsize if aligned and in_16_bytes else 1
+        self.union = ctx.directory.union.view(1, -1)
+        self.out = ctx.out if self.too_wide else _rows_in(ctx.out, ctx.max_union_rows, self, dtype)
+        if single:
+            widths = sources = self.device_firsts = ctx.no_indices  # which are not looked at
+            self.counts, self.on_host = ctx.directory.status, ctx.status_words
+        else:
+            # They stay as long as the context, since a graph may refer to them.
+            key = "sparse", "tables", rows.tables
+            tensors = on_device(ctx, "sparse_all_reduce_padded", key, lambda: _tables(ctx, self.firsts, ends, shapes))
+            self.device_firsts, widths, sources, self.counts, self.on_host = tensors
+        tables = kernels_tables.Tables(
+            self.device_firsts,
+            widths,
+            sources,
+            len(shapes),
+            tl.constexpr(single),
+            tl.constexpr(1 if single else self.aligned),
+        )
         self.arguments = {
-            "tables": self.tables,
+            "tables": Packed(tables),
             "counts": self.counts,
             "memory": ctx.memory,
             "nodes": ctx.nodes,
             "g": ctx.group,
-            "num_rows": rows.num_rows if rows.single else NO_ONE_NUMBER,
-            "row_elements": rows.elements,
+            "num_rows": self.num_rows if single else NO_ONE_NUMBER,
+            "row_elements": self.elements,
+            "order": ctx.no_indices,  # not read where the rows are coalesced; nor is begins
+            "begins": ctx.no_indices,
             "REPEATED": not rows.coalesced,
             "OP": OPERATIONS[op],
             "ACC": accumulator(dtype),
-            "ALIGNED": rows.row_bytes % 16 == 0,
+            "ALIGNED": self.row_bytes % 16 == 0,
             "ROWS": cut.rows,
             "WIDE": cut.wide,
             "DEEP": cut.deep,
-            "TABLES": triton.next_power_of_2(len(rows.parts)),
+            "TABLES": triton.next_power_of_2(len(shapes)),
             "WAITED": max(8, triton.next_power_of_2(ctx.world_size)),  # most groups share what was compiled
         }
 
@@ -105,28 +143,26 @@ class SparseCall:
         variant: what Triton specialises kernels on, besides the constants that are parameters.
     """
 
-    def __init__(self, ctx: SparseContext, rows: Joined, op: Any, algorithm: str) -> None:
-        self.ctx, self.rows, self.op = ctx, rows, operation_name(op)
-        aligned = rows.single or rows.aligned
-        key = "sparse", rows.tables, rows.dtype, rows.coalesced, self.op, algorithm, aligned
-        self.kind: _Kind = ctx.once(key, lambda: _Kind(ctx, rows, self.op, algorithm))
-        self.algorithm = self.kind.algorithm
-        self.moves_late = self.kind.too_wide or self.algorithm == "dense"
-        ctx.directory.prepare(rows.num_rows)
-        like = rows.parts[0].values
-        place = like.data_ptr() % 16 if rows.single else aligned
-        self.variant = (rows.dtype, rows.elements, rows.single, place, ctx.directory.search)
+    def __init__(self, ctx: SparseContext, rows: Joined, op: str, algorithm: str) -> None:
+        self.ctx, self.rows, self.op = ctx, rows, op
+        aligned = rows.single or functools.reduce(operator.or_, rows.values) % 16 == 0
+        key = "sparse", rows.order, rows.tables, rows.dtype, rows.coalesced, op, algorithm, aligned
+        self.kind = kind = ctx.once(key, lambda: _Kind(ctx, rows, op, algorithm, aligned))
+        self.algorithm = kind.algorithm
+        self.moves_late = kind.too_wide or self.algorithm == "dense"
+        ctx.directory.prepare(kind.num_rows)
+        place = rows.values[0] % 16 if rows.single else kind.aligned
+        self.variant = (rows.dtype, kind.elements, rows.single, place, ctx.directory.search)
         # The number of the exchange, too: ranks that look for lists at different places find those of an earlier one.
-        self._signature = zlib.crc32(b"%d" % ctx.exchanges, self.kind.seed) >> 1
+        self._signature = zlib.crc32(b"%d" % ctx.exchanges, kind.seed) >> 1
+        like = rows.parts[0].values
         self._arguments = {
-            **self.kind.arguments,
+            **kind.arguments,
             "source": like,
             "like": like,
-            "order": ctx.no_indices,  # not read where the rows are coalesced; nor is begins
-            "begins": ctx.no_indices,
             "n": rows.n,
             "signature": self._signature,
-            "index": ctx.directory.index(self.kind.lists),
+            "index": ctx.directory.index(kind.lists),
         }
 
     # ------------------------------------------------------------------ launches
@@ -169,51 +205,44 @@ class SparseCall:
 
     def match(self) -> None:
         """Own ids to everybody, everybody's ids into the directory; for gather, rows go with them."""
-        ctx, rows, lists = self.ctx, self.rows, self.kind.lists
-        n, nbytes = rows.n, 8 * lists.shape[1]
-        given = rows.parts[0].indices if rows.single else self._join()
-        blocks = max(1, -(-n // _IDS_BLOCK))
-        with_rows = self.algorithm == "gather" and not self.kind.too_wide
-        ids, totals = given, ctx.counters  # which is not looked at
+        ctx, rows, kind = self.ctx, self.rows, self.kind
+        ids, totals = rows.parts[0].indices if rows.single else self._join(), ctx.counters  # which is not looked at
+        blocks = max(1, -(-rows.n // _IDS_BLOCK))
+        with_rows = self.algorithm == "gather" and not kind.too_wide
         if not rows.coalesced:
-            ids, self._arguments["order"] = torch.sort(given, stable=True)
-            self._arguments["begins"] = torch.empty(n + 1, dtype=torch.int64, device=ctx.device)
-            totals = torch.empty(blocks, dtype=torch.int32, device=ctx.device)
+            ids, self._arguments["order"] = torch.sort(ids, stable=True)
+            self._arguments["begins"] = ctx.scratch("begins", rows.n + 1, torch.int64)
+            totals = ctx.scratch("totals", blocks, torch.int32)
         target, size, status, progress = ctx.directory.to_clear
         self.launch(
             kernels_lists.pack,
             blocks * (1 if rows.coalesced else 2) + max(1, -(-size // CLEAR_BLOCK)),
-            ids=ids, totals=totals, blocks=blocks, row_bytes=rows.row_bytes if with_rows else 0,
+            ids=ids, totals=totals, blocks=blocks, row_bytes=kind.row_bytes if with_rows else 0,
             target=target, size=size, status=status, progress=progress, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK,
         )  # fmt: skip
         if with_rows:
             self._prepare(behind=True)
-        if ctx.launch.only_loads:
-            counted_launches(ctx, nbytes)
-        else:
+        if not ctx.launch.only_loads:
             ctx.exchanges += 1
-            if ctx.world_size > 1:
-                exchange_counted(ctx, lists.data_ptr(), nbytes)
-        firsts = None if rows.single else self.kind.firsts
-        ctx.directory.build(lists, self._signature, firsts, self.kind.counts, cleared=True)
+            if kind.exchange is not None:
+                address, stride = kind.lists.data_ptr(), 8 * kind.lists.shape[1]
+                kind.exchange(address + ctx.rank * stride, address)
+        ctx.directory.build(kind.lists, self._signature, None if rows.single else kind.device_firsts, kind.counts)
 
     def _join(self) -> torch.Tensor:
         """``-> [n]``: the ids of all tables."""
         rows, most = self.rows, kernels_tables.MOST_GIVEN
-        ids = torch.empty(rows.n, dtype=torch.int64, device=self.ctx.device)
+        ids = self.ctx.scratch("ids", rows.n, torch.int64)[: rows.n]
         for first in range(0, len(rows.parts), most):
-            parts = rows.parts[first : first + most]
-            given = kernels_tables.given(
-                [part.indices.data_ptr() for part in parts],
-                [part.values.data_ptr() for part in parts],
-                list(rows.begins[first : first + len(parts) + 1]),
-            )
-            longest = max(part.indices.shape[0] for part in parts)
+            last = min(first + most, len(rows.parts))
+            begins = rows.begins[first : last + 1]
+            longest = max(map(operator.sub, begins[1:], begins))
+            given = kernels_tables.given(rows.ids[first:last], rows.values[first:last], begins)
             self.launch(
                 kernels_tables.join,
-                (self.workers(-(-longest // _IDS_BLOCK)), len(parts)),
-                given=Packed(given), joined=ids, first=first,
-                ITEM=rows.dtype.itemsize, COUNT=len(parts), BLOCK=_IDS_BLOCK,
+                (self.workers(-(-longest // _IDS_BLOCK)), last - first),
+                given=Packed(given, list(given)), joined=ids, first=first,
+                ITEM=rows.dtype.itemsize, COUNT=last - first, BLOCK=_IDS_BLOCK,
             )  # fmt: skip
         return ids
 
@@ -230,7 +259,7 @@ class SparseCall:
         if has_pieces := not rows.coalesced and rows.n > piece:
             at_a_time, finishers = min(16, pieces), self.workers(pieces)
             adders = at_a_time * min(32, pieces)
-            partial = torch.empty(2 * pieces, rows.elements, dtype=ACCUMULATORS[rows.dtype], device=ctx.device)
+            partial = ctx.scratch("partial", 2 * pieces * self.kind.elements, ACCUMULATORS[rows.dtype])
         self.launch(
             kernels_values.prepare,
             planners + combiners + adders + finishers,
@@ -240,13 +269,13 @@ class SparseCall:
 
     def move(self) -> torch.Tensor:
         """The rows of the union ``-> [max_union, elements]``, of which the first are theirs."""
-        ctx, rows = self.ctx, self.rows
+        ctx, kind = self.ctx, self.kind
         if self.algorithm != "gather":
             self.reduce()
-            return _rows_in(ctx.out, ctx.max_union_rows, rows)
-        out = torch.empty((ctx.max_union_rows, rows.elements), dtype=rows.dtype, device=ctx.device)
-        if rows.elements:
-            self.launch(kernels_merge.merge, self.workers(-(-ctx.max_union_rows // self.kind.tiles.rows)), out=out)
+            return kind.out
+        out = torch.empty((ctx.max_union_rows, kind.elements), dtype=self.rows.dtype, device=ctx.device)
+        if kind.elements:
+            self.launch(kernels_merge.merge, self.workers(-(-ctx.max_union_rows // kind.tiles.rows)), out=out)
         return out
 
     def reduce(self) -> None:
@@ -260,7 +289,7 @@ class SparseCall:
             self.launch(kernels_reduce.reduce, announcers + self.workers(-(-n // self.kind.tiles.rows)))
             meet = kernels_reduce.meet
         else:
-            kernel = kernels_nodes.reduce_nodes_of_single if self.rows.elements == 1 else kernels_nodes.reduce_nodes
+            kernel = kernels_nodes.reduce_nodes_of_single if self.kind.elements == 1 else kernels_nodes.reduce_nodes
             for step in range(ctx.topology.n_nodes):
                 self.launch(kernel, announcers + self.workers(n), step=step)
             self.launch(kernels_nodes.forward, announcers + self.workers(ctx.max_union_rows))
@@ -282,9 +311,7 @@ class SparseCall:
         words: list[int] = self.kind.on_host.tolist()
         return words
 
-    def bounds(self, status: Sequence[int]) -> list[int]:
-        """Return where each table begins in the union, and where the last ends."""
-        return [0, status[UNION.value]] if self.rows.single else list(status[STATUS_WORDS.value :])
+    # ------------------------------------------------------------------ results
 
     def densify(self, union: int) -> torch.Tensor:
         """``-> [union, elements]`` by a dense all-reduce of the whole table.
@@ -292,52 +319,64 @@ class SparseCall:
         Raises:
             HeapExhaustedError: there is no room for its context; on all ranks.
         """
-        ctx, rows, reducer = self.ctx, self.rows, self.ctx.for_tables()
-        n = min(rows.n, ctx.max_rows_per_rank)
+        ctx, kind, dtype, reducer = self.ctx, self.kind, self.rows.dtype, self.ctx.for_tables()
+        n = min(self.rows.n, ctx.max_rows_per_rank)
         self._prepare()
-        parts, op = _rows_in(ctx.stage, n, rows), self.op
+        parts, op = _rows_in(ctx.stage, n, kind, dtype), self.op
         if op == "mean":  # divided before they are added, as by the other algorithms
-            parts, op = parts.to(ACCUMULATORS[rows.dtype]) / ctx.world_size, "sum"
-        table = parts.new_full((rows.num_rows + 1, rows.elements), _neutral(op, parts.dtype))
-        own = self.kind.lists[ctx.rank]
+            parts, op = parts.to(ACCUMULATORS[dtype]) / ctx.world_size, "sum"
+        table = parts.new_full((kind.num_rows + 1, kind.elements), _neutral(op, parts.dtype))
+        own = kind.lists[ctx.rank]
         begin = kernels_lists.HEADER.value
         # Past the end of the list, what earlier calls have left goes to a row of its own.
         there = torch.arange(n, device=ctx.device) < own[1]
-        table.index_copy_(0, own[begin : begin + n].where(there, rows.num_rows), parts)
-        table = table[: rows.num_rows]
+        table.index_copy_(0, own[begin : begin + n].where(there, kind.num_rows), parts)
+        table = table[: kind.num_rows]
         make(ALL_REDUCE, table, op=op, out=table, ctx=reducer)
         reduced = table.index_select(0, ctx.directory.union[:union])
-        return reduced if reduced.dtype == rows.dtype else reduced.to(rows.dtype).add_(0)  # -0.0 + 0 is +0.0
+        return reduced if reduced.dtype == dtype else reduced.to(dtype).add_(0)  # -0.0 + 0 is +0.0
+
+    def results(
+        self, whole: torch.Tensor, status: Sequence[int], copies: bool
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """``(indices [1, n], values [n, *shape])`` of each tensor, by a few operations for each shape of rows.
+
+        Args:
+            whole: ``[at least union, elements]``: all rows of the union, in memory that the next call uses if
+                ``copies``.
+        """
+        kind, union = self.kind, status[UNION.value]
+        # Where each table begins in the union, and where the last ends.
+        bounds = [0, union] if self.rows.single else status[STATUS_WORDS.value :]
+        sizes = list(map(operator.sub, bounds[1:], bounds))
+        ids: tuple[torch.Tensor, ...] = (kind.union[:, :union].clone(),)
+        if not self.rows.single:
+            ids = ids[0].split(sizes, 1)
+            torch._foreach_sub_(ids, kind.firsts)
+        values: list[torch.Tensor] = []
+        for first, last, elements, shape in kind.widths:
+            begin, end = bounds[first], bounds[last]
+            rows = whole[begin:end] if elements == kind.elements else whole[begin:end, :elements]
+            if copies:
+                rows = rows.clone(memory_format=torch.contiguous_format)
+            if len(shape) != 1:
+                rows = rows.view(end - begin, *shape)
+            values += rows.split(sizes[first:last]) if last - first > 1 else (rows,)
+        return list(zip(ids, values, strict=True))
 
 
-def _rows_in(memory: torch.Tensor, count: int, like: Joined) -> torch.Tensor:
+def _rows_in(memory: torch.Tensor, count: int, kind: _Kind, dtype: torch.dtype) -> torch.Tensor:
     """``[count, elements]`` at the beginning of ``memory``."""
-    return memory[: count * like.row_bytes].view(like.dtype).view(count, like.elements)
+    return memory[: count * kind.row_bytes].view(dtype).view(count, kind.elements)
 
 
-def _tables(ctx: SparseContext, rows: Joined) -> tuple[Packed, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(tables as kernels see them, their first rows, counts, counts on the host)``."""
-    if rows.single:
-        nothing = kernels_tables.Tables(
-            *(ctx.no_indices, ctx.counters, ctx.no_indices), 1, tl.constexpr(True), tl.constexpr(1)
-        )  # fmt: skip
-        return Packed(nothing), ctx.no_indices, ctx.directory.status, ctx.status_words
-    key = "sparse", "tables", rows.tables  # they stay as long as the context, since a graph may refer to them
-
-    def make() -> tuple[torch.Tensor, ...]:
-        firsts = torch.tensor(rows.firsts, device=ctx.device)
-        widths = torch.tensor([part.elements for part in rows.parts], dtype=torch.int32, device=ctx.device)
-        counts = torch.zeros(STATUS_WORDS.value + len(rows.firsts), dtype=torch.int64, device=ctx.device)
-        on_host = torch.zeros(counts.shape, dtype=torch.int64, pin_memory=ctx.device.type == "cuda")
-        return firsts, widths, torch.zeros_like(firsts), counts, on_host
-
-    if key not in ctx.tables:
-        outside_of_graphs(ctx, "sparse_all_reduce_padded")
-        ctx.tables[key] = make()
-    firsts, widths, sources, counts, on_host = ctx.tables[key]
-    single, aligned = tl.constexpr(False), tl.constexpr(rows.aligned)
-    tables = kernels_tables.Tables(firsts, widths, sources, len(rows.parts), single, aligned)
-    return Packed(tables), firsts, counts, on_host
+def _tables(ctx: SparseContext, firsts: list[int], ends: list[int], shapes: list[torch.Size]) -> Any:
+    """``(firsts, widths, sources)`` of :class:`~.kernels_tables.Tables`, and counts on the device and the host."""
+    begins = torch.tensor([*firsts, ends[-1]], device=ctx.device)
+    widths = torch.tensor([shape.numel() for shape in shapes], dtype=torch.int32, device=ctx.device)
+    counts = torch.zeros(STATUS_WORDS.value + len(begins), dtype=torch.int64, device=ctx.device)
+    on_host = torch.zeros(counts.shape, dtype=torch.int64, pin_memory=ctx.device.type == "cuda")
+    return begins, widths, torch.zeros_like(begins), counts, on_host
 
 
 def _neutral(op: str, dtype: torch.dtype) -> float | int:

@@ -157,6 +157,7 @@ class SparseContext(CollectiveContext):
         self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
         self.counters = torch.zeros(COUNTERS.value + 2, dtype=torch.int32, device=device)
         """Lengths of the work lists, and progress of the launch that fills the stage."""
+        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def _make_area(self, capacities: Capacities) -> None:
         """Make lists, out and stage for these capacities, and their scratch; or raise, and take nothing. Collective."""
@@ -186,7 +187,7 @@ class SparseContext(CollectiveContext):
                 )
             )
             """Where rows lie, and the work lists; for kernels."""
-            self.directory = Directory(world, rows, 0, union, self.device, launch=self.launch)
+            self.directory = Directory(world, rows, union, self.device, self.launch)
             """Where ids are matched."""
             barrier(pes)  # nobody may store to the area of a rank that could not make use of it
         except Exception:  # before anybody uses it
@@ -204,6 +205,17 @@ class SparseContext(CollectiveContext):
         nbytes = self.capacities.segment_stride if with_rows else self.capacities.list_bytes
         return self.area[: self.world_size * nbytes].view(torch.int64).view(self.world_size, nbytes // 8)
 
+    def scratch(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """``[size or more]``, for one call: the next one gets the same. A call that is captured gets its own."""
+        if self.capturing:
+            return torch.empty(size, dtype=dtype, device=self.device)
+        found = self._scratch.get((name, dtype))
+        if found is None or found.numel() < size:
+            if found is not None and found.is_cuda:
+                found.record_stream(torch.cuda.current_stream(self.device))
+            found = self._scratch[name, dtype] = torch.empty(size + size // 4, dtype=dtype, device=self.device)
+        return found
+
     def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int | None) -> None:
         """Raise what the lists of all ranks show to be wrong, which is the same on every rank: by their ``status``.
 
@@ -215,16 +227,15 @@ class SparseContext(CollectiveContext):
                 f"{operation}: ranks pass different shapes, dtypes, operations or algorithms (rank {bad - 1} differs "
                 f"from rank {self.rank}); TDCOLL_DEBUG=1 says which"
             )
-        if num_rows is None and (bad := status[BAD_RANGE.value]):  # -1 in its place is not in order, either
-            raise ValueError(f"{operation}: indices of rank {bad - 1} must be rows of their tensors, counted from 0")
-        if bad := status[BAD_ORDER.value]:
+        if bad := status[BAD_RANGE.value]:
+            rows = "rows of their tensors, counted from 0"
+            if num_rows is not None:
+                rows = f"in 0..{num_rows - 1}, the rows of the tensor"
+            raise ValueError(f"{operation}: indices of rank {bad - 1} must be {rows}")
+        if bad := status[BAD_ORDER.value]:  # also set by indices of several tensors that are out of range
             raise ValueError(
                 f"{operation}: indices of rank {bad - 1} are said to be coalesced, and are not ascending or not "
                 "different"
-            )
-        if num_rows is not None and (bad := status[BAD_RANGE.value]):
-            raise ValueError(
-                f"{operation}: indices of rank {bad - 1} must be in 0..{num_rows - 1}, the rows of the tensor"
             )
 
     def excess(self, operation: str, rows: int = 0, row_bytes: int = 0, union: int = 0) -> ContextError | None:

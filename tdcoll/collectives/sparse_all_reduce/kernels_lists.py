@@ -9,16 +9,12 @@
 
 *pack* is one launch: the programs of *write_list* wait until those of *count_first*, which have lower numbers, are
 done. It clears the directory as well, since what was launched before it on this stream is done with that. *plan* is a
-phase of ``kernels_values.prepare``.
-
-No launch here has an epoch: each reads what launches of this rank before it have written, and what the exchange of the
-lists has brought. Programs of one launch meet in the counters of the work lists only, by atomic additions; the order of
-a work list is that of their arrival, on which no result depends.
+phase of ``kernels_values.prepare``. No launch here has an epoch. Programs of one launch meet in the counters of the
+work lists only, by atomic additions; no result depends on the order of a work list.
 
 *Who reduces a row*: one of the ranks of the node that have it, picked by a hash of its id, which all ranks compute
-alike. For c contributors that moves c - 1 rows in and world - 1 out, which is the least that a reduction to one place
-and a broadcast from it can move. The hash, and not the range that an id is in, spreads the rows: a vocabulary sorted by
-frequency has all of its frequent rows in one range.
+alike. The hash, and not the range that an id is in, spreads the rows: a vocabulary sorted by frequency has all of its
+frequent rows in one range.
 """
 
 from typing import Any, NamedTuple
@@ -229,7 +225,7 @@ def owner_in(ids, node, index, nodes):
 
 @jit
 def _append(memory, index, kind, rows, wanted):
-    """Add ``rows`` where ``wanted`` to the work list ``kind``. The order of a list is that of the programs' arrival."""
+    """Add ``rows`` where ``wanted`` to the work list ``kind``."""
     number = wanted.to(tl.int32)
     begin = tl.atomic_add(memory.counters + kind, tl.sum(number, axis=0), sem="relaxed", scope="gpu")
     at = begin + tl.cumsum(number, axis=0) - 1
@@ -249,13 +245,10 @@ def valid(index):
 def plan(program, begins, index, memory, nodes, g, REPEATED: tl.constexpr, BLOCK: tl.constexpr):
     """Sort this rank's rows into work lists, and find their places in the union. One program per ``BLOCK`` rows.
 
-    A phase of ``kernels_values.prepare``.
-
     The work lists stay empty, and nothing moves, if the lists of ids are not valid (see :func:`valid`).
 
     Args:
-        begins: as :func:`write_list` leaves it. With ``REPEATED`` only.
-        REPEATED: rows may be there several times: ``begins`` says where each begins.
+        begins: as :func:`write_list` leaves it. With ``REPEATED`` only: rows may be there several times.
     """
     rows = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < match.list_size(index, g.rank)

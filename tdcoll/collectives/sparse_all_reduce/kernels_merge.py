@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few rows, and results of fixed size. No other rank takes part, and no launch has an epoch.
+"""Few rows, and results of fixed size. No launch here has an epoch.
 
 ::
 
     lists of all ranks, each followed by its rows --merge: sum in rank order--> out[union position]
     union, status --pad--> indices, count; zeros past the end of the union. Of several tables: also values, one table
                            after the other
-
-The exchange of the lists has brought the rows with them, so every rank reduces all of them itself: no rank waits for
-another once more.
 """
 
 import triton.language as tl

@@ -25,8 +25,6 @@ Ordering: a put row is complete before its program ends (quiet), and is looked a
 that one. Stores are ordinary ones; ``signal_block`` of the next launch fences at system scope. ``out[u]`` of a rank is
 written at most twice by others in a call: by the partial sum that comes in, and by the final one, which exists only
 after the partial sum has been used.
-
-Order of thread blocks: those that send come first, so any number of resident blocks makes progress.
 """
 
 import triton.language as tl

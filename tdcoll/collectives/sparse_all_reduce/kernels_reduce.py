@@ -17,10 +17,7 @@ scope with which *meet* says that this rank has begun it, and who acquires that 
 are ordered in the same way before the signal of *reduce*.
 
 A rank that reduces no contested row reads no ``stage``. Its first worker waits all the same: in every epoch, every rank
-hears from every peer.
-
-Order of thread blocks: those that send come first, so any number of resident blocks makes progress. Rows that no
-other rank has come before contested ones: they need no rank but this one, so the others have that time to combine
+hears from every peer. Rows that no other rank has come before contested ones, so the others have that time to combine
 theirs.
 """
 
@@ -95,13 +92,8 @@ def reduce(
 ):  # fmt: skip
     """The rows that this rank reduces ``-> out[union position]`` of every rank.
 
-    Thread blocks: ``world - 1`` that announce, and any number that work.
-
-    Args:
-        source, order, begins: as in ``kernels_values.combine``.
-        row_elements: of a row.
-        ROWS, WIDE: of a tile.
-        WAITED: a power of two of at least ``world``.
+    Thread blocks: ``world - 1`` that announce, and any number that work. ``source``, ``order`` and ``begins`` are as in
+    ``kernels_values.combine``. ``WAITED`` is a power of two of at least ``world``.
     """
     in_stream_order()
     program = tl.program_id(0)

@@ -8,10 +8,8 @@ widest, and only their own elements move::
     tensors of this rank, where they are --join--> ids of all tables, in the order of the tables; sources
     union --last phase of directory--> where each table begins in it, behind a copy of the status
 
-A single tensor is a list of one and needs neither: its ids are those of the call, and constants in the tuple
-:class:`Tables` remove the look-ups. The launch has no epoch, and no other rank takes part.
-
-An id that its table doesn't have becomes -1, which no directory accepts. It can't become a row of the next table.
+A single tensor needs neither, and constants in the tuple :class:`Tables` remove the look-ups. An id that its table
+doesn't have becomes -1, which no directory accepts. It can't become a row of the next table.
 """
 
 from typing import Any, NamedTuple

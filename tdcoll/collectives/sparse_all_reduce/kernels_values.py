@@ -7,13 +7,10 @@
     rows of this rank --combine--> stage[place in lists[rank]], or for gather behind the ids of lists[rank]
     rows of which there are more than PIECE --sum_pieces--> partial --sum_partial--> the same places
 
-These are phases of one launch, *prepare*. Programs of a phase wait until all of the phase before are done, which have
-lower numbers (:func:`tdcoll.primitives.group.wait_until_done`). For gather there is no plan, and with few rows there
-are no pieces.
-
-The launch has no epoch. It reads what the launches before it have written; who reads ``stage`` on other ranks waits for
-a signal that this rank sends in a later launch. Once a wait of the context has expired, ``stage`` stays as it
-is: replays of a graph may follow, while a peer that is only late still reads the rows of the call before.
+These are phases of one launch, *prepare*, which has no epoch. Programs of a phase wait until all of the phase before
+are done, which have lower numbers. For gather there is no plan, and with few rows there are no pieces. Once a wait of
+the context has expired, ``stage`` stays as it is: replays of a graph may follow, while a peer that is only late still
+reads the rows of the call before.
 """
 
 import triton.language as tl

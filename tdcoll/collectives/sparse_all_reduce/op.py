@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, TypeVar, overload
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,13 +17,13 @@ from tdcoll.base.arguments import byte_text
 from tdcoll.base.capture import refuse
 from tdcoll.base.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.base.ranges import range_of
-from tdcoll.calls.launches import outside_of_graphs
+from tdcoll.calls.launches import on_device
 from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, UNION
 from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.pool import default_context
-from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, rows_of_pair, rows_of_tensor
+from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, joined, rows_of_pair, rows_of_tensor
 from tdcoll.primitives.reduce import check_operation, operation_name
 
 __all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
@@ -46,9 +46,7 @@ class PaddedRows:
     count: torch.Tensor
 
 
-def _context(
-    given: SparseContext | None, group: runtime.Group, operation: str, values: Sequence[Any], num_rows: Sequence[Any]
-) -> SparseContext:
+def _context(given: SparseContext | None, group: runtime.Group, operation: str) -> SparseContext:
     """Return the context of a call whose result has any size: the given one, or tdcoll's own of the group."""
     if given is not None:
         if group is not None:
@@ -60,55 +58,65 @@ def _context(
         "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
         "sparse_all_reduce_padded",
     )
-    return default_context(group, values, num_rows) if given is None else given
+    return default_context(group) if given is None else given
 
 
-def _by_dtype(parts: Sequence[Rows]) -> list[list[int]]:
-    """Places of the tensors of each dtype, in the order in which dtypes first appear: the same on all ranks."""
-    places: dict[torch.dtype, list[int]] = {}
-    for place, part in enumerate(parts):
-        places.setdefault(part.values.dtype, []).append(place)
-    return list(places.values())
+_ALIKE = (ContextError, HeapExhaustedError, RankMismatchError, ValueError)
+"""Errors of a call that the lists of all ranks show, so all ranks raise them."""
 
 
-@contextlib.contextmanager
-def _calling(
-    ctx: SparseContext, operation: str, prepare: Callable[[], list[Rows]], op: Any, algorithm: str, **facts: Any
-) -> Iterator[list[tuple[list[int], Joined]]]:
-    """The checks of every call, and the call as the body, which gets the tensors of each dtype and their places.
+def _reduce(
+    ctx: SparseContext,
+    operation: str,
+    prepare: Callable[[], list[Rows]],
+    op: Any,
+    algorithm: str,
+    run: Callable[..., Sequence[Any]],
+    facts: Callable[[], dict[str, Any]],
+) -> list[Any]:
+    """Check a call, make it, and return the result of each tensor, in the order in which they were given.
 
-    After an error that ranks do not raise alike, the context refuses calls. ``facts``: what more debug mode compares.
+    After an error that ranks do not raise alike, the context refuses calls.
+
+    Args:
+        prepare: checks the tensors.
+        run: makes the call of one dtype: :func:`_run` or :func:`_run_padded`.
+        facts: what more debug mode compares.
     """
+    name = operation_name(op)
 
-    def checked() -> list[tuple[list[int], Joined]]:
+    def checked() -> list[Joined]:
         arguments.instance("algorithm", algorithm, str, "a str")
         given = prepare()
-        for part in given:
-            check_operation(op, part.values.dtype)
-        begin, end = ctx.area.data_ptr(), ctx.area.data_ptr() + ctx.area.nbytes
-        tensors = [tensor for part in given for tensor in (part.indices, part.values)]
-        if any(tensor.numel() and begin <= tensor.data_ptr() < end for tensor in tensors):
-            raise ValueError(
-                f"{operation}: rows that are reduced must not lie in the memory of the context that reduces them, as "
-                "results of copy=False do; clone() them"
-            )
-        calls = [(places, Joined(tuple(given[i] for i in places))) for places in _by_dtype(given)]
-        if ctx.loads_together:
-            for _, rows in calls:
-                SparseCall(ctx, rows, op, algorithm).load()
+        calls = joined(given)
+        for rows in calls:
+            check_operation(op, rows.dtype)
+            begin, end = ctx.area.data_ptr(), ctx.area.data_ptr() + ctx.area.nbytes
+            if rows.n and any(begin <= address < end for address in (*rows.ids, *rows.values)):
+                raise ValueError(
+                    f"{operation}: rows that are reduced must not lie in the memory of the context that reduces them, "
+                    "as results of copy=False do; clone() them"
+                )
+            if ctx.loads_together:
+                SparseCall(ctx, rows, name, algorithm).load()
         return calls
 
-    name = operation_name(op)
-    alike = (ContextError, HeapExhaustedError, RankMismatchError, ValueError)  # what the lists of all ranks show
-    with ctx.calling(operation, {"op": name, "algorithm": algorithm, **facts}, checked, alike) as calls:
-        kind = *((rows.tables, rows.dtype) for _, rows in calls), name, algorithm  # the same on all ranks
+    compared = {"op": name, "algorithm": algorithm, **facts()} if ctx.debug else {}
+    with ctx.calling(operation, compared, checked, _ALIKE) as calls:
+        kind = *((rows.tables, rows.dtype) for rows in calls), name, algorithm  # the same on all ranks
         ctx.wait_for_loads(operation, kind)
         ctx.noted(operation)
-        widths = byte_text(sum(rows.row_bytes for _, rows in calls))
-        with ctx.once(
-            ("range", operation, *kind), lambda: range_of(f"tdcoll.{operation}[{algorithm}, rows of {widths}]")
-        ):
-            yield calls
+
+        def span() -> AbstractContextManager[None]:
+            widest = sum(max(shape.numel() for _, shape in rows.tables) * rows.dtype.itemsize for rows in calls)
+            return range_of(f"tdcoll.{operation}[{algorithm}, rows of {byte_text(widest)}]")
+
+        made: dict[int, Any] = {}
+        with ctx.once(("range", operation, *kind), span):
+            for number, rows in enumerate(calls, 1):
+                results = run(ctx, operation, rows, name, algorithm, number < len(calls))
+                made.update(zip(rows.order, results, strict=True))
+    return [made[place] for place in range(len(made))]
 
 
 def _facts(name: str, tensors: Any, first: int = 0) -> dict[str, Any]:
@@ -123,22 +131,11 @@ def _facts(name: str, tensors: Any, first: int = 0) -> dict[str, Any]:
     return {"dtype": getattr(tensors, "dtype", None), name: shape(tensors)}
 
 
-def _results_of(calls: Sequence[tuple[list[int], Joined]], run: Callable[[Joined, bool], Sequence[Any]]) -> list[Any]:
-    """Return what ``run`` gives for each tensor, in the order in which they were given.
-
-    Args:
-        run: makes the call of one dtype; True: the next call uses the context's memory at once.
-    """
-    made: dict[int, Any] = {}
-    for number, (places, rows) in enumerate(calls, 1):
-        made |= dict(zip(places, run(rows, number < len(calls)), strict=True))
-    return [made[place] for place in sorted(made)]
-
-
 def _run(
-    operation: str, ctx: SparseContext, rows: Joined, op: Any, algorithm: str, copy: bool
+    ctx: SparseContext, operation: str, rows: Joined, op: str, algorithm: str, more: bool, *, copy: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``(indices [U], values [U, *shape])`` of each tensor."""
+    """``(indices [1, U], values [U, *shape])`` of each tensor. ``more``: the next call uses the context's memory at
+    once."""
     while True:
         call = SparseCall(ctx, rows, op, algorithm)
         call.match()
@@ -147,42 +144,18 @@ def _run(
         status = call.status()
         if whole is None and status[BAD_SIGNATURE.value] and call.algorithm != "gather":
             call.reduce()  # moves nothing: a rank that passes something else may have launched this already
-        ctx.raise_if_wrong(operation, status, rows.num_rows if rows.single else None)
-        most, union = status[MAX_ROWS.value], status[UNION.value]
-        error = ctx.excess(operation, most, rows.row_bytes, union)
+        ctx.raise_if_wrong(operation, status, call.kind.num_rows if rows.single else None)
+        most, union, row_bytes = status[MAX_ROWS.value], status[UNION.value], call.kind.row_bytes
+        error = ctx.excess(operation, most, row_bytes, union)
         if error is None:
             break
         if not ctx.grow:
             raise error
-        ctx.enlarge(most, rows.row_bytes, union)
+        ctx.enlarge(most, row_bytes, union)
     whole = call.densify(union) if whole is None else whole
     ctx.last_algorithm = call.algorithm
-    copies = copy and (call.algorithm == "owner" or 2 * union < len(whole))  # nor is much more kept alive
-    return _results(call, whole, call.bounds(status), copies)
-
-
-def _results(
-    call: SparseCall, whole: torch.Tensor, bounds: Sequence[int], copies: bool
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``(indices, values)`` of each tensor.
-
-    Args:
-        whole: ``[at least union, elements]``: all rows of the union, in memory that the next call uses if ``copies``.
-        bounds: where each table begins in the union, and where the last ends.
-    """
-    rows = call.rows
-    alike = all(part.elements == rows.elements for part in rows.parts)
-    if copies and alike:
-        whole, copies = whole[: bounds[-1]].clone(), False
-    sizes = [end - begin for begin, end in pairwise(bounds)]
-    ids = list(call.ctx.directory.union[: bounds[-1]].clone().split(sizes))
-    if not rows.single:
-        torch._foreach_sub_(ids, list(rows.firsts[:-1]))
-    made = []
-    for own, size, begin, part in zip(ids, sizes, bounds, rows.parts, strict=False):
-        values = whole[begin : begin + size, : part.elements].view(size, *part.shape)
-        made.append((own, values.clone(memory_format=torch.contiguous_format) if copies else values))
-    return made
+    copies = (copy or more) and (call.algorithm == "owner" or 2 * union < len(whole))  # nor is much more kept alive
+    return call.results(whole, status, copies)
 
 
 # ---------------------------------------------------------------------- public
@@ -246,16 +219,16 @@ def sparse_all_reduce(
     name = "sparse_all_reduce"
     several = isinstance(tensor, (list, tuple))
     given: list[Any] = list(tensor) if several else [tensor]
-    context = _context(ctx, group, name, given, [None] * len(given))
+    context = _context(ctx, group, name)
 
     def prepare() -> list[Rows]:
         names = [f"tensor[{i}]" for i in range(len(given))] if several else ["tensor"]
         return [rows_of_tensor(one, context.device, called) for one, called in zip(given, names, strict=True)]
 
-    with _calling(context, name, prepare, op, algorithm, **_facts("shape", tensor)) as calls:
-        results = _results_of(calls, lambda rows, more: _run(name, context, rows, op, algorithm, copy or more))
+    run = partial(_run, copy=copy)
+    results = _reduce(context, name, prepare, op, algorithm, run, lambda: _facts("shape", tensor))
     made: Any = [
-        torch.sparse_coo_tensor(ids.unsqueeze(0), values, one.shape, is_coalesced=True, check_invariants=False)
+        torch.sparse_coo_tensor(ids, values, one.shape, is_coalesced=True, check_invariants=False)
         for (ids, values), one in zip(results, given, strict=True)
     ]
     return made if several else made[0]
@@ -293,42 +266,16 @@ def sparse_all_reduce_rows(
         As :func:`sparse_all_reduce`.
     """
     name = "sparse_all_reduce_rows"
-    context = _context(ctx, group, name, [values], [num_rows])
+    context = _context(ctx, group, name)
 
     def prepare() -> list[Rows]:
         return [rows_of_pair(indices, values, num_rows, coalesced, context.device)]
 
-    facts = _facts("row_shape", values, 1) | {"num_rows": num_rows}
-    with _calling(context, name, prepare, op, algorithm, **facts) as calls:
-        ((_, rows),) = calls
-        (result,) = _run(name, context, rows, op, algorithm, copy)
-    return result
+    def facts() -> dict[str, Any]:
+        return _facts("row_shape", values, 1) | {"num_rows": num_rows}
 
-
-@overload
-def sparse_all_reduce_padded(
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    num_rows: int,
-    op: str | torch.distributed.ReduceOp = "sum",
-    *,
-    ctx: SparseContext,
-    coalesced: bool = False,
-    algorithm: str = "auto",
-) -> PaddedRows: ...
-
-
-@overload
-def sparse_all_reduce_padded(
-    indices: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    num_rows: Sequence[int],
-    op: str | torch.distributed.ReduceOp = "sum",
-    *,
-    ctx: SparseContext,
-    coalesced: bool = False,
-    algorithm: str = "auto",
-) -> list[PaddedRows]: ...
+    ((found, rows),) = _reduce(context, name, prepare, op, algorithm, partial(_run, copy=copy), facts)
+    return found.view(-1), rows
 
 
 def sparse_all_reduce_padded(
@@ -340,16 +287,15 @@ def sparse_all_reduce_padded(
     ctx: SparseContext,
     coalesced: bool = False,
     algorithm: str = "auto",
-) -> PaddedRows | list[PaddedRows]:
+) -> Any:
     """``[n], [n, ...] -> [max_union_rows], [max_union_rows, ...], [1]``: the form of fixed size, for CUDA graphs.
 
     As :func:`sparse_all_reduce_rows`, with no synchronisation at all: the results have the context's capacity. After
     one eager call with tensors of the same dtype and row shape it can be captured; indices and values may change from
-    replay to replay, their number not. Lists of ``indices``, ``values`` and ``num_rows`` are several tensors.
+    replay to replay, their number not.
 
     What only the lists of all ranks show (too many rows, indices out of range, other arguments on other ranks) gives 0
-    rows on every rank, and so does a wait that has expired on the rank where it has; :meth:`SparseContext.check` then
-    raises it.
+    rows, and so does an expired wait; :meth:`SparseContext.check` then raises it.
 
     >>> with tdcoll.SparseContext(max_rows_per_rank=2, max_row_bytes=4) as ctx:
     ...     ids = torch.tensor([tdcoll.rank(), 2])
@@ -358,13 +304,14 @@ def sparse_all_reduce_padded(
     tensor([3])
 
     Args:
+        indices, values, num_rows: as for :func:`sparse_all_reduce_rows`, or lists of them, for several tensors.
         ctx: a :class:`SparseContext`. It does not grow here.
         algorithm: ``"owner"``, ``"gather"`` or ``"auto"``, which does not choose ``"dense"`` here.
         Others: as for :func:`sparse_all_reduce_rows`.
 
     Returns:
-        :class:`PaddedRows`, or a list of them. The values of one tensor may be a view of symmetric memory, valid until
-        the next call on the context.
+        :class:`PaddedRows`, or a list of them if lists are given. The values of one tensor may be a view of symmetric
+        memory, valid until the next call on the context.
 
     Raises:
         As :func:`sparse_all_reduce`; and ContextError for the first call of its kind while a graph is captured.
@@ -388,41 +335,41 @@ def sparse_all_reduce_padded(
         ]
         if algorithm == "dense":
             raise ValueError("algorithm must be 'owner', 'gather' or 'auto' in sparse_all_reduce_padded; got 'dense'")
-        if error := ctx.excess(name, row_bytes=max((part.row_bytes for part in parts), default=0)):
+        widest = max((part.table[1].numel() * part.values.dtype.itemsize for part in parts), default=0)
+        if error := ctx.excess(name, row_bytes=widest):
             raise error
         return parts
 
-    facts = _facts("row_shape", values, 1) | {"num_rows": num_rows}
-    with _calling(ctx, name, prepare, op, algorithm, **facts) as calls:
-        results = _results_of(calls, lambda rows, more: _run_padded(name, ctx, rows, op, algorithm, more))
+    def facts() -> dict[str, Any]:
+        return _facts("row_shape", values, 1) | {"num_rows": num_rows}
+
+    results = _reduce(ctx, name, prepare, op, algorithm, _run_padded, facts)
     return results if several else results[0]
 
 
 def _run_padded(
-    operation: str, ctx: SparseContext, rows: Joined, op: Any, algorithm: str, copies: bool
+    ctx: SparseContext, operation: str, rows: Joined, op: str, algorithm: str, more: bool
 ) -> list[PaddedRows]:
-    """The padded results of each tensor. ``copies``: the next call uses the context's memory at once."""
+    """The padded results of each tensor; ``more`` as for :func:`_run`."""
     call, tables, most = SparseCall(ctx, rows, op, algorithm), len(rows.parts), ctx.max_union_rows
     pieces = not rows.coalesced and rows.n > kernels_values.PIECE.value
-    kernels = operation, call.variant, call.op, call.algorithm, rows.coalesced, pieces, tables
-    if kernels not in ctx.tables:
-        outside_of_graphs(ctx, operation)
-        ctx.tables[kernels] = True
+    kernels = operation, call.variant, op, call.algorithm, rows.coalesced, pieces, tables
+    on_device(ctx, operation, kernels, lambda: True)
     ids = torch.empty(tables, most, dtype=torch.int64, device=ctx.device)
     counts = torch.empty(tables, 1, dtype=torch.int64, device=ctx.device)
     call.match()
     out = call.move()
-    sizes = [most * part.elements for part in rows.parts]
+    sizes = [most * shape.numel() for _, shape in rows.tables]
     padded = out if rows.single else torch.empty(sum(sizes), dtype=rows.dtype, device=ctx.device)
     call.launch(
         kernels_merge.pad,
         (call.workers(-(-most // call.kind.tiles.rows)), tables),
         indices=ids, values=padded, count=counts, out=out, remembered=ctx.remembered,
     )  # fmt: skip
-    if copies and rows.single:
+    if more and rows.single:
         padded = padded.clone()
     values = padded.view(-1).split(sizes)
     return [
-        PaddedRows(own, part.view(most, *of.shape), count)
-        for own, part, count, of in zip(ids, values, counts, rows.parts, strict=True)
+        PaddedRows(own, part.view(most, *shape), count)
+        for own, part, count, (_, shape) in zip(ids, values, counts, rows.tables, strict=True)
     ]

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to sum sparse rows: pure functions of facts that are the same on every rank.
-
-Two ranks that choose differently wait for signals that no rank sends, so the choice sees the context's capacities and
-the topology; never the rank, its own number of rows, the clock or the device.
-"""
+"""How to sum sparse rows: pure functions of the context's capacities and the topology, which all ranks share."""
 
 from __future__ import annotations
 

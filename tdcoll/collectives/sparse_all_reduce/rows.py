@@ -1,134 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one rank in a sparse all-reduce, checked: those of one tensor, and of all tensors of a call."""
+"""The rows of one rank in a sparse all-reduce, checked: those of one tensor, and of all tensors of a call.
+
+A call has dozens of tensors, and a PyTorch operation takes the host microseconds. This module therefore makes two for
+each COO tensor, which give its indices and values, and as few attributes of tensors as possible are asked for.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import torch
 
 from tdcoll.base import arguments
 from tdcoll.primitives.reduce import ACCUMULATORS
 
-__all__ = ["DTYPES", "Joined", "Rows", "rows_of_pair", "rows_of_tensor"]
+__all__ = ["DTYPES", "Joined", "Rows", "joined", "rows_of_pair", "rows_of_tensor"]
 
 DTYPES = tuple(dtype for dtype in ACCUMULATORS if dtype.itemsize > 1)
 """Dtypes of rows that can be reduced."""
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """One tensor of one rank's part of a call, checked.
 
     Attributes:
-        indices: int64 ``[n]``, contiguous.
-        values: ``[n, elements]``, contiguous.
-        num_rows: of the table.
-        shape: of a row.
+        indices: int64, ``[n]`` or ``[1, n]``, contiguous.
+        values: ``[n, *shape]``, contiguous.
+        table: the number of rows of the table, and the shape of a row.
         coalesced: indices are ascending and different.
     """
 
     indices: torch.Tensor
     values: torch.Tensor
-    num_rows: int
-    shape: tuple[int, ...]
+    table: tuple[int, torch.Size]
     coalesced: bool
 
-    @property
-    def elements(self) -> int:
-        return self.values.shape[1]
 
-    @property
-    def row_bytes(self) -> int:
-        return self.elements * self.values.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class Joined:
     """One rank's part of a call: tensors of one dtype, whose tables follow each other in one space of ids.
 
+    Args:
+        given: all tensors of the call.
+        order: the places of these among them; at least one.
+
     Attributes:
-        parts: the tensors, in the order that all ranks give them in; at least one.
+        order, parts: the places, and the tensors, in the same order on all ranks. Shapes of rows follow each other.
+        tables: of each tensor, see :class:`Rows`.
+        n: entries of all tensors; ``begins``: where those of each begin, and ``n``.
+        ids, values: addresses of each tensor's indices and values.
+        coalesced: all tensors are.
 
     Raises:
         ValueError: they have too many rows together.
     """
 
-    parts: tuple[Rows, ...]
-
-    def __post_init__(self) -> None:
+    def __init__(self, given: Sequence[Rows], order: tuple[int, ...]) -> None:
+        self.order, self.single = order, len(order) == 1
+        self.parts = parts = [given[place] for place in order]
+        self.dtype = parts[0].values.dtype
+        self.tables = tuple([part.table for part in parts])
+        self.begins = list(accumulate([part.indices.shape[-1] for part in parts], initial=0))
+        self.n = self.begins[-1]
+        self.coalesced = all(part.coalesced for part in parts)
+        self.ids = [part.indices.data_ptr() for part in parts]
+        self.values = [part.values.data_ptr() for part in parts]
         if self.n >= 1 << 31:
             raise ValueError(f"a rank must bring fewer than 2**31 rows, got {self.n}")
-        if self.num_rows >= 1 << 62:
-            raise ValueError(f"num_rows must be below 2**62, of all tables together; got {self.num_rows}")
+        if (num_rows := sum([rows for rows, _ in self.tables])) >= 1 << 62:
+            raise ValueError(f"num_rows must be below 2**62, of all tables together; got {num_rows}")
 
-    @property
-    def single(self) -> bool:
-        return len(self.parts) == 1
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0].values.dtype
-
-    @cached_property
-    def tables(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The number of rows and the shape of a row of each table, which are the same on all ranks."""
-        return tuple((part.num_rows, part.shape) for part in self.parts)
-
-    @cached_property
-    def firsts(self) -> tuple[int, ...]:
-        """Id of the first row of each table, and the number of all rows."""
-        return tuple(accumulate((part.num_rows for part in self.parts), initial=0))
-
-    @cached_property
-    def begins(self) -> tuple[int, ...]:
-        """Where the entries of each tensor begin among those of all, and how many there are."""
-        return tuple(accumulate((part.indices.shape[0] for part in self.parts), initial=0))
-
-    @property
-    def num_rows(self) -> int:
-        return self.firsts[-1]
-
-    @property
-    def n(self) -> int:
-        return self.begins[-1]
-
-    @cached_property
-    def coalesced(self) -> bool:
-        return all(part.coalesced for part in self.parts)
-
-    @cached_property
-    def elements(self) -> int:
-        """Elements of the widest row, the distance from one row to the next where they are reduced."""
-        return max(part.elements for part in self.parts)
-
-    @property
-    def row_bytes(self) -> int:
-        return self.elements * self.dtype.itemsize
-
-    @cached_property
-    def aligned(self) -> int:
-        """Elements in 16 bytes if all rows begin at a multiple of them, else 1."""
-        begins = all(part.values.data_ptr() % 16 == 0 and part.row_bytes % 16 == 0 for part in self.parts)
-        return 16 // self.dtype.itemsize if begins else 1
+def joined(given: Sequence[Rows]) -> list[Joined]:
+    """The calls of several tensors: for each dtype those of it, in the order in which dtypes and shapes appear."""
+    kinds: dict[torch.dtype, dict[torch.Size, list[int]]] = {}
+    for place, part in enumerate(given):
+        kinds.setdefault(part.values.dtype, {}).setdefault(part.table[1], []).append(place)
+    return [Joined(given, tuple(chain(*shapes.values()))) for shapes in kinds.values()]
 
 
 def rows_of_tensor(tensor: Any, device: torch.device, name: str = "tensor") -> Rows:
-    arguments.tensor(name, tensor)
-    if tensor.layout != torch.sparse_coo:
+    if not isinstance(tensor, torch.Tensor):
+        arguments.tensor(name, tensor)
+    if tensor.layout is not torch.sparse_coo:
         raise ValueError(
             f"{name} must have the layout torch.sparse_coo, got {tensor.layout}. tdcoll.all_reduce takes dense tensors"
         )
-    if tensor.sparse_dim() != 1:
-        raise ValueError(
-            f"{name} must have one sparse dimension, the rows; got {tensor.sparse_dim()} of shape {list(tensor.shape)}"
-        )
     # The parts of a tensor that is not coalesced can be had by these names only.
-    indices, values = tensor.detach()._indices()[0], tensor.detach()._values()
-    return _flat_rows(name, indices, values, tensor.shape[0], tensor.is_coalesced(), device)
+    indices, values = tensor._indices(), tensor._values()
+    if (dims := indices.shape[0]) != 1:
+        raise ValueError(f"{name} must have one sparse dimension, the rows; got {dims} of shape {list(tensor.shape)}")
+    return _checked(name, indices, values, tensor.shape[0], tensor.is_coalesced(), device)
 
 
 def rows_of_pair(
@@ -138,7 +101,7 @@ def rows_of_pair(
     for name, given in (("indices", indices), ("values", values)):
         name += place
         arguments.tensor(name, given)
-        if given.layout != torch.strided:
+        if given.layout is not torch.strided:
             raise ValueError(f"{name} must be a dense tensor, got the layout {given.layout}")
     arguments.whole(f"num_rows{place}", num_rows, 0)
     if indices.dtype != torch.int64 or indices.dim() != 1 or indices.device != device:
@@ -150,10 +113,10 @@ def rows_of_pair(
         raise ValueError(
             f"values{place} must have a row for each of the {indices.shape[0]} indices; got shape {list(values.shape)}"
         )
-    return _flat_rows(f"values{place}", indices.detach(), values.detach(), num_rows, bool(coalesced), device)
+    return _checked(f"values{place}", indices, values, num_rows, bool(coalesced), device)
 
 
-def _flat_rows(
+def _checked(
     name: str, indices: torch.Tensor, values: torch.Tensor, num_rows: int, coalesced: bool, device: torch.device
 ) -> Rows:
     """Rows whose values are of the argument ``name``."""
@@ -162,7 +125,8 @@ def _flat_rows(
         raise TypeError(f"{name} must have one of the dtypes {allowed}; got {values.dtype}")
     if values.device != device:
         raise ValueError(f"{name} must be on {device}, where the context is; got {values.device}")
-    shape = tuple(values.shape[1:])
-    values = values.contiguous().resolve_neg()  # kernels read the bytes
-    flat = values.view(values.shape[0], values.shape[1:].numel())
-    return Rows(indices.contiguous(), flat, num_rows, shape, coalesced)
+    if not values.is_contiguous() or values.is_neg():  # kernels read the bytes
+        values = values.detach().contiguous().resolve_neg()
+    if not indices.is_contiguous():
+        indices = indices.contiguous()
+    return Rows(indices, values, (num_rows, values.shape[1:]), coalesced)

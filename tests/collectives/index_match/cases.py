@@ -13,11 +13,13 @@ import torch
 import triton.language as tl
 
 import tdcoll
+from tdcoll.calls.launch import Launcher
 from tdcoll.collectives.index_match import Directory, kernels, op
 from tdcoll.testing import World
 
 SIGNATURE = 0x7D00C011
 METHODS = ("bitmap", "search")
+CPU = torch.device("cpu")
 FILL = -77
 """What memory holds before anything is written to it."""
 
@@ -72,7 +74,29 @@ def pack(
     return packed
 
 
-# ---------------------------------------------------------------------- asking a directory
+# ---------------------------------------------------------------------- making and asking a directory
+
+
+def directory_of(
+    method: str, world: int, capacity: int, num_rows: int, max_union: int, device: torch.device = CPU
+) -> Directory:
+    """A directory of one kind, whatever the policy says."""
+    made = Directory(world, capacity, max_union, device, Launcher())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "searches", lambda *_: method == "search")
+        made.prepare(num_rows)
+    return made
+
+
+@tdcoll.jit
+def clear(target, size: tl.int64, status, progress, BLOCK: tl.constexpr):
+    kernels.wipe(tl.program_id(0), target, size, status, progress, BLOCK)
+
+
+def cleared_and_built(directory: Directory, packed: torch.Tensor) -> None:
+    """Two launches; the first is a part of the caller's in real calls."""
+    clear[(max(1, -(-directory.to_clear[1] // 64)),)](*directory.to_clear, 64)
+    directory.build(packed, SIGNATURE)
 
 
 @tdcoll.jit
@@ -134,7 +158,7 @@ def answers(directory: Directory, packed: torch.Tensor, asked: Ids) -> Answers:
     """Build, look at the guards, and ask for some ids, each as part of a block, and some as scalars."""
     guarded = _guard(directory)
     before = packed.clone()
-    directory.build(packed, SIGNATURE)
+    cleared_and_built(directory, packed)
     assert torch.equal(packed, before), "the lists were written to"
     for name, whole in guarded.items():
         outside = torch.cat((whole[:GUARD], whole[-GUARD:]))
@@ -166,7 +190,7 @@ def build(
     """What a new directory of some lists says."""
     capacity = max(1, *map(len, lists)) if capacity is None else capacity
     max_union = len(lists) * capacity if max_union is None else max_union
-    directory = Directory(len(lists), capacity, num_rows, max_union, "cpu", method)
+    directory = directory_of(method, len(lists), capacity, num_rows, max_union)
     return answers(directory, pack(lists, capacity, counts, signatures), asked)
 
 

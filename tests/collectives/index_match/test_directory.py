@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tdcoll.calls.launch import Launcher
 from tdcoll.collectives.index_match import Directory, kernels
 
 from .cases import (
@@ -22,6 +23,8 @@ from .cases import (
     check_not_sorted_and_unique,
     check_out_of_range,
     check_valid,
+    cleared_and_built,
+    directory_of,
     in_world,
     pack,
     places,
@@ -100,7 +103,6 @@ def test_huge_index_spaces_are_searched(num_rows: int) -> None:
     common = [0, num_rows // 2, num_rows - 1]
     lists = [sorted({*common, *(random.randrange(num_rows) for _ in range(20))}) for _ in range(3)]
     in_world(lambda: check_valid("search", lists, num_rows))
-    assert Directory(3, 23, num_rows, 69, "cpu").search
 
 
 @both
@@ -122,7 +124,7 @@ def test_the_methods_write_the_same_bits() -> None:
 
 @both
 def test_nothing_is_left_of_the_build_before(method: str) -> None:
-    directory = Directory(2, 20, 500, 40, "cpu", method)
+    directory = directory_of(method, 2, 20, 500, 40)
 
     def builds() -> None:
         for lists in ([list(range(0, 400, 20)), [399, 499]], [[], []], [[5], [5, 6]]):
@@ -133,41 +135,28 @@ def test_nothing_is_left_of_the_build_before(method: str) -> None:
     in_world(builds)
 
 
-@both
-def test_one_directory_serves_tables_of_several_sizes(method: str) -> None:
-    directory = Directory(2, 8, 64, 16, "cpu", method)
-    pointers = []
+def test_one_directory_serves_tables_of_several_sizes() -> None:
+    """By both methods, in the same memory where that is large enough."""
+    directory = Directory(2, 8, 16, torch.device("cpu"), Launcher())
+    pointers: dict[bool, list[int]] = {False: [], True: []}
 
     def builds() -> None:
-        for num_rows in (64, 1000, 33, 1000, 1):
+        for num_rows in (1000, 64, 1 << 40, 33, 1000, 1 << 50, 1):
             directory.prepare(num_rows)
-            pointers.append(directory.entries.data_ptr())
+            assert directory.search is (num_rows > 1 << 30)
+            pointers[directory.search].append(directory.entries.data_ptr())
             lists = [[0], sorted({0, num_rows // 3, num_rows - 1})]
-            directory.build(pack(lists, 8), SIGNATURE)
+            cleared_and_built(directory, pack(lists, 8))
             union = directory.union[: int(directory.status[kernels.UNION.value])]
             assert union.tolist() == sorted({*lists[0], *lists[1]})
             assert int(directory.status[kernels.BAD_RANGE.value]) == 0
 
     in_world(builds)
-    assert len(set(pointers[1:])) == 1, "a smaller or equal table needs no new memory"
-
-
-def test_auto_changes_the_method_with_the_table() -> None:
-    directory = Directory(2, 100, 1000, 200, "cpu")
-    lists = [[1, 7, 900], [7]]
-
-    def builds() -> None:
-        for num_rows, search in ((1000, False), (1 << 40, True), (1000, False)):
-            directory.prepare(num_rows)
-            directory.build(pack(lists, 100), SIGNATURE)
-            assert directory.search is search
-            assert directory.union[:3].tolist() == [1, 7, 900]
-
-    in_world(builds)
+    assert all(len(set(found)) == 1 for found in pointers.values()), "a smaller or equal table needs no new memory"
 
 
 def test_memory_of_captured_graphs_is_kept() -> None:
-    directory = Directory(2, 8, 64, 16, "cpu", "bitmap")
+    directory = directory_of("bitmap", 2, 8, 64, 16)
     before = directory.entries.data_ptr()
     directory._captured = True
     directory.prepare(10_000)
@@ -225,37 +214,3 @@ def test_garbage_stays_in_bounds(method: str, lists: list[list[int]], counts: in
     assert all(0 <= x < 64 for x in got.union)
     assert all(-1 <= place < 12 for found in got.found for place in found)
     assert all(-1 <= place < room for place in got.in_union)
-
-
-# ---------------------------------------------------------------------- the host's checks
-
-
-def test_arguments_of_a_directory() -> None:
-    for arguments, words in (
-        ((0, 8, 64, 16, "cpu"), "world must be at least 1"),
-        ((2, 0, 64, 16, "cpu"), "capacity must be at least 1"),
-        ((2, 8, 64, 0, "cpu"), "max_union must be at least 1"),
-        ((2, 8, -1, 16, "cpu"), "num_rows must be"),
-        ((2, 1 << 30, 64, 16, "cpu"), "at most"),
-        ((2, 8, 64, 1 << 31, "cpu"), "at most"),
-        ((2, 8, 64, 16, "cpu", "hash"), "method must be one of auto, bitmap, search"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            Directory(*arguments)
-    with pytest.raises(TypeError, match="capacity must be an int"):
-        Directory(2, 8.0, 64, 16, "cpu")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "lists",
-    [
-        torch.zeros(3, 12, dtype=torch.int64),
-        torch.zeros(2, 11, dtype=torch.int64),
-        torch.zeros(2, 12, dtype=torch.int32),
-        torch.zeros(12, 2, dtype=torch.int64).T,
-        torch.zeros(24, dtype=torch.int64),
-    ],
-)
-def test_lists_of_another_kind_are_refused(lists: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"lists must be int64 \[2, 12 or more\]"):
-        Directory(2, 8, 64, 16, "cpu").build(lists, 0)

@@ -23,15 +23,9 @@ def test_checks_work() -> None:
     assert [note.split(":")[0] for note in notes] == ["bitmap", "search"] * len(on_device.CASES)
 
 
-def test_a_wrong_union_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = on_device.match_lists
-
-    def wrong(*arguments, **options):
-        match = real(*arguments, **options)
-        match.union[1] += 1
-        return match
-
-    monkeypatch.setattr(on_device, "match_lists", wrong)
+def test_a_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = on_device.match_indices
+    monkeypatch.setattr(on_device, "match_indices", lambda *lists: real(*lists).clamp(max=5))
     with pytest.raises(AssertionError):
         World(1).run(lambda pe: on_device.matches_torch())
 
@@ -44,4 +38,4 @@ def test_on_a_gpu() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [json.loads(line)["check"] for line in done.stdout.splitlines()] == list(on_device.CHECKS)
+    assert json.loads(done.stdout)["ok"]

@@ -181,7 +181,8 @@ MUTANTS = (
     ),
     ONE(
         "tables: a table begins in the union where the one before it has its last row",
-        Change("index_match.kernels.below", "((found < ids) & (place < size))", "(found < found)"), BAD_LISTS, LISTS,
+        Change("index_match.kernels.below", "((found < ids) & (place < size))", "(found < found)"),
+        f"{BAD_LISTS}|RuntimeError: split_with_sizes", LISTS,
     ),
     THREE(
         "tables: the order of nodes is that of ids of all tables",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
@@ -39,27 +40,25 @@ def test_more_rows_than_fit_is_an_error_on_all_ranks(algorithm: str, ranks_per_n
 
 
 @pytest.mark.parametrize("algorithm", ["owner", "gather"])
-def test_a_larger_union_than_fits_is_an_error_on_all_ranks(algorithm: str) -> None:
-    def host(pe: int) -> None:
-        ids = [10 * pe + i for i in range(4)]
-        text = r"^sparse_all_reduce_rows: the ranks bring 12 different rows together, .* 11; .*max_union_rows=12 or"
-        # Rows that are small in memory for larger ones leave gather its room.
-        with make(max_rows_per_rank=4, max_row_bytes=256, max_union_rows=11) as ctx:
-            values = rows_of(pe, ids)
+@on_ranks(N)
+def test_a_larger_union_than_fits_is_an_error_on_all_ranks(pe: int, algorithm: str) -> None:
+    ids = [10 * pe + i for i in range(4)]
+    text = r"^sparse_all_reduce_rows: the ranks bring 12 different rows together, .* 11; .*max_union_rows=12 or"
+    # Rows that are small in memory for larger ones leave gather its room.
+    with make(max_rows_per_rank=4, max_row_bytes=256, max_union_rows=11) as ctx:
+        values = rows_of(pe, ids)
 
-            def call() -> Any:
-                return tdcoll.sparse_all_reduce_rows(torch.tensor(ids), values, ROWS, ctx=ctx, algorithm=algorithm)
+        def call() -> Any:
+            return tdcoll.sparse_all_reduce_rows(torch.tensor(ids), values, ROWS, ctx=ctx, algorithm=algorithm)
 
-            if algorithm == "owner":
-                refused_everywhere(ctx, tdcoll.ContextError, text, call)
-            else:  # gather's rows do travel with the ids
-                with pytest.raises(tdcoll.ContextError, match=text):
-                    call()
-            got = tdcoll.sparse_all_reduce(sparse(ids[:3], values[:3]), ctx=ctx, algorithm=algorithm)
-            wanted = total([sparse([10 * r + i for i in range(3)], rows_of(r, ids)[:3]) for r in range(N)])
-            assert same(got, wanted)
-
-    everywhere(host)
+        if algorithm == "owner":
+            refused_everywhere(ctx, tdcoll.ContextError, text, call)
+        else:  # gather's rows do travel with the ids
+            with pytest.raises(tdcoll.ContextError, match=text):
+                call()
+        got = tdcoll.sparse_all_reduce(sparse(ids[:3], values[:3]), ctx=ctx, algorithm=algorithm)
+        wanted = total([sparse([10 * r + i for i in range(3)], rows_of(r, ids)[:3]) for r in range(N)])
+        assert same(got, wanted)
 
 
 @pytest.mark.parametrize("loads", [False, True])
@@ -85,85 +84,74 @@ def test_rows_that_are_too_long(loads: bool, monkeypatch: pytest.MonkeyPatch) ->
     everywhere(host, 2)
 
 
-def test_exactly_full() -> None:
-    def host(pe: int) -> None:
-        with make(max_rows_per_rank=6, max_row_bytes=16, max_union_rows=12) as ctx:
-            used = tdcoll.heap_info()
-            for algorithm in ("owner", "auto"):
-                ids = [20 * pe + i for i in range(6)]
-                got = tdcoll.sparse_all_reduce(sparse(ids, rows_of(pe, ids)), ctx=ctx, algorithm=algorithm)
-                assert same(got, total([sparse([20 * r + i for i in range(6)], rows_of(r, ids)) for r in range(2)]))
-            assert tdcoll.heap_info() == used
-
-    everywhere(host, 2)
+@on_ranks(2)
+def test_exactly_full(pe: int) -> None:
+    with make(max_rows_per_rank=6, max_row_bytes=16, max_union_rows=12) as ctx:
+        used = tdcoll.heap_info()
+        for algorithm in ("owner", "auto"):
+            ids = [20 * pe + i for i in range(6)]
+            got = tdcoll.sparse_all_reduce(sparse(ids, rows_of(pe, ids)), ctx=ctx, algorithm=algorithm)
+            assert same(got, total([sparse([20 * r + i for i in range(6)], rows_of(r, ids)) for r in range(2)]))
+        assert tdcoll.heap_info() == used
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "owner", "gather"])
-def test_growing(algorithm: str) -> None:
+@on_ranks(N)
+def test_growing(pe: int, algorithm: str) -> None:
     """On all ranks, several times, by rows of one rank, by the union, by the row; results made before stay."""
-
-    def host(pe: int) -> None:
-        before = tdcoll.heap_info()
-        with make(max_rows_per_rank=2, max_row_bytes=4, max_union_rows=2, grow=True) as ctx:
-            kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-            seen = {(2, 4, 2)}
-            for call, (counts, width) in enumerate(
-                (((1, 1, 1), 1), ((2, 2, 2), 1), ((2, 9, 1), 1), ((2, 1, 3), 6), ((12, 3, 30), 6), ((1, 1, 1), 2))
-            ):
-                parts = [mine(rank, call, counts[rank], (width,)) for rank in range(N)]
-                got = tdcoll.sparse_all_reduce(parts[pe], ctx=ctx, algorithm=algorithm)
-                kept.append((got, total(parts)))
-                seen.add((ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows))
-                assert ctx.max_rows_per_rank >= max(counts)
-                assert ctx.max_row_bytes >= 4 * width
-                assert ctx.max_union_rows >= kept[-1][1]._nnz()
-                assert all(same(result, wanted) for result, wanted in kept)
-            assert len(seen) >= 4, seen
-            facts = (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows)
-            assert len(set(runtime.current().exchange(range(N), "facts", facts))) == 1
-            used = tdcoll.heap_info().used - before.used
-            assert used <= symmetric_bytes(N, *facts), "what was outgrown is given back"
-        assert tdcoll.heap_info() == before
-
-    everywhere(host)
+    before = tdcoll.heap_info()
+    with make(max_rows_per_rank=2, max_row_bytes=4, max_union_rows=2, grow=True) as ctx:
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        seen = {(2, 4, 2)}
+        for call, (counts, width) in enumerate(
+            (((1, 1, 1), 1), ((2, 2, 2), 1), ((2, 9, 1), 1), ((2, 1, 3), 6), ((12, 3, 30), 6), ((1, 1, 1), 2))
+        ):
+            parts = [mine(rank, call, counts[rank], (width,)) for rank in range(N)]
+            got = tdcoll.sparse_all_reduce(parts[pe], ctx=ctx, algorithm=algorithm)
+            kept.append((got, total(parts)))
+            seen.add((ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows))
+            assert ctx.max_rows_per_rank >= max(counts)
+            assert ctx.max_row_bytes >= 4 * width
+            assert ctx.max_union_rows >= kept[-1][1]._nnz()
+            assert all(same(result, wanted) for result, wanted in kept)
+        assert len(seen) >= 4, seen
+        facts = (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows)
+        assert len(set(runtime.current().exchange(range(N), "facts", facts))) == 1
+        used = tdcoll.heap_info().used - before.used
+        assert used <= symmetric_bytes(N, *facts), "what was outgrown is given back"
+    assert tdcoll.heap_info() == before
 
 
-def test_growing_on_several_nodes_in_debug_mode() -> None:
-    def host(pe: int) -> None:
-        with make(max_rows_per_rank=1, max_row_bytes=4, grow=True, debug=True) as ctx:
-            for call in range(3):
-                reduce_and_compare(ctx, call, 4 + 3 * call, algorithm="owner")
-
-    everywhere(host, 4, ranks_per_node=2)
+@on_ranks(4, ranks_per_node=2)
+def test_growing_on_several_nodes_in_debug_mode(pe: int) -> None:
+    with make(max_rows_per_rank=1, max_row_bytes=4, grow=True, debug=True) as ctx:
+        for call in range(3):
+            reduce_and_compare(ctx, call, 4 + 3 * call, algorithm="owner")
 
 
-def test_growing_beyond_the_heap_leaves_the_context_as_it_was() -> None:
-    def host(pe: int) -> None:
-        with make(max_rows_per_rank=8, grow=True) as ctx:
+@on_ranks(2, heap_bytes=256 << 10)
+def test_growing_beyond_the_heap_leaves_the_context_as_it_was(pe: int) -> None:
+    with make(max_rows_per_rank=8, grow=True) as ctx:
+        reduce_and_compare(ctx)
+        before, facts = tdcoll.heap_info(), (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows)
+        many = list(range(3000 if pe == 1 else 3))
+        long = mine(pe, 0, 2, (1 << 16,))
+        for part in (sparse(many, rows_of(pe, many), 5000), long):
+            with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
+                tdcoll.sparse_all_reduce(part, ctx=ctx)
+            assert tdcoll.heap_info() == before
+            assert facts == (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows)
             reduce_and_compare(ctx)
-            before, facts = tdcoll.heap_info(), (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows)
-            many = list(range(3000 if pe == 1 else 3))
-            long = mine(pe, 0, 2, (1 << 16,))
-            for part in (sparse(many, rows_of(pe, many), 5000), long):
-                with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
-                    tdcoll.sparse_all_reduce(part, ctx=ctx)
-                assert tdcoll.heap_info() == before
-                assert facts == (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows)
-                reduce_and_compare(ctx)
-            reduce_and_compare(ctx, 1, 12)  # it still grows as far as it can
-
-    everywhere(host, 2, heap_bytes=256 << 10)
+        reduce_and_compare(ctx, 1, 12)  # it still grows as far as it can
 
 
-def test_memory_that_a_graph_uses_does_not_move() -> None:
-    def host(pe: int) -> None:
-        with make(grow=True) as ctx:
-            ctx.captured = True  # as a call under capture would leave it
-            area = ctx.area.data_ptr()
-            for part in (mine(pe, 0, 20), mine(pe, 0, 3, (30,))):
-                with pytest.raises(tdcoll.ContextError, match=r"cannot grow after a call was captured.*make it larger"):
-                    tdcoll.sparse_all_reduce(part, ctx=ctx)
-            reduce_and_compare(ctx)
-            assert ctx.area.data_ptr() == area
-
-    everywhere(host, 2)
+@on_ranks(2)
+def test_memory_that_a_graph_uses_does_not_move(pe: int) -> None:
+    with make(grow=True) as ctx:
+        ctx.captured = True  # as a call under capture would leave it
+        area = ctx.area.data_ptr()
+        for part in (mine(pe, 0, 20), mine(pe, 0, 3, (30,))):
+            with pytest.raises(tdcoll.ContextError, match=r"cannot grow after a call was captured.*make it larger"):
+                tdcoll.sparse_all_reduce(part, ctx=ctx)
+        reduce_and_compare(ctx)
+        assert ctx.area.data_ptr() == area

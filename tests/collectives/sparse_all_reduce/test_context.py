@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
@@ -14,7 +15,7 @@ from tdcoll.collectives.sparse_all_reduce import call as call_module
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.runtime.heap import Arena
 
-from .calls import ROWS, everywhere, ids_of, make, mine, reduce_and_compare, rows_of, same, total
+from .calls import ROWS, N, everywhere, ids_of, make, mine, reduce_and_compare, rows_of, same, total
 
 
 @pytest.mark.parametrize("algorithm", ["owner", "gather"])
@@ -37,25 +38,23 @@ def test_fewer_blocks_do_the_same_work(algorithm: str, monkeypatch: pytest.Monke
     assert launched <= {1, 2}
 
 
-def test_facts() -> None:
-    def host(pe: int) -> None:
-        with make(max_union_rows=40) as ctx:
-            assert (ctx.rank, ctx.world_size) == (pe, 4)
-            assert (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows) == (16, 64, 40)
-            assert ctx.topology == tdcoll.topology()
-            assert ctx.device == tdcoll.device()
-            assert (ctx.grow, ctx.debug, ctx.closed) == (False, False, False)
-            assert repr(ctx) == (
-                f"<SparseContext rank {pe}, 4 rank(s) on 2 node(s) (2 + 2), 16 rows of 64 bytes per rank, 40 together>"
-            )
-            reduce_and_compare(ctx)
-        assert ctx.closed
-        assert repr(ctx).endswith("closed>")
-        with make(grow=True) as ctx:
-            assert ctx.max_union_rows == 4 * 16
-            assert repr(ctx).endswith("64 together, grows>")
-
-    everywhere(host, 4, ranks_per_node=2)
+@on_ranks(4, ranks_per_node=2)
+def test_facts(pe: int) -> None:
+    with make(max_union_rows=40) as ctx:
+        assert (ctx.rank, ctx.world_size) == (pe, 4)
+        assert (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows) == (16, 64, 40)
+        assert ctx.topology == tdcoll.topology()
+        assert ctx.device == tdcoll.device()
+        assert (ctx.grow, ctx.debug, ctx.closed) == (False, False, False)
+        assert repr(ctx) == (
+            f"<SparseContext rank {pe}, 4 rank(s) on 2 node(s) (2 + 2), 16 rows of 64 bytes per rank, 40 together>"
+        )
+        reduce_and_compare(ctx)
+    assert ctx.closed
+    assert repr(ctx).endswith("closed>")
+    with make(grow=True) as ctx:
+        assert ctx.max_union_rows == 4 * 16
+        assert repr(ctx).endswith("64 together, grows>")
 
 
 @pytest.mark.parametrize(
@@ -82,43 +81,39 @@ def test_symmetric_memory(world: int, rows: int, row_bytes: int, union: int | No
 
 
 @pytest.mark.parametrize("row_bytes", [512, 2048])
-def test_no_call_takes_more_symmetric_memory(row_bytes: int) -> None:
-    def host(pe: int) -> None:
-        with make(max_row_bytes=row_bytes) as ctx:
-            used = tdcoll.heap_info()
-            for algorithm in ("auto", "owner", "gather"):
-                reduce_and_compare(ctx, algorithm=algorithm)
-                reduce_and_compare(ctx, 1, algorithm=algorithm, copy=False)
-                tdcoll.sparse_all_reduce_padded(
-                    torch.tensor(ids_of(pe)), rows_of(pe, ids_of(pe)), ROWS, ctx=ctx, algorithm=algorithm
-                )
-            assert tdcoll.heap_info() == used
-
-    everywhere(host, 2)
+@on_ranks(2)
+def test_no_call_takes_more_symmetric_memory(pe: int, row_bytes: int) -> None:
+    with make(max_row_bytes=row_bytes) as ctx:
+        used = tdcoll.heap_info()
+        for algorithm in ("auto", "owner", "gather"):
+            reduce_and_compare(ctx, algorithm=algorithm)
+            reduce_and_compare(ctx, 1, algorithm=algorithm, copy=False)
+            tdcoll.sparse_all_reduce_padded(
+                torch.tensor(ids_of(pe)), rows_of(pe, ids_of(pe)), ROWS, ctx=ctx, algorithm=algorithm
+            )
+        assert tdcoll.heap_info() == used
 
 
-def test_several_contexts_groups_and_shapes() -> None:
-    def host(pe: int) -> None:
-        everybody = [make(), make(max_union_rows=30)]
-        pair = [3, 1]
-        of_two = make(group=pair) if pe in pair else None
-        for call in range(2):
-            reduce_and_compare(everybody[call % 2], call)
-            if of_two is not None:
-                assert of_two.rank == pair.index(pe)
-                reduce_and_compare(of_two, call)
-        view = tdcoll.sparse_all_reduce(mine(pe), ctx=everybody[0], algorithm="owner", copy=False)
-        for shape in ((), (3, 5), (0,)):
-            got = tdcoll.sparse_all_reduce(mine(pe, 0, 4, shape), ctx=everybody[1])
-            wanted = total([mine(rank, 0, 4, shape) for rank in range(4)])
-            assert same(got, wanted)
-        assert same(view, total([mine(rank) for rank in range(4)])), "calls on other contexts leave it alone"
-        for ctx in (everybody[1], of_two, everybody[0]):
-            if ctx is not None:
-                ctx.close()
-        assert tdcoll.heap_info().used == 0
-
-    everywhere(host, 4, ranks_per_node=2)
+@on_ranks(4, ranks_per_node=2)
+def test_several_contexts_groups_and_shapes(pe: int) -> None:
+    everybody = [make(), make(max_union_rows=30)]
+    pair = [3, 1]
+    of_two = make(group=pair) if pe in pair else None
+    for call in range(2):
+        reduce_and_compare(everybody[call % 2], call)
+        if of_two is not None:
+            assert of_two.rank == pair.index(pe)
+            reduce_and_compare(of_two, call)
+    view = tdcoll.sparse_all_reduce(mine(pe), ctx=everybody[0], algorithm="owner", copy=False)
+    for shape in ((), (3, 5), (0,)):
+        got = tdcoll.sparse_all_reduce(mine(pe, 0, 4, shape), ctx=everybody[1])
+        wanted = total([mine(rank, 0, 4, shape) for rank in range(4)])
+        assert same(got, wanted)
+    assert same(view, total([mine(rank) for rank in range(4)])), "calls on other contexts leave it alone"
+    for ctx in (everybody[1], of_two, everybody[0]):
+        if ctx is not None:
+            ctx.close()
+    assert tdcoll.heap_info().used == 0
 
 
 @pytest.mark.parametrize(
@@ -140,30 +135,26 @@ def test_several_contexts_groups_and_shapes() -> None:
         ({"group": [0, 0]}, ValueError, "distinct"),
     ],
 )
-def test_capacities_that_are_none(wrong: dict[str, Any], error: type[Exception], text: str) -> None:
-    def host(pe: int) -> None:
-        before = tdcoll.heap_info()
-        with pytest.raises(error, match=text):
-            make(**wrong)
-        assert tdcoll.heap_info() == before
-        assert not runtime.current().held
-
-    everywhere(host, 1)
+@on_ranks(1)
+def test_capacities_that_are_none(pe: int, wrong: dict[str, Any], error: type[Exception], text: str) -> None:
+    before = tdcoll.heap_info()
+    with pytest.raises(error, match=text):
+        make(**wrong)
+    assert tdcoll.heap_info() == before
+    assert not runtime.current().held
 
 
-def test_capacities_are_compared_and_a_context_that_does_not_fit_takes_nothing() -> None:
-    def host(pe: int) -> None:
-        before = tdcoll.heap_info()
-        for name in ("max_rows_per_rank", "max_row_bytes", "max_union_rows"):
-            with pytest.raises(tdcoll.RankMismatchError, match=rf"must be the same.*{name} \(.*rank 2: "):
-                make(**{name: 64 + pe})
-        with pytest.raises(tdcoll.RankMismatchError, match=r"differ in grow \(rank 0: False, rank 1: True, rank 2"):
-            make(grow=pe == 1)
-        with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
-            make(max_row_bytes=before.total // 16)
-        assert tdcoll.heap_info() == before
-        assert not runtime.current().held
-        with make() as ctx:
-            reduce_and_compare(ctx)
-
-    everywhere(host)
+@on_ranks(N)
+def test_capacities_are_compared_and_a_context_that_does_not_fit_takes_nothing(pe: int) -> None:
+    before = tdcoll.heap_info()
+    for name in ("max_rows_per_rank", "max_row_bytes", "max_union_rows"):
+        with pytest.raises(tdcoll.RankMismatchError, match=rf"must be the same.*{name} \(.*rank 2: "):
+            make(**{name: 64 + pe})
+    with pytest.raises(tdcoll.RankMismatchError, match=r"differ in grow \(rank 0: False, rank 1: True, rank 2"):
+        make(grow=pe == 1)
+    with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
+        make(max_row_bytes=before.total // 16)
+    assert tdcoll.heap_info() == before
+    assert not runtime.current().held
+    with make() as ctx:
+        reduce_and_compare(ctx)

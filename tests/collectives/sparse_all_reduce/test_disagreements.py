@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from tiers import second
 
 import tdcoll
@@ -17,6 +18,7 @@ from .calls import (
     IDS,
     PART,
     ROWS,
+    N,
     everywhere,
     ids_of,
     make,
@@ -28,20 +30,18 @@ from .calls import (
 )
 
 BAD_LISTS = [
-    ("too large", [3, ROWS], False, "must be in 0..39"),
-    ("far too large", [3, 1 << 62], False, "must be in 0..39"),
-    ("negative", [-1, 3], False, "must be in 0..39"),
-    ("very negative", [-(1 << 62), 3], False, "must be in 0..39"),
-    ("too large, coalesced", [3, ROWS], True, "must be in 0..39"),
-    ("negative, coalesced", [-1, 3], True, "must be in 0..39"),
-    ("unsorted", [9, 3], True, "said to be coalesced, and are not ascending or not different"),
-    ("repeated", [3, 3], True, "said to be coalesced, and are not ascending or not different"),
+    ([3, ROWS], False, "must be in 0..39"),
+    ([3, 1 << 62], False, "must be in 0..39"),
+    ([-1, 3], False, "must be in 0..39"),
+    ([-(1 << 62), 3], False, "must be in 0..39"),
+    ([3, ROWS], True, "must be in 0..39"),
+    ([-1, 3], True, "must be in 0..39"),
+    ([9, 3], True, "said to be coalesced, and are not ascending or not different"),
+    ([3, 3], True, "said to be coalesced, and are not ascending or not different"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("ids", "coalesced", "text"), [case[1:] for case in BAD_LISTS], ids=[case[0] for case in BAD_LISTS]
-)
+@pytest.mark.parametrize(("ids", "coalesced", "text"), BAD_LISTS)
 @pytest.mark.parametrize("algorithm", ["owner", "gather"])
 @pytest.mark.parametrize("ranks_per_node", [None, second(2)])
 def test_indices_that_are_wrong_on_one_rank(
@@ -65,19 +65,19 @@ def test_indices_that_are_wrong_on_one_rank(
     everywhere(host, ranks_per_node=ranks_per_node)
 
 
-DIFFERENT: list[tuple[str, dict[str, Any]]] = [
-    ("num_rows", {"num_rows": ROWS + 1}),
-    ("num_rows by much", {"num_rows": 1 << 40}),
-    ("dtype of the same size", {"values": PART.int()}),
-    ("row shape of the same size", {"values": PART.reshape(2, 2, 2)}),
-    ("row shape", {"values": PART[:, :3]}),
-    ("row shape, over the capacity", {"values": torch.ones(len(PART), 1000)}),
-    ("row shape, of nothing", {"values": PART[:, :0]}),
-    ("op", {"op": "max"}),
-]
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "num_rows": {"num_rows": ROWS + 1},
+    "num_rows by much": {"num_rows": 1 << 40},
+    "dtype of the same size": {"values": PART.int()},
+    "row shape of the same size": {"values": PART.reshape(2, 2, 2)},
+    "row shape": {"values": PART[:, :3]},
+    "row shape, over the capacity": {"values": torch.ones(len(PART), 1000)},
+    "row shape, of nothing": {"values": PART[:, :0]},
+    "op": {"op": "max"},
+}
 
 
-@pytest.mark.parametrize("wrong", [case[1] for case in DIFFERENT], ids=[case[0] for case in DIFFERENT])
+@pytest.mark.parametrize("wrong", DIFFERENT.values(), ids=DIFFERENT)
 @pytest.mark.parametrize("odd", [0, second(2)])
 @pytest.mark.parametrize(
     ("algorithm", "debug"), [("auto", False), ("owner", False), second("gather", False), ("auto", True)]
@@ -104,83 +104,66 @@ def test_ranks_that_disagree(wrong: dict[str, Any], odd: int, algorithm: str, de
 
 
 @pytest.mark.parametrize("warm", [(), ("owner", "gather", "owner", "gather")])
-def test_ranks_that_take_different_ways_get_no_result(warm: tuple[str, ...]) -> None:
+@on_ranks(N, on_timeout="expire")
+def test_ranks_that_take_different_ways_get_no_result(pe: int, warm: tuple[str, ...]) -> None:
     """They may wait until the deadline, but none takes the lists of an earlier call for those of this one."""
-
-    def host(pe: int) -> None:
-        ctx = make(timeout_s=2)
-        for algorithm in warm:
-            reduce_and_compare(ctx, algorithm=algorithm)
-        with pytest.raises((tdcoll.RankMismatchError, tdcoll.CollectiveTimeout)):
-            tdcoll.sparse_all_reduce(mine(pe), ctx=ctx, algorithm="gather" if pe == 1 else "owner")
-
-    everywhere(host, on_timeout="expire")
+    ctx = make(timeout_s=2)
+    for algorithm in warm:
+        reduce_and_compare(ctx, algorithm=algorithm)
+    with pytest.raises((tdcoll.RankMismatchError, tdcoll.CollectiveTimeout)):
+        tdcoll.sparse_all_reduce(mine(pe), ctx=ctx, algorithm="gather" if pe == 1 else "owner")
 
 
-def test_auto_and_owner_are_different_calls() -> None:
+@on_ranks(4, ranks_per_node=1)
+def test_auto_and_owner_are_different_calls(pe: int) -> None:
     """Though "auto" may take "owner"."""
-
-    def host(pe: int) -> None:
-        ids = torch.arange(64)
-        ctx = make(max_rows_per_rank=2048, max_row_bytes=64)
-        with pytest.raises(tdcoll.RankMismatchError, match="ranks pass different"):
-            tdcoll.sparse_all_reduce_rows(ids, torch.ones(64, 16), 64, ctx=ctx, algorithm="owner" if pe else "auto")
-        ctx.close()
-
-    everywhere(host, 4, ranks_per_node=1)
+    ids = torch.arange(64)
+    ctx = make(max_rows_per_rank=2048, max_row_bytes=64)
+    with pytest.raises(tdcoll.RankMismatchError, match="ranks pass different"):
+        tdcoll.sparse_all_reduce_rows(ids, torch.ones(64, 16), 64, ctx=ctx, algorithm="owner" if pe else "auto")
+    ctx.close()
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_results_of_a_context_are_not_its_input(debug: bool) -> None:
-    def host(pe: int) -> None:
-        with make(max_rows_per_rank=16, max_row_bytes=16 << 10, debug=debug) as ctx:
-            for padded in (False, True):
-                ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, algorithm="owner", copy=False)
-                again = tdcoll.sparse_all_reduce_padded if padded else tdcoll.sparse_all_reduce_rows
-                with pytest.raises(ValueError, match=r"must not lie in the memory of the context.*clone"):
-                    again(ids, rows, ROWS, ctx=ctx)
-                ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, algorithm="owner", copy=False)
-                tdcoll.sparse_all_reduce_rows(ids, rows.clone(), ROWS, ctx=ctx)
-
-    everywhere(host)
+@on_ranks(N)
+def test_results_of_a_context_are_not_its_input(pe: int, debug: bool) -> None:
+    with make(max_rows_per_rank=16, max_row_bytes=16 << 10, debug=debug) as ctx:
+        for padded in (False, True):
+            ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, algorithm="owner", copy=False)
+            again = tdcoll.sparse_all_reduce_padded if padded else tdcoll.sparse_all_reduce_rows
+            with pytest.raises(ValueError, match=r"must not lie in the memory of the context.*clone"):
+                again(ids, rows, ROWS, ctx=ctx)
+            ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, algorithm="owner", copy=False)
+            tdcoll.sparse_all_reduce_rows(ids, rows.clone(), ROWS, ctx=ctx)
 
 
-def test_growing_takes_what_is_needed_where_the_heap_has_no_room_for_more() -> None:
-    def host(pe: int) -> None:
-        many = list(range(800))
-        rows = rows_of(pe, many, (1,))
-        for grow in (False, True):
-            with make(max_rows_per_rank=8 if grow else 800, max_row_bytes=4, grow=grow) as ctx:
-                tdcoll.sparse_all_reduce(sparse(many, rows, 800), ctx=ctx)
-                assert ctx.max_rows_per_rank == 800
-
-    everywhere(host, 2, heap_bytes=28 << 10)
+@on_ranks(2, heap_bytes=28 << 10)
+def test_growing_takes_what_is_needed_where_the_heap_has_no_room_for_more(pe: int) -> None:
+    many = list(range(800))
+    rows = rows_of(pe, many, (1,))
+    for grow in (False, True):
+        with make(max_rows_per_rank=8 if grow else 800, max_row_bytes=4, grow=grow) as ctx:
+            tdcoll.sparse_all_reduce(sparse(many, rows, 800), ctx=ctx)
+            assert ctx.max_rows_per_rank == 800
 
 
-def test_without_a_context_repeated_rows_count_once() -> None:
-    def host(pe: int) -> None:
-        ids = list(range(10)) * 400
-        got = tdcoll.sparse_all_reduce(sparse(ids, torch.ones(len(ids), 8), 1 << 30))
-        assert got.values().tolist() == [[800.0] * 8] * 10
-
-    everywhere(host, 2, heap_bytes=320 << 10)
+@on_ranks(2, heap_bytes=320 << 10)
+def test_without_a_context_repeated_rows_count_once(pe: int) -> None:
+    ids = list(range(10)) * 400
+    got = tdcoll.sparse_all_reduce(sparse(ids, torch.ones(len(ids), 8), 1 << 30))
+    assert got.values().tolist() == [[800.0] * 8] * 10
 
 
-def test_rows_are_spread_whatever_the_pattern_of_their_ids() -> None:
+@on_ranks(4)
+def test_rows_are_spread_whatever_the_pattern_of_their_ids(pe: int) -> None:
     """Ids that are composed of two numbers have the same low bits."""
-
-    def host(pe: int) -> None:
-        n = 64
-        with make(max_rows_per_rank=n, max_row_bytes=16, max_union_rows=n) as ctx:
-            for shift in (0, 7, 19, 31, 40):
-                ids = torch.arange(n) << shift
-                tdcoll.sparse_all_reduce_rows(
-                    ids, torch.ones(n, 4), 1 << 50, ctx=ctx, coalesced=True, algorithm="owner"
-                )
-                mine = int(ctx.memory.whole.counters[1])  # rows that others have as well, and that this rank reduced
-                assert n // 4 - 12 <= mine <= n // 4 + 12, (shift, mine)
-
-    everywhere(host, 4)
+    n = 64
+    with make(max_rows_per_rank=n, max_row_bytes=16, max_union_rows=n) as ctx:
+        for shift in (0, 7, 19, 31, 40):
+            ids = torch.arange(n) << shift
+            tdcoll.sparse_all_reduce_rows(ids, torch.ones(n, 4), 1 << 50, ctx=ctx, coalesced=True, algorithm="owner")
+            mine = int(ctx.memory.whole.counters[1])  # rows that others have as well, and that this rank reduced
+            assert n // 4 - 12 <= mine <= n // 4 + 12, (shift, mine)
 
 
 @pytest.mark.parametrize("turns", [10, 40, 80])
@@ -204,45 +187,30 @@ def test_padded_has_no_rows_once_a_wait_has_expired(turns: int) -> None:
     assert all(count <= 0 for _, count in counts), counts
 
 
-@pytest.mark.parametrize(
-    ("wrong", "kind", "text"),
-    [
-        ({"indices": IDS.int()}, ValueError, "indices must be int64"),
-        ({"values": PART.short()}, TypeError, "values must have one of"),
-        ({"op": "median"}, ValueError, "op must be one of"),
-    ],
-    ids=["indices", "values", "op"],
-)
-def test_debug_tells_all_ranks_what_is_wrong_on_one(wrong: dict[str, Any], kind: type[Exception], text: str) -> None:
-    given: dict[str, Any] = {"indices": IDS, "values": PART, "num_rows": ROWS}
-
-    def host(pe: int) -> None:
-        with make(debug=True) as ctx:
-            told = f"^{text}" if pe == 1 else f"rank 1 cannot make this call: .*{text}"
-            with pytest.raises(kind if pe == 1 else tdcoll.RankMismatchError, match=told):
-                tdcoll.sparse_all_reduce_rows(ctx=ctx, **(given | (wrong if pe == 1 else {})))
-            reduce_and_compare(ctx)
-
-    everywhere(host)
+@on_ranks(N)
+def test_debug_tells_all_ranks_what_is_wrong_on_one(pe: int) -> None:
+    with make(debug=True) as ctx:
+        told = "^indices must be int64" if pe == 1 else "rank 1 cannot make this call: .*indices must be int64"
+        with pytest.raises(ValueError if pe == 1 else tdcoll.RankMismatchError, match=told):
+            tdcoll.sparse_all_reduce_rows(IDS.int() if pe == 1 else IDS, PART, ROWS, ctx=ctx)
+        reduce_and_compare(ctx)
 
 
-def test_debug_compares_tensors_algorithms_and_contexts() -> None:
-    def host(pe: int) -> None:
-        first, second = make(debug=True), make(debug=True)
-        odd = pe == 1
-        text = "sparse_all_reduce arguments must be the same on all ranks"
-        wide = {"shape": (3 if odd else DIM,)}
-        for part, options, field in (
-            (mine(pe, **wide), {}, "shape"),
-            (sparse(ids_of(pe), rows_of(pe, ids_of(pe)), ROWS + odd), {}, "shape"),
-            (sparse(ids_of(pe), rows_of(pe, ids_of(pe), dtype=torch.int32 if odd else torch.float32)), {}, "dtype"),
-            (mine(pe), {"op": "max" if odd else "min"}, "op"),
-            (mine(pe), {"algorithm": "gather" if odd else "owner"}, "algorithm"),
-        ):
-            with pytest.raises(tdcoll.RankMismatchError, match=rf"{text}; they differ in {field} \(rank 0: "):
-                tdcoll.sparse_all_reduce(part, ctx=first, **options)
-        reduce_and_compare(first)
-        with pytest.raises(tdcoll.RankMismatchError, match=text):
-            tdcoll.sparse_all_reduce(mine(pe), ctx=first if pe == 0 else second)
-
-    everywhere(host)
+@on_ranks(N)
+def test_debug_compares_tensors_algorithms_and_contexts(pe: int) -> None:
+    first, second = make(debug=True), make(debug=True)
+    odd = pe == 1
+    text = "sparse_all_reduce arguments must be the same on all ranks"
+    wide = {"shape": (3 if odd else DIM,)}
+    for part, options, field in (
+        (mine(pe, **wide), {}, "shape"),
+        (sparse(ids_of(pe), rows_of(pe, ids_of(pe)), ROWS + odd), {}, "shape"),
+        (sparse(ids_of(pe), rows_of(pe, ids_of(pe), dtype=torch.int32 if odd else torch.float32)), {}, "dtype"),
+        (mine(pe), {"op": "max" if odd else "min"}, "op"),
+        (mine(pe), {"algorithm": "gather" if odd else "owner"}, "algorithm"),
+    ):
+        with pytest.raises(tdcoll.RankMismatchError, match=rf"{text}; they differ in {field} \(rank 0: "):
+            tdcoll.sparse_all_reduce(part, ctx=first, **options)
+    reduce_and_compare(first)
+    with pytest.raises(tdcoll.RankMismatchError, match=text):
+        tdcoll.sparse_all_reduce(mine(pe), ctx=first if pe == 0 else second)

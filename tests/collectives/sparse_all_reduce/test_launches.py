@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many launches a call makes, and how often its host waits for the device: neither may grow."""
+"""How many launches and PyTorch operations a call makes, and how often its host waits for the device."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tdcoll
 from tdcoll import runtime
 from tdcoll.calls.launch import Launch
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 
-from .calls import DIM, everywhere, make, sparse
+from .calls import DIM, make, sparse
 
 Seen = dict[int, list[str]]
 OWNER = ["pack", "exchange_direct", "build", "prepare", "reduce", "meet"]
@@ -33,7 +35,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     def launching(real: Any) -> Any:
         def launch(self: Launch, *arguments: Any) -> Any:
             note(self._kernel.__name__)
-            return real(self, *arguments)
+            with _disable_current_modes():  # the simulator's operations are none of the host's
+                return real(self, *arguments)
 
         return launch
 
@@ -61,33 +64,58 @@ def _gradient(pe: int, table: int, coalesced: bool) -> torch.Tensor:
 @pytest.mark.parametrize("coalesced", [False, True])
 @pytest.mark.parametrize(("algorithm", "wanted"), [("owner", OWNER), ("gather", GATHER)])
 @pytest.mark.parametrize("tables", [1, 4])
+@on_ranks(2, heap_bytes=1 << 21)
 def test_a_call_of_any_number_of_tables(
-    seen: Seen, tables: int, algorithm: str, wanted: list[str], coalesced: bool
+    pe: int, seen: Seen, tables: int, algorithm: str, wanted: list[str], coalesced: bool
 ) -> None:
-    def host(pe: int) -> None:
-        given = [_gradient(pe, table, coalesced) for table in range(tables)]
-        with make(max_rows_per_rank=8 * tables, max_row_bytes=16) as ctx:
-            seen[pe].clear()
-            tdcoll.sparse_all_reduce(given, ctx=ctx, algorithm=algorithm)
-            made = list(seen[pe])
-        launches = [name for name in made if name not in ("wait", "tolist")]
-        assert launches == (["join"] if tables > 1 else []) + wanted
-        assert made.count("wait") == 1
-        assert made.count("tolist") == 1, "the status, once it is on the host"
-        assert made[-2:] == ["wait", "tolist"], "everything is launched before the host waits"
-
-    everywhere(host, 2, heap_bytes=1 << 21)
+    given = [_gradient(pe, table, coalesced) for table in range(tables)]
+    with make(max_rows_per_rank=8 * tables, max_row_bytes=16) as ctx:
+        seen[pe].clear()
+        tdcoll.sparse_all_reduce(given, ctx=ctx, algorithm=algorithm)
+        made = list(seen[pe])
+    launches = [name for name in made if name not in ("wait", "tolist")]
+    assert launches == (["join"] if tables > 1 else []) + wanted
+    assert made.count("wait") == 1
+    assert made.count("tolist") == 1, "the status, once it is on the host"
+    assert made[-2:] == ["wait", "tolist"], "everything is launched before the host waits"
 
 
-def test_a_padded_call_waits_for_nothing(seen: Seen) -> None:
-    def host(pe: int) -> None:
-        given = [_gradient(pe, table, False) for table in range(2)]
-        parts = [each._indices()[0] for each in given], [each._values() for each in given]
-        with make(max_rows_per_rank=12) as ctx:
-            seen[pe].clear()
-            tdcoll.sparse_all_reduce_padded(*parts, [len(each) for each in given], ctx=ctx, algorithm="owner")
-            made = list(seen[pe])
-            ctx.check()
-        assert made == ["join", *OWNER, "pad"]
+@on_ranks(2)
+def test_a_padded_call_waits_for_nothing(pe: int, seen: Seen) -> None:
+    given = [_gradient(pe, table, False) for table in range(2)]
+    parts = [each._indices()[0] for each in given], [each._values() for each in given]
+    with make(max_rows_per_rank=12) as ctx:
+        seen[pe].clear()
+        tdcoll.sparse_all_reduce_padded(*parts, [len(each) for each in given], ctx=ctx, algorithm="owner")
+        made = list(seen[pe])
+        ctx.check()
+    assert made == ["join", *OWNER, "pad"]
 
-    everywhere(host, 2)
+
+class Operations(TorchDispatchMode):
+    """Counts PyTorch's operations; each takes the host 5 to 10 us beside a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+@on_ranks(2, heap_bytes=1 << 21)
+def test_operations_of_pytorch(pe: int, seen: Seen, coalesced: bool) -> None:
+    """A table takes the two that give its indices and values, the question whether it is coalesced, and the one that
+    makes its result (the first two count twice); a call, and each shape of rows, a few."""
+    counts = {}
+    with make(max_rows_per_rank=256, max_row_bytes=16) as ctx:
+        for tables, shapes in ((1, 1), (2, 1), (24, 1), (24, 4)):
+            given = [sparse([pe, 3, 5], torch.ones(3, 1 + i % shapes), 9 + i, coalesced) for i in range(tables)]
+            for _ in range(2):
+                with Operations() as operations:
+                    tdcoll.sparse_all_reduce(given, ctx=ctx, algorithm="owner")
+            counts[tables, shapes] = operations.count
+    assert counts[1, 1] <= 12
+    assert counts[24, 1] - counts[2, 1] <= 6 * 22
+    assert counts[2, 1] <= 10 + 6 * 2
+    assert counts[24, 4] - counts[24, 1] <= 4 * 3

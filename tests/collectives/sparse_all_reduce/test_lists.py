@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from tiers import second, seeds
 
 import tdcoll
 from tdcoll.collectives.sparse_all_reduce import kernels_tables
 from tdcoll.testing import explore
 
-from .calls import DIM, ROWS, everywhere, make, refused_everywhere, sparse
+from .calls import DIM, ROWS, N, everywhere, make, refused_everywhere, sparse
 from .cases import DTYPES, HEAP, OPS, TABLES, Reduces, small_pieces, some_part
 
 SHAPES = [(), (1,), (3,), (4,), (8,), (16,), (2, 3), (5, 1, 2), (0,)]
@@ -112,52 +113,50 @@ def test_more_tensors_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> No
     everywhere(host)
 
 
-def test_lists_of_none_one_and_empty_tensors() -> None:
-    def host(pe: int) -> None:
-        none = sparse([], torch.ones(0, DIM))
-        one = sparse([pe], torch.ones(1, DIM))
-        for options in ({}, {"ctx": make()}):
-            assert tdcoll.sparse_all_reduce([], **options) == []
-            (got,) = tdcoll.sparse_all_reduce((one,), **options)
-            assert same_bits(got, tdcoll.sparse_all_reduce(one, **options))
-            got = tdcoll.sparse_all_reduce([none, one if pe else none, none], **options)
-            assert [len(each.values()) for each in got] == [0, 2, 0]
-            assert [each.shape for each in got] == [(ROWS, DIM)] * 3
-        options["ctx"].close()
-
-    everywhere(host)
+@on_ranks(N)
+def test_lists_of_none_one_and_empty_tensors(pe: int) -> None:
+    none = sparse([], torch.ones(0, DIM))
+    one = sparse([pe], torch.ones(1, DIM))
+    for options in ({}, {"ctx": make()}):
+        assert tdcoll.sparse_all_reduce([], **options) == []
+        (got,) = tdcoll.sparse_all_reduce((one,), **options)
+        assert same_bits(got, tdcoll.sparse_all_reduce(one, **options))
+        got = tdcoll.sparse_all_reduce([none, one if pe else none, none], **options)
+        assert [len(each.values()) for each in got] == [0, 2, 0]
+        assert [each.shape for each in got] == [(ROWS, DIM)] * 3
+    options["ctx"].close()
 
 
 @pytest.mark.parametrize("ids", [[ROWS], [-1], [0, ROWS], [1 << 40], [3, 3, -7]], ids=str)
 @pytest.mark.parametrize("coalesced", [False, True])
 @pytest.mark.parametrize("algorithm", ["owner", "gather"])
-def test_an_index_beyond_its_table_is_not_a_row_of_the_next(ids: list[int], coalesced: bool, algorithm: str) -> None:
-    def host(pe: int) -> None:
-        good = sparse([1, 5], torch.ones(2, DIM), coalesced=True)
-        bad = sparse(ids, torch.ones(len(ids), DIM), coalesced=coalesced) if pe == 1 else good
-        text = "^sparse_all_reduce: indices of rank 1 must be rows of their tensors"
-        with make() as ctx:
+@on_ranks(N)
+def test_an_index_beyond_its_table_is_not_a_row_of_the_next(
+    pe: int, ids: list[int], coalesced: bool, algorithm: str
+) -> None:
+    good = sparse([1, 5], torch.ones(2, DIM), coalesced=True)
+    bad = sparse(ids, torch.ones(len(ids), DIM), coalesced=coalesced) if pe == 1 else good
+    text = "^sparse_all_reduce: indices of rank 1 must be rows of their tensors"
+    with make() as ctx:
 
-            def call() -> Any:
-                return tdcoll.sparse_all_reduce([good, bad, good], ctx=ctx, algorithm=algorithm)
+        def call() -> Any:
+            return tdcoll.sparse_all_reduce([good, bad, good], ctx=ctx, algorithm=algorithm)
 
-            if algorithm == "owner":
-                refused_everywhere(ctx, ValueError, text, call)
-            else:
-                with pytest.raises(ValueError, match=text):
-                    call()
-            given = [good, bad, good]
-            padded = tdcoll.sparse_all_reduce_padded(
-                [each._indices()[0] for each in given], [each._values() for each in given], [ROWS] * 3, ctx=ctx,
-                coalesced=coalesced, algorithm=algorithm,
-            )  # fmt: skip
-            assert [int(each.count) for each in padded] == [0, 0, 0]
-            with pytest.raises(ValueError, match=text.replace("reduce:", "reduce_padded:")):
-                ctx.check()
-            got = tdcoll.sparse_all_reduce([good, good], ctx=ctx, algorithm=algorithm)
-            assert all(torch.equal(each.values(), torch.full((2, DIM), 3.0)) for each in got)
-
-    everywhere(host)
+        if algorithm == "owner":
+            refused_everywhere(ctx, ValueError, text, call)
+        else:
+            with pytest.raises(ValueError, match=text):
+                call()
+        given = [good, bad, good]
+        padded = tdcoll.sparse_all_reduce_padded(
+            [each._indices()[0] for each in given], [each._values() for each in given], [ROWS] * 3, ctx=ctx,
+            coalesced=coalesced, algorithm=algorithm,
+        )  # fmt: skip
+        assert [int(each.count) for each in padded] == [0, 0, 0]
+        with pytest.raises(ValueError, match=text.replace("reduce:", "reduce_padded:")):
+            ctx.check()
+        got = tdcoll.sparse_all_reduce([good, good], ctx=ctx, algorithm=algorithm)
+        assert all(torch.equal(each.values(), torch.full((2, DIM), 3.0)) for each in got)
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -176,43 +175,39 @@ def test_ranks_with_other_lists(debug: bool) -> None:
     everywhere(host)
 
 
-def test_arguments_are_named() -> None:
-    def host(pe: int) -> None:
-        good = sparse([1], torch.ones(1, DIM))
-        ids, rows = torch.tensor([1]), torch.ones(1, DIM)
-        with make() as ctx:
-            for wrong, error, text in (
-                ([good, torch.ones(2)], ValueError, r"^tensor\[1\] must have the layout torch.sparse_coo"),
-                ([good, good, 3], TypeError, r"^tensor\[2\] must be a torch.Tensor, got 3$"),
-                ([sparse([1], torch.ones(1, 2).bool())], TypeError, r"^tensor\[0\] must have one of the dtypes"),
-            ):
-                with pytest.raises(error, match=text):
-                    tdcoll.sparse_all_reduce(wrong, ctx=ctx)
-            for changed, error, text in (
-                ({"indices": [ids]}, ValueError, "^indices must be a list of 2 like values"),
-                ({"num_rows": 9}, ValueError, "^num_rows must be a list of 2 like values, got 9"),
-                ({"num_rows": [9, -1]}, ValueError, r"^num_rows\[1\] must be"),
-                ({"indices": [ids, ids.int()]}, ValueError, r"^indices\[1\] must be int64"),
-                ({"values": [rows, rows[:0]]}, ValueError, r"^values\[1\] must have a row for each"),
-            ):
-                given: dict[str, Any] = {"indices": [ids, ids], "values": [rows, rows], "num_rows": [9, 9]} | changed
-                with pytest.raises(error, match=text):
-                    tdcoll.sparse_all_reduce_padded(**given, ctx=ctx)
-            assert len(tdcoll.sparse_all_reduce([good], ctx=ctx)) == 1
-
-    everywhere(host, 1)
+@on_ranks(1)
+def test_arguments_are_named(pe: int) -> None:
+    good = sparse([1], torch.ones(1, DIM))
+    ids, rows = torch.tensor([1]), torch.ones(1, DIM)
+    with make() as ctx:
+        for wrong, error, text in (
+            ([good, torch.ones(2)], ValueError, r"^tensor\[1\] must have the layout torch.sparse_coo"),
+            ([good, good, 3], TypeError, r"^tensor\[2\] must be a torch.Tensor, got 3$"),
+            ([sparse([1], torch.ones(1, 2).bool())], TypeError, r"^tensor\[0\] must have one of the dtypes"),
+        ):
+            with pytest.raises(error, match=text):
+                tdcoll.sparse_all_reduce(wrong, ctx=ctx)
+        for changed, error, text in (
+            ({"indices": [ids]}, ValueError, "^indices must be a list of 2 like values"),
+            ({"num_rows": 9}, ValueError, "^num_rows must be a list of 2 like values, got 9"),
+            ({"num_rows": [9, -1]}, ValueError, r"^num_rows\[1\] must be"),
+            ({"indices": [ids, ids.int()]}, ValueError, r"^indices\[1\] must be int64"),
+            ({"values": [rows, rows[:0]]}, ValueError, r"^values\[1\] must have a row for each"),
+        ):
+            given: dict[str, Any] = {"indices": [ids, ids], "values": [rows, rows], "num_rows": [9, 9]} | changed
+            with pytest.raises(error, match=text):
+                tdcoll.sparse_all_reduce_padded(**given, ctx=ctx)
+        assert len(tdcoll.sparse_all_reduce([good], ctx=ctx)) == 1
 
 
-def test_capacities_are_those_of_all_tensors_together() -> None:
-    def host(pe: int) -> None:
-        given = [sparse([1, 2, 3], torch.ones(3, DIM)) for _ in range(3)]
-        with make(max_rows_per_rank=8) as ctx:
-            refused_everywhere(
-                ctx,
-                tdcoll.ContextError,
-                "a rank brings 9 different rows",
-                lambda: tdcoll.sparse_all_reduce(given, ctx=ctx, algorithm="owner"),
-            )
-            assert len(tdcoll.sparse_all_reduce(given[:2], ctx=ctx)) == 2
-
-    everywhere(host, 2)
+@on_ranks(2)
+def test_capacities_are_those_of_all_tensors_together(pe: int) -> None:
+    given = [sparse([1, 2, 3], torch.ones(3, DIM)) for _ in range(3)]
+    with make(max_rows_per_rank=8) as ctx:
+        refused_everywhere(
+            ctx,
+            tdcoll.ContextError,
+            "a rank brings 9 different rows",
+            lambda: tdcoll.sparse_all_reduce(given, ctx=ctx, algorithm="owner"),
+        )
+        assert len(tdcoll.sparse_all_reduce(given[:2], ctx=ctx)) == 2

@@ -23,29 +23,20 @@ def test_padded(algorithm: str, layout: list[int]) -> None:
         check_all(parts, 9, Options(algorithm=algorithm, form="padded"), layout=layout)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "text"),
-    [
-        ({"indices": torch.tensor([ROWS, 1])}, ValueError, "indices of rank 1 must be in 0..39"),
-        (
-            {"indices": torch.tensor([2, 1]), "coalesced": True},
-            ValueError,
-            "indices of rank 1 are said to be coalesced",
-        ),
-        ({"op": "max"}, tdcoll.RankMismatchError, "ranks pass different"),
-        (
-            {"indices": torch.arange(9), "values": torch.ones(9, DIM)},
-            tdcoll.ContextError,
-            "9 different rows.*max_rows_per_rank=9",
-        ),
-        (
-            {"indices": torch.arange(8) + 8, "values": torch.ones(8, DIM)},
-            tdcoll.ContextError,
-            "10 different rows together.*max_union_rows=10",
-        ),
-    ],
-    ids=["range", "order", "op", "rows", "union"],
-)
+def _more(first: int, count: int) -> dict[str, torch.Tensor]:
+    return {"indices": torch.arange(count) + first, "values": torch.ones(count, DIM)}
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "range": ({"indices": torch.tensor([ROWS, 1])}, ValueError, "indices of rank 1 must be in 0..39"),
+    "order": ({"indices": torch.tensor([2, 1]), "coalesced": True}, ValueError, "rank 1 are said to be coalesced"),
+    "op": ({"op": "max"}, tdcoll.RankMismatchError, "ranks pass different"),
+    "rows": (_more(0, 9), tdcoll.ContextError, "9 different rows.*max_rows_per_rank=9"),
+    "union": (_more(8, 8), tdcoll.ContextError, "10 different rows together.*max_union_rows=10"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "error", "text"), WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("algorithm", ["owner", "gather"])
 def test_padded_remembers_what_was_wrong(
     wrong: dict[str, Any], error: type[Exception], text: str, algorithm: str
