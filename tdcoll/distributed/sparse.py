@@ -128,7 +128,7 @@ class SparseAllReduce(Handler):
         Raises:
             HeapExhaustedError: one tensor needs a larger context than the heap has room for; on all ranks.
         """
-        given = [_with_one_dimension(tensor.detach()) for tensor in tensors]
+        given = [_with_one_dimension(tensor) for tensor in tensors]
         made: list[torch.Tensor] = []
         with self._in_use, self.members.job.through(self.queue.control):  # the context may grow
             assert self.context is not None
@@ -141,7 +141,10 @@ class SparseAllReduce(Handler):
                     self._most = len(some) // 2
             if self.context.device.type == "cpu":
                 self.context.monitor.raise_if_expired()
-        return [_with_dimensions_of(tensor, one) for tensor, one in zip(tensors, made, strict=True)]
+        return [
+            one if flat is tensor else _with_dimensions_of(tensor, one)
+            for tensor, flat, one in zip(tensors, given, made, strict=True)
+        ]
 
     def describe(self) -> str:
         context = self.context
@@ -192,8 +195,6 @@ def _with_one_dimension(tensor: torch.Tensor) -> torch.Tensor:
 
 def _with_dimensions_of(like: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     """The reverse of :func:`_with_one_dimension`."""
-    if like.sparse_dim() == 1:
-        return made
     flat = made.indices()[0]
     found = torch.stack([flat // stride % size for size, stride in _strides(like)])
     return torch.sparse_coo_tensor(found, made.values(), like.shape, is_coalesced=True, check_invariants=False)
