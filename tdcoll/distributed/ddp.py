@@ -24,7 +24,7 @@ from tdcoll.distributed.handlers import Members
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
-from tdcoll.distributed.work import record_stream
+from tdcoll.distributed.work import current_stream
 
 __all__ = ["SparseGradientReducer", "sparse_hook"]
 
@@ -63,6 +63,9 @@ def _sums(group: Any) -> SparseAllReduce:
 class _Pass:
     """The sparse gradients of one model in one backward pass, which are reduced together.
 
+    A model has dozens of tables, so this does as little as possible for each of them: one event for all gradients of a
+    stream, and futures that know of no streams.
+
     Args:
         sums: reduces them.
         group: reduces them if tdcoll cannot.
@@ -72,38 +75,62 @@ class _Pass:
     """
 
     def __init__(self, sums: SparseAllReduce, group: Any) -> None:
-        self._sums, self._group = sums, group
+        self.sums, self._group = sums, group
         self._gradients: list[torch.Tensor] = []
+        self._streams: dict[int, Any] = {}
+        """On a GPU: the streams of gradients."""
         self._there: list[Any] = []
-        """On a GPU: the events behind which the gradients are."""
+        """The events behind which all gradients are."""
+        self._futures: list[Any] = []
         self.task = QueuedCall(self._reduce, sums.stream, give_up=sums.give_up)
 
-    def add(self, gradient: torch.Tensor, there: Any = None) -> int:
-        """Take a gradient, which is behind the event ``there`` or what the current stream has now; return its number in
-        the task's result."""
+    def add(self, gradient: torch.Tensor, stream: Any) -> None:
+        """Take a gradient, which is behind what ``stream`` has now."""
         self._gradients.append(gradient)
-        if self._sums.stream is not None:
-            record_stream(gradient, self._sums.stream)
-            self._there.append(there or torch.cuda.current_stream(gradient.device).record_event())
-        return len(self._gradients) - 1
+        if stream is not None:
+            self._streams[stream.stream_id] = stream
+
+    def future(self) -> Any:
+        """A future of the mean of the gradient that was added last. :meth:`make` sets it, behind whose wait the current
+        stream is then; at the end of a backward pass PyTorch orders the caller's stream behind that one."""
+        self._futures.append(torch.futures.Future())
+        return self._futures[-1]
 
     def submit(self) -> None:
         """Let the queue's thread make the call, while the backward pass goes on."""
-        self._sums.queue.submit(self.task)
+        self._there = [stream.record_event() for stream in self._streams.values()]
+        self.sums.queue.submit(self.task)
 
     def make(self) -> None:
-        """Make the call here, when those of the queue are made."""
-        self._sums.queue.drain()
+        """Make the call here, when those of the queue are made, and wait for it."""
+        self.sums.queue.drain()
+        self._there = [stream.record_event() for stream in self._streams.values()]
         self.task.run()
+        self.wait()
+        for future, mean in zip(self._futures, self.task.result, strict=False):
+            future.set_result(mean)
+
+    def wait(self) -> None:
+        """Wait for the call, on a GPU by the current stream and those of the gradients, whose memory is free then."""
+        try:
+            TaskWork(self.task).wait()
+        finally:
+            for stream in self._streams.values():
+                stream.wait_stream(self.sums.stream)
 
     def _reduce(self) -> list[torch.Tensor]:
         for event in self._there:
-            self._sums.stream.wait_event(event)
+            self.sums.stream.wait_event(event)
         call = Call(self._gradients, self._gradients, "mean")
-        if (why := self._sums.refuse(call) or self._sums.prepare(call)) is None:
-            return self._sums.reduce(self._gradients, "mean")
+        if (why := self.sums.refuse(call) or self.sums.prepare(call)) is None:
+            return self.sums.reduce(self._gradients, "mean")
         _log.warning("sparse gradients go through the process group: %s", why)
         return [sparse_sum_by_gather(self._group, gradient, "mean") for gradient in self._gradients]
+
+
+def _stream_of(tensor: torch.Tensor) -> Any:
+    """Return the current stream of a tensor's GPU; None without one."""
+    return current_stream(tensor.device.index) if tensor.is_cuda else None
 
 
 _passes: "weakref.WeakKeyDictionary[nn.Module, _Pass]" = weakref.WeakKeyDictionary()
@@ -162,12 +189,15 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
         work = dist.all_reduce(gradient, group=group, async_op=True)
         future = work.get_future().then(lambda done: done.value()[0])
     else:
-        sums = _sums(group)
-        refused = sums.refuse(Call([gradient], [gradient], "mean")) is not None
+        gathered = _passes.get(model) or _Pass(_sums(group), group)
+        refused = gathered.sums.refuse(Call([gradient], [gradient], "mean")) is not None
         alone = refused or model is _SOME_MODEL  # which may be several: no pass can gather their gradients
-        gathered = _Pass(sums, group) if alone else _passes.setdefault(model, _Pass(sums, group))
-        number = gathered.add(gradient)
-        future = gathered.task.future.then(lambda done: done.value()[number])
+        if alone:
+            gathered = _Pass(gathered.sums, group)
+        else:
+            _passes[model] = gathered
+        gathered.add(gradient, _stream_of(gradient))
+        future = gathered.future()
         if alone:
             gathered.make()
     if bucket.is_last() and (ready := _passes.pop(model, None)) is not None:
@@ -186,8 +216,8 @@ class _Table:
         self.hook: Any = None
         self.taken: Any = None
         """This rank's gradient; None until it is there."""
-        self.there: Any = None
-        """On a GPU: the event behind which ``taken`` is."""
+        self.stream: Any = None
+        """On a GPU: the stream of ``taken``."""
 
     def watch(self, take: Callable[[Any], None]) -> None:
         """Call ``take`` with this table whenever a backward pass has left a gradient, also if it is frozen now."""
@@ -328,14 +358,13 @@ class SparseGradientReducer:
         table.taken = table.empty() if gradient is None else gradient
         if not table.frozen:
             table.parameter.grad = None
-        if table.taken.is_cuda:
-            table.there = torch.cuda.current_stream(table.taken.device).record_event()
+        table.stream = _stream_of(table.taken)
 
     def _begin(self) -> _Pass:
         """Return the call of this step: tables in the same order on all ranks, whatever order gradients come in."""
         made = _Pass(self._sums, self._group)
         for table in self._tables:
-            made.add(table.taken, table.there)
+            made.add(table.taken, table.stream)
         self._pass = made
         return made
 
@@ -360,14 +389,15 @@ class SparseGradientReducer:
             if (ready := self._pass) is None:
                 ready = self._begin()
                 ready.make()
-            TaskWork(ready.task).wait()
+            else:
+                ready.wait()
             for table, mean in zip(self._tables, ready.task.result, strict=True):
                 if not table.frozen:
                     table.parameter.grad = mean if mean._nnz() else None
         finally:
             self._pass = None
             for table in self._tables:
-                table.taken = table.there = None
+                table.taken = table.stream = None
 
     def _refuse_after_the_job(self) -> None:
         if self._sums.members.job.closed:

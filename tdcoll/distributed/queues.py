@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from tdcoll.base.torch_internals import never_compiled
-from tdcoll.distributed.work import Work, as_backend_error, current_stream, expired, record_stream, seconds_of
+from tdcoll.distributed.work import Work, as_backend_error, current_stream, expired, record_streams, seconds_of
 from tdcoll.runtime.control import ControlPlane
 
 _LAST_S = 3.0
@@ -263,8 +263,7 @@ class TaskWork(Work):
         if task.stream is not None:
             current = current_stream(task.stream.device.index)
             current.wait_event(task.event)
-            for tensor in task.result:
-                record_stream(tensor, current)
+            record_streams(task.result, current)
         return True
 
     def is_completed(self) -> bool:

@@ -125,11 +125,10 @@ class SparseAllReduce(Handler):
         Raises:
             HeapExhaustedError: one tensor needs a larger context than the heap has room for; on all ranks.
         """
-        given = [tensor.detach() for tensor in tensors]
         made: list[torch.Tensor] = []
         with self._in_use, self.members.job.through(self.queue.control):  # the context may grow
             assert self.context is not None
-            while some := given[len(made) :][: self._most]:
+            while some := list(tensors[len(made) :][: self._most]):
                 try:
                     made += sparse_all_reduce(some, op, ctx=self.context)
                 except HeapExhaustedError:  # on all ranks, because they allocate together

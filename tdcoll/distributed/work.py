@@ -218,9 +218,15 @@ def current_stream(index: int) -> Any:
 
 def record_stream(tensor: torch.Tensor, stream: Any) -> None:
     """Tell the allocator that ``stream`` uses ``tensor``, dense or sparse."""
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.detach()
-        tensor._indices().record_stream(stream)
-        tensor._values().record_stream(stream)
-    else:
-        tensor.record_stream(stream)
+    record_streams([tensor], stream)
+
+
+def record_streams(tensors: Sequence[torch.Tensor], stream: Any) -> None:
+    """The same of many tensors, which may be parts of a few allocations."""
+    allocations: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        parts = (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+        for part in parts:
+            allocations[part.untyped_storage().data_ptr()] = part
+    for part in allocations.values():
+        part.record_stream(stream)

@@ -18,6 +18,7 @@ from tdcoll.distributed.call import Call
 from tdcoll.distributed.handlers import Members
 from tdcoll.distributed.queues import Queue
 from tdcoll.distributed.sparse import SparseAllReduce
+from tdcoll.distributed.work import record_streams
 from tdcoll.testing import World
 
 ROWS, WIDTH = 256, 64
@@ -101,3 +102,14 @@ def test_one_thread_at_a_time_uses_the_context(monkeypatch: pytest.MonkeyPatch) 
         thread.join()
     assert len(results) == 2
     assert not met
+
+
+def test_the_allocator_is_told_of_each_allocation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, rows, noted = torch.arange(6)[None], torch.ones(6, WIDTH), list[torch.Tensor]()
+    parts = [
+        torch.sparse_coo_tensor(i, v, (6, WIDTH), check_invariants=False)
+        for i, v in zip(ids.split([2, 4], 1), rows.split([2, 4]), strict=True)
+    ]
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: noted.append(tensor))
+    record_streams([*parts, torch.ones(3)], None)
+    assert len(noted) == 3
