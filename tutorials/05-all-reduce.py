@@ -51,7 +51,7 @@ import tdcoll.language as tdl
 #                  2 hops, 2 (W - 1) / W n bytes from each rank
 #
 # One-shot is therefore faster for small vectors and two-shot for large ones. With two ranks the bytes are the same, and
-# one-shot always wins. No all-reduce sends fewer bytes than two-shot or takes fewer hops than one-shot, unless the
+# here one-shot always wins. No all-reduce sends fewer bytes than two-shot or takes fewer hops than one-shot, unless the
 # switch does the adding. The lower bound follows from that, as in the second tutorial.
 
 

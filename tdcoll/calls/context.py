@@ -116,7 +116,7 @@ class CollectiveContext(Preconditions):
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange; or, if
             it is ``"first"``, on the first call with such arguments. Default: ``TDCOLL_DEBUG``, which is 0, 1 or
-            ``first``; if it is not set, ``"first"`` in the simulator and False on GPUs.
+            ``first``; if it is not set, True in the simulator and False on GPUs.
         tuning: a :class:`~tdcoll.Table` that says which algorithms are the fastest, or
             the path of its file. Default: that of the file ``TDCOLL_TUNING``, else tdcoll's own.
 
@@ -218,7 +218,8 @@ class CollectiveContext(Preconditions):
         accessible = all(owner.heap.peer_base(pe) != 0 for pe in mates)
         names = given.architectures(self.device)
         mine = shown(call or {}), accessible, names
-        answers = owner.exchange(self._group, "arguments of CollectiveContext", mine)
+        purpose = "arguments of CollectiveContext" if call is None else f"{call['operation']}, which needs a context"
+        answers = owner.exchange(self._group, purpose, mine)
         if call is not None:
             require_equal([theirs for theirs, _, _ in answers], self._group, f"{call['operation']} arguments")
         same = {

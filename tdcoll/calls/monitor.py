@@ -91,7 +91,7 @@ class WaitMonitor:
 
     @property
     def kernel_argument(self) -> torch.Tensor:
-        """What a kernel of :func:`tdcoll.jit` gets in the place of the monitor: its words."""
+        """What a kernel of :func:`tdcoll.jit` gets in the place of the monitor, which is its words."""
         return self.words
 
     @property
@@ -148,7 +148,7 @@ class WaitMonitor:
 
     @property
     def open(self) -> bool:
-        """Whether kernels may use it: its context is not closed, nor the job."""
+        """Whether kernels may use it, because neither its context nor the job is closed."""
         return not self.job.closed and id(self) in self.job.held
 
     def check(self) -> None:

@@ -37,10 +37,10 @@ Debug = bool | Literal["first"]
 _MOST_COMPARED = 2048
 
 
-def debugging(simulated: bool) -> Debug:
-    """Return what ``TDCOLL_DEBUG`` asks for; unless it is set, the first calls in the simulator, and none on GPUs."""
-    asked = os.environ.get("TDCOLL_DEBUG") or ("first" if simulated else "0")
-    return "first" if asked == "first" else asked != "0"
+def debugging(otherwise: Debug) -> Debug:
+    """Return what ``TDCOLL_DEBUG`` asks for, or ``otherwise`` if it is not set."""
+    asked = os.environ.get("TDCOLL_DEBUG")
+    return otherwise if not asked else "first" if asked == "first" else asked != "0"
 
 
 class Compared:
@@ -100,7 +100,8 @@ class Preconditions:
     Args:
         job, topology: of the context.
         monitor: of the waits in its kernels.
-        debug: compare the ranks' arguments, see :data:`Debug`. None: :func:`debugging`.
+        debug: compare the ranks' arguments, see :data:`Debug`. None: as ``TDCOLL_DEBUG`` says; unless it is set, of all
+            calls in the simulator, and of none on GPUs.
     """
 
     def __init__(self, job: Runtime, topology: Topology, monitor: WaitMonitor, debug: Debug | None) -> None:

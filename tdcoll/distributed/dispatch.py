@@ -92,7 +92,7 @@ class Dispatcher:
             self._whole = len(self.ranks) == job.world_size
             job.groups += self._whole
             self._wait_s = job.timeout_s if agreed.timeout_s is None else agreed.timeout_s
-            debug = debugging(job.simulated)
+            debug = debugging("first" if job.simulated else False)
             members = Members(job, self.ranks, self._wait_s, agreed.options, debug is True, debug == "first")
             self._make_handlers(members)
         elif agreed.options.kinds and agreed.rank == 0:

@@ -105,7 +105,8 @@ class SparseAllReduce(Handler):
             if self.context is not None:
                 return
             self._blocks = most = take_blocks(job, ranks, self.members.options.blocks, self.kind)
-            options = {"max_blocks": most, "timeout_s": self.members.timeout_s}
+            debug = self.members.debug or ("first" if self.members.first else False)
+            options = {"max_blocks": most, "timeout_s": self.members.timeout_s, "debug": debug}
             try:
                 self.context = growing_context(job, ranks, rows_per_rank, row_bytes, **options)
             except HeapExhaustedError:

@@ -142,7 +142,7 @@ def world_size(group: runtime.Group = None) -> int:
     2
 
     Raises:
-        Errors as :func:`rank`.
+        NotInitializedError: before :func:`tdcoll.initialize`.
     """
     owner = runtime.current()
     return owner.world_size if group is None else len(owner.ranks_of(group))

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from tdcoll.base.errors import CollectiveTimeout, RankMismatchError
 from tdcoll.runtime.store import ask, decode, encode
 
-__all__ = ["ControlPlane", "StoreControlPlane", "generation", "keep", "missing_ranks", "require_equal", "wait_for"]
+__all__ = ["ControlPlane", "StoreControlPlane", "elsewhere", "generation", "keep", "missing_ranks", "require_equal"]
+__all__ += ["wait_for"]
 
 
 class ControlPlane(Protocol):
@@ -60,6 +61,12 @@ def require_equal(values: Sequence[Any], ranks: Sequence[int], what: str) -> Non
         found = ", ".join(f"{field} ({listing(other[field] for other in values)})" for field in fields)
         raise RankMismatchError(f"{what} must be the same on all ranks; they differ in {found}")
     raise RankMismatchError(f"{what} must be the same on all ranks; got {listing(values)}")
+
+
+def elsewhere(rank: int, tag: str, others: Mapping[int, str]) -> str:
+    """Say that ranks have made different exchanges."""
+    theirs = ", ".join(f"rank {other} in '{what}'" for other, what in others.items())
+    return f"rank {rank} is in '{tag}', and {theirs}: all ranks must make the same collective calls in the same order"
 
 
 def missing_ranks(rank: int, tag: str, missing: Sequence[int], timeout_s: float) -> CollectiveTimeout:
@@ -125,7 +132,7 @@ class StoreControlPlane:
         answers = [decode(data, f"rank {self._rank} in '{tag}': the store's key {key}") for key, data in found]
         others = {rank: seen for rank, (seen, _) in zip(group, answers, strict=True) if seen != tag}
         if others:
-            raise RankMismatchError(f"rank {self._rank} is in '{tag}', but {others} are elsewhere")
+            raise RankMismatchError(elsewhere(self._rank, tag, others))
         return [answer for _, answer in answers]
 
     def part(self, name: str) -> StoreControlPlane:

@@ -50,7 +50,7 @@ class Topology:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """Group ranks on each node, ascending: ``members[node][place]``."""
+        """Group ranks on each node, ascending, as ``members[node][place]``."""
         return tuple(
             tuple(rank for rank, node in enumerate(self.nodes) if node == wanted) for wanted in range(self.n_nodes)
         )
@@ -68,7 +68,7 @@ class Topology:
 
     @property
     def place(self) -> int:
-        """The index of this rank among its node's ranks: its rail."""
+        """The index of this rank among its node's ranks, which is its rail."""
         return self.members[self.node].index(self.rank)
 
     def describe(self) -> str:

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import RankMismatchError, TdcollError
-from tdcoll.runtime.control import missing_ranks
+from tdcoll.runtime.control import elsewhere, missing_ranks
 from tdcoll.runtime.store import decode, encode
 from tdcoll.simulator.interpreter import Installed
 from tdcoll.simulator.machine import BARRIERS, Counts, Machine
@@ -66,7 +66,7 @@ class _Control:
         answers = [decode(values[rank], f"PE {rank}") for rank in group]
         others = {rank: seen for rank, (seen, _) in zip(group, answers, strict=True) if seen != tag}
         if others:
-            raise RankMismatchError(f"rank {self._pe} is in '{tag}', but {others} are elsewhere")
+            raise RankMismatchError(elsewhere(self._pe, tag, others))
         return [answer for _, answer in answers]
 
     def part(self, name: str) -> _Control:
@@ -319,12 +319,12 @@ class World:
 
     @property
     def counts(self) -> list[Counts]:
-        """Return the counts of each PE so far: puts, bytes, signals, waits, traffic between nodes."""
+        """Return the counts of each PE so far (puts, bytes, signals, waits, traffic between nodes)."""
         return self._machine.counts
 
     @property
     def steps(self) -> int:
-        """Scheduler steps so far: the logical time of traces."""
+        """Scheduler steps so far, which are the logical time of traces."""
         return self.scheduler.steps
 
     @property
@@ -340,8 +340,8 @@ class World:
 
     @property
     def gave_up(self) -> tuple[str, ...]:
-        """The waits that ``on_timeout="early"`` has let expire in the latest :meth:`run`: program, step, and awaited
-        word."""
+        """The waits that ``on_timeout="early"`` has let expire in the latest :meth:`run`, each with program, step, and
+        awaited word."""
         return tuple(self.scheduler.gave_up)
 
     def _count_turn(self, task: Task) -> None:

@@ -249,7 +249,7 @@ def test_a_wrong_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_some_of_the_columns_of_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The fastest peer is found among all."""
+    """The fastest baseline is found among all."""
     path, other = (str(write(tmp_path / name, example(), head())) for name in ("a.json", "b.json"))
     assert main([path, other, "--only", "1d"]) == 0
     assert capsys.readouterr().out.count("| bytes per rank | tdcoll 1d | NCCL / tdcoll 1d |") == 2

@@ -114,7 +114,7 @@ def test_an_allocation_that_finds_no_room_leaves_none_taken(planes: list[StoreCo
 
 def test_ranks_that_make_different_calls_may_go_on(planes: list[StoreControlPlane]) -> None:
     def body(job: runtime.Runtime) -> list[Any]:
-        with pytest.raises(RankMismatchError, match="are elsewhere"):
+        with pytest.raises(RankMismatchError, match="must make the same collective calls"):
             job.exchange([0, 1], f"call {job.rank}")
         return job.exchange([0, 1], "call", job.rank)
 

@@ -225,7 +225,7 @@ class Table:
 
     @property
     def digest(self) -> str:
-        """Return a hash of its entries without their sources: the same if tables decide alike."""
+        """Return a hash of its entries without their sources, which is the same if tables decide alike."""
         said = sorted(repr(dataclasses.replace(section, source="")) for section in self.sections)
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 

@@ -99,9 +99,9 @@ def _table(layout: Layout, rows: Sequence[Row], shown: Sequence[str], floor: Flo
         sizes = distinct([sizes[round(line * last / (_BRIEF_LINES - 1))] for line in range(_BRIEF_LINES)])
         shown = [*ours, *(label for label in shown if label in peers[:1])]
     with_floor = not brief and any(layout.floor(row, floor) for row in rows)
-    headings = [*layout.size, *map(name_of, shown), *(["fastest peer"] if len(peers) > 1 else [])]
+    headings = [*layout.size, *map(name_of, shown), *(["fastest baseline"] if len(peers) > 1 else [])]
     headings += ["floor"] if with_floor else []
-    rival = "fastest peer" if len(peers) > 1 else name_of(peers[0]) if peers else ""
+    rival = "fastest baseline" if len(peers) > 1 else name_of(peers[0]) if peers else ""
     headings += [f"{rival} / {name_of(label)}" for label in ours if peers and not brief]
     lines = []
     for size in sizes:
@@ -198,7 +198,7 @@ def markdown(head: dict[str, Any], rows: Sequence[Row], *, only: Sequence[str] =
         parts += [_caption(head, chosen[0]), "", *table, ""]
         parts += [*notes, ""] if notes else []
         hidden += [row.algorithm for row in chosen if row.label not in shown]
-    marks = ["† slower than the fastest peer."] if any(" † |" in part for part in parts) else []
+    marks = ["† slower than the fastest baseline."] if any(" † |" in part for part in parts) else []
     if brief:
         return "\n".join([*parts[:-1], *(["", *marks] if marks else [])]) + "\n"
     if not across and any(layout.floor(row, least) for row in rows):
@@ -231,7 +231,7 @@ def losses(head: dict[str, Any], rows: Sequence[Row]) -> str:
                 lines.append(f"- {of_table}, {name_of(label)}: {', '.join(found)}.")
     if not lines:
         where = filter(None, [layout.title, machine(head, rows[0]), " and ".join(launches)])
-        lines.append(f"- {', '.join(where)}: at no size.")
+        lines.append(f"- {', '.join(where)}: tdcoll loses at no size.")
     return "\n".join(lines) + "\n"
 
 
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.json", help="print its tables")
     what = "draw one file: time against size, or against multiprocessors if it has rows of --blocks"
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help=what)
-    what = "columns and curves: these algorithms and peers; the fastest peer is found among all"
+    what = "columns and curves: these algorithms and peers; the fastest baseline is found among all"
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="A,B", help=what)
     what = "write the tables and pictures of a checkout's README and docs from its docs/results (default: here)"
     parser.add_argument("--write", nargs="?", type=Path, const=Path(), metavar="DIR", help=what)
