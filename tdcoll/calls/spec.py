@@ -333,8 +333,8 @@ class Collective:
                 f"{plan.chunk} bytes"
             )
         # No more blocks of words than carry something: others would wait for puts that no block makes.
-        signalled = facts.chunks // (1 if algorithm.copies else payload.signals)  # copies have one signal together
-        if algorithm.copies or not algorithm.any_blocks:
+        signalled = facts.chunks // payload.signals
+        if not algorithm.any_blocks:
             signalled = most_chunks(replace(facts, chunks=signalled))
         most = max(1, -(-payload.nbytes // plan.chunk)) if words else signalled
         if not 1 <= plan.chunks <= most:

@@ -394,7 +394,6 @@ HEEDLESS = [
     _heedless("1d writes to who has not entered", "all_gather p 1d 1+1", "puts.push_remote", _any("may_write")),
     _heedless("ring passes on what has not come", "all_gather o ring 3", "", _any("tdl.wait_signal")),
     _heedless("2d passes on what has not come", "all_gather o 2d 2+2", "", _any("tdl.wait_signal")),
-    _heedless("ll passes on what has not come", "all_gather o ll 2+2", "", _any("tdl.wait_signal")),
     *(
         _heedless(
             f"two-shot sends sums of what has not come{flags}", f"all_reduce o two_shot{flags} 2", WORDS,
@@ -420,21 +419,17 @@ HEEDLESS = [
 ]  # fmt: skip
 """A late peer would take for right what a rank sends that has given up within the launch."""
 
-BETWEEN_HOPS = dropped("primitives.copies.hear", "stores.tell_gave_up")
 SPOILED = [
     Mutant(
         f"{what} of {calls}", changes, "wrong numbers", LookedAt(calls), {**job(calls.nodes), **EARLY}, seeds=300,
         any_seed=True,
     )
     for calls in BY_COPIES
-    for hops in [(BETWEEN_HOPS,) if calls.operation.name.startswith("all_reduce") else ()]
     for what, changes in (
         ("nobody looks who has given up", (Call("primitives.stores.none_gave_up", "tdl.wait_signals", "1"),)),
-        ("who gives up does not tell", (dropped("primitives.copies.enter", "stores.tell_gave_up"), *hops)),
-        ("the stamp of who gives up", (Change("primitives.copies.enter", "entered != 0", "epoch > 0"), *hops)),
-        ("who gives up between two hops does not tell", hops),
+        ("who gives up does not tell", (dropped("primitives.copies.enter", "stores.tell_gave_up"),)),
+        ("the stamp of who gives up", (Change("primitives.copies.enter", "entered != 0", "epoch > 0"),)),
     )
-    if changes
 ]  # fmt: skip
 """Copies that are queued run although a wait has expired."""
 

@@ -109,12 +109,8 @@ def compile_reduction(kernel, constants: dict[str, Any], world: int, arch: int) 
 
 COPIES = [  # kernel, constants, warps
     (copies.enter, {"WAITED": WORLD}, 1),
-    *(
-        (copies.hear, {"WAITED": WORLD, "LAST": last, "LOOKS": looks}, 1)
-        for last, looks in ((False, False), (True, False), (True, True))
-    ),
+    *((copies.hear, {"WAITED": WORLD, "LOOKS": looks}, 1) for looks in (False, True)),
     (copies.look, {"WAITED": WORLD}, 1),
-    (copies.sum_copies, {**_FP32, "DTYPE": tl.bfloat16, "COUNT": 4096, "WHOLE": True, "WAITED": WORLD}, 16),
 ]
 
 
@@ -168,10 +164,7 @@ def gathers() -> dict[str, object]:
     puts = []
     for arch, in_place in ((90, False), (90, True), (100, False)):
         for kernel in (kernels_puts.all_gather_1d, kernels_puts.all_gather_2d):
-            stores = kernel is kernels_puts.all_gather_2d and arch == 90  # both forms, once each
-            constants = {"BLOCK": WORLD, "COUNTED": in_place, "STORES": stores}
-            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            about = {"in_place": in_place, "stores": stores}
+            constants, about = {"BLOCK": WORLD, "COUNTED": in_place}, {"in_place": in_place}
             puts.append(record(kernel, arch, constants, tuples(1 if in_place else 2), about))
     direct = [
         record(kernel, arch, constants, tuples(1 if in_place else 2), {"in_place": in_place})
@@ -185,9 +178,7 @@ def gathers() -> dict[str, object]:
         for in_place in (False, True)
     ]
     words = [(kernels_ll.exchange_ll, 90, 1024)]
-    words += [
-        (kernel, arch, 128) for kernel in (kernels_ll.exchange_ll, kernels_puts.all_gather_ll_2d) for arch in (90, 100)
-    ]
+    words += [(kernels_ll.exchange_ll, arch, 128) for arch in (90, 100)]
     return {
         "all_gather": puts,
         "ll": [record(kernel, arch, {"BLOCK": block}, tuples(), {}) for kernel, arch, block in words],

@@ -103,7 +103,7 @@ class Choice:
         return Facts(
             nbytes,
             self.topology,
-            ll_bytes=limits.flagged_bytes(*shape),
+            ll_bytes=limits.flagged_bytes(shape[0]),
             stores=True,
             lamport_bytes=limits.lamport_bytes(*shape),
             itemsize=getattr(torch, self.spec.tuned_dtype).itemsize,
@@ -145,7 +145,7 @@ class Choice:
                 if 32 * n <= block and width * block < 2 * max(width * _BLOCKS[0], nbytes)
             ]
         how = self.spec.algorithm(algorithm)
-        if how.copies is not None and not how.any_blocks:
+        if how.copies is not None:
             return [{}]  # copy engines are the fastest with one copy
         if how.any_blocks:
             return [{}] + [{"blocks": count, "num_warps": n} for count in BLOCK_COUNTS for n in warps if n >= 8]

@@ -20,7 +20,7 @@ from .reduce_scatter import (
     PUT_LATE,
     RANK_ORDER,
 )
-from .ways import FLAGS, WRONG, Dense, job, mutant, mutants_of_copies, mutants_of_loops
+from .ways import FLAGS, WRONG, Dense, job, mutant, mutants_of_loops
 
 M = partial(mutant, SPEC)
 ONE, TWO = (partial(M, algorithm=name, nodes=(3,)) for name in ("one_shot", "two_shot"))
@@ -178,11 +178,11 @@ MUTANTS = (
         "a sum is put with a signal that goes before it",
         Call(SEND_SUM, "tdl.putmem_signal_nbi_block", SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})"),
     ),
-    PUTS("the sum is sent before it is there", Moved(SENDS, "_sum_chunk", behind="_send_sum")),
+    PUTS("the sum is sent before it is there", Moved(SENDS, "sum_chunk", behind="_send_sum")),
     PUTS("all parts are summed in rank order, whatever their nodes", RANK_ORDER),
     PUTS("the nodes are summed from the own one on", NODES_FROM_OWN_ON, nodes=(2, 1, 1)),  # two add alike either way
     PUTS(
-        "programs that wait before those that put", Change(SENDS, "tl.program_id(0)", BACKWARDS), UNSIGNALLED,
+        "programs that wait before those that put", Change("puts.task", "tl.program_id(0)", BACKWARDS), UNSIGNALLED,
         **WAITS_FIRST,
     ),
     # ------------------------------------------------------------------ rails
@@ -214,7 +214,6 @@ DENSE = Dense(
         "two_shot": ((3,), (4,)),
         "direct": ((3,), (4,)),
         "loop": ((3,), (2,)),
-        "ce": ((3,), (4,)),
         "1d": ((2, 1), (2, 2), (1, 2, 1), (4,)),
         "2d": ((2, 2), (3, 3)),
     },
@@ -240,5 +239,5 @@ DENSE = Dense(
         (Calls(SPEC, "direct 1d", "oi", (3300,), pieces=1), job((3,), seeds=1, heap_bytes=1 << 20)),
         (Calls(SPEC, "1d", "o", (3300,), pieces=1), job((2, 1), seeds=1, heap_bytes=1 << 20)),
     ),
-    mutants=(*MUTANTS, *mutants_of_loops(SPEC), *mutants_of_copies(SPEC)),
+    mutants=(*MUTANTS, *mutants_of_loops(SPEC)),
 )

@@ -19,7 +19,7 @@ from .all_gather import (
     WAITS_FIRST,
 )
 from .calls import Calls
-from .ways import FLAGS, LOOPED, WRONG, Dense, job, mutant, mutants_of_copies, mutants_of_loops
+from .ways import FLAGS, LOOPED, WRONG, Dense, job, mutant, mutants_of_loops
 
 M = partial(mutant, SPEC)
 DIRECT, LAMPORT = partial(M, algorithm="direct"), partial(M, algorithm="ll")
@@ -120,7 +120,10 @@ MUTANTS = (
     ),
     # ------------------------------------------------------------------ puts
     PUTS("signal before data", PUT_LATE),
-    PUTS("reducers before those that put", Change(SENDS, "tl.program_id(0)", BACKWARDS), UNSIGNALLED, **WAITS_FIRST),
+    PUTS(
+        "reducers before those that put", Change("puts.task", "tl.program_id(0)", BACKWARDS), UNSIGNALLED,
+        **WAITS_FIRST,
+    ),
 )  # fmt: skip
 
 DENSE = Dense(
@@ -129,7 +132,6 @@ DENSE = Dense(
         "ll": ((3,), (4,)),
         "direct": ((3,), (4,)),
         "loop": ((3,), (2,)),
-        "ce": ((3,), (4,)),
         "pull": ((3,), (2,)),
         "1d": ((2, 1), (2, 2), (1, 2, 1), (4,)),
     },
@@ -140,5 +142,5 @@ DENSE = Dense(
         # Chunks of several tiles, which several thread blocks reduce.
         (Calls(SPEC, "direct 1d", "oi", (25_000,), pieces=2), job((3,), seeds=1, heap_bytes=8 << 20)),
     ),
-    mutants=(*MUTANTS, *mutants_of_loops(SPEC), *mutants_of_copies(SPEC)),
+    mutants=(*MUTANTS, *mutants_of_loops(SPEC)),
 )
