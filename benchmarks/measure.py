@@ -113,7 +113,7 @@ def stages(nproc: int) -> dict[str, list[Job]]:
                 ("all_gather -b 1M -e 64M -f 4", f"{loops},ce,in-place,in-place-ce,in-place-loop"),
                 ("all_reduce -b 1M -e 64M -f 4 --dtype bfloat16", loops),
                 (f"reduce_scatter -b {large} -e {large << 6} -f 4 --dtype bfloat16", loops),
-                ("all_to_all -b 1M -e 16M -f 4", loops),
+                ("all_to_all -b 1M -e 16M -f 4", f"{loops},ce"),
             )
         ],
         "beside": [job("beside", f"{launch} benchmarks/backend_calls.py --beside --json FILE")],

@@ -18,12 +18,17 @@ from tdcoll.calls.plan import Facts
 from tdcoll.primitives import copies as kernels
 from tdcoll.runtime.heap import SideStream
 
-__all__ = ["Copies", "Copy", "kernel"]
+__all__ = ["Copies", "Copy", "kernel", "lands_in_result"]
 
 
 def kernel(facts: Facts) -> Any:
     """Return the kernel that begins every call by copies."""
     return kernels.enter
+
+
+def lands_in_result(facts: Facts) -> bool:
+    """Return whether peers write into the result of an exchange rather than into the inbox."""
+    return facts.in_place or facts.symmetric
 
 
 class Copy(NamedTuple):
@@ -35,16 +40,18 @@ class Copy(NamedTuple):
 
 
 class Copies:
-    """An all-gather by copies, in the place of a :class:`~.launch.Launch`. For one thread at a time.
+    """A call by copies, in the place of a :class:`~.launch.Launch`: every rank's segment for each rank goes to its
+    place in that rank's result, as in all-gather and all-to-all. For one thread at a time.
 
     Args:
         call: the call; chunks of its plan are the largest copies.
+        source_stride: bytes from the segment for one rank to that for the next; 0 if there is one for all.
 
     Attributes:
         variant: names what is compiled.
     """
 
-    def __init__(self, call: Planned) -> None:
+    def __init__(self, call: Planned, source_stride: int) -> None:
         ctx, heap, self._call = call.ctx, call.ctx.job.heap, call
         in_heap = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
         self._deltas = self._result_deltas = in_heap
@@ -55,10 +62,11 @@ class Copies:
             "side streams", lambda: {peer: heap.side_stream() for peer in successors(ctx.topology)}
         )
         self._inbox, self._signal = ctx.inbox.data_ptr(), ctx.signals.data_ptr() + 8 * ctx.rank
-        self._nbytes, room, stride = call.facts.nbytes, ctx.capacity, call.stride
-        self._at, self._kept_at = ctx.rank * (stride if call.in_buffer else room), ctx.rank * stride
-        peers = [] if call.in_buffer else reversed(self._side_streams)
-        self._taken = [Copy(peer * room, peer * stride, self._nbytes) for peer in peers]
+        nbytes, room, self._direct = call.facts.nbytes, ctx.capacity, lands_in_result(call.facts)
+        peers, at = list(self._side_streams), ctx.rank * (call.stride if self._direct else room)
+        self._sent = {peer: Copy(peer * source_stride, at, nbytes) for peer in peers}
+        self._kept = Copy(ctx.rank * source_stride, ctx.rank * call.stride, 0 if call.in_buffer else nbytes)
+        self._taken = [Copy(peer * room, peer * call.stride, nbytes) for peer in reversed(peers) if not self._direct]
         group = {"g": ctx.device_group, "WAITED": triton.next_power_of_2(ctx.world_size)}
         self._enter = Launch(kernels.enter, 1, {**group, "stamp": self._stamp}, (), num_warps=1)
         self._hear = Launch(kernels.hear, 1, {**group, "LOOKS": not self._taken}, (), num_warps=1)
@@ -85,11 +93,11 @@ class Copies:
         Args:
             source, rest: addresses, of which the last is that of the result.
         """
-        result, copy, nbytes = rest[-1], self._call.ctx.job.heap.stream_copy, self._nbytes
+        result, copy, kept = rest[-1], self._call.ctx.job.heap.stream_copy, self._kept
         self._enter(stream)
         self._send(stream, source, result)
-        if nbytes and source != result + self._kept_at:
-            copy(stream, result + self._kept_at, source, nbytes)
+        if kept.nbytes and source + kept.begin != result + kept.at:
+            copy(stream, result + kept.at, source + kept.begin, kept.nbytes)
         # First, because graphs may put the kernel ahead of this rank's copies, for which the peers' kernels wait.
         for side_stream in self._side_streams.values():
             side_stream.join(stream)
@@ -105,9 +113,9 @@ class Copies:
         ctx, chunk, stamp = self._call.ctx, self._call.plan.chunk, self._stamp.data_ptr()
         for peer, side_stream in self._side_streams.items():
             side_stream.fork(stream)
-            in_buffer = result + self._result_deltas[peer]
-            landing = in_buffer if self._call.in_buffer else self._inbox + self._deltas[peer]
-            moved = Copy(source, landing + self._at, self._nbytes)
+            part = self._sent[peer]
+            landing = result + self._result_deltas[peer] if self._direct else self._inbox + self._deltas[peer]
+            moved = Copy(source + part.begin, landing + part.at, part.nbytes)
             _queue(ctx.job.heap.stream_copy, side_stream.handle, moved, chunk, self._signal + self._deltas[peer], stamp)
 
 

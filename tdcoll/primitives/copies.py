@@ -3,8 +3,8 @@
 
 Scope: one node whose ranks can address each other's memory; large messages, and calls beside compute, because the
 copies take no multiprocessor. The host issues the copies (:mod:`tdcoll.calls.copies`). The kernels here
-have one thread block and only send and await signals. Only all-gathers have such calls: the sums of reductions need
-thread blocks, and an all-reduce of two hops was slower than loops of as many at every size.
+have one thread block and only send and await signals. Reductions have no such calls: the sums need thread blocks, and
+an all-reduce of two hops was slower than loops of as many at every size.
 
 Data flow of a call, seen from rank r::
 

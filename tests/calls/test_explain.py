@@ -102,7 +102,7 @@ def test_reasons() -> None:
     World(N).run(host)
     facts = Facts(1 << 10, Topology.of(0, range(N), range(N)), itemsize=8)
     only = explain_call(spec_of("all_reduce"), facts)
-    assert (only.algorithm, only.reason, len(only.unsupported)) == ("1d", "supports", 5)
+    assert (only.algorithm, only.reason, len(only.unsupported)) == ("1d", "supports", 6)
 
 
 @on_ranks(2)

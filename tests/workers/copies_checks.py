@@ -67,10 +67,12 @@ def stamps_follow_data() -> str:
 
 
 def calls(ctx: tdcoll.CollectiveContext, n: int) -> dict[str, Callable[[], Any]]:
-    """Calls by copy engines, of ``n`` fp32 per segment; results are ones or zeros."""
-    one, shared = torch.full((n,), 1.0, device=device()), tdcoll.zeros(world() * n)
+    """Calls by copy engines, of ``n`` fp32 per segment; results are ones, or ranks."""
+    whole, one = torch.full((world() * n,), float(rank()), device=device()), torch.full((n,), 1.0, device=device())
+    shared = tdcoll.zeros(world() * n)
     return {
         "all_gather": lambda: tdcoll.all_gather(one, ctx=ctx, algorithm="ce"),
+        "all_to_all": lambda: tdcoll.all_to_all(whole, ctx=ctx, algorithm="ce"),
         "all_gather_": lambda: tdcoll.all_gather_(shared, ctx=ctx, algorithm="ce"),
     }
 

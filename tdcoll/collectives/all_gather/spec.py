@@ -9,7 +9,6 @@ from typing import Any
 
 import triton
 
-from tdcoll.calls import copies
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.launches import (
     Launches,
@@ -22,7 +21,7 @@ from tdcoll.calls.launches import (
     rail_routes,
     successors,
 )
-from tdcoll.calls.plan import cut_chunks, cut_copies, needs_puts, needs_rails, needs_stores, per_segment
+from tdcoll.calls.plan import cut_chunks, needs_puts, needs_rails, needs_stores, per_segment
 from tdcoll.calls.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_gather.policy import blocks_of_puts, default, epoch
@@ -51,15 +50,6 @@ SPEC = Collective(
     segments=(1, WORLD),
     algorithms=(
         *algorithms(same=True),
-        Algorithm(
-            "ce",
-            supports=needs_stores,
-            cut=cut_copies,
-            kernel=copies.kernel,
-            blocks=lambda facts, plan: 1,
-            epoch=epoch,
-            copies=copies.Copies,
-        ),
         Algorithm(
             "ring",
             supports=needs_stores,

@@ -21,6 +21,7 @@ def all_to_all(
     group: runtime.Group = None,
     ctx: CollectiveContext | None = None,
     algorithm: str | Plan = "auto",
+    symmetric: bool = False,
 ) -> torch.Tensor:
     """``[world * n, ...] -> [world * n, ...]``: send segment r to rank r; segment r of the result comes from rank r.
 
@@ -36,7 +37,9 @@ def all_to_all(
         out: the result: of the same shape and dtype, contiguous. Made if None. Must not overlap ``tensor``,
             and gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
-        algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
+        algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
+        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. ``"ce"`` then copies directly into
+            it.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -47,4 +50,4 @@ def all_to_all(
     Algorithms: every rank sends each segment to the rank that it is for (pairwise exchange; Thakur, Rabenseifner and
     Gropp, 2005): by LL (after NCCL's protocol of that name), by stores with a signal per chunk, or by puts.
     """
-    return make(SPEC, tensor, out=out, group=group, ctx=ctx, algorithm=algorithm)
+    return make(SPEC, tensor, out=out, group=group, ctx=ctx, algorithm=algorithm, symmetric=symmetric)

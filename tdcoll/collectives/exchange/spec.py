@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from tdcoll.calls import copies
 from tdcoll.calls.launches import Planned
 from tdcoll.calls.plan import (
     LL_WORD_BYTES,
     Facts,
     cut_chunks,
+    cut_copies,
     cut_loop,
     cut_words,
     inbox_epoch,
@@ -39,7 +41,7 @@ def epoch(facts: Facts) -> int:
 
 
 def algorithms(same: bool) -> tuple[Algorithm, ...]:
-    """Return ``ll``, ``direct`` and ``loop``.
+    """Return ``ll``, ``direct``, ``loop`` and ``ce``.
 
     Args:
         same: a rank has one segment for all ranks, as in an all-gather.
@@ -79,5 +81,14 @@ def algorithms(same: bool) -> tuple[Algorithm, ...]:
             epoch=epoch,
             early=early,
             any_blocks=True,
+        ),
+        Algorithm(
+            "ce",
+            supports=needs_stores,
+            cut=cut_copies,
+            kernel=copies.kernel,
+            blocks=lambda facts, plan: 1,
+            epoch=lambda facts: facts.nbytes if copies.lands_in_result(facts) else inbox_epoch(facts),
+            copies=lambda call: copies.Copies(call, 0 if same else call.stride),
         ),
     )

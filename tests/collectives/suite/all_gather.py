@@ -10,13 +10,12 @@ from kernel_mutants import Argument, Call, Change, Moved, dropped, missing, no_w
 from tdcoll.collectives.all_gather.spec import SPEC
 
 from .calls import Calls
-from .ways import WRONG, Dense, job, mutant
+from .ways import WRONG, Dense, job, mutant, mutants_of_copies
 
 M = partial(mutant, SPEC, algorithm="1d")
 NODES = partial(M, nodes=(2, 2))
 TWO = partial(NODES, algorithm="2d")
 LL, DIRECT, LOOP, RING = (partial(M, algorithm=name) for name in ("ll", "direct", "loop", "ring"))
-COPIES = partial(M, algorithm="ce", nodes=(3,))
 WAITS_FIRST = {"world": {"resident": 1}}
 """With one resident block, programs that wait must come after those that they wait for."""
 
@@ -42,12 +41,6 @@ SHARES = (
 )
 RELEASED_FIRST = Moved("stores.push", "tdl.copy_block", behind="release")
 UNSIGNALLED, UNRELEASED, FLAGLESS, UNENTERED = map(missing, ("signals", "signals", "flagged", "ready"))
-
-ENTER, QUEUE = "primitives.copies.enter", "calls.copies._queue"
-LAST = "copy(stream, signal, stamp, 8)"
-DATA = """for at in range(0, moved.nbytes, chunk):
-    copy(stream, moved.at + at, moved.begin + at, min(chunk, moved.nbytes - at))
-"""
 
 MUTANTS = (
     # ------------------------------------------------------------------ slots and signals
@@ -150,13 +143,6 @@ MUTANTS = (
         "in place: nobody waits for the last hop",
         Argument(AROUND, "tdl.wait_signal", "epoch", "epoch * (step < g.world - 1)"), calls="pppp",
     ),
-    # ------------------------------------------------------------------ copy engines
-    COPIES("a rank is written to before it has entered", no_wait(ENTER, "tdl.wait_signals")),
-    COPIES("nobody says that it has entered", dropped(ENTER, "stores.release_to_all"), UNENTERED),
-    COPIES("nobody waits for the stamps", no_wait("primitives.copies.hear", "tdl.wait_signals")),
-    COPIES("odd epochs", Change("group.begin_even_epoch", "epoch += epoch % 2", "pass"), UNSIGNALLED),
-    COPIES("the stamp before the data", Change(QUEUE, DATA + LAST, LAST + "\n" + DATA)),
-    COPIES("no stamp", Change(QUEUE, LAST, "pass"), UNSIGNALLED),
 )  # fmt: skip
 
 DENSE = Dense(
@@ -178,5 +164,5 @@ DENSE = Dense(
         (Calls(SPEC, "ll direct 1d ll ring", "ppoppppoop", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),
         (Calls(SPEC, "2d 1d", "ppopppopo", (50, 50, 0)), job((2, 2), seeds=2, stragglers=True)),
     ),
-    mutants=MUTANTS,
+    mutants=(*MUTANTS, *mutants_of_copies(SPEC)),
 )

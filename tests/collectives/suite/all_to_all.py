@@ -12,7 +12,7 @@ from tdcoll.collectives.all_to_all.spec import SPEC
 from .all_gather import WAITS_FIRST
 from .calls import Calls
 from .reduce_scatter import PUT_LATE
-from .ways import Dense, job, mutant
+from .ways import Dense, job, mutant, mutants_of_copies
 
 PUTS = partial(mutant, SPEC, algorithm="1d")
 RECEIVE = "exchange.kernels_direct.receive_chunk"
@@ -35,9 +35,10 @@ DENSE = Dense(
         "ll": ((3,), (4,)),
         "direct": ((3,), (4,)),
         "loop": ((3,), (2,)),
+        "ce": ((3,), (4,)),
         "1d": ((2, 1), (2, 2), (1, 2, 1), (4,)),
     },
     counts=50,
     grids=((Calls(SPEC, "direct ll 1d ll", "oxooxoo", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),),
-    mutants=MUTANTS,
+    mutants=(*MUTANTS, *mutants_of_copies(SPEC)),
 )

@@ -192,6 +192,21 @@ def test_symmetric_tensors_are_as_they_should_be_on_all_ranks(pe: int) -> None:
         call(x, ctx=ctx, out=alone, symmetric=True)
 
 
+@on_ranks(3, seed=1, weak=True)
+def test_an_all_to_all_goes_directly_into_symmetric_memory_by_copies(pe: int) -> None:
+    """However small the context, and again by the fast path."""
+    out = tdcoll.empty((96,), torch.int32)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
+        for turn in range(4):
+            x = torch.arange(96, dtype=torch.int32) + 1000 * pe + turn
+            tdcoll.all_to_all(x, ctx=ctx, out=out, algorithm="ce", symmetric=True)
+            parts = [torch.arange(32 * pe, 32 * pe + 32) + 1000 * rank + turn for rank in range(3)]
+            assert out.tolist() == torch.cat(parts).tolist()
+            tdcoll.barrier()  # before a peer writes there again
+        assert int(ctx.control) >> EPOCH_SHIFT.value == 8, "even epochs only"
+        ctx.check()
+
+
 @on_ranks(2)
 def test_the_epochs_of_calls_are_known_with_and_without_copies(pe: int) -> None:
     x = torch.ones(96)

@@ -168,13 +168,14 @@ def test_plans_and_entries_say_how_many_thread_blocks(spec: Collective) -> None:
 
 
 def test_copies_are_whole_and_not_for_several_nodes() -> None:
-    facts = Facts(5 * M, topology_of((2,)), itemsize=4, **STORES)
-    plan = GATHER.choose(facts, "ce")
-    assert plan.chunks == 1
-    assert plan.chunk >= facts.nbytes
-    with pytest.raises(ValueError, match="algorithm='ce' needs one node whose ranks can store to each other's mem"):
-        GATHER.choose(replace(facts, topology=topology_of((2, 2))), "ce")
-    assert "ce" not in {GATHER.choose(replace(facts, nbytes=n)).algorithm for n in (0, 64, K, M, 64 * M, G)}
+    for spec in (GATHER, ALL):
+        facts = Facts(5 * M, topology_of((2,)), itemsize=4, **STORES)
+        plan = spec.choose(facts, "ce")
+        assert plan.chunks == 1
+        assert plan.chunk >= spec.algorithm("ce").payload(facts).nbytes
+        with pytest.raises(ValueError, match="algorithm='ce' needs one node whose ranks can store to each other's mem"):
+            spec.choose(replace(facts, topology=topology_of((2, 2))), "ce")
+        assert "ce" not in {spec.choose(replace(facts, nbytes=n)).algorithm for n in (0, 64, K, M, 64 * M, G)}
 
 
 def test_budgets_limit_what_the_backend_handles() -> None:

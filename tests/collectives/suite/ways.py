@@ -170,3 +170,25 @@ def mutants_of_loops(spec: Collective) -> tuple[Mutant, ...]:
             ("sums and parts have the same signals", Change(kernel, "chunks + summed", "summed"), missing("signals")),
         ]
     return tuple(mutant(spec, *each, algorithm="loop", nodes=(3,)) for each in found)
+
+
+_LAST = "copy(stream, signal, stamp, 8)"
+_DATA = """for at in range(0, moved.nbytes, chunk):
+    copy(stream, moved.at + at, moved.begin + at, min(chunk, moved.nbytes - at))
+"""
+
+
+def mutants_of_copies(spec: Collective) -> tuple[Mutant, ...]:
+    """Of the protocol of copy engines, shown by calls of a collective."""
+    found = (
+        ("a rank is written to before it has entered", no_wait("primitives.copies.enter", "tdl.wait_signals"), WRONG),
+        (
+            "nobody says that it has entered", dropped("primitives.copies.enter", "stores.release_to_all"),
+            missing("ready"),
+        ),
+        ("nobody waits for the stamps", no_wait("primitives.copies.hear", "tdl.wait_signals"), WRONG),
+        ("odd epochs", Change("group.begin_even_epoch", "epoch += epoch % 2", "pass"), missing("signals")),
+        ("the stamp before the data", Change("calls.copies._queue", _DATA + _LAST, _LAST + "\n" + _DATA), WRONG),
+        ("no stamp", Change("calls.copies._queue", _LAST, "pass"), missing("signals")),
+    )  # fmt: skip
+    return tuple(mutant(spec, *each, algorithm="ce", nodes=(3,)) for each in found)
