@@ -83,7 +83,7 @@ def stages(nproc: int) -> dict[str, list[Job]]:
     all_reduce, reduce_scatter, all_gather = dense("", usual, _GATHER)
     sparse = "sparse_all_reduce --rows 50000 --dims 2048 --distributions uniform,zipf1.05,zipf1.2 --iterations 8"
     norm = "all_reduce_rms_norm --rows 1,8,64,512 --hidden 8192 --both --iterations 60"
-    loops = "--iterations 40 --algorithms auto,direct,loop"
+    loops = "--iterations 40 --algorithms auto,direct,loop,ce"
     tune = "-b 1K -e 64M -f 4 --in-place --chunks 16,64 --warps 8,16 --iterations 20 --warmup 2"
     return {
         "tests": [job("tests", "bash launch.sh tests tests/gpu -k 'not shared' -n 8 --tb=short")],
@@ -110,10 +110,10 @@ def stages(nproc: int) -> dict[str, list[Job]]:
                 f"{sizes} --blocks 8,16,32,64 {few} --graph --peers nccl,nccl-zero-cta",
             )
             for sizes, few in (
-                ("all_gather -b 1M -e 64M -f 4", f"{loops},ce,in-place,in-place-ce,in-place-loop"),
+                ("all_gather -b 1M -e 64M -f 4", f"{loops},in-place,in-place-ce,in-place-loop"),
                 ("all_reduce -b 1M -e 64M -f 4 --dtype bfloat16", loops),
                 (f"reduce_scatter -b {large} -e {large << 6} -f 4 --dtype bfloat16", loops),
-                ("all_to_all -b 1M -e 16M -f 4", f"{loops},ce"),
+                ("all_to_all -b 1M -e 16M -f 4", loops),
             )
         ],
         "beside": [job("beside", f"{launch} benchmarks/backend_calls.py --beside --json FILE")],

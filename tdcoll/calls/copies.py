@@ -6,19 +6,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from tdcoll.calls.launch import Launch
-from tdcoll.calls.launches import Planned, on_device, successors
+from tdcoll.calls.launches import Planned, on_device, successors, tiles
 from tdcoll.calls.plan import Facts
 from tdcoll.primitives import copies as kernels
 from tdcoll.runtime.heap import SideStream
 
-__all__ = ["Copies", "Copy", "kernel", "lands_in_result"]
+__all__ = ["Copies", "Copy", "Hop", "exchange", "kernel", "lands_in_result", "sums"]
 
 
 def kernel(facts: Facts) -> Any:
@@ -39,20 +39,39 @@ class Copy(NamedTuple):
     nbytes: int
 
 
+class Hop(NamedTuple):
+    """The copies to all peers, and what is done when those of all peers have arrived.
+
+    Attributes:
+        sent: by peer: from the tensor to the peer's inbox.
+        of_result: they come from the result instead.
+        into_result: they land in the peer's result instead.
+        kept: from the tensor to the result of this rank, meanwhile.
+        sum: launch that reduces what has arrived, given tensor and result.
+        taken: from the inbox to the result, when all has arrived.
+    """
+
+    sent: Mapping[int, Copy]
+    of_result: bool = False
+    into_result: bool = False
+    kept: Copy = Copy(0, 0, 0)
+    sum: Launch | None = None
+    taken: Sequence[Copy] = ()
+
+
 class Copies:
-    """A call by copies, in the place of a :class:`~.launch.Launch`: every rank's segment for each rank goes to its
-    place in that rank's result, as in all-gather and all-to-all. For one thread at a time.
+    """A call by copies, in the place of a :class:`~.launch.Launch`. For one thread at a time.
 
     Args:
         call: the call; chunks of its plan are the largest copies.
-        source_stride: bytes from the segment for one rank to that for the next; 0 if there is one for all.
+        hops: in order.
 
     Attributes:
         variant: names what is compiled.
     """
 
-    def __init__(self, call: Planned, source_stride: int) -> None:
-        ctx, heap, self._call = call.ctx, call.ctx.job.heap, call
+    def __init__(self, call: Planned, *hops: Hop) -> None:
+        ctx, heap, self._call, self._hops = call.ctx, call.ctx.job.heap, call, hops
         in_heap = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
         self._deltas = self._result_deltas = in_heap
         if call.deltas is not ctx.device_group.deltas:
@@ -61,18 +80,17 @@ class Copies:
         self._side_streams: dict[int, SideStream] = self._once(
             "side streams", lambda: {peer: heap.side_stream() for peer in successors(ctx.topology)}
         )
-        self._inbox, self._signal = ctx.inbox.data_ptr(), ctx.signals.data_ptr() + 8 * ctx.rank
-        nbytes, room, self._direct = call.facts.nbytes, ctx.capacity, lands_in_result(call.facts)
-        peers, at = list(self._side_streams), ctx.rank * (call.stride if self._direct else room)
-        self._sent = {peer: Copy(peer * source_stride, at, nbytes) for peer in peers}
-        self._kept = Copy(ctx.rank * source_stride, ctx.rank * call.stride, 0 if call.in_buffer else nbytes)
-        self._taken = [Copy(peer * room, peer * call.stride, nbytes) for peer in reversed(peers) if not self._direct]
-        group = {"g": ctx.device_group, "WAITED": triton.next_power_of_2(ctx.world_size)}
+        self._inbox, self._signals = ctx.inbox.data_ptr(), ctx.signals.data_ptr() + 8 * ctx.rank
+        group, last = {"g": ctx.device_group, "WAITED": triton.next_power_of_2(ctx.world_size)}, hops[-1]
         self._enter = Launch(kernels.enter, 1, {**group, "stamp": self._stamp}, (), num_warps=1)
-        self._hear = Launch(kernels.hear, 1, {**group, "LOOKS": not self._taken}, (), num_warps=1)
-        self._look = Launch(kernels.look, 1, group, (), num_warps=1) if self._taken else None
-        self._launches = [launch for launch in (self._enter, self._hear, self._look) if launch is not None]
-        self.variant = ("copies", self._look is None)
+        self._hear = []
+        for number, hop in enumerate(hops):
+            ends = {"LAST": hop is last, "LOOKS": hop is last and not (hop.taken or hop.sum)}
+            self._hear.append(Launch(kernels.hear, 1, {**group, "hop": number, **ends}, (), num_warps=1))
+        self._look = Launch(kernels.look, 1, group, (), num_warps=1) if last.taken else None
+        launches = [self._enter, *self._hear, *(hop.sum for hop in hops), self._look]
+        self._launches = [launch for launch in launches if launch is not None]
+        self.variant = ("copies", len(hops), self._look is None, call.options, call.plan.num_warps)
 
     def _once(self, key: Any, make: Any) -> Any:
         return on_device(self._call.ctx, self._call.operation, ("copies", key), make)
@@ -93,30 +111,35 @@ class Copies:
         Args:
             source, rest: addresses, of which the last is that of the result.
         """
-        result, copy, kept = rest[-1], self._call.ctx.job.heap.stream_copy, self._kept
+        result, copy = rest[-1], self._call.ctx.job.heap.stream_copy
         self._enter(stream)
-        self._send(stream, source, result)
-        if kept.nbytes and source + kept.begin != result + kept.at:
-            copy(stream, result + kept.at, source + kept.begin, kept.nbytes)
-        # First, because graphs may put the kernel ahead of this rank's copies, for which the peers' kernels wait.
-        for side_stream in self._side_streams.values():
-            side_stream.join(stream)
-        self._hear(stream)
-        for part in self._taken:
-            if part.nbytes:
-                copy(stream, result + part.at, self._inbox + part.begin, part.nbytes)
+        for number, hop in enumerate(self._hops):
+            self._send(number, hop, stream, result if hop.of_result else source, result)
+            kept = hop.kept
+            if kept.nbytes and source + kept.begin != result + kept.at:
+                copy(stream, result + kept.at, source + kept.begin, kept.nbytes)
+            # First, because graphs may put the kernel ahead of this rank's copies, for which the peers' kernels wait.
+            for side_stream in self._side_streams.values():
+                side_stream.join(stream)
+            self._hear[number](stream)
+            if hop.sum is not None:
+                hop.sum(stream, source, result)
+            for part in hop.taken:
+                if part.nbytes:
+                    copy(stream, result + part.at, self._inbox + part.begin, part.nbytes)
         if self._look is not None:
             self._look(stream)
 
-    def _send(self, stream: int, source: int, result: int) -> None:
+    def _send(self, number: int, hop: Hop, stream: int, begin: int, result: int) -> None:
         """Queue the copies to all peers, each on a stream of its own."""
         ctx, chunk, stamp = self._call.ctx, self._call.plan.chunk, self._stamp.data_ptr()
+        signal = self._signals + 8 * number * ctx.world_size
         for peer, side_stream in self._side_streams.items():
             side_stream.fork(stream)
-            part = self._sent[peer]
-            landing = result + self._result_deltas[peer] if self._direct else self._inbox + self._deltas[peer]
-            moved = Copy(source + part.begin, landing + part.at, part.nbytes)
-            _queue(ctx.job.heap.stream_copy, side_stream.handle, moved, chunk, self._signal + self._deltas[peer], stamp)
+            part = hop.sent[peer]
+            landing = result + self._result_deltas[peer] if hop.into_result else self._inbox + self._deltas[peer]
+            moved = Copy(begin + part.begin, landing + part.at, part.nbytes)
+            _queue(ctx.job.heap.stream_copy, side_stream.handle, moved, chunk, signal + self._deltas[peer], stamp)
 
 
 def _queue(copy: Callable[..., None], stream: int, moved: Copy, chunk: int, signal: int, stamp: int) -> None:
@@ -124,3 +147,33 @@ def _queue(copy: Callable[..., None], stream: int, moved: Copy, chunk: int, sign
     for at in range(0, moved.nbytes, chunk):
         copy(stream, moved.at + at, moved.begin + at, min(chunk, moved.nbytes - at))
     copy(stream, signal, stamp, 8)
+
+
+def exchange(call: Planned, source_stride: int) -> Copies:
+    """Every rank's segment for each rank goes to its place in that rank's result: all-gather and all-to-all.
+
+    Args:
+        source_stride: bytes from the segment for one rank to that for the next; 0 if there is one for all.
+    """
+    ctx, nbytes, room, direct = call.ctx, call.facts.nbytes, call.ctx.capacity, lands_in_result(call.facts)
+    peers, at = successors(ctx.topology), ctx.rank * (call.stride if direct else room)
+    sent = {peer: Copy(peer * source_stride, at, nbytes) for peer in peers}
+    kept = Copy(ctx.rank * source_stride, ctx.rank * call.stride, 0 if call.in_buffer else nbytes)
+    taken = [Copy(peer * room, peer * call.stride, nbytes) for peer in reversed(peers) if not direct]
+    return Copies(call, Hop(sent, into_result=direct, kept=kept, taken=taken))
+
+
+def sums(call: Planned, stride: int, sizes: Sequence[int], whole: bool) -> Hop:
+    """Return the hop that brings each rank its part of all tensors, and sums them.
+
+    Args:
+        stride: bytes from the part of one rank to that of the next.
+        sizes: bytes of the parts, by rank.
+        whole: a part has the same place in the result as in the tensor; otherwise the result is this rank's part.
+    """
+    ctx, plan = call.ctx, call.plan
+    values = {**tiles(call), "inbox": call.inbox, "g": ctx.device_group, "WHOLE": whole}
+    values |= {"nbytes": sizes[ctx.rank], "at": ctx.rank * stride}
+    sum = Launch(kernels.sum_copies, plan.blocks, values, ("source", "out"), num_warps=plan.num_warps)
+    at = ctx.rank * ctx.capacity
+    return Hop({peer: Copy(peer * stride, at, sizes[peer]) for peer in successors(ctx.topology)}, sum=sum)

@@ -127,7 +127,7 @@ def tiles(call: Planned) -> dict[str, Any]:
     """
     size = call.options[0].itemsize
     per_thread = 16 // size if size > 1 else 4
-    if call.plan.algorithm == "loop" and size > 1:  # few threads, which need more bytes on the way
+    if call.plan.algorithm in ("loop", "ce") and size > 1:  # few threads, which need more bytes on the way
         per_thread *= max(1, 8 // max(2, triton.next_power_of_2(call.ctx.world_size)))
     waited = triton.next_power_of_2(call.ctx.world_size)
     return {**arithmetic(call), "COUNT": 32 * call.plan.num_warps * per_thread, "WAITED": waited}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
     *("TARGET_CHUNK_BYTES", "Payload", "Facts", "Plan", "check_numbers", "check_warps", "cut_chunks"),
-    *("cut_copies", "cut_loop", "loop_blocks", "prefers_loops"),
+    *("cut_copies", "cut_loop", "loop_blocks", "prefers_loops", "summing_blocks"),
     *("Words", "cut_words", "half", "inbox_epoch", "is_word_chunk", "most_chunks", "most_warps", "needs_puts"),
     *("needs_rails", "needs_stores", "needs_words", "node_default", "per_chunk", "per_segment", "power", "shares_gpu"),
     *("warps", "word_chunks", "words_of"),
@@ -76,6 +76,12 @@ LOOPS_FROM = 256 << 10
 """Bytes of a rank's data from which a context with a budget of thread blocks takes loops rather than words or chunks
 with a thread block each: on 2 H100s with 30 thread blocks, an all-gather of 256 KB takes 5.8 us by loops and 7.6 by
 direct stores, and an all-reduce of 16 MB takes 68 us by loops and 240 by words."""
+
+SUMMING_BLOCKS = 32
+"""Thread blocks that sum what copy engines have brought, at most."""
+
+SUMMED_BYTES = 16 << 10
+"""Bytes that such a thread block sums, at least."""
 
 _REDUCED_BYTES = 1 << 30
 """Kernels count the bytes of words in 32 bits, and go somewhat beyond the last."""
@@ -267,12 +273,22 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
     return Plan(algorithm, chunks, chunk, num_warps)
 
 
-def cut_copies(facts: Facts, entry: Entry) -> Plan:
-    """Copies of a segment: one, because copy engines are the faster the more they move at once."""
+def cut_copies(facts: Facts, entry: Entry, sums: bool = False) -> Plan:
+    """Copies of a segment: one, because copy engines are the faster the more they move at once. Thread blocks of the
+    plan are those that sum, if there are any."""
     whole = facts.nbytes
     chunks = min(most_chunks(facts), entry.chunks or -(-whole // (entry.chunk or max(1, whole))) or 1)
     chunk = max(1, -(-whole // (chunks * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
-    return Plan("ce", max(1, -(-whole // chunk)), chunk, 1, 1)
+    plan = Plan("ce", max(1, -(-whole // chunk)), chunk, 1, 1)
+    if sums:
+        num_warps, blocks = min(entry.num_warps or 16, most_warps(facts)), min(entry.blocks or 0, facts.max_blocks - 1)
+        plan = replace(plan, num_warps=num_warps, blocks=blocks or summing_blocks(facts, plan))
+    return plan
+
+
+def summing_blocks(facts: Facts, plan: Plan) -> int:
+    """Return the thread blocks that sum what copy engines have brought, if the plan doesn't state them: few."""
+    return max(1, min(SUMMING_BLOCKS, facts.max_blocks - 1, plan.chunks * plan.chunk // SUMMED_BYTES))
 
 
 def cut_loop(facts: Facts, entry: Entry, whole: int, signals: int = 1) -> Plan:

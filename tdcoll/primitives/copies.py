@@ -3,20 +3,22 @@
 
 Scope: one node whose ranks can address each other's memory; large messages, and calls beside compute, because the
 copies take no multiprocessor. The host issues the copies (:mod:`tdcoll.calls.copies`). The kernels here
-have one thread block and only send and await signals. Reductions have no such calls: the sums need thread blocks, and
-an all-reduce of two hops was slower than loops of as many at every size.
+have one thread block and only send and await signals, except :func:`sum_copies`, which reduces with any number.
 
 Data flow of a call, seen from rank r::
 
     enter: begin the epoch; entered --> every other rank; wait until all have entered; write the epoch to stamp
     one stream for each other rank p, when enter has ended:
-        data for p --copy engine--> memory of rank p;  then stamp --copy of 8 bytes--> arrived[0, 0, r] on rank p
-    hear: wait until arrived[0, 0, s] of every other rank s is the epoch
-    copies take the data out of the inbox, unless it has landed in the caller's memory
+        data for p --copy engine--> memory of rank p;  then stamp --copy of 8 bytes--> arrived[0, hop, r] on rank p
+    hear: wait until arrived[0, hop, s] of every other rank s is the epoch
+    copies or a sum take the data out of the inbox, unless it has landed in the caller's memory
     look: has a peer given up?
 
-Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by ``enter``. ``arrived[0, 0, s]`` is
-written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` of rank s.
+An all-reduce has two hops: parts, and after their sum the sums.
+
+Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by ``enter``. ``arrived[0, hop, s]`` is
+written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` of rank s, and by
+``hear`` between two hops.
 
 Ordering: a copy on a stream begins when the one before it on that stream has ended, so the stamp arrives after the
 data. This is CUDA's order of a stream, seen from the GPU that is written to: an assumption, which
@@ -36,9 +38,10 @@ A rank that gives up: copies that are queued can't be held back, also those of l
 ``enter`` finds that a wait has expired, or its own expires, it tells its peers before it ends, hence before the copies
 run, and leaves the stamp as it is. Peers then wait in vain for this epoch and time out as well, and a peer that still
 takes data of the call before out of its inbox finds in ``look`` that it may have been overwritten: see
-:mod:`tdcoll.primitives.stores`. Two things aren't protected: the caller's memory if peers write into it (it is
-undefined after a timeout on any rank), and on a rank that is late by a whole deadline the inbox of an earlier call of
-another algorithm.
+:mod:`tdcoll.primitives.stores`. Between two hops the stamp has the epoch already, so ``hear`` tells as well, and peers
+that take what the second hop brings find out in their last check. Two things aren't protected: the caller's memory if
+peers write into it (it is undefined after a timeout on any rank), and on a rank that is late by a whole deadline the
+inbox of an earlier call of another algorithm.
 
 Contexts that share a hardware queue, because they have more streams than there are queues
 (``CUDA_DEVICE_MAX_CONNECTIONS``, 8 by default; a call has a stream for each peer): work that waits behind an event
@@ -55,8 +58,9 @@ import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
 from tdcoll.primitives.group import begin_even_epoch, row, still_alive, this_epoch
+from tdcoll.primitives.sums import reduce_chunk
 
-__all__ = ["enter", "hear", "look"]
+__all__ = ["enter", "hear", "look", "sum_copies"]
 
 
 @jit
@@ -79,22 +83,53 @@ def enter(g, stamp, WAITED: tl.constexpr):
 
 
 @jit
-def hear(g, LOOKS: tl.constexpr, WAITED: tl.constexpr):
+def hear(g, hop: tl.int32, LAST: tl.constexpr, LOOKS: tl.constexpr, WAITED: tl.constexpr):
     """Wait until the stamp of every other rank is here. One thread block.
 
     Args:
+        hop: of the call, 0 or 1.
+        LAST: no hop follows. Otherwise, tell the peers if this rank has given up: the copies of the next hop run all
+            the same, with a stamp that says that what they carry is right.
         LOOKS: nothing is read after this, so find out here whether a peer has given up.
     """
     heard, epoch = still_alive(g.monitor), this_epoch(g.control)
     if heard != 0:
-        heard = tdl.wait_signals(row(g, epoch, 0), g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
-    if LOOKS:
-        if heard != 0:
-            stores.none_gave_up(g, WAITED)
+        heard = tdl.wait_signals(row(g, epoch, hop), g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
+    if LAST:
+        if LOOKS:
+            if heard != 0:
+                stores.none_gave_up(g, WAITED)
+    elif heard == 0:
+        stores.tell_gave_up(g, epoch)
 
 
 @jit
 def look(g, WAITED: tl.constexpr):
     """Find out whether a peer has given up, when the inbox has been read. One thread block."""
     if still_alive(g.monitor) != 0:
+        stores.none_gave_up(g, WAITED)
+
+
+@jit
+def sum_copies(
+    source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, at: tl.int64,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, WAITED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Sum what all ranks have sent to this one, in rank order: ``nbytes`` bytes. Any number of thread blocks.
+
+    Args:
+        source: this rank's tensor, whose part begins ``at`` bytes behind it.
+        out: the result.
+        inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots.
+        WHOLE: the part of the result begins ``at`` bytes behind ``out``, too.
+        DTYPE, ACC, OP, COUNT, WAITED: as for ``reduce_scatter_direct``.
+    """
+    if still_alive(g.monitor) != 0:
+        own = source + at
+        to = out + at if WHOLE else out
+        aligned = (own | to | nbytes) % 16 == 0
+        epoch = this_epoch(g.control)
+        worker, workers = tl.program_id(0), tl.num_programs(0)
+        reduce_chunk(worker, workers, own, to, 0, nbytes, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, COUNT)
         stores.none_gave_up(g, WAITED)

@@ -422,17 +422,21 @@ HEEDLESS = [
 ]  # fmt: skip
 """A late peer would take for right what a rank sends that has given up within the launch."""
 
+BETWEEN_HOPS = dropped("primitives.copies.hear", "stores.tell_gave_up")
 SPOILED = [
     Mutant(
         f"{what} of {calls}", changes, "wrong numbers", LookedAt(calls), {**job(calls.nodes), **EARLY}, seeds=300,
         any_seed=True,
     )
     for calls in BY_COPIES
+    for hops in [(BETWEEN_HOPS,) if calls.operation.name.startswith("all_reduce") else ()]
     for what, changes in (
         ("nobody looks who has given up", (Call("primitives.stores.none_gave_up", "tdl.wait_signals", "1"),)),
-        ("who gives up does not tell", (dropped("primitives.copies.enter", "stores.tell_gave_up"),)),
-        ("the stamp of who gives up", (Change("primitives.copies.enter", "entered != 0", "epoch > 0"),)),
+        ("who gives up does not tell", (dropped("primitives.copies.enter", "stores.tell_gave_up"), *hops)),
+        ("the stamp of who gives up", (Change("primitives.copies.enter", "entered != 0", "epoch > 0"), *hops)),
+        ("who gives up between two hops does not tell", hops),
     )
+    if changes
 ]  # fmt: skip
 """Copies that are queued run although a wait has expired."""
 

@@ -109,8 +109,12 @@ def compile_reduction(kernel, constants: dict[str, Any], world: int, arch: int) 
 
 COPIES = [  # kernel, constants, warps
     (copies.enter, {"WAITED": WORLD}, 1),
-    *((copies.hear, {"WAITED": WORLD, "LOOKS": looks}, 1) for looks in (False, True)),
+    *(
+        (copies.hear, {"WAITED": WORLD, "LAST": last, "LOOKS": looks}, 1)
+        for last, looks in ((False, False), (True, False), (True, True))
+    ),
     (copies.look, {"WAITED": WORLD}, 1),
+    (copies.sum_copies, {**_FP32, "DTYPE": tl.bfloat16, "COUNT": 4096, "WHOLE": True, "WAITED": WORLD}, 16),
 ]
 
 

@@ -70,7 +70,7 @@ STORES = {
     *("exchange_ll", "exchange_direct", "all_gather_ring", "norm_rows_one_shot", "norm_rows_two_shot"),
     *("reduce_scatter_direct", "reduce_scatter_pull", "reduce_scatter_words", "reduce", "meet"),
     *("all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_direct"),
-    *("exchange_loop", "reduce_scatter_loop", "all_reduce_loop", "enter", "hear", "look"),
+    *("exchange_loop", "reduce_scatter_loop", "all_reduce_loop", "enter", "hear", "look", "sum_copies"),
 }
 """Kernels that store to peers' memory, and wait."""
 
@@ -220,7 +220,11 @@ def test_calls_by_copy_engines_tell_who_has_given_up(compiled) -> None:
     """Releases: that a rank has entered, that it has given up, the latter also to itself, and the record of each
     wait."""
     found = {(k["kernel"], k["globaltimer"], k["release_sys"]) for k in compiled["copies"]}
-    assert found == {("enter", 1, 7 + 7 + 1 + 1), ("look", 1, 1), ("hear", 1, 1), ("hear", 2, 2)}
+    waits = {("enter", 1, 7 + 7 + 1 + 1), ("look", 1, 1), ("hear", 1, 1), ("hear", 2, 2), ("sum_copies", 1, 1)}
+    waits.add(("hear", 1, 1 + 7 + 1))  # between two hops
+    assert found == waits
+    for kernel in compiled["copies"]:
+        assert (kernel["wide_loads"] >= 8) == (kernel["kernel"] == "sum_copies"), kernel
 
 
 def test_fused_kernels_wait_once_for_each_word_of_a_thread_and_contract_nothing_but_squares(compiled) -> None:

@@ -43,10 +43,10 @@ def all_reduce(
         out: the result: contiguous, of the same shape and dtype. Made if None. May be ``tensor``, and must
             not overlap it otherwise. It gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
-        algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"loop"``, ``"1d"``, ``"2d"`` or ``"auto"``,
-            or a :class:`~tdcoll.Plan`.
-        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`, on all ranks. ``"direct"``
-            and ``"loop"`` then bring sums directly into it, without a copy; others don't use that.
+        algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"``, ``"2d"`` or
+            ``"auto"``, or a :class:`~tdcoll.Plan`.
+        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`, on all ranks. ``"direct"``,
+            ``"loop"`` and ``"ce"`` then bring sums directly into it, without a copy; others don't use that.
 
     Returns:
         ``out``, or a new ordinary tensor.

@@ -14,6 +14,7 @@ from tdcoll.calls.plan import (
     Plan,
     Words,
     cut_chunks,
+    cut_copies,
     cut_loop,
     needs_puts,
     needs_rails,
@@ -84,10 +85,13 @@ def cut_parts(facts: Facts, entry: Entry, algorithm: str) -> Plan:
     if algorithm == "loop":
         return cut_loop(facts, entry, whole.nbytes, whole.signals)
     chunks = facts.chunks // whole.signals
+    part = dataclasses.replace(facts, nbytes=whole.nbytes, chunks=chunks)
+    if algorithm == "ce":
+        return cut_copies(part, entry, sums=True)
     if algorithm == "direct" and entry.chunks is entry.chunk is None and whole.nbytes >= _DIRECT_CHUNK:
         chunk = max(_DIRECT_CHUNK, -(-whole.nbytes // chunks // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
         entry = dataclasses.replace(entry, chunk=chunk, num_warps=entry.num_warps or 16)
-    return cut_chunks(dataclasses.replace(facts, nbytes=whole.nbytes, chunks=chunks), entry, algorithm)
+    return cut_chunks(part, entry, algorithm)
 
 
 def pieces(facts: Facts, algorithm: str) -> int:
@@ -97,7 +101,7 @@ def pieces(facts: Facts, algorithm: str) -> int:
         return 1 + max(1, 4 // facts.itemsize)
     if needs_stores(facts) is not None:  # an outbox between the two, if a rank has to put
         return 3
-    return 1 if algorithm in ("direct", "loop") and facts.symmetric else 2
+    return 1 if algorithm in ("direct", "loop", "ce") and facts.symmetric else 2
 
 
 def piece_bytes(facts: Facts, algorithm: str) -> int:

@@ -89,6 +89,6 @@ def algorithms(same: bool) -> tuple[Algorithm, ...]:
             kernel=copies.kernel,
             blocks=lambda facts, plan: 1,
             epoch=lambda facts: facts.nbytes if copies.lands_in_result(facts) else inbox_epoch(facts),
-            copies=lambda call: copies.Copies(call, 0 if same else call.stride),
+            copies=lambda call: copies.exchange(call, 0 if same else call.stride),
         ),
     )

@@ -41,7 +41,7 @@ def reduce_scatter(
         out: the result: contiguous, same dtype. Made if None. May be this rank's own segment of ``tensor``,
             and must not overlap it otherwise. It gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
-        algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"pull"``, ``"1d"`` or ``"auto"``, or a
+        algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"pull"``, ``"1d"`` or ``"auto"``, or a
             :class:`~tdcoll.Plan`.
         symmetric: ``tensor`` is symmetric memory, which peers may read during the call, on all ranks; of the kinds that
             :func:`tdcoll.all_gather_` takes. ``"pull"`` needs it.

@@ -8,15 +8,18 @@ from typing import Any
 
 import triton.language as tl
 
+from tdcoll.calls import copies
 from tdcoll.calls.launches import Planned, by_words, on_device, routes_beside_stores, tiles
 from tdcoll.calls.plan import (
     cut_chunks,
+    cut_copies,
     cut_loop,
     half,
     inbox_epoch,
     loop_blocks,
     needs_puts,
     needs_stores,
+    summing_blocks,
 )
 from tdcoll.calls.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_loop, kernels_pull, kernels_puts, kernels_words
@@ -34,6 +37,11 @@ def _tables(call: Planned) -> dict[str, Any]:
     ctx = call.ctx
     nodes = on_device(ctx, "reduce_scatter", "nodes", lambda: nodes_of(ctx.topology, ctx.device))
     return {"routes": routes_beside_stores(ctx, "reduce_scatter"), "nodes": nodes}
+
+
+def _copies(call: Planned) -> copies.Copies:
+    sizes = [call.facts.nbytes] * call.ctx.world_size
+    return copies.Copies(call, copies.sums(call, call.stride, sizes, whole=False))
 
 
 SPEC = Collective(
@@ -67,6 +75,16 @@ SPEC = Collective(
             values=tiles,
             epoch=inbox_epoch,
             any_blocks=True,
+        ),
+        Algorithm(
+            "ce",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_copies(facts, entry, sums=True),
+            kernel=copies.kernel,
+            blocks=summing_blocks,
+            epoch=inbox_epoch,
+            any_blocks=True,
+            copies=_copies,
         ),
         Algorithm(
             "1d",

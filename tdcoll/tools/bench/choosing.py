@@ -145,7 +145,7 @@ class Choice:
                 if 32 * n <= block and width * block < 2 * max(width * _BLOCKS[0], nbytes)
             ]
         how = self.spec.algorithm(algorithm)
-        if how.copies is not None:
+        if how.copies is not None and not how.any_blocks:
             return [{}]  # copy engines are the fastest with one copy
         if how.any_blocks:
             return [{}] + [{"blocks": count, "num_warps": n} for count in BLOCK_COUNTS for n in warps if n >= 8]

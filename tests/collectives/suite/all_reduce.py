@@ -20,7 +20,7 @@ from .reduce_scatter import (
     PUT_LATE,
     RANK_ORDER,
 )
-from .ways import FLAGS, WRONG, Dense, job, mutant, mutants_of_loops
+from .ways import FLAGS, WRONG, Dense, job, mutant, mutants_of_copies, mutants_of_loops
 
 M = partial(mutant, SPEC)
 ONE, TWO = (partial(M, algorithm=name, nodes=(3,)) for name in ("one_shot", "two_shot"))
@@ -214,6 +214,7 @@ DENSE = Dense(
         "two_shot": ((3,), (4,)),
         "direct": ((3,), (4,)),
         "loop": ((3,), (2,)),
+        "ce": ((3,), (4,)),
         "1d": ((2, 1), (2, 2), (1, 2, 1), (4,)),
         "2d": ((2, 2), (3, 3)),
     },
@@ -239,5 +240,5 @@ DENSE = Dense(
         (Calls(SPEC, "direct 1d", "oi", (3300,), pieces=1), job((3,), seeds=1, heap_bytes=1 << 20)),
         (Calls(SPEC, "1d", "o", (3300,), pieces=1), job((2, 1), seeds=1, heap_bytes=1 << 20)),
     ),
-    mutants=(*MUTANTS, *mutants_of_loops(SPEC)),
+    mutants=(*MUTANTS, *mutants_of_loops(SPEC), *mutants_of_copies(SPEC)),
 )

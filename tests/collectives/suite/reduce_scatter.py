@@ -19,7 +19,7 @@ from .all_gather import (
     WAITS_FIRST,
 )
 from .calls import Calls
-from .ways import FLAGS, LOOPED, WRONG, Dense, job, mutant, mutants_of_loops
+from .ways import FLAGS, LOOPED, WRONG, Dense, job, mutant, mutants_of_copies, mutants_of_loops
 
 M = partial(mutant, SPEC)
 DIRECT, LAMPORT = partial(M, algorithm="direct"), partial(M, algorithm="ll")
@@ -132,6 +132,7 @@ DENSE = Dense(
         "ll": ((3,), (4,)),
         "direct": ((3,), (4,)),
         "loop": ((3,), (2,)),
+        "ce": ((3,), (4,)),
         "pull": ((3,), (2,)),
         "1d": ((2, 1), (2, 2), (1, 2, 1), (4,)),
     },
@@ -142,5 +143,5 @@ DENSE = Dense(
         # Chunks of several tiles, which several thread blocks reduce.
         (Calls(SPEC, "direct 1d", "oi", (25_000,), pieces=2), job((3,), seeds=1, heap_bytes=8 << 20)),
     ),
-    mutants=(*MUTANTS, *mutants_of_loops(SPEC)),
+    mutants=(*MUTANTS, *mutants_of_loops(SPEC), *mutants_of_copies(SPEC)),
 )

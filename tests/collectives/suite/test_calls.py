@@ -212,10 +212,10 @@ def test_the_epochs_of_calls_are_known_with_and_without_copies(pe: int) -> None:
     x = torch.ones(96)
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
         for algorithm in ("ce", "direct", "direct", "direct", "ce", "ce", "direct", "ce"):
-            tdcoll.all_gather(x, ctx=ctx, algorithm=algorithm)
+            tdcoll.all_reduce(x, ctx=ctx, algorithm=algorithm)
             epoch = int(ctx.control) >> EPOCH_SHIFT.value
-            assert ctx.calls.describe().endswith(f"the last one all_gather, up to epoch {epoch}")
-        assert ctx.calls.name_of(epoch, False).startswith("all_gather, call 8 of ")
+            assert ctx.calls.describe().endswith(f"the last one all_reduce, up to epoch {epoch}")
+        assert ctx.calls.name_of(epoch, False).startswith("all_reduce, call 8 of ")
         ctx.check()
 
 

@@ -244,7 +244,7 @@ def test_entries_for_words_of_two_kinds_and_for_several_epochs() -> None:
     assert reduced(Entry(None, "two_shot"), nbytes=(1 << 20) + 1).algorithm == "two_shot"  # in two epochs
     assert reduced(Entry(None, "two_shot"), nbytes=(1 << 30) + 1).algorithm == "direct"  # which cannot be had
     for entry, message in (
-        (Entry(None, "ll"), "algorithm: expected one of one_shot, two_shot, direct, loop, 1d, 2d, got ll"),
+        (Entry(None, "ll"), "algorithm: expected one of one_shot, two_shot, direct, loop, ce, 1d, 2d, got ll"),
         (Entry(None, "one_shot", chunk=640), "expected 16 times a power of two, from 512 .* or 12 times .* got 640"),
         (Entry(None, "direct", chunk=100), "chunk: expected a multiple of 128 bytes, got 100"),
     ):

@@ -124,7 +124,7 @@ def ways_of(dense: Dense, every: bool = False) -> list[Way]:
                 found.append(replace(way, more=FLAGS))
         if len(how.words) == 2 and how.payload(way.facts()).blocks == 0:
             found += [Way(dense, name, (2,), {**LOOPED, **words}) for words in ({}, FLAGS)]
-        if how.any_blocks:
+        if how.any_blocks and how.copies is None:
             found.append(Way(dense, name, (2,), LOOPED))
     return found
 
@@ -179,8 +179,8 @@ _DATA = """for at in range(0, moved.nbytes, chunk):
 
 
 def mutants_of_copies(spec: Collective) -> tuple[Mutant, ...]:
-    """Of the protocol of copy engines, shown by calls of a collective."""
-    found = (
+    """Of the protocol of copy engines, shown by calls of any collective."""
+    found = [
         ("a rank is written to before it has entered", no_wait("primitives.copies.enter", "tdl.wait_signals"), WRONG),
         (
             "nobody says that it has entered", dropped("primitives.copies.enter", "stores.release_to_all"),
@@ -188,7 +188,14 @@ def mutants_of_copies(spec: Collective) -> tuple[Mutant, ...]:
         ),
         ("nobody waits for the stamps", no_wait("primitives.copies.hear", "tdl.wait_signals"), WRONG),
         ("odd epochs", Change("group.begin_even_epoch", "epoch += epoch % 2", "pass"), missing("signals")),
-        ("the stamp before the data", Change("calls.copies._queue", _DATA + _LAST, _LAST + "\n" + _DATA), WRONG),
-        ("no stamp", Change("calls.copies._queue", _LAST, "pass"), missing("signals")),
-    )  # fmt: skip
-    return tuple(mutant(spec, *each, algorithm="ce", nodes=(3,)) for each in found)
+    ]  # fmt: skip
+    if not spec.reduces:  # whose specs name the function that is changed
+        found += [
+            ("the stamp before the data", Change("calls.copies._queue", _DATA + _LAST, _LAST + "\n" + _DATA), WRONG),
+            ("no stamp", Change("calls.copies._queue", _LAST, "pass"), missing("signals")),
+        ]
+    if spec.segments == (1, 1):
+        found.append(("one stamp for both hops", Argument("primitives.copies.hear", "row", "hop", "0"), WRONG))
+    # An all-reduce alone hears from all twice. An all-gather before it in an even epoch has the same slot.
+    how = {"calls": "oooo"} if spec.scatters or spec.gathers else {"calls": "xxoxxoo", "others": ("all_gather",)}
+    return tuple(mutant(spec, *each, algorithm="ce", nodes=(3,), **how) for each in found)
