@@ -18,18 +18,16 @@ SHARED_WARPS = 8
 multiprocessor always fits two such thread blocks, whose threads have at most 128 registers."""
 
 _SENT_BYTES = 1 << 20
-_BYTES_BETWEEN_NODES = 16 << 10
 _ANNOUNCED_BYTES = 32 << 20
 _INBOX_BYTES = 16 << 20
 
 
-def flagged_bytes(world_size: int, n_nodes: int) -> int:
+def flagged_bytes(world_size: int) -> int:
     """Return the bytes of one rank that a context handles with LL, if nothing is specified.
 
-    LL sends a third more and saves hops. In one node, a rank sends at most 1 MiB to all others together; if a group is
-    on several nodes, each rank's data has at most 16 KiB, for any number of ranks.
+    It is for ranks of one node. LL sends a third more and saves hops: a rank sends at most 1 MiB to all others.
     """
-    return _BYTES_BETWEEN_NODES if n_nodes > 1 else _SENT_BYTES // max(1, world_size - 1)
+    return _SENT_BYTES // max(1, world_size - 1)
 
 
 def inbox_bytes(world_size: int, heap_bytes: int) -> int:

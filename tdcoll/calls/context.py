@@ -104,7 +104,7 @@ class CollectiveContext(Preconditions):
         chunks: the most chunks that one rank's data is cut into. Each takes 16 bytes of symmetric heap per
             rank of the group. A large message is copied out while it arrives, the better the more chunks it has.
         flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes ``8/3 * world_size``
-            times as much of the symmetric heap. Default: ``max_bytes_per_rank``, but no more than
+            times as much of the symmetric heap, in one node. Default: ``max_bytes_per_rank``, but no more than
             :func:`tdcoll.base.limits.flagged_bytes` of the group.
         lamport_bytes: the most of one rank's data that words which announce themselves carry, in bytes; takes ``3 *
             world_size`` times as much of the symmetric heap, unless ranks of a node cannot store to each other.
@@ -179,8 +179,8 @@ class CollectiveContext(Preconditions):
         self.stores: bool
         """Whether the ranks of each node can store to each other's memory."""
         self.ll_bytes: int
-        """The most of one rank's data that flagged words carry, in bytes; -1 where there are none: ranks of a node
-        cannot store to each other, or nodes have different numbers of ranks."""
+        """The most of one rank's data that flagged words carry, in bytes; -1 where there are none: on several nodes, or
+        where ranks cannot store to each other."""
         self.lamport_bytes: int
         """The most of one rank's data that words which announce themselves carry, in bytes; 0 where there are none."""
         self.device_lamport: Lamport | None = None

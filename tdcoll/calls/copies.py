@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls whose data is moved by copy engines: the copies that the host issues, between the kernels of the protocol.
 
-:mod:`tdcoll.primitives.copies` has the protocol. A collective says only which bytes go where
-(:class:`Hop`).
+:mod:`tdcoll.primitives.copies` has the protocol.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +18,7 @@ from tdcoll.calls.plan import Facts
 from tdcoll.primitives import copies as kernels
 from tdcoll.runtime.heap import SideStream
 
-__all__ = ["Copies", "Copy", "Hop", "exchange", "kernel", "lands_in_result", "summed"]
+__all__ = ["Copies", "Copy", "Hop", "exchange", "kernel", "lands_in_result", "sums"]
 
 
 def kernel(facts: Facts) -> Any:
@@ -41,8 +39,7 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Hop:
+class Hop(NamedTuple):
     """The copies to all peers, and what is done when those of all peers have arrived.
 
     Attributes:
@@ -57,7 +54,7 @@ class Hop:
     sent: Mapping[int, Copy]
     of_result: bool = False
     into_result: bool = False
-    kept: Sequence[Copy] = ()
+    kept: Copy = Copy(0, 0, 0)
     sum: Launch | None = None
     taken: Sequence[Copy] = ()
 
@@ -81,8 +78,7 @@ class Copies:
             "side streams", lambda: {peer: heap.side_stream() for peer in successors(ctx.topology)}
         )
         self._inbox, self._signals = ctx.inbox.data_ptr(), ctx.signals.data_ptr() + 8 * ctx.rank
-        group = {"g": ctx.device_group, "WAITED": triton.next_power_of_2(ctx.world_size)}
-        last = hops[-1]
+        group, last = {"g": ctx.device_group, "WAITED": triton.next_power_of_2(ctx.world_size)}, hops[-1]
         self._enter = Launch(kernels.enter, 1, {**group, "stamp": self._stamp}, (), num_warps=1)
         self._hear = []
         for number, hop in enumerate(hops):
@@ -116,9 +112,9 @@ class Copies:
         self._enter(stream)
         for number, hop in enumerate(self._hops):
             self._send(number, hop, stream, result if hop.of_result else source, result)
-            for part in hop.kept:
-                if part.nbytes and source + part.begin != result + part.at:
-                    copy(stream, result + part.at, source + part.begin, part.nbytes)
+            kept = hop.kept
+            if kept.nbytes and source + kept.begin != result + kept.at:
+                copy(stream, result + kept.at, source + kept.begin, kept.nbytes)
             # First, because graphs may put the kernel ahead of this rank's copies, for which the peers' kernels wait.
             for side_stream in self._side_streams.values():
                 side_stream.join(stream)
@@ -150,30 +146,31 @@ def _queue(copy: Callable[..., None], stream: int, moved: Copy, chunk: int, sign
     copy(stream, signal, stamp, 8)
 
 
-def summed(call: Planned, nbytes: int, at: int, whole: bool) -> Launch:
-    """Return the launch that reduces the ``nbytes`` bytes that this rank has in each segment of the inbox.
-
-    Args:
-        at: bytes from the tensor to this rank's part of it.
-        whole: the same holds for the result; otherwise it is the part.
-    """
-    given = {**tiles(call), "inbox": call.inbox, "g": call.ctx.device_group, "nbytes": nbytes, "at": at}
-    return Launch(
-        kernels.sum_copies, call.plan.blocks, {**given, "WHOLE": whole}, ("source", "out"),
-        num_warps=call.plan.num_warps,
-    )  # fmt: skip
-
-
 def exchange(call: Planned, source_stride: int) -> Copies:
     """Every rank's segment for each rank goes to its place in that rank's result: all-gather and all-to-all.
 
     Args:
         source_stride: bytes from the segment for one rank to that for the next; 0 if there is one for all.
     """
-    ctx, nbytes, direct = call.ctx, call.facts.nbytes, lands_in_result(call.facts)
-    room = ctx.capacity
+    ctx, nbytes, room, direct = call.ctx, call.facts.nbytes, call.ctx.capacity, lands_in_result(call.facts)
     peers, at = successors(ctx.topology), ctx.rank * (call.stride if direct else room)
     sent = {peer: Copy(peer * source_stride, at, nbytes) for peer in peers}
-    kept = [] if call.in_buffer else [Copy(ctx.rank * source_stride, ctx.rank * call.stride, nbytes)]
-    taken = [] if direct else [Copy(peer * room, peer * call.stride, nbytes) for peer in reversed(peers)]
+    kept = Copy(ctx.rank * source_stride, ctx.rank * call.stride, 0 if call.in_buffer else nbytes)
+    taken = [Copy(peer * room, peer * call.stride, nbytes) for peer in reversed(peers) if not direct]
     return Copies(call, Hop(sent, into_result=direct, kept=kept, taken=taken))
+
+
+def sums(call: Planned, stride: int, sizes: Sequence[int], whole: bool) -> Hop:
+    """Return the hop that brings each rank its part of all tensors, and sums them.
+
+    Args:
+        stride: bytes from the part of one rank to that of the next.
+        sizes: bytes of the parts, by rank.
+        whole: a part has the same place in the result as in the tensor; otherwise the result is this rank's part.
+    """
+    ctx, plan = call.ctx, call.plan
+    values = {**tiles(call), "inbox": call.inbox, "g": ctx.device_group, "WHOLE": whole}
+    values |= {"nbytes": sizes[ctx.rank], "at": ctx.rank * stride}
+    sum = Launch(kernels.sum_copies, plan.blocks, values, ("source", "out"), num_warps=plan.num_warps)
+    at = ctx.rank * ctx.capacity
+    return Hop({peer: Copy(peer * stride, at, sizes[peer]) for peer in successors(ctx.topology)}, sum=sum)

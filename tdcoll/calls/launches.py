@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from tdcoll.base.ranges import ranged
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.explain import explain_call
 from tdcoll.calls.launch import Launch
-from tdcoll.calls.plan import LAMPORT_WORD_BYTES, Facts, Plan
+from tdcoll.calls.plan import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Facts, Plan, Words, per_chunk
 from tdcoll.calls.pool import Prospect
 from tdcoll.calls.spec import Algorithm, Collective
 from tdcoll.calls.tuning import Section
@@ -27,13 +27,22 @@ from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Launches", "Planned", "arithmetic", "facts_of", "is_prepared", "launches_by", "launches_of", "local_peers"]
+__all__ = [
+    "Launches",
+    "Planned",
+    "arithmetic",
+    "by_words",
+    "facts_of",
+    "is_prepared",
+    "launches_by",
+    "launches_of",
+    "local_peers",
+]
 __all__ += [
-    "loop_constants",
     "make_routes",
-    "of_words",
     "on_device",
     "prepare",
+    "rail_routes",
     "routes_beside_stores",
     "sections_of",
 ]
@@ -122,17 +131,27 @@ def tiles(call: Planned) -> dict[str, Any]:
     return {**arithmetic(call), "COUNT": 32 * call.plan.num_warps * per_thread, "WAITED": waited}
 
 
-def loop_constants(call: Planned, same: bool) -> dict[str, Any]:
-    """Return the constants of ``exchange_loop``: a thread has 64 bytes of a tile."""
-    return {"SAME": same, "WORDS": 16 * 32 * call.plan.num_warps}
-
-
 def of_words(call: Planned) -> dict[str, Any]:
     """Return what kernels that reduce words take (:mod:`tdcoll.primitives.words`)."""
     announced = call.width == LAMPORT_WORD_BYTES
     inbox, block = call.ctx.device_lamport if announced else call.words, call.plan.chunk // call.width
     looped = call.plan.blocks < call.plan.chunks
     return {**arithmetic(call), "inbox": inbox, "LAMPORT": announced, "BLOCK": block, "LOOPED": looped}
+
+
+def by_words(words: Words, kernel: Callable[[Facts], Any]) -> Algorithm:
+    """Return the algorithm of a reduction by words."""
+    return Algorithm(
+        words.name,
+        supports=words.supports,
+        cut=words.cut,
+        kernel=kernel,
+        blocks=per_chunk,
+        values=of_words,
+        words=(LAMPORT_WORD_BYTES, LL_WORD_BYTES),
+        payload=words.payload,
+        epoch=words.epoch,
+    )
 
 
 def on_device(ctx: CollectiveContext, operation: str, key: Hashable, make: Callable[[], _Made]) -> _Made:
@@ -164,11 +183,19 @@ def successors(topology: Topology) -> list[int]:
     return [(topology.rank + i) % topology.world_size for i in range(1, topology.world_size)]
 
 
-def make_routes(ctx: CollectiveContext, local: list[int], remote: list[int], more: Sequence[int] = ()) -> Routes:
-    """:class:`Routes` to group ranks, on the device, with ``more`` numbers after them."""
+def make_routes(ctx: CollectiveContext, local: list[int], remote: list[int]) -> Routes:
+    """:class:`Routes` to group ranks, on the device."""
     pes = ctx.topology.pes
-    entries = [*local, *(pes[rank] for rank in local), *remote, *(pes[rank] for rank in remote), *more]
+    entries = [*local, *(pes[rank] for rank in local), *remote, *(pes[rank] for rank in remote)]
     return Routes(torch.tensor(entries or [0], dtype=torch.int32, device=ctx.device), len(local), len(remote))
+
+
+def rail_routes(ctx: CollectiveContext, operation: str) -> Routes:
+    """Return the :class:`Routes` to the other ranks of this node, and to those of its rail on other nodes."""
+    topology = ctx.topology
+    nodes = [topology.members[(topology.node + i) % topology.n_nodes] for i in range(1, topology.n_nodes)]
+    rail = [members[topology.place] for members in nodes]
+    return on_device(ctx, operation, "rails", lambda: make_routes(ctx, local_peers(topology), rail))
 
 
 def routes_beside_stores(ctx: CollectiveContext, operation: str) -> Routes:

@@ -12,7 +12,8 @@ and not at whether this rank captures a CUDA graph, because another may replay o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS
@@ -23,12 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
-    *("TARGET_CHUNK_BYTES", "Payload", "Facts", "Plan", "cut_chunks"),
-    *("cut_copies", "cut_loop", "loop_blocks", "prefers_loops"),
-    *("cut_reduced_words", "cut_words", "epoch_of_words", "half", "most_chunks", "most_warps"),
-    *("needs_puts", "needs_reduced_words", "needs_stores", "needs_words", "per_chunk", "per_segment", "power"),
-    *("reduced_words", "several_nodes", "shares_gpu", "inbox_epoch", "summing_blocks"),
-    *("warps", "words_of"),
+    *("TARGET_CHUNK_BYTES", "Payload", "Facts", "Plan", "Words", "cut_chunks", "cut_copies", "cut_loop", "cut_words"),
+    *("half", "inbox_epoch", "loop_blocks", "most_chunks", "most_warps", "needs_puts", "needs_rails", "needs_stores"),
+    *("needs_words", "node_default", "per_chunk", "per_segment", "power", "prefers_loops", "shares_gpu"),
+    *("summing_blocks", "warps", "words_of"),
 ]
 
 CHUNK_ALIGNMENT = 128
@@ -162,26 +161,19 @@ class Payload:
 
 def needs_words(facts: Facts) -> str | None:
     """Return why a call cannot use LL, or None if it can."""
-    if several_nodes(facts.topology) and not facts.puts:
-        return needs_puts(facts)
+    if (problem := needs_stores(facts)) is not None:
+        return problem
     limit = f"at most {facts.ll_bytes} bytes per rank"
-    if facts.ll_bytes < 0:
-        limit = "ranks that can store to each other's memory inside each node"
-    elif facts.topology.ranks_per_node is not None and facts.nbytes <= facts.ll_bytes:
+    if facts.nbytes <= facts.ll_bytes:
         if _fewest_words(Payload(facts.nbytes, blocks=facts.topology.world_size), facts.max_blocks) <= LL_MOST_WORDS:
             return None
         limit = f"more than {facts.max_blocks} thread blocks"
-    return f"needs the same number of ranks on every node and {limit}; got {facts.nbytes} bytes on "
+    return f"needs {limit}; got {facts.nbytes} bytes on "
 
 
 def shares_gpu(facts: Facts) -> bool:
     """Return whether launches of other contexts need room on the GPU, so that few thread blocks have to do."""
     return facts.max_blocks != MAX_BLOCKS
-
-
-def several_nodes(topology: Topology) -> bool:
-    """Return whether there is more than one node: on one, ``2d`` does the same as ``1d``."""
-    return topology.n_nodes > 1
 
 
 def needs_stores(facts: Facts) -> str | None:
@@ -194,6 +186,14 @@ def needs_stores(facts: Facts) -> str | None:
 def needs_puts(facts: Facts) -> str | None:
     """Return why a call cannot use puts, or None if it can."""
     return None if facts.puts else "needs NVSHMEM's puts, which memory of PyTorch's does not have; got "
+
+
+def needs_rails(facts: Facts) -> str | None:
+    """Return why a call cannot use rails, or None if it can."""
+    topology = facts.topology
+    if topology.n_nodes < 2 or (topology.ranks_per_node or 1) < 2 or not facts.stores:
+        return "needs several nodes of the same number of ranks, which can store to each other; got "
+    return needs_puts(facts)
 
 
 def half(capacity: int) -> int:
@@ -253,14 +253,22 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
     return Plan(algorithm, chunks, chunk, num_warps)
 
 
-def cut_copies(facts: Facts, entry: Entry, whole: int, sums: bool = False) -> Plan:
-    """Copies of ``whole`` bytes: one, because copy engines are the faster the more they move at once. Thread blocks of
-    the plan are those that sum, if there are any."""
+def cut_copies(facts: Facts, entry: Entry, sums: bool = False) -> Plan:
+    """Copies of a segment: one, because copy engines are the faster the more they move at once. Thread blocks of the
+    plan are those that sum, if there are any."""
+    whole = facts.nbytes
     chunks = min(most_chunks(facts), entry.chunks or -(-whole // (entry.chunk or max(1, whole))) or 1)
     chunk = max(1, -(-whole // (chunks * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
-    num_warps = min(entry.num_warps or 16, most_warps(facts)) if sums else 1
-    blocks = min(entry.blocks or 0, facts.max_blocks - 1) if sums else 1
-    return Plan("ce", max(1, -(-whole // chunk)), chunk, num_warps, blocks)
+    plan = Plan("ce", max(1, -(-whole // chunk)), chunk, 1, 1)
+    if sums:
+        num_warps, blocks = min(entry.num_warps or 16, most_warps(facts)), min(entry.blocks or 0, facts.max_blocks - 1)
+        plan = replace(plan, num_warps=num_warps, blocks=blocks or summing_blocks(facts, plan))
+    return plan
+
+
+def summing_blocks(facts: Facts, plan: Plan) -> int:
+    """Return the thread blocks that sum what copy engines have brought, if the plan doesn't state them: few."""
+    return max(1, min(SUMMING_BLOCKS, facts.max_blocks - 1, plan.chunks * plan.chunk // SUMMED_BYTES))
 
 
 def cut_loop(facts: Facts, entry: Entry, whole: int, signals: int = 1) -> Plan:
@@ -292,9 +300,23 @@ def prefers_loops(facts: Facts, nbytes: int) -> bool:
     return facts.max_blocks <= LOOP_BLOCKS[1] and nbytes >= LOOPS_FROM and needs_stores(facts) is None
 
 
-def summing_blocks(facts: Facts, nbytes: int) -> int:
-    """Return the thread blocks that sum ``nbytes`` bytes of each rank which copy engines have brought: few."""
-    return max(1, min(SUMMING_BLOCKS, facts.max_blocks - 1, nbytes // SUMMED_BYTES))
+def node_default(facts: Facts, nbytes: int, words: Callable[[Facts], str | None]) -> str | None:
+    """Return the algorithm that is taken inside a node if nothing was measured; None if its ranks cannot store to each
+    other, or there are several nodes.
+
+    Words if they are supported, but for what loops are better at; otherwise loops if the context has a budget of thread
+    blocks, and chunks with a thread block each if it has none. In the simulator never words, because they make about a
+    hundred block operations, some 20 ms, for every program, and the others one copy for a chunk.
+
+    Args:
+        nbytes: as for :func:`prefers_loops`.
+        words: why a call cannot use ``ll``, or None.
+    """
+    if not facts.simulated and not prefers_loops(facts, nbytes) and words(facts) is None:
+        return "ll"
+    if needs_stores(facts) is not None:
+        return None
+    return "loop" if shares_gpu(facts) else "direct"
 
 
 def words_of(nbytes: int, width: int = LL_WORD_BYTES) -> int:
@@ -339,57 +361,71 @@ def cut_words(
     return Plan(algorithm, -(-words // block), payload.width * block, warps)
 
 
-def _phase_words(facts: Facts, width: int, parts: int) -> int:
-    return -(-words_of(facts.nbytes, width) // parts)
+@dataclass(frozen=True)
+class Words:
+    """How a reduction by words is cut. They use the Lamport protocol where the context has memory for it, and else LL.
+    Thread blocks take several blocks of words where there are too many.
 
-
-def reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> Payload:
-    """Return what blocks of reduced words are cut from. Thread blocks take several blocks where there are too many.
-
-    They announce themselves where the context has room for such words, and else carry a flag.
-
-    Args:
-        parts: of a segment; a rank sends one part to another rank at a time.
-        phases: how often a rank does that.
+    Attributes:
+        name: of the algorithm.
+        shots: 1 if a rank sends a whole segment to each other rank; 2 if it sends a part to each, and then the sum of
+            its own part to all.
     """
-    width = LAMPORT_WORD_BYTES
-    if width * phases * _phase_words(facts, width, parts) > -(-facts.lamport_bytes // width) * width:
-        width = LL_WORD_BYTES
-    return Payload(width * _phase_words(facts, width, parts), width, blocks=0)
 
+    name: str
+    shots: int
 
-def needs_reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> str | None:
-    """Return why a reduction can use neither LL nor Lamport words (:func:`reduced_words`), or None if it can."""
-    if facts.itemsize > 4:
-        return f"needs elements of at most 4 bytes; got elements of {facts.itemsize} bytes on "
-    if (problem := needs_stores(facts)) is not None:
-        return problem
-    if facts.nbytes >= _REDUCED_BYTES:
-        return f"needs less than {_REDUCED_BYTES} bytes; got {facts.nbytes} bytes on "
-    announced = reduced_words(facts, parts, phases).width == LAMPORT_WORD_BYTES
-    if announced or phases * _phase_words(facts, LL_WORD_BYTES, parts) <= words_of(facts.ll_bytes):
-        return None
-    return f"needs fewer bytes, or a context with more lamport_bytes or flagged_bytes; got {facts.nbytes} bytes on "
+    def _parts(self, facts: Facts) -> int:
+        return 1 if self.shots == 1 else facts.topology.world_size
 
+    def _words(self, facts: Facts, width: int) -> int:
+        return -(-words_of(facts.nbytes, width) // self._parts(facts))
 
-def epoch_of_words(facts: Facts, parts: int, phases: int) -> int:
-    """Return the bytes of a segment in each epoch of a reduction by words (:func:`reduced_words`).
+    def _whole(self, facts: Facts) -> Payload:
+        """Return what a call of one epoch is cut from."""
+        width = LAMPORT_WORD_BYTES
+        if width * self.shots * self._words(facts, width) > -(-facts.lamport_bytes // width) * width:
+            width = LL_WORD_BYTES
+        return Payload(width * self._words(facts, width), width, blocks=0)
 
-    A call that fits neither the LL nor the Lamport words at once takes several epochs of Lamport words. There are as
-    few as possible, of equal size, a multiple of 16 bytes; the last may be shorter. If they would be more than
-    :data:`MOST_EPOCHS`, the call has one, and :func:`needs_reduced_words` says why it can't use words.
-    """
-    width, nbytes = LAMPORT_WORD_BYTES, facts.nbytes
-    room = min(width * parts * (-(-facts.lamport_bytes // width) // phases), _REDUCED_BYTES - width)
-    if not 0 < nbytes <= MOST_EPOCHS * room or needs_reduced_words(facts, parts, phases) is None:
-        return nbytes
-    epochs = -(-nbytes // room)
-    return -(-nbytes // (width * epochs)) * width
+    def _problem(self, facts: Facts) -> str | None:
+        """Return why a call of one epoch can't use words, or None if it can."""
+        if facts.itemsize > 4:
+            return f"needs elements of at most 4 bytes; got elements of {facts.itemsize} bytes on "
+        if (problem := needs_stores(facts)) is not None:
+            return problem
+        if facts.nbytes >= _REDUCED_BYTES:
+            return f"needs less than {_REDUCED_BYTES} bytes; got {facts.nbytes} bytes on "
+        announced = self._whole(facts).width == LAMPORT_WORD_BYTES
+        if announced or self.shots * self._words(facts, LL_WORD_BYTES) <= words_of(facts.ll_bytes):
+            return None
+        return f"needs fewer bytes, or a context with more lamport_bytes or flagged_bytes; got {facts.nbytes} bytes on "
 
+    def epoch(self, facts: Facts) -> int:
+        """Return the bytes of a segment in each epoch.
 
-def cut_reduced_words(facts: Facts, entry: Entry, algorithm: str, payload: Payload) -> Plan:
-    """Blocks of words that are reduced, a word for each thread: about :data:`REDUCING_BLOCKS` of them, and then
-    larger ones, of up to 16 warps."""
-    words = words_of(payload.nbytes, payload.width)
-    usual = max(64, min(512, power(-(-words // REDUCING_BLOCKS))))
-    return cut_words(facts, entry, algorithm, payload, usual)
+        A call of two shots that fits neither the LL nor the Lamport words at once takes several epochs of Lamport
+        words. There are as few as possible, of equal size, a multiple of 16 bytes; the last may be shorter. If they
+        would be more than :data:`MOST_EPOCHS`, the call has one, and :meth:`supports` says why it can't use words.
+        """
+        width, nbytes = LAMPORT_WORD_BYTES, facts.nbytes
+        room = min(width * self._parts(facts) * (-(-facts.lamport_bytes // width) // 2), _REDUCED_BYTES - width)
+        if self.shots == 1 or not 0 < nbytes <= MOST_EPOCHS * room or self._problem(facts) is None:
+            return nbytes
+        epochs = -(-nbytes // room)
+        return -(-nbytes // (width * epochs)) * width
+
+    def payload(self, facts: Facts) -> Payload:
+        """Return the data of the first epoch, which is cut into blocks of words."""
+        return self._whole(replace(facts, nbytes=self.epoch(facts)))
+
+    def supports(self, facts: Facts) -> str | None:
+        """Return why a call doesn't support it, or None if it does."""
+        return self._problem(replace(facts, nbytes=self.epoch(facts)))
+
+    def cut(self, facts: Facts, entry: Entry) -> Plan:
+        """Return the plan of the first epoch: a word for each thread, in about :data:`REDUCING_BLOCKS` blocks, and then
+        in larger ones, of up to 16 warps."""
+        payload = self.payload(facts)
+        usual = max(64, min(512, power(-(-words_of(payload.nbytes, payload.width) // REDUCING_BLOCKS))))
+        return cut_words(facts, entry, self.name, payload, usual)

@@ -105,11 +105,10 @@ def context_sizes(
     usual = min(max_bytes_per_rank, limits.lamport_bytes(world, nodes), heap_bytes // (12 * world))
     lamport = (usual if lamport_bytes is None else lamport_bytes) if stores else 0
     ll_bytes = -1
-    if stores and topology.ranks_per_node is not None:
-        ll_bytes = min(max_bytes_per_rank, limits.flagged_bytes(world, nodes))
+    if stores and nodes == 1:
+        usual = min(max_bytes_per_rank, limits.flagged_bytes(world))
+        ll_bytes = usual if flagged_bytes is None else flagged_bytes
     sizes = ContextSizes(world, max_bytes_per_rank, chunks, ll_bytes, lamport)
-    if ll_bytes >= 0 and flagged_bytes is not None:  # what crosses between nodes is copied to the inbox first
-        sizes = replace(sizes, ll_bytes=min(flagged_bytes, sizes.capacity) if nodes > 1 else flagged_bytes)
     if free is not None and free < sizes.heap_bytes and lamport_bytes is None and lamport >= 16:
         sizes = replace(sizes, lamport_bytes=lamport // 16)
     return sizes

@@ -168,13 +168,6 @@ all_reduce_rms_norm.register_autograd(_of_norm, setup_context=_remember_norm)
 
 _REDUCES = (torch.ops.tdcoll.all_reduce, torch.ops.tdcoll.all_reduce.default)
 _ADDS = (operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor)
-_IN_PLACE = frozenset(
-    getattr(operator, name)
-    for name in (
-        *("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow"),
-        *("iand", "ior", "ixor", "ilshift", "irshift"),
-    )
-)
 _NORMS = (torch.nn.functional.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.default)
 
 
@@ -182,10 +175,10 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
     """Replace ``rms_norm(all_reduce(x) + residual)`` by ``all_reduce_rms_norm`` wherever a graph has it.
 
     The norm is over the last dimension, with a weight of the dtype of ``x``; residual and ``x`` have one shape and
-    dtype; the sum of the ranks is used for nothing else. (The sum with the residual may be.) Nothing between the
-    all-reduce and the norm writes in place, as shown by a name (``mul_``, ``operator.setitem``), ``out=`` or
-    ``inplace=True``; ``total += residual`` may, ``residual += total`` may not. As for the operator, the residual has to
-    be the same on all ranks. The new residual keeps its bits; the norm is rounded once.
+    dtype; the sum of the ranks is used for nothing else. (The sum with the residual may be.) Nothing else is computed
+    between the three, because it might write in place; ``total += residual`` is fused, ``residual += total`` is not. As
+    for the operator, the residual has to be the same on all ranks. The new residual keeps its bits; the norm is rounded
+    once.
 
     Args:
         module: as ``torch.compile`` gives it to a backend; it is changed.
@@ -201,10 +194,9 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
         if found is None:
             continue
         add, reduce, residual, weight, eps = found
+        between = [node for node in nodes[place[reduce] + 1 : place[norm]] if node is not add]
         # The inputs of the three move to the place of the addition.
-        if place.get(weight, len(nodes)) > place[add]:
-            continue
-        if any(_writes(node) for node in nodes[place[reduce] : place[norm]] if node is not add):
+        if place.get(weight, len(nodes)) > place[add] or any(node.op.startswith("call") for node in between):
             continue
         x = reduce.args[0]
         group = reduce.args[2] if len(reduce.args) > 2 else ""
@@ -224,17 +216,6 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
 
 def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
-def _writes(node: fx.Node) -> bool:
-    """Return whether a node is known to write in place."""
-    target, more = node.target, node.kwargs
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if isinstance(target, torch._ops.OpOverload):
-        writes = target._schema.is_mutable
-    else:
-        writes = target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return writes or more.get("out") is not None or more.get("inplace") is True
 
 
 def _seen(node: Any) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives.group import segment
 from tdcoll.primitives.stores import may_write
 
-__all__ = ["Routes", "push", "push_remote", "put_from_outbox", "say_entered"]
+__all__ = ["Routes", "push", "push_remote", "put_from_outbox", "say_entered", "task"]
 
 
 class Routes(NamedTuple):
@@ -41,6 +41,23 @@ def say_entered(g, routes, epoch):
 
 
 @jit
+def task(routes, chunks, per_chunk):
+    """Return ``(chunk_index, given)``: the chunk of this thread block, and its task there.
+
+    First come all that put to a remote rank, whose ``given`` is negative: it counts the remote ranks from the last.
+    Then chunk by chunk ``per_chunk`` others, of which the first ``n_local`` store to the local ranks.
+    """
+    putters = routes.n_remote * chunks
+    inside = tl.maximum(tl.program_id(0) - putters, 0)
+    chunk_index = inside // per_chunk
+    given = inside % per_chunk
+    if tl.program_id(0) < putters:
+        chunk_index = tl.program_id(0) // routes.n_remote
+        given = tl.program_id(0) % routes.n_remote - routes.n_remote
+    return chunk_index, given
+
+
+@jit
 def push(target, source, nbytes, signal, value, pe):
     """Put ``nbytes`` at ``source`` to ``pe``'s copy of ``target``; then its copy of ``signal`` becomes ``value``."""
     tdl.putmem_signal_block(target, source, nbytes, signal, value, tdl.SIGNAL_SET, pe)
@@ -51,7 +68,11 @@ def put_from_outbox(to, pe, source, inbox, g, outbox, offset, size, signal, epoc
     """Put a chunk at ``source`` to rank ``to``, which is ``pe``; nothing waits for it.
 
     It is copied first to the outbox of this rank's segment for that rank, at byte ``outbox``, because puts need
-    symmetric memory.
+    symmetric memory. The put orders the chunk before its own signal. It reads the outbox after the launch has ended,
+    and nothing waits for that: this rank writes there next in epoch e + 2, when it is done with e + 1, for which it has
+    heard from every peer. By then each peer had started e + 1, and was therefore done with e and had received the puts
+    to it. A call of another kind may write the whole segment in e + 2, too, because every rank then knows this of all
+    others.
     """
     copied = segment(inbox, g, epoch, to) + outbox + offset
     tdl.copy_block(copied, source, size)

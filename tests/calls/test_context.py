@@ -143,7 +143,7 @@ def test_timeout_names_group_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks_per_node", "algorithms"), [(4, ("auto", "ll", "direct", "ring", "1d")), (2, ("auto", "ll", "1d", "2d"))]
+    ("ranks_per_node", "algorithms"), [(4, ("auto", "ll", "direct", "ring", "1d")), (2, ("auto", "1d", "2d"))]
 )
 def test_a_context_of_few_chunks(ranks_per_node: int, algorithms: tuple[str, ...]) -> None:
     def host(pe: int) -> None:
@@ -167,13 +167,11 @@ def test_a_context_of_few_chunks(ranks_per_node: int, algorithms: tuple[str, ...
         (4, None, 1000),
         (4, 0, 0),
         (4, 5000, 5000),
-        (2, None, 1000),
-        (2, 5000, 1008),
-        ([3, 1], None, -1),
-        ([3, 1], 64, -1),
+        (2, None, -1),
+        (2, 5000, -1),
     ],
 )
-def test_room_for_flagged_words(ranks_per_node: int | list[int], asked: int | None, most: int) -> None:
+def test_room_for_flagged_words(ranks_per_node: int, asked: int | None, most: int) -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1000, flagged_bytes=asked) as ctx:
             assert (ctx.ll_bytes, ctx.stores) == (most, True)
@@ -185,14 +183,7 @@ def test_room_for_flagged_words(ranks_per_node: int | list[int], asked: int | No
 
 
 def test_flagged_words_for_as_many_bytes_as_limits_say() -> None:
-    assert [flagged_bytes(world, 1) for world in (1, 2, 5)] == [1 << 20, 1 << 20, 1 << 18]
-    assert flagged_bytes(8, 2) == flagged_bytes(64, 8) == 16 << 10
-
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=20 << 10, chunks=1) as ctx:
-            assert ctx.ll_bytes == flagged_bytes(N, 2)
-
-    World(N, ranks_per_node=2).run(host)
+    assert [flagged_bytes(world) for world in (1, 2, 5)] == [1 << 20, 1 << 20, 1 << 18]
 
 
 def test_ranks_that_cannot_store_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,6 @@ from tdcoll.testing import World, explore
 from .suite.calls import kinds_of, make, place, reference, values
 from .suite.ways import Dense, Nodes, all_dense, job, topology_of
 
-QUEUED = 5
-"""Calls that are launched before the host looks for expired waits, as in a CUDA graph: more than there are slots."""
-
 ROWS, HIDDEN = 5, 24
 WEIGHT = torch.linspace(0.5, 2, HIDDEN)
 LOST = -77
@@ -136,6 +133,12 @@ class Calls:
         flags = " flags" * (self.lamport_bytes == 0)
         return f"{self.operation.name} {algorithm}{flags} {'+'.join(map(str, self.nodes))}"
 
+    @property
+    def queued(self) -> int:
+        """Calls that are launched before the host looks for expired waits, as in a CUDA graph: more than there are
+        slots, of which sparse calls, each of several launches, have one."""
+        return 3 if self.operation.sparse else 5
+
     def context(self) -> tuple[Any, tdcoll.WaitMonitor]:
         """A context of all ranks, and what ends its waits."""
         if self.operation.sparse:
@@ -202,7 +205,7 @@ EARLY: dict[str, Any] = {"on_timeout": "early"}
 
 
 class Queued:
-    """Launches ``QUEUED`` calls on every rank, and checks the results of the ranks that no deadline has ended.
+    """Launches several calls on every rank, and checks the results of the ranks that no deadline has ended.
 
     Each call has the memory of the one before: results are copied away, and all is written over, right after the call,
     as the next kernels on a stream may do it whether or not a wait has expired.
@@ -234,7 +237,7 @@ class Queued:
         source, out, memories = operation.memory(ctx)
         looked_at, monitor.valid = monitor.valid, memoryview(bytearray(1))
         results = []
-        for call in range(QUEUED):
+        for call in range(calls.queued):
             source.copy_(given(pe, call, source))
             gave_up, sent = looked_at[0], self.sent(world, pe)
             made = operation.call(source, out, ctx, calls.algorithm)
@@ -264,7 +267,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "TARGET_CHUNK_BYTES", 32)
 
 
-@seeds(2, 30)
+@seeds(1, 30)
 @pytest.mark.parametrize("calls", ALL, ids=str)
 def test_every_rank_gives_up_or_has_the_right_result(calls: Calls, seeds: range) -> None:
     case, where = Queued(calls), {**job(calls.nodes), **EARLY}
@@ -287,7 +290,7 @@ class LookedAt(Queued):
         calls, operation = self.calls, self.calls.operation
         ctx, _ = calls.context()
         source, out, memories = operation.memory(ctx)
-        for call in range(QUEUED):
+        for call in range(calls.queued):
             source.copy_(given(pe, call, source))
             try:
                 made = operation.call(source, out, ctx, calls.algorithm)
@@ -394,7 +397,6 @@ HEEDLESS = [
     _heedless("1d writes to who has not entered", "all_gather p 1d 1+1", "puts.push_remote", _any("may_write")),
     _heedless("ring passes on what has not come", "all_gather o ring 3", "", _any("tdl.wait_signal")),
     _heedless("2d passes on what has not come", "all_gather o 2d 2+2", "", _any("tdl.wait_signal")),
-    _heedless("ll passes on what has not come", "all_gather o ll 2+2", "", _any("tdl.wait_signal")),
     *(
         _heedless(
             f"two-shot sends sums of what has not come{flags}", f"all_reduce o two_shot{flags} 2", WORDS,

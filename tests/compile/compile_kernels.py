@@ -168,10 +168,7 @@ def gathers(arch: int) -> dict[str, object]:
     puts = []
     for in_place in (False, True) if arch == 90 else (False,):
         for kernel in (kernels_puts.all_gather_1d, kernels_puts.all_gather_2d):
-            stores = kernel is kernels_puts.all_gather_2d and arch == 90  # both forms, once each
-            constants = {"BLOCK": WORLD, "COUNTED": in_place, "STORES": stores}
-            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            about = {"in_place": in_place, "stores": stores}
+            constants, about = {"BLOCK": WORLD, "COUNTED": in_place}, {"in_place": in_place}
             puts.append(record(kernel, arch, constants, tuples(1 if in_place else 2), about))
     direct = [
         record(kernel, arch, constants, tuples(1 if in_place else 2), {"in_place": in_place})
@@ -183,8 +180,7 @@ def gathers(arch: int) -> dict[str, object]:
         )
         for in_place in (False, True)
     ]
-    words = [(kernels_ll.exchange_ll, 128), (kernels_puts.all_gather_ll_2d, 128)]
-    words += [(kernels_ll.exchange_ll, 1024)] * (arch == 90)
+    words = [(kernels_ll.exchange_ll, 128), *[(kernels_ll.exchange_ll, 1024)] * (arch == 90)]
     return {
         "all_gather": puts,
         "ll": [record(kernel, arch, {"BLOCK": block}, tuples(), {}) for kernel, block in words],

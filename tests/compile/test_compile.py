@@ -73,7 +73,7 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 COLLECTIVES = ("all_gather", "ll", "direct", "exchange", "all_to_all", "reduce_scatter", "all_reduce", "fused")
 COLLECTIVES += ("index_match", "sparse", "copies")
 PUTS = {
-    *("all_gather_1d", "all_gather_2d", "all_gather_ll_2d", "all_to_all_puts", "reduce_scatter_puts"),
+    *("all_gather_1d", "all_gather_2d", "all_to_all_puts", "reduce_scatter_puts"),
     *("all_reduce_puts", "all_reduce_nodes", "reduce_nodes", "reduce_nodes_of_single", "forward", "meet_nodes"),
 }
 """Kernels that put. All others need no NVSHMEM, those of one node."""
@@ -112,7 +112,7 @@ def test_which_kernels_need_nvshmem_and_wait(compiled) -> None:
 def spills_of(kernel: dict[str, Any]) -> int:
     """How many bytes a kernel may spill: around a call of NVSHMEM, once per program, or for a row where noted."""
     name, warps = kernel["kernel"], kernel.get("warps", 8)
-    if name == "all_gather_2d" and kernel["in_place"] and kernel["stores"]:
+    if name == "all_gather_2d" and kernel["in_place"]:
         return 56
     if kernel.get("search") or (name, kernel["arch"]) == ("reduce_nodes_of_single", 90):
         return 64
@@ -146,7 +146,8 @@ def test_kernels_are_compiled_once_for_all_ranks(hopper) -> None:
 
 def test_gathers_say_the_right_things(compiled) -> None:
     for kernel in kernels_of(compiled, "all_gather"):
-        assert ("nvshmemx_putmem_signal_block" in kernel["calls"]) != kernel["stores"], kernel
+        inside = "nvshmemx_putmem_signal_block" in kernel["calls"]  # puts, where 2D stores
+        assert inside == (kernel["kernel"] == "all_gather_1d"), kernel
         assert kernel["acquire_sys"] >= kernel["globaltimer"], kernel
     for kernel in kernels_of(compiled, "all_gather", "all_to_all"):
         assert "nvshmemx_putmem_signal_nbi_block" in kernel["calls"], kernel

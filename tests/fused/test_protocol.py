@@ -19,10 +19,12 @@ HEAP = 1 << 20
 ONE, TWO, BOTH = "one_shot", "two_shot", "one_shot two_shot"
 
 
-@seeds(1, 60)
-@pytest.mark.parametrize(("algorithms", "blocks"), [(ONE, (4, 0)), (TWO, (0, 4)), (f"{BOTH} composed", (4, 8, 16))])
+@seeds(1, 40)
+@pytest.mark.parametrize(("algorithms", "blocks"), [(ONE, (2, 0)), (TWO, (0, 2)), (f"{BOTH} composed", (2, 4, 2))])
 def test_clean_over_seeds(algorithms: str, blocks: tuple[int, ...], seeds: range) -> None:
-    case = Norms(algorithms, "oaigo", (4, 3, 3), blocks)
+    """Rows of three words, in one piece and in two: the interpreter takes as long for a thread block of few words as
+    for one of many, so more pieces or rows would only cost time."""
+    case = Norms(algorithms, "oaigo", (4, 3, 3), blocks, hidden=24)
     explore(case, n_pes=3, seeds=seeds, heap_bytes=HEAP)
 
 
@@ -53,11 +55,10 @@ def test_scales_of_ranks_that_own_a_row_less(block: int) -> None:
 
 
 @seeds(1, 30)
-@pytest.mark.parametrize("block", [0, 1])
-def test_rows_that_only_some_ranks_own_in_turn(block: int, seeds: range) -> None:
+def test_rows_that_only_some_ranks_own_in_turn(seeds: range) -> None:
     """Of 4 rows rank 0 owns two, of 6 all three ranks do. A word that nobody waits for may come after the memory of its
     call is cleared, and be taken for one of a later call."""
-    case = Norms(TWO, "oooooo", (4, 6), (block,), 8, torch.float32)
+    case = Norms(TWO, "oooooo", (4, 6), (0,), 8, torch.float32)
     explore(case, n_pes=3, seeds=seeds, heap_bytes=HEAP, stragglers=2)
 
 
@@ -115,7 +116,7 @@ def test_calls_whose_number_needs_more_than_32_bits(first: int) -> None:
 
 @pytest.mark.slow
 def test_many_calls_with_stragglers() -> None:
-    case = Norms(f"{BOTH} {ONE}", "ooiagoio" * 2, (4, 3, 7), (4, 16, 2))
+    case = Norms(f"{BOTH} {ONE}", "ooiagoio" * 2, (4, 3, 5), (2, 4, 1), hidden=24)
     explore(case, n_pes=3, seeds=3, heap_bytes=HEAP, stragglers=True)
 
 

@@ -37,7 +37,7 @@ from tdcoll.calls.spec import Collective
 __all__ = ["SIZES", "SPECS", "Calls", "Watched", "cases", "data", "had", "in_pieces", "kind_of", "kinds_of"]
 __all__ += ["left_alone", "make", "place", "reference", "replay_captured", "right", "served", "sizes_of", "wanted"]
 
-SIZES = [0, 1, 2, 7, 255, 1000, 4096, 65536 + 3, 1 << 18, 3 << 20]
+SIZES = [0, 7, 1000] if simulated() else [0, 1, 2, 7, 255, 1000, 4096, 65536 + 3, 1 << 18, 3 << 20]
 
 
 OF_PYTORCH = os.environ.get("CALLERS_MEMORY") == "torch"
@@ -71,9 +71,8 @@ def served(
 
 
 def sizes_of(spec: Collective) -> list[int]:
-    """Elements of a segment: not too many in the simulator, nor for all ranks together."""
-    most = 1000 if simulated() else (4 << 20) // (world() if spec.scatters else 1)
-    return [size for size in SIZES if size <= most]
+    """Elements of a segment: not too many for all ranks together."""
+    return [size for size in SIZES if size <= (4 << 20) // (world() if spec.scatters else 1)]
 
 
 def data(spec: Collective, call: int, n: int, dtype: torch.dtype, ranks: int = 0) -> list[torch.Tensor]:

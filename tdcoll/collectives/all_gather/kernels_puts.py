@@ -10,8 +10,8 @@ Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``chunk
          inbox[slot, s] --stores--> the same on every rank of this node, for each s on r's rail, and a release
     both inbox[slot, s] --copy--> out[s], for every rank s, as soon as its signal is there
 
-In 2D a segment crosses between nodes once per node pair rather than once per rank pair. If the ranks of a node cannot
-store to each other's memory (not ``STORES``), they put + signal, as in 1D.
+In 2D a segment crosses between nodes once per node pair rather than once per rank pair. It needs nodes of one size,
+whose ranks can store to each other's memory.
 
 Signal map: ``arrived[slot, chunk, s]`` on rank r
 
@@ -49,10 +49,10 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.collectives.exchange.kernels_direct import receive_chunk, used_bytes
 from tdcoll.language.jit import jit
-from tdcoll.primitives import ll, puts, stores
+from tdcoll.primitives import puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
 
-__all__ = ["all_gather_1d", "all_gather_2d", "all_gather_ll_2d"]
+__all__ = ["all_gather_1d", "all_gather_2d"]
 
 
 @jit
@@ -87,18 +87,6 @@ def _task(chunks, n_senders, n_pushes, inbox, g):
         chunk_index = inside // per_chunk
         given = inside % per_chunk
     return program, chunk_index, given
-
-
-@jit
-def _push_local(peer, pe, g, inbox, target, source, size, signal, epoch, STORES: tl.constexpr):
-    """Give a chunk to rank ``peer``, which is on this node."""
-    if stores.may_write(g, inbox, peer, epoch) != 0:
-        if STORES:
-            stores.push(
-                target, source, size, tl.load(inbox.deltas + peer), signal, tl.load(g.deltas + peer), epoch
-            )  # fmt: skip
-        else:
-            puts.push(target, source, size, signal, epoch, pe)
 
 
 @jit
@@ -147,7 +135,8 @@ def all_gather_1d(
             mine = segment(inbox, g, epoch, g.rank) + offset
             signal = row(g, epoch, chunk_index) + g.rank
             if given >= 0:
-                _push_local(peer, pe, g, inbox, mine, source + offset, size, signal, epoch, False)
+                if stores.may_write(g, inbox, peer, epoch) != 0:
+                    puts.push(mine, source + offset, size, signal, epoch, pe)
             else:
                 i = given + n_senders
                 puts.push_remote(i, routes, g, inbox, mine, source + offset, size, signal, epoch)
@@ -160,7 +149,7 @@ def all_gather_1d(
 @jit
 def all_gather_2d(
     source: tl.int64, out: tl.int64, inbox, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
-    chunks: tl.int32, BLOCK: tl.constexpr, COUNTED: tl.constexpr, STORES: tl.constexpr,
+    chunks: tl.int32, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]``: between nodes along rails, then forwarded inside each node.
 
@@ -170,7 +159,6 @@ def all_gather_2d(
 
     Args: those of :func:`all_gather_1d`, except
         routes: names as remote ranks only this rank's rail: one per other node.
-        STORES: whether this rank can store to the ranks of its node.
     """
     n_senders = _n_senders(routes, inbox)
     n_local = routes.n_local
@@ -179,7 +167,6 @@ def all_gather_2d(
     # Read before the epoch is: both take their time.
     mate = tl.maximum(given, 0) % tl.maximum(n_local, 1)
     peer = tl.load(routes.ranks + mate)
-    pe = tl.load(routes.ranks + n_local + mate)
     epoch, alive = start(g)
     if alive == 0:
         return
@@ -212,63 +199,9 @@ def all_gather_2d(
                     size = chunk_bytes(used_bytes(landed, nbytes, COUNTED), chunk, chunk_index)
             if arrived != 0:
                 target = segment(inbox, g, epoch, origin) + offset
-                _push_local(peer, pe, g, inbox, target, held, size, signals + origin, epoch, STORES)
+                if stores.may_write(g, inbox, peer, epoch) != 0:
+                    delta, signal_delta = tl.load(inbox.deltas + peer), tl.load(g.deltas + peer)
+                    stores.push(target, held, size, delta, signals + origin, signal_delta, epoch)
         else:
             i = given - n_local - n_forwards
             _receive(i, chunk_index, source, out, out_stride, inbox, g, nbytes, chunk, epoch, BLOCK)
-
-
-@jit
-def all_gather_ll_2d(
-    source: tl.int64, out: tl.int64, inbox, words, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
-    chunks: tl.int32, blocks: tl.int32, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``[nbytes] -> [world * nbytes]`` over several nodes of ``n_local + 1`` ranks each, small messages.
-
-    Thread blocks: ``chunks`` that put to the rail; then ``blocks`` times (1 for the own segment, n_remote for those
-    of the rail, world - 1 - n_remote receivers).
-
-    Args: those of :func:`all_gather_2d` and ``exchange_ll``, except
-        routes: after them, the group ranks whose data comes by LL.
-        chunk: bytes of a put between nodes, a multiple of ``12 * BLOCK``; there are ``chunks``.
-        blocks: thread blocks for each segment, of ``BLOCK`` words each.
-    """
-    program = tl.program_id(0)
-    block = (program - chunks) % blocks
-    task = (program - chunks) // blocks
-    epoch, alive = start(g)
-    if alive == 0:
-        return
-    size = tl.cast(nbytes, tl.int32)
-    elsewhere = routes.ranks + 2 * routes.n_local
-    if program < chunks:
-        offset = tl.cast(program, tl.int64) * chunk
-        copied = segment(inbox, g, epoch, g.rank) + offset
-        signal = row(g, epoch, program) + g.rank
-        part = chunk_bytes(nbytes, chunk, program)
-        puts.push_remote(0, routes, g, inbox, copied, source + offset, part, signal, epoch)
-    else:
-        index = block * BLOCK + tl.arange(0, BLOCK)
-        mask = ll.carry(index, size)
-        if task <= routes.n_remote:
-            origin = g.rank
-            at = source
-            arrived = tl.cast(1, tl.int32)
-            if task > 0:
-                origin = tl.load(elsewhere + task - 1)
-                at = segment(inbox, g, epoch, origin)
-                chunk_index = block * BLOCK * 12 // chunk
-                signal = row(g, epoch, chunk_index) + origin
-                arrived = tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, origin, chunk_index * g.world + origin)
-            if arrived != 0:
-                parts = ll.repair(at, index, size, ll.load(at, index, size))
-                for k in tl.range(0, routes.n_local, disable_licm=True):
-                    delta = tl.load(words.deltas + tl.load(routes.ranks + k))
-                    ll.send(g, words, origin, delta, index, parts, epoch, mask)
-                target = out + tl.cast(origin, tl.int64) * out_stride
-                if target != at:  # not the own segment in place
-                    ll.store(target, index, size, parts, mask)
-        else:
-            origin = tl.load(elsewhere + routes.n_remote + task - 1)
-            first, second, third, there = ll.receive(g, words, origin, index, epoch, mask)
-            ll.store(out + tl.cast(origin, tl.int64) * out_stride, index, size, (first, second, third), there != 0)

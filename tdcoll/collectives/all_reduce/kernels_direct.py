@@ -57,21 +57,48 @@ __all__ = ["all_reduce_direct", "sum_chunk"]
 
 
 @jit
-def sum_chunk(
-    own, out, landing, landing_deltas, inbox, g, epoch, offset, size,
+def _sum_tiles(
+    own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Sum this rank's chunk at ``offset`` of all ranks to ``out``, and to ``landing`` on every other rank."""
     count = elements.count(size, DTYPE, ALIGNED)
     for begin in tl.range(0, count, COUNT):
         index = begin + tl.arange(0, COUNT)
         mask = index < count
-        sum = sum_of_ranks(own, inbox, g, None, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
+        sum = sum_of_ranks(own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
         result = rounded(finish(sum, g.world, OP), DTYPE, OP)
-        for step in tl.static_range(1, g.world):
-            delta = tl.load(landing_deltas + (g.rank + step) % g.world)
-            tl.store(elements.pointer(landing + delta, DTYPE, ALIGNED) + index, result, mask=mask)
+        if routes is None:
+            for step in tl.static_range(1, g.world):
+                delta = tl.load(landing_deltas + (g.rank + step) % g.world)
+                tl.store(elements.pointer(landing + delta, DTYPE, ALIGNED) + index, result, mask=mask)
+        else:
+            for i in tl.range(0, routes.n_local):
+                delta = tl.load(landing_deltas + tl.load(routes.ranks + i))
+                tl.store(elements.pointer(landing + delta, DTYPE, ALIGNED) + index, result, mask=mask)
+            tl.store(elements.pointer(landing, DTYPE, ALIGNED) + index, result, mask=mask)
         tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
+
+
+@jit
+def sum_chunk(
+    own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, aligned,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Sum this rank's chunk at ``offset`` of all ranks to ``out``, and to ``landing`` on every other rank.
+
+    With ``routes``, ``landing`` is also written here, and only on its local ranks elsewhere. ``aligned``: all addresses
+    and sizes are multiples of 16.
+    """
+    if aligned:
+        _sum_tiles(
+            own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP, True,
+            COUNT,
+        )  # fmt: skip
+    else:
+        _sum_tiles(
+            own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP, False,
+            COUNT,
+        )  # fmt: skip
 
 
 @jit
@@ -133,10 +160,10 @@ def all_reduce_direct(
             landing = out + at + offset if ZERO_COPY else segment(inbox, g, epoch, g.rank) + second + offset
             to = out_deltas if ZERO_COPY else inbox.deltas
             own = source + at
-            if (source | out | size) % 16 == 0:
-                sum_chunk(own, out + at, landing, to, inbox, g, epoch, offset, size, DTYPE, ACC, OP, True, COUNT)
-            else:
-                sum_chunk(own, out + at, landing, to, inbox, g, epoch, offset, size, DTYPE, ACC, OP, False, COUNT)
+            aligned = (source | out | size) % 16 == 0
+            sum_chunk(
+                own, out + at, landing, to, inbox, g, None, None, epoch, offset, size, aligned, DTYPE, ACC, OP, COUNT
+            )
             stores.release_to_all(g, summed + g.rank, epoch)
     elif ZERO_COPY:
         tdl.wait_signals(summed, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)

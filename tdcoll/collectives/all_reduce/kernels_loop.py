@@ -60,14 +60,11 @@ def all_reduce_loop(
                 size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, summed)
                 copied = segment(inbox, g, epoch, g.rank) + second + offset
                 landing = out + at + offset if ZERO_COPY else copied
-                if (source | out | size) % 16 == 0:
-                    sum_chunk(
-                        own, out + at, landing, to_deltas, inbox, g, epoch, offset, size, DTYPE, ACC, OP, True, COUNT
-                    )
-                else:
-                    sum_chunk(
-                        own, out + at, landing, to_deltas, inbox, g, epoch, offset, size, DTYPE, ACC, OP, False, COUNT
-                    )
+                aligned = (source | out | size) % 16 == 0
+                sum_chunk(
+                    own, out + at, landing, to_deltas, inbox, g, None, None, epoch, offset, size, aligned,
+                    DTYPE, ACC, OP, COUNT,
+                )  # fmt: skip
                 stores.release_to_all(g, row(g, epoch, chunks + summed) + g.rank, epoch)
         came = sent - 2 * LAG * blocks
         if came >= 0:

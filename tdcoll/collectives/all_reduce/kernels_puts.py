@@ -18,11 +18,8 @@ this rank puts::
 
 Signal map: that of ``kernels_direct``.
 
-Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it; waits
-acquire. A block barrier comes between stores to the source of a put and the put. The nbi puts read the outbox, and the
-own second inbox, after the launch has ended; nothing waits for them. This rank writes there next in epoch e + 2, when
-it is done with e + 1, for which it has heard from every peer. By then each peer had started e + 1, and was therefore
-done with e and had received the puts to it.
+Ordering: that of :mod:`tdcoll.primitives.stores` and of :func:`tdcoll.primitives.puts.put_from_outbox`; waits acquire.
+The own second inbox, which the puts of sums read, may be reused for the same reason as the outbox.
 
 Order of thread blocks: first all that put source; then chunk by chunk those that store, the one that sums, and those
 that copy out. Any number of resident blocks makes progress, because, as in ``kernels_direct``, each waits only for
@@ -34,32 +31,12 @@ In place: as in ``kernels_direct``. A putter has copied ``source[p]`` to the out
 import triton.language as tl
 
 import tdcoll.language as tdl
+from tdcoll.collectives.all_reduce.kernels_direct import sum_chunk
 from tdcoll.language.jit import jit
-from tdcoll.primitives import elements, puts, stores
+from tdcoll.primitives import puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
-from tdcoll.primitives.reduce import finish, rounded
-from tdcoll.primitives.sums import sum_of_ranks
 
 __all__ = ["all_reduce_puts"]
-
-
-@jit
-def _sum_chunk(
-    own, out, landing, inbox, g, routes, nodes, epoch, offset, size,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """Sum this rank's chunk at ``offset`` of all ranks to ``out``, and to ``landing`` here and on local ranks."""
-    count = elements.count(size, DTYPE, ALIGNED)
-    for begin in tl.range(0, count, COUNT):
-        index = begin + tl.arange(0, COUNT)
-        mask = index < count
-        total = sum_of_ranks(own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
-        result = rounded(finish(total, g.world, OP), DTYPE, OP)
-        for i in tl.range(0, routes.n_local):
-            delta = tl.load(inbox.deltas + tl.load(routes.ranks + i))
-            tl.store(elements.pointer(landing + delta, DTYPE, ALIGNED) + index, result, mask=mask)
-        tl.store(elements.pointer(landing, DTYPE, ALIGNED) + index, result, mask=mask)
-        tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
 
 
 @jit
@@ -88,14 +65,7 @@ def all_reduce_puts(
         outbox: where that piece of a segment begins, in bytes: a multiple of 16, at least ``part``.
         second: the same of the second inbox: at least ``outbox + part``.
     """
-    putters = routes.n_remote * chunks
-    inside = tl.maximum(tl.program_id(0) - putters, 0)
-    per_chunk = routes.n_local + g.world
-    chunk_index = inside // per_chunk
-    given = inside % per_chunk
-    if tl.program_id(0) < putters:
-        chunk_index = tl.program_id(0) // routes.n_remote
-        given = tl.program_id(0) % routes.n_remote - routes.n_remote
+    chunk_index, given = puts.task(routes, chunks, routes.n_local + g.world)
     epoch, alive = start(g)
     if alive == 0:
         return
@@ -121,16 +91,11 @@ def all_reduce_puts(
             at = tl.cast(g.rank, tl.int64) * part
             size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, chunk_index)
             landing = segment(inbox, g, epoch, g.rank) + second + offset
-            if (source | out | size) % 16 == 0:
-                _sum_chunk(
-                    source + at, out + at, landing, inbox, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP,
-                    True, COUNT,
-                )  # fmt: skip
-            else:
-                _sum_chunk(
-                    source + at, out + at, landing, inbox, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP,
-                    False, COUNT,
-                )  # fmt: skip
+            aligned = (source | out | size) % 16 == 0
+            sum_chunk(
+                source + at, out + at, landing, inbox.deltas, inbox, g, routes, nodes, epoch, offset, size, aligned,
+                DTYPE, ACC, OP, COUNT,
+            )  # fmt: skip
             _send_sum(landing, size, g, routes, summed + g.rank, epoch)
     else:
         origin = (g.rank + given - routes.n_local) % g.world

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tdcoll.calls.plan import (
@@ -11,14 +12,14 @@ from tdcoll.calls.plan import (
     Facts,
     Payload,
     Plan,
+    Words,
     cut_chunks,
-    cut_reduced_words,
-    epoch_of_words,
+    cut_copies,
+    cut_loop,
     needs_puts,
-    needs_reduced_words,
+    needs_rails,
     needs_stores,
     prefers_loops,
-    reduced_words,
     shares_gpu,
 )
 from tdcoll.calls.tuning import Entry
@@ -29,13 +30,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ONE_SHOT",
     "TWO_SHOT",
-    "Words",
     "cut_parts",
     "default",
     "epoch_of_parts",
     "payload_of_parts",
 ]
-__all__ += ["needs_direct", "needs_rails", "needs_signalled_puts", "one_shot_bytes", "part_bytes", "parts"]
+__all__ += ["needs_direct", "needs_signalled_puts", "needs_signalled_rails", "one_shot_bytes", "part_bytes", "parts"]
 __all__ += ["piece_bytes", "pieces"]
 
 _ONE_SHOT_BYTES = 1536 << 10
@@ -65,37 +65,6 @@ def part_bytes(nbytes: int, parts: int) -> int:
     return max(1, -(-nbytes // (16 * parts))) * 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Words:
-    """How an all-reduce by Lamport or LL is cut: one-shot sends all data; two-shot sends a part to each
-    rank."""
-
-    name: str
-    shots: int
-
-    def _pieces(self, facts: Facts) -> int:
-        return 1 if self.shots == 1 else facts.topology.world_size
-
-    def epoch(self, facts: Facts) -> int:
-        """Return the bytes of each epoch."""
-        return facts.nbytes if self.shots == 1 else epoch_of_words(facts, self._pieces(facts), self.shots)
-
-    def _first(self, facts: Facts) -> Facts:
-        return dataclasses.replace(facts, nbytes=self.epoch(facts))
-
-    def payload(self, facts: Facts) -> Payload:
-        """Return the data of the first epoch, which is cut into blocks of words."""
-        return reduced_words(self._first(facts), self._pieces(facts), self.shots)
-
-    def supports(self, facts: Facts) -> str | None:
-        """Return why a call doesn't support it, or None if it does."""
-        return needs_reduced_words(self._first(facts), self._pieces(facts), self.shots)
-
-    def cut(self, facts: Facts, entry: Entry) -> Plan:
-        """Return the plan of the first epoch."""
-        return cut_reduced_words(facts, entry, self.name, self.payload(facts))
-
-
 ONE_SHOT, TWO_SHOT = Words("one_shot", 1), Words("two_shot", 2)
 
 
@@ -113,11 +82,16 @@ def payload_of_parts(facts: Facts, algorithm: str) -> Payload:
 def cut_parts(facts: Facts, entry: Entry, algorithm: str) -> Plan:
     """Cut a part into chunks."""
     whole = payload_of_parts(facts, algorithm)
+    if algorithm == "loop":
+        return cut_loop(facts, entry, whole.nbytes, whole.signals)
     chunks = facts.chunks // whole.signals
+    part = dataclasses.replace(facts, nbytes=whole.nbytes, chunks=chunks)
+    if algorithm == "ce":
+        return cut_copies(part, entry, sums=True)
     if algorithm == "direct" and entry.chunks is entry.chunk is None and whole.nbytes >= _DIRECT_CHUNK:
         chunk = max(_DIRECT_CHUNK, -(-whole.nbytes // chunks // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
         entry = dataclasses.replace(entry, chunk=chunk, num_warps=entry.num_warps or 16)
-    return cut_chunks(dataclasses.replace(facts, nbytes=whole.nbytes, chunks=chunks), entry, algorithm)
+    return cut_chunks(part, entry, algorithm)
 
 
 def pieces(facts: Facts, algorithm: str) -> int:
@@ -145,28 +119,17 @@ def parts(topology: Topology, algorithm: str) -> int:
     return topology.ranks_per_node or 1 if algorithm == "2d" else topology.world_size
 
 
-def _needs_signals(facts: Facts) -> str | None:
-    if facts.chunks < 2:
-        return "needs a context with at least 2 chunks; got 1 on "
-    return None
+def _signalled(needs: Callable[[Facts], str | None]) -> Callable[[Facts], str | None]:
+    """Return why a call cannot have what ``needs`` is about with two signals for each chunk, or None if it can."""
+
+    def problem(facts: Facts) -> str | None:
+        found = needs(facts)
+        return "needs a context with at least 2 chunks; got 1 on " if found is None and facts.chunks < 2 else found
+
+    return problem
 
 
-def needs_direct(facts: Facts) -> str | None:
-    """Return why a call cannot use stores with signals, or None if it can."""
-    return needs_stores(facts) or _needs_signals(facts)
-
-
-def needs_signalled_puts(facts: Facts) -> str | None:
-    """Return why a call cannot use puts, or None if it can."""
-    return needs_puts(facts) or _needs_signals(facts)
-
-
-def needs_rails(facts: Facts) -> str | None:
-    """Return why a call cannot use rails, or None if it can."""
-    topology = facts.topology
-    if topology.n_nodes < 2 or (topology.ranks_per_node or 1) < 2 or not facts.stores:
-        return "needs several nodes of the same number of ranks, which can store to each other; got "
-    return needs_signalled_puts(facts)
+needs_direct, needs_signalled_puts, needs_signalled_rails = map(_signalled, (needs_stores, needs_puts, needs_rails))
 
 
 def _epochs_pay(facts: Facts) -> bool:
@@ -194,8 +157,13 @@ def default(facts: Facts) -> str:
             return "one_shot"
         if two and _epochs_pay(facts) and not loops:
             return "two_shot"
-    others = (
-        ("loop" if shares_gpu(facts) else "direct", needs_direct(facts) is None), ("2d", needs_rails(facts) is None),
-        ("1d", needs_signalled_puts(facts) is None), ("one_shot", one), ("two_shot", two),
-    )  # fmt: skip
-    return next((name for name, supported in others if supported), "1d")  # which then raises the reason
+    for name, needs in (
+        ("loop" if shares_gpu(facts) else "direct", needs_direct),
+        ("2d", needs_signalled_rails),
+        ("1d", needs_signalled_puts),
+        ("one_shot", ONE_SHOT.supports),
+        ("two_shot", TWO_SHOT.supports),
+    ):
+        if needs(facts) is None:
+            return name
+    return "1d"  # which then raises the reason

@@ -16,10 +16,8 @@ which this rank puts::
 Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s, and polled by the thread block that
 copies that chunk out.
 
-Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and the
-receiver acquires the signal. The nbi puts read the outbox after the launch has ended, and nothing waits for them. This
-rank writes that outbox next in epoch e + 2, when it is done with e + 1, for which it has heard from every peer; each
-peer had then started e + 1, and was therefore done with e and had received the puts to it.
+Ordering: that of :mod:`tdcoll.primitives.stores` and of :func:`tdcoll.primitives.puts.put_from_outbox`, which has the
+reason why the outbox may be reused; the receiver acquires the signal.
 
 Order of thread blocks: first all that put; then chunk by chunk those that store, and those that receive. A sender
 doesn't wait. Any number of resident blocks makes progress, because a receiver waits for a sender of its chunk, which
@@ -52,14 +50,7 @@ def all_to_all_puts(
         outbox: where the second half of a segment begins, in bytes: a multiple of 16, and at least ``nbytes``.
         chunks: number of chunks.
     """
-    putters = routes.n_remote * chunks
-    inside = tl.maximum(tl.program_id(0) - putters, 0)
-    per_chunk = routes.n_local + g.world
-    chunk_index = inside // per_chunk
-    given = inside % per_chunk
-    if tl.program_id(0) < putters:
-        chunk_index = tl.program_id(0) // routes.n_remote
-        given = tl.program_id(0) % routes.n_remote - routes.n_remote
+    chunk_index, given = puts.task(routes, chunks, routes.n_local + g.world)
     epoch, alive = start(g)
     if alive == 0:
         return

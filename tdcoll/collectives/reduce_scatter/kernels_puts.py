@@ -15,11 +15,8 @@ from which this rank puts::
 Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s, and polled by the thread blocks that
 reduce that chunk.
 
-Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and the
-reducer acquires the signals. The nbi puts read the outbox after the launch has ended; nothing waits for them. This rank
-writes that outbox next in epoch e + 2, when it is done with e + 1, for which it has heard from every peer. By then each
-peer had started e + 1, and was therefore done with e and had received the puts to it. A call of another kind may write
-the whole segment in e + 2, too, because every rank then knows this of all others.
+Ordering: that of :mod:`tdcoll.primitives.stores` and of :func:`tdcoll.primitives.puts.put_from_outbox`, which has the
+reason why the outbox may be reused; the reducer acquires the signals.
 
 Order of thread blocks: first all that put; then chunk by chunk those that store, and those that reduce. A sender
 doesn't wait. Any number of resident blocks makes progress, because a reducer waits for senders of its chunk, which on
@@ -56,14 +53,7 @@ def reduce_scatter_puts(
         outbox: where the second half of a segment begins, in bytes: a multiple of 16, and at least ``nbytes``.
         chunks: number of chunks.
     """
-    putters = routes.n_remote * chunks
-    inside = tl.maximum(tl.program_id(0) - putters, 0)
-    per_chunk = routes.n_local + reducers
-    chunk_index = inside // per_chunk
-    given = inside % per_chunk
-    if tl.program_id(0) < putters:
-        chunk_index = tl.program_id(0) // routes.n_remote
-        given = tl.program_id(0) % routes.n_remote - routes.n_remote
+    chunk_index, given = puts.task(routes, chunks, routes.n_local + reducers)
     epoch, alive = start(g)
     if alive == 0:
         return

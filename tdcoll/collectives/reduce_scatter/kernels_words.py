@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter inside one node by the Lamport protocol or LL: one hop.
 
-Scope: one node whose ranks can store to each other's memory; dtypes of at most 4 bytes. Floating-point types use the
-Lamport protocol (:mod:`tdcoll.primitives.lamport`), if the context has memory for it; all others use LL
-(:mod:`tdcoll.primitives.ll`), which sends a third more words. (Elements of 8 bytes use ``kernels_direct``, because they
-would lie across LL words, and some of their values contain the sentinel.)
+Scope, protocols and signal map are those of :mod:`tdcoll.collectives.all_reduce.kernels_words`.
 
 Data flow, seen from rank r::
 
     source[p] --words--> inbox[slot, r] on rank p, for every other rank p
     inbox[slot, 0], ..., source[r], ..., inbox[slot, world - 1] --sum in rank order--> out
 
-Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s, and polled by the program
-of rank r that has the number of the one which sent them.
-
 Ordering and reuse of a slot: those of the protocols' modules. When a rank is done with a call, it has heard from all,
 because each rank sends at least one word to every other.
 
-Order of thread blocks: the data is cut into blocks of words, and program i takes the blocks i, i + programs, ... one
-after the other. Any number of resident blocks makes progress, and any number of thread blocks, if it is the same on all
-ranks, because program i sends a block before it waits for it, and waits for programs i of other ranks only, which do
-the same in the same order.
+Order of thread blocks: that of one-shot there. Program i sends a block before it waits for it, and waits for programs i
+of other ranks only, which do the same in the same order.
 
 In place: ``out`` may be ``source[r]``. No other rank reads that part, and a program stores only to words that it has
 loaded before.

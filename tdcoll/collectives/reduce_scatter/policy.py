@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from tdcoll.calls.plan import Facts, Plan, needs_reduced_words, needs_stores, prefers_loops, shares_gpu
+from tdcoll.calls.plan import Facts, Plan, Words, needs_stores, node_default
 
-__all__ = ["blocks", "default", "needs_symmetric", "reducers"]
+__all__ = ["WORDS", "blocks", "default", "needs_symmetric", "reducers"]
+
+WORDS = Words("ll", 1)
 
 _REDUCED_BYTES = 16 << 10
 """Bytes of a chunk that one thread block reduces."""
@@ -29,16 +31,10 @@ def blocks(facts: Facts, plan: Plan) -> int:
 def default(facts: Facts) -> str:
     """Return the algorithm that is taken if no table has an entry.
 
-    - In one node Lamport or LL if the context has memory for them (not in the simulator, because they cost much more
-      there), otherwise loads if the input is symmetric memory, otherwise stores.
-    - If the context has a budget of thread blocks, loops in place of Lamport, LL and stores, but for few bytes.
-    - Puts elsewhere.
+    In one node that of :func:`~tdcoll.calls.plan.node_default`, but loads in place of loops and stores if the input is
+    symmetric memory; puts elsewhere.
     """
-    loops = prefers_loops(facts, 2 * facts.nbytes)
-    if not facts.simulated and not loops and needs_reduced_words(facts) is None:
-        return "ll"
-    if needs_symmetric(facts) is None:
+    chosen = node_default(facts, 2 * facts.nbytes, WORDS.supports)
+    if chosen != "ll" and needs_symmetric(facts) is None:
         return "pull"
-    if shares_gpu(facts) and needs_stores(facts) is None:
-        return "loop"
-    return "direct" if needs_stores(facts) is None else "1d"
+    return chosen or "1d"

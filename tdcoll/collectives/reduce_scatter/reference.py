@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter on one process, for tests: the result that every algorithm must give, to the bit."""
+"""Reductions on one process, for tests: the result that every algorithm must give, to the bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tdcoll.primitives.reduce import ACCUMULATORS, check_operation
 
-__all__ = ["reduce_parts", "reduce_scatter_reference"]
+__all__ = ["reduce_parts"]
 
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -54,16 +54,3 @@ def reduce_parts(parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = 
         limit = torch.finfo(dtype).max
         total = total.clamp(-limit, limit)
     return (total.to(dtype).to(total.dtype) + 0.0).to(dtype)
-
-
-def reduce_scatter_reference(
-    tensors: Sequence[torch.Tensor], nodes: Sequence[int], op: str = "sum"
-) -> list[torch.Tensor]:
-    """``world`` times ``[world * n, ...] -> world`` times ``[n, ...]``: the result of every rank, in rank order.
-
-    Args:
-        tensors: one per rank, in rank order.
-        nodes, op: as for :func:`reduce_parts`, which also lists the errors.
-    """
-    parts = [tensor.chunk(len(tensors)) if tensor.numel() else [tensor] * len(tensors) for tensor in tensors]
-    return [reduce_parts([of[rank] for of in parts], nodes, op) for rank in range(len(tensors))]

@@ -8,28 +8,22 @@ from typing import Any
 
 import triton.language as tl
 
-from tdcoll.calls.copies import Copies, Copy, Hop, kernel, summed
-from tdcoll.calls.launches import Planned, of_words, on_device, routes_beside_stores, successors, tiles
+from tdcoll.calls import copies
+from tdcoll.calls.launches import Planned, by_words, on_device, routes_beside_stores, tiles
 from tdcoll.calls.plan import (
-    LAMPORT_WORD_BYTES,
-    LL_WORD_BYTES,
     cut_chunks,
     cut_copies,
     cut_loop,
-    cut_reduced_words,
     half,
     inbox_epoch,
     loop_blocks,
     needs_puts,
-    needs_reduced_words,
     needs_stores,
-    per_chunk,
-    reduced_words,
     summing_blocks,
 )
 from tdcoll.calls.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_loop, kernels_pull, kernels_puts, kernels_words
-from tdcoll.collectives.reduce_scatter.policy import blocks, default, needs_symmetric, reducers
+from tdcoll.collectives.reduce_scatter.policy import WORDS, blocks, default, needs_symmetric, reducers
 from tdcoll.primitives.group import Inbox, nodes_of
 
 __all__ = ["SPEC"]
@@ -45,26 +39,16 @@ def _tables(call: Planned) -> dict[str, Any]:
     return {"routes": routes_beside_stores(ctx, "reduce_scatter"), "nodes": nodes}
 
 
-def _copies(call: Planned) -> Copies:
-    ctx, nbytes = call.ctx, call.facts.nbytes
-    sent = {peer: Copy(peer * call.stride, ctx.rank * ctx.capacity, nbytes) for peer in successors(ctx.topology)}
-    return Copies(call, Hop(sent, sum=summed(call, nbytes, ctx.rank * call.stride, whole=False)))
+def _copies(call: Planned) -> copies.Copies:
+    sizes = [call.facts.nbytes] * call.ctx.world_size
+    return copies.Copies(call, copies.sums(call, call.stride, sizes, whole=False))
 
 
 SPEC = Collective(
     name="reduce_scatter",
     segments=(WORLD, 1),
     algorithms=(
-        Algorithm(
-            "ll",
-            supports=needs_reduced_words,
-            cut=lambda facts, entry: cut_reduced_words(facts, entry, "ll", reduced_words(facts)),
-            kernel=lambda facts: kernels_words.reduce_scatter_words,
-            blocks=per_chunk,
-            values=of_words,
-            words=(LAMPORT_WORD_BYTES, LL_WORD_BYTES),
-            payload=reduced_words,
-        ),
+        by_words(WORDS, lambda facts: kernels_words.reduce_scatter_words),
         Algorithm(
             "direct",
             supports=needs_stores,
@@ -95,9 +79,9 @@ SPEC = Collective(
         Algorithm(
             "ce",
             supports=needs_stores,
-            cut=lambda facts, entry: cut_copies(facts, entry, facts.nbytes, sums=True),
-            kernel=kernel,
-            blocks=lambda facts, plan: summing_blocks(facts, facts.nbytes),
+            cut=lambda facts, entry: cut_copies(facts, entry, sums=True),
+            kernel=copies.kernel,
+            blocks=summing_blocks,
             epoch=inbox_epoch,
             any_blocks=True,
             copies=_copies,

@@ -97,7 +97,7 @@ class Choice:
         return Facts(
             nbytes,
             self.topology,
-            ll_bytes=limits.flagged_bytes(*shape),
+            ll_bytes=limits.flagged_bytes(shape[0]),
             stores=True,
             lamport_bytes=limits.lamport_bytes(*shape),
             itemsize=getattr(torch, self.spec.tuned_dtype).itemsize,

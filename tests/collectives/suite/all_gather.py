@@ -16,13 +16,10 @@ M = partial(mutant, SPEC, algorithm="1d")
 NODES = partial(M, nodes=(2, 2))
 TWO = partial(NODES, algorithm="2d")
 LL, DIRECT, LOOP, RING = (partial(M, algorithm=name) for name in ("ll", "direct", "loop", "ring"))
-LL_NODES = partial(NODES, algorithm="ll")
 WAITS_FIRST = {"world": {"resident": 1}}
 """With one resident block, programs that wait must come after those that they wait for."""
 
-PUTS, RAILS, LL_2D, RECEIVE = (
-    f"all_gather.kernels_puts.{name}" for name in ("all_gather_1d", "all_gather_2d", "all_gather_ll_2d", "_receive")
-)
+PUTS, RAILS, RECEIVE = (f"all_gather.kernels_puts.{name}" for name in ("all_gather_1d", "all_gather_2d", "_receive"))
 AROUND, LOOPS = "kernels_ring.all_gather_ring", "exchange.kernels_loop.exchange_loop"
 STORES, RECEIVED = (f"exchange.kernels_direct.{name}" for name in ("exchange_direct", "receive_chunk"))
 SIGNAL_FIRST = "tdl.signal_block({3}, {4}, {5}, {6})\ntdl.fence()\n"
@@ -86,7 +83,7 @@ MUTANTS = (
     ),
     TWO(
         "in place: a rank of this node is written to before it has entered",
-        Call("all_gather.kernels_puts._push_local", "stores.may_write", "1"), calls="pppp",
+        Call(RAILS, "stores.may_write", "1"), calls="pppp",
     ),
     TWO(
         "in place: a rank of another node is written to before it has entered",
@@ -112,15 +109,6 @@ MUTANTS = (
     ),
     LL("a call of no bytes hears from nobody", NO_BYTES, FLAGLESS, calls="ooooooo", counts=(50, 0)),
     LL("the epoch is read after it was added to", READ_LATE, f"{WRONG}|{FLAGLESS}"),
-    # ------------------------------------------------------------------ LL over nodes
-    LL_NODES("passed on before it is there", no_wait(LL_2D)),
-    LL_NODES("one slot between nodes", Argument(LL_2D, "segment", "epoch", "0")),
-    LL_NODES("one slot of signals", Change("group.row", "slot(epoch)", "0"), f"{WRONG}|{UNSIGNALLED}"),
-    LL_NODES(
-        "those that wait for flags come first",
-        Change(LL_2D, "task = (program - chunks) // blocks", "task = g.world - 1 - (program - chunks) // blocks"),
-        FLAGLESS, **WAITS_FIRST,
-    ),
     # ------------------------------------------------------------------ direct stores
     DIRECT("one slot", Change("group.segment", "slot(epoch)", "0")),
     DIRECT("the receiver does not wait", no_wait(STORES)),
@@ -160,7 +148,7 @@ MUTANTS = (
 DENSE = Dense(
     SPEC,
     nodes={
-        "ll": ((3,), (2, 2), (2, 2, 2)),
+        "ll": ((3,), (4,)),
         "direct": ((3,),),
         "loop": ((3,), (2,)),
         "ce": ((3,), (2,)),
@@ -169,14 +157,12 @@ DENSE = Dense(
         "2d": ((2, 2), (2, 2, 2), (3, 3)),
     },
     counts=50,
-    relays={"ring": 1, "2d": 2, "ll": 2},
+    relays={"ring": 1, "2d": 2},
     grids=(
         # On one context: who hears from whom differs from call to call, in place and not; LL waits for nobody to enter.
         (Calls(SPEC, "ring direct 1d ring ring", "opoppppooop", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),
         (Calls(SPEC, "ll direct 1d ll ring", "ppoppppoop", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),
-        (Calls(SPEC, "ll 2d 1d ll", "ppopppopo", (50, 50, 0)), job((2, 2), seeds=2, stragglers=True)),
-        # Words of several pieces for each put between nodes.
-        (Calls(SPEC, "ll", "ooo", (201,), pieces=5), job((2, 2), seeds=2)),
+        (Calls(SPEC, "2d 1d", "ppopppopo", (50, 50, 0)), job((2, 2), seeds=2, stragglers=True)),
     ),
     mutants=(*MUTANTS, *mutants_of_copies(SPEC)),
 )

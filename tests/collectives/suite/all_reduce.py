@@ -178,11 +178,11 @@ MUTANTS = (
         "a sum is put with a signal that goes before it",
         Call(SEND_SUM, "tdl.putmem_signal_nbi_block", SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})"),
     ),
-    PUTS("the sum is sent before it is there", Moved(SENDS, "_sum_chunk", behind="_send_sum")),
+    PUTS("the sum is sent before it is there", Moved(SENDS, "sum_chunk", behind="_send_sum")),
     PUTS("all parts are summed in rank order, whatever their nodes", RANK_ORDER),
     PUTS("the nodes are summed from the own one on", NODES_FROM_OWN_ON, nodes=(2, 1, 1)),  # two add alike either way
     PUTS(
-        "programs that wait before those that put", Change(SENDS, "tl.program_id(0)", BACKWARDS), UNSIGNALLED,
+        "programs that wait before those that put", Change("puts.task", "tl.program_id(0)", BACKWARDS), UNSIGNALLED,
         **WAITS_FIRST,
     ),
     # ------------------------------------------------------------------ rails

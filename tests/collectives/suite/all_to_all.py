@@ -15,7 +15,7 @@ from .reduce_scatter import PUT_LATE
 from .ways import Dense, job, mutant, mutants_of_copies
 
 PUTS = partial(mutant, SPEC, algorithm="1d")
-ANY, RECEIVE = "all_to_all.kernels_puts.all_to_all_puts", "exchange.kernels_direct.receive_chunk"
+RECEIVE = "exchange.kernels_direct.receive_chunk"
 UNSIGNALLED = missing("signals")
 
 MUTANTS = (  # inside a node the kernels are the all-gather's
@@ -24,7 +24,7 @@ MUTANTS = (  # inside a node the kernels are the all-gather's
     PUTS("the first chunk's signal stands for all", Argument(RECEIVE, "row", "chunk_index", "0")),
     PUTS("signal before data", PUT_LATE, nodes=(2, 2)),
     PUTS(
-        "receivers before senders", Change(ANY, "inside % per_chunk", "per_chunk - 1 - inside % per_chunk"),
+        "receivers before senders", Change("puts.task", "inside % per_chunk", "per_chunk - 1 - inside % per_chunk"),
         UNSIGNALLED, **WAITS_FIRST,
     ),
 )  # fmt: skip

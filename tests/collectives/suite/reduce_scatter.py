@@ -120,7 +120,10 @@ MUTANTS = (
     ),
     # ------------------------------------------------------------------ puts
     PUTS("signal before data", PUT_LATE),
-    PUTS("reducers before those that put", Change(SENDS, "tl.program_id(0)", BACKWARDS), UNSIGNALLED, **WAITS_FIRST),
+    PUTS(
+        "reducers before those that put", Change("puts.task", "tl.program_id(0)", BACKWARDS), UNSIGNALLED,
+        **WAITS_FIRST,
+    ),
 )  # fmt: skip
 
 DENSE = Dense(

@@ -27,7 +27,7 @@ from .ways import Nodes, topology_of
 K, M, G = 1 << 10, 1 << 20, 1 << 30
 GATHER, SCATTER, REDUCE, ALL = map(spec_of, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"))
 STORES: dict[str, Any] = {"stores": True}
-LL: dict[str, Any] = {"ll_bytes": 16 * K}
+LL: dict[str, Any] = {**STORES, "ll_bytes": 16 * K}
 INSIDE: dict[str, Any] = {"in_place": True}
 USUAL: dict[str, Any] = {**STORES, "lamport_bytes": 512 * K, "ll_bytes": 340 * K, "itemsize": 4}
 FLAGS, LARGE = {**USUAL, "lamport_bytes": 0}, {**USUAL, "lamport_bytes": 16 * M}
@@ -49,14 +49,13 @@ def few(blocks: int, **more: Any) -> dict[str, Any]:
 SIMULATED: dict[str, Any] = {**STORES, "ll_bytes": M, "simulated": True}
 TAKEN: list[tuple[Collective, int, Nodes, dict[str, Any], str | tuple[str, int] | Plan]] = [
     # The choice of "auto": facts; algorithm, with the bytes of a chunk or not, or the plan.
-    *((GATHER, M, nodes, {}, algorithm) for nodes, algorithm in (((8,), "1d"), ((2, 2, 2), "2d"), ((4, 2), "1d"))),
-    (GATHER, G, (1, 1, 1), {}, "1d"),  # one rank per node: nothing to forward
+    *((GATHER, M, nodes, {}, "1d") for nodes in ((8,), (2, 2, 2))),
+    *((GATHER, M, nodes, STORES, algorithm) for nodes, algorithm in (((2, 2, 2), "2d"), ((4, 2), "1d"))),
+    (GATHER, G, (1, 1, 1), STORES, "1d"),  # one rank per node: nothing to forward
     *((GATHER, nbytes, (8,), LL, "ll") for nbytes in (0, 16 * K)),
-    (GATHER, 16 * K + 1, (8,), LL, "1d"),
+    (GATHER, 16 * K + 1, (8,), LL, "direct"),
     (GATHER, 0, (8,), {}, "1d"),  # ranks that cannot store to each other's memory
-    (GATHER, 16 * K + 1, (4, 4), LL, "2d"),
-    (GATHER, 8 * K, (8,) * 8, LL, "ll"),
-    (GATHER, 8 * K + 1, (8,) * 8, LL, "2d"),  # too much to pass on with its flags
+    (GATHER, 8, (4, 4), LL, "2d"),
     *((GATHER, 8, nodes, LL, "1d") for nodes in ((1, 1, 1), (4, 2))),  # nobody to pass it on to; uneven nodes
     (GATHER, 64 * K, (8,), {**STORES, **INSIDE, "ll_bytes": 64 * K}, "ll"),
     (GATHER, 64 * K + 1, (8,), {**STORES, "ll_bytes": 64 * K}, "direct"),
@@ -195,9 +194,9 @@ SIZES_OF_CHUNKS = [
 CUT = [
     # Requested algorithm, facts, chunks and bytes of a chunk.
     *((n, (8,), "direct", STORES, chunks, chunk) for n, chunks, chunk in SIZES_OF_CHUNKS),
-    *((n, (4, 4), "2d", {}, chunks, n // chunks) for n, chunks in ((256 * K, 32), (64 * M, 256), (G, MAX_CHUNKS))),
+    *((n, (4, 4), "2d", STORES, chunks, n // chunks) for n, chunks in ((256 * K, 32), (64 * M, 256), (G, MAX_CHUNKS))),
     *(
-        (n, (8,), "ll", {"ll_bytes": 64 * K}, blocks, 12 * LL_BLOCK)
+        (n, (8,), "ll", {**STORES, "ll_bytes": 64 * K}, blocks, 12 * LL_BLOCK)
         for n, blocks in ((0, 1), (12 * LL_BLOCK, 1), (12 * LL_BLOCK + 1, 2), (64 * K, 43))
     ),
     (M, (2,), "ll", SIMULATED, 86, 12 * K),  # blocks of many words cost no more in the simulator
@@ -232,9 +231,8 @@ NAMES = {spec.name: ", ".join(spec.names) for spec in SPECS}
 TOO_FEW = "needs fewer bytes, or a context with more lamport_bytes or flagged_bytes; got"
 REFUSED: list[tuple[Collective, int, Nodes, Any, dict[str, Any], str]] = [
     (SCATTER, 64, (4,), "ring", {}, f"algorithm must be one of auto, {NAMES['reduce_scatter']}; got 'ring'"),
-    (GATHER, 65, (4,), "ll", {"ll_bytes": 64}, r"on every node and at most 64 bytes per rank; got 65 bytes on 4 rank"),
-    (GATHER, 1, (4, 2), "ll", {"ll_bytes": 64}, r"same number of ranks on every node and .*; got 1 bytes on 6 rank\(s"),
-    (GATHER, 1, (4,), "ll", {}, r"ranks that can store to each other's memory inside each node; got 1 bytes"),
+    (GATHER, 65, (4,), "ll", {**LL, "ll_bytes": 64}, r"needs at most 64 bytes per rank; got 65 bytes on 4 rank"),
+    *((GATHER, 1, *at, r"'ll' needs one node whose ranks can store") for at in (((4, 2), "ll", LL), ((4,), "ll", {}))),
     (GATHER, 1, (4, 2), "2d", {}, r"6 rank\(s\) on 2 node\(s\) \(4 \+ 2\)\. Use algorithm='auto'"),
     *((spec, 8, (4,), "1d", {"puts": False}, "'1d' needs NVSHMEM's puts, which memory of PyTorch's") for spec in SPECS),
     *(

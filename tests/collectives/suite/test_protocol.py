@@ -75,7 +75,7 @@ def test_the_suite_knows_all_collectives_and_algorithms() -> None:
             assert way.served_kinds(), way
 
 
-@seeds(2, 8)
+@seeds(1, 8)
 @over(of_each(EVERYWHERE))
 def test_clean_over_seeds(way: Way, seeds: Sequence[int]) -> None:
     kinds = way.served_kinds()
@@ -87,7 +87,7 @@ def test_clean_over_seeds(way: Way, seeds: Sequence[int]) -> None:
 @pytest.mark.parametrize(("dense", "grid"), [(dense, i) for dense in ALL for i in range(len(dense.grids))], ids=str)
 def test_further_grids_are_clean_over_seeds(dense: Dense, grid: int, seeds: Sequence[int]) -> None:
     case, where = dense.grids[grid]
-    explore(case, **{**where, "seeds": range(len(seeds) * where["seeds"])})
+    explore(case, **{**where, "seeds": range(len(seeds) * where["seeds"]) if len(seeds) > 1 else seeds})
 
 
 @pytest.mark.parametrize("nodes", [(1,), (4,), (2, 2), (2, 1)], ids=str)
@@ -140,11 +140,11 @@ def test_every_world_size(way: Way, n_pes: int) -> None:
 
 SIZES = (0, 1, 3, 7, 8, 33, 64)
 KINDS: list[tuple[torch.dtype, int, str, Sequence[int]]] = [
-    (torch.float32, 1, "oioioio", SIZES),
+    (torch.float32, 1, "oio", (0, 7, 33)),
     (torch.bfloat16, 0, "ioioioi", SIZES),
     (torch.bfloat16, 3, "o", (33,)),
     (torch.float8_e5m2, 0, "o", (33,)),
-    (torch.float8_e4m3fn, 7, "oioioio", SIZES),
+    (torch.float8_e4m3fn, 7, "oioi", (1, 3, 33, 64)),
     (torch.int8, 1, "o", (33,)),
 ]
 

@@ -6,13 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tdcoll.collectives.reduce_scatter.reference import reduce_parts, reduce_scatter_reference
-
-
-def test_every_rank_gets_its_part() -> None:
-    tensors = [torch.arange(6) + 10 * rank for rank in range(3)]
-    assert [part.tolist() for part in reduce_scatter_reference(tensors, [0, 0, 0])] == [[30, 33], [36, 39], [42, 45]]
-    assert [part.tolist() for part in reduce_scatter_reference([tensor[:0] for tensor in tensors], [0] * 3)] == [[]] * 3
+from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 
 
 def test_ranks_are_summed_inside_their_nodes_first() -> None:
