@@ -87,7 +87,7 @@ STORES = {
 """Kernels that store to peers' memory, and wait."""
 
 LOCAL = {
-    *("norm_rows", "clear", "build", "build, tables", "build, search", "pack", "prepare", "join", "merge", "pad"),
+    *("norm_rows", "build", "build, tables", "build, search", "pack", "prepare", "join", "merge", "pad"),
 }
 
 
@@ -251,7 +251,7 @@ def test_fused_kernels_wait_once_for_each_word_of_a_thread_and_contract_nothing_
 
 
 def test_kernels_of_the_signal_benchmark(compiled) -> None:
-    assert len(compiled["signals"]) == 4
+    assert len(compiled["signals"]) == 2
     for kernel in compiled["signals"]:
         assert kernel["links"] != kernel["direct"], kernel
         assert min(kernel["release_sys"], kernel["globaltimer"]) >= 1, kernel

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 import tdcoll
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
-from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS
+from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, choose
 from tdcoll.language import INTERPRETED
 from tdcoll.tools.bench import case, options
 from tdcoll.tools.bench.arithmetic import FLOORS
@@ -255,7 +255,7 @@ class SparseCase(case.Case):
     def wanted(self, data: SparseData) -> Iterator[tuple[Sequence[Wanted], Callable[[], object]]]:
         row_bytes = data.shape[1] * data.dtype.itemsize
         with tdcoll.SparseContext(max_rows_per_rank=data.rows.rows, max_row_bytes=row_bytes) as context:
-            took = {"took": tdcoll.explain(self.benchmark, data.tensors[0], ctx=context).algorithm}
+            took = {"took": choose("auto", context.capacities, row_bytes)}
             made = [
                 Wanted(name, False, partial(_ours, name, copy, data, context), [how],
                        {"form": form, "copy": copy, **(took if name == "auto" else {})})
