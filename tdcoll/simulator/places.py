@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import triton
 
-__all__ = ["Place", "kernel_place"]
+__all__ = ["Place", "kernel_place", "place_of"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (*(_PACKAGE / name for name in ("runtime", "simulator", "language", "spec")), Path(triton.__file__).parent)
@@ -39,3 +40,9 @@ def kernel_place() -> Place:
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
     return Place("", 0) if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def place_of(error: BaseException) -> Place:
+    """Return the line of the kernel, or of its helper, where an error began."""
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    return Place(*([at for at in frames if not at[0].startswith(_INSIDE)] or [("", 0)])[-1])

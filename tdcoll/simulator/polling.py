@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 
 from tdcoll.base.errors import CollectiveTimeout, TdcollError
-from tdcoll.simulator.scheduler import SUSPECT_POLLS, with_note
+from tdcoll.simulator.scheduler import SUSPECT_POLLS, raised_by
 from tdcoll.simulator.tasks import Switch, Task, Wait, count_poll, make_switch
 
 __all__ = ["PollingScheduler"]
@@ -84,7 +84,7 @@ class PollingScheduler:
             if task.done:
                 left.remove(task)
             if task.error is not None:
-                raise with_note(task.error, f"raised by {task.name}")
+                raise raised_by(task)
             busy = busy or task.polls < SUSPECT_POLLS
         return busy
 

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 from tdcoll.base.errors import TdcollError
 from tdcoll.simulator.network import Network
+from tdcoll.simulator.places import place_of
 from tdcoll.simulator.policy import Policy
 from tdcoll.simulator.tasks import Task, TaskKilled, Wait, count_poll, make_switch
 
-__all__ = ["SUSPECT_POLLS", "Blocked", "Deadlock", "Scheduler", "with_note"]
+__all__ = ["SUSPECT_POLLS", "Blocked", "Deadlock", "Scheduler", "raised_by"]
 
 SUSPECT_POLLS = 3
 """So many fruitless polls in a row make a task a suspected spinner: messages go first."""
@@ -241,7 +242,7 @@ class Scheduler:
             self.progress += 1
             self._live.pop(task, None)
             if task.error is not None:
-                raise with_note(task.error, f"raised by {task.name}")
+                raise raised_by(task)
         elif task.wait is None:
             self._enqueue(task)
 
@@ -335,9 +336,12 @@ class Scheduler:
         return [Blocked(task.name, task.pe, reason(task)) for task in tasks]
 
 
-def with_note(error: BaseException, note: str) -> BaseException:
-    """``error`` with ``note`` among its notes, which tracebacks show from Python 3.11 on."""
-    notes = error.__dict__.setdefault("__notes__", [])
+def raised_by(task: Task) -> BaseException:
+    """Return a task's error, which has a note now that names the task and, of a thread block, the line of the kernel.
+    Tracebacks show notes from Python 3.11 on."""
+    assert task.error is not None
+    note = f"raised by {task.name}{place_of(task.error).note() if task.is_program else ''}"
+    notes = task.error.__dict__.setdefault("__notes__", [])
     if note not in notes:
         notes.append(note)
-    return error
+    return task.error
