@@ -117,12 +117,13 @@ class CollectiveTimeout(TdcollError):
         else:
             whom = "a peer" if peer is None else f"peer {peer}"
             what = "a signal" if signal is None else f"signal {signal}"
+            call = "" if epoch in (None, expected) else f" in epoch {epoch}"
             why = (
-                f"for {whom}: {what} had to reach {expected} in epoch {epoch} and is {seen}. "
+                f"for {whom}: {what} had to reach {expected}{call} and is {seen}. "
                 f"{_also(others)}The peer has died, hangs, did not make this call or made it with "
                 "other arguments (TDCOLL_DEBUG=1 compares them). "
             )
-        end = "The exchange is incomplete, and the context cannot be used any more: start the job again"
+        end = "The exchange is incomplete, and later calls will raise this error: start the job again"
         waited = host_wait or why + end
         # PyTorch's tests, and people who grep logs, look for the word with a space on both sides.
         super().__init__(

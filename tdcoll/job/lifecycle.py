@@ -232,8 +232,8 @@ def _be_ready() -> None:
     last_words.report_at_exit()
     if not INTERPRETED and not torch.cuda.is_available():
         raise TdcollError(
-            "no CUDA GPU is visible to PyTorch. To use the simulator, start through launch.sh or set "
-            "TRITON_INTERPRET=1 before triton is first imported."
+            "no CUDA GPU is visible to PyTorch. To use the simulator, start through launch.sh or `python -m tdcoll "
+            "run`, or set TRITON_INTERPRET=1 before triton is first imported"
         )
 
 

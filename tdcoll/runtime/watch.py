@@ -83,9 +83,8 @@ def _described(monitor: Any, waits: Sequence[PendingWait]) -> str:
         return f"{what}: {ranks_text(peers)} {'has' if len(peers) == 1 else 'have'} given up"
     whom = ranks_text(peers) if peers else "a rank that the kernel doesn't name"
     if calls is None:
-        what = f"a kernel that waits for a signal to reach {longest.epoch}"
-    else:
-        what = calls.name_of(longest.epoch, longest.lamport)
+        return f"a kernel has waited {_seconds(longest.waited_s)} for {whom}, whose signal has to reach {longest.epoch}"
+    what = calls.name_of(longest.epoch, longest.lamport)
     return f"{what}, has waited {_seconds(longest.waited_s)} for {whom}"
 
 
