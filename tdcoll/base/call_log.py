@@ -12,8 +12,6 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["MOST", "Calls", "Made", "kind_of", "ranks_text"]
-
 MOST = 2048
 """When a context remembers so many calls, it forgets the older half."""
 

@@ -9,8 +9,6 @@ import torch
 
 from tdcoll.base.errors import ContextError
 
-__all__ = ["capture_of", "capturing", "refuse"]
-
 
 def capturing(device: torch.device) -> bool:
     """Return whether the current stream is being captured into a CUDA graph."""

@@ -17,9 +17,6 @@ from pathlib import Path
 
 from tdcoll.base import arguments
 
-__all__ = ["DEFAULT_HEAP_BYTES", "DEFAULT_SIMULATED_HEAP_BYTES", "INTERNAL", "KNOWN", "heap_bytes", "unknown"]
-__all__ += ["nvshmem_folders", "warn_of_unknown"]
-
 _log = logging.getLogger("tdcoll")
 
 DEFAULT_HEAP_BYTES = 384 << 20

@@ -29,9 +29,6 @@ from tdcoll.calls.pool import pooled, strided_bytes
 from tdcoll.calls.spec import Collective
 from tdcoll.primitives.reduce import OPERATIONS, check_dtype, check_operation, operation_name
 
-__all__ = ["Ready", "again", "check_context", "check_tensor", "derivative", "make", "overlap", "spec_of"]
-__all__ += ["unchecked", "usable"]
-
 _STRIDED = torch.strided
 
 

@@ -56,8 +56,6 @@ from tdcoll.runtime.topology import Topology
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CollectiveContext"]
-
 _Made = TypeVar("_Made")
 
 KEPT = 2048

@@ -18,8 +18,6 @@ from tdcoll.calls.plan import Facts
 from tdcoll.primitives import copies as kernels
 from tdcoll.runtime.heap import SideStream
 
-__all__ = ["Copies", "Copy", "Hop", "exchange", "kernel", "lands_in_result", "sums"]
-
 
 def kernel(facts: Facts) -> Any:
     """Return the kernel that begins every call by copies."""

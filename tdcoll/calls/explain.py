@@ -12,8 +12,6 @@ from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.spec import DEFAULT, TABLE, Collective, Decision
 from tdcoll.calls.tuning import Section
 
-__all__ = ["UNSUPPORTED", "Explanation", "explain_call"]
-
 UNSUPPORTED = "unsupported"
 
 

@@ -43,8 +43,6 @@ from triton.compiler import CompiledKernel
 
 from tdcoll.language import INTERPRETED
 
-__all__ = ["Launch", "Launcher", "Packed"]
-
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 """``CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION``."""
 

@@ -27,27 +27,6 @@ from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
 from tdcoll.runtime.topology import Topology
 
-__all__ = [
-    "Launches",
-    "Planned",
-    "arithmetic",
-    "by_words",
-    "facts_of",
-    "is_prepared",
-    "launches_by",
-    "launches_of",
-    "local_peers",
-]
-__all__ += [
-    "make_routes",
-    "on_device",
-    "prepare",
-    "rail_routes",
-    "routes_beside_stores",
-    "sections_of",
-]
-__all__ += ["successors", "tiles"]
-
 _Made = TypeVar("_Made")
 
 _log = logging.getLogger("tdcoll")

@@ -29,8 +29,6 @@ from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.runtime import watch
 from tdcoll.spec import constants as c
 
-__all__ = ["WaitMonitor", "check"]
-
 _TOLD = (c.RECORD_PEER, c.RECORD_SIGNAL)
 
 _ALIVE_S = 0.8

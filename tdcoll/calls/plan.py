@@ -22,14 +22,6 @@ from tdcoll.calls.tuning import WARPS, Entry
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = [
-    *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
-    *("TARGET_CHUNK_BYTES", "Payload", "Facts", "Plan", "Words", "cut_chunks", "cut_copies", "cut_loop", "cut_words"),
-    *("half", "inbox_epoch", "loop_blocks", "most_chunks", "most_warps", "needs_puts", "needs_rails", "needs_stores"),
-    *("needs_words", "node_default", "per_chunk", "per_segment", "power", "prefers_loops", "shares_gpu"),
-    *("summing_blocks", "warps", "words_of"),
-]
-
 CHUNK_ALIGNMENT = 128
 """Bytes. Chunks start at multiples of it, so that full 128-byte lines travel."""
 

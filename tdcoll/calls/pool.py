@@ -26,9 +26,6 @@ from tdcoll.job.cuda import multiprocessors
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Pool", "Prospect", "give_back_blocks", "on", "pooled", "prospect", "sizes_for", "strided_bytes"]
-__all__ += ["take_blocks"]
-
 _SMALLEST = 1 << 20
 
 _SIMULATED_MULTIPROCESSORS = 132

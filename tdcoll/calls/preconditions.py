@@ -23,8 +23,6 @@ from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Compared", "Debug", "Preconditions", "compare", "debugging"]
-
 _REFUSED, _JOB_ENDED, _EXPIRED = "refused", "job ended", "expired"
 _ELSEWHERE, _CAPTURING, _OTHER_STREAM, _DEBUG = "elsewhere", "capturing", "other stream", "debug"
 _FOR_GOOD = (_REFUSED, _JOB_ENDED, _EXPIRED)

@@ -11,8 +11,6 @@ from tdcoll.base import limits
 from tdcoll.runtime.heap import Arena
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Area", "ContextSizes", "context_sizes"]
-
 
 @dataclass(frozen=True)
 class Area:

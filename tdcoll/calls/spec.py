@@ -22,8 +22,6 @@ from tdcoll.calls.tuning import Entry, Section
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = ["DEFAULT", "REQUESTED", "TABLE", "WORLD", "Algorithm", "Collective", "Decision"]
-
 FEW_BLOCKS = (30, 4 << 20), (13, 1 << 20)
 """``(blocks, bytes)``: on a context with fewer thread blocks, the backend handles no more than so many bytes."""
 

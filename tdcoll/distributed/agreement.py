@@ -27,8 +27,6 @@ from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import bitcode_path
 from tdcoll.runtime.control import StoreControlPlane, require_equal
 
-__all__ = ["Agreement"]
-
 
 def _device_of_this_rank() -> torch.device:
     """Return the GPU for the symmetric heap: the current one if the script has chosen, otherwise the launcher's

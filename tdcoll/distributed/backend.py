@@ -48,8 +48,6 @@ from tdcoll.distributed.work import backend_errors, completed
 from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
 from tdcoll.runtime.control import generation, keep
 
-__all__ = ["TdcollProcessGroup", "create", "explain"]
-
 _UNSET = AllgatherOptions().timeout
 """The value in a call's options if it has no timeout."""
 

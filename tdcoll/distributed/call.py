@@ -9,8 +9,6 @@ import torch
 
 from tdcoll.calls.call import Ready
 
-__all__ = ["Call", "is_plain", "plain", "plain_memory", "write"]
-
 
 class Call:
     """A call of ``torch.distributed``.

@@ -26,8 +26,6 @@ from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.distributed.work import current_stream
 
-__all__ = ["SparseGradientReducer", "sparse_hook"]
-
 _log = logging.getLogger("tdcoll")
 
 _FIRST_ROWS = 1024

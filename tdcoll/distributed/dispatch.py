@@ -42,8 +42,6 @@ from tdcoll.distributed.work import (
 )
 from tdcoll.runtime import Runtime
 
-__all__ = ["Dispatcher"]
-
 _log = logging.getLogger("tdcoll")
 
 _MOST_KNOWN = 4096

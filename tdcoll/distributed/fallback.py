@@ -20,9 +20,6 @@ from tdcoll.distributed.work import completed
 from tdcoll.job import lifecycle
 from tdcoll.runtime.store import ask
 
-__all__ = ["Fallback", "Start", "add_backends", "exchange_parts", "gather_into", "scatter_from"]
-__all__ += ["gather_several", "scatter_several", "sparse_sum_by_gather"]
-
 Start = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], Any]
 """``start(group, outs, inputs)`` starts a call of contiguous tensors on a process group. Returns its work."""
 

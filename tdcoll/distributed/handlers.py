@@ -26,8 +26,6 @@ from tdcoll.distributed.queues import Queue
 from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime import Runtime
 
-__all__ = ["Barrier", "Dense", "Handler", "Members"]
-
 PACKED_BYTES = 256 << 10
 """Up to so many bytes, several tensors of one call are packed for one launch, because a copy is cheaper than one."""
 

@@ -42,8 +42,6 @@ _LAST_S = 3.0
 _IDLE_S = 10.0
 """How long a thread waits for another call, because starting one takes longer than waking it."""
 
-__all__ = ["Queue", "QueuedCall", "TaskWork"]
-
 _log = logging.getLogger("tdcoll")
 
 

@@ -18,8 +18,6 @@ from tdcoll.distributed.call import Call
 from tdcoll.distributed.handlers import Handler, Members
 from tdcoll.distributed.queues import Queue
 
-__all__ = ["SparseAllReduce", "refuse_wrong"]
-
 
 def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
     """Raise if neither tdcoll nor the fallback backend supports the request.

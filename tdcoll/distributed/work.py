@@ -17,9 +17,6 @@ from tdcoll.base.capture import capturing
 from tdcoll.base.errors import CollectiveTimeout, restored
 from tdcoll.base.torch_internals import never_compiled
 
-__all__ = ["BackendTimeout", "CompletedWork", "StreamWork", "Work", "as_backend_error", "backend_errors", "error_of"]
-__all__ += ["completed", "current_stream", "expired", "record_stream", "seconds_of"]
-
 
 class BackendTimeout(CollectiveTimeout, dist.DistBackendError):
     """:class:`tdcoll.CollectiveTimeout`, as ``torch.distributed`` wants it: also a ``DistBackendError``."""

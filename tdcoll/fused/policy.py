@@ -12,18 +12,6 @@ from dataclasses import dataclass, replace
 from tdcoll.calls.plan import LAMPORT_WORD_BYTES as WORD
 from tdcoll.calls.plan import Facts, Plan, most_warps, needs_stores, power
 
-__all__ = [
-    "ALGORITHMS",
-    "COMPOSED",
-    "MOST_HIDDEN",
-    "NAME",
-    "ONE_SHOT",
-    "TWO_SHOT",
-    "NormRows",
-    "choose",
-]
-__all__ += ["blocks_of", "takes"]
-
 NAME = "all_reduce_rms_norm"
 
 ONE_SHOT, TWO_SHOT, COMPOSED = "one_shot", "two_shot", "composed"

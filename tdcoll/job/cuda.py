@@ -16,8 +16,6 @@ import torch
 from tdcoll.base.errors import TdcollError
 from tdcoll.runtime.heap import SymmetricHeap
 
-__all__ = ["CudaHeap", "multiprocessors", "variable"]
-
 _WAIT_GEQ, _WAIT_EQ = 0, 1
 """``CUstreamWaitValue_flags``."""
 

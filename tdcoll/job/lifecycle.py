@@ -29,8 +29,6 @@ from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.store import ask
 from tdcoll.runtime.topology import emulated_node
 
-__all__ = ["device_index", "finalize", "heap_of", "initialize", "is_initialized", "join", "may_share_gpus"]
-
 _log = logging.getLogger("tdcoll")
 
 DEFAULT_TIMEOUT_S = 30.0

@@ -23,8 +23,6 @@ from tdcoll.language.jit import initialized_modules, set_module_init
 from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane
 
-__all__ = ["NvshmemHeap"]
-
 _INTERNAL_BYTES = 64 << 20
 """Bytes for NVSHMEM's own use (teams, collectives) if its heap does not grow on demand."""
 

@@ -20,8 +20,6 @@ from tdcoll.job.cuda import CudaHeap, variable
 from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane
 
-__all__ = ["TorchHeap"]
-
 _numbers = itertools.count()
 _abandoned: list[Any] = []
 """Heaps of failed jobs, kept because peers may still write to them."""

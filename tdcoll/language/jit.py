@@ -42,8 +42,6 @@ from tdcoll.language.library import part_for_language
 from tdcoll.spec import functions
 from tdcoll.spec.functions import LIBRARY, LINKED, no_puts, not_a_monitor
 
-__all__ = ["bitcode_path", "jit", "needs_nvshmem", "typed_fields"]
-
 _DEVICE_STATE = "nvshmemi_device_state"
 """Symbol that modules with NVSHMEM code define; the bare name also occurs in paths of debug information."""
 

@@ -22,8 +22,6 @@ from triton.runtime.cache import get_cache_manager
 
 from tdcoll.spec.functions import FUNCTIONS, LIBRARY
 
-__all__ = ["part_for_language"]
-
 _log = logging.getLogger("tdcoll")
 
 _INTERNAL = re.compile(r"^define internal ", re.MULTILINE)

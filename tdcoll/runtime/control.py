@@ -22,9 +22,6 @@ import torch.distributed as dist
 from tdcoll.base.errors import CollectiveTimeout, RankMismatchError
 from tdcoll.runtime.store import ask, decode, encode
 
-__all__ = ["ControlPlane", "StoreControlPlane", "elsewhere", "generation", "keep", "missing_ranks", "require_equal"]
-__all__ += ["wait_for"]
-
 
 class ControlPlane(Protocol):
     """Exchanges among a subset of the job's ranks. Every rank of ``ranks`` must make the same calls."""

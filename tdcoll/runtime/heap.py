@@ -27,8 +27,6 @@ import torch
 
 from tdcoll.base.errors import HeapExhaustedError
 
-__all__ = ["ALIGNMENT", "Arena", "HeapInfo", "SideStream", "SymmetricHeap", "agree"]
-
 ALIGNMENT = 512
 """Bytes. Every allocation starts at a multiple of it, which is enough for TMA and for a cache line pair."""
 

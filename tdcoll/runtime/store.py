@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from tdcoll.base.errors import CollectiveTimeout, TdcollError
 
-__all__ = ["StoreLost", "StoreSilent", "ask", "decode", "encode"]
-
 Answer = TypeVar("Answer")
 
 _SLACK_S = 1.0

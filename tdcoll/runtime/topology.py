@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Topology", "emulated_node"]
-
 
 @dataclass(frozen=True)
 class Topology:

@@ -25,8 +25,6 @@ from triton.language.extra.cuda import libdevice as cudas
 
 from tdcoll.base.errors import TdcollError
 
-__all__ = ["computed", "replacements"]
-
 
 def _half_away_from_zero(x: torch.Tensor) -> torch.Tensor:
     whole = torch.trunc(x)

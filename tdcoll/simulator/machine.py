@@ -23,8 +23,6 @@ from tdcoll.simulator.tasks import GridLaunch, Task
 from tdcoll.simulator.trace import Trace, slice_of
 from tdcoll.simulator.unseen import Unseen
 
-__all__ = ["BARRIERS", "Counts", "Machine", "machine", "put"]
-
 BARRIERS = ("barrier_all", "sync_all")
 
 

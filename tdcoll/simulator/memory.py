@@ -16,8 +16,6 @@ import torch
 from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.runtime.heap import ALIGNMENT
 
-__all__ = ["NULL_PAGE", "Allocation", "Memory", "MemoryView", "aligned", "read_word", "write_word"]
-
 NULL_PAGE = 4096
 """If a pointer is below this address, it is null, or null plus an offset, because no memory lies there."""
 

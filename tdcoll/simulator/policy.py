@@ -18,8 +18,6 @@ import random
 from collections.abc import MutableSequence
 from typing import TypeVar
 
-__all__ = ["Policy", "RandomPolicy"]
-
 Item = TypeVar("Item")
 
 

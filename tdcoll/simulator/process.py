@@ -31,8 +31,6 @@ from tdcoll.simulator.memory import Memory, MemoryView, aligned
 from tdcoll.simulator.polling import PollingScheduler
 from tdcoll.simulator.tasks import GridLaunch, Task
 
-__all__ = ["ProcessHeap"]
-
 _LINE_WORDS = 8
 
 

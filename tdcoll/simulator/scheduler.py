@@ -24,8 +24,6 @@ from tdcoll.simulator.network import Network
 from tdcoll.simulator.policy import Policy
 from tdcoll.simulator.tasks import Task, TaskKilled, Wait, count_poll, make_switch
 
-__all__ = ["SUSPECT_POLLS", "Blocked", "Deadlock", "Scheduler", "with_note"]
-
 SUSPECT_POLLS = 3
 """So many fruitless polls in a row make a task a suspected spinner: messages go first."""
 

@@ -19,8 +19,6 @@ from tdcoll.simulator.polling import PollingScheduler
 from tdcoll.simulator.scheduler import Scheduler
 from tdcoll.simulator.tasks import Task
 
-__all__ = ["SimulatedSideStream", "Stream", "copy", "host_of"]
-
 _ENGINE = -1
 """A view of memory that no PE has: without any store that has not landed yet."""
 

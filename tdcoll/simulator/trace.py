@@ -14,8 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOST_TRACK", "Trace", "slice_of"]
-
 HOST_TRACK = 0
 _SIGNAL_TRACK = 1_000_000
 

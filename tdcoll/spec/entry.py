@@ -9,8 +9,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["LIBRARY", "LINKED", "DeviceFunction", "declared", "no_puts", "not_a_monitor", "not_linked"]
-
 LIBRARY = "libnvshmem_device"
 """NVSHMEM's bitcode library, as its file and Triton's ``extern_libs`` name it."""
 

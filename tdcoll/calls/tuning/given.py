@@ -11,8 +11,6 @@ import torch
 from tdcoll.base import arguments
 from tdcoll.calls.tuning.table import SIMULATOR, Table, shipped
 
-__all__ = ["architectures", "read"]
-
 _VARIABLE = "TDCOLL_TUNING"
 
 

@@ -15,8 +15,6 @@ from tdcoll.collectives.index_match import kernels
 from tdcoll.collectives.index_match.policy import bitmap_words, searches
 from tdcoll.language import INTERPRETED
 
-__all__ = ["Directory", "match_indices"]
-
 _MAX_BLOCKS = 4096
 """Thread blocks of a launch over lists: several waves of a GPU. With more ids than that, they take several blocks."""
 

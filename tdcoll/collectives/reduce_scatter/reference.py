@@ -9,8 +9,6 @@ import torch
 
 from tdcoll.primitives.reduce import ACCUMULATORS, check_operation
 
-__all__ = ["reduce_parts"]
-
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,

@@ -35,8 +35,6 @@ from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, choose, tiles
 from tdcoll.collectives.sparse_all_reduce.rows import Joined
 from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator
 
-__all__ = ["SparseCall"]
-
 _log = logging.getLogger("tdcoll")
 
 NO_ONE_NUMBER = -2

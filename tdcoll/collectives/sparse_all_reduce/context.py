@@ -24,8 +24,6 @@ from tdcoll.job.memory import barrier
 from tdcoll.primitives.group import nodes_of
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["SparseContext", "sparse_sizes", "symmetric_bytes"]
-
 
 def sparse_sizes(
     topology: Topology,

@@ -26,8 +26,6 @@ from tdcoll.collectives.sparse_all_reduce.pool import default_context
 from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, joined, rows_of_pair, rows_of_tensor
 from tdcoll.primitives.reduce import check_operation, operation_name
 
-__all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
-
 _Tensors = TypeVar("_Tensors", torch.Tensor, Sequence[torch.Tensor])
 
 

@@ -10,8 +10,6 @@ from tdcoll.collectives.index_match.policy import HEADER_WORDS
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = ["ALGORITHMS", "EXCHANGE_CHUNKS", "Capacities", "Tiles", "choose", "tiles"]
-
 ALGORITHMS = ("auto", "owner", "gather", "dense")
 
 GATHER_BYTES = 64 << 10

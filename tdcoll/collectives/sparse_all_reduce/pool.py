@@ -12,8 +12,6 @@ from tdcoll.calls.pool import on
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.runtime import Runtime
 
-__all__ = ["default_context", "growing_context"]
-
 _FEWEST_ROWS = 256
 """Rows per rank of the smallest context."""
 

@@ -16,8 +16,6 @@ import torch
 from tdcoll.base import arguments
 from tdcoll.primitives.reduce import ACCUMULATORS
 
-__all__ = ["DTYPES", "Joined", "Rows", "joined", "rows_of_pair", "rows_of_tensor"]
-
 DTYPES = tuple(dtype for dtype in ACCUMULATORS if dtype.itemsize > 1)
 """Dtypes of rows that can be reduced."""
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FLOORS", "Floor", "distinct", "floor_of", "format_bytes", "ratio", "summarize"]
-
 
 def summarize(times_us: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the median, minimum and p90 of the slowest rank in each iteration, and the median of the skew.

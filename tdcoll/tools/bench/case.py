@@ -26,8 +26,6 @@ from tdcoll.tools.bench.rows import LAYOUTS, Row, line_of, save
 from tdcoll.tools.bench.timing import LineUp
 from tdcoll.tools.setenv import LAUNCHER
 
-__all__ = ["AllWanted", "Case", "Show", "run"]
-
 Show = Callable[[Sequence[Row]], object]
 """Receives the rows of a size when they are known."""
 

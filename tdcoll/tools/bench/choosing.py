@@ -20,8 +20,6 @@ from tdcoll.tools.bench.arithmetic import format_bytes
 from tdcoll.tools.bench.rows import IN_PLACE, Row
 from tdcoll.tools.bench.specs import Spec
 
-__all__ = ["CHUNK_COUNTS", "WARP_COUNTS", "Candidate", "Choice", "Requested"]
-
 Requested = str | Plan
 """Values that tdcoll's functions accept for ``algorithm``."""
 

@@ -19,8 +19,6 @@ from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.runtime.heap import ALIGNMENT
 from tdcoll.tools.bench.specs import Spec
 
-__all__ = ["Buffers", "Numbers", "buffer_bytes", "exact"]
-
 _MOST_DRAWN, _MOST_ROUNDS = 1 << 30, 1 << 10
 
 

@@ -32,11 +32,6 @@ from tdcoll.tools.bench.arithmetic import summarize
 from tdcoll.tools.bench.rows import Row
 from tdcoll.tools.bench.timing import LineUp, TimedLaunch, capture, time_launches
 
-__all__ = [
-    *("CALLS", "TURNS", "Contender", "Found", "Ranks", "Subject", "Wanted", "calls_of", "measure", "nothing"),
-    "simulate",
-]
-
 TURNS = 4
 """Turns that each entry takes per size; even, because both launches must be the last of as many turns."""
 

@@ -19,8 +19,6 @@ import tdcoll
 from tdcoll.tools.bench.data import Buffers
 from tdcoll.tools.bench.engine import Subject, nothing
 
-__all__ = ["PEERS", "ByTorch", "Make", "Peer", "Stock", "require_nccl", "subject_of"]
-
 
 class Stock:
     """Buffers for the calls of one size; subjects may share them.

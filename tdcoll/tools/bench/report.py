@@ -30,8 +30,6 @@ from tdcoll.tools.bench.plots import plot
 from tdcoll.tools.bench.rows import LAYOUTS, Layout, Row, launch_of, machine, name_of, shown_labels
 from tdcoll.tools.setenv import COMMAND
 
-__all__ = ["losses", "main", "markdown", "pages", "pictures"]
-
 _EXAMPLE = f"""\
 example:
   {COMMAND} -m tdcoll bench all_gather --json result.json

@@ -18,11 +18,6 @@ from typing import Any
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.tools.bench.arithmetic import Floor, distinct, format_bytes, ratio
 
-__all__ = [
-    *("IN_PLACE", "LAYOUTS", "Layout", "Row", "launch_of", "line_of", "load", "machine", "name_of", "number", "save"),
-    *("shown_labels", "write_whole"),
-]
-
 IN_PLACE = "in-place"
 """The name of calls in place, where ``--algorithms`` takes one and in rows."""
 

@@ -38,8 +38,6 @@ from tdcoll.tools.bench.arithmetic import FLOORS
 from tdcoll.tools.bench.data import Numbers
 from tdcoll.tools.bench.engine import Subject, Wanted, calls_of
 
-__all__ = ["SparseCase"]
-
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 INPUTS = 3
 """Inputs that calls take in turn, each with rows and values of its own."""

@@ -23,8 +23,6 @@ from tdcoll.calls.context import CollectiveContext
 from tdcoll.collectives.all_gather.op import all_gather
 from tdcoll.tools.bench.arithmetic import summarize
 
-__all__ = ["LineUp", "TimedLaunch", "capture", "graph_time_us", "time_launches"]
-
 _ASSUMED_CLOCK_KHZ = 1_800_000
 _GRAPH_HEAD_START_US = 500.0
 

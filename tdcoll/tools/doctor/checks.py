@@ -10,8 +10,6 @@ from tdcoll.base import environment
 from tdcoll.tools.doctor.facts import MachineFacts
 from tdcoll.tools.setenv import COMMAND, IN_CHECKOUT, LAUNCHER, version_of
 
-__all__ = ["Line", "diagnose", "note", "ok", "problem"]
-
 
 class Line(NamedTuple):
     """One line of the report.

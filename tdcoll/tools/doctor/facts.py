@@ -16,8 +16,6 @@ from tdcoll.base.child import run
 from tdcoll.tools.doctor import probe
 from tdcoll.tools.setenv import prepare
 
-__all__ = ["MachineFacts", "collect"]
-
 _TIMEOUT_S = 120.0
 _DISTRIBUTIONS = (
     "triton",

@@ -20,8 +20,6 @@ from tdcoll.base.child import Ended
 from tdcoll.tools.doctor.checks import Line, note, ok, problem
 from tdcoll.tools.doctor.facts import MachineFacts
 
-__all__ = ["cannot_run", "judge", "start"]
-
 _NAME = "small job"
 _MARK = "tdcoll-doctor "
 """Begins the lines that the doctor reads."""
