@@ -40,11 +40,7 @@ KNOWN = INTERNAL | {
 
 
 def heap_bytes(simulated: bool, variables: Mapping[str, str] = os.environ) -> int:
-    """Bytes of each rank's symmetric heap unless a call says otherwise: ``NVSHMEM_SYMMETRIC_SIZE``, else the default.
-
-    Raises:
-        ValueError: the variable is set and is no number of bytes.
-    """
+    """Return the bytes of a symmetric heap by default: ``NVSHMEM_SYMMETRIC_SIZE``, or else tdcoll's own default."""
     if text := variables.get("NVSHMEM_SYMMETRIC_SIZE"):
         return arguments.parse_bytes(text, "NVSHMEM_SYMMETRIC_SIZE")
     return DEFAULT_SIMULATED_HEAP_BYTES if simulated else DEFAULT_HEAP_BYTES

@@ -135,9 +135,6 @@ class Ready(NamedTuple):
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
     """Make a call like an earlier one, or nothing.
 
-    Args:
-        ready: of that call, found by the shapes and dtypes of these tensors.
-
     Returns:
         The result; None if something is not as it was, and then nothing has been done.
     """
@@ -176,14 +173,9 @@ def make(
     """Make a call of a dense collective, for its public functions, whose arguments come as the caller gave them.
 
     Args:
-        op: of a reduction; None for others.
-        out: None if the call makes the result.
         in_place: peers write to the caller's buffer, which is ``tensor``.
         names: the caller's names of ``tensor`` and ``out``, for errors.
         gradient: the result will have one, hence a backward pass; compared in debug mode.
-
-    Raises:
-        ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as the public functions say.
     """
     given = ctx
     if ctx is None:
@@ -263,7 +255,6 @@ def derivative(
     """Return the gradient of a call's tensor, given that of its result.
 
     Args:
-        op, world: operation and ranks of the call.
         call: ``(adjoint, gradient, op) ->`` the result of a call of the adjoint collective.
 
     Raises:

@@ -160,11 +160,7 @@ class WaitMonitor:
         self.raise_if_expired()
 
     def raise_if_expired(self) -> None:
-        """As :meth:`check`, without waiting: a kernel that still runs may expire later.
-
-        Raises:
-            CollectiveTimeout: a wait has expired.
-        """
+        """As :meth:`check`, without waiting: a kernel that still runs may expire later."""
         if self.expired:
             self.job.failed = self.reported = True
             words = [int(word) for word in self._host]

@@ -104,7 +104,6 @@ class Facts:
 
     Attributes:
         nbytes: of one segment, which is what one rank sends to another.
-        topology: the group.
         capacity, ll_bytes, stores, lamport_bytes, chunks, max_blocks: of the :class:`~tdcoll.CollectiveContext`;
             ``lamport_bytes`` is 0 also where the dtype has values that no Lamport word can be told from.
         puts: whether the job has NVSHMEM's puts.
@@ -359,7 +358,6 @@ class Words:
     Thread blocks take several blocks of words where there are too many.
 
     Attributes:
-        name: of the algorithm.
         shots: 1 if a rank sends a whole segment to each other rank; 2 if it sends a part to each, and then the sum of
             its own part to all.
     """

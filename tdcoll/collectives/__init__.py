@@ -12,12 +12,7 @@ __all__ = ["lazily"]
 
 
 def lazily(package: str, **modules: Sequence[str]) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__`` that imports a public name when it is requested: a policy needs no Triton.
-
-    Args:
-        package: its name.
-        modules: the public names of each of its modules.
-    """
+    """Return a package's ``__getattr__`` that imports a public name when it is requested: a policy needs no Triton."""
     module_of = {name: module for module, names in modules.items() for name in names}
 
     def find(name: str) -> Any:

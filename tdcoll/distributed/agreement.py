@@ -70,15 +70,6 @@ def _deadline(timeout: timedelta) -> float | None:
 class Agreement:
     """The agreement that the ranks of a group made when they created it. Collective.
 
-    Args:
-        store: of the group.
-        rank: in the group.
-        ranks: global ranks of the group.
-        options: of the group.
-        timeout: of the group.
-        name: of the group.
-        default: whether it is the default group.
-
     Attributes:
         kinds: handled by tdcoll's kernels.
         reason: why that is not all that was requested; None if it is.
@@ -86,7 +77,6 @@ class Agreement:
         timeout_s: deadline of waits in kernels, seconds; None for the job's.
         agreed_name: of the group on its first rank, because other ranks may have counted otherwise.
         token: of the group, and of no other.
-        Others: as given.
     """
 
     def __init__(

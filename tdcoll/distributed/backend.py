@@ -72,10 +72,6 @@ def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
 def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
     """Make a process group of backend ``"tdcoll"``, for ``torch.distributed``. Collective over its ranks.
 
-    Args:
-        given: ``_DistributedBackendOptions``: store, ranks, timeout, name.
-        pg_options: see :meth:`Options.of`.
-
     Raises:
         RankMismatchError: ranks of the group have been given different options.
         BackendTimeout: a rank of the group did not come, or the store does not answer.

@@ -64,10 +64,6 @@ class _Pass:
     A model has dozens of tables, so this does as little as possible for each of them: one event for all gradients of a
     stream, and futures that know of no streams.
 
-    Args:
-        sums: reduces them.
-        group: reduces them if tdcoll cannot.
-
     Attributes:
         task: the call; its result has a mean for each gradient.
     """

@@ -54,7 +54,6 @@ class _Known(NamedTuple):
     Attributes:
         counted: the kind, the implementation that handled it, and the reason: the key of ``counts``.
         ready: repeats such calls; None if the fallback backend makes them.
-        context: of ``ready``.
     """
 
     counted: tuple[str, str, str]
@@ -64,10 +63,6 @@ class _Known(NamedTuple):
 
 class Dispatcher:
     """Makes the calls of one process group.
-
-    Args:
-        agreed: between the ranks.
-        fallback: makes the calls that tdcoll doesn't handle.
 
     Attributes:
         handlers: for each kind of call; empty without a job.
@@ -215,7 +210,6 @@ class Dispatcher:
         """Make a call, with tdcoll or the fallback backend; return its work.
 
         Args:
-            start: starts the call on the fallback backend.
             key: remember the call under this key for :meth:`call_one`; None for calls that aren't remembered.
             refused: why tdcoll doesn't handle it; None if it may.
         """

@@ -152,7 +152,6 @@ class Queue:
     Attributes:
         control: numbers the exchanges of these calls.
         busy: whether calls are outstanding, or callbacks run.
-        thread: makes them.
     """
 
     def __init__(self, control: ControlPlane) -> None:
@@ -234,11 +233,7 @@ def _end_the_calls_at_exit() -> None:
 
 @never_compiled
 class TaskWork(Work):
-    """The work of a call that a queue makes.
-
-    Args:
-        task: of the call.
-    """
+    """The work of a call that a queue makes."""
 
     def __init__(self, task: QueuedCall) -> None:
         super().__init__()

@@ -47,7 +47,6 @@ class SparseAllReduce(Handler):
 
     Attributes:
         context: for the calls, which it has room for or grows for; None as long as there was none.
-        problem: why there can be no context, the same on all ranks; None while there may be one.
     """
 
     kind = "sparse_all_reduce"

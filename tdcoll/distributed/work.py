@@ -128,10 +128,8 @@ class StreamWork(Work):
     """The work of a call that is queued on a CUDA stream: ``wait()`` makes the current stream wait for it.
 
     Args:
-        result: tensors that the call writes.
         stream: on which it is queued, last.
         blocks: ``wait()`` blocks the host as well, as a barrier's does.
-        check: raises known errors.
         keep: tensors that the call reads and writes, if the stream is not the caller's: kept until ``wait()``, because
             their memory must not be used again before.
         events: free events. The work takes one of them, if there is one, and gives it back when it ends, because making

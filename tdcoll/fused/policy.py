@@ -44,12 +44,7 @@ about 1 us of NVLink."""
 
 @dataclass(frozen=True)
 class NormRows:
-    """The rows of a call, as the heuristic sees them.
-
-    Attributes:
-        rows, hidden: sizes.
-        itemsize: bytes of an element.
-    """
+    """The rows of a call, as the heuristic sees them."""
 
     rows: int
     hidden: int
@@ -132,9 +127,6 @@ def choose(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -> Plan
     Args:
         facts: of the context; ``nbytes`` is ignored.
         algorithm: one of :data:`ALGORITHMS`; or, from tests, a plan, which is used as it is.
-
-    Raises:
-        ValueError: the algorithm is unknown, or such a call doesn't support it.
     """
     where = facts.topology.describe()
     if isinstance(algorithm, Plan):

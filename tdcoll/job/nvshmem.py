@@ -53,7 +53,6 @@ class NvshmemHeap(CudaHeap):
     """This PE's block of symmetric GPU memory. Collective to make and to close.
 
     Args:
-        pe, n_pes, nbytes, device: as for :class:`~tdcoll.job.cuda.CudaHeap`.
         control: carries NVSHMEM's unique id from PE 0 to the others.
     """
 

@@ -56,11 +56,7 @@ _LAUNCH_OPTIONS = frozenset(
 
 @functools.cache
 def bitcode_path() -> str:
-    """Path of NVSHMEM's device bitcode: ``$NVSHMEM_HOME/lib``, or NVIDIA's wheel ``nvidia-nvshmem-cu*``.
-
-    Raises:
-        FileNotFoundError: neither has it.
-    """
+    """Path of NVSHMEM's device bitcode: ``$NVSHMEM_HOME/lib``, or NVIDIA's wheel ``nvidia-nvshmem-cu*``."""
     places = environment.nvshmem_folders(os.environ.get("NVSHMEM_HOME"))
     for place in places:
         if (place / f"{LIBRARY}.bc").is_file():

@@ -39,11 +39,7 @@ _PAUSE_S = 0.005
 
 
 def group_of(group: Group) -> Group:
-    """Return the ProcessGroup of a DeviceMesh; anything else as it is.
-
-    Raises:
-        ValueError: the mesh has several dimensions.
-    """
+    """Return the ProcessGroup of a DeviceMesh; anything else as it is."""
     mesh = sys.modules.get("torch.distributed.device_mesh")
     if mesh is None or not isinstance(group, mesh.DeviceMesh):
         return group
@@ -62,7 +58,6 @@ class Runtime:
 
     Attributes:
         rank: global rank, which is also the PE.
-        world_size: ranks of the job.
         heap: the transport's symmetric block.
         control: host-side exchanges with other ranks.
         node_ids: for each global rank, a name of its node.
@@ -186,7 +181,6 @@ class Runtime:
         other, each needs its own part, because exchanges of different parts have no order.
 
         Args:
-            control: the part.
             timeout_s: how long they wait, seconds; None for what holds outside, also for ``who``.
             who: part of each exchange's tag. If tags differ, ranks raise :class:`RankMismatchError`.
         """

@@ -158,7 +158,6 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
         store: of ``torch.distributed``, the same for all ranks; holds no answer of other ranks under the same prefix.
         rank: this process, one of ``ranks``.
         ranks: that take part, the same on all of them; each number always means the same process.
-        tag: names the call in errors.
         timeout_s: how long to wait for the others, seconds.
 
     Raises:

@@ -53,7 +53,6 @@ class SymmetricHeap(Protocol):
     """One PE's view of the symmetric memory of a job.
 
     Attributes:
-        pe: this PE.
         n_pes: number of PEs of the job.
         nbytes: size of the block on every PE, in bytes.
         base: address of this PE's block.
@@ -214,16 +213,7 @@ def _fits(offset: int, size: int, free: Sequence[tuple[int, int]]) -> bool:
 
 
 def agree(proposals: Sequence[Sequence[tuple[int, int]]], nbytes: int, total: int) -> int:
-    """Return the lowest offset at which ``nbytes`` are free on every PE; the same on all of them.
-
-    Args:
-        proposals: the free intervals of each participant.
-        nbytes: requested.
-        total: size of the heap, for the error.
-
-    Raises:
-        HeapExhaustedError: no offset fits.
-    """
+    """Return the lowest offset at which ``nbytes`` are free on every PE; the same on all of them."""
     size = Arena.padded(nbytes)
     for offset in sorted({begin for proposal in proposals for begin, _ in proposal}):
         if all(_fits(offset, size, proposal) for proposal in proposals):

@@ -41,8 +41,6 @@ class Allocation:
 
     Attributes:
         begin, end: offsets; ``end - begin`` bytes were requested, without padding.
-        name: for reports.
-        itemsize: bytes of an element.
         pes: PEs that have it.
         live: False once it is freed.
     """
@@ -150,13 +148,7 @@ class ImmediateStream:
 
 
 class MemoryView:
-    """One PE's view of a :class:`Memory`: the symmetric heap that tdcoll's host code works with.
-
-    Args:
-        memory: all blocks.
-        pe: whose view.
-        accessible: for each PE, whether loads and stores can access it.
-    """
+    """One PE's view of a :class:`Memory`: the symmetric heap that tdcoll's host code works with."""
 
     def __init__(self, memory: Memory, pe: int, accessible: tuple[bool, ...]) -> None:
         self._memory, self._accessible = memory, accessible

@@ -34,7 +34,6 @@ class Blocked:
 
     Attributes:
         task: name of the task, such as ``pe3 all_gather_1d(3,0,0)``.
-        pe: its PE.
         reason: what it waits for, such as ``waits for pe3.signals[0] >= 2, is 1``.
     """
 

@@ -24,11 +24,7 @@ _ENGINE = -1
 
 
 def host_of(scheduler: Scheduler | PollingScheduler) -> Task:
-    """Return the host task that runs.
-
-    Raises:
-        TdcollError: none does.
-    """
+    """Return the host task that runs."""
     task = scheduler.current
     if task is None or task.is_program:
         raise TdcollError("streams are for host functions of World.run()")
@@ -38,11 +34,6 @@ def host_of(scheduler: Scheduler | PollingScheduler) -> Task:
 class Stream:
     """Operations of one PE's host, in order. Inside ``with stream:`` the host queues its launches here, and its copies,
     waits and writes of :mod:`tdcoll.calls.streams`.
-
-    Args:
-        scheduler: runs the stream's task.
-        pe: the PE.
-        name: for reports.
     """
 
     def __init__(self, scheduler: Scheduler, pe: int, name: str) -> None:

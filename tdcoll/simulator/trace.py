@@ -19,11 +19,7 @@ _SIGNAL_TRACK = 1_000_000
 
 
 class Trace:
-    """Collects events.
-
-    Args:
-        clock: the time now.
-    """
+    """Collects events."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -38,8 +38,6 @@ class Directory:
         world: W, number of lists.
         capacity: most ids of a list.
         max_union: room for ids of the union. Neither this nor W times the capacity is over :data:`MOST_PLACES`.
-        device: where.
-        launch: launches the kernels.
 
     Attributes:
         search, entries, words: as in :class:`~.kernels.Index`, for the rows of :meth:`prepare`.

@@ -305,9 +305,6 @@ class SparseContext(CollectiveContext):
 
         Collective; waits for the stream; the same on all ranks.
 
-        Args:
-            rows, row_bytes, union: as for :meth:`Capacities.enlarged`.
-
         Raises:
             ContextError: a captured CUDA graph uses the memory.
             HeapExhaustedError, ValueError: no room, or too many rows; then the context is as it was.

@@ -77,9 +77,7 @@ def _reduce(
     After an error that ranks do not raise alike, the context refuses calls.
 
     Args:
-        prepare: checks the tensors.
         run: makes the call of one dtype: :func:`_run` or :func:`_run_padded`.
-        facts: what more debug mode compares.
     """
     name = operation_name(op)
 

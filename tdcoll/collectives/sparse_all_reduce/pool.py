@@ -35,7 +35,6 @@ def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: 
 
     Args:
         rows, row_bytes: what this rank brings to the first call.
-        options: others of :class:`SparseContext`.
 
     Raises:
         HeapExhaustedError: the heap has no room for either. On all ranks.

@@ -39,10 +39,6 @@ class Rows(NamedTuple):
 class Joined:
     """One rank's part of a call: tensors of one dtype, whose tables follow each other in one space of ids.
 
-    Args:
-        given: all tensors of the call.
-        order: the places of these among them; at least one.
-
     Attributes:
         order, parts: the places, and the tensors, in the same order on all ranks. Shapes of rows follow each other.
         tables: of each tensor, see :class:`Rows`.

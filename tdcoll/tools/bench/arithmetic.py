@@ -15,9 +15,6 @@ def summarize(times_us: Sequence[Sequence[float]]) -> dict[str, float]:
 
     Args:
         times_us: of each rank, microseconds per call in each iteration.
-
-    Raises:
-        ValueError: no times, or ranks with different numbers of them.
     """
     if not times_us or not times_us[0] or any(len(times) != len(times_us[0]) for times in times_us):
         raise ValueError(f"every rank needs the same number of times, got {[len(times) for times in times_us]}")

@@ -38,7 +38,6 @@ class Case(Ranks, ABC):
 
     Attributes:
         benchmark: its name on the command line and in files.
-        options: of the command line.
     """
 
     benchmark: ClassVar[str]

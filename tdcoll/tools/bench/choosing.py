@@ -46,7 +46,6 @@ class Candidate:
 
     Attributes:
         algorithm: as in :class:`~tdcoll.calls.plan.Plan`.
-        in_place: whether the call is.
         chunks, chunk, num_warps, blocks: as in :class:`~tdcoll.calls.tuning.Entry`.
     """
 
@@ -75,7 +74,6 @@ class Choice:
     """An operation on a machine, for which to choose.
 
     Attributes:
-        spec: the operation.
         topology: the ranks, in nodes of one size.
         in_place: whether calls in place are tried as well, where tables have sections for them.
         names: algorithms that are tried; if None, all.

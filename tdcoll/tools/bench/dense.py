@@ -50,11 +50,7 @@ def _parts(name: str) -> tuple[str, bool, bool]:
 
 
 class DenseCase(case.Case):
-    """The case; a size is bytes of a segment.
-
-    Attributes:
-        spec: the collective.
-    """
+    """The case; a size is bytes of a segment."""
 
     spec: ClassVar[Spec]
 

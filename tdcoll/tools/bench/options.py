@@ -24,7 +24,6 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         command: of tdcoll, as in ``bench signal``.
-        description: of it.
         example: options that its help shows in use.
     """
 

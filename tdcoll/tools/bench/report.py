@@ -242,11 +242,7 @@ _PICTURE = re.compile(r"\]\((?:docs/)?results/([\w.-]+)\.png\)")
 
 
 def _documents(root: Path) -> dict[Path, str]:
-    """Return the pages of a checkout, by path.
-
-    Raises:
-        ValueError: ``root`` is none.
-    """
+    """Return the pages of a checkout, by path."""
     if not (root / "docs/results").is_dir():
         raise ValueError(f"--write: expected a checkout of tdcoll, with docs/results, got {root}")
     return {page: page.read_text(encoding="utf-8") for page in (root / "README.md", *sorted(root.glob("docs/*.md")))}

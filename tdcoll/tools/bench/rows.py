@@ -146,7 +146,6 @@ class Layout:
     """How a benchmark's rows are shown.
 
     Attributes:
-        title: of the benchmark.
         size: heading and text of the columns that say which size a row is of. Rows of equal texts are compared.
         derived: further columns of the terminal, which follow from facts and times.
         shown: algorithms and baselines that have a column of a table unless others are requested. If none of tdcoll's

@@ -93,9 +93,6 @@ class SparseData:
         moved_rows: rows that move between ranks if a contributor of each row sums it and sends the sum to all others,
             likewise: ``sum(c_u - 1) + U (W - 1)``, with c_u contributors of row u, U rows of the union and W ranks.
             This is the lower bound if each row is summed in one place.
-
-    Raises:
-        ValueError: sums would not be exact in ``dtype``.
     """
 
     def __init__(self, rows: DrawnRows, dim: int, dtype: torch.dtype, rank: int, device: torch.device) -> None:

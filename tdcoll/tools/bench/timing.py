@@ -39,9 +39,6 @@ class LineUp:
 
     A context manager. It makes a collective context on the current stream: if a rank does not come, the others raise
     :class:`~tdcoll.CollectiveTimeout`.
-
-    Args:
-        group: as for :class:`~tdcoll.CollectiveContext`.
     """
 
     def __init__(self, group: runtime.Group = None) -> None:
@@ -96,8 +93,6 @@ def time_launches(
 
     Args:
         launches: taken in turn.
-        iterations: how many launches.
-        line_up: aligns the ranks.
         before: runs before each, with its number of calls; untimed, in stream order.
         last: index of the launch that the last iteration takes.
     """

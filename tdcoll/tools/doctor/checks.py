@@ -16,8 +16,6 @@ class Line(NamedTuple):
 
     Attributes:
         status: ``ok``, ``note`` (look at it if something doesn't work) or ``problem`` (something will not work).
-        name: the subject.
-        text: what was found.
         advice: what to do; empty if there is nothing to do.
     """
 

@@ -98,15 +98,7 @@ def _say(**what: Any) -> None:
 
 
 def run(timeout_s: float) -> str:
-    """Join a job and gather over all its ranks; return what was done, in words. Collective.
-
-    Args:
-        timeout_s: deadline of each wait.
-
-    Raises:
-        AssertionError: a rank got other numbers than were sent.
-        TdcollError: any error of tdcoll's.
-    """
+    """Join a job and gather over all its ranks; return what was done, in words. Collective."""
     _say(stage="import tdcoll")
     import torch
 
