@@ -11,7 +11,8 @@ import torch
 
 from tdcoll.base.errors import ContextError, HeapExhaustedError
 from tdcoll.calls.pool import give_back_blocks, take_blocks
-from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce
+from tdcoll.collectives.sparse_all_reduce.context import SparseContext
+from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.distributed.call import Call

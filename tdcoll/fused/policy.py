@@ -100,11 +100,6 @@ def _problem(rows: NormRows, plan: Plan, facts: Facts) -> str | None:
     return None
 
 
-def _warps(algorithm: str, facts: Facts) -> int:
-    """Return the most warps of a thread block. The kernel behind a composed call's all-reduce waits for no peer."""
-    return _MOST_WARPS if algorithm == COMPOSED else min(_MOST_WARPS, most_warps(facts))
-
-
 def _cut(rows: NormRows, algorithm: str, facts: Facts) -> Plan:
     """Cut rows into the smallest pieces with which a step has no more thread blocks than are useful."""
     world = facts.topology.world_size
@@ -115,7 +110,8 @@ def _cut(rows: NormRows, algorithm: str, facts: Facts) -> Plan:
         block = whole
     while block < whole and stage * -(-rows.words // block) * (1 + (algorithm == ONE_SHOT)) > _BUSY:
         block *= 2
-    warps = _warps(algorithm, facts)
+    # The kernel behind a composed call's all-reduce waits for no peer.
+    warps = _MOST_WARPS if algorithm == COMPOSED else min(_MOST_WARPS, most_warps(facts))
     block = min(block, _MOST_WORDS * warps)
     plan = Plan(algorithm, -(-rows.words // block), WORD * block, max(1, min(warps, block // 32)))
     return replace(plan, blocks=blocks_of(rows, plan, world))

@@ -122,9 +122,7 @@ _data_types: set[type] = set()
 """Types of arguments that were seen and cannot bring a function into a kernel."""
 
 
-@functools.lru_cache
-def _function_needs_nvshmem(function: Any) -> bool:
-    return needs_nvshmem(function)
+_function_needs_nvshmem = functools.lru_cache(needs_nvshmem)
 
 
 def _arguments_need_nvshmem(values: Iterable[Any]) -> bool:

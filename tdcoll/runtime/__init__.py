@@ -27,9 +27,6 @@ from tdcoll.runtime.heap import Arena, HeapInfo, SymmetricHeap, agree
 from tdcoll.runtime.store import StoreLost
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Group", "Runtime", "current", "current_or_none", "failing_with_the_store", "group_of", "install"]
-__all__ += ["install_resolver", "simulates_all"]
-
 Group = Any
 """A ``torch.distributed.ProcessGroup``, a one-dimensional ``DeviceMesh``, a sequence of global ranks, or None for all
 ranks of the job."""

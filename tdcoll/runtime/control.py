@@ -31,14 +31,12 @@ class ControlPlane(Protocol):
 
         Raises CollectiveTimeout if a rank does not come within ``timeout_s``, or the control plane's own deadline.
         """
-        ...
 
     def part(self, name: str) -> ControlPlane:
         """Return a control plane whose exchanges have a separate order, and wait beside those of other parts.
 
         ``name`` is the same on all ranks, and used once.
         """
-        ...
 
 
 def require_equal(values: Sequence[Any], ranks: Sequence[int], what: str) -> None:
