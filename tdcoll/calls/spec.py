@@ -198,7 +198,7 @@ class Collective:
     # ------------------------------------------------------------------ the choice
 
     def supported(self, name: str, facts: Facts) -> Algorithm:
-        """Return the algorithm of this name."""
+        """Return the algorithm of this name; raise ``ValueError``, which says why, if it doesn't support the call."""
         algorithm = self.algorithm(name)
         if (problem := algorithm.supports(facts)) is not None:
             raise ValueError(f"algorithm={name!r} {problem}{facts.topology.describe()}. Use algorithm='auto'.")
@@ -245,7 +245,7 @@ class Collective:
             The decision about its first epoch, whose algorithm is that of the whole, and the :meth:`epochs`.
 
         Raises:
-            ValueError: as :meth:`decide`.
+            ValueError: an unknown algorithm, or one that doesn't support the call.
             ContextError: the context is far too small.
         """
         decision = self.decide(facts, algorithm, sections)

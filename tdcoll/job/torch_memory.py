@@ -29,7 +29,7 @@ class TorchHeap(CudaHeap):
     """This PE's block of symmetric GPU memory. Collective to make.
 
     Args:
-        pe, n_pes, nbytes, device: as for :class:`~tdcoll.job.cuda.CudaHeap`; all PEs are on one host, each on a
+        pe, n_pes, nbytes, device: as for :class:`~.heap.SymmetricHeap`; all PEs are on one host, each on a
             device of its own.
         store: of ``torch.distributed``, which the ranks meet through; for this heap alone.
         control: tells the ranks of each other's failures.

@@ -87,7 +87,7 @@ def subject_of(
 
 
 def require_nccl(device: torch.device) -> Any:
-    """Return the default group's NCCL backend."""
+    """Return the default group's NCCL backend; raise ``RuntimeError`` if there is none."""
     if device.type != "cuda":
         raise RuntimeError("needs GPUs")
     backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
