@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from tdcoll.collectives.all_gather.op import all_gather, all_gather_
     from tdcoll.collectives.all_reduce.op import all_reduce, all_reduce_
     from tdcoll.collectives.all_to_all.op import all_to_all
-    from tdcoll.collectives.index_match import match_indices
+    from tdcoll.collectives.index_match.op import match_indices
     from tdcoll.collectives.reduce_scatter.op import reduce_scatter
-    from tdcoll.collectives.sparse_all_reduce import (
+    from tdcoll.collectives.sparse_all_reduce.context import SparseContext
+    from tdcoll.collectives.sparse_all_reduce.op import (
         PaddedRows,
-        SparseContext,
         sparse_all_reduce,
         sparse_all_reduce_padded,
         sparse_all_reduce_rows,
@@ -111,10 +111,11 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "collectives.all_gather.op": "all_gather all_gather_",
         "collectives.all_reduce.op": "all_reduce all_reduce_",
         "collectives.all_to_all.op": "all_to_all",
-        "collectives.index_match": "match_indices",
+        "collectives.index_match.op": "match_indices",
         "collectives.reduce_scatter.op": "reduce_scatter",
-        "collectives.sparse_all_reduce": (
-            "PaddedRows SparseContext sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows"
+        "collectives.sparse_all_reduce.context": "SparseContext",
+        "collectives.sparse_all_reduce.op": (
+            "PaddedRows sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows"
         ),
         "calls.context": "CollectiveContext",
         "base.errors": (

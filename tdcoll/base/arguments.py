@@ -13,20 +13,6 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any
 
-__all__ = [
-    "MOST_SECONDS",
-    "byte_count",
-    "byte_text",
-    "decimal",
-    "instance",
-    "parse_bytes",
-    "parse_whole",
-    "seconds",
-    "shape",
-    "tensor",
-    "whole",
-]
-
 MOST_SECONDS = 1e9
 """The longest deadline. Kernels and stores count nanoseconds in 64 bits; ten times as much would overflow them."""
 

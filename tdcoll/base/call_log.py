@@ -12,8 +12,6 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["MOST", "Calls", "Made", "kind_of", "ranks_text"]
-
 MOST = 2048
 """When a context remembers so many calls, it forgets the older half."""
 
@@ -22,7 +20,6 @@ class Made(NamedTuple):
     """A kind of call. :func:`kind_of` returns the same object for the same kind, because a context keeps many.
 
     Attributes:
-        operation: its name.
         epochs, lamport: how many epochs and Lamport calls it takes on the device.
         even: the epochs are the next even ones (:mod:`tdcoll.primitives.copies`).
     """

@@ -9,8 +9,6 @@ import torch
 
 from tdcoll.base.errors import ContextError
 
-__all__ = ["capture_of", "capturing", "refuse"]
-
 
 def capturing(device: torch.device) -> bool:
     """Return whether the current stream is being captured into a CUDA graph."""
@@ -34,10 +32,6 @@ def capture_of(stream: int) -> int:
 
 
 def refuse(device: torch.device, operation: str, why: str) -> None:
-    """Raise if a CUDA graph is being captured, because it cannot hold the next step of ``operation``.
-
-    Raises:
-        ContextError: with the operation and ``why``, which says what to do instead.
-    """
+    """Raise if a CUDA graph is being captured, because it cannot hold the next step of ``operation``."""
     if capturing(device):
         raise ContextError(f"{operation}: {why}")

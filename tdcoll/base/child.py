@@ -11,8 +11,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Ended", "run"]
-
 
 class Ended(NamedTuple):
     """How a command ended.

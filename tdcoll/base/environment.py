@@ -17,9 +17,6 @@ from pathlib import Path
 
 from tdcoll.base import arguments
 
-__all__ = ["DEFAULT_HEAP_BYTES", "DEFAULT_SIMULATED_HEAP_BYTES", "INTERNAL", "KNOWN", "heap_bytes", "unknown"]
-__all__ += ["nvshmem_folders", "warn_of_unknown"]
-
 _log = logging.getLogger("tdcoll")
 
 DEFAULT_HEAP_BYTES = 384 << 20
@@ -43,11 +40,7 @@ KNOWN = INTERNAL | {
 
 
 def heap_bytes(simulated: bool, variables: Mapping[str, str] = os.environ) -> int:
-    """Bytes of each rank's symmetric heap unless a call says otherwise: ``NVSHMEM_SYMMETRIC_SIZE``, else the default.
-
-    Raises:
-        ValueError: the variable is set and is no number of bytes.
-    """
+    """Return the bytes of a symmetric heap by default: ``NVSHMEM_SYMMETRIC_SIZE``, or else tdcoll's own default."""
     if text := variables.get("NVSHMEM_SYMMETRIC_SIZE"):
         return arguments.parse_bytes(text, "NVSHMEM_SYMMETRIC_SIZE")
     return DEFAULT_SIMULATED_HEAP_BYTES if simulated else DEFAULT_HEAP_BYTES

@@ -64,12 +64,6 @@ class ContextError(TdcollError):
     """A context is used after close, on another stream or device, or a call exceeds its capacity."""
 
 
-def _also(others: tuple[int, ...]) -> str:
-    if not others:
-        return ""
-    return f"It was also waiting for peer{'s' * (len(others) > 1)} {', '.join(map(str, others))}. "
-
-
 class CollectiveTimeout(TdcollError):
     """A deadline has passed while this rank waited for another one.
 
@@ -118,9 +112,11 @@ class CollectiveTimeout(TdcollError):
             whom = "a peer" if peer is None else f"peer {peer}"
             what = "a signal" if signal is None else f"signal {signal}"
             call = "" if epoch in (None, expected) else f" in epoch {epoch}"
+            more = f"peer{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+            also = f"It was also waiting for {more}. " if others else ""
             why = (
                 f"for {whom}: {what} had to reach {expected}{call} and is {seen}. "
-                f"{_also(others)}The peer has died, hangs, did not make this call or made it with "
+                f"{also}The peer has died, hangs, did not make this call or made it with "
                 "other arguments (TDCOLL_DEBUG=1 compares them). "
             )
         end = "The exchange is incomplete, and later calls will raise this error: start the job again"

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["address", "ask", "main", "ranks", "user_of"]
-
 _EPILOG = """\
 A report says what calls each context has made, in which one a kernel waits, for how long and for which ranks, and
 where the main thread is. Ask the ranks of all hosts: the one that others wait for, and which waits for none, is the one

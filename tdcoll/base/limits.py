@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits that policies, contexts, tables and kernels share, and the names of the dense collectives."""
 
-__all__ = ["COLLECTIVES", "MAX_BLOCKS", "MAX_CHUNKS", "SHARED_WARPS", "flagged_bytes", "inbox_bytes"]
-__all__ += ["lamport_bytes"]
-
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 """The dense collectives: each is a folder of :mod:`tdcoll.collectives` with a ``spec``."""
 

@@ -7,8 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 
-__all__ = ["unless_the_reader_goes"]
-
 _READER_GONE = 141  # as a shell reports it if SIGPIPE ends a program
 
 

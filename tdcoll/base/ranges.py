@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["range_of", "ranged"]
-
 
 def _wanted() -> bool:
     return os.environ.get("TDCOLL_NVTX", "0") not in ("", "0")

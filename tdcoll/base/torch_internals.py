@@ -18,8 +18,6 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules.module import register_module_module_registration_hook
 
-__all__ = ["batch_messages_of", "living_ddp", "name_groups_anew", "never_compiled", "tell_ddp_to_ignore", "watch_ddp"]
-
 _log = logging.getLogger("tdcoll")
 
 Code = TypeVar("Code", bound="type | Callable[..., Any]")

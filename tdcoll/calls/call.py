@@ -29,9 +29,6 @@ from tdcoll.calls.pool import pooled, strided_bytes
 from tdcoll.calls.spec import Collective
 from tdcoll.primitives.reduce import OPERATIONS, check_dtype, check_operation, operation_name
 
-__all__ = ["Ready", "again", "check_context", "check_tensor", "derivative", "make", "overlap", "spec_of"]
-__all__ += ["unchecked", "usable"]
-
 _STRIDED = torch.strided
 
 
@@ -138,9 +135,6 @@ class Ready(NamedTuple):
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
     """Make a call like an earlier one, or nothing.
 
-    Args:
-        ready: of that call, found by the shapes and dtypes of these tensors.
-
     Returns:
         The result; None if something is not as it was, and then nothing has been done.
     """
@@ -179,14 +173,9 @@ def make(
     """Make a call of a dense collective, for its public functions, whose arguments come as the caller gave them.
 
     Args:
-        op: of a reduction; None for others.
-        out: None if the call makes the result.
         in_place: peers write to the caller's buffer, which is ``tensor``.
         names: the caller's names of ``tensor`` and ``out``, for errors.
         gradient: the result will have one, hence a backward pass; compared in debug mode.
-
-    Raises:
-        ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as the public functions say.
     """
     given = ctx
     if ctx is None:
@@ -266,7 +255,6 @@ def derivative(
     """Return the gradient of a call's tensor, given that of its result.
 
     Args:
-        op, world: operation and ranks of the call.
         call: ``(adjoint, gradient, op) ->`` the result of a call of the adjoint collective.
 
     Raises:

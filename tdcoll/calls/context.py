@@ -6,9 +6,7 @@ A context owns symmetric memory (:attr:`.sizes.ContextSizes.areas`): the signals
 ``inbox[slot, r]``; two slots of ``flagged`` words for LL, and an inbox of three for the Lamport protocol. The epoch is
 one 64-bit ``control`` word in ordinary device memory.
 
-**One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2, which kernels count in
-the control word (:func:`~tdcoll.primitives.group.begin_epoch`). No host value takes part, so a CUDA graph may be
-replayed at will. (Calls by copy engines take even epochs only: :mod:`tdcoll.primitives.copies`.)
+``docs/architecture.md`` has the rules (*Why slots may be reused*), also of calls in place. These are the arguments.
 
 **Why the slots may be reused.** A call completes on a rank only when it has a signal of the epoch from every peer. A
 peer sends it from inside the same call; so when epoch e is complete here, every peer has *started* e, and the stream
@@ -21,11 +19,6 @@ does not hang if that argument is ever broken by a change: a wait for equality, 
 
 **Why signals alternate too.** Puts of different epochs are not ordered among each other: the signal of e+1 may arrive
 before the bytes of e. In one row, "at least e" would take it for the signal of e.
-
-**In place.** When the result is the caller's own symmetric buffer there is only one of it, and the argument above
-fails: a peer may still read the result of e-1 from the very bytes that e would write. There, a rank first tells its
-peers that it has *entered* the call, and no peer writes into a buffer before its owner has. (LL needs none
-of that: it lands in ``flagged``, and each rank writes its buffer itself.)
 """
 
 from __future__ import annotations
@@ -55,8 +48,6 @@ from tdcoll.runtime.topology import Topology
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["CollectiveContext"]
 
 _Made = TypeVar("_Made")
 

@@ -18,8 +18,6 @@ from tdcoll.calls.plan import Facts
 from tdcoll.primitives import copies as kernels
 from tdcoll.runtime.heap import SideStream
 
-__all__ = ["Copies", "Copy", "Hop", "exchange", "kernel", "lands_in_result", "sums"]
-
 
 def kernel(facts: Facts) -> Any:
     """Return the kernel that begins every call by copies."""
@@ -60,15 +58,7 @@ class Hop(NamedTuple):
 
 
 class Copies:
-    """A call by copies, in the place of a :class:`~.launch.Launch`. For one thread at a time.
-
-    Args:
-        call: the call; chunks of its plan are the largest copies.
-        hops: in order.
-
-    Attributes:
-        variant: names what is compiled.
-    """
+    """A call by copies, in the place of a :class:`~.launch.Launch`. For one thread at a time."""
 
     def __init__(self, call: Planned, *hops: Hop) -> None:
         ctx, heap, self._call, self._hops = call.ctx, call.ctx.job.heap, call, hops
@@ -165,7 +155,6 @@ def sums(call: Planned, stride: int, sizes: Sequence[int], whole: bool) -> Hop:
 
     Args:
         stride: bytes from the part of one rank to that of the next.
-        sizes: bytes of the parts, by rank.
         whole: a part has the same place in the result as in the tensor; otherwise the result is this rank's part.
     """
     ctx, plan = call.ctx, call.plan

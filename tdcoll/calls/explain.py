@@ -12,8 +12,6 @@ from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.spec import DEFAULT, TABLE, Collective, Decision
 from tdcoll.calls.tuning import Section
 
-__all__ = ["UNSUPPORTED", "Explanation", "explain_call"]
-
 UNSUPPORTED = "unsupported"
 
 
@@ -76,15 +74,7 @@ def _count(number: int, what: str) -> str:
 def explain_call(
     spec: Collective, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = (), table: str = ""
 ) -> Explanation:
-    """Explain a call of a dense collective.
-
-    Args:
-        facts, algorithm, sections: as for :meth:`~.spec.Collective.decide_call`.
-        table: the name of the tuning table.
-
-    Raises:
-        ValueError: an unknown algorithm.
-    """
+    """Explain a call of a dense collective."""
     group = facts.topology.describe()
     problems = ((each.name, each.supports(facts)) for each in spec.algorithms)
     unsupported = {name: f"{problem}{group}" for name, problem in problems if problem is not None}

@@ -43,8 +43,6 @@ from triton.compiler import CompiledKernel
 
 from tdcoll.language import INTERPRETED
 
-__all__ = ["Launch", "Launcher", "Packed"]
-
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 """``CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION``."""
 
@@ -101,7 +99,6 @@ class Packed:
     """A tuple that many launches take as one argument, taken apart once.
 
     Attributes:
-        whole: the tuple.
         numbers: what the driver reads of it: addresses and whole numbers, its constants left out.
     """
 
@@ -116,11 +113,6 @@ class Packed:
 
 class _Prepared:
     """A compiled kernel and its parameters. Not for two threads at once: they would share the parameters.
-
-    Args:
-        compiled: made of arguments of these types.
-        arguments: by name, in the kernel's order, constants included.
-        grid: of the next launches.
 
     Attributes:
         slots: the parameters, 64 bits each, of which the driver reads as many as the parameter has: the low ones.
@@ -289,11 +281,7 @@ class Launch:
             self._places = slice(first, first + len(self._changing))
 
     def __call__(self, stream: int, *new: int) -> None:
-        """Launch it on the stream of this handle, which is the current one.
-
-        Args:
-            new: values of the changing parameters, in their order.
-        """
+        """Launch it on the stream of this handle, which is the current one."""
         prepared = self._prepared
         if prepared is None:
             self.prepare()
@@ -334,9 +322,6 @@ class Launcher:
     """Launches of kernels whose arguments all change from launch to launch: a :class:`Launch` for each kind of them.
 
     One per device and owner; for one thread at a time.
-
-    Args:
-        early: launches may begin before what was launched before has ended, if their kernels wait for that.
     """
 
     def __init__(self, *, early: bool = False) -> None:
@@ -358,7 +343,6 @@ class Launcher:
         """Launch ``kernel`` on the current stream.
 
         Args:
-            blocks: of the grid's first dimension, or first two.
             arguments: tensors, addresses, whole numbers and :class:`Packed` tuples of these, in the order of the
                 kernel's parameters.
             constants: its last parameters, ``tl.constexpr`` all.

@@ -27,27 +27,6 @@ from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
 from tdcoll.runtime.topology import Topology
 
-__all__ = [
-    "Launches",
-    "Planned",
-    "arithmetic",
-    "by_words",
-    "facts_of",
-    "is_prepared",
-    "launches_by",
-    "launches_of",
-    "local_peers",
-]
-__all__ += [
-    "make_routes",
-    "on_device",
-    "prepare",
-    "rail_routes",
-    "routes_beside_stores",
-    "sections_of",
-]
-__all__ += ["successors", "tiles"]
-
 _Made = TypeVar("_Made")
 
 _log = logging.getLogger("tdcoll")
@@ -59,9 +38,7 @@ class Planned:
 
     Attributes:
         operation: its name, for errors.
-        ctx: the context.
         facts: of the call; ``nbytes`` is what one launch moves of each segment.
-        plan: how.
         options: what else the kernel depends on, such as dtype and operation.
         stride: bytes from one segment of the caller's tensor to the next.
         width: bytes of data per word if the call uses LL or Lamport words, which land in memory of their own; else 0.
@@ -211,13 +188,7 @@ def routes_beside_stores(ctx: CollectiveContext, operation: str) -> Routes:
 class Launches:
     """The launches of one kind of call, prepared: one, or one for each epoch of a larger call.
 
-    Args:
-        algorithm: of the calls.
-        calls: one for each epoch.
-
     Attributes:
-        plan: of the first epoch.
-        in_buffer: peers write to the caller's buffer.
         counts: epochs and Lamport calls of a call, and whether the epochs are even: see
             :class:`~tdcoll.base.call_log.Made`.
         run: launches, given the handle of a stream and the addresses of source and result, or, if peers write to the
@@ -303,11 +274,7 @@ def launches_of(
     """Return what launches such calls, prepared. It is made once.
 
     Args:
-        nbytes: of a segment.
         algorithm: a name, not checked yet; or a plan, see :meth:`~.spec.Collective.decide`.
-        options: dtype and operation of a reduction.
-        in_place: peers write to the caller's buffer.
-        symmetric: peers may access the caller's tensor or result.
 
     Raises:
         TypeError, ValueError: ``algorithm`` is not one that such a call can have.
@@ -358,9 +325,6 @@ def sections_of(spec: Collective, ctx: CollectiveContext) -> tuple[Section, ...]
 
 def prepare(ctx: CollectiveContext, operation: str, variant: Hashable, launches: Iterable[Any]) -> None:
     """Compile and load the kernels of a call.
-
-    Args:
-        variant: names what is compiled.
 
     Raises:
         ContextError: a CUDA graph is being captured, and something has to be compiled or loaded.

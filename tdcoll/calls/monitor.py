@@ -29,8 +29,6 @@ from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.runtime import watch
 from tdcoll.spec import constants as c
 
-__all__ = ["WaitMonitor", "check"]
-
 _TOLD = (c.RECORD_PEER, c.RECORD_SIGNAL)
 
 _ALIVE_S = 0.8
@@ -162,11 +160,7 @@ class WaitMonitor:
         self.raise_if_expired()
 
     def raise_if_expired(self) -> None:
-        """As :meth:`check`, without waiting: a kernel that still runs may expire later.
-
-        Raises:
-            CollectiveTimeout: a wait has expired.
-        """
+        """As :meth:`check`, without waiting: a kernel that still runs may expire later."""
         if self.expired:
             self.job.failed = self.reported = True
             words = [int(word) for word in self._host]

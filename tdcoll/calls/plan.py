@@ -22,14 +22,6 @@ from tdcoll.calls.tuning import WARPS, Entry
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = [
-    *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
-    *("TARGET_CHUNK_BYTES", "Payload", "Facts", "Plan", "Words", "cut_chunks", "cut_copies", "cut_loop", "cut_words"),
-    *("half", "inbox_epoch", "loop_blocks", "most_chunks", "most_warps", "needs_puts", "needs_rails", "needs_stores"),
-    *("needs_words", "node_default", "per_chunk", "per_segment", "power", "prefers_loops", "shares_gpu"),
-    *("summing_blocks", "warps", "words_of"),
-]
-
 CHUNK_ALIGNMENT = 128
 """Bytes. Chunks start at multiples of it, so that full 128-byte lines travel."""
 
@@ -112,7 +104,6 @@ class Facts:
 
     Attributes:
         nbytes: of one segment, which is what one rank sends to another.
-        topology: the group.
         capacity, ll_bytes, stores, lamport_bytes, chunks, max_blocks: of the :class:`~tdcoll.CollectiveContext`;
             ``lamport_bytes`` is 0 also where the dtype has values that no Lamport word can be told from.
         puts: whether the job has NVSHMEM's puts.
@@ -367,7 +358,6 @@ class Words:
     Thread blocks take several blocks of words where there are too many.
 
     Attributes:
-        name: of the algorithm.
         shots: 1 if a rank sends a whole segment to each other rank; 2 if it sends a part to each, and then the sum of
             its own part to all.
     """

@@ -26,9 +26,6 @@ from tdcoll.job.cuda import multiprocessors
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Pool", "Prospect", "give_back_blocks", "on", "pooled", "prospect", "sizes_for", "strided_bytes"]
-__all__ += ["take_blocks"]
-
 _SMALLEST = 1 << 20
 
 _SIMULATED_MULTIPROCESSORS = 132
@@ -53,11 +50,8 @@ def take_blocks(owner: Runtime, ranks: Sequence[int], wanted: int, operation: st
     blocks that contexts reserve here therefore fit on the GPU together: see ``docs/architecture.md``.
 
     Args:
-        owner: the job.
-        ranks: global ranks of the context.
         wanted: how many to reserve. The call takes at most a third of those that are left, because later contexts need
             some too; but at least as many as one chunk needs.
-        operation: the context's purpose, as errors name it.
 
     Returns:
         The number of thread blocks reserved, the same on all ranks.
@@ -98,15 +92,10 @@ class Pool:
     """The context for one kind of call of one set of ranks, and outgrown ones that graphs still use.
 
     Args:
-        owner: the job.
-        ranks: global ranks, in the order of the group.
-        operation: the name of the calls in messages.
         limit: the most bytes per rank of a context; if None, the heap is the limit.
         timeout_s: deadline of waits, seconds; that of the job if None.
-        lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
         blocks: the most thread blocks of a launch, to be reserved by :func:`take_blocks`. If None, there is no
             limit, and launches must not be in flight beside those of other contexts.
-        debug: as for :class:`~tdcoll.CollectiveContext`.
 
     Attributes:
         context: for the next call; None as long as there was none.
@@ -307,9 +296,6 @@ class Prospect:
 def prospect(spec: Collective, segment: int, group: runtime.Group) -> CollectiveContext | Prospect:
     """Return the context that :func:`pooled` has for calls with segments of so many bytes, or else the facts of the one
     that it would make. Local.
-
-    Raises:
-        NotInitializedError: before ``tdcoll.initialize()``.
     """
     job = runtime.current()
     ranks = job.ranks_of(group)

@@ -23,8 +23,6 @@ from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Compared", "Debug", "Preconditions", "compare", "debugging"]
-
 _REFUSED, _JOB_ENDED, _EXPIRED = "refused", "job ended", "expired"
 _ELSEWHERE, _CAPTURING, _OTHER_STREAM, _DEBUG = "elsewhere", "capturing", "other stream", "debug"
 _FOR_GOOD = (_REFUSED, _JOB_ENDED, _EXPIRED)
@@ -75,11 +73,6 @@ def compare(
 ) -> None:
     """Raise on every rank if the arguments of one are wrong, or if they differ. Collective.
 
-    Args:
-        operation: its name, for messages.
-        facts: what must be the same on all ranks, by name.
-        problem: what is wrong here.
-
     Raises:
         RankMismatchError: ``facts`` differ, or another rank has a problem.
         TypeError, ValueError, TdcollError: ``problem``.
@@ -98,8 +91,6 @@ class Preconditions:
     """The checks that a context's calls have to pass.
 
     Args:
-        job, topology: of the context.
-        monitor: of the waits in its kernels.
         debug: compare the ranks' arguments, see :data:`Debug`. None: as ``TDCOLL_DEBUG`` says; unless it is set, of all
             calls in the simulator, and of none on GPUs.
     """
@@ -161,7 +152,6 @@ class Preconditions:
         """Check whether a call is allowed here and now, as every collective does before it launches.
 
         Args:
-            operation: its name, for messages.
             agree: what must be the same on all ranks, by name; compared in debug mode.
             prepare: raises if the other arguments are wrong on this rank, of which the others hear in debug mode;
                 else returns what is to be launched.
@@ -198,7 +188,6 @@ class Preconditions:
         """:meth:`begin`, and whatever the call launches as the body: if it fails, the context does (:meth:`fail`).
 
         Args:
-            operation, agree, prepare: as for :meth:`begin`.
             alike: errors of the body that all ranks raise, after the same launches.
         """
         prepared = self.begin(operation, agree, prepare)

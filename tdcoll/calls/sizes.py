@@ -11,17 +11,10 @@ from tdcoll.base import limits
 from tdcoll.runtime.heap import Arena
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Area", "ContextSizes", "context_sizes"]
-
 
 @dataclass(frozen=True)
 class Area:
-    """A symmetric tensor of a context.
-
-    Attributes:
-        name: as the simulator's reports have it.
-        shape, dtype: of the tensor.
-    """
+    """A symmetric tensor of a context."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +32,6 @@ class ContextSizes:
     """The sizes of a :class:`~tdcoll.CollectiveContext`, with all defaults resolved.
 
     Attributes:
-        world_size: ranks of the group.
         max_bytes_per_rank, chunks, ll_bytes, lamport_bytes: of the context.
         more: what kinds of contexts have beyond that.
     """
@@ -93,8 +85,6 @@ def context_sizes(
     """Return the sizes of a context.
 
     Args:
-        topology: of its group.
-        heap_bytes: of the symmetric heap.
         stores: whether the ranks of each node can store to each other's memory.
         max_bytes_per_rank, chunks, flagged_bytes, lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
         free: of the heap. If the usual ``lamport_bytes`` don't fit, there are fewer. None: enough.

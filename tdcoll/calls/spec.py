@@ -22,8 +22,6 @@ from tdcoll.calls.tuning import Entry, Section
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = ["DEFAULT", "REQUESTED", "TABLE", "WORLD", "Algorithm", "Collective", "Decision"]
-
 FEW_BLOCKS = (30, 4 << 20), (13, 1 << 20)
 """``(blocks, bytes)``: on a context with fewer thread blocks, the backend handles no more than so many bytes."""
 
@@ -43,7 +41,6 @@ class Decision:
     """The plan of a call, and why it was made.
 
     Attributes:
-        plan: of the call.
         reason: of its algorithm: ``"requested"`` by the caller, ``"table"``: measured to be the fastest, or
             ``"default"``.
         found: the section and the entry of the tuning table that hold for the call, if there are any. The entry's
@@ -60,7 +57,6 @@ class Algorithm:
     """One way to make the calls of a collective.
 
     Attributes:
-        name: that callers and tables use.
         supports: why such a call can't have it, as a sentence that begins with ``needs``; None if it can.
         cut: the plan of such a call, given what an entry of a table says.
         kernel: made by :func:`tdcoll.jit`. Its parameters begin with ``source`` and ``out``, addresses; the others say
@@ -102,7 +98,6 @@ class Collective:
     Attributes:
         name: of its public function, its folder, and its sections of tuning tables.
         segments: how many segments the caller's tensor and the result have, ``(given, result)``: 1 or :data:`WORLD`.
-        algorithms: of its calls.
         default: the name of the one to take if nothing was measured. If it doesn't support the call, none does.
         torch: the name of the same function in ``torch.distributed``.
         capacity: ``(bytes of a segment, ranks) ->`` the ``max_bytes_per_rank`` of a context on which a call is one
@@ -203,11 +198,7 @@ class Collective:
     # ------------------------------------------------------------------ the choice
 
     def supported(self, name: str, facts: Facts) -> Algorithm:
-        """Return the algorithm of this name.
-
-        Raises:
-            ValueError: it doesn't support the call; says why.
-        """
+        """Return the algorithm of this name; raise ``ValueError``, which says why, if it doesn't support the call."""
         algorithm = self.algorithm(name)
         if (problem := algorithm.supports(facts)) is not None:
             raise ValueError(f"algorithm={name!r} {problem}{facts.topology.describe()}. Use algorithm='auto'.")
@@ -221,14 +212,10 @@ class Collective:
         """Decide about a call, or the first epoch of a larger one; the same on all ranks of the group.
 
         Args:
-            facts: of the call.
             algorithm: ``"auto"``, or one of ``self.names``; or, from measurements and tests, a plan, which is taken as
                 it is. ``"auto"`` takes what the table says if that supports the call, and the default otherwise.
             sections: of a tuning table, for these GPUs. Chunks and warps are an entry's too, if it is of the algorithm
                 that is taken.
-
-        Raises:
-            ValueError: an unknown algorithm, or one that doesn't support the call.
         """
         if isinstance(algorithm, Plan):
             self.supported(algorithm.algorithm, facts)
@@ -258,7 +245,7 @@ class Collective:
             The decision about its first epoch, whose algorithm is that of the whole, and the :meth:`epochs`.
 
         Raises:
-            ValueError: as :meth:`decide`.
+            ValueError: an unknown algorithm, or one that doesn't support the call.
             ContextError: the context is far too small.
         """
         decision = self.decide(facts, algorithm, sections)
@@ -269,11 +256,7 @@ class Collective:
         return replace(decision, plan=first), epochs
 
     def epochs(self, facts: Facts, algorithm: str) -> list[int]:
-        """Return the bytes of a segment in each epoch of a call.
-
-        Raises:
-            ContextError: they would be too many.
-        """
+        """Return the bytes of a segment in each epoch of a call."""
         nbytes, capacity = facts.nbytes, self.algorithm(algorithm).epoch(facts)
         if nbytes > MOST_EPOCHS * capacity:
             raise ContextError(
@@ -300,14 +283,7 @@ class Collective:
         return None
 
     def sections(self, table: Sequence[Section], name: str) -> tuple[Section, ...]:
-        """Return the sections of a table that are of this collective.
-
-        Args:
-            name: of the table, for messages.
-
-        Raises:
-            ValueError: an entry names an algorithm that there isn't.
-        """
+        """Return the sections of a table that are of this collective."""
         mine = tuple(section for section in table if section.operation == self.name)
         for section in mine:
             for entry in section.entries:

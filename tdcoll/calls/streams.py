@@ -16,8 +16,6 @@ from tdcoll.base import arguments
 from tdcoll.language import CMP_EQ, CMP_GE, barrier_all_block
 from tdcoll.language.jit import jit
 
-__all__ = ["barrier_on_stream", "copy_on_stream", "peer_tensor", "wait_on_stream", "write_on_stream"]
-
 _WORDS = {torch.int32: 32, torch.uint32: 32, torch.int64: 64, torch.uint64: 64}
 
 

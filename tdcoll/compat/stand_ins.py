@@ -24,8 +24,6 @@ from torch.overrides import TorchFunctionMode
 from tdcoll import runtime
 from tdcoll.base import arguments
 
-__all__ = ["cuda", "cudart", "device_index", "emulate_nodes", "replace_cuda", "wait_for_collectives"]
-
 # ---------------------------------------------------------------------- nodes
 
 _device: int | None = None

@@ -27,8 +27,6 @@ from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import bitcode_path
 from tdcoll.runtime.control import StoreControlPlane, require_equal
 
-__all__ = ["Agreement"]
-
 
 def _device_of_this_rank() -> torch.device:
     """Return the GPU for the symmetric heap: the current one if the script has chosen, otherwise the launcher's
@@ -72,15 +70,6 @@ def _deadline(timeout: timedelta) -> float | None:
 class Agreement:
     """The agreement that the ranks of a group made when they created it. Collective.
 
-    Args:
-        store: of the group.
-        rank: in the group.
-        ranks: global ranks of the group.
-        options: of the group.
-        timeout: of the group.
-        name: of the group.
-        default: whether it is the default group.
-
     Attributes:
         kinds: handled by tdcoll's kernels.
         reason: why that is not all that was requested; None if it is.
@@ -88,7 +77,6 @@ class Agreement:
         timeout_s: deadline of waits in kernels, seconds; None for the job's.
         agreed_name: of the group on its first rank, because other ranks may have counted otherwise.
         token: of the group, and of no other.
-        Others: as given.
     """
 
     def __init__(

@@ -48,8 +48,6 @@ from tdcoll.distributed.work import backend_errors, completed
 from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
 from tdcoll.runtime.control import generation, keep
 
-__all__ = ["TdcollProcessGroup", "create", "explain"]
-
 _UNSET = AllgatherOptions().timeout
 """The value in a call's options if it has no timeout."""
 
@@ -73,10 +71,6 @@ def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
 
 def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
     """Make a process group of backend ``"tdcoll"``, for ``torch.distributed``. Collective over its ranks.
-
-    Args:
-        given: ``_DistributedBackendOptions``: store, ranks, timeout, name.
-        pg_options: see :meth:`Options.of`.
 
     Raises:
         RankMismatchError: ranks of the group have been given different options.

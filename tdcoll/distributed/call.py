@@ -9,8 +9,6 @@ import torch
 
 from tdcoll.calls.call import Ready
 
-__all__ = ["Call", "is_plain", "plain", "plain_memory", "write"]
-
 
 class Call:
     """A call of ``torch.distributed``.
@@ -19,7 +17,6 @@ class Call:
         outs, inputs: one tensor for each part of the call; for the user each part is a separate call.
         op: tdcoll's name of the operation, or another name; None if nothing is reduced.
         listed: an all-gather into a list. Then there is one input, and ``outs`` has a tensor for each rank.
-        device: of the tensors.
         ready: repeats calls like this one, after a dense call of one tensor.
     """
 

@@ -12,8 +12,6 @@ from torch.nn import utils
 
 from tdcoll.base import arguments
 
-__all__ = ["clip_grad_norm_"]
-
 
 @torch.no_grad()
 def clip_grad_norm_(

@@ -26,8 +26,6 @@ from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.distributed.work import current_stream
 
-__all__ = ["SparseGradientReducer", "sparse_hook"]
-
 _log = logging.getLogger("tdcoll")
 
 _FIRST_ROWS = 1024
@@ -65,10 +63,6 @@ class _Pass:
 
     A model has dozens of tables, so this does as little as possible for each of them: one event for all gradients of a
     stream, and futures that know of no streams.
-
-    Args:
-        sums: reduces them.
-        group: reduces them if tdcoll cannot.
 
     Attributes:
         task: the call; its result has a mean for each gradient.

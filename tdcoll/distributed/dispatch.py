@@ -42,8 +42,6 @@ from tdcoll.distributed.work import (
 )
 from tdcoll.runtime import Runtime
 
-__all__ = ["Dispatcher"]
-
 _log = logging.getLogger("tdcoll")
 
 _MOST_KNOWN = 4096
@@ -56,7 +54,6 @@ class _Known(NamedTuple):
     Attributes:
         counted: the kind, the implementation that handled it, and the reason: the key of ``counts``.
         ready: repeats such calls; None if the fallback backend makes them.
-        context: of ``ready``.
     """
 
     counted: tuple[str, str, str]
@@ -66,10 +63,6 @@ class _Known(NamedTuple):
 
 class Dispatcher:
     """Makes the calls of one process group.
-
-    Args:
-        agreed: between the ranks.
-        fallback: makes the calls that tdcoll doesn't handle.
 
     Attributes:
         handlers: for each kind of call; empty without a job.
@@ -217,7 +210,6 @@ class Dispatcher:
         """Make a call, with tdcoll or the fallback backend; return its work.
 
         Args:
-            start: starts the call on the fallback backend.
             key: remember the call under this key for :meth:`call_one`; None for calls that aren't remembered.
             refused: why tdcoll doesn't handle it; None if it may.
         """

@@ -20,20 +20,12 @@ from tdcoll.distributed.work import completed
 from tdcoll.job import lifecycle
 from tdcoll.runtime.store import ask
 
-__all__ = ["Fallback", "Start", "add_backends", "exchange_parts", "gather_into", "scatter_from"]
-__all__ += ["gather_several", "scatter_several", "sparse_sum_by_gather"]
-
 Start = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], Any]
 """``start(group, outs, inputs)`` starts a call of contiguous tensors on a process group. Returns its work."""
 
 
 class Fallback:
-    """The fallback backend of one group.
-
-    Args:
-        group: a process group without tdcoll's overrides.
-        names: of the backend for each type of device.
-    """
+    """The fallback backend of one group."""
 
     def __init__(self, group: Any, names: dict[str, str]) -> None:
         self.group, self._names = group, names
@@ -75,17 +67,11 @@ def add_backends(
     """Make gloo and, where there are GPUs, NCCL, and register them with ``groups``. Collective.
 
     Args:
-        groups: ProcessGroups that get the same backends.
-        store, rank, size, timeout: of the group.
         name, ranks: of the group; ``ranks`` is empty for the default group.
-        nccl: ``ProcessGroupNCCL.Options`` or None.
         split: whether NCCL may split the default group's communicator, as ``new_group`` does.
 
     Returns:
         The backend's name for each type of device.
-
-    Raises:
-        RuntimeError: PyTorch was built without gloo.
     """
     if not dist.is_gloo_available():
         raise RuntimeError('backend "tdcoll" needs gloo for CPU tensors, which this PyTorch was built without')

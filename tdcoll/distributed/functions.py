@@ -26,8 +26,6 @@ from tdcoll.calls.pool import pooled
 from tdcoll.distributed.call import plain
 from tdcoll.distributed.work import StreamWork, backend_errors, completed
 
-__all__ = ["all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor"]
-
 
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: runtime.Group = None, async_op: bool = False

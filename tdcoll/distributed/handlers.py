@@ -26,8 +26,6 @@ from tdcoll.distributed.queues import Queue
 from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime import Runtime
 
-__all__ = ["Barrier", "Dense", "Handler", "Members"]
-
 PACKED_BYTES = 256 << 10
 """Up to so many bytes, several tensors of one call are packed for one launch, because a copy is cheaper than one."""
 
@@ -37,10 +35,8 @@ class Members:
     """The ranks of a process group, and what its handlers share.
 
     Attributes:
-        job: that the ranks have joined.
         ranks: global ranks, in the order of the group.
         timeout_s: deadline of waits in kernels, seconds.
-        options: of the group.
         debug: whether the ranks compare each call, as ``TDCOLL_DEBUG`` asks for.
         first: whether they compare the first call with such arguments.
     """
@@ -61,8 +57,6 @@ class Handler:
         alone: whether it handles groups of one rank, too.
         waits: whether a call waits on the host, so that a queue has to make asynchronous ones.
         blocks: whether ``wait()`` of an asynchronous call waits on the host.
-        members: of the group.
-        queue: of its calls.
         problem: why it has no context and can't get one, the same on all ranks; None if it may have one.
         compared: the calls whose arguments the ranks have compared in debug mode of first calls.
         stream: CUDA stream of asynchronous calls; made with the first.
@@ -144,15 +138,7 @@ class Handler:
 
 
 class Dense(Handler):
-    """Makes the calls of one dense collective, on a context that grows.
-
-    Args:
-        members, queue: see :class:`Handler`.
-        spec: the collective.
-
-    Attributes:
-        pool: the context.
-    """
+    """Makes the calls of one dense collective, on a context that grows."""
 
     def __init__(self, members: Members, queue: Queue, spec: Collective) -> None:
         super().__init__(members, queue)

@@ -11,8 +11,6 @@ from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES, MAX_BLOCKS
 from tdcoll.calls.call import spec_of
 
-__all__ = ["HANDLES", "KINDS", "Options"]
-
 KINDS = (*COLLECTIVES, "sparse_all_reduce", "barrier")
 """The kinds of call that tdcoll's kernels can handle."""
 

@@ -42,8 +42,6 @@ _LAST_S = 3.0
 _IDLE_S = 10.0
 """How long a thread waits for another call, because starting one takes longer than waking it."""
 
-__all__ = ["Queue", "QueuedCall", "TaskWork"]
-
 _log = logging.getLogger("tdcoll")
 
 
@@ -154,7 +152,6 @@ class Queue:
     Attributes:
         control: numbers the exchanges of these calls.
         busy: whether calls are outstanding, or callbacks run.
-        thread: makes them.
     """
 
     def __init__(self, control: ControlPlane) -> None:
@@ -236,11 +233,7 @@ def _end_the_calls_at_exit() -> None:
 
 @never_compiled
 class TaskWork(Work):
-    """The work of a call that a queue makes.
-
-    Args:
-        task: of the call.
-    """
+    """The work of a call that a queue makes."""
 
     def __init__(self, task: QueuedCall) -> None:
         super().__init__()

@@ -11,14 +11,13 @@ import torch
 
 from tdcoll.base.errors import ContextError, HeapExhaustedError
 from tdcoll.calls.pool import give_back_blocks, take_blocks
-from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce
+from tdcoll.collectives.sparse_all_reduce.context import SparseContext
+from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.handlers import Handler, Members
 from tdcoll.distributed.queues import Queue
-
-__all__ = ["SparseAllReduce", "refuse_wrong"]
 
 
 def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
@@ -49,7 +48,6 @@ class SparseAllReduce(Handler):
 
     Attributes:
         context: for the calls, which it has room for or grows for; None as long as there was none.
-        problem: why there can be no context, the same on all ranks; None while there may be one.
     """
 
     kind = "sparse_all_reduce"

@@ -17,9 +17,6 @@ from tdcoll.base.capture import capturing
 from tdcoll.base.errors import CollectiveTimeout, restored
 from tdcoll.base.torch_internals import never_compiled
 
-__all__ = ["BackendTimeout", "CompletedWork", "StreamWork", "Work", "as_backend_error", "backend_errors", "error_of"]
-__all__ += ["completed", "current_stream", "expired", "record_stream", "seconds_of"]
-
 
 class BackendTimeout(CollectiveTimeout, dist.DistBackendError):
     """:class:`tdcoll.CollectiveTimeout`, as ``torch.distributed`` wants it: also a ``DistBackendError``."""
@@ -131,10 +128,8 @@ class StreamWork(Work):
     """The work of a call that is queued on a CUDA stream: ``wait()`` makes the current stream wait for it.
 
     Args:
-        result: tensors that the call writes.
         stream: on which it is queued, last.
         blocks: ``wait()`` blocks the host as well, as a barrier's does.
-        check: raises known errors.
         keep: tensors that the call reads and writes, if the stream is not the caller's: kept until ``wait()``, because
             their memory must not be used again before.
         events: free events. The work takes one of them, if there is one, and gives it back when it ends, because making

@@ -17,8 +17,6 @@ from tdcoll.collectives.sparse_all_reduce.context import sparse_sizes
 from tdcoll.fused.policy import NAME as FUSED
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["ContextMemory", "MemoryPlan", "memory_plan"]
-
 _SPARSE_ARGUMENTS = ("max_rows_per_rank", "max_row_bytes", "max_union_rows")
 _ARGUMENTS = ("max_bytes_per_rank", "chunks", "flagged_bytes", "lamport_bytes")
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives fused with the operations behind them: all-reduce + residual + RMSNorm."""
 
-from typing import TYPE_CHECKING
-
-from tdcoll.collectives import lazily
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tdcoll.fused.op import all_reduce_rms_norm
@@ -11,4 +9,12 @@ if TYPE_CHECKING:
 __all__ = ["all_reduce_rms_norm"]
 
 if not TYPE_CHECKING:
-    __getattr__ = lazily(__name__, op=__all__)
+
+    def __getattr__(name: str) -> Any:
+        """Import the function when it is requested, because a policy needs no Triton."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from tdcoll.fused.op import all_reduce_rms_norm
+
+        globals()[name] = all_reduce_rms_norm  # a look-up here takes longer than all checks of a call
+        return all_reduce_rms_norm

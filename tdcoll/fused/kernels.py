@@ -62,8 +62,6 @@ from tdcoll.primitives import lamport, words
 from tdcoll.primitives.group import in_stream_order
 from tdcoll.primitives.reduce import SUM
 
-__all__ = ["norm_rows", "norm_rows_one_shot", "norm_rows_two_shot"]
-
 
 @jit
 def _flag(call):

@@ -28,8 +28,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import lamport
 from tdcoll.primitives.elements import element, placed
 
-__all__ = ["GIVEN", "NONE", "PER_ROW", "add", "load_weight", "measure", "normalize", "store_row", "tree"]
-
 NONE, GIVEN, PER_ROW = (tl.constexpr(i) for i in range(3))
 """Values of the constant ``SCALE``: there is no scale, it is an argument, it is a result."""
 

@@ -28,8 +28,6 @@ from tdcoll.fused import kernels_rows as arithmetic
 from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, NormRows, choose, takes
 from tdcoll.primitives.reduce import triton_dtype
 
-__all__ = ["DTYPES", "all_reduce_rms_norm"]
-
 _log = logging.getLogger("tdcoll")
 
 _FP8 = torch.float8_e4m3fn

@@ -12,18 +12,6 @@ from dataclasses import dataclass, replace
 from tdcoll.calls.plan import LAMPORT_WORD_BYTES as WORD
 from tdcoll.calls.plan import Facts, Plan, most_warps, needs_stores, power
 
-__all__ = [
-    "ALGORITHMS",
-    "COMPOSED",
-    "MOST_HIDDEN",
-    "NAME",
-    "ONE_SHOT",
-    "TWO_SHOT",
-    "NormRows",
-    "choose",
-]
-__all__ += ["blocks_of", "takes"]
-
 NAME = "all_reduce_rms_norm"
 
 ONE_SHOT, TWO_SHOT, COMPOSED = "one_shot", "two_shot", "composed"
@@ -56,12 +44,7 @@ about 1 us of NVLink."""
 
 @dataclass(frozen=True)
 class NormRows:
-    """The rows of a call, as the heuristic sees them.
-
-    Attributes:
-        rows, hidden: sizes.
-        itemsize: bytes of an element.
-    """
+    """The rows of a call, as the heuristic sees them."""
 
     rows: int
     hidden: int
@@ -117,11 +100,6 @@ def _problem(rows: NormRows, plan: Plan, facts: Facts) -> str | None:
     return None
 
 
-def _warps(algorithm: str, facts: Facts) -> int:
-    """Return the most warps of a thread block. The kernel behind a composed call's all-reduce waits for no peer."""
-    return _MOST_WARPS if algorithm == COMPOSED else min(_MOST_WARPS, most_warps(facts))
-
-
 def _cut(rows: NormRows, algorithm: str, facts: Facts) -> Plan:
     """Cut rows into the smallest pieces with which a step has no more thread blocks than are useful."""
     world = facts.topology.world_size
@@ -132,7 +110,8 @@ def _cut(rows: NormRows, algorithm: str, facts: Facts) -> Plan:
         block = whole
     while block < whole and stage * -(-rows.words // block) * (1 + (algorithm == ONE_SHOT)) > _BUSY:
         block *= 2
-    warps = _warps(algorithm, facts)
+    # The kernel behind a composed call's all-reduce waits for no peer.
+    warps = _MOST_WARPS if algorithm == COMPOSED else min(_MOST_WARPS, most_warps(facts))
     block = min(block, _MOST_WORDS * warps)
     plan = Plan(algorithm, -(-rows.words // block), WORD * block, max(1, min(warps, block // 32)))
     return replace(plan, blocks=blocks_of(rows, plan, world))
@@ -144,9 +123,6 @@ def choose(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -> Plan
     Args:
         facts: of the context; ``nbytes`` is ignored.
         algorithm: one of :data:`ALGORITHMS`; or, from tests, a plan, which is used as it is.
-
-    Raises:
-        ValueError: the algorithm is unknown, or such a call doesn't support it.
     """
     where = facts.topology.describe()
     if isinstance(algorithm, Plan):

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["norm_reference"]
-
 
 def _tree(values: torch.Tensor) -> torch.Tensor:
     """``[rows, n] -> [rows]``: neighbours are added, then neighbours of these."""

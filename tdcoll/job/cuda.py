@@ -16,8 +16,6 @@ import torch
 from tdcoll.base.errors import TdcollError
 from tdcoll.runtime.heap import SymmetricHeap
 
-__all__ = ["CudaHeap", "multiprocessors", "variable"]
-
 _WAIT_GEQ, _WAIT_EQ = 0, 1
 """``CUstreamWaitValue_flags``."""
 
@@ -120,14 +118,7 @@ def _destroy(stream: ctypes.c_void_p, event: ctypes.c_void_p) -> None:
 
 
 class CudaHeap(SymmetricHeap):
-    """This PE's block of GPU memory, and that of peers at ``peer_base``.
-
-    Args:
-        pe: this PE, equal to the global rank.
-        n_pes: ranks of the job.
-        nbytes: size of the block, the same on all PEs.
-        device: the CUDA device of this PE.
-    """
+    """This PE's block of GPU memory, and that of peers at ``peer_base``."""
 
     _bytes: torch.Tensor
 

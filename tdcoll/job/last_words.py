@@ -18,8 +18,6 @@ import torch.distributed as dist
 from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout
 
-__all__ = ["noticed", "report_at_exit", "watch"]
-
 gave_up = False
 """Whether a wait had expired in the job that this process has left last."""
 

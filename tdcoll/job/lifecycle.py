@@ -29,8 +29,6 @@ from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.store import ask
 from tdcoll.runtime.topology import emulated_node
 
-__all__ = ["device_index", "finalize", "heap_of", "initialize", "is_initialized", "join", "may_share_gpus"]
-
 _log = logging.getLogger("tdcoll")
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -41,11 +39,7 @@ _HEAPS = ("auto", "nvshmem", "torch")
 
 
 def heap_of(heap: str | None = None) -> str:
-    """Return ``"nvshmem"`` or ``"torch"``: the heap that is asked for, or the one that ``"auto"`` means here.
-
-    Raises:
-        TypeError, ValueError: ``heap`` or ``TDCOLL_HEAP`` is none of :data:`_HEAPS`.
-    """
+    """Return ``"nvshmem"`` or ``"torch"``: the heap that is asked for, or the one that ``"auto"`` means here."""
     name = "heap" if heap is not None else "TDCOLL_HEAP"
     asked = heap if heap is not None else os.environ.get(name) or "auto"
     arguments.instance(name, asked, str, "a string")
@@ -216,10 +210,6 @@ def join(
     Args:
         store: of ``torch.distributed``, the same for all ranks, and of this generation alone.
         rank, world_size: what the default process group will say.
-        heap_bytes, timeout_s: as for :func:`initialize`.
-
-    Raises:
-        Errors as :func:`initialize`.
     """
     options = _JobOptions.read(heap_bytes, timeout_s)
     _be_ready()
@@ -300,11 +290,7 @@ def _make_process_group(options: _JobOptions) -> tuple[Any, int, int]:
 
 
 def _rendezvous(timeout_s: float) -> tuple[Any, int, int]:
-    """Return what the launcher's variables say: the store where ranks meet, this rank, and how many there are.
-
-    Raises:
-        CollectiveTimeout: the store does not answer, or not all ranks have come to it.
-    """
+    """Return what the launcher's variables say: the store where ranks meet, this rank, and how many there are."""
     rank, where = int(os.environ["RANK"]), f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     whom = f"the store at {where}, where the ranks meet: the process that serves it, or a rank, did not come"
 

@@ -13,8 +13,6 @@ from tdcoll.base.errors import NotSymmetricError
 from tdcoll.runtime.heap import HeapInfo
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["barrier", "device", "empty", "free", "heap_info", "rank", "topology", "world_size", "zeros"]
-
 
 def empty(
     shape: Sequence[int] | int,

@@ -23,8 +23,6 @@ from tdcoll.language.jit import initialized_modules, set_module_init
 from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane
 
-__all__ = ["NvshmemHeap"]
-
 _INTERNAL_BYTES = 64 << 20
 """Bytes for NVSHMEM's own use (teams, collectives) if its heap does not grow on demand."""
 
@@ -55,7 +53,6 @@ class NvshmemHeap(CudaHeap):
     """This PE's block of symmetric GPU memory. Collective to make and to close.
 
     Args:
-        pe, n_pes, nbytes, device: as for :class:`~tdcoll.job.cuda.CudaHeap`.
         control: carries NVSHMEM's unique id from PE 0 to the others.
     """
 

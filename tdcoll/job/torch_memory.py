@@ -20,8 +20,6 @@ from tdcoll.job.cuda import CudaHeap, variable
 from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane
 
-__all__ = ["TorchHeap"]
-
 _numbers = itertools.count()
 _abandoned: list[Any] = []
 """Heaps of failed jobs, kept because peers may still write to them."""
@@ -31,7 +29,7 @@ class TorchHeap(CudaHeap):
     """This PE's block of symmetric GPU memory. Collective to make.
 
     Args:
-        pe, n_pes, nbytes, device: as for :class:`~tdcoll.job.cuda.CudaHeap`; all PEs are on one host, each on a
+        pe, n_pes, nbytes, device: as for :class:`~.heap.SymmetricHeap`; all PEs are on one host, each on a
             device of its own.
         store: of ``torch.distributed``, which the ranks meet through; for this heap alone.
         control: tells the ranks of each other's failures.

@@ -42,8 +42,6 @@ from tdcoll.language.library import part_for_language
 from tdcoll.spec import functions
 from tdcoll.spec.functions import LIBRARY, LINKED, no_puts, not_a_monitor
 
-__all__ = ["bitcode_path", "jit", "needs_nvshmem", "typed_fields"]
-
 _DEVICE_STATE = "nvshmemi_device_state"
 """Symbol that modules with NVSHMEM code define; the bare name also occurs in paths of debug information."""
 
@@ -58,11 +56,7 @@ _LAUNCH_OPTIONS = frozenset(
 
 @functools.cache
 def bitcode_path() -> str:
-    """Path of NVSHMEM's device bitcode: ``$NVSHMEM_HOME/lib``, or NVIDIA's wheel ``nvidia-nvshmem-cu*``.
-
-    Raises:
-        FileNotFoundError: neither has it.
-    """
+    """Path of NVSHMEM's device bitcode: ``$NVSHMEM_HOME/lib``, or NVIDIA's wheel ``nvidia-nvshmem-cu*``."""
     places = environment.nvshmem_folders(os.environ.get("NVSHMEM_HOME"))
     for place in places:
         if (place / f"{LIBRARY}.bc").is_file():
@@ -128,9 +122,7 @@ _data_types: set[type] = set()
 """Types of arguments that were seen and cannot bring a function into a kernel."""
 
 
-@functools.lru_cache
-def _function_needs_nvshmem(function: Any) -> bool:
-    return needs_nvshmem(function)
+_function_needs_nvshmem = functools.lru_cache(needs_nvshmem)
 
 
 def _arguments_need_nvshmem(values: Iterable[Any]) -> bool:

@@ -22,19 +22,13 @@ from triton.runtime.cache import get_cache_manager
 
 from tdcoll.spec.functions import FUNCTIONS, LIBRARY
 
-__all__ = ["part_for_language"]
-
 _log = logging.getLogger("tdcoll")
 
 _INTERNAL = re.compile(r"^define internal ", re.MULTILINE)
 
 
 def _cut(path: str, symbols: Iterable[str]) -> str:
-    """LLVM's text of the functions ``symbols`` of a library of bitcode, and of all that they need.
-
-    Raises:
-        ValueError: the library does not define one of them.
-    """
+    """LLVM's text of the functions ``symbols`` of a library of bitcode, and of all that they need."""
     from triton._C.libtriton import ir, llvm
 
     with tempfile.TemporaryDirectory() as folder:

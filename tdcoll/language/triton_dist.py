@@ -16,11 +16,7 @@ from tdcoll.spec.functions import FUNCTIONS
 
 
 def _libshmem_device() -> ModuleType:
-    """Triton-distributed's device library.
-
-    Raises:
-        ImportError: the package or its compiler is missing.
-    """
+    """Triton-distributed's device library."""
     try:
         importlib.import_module("triton._C.libtriton.distributed")
         return importlib.import_module("triton_dist.language.extra.libshmem_device")

@@ -22,8 +22,6 @@ from triton.runtime.jit import MockTensor
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 
-__all__ = ["compile_nothing", "warm_up"]
-
 _log = logging.getLogger("tdcoll")
 
 

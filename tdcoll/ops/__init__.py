@@ -54,11 +54,7 @@ def group_name(group: runtime.Group = None) -> str:
 
 
 def _named(name: str) -> runtime.Group:
-    """Return the group of a name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the group of a name."""
     arguments.instance("group", name, str, "a str, see tdcoll.ops.group_name")
     if not name:
         return None

@@ -60,8 +60,6 @@ from tdcoll.primitives import stores
 from tdcoll.primitives.group import begin_even_epoch, row, still_alive, this_epoch
 from tdcoll.primitives.sums import reduce_chunk
 
-__all__ = ["enter", "hear", "look", "sum_copies"]
-
 
 @jit
 def enter(g, stamp, WAITED: tl.constexpr):

@@ -6,8 +6,6 @@ import triton.language as tl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import fp8
 
-__all__ = ["count", "element", "load_bytes", "load_words", "placed", "pointer", "store_any", "widened"]
-
 
 @jit
 def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):

@@ -14,8 +14,6 @@ import triton.language as tl
 
 from tdcoll.language.jit import jit
 
-__all__ = ["decode", "encode"]
-
 
 @jit
 def decode(codes, DTYPE: tl.constexpr):

@@ -25,12 +25,6 @@ from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import jit
 from tdcoll.runtime.topology import Topology
 
-__all__ = [
-    *("EPOCH_SHIFT", "Group", "Nodes", "Inbox"),
-    *("begin_epoch", "begin_even_epoch", "chunk_bytes", "in_stream_order", "nodes_of", "row", "say_done", "segment"),
-    *("slot", "start", "still_alive", "this_epoch", "this_program", "wait_until_done"),
-]
-
 EPOCH_SHIFT = tl.constexpr(MAX_BLOCKS.bit_length() - 1)
 """The control word holds the number of finished epochs above this bit, and the progress of the next one below it."""
 _EPOCH = tl.constexpr(1 << EPOCH_SHIFT.value)

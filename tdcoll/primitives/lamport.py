@@ -42,21 +42,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives.elements import load_words
 from tdcoll.primitives.group import begin_epoch, this_program
 
-__all__ = [
-    "SENTINEL",
-    "Lamport",
-    "carry",
-    "clear",
-    "load",
-    "receive",
-    "repair",
-    "segment",
-    "send",
-    "slot",
-    "start",
-    "store",
-]
-
 SENTINEL = tl.constexpr(-(1 << 31))
 """0x80000000 as an int32."""
 

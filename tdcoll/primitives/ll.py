@@ -28,8 +28,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives.elements import load_bytes, load_words, store_any
 from tdcoll.primitives.group import segment
 
-__all__ = ["carry", "flag", "load", "receive", "repair", "send", "store"]
-
 
 @jit
 def load(source, word, nbytes):

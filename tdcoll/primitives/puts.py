@@ -13,8 +13,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives.group import segment
 from tdcoll.primitives.stores import may_write
 
-__all__ = ["Routes", "push", "push_remote", "put_from_outbox", "say_entered", "task"]
-
 
 class Routes(NamedTuple):
     """The ranks that a rank sends to, inside its node and elsewhere. Every rank starts with its successor.

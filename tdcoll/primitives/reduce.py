@@ -26,13 +26,6 @@ from torch.distributed import ReduceOp
 from tdcoll.language.jit import jit
 from tdcoll.primitives import fp8
 
-__all__ = [
-    *("ACCUMULATORS", "NAMES_BY_HASH", "OPERATIONS", "OPERATIONS_OF", "TORCH_OPERATIONS"),
-    *("MAX", "MEAN", "MIN", "PROD", "SUM"),
-    *("accumulate", "accumulator", "check_dtype", "check_operation", "finish", "operation_name"),
-    *("rounded", "share", "triton_dtype"),
-]
-
 SUM, MEAN, MAX, MIN, PROD = (tl.constexpr(i) for i in range(5))
 
 OPERATIONS = {"sum": SUM.value, "mean": MEAN.value, "max": MAX.value, "min": MIN.value, "prod": PROD.value}

@@ -34,9 +34,6 @@ import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import elements
 
-__all__ = ["may_write", "none_gave_up", "push", "push_to_all", "release", "release_to", "release_to_all"]
-__all__ += ["say_entered", "tell_gave_up"]
-
 
 @jit
 def release(signal, delta, value):

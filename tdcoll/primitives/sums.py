@@ -14,8 +14,6 @@ from tdcoll.primitives import elements
 from tdcoll.primitives.group import segment
 from tdcoll.primitives.reduce import accumulate, finish, rounded
 
-__all__ = ["load_part", "reduce_chunk", "sum_of_node", "sum_of_ranks"]
-
 
 @jit
 def load_part(

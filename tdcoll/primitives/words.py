@@ -25,9 +25,6 @@ from tdcoll.primitives.elements import element, placed
 from tdcoll.primitives.group import start as group_start
 from tdcoll.primitives.reduce import accumulate, finish, rounded
 
-__all__ = ["RANKS_OF_ONE_WAIT", "carry", "deltas_of", "load", "load_shares", "receive", "reduce", "repair", "send"]
-__all__ += ["send_shares", "send_to_all", "start", "store"]
-
 RANKS_OF_ONE_WAIT = tl.constexpr(8)
 """Ranks whose words one wait polls; for more of them it would take too many registers."""
 

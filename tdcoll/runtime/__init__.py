@@ -27,9 +27,6 @@ from tdcoll.runtime.heap import Arena, HeapInfo, SymmetricHeap, agree
 from tdcoll.runtime.store import StoreLost
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Group", "Runtime", "current", "current_or_none", "failing_with_the_store", "group_of", "install"]
-__all__ += ["install_resolver", "simulates_all"]
-
 Group = Any
 """A ``torch.distributed.ProcessGroup``, a one-dimensional ``DeviceMesh``, a sequence of global ranks, or None for all
 ranks of the job."""
@@ -39,11 +36,7 @@ _PAUSE_S = 0.005
 
 
 def group_of(group: Group) -> Group:
-    """Return the ProcessGroup of a DeviceMesh; anything else as it is.
-
-    Raises:
-        ValueError: the mesh has several dimensions.
-    """
+    """Return the ProcessGroup of a DeviceMesh; anything else as it is."""
     mesh = sys.modules.get("torch.distributed.device_mesh")
     if mesh is None or not isinstance(group, mesh.DeviceMesh):
         return group
@@ -62,7 +55,6 @@ class Runtime:
 
     Attributes:
         rank: global rank, which is also the PE.
-        world_size: ranks of the job.
         heap: the transport's symmetric block.
         control: host-side exchanges with other ranks.
         node_ids: for each global rank, a name of its node.
@@ -186,7 +178,6 @@ class Runtime:
         other, each needs its own part, because exchanges of different parts have no order.
 
         Args:
-            control: the part.
             timeout_s: how long they wait, seconds; None for what holds outside, also for ``who``.
             who: part of each exchange's tag. If tags differ, ranks raise :class:`RankMismatchError`.
         """

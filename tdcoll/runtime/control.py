@@ -22,9 +22,6 @@ import torch.distributed as dist
 from tdcoll.base.errors import CollectiveTimeout, RankMismatchError
 from tdcoll.runtime.store import ask, decode, encode
 
-__all__ = ["ControlPlane", "StoreControlPlane", "elsewhere", "generation", "keep", "missing_ranks", "require_equal"]
-__all__ += ["wait_for"]
-
 
 class ControlPlane(Protocol):
     """Exchanges among a subset of the job's ranks. Every rank of ``ranks`` must make the same calls."""
@@ -34,14 +31,12 @@ class ControlPlane(Protocol):
 
         Raises CollectiveTimeout if a rank does not come within ``timeout_s``, or the control plane's own deadline.
         """
-        ...
 
     def part(self, name: str) -> ControlPlane:
         """Return a control plane whose exchanges have a separate order, and wait beside those of other parts.
 
         ``name`` is the same on all ranks, and used once.
         """
-        ...
 
 
 def require_equal(values: Sequence[Any], ranks: Sequence[int], what: str) -> None:
@@ -161,7 +156,6 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
         store: of ``torch.distributed``, the same for all ranks; holds no answer of other ranks under the same prefix.
         rank: this process, one of ``ranks``.
         ranks: that take part, the same on all of them; each number always means the same process.
-        tag: names the call in errors.
         timeout_s: how long to wait for the others, seconds.
 
     Raises:

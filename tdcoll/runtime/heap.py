@@ -27,8 +27,6 @@ import torch
 
 from tdcoll.base.errors import HeapExhaustedError
 
-__all__ = ["ALIGNMENT", "Arena", "HeapInfo", "SideStream", "SymmetricHeap", "agree"]
-
 ALIGNMENT = 512
 """Bytes. Every allocation starts at a multiple of it, which is enough for TMA and for a cache line pair."""
 
@@ -44,18 +42,15 @@ class SideStream(Protocol):
 
     def fork(self, stream: int) -> None:
         """Let later work here wait for the work that is queued on ``stream`` so far."""
-        ...
 
     def join(self, stream: int) -> None:
         """Let later work on ``stream`` wait for the work that is queued here so far."""
-        ...
 
 
 class SymmetricHeap(Protocol):
     """One PE's view of the symmetric memory of a job.
 
     Attributes:
-        pe: this PE.
         n_pes: number of PEs of the job.
         nbytes: size of the block on every PE, in bytes.
         base: address of this PE's block.
@@ -73,35 +68,28 @@ class SymmetricHeap(Protocol):
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """``-> [nbytes]``: return a uint8 tensor on this PE's bytes ``[offset, offset + nbytes)``."""
-        ...
 
     def peer_base(self, pe: int) -> int:
         """Return the address at which this PE can load and store ``pe``'s block, or 0 if only puts and gets access
         it."""
-        ...
 
     def peer_view(self, pe: int, offset: int, nbytes: int) -> torch.Tensor:
         """``-> [nbytes]``: return a uint8 tensor on ``pe``'s bytes ``[offset, offset + nbytes)``, if it is
         peer-accessible."""
-        ...
 
     def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
         """Let a stream wait until the word of 32 or 64 bits at ``address`` is ``value``, or ``at_least`` that.
 
         If there are no streams, the caller waits, for ``timeout_s`` at most."""
-        ...
 
     def stream_write(self, stream: int, address: int, bits: int, value: int) -> None:
         """Let a stream write a word of 32 or 64 bits when all ranks see the work that was queued before."""
-        ...
 
     def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
         """Let a stream copy bytes between memory of this PE and peer-accessible memory."""
-        ...
 
     def side_stream(self) -> SideStream:
         """Make a stream of the highest priority that this device has."""
-        ...
 
     def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
         """Take note of an allocation of ``pes``: its name for reports ("pe3.signals[0]"), and the bytes that an access
@@ -114,11 +102,9 @@ class SymmetricHeap(Protocol):
 
     def close(self) -> None:
         """Give the block back. Collective; no PE may touch symmetric memory afterwards."""
-        ...
 
     def abandon(self) -> None:
         """Let this process join another job when this one has failed. Local; peers may still write to the block."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -216,16 +202,7 @@ def _fits(offset: int, size: int, free: Sequence[tuple[int, int]]) -> bool:
 
 
 def agree(proposals: Sequence[Sequence[tuple[int, int]]], nbytes: int, total: int) -> int:
-    """Return the lowest offset at which ``nbytes`` are free on every PE; the same on all of them.
-
-    Args:
-        proposals: the free intervals of each participant.
-        nbytes: requested.
-        total: size of the heap, for the error.
-
-    Raises:
-        HeapExhaustedError: no offset fits.
-    """
+    """Return the lowest offset at which ``nbytes`` are free on every PE; the same on all of them."""
     size = Arena.padded(nbytes)
     for offset in sorted({begin for proposal in proposals for begin, _ in proposal}):
         if all(_fits(offset, size, proposal) for proposal in proposals):

@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from tdcoll.base.errors import CollectiveTimeout, TdcollError
 
-__all__ = ["StoreLost", "StoreSilent", "ask", "decode", "encode"]
-
 Answer = TypeVar("Answer")
 
 _SLACK_S = 1.0
@@ -53,9 +51,6 @@ def ask(
 
     Args:
         question: bounds its own waits for other ranks by ``timeout_s``.
-        rank: this rank, for errors.
-        tag: names the call in errors.
-        timeout_s: seconds.
         whom: the ranks that the question waits for, in the error's words.
 
     Raises:
@@ -114,10 +109,6 @@ def _plain(value: Any) -> Any:
 
 def decode(data: bytes, where: str) -> tuple[str, Any]:
     """Return the tag and the value of which :func:`encode` has made ``data``.
-
-    Args:
-        data: anything.
-        where: it was found, for the error.
 
     Raises:
         TdcollError: ``data`` is nothing that :func:`encode` makes.

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Topology", "emulated_node"]
-
 
 @dataclass(frozen=True)
 class Topology:
@@ -78,11 +76,7 @@ class Topology:
 
 
 def emulated_node(local_rank: int, local_world_size: int, n_nodes: int) -> int:
-    """Return the logical node of a local rank when one host emulates ``n_nodes`` nodes: contiguous, near-equal blocks.
-
-    Raises:
-        ValueError: ``n_nodes`` is not between 1 and ``local_world_size``.
-    """
+    """Return the node of a local rank when one host emulates ``n_nodes`` nodes: contiguous, near-equal blocks."""
     if not 1 <= n_nodes <= local_world_size:
         raise ValueError(
             f"emulate_nodes must be between 1 and the {local_world_size} rank(s) of this host, got {n_nodes}"

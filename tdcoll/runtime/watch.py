@@ -39,8 +39,6 @@ from tdcoll import runtime
 from tdcoll.base.call_log import ranks_text
 from tdcoll.base.hang import address, user_of
 
-__all__ = ["PendingWait", "lines_at", "start", "stop"]
-
 _log = logging.getLogger("tdcoll")
 
 _PERIOD_S = 0.5

@@ -21,8 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tdcoll.simulator.memory import NULL_PAGE, Allocation, Memory
 
-__all__ = ["MIXED", "Address", "Bounds", "Origin", "joined", "origin_of"]
-
 
 @dataclass(slots=True, eq=False)
 class Storage:

@@ -29,8 +29,6 @@ from tdcoll.base.errors import TdcollError
 from tdcoll.simulator.machine import machine
 from tdcoll.simulator.tasks import Task
 
-__all__ = ["FUNCTIONS", "differs", "of_threads", "one_value", "thread_index"]
-
 _ALL = -2
 """``Task.lane`` when an expression is evaluated for all threads at once."""
 

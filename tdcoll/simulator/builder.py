@@ -25,8 +25,6 @@ from tdcoll.simulator.memory import NULL_PAGE
 from tdcoll.simulator.pointers import pointers, replace_word
 from tdcoll.simulator.shortcuts import block_type
 
-__all__ = ["MachineBuilder", "StockBuilder", "is_narrow_handle", "moved_from", "numpy_dtype"]
-
 StockBuilder = type(triton_interpreter.interpreter_builder)
 _SEMANTIC = triton_interpreter._ir.MEM_SEMANTIC
 _SYSTEM = triton_interpreter._ir.MEM_SYNC_SCOPE.SYSTEM

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["from_float32", "is_fp8", "is_narrow", "narrowed", "to_float32"]
-
 Array = np.ndarray[Any, Any]
 
 _SATURATING = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}

@@ -35,8 +35,6 @@ from tdcoll.simulator.machine import Machine, put
 from tdcoll.simulator.rewrite import KernelTransformer
 from tdcoll.simulator.shortcuts import shortcuts
 
-__all__ = ["Installed"]
-
 _rewritten: dict[Any, Any] = {}  # kernels rewritten with KernelTransformer
 
 

@@ -21,8 +21,6 @@ from tdcoll.simulator.machine import machine
 from tdcoll.simulator.tasks import GridLaunch
 from tdcoll.spec.functions import LINKED
 
-__all__ = ["MachineLauncher", "root_cause"]
-
 _THREADS_PER_WARP = 32
 
 

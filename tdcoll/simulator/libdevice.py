@@ -25,8 +25,6 @@ from triton.language.extra.cuda import libdevice as cudas
 
 from tdcoll.base.errors import TdcollError
 
-__all__ = ["computed", "replacements"]
-
 
 def _half_away_from_zero(x: torch.Tensor) -> torch.Tensor:
     whole = torch.trunc(x)
@@ -54,11 +52,7 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def computed(symbol: str, operands: list[Any], kind: Any) -> Any:
-    """Return a handle: the function ``symbol`` of the library, of handles, as numbers of ``kind``.
-
-    Raises:
-        TdcollError: it is not in the table.
-    """
+    """Return a handle: the function ``symbol`` of the library, of handles, as numbers of ``kind``."""
     name = symbol.removeprefix("__nv_").removeprefix("fast_")
     untyped = name[1:] if name.endswith("_rn") else name[:-1] if name[-1] in "df" else name
     function = _FUNCTIONS.get(name) or _FUNCTIONS.get(untyped)

@@ -19,8 +19,6 @@ from tdcoll.spec import constants as c
 from tdcoll.spec.checks import require_64_bits
 from tdcoll.spec.functions import FUNCTIONS, no_puts, not_linked
 
-__all__ = ["blocks", "checked_operation", "device", "int32", "multiplicity", "number_of", "scalar"]
-
 
 def number_of(function: str, parameter: str, value: Any) -> int:
     """Return a scalar argument as a Python int."""

@@ -23,8 +23,6 @@ from tdcoll.simulator.tasks import GridLaunch, Task
 from tdcoll.simulator.trace import Trace, slice_of
 from tdcoll.simulator.unseen import Unseen
 
-__all__ = ["BARRIERS", "Counts", "Machine", "machine", "put"]
-
 BARRIERS = ("barrier_all", "sync_all")
 
 
@@ -49,10 +47,7 @@ class Machine:
     """Memory, network and bookkeeping of a simulated job.
 
     Args:
-        memory: the symmetric blocks.
-        scheduler: runs the tasks.
         node_ids: name of each PE's node; pointers reach PEs of the same node only.
-        launch: runs a kernel's programs until all are done.
         arrivals: how often each PE has arrived at each of :data:`BARRIERS`.
         trace: timeline to record, or None.
         check_overflow: integers of 32 bits that overflow are errors, and so are failed ``tl.device_assert``.
@@ -181,11 +176,7 @@ _machine: Machine | None = None
 
 
 def machine() -> Machine:
-    """Return the machine that kernels run on.
-
-    Raises:
-        NotInitializedError: there is none.
-    """
+    """Return the machine that kernels run on."""
     if _machine is None:
         raise NotInitializedError(
             "the device language needs a simulated machine: call tdcoll.initialize(), or run inside "

@@ -16,8 +16,6 @@ import torch
 from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.runtime.heap import ALIGNMENT
 
-__all__ = ["NULL_PAGE", "Allocation", "Memory", "MemoryView", "aligned", "read_word", "write_word"]
-
 NULL_PAGE = 4096
 """If a pointer is below this address, it is null, or null plus an offset, because no memory lies there."""
 
@@ -43,8 +41,6 @@ class Allocation:
 
     Attributes:
         begin, end: offsets; ``end - begin`` bytes were requested, without padding.
-        name: for reports.
-        itemsize: bytes of an element.
         pes: PEs that have it.
         live: False once it is freed.
     """
@@ -152,13 +148,7 @@ class ImmediateStream:
 
 
 class MemoryView:
-    """One PE's view of a :class:`Memory`: the symmetric heap that tdcoll's host code works with.
-
-    Args:
-        memory: all blocks.
-        pe: whose view.
-        accessible: for each PE, whether loads and stores can access it.
-    """
+    """One PE's view of a :class:`Memory`: the symmetric heap that tdcoll's host code works with."""
 
     def __init__(self, memory: Memory, pe: int, accessible: tuple[bool, ...]) -> None:
         self._memory, self._accessible = memory, accessible

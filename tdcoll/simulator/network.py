@@ -21,8 +21,6 @@ from typing import Any
 from tdcoll.simulator.policy import Policy
 from tdcoll.simulator.tasks import Task
 
-__all__ = ["Network", "Operation", "Piece"]
-
 Piece = tuple[int, "int | bytes", int]
 """Destination address, source address (read on delivery) or captured bytes, byte count."""
 

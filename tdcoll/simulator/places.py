@@ -12,8 +12,6 @@ from typing import Any
 
 import triton
 
-__all__ = ["Place", "kernel_place", "place_of"]
-
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (*(_PACKAGE / name for name in ("runtime", "simulator", "language", "spec")), Path(triton.__file__).parent)
 _INSIDE = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)

@@ -22,8 +22,6 @@ from tdcoll.simulator.memory import read_word
 from tdcoll.simulator.network import Network
 from tdcoll.simulator.places import kernel_place
 
-__all__ = ["PointerAccess", "pointers", "replace_word"]
-
 Array = np.ndarray[Any, Any]
 
 _QUIET_LOADS = 64

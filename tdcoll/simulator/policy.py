@@ -18,8 +18,6 @@ import random
 from collections.abc import MutableSequence
 from typing import TypeVar
 
-__all__ = ["Policy", "RandomPolicy"]
-
 Item = TypeVar("Item")
 
 
@@ -63,8 +61,6 @@ class RandomPolicy(Policy):
     """Random choices, all from one seed.
 
     Args:
-        seed: any int.
-        n_pes: number of PEs.
         late_data: True, False, or None if the seed decides.
         stragglers: True, False, a PE, or None if the seed decides.
         impatient: waits of kernels may expire at any time. Until the first does, the seed's choices are the same as

@@ -16,8 +16,6 @@ from tdcoll.base.errors import CollectiveTimeout, TdcollError
 from tdcoll.simulator.scheduler import SUSPECT_POLLS, raised_by
 from tdcoll.simulator.tasks import Switch, Task, Wait, count_poll, make_switch
 
-__all__ = ["PollingScheduler"]
-
 _YIELDS = 20
 _LONGEST_SLEEP_S = 1e-3
 

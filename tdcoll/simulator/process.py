@@ -31,8 +31,6 @@ from tdcoll.simulator.memory import Memory, MemoryView, aligned
 from tdcoll.simulator.polling import PollingScheduler
 from tdcoll.simulator.tasks import GridLaunch, Task
 
-__all__ = ["ProcessHeap"]
-
 _LINE_WORDS = 8
 
 
@@ -42,15 +40,8 @@ class ProcessHeap(MemoryView):
     From construction to :meth:`close` every interpreted kernel of the process runs on it.
 
     Args:
-        pe: this process's PE.
-        n_pes: number of PEs, all on this host.
-        nbytes: size of each PE's block.
-        control: exchanges with the other PEs.
         timeout_s: seconds until waits without a deadline raise.
         puts: whether NVSHMEM's functions work in kernels.
-
-    Attributes:
-        machine: what kernels run on.
     """
 
     def __init__(

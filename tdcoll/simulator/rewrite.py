@@ -13,8 +13,6 @@ import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.base.errors import TdcollError
 
-__all__ = ["KernelTransformer"]
-
 _ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 
 

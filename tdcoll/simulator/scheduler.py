@@ -25,8 +25,6 @@ from tdcoll.simulator.places import place_of
 from tdcoll.simulator.policy import Policy
 from tdcoll.simulator.tasks import Task, TaskKilled, Wait, count_poll, make_switch
 
-__all__ = ["SUSPECT_POLLS", "Blocked", "Deadlock", "Scheduler", "raised_by"]
-
 SUSPECT_POLLS = 3
 """So many fruitless polls in a row make a task a suspected spinner: messages go first."""
 
@@ -37,7 +35,6 @@ class Blocked:
 
     Attributes:
         task: name of the task, such as ``pe3 all_gather_1d(3,0,0)``.
-        pe: its PE.
         reason: what it waits for, such as ``waits for pe3.signals[0] >= 2, is 1``.
     """
 

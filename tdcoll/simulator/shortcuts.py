@@ -17,8 +17,6 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-__all__ = ["block_type", "shortcuts"]
-
 Function = Callable[..., Any]
 _Table = dict[str, tuple[Function, str]]
 

@@ -19,18 +19,12 @@ from tdcoll.simulator.polling import PollingScheduler
 from tdcoll.simulator.scheduler import Scheduler
 from tdcoll.simulator.tasks import Task
 
-__all__ = ["SimulatedSideStream", "Stream", "copy", "host_of"]
-
 _ENGINE = -1
 """A view of memory that no PE has: without any store that has not landed yet."""
 
 
 def host_of(scheduler: Scheduler | PollingScheduler) -> Task:
-    """Return the host task that runs.
-
-    Raises:
-        TdcollError: none does.
-    """
+    """Return the host task that runs."""
     task = scheduler.current
     if task is None or task.is_program:
         raise TdcollError("streams are for host functions of World.run()")
@@ -40,11 +34,6 @@ def host_of(scheduler: Scheduler | PollingScheduler) -> Task:
 class Stream:
     """Operations of one PE's host, in order. Inside ``with stream:`` the host queues its launches here, and its copies,
     waits and writes of :mod:`tdcoll.calls.streams`.
-
-    Args:
-        scheduler: runs the stream's task.
-        pe: the PE.
-        name: for reports.
     """
 
     def __init__(self, scheduler: Scheduler, pe: int, name: str) -> None:

@@ -20,8 +20,6 @@ except ImportError:  # the threads below do the same, slower
 
 from tdcoll.simulator.trace import HOST_TRACK, Trace, slice_of
 
-__all__ = ["GridLaunch", "Switch", "Task", "TaskKilled", "Wait", "count_poll", "make_switch"]
-
 
 class TaskKilled(BaseException):
     """Unwinds a task whose PE was killed or whose run has ended. Not an ``Exception``, because no code may handle

@@ -14,18 +14,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOST_TRACK", "Trace", "slice_of"]
-
 HOST_TRACK = 0
 _SIGNAL_TRACK = 1_000_000
 
 
 class Trace:
-    """Collects events.
-
-    Args:
-        clock: the time now.
-    """
+    """Collects events."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

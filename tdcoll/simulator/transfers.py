@@ -17,8 +17,6 @@ from tdcoll.simulator.places import kernel_place
 from tdcoll.simulator.pointers import PointerAccess, replace_word
 from tdcoll.spec import constants as c
 
-__all__ = ["atomic", "barrier", "fence", "get", "put", "quiet", "release", "signal"]
-
 _SIGNAL_ADD = c.SIGNAL_ADD.value
 
 

@@ -14,8 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from tdcoll.simulator.tasks import Task
 
-__all__ = ["HiddenStore", "Unseen"]
-
 _NOTHING_HIDDEN = nullcontext()
 
 

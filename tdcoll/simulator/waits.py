@@ -23,8 +23,6 @@ from tdcoll.simulator.pointers import PointerAccess
 from tdcoll.spec import constants as c
 from tdcoll.spec.functions import not_a_monitor
 
-__all__ = ["Monitor", "flagged", "holds", "signals", "word", "words"]
-
 _SIGNS, _MEANINGS = ("==", "!=", ">", "<=", "<", ">="), (eq, ne, gt, le, lt, ge)
 _COMPARE = tuple(zip(_SIGNS, _MEANINGS, strict=True))
 """Sign and meaning of each ``CMP_*``, by value."""

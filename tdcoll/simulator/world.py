@@ -29,8 +29,6 @@ from tdcoll.simulator.streams import SimulatedSideStream, Stream, copy, host_of
 from tdcoll.simulator.tasks import GridLaunch, Task
 from tdcoll.simulator.trace import Trace, slice_of
 
-__all__ = ["World"]
-
 Result = TypeVar("Result")
 
 

@@ -10,9 +10,6 @@ from triton.language import core
 
 from tdcoll.spec.entry import DeviceFunction
 
-__all__ = ["WORDS", "axis_letter", "choice", "comparison", "consumed", "integer_pointee", "require_64_bits"]
-__all__ += ["require_scalar", "word_type"]
-
 WORDS = {
     tl.int32: "int",
     tl.uint32: "uint",

@@ -9,8 +9,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["LIBRARY", "LINKED", "DeviceFunction", "declared", "no_puts", "not_a_monitor", "not_linked"]
-
 LIBRARY = "libnvshmem_device"
 """NVSHMEM's bitcode library, as its file and Triton's ``extern_libs`` name it."""
 
@@ -23,11 +21,9 @@ class DeviceFunction:
     """One function of the device language.
 
     Attributes:
-        name: as a kernel writes it.
         parameters: ``(name, kind)``: ``ptr`` an address or pointer, ``ptr64`` an address or a pointer to 64-bit
             integers, ``size`` bytes (int64), ``pe`` a PE (int32), ``int`` an int32, ``u64`` an unsigned 64-bit value,
             ``value`` of the pointee's type, or a block, ``constant`` a compile-time constant.
-        defaults: default values of the last parameters.
         returns: what it returns, or None.
         prototype: what it stands for: NVSHMEM's C prototype, or the PTX instruction.
         doc: meaning, units, who must call it, ordering.
@@ -83,7 +79,6 @@ def declared(
 
     Args:
         declaration: such as ``"ld(ptr: ptr, scope: constant = 'gpu') -> value"``, with kinds in the place of types.
-        prototype, doc, acquires, types: as they are in the entry.
     """
     function = ast.parse(f"def {declaration}: ...").body[0]
     assert isinstance(function, ast.FunctionDef)

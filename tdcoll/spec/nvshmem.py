@@ -11,8 +11,6 @@ import re
 
 from tdcoll.spec.entry import DeviceFunction, declared
 
-__all__ = ["NVSHMEM_FUNCTIONS"]
-
 _SCOPES = {
     "": ("nvshmem_", "", "Each thread that calls makes a transfer of its own: call it from one thread."),
     "_warp": ("nvshmemx_", "_warp", "All threads of a warp call it together, with the same arguments."),

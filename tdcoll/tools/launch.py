@@ -16,8 +16,6 @@ from pathlib import Path
 from tdcoll.base import arguments
 from tdcoll.tools.setenv import IN_CHECKOUT, ROOT, Job, prepare, say
 
-__all__ = ["main"]
-
 _USAGE = "{program} [options] {{script.py | -m module{tests}}} [arguments...]"
 
 _ABOUT = """\

@@ -28,8 +28,6 @@ from tdcoll.base import arguments
 from tdcoll.base.child import run
 from tdcoll.base.environment import nvshmem_folders
 
-__all__ = ["COMMAND", "IN_CHECKOUT", "LAUNCHER", "ROOT", "Job", "count_gpus", "prepare", "say", "version_of"]
-
 ROOT = Path(__file__).resolve().parents[2]
 IN_CHECKOUT = all((ROOT / name).is_file() for name in ("setenv.sh", "launch.sh", "constraints-cpu.txt"))
 """Whether this is a checkout of the repository, which may make ``.venv``, and not an installed package."""

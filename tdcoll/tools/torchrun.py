@@ -28,8 +28,6 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import IO, Any
 
-__all__ = ["PATIENCE_S", "main", "summary"]
-
 PATIENCE_S = 3.0
 """Seconds that ranks have to end after Ctrl-C."""
 

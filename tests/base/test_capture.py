@@ -9,7 +9,7 @@ import torch
 import tdcoll
 from tdcoll.base.capture import capturing, refuse
 from tdcoll.calls.launch import Launcher
-from tdcoll.collectives.index_match import Directory
+from tdcoll.collectives.index_match.op import Directory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -98,7 +98,7 @@ SPARSE_KERNELS = {
     name: kernel
     for module in (kernels_lists, kernels_tables, kernels_values, kernels_reduce, kernels_nodes, kernels_merge)
     for name, kernel in vars(module).items()
-    if name in module.__all__
+    if name in {of_case for of_case, *_ in SPARSE}
 }
 SPARSE_TYPES = {
     **dict.fromkeys(("ids", "begins", "order", "count", "counts", "indices", "joined", "remembered"), "*i64"),

@@ -11,8 +11,6 @@ import torch
 from tdcoll.base import arguments
 from tdcoll.calls.tuning.table import SIMULATOR, Table, shipped
 
-__all__ = ["architectures", "read"]
-
 _VARIABLE = "TDCOLL_TUNING"
 
 
@@ -25,12 +23,7 @@ def architectures(device: torch.device) -> tuple[str, ...]:
 
 
 def read(given: Any) -> Table:
-    """Return a table, or that of a file; if ``given`` is None, that of ``TDCOLL_TUNING``, otherwise tdcoll's own.
-
-    Raises:
-        TypeError: ``given`` is none of these.
-        ValueError: the file is no table.
-    """
+    """Return a table, or that of a file; if ``given`` is None, that of ``TDCOLL_TUNING``, otherwise tdcoll's own."""
     if isinstance(given, Table):
         return given
     name = "tuning"

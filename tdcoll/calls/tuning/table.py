@@ -20,8 +20,6 @@ from typing import Any
 from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES, MAX_BLOCKS, MAX_CHUNKS
 
-__all__ = ["SIMULATOR", "WARPS", "Entry", "Section", "Table", "shipped"]
-
 VERSION = 5
 """Version 4 has other names of fields. Older ones distinguished eager calls from those in CUDA graphs, so ranks could
 choose differently."""

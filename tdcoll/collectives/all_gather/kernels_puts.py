@@ -52,8 +52,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
 
-__all__ = ["all_gather_1d", "all_gather_2d"]
-
 
 @jit
 def _n_senders(routes, inbox):

@@ -51,8 +51,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
 
-__all__ = ["all_gather_ring"]
-
 
 @jit
 def all_gather_ring(

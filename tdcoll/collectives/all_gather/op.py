@@ -11,8 +11,6 @@ from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
 from tdcoll.collectives.all_gather.spec import SPEC
 
-__all__ = ["all_gather", "all_gather_"]
-
 
 def all_gather(
     tensor: torch.Tensor,

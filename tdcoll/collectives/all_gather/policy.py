@@ -6,8 +6,6 @@ from __future__ import annotations
 from tdcoll.calls import plan as plans
 from tdcoll.calls.plan import Facts, Plan
 
-__all__ = ["blocks_of_puts", "default", "epoch"]
-
 
 def epoch(facts: Facts) -> int:
     """Return the bytes of a segment in each epoch: the inbox's capacity, or all of it if the call is in place."""

@@ -28,8 +28,6 @@ from tdcoll.collectives.all_gather.policy import blocks_of_puts, default, epoch
 from tdcoll.collectives.exchange.spec import algorithms, early
 from tdcoll.primitives.puts import Routes
 
-__all__ = ["SPEC", "counted_launches"]
-
 
 def _routes(call: Planned) -> Routes:
     """Return the ranks that this rank sends to."""

@@ -53,8 +53,6 @@ from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, 
 from tdcoll.primitives.reduce import finish, rounded
 from tdcoll.primitives.sums import sum_of_ranks
 
-__all__ = ["all_reduce_direct", "sum_chunk"]
-
 
 @jit
 def _sum_tiles(

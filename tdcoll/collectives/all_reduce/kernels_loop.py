@@ -23,8 +23,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
 
-__all__ = ["all_reduce_loop"]
-
 
 @jit
 def all_reduce_loop(

@@ -44,8 +44,6 @@ from tdcoll.primitives.group import chunk_bytes, row, segment, start
 from tdcoll.primitives.reduce import accumulate, finish, rounded
 from tdcoll.primitives.sums import sum_of_node
 
-__all__ = ["all_reduce_nodes"]
-
 
 @jit
 def _sum_node(

@@ -36,8 +36,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
 
-__all__ = ["all_reduce_puts"]
-
 
 @jit
 def _send_sum(landing, size, g, routes, signal, epoch):

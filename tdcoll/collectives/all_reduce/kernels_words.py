@@ -49,8 +49,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import lamport, words
 from tdcoll.primitives.group import in_stream_order
 
-__all__ = ["all_reduce_one_shot", "all_reduce_two_shot"]
-
 
 @jit
 def all_reduce_one_shot(

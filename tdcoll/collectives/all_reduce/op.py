@@ -11,8 +11,6 @@ from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
 from tdcoll.collectives.all_reduce.spec import SPEC
 
-__all__ = ["all_reduce", "all_reduce_"]
-
 
 def all_reduce(
     tensor: torch.Tensor,

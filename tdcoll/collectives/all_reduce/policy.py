@@ -27,17 +27,6 @@ from tdcoll.calls.tuning import Entry
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = [
-    "ONE_SHOT",
-    "TWO_SHOT",
-    "cut_parts",
-    "default",
-    "epoch_of_parts",
-    "payload_of_parts",
-]
-__all__ += ["needs_direct", "needs_signalled_puts", "needs_signalled_rails", "one_shot_bytes", "part_bytes", "parts"]
-__all__ += ["piece_bytes", "pieces"]
-
 _ONE_SHOT_BYTES = 1536 << 10
 """The most bytes that one-shot takes."""
 

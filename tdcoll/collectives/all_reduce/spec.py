@@ -30,8 +30,6 @@ from tdcoll.collectives.all_reduce.policy import (
 )
 from tdcoll.primitives.group import nodes_of
 
-__all__ = ["SPEC"]
-
 
 def _parts(call: Planned) -> dict[str, Any]:
     facts, algorithm = call.facts, call.plan.algorithm

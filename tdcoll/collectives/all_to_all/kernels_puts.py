@@ -31,8 +31,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
 
-__all__ = ["all_to_all_puts"]
-
 
 @jit
 def all_to_all_puts(

@@ -11,8 +11,6 @@ from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
 from tdcoll.collectives.all_to_all.spec import SPEC
 
-__all__ = ["all_to_all"]
-
 
 def all_to_all(
     tensor: torch.Tensor,

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from tdcoll.calls.plan import Facts, Plan, needs_words, node_default
 
-__all__ = ["blocks_of_puts", "default"]
-
 
 def blocks_of_puts(facts: Facts, plan: Plan) -> int:
     """Return the thread blocks of ``1d``: for each chunk a sender to each other rank, and a receiver for each rank."""

@@ -13,8 +13,6 @@ from tdcoll.collectives.all_to_all import kernels_puts
 from tdcoll.collectives.all_to_all.policy import blocks_of_puts, default
 from tdcoll.collectives.exchange.spec import algorithms
 
-__all__ = ["SPEC"]
-
 
 def _puts(call: Planned) -> dict[str, Any]:
     return {"routes": routes_beside_stores(call.ctx, "all_to_all"), "outbox": half(call.ctx.capacity)}

@@ -32,8 +32,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
 
-__all__ = ["exchange_direct", "receive_chunk", "used_bytes"]
-
 
 @jit
 def used_bytes(segment, nbytes, COUNTED: tl.constexpr):

@@ -21,8 +21,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import ll
 from tdcoll.primitives.group import in_stream_order, start
 
-__all__ = ["exchange_ll"]
-
 
 @jit
 def exchange_ll(

@@ -24,8 +24,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
 
-__all__ = ["LAG", "exchange_loop"]
-
 LAG = tl.constexpr(2)
 """Turns from sending a chunk to receiving the same one."""
 

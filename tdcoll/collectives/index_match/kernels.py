@@ -48,13 +48,6 @@ from tdcoll.collectives.index_match.policy import HEADER_WORDS
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order, say_done, wait_until_done
 
-__all__ = [
-    *("BAD_ORDER", "BAD_RANGE", "BAD_SIGNATURE", "MAX_ROWS", "STATUS_WORDS", "TOTAL", "UNION"),
-    *("HEADER", "LIST_BYTES", "LIST_COUNT", "LIST_SIGNATURE"),
-    *("Index", "below", "find", "find_in_union", "find_sorted", "list_of", "list_size", "popcount"),
-    *("PHASES", "build", "wipe"),
-]
-
 # Words of a list's header.
 LIST_BYTES = tl.constexpr(0)  # bytes used, header included
 LIST_COUNT = tl.constexpr(1)  # number of ids, which may be more than there is room for

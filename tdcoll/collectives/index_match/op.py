@@ -15,8 +15,6 @@ from tdcoll.collectives.index_match import kernels
 from tdcoll.collectives.index_match.policy import bitmap_words, searches
 from tdcoll.language import INTERPRETED
 
-__all__ = ["Directory", "match_indices"]
-
 _MAX_BLOCKS = 4096
 """Thread blocks of a launch over lists: several waves of a GPU. With more ids than that, they take several blocks."""
 
@@ -40,8 +38,6 @@ class Directory:
         world: W, number of lists.
         capacity: most ids of a list.
         max_union: room for ids of the union. Neither this nor W times the capacity is over :data:`MOST_PLACES`.
-        device: where.
-        launch: launches the kernels.
 
     Attributes:
         search, entries, words: as in :class:`~.kernels.Index`, for the rows of :meth:`prepare`.

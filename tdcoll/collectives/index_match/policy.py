@@ -7,8 +7,6 @@ as the slowest of them.
 
 from __future__ import annotations
 
-__all__ = ["HEADER_WORDS", "MAX_ENTRIES_BYTES", "bitmap_words", "searches"]
-
 HEADER_WORDS = 4
 """Words of a list before its first id."""
 

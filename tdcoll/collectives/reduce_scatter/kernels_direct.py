@@ -37,8 +37,6 @@ from tdcoll.primitives import stores
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
 from tdcoll.primitives.sums import reduce_chunk
 
-__all__ = ["reduce_scatter_direct"]
-
 
 @jit
 def reduce_scatter_direct(

@@ -33,8 +33,6 @@ from tdcoll.primitives import puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
 from tdcoll.primitives.sums import reduce_chunk
 
-__all__ = ["reduce_scatter_puts"]
-
 
 @jit
 def reduce_scatter_puts(

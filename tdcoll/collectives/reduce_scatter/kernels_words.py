@@ -26,8 +26,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import lamport, words
 from tdcoll.primitives.group import in_stream_order
 
-__all__ = ["reduce_scatter_words"]
-
 
 @jit
 def reduce_scatter_words(

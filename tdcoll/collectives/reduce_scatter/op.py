@@ -11,8 +11,6 @@ from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
 from tdcoll.collectives.reduce_scatter.spec import SPEC
 
-__all__ = ["reduce_scatter"]
-
 
 def reduce_scatter(
     tensor: torch.Tensor,

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from tdcoll.calls.plan import Facts, Plan, Words, needs_stores, node_default
 
-__all__ = ["WORDS", "blocks", "default", "needs_symmetric", "reducers"]
-
 WORDS = Words("ll", 1)
 
 _REDUCED_BYTES = 16 << 10

@@ -9,8 +9,6 @@ import torch
 
 from tdcoll.primitives.reduce import ACCUMULATORS, check_operation
 
-__all__ = ["reduce_parts"]
-
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
@@ -29,12 +27,8 @@ def reduce_parts(parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = 
     largest number, infinities too.
 
     Args:
-        parts: one per rank, in rank order.
         nodes: the node of each rank, as in :attr:`Topology.nodes`.
         op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` (both propagate NaN) or ``"prod"``.
-
-    Raises:
-        ValueError: ``op`` is not one of these, or not of this dtype.
     """
     dtype = parts[0].dtype
     check_operation(op, dtype)

@@ -26,8 +26,6 @@ from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_loop, kern
 from tdcoll.collectives.reduce_scatter.policy import WORDS, blocks, default, needs_symmetric, reducers
 from tdcoll.primitives.group import Inbox, nodes_of
 
-__all__ = ["SPEC"]
-
 
 def _sums(call: Planned) -> dict[str, Any]:
     return {**tiles(call), "reducers": reducers(call.facts, call.plan)}

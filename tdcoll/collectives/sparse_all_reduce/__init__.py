@@ -36,27 +36,3 @@ exchange itself lets no peer write into ``lists`` of a rank that has not begun. 
 ``out`` are enough. If a wait expires, no call follows that could complete, and *prepare* leaves ``stage`` alone for
 peers that still read it.
 """
-
-from typing import TYPE_CHECKING
-
-from tdcoll.collectives import lazily
-
-if TYPE_CHECKING:
-    from tdcoll.collectives.sparse_all_reduce.context import SparseContext
-    from tdcoll.collectives.sparse_all_reduce.op import (
-        PaddedRows,
-        sparse_all_reduce,
-        sparse_all_reduce_padded,
-        sparse_all_reduce_rows,
-    )
-
-__all__ = [
-    "PaddedRows",
-    "SparseContext",
-    "sparse_all_reduce",
-    "sparse_all_reduce_padded",
-    "sparse_all_reduce_rows",
-]
-
-if not TYPE_CHECKING:
-    __getattr__ = lazily(__name__, context=["SparseContext"], op=[name for name in __all__ if name != "SparseContext"])

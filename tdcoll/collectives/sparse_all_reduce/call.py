@@ -35,8 +35,6 @@ from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, choose, tiles
 from tdcoll.collectives.sparse_all_reduce.rows import Joined
 from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator
 
-__all__ = ["SparseCall"]
-
 _log = logging.getLogger("tdcoll")
 
 NO_ONE_NUMBER = -2
@@ -138,7 +136,6 @@ class SparseCall:
 
     Attributes:
         kind: what it shares with other calls.
-        algorithm: the one that is taken.
         moves_late: the host must read the counts before rows are moved.
         variant: what Triton specialises kernels on, besides the constants that are parameters.
     """
@@ -314,11 +311,7 @@ class SparseCall:
     # ------------------------------------------------------------------ results
 
     def densify(self, union: int) -> torch.Tensor:
-        """``-> [union, elements]`` by a dense all-reduce of the whole table.
-
-        Raises:
-            HeapExhaustedError: there is no room for its context; on all ranks.
-        """
+        """``-> [union, elements]`` by a dense all-reduce of the whole table."""
         ctx, kind, dtype, reducer = self.ctx, self.kind, self.rows.dtype, self.ctx.for_tables()
         n = min(self.rows.n, ctx.max_rows_per_rank)
         self._prepare()

@@ -24,8 +24,6 @@ from tdcoll.job.memory import barrier
 from tdcoll.primitives.group import nodes_of
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["SparseContext", "sparse_sizes", "symmetric_bytes"]
-
 
 def sparse_sizes(
     topology: Topology,
@@ -306,9 +304,6 @@ class SparseContext(CollectiveContext):
         """Make room for a call that needs these capacities, and a quarter more of the rows if the heap has it.
 
         Collective; waits for the stream; the same on all ranks.
-
-        Args:
-            rows, row_bytes, union: as for :meth:`Capacities.enlarged`.
 
         Raises:
             ContextError: a captured CUDA graph uses the memory.

@@ -26,12 +26,6 @@ from tdcoll.collectives.index_match.kernels import find
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order, say_done, wait_until_done
 
-__all__ = [
-    *("ANY_ALIGNMENT", "CONTESTED", "COUNTERS", "HEADER", "LISTS", "LONG", "SINGLE", "STAGED"),
-    *("RowMemory", "owner_in", "pick", "turn", "valid", "work_list"),
-    *("PACKED", "pack", "plan"),
-]
-
 HEADER = match.HEADER
 
 SINGLE, CONTESTED, STAGED, LONG = (tl.constexpr(i) for i in range(4))

@@ -20,8 +20,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order
 from tdcoll.primitives.reduce import accumulate, rounded, share
 
-__all__ = ["merge", "pad"]
-
 
 @jit
 def merge(

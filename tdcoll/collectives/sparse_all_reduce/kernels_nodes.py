@@ -38,8 +38,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives.group import row, start
 from tdcoll.primitives.reduce import accumulate, rounded, share
 
-__all__ = ["forward", "meet_nodes", "reduce_nodes", "reduce_nodes_of_single"]
-
 
 @jit
 def _announce(i, begun, nodes, g, epoch):

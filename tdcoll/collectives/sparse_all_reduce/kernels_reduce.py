@@ -32,8 +32,6 @@ from tdcoll.primitives import stores
 from tdcoll.primitives.group import in_stream_order, row, start
 from tdcoll.primitives.reduce import accumulate, rounded, share
 
-__all__ = ["meet", "reduce"]
-
 
 @jit
 def _own_rows(work, items, inside, index, memory, g, order, begins, REPEATED: tl.constexpr):

@@ -20,8 +20,6 @@ from tdcoll.collectives.index_match.kernels import find_sorted
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order
 
-__all__ = ["MOST_GIVEN", "Tables", "given", "join", "local", "rows_of", "source_of", "within"]
-
 MOST_GIVEN = 64
 """Tensors that one launch of :func:`join` takes: their addresses are parameters, of which a kernel may have 4 KB."""
 

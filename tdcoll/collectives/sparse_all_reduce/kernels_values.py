@@ -29,8 +29,6 @@ from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order, say_done, still_alive, wait_until_done
 
-__all__ = ["PIECE", "combine", "end_of_ids", "prepare", "sum_partial", "sum_pieces"]
-
 PIECE = tl.constexpr(128)
 """Rows of one id that one program sums; with more of them the work is divided."""
 

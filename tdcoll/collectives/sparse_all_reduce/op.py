@@ -26,8 +26,6 @@ from tdcoll.collectives.sparse_all_reduce.pool import default_context
 from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, joined, rows_of_pair, rows_of_tensor
 from tdcoll.primitives.reduce import check_operation, operation_name
 
-__all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
-
 _Tensors = TypeVar("_Tensors", torch.Tensor, Sequence[torch.Tensor])
 
 
@@ -79,9 +77,7 @@ def _reduce(
     After an error that ranks do not raise alike, the context refuses calls.
 
     Args:
-        prepare: checks the tensors.
         run: makes the call of one dtype: :func:`_run` or :func:`_run_padded`.
-        facts: what more debug mode compares.
     """
     name = operation_name(op)
 

@@ -10,8 +10,6 @@ from tdcoll.collectives.index_match.policy import HEADER_WORDS
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = ["ALGORITHMS", "EXCHANGE_CHUNKS", "Capacities", "Tiles", "choose", "tiles"]
-
 ALGORITHMS = ("auto", "owner", "gather", "dense")
 
 GATHER_BYTES = 64 << 10
@@ -55,7 +53,6 @@ class Capacities(NamedTuple):
     """The capacities of a context, and what follows from them; the same on every rank.
 
     Attributes:
-        topology: the group.
         max_rows_per_rank, max_row_bytes, max_union_rows, grow: as for ``SparseContext``.
         beside_others: whether a rank limits its thread blocks: then no rows beyond :data:`GATHER_BYTES` travel in the
             exchange of lists, which has a thread block for each chunk and rank.
@@ -117,10 +114,6 @@ def choose(algorithm: str, capacities: Capacities, row_bytes: int) -> str:
         algorithm: what the caller wants, one of :data:`ALGORITHMS`. ``"auto"`` doesn't become ``"dense"``.
         capacities: of the context. They decide about ``"gather"``, and not the size of the rows: ranks that pass rows
             of different sizes must exchange their lists in one way, in order to find out.
-        row_bytes: of the call.
-
-    Raises:
-        ValueError: an unknown algorithm, or one that cannot be had.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")

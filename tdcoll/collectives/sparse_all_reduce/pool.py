@@ -12,8 +12,6 @@ from tdcoll.calls.pool import on
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.runtime import Runtime
 
-__all__ = ["default_context", "growing_context"]
-
 _FEWEST_ROWS = 256
 """Rows per rank of the smallest context."""
 
@@ -37,7 +35,6 @@ def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: 
 
     Args:
         rows, row_bytes: what this rank brings to the first call.
-        options: others of :class:`SparseContext`.
 
     Raises:
         HeapExhaustedError: the heap has no room for either. On all ranks.

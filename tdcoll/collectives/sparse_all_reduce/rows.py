@@ -16,8 +16,6 @@ import torch
 from tdcoll.base import arguments
 from tdcoll.primitives.reduce import ACCUMULATORS
 
-__all__ = ["DTYPES", "Joined", "Rows", "joined", "rows_of_pair", "rows_of_tensor"]
-
 DTYPES = tuple(dtype for dtype in ACCUMULATORS if dtype.itemsize > 1)
 """Dtypes of rows that can be reduced."""
 
@@ -40,10 +38,6 @@ class Rows(NamedTuple):
 
 class Joined:
     """One rank's part of a call: tensors of one dtype, whose tables follow each other in one space of ids.
-
-    Args:
-        given: all tensors of the call.
-        order: the places of these among them; at least one.
 
     Attributes:
         order, parts: the places, and the tensors, in the same order on all ranks. Shapes of rows follow each other.

@@ -33,8 +33,6 @@ from tdcoll.tools.bench.engine import Found, Subject, Wanted, calls_of
 from tdcoll.tools.bench.peers import require_nccl, subject_of
 from tdcoll.tools.bench.specs import SPECS
 
-__all__ = ["AllReduceNorm"]
-
 _EPS = 1e-6
 _OFF = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 1e-5}
 """The relative difference from fp32's result that is allowed."""

@@ -9,17 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FLOORS", "Floor", "distinct", "floor_of", "format_bytes", "ratio", "summarize"]
-
 
 def summarize(times_us: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the median, minimum and p90 of the slowest rank in each iteration, and the median of the skew.
 
     Args:
         times_us: of each rank, microseconds per call in each iteration.
-
-    Raises:
-        ValueError: no times, or ranks with different numbers of them.
     """
     if not times_us or not times_us[0] or any(len(times) != len(times_us[0]) for times in times_us):
         raise ValueError(f"every rank needs the same number of times, got {[len(times) for times in times_us]}")

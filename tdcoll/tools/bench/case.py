@@ -26,8 +26,6 @@ from tdcoll.tools.bench.rows import LAYOUTS, Row, line_of, save
 from tdcoll.tools.bench.timing import LineUp
 from tdcoll.tools.setenv import LAUNCHER
 
-__all__ = ["AllWanted", "Case", "Show", "run"]
-
 Show = Callable[[Sequence[Row]], object]
 """Receives the rows of a size when they are known."""
 
@@ -40,7 +38,6 @@ class Case(Ranks, ABC):
 
     Attributes:
         benchmark: its name on the command line and in files.
-        options: of the command line.
     """
 
     benchmark: ClassVar[str]

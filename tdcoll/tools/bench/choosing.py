@@ -20,8 +20,6 @@ from tdcoll.tools.bench.arithmetic import format_bytes
 from tdcoll.tools.bench.rows import IN_PLACE, Row
 from tdcoll.tools.bench.specs import Spec
 
-__all__ = ["CHUNK_COUNTS", "WARP_COUNTS", "Candidate", "Choice", "Requested"]
-
 Requested = str | Plan
 """Values that tdcoll's functions accept for ``algorithm``."""
 
@@ -48,7 +46,6 @@ class Candidate:
 
     Attributes:
         algorithm: as in :class:`~tdcoll.calls.plan.Plan`.
-        in_place: whether the call is.
         chunks, chunk, num_warps, blocks: as in :class:`~tdcoll.calls.tuning.Entry`.
     """
 
@@ -77,7 +74,6 @@ class Choice:
     """An operation on a machine, for which to choose.
 
     Attributes:
-        spec: the operation.
         topology: the ranks, in nodes of one size.
         in_place: whether calls in place are tried as well, where tables have sections for them.
         names: algorithms that are tried; if None, all.

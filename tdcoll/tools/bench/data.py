@@ -19,8 +19,6 @@ from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.runtime.heap import ALIGNMENT
 from tdcoll.tools.bench.specs import Spec
 
-__all__ = ["Buffers", "Numbers", "buffer_bytes", "exact"]
-
 _MOST_DRAWN, _MOST_ROUNDS = 1 << 30, 1 << 10
 
 
@@ -69,16 +67,12 @@ class Buffers:
     Args:
         spec: the collective, with segments of ``nbytes``.
         nodes: the node of each rank.
-        rank: whose inputs and results these are.
         sets: how many inputs and results there are, one for each call of a launch.
         op: how the collective reduces; None if it does not.
         allocate: ``bytes -> [bytes]`` uint8, if the buffers are not ordinary memory of the device.
 
     Attributes:
         inputs, results: ``[segments * n]`` for each set.
-
-    Raises:
-        ValueError: ``dtype`` has no exact reductions of different numbers over so many ranks.
     """
 
     def __init__(

@@ -31,8 +31,6 @@ from tdcoll.tools.bench.peers import PEERS, Peer, Stock, subject_of
 from tdcoll.tools.bench.rows import IN_PLACE
 from tdcoll.tools.bench.specs import SPECS, Spec
 
-__all__ = ["DenseCase", "case_of"]
-
 SYMMETRIC = "symmetric"
 """Reductions with ``symmetric=True``, of inputs and results in symmetric memory."""
 
@@ -52,11 +50,7 @@ def _parts(name: str) -> tuple[str, bool, bool]:
 
 
 class DenseCase(case.Case):
-    """The case; a size is bytes of a segment.
-
-    Attributes:
-        spec: the collective.
-    """
+    """The case; a size is bytes of a segment."""
 
     spec: ClassVar[Spec]
 

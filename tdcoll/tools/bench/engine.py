@@ -32,11 +32,6 @@ from tdcoll.tools.bench.arithmetic import summarize
 from tdcoll.tools.bench.rows import Row
 from tdcoll.tools.bench.timing import LineUp, TimedLaunch, capture, time_launches
 
-__all__ = [
-    *("CALLS", "TURNS", "Contender", "Found", "Ranks", "Subject", "Wanted", "calls_of", "measure", "nothing"),
-    "simulate",
-]
-
 TURNS = 4
 """Turns that each entry takes per size; even, because both launches must be the last of as many turns."""
 
@@ -151,7 +146,6 @@ class Wanted:
     Attributes:
         name, peer: of its rows.
         make: makes the subject; raises the reason if it cannot run. Collective.
-        launches: in which ways.
         facts: of its rows, besides those of all rows of the size.
     """
 
@@ -292,12 +286,7 @@ def measure(
     warmup: int,
     look: Callable[[], object] = nothing,
 ) -> None:
-    """Measure the entries that can run, and put the results into each. Collective.
-
-    Args:
-        iterations, warmup: timed and untimed launches.
-        look: is called after every turn.
-    """
+    """Measure the entries that can run, and put the results into each. Collective."""
     for entry in entries:
         if entry.runs:
             _prepare(job, entry, warmup)

@@ -10,8 +10,6 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 
-__all__ = ["ping_pong"]
-
 
 @jit
 def _send(signal, address, value, pe, DIRECT: tl.constexpr):

@@ -18,18 +18,12 @@ from tdcoll.base.arguments import parse_bytes, parse_whole
 from tdcoll.tools.bench.arithmetic import distinct
 from tdcoll.tools.setenv import COMMAND
 
-__all__ = [
-    *("Parser", "add_common", "add_launches", "add_sizes", "at_least", "dtype", "each", "new_file", "number", "one_of"),
-    "read_sizes",
-]
-
 
 class Parser(argparse.ArgumentParser):
     """A parser that prints on rank 0 only, because all ranks of a job read the same command line.
 
     Args:
         command: of tdcoll, as in ``bench signal``.
-        description: of it.
         example: options that its help shows in use.
     """
 

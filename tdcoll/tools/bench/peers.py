@@ -19,8 +19,6 @@ import tdcoll
 from tdcoll.tools.bench.data import Buffers
 from tdcoll.tools.bench.engine import Subject, nothing
 
-__all__ = ["PEERS", "ByTorch", "Make", "Peer", "Stock", "require_nccl", "subject_of"]
-
 
 class Stock:
     """Buffers for the calls of one size; subjects may share them.
@@ -89,11 +87,7 @@ def subject_of(
 
 
 def require_nccl(device: torch.device) -> Any:
-    """Return the default group's NCCL backend.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Return the default group's NCCL backend; raise ``RuntimeError`` if there is none."""
     if device.type != "cuda":
         raise RuntimeError("needs GPUs")
     backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
@@ -132,11 +126,7 @@ def _nccl_symmetric(stock: Stock, device: torch.device, by_torch: ByTorch, group
 
 
 def _nccl_zero_cta(stock: Stock, device: torch.device, by_torch: ByTorch) -> Subject:
-    """Return the same of a group whose policy is to use copy engines where NCCL has such collectives (2.28).
-
-    Raises:
-        RuntimeError: PyTorch can't ask its NCCL for that.
-    """
+    """Return the same of a group whose policy is to use copy engines where NCCL has such collectives (2.28)."""
     require_nccl(device)
     options = dist.ProcessGroupNCCL.Options()
     name = next((name for name in ("cta_policy", "ctaPolicy") if hasattr(options.config, name)), None)

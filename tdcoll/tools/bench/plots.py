@@ -11,8 +11,6 @@ from typing import Any
 from tdcoll.tools.bench.arithmetic import distinct, floor_of
 from tdcoll.tools.bench.rows import LAYOUTS, Layout, Row, launch_of, machine, name_of, shown_labels
 
-__all__ = ["CURVES", "draw", "plot"]
-
 CURVES = 8
 """The most curves that a reader can tell apart, including the lower bound."""
 

@@ -24,8 +24,6 @@ from tdcoll import runtime
 from tdcoll.base.environment import INTERNAL
 from tdcoll.tools.setenv import COMMAND
 
-__all__ = ["command_line", "provenance"]
-
 _VARIABLES = ("NCCL_", "NVSHMEM_", "TDCOLL_", "TORCH_SYMM_MEM_")
 _LEFT_OUT = INTERNAL | {"TDCOLL_REQUIRES", "TDCOLL_PIP_ARGS", "TDCOLL_COMMIT"}
 

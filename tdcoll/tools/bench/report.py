@@ -30,8 +30,6 @@ from tdcoll.tools.bench.plots import plot
 from tdcoll.tools.bench.rows import LAYOUTS, Layout, Row, launch_of, machine, name_of, shown_labels
 from tdcoll.tools.setenv import COMMAND
 
-__all__ = ["losses", "main", "markdown", "pages", "pictures"]
-
 _EXAMPLE = f"""\
 example:
   {COMMAND} -m tdcoll bench all_gather --json result.json
@@ -244,11 +242,7 @@ _PICTURE = re.compile(r"\]\((?:docs/)?results/([\w.-]+)\.png\)")
 
 
 def _documents(root: Path) -> dict[Path, str]:
-    """Return the pages of a checkout, by path.
-
-    Raises:
-        ValueError: ``root`` is none.
-    """
+    """Return the pages of a checkout, by path."""
     if not (root / "docs/results").is_dir():
         raise ValueError(f"--write: expected a checkout of tdcoll, with docs/results, got {root}")
     return {page: page.read_text(encoding="utf-8") for page in (root / "README.md", *sorted(root.glob("docs/*.md")))}

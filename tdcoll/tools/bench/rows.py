@@ -18,11 +18,6 @@ from typing import Any
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.tools.bench.arithmetic import Floor, distinct, format_bytes, ratio
 
-__all__ = [
-    *("IN_PLACE", "LAYOUTS", "Layout", "Row", "launch_of", "line_of", "load", "machine", "name_of", "number", "save"),
-    *("shown_labels", "write_whole"),
-]
-
 IN_PLACE = "in-place"
 """The name of calls in place, where ``--algorithms`` takes one and in rows."""
 
@@ -151,7 +146,6 @@ class Layout:
     """How a benchmark's rows are shown.
 
     Attributes:
-        title: of the benchmark.
         size: heading and text of the columns that say which size a row is of. Rows of equal texts are compared.
         derived: further columns of the terminal, which follow from facts and times.
         shown: algorithms and baselines that have a column of a table unless others are requested. If none of tdcoll's

@@ -23,8 +23,6 @@ from tdcoll.tools.bench import case, options
 from tdcoll.tools.bench.engine import Found, Subject, Wanted
 from tdcoll.tools.bench.kernels import ping_pong
 
-__all__ = ["SENDS", "Signalling"]
-
 SENDS = {"signal_block": False, "st_release": True}
 """Ways to send, and whether they are stores to the peer's memory."""
 

@@ -38,8 +38,6 @@ from tdcoll.tools.bench.arithmetic import FLOORS
 from tdcoll.tools.bench.data import Numbers
 from tdcoll.tools.bench.engine import Subject, Wanted, calls_of
 
-__all__ = ["SparseCase"]
-
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 INPUTS = 3
 """Inputs that calls take in turn, each with rows and values of its own."""
@@ -95,9 +93,6 @@ class SparseData:
         moved_rows: rows that move between ranks if a contributor of each row sums it and sends the sum to all others,
             likewise: ``sum(c_u - 1) + U (W - 1)``, with c_u contributors of row u, U rows of the union and W ranks.
             This is the lower bound if each row is summed in one place.
-
-    Raises:
-        ValueError: sums would not be exact in ``dtype``.
     """
 
     def __init__(self, rows: DrawnRows, dim: int, dtype: torch.dtype, rank: int, device: torch.device) -> None:

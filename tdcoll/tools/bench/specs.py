@@ -7,8 +7,6 @@ from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import spec_of
 from tdcoll.calls.spec import Collective
 
-__all__ = ["SPECS", "Spec"]
-
 _ALIGNMENT = 128
 """Bytes, to a multiple of which an epoch is cut."""
 

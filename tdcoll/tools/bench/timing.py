@@ -23,8 +23,6 @@ from tdcoll.calls.context import CollectiveContext
 from tdcoll.collectives.all_gather.op import all_gather
 from tdcoll.tools.bench.arithmetic import summarize
 
-__all__ = ["LineUp", "TimedLaunch", "capture", "graph_time_us", "time_launches"]
-
 _ASSUMED_CLOCK_KHZ = 1_800_000
 _GRAPH_HEAD_START_US = 500.0
 
@@ -41,9 +39,6 @@ class LineUp:
 
     A context manager. It makes a collective context on the current stream: if a rank does not come, the others raise
     :class:`~tdcoll.CollectiveTimeout`.
-
-    Args:
-        group: as for :class:`~tdcoll.CollectiveContext`.
     """
 
     def __init__(self, group: runtime.Group = None) -> None:
@@ -98,8 +93,6 @@ def time_launches(
 
     Args:
         launches: taken in turn.
-        iterations: how many launches.
-        line_up: aligns the ranks.
         before: runs before each, with its number of calls; untimed, in stream order.
         last: index of the launch that the last iteration takes.
     """

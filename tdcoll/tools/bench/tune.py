@@ -34,8 +34,6 @@ from tdcoll.tools.bench.provenance import command_line
 from tdcoll.tools.bench.rows import IN_PLACE, Row
 from tdcoll.tools.bench.specs import SPECS
 
-__all__ = ["Tune", "main"]
-
 
 def _dense_options(options: argparse.Namespace, name: str) -> argparse.Namespace:
     """Return the options of the collective's benchmark."""

@@ -10,16 +10,12 @@ from tdcoll.base import environment
 from tdcoll.tools.doctor.facts import MachineFacts
 from tdcoll.tools.setenv import COMMAND, IN_CHECKOUT, LAUNCHER, version_of
 
-__all__ = ["Line", "diagnose", "note", "ok", "problem"]
-
 
 class Line(NamedTuple):
     """One line of the report.
 
     Attributes:
         status: ``ok``, ``note`` (look at it if something doesn't work) or ``problem`` (something will not work).
-        name: the subject.
-        text: what was found.
         advice: what to do; empty if there is nothing to do.
     """
 

@@ -15,8 +15,6 @@ from tdcoll.tools.doctor.checks import Line, diagnose
 from tdcoll.tools.doctor.facts import collect
 from tdcoll.tools.setenv import IN_CHECKOUT, LAUNCHER
 
-__all__ = ["main"]
-
 _MOST_LINES = 30
 """Lines of a failed job's output that are shown, the last ones."""
 

@@ -16,8 +16,6 @@ from tdcoll.base.child import run
 from tdcoll.tools.doctor import probe
 from tdcoll.tools.setenv import prepare
 
-__all__ = ["MachineFacts", "collect"]
-
 _TIMEOUT_S = 120.0
 _DISTRIBUTIONS = (
     "triton",
@@ -31,7 +29,6 @@ class MachineFacts:
     """Everything that the checks look at.
 
     Attributes:
-        python: version of this Python.
         found: by step of :mod:`.probe`, what it yielded. If it failed, also ``error`` in words and, for a package
             that isn't installed, a true ``missing``.
         distributions: version of each installed distribution that matters here.
@@ -62,7 +59,6 @@ def collect(environment: Mapping[str, str], nproc: int | None) -> MachineFacts:
     """Return the facts of this host. Takes seconds, because children import packages.
 
     Args:
-        environment: environment variables of this process.
         nproc: ranks on this host; None: one per GPU, or two simulated ones.
     """
     job = prepare(environment, dry_run=True, say=lambda text: None)

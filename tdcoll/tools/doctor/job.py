@@ -20,8 +20,6 @@ from tdcoll.base.child import Ended
 from tdcoll.tools.doctor.checks import Line, note, ok, problem
 from tdcoll.tools.doctor.facts import MachineFacts
 
-__all__ = ["cannot_run", "judge", "start"]
-
 _NAME = "small job"
 _MARK = "tdcoll-doctor "
 """Begins the lines that the doctor reads."""
@@ -100,15 +98,7 @@ def _say(**what: Any) -> None:
 
 
 def run(timeout_s: float) -> str:
-    """Join a job and gather over all its ranks; return what was done, in words. Collective.
-
-    Args:
-        timeout_s: deadline of each wait.
-
-    Raises:
-        AssertionError: a rank got other numbers than were sent.
-        TdcollError: any error of tdcoll's.
-    """
+    """Join a job and gather over all its ranks; return what was done, in words. Collective."""
     _say(stage="import tdcoll")
     import torch
 

@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["STEPS"]
-
 _Found = Iterator[dict[str, Any]]
 
 

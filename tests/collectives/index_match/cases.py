@@ -14,7 +14,8 @@ import triton.language as tl
 
 import tdcoll
 from tdcoll.calls.launch import Launcher
-from tdcoll.collectives.index_match import Directory, kernels, op
+from tdcoll.collectives.index_match import kernels, op
+from tdcoll.collectives.index_match.op import Directory
 from tdcoll.testing import World
 
 SIGNATURE = 0x7D00C011

@@ -11,7 +11,8 @@ import json
 
 import torch
 
-from tdcoll.collectives.index_match import Directory, kernels, match_indices
+from tdcoll.collectives.index_match import kernels
+from tdcoll.collectives.index_match.op import Directory, match_indices
 from tdcoll.language import INTERPRETED
 
 from .cases import ask, cleared_and_built, directory_of, pack

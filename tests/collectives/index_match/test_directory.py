@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tdcoll.calls.launch import Launcher
-from tdcoll.collectives.index_match import Directory, kernels
+from tdcoll.collectives.index_match import kernels
+from tdcoll.collectives.index_match.op import Directory
 
 from .cases import (
     METHODS,

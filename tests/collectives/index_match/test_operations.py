@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tdcoll.collectives.index_match import match_indices
+from tdcoll.collectives.index_match.op import match_indices
 
 
 def ids_of(*values: int) -> torch.Tensor:
