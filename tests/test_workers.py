@@ -14,30 +14,13 @@ import pytest
 from tiers import second
 
 WORKERS = Path(__file__).with_name("workers")
-GPU_ONLY = {"graphs", "capture_errors", "streams", "streams_in_turn", "captured_chains"} | {
-    "large_calls_by_words_are_several_epochs",
-    "some_ranks_replay_what_others_call",
-    "sparse_graphs",
-    "sparse_capture_errors",
-    "sparse_other_devices",
-    "other_devices",
-    "sparse_streams",
-}
-GPU_ONLY |= {
-    "data_moves_by_memcpy",
-    "beside_matmuls",
-    "fused_graphs",
-    "compiled_by_inductor",
-    "derivatives_on_another_stream",
-}
-
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def checks_of(script: str) -> list[str]:
-    """Names of the checks in a worker script, in order."""
+def checks_of(script: str, options: str = r"(?:\(.*\))?") -> list[str]:
+    """Names of the checks in a worker script, in order: of all, or of those with these options."""
     text = (WORKERS / script).read_text(encoding="utf-8")
-    return re.findall(r"^@check(?:\(.*\))?\ndef (\w+)", text, re.MULTILINE)
+    return re.findall(rf"^@check{options}\ndef (\w+)", text, re.MULTILINE)
 
 
 def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]:
@@ -69,7 +52,7 @@ def test_checks(launch: Launch, script: str, options: tuple[str, ...]) -> None:
     found = verdicts(launch("--simulate", *options, str(WORKERS / script)))
     assert list(found) == checks_of(script)
     skipped = {name for name, verdict in found.items() if "skipped" in verdict}
-    assert skipped == GPU_ONLY & set(found)
+    assert skipped == set(checks_of(script, r"\(gpu_only=True\)"))
     assert {name for name, verdict in found.items() if verdict.get("ok") is not True} == skipped
 
 
