@@ -10,7 +10,7 @@ from kernel_mutants import Argument, Call, Change, Moved, dropped, missing, no_w
 from tdcoll.collectives.all_gather.spec import SPEC
 
 from .calls import Calls
-from .ways import WRONG, Dense, job, mutant, mutants_of_copies
+from .ways import WRONG, Dense, job, mutant
 
 M = partial(mutant, SPEC, algorithm="1d")
 NODES = partial(M, nodes=(2, 2))
@@ -159,5 +159,5 @@ DENSE = Dense(
         (Calls(SPEC, "ll direct 1d ll ring", "ppoppppoop", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),
         (Calls(SPEC, "2d 1d", "ppopppopo", (50, 50, 0)), job((2, 2), seeds=2, stragglers=True)),
     ),
-    mutants=(*MUTANTS, *mutants_of_copies(SPEC)),
+    mutants=MUTANTS,
 )

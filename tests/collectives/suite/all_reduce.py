@@ -34,6 +34,7 @@ BY_ONE, BY_TWO, STORES, SENDS, SEND_SUM, NODES = (
         "nodes.all_reduce_nodes",
     )
 )
+ADD_NODE = "all_reduce.kernels_nodes._sum_node"
 UNHEARD, UNFLAGGED = missing("lamport"), missing("flagged")
 LOST, ANY = f"{WRONG}|{UNHEARD}", f"{WRONG}|{UNSIGNALLED}"
 TWO_SLOTS = Change("lamport.slot", "call % 3", "call % 2")
@@ -180,6 +181,7 @@ MUTANTS = (
     # ------------------------------------------------------------------ rails
     RAILS("nobody waits for the parts of the node", Call(NODES, "_wait_for", "1", of="routes.ranks")),
     RAILS("nobody waits for the sums of the rail", Call(NODES, "_wait_for", "1", of="rail")),
+    RAILS("sums travel rounded", Argument(ADD_NODE, "tl.store", "sum", "sum.to(DTYPE).to(ACC)"), dtype=torch.bfloat16),
     RAILS("nobody waits for the results", Call(NODES, "tdl.wait_signal", "1")),
     RAILS(
         "programs that wait before those that send",
@@ -208,7 +210,7 @@ DENSE = Dense(
         (Calls(SPEC, "one_shot two_shot direct 1d", "oxioxooioxoi", (46, 46, 0)), job((3,), seeds=2)),
         (Calls(SPEC, "direct one_shot direct two_shot 1d", "sxotxstsxo", (46, 0, 46)), job((3,), seeds=2)),
         (Calls(SPEC, "2d 1d", "oxixooi", (46, 46, 0)), job((3, 3), seeds=1)),
-        (Calls(SPEC, "2d", "oio", (37, 5), torch.bfloat16), job((2, 2, 2), seeds=1)),
+        (Calls(SPEC, "2d", "oio", (37, 5)), job((2, 2, 2), seeds=1)),
         (Calls(SPEC, "direct", "ttssts", (46, 3), torch.bfloat16), job((2,), seeds=3)),
         # Words are cleared whatever came before.
         *(

@@ -18,7 +18,7 @@ from .all_gather import (
     WAITS_FIRST,
 )
 from .calls import Calls
-from .ways import FLAGS, LOOPED, WRONG, Dense, job, mutant, mutants_of_copies, mutants_of_loops
+from .ways import FLAGS, LOOPED, WRONG, Dense, job, mutant, mutants_of_loops
 
 M = partial(mutant, SPEC)
 DIRECT, LAMPORT = partial(M, algorithm="direct"), partial(M, algorithm="ll")
@@ -115,5 +115,5 @@ DENSE = Dense(
         # Chunks of several tiles, which several thread blocks reduce.
         (Calls(SPEC, "direct 1d", "oi", (25_000,), pieces=2), job((3,), seeds=1, heap_bytes=8 << 20)),
     ),
-    mutants=(*MUTANTS, *mutants_of_loops(SPEC), *mutants_of_copies(SPEC)),
+    mutants=(*MUTANTS, *mutants_of_loops(SPEC)),
 )
