@@ -6,7 +6,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from kernel_mutants import AnyChange, Argument, Call, Inserted, Mutant, dropped, missing, no_wait
+import torch
+from kernel_mutants import AnyChange, Argument, Call, Change, Inserted, Mutant, dropped, missing, no_wait
 
 from ..suite.all_gather import RELEASED_FIRST
 from .cases import HEAP, Reduces
@@ -28,6 +29,7 @@ LONG_LISTS = Reduces("oo", (1, 28, 30, 0, 2, 29), 40, shape=(1,))
 LONG_GATHERS = Reduces("gg", (1, 28, 30, 0, 2, 29), 40, shape=(1,))
 
 ANY = Reduces()
+FLOAT_LISTS = Reduces("oo", (20,), tables=((9, (2,)), (9, (4,))), dtype=torch.float16, exact=False)
 
 
 def _mutant(
@@ -70,6 +72,11 @@ MUTANTS = (
     # ------------------------------------------------------------------ several nodes
     TWO("a node does not wait for the one before", LOOKED_BEFORE),
     THREE("a node does not wait for the one before, one rank each", LOOKED_BEFORE),
+    THREE(
+        "tables: the order of nodes is that of ids of all tables",
+        Change("kernels_tables.local", "ids = ids - tl.load(tables.firsts + _table_of(ids, tables))", "pass"),
+        case=FLOAT_LISTS,
+    ),
     TWO("nobody waits in reduce_nodes", no_wait(REDUCE_NODES, "tdl.wait_signals"), ANYTHING),
     TWO("the forwarder waits after it has forwarded", _late(FORWARD, "_hand_on")),
     TWO("nobody waits in forward", no_wait(FORWARD, "tdl.wait_signals"), ANYTHING),
