@@ -13,12 +13,11 @@ from kernel_mutants import Mutant
 
 from tdcoll.testing import explore
 
-from .index_match.mutants import MUTANTS as INDEX_MATCH
 from .sparse_all_reduce.mutants import MUTANTS as SPARSE
 from .suite.ways import all_dense
 
 DENSE = [mutant for dense in all_dense() for mutant in dense.mutants]
-ALL = [*DENSE, *FUSED, *SPARSE, *INDEX_MATCH]
+ALL = [*DENSE, *FUSED, *SPARSE]
 PLACES = {mutant.where: mutant for mutant in ALL}
 
 

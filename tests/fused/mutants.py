@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from kernel_mutants import AnyChange, Argument, Call, Change, Inserted, Moved, Mutant, dropped, missing
 
 from .cases import Norms
@@ -60,19 +59,11 @@ MUTANTS = (
     *(each("words are not waited for", Call(NEW, "words.receive", NO_WAIT)) for each in (ONE, TWO)),
     *(
         each(
-            "the sum begins with the own rank",
-            Argument(NEW, "words.reduce", "parts", "parts[g.rank :] + parts[: g.rank]"), dtype=torch.float32,
-        )
-        for each in (ONE, TWO)
-    ),
-    *(
-        each(
             "measures of the last call in the slot will do",
             Change(FLAG, "call & 0x7FFFFFFF", "call * 0 + 1"), calls="oooooooo",
         )
         for each in (ONE, TWO)
     ),
-    ONE("the measures of a piece are those of the row", Argument(BY_ONE, "_published", "PIECES", "1")),
     ONE(
         "the first programs store a residual that others still read",
         Inserted(BY_ONE, "_new", STORED_EARLY, behind=True), calls="iiii", **WAITS_FIRST,
@@ -92,14 +83,5 @@ MUTANTS = (
     TWO(
         "programs that store come before those that reduce",
         Change(BY_TWO, "tl.program_id(0)", "tl.num_programs(0) - 1 - tl.program_id(0)"), UNHEARD, **WAITS_FIRST,
-    ),
-    TWO(
-        "squares are added from the last word on",
-        Change(
-            "fused.kernels_rows.tree",
-            "tl.sum(tl.reshape(values, [values.shape[0] // 2, 2]), 1)",
-            "tl.sum(tl.reshape(values, [2, values.shape[0] // 2]), 0)",
-        ),
-        hidden=512, dtype=torch.float32, **WHOLE,
     ),
 )  # fmt: skip

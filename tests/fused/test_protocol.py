@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -49,11 +50,6 @@ def test_hidden_sizes(hidden: int) -> None:
     explore(case, n_pes=2, seeds=1, heap_bytes=1 << 22)
 
 
-@pytest.mark.parametrize("block", [0, 4])
-def test_scales_of_ranks_that_own_a_row_less(block: int) -> None:
-    explore(Norms(TWO, "8i8", (4, 5), (block,)), n_pes=3, seeds=1, heap_bytes=HEAP)
-
-
 @seeds(1, 30)
 def test_rows_that_only_some_ranks_own_in_turn(seeds: range) -> None:
     """Of 4 rows rank 0 owns two, of 6 all three ranks do. A word that nobody waits for may come after the memory of its
@@ -62,10 +58,25 @@ def test_rows_that_only_some_ranks_own_in_turn(seeds: range) -> None:
     explore(case, n_pes=3, seeds=seeds, heap_bytes=HEAP, stragglers=2)
 
 
-def test_measures_of_rows_that_only_some_calls_have() -> None:
-    """Those of the call before the last in the slot are still there, and must not be taken for this call's."""
-    case = Norms(ONE, "o" * 8, (1, 2), (1,), 8, torch.float32)
-    explore(case, n_pes=2, seeds=2, heap_bytes=HEAP, stragglers=True)
+FURTHER = [  # rows of the call before the last in a slot are still there, and must not be taken for this call's
+    *((Norms(TWO, "8i8", (4, 5), (block,)), 3, {}) for block in (0, 4)),  # a rank owns a row less
+    (Norms(ONE, "o" * 8, (1, 2), (1,), 8, torch.float32), 2, {"seeds": 2, "stragglers": True}),
+    (Norms(f"{BOTH} composed", "o8o", (2,), (0, 0, 256), 4160, torch.float32, lamport_bytes=1 << 17), 2, {}),
+    *((Norms(name, "oio", (4, 5), (block,)), 3, {"resident": 1}) for name in (ONE, TWO) for block in (0, 4)),
+    *(
+        (Norms("auto", "oi8zo", (2, 3)), sum(nodes), {"seeds": 2, "ranks_per_node": nodes})
+        for nodes in ([2, 1], [2, 2], [1, 1, 1])
+    ),
+    *((Norms("auto", "oio", (2, 1), lamport_bytes=room), 2, {}) for room in (0, 64, 400)),  # composed
+    *((Norms(BOTH, "oio", (3, 4), (4,), group=group), 4, {}) for group in ([0, 2], [3, 0, 2])),
+    *((Norms(BOTH, "oooo", (3,), (4,), first=first), 2, {}) for first in ((1 << 31) - 1, (1 << 32) - 1)),
+]
+
+
+@pytest.mark.parametrize(("case", "n_pes", "world"), FURTHER)
+def test_further_cases(case: Norms, n_pes: int, world: dict[str, Any]) -> None:
+    """Few resident blocks, several nodes, little memory, subgroups, calls whose number needs more than 32 bits."""
+    explore(case, n_pes=n_pes, **{"seeds": 1, "heap_bytes": 1 << 22, **world})
 
 
 def test_only_words_that_somebody_waits_for_are_sent() -> None:
@@ -77,41 +88,9 @@ def test_only_words_that_somebody_waits_for_are_sent() -> None:
     assert [counts.store_bytes for counts in world.counts] == wanted
 
 
-def test_rows_of_fp32_in_more_pieces_than_one() -> None:
-    case = Norms(f"{BOTH} composed", "o8o", (2,), (0, 0, 256), 4160, torch.float32, lamport_bytes=1 << 17)
-    explore(case, n_pes=2, seeds=1, heap_bytes=1 << 22)
-
-
-@pytest.mark.parametrize("algorithms", [ONE, TWO])
-@pytest.mark.parametrize("block", [0, 4])
-def test_one_resident_block_is_enough(algorithms: str, block: int) -> None:
-    explore(Norms(algorithms, "oio", (4, 5), (block,)), n_pes=3, seeds=1, heap_bytes=HEAP, resident=1)
-
-
-@pytest.mark.parametrize("nodes", [[2, 1], [2, 2], [1, 1, 1]])
-def test_several_nodes_by_composition(nodes: list[int]) -> None:
-    case = Norms("auto", "oi8zo", (2, 3))
-    explore(case, n_pes=sum(nodes), seeds=2, ranks_per_node=nodes, heap_bytes=HEAP)
-
-
-@pytest.mark.parametrize("lamport_bytes", [0, 64, 400])
-def test_what_does_not_fit_is_composed(lamport_bytes: int) -> None:
-    explore(Norms("auto", "oio", (2, 1), lamport_bytes=lamport_bytes), n_pes=2, seeds=1, heap_bytes=HEAP)
-
-
 def test_ranks_that_cannot_store_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryView, "peer_base", lambda self, pe: self.base if pe == self.pe else 0)
     explore(Norms("auto", "oi"), n_pes=2, seeds=1, heap_bytes=HEAP)
-
-
-@pytest.mark.parametrize("group", [[0, 2], [3, 0, 2]])
-def test_subgroups(group: list[int]) -> None:
-    explore(Norms(BOTH, "oio", (3, 4), (4,), group=group), n_pes=4, seeds=1, heap_bytes=HEAP)
-
-
-@pytest.mark.parametrize("first", [(1 << 31) - 1, (1 << 32) - 1])
-def test_calls_whose_number_needs_more_than_32_bits(first: int) -> None:
-    explore(Norms(BOTH, "oooo", (3,), (4,), first=first), n_pes=2, seeds=1, heap_bytes=HEAP)
 
 
 @pytest.mark.slow

@@ -143,18 +143,6 @@ def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
 
 
 @needs(2)
-@pytest.mark.parametrize("checked", [True, False])
-def test_a_rank_that_reads_too_late_says_so_only_if_it_looks(launch: Launch, checked: bool) -> None:
-    last, options = min(GPUS, 4) - 1, [] if checked else ["unchecked"]
-    done = launch("--nproc", str(last + 1), str(WORKERS / "late_reader.py"), *options, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {verdict["rank"]: verdict for verdict in map(json.loads, done.stdout.splitlines())}
-    assert found[0]["timeout names"] == last
-    assert found[last]["timeout names"] == (0 if checked else None)
-    assert found[last]["wrong"] > 0
-
-
-@needs(2)
 @pytest.mark.parametrize(
     ("operation", "options"),
     [
@@ -235,16 +223,6 @@ def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
     survivors = ", ".join(str(rank) for rank in range(ranks) if rank != victim)
     assert died == f"tdcoll: died: rank {victim} (SIGKILL)"
     assert noticed.startswith(f"tdcoll: only noticed: rank{'s' if ranks > 2 else ''} {survivors} (CollectiveTimeout: ")
-
-
-@needs(2)
-def test_killed_rank_is_named_when_torchrun_is_first(launch: Launch) -> None:
-    ranks, victim = min(GPUS, 4), 1
-    done = launch("--nproc", str(ranks), str(WORKERS / "killed_rank.py"), "calls", str(victim), timeout=TIMEOUT_S)
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("tdcoll: ")]
-    assert f"tdcoll: died: rank {victim} (SIGKILL)" in lines
-    assert not [line for line in lines if line.startswith("tdcoll: failed")]
 
 
 def test_where_the_time_of_a_start_goes(launch: Launch, tmp_path: Path) -> None:

@@ -94,23 +94,5 @@ def asynchronous_drop_ins() -> None:
             right(copy, wanted(spec, every), f"{spec.name}, rank {late} late")
 
 
-@check(gpu_only=True)
-def streams() -> None:
-    """The calls are made on changing streams."""
-    side_stream = torch.cuda.Stream()
-    side_stream.wait_stream(torch.cuda.current_stream())
-    for spec, function in drop_ins():
-        turns, outs = [data(spec, call, 1024, torch.float32) for call in range(20)] * 2, []
-        for call, every in enumerate(turns):
-            with torch.cuda.stream((side_stream, torch.cuda.current_stream())[call % 2]):
-                outs.append(torch.empty_like(wanted(spec, every)))
-                if rank() == call % world():
-                    torch.cuda._sleep(100_000)
-                function(every[rank()], outs[-1])
-        torch.cuda.synchronize()
-        for out, every in zip(outs, turns, strict=True):
-            right(out, wanted(spec, every), f"the drop-in of {spec.name} on changing streams")
-
-
 if __name__ == "__main__":
     run()

@@ -109,25 +109,6 @@ def chains_among_other_kernels() -> str:
     return f"{turns} calls"
 
 
-@check
-def chains_of_collectives_alone() -> str:
-    """Collectives on two contexts of one stream, each of which works on what the one before left."""
-    calls, n = scaled(2000, 6, shared_gpus=200), 512
-    x = torch.arange(n, device=device(), dtype=torch.float32) % 13 + rank()
-    with (
-        tdcoll.CollectiveContext(max_bytes_per_rank=8 * n) as one,
-        tdcoll.CollectiveContext(max_bytes_per_rank=8 * n) as two,
-    ):
-        expected = (torch.arange(n, device=device(), dtype=torch.float32) % 13) * world() + world() * (world() - 1) / 2
-        for call in range(calls):
-            algorithm = "auto" if call % 3 else "direct"
-            tdcoll.all_reduce_(x, ctx=(one, two)[call % 2], op="sum" if call == 0 else "max", algorithm=algorithm)
-        one.check()
-        two.check()
-    expect(bool((x == expected).all()), "a call did not see the one before")
-    return f"{calls} calls"
-
-
 @check(gpu_only=True)
 def captured_chains() -> None:
     ctx = tdcoll.CollectiveContext(max_bytes_per_rank=4 * N * world())

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import torch
-from harness import check, device, expect, expect_raises, rank, run, scaled, shared, simulated, world
+from harness import check, device, expect, rank, run, scaled, simulated, world
 from tensors import given, same_bits
 
 import tdcoll
-from tdcoll import runtime
 from tdcoll.calls.launches import facts_of
 from tdcoll.calls.plan import Plan
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
@@ -173,35 +172,6 @@ def fused_graphs() -> None:
     for rows, captured in ((1, 1), (8, 2), (40, 3)):
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16, lamport_bytes=2 << 20) as ctx:
             replay_captured(rows, captured, ctx)
-
-
-@check
-def fused_timeouts_name_the_peer() -> str:
-    """The last check, because its contexts are never given back."""
-    if world() == 1:
-        return "one rank waits for nobody"
-    absent, tried = world() - 1, []
-    x, weight = given(1, world(), 512), given(2, 512)
-    for algorithm in ALGORITHMS[1:]:
-        runtime.current().failed = False  # what failed is over, and all ranks are here
-        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16, timeout_s=5 if shared() else 1.5)
-        peers = None
-        if algorithm in algorithms(ctx, world(), 512, torch.bfloat16):
-            tdcoll.fused.all_reduce_rms_norm(x, x.clone(), weight, ctx=ctx, algorithm=algorithm)
-            if rank() != absent:
-                tdcoll.fused.all_reduce_rms_norm(x, x.clone(), weight, ctx=ctx, algorithm=algorithm)
-                error = expect_raises(tdcoll.CollectiveTimeout, ctx.check)
-                peers = [error.peer, *error.others]  # type: ignore[attr-defined]
-                expect(rank() not in peers and error.epoch == 2, str(error))  # type: ignore[attr-defined]
-                ctx.close()
-            tried.append(algorithm)
-            named = runtime.current().control.all_gather(range(world()), f"peers of {algorithm}", peers)
-            # Between nodes, a rank may wait only for those that wait for the absent one in turn.
-            some = any if tdcoll.topology().n_nodes > 1 else all
-            expect(some(absent in one for one in named if one), f"{algorithm}: {named}")
-        runtime.current().failed = True  # so that the absent rank, too, leaves without the others
-    expect(tried, "no algorithm was to be had")
-    return f"peer named by {', '.join(tried)}"
 
 
 if __name__ == "__main__":

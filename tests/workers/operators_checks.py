@@ -163,12 +163,6 @@ def compiled_like_eager(**how: Any) -> None:
         torch.testing.assert_close(ours, theirs, atol=3e-2, rtol=3e-2)
 
 
-@check
-def compiled_models() -> None:
-    compiled_like_eager(backend="aot_eager")
-    torch._dynamo.reset()
-
-
 @check(gpu_only=True)
 def compiled_by_inductor() -> None:
     for how in (

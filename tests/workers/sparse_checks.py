@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import torch
-from harness import check, device, everyone, expect, expect_raises, rank, run, scaled, simulated, world
+from harness import check, device, everyone, expect, rank, run, scaled, simulated, world
 from sparse_parts import Rows, Shape, call, compare, coo, part, parts
 
 import tdcoll
@@ -145,30 +144,6 @@ def sparse_many_calls_with_a_straggler() -> str:
 
 
 # ---------------------------------------------------------------------- results of fixed size
-
-
-@check
-def sparse_padded() -> None:
-    with tdcoll.SparseContext(max_rows_per_rank=16, max_row_bytes=512) as ctx:
-        for algorithm in ("owner", "gather"):
-            for number in range(3):
-                every = parts(number, 16 - number, 25, dtype=(torch.float32, torch.bfloat16)[number % 2])
-                mine = every[rank()]
-                got = tdcoll.sparse_all_reduce_padded(mine.indices, mine.values, 25, ctx=ctx, algorithm=algorithm)
-                expect(got.indices.shape == (16 * world(),), f"{got.indices.shape}")
-                union = int(got.count)
-                compare(got.indices[:union], got.values[:union], every, what=f"padded, {algorithm}, call {number}")
-                expect(got.count.device == device() and not got.indices[union:].any(), "padding of indices")
-                expect(not got.values[union:].any(), "padding of values")
-                call(ctx, every, 25, algorithm=algorithm)
-            bad = torch.tensor([25 if rank() == world() - 1 else 1], device=device())
-            ones = torch.ones(1, 4, device=device())
-            got = tdcoll.sparse_all_reduce_padded(bad, ones, 25, ctx=ctx, algorithm=algorithm)
-            expect(got.count.tolist() == [0] and not got.values.any(), "0 rows where an index is out of range")
-            expect_raises(ValueError, ctx.check, "sparse_all_reduce_padded", f"rank {world() - 1} ", "0..24")
-            ctx.check()
-        dense = partial(tdcoll.sparse_all_reduce_padded, bad, ones, 25, ctx=ctx, algorithm="dense")
-        expect_raises(ValueError, dense, "algorithm", "dense")
 
 
 def _replay(captured: int, replays: int, algorithm: str, coalesced: bool, dtype: torch.dtype, rows: int) -> None:

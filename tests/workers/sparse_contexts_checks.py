@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import all_agree, check, device, everyone, expect, expect_raises, patience_s, rank, run, world
+from harness import check, device, everyone, expect, expect_raises, rank, run, world
 from sparse_parts import Rows, call, compare, coo, part, parts
 
 import tdcoll
@@ -65,33 +65,6 @@ def sparse_errors_of_one_rank() -> None:
         call(ctx, [part(r, 1, 5, 5) for r in everyone()], 5)
 
 
-@check
-def sparse_ranks_that_disagree() -> str:
-    """Numbers of rows, dtypes, operations, shapes; without debug mode, too."""
-    if world() == 1:
-        return "one rank agrees with itself"
-    odd = rank() == world() - 1
-    ids, values = torch.tensor([2, 1], device=device()), torch.ones(2, 4, device=device())
-    for debug in (False, True):
-        with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16 << 10, debug=debug) as ctx:
-            for wrong in (
-                {"num_rows": 10},  # of which the union may be most: a rank that waits for the counts, and others do not
-                {"num_rows": 1 << 40},
-                {"values": values.int()},
-                {"values": values[:, :3]},
-                {"op": "max"},
-            ):
-                given: dict[str, Any] = {"indices": ids, "values": values, "num_rows": 40_000, "op": "sum"}
-                for algorithm in ("auto", "owner", "gather", "dense"):
-                    if algorithm == "dense" and "num_rows" in wrong:
-                        continue  # a table of 2**40 rows
-                    mine = given | (wrong if odd else {})
-                    reduce = partial(tdcoll.sparse_all_reduce_rows, ctx=ctx, algorithm=algorithm, **mine)
-                    expect_raises(tdcoll.RankMismatchError, reduce, "sparse_all_reduce_rows")
-                _goes_on(ctx)
-    return "5 kinds"
-
-
 @check(gpu_only=True)
 def sparse_other_devices() -> None:
     """What tests on CPUs cannot refuse: tensors on another device."""
@@ -134,27 +107,6 @@ def sparse_capture_errors() -> None:
 
 
 # ---------------------------------------------------------------------- a peer that is gone
-
-
-@check
-def sparse_timeout_names_the_peer() -> str:
-    """One rank does not make the second call; the others must say who. The contexts are never given back."""
-    if world() == 1:
-        return "one rank waits for nobody"
-    absent = world() - 1
-    for algorithm in ("owner", "gather"):
-        every = parts(1, 6, 20)
-        ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, timeout_s=patience_s())
-        call(ctx, every, 20, algorithm=algorithm)
-        if rank() != absent:
-            again = partial(call, ctx, every, 20, algorithm=algorithm)
-            error = expect_raises(tdcoll.CollectiveTimeout, again)
-            expect(absent in (error.peer, *error.others) and error.rank == rank(), str(error))  # type: ignore[attr-defined]
-            expect_raises(tdcoll.CollectiveTimeout, again)
-            ctx.close()
-        all_agree(True)
-        runtime.current().failed = False  # what failed is over, and all ranks are here
-    return f"peer {absent} named"
 
 
 if __name__ == "__main__":

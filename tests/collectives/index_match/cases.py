@@ -20,7 +20,6 @@ from tdcoll.testing import World
 
 SIGNATURE = 0x7D00C011
 METHODS = ("bitmap", "search")
-CPU = torch.device("cpu")
 FILL = -77
 """What memory holds before anything is written to it."""
 
@@ -78,11 +77,9 @@ def pack(
 # ---------------------------------------------------------------------- making and asking a directory
 
 
-def directory_of(
-    method: str, world: int, capacity: int, num_rows: int, max_union: int, device: torch.device = CPU
-) -> Directory:
+def directory_of(method: str, world: int, capacity: int, num_rows: int, max_union: int) -> Directory:
     """A directory of one kind, whatever the policy says."""
-    made = Directory(world, capacity, max_union, device, Launcher())
+    made = Directory(world, capacity, max_union, torch.device("cpu"), Launcher())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op, "searches", lambda *_: method == "search")
         made.prepare(num_rows)

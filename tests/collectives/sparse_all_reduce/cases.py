@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -69,11 +69,10 @@ class Reduces:
         algorithms: of the calls, in order: ``o`` owner, ``g`` gather, ``d`` dense.
         rows: how many each rank brings in the first call; they go around from call to call, and from table to table.
         num_rows: of the table.
-        op, shape, dtype: as for ``sparse_all_reduce_rows``.
+        shape, dtype: as for ``sparse_all_reduce_rows``.
         exact: values are small integers; else any floats.
         group: ranks that take part; None for all.
         coalesced: no rank has an index twice, and it says so.
-        data: ``data(rank, call)`` gives the rows, in place of random ones.
         tables: calls have a tensor for each of these, in place of one of ``num_rows`` and ``shape``.
     """
 
@@ -83,18 +82,16 @@ class Reduces:
         rows: Sequence[int] = (4, 0, 6, 1),
         num_rows: int = 9,
         *,
-        op: str = "sum",
         shape: Sequence[int] = (3,),
         dtype: torch.dtype = torch.float32,
         exact: bool = True,
         group: Sequence[int] | None = None,
         coalesced: bool = False,
-        data: Callable[[int, int], Rows] | None = None,
         tables: Sequence[tuple[int, tuple[int, ...]]] | None = None,
     ) -> None:
         self.algorithms, self.rows, self.several = algorithms, tuple(rows), tables is not None
-        self.op, self.dtype, self.exact = op, dtype, exact
-        self.group, self.coalesced, self.data = group, coalesced, data
+        self.dtype, self.exact = dtype, exact
+        self.group, self.coalesced = group, coalesced
         self.tables = tables or ((num_rows, tuple(shape)),)
         self._wanted: dict[object, Rows] = {}
 
@@ -104,8 +101,6 @@ class Reduces:
 
     def part(self, rank: int, call: int, table: int) -> Rows:
         """The rows of a table that ``rank`` brings to ``call``."""
-        if self.data is not None:
-            return self.data(rank, call)
         num_rows, shape = self.tables[table]
         n = self.rows[(rank + call + table) % len(self.rows)]
         made = some_part(101 * table + 17 * call + rank, n, num_rows, shape, self.dtype, self.exact)
@@ -120,7 +115,7 @@ class Reduces:
         key = (topology.world_size, nodes, call, table)
         if key not in self._wanted:
             parts = [self.part(rank, call, table) for rank in range(topology.world_size)]
-            self._wanted[key] = reduce(parts, self.op, nodes)
+            self._wanted[key] = reduce(parts, nodes=nodes)
         return self._wanted[key]
 
     def check(self, topology: Topology, rank: int, call: int, every: Sequence[Rows]) -> None:
@@ -139,12 +134,12 @@ class Reduces:
         if not self.several:
             ((num_rows, _),) = self.tables
             options["coalesced"] = self.coalesced
-            return [Rows(*tdcoll.sparse_all_reduce_rows(*parts[0], num_rows, self.op, **options))]
+            return [Rows(*tdcoll.sparse_all_reduce_rows(*parts[0], num_rows, **options))]
         given = [
             torch.sparse_coo_tensor(part.indices.unsqueeze(0), part.values, (num_rows, *shape))
             for part, (num_rows, shape) in zip(parts, self.tables, strict=True)
         ]
-        return [Rows(one.indices()[0], one.values()) for one in tdcoll.sparse_all_reduce(given, self.op, **options)]
+        return [Rows(one.indices()[0], one.values()) for one in tdcoll.sparse_all_reduce(given, **options)]
 
     def host(self, pe: int) -> None:
         if self.group is not None and pe not in self.group:

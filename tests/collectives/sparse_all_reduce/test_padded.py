@@ -7,20 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import second
 
 import tdcoll
 
 from .calls import DIM, PART, ROWS, N, everywhere, make
-from .cases import Options, check_all, some_part
-
-
-@pytest.mark.parametrize("algorithm", ["owner", "gather", "auto"])
-@pytest.mark.parametrize("layout", [[3], second([2, 1])], ids=str)
-def test_padded(algorithm: str, layout: list[int]) -> None:
-    for count in (4, 1, 6):
-        parts = [some_part(rank, count, 9, (DIM,), torch.float32) for rank in range(3)]
-        check_all(parts, 9, Options(algorithm=algorithm, form="padded"), layout=layout)
 
 
 def _more(first: int, count: int) -> dict[str, torch.Tensor]:

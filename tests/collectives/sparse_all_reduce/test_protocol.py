@@ -44,16 +44,17 @@ def test_clean_over_seeds(algorithms: str, layout: list[int], seeds: Sequence[in
     explore(Reduces(algorithms), n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
 
 
-@pytest.mark.parametrize("rows", [(0,), (0, 0, 0, 5), (5, 0, 0, 0)], ids=["nobody", "the last", "the first"])
-@pytest.mark.parametrize("layout", [[4], [2, 2]], ids=["4", "2+2"])
-def test_ranks_without_rows(layout: list[int], rows: tuple[int, ...]) -> None:
-    explore(Reduces("oog", rows), n_pes=4, seeds=1, ranks_per_node=layout, heap_bytes=HEAP)
+FURTHER = [
+    *((Reduces("oog", rows), 4, layout) for rows in ((0,), (0, 0, 0, 5), (5, 0, 0, 0)) for layout in ([4], [2, 2])),
+    # Index spaces so large that nothing is shared, searched by bisection.
+    *((Reduces("oo", rows, 1 << 40, coalesced=True), 3, None) for rows in ((12,), (0, 12, 1))),
+    *((Reduces("oog", group=group), 6, 2) for group in ([1, 3], [5, 0, 3])),
+]
 
 
-@pytest.mark.parametrize("rows", [(12,), (0, 12, 1)], ids=["alike", "uneven"])
-def test_rows_of_one_rank_only(rows: tuple[int, ...]) -> None:
-    """Index spaces so large that nothing is shared, searched by bisection."""
-    explore(Reduces("oo", rows, 1 << 40, coalesced=True), n_pes=3, seeds=3, heap_bytes=HEAP)
+@pytest.mark.parametrize(("case", "n_pes", "layout"), FURTHER)
+def test_ranks_without_rows_or_with_rows_of_their_own_and_subgroups(case: Reduces, n_pes: int, layout: Any) -> None:
+    explore(case, n_pes=n_pes, seeds=2, ranks_per_node=layout, heap_bytes=HEAP)
 
 
 @seeds(1, 4)
@@ -68,11 +69,6 @@ def test_one_resident_block_is_enough(layout: list[int], seeds: Sequence[int]) -
 def test_many_calls_with_stragglers(layout: list[int], seeds: Sequence[int]) -> None:
     case = Reduces("oogogoo", (2, 0, 5))
     explore(case, n_pes=3, seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP, stragglers=True)
-
-
-@pytest.mark.parametrize("group", [[1, 3], [5, 0, 3]])
-def test_subgroups(group: list[int]) -> None:
-    explore(Reduces("oog", group=group), n_pes=6, seeds=2, ranks_per_node=2, heap_bytes=HEAP)
 
 
 @seeds(2, 6)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .cases import BOTH, HUGE, OPS, Options, check_all, some_part, some_values
+from .cases import BOTH, HUGE, Options, check_all, some_part, some_values
 from .reference import Rows
 
 
@@ -33,14 +33,6 @@ def test_no_rows(layout: list[int], form: str, algorithm: str) -> None:
         nothing = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0, *shape))
         got = check_all([nothing] * sum(layout), num_rows, Options(algorithm=algorithm, form=form), layout=layout)
         assert got[0].rows.values.shape == (0, *shape)
-
-
-@BOTH
-@pytest.mark.parametrize("op", OPS)
-def test_one_rank_sums_its_repeated_rows(op: str, algorithm: str) -> None:
-    parts = [some_part(4, 20, 7, (3,), torch.float32)]
-    for form in ("coo", "pair", "padded"):
-        check_all(parts, 7, Options(op, algorithm, form=form))
 
 
 @BOTH

@@ -54,21 +54,3 @@ def test_different_calls_on_one_context(layout: list[int]) -> None:
         for found in lists:
             for got, (parts, _, (op, _, _)) in zip(found, series, strict=True):
                 check(got, parts, op)
-
-
-@pytest.mark.parametrize("layout", [[5], [2, 3]], ids=str)
-def test_two_groups_at_the_same_time(layout: list[int]) -> None:
-    groups = [[4, 1], [0, 3, 2]]
-    parts = [some_part(rank, 3 + rank, 9, (2,), torch.float32) for rank in range(5)]
-
-    def host(pe: int) -> Outcome:
-        group = next(group for group in groups if pe in group)
-        with tdcoll.SparseContext(group, max_rows_per_rank=9, max_row_bytes=8) as ctx:
-            for _ in range(2):
-                got = call(parts[pe], 9, ctx)
-            return Outcome(got, "owner", ctx.topology.nodes)
-
-    found = World(5, ranks_per_node=layout, seed=3, weak=True).run(host)
-    for group in groups:
-        for pe in group:
-            check(found[pe], [parts[member] for member in group], "sum")

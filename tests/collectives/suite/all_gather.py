@@ -10,7 +10,7 @@ from kernel_mutants import Argument, Call, Change, Moved, dropped, missing, no_w
 from tdcoll.collectives.all_gather.spec import SPEC
 
 from .calls import Calls
-from .ways import WRONG, Dense, job, mutant, mutants_of_copies
+from .ways import WRONG, Dense, job, mutant
 
 M = partial(mutant, SPEC, algorithm="1d")
 NODES = partial(M, nodes=(2, 2))
@@ -40,7 +40,7 @@ SHARES = (
     Change("group.begin_epoch", "share = _EPOCH - share * (programs - 1)", "pass"),
 )
 RELEASED_FIRST = Moved("stores.push", "tdl.copy_block", behind="release")
-UNSIGNALLED, UNRELEASED, FLAGLESS, UNENTERED = map(missing, ("signals", "signals", "flagged", "ready"))
+UNSIGNALLED, UNRELEASED, FLAGLESS = map(missing, ("signals", "signals", "flagged"))
 
 MUTANTS = (
     # ------------------------------------------------------------------ slots and signals
@@ -65,17 +65,15 @@ MUTANTS = (
     M("the epoch is raised by the first program", SHARES, f"{WRONG}|{UNSIGNALLED}"),
     M("the epoch is not raised", dropped("group.begin_epoch", "tl.atomic_add")),
     # ------------------------------------------------------------------ between nodes
-    *(
-        NODES(f"remote: {what}", Call("puts.push_remote", "tdl.putmem_signal_nbi_block", first + put), expect)
-        for what, first, put, expect in (
-            ("signal before data", SIGNAL_FIRST, "tdl.putmem_nbi_block({0}, {1}, {2}, {6})", WRONG),
-            ("no data", "", "tdl.signal_block({3}, {4}, {5}, {6})", WRONG),
-            ("no signal", "", "tdl.putmem_nbi_block({0}, {1}, {2}, {6})", UNSIGNALLED),
-        )
+    NODES(
+        "remote: signal before data",
+        Call(
+            "puts.push_remote", "tdl.putmem_signal_nbi_block",
+            SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})",
+        ),
     ),
     TWO("2d: the forwarder does not wait", no_wait(RAILS, of="signals + origin")),
     TWO("2d: inside the node the signal goes before the data", RELEASED_FIRST),
-    TWO("2d: nobody of the node is told", dropped("stores.push", "release"), UNRELEASED),
     # ------------------------------------------------------------------ in place
     *(
         each("in place: a rank is written to before it has entered", no_wait("stores.may_write"), calls="pppp")
@@ -89,7 +87,6 @@ MUTANTS = (
         "in place: a rank of another node is written to before it has entered",
         Call("puts.push_remote", "may_write", "1"), calls="pppp",
     ),
-    M("in place: no announcement", dropped(PUTS, "puts.say_entered"), UNENTERED, calls="pppp"),
     M("in place: the receiver waits for chunk 0 only", Argument(RECEIVE, "row", "chunk_index", "0"), calls="pppp"),
     TWO("in place: the caller's segment is still being read", dropped("puts.push_remote", "tdl.quiet"), calls="pppp"),
     # ------------------------------------------------------------------ LL
@@ -117,7 +114,6 @@ MUTANTS = (
         "the signal orders the data for this GPU only",
         Argument("stores.release", "tdl.st_release", "'sys'", "'gpu'"),
     ),
-    DIRECT("in place: nobody says that it has entered", dropped(STORES, "stores.say_entered"), UNENTERED, calls="pppp"),
     # ------------------------------------------------------------------ loops
     LOOP("one slot", Change("group.segment", "slot(epoch)", "0")),
     LOOP("the receiver does not wait", no_wait(LOOPS)),
@@ -127,7 +123,6 @@ MUTANTS = (
     ),
     LOOP("the second chunk has the signal of the first", Argument(LOOPS, "row", "sent", "0"), UNRELEASED),
     LOOP("in place: a rank is written to before it has entered", no_wait("stores.may_write"), calls="pppp"),
-    LOOP("in place: nobody says that it has entered", dropped(LOOPS, "stores.release_to_all"), UNENTERED, calls="pppp"),
     LOOP("in place: nobody waits for what arrives", no_wait(LOOPS), calls="pppp"),
     # ------------------------------------------------------------------ the ring
     RING("one slot", Change("group.segment", "slot(epoch)", "0")),
@@ -164,5 +159,5 @@ DENSE = Dense(
         (Calls(SPEC, "ll direct 1d ll ring", "ppoppppoop", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),
         (Calls(SPEC, "2d 1d", "ppopppopo", (50, 50, 0)), job((2, 2), seeds=2, stragglers=True)),
     ),
-    mutants=(*MUTANTS, *mutants_of_copies(SPEC)),
+    mutants=MUTANTS,
 )

@@ -14,11 +14,7 @@ from .all_gather import ONE_SLOT, RELEASED_FIRST, SIGNAL_FIRST, UNSIGNALLED, WAI
 from .calls import Calls
 from .reduce_scatter import (
     BACKWARDS,
-    FROM_OWN_ON,
-    NODES_FROM_OWN_ON,
-    OWN_FIRST,
     PUT_LATE,
-    RANK_ORDER,
 )
 from .ways import FLAGS, WRONG, Dense, job, mutant, mutants_of_copies, mutants_of_loops
 
@@ -30,14 +26,15 @@ SIZES = {"calls": "oooooo", "counts": (12, 60)}
 LATE = {"world": {"stragglers": True}}
 AMONG_OTHERS = {"calls": "oxoxox", "others": ("all_gather",)}
 
-BY_ONE, BY_TWO, STORES, SENDS, SEND_SUM, NODES, ADD_NODE, ADD_RAIL = (
+BY_ONE, BY_TWO, STORES, SENDS, SEND_SUM, NODES = (
     f"all_reduce.kernels_{name}"
     for name in (
         *("words.all_reduce_one_shot", "words.all_reduce_two_shot", "direct.all_reduce_direct"),
         *("puts.all_reduce_puts", "puts._send_sum"),
-        *("nodes.all_reduce_nodes", "nodes._sum_node", "nodes._sum_rail"),
+        "nodes.all_reduce_nodes",
     )
 )
+ADD_NODE = "all_reduce.kernels_nodes._sum_node"
 UNHEARD, UNFLAGGED = missing("lamport"), missing("flagged")
 LOST, ANY = f"{WRONG}|{UNHEARD}", f"{WRONG}|{UNSIGNALLED}"
 TWO_SLOTS = Change("lamport.slot", "call % 3", "call % 2")
@@ -116,7 +113,6 @@ MUTANTS = (
     ),
     ONE("nothing is cleared", dropped(BY_ONE, "lamport.clear"), calls="ooooo"),
     TWO("nothing is cleared", dropped(BY_TWO, "lamport.clear"), calls="ooooo"),
-    ONE("parts are summed from the own one on", OWN_FIRST),
     ONE(
         "words are not waited for",
         Call(
@@ -156,7 +152,6 @@ MUTANTS = (
             ("sums are copied out before they are there", no_wait(where)),
         )
     ),
-    DIRECT("parts are summed from the own one on", FROM_OWN_ON),
     DIRECT(
         "programs that wait before those that send", Change(STORES, "tl.program_id(0)", BACKWARDS), UNSIGNALLED,
         **WAITS_FIRST,
@@ -179,8 +174,6 @@ MUTANTS = (
         Call(SEND_SUM, "tdl.putmem_signal_nbi_block", SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})"),
     ),
     PUTS("the sum is sent before it is there", Moved(SENDS, "sum_chunk", behind="_send_sum")),
-    PUTS("all parts are summed in rank order, whatever their nodes", RANK_ORDER),
-    PUTS("the nodes are summed from the own one on", NODES_FROM_OWN_ON, nodes=(2, 1, 1)),  # two add alike either way
     PUTS(
         "programs that wait before those that put", Change("puts.task", "tl.program_id(0)", BACKWARDS), UNSIGNALLED,
         **WAITS_FIRST,
@@ -188,15 +181,8 @@ MUTANTS = (
     # ------------------------------------------------------------------ rails
     RAILS("nobody waits for the parts of the node", Call(NODES, "_wait_for", "1", of="routes.ranks")),
     RAILS("nobody waits for the sums of the rail", Call(NODES, "_wait_for", "1", of="rail")),
-    RAILS("nobody waits for the results", Call(NODES, "tdl.wait_signal", "1")),
     RAILS("sums travel rounded", Argument(ADD_NODE, "tl.store", "sum", "sum.to(DTYPE).to(ACC)"), dtype=torch.bfloat16),
-    RAILS(
-        "the nodes are summed from the own one on",
-        Change(
-            ADD_RAIL, "tl.load(nodes.begins + node)", "tl.load(nodes.begins + (node + g.rank) % nodes.n_nodes)"
-        ),
-        nodes=(2, 2, 2),
-    ),
+    RAILS("nobody waits for the results", Call(NODES, "tdl.wait_signal", "1")),
     RAILS(
         "programs that wait before those that send",
         Change(NODES, "tl.program_id(0) % per_chunk", "per_chunk - 1 - tl.program_id(0) % per_chunk"),
@@ -224,7 +210,7 @@ DENSE = Dense(
         (Calls(SPEC, "one_shot two_shot direct 1d", "oxioxooioxoi", (46, 46, 0)), job((3,), seeds=2)),
         (Calls(SPEC, "direct one_shot direct two_shot 1d", "sxotxstsxo", (46, 0, 46)), job((3,), seeds=2)),
         (Calls(SPEC, "2d 1d", "oxixooi", (46, 46, 0)), job((3, 3), seeds=1)),
-        (Calls(SPEC, "2d", "oio", (37, 5), torch.bfloat16), job((2, 2, 2), seeds=1)),
+        (Calls(SPEC, "2d", "oio", (37, 5)), job((2, 2, 2), seeds=1)),
         (Calls(SPEC, "direct", "ttssts", (46, 3), torch.bfloat16), job((2,), seeds=3)),
         # Words are cleared whatever came before.
         *(

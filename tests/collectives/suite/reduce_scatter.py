@@ -14,12 +14,11 @@ from .all_gather import (
     ONE_SLOT,
     RELEASED_FIRST,
     SIGNAL_FIRST,
-    UNENTERED,
     UNSIGNALLED,
     WAITS_FIRST,
 )
 from .calls import Calls
-from .ways import FLAGS, LOOPED, WRONG, Dense, job, mutant, mutants_of_copies, mutants_of_loops
+from .ways import FLAGS, LOOPED, WRONG, Dense, job, mutant, mutants_of_loops
 
 M = partial(mutant, SPEC)
 DIRECT, LAMPORT = partial(M, algorithm="direct"), partial(M, algorithm="ll")
@@ -36,20 +35,8 @@ STORES, WORDS, PULLS, SENDS = (
         "puts.reduce_scatter_puts",
     )
 )
-SUM, SUM_OF_NODE, LOAD, PUT = "sums.sum_of_ranks", "sums.sum_of_node", "sums.load_part", "puts.put_from_outbox"
-LATER = "(r + g.rank) % g.world"
+PUT = "puts.put_from_outbox"
 BACKWARDS = "(tl.num_programs(0) - 1 - tl.program_id(0))"
-OWN_FIRST = Change(
-    "words.receive",
-    "tl.where(r == g.rank, mine[part], came[4 * r + part])",
-    "tl.where(r == 0, mine[part], tl.where(r == g.rank, came[part], came[4 * r + part]))",
-)
-FROM_OWN_ON = Argument(SUM, "load_part", "r", LATER)
-NODES_FROM_OWN_ON = Argument(SUM, "sum_of_node", "node", "(node + g.rank) % nodes.n_nodes")
-RANK_ORDER = (
-    Change(SUM, "tl.range(0, nodes.n_nodes)", "tl.range(0, 1)"),
-    Change(SUM_OF_NODE, "tl.load(nodes.begins + node + 1)", "g.world"),
-)
 PUT_LATE = Call(PUT, "tdl.putmem_signal_nbi_block", SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})")
 OWN_SHARE = "mine = shares[g.world - 1]"
 
@@ -73,19 +60,6 @@ MUTANTS = (
         ),
         UNSIGNALLED, **WAITS_FIRST,
     ),
-    # ------------------------------------------------------------------ the order of the sum
-    DIRECT("parts are summed from the own one on", FROM_OWN_ON),
-    FLAGGED(
-        "parts are summed from the own one on",
-        (
-            Change("words.receive", "r != g.rank", f"{LATER} != g.rank"),
-            Argument("words.receive", "ll.receive", "r", LATER),
-        ),
-    ),
-    LAMPORT("the own part is summed first", OWN_FIRST),
-    PUTS("all parts are summed in rank order, whatever their nodes", RANK_ORDER),
-    PUTS("the nodes are summed from the own one on", NODES_FROM_OWN_ON, nodes=(2, 1, 1)),  # two add alike either way
-    # ------------------------------------------------------------------ whose parts
     # ------------------------------------------------------------------ words
     *(
         each(
@@ -109,11 +83,9 @@ MUTANTS = (
     ),
     # ------------------------------------------------------------------ loads from symmetric memory
     PULL("nobody waits for who has not entered", no_wait(PULLS, "tdl.wait_signals", "g.entered")),
-    PULL("nobody says that it has entered", dropped(PULLS, "stores.release_to_all", "g.entered + g.rank"), UNENTERED),
     PULL("nobody waits for those that read", no_wait(PULLS, "tdl.wait_signals", "row(g, epoch, i)")),
     PULL("only the first chunk is waited for", Argument(PULLS, "row", "i", "0")),
     PULL("the signal goes before the loads", Moved(PULLS, "reduce_chunk", behind="stores.release_to_all")),
-    PULL("parts are summed from the own one on", FROM_OWN_ON),
     PULL(
         "who waits for all comes before those that load", Change(PULLS, "tl.program_id(0)", BACKWARDS), UNSIGNALLED,
         **WAITS_FIRST,
@@ -143,5 +115,5 @@ DENSE = Dense(
         # Chunks of several tiles, which several thread blocks reduce.
         (Calls(SPEC, "direct 1d", "oi", (25_000,), pieces=2), job((3,), seeds=1, heap_bytes=8 << 20)),
     ),
-    mutants=(*MUTANTS, *mutants_of_loops(SPEC), *mutants_of_copies(SPEC)),
+    mutants=(*MUTANTS, *mutants_of_loops(SPEC)),
 )

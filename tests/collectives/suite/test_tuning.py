@@ -123,16 +123,10 @@ def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, message: str)
         Table.parse(changed(path, value), "t.json")
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ((*ENTRY, "algorithm"), "3d", "algorithm: expected one of ll, direct, loop, ce, ring, 1d, 2d, got 3d"),
-    ],
-)
-def test_the_spec_knows_what_its_entries_may_say(path: tuple[Any, ...], value: Any, message: str) -> None:
+def test_the_spec_knows_what_its_entries_may_say() -> None:
     assert GATHER.sections(EXAMPLE.sections, "t.json") == EXAMPLE.sections
-    table = Table.parse(changed(path, value), "t.json")
-    with pytest.raises(ValueError, match=re.escape(message)):
+    table = Table.parse(changed((*ENTRY, "algorithm"), "3d"), "t.json")
+    with pytest.raises(ValueError, match="algorithm: expected one of ll, direct, loop, ce, ring, 1d, 2d, got 3d"):
         GATHER.sections(table.sections, table.name)
 
 
