@@ -16,7 +16,6 @@ import compiling_language as language
 import triton
 import triton.language as tl
 from compiling import ORDER, WORLD, compiled_forms, record, tuples
-from compiling_mutants import compile_mutants
 from compiling_sparse import INDEX_MATCH, SPARSE, SPARSE_TYPES, compile_index_match, compile_sparse
 
 from tdcoll.calls.plan import Facts
@@ -207,7 +206,7 @@ def collectives(arch: int) -> dict[str, object]:
 
 
 def others(arch: int) -> dict[str, object]:
-    """All others, and for one architecture those of the tests, and kernels in which something is missing."""
+    """All others, and for one architecture those of the tests."""
     made = {
         "index_match": [compile_index_match(arch, name, constants) for name, constants in INDEX_MATCH.items()],
         "sparse": [compile_sparse(name, arch, c, rows) for name, c, rows, archs in SPARSE if arch in archs],
@@ -220,7 +219,6 @@ def others(arch: int) -> dict[str, object]:
         made |= {"language": language.compile_language_checks(arch), "library": language.compile_with_all_of_nvshmem()}
     made["order"] = list(ORDER)
     if arch == 90:
-        made["mutants"] = compile_mutants()
         made |= {"tutorials": language.compile_tutorials(), "compat": language.compile_compat()}
     return made
 

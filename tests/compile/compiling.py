@@ -162,10 +162,6 @@ SEEN = {
 """Instructions that are counted."""
 
 
-def direct_ptx(kernel, arch: int, in_place: bool) -> str:
-    return compile_for(kernel, arch, {"COUNTED": False}, tuples(1 if in_place else 2)).asm["ptx"]
-
-
 def hot_spills(cubin: bytes, arch: int) -> list[str]:
     """Spilling instructions, but for those around the record of an expired wait.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
@@ -99,8 +98,6 @@ def _source(file: str) -> Path | None:
     """Return where the source is that PTX names: in this checkout, although another with the same text may have filled
     Triton's cache. None for Triton's own."""
     path = Path(file)
-    if "." in path.stem:  # a changed copy of a module, which has the module's name
-        return Path(str(sys.modules[path.stem].__file__))
     for top in ("tdcoll", "tests"):
         if top in path.parts:
             here = ROOT.joinpath(*path.parts[len(path.parts) - 1 - path.parts[::-1].index(top) :])
@@ -127,8 +124,7 @@ def _sites(module: str, text: str) -> tuple[dict[int, str], dict[int, str]]:
 def _sites_of(file: str) -> tuple[dict[int, str], dict[int, str]]:
     if (source := _source(file)) is None:
         return {}, {}
-    parts = source.stem.split(".") if "." in source.stem else (source.parent.name, source.stem)
-    return _sites(".".join(parts[-2:]), source.read_text())
+    return _sites(f"{source.parent.name}.{source.stem}", source.read_text())
 
 
 @lru_cache(1)  # looked at several times
