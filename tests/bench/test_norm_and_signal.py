@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latency of signals: the kernels, what they count, the measuring path, and that a wrong signal shows."""
+"""Latency of signals, and all-reduce + residual + RMSNorm: what is run and counted, and that a wrong result shows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tdcoll.testing import World, explore
+from tdcoll.tools.bench import all_reduce_rms_norm as bench
 from tdcoll.tools.bench.rows import Row
 from tdcoll.tools.bench.signal import SENDS, Signalling
 
@@ -74,3 +75,34 @@ def test_the_measuring_path(clock: Any, measured: Callable[..., list[Any]], monk
     monkeypatch.setattr(Signalling, "launch", timed)
     rows = measured(Signalling, "--rounds 2 --iterations 2", 3)
     assert {(row.check, row.launch, row.calls, row.median_us) for row in rows} == {("ok", "graph", (1, 2), 2.0)}
+
+
+COMMON = "--algorithms auto,composed --peers tdcoll-torch,nccl"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_everything_is_checked_and_peers_say_why_not(dtype: str, rows_of: Callable[..., list[Any]]) -> None:
+    rows = rows_of(bench.AllReduceNorm, f"{COMMON} --dtype {dtype}", 2, heap_bytes=1 << 24)
+    ours = ("tdcoll auto", "tdcoll composed", "tdcoll-torch")
+    assert {(row.facts["rows"], row.label): row.check for row in rows} == {
+        **{(rows, label): "ok" for rows in (1, 3) for label in ours},
+        **{(rows, "nccl"): "not run" for rows in (1, 3)},
+    }
+    assert {row.note for row in rows if row.check == "not run"} == {"needs GPUs"}
+    assert rows[0].facts == {"rows": 1, "hidden": 64, "dtype": dtype, "took": "one_shot"}
+    assert "took" not in rows[1].facts
+
+
+@pytest.mark.parametrize("mistake", ["the residual", "a rank", "the weight"])
+def test_a_wrong_result_is_seen(mistake: str, monkeypatch: Any, rows_of: Any) -> None:
+    real = bench.all_reduce_rms_norm
+
+    def careless(x: Any, residual: Any, weight: Any, **named: Any) -> Any:
+        out, new = real(x, residual, weight, **named)
+        new[-1, 5] += mistake == "the residual"
+        out[-1, 5] *= 1.1 if mistake == "the weight" else 1
+        return bench._norm(x, residual, weight) if mistake == "a rank" else (out, new)
+
+    monkeypatch.setattr(bench, "all_reduce_rms_norm", careless)
+    rows = rows_of(bench.AllReduceNorm, "--rows 2 --algorithms auto", 2, heap_bytes=1 << 24)
+    assert [row.check for row in rows] == ["WRONG"]
