@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zlib
@@ -216,15 +215,6 @@ def test_tables_are_what_the_results_say():
     assert stale == [], "run python -m tdcoll report --write"
 
 
-def test_a_changed_number_is_found(tmp_path):
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    page = Path(shutil.copy(ROOT / "README.md", tmp_path))
-    text = page.read_text(encoding="utf-8")
-    changed = re.sub(r"(\| 1 KB \| )[\d.]+", r"\g<1>0.01", text)
-    page.write_text(changed, encoding="utf-8")
-    assert report.pages(tmp_path)[page] == text != changed
-
-
 def test_every_result_is_on_a_page():
     """With its tables, or by name in the list of results. Every picture there is of one."""
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
@@ -356,20 +346,6 @@ def test_words_that_readers_stumble_over():
     for name, most in (("What or Which", 15), ("So", 10), ("nobody, whoever, everybody", 15)):
         assert len(kinds[name]) <= most, "\n".join(kinds[name])
     assert len(kinds["connectives"]) >= 0.18 * len(kinds[""])
-
-
-def test_words_are_found():
-    words = module_of(ROOT / "docs/words.py")
-    page = "# What a title\n\nSo it is here now. `So` it is.\n\n- What came here last?\n- It ends when it ends.\n\n"
-    page += "```\nSo it goes on.\n```\n"
-    said = list(words.sentences(words.of_page(page)))
-    assert said == ["So it is here now.", "What came here last?", "It ends when it ends."]
-    code = '"""What it does here."""\nx = 1  # So one is left\n# and a line more\n\n# Nobody comes by here.\n'
-    assert "\n".join(words.sentences(words.of_code(code))).splitlines() == [
-        "What it does here.",
-        "So one is left and a line more",
-        "Nobody comes by here.",
-    ]
 
 
 def description(readme: str) -> str:

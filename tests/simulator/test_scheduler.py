@@ -245,16 +245,6 @@ def test_what_a_fence_orders(scenario, ordered):
     assert before == ({True} if ordered else {True, False})
 
 
-def test_bytes_of_an_nbi_put_are_read_when_they_leave():
-    wire, source = Wire(Policy()), ctypes.create_string_buffer(b"old!")
-    for nbi, at in ((True, 0), (False, 8)):
-        payload = ctypes.addressof(source) if nbi else source.raw[:4]
-        wire.network.issue(wire.p, 1, "put", wire.network.cut(wire.base + at, payload, 4))
-    source.value = b"new!"
-    wire.settle()
-    assert wire.memory.raw[:12] == b"new!\0\0\0\0old!"
-
-
 def test_flush_delivers_stores_and_what_a_fence_puts_before_them():
     wire = Wire(Policy())
     wire.send(wire.p, 1, 0, b"")
