@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ptx_divergence
 import ptx_order
 import pytest
 from tiers import second
@@ -370,7 +369,7 @@ LOCAL_WORDS = {"count_by_threads", "rounds", "move_words", "part_of_flagged"}
 ALLOWED = {
     # The compiler has copied the wait between two ifs into both branches. Each thread passes one copy of its barrier,
     # which needn't be the same one for all, since it isn't `.aligned` (PTX ISA, barrier).
-    "values": {ptx_divergence.DIVERGENT},
+    "values": {ptx_order.DIVERGENT},
     "count_by_threads": {ptx_order.NARROW},  # words of this GPU
     "rounds": {ptx_order.NARROW},
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import python
 from tiers import second
 from torch._C._distributed_c10d import BroadcastOptions
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
@@ -117,12 +117,7 @@ dist.destroy_process_group()
 
 
 def test_without_gpu_or_simulator_all_is_the_inner_groups() -> None:
-    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    surroundings["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ALONE],
-        env=surroundings, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = python("-W", "ignore", "-c", ALONE, without=["TRITON_INTERPRET"], CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     for kind in KINDS:
         assert f"  {kind}: fallback backend; no GPU, and not the simulator" in done.stdout

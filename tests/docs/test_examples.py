@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every public function has an example in its docstring, and each runs: on two simulated ranks, or as a job of one.
 
-The examples in docs/simulator.md are run as they stand there.
+So do the examples in docs/simulator.md; and the figures of the protocols show what the simulator does today.
 """
 
 from __future__ import annotations
 
 import contextlib
 import doctest
+import importlib
 import inspect
 import io
 import re
 import runpy
+import sys
+import xml.etree.ElementTree as xml
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton.language as tl
+from processes import python
 
 import tdcoll
 import tdcoll.calls.streams
@@ -124,3 +129,47 @@ def test_streams_of_the_page():
         assert names["inbox"].tolist() == names["stamp"].tolist() == [8 - pe] * 8
 
     world.run(host)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = ROOT / "docs/figures"
+sys.path.insert(0, str(ROOT / "docs"))
+sequences = importlib.import_module("sequences")
+
+
+@pytest.mark.parametrize("name", sequences.PROTOCOLS)
+def test_figures_are_current(name: str) -> None:
+    protocol = sequences.PROTOCOLS[name]
+    found = sequences.events(protocol)
+    drawn = xml.parse(FIGURES / f"{name}.svg").findtext(".//{http://purl.org/dc/elements/1.1/}description")
+    assert drawn is not None
+    assert drawn.splitlines() == sequences.summary(found), "run python docs/figures.py"
+    assert sequences.overwritten(protocol, found) == []
+    if protocol.reason:
+        earlier, message, later = sequences.reason(protocol, found)
+        assert sequences.held(protocol, found, earlier)[2] <= message.begin < message.end <= later.begin
+
+
+def test_every_figure_is_on_a_page() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    assert {path.stem for path in FIGURES.glob("*.svg")} == set(sequences.PROTOCOLS)
+    assert [name for name in sequences.PROTOCOLS if f"](figures/{name}.svg)" not in text] == []
+    assert [path.name for path in FIGURES.glob("*") if path.stat().st_size >= 150_000] == []
+
+
+def test_an_overwritten_slot_is_found() -> None:
+    """With one slot, rank 0 sends call 2 to the slot that rank 1 still reads."""
+    protocol = sequences.PROTOCOLS["two-slots"]
+    found = sequences.events(protocol, partial(protocol.case, slots=1))
+    assert "data 2: rank 0 -> rank 1, slot 0" in map(str, sequences.overwritten(protocol, found))
+
+
+@pytest.mark.slow
+def test_the_command_draws_all_figures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = python(str(ROOT / "docs/figures.py"), str(tmp_path), timeout=200)
+    assert done.returncode == 0, done.stderr
+    made = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.svg")}
+    assert made == {path.relative_to(ROOT) for path in (*FIGURES.glob("*.svg"), *ROOT.glob("docs/results/**/*.svg"))}
+    training = (tmp_path / "docs/results/tutorials/ddp-2xH200.svg").read_text(encoding="utf-8")
+    assert training.count("(lower is better)") == 3

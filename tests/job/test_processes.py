@@ -10,13 +10,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import fault_job
 import pytest
 import torch
+from processes import python
 from rejoin_job import LIVES, spawn
 
 JOB = str(Path(__file__).with_name("rejoin_job.py"))
@@ -62,10 +62,7 @@ SEED, CASES = 0, 20
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_every_survivor_ends_and_says_who_is_missing() -> None:
-    done = subprocess.run(
-        [sys.executable, str(FAULTS), "--seed", str(SEED), "--cases", str(CASES)],
-        capture_output=True, text=True, timeout=200, check=False, env=os.environ | {"TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    done = python(str(FAULTS), "--seed", str(SEED), "--cases", str(CASES), timeout=200)
     assert done.returncode == 0, done.stderr
     verdicts = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(verdicts) == CASES

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 
 import tdcoll.language as tdl
 from tdcoll.language import library, warm_up
@@ -64,10 +62,7 @@ def test_compiler_and_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, object]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TDCOLL_COMPILER": "triton_dist"}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
+    done = python(str(PROGRAM), without=["TRITON_INTERPRET"], TDCOLL_COMPILER="triton_dist")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

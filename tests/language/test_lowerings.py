@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the device language, the two lowerings and the stubs have the same functions and parameters."""
+"""The table of the device language, its lowerings, its stubs and Triton-distributed's library have the same functions.
+
+The sources of the latter are read from the wheel on PyPI, which is downloaded and never installed: it would overwrite
+triton.
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
-import subprocess
-import sys
+import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import triton.language as tl
 from kernels_to_launch import HALVES
+from processes import python
 
 import tdcoll.language as tdl
 from tdcoll.simulator import lowering as simulator
@@ -137,10 +144,7 @@ WRONG = {
 
 def test_the_stubs_are_current() -> None:
     assert STUB.read_text(encoding="utf-8") == stubs(), f"run python -m tdcoll.language --stubs > {STUB.name}"
-    done = subprocess.run(
-        [sys.executable, "-m", "tdcoll.language", "--stubs"],
-        capture_output=True, text=True, timeout=120, cwd=ROOT, check=True,
-    )  # fmt: skip
+    done = python("-m", "tdcoll.language", "--stubs")
     assert done.stdout == stubs()
 
 
@@ -149,17 +153,106 @@ def test_a_kernel_is_checked(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text(KERNEL, encoding="utf-8")
     for place, call in enumerate(WRONG):
         (tmp_path / f"wrong_{place}.py").write_text(f"{KERNEL}    {call}\n", encoding="utf-8")
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=skip", "--ignore-missing-imports",
-            "--disallow-untyped-defs", "--check-untyped-defs", f"--cache-dir={tmp_path / 'cache'}", str(STUB),
-            *map(str, sorted(tmp_path.glob("*.py"))),
-        ],
-        capture_output=True, text=True, timeout=240, cwd=ROOT, check=False,
-    )  # fmt: skip
+    done = python(
+        *("-m", "mypy", "--config-file=", "--follow-imports=skip", "--ignore-missing-imports"),
+        *("--disallow-untyped-defs", "--check-untyped-defs", f"--cache-dir={tmp_path / 'cache'}", str(STUB)),
+        *map(str, sorted(tmp_path.glob("*.py"))),
+        timeout=240,
+    )
     lines = [line for line in done.stdout.splitlines() if ": error: " in line]
     found = {Path(line.split(":")[0]).name: line for line in lines}
     assert len(lines) == len(found), done.stdout + done.stderr
     for place, text in enumerate(WRONG.values()):
         assert text in found.pop(f"wrong_{place}.py"), done.stdout
     assert found == {}, done.stdout
+
+
+RELEASE = "triton-dist==0.0.0"
+SHMEM = "triton_dist/language/extra/libshmem_device.py"
+CUDA = "triton/language/extra/cuda/language_extra.py"
+
+COMPARED = [name for name, function in FUNCTIONS.items() if function.symbol is not None and not function.types]
+"""NVSHMEM's functions, but for those of typed words, which its library does not have."""
+
+
+def download(folder: Path) -> Path:
+    """The wheel, in ``folder``."""
+    command = ["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", RELEASE]
+    done = python(*command, "--dest", str(folder))
+    if done.returncode:
+        pytest.fail(f"pip could not download {RELEASE}. TDCOLL_OFFLINE=1 skips this.\n{done.stderr}", pytrace=False)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def wheel(request: pytest.FixtureRequest) -> zipfile.ZipFile:
+    if os.environ.get("TDCOLL_OFFLINE", "0") not in ("", "0"):
+        pytest.skip("TDCOLL_OFFLINE is set")
+    kept = request.config.cache.mkdir("triton-dist") / "triton_dist-0.0.0.whl"
+    if not kept.exists():
+        os.replace(download(request.config.cache.mkdir(f"triton-dist-{os.getpid()}")), kept)
+    return zipfile.ZipFile(kept)
+
+
+def parse(wheel: zipfile.ZipFile, path: str) -> ast.Module:
+    return ast.parse(wheel.read(path))
+
+
+def functions(tree: ast.Module) -> dict[str, list[str]]:
+    """Public functions of a module and the names of their arguments, without Triton's own."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            found[node.name] = [a.arg for a in arguments if a.arg not in ("_semantic", "_builder")]
+    return found
+
+
+def defaults(tree: ast.Module, name: str) -> list[object]:
+    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    values = []
+    for value in function.args.defaults[:-1]:  # the last is _semantic's
+        inner = value.args[0] if isinstance(value, ast.Call) else value  # core.constexpr("gpu")
+        values.append(ast.literal_eval(inner))
+    return values
+
+
+@pytest.fixture(scope="session")
+def shmem(wheel: zipfile.ZipFile) -> dict[str, list[str]]:
+    return functions(parse(wheel, SHMEM))
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_arguments_have_the_same_names_in_the_same_order(shmem: dict[str, list[str]], name: str) -> None:
+    assert [parameter for parameter, _ in FUNCTIONS[name].parameters] == shmem[name]
+
+
+def test_constants_have_the_same_values(wheel: zipfile.ZipFile) -> None:
+    theirs = {
+        target.id: node.value.value
+        for node in parse(wheel, SHMEM).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.startswith(("NVSHMEM_CMP_", "NVSHMEM_SIGNAL_"))
+    }
+    ours = {
+        name: getattr(tdl, name).value
+        for name in dir(tdl)
+        if name.startswith("NVSHMEM_") and isinstance(getattr(tdl, name), tl.constexpr)
+    }
+    assert len(theirs) == 8
+    assert ours == theirs
+    for name, value in ours.items():
+        assert getattr(tdl, name.removeprefix("NVSHMEM_")).value == value
+
+
+@pytest.mark.parametrize("name", ["tid", "ntid", "ld", "ld_acquire", "st"])
+def test_threads_loads_and_stores(wheel: zipfile.ZipFile, name: str) -> None:
+    tree = parse(wheel, CUDA)
+    assert [parameter for parameter, _ in FUNCTIONS[name].parameters] == functions(tree)[name]
+    assert list(FUNCTIONS[name].defaults) == defaults(tree, name)
+
+
+def test_barrier_of_the_block(wheel: zipfile.ZipFile) -> None:
+    assert functions(parse(wheel, CUDA))["__syncthreads"] == []
+    assert FUNCTIONS["syncthreads"].parameters == ()

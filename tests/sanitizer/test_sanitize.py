@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import sanitize
-from reports import parse
+from processes import python
 
 FAKE = f"""#!{sys.executable}
 import subprocess, sys
@@ -103,10 +102,7 @@ def test_a_tool_watches_the_rank_alone_and_the_kernels_that_are_not_others(tmp_p
 
 
 def test_a_rank_becomes_the_command_with_its_own_log_and_ports() -> None:
-    done = subprocess.run(
-        [sys.executable, str(sanitize.HERE / "sanitize.py"), "--become", "30000", "echo", "{rank}.log", "{port}"],
-        capture_output=True, text=True, env={**os.environ, "RANK": "3"}, timeout=60, check=True,
-    )  # fmt: skip
+    done = python(str(sanitize.HERE / "sanitize.py"), "--become", "30000", "echo", "{rank}.log", "{port}", RANK="3")
     assert done.stdout.split() == ["3.log", "30030"]
 
 
@@ -214,7 +210,7 @@ COPY = """\
     ids=["nvshmem", "nccl", "write", "race", "barrier and initcheck", "nothing", "not watched", "unknown"],
 )
 def test_whose_a_report_is(text: str, found: list[tuple[str, str, str]], watched: bool) -> None:
-    run = parse(text)
+    run = sanitize.parse(text)
     assert run.watched == watched
     assert [(report.owner, report.kernel) for report in run.reports] == [(owner, kernel) for owner, kernel, _ in found]
     for report, (_, _, what) in zip(run.reports, found, strict=True):
@@ -243,7 +239,7 @@ def test_copies_from_the_symmetric_heap_are_no_finding(
 
 
 def test_reports_in_one_file_are_told_apart() -> None:
-    run = parse(START_OF_NVSHMEM + OF_NCCL + OUT_OF_BOUNDS + RACE)
+    run = sanitize.parse(START_OF_NVSHMEM + OF_NCCL + OUT_OF_BOUNDS + RACE)
     assert [report.owner for report in run.reports] == ["NVSHMEM", "NCCL", "tdcoll", "tdcoll"]
 
 
