@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import python
+from ranks import Wrapped
 from tiers import second
 from torch._C._distributed_c10d import BroadcastOptions
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
@@ -341,29 +342,17 @@ def test_kinds_without_blocks_are_explained(alone, monkeypatch) -> None:
         assert group.dispatcher.handled_by(kind) == ("fallback backend", "no thread blocks left")
 
 
-class Wrapper(torch.Tensor):
-    """A tensor that wraps another one and has no memory."""
-
-    @staticmethod
-    def __new__(cls, tensor: torch.Tensor) -> Wrapper:
-        return torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, arguments=(), named=None) -> None:
-        raise NotImplementedError(f"{function}")
-
-
 def test_tensors_that_wrap_others(alone) -> None:
     """Those without memory are refused, as by gloo; results of functional collectives are waited for."""
     alone()
-    tensor, wrapper = torch.arange(3.0), Wrapper(torch.ones(3))
+    tensor, wrapper = torch.arange(3.0), Wrapped(torch.ones(3))
     for call in (
         lambda: dist.all_reduce(wrapper),
         lambda: dist.all_gather_into_tensor(tensor, wrapper),
         lambda: dist.all_to_all_single(wrapper, tensor, [3], [3]),
         lambda: distributed.all_reduce(wrapper),
     ):
-        with pytest.raises(NotImplementedError, match=r"memory of its own; got Wrapper, .* DTensor"):
+        with pytest.raises(NotImplementedError, match=r"memory of its own; got Wrapped, .* DTensor"):
             call()
     for reduce in (dist.all_reduce, distributed.all_reduce):
         gathered = all_gather_tensor(tensor, 0, dist.group.WORLD)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import tdcoll
-from tdcoll import runtime
+import tdcoll.language as tdl
 from tdcoll.base import environment, errors
 from tdcoll.calls.call import spec_of
 from tdcoll.calls.explain import explain_call
@@ -286,42 +286,13 @@ def test_variables_of_the_table_are_read():
     assert [name for name in rows if name not in code and name not in names] == []
 
 
-PORTED = """
-import triton.language as tl
-import tdcoll
-{imports}
-
-
-@tdcoll.jit
-def kernel(data, signals, nbytes):
-    me = libshmem_device.my_pe()
-    peer = (me + 1) % libshmem_device.n_pes()
-    libshmem_device.putmem_block(data + 8, data, nbytes, peer)
-    libshmem_device.fence()
-    __syncthreads()
-    if tid(0) == 0:
-        libshmem_device.signal_op(signals, 1, libshmem_device.NVSHMEM_SIGNAL_SET, peer)
-        libshmem_device.signal_wait_until(signals, libshmem_device.NVSHMEM_CMP_GE, 1)
-    __syncthreads()
-"""
-
-
-def test_kernel_of_same_names_with_other_imports(tmp_path):
-    """With exactly the imports that docs/language.md gives."""
+def test_imports_of_the_same_names():
+    """Those that docs/language.md gives in the place of Triton-distributed's."""
     (block,) = [text for text in blocks(ROOT / "docs/language.md", "python") if "triton_dist" in text]
-    imports = "\n".join(line for line in block.splitlines() if re.match("import|from", line))
-    module = module_of(tmp_path / "ported.py", PORTED.format(imports=imports))
-
-    def host(pe):
-        data, signals = tdcoll.empty(16, torch.int32), tdcoll.empty(1, torch.int64)
-        data.fill_(pe)
-        signals.zero_()
-        runtime.current().control.all_gather(range(3), "zeroed", None)
-        module.kernel[(1,)](data, signals, 32)
-        assert data.tolist() == [pe] * 8 + [(pe - 1) % 3] * 8
-
-    for seed in range(10):
-        World(3, seed=seed, weak=True).run(host)
+    names: dict[str, Any] = {}
+    exec("\n".join(line for line in block.splitlines() if re.match("import|from", line)), names)
+    given = names["libshmem_device"].putmem_signal_block, names["tid"], names["__syncthreads"]
+    assert given == (tdl.putmem_signal_block, tdl.tid, tdl.syncthreads)
 
 
 def test_nothing_of_the_workplace_is_mentioned():

@@ -52,11 +52,6 @@ def in_a_nested_module(out):
 
 
 @tdcoll.jit
-def through_a_helper(out):
-    helper(out)
-
-
-@tdcoll.jit
 def through_two_helpers(out):
     helper_of_helper(out)
 
@@ -151,7 +146,6 @@ NEED = (
     "by_its_name",
     "by_the_full_name",
     "in_a_nested_module",
-    "through_a_helper",
     "through_two_helpers",
     "through_the_language",
     "in_a_closure",

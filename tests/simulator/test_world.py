@@ -147,16 +147,6 @@ def test_runtime_ranges_nested_functions_and_loads_of_ordinary_memory():
     assert ended.item() == 1
 
 
-def test_errors_of_programs_name_them():
-    def fails(signal):
-        if tdl.my_pe() == 1 and tl.program_id(0) == 1:
-            tdl.signal_block(signal, 1, 77, 0)
-
-    with pytest.raises(ValueError, match="sig_op must be SIGNAL_SET or SIGNAL_ADD, got 77") as raised:
-        World(2).run(lambda pe: device(fails, tdcoll.zeros(1, torch.int64), grid=(2,)))
-    assert "raised by pe1 call(1,0,0)" in raised.value.__notes__
-
-
 def test_world_outlives_a_run_and_keeps_its_memory():
     world, gathers = World(4, seed=3, weak=True), gather()
     gathers(world)
