@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 import types
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -261,3 +263,13 @@ HALVES = (
 def whole_addresses(out, words):
     """Plain addresses have no type to be wrong."""
     tdl.wait_signal(out.to(tl.int64), tdl.CMP_GE, 1, words.to(tl.int64), 0, 0)
+
+
+def parameters_of(function: Any) -> list[list[Any]]:
+    """Names and defaults of a function's parameters, without Triton's own."""
+    signature = inspect.signature(getattr(function, "fn", function))
+    return [
+        [p.name, None if p.default is p.empty else repr(p.default)]
+        for p in signature.parameters.values()
+        if p.name not in ("_semantic", "_generator")
+    ]

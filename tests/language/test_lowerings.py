@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import triton.language as tl
-from kernels_to_launch import HALVES
+from kernels_to_launch import HALVES, parameters_of
 from processes import python
 
 import tdcoll.language as tdl
@@ -29,15 +29,6 @@ def parameters_in_the_table(name: str) -> list[list[Any]]:
     required = len(function.parameters) - len(function.defaults)
     defaults = [None] * required + [repr(default) for default in function.defaults]
     return [[parameter, default] for (parameter, _), default in zip(function.parameters, defaults, strict=True)]
-
-
-def parameters_of(function: Any) -> list[list[Any]]:
-    signature = inspect.signature(getattr(function, "fn", function))
-    return [
-        [p.name, None if p.default is p.empty else repr(p.default)]
-        for p in signature.parameters.values()
-        if p.name not in ("_semantic", "_generator")
-    ]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
