@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that every rank of a simulated job runs."""
+"""Tests that every rank of a simulated job runs, and a tensor that calls refuse."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tdcoll.testing import World
 
-__all__ = ["on_ranks", "on_streams"]
+__all__ = ["Wrapped", "on_ranks", "on_streams"]
 
 Test = Callable[..., None]
 
@@ -37,3 +39,15 @@ def on_streams(world: World, *hosts: Callable[[], Any]) -> None:
         stream.queue(host)
     for stream in streams:
         stream.synchronize()
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        raise NotImplementedError(function)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of dense collectives: checks and counts on the simulator, measuring with a made-up clock, the command."""
+"""Benchmarks of dense collectives: checks and counts on the simulator, measuring with a made-up clock, the command.
+
+tests/gpu shows that all peers are right on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.base.errors import RankMismatchError
 from tdcoll.testing import World
-from tdcoll.tools.bench.data import buffer_bytes
+from tdcoll.tools.bench.data import Buffers, buffer_bytes
 from tdcoll.tools.bench.dense import case_of
+from tdcoll.tools.bench.peers import PEERS, Stock
 from tdcoll.tools.bench.rows import load, save
 from tdcoll.tools.bench.specs import SPECS
 from tdcoll.tools.bench.timing import LineUp
@@ -162,3 +166,29 @@ def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str
     assert result["provenance"]["simulated"] is True
     assert result["provenance"]["environment"]["TDCOLL_TUNING"] == "table.json"
     assert str(tmp_path) not in file.read_text()
+
+
+CPU = torch.device("cpu")
+
+
+def stock_of(nbytes: int, world: int) -> Stock:
+    """What the benchmark of the all-gather gives to a peer."""
+
+    def new(**how: Any) -> Buffers:
+        what = SPECS["all_gather"], nbytes, [0] * world, runtime.current().rank, torch.uint8, CPU
+        return Buffers(*what, sets=2, **how)
+
+    return Stock(new)
+
+
+@pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if peer.of == "all_gather"])
+def test_without_gpus_they_say_why(name: str) -> None:
+    with pytest.raises(RuntimeError, match="needs GPUs"):
+        PEERS[name].make(stock_of(8, 1), CPU, lambda buffers: None)
+
+
+@pytest.mark.parametrize("kind", [REDUCE, SCATTER])
+def test_peers_that_only_add_say_so(kind: Any, measured: Callable[..., list[Any]]) -> None:
+    names = [name for name, peer in PEERS.items() if peer.of == kind.benchmark]
+    rows = measured(kind, f"-b 64 -e 64 --op max --algorithms= --peers {','.join(names)}")
+    assert [(row.check, row.note) for row in rows] == [("not run", "has sums only, and --op is max")] * len(names)

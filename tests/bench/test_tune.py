@@ -7,16 +7,12 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tdcoll
-from tdcoll.calls.plan import Plan
-from tdcoll.calls.tuning import SIMULATOR, Table
+from tdcoll.calls.tuning import Table
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 from tdcoll.tools.bench import choosing
@@ -144,47 +140,6 @@ def test_the_simulator_checks_and_writes_nothing(rows_of: Callable[..., list[Any
     ]
     assert {row.check for row in rows} == {"ok"}
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """With calls of which the test says how long they take: the fastest get into the table, and the rest stays."""
-    called, took, quick = set(), {"ll": 3.0, "1d": 5.0}, Plan("1d", 4, 1024, 4)
-
-    def timed(function: Callable[..., Any], *arguments: Any, algorithm: Plan, **named: Any) -> Any:
-        plan = algorithm
-        called.add(function.__name__)
-        clock.passes(2.5 if replace(plan, blocks=0) == quick else took[plan.algorithm])
-        return function(*arguments, algorithm=plan, **named)
-
-    for name in ("all_gather", "all_gather_", "reduce_scatter", "all_reduce", "all_reduce_", "all_to_all"):
-        monkeypatch.setattr(tdcoll, name, partial(timed, getattr(tdcoll, name)))
-    file = tmp_path / "t.json"
-    kept = Table.parse(
-        '{"tuning": "tdcoll", "version": 5, "tables": [{"architecture": "NVIDIA Test", "operation": "all_gather", '
-        '"ranks_per_node": 2, "nodes": 1, "in_place": false, "entries": [{"up_to": 64, "algorithm": "1d"}]}]}'
-    )
-    file.write_text(kept.text())
-    arguments = "-b 1K -e 4K --chunks 4 --warps 4 --algorithms ll,1d --in-place --iterations 2 --warmup 1"
-    rows = measured(Tune, f"{arguments} -o {file}")
-    assert {(row.check, row.launch, row.peer) for row in rows} == {("ok", "graph", False)}
-    assert called == {"all_gather", "all_gather_", "reduce_scatter", "all_reduce", "all_to_all"}
-    # Of three operations and two sizes; all-reduce has no such algorithm.
-    assert [row.median_us for row in rows if row.algorithm == "ll"] == [pytest.approx(3.0)] * 6
-    kinds = {tuple(row.facts[name] for name in ("operation", "dtype", "op")) for row in rows}
-    reductions = {(name, "bfloat16", "sum") for name in ("all_reduce", "reduce_scatter")}
-    assert kinds == {("all_gather", "uint8", None), ("all_to_all", "uint8", None), *reductions}
-    table = Table.load(file)
-    assert table.sections[0] == kept.sections[0]
-    found = [(1024, "ll", None, None), (4096, "1d", 4, 4)]
-    entries = {(s.operation, s.in_place): s.entries for s in table.sections[1:]}
-    assert {kind: [(e.up_to, e.algorithm, e.chunks, e.num_warps) for e in its] for kind, its in entries.items()} == {
-        **dict.fromkeys([("all_gather", False), ("all_gather", True), ("reduce_scatter", False)], found),
-        ("all_to_all", False): found,
-        ("all_reduce", False): [(4096, "1d", None, None)],
-    }
-    assert {s.architecture for s in table.sections[1:]} == {SIMULATOR}
-    assert table.sections[1].source.endswith(f"tune --iterations 4 --warmup 1 {arguments}")
 
 
 SIZES = "-b 1K -e 64K -f 4 --chunks 1,4 --warps 4 --algorithms ll,direct,1d --operation all_gather,reduce_scatter"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import Wrapped, on_ranks
 
 import tdcoll
 from tdcoll import runtime
@@ -254,18 +254,6 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_context_open(monkeypatch: p
             assert reduce(ctx, pe, 0).tolist() == expected(reduce, pe, 0)
 
     World(WORLD).run(host)
-
-
-class Wrapped(torch.Tensor):
-    """A tensor without memory of its own, as DTensor is."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapped:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        raise NotImplementedError(function)
 
 
 @on_ranks(WORLD)

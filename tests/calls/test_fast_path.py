@@ -8,10 +8,7 @@ has to end as it does on a context that has never seen such a call: with the sam
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +18,6 @@ from ranks import on_ranks
 import tdcoll
 from tdcoll import fused
 
-PACKAGE = Path(tdcoll.__file__).parent
 WORLD = 2
 N = 8
 FP8 = torch.float8_e4m3fn
@@ -134,41 +130,6 @@ def test_repeated_calls_take_the_fast_path_and_are_right(pe: int, name: str) -> 
         assert not _failed(expected)
         assert outcome(form, ctx, refill(arguments, turn)) == expected
     assert spy.slow == 1
-
-
-def files_entered(call: Callable[[], Any]) -> list[str]:
-    """Return the package's files that ``call`` enters down to the launch, which the simulator would take further."""
-    found: list[str] = []
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in path.parents:
-            name = path.relative_to(PACKAGE).as_posix()
-            if name not in found and "simulator" not in name:  # which counts the bytes of tensors
-                found.append(name)
-            if name.endswith("calls/launch.py"):
-                sys.settrace(None)
-        return None
-
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(None)
-    assert any(name.endswith("launch.py") for name in found), found
-    return found
-
-
-@pytest.mark.parametrize("name", FORMS)
-@on_ranks(WORLD, backend="thread")
-def test_repeated_calls_enter_few_files(pe: int, name: str) -> None:
-    """Whoever looks for their time, or for a fault, reads no more than these."""
-    form = FORMS[name]
-    ctx, arguments = context(), form.make()
-    for _ in range(2):
-        outcome(form, ctx, refill(arguments))
-    found = files_entered(lambda: form.call(ctx=ctx, **arguments))
-    assert len(found) <= 5 + ("composed" in name), found  # whose all-reduce is another call
 
 
 # ---------------------------------------------------------------------- what may change

@@ -87,6 +87,19 @@ def by_threads(words, floats, peers, N: tl.constexpr):
         st(words + 1 + N, ld_acquire(words), "gpu", "release")
 
 
+@triton_dist.jit
+def multiply(a, b, out, ready, steps, WAIT: tl.constexpr, N: tl.constexpr):
+    """Compiled only, by tests/compile: a matmul that waits for data."""
+    rows = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    total = tl.zeros((N, N), tl.float32)
+    for i in range(steps):
+        if WAIT:
+            token = dl.wait(ready + i, 1, "gpu", "acquire")
+            a = dl.consume_token(a, token)
+        total = tl.dot(tl.load(a + i * N * N + rows), tl.load(b + i * N * N + rows), total)
+    tl.store(out + rows, total)
+
+
 def check(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert torch.equal(got.cpu(), wanted.cpu()), f"{name}: got {got.flatten()[:8]}, wanted {wanted.flatten()[:8]}"
     dist_print(f"{name}: right", need_sync=True)

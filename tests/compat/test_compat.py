@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 
 import tdcoll
 import tdcoll.language as tdl
@@ -45,15 +46,7 @@ def test_a_program_in_its_style_where_ranks_share_gpus(launch: Any) -> None:
 
 def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """``python -m tdcoll.compat script`` with ``folder`` on the path."""
-    surroundings = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "TRITON_INTERPRET": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "tdcoll.compat", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=surroundings,
-        check=False,
-    )
+    return python("-m", "tdcoll.compat", str(script), PYTHONPATH=f"{ROOT}{os.pathsep}{folder}")
 
 
 @pytest.fixture
@@ -80,8 +73,7 @@ def test_it_never_stands_in_for_a_real_one_silently(script: Path, tmp_path: Path
     late = tmp_path / "scripts" / "late.py"
     first = f"import sys; sys.path.insert(0, {str(real.parent)!r})"
     late.write_text(f"{first}\nimport triton_dist, tdcoll.compat\ntdcoll.compat.activate()\n")
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(late)], capture_output=True, text=True, timeout=60, env=surroundings)
+    done = python(str(late), PYTHONPATH=str(ROOT))
     assert f"the real triton_dist is imported already, at {real}/__init__.py" in done.stderr
 
 

@@ -2,22 +2,20 @@
 """Compile tdcoll's kernels for GPUs that need not be here, and print what came out as JSON.
 
 Run as ``compile_kernels.py PART ARCHITECTURE``, without TRITON_INTERPRET: which language a process speaks is decided at
-import. The kernels of dense collectives, of fused functions and of the benchmarks' signals are here; the others are in
-``compiling_*.py``.
+import. The kernels of the language, of tutorials and of other styles are in ``compiling_language.py``.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
 import compiling_language as language
 import triton
 import triton.language as tl
-from compiling import ORDER, WORLD, compiled_forms, record, tuples
-from compiling_mutants import compile_mutants
-from compiling_sparse import INDEX_MATCH, SPARSE, SPARSE_TYPES, compile_index_match, compile_sparse
+from compiling import ORDER, WORLD, compile_for, compiled_forms, record, resources, tuples
 
 from tdcoll.calls.plan import Facts
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
@@ -28,16 +26,27 @@ from tdcoll.collectives.all_reduce import kernels_puts as reduce_puts
 from tdcoll.collectives.all_reduce import kernels_words as reduce_words
 from tdcoll.collectives.all_to_all import kernels_puts as to_all_puts
 from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
+from tdcoll.collectives.index_match import kernels as index_match
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
 from tdcoll.collectives.reduce_scatter import kernels_loop as scatter_loop
 from tdcoll.collectives.reduce_scatter import kernels_pull as scatter_pull
 from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts
 from tdcoll.collectives.reduce_scatter import kernels_words as scatter_words
+from tdcoll.collectives.sparse_all_reduce import (
+    kernels_lists,
+    kernels_merge,
+    kernels_nodes,
+    kernels_reduce,
+    kernels_tables,
+    kernels_values,
+)
 from tdcoll.fused import kernels as fused
 from tdcoll.fused.kernels_rows import NONE, PER_ROW
 from tdcoll.fused.op import _REGISTERS as REGISTERS
 from tdcoll.fused.policy import NormRows, choose
-from tdcoll.primitives import copies
+from tdcoll.language.jit import needs_nvshmem
+from tdcoll.primitives import copies, reduce
+from tdcoll.primitives.group import Nodes
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
 from tdcoll.runtime.topology import Topology
@@ -207,7 +216,7 @@ def collectives(arch: int) -> dict[str, object]:
 
 
 def others(arch: int) -> dict[str, object]:
-    """All others, and for one architecture those of the tests, and kernels in which something is missing."""
+    """All others, and for one architecture those of the tests."""
     made = {
         "index_match": [compile_index_match(arch, name, constants) for name, constants in INDEX_MATCH.items()],
         "sparse": [compile_sparse(name, arch, c, rows) for name, c, rows, archs in SPARSE if arch in archs],
@@ -220,9 +229,128 @@ def others(arch: int) -> dict[str, object]:
         made |= {"language": language.compile_language_checks(arch), "library": language.compile_with_all_of_nvshmem()}
     made["order"] = list(ORDER)
     if arch == 90:
-        made["mutants"] = compile_mutants()
         made |= {"tutorials": language.compile_tutorials(), "compat": language.compile_compat()}
     return made
+
+
+INDEX_MATCH = {  # constants, as op.py has them
+    "build": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 0},
+    "build, tables": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 32},
+    "build, search": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 32},
+}
+INDEX_MATCH_TYPES = {
+    **dict.fromkeys(("firsts", "places"), "*i64"),
+    **dict.fromkeys(("totals", "leaders", "progress"), "*i32"),
+}
+
+
+def index_of_all(search: bool) -> index_match.Index:
+    return index_match.Index("*i64", "*i64", "*i64", "*i64", "i64", "i32", "i64", "i32", "i32", search)
+
+
+def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> dict[str, object]:
+    kernel = getattr(index_match, name.partition(",")[0])
+    declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
+    types = INDEX_MATCH_TYPES | {"index": index_of_all("search" in name)}
+    ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
+    return {
+        "kernel": name,
+        "arch": arch,
+        "needs": needs_nvshmem(kernel),
+        "wide": sorted(name for name, kind in declared.items() if kind == "i64"),
+        "popcounts": ptx.count("popc.b"),
+        "or64": len(re.findall(r"(?:atom|red)\.global\S*\.or\.b64", ptx)),
+        **resources(ptx, arch),
+    }
+
+
+_SUM = {"REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
+_ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
+_PLANNED = {**_ROW, "PLANS": True, "BEHIND": False, "BLOCK": 256}
+_GATHERED = {**_ROW, "PLANS": False, "BEHIND": True, "BLOCK": 256}
+SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
+    ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
+    ("reduce", {**_SUM, "search": True, "ALIGNED": False, "ROWS": 32, "WIDE": 32, "WAITED": 8}, "*fp64", (90,)),
+    ("reduce_nodes", {**_SUM, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("reduce_nodes_of_single", {**_SUM, "WIDE": 1, "WAITED": 8}, "*fp16", (90,)),
+    ("forward", {"WAITED": 8}, "*fp32", (90,)),
+    ("meet", {"WAITED": 8}, "*fp32", (90,)),
+    ("meet_nodes", {"WAITED": 8}, "*fp32", (90,)),
+    ("prepare", {**_PLANNED, "PIECES": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
+    ("prepare", {**_GATHERED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
+    ("prepare", {**_PLANNED, "search": True, "PIECES": True, "DEEP": 8, "WIDE": 64}, "*fp32", (90,)),
+    (
+        "merge",
+        {"OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
+        "*fp16",
+        (90, 100),
+    ),
+    ("pad", {"TABLES": 2, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
+    ("reduce", {**_SUM, "tables": 4, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("reduce", {**_SUM, "tables": 8, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
+    ("reduce_nodes", {**_SUM, "tables": 4, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("forward", {"tables": 4, "WAITED": 8}, "*fp32", (90,)),
+    ("prepare", {**_PLANNED, "tables": 4, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("prepare", {**_PLANNED, "tables": 1, "PIECES": True, "DEEP": 8, "WIDE": 64}, "*bf16", (90,)),
+    (
+        "merge",
+        {"tables": 8, "OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
+        "*fp16",
+        (90,),
+    ),
+    ("pad", {"tables": 4, "TABLES": 32, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
+    ("join", {"given": 26, "ITEM": 4, "COUNT": 26, "BLOCK": 1024}, "*fp32", (90, 100)),
+    ("pack", {"REPEATED": True, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90, 100)),
+    ("pack", {"REPEATED": False, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90,)),
+]
+SPARSE_KERNELS = {
+    name: kernel
+    for module in (kernels_lists, kernels_tables, kernels_values, kernels_reduce, kernels_nodes, kernels_merge)
+    for name, kernel in vars(module).items()
+    if name in {of_case for of_case, *_ in SPARSE}
+}
+SPARSE_TYPES = {
+    **dict.fromkeys(("ids", "begins", "order", "count", "counts", "indices", "joined", "remembered"), "*i64"),
+    **dict.fromkeys(("target", "status"), "*i64"),
+    **dict.fromkeys(("totals", "progress"), "*i32"),
+    "partial": "*fp32",
+    "g": tuples()["g"],
+    "memory": kernels_lists.RowMemory("i64", "i64", "*i32", "*i32", "*i32"),
+    "nodes": Nodes("*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"),
+}
+
+
+def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str) -> dict[str, object]:
+    kernel = SPARSE_KERNELS[name]
+    constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
+    search = bool(constants.pop("search", False))
+    tables = constants.pop("tables", 0)  # elements in 16 bytes of a list of tables; 0: there is one
+    one = kernels_tables.Tables("*i64", "*i32", "*i64", "i32", not tables, tables or 1)
+    given = ["i64"] * constants.pop("given", 1)
+    given = kernels_tables.given(given, given, [*given, "i64"])
+    types = SPARSE_TYPES | {"tables": one, "given": given}
+    types |= dict.fromkeys(("source", "out", "values", "like"), rows) | {"index": index_of_all(search)}
+    ptx = compile_for(kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED"))).asm["ptx"]
+    return {
+        "kernel": name,
+        "arch": arch,
+        "rows": rows,
+        "search": search,
+        "tables": tables,
+        "calls": sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx))),
+        "aligned": bool(constants.get("ALIGNED")),
+        "wide": constants.get("WIDE", 0),
+        "needs": needs_nvshmem(kernel),
+        "globaltimer": ptx.count("%globaltimer"),
+        "release_sys": ptx.count("st.release.sys"),
+        "nan_max": ptx.count("max.NaN.f32"),
+        "wide_loads": len(re.findall(r"ld\.global\S*\.v[248]", ptx)),
+        "wide_stores": len(re.findall(r"st\.global\S*\.v[248]", ptx)),
+        **resources(ptx, arch),
+    }
 
 
 PARTS = {"collectives": collectives, "others": others}

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import ptx_divergence
 import ptx_order
 import torch
 import triton
@@ -113,7 +112,7 @@ def compile_for(
         options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early, **options},
     )
     ptx = compiled.asm["ptx"]
-    problems = [*ptx_order.problems(ptx), *ptx_divergence.problems(ptx)]
+    problems = [*ptx_order.problems(ptx), *ptx_order.divergence(ptx)]
     seen = {"problems": problems, "of_this_gpu": ptx_order.of_this_gpu(ptx), **ptx_order.count(ptx)}
     early = {"launched_early": compiled.metadata.launch_pdl, "waits_first": ptx_order.early(ptx)}
     names = {"module": kernel.__module__, "kernel": kernel.__name__, "name": compiled.metadata.name}
@@ -160,10 +159,6 @@ SEEN = {
     "sent": r"st\.relaxed\.sys\.global\.v4",
 }
 """Instructions that are counted."""
-
-
-def direct_ptx(kernel, arch: int, in_place: bool) -> str:
-    return compile_for(kernel, arch, {"COUNTED": False}, tuples(1 if in_place else 2)).asm["ptx"]
 
 
 def hot_spills(cubin: bytes, arch: int) -> list[str]:

@@ -121,7 +121,7 @@ def compile_compat() -> dict[str, Any]:
     """Kernels in Triton-distributed's style, and whether its wait keeps Triton from pipelining a loop."""
     sys.path.insert(0, str(TESTS / "compat"))
     tdcoll.compat.activate()
-    style, more = importlib.import_module("in_its_style"), importlib.import_module("more_kernels")
+    style = importlib.import_module("in_its_style")
     found: dict[str, Any] = {}
     for kernel, constants, types in (
         (style.pass_on, {"N": 64, "SCOPE": "intra_node"}, {"turn": "i32"}),
@@ -132,7 +132,7 @@ def compile_compat() -> dict[str, Any]:
         found[kernel.__name__] = {what: body.count(text) for what, text in TEXTS.items()} | resources(ptx, 90)
     types = COMPAT_TYPES | dict.fromkeys(("a", "b"), "*fp16") | {"out": "*fp32"}
     for wait in (True, False):
-        made = compile_for(more.multiply, 90, {"WAIT": wait, "N": 64}, types, aligned=True)
+        made = compile_for(style.multiply, 90, {"WAIT": wait, "N": 64}, types, aligned=True)
         found[f"pipelined, wait: {wait}"] = "async_copy_global_to_local" in made.asm["ttgir"]
     return found
 

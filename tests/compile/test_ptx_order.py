@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ptx_divergence
 import ptx_order
 import pytest
 
@@ -106,4 +105,4 @@ CHOICE = ("mov.b32 %r3, 0;", "@%p1 bra $L__BB0_1;", "mov.b32 %r3, 1;", "$L__BB0_
 )
 def test_barriers_that_some_threads_do_not_reach_are_seen(lines: tuple[str, ...], seen: bool) -> None:
     text = kernel(*"\n".join(lines).splitlines())
-    assert ptx_divergence.problems(text) == ([ptx_divergence.DIVERGENT] if seen else [])
+    assert ptx_order.divergence(text) == ([ptx_order.DIVERGENT] if seen else [])

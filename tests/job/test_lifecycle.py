@@ -6,8 +6,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton.language as tl
+from processes import python
 
 import tdcoll
 import tdcoll.language as tdl
@@ -37,11 +36,7 @@ finally:
 
 
 def test_neither_gpu_nor_simulator() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", INITIALIZE], capture_output=True, text=True, timeout=120, check=False,
-        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    done = python("-c", INITIALIZE, without=["TRITON_INTERPRET"], CUDA_VISIBLE_DEVICES="")
     assert done.returncode != 0
     # Nor does a first initialize() import what it does not need.
     imported = done.stdout.split()

@@ -17,7 +17,6 @@ from typing import Any
 import kernels_to_launch as kernels
 import torch
 import triton
-from test_lowerings import parameters_of
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import file_hash, get_ptxas_version
 from triton.compiler import CompiledKernel
@@ -251,7 +250,7 @@ def main() -> None:
     language = {name: getattr(tdl, name) for name in FUNCTIONS}
     report = {
         "warming up": warming_up(driver),
-        "parameters": {name: parameters_of(function) for name, function in language.items()},
+        "parameters": {name: kernels.parameters_of(function) for name, function in language.items()},
         "described": {
             name: [inspect.getdoc(function), [p for p in inspect.signature(function).parameters if p[0] != "_"]]
             for name, function in language.items()

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import python
 
 PROGRAM = Path(__file__).with_name("compiled_process.py")
 
@@ -18,9 +16,6 @@ PROGRAM = Path(__file__).with_name("compiled_process.py")
 @pytest.fixture(scope="session")
 def compiled() -> dict[str, Any]:
     """What `compiled_process.py` reports: a process without TRITON_INTERPRET, on a GPU that is not there."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TDCOLL_COMPILER")}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)], capture_output=True, text=True, env=environment, timeout=280, check=False
-    )
+    done = python(str(PROGRAM), without=["TRITON_INTERPRET", "TDCOLL_COMPILER"], timeout=280)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

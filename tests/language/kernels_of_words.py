@@ -126,18 +126,3 @@ def part_of_flagged(words, out, ok, monitor, BLOCK: tl.constexpr):
     first, _, _, arrived = tdl.wait_flagged(words + 2 * index, 1, index < BLOCK, monitor, 0)
     tl.store(out + index, first)
     tl.store(ok + index, arrived)
-
-
-@jit
-def block_of_pointers(words, out):
-    tl.store(out, tdl.atom_add(words + tl.arange(0, 16), 1))
-
-
-@jit
-def float_counter(floats, out):
-    tdl.atomic_add(floats, 1, 0)
-
-
-@jit
-def value_of_bytes(small, out):
-    tdl.p(small, 1, 0)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 import types
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -49,11 +51,6 @@ def by_the_full_name(out):
 @tdcoll.jit
 def in_a_nested_module(out):
     outer.inner.tdl.quiet()
-
-
-@tdcoll.jit
-def through_a_helper(out):
-    helper(out)
 
 
 @tdcoll.jit
@@ -151,7 +148,6 @@ NEED = (
     "by_its_name",
     "by_the_full_name",
     "in_a_nested_module",
-    "through_a_helper",
     "through_two_helpers",
     "through_the_language",
     "in_a_closure",
@@ -267,3 +263,13 @@ HALVES = (
 def whole_addresses(out, words):
     """Plain addresses have no type to be wrong."""
     tdl.wait_signal(out.to(tl.int64), tdl.CMP_GE, 1, words.to(tl.int64), 0, 0)
+
+
+def parameters_of(function: Any) -> list[list[Any]]:
+    """Names and defaults of a function's parameters, without Triton's own."""
+    signature = inspect.signature(getattr(function, "fn", function))
+    return [
+        [p.name, None if p.default is p.empty else repr(p.default)]
+        for p in signature.parameters.values()
+        if p.name not in ("_semantic", "_generator")
+    ]

@@ -82,29 +82,6 @@ def test_an_atomic_after_a_fence_says_that_data_are_there() -> None:
     assert "got [" in failure.report
 
 
-def test_atomics_of_all_threads_are_refused() -> None:
-    with pytest.raises(ValueError, match="every thread of the block would do it; call it in a branch on tid"):
-        World(1).run(lambda pe: kernels.count_by_threads[(1,)](*(zeros(8, torch.int32),) * 2, True))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "message"),
-    [
-        (kernels.block_of_pointers, torch.int32, r"atom_add: ptr must be a scalar, got a block of shape \[16\]"),
-        (kernels.float_counter, torch.float32, "atomic_add: dest must be a pointer to integers of 32 or 64 bits, got"),
-        (kernels.value_of_bytes, torch.int8, "p: dest must be a pointer to integers of 32 or 64 bits, or to fp32"),
-        (kernels.float_counter, None, "dest must lie in the symmetric heap"),
-    ],
-)
-def test_wrong_pointers_are_refused(kernel: Any, dtype: torch.dtype | None, message: str) -> None:
-    def host(pe: int) -> None:
-        words = torch.zeros(32, dtype=torch.int32) if dtype is None else zeros(32, dtype)
-        kernel[(1,)](words, words)
-
-    with pytest.raises(ValueError, match=message):
-        World(1).run(host)
-
-
 def meeting(barrier: bool, blocks: tuple[int, ...] = (5, 3, 5)) -> Any:
     """Launches of several sizes on one counter."""
     n, width = 4, 8

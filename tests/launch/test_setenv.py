@@ -160,22 +160,6 @@ def test_modules_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found == "lacks only_a_folder, no_such_module, no_such_module.inside"
 
 
-@pytest.mark.parametrize(("interpret", "extras"), [("1", "'tdcoll[sim]'"), ("0", "'tdcoll[cu12]' or 'tdcoll[cu13]'")])
-def test_an_installed_package_says_what_to_install(shell: Shell, interpret: str, extras: str) -> None:
-    """One file of the checkout's name beside the package makes no checkout."""
-    skipped = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(REPOSITORY / "tdcoll", shell.directory / "tdcoll", ignore=skipped)
-    for name in ("tdcoll_torch.py", "launch.sh"):
-        shutil.copy(REPOSITORY / name, shell.directory)
-    command = f"'{sys.executable}' -S -m tdcoll run tdcoll_torch.py"
-    done = shell.run("-c", command, PYTHONPATH=str(shell.directory), TRITON_INTERPRET=interpret)
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"tdcoll: {sys.executable} lacks torch, triton, numpy")
-    assert f": pip install {extras}" in line
-    assert not (shell.directory / ".venv").exists()
-
-
 # ---------------------------------------------------------------------- .venv
 
 
@@ -426,3 +410,47 @@ def test_a_python_that_is_too_old_is_passed_over(shell: Shell) -> None:
     shell.program("python3", f'#!/bin/sh\n[ $# = 2 ] && exec {sys.executable} -c "{older}" "$2"\nexit 9\n')
     shell.program("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     assert source(shell, PYTHON="")[0]["TDCOLL_PYTHON"] == sys.executable
+
+
+# ---------------------------------------------------------------------- an installed package
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package in a folder. One file of the checkout's name beside it makes no checkout."""
+    folder = tmp_path_factory.mktemp("installed")
+    shutil.copytree(REPOSITORY / "tdcoll", folder / "tdcoll", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("tdcoll_torch.py", "launch.sh"):
+        shutil.copy(REPOSITORY / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize(("interpret", "extras"), [("1", "'tdcoll[sim]'"), ("0", "'tdcoll[cu12]' or 'tdcoll[cu13]'")])
+def test_it_says_what_to_install(shell: Shell, installed: Path, interpret: str, extras: str) -> None:
+    command = f"cd '{installed}' && '{sys.executable}' -S -m tdcoll run tdcoll_torch.py"
+    done = shell.run("-c", command, PYTHONPATH=str(installed), TRITON_INTERPRET=interpret)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"tdcoll: {sys.executable} lacks torch, triton, numpy")
+    assert f": pip install {extras}" in line
+    assert not (installed / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("bench --help", "  python -m tdcoll run -m tdcoll bench all_gather --json"),
+        ("tune --help", "python -m tdcoll run [--nproc N] -m tdcoll tune"),
+        ("report --help", "  python -m tdcoll run -m tdcoll bench"),
+        ("doctor --help", "without torchrun\nand tdcoll run."),
+        ("doctor --no-run", ": tdcoll run runs kernels in the simulator"),
+    ],
+)
+def test_its_advice_names_tdcoll_run(shell: Shell, installed: Path, words: str, expected: str) -> None:
+    """It has no launch.sh and no setenv.sh."""
+    command = f"cd '{installed}' && '{sys.executable}' -m tdcoll {words}"
+    done = shell.run("-c", command, PYTHONPATH=str(installed), CUDA_VISIBLE_DEVICES="")
+    text = done.stdout + done.stderr
+    assert expected in text
+    assert "launch.sh" not in text
+    assert "setenv.sh" not in text

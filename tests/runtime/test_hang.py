@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from hang_job import FIRST_S, SECOND_S
+from processes import python
 
 from tdcoll.base import hang
 from tdcoll.base.call_log import Calls, Made, kind_of, ranks_text
@@ -67,8 +68,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def ask(*pids: int) -> subprocess.CompletedProcess[str]:
     """``python -m tdcoll hang``, as people call it."""
-    words = [sys.executable, "-m", "tdcoll", "hang", *map(str, pids)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    return python("-m", "tdcoll", "hang", *map(str, pids))
 
 
 def processes(job: Job) -> list[int]:

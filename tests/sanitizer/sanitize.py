@@ -6,7 +6,7 @@
 First the run goes without a tool: this compiles its kernels, and what is wrong anyhow is no tool's finding. Then the
 tools run beside each other, each with a job of its own, over the ranks alone: no launcher and no compiler is watched. A
 control runs as well: a kernel that stores out of bounds, which memcheck must report. Each prints a line when it ends,
-which says what was reported and whose it is (``reports.py``). Under it follows what is tdcoll's. What has not ended by
+which says what was reported and whose it is (:func:`parse`). Under it follows what is tdcoll's. What has not ended by
 the deadline is killed, and the end of its logs is printed. Exit status: 0 if nothing is tdcoll's; 1 if something is, or
 if a job failed or did not end; 2 for a wrong command line.
 """
@@ -14,20 +14,112 @@ if a job failed or did not end; 2 for a wrong command line.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import os
+import re
 import shutil
-import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
-from reports import parse
+_LINE = re.compile(r"^=========(.*)$")
+_HOST = re.compile(r"Host Frame:\s*(?P<name>.*)")
+_MODULE = re.compile(r"\bin (?P<module>\S+)\s*$")
+_DEVICE = re.compile(r"(?:^\s+at|Device Frame:|access at)\s+(?:0x[0-9a-f]+ in )?(?P<name>[A-Za-z_]\w*)")
+_SUMMARY = re.compile(r"^ (?:ERROR|RACECHECK) SUMMARY: ")
+_NOT_REPORTS = re.compile(
+    r"^ (?:COMPUTE-SANITIZER|LEAK SUMMARY|Target application terminated before first instrumented API call"
+    r"|No attachable process|This tool is|Program hit sanitizer limits|Saving|Read \d+|Warning: Detected overlapping)"
+)
+
+_BELOW = re.compile(r"^(?:libcuda|libcudart|libcuda_driver|libsanitizer|libTreeLauncher|libInterceptor)")
+"""Modules that are called by whoever is meant."""
+
+_COPY = re.compile(
+    r"^ ?Host API memory access error at host access to (?P<address>0x[0-9a-f]+) .*\n +Uninitialized access"
+)
+
+HEAP = "the symmetric heap"
+"""The owner of what initcheck says of copies from the heap."""
+
+OTHERS = {"NVSHMEM": re.compile(r"^(?:lib)?nvshmem"), "NCCL": re.compile(r"^libnccl")}
+"""Whose libraries are whose, by the name of the file."""
+
+
+class Report(NamedTuple):
+    """One report, as it was written but without ``=========``.
+
+    Attributes:
+        owner: ``"tdcoll"``, a key of :data:`OTHERS`, or :data:`HEAP`.
+        kernel: the innermost function of the device; empty if there is none.
+    """
+
+    text: str
+    owner: str
+    kernel: str
+
+
+class Run(NamedTuple):
+    """What was written about one process; ``watched``: it used CUDA and came to its end, since there is a summary."""
+
+    reports: tuple[Report, ...]
+    watched: bool
+
+
+def _owner(modules: list[str]) -> str:
+    above = [module for module in modules if not _BELOW.match(module)]
+    return next((name for name, pattern in OTHERS.items() if above and pattern.match(above[0])), "tdcoll")
+
+
+def _report(lines: list[str], heap: range) -> Report:
+    modules, kernel, host = [], "", False
+    copy = _COPY.match("\n".join(lines))
+    for line in lines:
+        if _HOST.search(line):
+            host = True
+        elif not kernel and not host and (found := _DEVICE.search(line)):
+            kernel = found["name"]
+        # The module is on the frame's line, or on the next.
+        if host and (found := _MODULE.search(line)):
+            modules.append(found["module"].rpartition("/")[2])
+    owner = HEAP if copy and int(copy["address"], 16) in heap else _owner(modules)
+    return Report("\n".join(line.removeprefix(" ") for line in lines), owner, kernel)
+
+
+def parse(text: str, heap: range = range(0)) -> Run:
+    """Take apart what compute-sanitizer wrote about one process, whose symmetric heap has the addresses ``heap``.
+
+    A report is a paragraph of lines that begin with ``=========``. It has a first line (what happened), frames of the
+    device (``at NAME+0x... in FILE:LINE``) and frames of the host (``Host Frame: NAME ... in MODULE``), the innermost
+    first. Whose it is, the first frame of the host says that is in neither the driver nor CUDA's runtime: that module
+    made the call or launched the kernel. What is in NVSHMEM's or NCCL's libraries is theirs, and all else is tdcoll's.
+    Exception: initcheck does not follow writes to the symmetric heap, so copies from there are no findings.
+    """
+    reports: list[Report] = []
+    paragraph: list[str] = []
+    watched = False
+    for raw in [*text.splitlines(), "========="]:
+        found = _LINE.match(raw.rstrip())
+        if not found:
+            continue  # the program's own output
+        line = found[1]
+        watched |= bool(_SUMMARY.match(line))
+        if line.strip() and not _SUMMARY.match(line) and not _NOT_REPORTS.match(line):
+            # A first line is indented by one; what belongs to it by more. Some tools leave no line between reports.
+            if paragraph and not line.startswith("  "):
+                reports.append(_report(paragraph, heap))
+                paragraph = []
+            paragraph.append(line)
+        elif paragraph:
+            reports.append(_report(paragraph, heap))
+            paragraph = []
+    return Run(tuple(reports), watched)
+
 
 HERE = Path(__file__).resolve().parent
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -41,14 +133,8 @@ PORTS, FIRST_PORT = 10, 30000
 """Ports per watched process, and the first of all; below the range from which Linux gives ports to clients."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What came of one tool.
-
-    Attributes:
-        line: the summary.
-        details: what is to be read if it is not ok.
-    """
+class Verdict(NamedTuple):
+    """What came of one tool: a summary, and what is to be read if it is not ok."""
 
     ok: bool
     line: str
@@ -97,64 +183,31 @@ def judge_control(folder: Path, output: str = "") -> Verdict:
     return Verdict(False, f"control: {CONTROL} is not reported", f"{seen}\n{output[-4000:]}")
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A job that has ended, or was killed at the deadline.
-
-    Attributes:
-        status: its exit status; None if it was killed.
-        seconds: how long it ran.
-        output: the end of what it printed.
-    """
+class Ended(NamedTuple):
+    """A job that has ended: with a status, or None if it was killed at the deadline; and the end of what it printed."""
 
     status: int | None
     seconds: float
     output: str
 
 
-async def run(name: str, command: Sequence[str], scratch: Path, until: float) -> Ended:
-    """Run a command, in a session of its own, until it ends, or at most until ``time.monotonic()`` is ``until``.
+def run(name: str, command: Sequence[str], scratch: Path, until: float) -> Ended:
+    """Run a command until it ends, or at most until ``time.monotonic()`` is ``until``; ranks die with their launcher.
 
     Args:
         scratch: a folder, for Triton's cache and for what the job prints.
     """
-    begin, file, status = time.monotonic(), scratch / f"{name}.txt", None
-    surroundings = {
-        **os.environ,
-        "PYTHON": sys.executable,
-        "TRITON_CACHE_DIR": str(scratch / "triton"),
-        "CUDA_MODULE_LOADING": "LAZY",
-    }
+    begin, file = time.monotonic(), scratch / f"{name}.txt"
+    variables = {"PYTHON": sys.executable, "TRITON_CACHE_DIR": str(scratch / "triton"), "CUDA_MODULE_LOADING": "LAZY"}
     with file.open("w") as output:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=output, stderr=asyncio.subprocess.STDOUT, env=surroundings, start_new_session=True
-        )
         try:
-            status = await asyncio.wait_for(process.wait(), until - begin)
-        except asyncio.TimeoutError:
-            pass
-        finally:  # also if this program is interrupted
-            # torchrun gives each rank a session, so the job's own group is not all.
-            for group in {process.pid} | (groups_below(process.pid) if process.returncode is None else set()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(group, signal.SIGKILL)
-            await process.wait()
+            status = subprocess.run(
+                command,
+                stdout=output, stderr=subprocess.STDOUT, env=os.environ | variables, timeout=until - begin, check=False,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            status = None
     return Ended(status, time.monotonic() - begin, tail(file))
-
-
-def groups_below(pid: int) -> set[int]:
-    """Return the process groups of all processes below one."""
-    children: dict[int, list[tuple[int, int]]] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            _, parent, group = file.read_text(errors="replace").rpartition(")")[2].split()[:3]
-            children.setdefault(int(parent), []).append((int(file.parent.name), int(group)))
-    groups, left = set(), [pid]
-    while left:
-        for child, group in children.get(left.pop(), []):
-            groups.add(group)
-            left.append(child)
-    return groups
 
 
 def tail(file: Path, characters: int = 4000) -> str:
@@ -225,44 +278,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sanitizer is None:
         parser.error(f"compute-sanitizer: expected on PATH or in {TOOLKIT}, found in neither")
 
-    async def plain(check: str) -> tuple[Verdict, float]:
+    def plain(check: str) -> tuple[Verdict, float]:
         name = f"{check} without a tool"
-        ended = await run(name, launch(options.nproc, str(HERE / "mixed_calls.py"), check), folder, until)
+        ended = run(name, launch(options.nproc, str(HERE / "mixed_calls.py"), check), folder, until)
         if ended.status is None:
             return not_ended(name, ended, folder), ended.seconds
         line = f"{name}: " + ("ok" if ended.status == 0 else f"the job ended with {ended.status}")
         return Verdict(ended.status == 0, line, ended.output), ended.seconds
 
-    async def watched(tool: str) -> tuple[Verdict, float]:
+    def watched(tool: str) -> tuple[Verdict, float]:
         logs = folder / tool
         logs.mkdir()
         place = len(TOOLS) if tool == "control" else TOOLS.index(tool)
         ranks, checks = (1, ("control",)) if tool == "control" else (options.nproc, CHECKS)
         first_port = FIRST_PORT + place * PORTS * options.nproc
         kind = "memcheck" if tool == "control" else tool
-        ended = await run(tool, under(kind, sanitizer, logs, first_port, ranks, *checks), folder, until)
+        ended = run(tool, under(kind, sanitizer, logs, first_port, ranks, *checks), folder, until)
         if ended.status is None:
             return not_ended(tool, ended, logs), ended.seconds
         if tool == "control":
             return judge_control(logs, ended.output), ended.seconds
         return judge(tool, logs, ranks, ended.status, ended.output), ended.seconds
 
-    async def judged() -> bool:
-        # Beside each other, for the compiler's sake; the tools find all kernels in the cache.
-        return await shown(plain, CHECKS) and await shown(watched, [*options.tools, "control"])
+    def shown(judge_one: Callable[[str], tuple[Verdict, float]], names: Sequence[str]) -> bool:
+        """Judge all beside each other, and show each when it ends; return whether all are ok."""
+        with ThreadPoolExecutor(len(names)) as pool:
+            jobs = [pool.submit(judge_one, name) for name in names]
+            ok = [show(*job.result()) for job in as_completed(jobs)]
+        return all(ok)
 
     with tempfile.TemporaryDirectory(prefix="tdcoll-") as scratch:
         folder, until = Path(scratch), time.monotonic() + options.deadline
-        return 0 if asyncio.run(judged()) else 1
-
-
-async def shown(judge_one: Callable[[str], Awaitable[tuple[Verdict, float]]], names: Sequence[str]) -> bool:
-    """Judge all beside each other, and show each when it ends; return whether all are ok."""
-    return all([show(*await one) for one in asyncio.as_completed([judge_one(name) for name in names])])
+        # Beside each other, for the compiler's sake; the tools find all kernels in the cache.
+        return 0 if shown(plain, CHECKS) and shown(watched, [*options.tools, "control"]) else 1
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--become"]:
         become(*sys.argv[2:])
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

@@ -23,6 +23,10 @@ def signal(p, q, signal):
     tdl.putmem_signal_block(p, q, 8, signal, 1, SET, 1)
 
 
+def add(p):
+    tdl.atomic_add(p, 1, 0)
+
+
 def peer():
     return runtime.current().heap.peer_base(1)
 
@@ -55,6 +59,14 @@ def peer():
         (lambda p: tdl.signal_wait_until(p, 6, 1), r"cmp_ must be a CMP_\* constant, got 6"),
         (lambda p: tdl.wait_signals(p, 3, -1, 5, 1, p, 2), "BLOCK must be a power of two of at least count=3, got 2"),
         (lambda p: tdl.wait_signal(p, 9, 1, p, 0, 0), r"compare must be a CMP_\* constant, got 9"),
+        (lambda p: tdl.atom_add(p, 1), "every thread of the block would do it; call it in a branch on tid"),
+        (lambda p: tdl.atom_add(p + tl.arange(0, 16), 1), r"atom_add: ptr must be a scalar, got a block of shape .16"),
+        (lambda r, own: device(add, own), "dest must lie in the symmetric heap"),
+        (lambda r, own: device(add, r.view(torch.float64)), "atomic_add: dest must be a pointer to integers of 32 or"),
+        (
+            lambda r, own: device(lambda p: tdl.p(p, 1, 0), r.view(torch.int8)),
+            "p: dest must be .* or 64 bits, or to fp32",
+        ),
         (lambda p: tdl.copy_block(p, p, -1), "nbytes must be at least 0, got -1"),
         (lambda p: tdl.consume_token(1.5, 1), "value must be a pointer or an integer offset, got fp32"),
         (lambda p: tdl.consume_token(p, tl.cast(1, tl.int64)), "token must be what wait_token returned, .* got int64"),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 import traceback
 from collections import defaultdict
 from itertools import combinations
@@ -146,16 +145,6 @@ def test_runtime_ranges_nested_functions_and_loads_of_ordinary_memory():
     World(1).run(host)
     assert out.tolist() == [7, 1, 4, 9, 16, 0, 0, 0]
     assert ended.item() == 1
-
-
-def test_errors_of_programs_name_them():
-    def fails(signal):
-        if tdl.my_pe() == 1 and tl.program_id(0) == 1:
-            tdl.signal_block(signal, 1, 77, 0)
-
-    with pytest.raises(ValueError, match="sig_op must be SIGNAL_SET or SIGNAL_ADD, got 77") as raised:
-        World(2).run(lambda pe: device(fails, tdcoll.zeros(1, torch.int64), grid=(2,)))
-    assert any(re.fullmatch(r"raised by pe1 call\(1,0,0\) \(\S+\.py:\d+\)", note) for note in raised.value.__notes__)
 
 
 def test_world_outlives_a_run_and_keeps_its_memory():
