@@ -101,7 +101,7 @@ def _links(app: Any, name: str, source: list[str]) -> None:
 
 
 _OF_CONTEXTS = """
-begin calling captured capturing current_stream device_group device_lamport enter fail follows_stream group_name inbox
+begin calling captured capturing current_stream device_group device_lamport enter fail inbox
 known ll_bytes loads_together once refuse stores tables take_back wait_for_loads
 """
 _OF_SPARSE = f"{_OF_CONTEXTS} capacities enlarge excess lists raise_if_wrong"

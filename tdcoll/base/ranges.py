@@ -8,14 +8,30 @@ don't take longer.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 from collections.abc import Callable
 
 import torch
 
+_log = logging.getLogger("tdcoll")
+
 
 def _wanted() -> bool:
-    return os.environ.get("TDCOLL_NVTX", "0") not in ("", "0")
+    return os.environ.get("TDCOLL_NVTX", "0") not in ("", "0") and _available()
+
+
+@functools.cache
+def _available() -> bool:
+    """Return whether this PyTorch has NVTX; a warning says so if it doesn't."""
+    try:
+        torch.cuda.nvtx.range_push("tdcoll")
+        torch.cuda.nvtx.range_pop()
+    except RuntimeError as error:
+        _log.warning("TDCOLL_NVTX has no effect: %s", error)
+        return False
+    return True
 
 
 class _Range(contextlib.ContextDecorator):

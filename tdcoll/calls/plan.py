@@ -339,7 +339,7 @@ def cut_words(
     fewest = _fewest_words(payload, facts.max_blocks) if payload.blocks else 1
     words = words_of(payload.nbytes, payload.width)
     if entry.chunk is not None:
-        block = min(LL_MOST_WORDS, power(entry.chunk // payload.width + 1) // 2)  # at most so much
+        block = max(32, min(LL_MOST_WORDS, power(entry.chunk // payload.width + 1) // 2))  # at most so much
     elif entry.chunks is not None:
         block = min(LL_MOST_WORDS, max(LL_BLOCK, power(-(-words // entry.chunks))))
     else:

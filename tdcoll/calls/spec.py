@@ -250,6 +250,11 @@ class Collective:
         """
         decision = self.decide(facts, algorithm, sections)
         epochs = self.epochs(facts, decision.plan.algorithm)
+        if isinstance(algorithm, Plan):
+            nbytes = self.algorithm(algorithm.algorithm).payload(facts).nbytes
+            covered = algorithm.chunks * algorithm.chunk
+            if len(epochs) > 1 or covered < nbytes:
+                raise ValueError(f"a Plan must cover {nbytes} bytes in one epoch; got {covered} in {len(epochs)}")
         if len(epochs) == 1:
             return decision, epochs
         first = self.choose(replace(facts, nbytes=epochs[0]), decision.plan.algorithm, sections)

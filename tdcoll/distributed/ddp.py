@@ -18,13 +18,14 @@ from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import NotInitializedError
 from tdcoll.base.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
+from tdcoll.calls.preconditions import debugging
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import sparse_sum_by_gather
 from tdcoll.distributed.handlers import Members
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
-from tdcoll.distributed.work import current_stream
+from tdcoll.distributed.work import current_stream, record_streams
 
 _log = logging.getLogger("tdcoll")
 
@@ -51,7 +52,9 @@ def _sums(group: Any) -> SparseAllReduce:
         found: SparseAllReduce | None = owner.contexts.get(key)
         if found is None:
             queue = Queue(owner.control.part("sparse gradients of " + "-".join(map(str, key[1]))))
-            found = SparseAllReduce(Members(owner, key[1], owner.timeout_s, Options()), queue)
+            debug = debugging("first" if owner.simulated else False)
+            members = Members(owner, key[1], owner.timeout_s, Options(), debug is True, debug == "first")
+            found = SparseAllReduce(members, queue)
             if owner.device.type == "cuda":
                 found.stream = torch.cuda.Stream(owner.device)
             owner.contexts[key] = found
@@ -66,7 +69,10 @@ class _Pass:
 
     Attributes:
         task: the call; its result has a mean for each gradient.
+        submitted: whether the queue makes it.
     """
+
+    submitted = False
 
     def __init__(self, sums: SparseAllReduce, group: Any) -> None:
         self.sums, self._group = sums, group
@@ -91,9 +97,14 @@ class _Pass:
         return self._futures[-1]
 
     def submit(self) -> None:
-        """Let the queue's thread make the call, while the backward pass goes on."""
-        self._there = [stream.record_event() for stream in self._streams.values()]
-        self.sums.queue.submit(self.task)
+        """Let the queue's thread make the call, while the backward pass goes on; not if the process group has to make
+        it, whose other calls the backward pass makes."""
+        if self.sums.refuse(Call(self._gradients, self._gradients, "mean")) is None:
+            self._there = [stream.record_event() for stream in self._streams.values()]
+            if self.sums.stream is not None:
+                record_streams(self._gradients, self.sums.stream)  # nobody may come to wait for it
+            self.submitted = True
+            self.sums.queue.submit(self.task)
 
     def make(self) -> None:
         """Make the call here, when those of the queue are made, and wait for it."""
@@ -380,11 +391,11 @@ class SparseGradientReducer:
             if table.taken is None:
                 self._hold(table)
         try:
-            if (ready := self._pass) is None:
-                ready = self._begin()
-                ready.make()
-            else:
+            ready = self._pass or self._begin()
+            if ready.submitted:
                 ready.wait()
+            else:
+                ready.make()
             for table, mean in zip(self._tables, ready.task.result, strict=True):
                 if not table.frozen:
                     table.parameter.grad = mean if mean._nnz() else None

@@ -8,7 +8,8 @@ different orders, because they do not wait for each other.
 
 Callbacks of futures run on the queue's thread, right behind their call and before the next one of the queue, as they do
 on NCCL's futures. A callback may issue calls and wait for them, because calls that it issues to that queue are made at
-once. All ranks therefore make the calls of callbacks in the same order, too.
+once. All ranks therefore make the calls of callbacks in the same order, too, if each callback is attached before the
+next call of its kind is issued.
 
 All calls end before the interpreter does, because a thread that Python stops inside of C++, where a call waits, aborts
 the process. A forked child has none of the threads.
@@ -17,6 +18,7 @@ the process. A forked child has none of the threads.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import os
@@ -25,7 +27,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -208,11 +210,38 @@ class Queue:
                 self._current = self._tasks.popleft()
             if self._giving_up:
                 self._current.give_up()
-            self._current.run()
+            try:
+                self._current.run()
+            except BaseException:  # the thread has to go on: of a future that can't be set, for example
+                _log.error("backend tdcoll: what comes behind an asynchronous call has failed", exc_info=True)
 
 
 _queues: weakref.WeakSet[Queue] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_queues.clear)
+
+_waiting: dict[Queue, Queue] = {}
+"""Queues whose callback waits for a call of another one."""
+_waiting_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _waits_of_callback(task: QueuedCall) -> Iterator[None]:
+    """The body waits for a task. Raise RuntimeError if a callback does so whose end is what the task waits for."""
+    mine = next((queue for queue in list(_queues) if queue.calls_back), None)
+    if mine is None or task.queue is None or task.done.is_set():
+        yield
+        return
+    with _waiting_lock:
+        behind: Queue | None = task.queue
+        while behind is not None and behind is not mine:
+            behind = _waiting.get(behind)
+        if behind is mine:
+            raise RuntimeError("a callback cannot wait for a call that is made when the callback has ended")
+        _waiting[mine] = task.queue
+    try:
+        yield
+    finally:
+        _waiting.pop(mine, None)
 
 
 @functools.cache
@@ -245,11 +274,10 @@ class TaskWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         task, seconds = self._task, seconds_of(timeout)
-        if task.queue is not None and task.queue.calls_back and not task.done.is_set():
-            raise RuntimeError("a callback cannot wait for a call behind its own, which is made when it has ended")
-        if not task.done.wait(seconds):
-            assert seconds is not None
-            raise expired(seconds)
+        with _waits_of_callback(task):
+            if not task.done.wait(seconds):
+                assert seconds is not None
+                raise expired(seconds)
         if task.error is not None:
             task.undelivered.clear()
             raise task.error

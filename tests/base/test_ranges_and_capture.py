@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from typing import Any
+
 import torch
 
 import tdcoll
@@ -13,7 +15,7 @@ from tdcoll.base import ranges
 from tdcoll.base.capture import capturing, refuse
 from tdcoll.calls.launch import Launch, Launcher
 from tdcoll.calls.launches import Launches
-from tdcoll.collectives.index_match import Directory
+from tdcoll.collectives.index_match.op import Directory
 from tdcoll.fused import all_reduce_rms_norm
 from tdcoll.testing import World
 
@@ -22,6 +24,7 @@ from tdcoll.testing import World
 def pushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Messages to NVTX, because ``TDCOLL_NVTX`` asks for it: names, and "end"."""
     told: list[str] = []
+    monkeypatch.setattr(ranges, "_available", lambda: True)
     monkeypatch.setenv("TDCOLL_NVTX", "1")
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("end"))
@@ -90,6 +93,18 @@ def test_without_the_variable_nothing_is_in_the_way(
 
     World(1).run(host)
     assert pushed == []
+
+
+def test_without_nvtx_the_variable_has_no_effect(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def missing(name: str) -> None:
+        raise RuntimeError("NVTX functions not installed")
+
+    monkeypatch.setenv("TDCOLL_NVTX", "1")
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", missing)
+    ranges._available.cache_clear()
+    World(1).run(lambda pe: CALLS["all_reduce[one_shot, 64 B]"](tdcoll.CollectiveContext()))
+    ranges._available.cache_clear()
+    assert caplog.text.count("TDCOLL_NVTX has no effect: NVTX functions not installed") == 1
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

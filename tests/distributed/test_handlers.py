@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_calls_of_callbacks_come_first_and_cannot_wait_for_later_ones() -> None:
 
     def then(done: Any) -> None:
         telling(queue, told, "of the callback").wait()
-        with pytest.raises(RuntimeError, match="behind its own"):
+        with pytest.raises(RuntimeError, match="when the callback has ended"):
             later.wait()
         refused.append(threading.current_thread() is queue.thread)
 
@@ -84,6 +85,41 @@ def test_calls_of_callbacks_come_first_and_cannot_wait_for_later_ones() -> None:
     future.wait()
     assert refused == [True]
     assert told == ["first", "of the callback", "later"]
+
+
+def test_callbacks_that_wait_for_each_other_end() -> None:
+    """The second of them raises, and its queue goes on with what the first waits for."""
+    queues, go, ended = [new_queue() for _ in range(2)], threading.Event(), list[str]()
+    works = [telling(queue, [], "call", go) for queue in queues]
+    both = threading.Barrier(2, timeout=PLENTY_S)
+
+    def waits_for(other: Queue) -> Any:
+        def then(done: Any) -> None:
+            both.wait()
+            try:
+                ended.append("waited" if telling(other, [], "of a callback").wait() else "")
+            except RuntimeError as error:
+                ended.append(str(error))
+
+        return then
+
+    futures = [work.get_future().then(waits_for(other)) for work, other in zip(works, reversed(queues), strict=True)]
+    go.set()
+    for future in futures:
+        future.wait()
+    assert sorted(ended) == ["a callback cannot wait for a call that is made when the callback has ended", "waited"]
+
+
+def test_a_queue_goes_on_when_a_future_cannot_be_set(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    queue, go, told = new_queue(), threading.Event(), list[Any]()
+    first = telling(queue, told, "first", go)
+    assert first.get_future() is not None
+    monkeypatch.setattr(QueuedCall, "_tell", lambda call: 1 / 0)
+    go.set()
+    telling(queue, told, "second").wait(timedelta(seconds=PLENTY_S))
+    queue.drain()
+    assert told == ["first", "second"]
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_a_future_that_is_asked_for_late() -> None:

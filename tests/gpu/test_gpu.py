@@ -124,16 +124,6 @@ def test_calls_by_copy_engines(launch: Launch, heap: str, connections: str) -> N
 
 
 @needs(2)
-@pytest.mark.parametrize("heap", ["nvshmem", "torch"])
-def test_pytorchs_memory_as_callers_tensors(launch: Launch, heap: str) -> None:
-    names = "sizes", "larger_calls_are_several_epochs", "graphs"
-    variables = {"TDCOLL_HEAP": heap, "CALLERS_MEMORY": "torch"}
-    script = str(script_of("dense"))
-    done = launch("--nproc", str(min(GPUS, 4)), script, *names, timeout=TIMEOUT_S, env=variables)
-    assert set(verdicts(done)) == {*names}
-
-
-@needs(2)
 def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
     """The negative control of all the others: what they look for is there to be seen on these GPUs."""
     done = run_checks(launch, min(GPUS, 4), WORKERS / "stall_checks.py")

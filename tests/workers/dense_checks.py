@@ -2,8 +2,7 @@
 """All dense collectives, as users call them, on every rank of a job; compared with the reference, to the bit.
 
 Each check is for all of them: `bash launch.sh tests/workers/dense_checks.py [checks]`. The calls are those of
-tests/collectives/suite, of larger sizes. A kernel takes seconds to compile, so there are few kinds of them. With
-`CALLERS_MEMORY=torch`, on GPUs, tensors that peers read and write are PyTorch's symmetric memory.
+tests/collectives/suite, of larger sizes. A kernel takes seconds to compile, so there are few kinds of them.
 """
 
 from __future__ import annotations
@@ -271,7 +270,7 @@ def other_devices() -> None:
             for form in set(kinds_of(spec)) & {*"sp"}:
                 ordinary = place(spec, "i", 4, 0, ctx, torch.float32, None)
                 refused = partial(make, spec, form, ordinary.tensor, ordinary.out, ctx)
-                expect_raises(tdcoll.NotSymmetricError, refused, "symmetric memory")
+                expect_raises(tdcoll.NotSymmetricError, refused, "symmetric heap")
             call(x)
         ctx.check()
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,22 +39,6 @@ __all__ += ["left_alone", "make", "place", "reference", "replay_captured", "righ
 SIZES = [0, 7, 1000] if simulated() else [0, 1, 2, 7, 255, 1000, 4096, 65536 + 3, 1 << 18, 3 << 20]
 
 
-OF_PYTORCH = os.environ.get("CALLERS_MEMORY") == "torch"
-"""Whether tensors that peers read and write are PyTorch's symmetric memory, on GPUs, where nothing can be put."""
-
-
-def symmetric(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``[numel]`` of memory that peers can read and write."""
-    if not OF_PYTORCH:
-        return tdcoll.empty((numel,), dtype)
-    import torch.distributed._symmetric_memory as symm_mem
-
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # to ask for it hangs on some hosts
-    whole = symm_mem.empty(numel, dtype=dtype, device=device())
-    symm_mem.rendezvous(whole, dist.group.WORLD)
-    return whole
-
-
 def kind_of(spec: Collective) -> torch.dtype:
     return torch.float32 if spec.reduces else torch.uint8
 
@@ -66,8 +49,7 @@ def served(
     """Algorithms that serve segments of so many bytes on all ranks of this context."""
     form = {"in_place": kind == "p", "symmetric": kind in "st"}
     facts = facts_of(ctx, nbytes, dtype if spec.reduces else None, **form)
-    names = [each.name for each in spec.algorithms if each.supports(facts) is None]
-    return [name for name in names if not (OF_PYTORCH and kind in "pst" and name in ("1d", "2d"))]
+    return [each.name for each in spec.algorithms if each.supports(facts) is None]
 
 
 def sizes_of(spec: Collective) -> list[int]:
@@ -99,7 +81,7 @@ class Watched:
     def __init__(self, spec: Collective, most: int, dtype: torch.dtype) -> None:
         self.spec, self.dtype = spec, dtype
         many = world() if spec.scatters or spec.gathers else 1
-        self.shared = symmetric(32 + most * many, dtype)
+        self.shared = tdcoll.empty((32 + most * many,), dtype)
         self.wrong = torch.zeros((), dtype=torch.int64, device=device())
 
     def call(
@@ -118,8 +100,7 @@ class Watched:
     def done(self, what: str) -> None:
         """Raise if anything was wrong; give the memory back."""
         expect(int(self.wrong) == 0, f"{self.spec.name}, {what}: {int(self.wrong)} wrong elements")
-        if not OF_PYTORCH:
-            tdcoll.free(self.shared)
+        tdcoll.free(self.shared)
 
 
 def replay_captured(spec: Collective, n: int, captured: int, replays: int) -> None:

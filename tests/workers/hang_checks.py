@@ -65,7 +65,7 @@ def a_long_wait_says_so() -> str:
         # On busy cores a simulated kernel may leave no notices for so long that its wait is taken for another one.
         expect(len(said()) == 1 or (simulated() and said()), f"logged: {lines}")
         expect(said()[0].startswith(f"rank {rank()}: "), f"logged: {lines}")
-        expect(f"all_gather, call 2 of group {ctx.group_name}" in answers[-1], f"answered: {answers}")
+        expect(f"all_gather, call 2 of {ctx.calls.group}" in answers[-1], f"answered: {answers}")
         if tdcoll.topology().n_nodes == 1:
             expect(said()[0].endswith(f"for rank {late}"), said()[0])
     return f"logged: {lines}"

@@ -33,17 +33,17 @@ def early(facts: Facts) -> bool:
     return not (facts.in_place and facts.nbytes > _EARLY_BYTES)
 
 
-def epoch(facts: Facts) -> int:
-    """Return the bytes of a segment in each epoch: the inbox's, or all of it if the call is in place."""
-    return facts.nbytes if facts.in_place else inbox_epoch(facts)
-
-
 def algorithms(same: bool) -> tuple[Algorithm, ...]:
     """Return ``ll``, ``direct``, ``loop`` and ``ce``.
 
     Args:
         same: a rank has one segment for all ranks, as in an all-gather.
     """
+
+    def epoch(facts: Facts, in_place: bool | None = None) -> int:
+        """Return the bytes of a segment in each epoch: the inbox's, or all of it if it lands in the result."""
+        whole = facts.in_place if in_place is None else in_place
+        return facts.nbytes if whole else facts.capacity if same else inbox_epoch(facts)
 
     def given(call: Planned, **more: Any) -> dict[str, Any]:
         return {"source_stride": 0 if same else call.stride, **more}
@@ -86,7 +86,7 @@ def algorithms(same: bool) -> tuple[Algorithm, ...]:
             cut=cut_copies,
             kernel=copies.kernel,
             blocks=lambda facts, plan: 1,
-            epoch=lambda facts: facts.nbytes if copies.lands_in_result(facts) else inbox_epoch(facts),
+            epoch=lambda facts: epoch(facts, copies.lands_in_result(facts)),
             copies=lambda call: copies.exchange(call, 0 if same else call.stride),
         ),
     )

@@ -167,6 +167,22 @@ def epochs(facts: Facts) -> list[int]:
     return [min(each, facts.nbytes - begin) for begin in range(0, facts.nbytes, each)]
 
 
+@pytest.mark.parametrize("algorithm", ["direct", "loop", "ce"])
+def test_an_all_gather_that_the_inbox_holds_is_one_epoch(algorithm: str) -> None:
+    gather = spec_of("all_gather")
+    for nbytes in (1000, 3 * M + 7 * K + 832, 6_000_016):
+        facts = Facts(nbytes, topology_of((4,)), stores=True, capacity=-(-nbytes // 16) * 16)
+        assert gather.epochs(facts, algorithm) == [nbytes]
+
+
+def test_a_plan_covers_a_call_of_one_epoch() -> None:
+    gather, facts = spec_of("all_gather"), Facts(4096, topology_of((4,)), stores=True, capacity=4096)
+    assert gather.decide_call(facts, Plan("direct", 4, 1024, 8))[0].plan.chunks == 4
+    for nbytes, plan in ((4096, Plan("direct", 1, 16, 8)), (10_000, Plan("direct", 4, 4096, 8))):
+        with pytest.raises(ValueError, match=r"^a Plan must cover \d+ bytes in one epoch; got"):
+            gather.decide_call(replace(facts, nbytes=nbytes), plan)
+
+
 def test_words_are_for_less_than_half_of_what_32_bits_count() -> None:
     huge = {**USUAL, "lamport_bytes": 4 * G, "ll_bytes": 4 * G}
     assert REDUCE.choose(Facts(G - 1, topology_of((2,)), **huge), "two_shot").algorithm == "two_shot"
