@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import pytest
 from typing import Any
 
+import pytest
 import torch
 
 import tdcoll
