@@ -27,7 +27,7 @@ def name(value):
 
 # ---------------------------------------------------------------------- as a reader runs them
 
-GATHERED = ["my_all_gather", "all_gather ll", "all_gather 1d", "all_gather 2d", "all_gather_"]
+GATHERED = ["all_gather_", "all_gather_into_tensor", "time"]
 REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
 
 
@@ -35,7 +35,18 @@ REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
     ("module", "ranks", "nodes", "told"),
     [
         (NOTIFY, 2, 1, ["hello", "queue", "deadline"]),
-        second(ALL_GATHER, 4, 2, ["4 rank(s) on 2 node(s) (2 + 2)", *GATHERED, "all_gather_into_tensor", "time"]),
+        (
+            ALL_GATHER,
+            4,
+            1,
+            ["4 rank(s) on 1 node(s) (4)", "my_all_gather", "2d", "all_gather ll", "all_gather 1d", *GATHERED],
+        ),
+        second(
+            ALL_GATHER,
+            4,
+            2,
+            ["4 rank(s) on 2 node(s) (2 + 2)", "my_all_gather", "all_gather 1d", "all_gather 2d", *GATHERED],
+        ),
         second(ALL_REDUCE, 3, 1, ["3 rank(s) on 1 node(s) (3)", *REDUCED]),
         second(ALL_REDUCE, 3, 2, ["3 rank(s) on 2 node(s) (2 + 1)", *REDUCED]),
     ],
