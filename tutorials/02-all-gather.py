@@ -260,7 +260,7 @@ def main(arguments=None):
     # - "1d": every rank puts to every other, as above.
     # - "2d": on several nodes, a piece goes only to the rank with the same place on each other node (along its *rail*),
     #   which forwards it inside its node. It crosses between two nodes once instead of once per rank.
-    # - "ll": for small pieces inside a node. Every 128-bit word, which arrives whole, holds 96 bits of data and 32 of the
+    # - "ll": for small pieces inside a node. Every 128-bit word, which arrives whole, has 96 bits of data and 32 of the
     #   epoch, and is stored directly into the peer's memory. The word itself says that it has arrived, so one hop is
     #   enough where a put with a signal takes three. It sends a third more, which doesn't pay for large pieces.
     #
