@@ -102,7 +102,7 @@ class _Pass:
         if self.sums.refuse(Call(self._gradients, self._gradients, "mean")) is None:
             self._there = [stream.record_event() for stream in self._streams.values()]
             if self.sums.stream is not None:
-                record_streams(self._gradients, self.sums.stream)  # nobody may come to wait for it
+                record_streams(self._gradients, self.sums.stream)  # a reducer may be dropped before it waits
             self.submitted = True
             self.sums.queue.submit(self.task)
 
