@@ -166,7 +166,7 @@ class CollectiveContext(Preconditions):
         self.max_blocks = MAX_BLOCKS if max_blocks is None else max_blocks
         """The most thread blocks that a launch on the context has; policies keep to it."""
         self.early = max_blocks is None
-        """Whether launches may begin before what was launched before has ended (:mod:`tdcoll.calls.launch`)."""
+        """Whether a launch may begin before the launch ahead of it has ended (:mod:`tdcoll.calls.launch`)."""
         self.stores: bool
         """Whether the ranks of each node can store to each other's memory."""
         self.ll_bytes: int

@@ -89,7 +89,7 @@ class WaitMonitor:
 
     @property
     def kernel_argument(self) -> torch.Tensor:
-        """What a kernel of :func:`tdcoll.jit` gets in the place of the monitor, which is its words."""
+        """The monitor's words, which a kernel of :func:`tdcoll.jit` gets in its place."""
         return self.words
 
     @property
@@ -146,7 +146,7 @@ class WaitMonitor:
 
     @property
     def open(self) -> bool:
-        """Whether kernels may use it, because neither its context nor the job is closed."""
+        """True until its context or the job is closed. Kernels may use it as long as that."""
         return not self.job.closed and id(self) in self.job.held
 
     def check(self) -> None:

@@ -217,7 +217,7 @@ def record_stream(tensor: torch.Tensor, stream: Any) -> None:
 
 
 def record_streams(tensors: Sequence[torch.Tensor], stream: Any) -> None:
-    """The same of many tensors, which may be parts of a few allocations."""
+    """Call :func:`record_stream` for many tensors, once for each allocation that they are parts of."""
     allocations: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         parts = (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)

@@ -172,7 +172,7 @@ CPU = torch.device("cpu")
 
 
 def stock_of(nbytes: int, world: int) -> Stock:
-    """What the benchmark of the all-gather gives to a peer."""
+    """The tensors that the all-gather benchmark gives to a baseline."""
 
     def new(**how: Any) -> Buffers:
         what = SPECS["all_gather"], nbytes, [0] * world, runtime.current().rank, torch.uint8, CPU

@@ -125,7 +125,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_warps": (lambda value: type(value) is int and value in WARPS, f"one of {', '.join(map(str, WARPS))}"),
     "blocks": (_is_count(MAX_BLOCKS - 1), f"1 to {MAX_BLOCKS - 1}"),
 }
-"""What the fields of a file must be, and that in words."""
+"""For each field of a file, a check, and its condition in words for messages."""
 
 
 def _wrong(where: str, expected: str, value: Any) -> ValueError:

@@ -44,7 +44,7 @@ def barrier_all_intra_node_atomic_cas_block(local_rank, rank, local_world_size, 
 
 
 class BarrierAllContext:
-    """Which barrier :func:`barrier_all_on_stream` makes: here it's always that of all ranks, which needs no memory."""
+    """Selects the barrier of :func:`barrier_all_on_stream`. Here it is that of all ranks, which needs no memory."""
 
     def __init__(self, is_intra_node: bool) -> None:
         self.is_intra_node = is_intra_node
