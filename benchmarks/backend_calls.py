@@ -2,17 +2,19 @@
 """The cost of a call: of torch.distributed's on backend "tdcoll" and on NCCL, and of tdcoll's own on a context.
 
     bash launch.sh --nproc 2 benchmarks/backend_calls.py [--sizes 4K,256K,4M] [--blocks 32,64,128] [--json FILE]
+    bash launch.sh --nproc 2 benchmarks/backend_calls.py --groups 1,3,10 --sizes 4K,64K,1M,16M,256M [--json FILE]
     bash launch.sh --nproc 2 benchmarks/backend_calls.py --beside [--json FILE]
     python benchmarks/backend_calls.py --table FILE
 
 Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place), reduce-scatter and
 all-reduce. Calls of torch.distributed are synchronous, and with async_op=True and wait(), over the backend both handled
 and falling back. Each of tdcoll's own calls has its own context. Device times are of a graph of ten synchronous calls,
-by the number of thread blocks that the context got, of those requested (`tdcoll 20 (of 64)`): they show up to which
-sizes the backend should handle calls (`handled_bytes` of the spec). Bytes are what each rank brings to an all-gather
-and an all-reduce, and what it gets from a reduce-scatter. The compared calls take turns for five rounds; the table has
-the median round of the slowest rank, and in brackets the fastest and the slowest round. `--beside` has device times
-of two matmuls and of all-gathers on another stream beside them, all in one graph.
+by the number of thread blocks that a group requests, or of the groups with the given numbers, of as many in one
+process: later groups get fewer thread blocks, and fall back at smaller sizes. Bytes are what each rank brings to an
+all-gather and an all-reduce, what it gets from a reduce-scatter, and what goes to each rank of an all-to-all. The
+compared calls take turns for five rounds; the table has the median round of the slowest rank, and in brackets the
+fastest and the slowest round. `--beside` has device times of two matmuls and of all-gathers on another stream beside
+them, all in one graph.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import statistics
 import sys
 import time
@@ -39,6 +40,7 @@ from tdcoll.tools.bench.provenance import provenance
 from tdcoll.tools.bench.rows import Row, save
 
 ROUNDS, CALLS, CAPTURED = 5, 50, 10
+KINDS = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Call = Callable[..., Any]
@@ -53,6 +55,9 @@ def call_of(kind: str, nbytes: int, group: Any) -> Call:
         return lambda async_op=False: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=async_op)
     whole = torch.ones(world * n, dtype=torch.bfloat16, device=device)
     part = torch.ones(n, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(whole) if kind == "all_to_all" else part
+    if kind == "all_to_all":  # of a rank's part for each other one
+        return lambda async_op=False: dist.all_to_all_single(out, whole, group=group, async_op=async_op)
     if kind == "reduce_scatter":
         return lambda async_op=False: SCATTER(part, whole, group=group, async_op=async_op)
     if kind == "all_gather in place":
@@ -193,38 +198,54 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def column(requested: int, explained: str) -> str:
-    """Name a column after the thread blocks that the context of a group got, of those that its options request.
+def groups_of(blocks: list[int], most: int, numbers: list[int]) -> dict[str, Any]:
+    """Return the groups to measure: by the thread blocks that they request, or those with these numbers (from 1) of as
+    many groups as a process may have, with default options.
 
-    All groups are measured in turns, so all of them hold thread blocks at once, and later ones get fewer.
+    All of them hold thread blocks at once, so later ones get fewer.
     """
-    granted = re.search(r"launches of at most (\d+) thread blocks", explained)
-    return f"tdcoll {granted[1] if granted else 'none'} (of {requested})"
+    if numbers:
+        made = [dist.new_group(backend="tdcoll") for _ in range(max(numbers))]
+        for group in made:
+            for kind in KINDS:
+                call_of(kind, 4096, group)()  # makes the context
+        torch.cuda.synchronize()
+        return {f"group {number}": made[number - 1] for number in numbers}
+    options = {number: Options(max_bytes_per_rank=most, blocks=number) for number in blocks}
+    return {f"{number} blocks": dist.new_group(backend="tdcoll", pg_options=options[number]) for number in blocks}
 
 
-def device_rows(kinds: list[str], sizes: list[int], blocks: list[int]) -> list[dict[str, Any]]:
+def device_rows(kinds: Iterable[str], sizes: list[int], groups: dict[str, Any]) -> list[dict[str, Any]]:
+    """Measure and show calls in graphs, of NCCL and of groups of tdcoll; say what tdcoll handles of them itself."""
     rows = []
     for kind in kinds:
         for nbytes in sizes:
-            graphs = {"nccl": captured(call_of(kind, nbytes, PLAIN))}
-            groups = {}
-            for number in blocks:
-                options = Options(max_bytes_per_rank=max(sizes), blocks=number)
-                group = dist.new_group(backend="tdcoll", pg_options=options)
-                call = call_of(kind, nbytes, group)
-                call()  # makes the context
-                name = column(number, explain(group))
-                groups[name], graphs[name] = group, captured(call)
+            graphs, handled = {"nccl": captured(call_of(kind, nbytes, PLAIN))}, []
+            for name, group in groups.items():
+                before = sum(count for (_, by, _), count in group.dispatcher.counts.items() if by == "tdcoll")
+                graphs[name] = captured(call_of(kind, nbytes, group))
+                after = sum(count for (_, by, _), count in group.dispatcher.counts.items() if by == "tdcoll")
+                handled += [name] * (after > before)
             ways = {name: (lambda graph=graph: device_us(graph)) for name, graph in graphs.items()}
-            row = {"kind": kind, "nbytes": nbytes, "us": rounds(ways), "explain": {}}
+            rows.append({"kind": kind, "nbytes": nbytes, "us": rounds(ways), "handled": handled})
             ways.clear()
             graphs.clear()  # NCCL's group cannot be destroyed while one lives
-            for name, group in groups.items():
-                row["explain"][name] = explain(group)
-                dist.destroy_process_group(group)
-            rows.append(row)
             show(rows[-1:], "device")
     return rows
+
+
+def shares(rows: list[dict[str, Any]]) -> Iterable[str]:
+    """Yield, for each group, the share of rows that tdcoll handles, and the worst ratio to NCCL's time."""
+    for name in [name for name in rows[0]["us"] if name != "nccl"]:
+        ratios = {handled: [0.0] for handled in (True, False)}
+        for row in rows:
+            time, nccl = (statistics.median(row["us"][way]) for way in (name, "nccl"))
+            ratios[name in row["handled"]].append(time / nccl)
+        own, other = ratios[True], ratios[False]
+        yield (
+            f"{name}: handles {len(own) - 1} of {len(rows)} rows, at most {max(own):.2f} of NCCL's time; the others at "
+            f"most {max(other):.2f}"
+        )
 
 
 def beside_row(count: int, nbytes: int) -> dict[str, Any]:
@@ -282,6 +303,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M", help="of the device times; '' for none")
     parser.add_argument("--blocks", default="32,64", help="numbers with commas between them")
+    parser.add_argument("--groups", default="", help="numbers of groups of a process instead, such as 1,3,10")
     parser.add_argument("--heap", default="4G", help="symmetric heap of each rank")
     parser.add_argument("--json", help="write what was measured there")
     parser.add_argument("--beside", action="store_true", help="measure only all-gathers beside matmuls")
@@ -306,11 +328,19 @@ def main() -> None:
             save(Path(arguments.json), head, [row for one in beside for row in beside_rows(one, dist.get_world_size())])
         dist.destroy_process_group()
         return
-    host = [own_row(), *host_rows(["all_gather", "all_gather in place", "reduce_scatter", "all_reduce"])]
-    device = device_rows(["all_gather", "reduce_scatter", "all_reduce"], sizes, blocks)
+    numbers = [int(number) for number in arguments.groups.split(",") if number]
+    host = [] if numbers else [own_row(), *host_rows(["all_gather", "all_gather in place", *KINDS[1:3]])]
+    device: list[dict[str, Any]] = []
+    if sizes:
+        groups = groups_of(blocks, max(sizes), numbers)
+        device = device_rows(KINDS, sizes, groups)
+        explained = {name: explain(group) for name, group in groups.items()}
     facts = provenance()
-    if dist.get_rank() == 0 and arguments.json:
-        Path(arguments.json).write_text(json.dumps({**facts, "host": host, "device": device}, indent=1))
+    if dist.get_rank() == 0:
+        print(*(shares(device) if device else ()), sep="\n")
+        if arguments.json:
+            found = {**facts, "host": host, "device": device, "explain": explained if sizes else {}}
+            Path(arguments.json).write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
 
 

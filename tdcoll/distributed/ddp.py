@@ -112,8 +112,9 @@ class _Pass:
         self._there = [stream.record_event() for stream in self._streams.values()]
         self.task.run()
         self.wait()
-        for future, mean in zip(self._futures, self.task.result, strict=False):
-            future.set_result(mean)
+        for future, gradient, mean in zip(self._futures, self._gradients, self.task.result, strict=False):
+            gradient.data = mean  # DDP copies a result into the gradient, unless it is the gradient itself
+            future.set_result(gradient)
 
     def wait(self) -> None:
         """Wait for the call, on a GPU by the current stream and those of the gradients, whose memory is free then."""
