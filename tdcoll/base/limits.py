@@ -10,9 +10,9 @@ MAX_CHUNKS = 512
 MAX_BLOCKS = 1 << 20
 """Thread blocks of one launch on a context, at most, because the control word counts up to so many."""
 
-SHARED_WARPS = 8
-"""The most warps of a thread block if a context has a budget of thread blocks, because it shares the GPU with others. A
-multiprocessor always fits two such thread blocks, whose threads have at most 128 registers."""
+SHARED_WARPS, SHARED_REGISTERS = 8, 128
+"""The most warps of a thread block, and registers of a thread, if a context has a budget of thread blocks, because it
+shares the GPU with others. A multiprocessor always fits two such thread blocks."""
 
 _SENT_BYTES = 1 << 20
 _ANNOUNCED_BYTES = 32 << 20

@@ -36,7 +36,7 @@ from tdcoll.base.call_log import Calls
 from tdcoll.base.errors import HeapExhaustedError
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS
 from tdcoll.calls.monitor import WaitMonitor
-from tdcoll.calls.preconditions import Debug, Preconditions, compare, shown
+from tdcoll.calls.preconditions import Debug, Lane, Preconditions, compare, shown
 from tdcoll.calls.sizes import Area, context_sizes
 from tdcoll.calls.tuning import Table, given
 from tdcoll.job.memory import barrier
@@ -134,6 +134,7 @@ class CollectiveContext(Preconditions):
         debug: Debug | None = None,
         tuning: Any = None,
         _call: Mapping[str, Any] | None = None,
+        _lane: Lane | None = None,
     ) -> None:
         self._given_sizes: dict[str, Any] = {
             "max_bytes_per_rank": max_bytes_per_rank,
@@ -158,7 +159,7 @@ class CollectiveContext(Preconditions):
             )
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
         monitor.calls = Calls(topology.pes, _group_name(group, topology))
-        super().__init__(job, topology, monitor, debug)
+        super().__init__(job, topology, monitor, debug, _lane)
         sizes = context_sizes(topology, job.heap.nbytes, **self._given_sizes)
         self.max_bytes_per_rank = sizes.max_bytes_per_rank
         """The most that one rank sends to another in one epoch, in bytes."""
@@ -359,7 +360,7 @@ class CollectiveContext(Preconditions):
         if self._cuda and self.captured:
             torch.cuda.synchronize(self.device)  # replays may be anywhere
         elif self._cuda:
-            self._stream.synchronize()
+            self.lane.stream.synchronize()
         if self.monitor.expired and not self.monitor.reported:
             self.monitor.raise_if_expired()
         if self.job.failed:

@@ -18,7 +18,7 @@ from tdcoll.base.ranges import ranged
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.explain import explain_call
 from tdcoll.calls.launch import Launch
-from tdcoll.calls.plan import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Facts, Plan, Words, per_chunk
+from tdcoll.calls.plan import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Facts, Plan, Words, most_registers, per_chunk
 from tdcoll.calls.pool import Prospect
 from tdcoll.calls.spec import Algorithm, Collective
 from tdcoll.calls.tuning import Section
@@ -214,7 +214,8 @@ class Launches:
             known = {**call.values(), **algorithm.values(call)}
             given = {name: known[name] for name in kernel.arg_names if name in known}
             warps, early = call.plan.num_warps, call.ctx.early and algorithm.early(call.facts)
-            launches[call] = Launch(kernel, call.plan.blocks, given, changing, num_warps=warps, early=early)
+            options: dict[str, Any] = {"num_warps": warps, "early": early, "maxnreg": most_registers(call.facts)}
+            launches[call] = Launch(kernel, call.plan.blocks, given, changing, **options)
             variant.update((name, value) for name, value in given.items() if name.isupper())
             variant.add((warps, early))
         self._launches = list(launches.values())

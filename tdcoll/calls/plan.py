@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS
+from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_REGISTERS, SHARED_WARPS
 from tdcoll.calls.tuning import WARPS, Entry
 
 if TYPE_CHECKING:
@@ -67,6 +67,9 @@ LOOPS_FROM = 256 << 10
 """Bytes of a rank's data from which a context with a budget of thread blocks takes loops rather than words or chunks
 with a thread block each: on 2 H100s with 30 thread blocks, an all-gather of 256 KB takes 5.8 us by loops and 7.6 by
 direct stores, and an all-reduce of 16 MB takes 68 us by loops and 240 by words."""
+
+LOOPED_BYTES = 8 << 10
+"""The same for each thread block, if there are few: on 2 H200s, an all-reduce of 64 KB by words takes 17 us with 6."""
 
 SUMMING_BLOCKS = 32
 """Thread blocks that sum what copy engines have brought, at most."""
@@ -225,6 +228,11 @@ def most_warps(facts: Facts) -> int:
     return SHARED_WARPS if shares_gpu(facts) else max(WARPS)
 
 
+def most_registers(facts: Facts) -> int | None:
+    """Return how many registers a thread may have, if thread blocks of other contexts must fit beside it."""
+    return SHARED_REGISTERS if shares_gpu(facts) else None
+
+
 def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) -> Plan:
     """Chunks with a signal each.
 
@@ -288,7 +296,8 @@ def prefers_loops(facts: Facts, nbytes: int) -> bool:
     Args:
         nbytes: of a rank's data; of twice a part where ranks exchange parts, as in the measurements of 2 ranks.
     """
-    return facts.max_blocks <= LOOP_BLOCKS[1] and nbytes >= LOOPS_FROM and needs_stores(facts) is None
+    least = min(LOOPS_FROM, LOOPED_BYTES * facts.max_blocks)
+    return facts.max_blocks <= LOOP_BLOCKS[1] and nbytes >= least and needs_stores(facts) is None
 
 
 def node_default(facts: Facts, nbytes: int, words: Callable[[Facts], str | None]) -> str | None:

@@ -18,7 +18,7 @@ from tdcoll.base.capture import refuse
 from tdcoll.base.errors import ContextError, HeapExhaustedError
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS
 from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.preconditions import Debug
+from tdcoll.calls.preconditions import Debug, Lane
 from tdcoll.calls.sizes import ContextSizes, context_sizes
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import Table, given
@@ -43,44 +43,66 @@ def _room(device: torch.device) -> int:
     return 2 * (multiprocessors(device) if device.type == "cuda" else _SIMULATED_MULTIPROCESSORS)
 
 
-def take_blocks(owner: Runtime, ranks: Sequence[int], wanted: int, operation: str) -> int:
-    """Reserve thread blocks for a context whose launches may be in flight beside those of other contexts. Collective.
+class Budget:
+    """Thread blocks for contexts whose launches may be in flight beside those of other contexts.
 
     Two launches wait for each other without end if each fills one GPU and waits for its part on the other. The thread
-    blocks that contexts reserve here therefore fit on the GPU together: see ``docs/architecture.md``.
+    blocks of all budgets therefore fit on the GPU together: see ``docs/architecture.md``. The contexts that share a
+    budget share a lane, too: their launches come one after the other, in the same order on all ranks.
 
     Args:
-        wanted: how many to reserve. The call takes at most a third of those that are left, because later contexts need
-            some too; but at least as many as one chunk needs.
+        wanted: how many thread blocks to reserve.
 
-    Returns:
-        The number of thread blocks reserved, the same on all ranks.
-
-    Raises:
-        ContextError: on some rank fewer are left than one chunk needs. If so, all ranks raise it.
+    Attributes:
+        blocks: the number of thread blocks reserved, the same on all ranks; 0 before :meth:`take`.
+        problem: why there are none; None if nothing was tried.
+        lane: of the contexts; made with the first.
     """
-    least, taken = 2 * len(ranks) + 2, 0
-    with owner.accounts:  # a thread that makes another context must not offer the same
-        free = _room(owner.device) - owner.blocks_taken
-        offer = 0 if free < least else max(least, min(wanted, free // 3))
-        owner.blocks_taken += offer
-    try:
-        answers = owner.exchange(ranks, f"thread blocks of a context for {operation}", (offer, free))
-        taken = min(theirs for theirs, _ in answers)
-    finally:
-        give_back_blocks(owner, offer - taken)
-    if not taken:
-        left = min(theirs for _, theirs in answers)
-        raise ContextError(
-            f"a context of {len(ranks)} ranks needs {least} thread blocks, and other contexts have left {left}"
-        )
-    return taken
 
+    def __init__(self, owner: Runtime, ranks: Sequence[int], wanted: int) -> None:
+        self._owner, self._ranks, self._wanted = owner, ranks, wanted
+        self.blocks = 0
+        self.problem: str | None = None
+        self.lane: Lane | None = None
 
-def give_back_blocks(owner: Runtime, blocks: int) -> None:
-    """Give back, on this rank, ``blocks`` thread blocks that :func:`take_blocks` reserved."""
-    with owner.accounts:
-        owner.blocks_taken -= blocks
+    def take(self, operation: str) -> None:
+        """Reserve the thread blocks, unless that is done. Collective.
+
+        It takes at most a third of those that are left, because later budgets need some too; but at least as many as
+        one chunk needs.
+
+        Raises:
+            ContextError: on some rank fewer are left than one chunk needs. If so, all ranks raise it, now and later.
+        """
+        if self.problem is not None:
+            raise ContextError(self.problem)
+        if self.blocks:
+            return
+        owner, least, taken = self._owner, 2 * len(self._ranks) + 2, 0
+        with owner.accounts:  # a thread that makes another context must not offer the same
+            free = _room(owner.device) - owner.blocks_taken
+            offer = 0 if free < least else max(least, min(self._wanted, free // 3))
+            owner.blocks_taken += offer
+        try:
+            answers = owner.exchange(self._ranks, f"thread blocks of a context for {operation}", (offer, free))
+            taken = min(theirs for theirs, _ in answers)
+        finally:
+            with owner.accounts:
+                owner.blocks_taken -= offer - taken
+        if not taken:
+            left = min(theirs for _, theirs in answers)
+            self.problem = (
+                f"a context of {len(self._ranks)} ranks needs {least} thread blocks, and other contexts have left "
+                f"{left}"
+            )
+            raise ContextError(self.problem)
+        self.blocks = taken
+
+    def give_back(self) -> None:
+        """Give the thread blocks back, on this rank, when all contexts are closed."""
+        with self._owner.accounts:
+            self._owner.blocks_taken -= self.blocks
+        self.blocks = 0
 
 
 def _generous(old: CollectiveContext | None, nbytes: int) -> int:
@@ -94,8 +116,8 @@ class Pool:
     Args:
         limit: the most bytes per rank of a context; if None, the heap is the limit.
         timeout_s: deadline of waits, seconds; that of the job if None.
-        blocks: the most thread blocks of a launch, to be reserved by :func:`take_blocks`. If None, there is no
-            limit, and launches must not be in flight beside those of other contexts.
+        budget: thread blocks of launches, and the lane, which other pools may share; its owner gives it back. If None,
+            there is no limit, and launches must not be in flight beside those of other contexts.
 
     Attributes:
         context: for the next call; None as long as there was none.
@@ -112,14 +134,13 @@ class Pool:
         limit: int | None = None,
         timeout_s: float | None = None,
         lamport_bytes: int | None = 0,
-        blocks: int | None = None,
+        budget: Budget | None = None,
         debug: Debug | None = None,
     ) -> None:
         self._owner, self._ranks, self._operation, self._timeout_s = owner, tuple(ranks), operation, timeout_s
         self._lamport_bytes = lamport_bytes
-        self._wanted, self._blocks = blocks, 0
+        self._budget = budget
         self._debug, self._call = debug, dict[str, Any]()
-        self._without_room: str | None = None
         self.limit = limit
         self.problem: str | None = None
         self.context: CollectiveContext | None = None
@@ -133,7 +154,7 @@ class Pool:
         """Make a context for ``nbytes`` per rank if needed; return whether there is one. Collective when it is made.
 
         ``call`` has the call's arguments that must be the same on all ranks, by name. The ranks compare them when they
-        make a context, because they exchange its arguments anyway. Without ``limit`` and ``blocks`` it returns true
+        make a context, because they exchange its arguments anyway. Without ``limit`` and ``budget`` it returns true
         or raises.
 
         Raises:
@@ -142,7 +163,7 @@ class Pool:
         """
         if self.holds(nbytes):
             return True
-        self.problem = self._without_room
+        self.problem = None if self._budget is None else self._budget.problem
         if self.problem is None and self.limit is not None and nbytes > self.limit:
             self.problem = "the symmetric heap has no room for it"
         if self.problem is not None:
@@ -158,11 +179,11 @@ class Pool:
 
     def _make(self, nbytes: int) -> bool:
         """Make a context for ``nbytes`` per rank; return False if the heap is too small for it."""
-        if self._wanted is not None and not self._blocks:
+        if self._budget is not None:
             try:
-                self._blocks = take_blocks(self._owner, self._ranks, self._wanted, self._operation)
+                self._budget.take(self._operation)
             except ContextError as error:  # on all ranks
-                self.problem = self._without_room = str(error)
+                self.problem = str(error)
                 return False
         try:
             self.context = self._larger(self.context, nbytes)
@@ -199,17 +220,22 @@ class Pool:
 
     def _first_that_fits(self, size: int, least: int) -> CollectiveContext:
         """Make a context for ``size`` bytes per rank or, if the heap is too small, for ``least``."""
+        budget = self._budget
         try:
             with on(self._owner.device):
-                return CollectiveContext(
+                made = CollectiveContext(
                     self._ranks,
                     max_bytes_per_rank=size,
                     lamport_bytes=self._lamport_bytes,
-                    max_blocks=self._blocks or None,
+                    max_blocks=None if budget is None else budget.blocks,
                     timeout_s=self._timeout_s,
                     debug=self._debug,
                     _call=self._call,
+                    _lane=None if budget is None else budget.lane,
                 )
+            if budget is not None:
+                budget.lane = made.lane
+            return made
         except HeapExhaustedError:  # on all ranks
             if size == least:
                 raise
@@ -240,8 +266,6 @@ class Pool:
         for context in list(self._all()):
             context.close()
         self._kept, self.context = [], None
-        give_back_blocks(self._owner, self._blocks)
-        self._blocks = 0
 
 
 def pooled(

@@ -87,15 +87,34 @@ def compare(
     require_equal([theirs for _, theirs in answers], range(len(ranks)), what)
 
 
+class Lane:
+    """Where the launches of contexts go that come one after the other: a GPU's stream, which may change from call to
+    call.
+
+    Attributes:
+        stream: of the last eager call; None on CPUs.
+        handle: of that stream.
+        captured: the capture and the stream of the last call that was captured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.handle = 0 if self.stream is None else self.stream.cuda_stream
+        self.captured: tuple[int, Any] | None = None
+
+
 class Preconditions:
     """The checks that a context's calls have to pass.
 
     Args:
+        lane: which the context shares with others; None for one of its own.
         debug: compare the ranks' arguments, see :data:`Debug`. None: as ``TDCOLL_DEBUG`` says; unless it is set, of all
             calls in the simulator, and of none on GPUs.
     """
 
-    def __init__(self, job: Runtime, topology: Topology, monitor: WaitMonitor, debug: Debug | None) -> None:
+    def __init__(
+        self, job: Runtime, topology: Topology, monitor: WaitMonitor, debug: Debug | None, lane: Lane | None = None
+    ) -> None:
         self.job, self.topology, self.device, self.monitor = job, topology, job.device, monitor
         self.debug: Debug = debugging(job.simulated) if debug is None else debug if debug == "first" else bool(debug)
         self._compared = Compared()
@@ -112,13 +131,8 @@ class Preconditions:
         self._obstacle = ""
         self._calls = 0
         self._cuda = self.device.type == "cuda"
-        self._last_captured: tuple[int, Any] | None = None
-        """The capture and the stream of the last call that was captured."""
-        self._stream: Any = None
-        self._index = self._handle = 0
-        if self._cuda:
-            self._stream = torch.cuda.current_stream(self.device)
-            self._index, self._handle = self.device.index, self._stream.cuda_stream
+        self._index = self.device.index if self._cuda else 0
+        self.lane = Lane(self.device) if lane is None else lane
 
     def check(self) -> None:
         """Wait for the context's last eager call, and raise if a wait in one of its kernels has expired.
@@ -129,7 +143,7 @@ class Preconditions:
             CollectiveTimeout: naming rank, peer, signal and epoch.
         """
         if self._cuda:
-            self._stream.synchronize()
+            self.lane.stream.synchronize()
         self.monitor.raise_if_expired()
 
     def noted(self, call: Made | str) -> None:
@@ -235,7 +249,7 @@ class Preconditions:
             return self._stopped_by(_JOB_ENDED)
         if self._expired[0]:
             return self._stopped_by(_EXPIRED)
-        handle = self._handle
+        handle: int = self.lane.handle
         if self._cuda:
             # The raw calls: CUDA runs already, and they take a third of the time.
             if torch._C._cuda_getDevice() != self._index:
@@ -296,19 +310,19 @@ class Preconditions:
         return prepared
 
     def _change_stream(self, operation: str) -> None:
-        stream = torch.cuda.current_stream(self.device)
-        if capture_of(self._handle):
+        stream, lane = torch.cuda.current_stream(self.device), self.lane
+        if capture_of(lane.handle):
             raise ContextError(
-                f"{operation}: the context's last eager call was on {self._stream}, which is being captured now, and "
+                f"{operation}: the context's last eager call was on {lane.stream}, which is being captured now, and "
                 f"{stream} is not; make the call after the capture has ended"
             )
-        stream.wait_stream(self._stream)
-        self._stream, self._handle = stream, stream.cuda_stream
+        stream.wait_stream(lane.stream)
+        lane.stream, lane.handle = stream, stream.cuda_stream
 
     def _follow_in_capture(self) -> None:
         """Order a call that is captured after the last one of the same capture, if that was on another stream."""
-        stream = torch.cuda.current_stream(self.device)
+        stream, last = torch.cuda.current_stream(self.device), self.lane.captured
         capture = capture_of(stream.cuda_stream)
-        if self._last_captured is not None and self._last_captured[0] == capture and self._last_captured[1] != stream:
-            stream.wait_stream(self._last_captured[1])
-        self._last_captured = capture, stream
+        if last is not None and last[0] == capture and last[1] != stream:
+            stream.wait_stream(last[1])
+        self.lane.captured = capture, stream

@@ -22,7 +22,7 @@ from tdcoll.calls.tuning import Entry, Section
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-FEW_BLOCKS = (30, 4 << 20), (13, 1 << 20)
+FEW_BLOCKS = (30, 4 << 20), (13, 1 << 20), (8, 256 << 10)
 """``(blocks, bytes)``: on a context with fewer thread blocks, the backend handles no more than so many bytes."""
 
 WORLD = "world"

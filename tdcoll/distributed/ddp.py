@@ -56,7 +56,7 @@ def _sums(group: Any) -> SparseAllReduce:
             members = Members(owner, key[1], owner.timeout_s, Options(), debug is True, debug == "first")
             found = SparseAllReduce(members, queue)
             if owner.device.type == "cuda":
-                found.stream = torch.cuda.Stream(owner.device)
+                queue.stream = torch.cuda.Stream(owner.device)
             owner.contexts[key] = found
     return found
 
@@ -82,7 +82,7 @@ class _Pass:
         self._there: list[Any] = []
         """The events behind which all gradients are."""
         self._futures: list[Any] = []
-        self.task = QueuedCall(self._reduce, sums.stream, give_up=sums.give_up)
+        self.task = QueuedCall(self._reduce, sums.queue.stream, give_up=sums.give_up)
 
     def add(self, gradient: torch.Tensor, stream: Any) -> None:
         """Take a gradient, which is behind what ``stream`` has now."""
@@ -101,8 +101,8 @@ class _Pass:
         it, whose other calls the backward pass makes."""
         if self.sums.refuse(Call(self._gradients, self._gradients, "mean")) is None:
             self._there = [stream.record_event() for stream in self._streams.values()]
-            if self.sums.stream is not None:
-                record_streams(self._gradients, self.sums.stream)  # a reducer may be dropped before it waits
+            if self.sums.queue.stream is not None:
+                record_streams(self._gradients, self.sums.queue.stream)  # a reducer may be dropped before it waits
             self.submitted = True
             self.sums.queue.submit(self.task)
 
@@ -122,11 +122,11 @@ class _Pass:
             TaskWork(self.task).wait()
         finally:
             for stream in self._streams.values():
-                stream.wait_stream(self.sums.stream)
+                stream.wait_stream(self.sums.queue.stream)
 
     def _reduce(self) -> list[torch.Tensor]:
         for event in self._there:
-            self.sums.stream.wait_event(event)
+            self.sums.queue.stream.wait_event(event)
         call = Call(self._gradients, self._gradients, "mean")
         if (why := self.sums.refuse(call) or self.sums.prepare(call)) is None:
             return self.sums.reduce(self._gradients, "mean")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from tdcoll.base.errors import TdcollError
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import Ready, again, spec_of
 from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.pool import on
+from tdcoll.calls.pool import Budget, on
 from tdcoll.calls.preconditions import debugging
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, is_plain
@@ -38,6 +38,7 @@ from tdcoll.distributed.work import (
     completed,
     current_stream,
     error_of,
+    new_event,
     record_stream,
 )
 from tdcoll.runtime import Runtime
@@ -54,11 +55,13 @@ class _Known(NamedTuple):
     Attributes:
         counted: the kind, the implementation that handled it, and the reason: the key of ``counts``.
         ready: repeats such calls; None if the fallback backend makes them.
+        fallback: makes them there, see :meth:`~.fallback.Fallback.single`.
     """
 
     counted: tuple[str, str, str]
     ready: Ready | None
     context: CollectiveContext | None
+    fallback: Callable[[torch.Tensor, torch.Tensor, Any], Any] | None = None
 
 
 class Dispatcher:
@@ -93,15 +96,13 @@ class Dispatcher:
             _log.warning(text, fallback, agreed.name, agreed.reason)
 
     def _make_handlers(self, members: Members) -> None:
-        control, queues = members.job.control, dict[str, Queue]()
-
-        def queue(kind: str) -> Queue:
-            """Return a queue of the kind's own. In debug mode, which compares the order of calls, there is one."""
-            kind = "" if members.debug else kind
-            return queues.setdefault(kind, Queue(control.part(f"{self.agreed.token}/{kind}")))
-
-        dense = {kind: Dense(members, queue(kind), spec_of(kind)) for kind in COLLECTIVES}
-        sparse = SparseAllReduce(members, queue(SparseAllReduce.kind))
+        control, token = members.job.control, self.agreed.token
+        self.budget = Budget(members.job, self.ranks, members.options.blocks)
+        queue = Queue(control.part(token))
+        # Debug mode compares the order of all calls.
+        of_sparse = queue if members.debug else Queue(control.part(f"{token}/{SparseAllReduce.kind}"))
+        dense = {kind: Dense(members, queue, spec_of(kind), self.budget) for kind in COLLECTIVES}
+        sparse = SparseAllReduce(members, of_sparse)
         gathers = next(handler for handler in dense.values() if not handler.spec.reduces)
         self.handlers = {**dense, sparse.kind: sparse, Barrier.kind: Barrier(members, gathers)}
 
@@ -225,8 +226,9 @@ class Dispatcher:
             return self.handle(kind, call, asynchronous=asynchronous, key=key)
         backend = self.fallback.name(call.device)
         self.count(kind, backend, why)
-        if why is unsupported:  # an obstacle may go away
-            self._remember(key, _Known((kind, backend, why), None, None))
+        if key is not None and why is unsupported:  # an obstacle may go away
+            single = self.fallback.single(kind, call.device)
+            self._remember(key, _Known((kind, backend, why), None, None, single))
         return self.fallback.make(call, start)
 
     def _remember(self, key: Hashable | None, known: _Known) -> None:
@@ -251,10 +253,10 @@ class Dispatcher:
         except (RuntimeError, TypeError):  # a symbolic number is no key
             key = known = None
         if known is not None:
-            if known.ready is None:
+            if known.fallback is not None:
                 self.counts[known.counted] += 1
                 if is_plain(tensor) and (out is tensor or is_plain(out)):
-                    return start(self.fallback.group, [out], [tensor])  # Fallback.make does the same in more time
+                    return known.fallback(out, tensor, opts)  # Fallback.make does the same in more time
                 return self.fallback.make(Call([out], [tensor], op), start)
             work = self._again(known, out, tensor, opts.asyncOp)
             if work is not None:
@@ -292,17 +294,18 @@ class Dispatcher:
     def _again_beside(
         self, handler: Dense, context: CollectiveContext, ready: Ready, out: torch.Tensor, tensor: torch.Tensor
     ) -> Any:
-        """Repeat it on the handler's own stream, behind the work of the current stream."""
-        stream, device = handler.stream, self.device
+        """Repeat it on the queue's own stream, behind the work of the current stream."""
+        queue, device = handler.queue, self.device
+        stream = queue.stream
         if stream is None or device is None or torch._C._cuda_getDevice() != device.index:
             return None
         current = current_stream(device.index)
         if current.stream_id and capturing(device):  # the default stream, 0, cannot be captured
             return None
-        if handler.before is None:
-            handler.before = torch.cuda.Event()
-        handler.before.record(current)
-        handler.before.wait(stream)
+        if queue.before is None:
+            queue.before = new_event()
+        queue.before.record(current)
+        queue.before.wait(stream)
         # torch.cuda.stream() does the same in three times the time.
         torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
         try:
@@ -312,7 +315,7 @@ class Dispatcher:
         if made is None:
             return None
         keep = (out, tensor)
-        return StreamWork([out], stream, blocks=False, check=self._check, keep=keep, events=handler.events)
+        return StreamWork([out], stream, blocks=False, check=self._check, keep=keep, events=queue.events)
 
     def handle(self, kind: str, call: Call, *, asynchronous: bool, key: Hashable | None = None) -> Any:
         """Make a call with tdcoll, now or by its queue, and count it; return its work."""
@@ -326,9 +329,10 @@ class Dispatcher:
                     torch.cuda.current_stream(device).synchronize()
                     self.check()
                 return completed(result)
-            if handler.stream is None and not self._on_cpu:
-                handler.stream = torch.cuda.Stream(device)
-            stream, queue = handler.stream, handler.queue
+            queue = handler.queue
+            if queue.stream is None and not self._on_cpu:
+                queue.stream = torch.cuda.Stream(device)
+            stream = queue.stream
             waits = self._on_cpu or handler.waits
             if waits or not (capturing(device) or (handler.loaded(call) and not queue.busy)):
                 # The host has to wait: for the size of the result, or until all ranks have loaded the kernels.
@@ -408,6 +412,7 @@ class Dispatcher:
             elif not job.failed:
                 for handler in self.handlers.values():
                     handler.close()
+                self.budget.give_back()
         except (TdcollError, dist.DistError) as error:
             _log.warning("backend tdcoll: rank %d left without the others: %s", self.agreed.rank, error)
         return expired

@@ -24,6 +24,15 @@ Start = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], Any]
 """``start(group, outs, inputs)`` starts a call of contiguous tensors on a process group. Returns its work."""
 
 
+_OF_BACKENDS = {
+    "all_gather": "_allgather_base",
+    "all_reduce": "allreduce",
+    "reduce_scatter": "_reduce_scatter_base",
+    "all_to_all": "alltoall_base",
+}
+"""The method of a backend that makes the calls of one tensor of a kind."""
+
+
 class Fallback:
     """The fallback backend of one group."""
 
@@ -36,6 +45,18 @@ class Fallback:
 
     def __str__(self) -> str:
         return " and ".join(f"{name} ({device})" for device, name in self._names.items())
+
+    def single(self, kind: str, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, Any], Any]:
+        """Return ``call(out, input, options)`` of contiguous tensors, past PyTorch's dispatcher, which takes as long as
+        tdcoll itself."""
+        backend = self.group._get_backend(device)
+        method = getattr(backend, _OF_BACKENDS[kind])
+        if kind == "all_reduce":
+            return lambda out, _, opts: method([out], opts)
+        if kind == "all_to_all":
+            return lambda out, tensor, opts: method(out, tensor, [], [], opts)
+        found: Callable[[torch.Tensor, torch.Tensor, Any], Any] = method
+        return found
 
     def make(self, call: Call, start: Start) -> Any:
         """Make a call and return its work.

@@ -17,7 +17,7 @@ import torch
 
 from tdcoll.calls.call import Ready, overlap, unchecked
 from tdcoll.calls.launches import is_prepared
-from tdcoll.calls.pool import Pool
+from tdcoll.calls.pool import Budget, Pool
 from tdcoll.calls.preconditions import Compared, compare
 from tdcoll.calls.spec import Collective
 from tdcoll.distributed.call import Call, write
@@ -59,9 +59,6 @@ class Handler:
         blocks: whether ``wait()`` of an asynchronous call waits on the host.
         problem: why it has no context and can't get one, the same on all ranks; None if it may have one.
         compared: the calls whose arguments the ranks have compared in debug mode of first calls.
-        stream: CUDA stream of asynchronous calls; made with the first.
-        before: event that the stream waits for before each call.
-        events: free events, which works take and give back.
     """
 
     kind: str
@@ -73,9 +70,6 @@ class Handler:
         self.members, self.queue = members, queue
         self.problem: str | None = None
         self.compared = Compared()
-        self.stream: Any = None
-        self.before: Any = None
-        self.events: list[Any] = []
 
     def refuse(self, call: Call) -> str | None:
         """Return why this call cannot be handled, or None if it can, from facts that are the same on all ranks."""
@@ -140,7 +134,7 @@ class Handler:
 class Dense(Handler):
     """Makes the calls of one dense collective, on a context that grows."""
 
-    def __init__(self, members: Members, queue: Queue, spec: Collective) -> None:
+    def __init__(self, members: Members, queue: Queue, spec: Collective, budget: Budget) -> None:
         super().__init__(members, queue)
         self.kind, self.spec = spec.name, spec
         self._most = members.options.limits(len(members.ranks))[spec.name]
@@ -151,7 +145,7 @@ class Dense(Handler):
             limit=self._inbox(self._most),
             timeout_s=members.timeout_s,
             lamport_bytes=spec.lamport_bytes,
-            blocks=members.options.blocks,
+            budget=budget,
             debug=members.debug,  # if the ranks compare first calls only, the handler does
         )
 

@@ -17,10 +17,9 @@ KINDS = (*COLLECTIVES, "sparse_all_reduce", "barrier")
 HANDLES = "TDCOLL_BACKEND_HANDLES"
 """Environment variable: default of :attr:`Options.handles`."""
 
-BLOCKS = 32
-"""Default of :attr:`Options.blocks`: the fewest with which 2 H100s took at most 0.9 of NCCL's time in a probe of
-all-gathers, all-reduces and reduce-scatters of up to 16 MB. A call in flight occupies up to 32 of an H100's 132
-multiprocessors."""
+BLOCKS = 40
+"""Default of :attr:`Options.blocks`: about the fewest with which 2 H200s take at most 0.9 of NCCL's time, up to 16 MB. A
+call in flight occupies a third of an H200's multiprocessors at most."""
 
 
 def _kinds(text: str, source: str) -> tuple[str, ...]:
@@ -50,8 +49,9 @@ class Options:
             between them; the rest falls back. None becomes ``TDCOLL_BACKEND_HANDLES`` as it is now, else ``"all"``.
         max_bytes_per_rank: the largest segment that tdcoll handles, in bytes: a rank's input of an all-gather or an
             all-reduce, and its result of a reduce-scatter. If None, the limit in each collective's spec.
-        blocks: the most thread blocks of one launch. A kind of call occupies so many when it waits for other ranks;
-            the rest of the GPU stays free for compute. At least ``2 * ranks + 2`` are taken.
+        blocks: the most thread blocks of one launch. A dense call occupies so many when it waits for other ranks, and a
+            sparse one beside it as many again; the rest of the GPU stays free for compute. At least ``2 * ranks + 2``
+            are taken.
         heap_bytes: symmetric heap of each rank, bytes or a text such as ``"2G"``, for the group that joins the job. If
             tdcoll is initialised already, a group uses the existing heap. None: as for :func:`tdcoll.initialize`.
         nccl: ``ProcessGroupNCCL.Options`` of the fallback backend for CUDA tensors.

@@ -154,10 +154,16 @@ class Queue:
     Attributes:
         control: numbers the exchanges of these calls.
         busy: whether calls are outstanding, or callbacks run.
+        stream: CUDA stream of asynchronous calls; made with the first.
+        before: event that the stream waits for before each call.
+        events: free events, which works take and give back.
     """
 
     def __init__(self, control: ControlPlane) -> None:
         self.control, self.busy = control, False
+        self.stream: Any = None
+        self.before: Any = None
+        self.events: list[Any] = []
         self.thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._tasks: deque[QueuedCall] = deque()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tdcoll.base.errors import ContextError, HeapExhaustedError
-from tdcoll.calls.pool import give_back_blocks, take_blocks
+from tdcoll.calls.pool import Budget
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
@@ -58,7 +58,7 @@ class SparseAllReduce(Handler):
         super().__init__(members, queue)
         self.context: SparseContext | None = None
         self.problem: str | None = None
-        self._blocks = 0
+        self._budget = Budget(members.job, members.ranks, members.options.blocks)
         self._in_use = threading.RLock()
         """Held by the thread that makes or uses the context, and never while it waits for the queue."""
         self._most: int | None = None
@@ -102,13 +102,13 @@ class SparseAllReduce(Handler):
         with self._in_use, job.through(self.queue.control):
             if self.context is not None:
                 return
-            self._blocks = most = take_blocks(job, ranks, self.members.options.blocks, self.kind)
+            self._budget.take(self.kind)
             debug = self.members.debug or ("first" if self.members.first else False)
-            options = {"max_blocks": most, "timeout_s": self.members.timeout_s, "debug": debug}
+            options = {"max_blocks": self._budget.blocks, "timeout_s": self.members.timeout_s, "debug": debug}
             try:
                 self.context = growing_context(job, ranks, rows_per_rank, row_bytes, **options)
             except HeapExhaustedError:
-                self._give_back()
+                self._budget.give_back()
                 raise
 
     def run(self, call: Call) -> list[torch.Tensor]:
@@ -158,8 +158,4 @@ class SparseAllReduce(Handler):
             if self.context is not None:
                 self.context.close()
                 self.context = None
-        self._give_back()
-
-    def _give_back(self) -> None:
-        give_back_blocks(self.members.job, self._blocks)
-        self._blocks = 0
+        self._budget.give_back()

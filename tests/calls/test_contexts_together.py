@@ -76,7 +76,9 @@ def test_budgets_are_of_the_part_of_the_gpu_that_the_process_has(
 
     def take_all() -> None:
         while True:
-            taken.append(pool.take_blocks(owner, range(2), 64, "all_reduce"))
+            budget = pool.Budget(owner, range(2), 64)
+            budget.take("all_reduce")
+            taken.append(budget.blocks)
 
     with pytest.raises(tdcoll.ContextError, match="other contexts have left"):
         take_all()

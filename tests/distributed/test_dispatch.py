@@ -37,14 +37,15 @@ def cuda(monkeypatch) -> Any:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: gpu.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (gpu.current, index, 1), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_setStream", lambda number, *of: gpu.told.append(number), raising=False)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    for module in ("dispatch", "work"):
+        monkeypatch.setattr(f"tdcoll.distributed.{module}.new_event", lambda: event)
     monkeypatch.setattr(torch.cuda, "Stream", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     monkeypatch.setattr("tdcoll.distributed.work._current", None)
     monkeypatch.setattr("tdcoll.distributed.dispatch.again", again)
     dispatcher = Dispatcher.__new__(Dispatcher)
     dispatcher.device = torch.device("cuda", 0)
-    handler: Any = SimpleNamespace(stream=stream, before=None, events=[])
+    handler: Any = SimpleNamespace(queue=SimpleNamespace(stream=stream, before=None, events=[]))
     gpu.call = lambda: dispatcher._again_beside(handler, None, None, torch.empty(1), torch.empty(1))  # type: ignore[arg-type]
     return gpu
 
@@ -118,7 +119,9 @@ def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | Non
     """A group whose tdcoll never handles what is large, a product or of fp64, and says ``now`` when it is prepared."""
     kinds = "all_gather", "all_reduce"
     agreed: Any = SimpleNamespace(kinds=kinds, reason="", job=None, rank=0, ranks=(0, 1), name="0", options=Options())
-    dispatcher = Dispatcher(agreed, Fallback(None, {"cpu": "gloo"}))
+    gloo = SimpleNamespace(_allgather_base=lambda out, tensor, opts: "handed over")
+    group = SimpleNamespace(_get_backend=lambda device: gloo)
+    dispatcher = Dispatcher(agreed, Fallback(group, {"cpu": "gloo"}))
 
     def never(kind: str, call: Call) -> str | None:
         tensor, out = call.inputs[0], call.outs[0]

@@ -333,8 +333,7 @@ def test_kinds_without_blocks_are_explained(alone, monkeypatch) -> None:
     def none_left(*given: Any) -> int:
         raise tdcoll.ContextError("no thread blocks left")
 
-    for module in ("tdcoll.calls.pool", "tdcoll.distributed.sparse"):
-        monkeypatch.setattr(f"{module}.take_blocks", none_left)
+    monkeypatch.setattr("tdcoll.calls.pool.Budget.take", none_left)
     sparse = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (3, 2))
     for kind, handler in group.dispatcher.handlers.items():
         tensor = sparse if kind == "sparse_all_reduce" else torch.ones(4)

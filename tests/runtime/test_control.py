@@ -22,7 +22,7 @@ from tiers import second
 
 from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout, ContextError, HeapExhaustedError, RankMismatchError, TdcollError
-from tdcoll.calls.pool import give_back_blocks, take_blocks
+from tdcoll.calls.pool import Budget
 from tdcoll.runtime.control import StoreControlPlane, generation, require_equal
 from tdcoll.runtime.heap import ALIGNMENT
 from tdcoll.runtime.store import encode
@@ -352,11 +352,15 @@ def test_what_exchanges_are_given_ends_with_the_block() -> None:
 def test_threads_take_no_more_blocks_than_there_are(planes: list[StoreControlPlane]) -> None:
     jobs = jobs_of(planes, ALIGNMENT)
 
+    budgets: list[Budget] = []
+
     def body(at: tuple[int, int]) -> tuple[int, str]:
         rank, thread = at
         with jobs[rank].through(jobs[rank].control.part(f"blocks {thread}")):
             try:
-                return take_blocks(jobs[rank], [0, 1], 64, "test"), ""
+                budgets.append(budget := Budget(jobs[rank], [0, 1], 64))
+                budget.take("test")
+                return budget.blocks, ""
             except ContextError as error:
                 return 0, str(error)
 
@@ -369,6 +373,6 @@ def test_threads_take_no_more_blocks_than_there_are(planes: list[StoreControlPla
             assert jobs[0].blocks_taken == jobs[1].blocks_taken <= 264
     refused = [why for _, why in found.values()]
     assert all("of 2 ranks needs 6 thread blocks, and other contexts have left" in why for why in refused), found
-    for job in jobs:
-        give_back_blocks(job, job.blocks_taken)
-        assert job.blocks_taken == 0
+    for budget in budgets:
+        budget.give_back()
+    assert [job.blocks_taken for job in jobs] == [0, 0]

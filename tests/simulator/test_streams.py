@@ -20,7 +20,7 @@ import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.base.errors import ContextError, TdcollError
 from tdcoll.calls import pool
-from tdcoll.calls.pool import Pool
+from tdcoll.calls.pool import Budget, Pool
 from tdcoll.calls.streams import copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
 from tdcoll.testing import Deadlock, World, explore, first_failure
 
@@ -84,21 +84,23 @@ def test_contexts_that_do_not_fit_together_wait_crosswise() -> None:
 
 
 def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As tdcoll makes them, one for each kind."""
+    """As tdcoll makes them, each with a budget of its own."""
     monkeypatch.setattr(pool, "_SIMULATED_MULTIPROCESSORS", 12)
 
     def case(world: World) -> None:
         def host(pe: int) -> None:
             owner = runtime.current()
-            kinds = [Pool(owner, range(N_PES), f"kind {i}", limit=NBYTES, blocks=20) for i in range(3)]
+            budgets = [Budget(owner, range(N_PES), 20) for _ in range(3)]
+            kinds = [Pool(owner, range(N_PES), f"kind {i}", limit=NBYTES, budget=own) for i, own in enumerate(budgets)]
             for kind in kinds:
                 assert kind.prepare(NBYTES), kind.problem
             contexts = [kind.context for kind in kinds]
             assert [context.max_blocks for context in contexts] == [8, 6, 6]
             assert owner.blocks_taken == 20
             at_once(world, contexts)
-            for kind in kinds:
+            for kind, budget in zip(kinds, budgets, strict=True):
                 kind.close()
+                budget.give_back()
             assert owner.blocks_taken == 0
 
         world.run(host)
@@ -113,12 +115,13 @@ def test_a_context_for_which_no_blocks_are_left(monkeypatch: pytest.MonkeyPatch)
     def host(pe: int) -> None:
         owner = runtime.current()
         owner.blocks_taken += 12 * pe
-        kind = Pool(owner, range(N_PES), "kind", limit=NBYTES, blocks=20)
+        budget = Budget(owner, range(N_PES), 20)
+        kind = Pool(owner, range(N_PES), "kind", limit=NBYTES, budget=budget)
         assert not kind.prepare(64)
         assert kind.problem == "a context of 2 ranks needs 6 thread blocks, and other contexts have left 4"
         assert owner.blocks_taken == 12 * pe
         with pytest.raises(ContextError, match="other contexts have left 4"):
-            pool.take_blocks(owner, range(N_PES), 1, "all_reduce")
+            Budget(owner, range(N_PES), 1).take("all_reduce")
 
     World(N_PES).run(host)
 

@@ -125,8 +125,8 @@ def ddp_with_power_sgd() -> None:
 
 @check
 def asynchronous_calls_in_different_orders() -> None:
-    """Groups, and kinds of calls, that ranks issue in different orders once they have contexts."""
-    few = Options(blocks=8)  # for contexts of all kinds of both
+    """Groups, and dense and sparse calls, that ranks issue in different orders once they have contexts."""
+    few = Options(blocks=8)
     groups = [dist.new_group(timeout=timedelta(seconds=20), pg_options=few) for _ in range(2)]
     began = time.monotonic()
     for call in range(4):
@@ -135,11 +135,11 @@ def asynchronous_calls_in_different_orders() -> None:
         rows = [sparse(rank()) for _ in groups]
         issue = []
         for group, tensor, out, row in zip(groups, tensors, outs, rows, strict=True):
-            issue.append(partial(dist.all_reduce, tensor, group=group, async_op=True))
-            issue.append(partial(single, out, data(rank(), 8), group=group, async_op=True))
-            issue.append(partial(dist.all_reduce, row, group=group, async_op=True))
+            dense = partial(dist.all_reduce, tensor), partial(single, out, data(rank(), 8))  # in this order
+            for calls in (dense, [partial(dist.all_reduce, row)]):
+                issue.append([partial(call, group=group, async_op=True) for call in calls])
         turned = (rank() * 3 + call) % len(issue) if call else 0  # the first makes contexts at once
-        works = [make() for make in issue[turned:] + issue[:turned]]
+        works = [make() for calls in issue[turned:] + issue[:turned] for make in calls]
         for work in works[::-1] if rank() else works:
             work.wait()
         for tensor, out, row in zip(tensors, outs, rows, strict=True):
