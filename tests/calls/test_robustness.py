@@ -244,7 +244,7 @@ def test_the_fast_path_is_for_the_last_stream_outside_of_graphs(bound: int, monk
 
     def host(pe: int) -> None:
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
-        ctx._cuda, ctx._index, ctx._handle = True, 1, bound
+        ctx._cuda, ctx._index, ctx.lane.handle = True, 1, bound
         cuda.stream = bound
         assert ctx.enter() == bound
         assert (ctx.capturing, ctx.captured) == (False, False)
@@ -274,6 +274,27 @@ def test_the_fast_path_is_for_the_last_stream_outside_of_graphs(bound: int, monk
         ctx.monitor._record[RECORD_VALID.value] = 0
         ctx.close()
         assert ctx.enter() is None
+
+    World(1, heap_bytes=HEAP).run(host)
+
+
+def test_contexts_of_one_lane_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Driver(monkeypatch)
+    monkeypatch.setattr("tdcoll.calls.preconditions.capture_of", lambda stream: 0)
+
+    def host(pe: int) -> None:
+        first = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+        second = tdcoll.CollectiveContext(max_bytes_per_rank=64, _lane=first.lane)
+        for ctx in (first, second):
+            ctx._cuda, ctx._index = True, 1
+        for ctx, cuda.stream in ((first, 320), (second, 640), (first, 320)):
+            assert ctx.enter() is None
+            ctx.begin("call", 0)
+            assert first.enter() == second.enter() == cuda.stream
+        assert [stream and stream.cuda_stream for stream in cuda.waited] == [None, 320, 640]
+        for ctx in (first, second):
+            ctx._cuda = False
+            ctx.close()
 
     World(1, heap_bytes=HEAP).run(host)
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from compiling import ORDER, WORLD, compile_for, compiled_forms, record, resources, tuples
 
+from tdcoll.base.limits import SHARED_REGISTERS
 from tdcoll.calls.plan import Facts
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_reduce import kernels_direct as reduce_direct
@@ -98,6 +99,9 @@ ALL_REDUCE = [  # kernel, constants, ranks, architectures
     (reduce_direct.all_reduce_direct, {**_FP8, **_COPIED, "OP": MEAN, "COUNT": 1024, "WAITED": 8}, 8, (90, 100)),
     (reduce_loop.all_reduce_loop, {**_BF16, **_COPIED, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
     (reduce_loop.all_reduce_loop, {**_BF16, "ZERO_COPY": True, "COUNT": 2048, "WAITED": 8}, 8, (90,)),
+    # What loops have the most registers for: few ranks.
+    (reduce_loop.all_reduce_loop, {**_BF16, **_COPIED, "COUNT": 8192, "WAITED": 2}, 2, (90,)),
+    (scatter_loop.reduce_scatter_loop, {**_BF16, **_TILES, "COUNT": 8192, "WAITED": 2}, 2, (90,)),
     (reduce_puts.all_reduce_puts, {**_BF16, "OP": MEAN, "COUNT": 2048, "WAITED": 8}, 8, (90, 100)),
     (reduce_over_nodes.all_reduce_nodes, {**_BF16, "COUNT": 2048}, 8, (90, 100)),
 ]
@@ -113,7 +117,8 @@ def compile_reduction(kernel, constants: dict[str, Any], world: int, arch: int) 
     }
     dtype = str(getattr(constants["DTYPE"], "value", constants["DTYPE"]))
     about = {"world": world, "announced": announced, "looped": bool(constants.get("LOOPED")), "dtype": dtype}
-    return record(kernel, arch, constants, types, about)
+    looped = kernel in (reduce_loop.all_reduce_loop, scatter_loop.reduce_scatter_loop)  # with a budget
+    return record(kernel, arch, constants, types, about, **({"maxnreg": SHARED_REGISTERS} if looped else {}))
 
 
 COPIES = [  # kernel, constants, warps

@@ -36,7 +36,7 @@ from tdcoll.job import lifecycle
 from tdcoll.spec.constants import RECORD_VALID
 
 WORKERS = Path(__file__).parents[1] / "workers"
-GPU_ONLY = {"streams", "kinds_together", "works_that_nobody_waits_for", "graphs"}
+GPU_ONLY = {"streams", "groups_together", "works_that_nobody_waits_for", "graphs"}
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -324,18 +324,20 @@ def streams() -> None:
 
 
 @check(gpu_only=True)
-def kinds_together() -> None:
-    """All-gathers on one stream and reduce-scatters on another, which ranks begin in different orders, beside
-    matmuls that fill the GPU: they end, and are right."""
-    n, calls = 1 << 18, 40
-    gathering, scattering = torch.cuda.Stream(), torch.cuda.Stream()
+def groups_together() -> None:
+    """All-gathers and all-reduces of one group, and reduce-scatters of another, on three streams. Ranks begin those of
+    the two groups in different orders, beside matmuls that fill the GPU: they end, and are right."""
+    n, calls, other = 1 << 18, 40, dist.new_group(pg_options=Options(blocks=16))
+    gathering, reducing, scattering = (torch.cuda.Stream() for _ in range(3))
     own = [data(rank(), n, call=call) for call in range(2)]
     whole = [data(rank(), world() * n, call=call) for call in range(2)]
     outs = [torch.empty(world() * n, device=device()) for _ in range(2)]
     parts = [torch.empty(n, device=device()) for _ in range(2)]
+    maxima = [tensor.clone() for tensor in own]  # which later all-reduces leave as they are
     matrix = torch.randn(2048, 2048, device=device())
     single(outs[0], own[0])  # first calls make contexts, in one order
-    SINGLE_SCATTER(parts[0], whole[0])
+    dist.all_reduce(maxima[0], dist.ReduceOp.MAX)
+    SINGLE_SCATTER(parts[0], whole[0], group=other)
     matrix = (matrix @ matrix).clamp(-1, 1)  # a first launch may wait until the GPU is idle: not among the calls
     torch.cuda.synchronize()
     for call in range(calls):
@@ -343,10 +345,12 @@ def kinds_together() -> None:
         def gather(call: int = call) -> None:
             with torch.cuda.stream(gathering):
                 single(outs[call % 2], own[call % 2])
+            with torch.cuda.stream(reducing):
+                dist.all_reduce(maxima[call % 2], dist.ReduceOp.MAX)
 
         def scatter(call: int = call) -> None:
             with torch.cuda.stream(scattering):
-                SINGLE_SCATTER(parts[call % 2], whole[call % 2])
+                SINGLE_SCATTER(parts[call % 2], whole[call % 2], group=other)
 
         for make in (gather, scatter) if (rank() + call) % 2 else (scatter, gather):
             make()
@@ -355,6 +359,9 @@ def kinds_together() -> None:
     for call in range(2):
         same(outs[call], torch.cat([data(r, n, call=call) for r in everyone()]), f"gathered {call}")
         same(parts[call], sums(everyone(), world() * n, call).view(world(), n)[rank()], f"scattered {call}")
+        largest = torch.stack([data(r, n, call=call) for r in everyone()]).amax(0)
+        same(maxima[call], largest, f"maxima {call}")
+    dist.destroy_process_group(other)
 
 
 @check(gpu_only=True)
