@@ -193,8 +193,7 @@ def make(
             shapes = (tensor.shape, tensor.dtype) if out is None else (tensor.shape, tensor.dtype, out.shape, out.dtype)
             key = (spec.name, algorithm, name, symmetric, in_place, *shapes)
             if symmetric or in_place:  # memory at this address is what it was until some is released
-                shared = tensor if in_place or spec.peers_access_tensor else out
-                key += (shared.data_ptr(), ctx.job.arena.releases)
+                key += ((tensor if in_place else out).data_ptr(), ctx.job.arena.releases)
         ready = ctx.known.get(key)
     except (AttributeError, RuntimeError, TypeError):  # no tensor, one without a shape, or what can't be a key
         key = ready = None
@@ -296,7 +295,7 @@ def _first(
     """Check everything, and make the call; return its result. Calls with this key are then made by :func:`again`."""
     operation = f"{spec.name}_" if in_place else spec.name
     tensors = (tensor,) if out is None else (tensor, out)
-    shared = 0 if spec.peers_access_tensor or in_place else 1  # which of them peers access
+    shared = 0 if in_place else 1  # which of them peers access
 
     def checked() -> tuple[Launches, Ready, tuple[Any, tuple[Any, ...]]]:
         check_tensor(names[0], tensor, ctx.device)

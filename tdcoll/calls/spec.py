@@ -153,11 +153,6 @@ class Collective:
         """Whether the result has a segment of each rank."""
         return self.segments[1] == WORLD
 
-    @property
-    def peers_access_tensor(self) -> bool:
-        """True if peers access the caller's symmetric tensor rather than the result."""
-        return self.scatters and not self.gathers
-
     def segment_bytes(self, nbytes: int, world: int) -> int:
         """Return the bytes of a segment of a tensor of ``nbytes``."""
         return nbytes // world if self.scatters else nbytes

@@ -7,9 +7,9 @@ slot may be reused.
 
 Signals are named by their role. ``arrived[slot, chunk, r]`` is set to the epoch by the rank that delivers chunk
 ``chunk_index`` of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call
-in which peers write to memory of the caller's or read it, and polled here before that memory of rank r is touched.
-``gave_up[r]`` is set by rank r, once and for all, if it ends a call before its peers have read its memory, and checked
-here when that memory has been read; see :mod:`tdcoll.primitives.stores`.
+in which peers write to memory of the caller's, and polled here before that memory of rank r is written. ``gave_up[r]``
+is set by rank r, once and for all, if it gives up while copies are queued, and checked here when what they may
+overwrite has been read; see :mod:`tdcoll.primitives.stores`.
 """
 
 from collections.abc import Iterable

@@ -69,7 +69,7 @@ def dense(spec: Collective, kind: str, copies: bool = False) -> Operation:
         memory,
         lambda source, out, ctx, algorithm: [make(spec, kind, source, out, ctx, algorithm)],
         lambda sources, topology: [reference(spec, sources, topology)],
-        tells=copies or (kind == "s" and spec.peers_access_tensor),
+        tells=copies,
     )
 
 
