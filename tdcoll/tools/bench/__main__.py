@@ -36,7 +36,7 @@ example:
   {COMMAND} -m tdcoll bench all_gather --json result.json
   python -m tdcoll report result.json --plot result.png
 
-Each benchmark has a --help of its own. On the simulator they check results and count messages."""
+Each benchmark has a --help of its own. On the simulator they only check results."""
 
 
 def main(arguments: Sequence[str]) -> int:

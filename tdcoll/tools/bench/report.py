@@ -183,7 +183,7 @@ def markdown(head: dict[str, Any], rows: Sequence[Row], *, only: Sequence[str] =
     if unknown := [name for name in only if name not in known]:
         raise ValueError(f"--only: expected some of {', '.join(known)}; got {', '.join(unknown)}")
     if any(row.launch == "simulator" for row in rows):
-        raise ValueError("expected rows with times, got those of a simulated job: `bench` prints what it counts")
+        raise ValueError("expected rows with times, got those of a simulated job, which has none")
     parts: list[str] = []
     hidden: list[str] = []
     for chosen in _tables(layout, rows)[: 1 if brief else None]:

@@ -36,7 +36,6 @@ class Row:
         skew_us: median over the iterations of the time between the fastest and the slowest rank.
         note: for the reader: why it did not run, or an error, for example.
         calls, iterations: calls timed together (alternating), and how many times.
-        counts: per call, of each rank, what the simulator counted.
         facts: what was measured, by the names that the benchmark gives to them: its size, dtype and so on.
     """
 
@@ -53,7 +52,6 @@ class Row:
     note: str | None = None
     calls: Sequence[int] = (1,)
     iterations: int = 0
-    counts: dict[str, list[float]] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -136,11 +134,6 @@ def _data(row: Row) -> str:
     return ", ".join([*([f"{op} of {row.facts['dtype']}"] if op else []), *["one buffer replayed"] * one])
 
 
-def _most(key: str) -> Text:
-    """Return a count of the simulator per call, the most of any rank; loads and stores through pointers don't count."""
-    return lambda row: f"{max(found):g}" if (found := (row.counts or {}).get(key)) else "-"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a benchmark's rows are shown.
@@ -177,19 +170,18 @@ class Layout:
         """Return the size of a row, in words."""
         return tuple(text(row) for text in self.size.values())
 
-    def columns(self, simulated: bool) -> dict[str, Text]:
-        """Return heading and text of the columns on the terminal: times, or counts of the simulator."""
-        counted = ("puts", "put_bytes", "signals", "waits", "inter_node_puts", "inter_node_bytes")
+    @property
+    def columns(self) -> dict[str, Text]:
+        """Return heading and text of the columns on the terminal."""
         times = {"µs": "median_us", "min µs": "min_us", "p90 µs": "p90_us", "skew µs": "skew_us"}
-        counts = {key.replace("_", " "): _most(key) for key in counted}
-        measured = {heading: _attribute(name) for heading, name in times.items()}
         return {
             **self.size,
             "ranks": lambda row: str(row.ranks),
             "nodes": lambda row: str(row.nodes),
             f"{'algorithm':>24}": _took,
             "launch": lambda row: row.launch,
-            **(counts if simulated else {**measured, **self.derived}),
+            **{heading: _attribute(name) for heading, name in times.items()},
+            **self.derived,
             "check": lambda row: row.check if row.note is None else f"{row.check}: {row.note}",
         }
 

@@ -35,7 +35,7 @@ class Signalling(case.Case):
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         parser = options.Parser(
-            "bench signal", "Latency of signals, checked: CUDA graph replays. On the simulator: checks and counts."
+            "bench signal", "Latency of signals, checked: CUDA graph replays. On the simulator: checks."
         )
         parser.option("--rounds", options.at_least(2), 3 if INTERPRETED else 500, "N", "rounds in one launch")
         options.add_common(parser, 50)

@@ -394,3 +394,17 @@ def test_an_asynchronous_drop_in_without_its_peer_says_so() -> None:
     world = World(2)
     world.run(host)
     assert told == {0: (0, 1)}
+
+
+@pytest.mark.parametrize(("spec", "algorithm", "sent"), [(GATHER, "1d", 2), (GATHER, "2d", 1), (SCATTER, "1d", 2)])
+def test_segments_cross_between_nodes_as_often_as_they_must(spec: Collective, algorithm: str, sent: int) -> None:
+    world = World(4, ranks_per_node=2)
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 10) as ctx:
+            x = torch.ones(64 * 4 if spec.scatters else 64)
+            getattr(tdcoll, spec.name)(x, ctx=ctx, algorithm=algorithm)
+            ctx.check()
+
+    world.run(host)
+    assert [counts.inter_node_bytes for counts in world.counts] == [sent * 256] * 4
