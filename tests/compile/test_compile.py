@@ -139,7 +139,7 @@ def test_registers_and_spills(compiled) -> None:
 def test_kernels_are_compiled_once_for_all_ranks(hopper) -> None:
     forms = hopper["forms"] | hopper["fused_forms"]
     assert {name for name in forms if "reduce" in name} == {k["kernel"] for k in kernels_of(hopper, *COLLECTIVES[5:7])}
-    assert len(forms) == 14
+    assert len(forms) == 13
     assert set(forms.values()) == {1}
 
 

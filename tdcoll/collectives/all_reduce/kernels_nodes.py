@@ -22,15 +22,14 @@ r is there; of the rail, when its node's sum is. ``arrived[slot, chunks + chunk,
 when the result is there. The first are polled by the thread block that sums the chunk, the second by the one that
 copies it out.
 
-Ordering: that of ``kernels_puts``. Reuse of a slot: a rank is done with epoch e when it has the results of all ranks of
-its node. All ranks have then started e, for every chunk, because each rank of its node has heard from its whole rail,
-and each rank of a rail from its whole node.
+Ordering: that of ``kernels_puts``. Reuse of a slot: a rank that has the results of epoch e from all ranks of its node
+knows that all ranks have started e, because each of these has heard from its whole rail, and each rank of a rail from
+its whole node.
 
 Order of thread blocks: chunk by chunk; in a chunk those that send inside the node, the one that sums, and those that
-copy out. The one that sums waits for senders of its chunk; then it puts, and waits for those that sum this chunk on its
-rail, which put before they wait for it. Receivers wait for those that sum. Any number of resident blocks makes
-progress, because each thread block waits only for ones that come before its own number on every rank, or for those of
-its own number when they have put.
+copy out. The one that sums waits for senders of its chunk; then it puts before it waits for those that sum this chunk
+on its rail. Any number of resident blocks makes progress, because each waits only for thread blocks that come before
+its own number on every rank, or for those of its own number when they have put.
 
 In place: as in ``kernels_direct``.
 """

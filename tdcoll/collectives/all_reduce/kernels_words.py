@@ -20,21 +20,18 @@ times the data. ::
     out[r] --words--> second half of inbox[slot, r] on every other rank
     second half of inbox[slot, p] --> out[p]
 
-The second half begins where the first ends, after as many words as a part has. It cannot be the first half again,
-because a peer that is ahead sends its sum while this rank still reads that peer's first words.
+The second half cannot be the first again, because a peer that is ahead sends its sum while this rank still reads that
+peer's first words.
 
 Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s, and polled by the program
 of rank r that has the number of the one which sent them.
 
-Ordering and reuse of a slot: those of the protocols' modules. A rank is done with a call when it has heard from every
-peer in its last step, even if it has nothing to receive, because each program sends at least its first word to all
-ranks.
+Ordering and reuse of a slot: those of the protocols' modules. A rank that is done with a call has heard from every
+peer, because each program sends at least its first word to all ranks in the last step.
 
-Order of thread blocks: the data is cut into blocks of words, and program i takes the blocks i, i + programs, ... one
-after the other. It sends a block before it waits for it, and waits for programs i of other ranks only, which do the
-same in the same order. In the second of two steps it waits for words that program i of a peer sends when it has those
-of the first step from all programs i. Any number of resident blocks therefore makes progress, and any number of thread
-blocks, if it is the same on all ranks.
+Order of thread blocks: program i takes the blocks of words i, i + programs, ... one after the other. It sends a block
+before it waits for it, and waits for programs i of other ranks only, which do the same in the same order. Any number of
+resident blocks therefore makes progress, and any number of thread blocks, if it is the same on all ranks.
 
 In place: ``out`` may be ``source``. Each program stores to the words that it has loaded before, and to no others.
 

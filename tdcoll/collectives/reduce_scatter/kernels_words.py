@@ -1,23 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter inside one node by the Lamport protocol or LL: one hop.
 
-Scope, protocols and signal map are those of :mod:`tdcoll.collectives.all_reduce.kernels_words`.
-
-Data flow, seen from rank r::
+Scope, protocols, signal map, bits and progress are those of one-shot in
+:mod:`tdcoll.collectives.all_reduce.kernels_words`. Data flow, seen from rank r::
 
     source[p] --words--> inbox[slot, r] on rank p, for every other rank p
     inbox[slot, 0], ..., source[r], ..., inbox[slot, world - 1] --sum in rank order--> out
 
-Ordering and reuse of a slot: those of the protocols' modules. When a rank is done with a call, it has heard from all,
-because each rank sends at least one word to every other.
-
-Order of thread blocks: that of one-shot there. Program i sends a block before it waits for it, and waits for programs i
-of other ranks only, which do the same in the same order.
+When a rank is done with a call, it has heard from all, because each rank sends at least one word to every other.
 
 In place: ``out`` may be ``source[r]``. No other rank reads that part, and a program stores only to words that it has
 loaded before.
-
-Bits: sums are in rank order, in the accumulator's type, rounded once, as in every other algorithm.
 """
 
 import triton.language as tl
