@@ -46,8 +46,7 @@ def _room(device: torch.device) -> int:
 def take_blocks(owner: Runtime, ranks: Sequence[int], wanted: int, operation: str) -> int:
     """Reserve thread blocks for a context whose launches may be in flight beside those of other contexts. Collective.
 
-    Two launches wait for each other without end if each fills one GPU and waits for its part on the other. The thread
-    blocks that contexts reserve here therefore fit on the GPU together: see ``docs/architecture.md``.
+    All that is reserved fits on the GPU together, for the reason that ``docs/architecture.md`` has.
 
     Args:
         wanted: how many to reserve. The call takes at most a third of those that are left, because later contexts need
@@ -132,9 +131,8 @@ class Pool:
     def prepare(self, nbytes: int, call: Mapping[str, Any] | None = None) -> bool:
         """Make a context for ``nbytes`` per rank if needed; return whether there is one. Collective when it is made.
 
-        ``call`` has the call's arguments that must be the same on all ranks, by name. The ranks compare them when they
-        make a context, because they exchange its arguments anyway. Without ``limit`` and ``blocks`` it returns true
-        or raises.
+        ``call`` has the call's arguments that must be the same on all ranks, by name, which they compare when they make
+        a context. Without ``limit`` and ``blocks`` it returns true or raises.
 
         Raises:
             ContextError: it has to be made, and a CUDA graph is being captured.

@@ -3,9 +3,6 @@
 
 Everything that is not the same for all dense collectives stands in that record: calls, the backend, operators, tuning,
 benchmarks and tests read it there, and name no collective. This module needs neither torch nor triton.
-
-Three things are kept apart when an algorithm is chosen. An algorithm *supports* a call or says why it can't have it. A
-table says what was *measured* to be the fastest. The *default* says what to take if nothing was measured.
 """
 
 from __future__ import annotations
@@ -181,11 +178,8 @@ class Collective:
         return None if self.reduces else 0
 
     def may_overlap_at(self, segment: int, rank: int) -> int | None:
-        """Return how many bytes behind the caller's tensor the result may begin if the two share memory.
-
-        Where one of the two has a segment for each rank, the other may be this rank's; where neither has, they may be
-        the same. None: both have, and must not overlap.
-        """
+        """Return how many bytes behind the caller's tensor the result may begin if the two share memory: the smaller is
+        this rank's segment of the larger, or both are the same. None: they must not overlap."""
         if self.scatters:
             return None if self.gathers else rank * segment
         return -rank * segment if self.gathers else 0

@@ -24,9 +24,8 @@ rank still clears in k. The data of k - 1 may be cleared in k because the launch
 Written words. A call clears only the words that were *written*. It notes on the device how many words of each segment
 its peers write, because calls differ in size, and with CUDA graphs only the device knows which call came before.
 
-Ordering: that of the kernels of one stream, and nothing else.
-
-A call of no bytes still sends one word (:func:`carry`), because every call must hear from every peer.
+Ordering: that of the kernels of one stream. A call of no bytes still sends one word (:func:`carry`), because every call
+must hear from every peer.
 
 Data may have any alignment and length. If all of it is aligned to 128 bits, it is loaded without a branch, before the
 call is known; other data is loaded again after it (:func:`repair`). The contents of words are a tuple of four blocks of

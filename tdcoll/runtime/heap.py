@@ -25,6 +25,7 @@ from typing import Protocol
 
 import torch
 
+from tdcoll.base.arguments import format_bytes
 from tdcoll.base.errors import HeapExhaustedError
 
 ALIGNMENT = 512
@@ -208,17 +209,10 @@ def agree(proposals: Sequence[Sequence[tuple[int, int]]], nbytes: int, total: in
         if all(_fits(offset, size, proposal) for proposal in proposals):
             return offset
     free, largest = min(map(_sizes, proposals), key=lambda sizes: sizes[1])
-    enough = 1 << (total + size - 1).bit_length()  # behind everything that is allocated, on all PEs
+    behind_all = 1 << (total + size - 1).bit_length()
+    enough = format_bytes(behind_all)[:-1].replace(" ", "")
     raise HeapExhaustedError(
         f"the symmetric heap has no room: {size} bytes asked, {free} of {total} bytes free on the fullest rank "
-        f"(largest free piece {largest} bytes). Raise NVSHMEM_SYMMETRIC_SIZE (to {_in_words(enough)}, say) or pass "
+        f"(largest free piece {largest} bytes). Raise NVSHMEM_SYMMETRIC_SIZE (to {enough}, say) or pass "
         "initialize(heap_bytes=...), or free contexts and tensors that are not needed."
     )
-
-
-def _in_words(nbytes: int) -> str:
-    """``"512M"``: a power of two in NVSHMEM's notation."""
-    for unit, shift in (("G", 30), ("M", 20), ("K", 10)):
-        if nbytes >> shift:
-            return f"{nbytes >> shift}{unit}"
-    return str(nbytes)

@@ -60,7 +60,15 @@ def ask(
     """
     limit = min(timeout_s + _SLACK_S, threading.TIMEOUT_MAX)
     answer: Future[Answer] = Future()
-    threading.Thread(target=_find_out, args=(question, answer), name="tdcoll.store", daemon=True).start()
+
+    def find_out(answer: Future[Answer]) -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:
+            answer.set_exception(error)
+            del answer  # whose error knows this frame
+
+    threading.Thread(target=find_out, args=(answer,), name="tdcoll.store", daemon=True).start()
     try:
         return answer.result(limit)
     except FutureTimeout:
@@ -72,14 +80,6 @@ def ask(
             f"rank {rank} in '{tag}': the store is gone; the process that serves it, usually rank 0's or torchrun's, "
             f"has ended or cannot be reached ({error})"
         ) from error
-
-
-def _find_out(question: Callable[[], Answer], answer: Future[Answer]) -> None:
-    try:
-        answer.set_result(question())
-    except BaseException as error:
-        answer.set_exception(error)
-        del answer  # whose error knows this frame
 
 
 def encode(tag: str, value: Any) -> bytes:

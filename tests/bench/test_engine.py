@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tdcoll.base.arguments import format_bytes
 from tdcoll.base.errors import TdcollError
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.testing import World
 from tdcoll.tools.bench import engine
-from tdcoll.tools.bench.arithmetic import format_bytes, ratio, summarize
+from tdcoll.tools.bench.arithmetic import ratio, summarize
 from tdcoll.tools.bench.data import Buffers, exact
 from tdcoll.tools.bench.engine import TURNS, Contender, Ranks, Subject, calls_of, simulate
 from tdcoll.tools.bench.peers import subject_of

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.base.output import unless_the_reader_goes
 from tdcoll.tools.setenv import COMMAND
 
 _OTHERS = {
@@ -51,7 +50,3 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     print(f"{_USAGE}\nbench: expected {', '.join(BENCHMARKS)} or --help, got {name or 'nothing'}", file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(unless_the_reader_goes(lambda: main(sys.argv[1:])))

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tdcoll.base.arguments import format_bytes
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.tools.bench.arithmetic import Floor, distinct, format_bytes, ratio
+from tdcoll.tools.bench.arithmetic import Floor, distinct, ratio
 
 IN_PLACE = "in-place"
 """The name of calls in place, where ``--algorithms`` takes one and in rows."""

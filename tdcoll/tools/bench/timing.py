@@ -25,6 +25,7 @@ from tdcoll.tools.bench.arithmetic import summarize
 
 _ASSUMED_CLOCK_KHZ = 1_800_000
 _GRAPH_HEAD_START_US = 500.0
+_WARMUP, _REPLAYS = 3, 50
 
 
 def pause(microseconds: float) -> None:
@@ -35,14 +36,14 @@ def pause(microseconds: float) -> None:
 
 
 class LineUp:
-    """When called, let the current streams of all ranks of ``group`` continue at about the same moment. Collective.
+    """When called, let the current streams of all ranks continue at about the same moment. Collective.
 
     A context manager. It makes a collective context on the current stream: if a rank does not come, the others raise
     :class:`~tdcoll.CollectiveTimeout`.
     """
 
-    def __init__(self, group: runtime.Group = None) -> None:
-        self._context = CollectiveContext(group, max_bytes_per_rank=8, debug=False)
+    def __init__(self) -> None:
+        self._context = CollectiveContext(max_bytes_per_rank=8, debug=False)
         self._token = torch.zeros(1, dtype=torch.int64, device=self._context.device)
         self._tokens = torch.zeros(self._context.world_size, dtype=torch.int64, device=self._context.device)
 
@@ -112,41 +113,28 @@ def time_launches(
     return [begin.elapsed_time(end) * 1e3 / calls for begin, end, calls in timed]
 
 
-def graph_time_us(
-    function: Callable[[], object],
-    *,
-    calls: Sequence[int] = (20, 21),
-    replays: int = 50,
-    warmup: int = 3,
-    group: runtime.Group = None,
-) -> float:
+def graph_time_us(function: Callable[[], object], calls: Sequence[int] = (20, 21)) -> float:
     """Return the microseconds per call of ``function`` in a CUDA graph: median over replays of the slowest rank.
 
-    Collective over ``group``: all its ranks make this call, on the stream that the function's context has::
+    Collective: all ranks make this call, on the stream that the function's context has::
 
         us = graph_time_us(lambda: tdcoll.all_gather(x, ctx, out))
 
     Args:
         function: issues work on the current stream; no host synchronisation, the same on every replay.
         calls: calls per graph, one graph for each number; an odd number shows that slots may end up swapped.
-        replays: timed replays, the graphs taken in turn.
-        warmup: calls before the capture, and replays of each graph before the timed ones; at least 1.
-        group: the ranks that take part: a ProcessGroup, a sequence of global ranks, or None for all.
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
         TdcollError: in the simulator, which has no times.
-        ValueError: a number is too small.
     """
     owner = runtime.current()
     if owner.simulated:
         raise TdcollError("graph_time_us needs GPUs; the simulator has no times")
-    if min(*calls, replays, warmup, 1) < 1 or not calls:
-        raise ValueError(f"calls, replays and warmup must be at least 1, got {tuple(calls)}, {replays} and {warmup}")
-    for _ in range(warmup):
+    for _ in range(_WARMUP):
         function()
     launches = [capture(lambda _: function(), count) for count in calls]
-    with LineUp(group) as line_up:
-        time_launches(launches, warmup * len(launches), line_up)
-        times = time_launches(launches, replays, line_up)
-    return summarize(owner.control.all_gather(owner.ranks_of(group), "graph_time_us", times))["median_us"]
+    with LineUp() as line_up:
+        time_launches(launches, _WARMUP * len(launches), line_up)
+        times = time_launches(launches, _REPLAYS, line_up)
+    return summarize(owner.control.all_gather(range(owner.world_size), "graph_time_us", times))["median_us"]

@@ -247,28 +247,6 @@ REFUSED: list[tuple[Collective, int, Nodes, Any, dict[str, Any], str]] = [
     (REDUCE, 100, (4,), "one_shot", {**PARTS, "ll_bytes": 12}, TOO_FEW),
     # no word, and one for one of the two halves
     *((REDUCE, 100, (4,), "two_shot", {**STORES, "lamport_bytes": n, "itemsize": 4}, TOO_FEW) for n in (0, 16)),
-    *(
-        (
-            REDUCE,
-            100,
-            (4,),
-            name,
-            {**STORES, "chunks": 1},
-            f"'{name}' needs a context with at least 2 chunks; got 1",
-        )
-        for name in ("direct", "1d")
-    ),
-    *(
-        (
-            REDUCE,
-            G,
-            nodes,
-            "auto",
-            {**FLAGS, "chunks": 1},
-            "^all_reduce needs a context with at least 2 chunks; got",
-        )
-        for nodes in ((4,), (2, 2))
-    ),
 ]
 
 
