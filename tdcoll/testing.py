@@ -140,7 +140,7 @@ def replay(
         trace: write a timeline there (Chrome trace JSON, for Perfetto), even if the case fails.
 
     Returns:
-        The world in which it ran, with its counts, steps and memory.
+        The world in which it ran, with its counts and memory.
     """
     made = World(n_pes, seed=seed, weak=weak, trace=trace is not None, **world)
     try:

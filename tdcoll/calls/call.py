@@ -6,8 +6,7 @@ made: one look-up finds it by everything that shapes, dtypes and arguments decid
 changed since: the device, layout, contiguity and sign of each tensor (:func:`usable`); the overlap of two tensors
 (:func:`overlap`), which ``place`` looks at; and the context
 (:meth:`~tdcoll.calls.preconditions.Preconditions.enter`). Where peers access a tensor, its address is part of what the
-call is found by. This fast path raises no errors of its own. Any mismatch falls back to the slow path, which finds out
-what is wrong and says so.
+call is found by. This fast path raises no errors: any mismatch falls back to the slow path, which says what is wrong.
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ class Ready(NamedTuple):
 
     Attributes:
         made: the kind of call, by which it is noted.
-        place: ``(tensors) -> (result, what run takes)``; makes the results that the caller doesn't give. None if the
-            tensors don't lie as they must.
+        place: ``(tensors) -> (result, what run takes)``; makes results. None if the tensors don't lie as they must.
         run: launches, given the handle of the stream.
     """
 
@@ -227,8 +225,7 @@ class _Attached(torch.autograd.Function):
     """The node of the autograd graph for a result ``made``, which has been computed from ``tensor``.
 
     ``derivative`` takes the contiguous gradient of ``made`` to that of ``tensor``, of as many elements. The collective
-    is not called in here, because in the simulator's ``World`` the ranks of a process take turns during a call, and
-    would see this rank's grad mode.
+    is not called in here, because in the simulator's ``World`` other ranks would see this rank's grad mode.
     """
 
     @staticmethod

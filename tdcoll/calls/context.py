@@ -344,7 +344,7 @@ class CollectiveContext(Preconditions):
     def close(self) -> None:
         """Free the symmetric memory. Collective; waits for the stream. A second call does nothing.
 
-        After an expired wait it is local, since a peer may be gone, and the memory stays taken.
+        After an expired wait it is local, because a peer may be gone, and the memory stays taken.
 
         Raises:
             CollectiveTimeout: a wait has expired, which hasn't been reported yet.

@@ -214,18 +214,14 @@ class Launch:
     Args:
         kernel: made by :func:`tdcoll.jit`.
         blocks: of the grid's first dimension, or first two.
-        arguments: of all parameters but the changing ones, by name, constants included: tensors, addresses, whole
-            numbers, and tuples of these.
-        changing: parameters that each launch gives, which follow each other and are addresses or whole numbers;
-            ``tuple.field`` for one of a tuple.
+        arguments: of all other parameters, by name, constants included: tensors, addresses, numbers, tuples of these.
+        changing: parameters that each launch gives: neighbours, addresses or whole numbers; ``tuple.field`` of a tuple.
         num_warps: warps of each thread block.
         early: may begin before what was launched before has ended, if the kernel waits for that.
-        maxnreg: the most registers of a thread. None: ptxas decides, and may spill a little to have more thread blocks
-            on an SM.
+        maxnreg: the most registers of a thread. None: ptxas decides, and may spill a little.
 
     Raises:
-        TypeError: a parameter has no argument, or an argument no parameter (a compiled kernel knows of no defaults, and
-            it is only there on a GPU).
+        TypeError: a parameter has no argument (a compiled kernel knows of no defaults), or an argument no parameter.
     """
 
     def __init__(
@@ -338,8 +334,7 @@ class Launcher:
         """Launch ``kernel`` on the current stream.
 
         Args:
-            arguments: tensors, addresses, whole numbers and :class:`Packed` tuples of these, in the order of the
-                kernel's parameters.
+            arguments: tensors, addresses, whole numbers and :class:`Packed` tuples of these, in the kernel's order.
             constants: its last parameters, ``tl.constexpr`` all.
             variant: whatever else the compiled code depends on: the dtypes of tensors whose dtype may differ from call
                 to call, alignment, the values of integers that the kernel specialises on, and constants in tuples.

@@ -108,8 +108,7 @@ class Facts:
         in_place: whether peers write to the caller's buffer, as in :func:`tdcoll.all_gather_`. Passing
             ``out=input`` doesn't set this, because one rank may do so while another doesn't.
         symmetric: of a reduction: whether peers may read or write the caller's tensor.
-        simulated: whether the kernels run in the simulator, where each block operation of a program costs the same,
-            however large the block is.
+        simulated: whether the kernels run in the simulator, where block operations cost the same for any size.
     """
 
     nbytes: int
@@ -353,8 +352,7 @@ class Words:
     Thread blocks take several blocks of words where there are too many.
 
     Attributes:
-        shots: 1 if a rank sends a whole segment to each other rank; 2 if it sends a part to each, and then the sum of
-            its own part to all.
+        shots: 1 if a rank sends a whole segment to each other; 2 if a part to each, and then the sum of its own to all.
     """
 
     name: str
@@ -390,8 +388,7 @@ class Words:
         """Return the bytes of a segment in each epoch.
 
         A call of two shots that fits into no words at once takes as few epochs of Lamport words as possible, of equal
-        size, but for the last. If they would be more than :data:`MOST_EPOCHS`, it has one, which :meth:`supports`
-        refuses.
+        size, but for the last. Instead of more than :data:`MOST_EPOCHS` it has one, which :meth:`supports` refuses.
         """
         width, nbytes = LAMPORT_WORD_BYTES, facts.nbytes
         room = min(width * self._parts(facts) * (-(-facts.lamport_bytes // width) // 2), _REDUCED_BYTES - width)

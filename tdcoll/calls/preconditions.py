@@ -43,8 +43,7 @@ def debugging(otherwise: Debug) -> Debug:
 
 class Compared:
     """The kinds of calls whose arguments ranks have compared, which is the same on all of them: a kind is all that the
-    ranks have to agree on. If one passes what it has passed before, and another something new, the latter waits for the
-    former in vain."""
+    ranks have to agree on. If one passes what it has passed before, and another something new, the latter waits."""
 
     def __init__(self) -> None:
         self._kinds: set[str] = set()
@@ -150,8 +149,7 @@ class Preconditions:
 
         Args:
             agree: what must be the same on all ranks, by name; compared in debug mode.
-            prepare: raises if the other arguments are wrong on this rank, of which the others hear in debug mode;
-                else returns what is to be launched.
+            prepare: raises if the other arguments are wrong on this rank; else returns what is to be launched.
 
         Returns:
             What ``prepare`` returned.

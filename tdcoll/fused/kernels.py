@@ -28,8 +28,7 @@ Rows of several pieces. Whoever stores a piece needs the measures of all pieces 
 for a later one of its launch. A piece that is reduced here therefore has two thread blocks: the first sends, reduces
 and *publishes* the measures; the second, behind the first thread blocks of all pieces of its row, reduces the same
 words again, waits for the measures, and stores. Measures of one GPU are LL words (:mod:`tdcoll.primitives.ll`) in the
-rank's own segment of the inbox, which no peer writes to. Their flag is the number of the call (:func:`_flag`), so
-nothing has to be cleared or ordered.
+rank's own segment of the inbox, which no peer writes to. Their flag is the number of the call (:func:`_flag`).
 
 Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s and polled by r; those of
 ``inbox[slot, r]`` are published and polled by r's own thread blocks.
@@ -196,8 +195,7 @@ def norm_rows_two_shot(
     for each of these rows of every rank, which store. With one piece for each row the first ones also store the rank's
     own rows, and the others are for rows of other ranks only.
 
-    Args: those of :func:`norm_rows_one_shot`; the inbox's segments hold two such parts of the words, and a word for
-    each piece of one.
+    Args: those of :func:`norm_rows_one_shot`; segments hold two parts of the words, and a word for each piece of one.
     """
     in_stream_order()
     width: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 128  # words of a row

@@ -76,11 +76,9 @@ def all_reduce_rms_norm(
         group, ctx: as for :func:`tdcoll.all_gather`.
         in_place: write ``new`` over ``residual``.
         out_dtype: ``torch.float8_e4m3fn`` for a quantized ``normalized``; else None or the dtype of ``x``.
-        scale: with fp8: the divisor of ``normalized``, one fp32 on the device. If None, each row has its own, by which
-            its largest element becomes 448.
+        scale: with fp8: the divisor of ``normalized``, one fp32 on the device. If None, each row has its own.
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"composed"`` (an all-reduce and a kernel) or ``"auto"``. If the
-            ranks are not of one node, or the context's ``lamport_bytes`` do not hold the rows, ``"auto"`` is
-            ``"composed"``.
+            ranks are not of one node, or ``lamport_bytes`` do not hold the rows, ``"auto"`` is ``"composed"``.
 
     Returns:
         ``(normalized, new)``; with fp8 ``(normalized, new, scale)``, of which the last is ``scale`` or, for each row,

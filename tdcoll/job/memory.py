@@ -116,7 +116,7 @@ def heap_info() -> HeapInfo:
     >>> tdcoll.heap_info().allocations
     0
     """
-    return runtime.current().heap_info
+    return runtime.current().arena.info
 
 
 def rank(group: runtime.Group = None) -> int:

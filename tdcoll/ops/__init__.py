@@ -2,8 +2,7 @@
 """tdcoll's collectives as operators of PyTorch's, which ``torch.compile`` traces: ``import tdcoll.ops``.
 
 ``torch.ops.tdcoll.all_gather``, the other dense collectives and ``all_reduce_rms_norm`` are functional: they return new
-tensors and write to none of their arguments. The group is a string (:func:`group_name`), and the contexts are tdcoll's
-own. See ``docs/fused.md``.
+tensors and write to no argument. The group is a string (:func:`group_name`). See ``docs/fused.md``.
 """
 
 from __future__ import annotations

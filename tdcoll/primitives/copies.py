@@ -17,8 +17,7 @@ Data flow of a call, seen from rank r::
 An all-reduce has two hops: parts, and after their sum the sums.
 
 Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by ``enter``. ``arrived[0, hop, s]`` is
-written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` of rank s, and by
-``hear`` between two hops.
+written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` or ``hear`` of rank s.
 
 Ordering: a copy on a stream begins when the one before it has ended, so the stamp arrives after the data, also as seen
 from the GPU that is written to. That is an assumption, which ``tests/workers/copies_checks.py`` tests.

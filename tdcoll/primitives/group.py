@@ -2,8 +2,7 @@
 """A context as kernels see it: the ranks, the number of this call, the signals, and the memory that peers write to.
 
 Every launch of a protocol calls :func:`start` once in each of its programs, which returns the epoch and counts it. The
-epoch selects one of two *slots* of signals and memory, in :func:`slot` only. :mod:`tdcoll.calls.context` explains why a
-slot may be reused.
+epoch selects one of two *slots* of signals and memory, which :mod:`tdcoll.calls.context` says when to reuse.
 
 Signals are named by their role. ``arrived[slot, chunk, r]`` is set to the epoch by the rank that delivers chunk
 ``chunk_index`` of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call
@@ -79,12 +78,10 @@ class Nodes(NamedTuple):
     Attributes:
         pes: int32 ``[world]``: PE of each rank.
         of: int32 ``[world]``: node of each rank.
-        begins, ranks: int32 ``[n_nodes + 1]``, ``[world]``: the ranks of node n are ``ranks[begins[n]:begins[n + 1]]``,
-            ascending.
+        begins, ranks: int32 ``[n_nodes + 1]``, ``[world]``: the ranks of node n are ``ranks[begins[n]:begins[n + 1]]``.
         node: this rank's.
         n_nodes: how many.
-        world: ranks. It isn't a constant as in the group, because loops over all ranks that look for one id would be
-            unrolled, and take twice the registers.
+        world: ranks; not a constant as in the group, because unrolled loops over ranks would take twice the registers.
     """
 
     pes: Any

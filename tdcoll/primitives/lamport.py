@@ -94,8 +94,7 @@ def load(source, word, nbytes):
 def repair(source, word, nbytes, parts):
     """Return the result of :func:`load`, loaded again if it was not aligned.
 
-    It loads bytes in a loop at run time, because a kernel repairs once for each rank, and the time to compile it grows
-    faster than the number of its accesses.
+    It loads bytes in a loop at run time, because a kernel repairs once for each rank, which is slow to compile.
     """
     first, second, third, fourth = parts
     if (source | nbytes) % 16 != 0:
@@ -179,8 +178,7 @@ def receive(g, lamport, origin, word, call, mask):
 def clear(g, lamport, call, nbytes, BLOCK: tl.constexpr):
     """Clear the words of the call before, and note what this one writes. Every program calls it once.
 
-    Call it between sending and receiving, because it costs no time there. The programs share the work, for any grids of
-    the two calls.
+    Call it between sending and receiving, where it costs no time. The programs share the work, whatever the two grids.
 
     Args:
         nbytes: the most that peers write to each segment in this call.

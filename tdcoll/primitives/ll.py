@@ -2,8 +2,7 @@
 """LL: words that carry a flag, with data and its signal in one aligned 128-bit store, inside a node.
 
 A word holds 96 bits of data and 32 bits of flag, which is the epoch. If a word has the flag of this epoch, it has its
-data, because it arrives whole: one hop, no fence, no release, at 4/3 of the bytes. (NCCL's LL has words of 64 bits,
-half of them flag.)
+data, because it arrives whole: one hop, no fence, no release, at 4/3 of the bytes. (NCCL's LL has words of 64 bits.)
 
 The words of an inbox are used for nothing else. ``inbox.base + 16 * i`` is written by one rank, by one store per epoch,
 and polled here by one program. A word always has a flag of this context: of this epoch, or of an earlier one of the

@@ -6,11 +6,9 @@ stores of a block come before its barrier, and that comes before the release at 
 reader that acquires the signal sees the data. NVSHMEM's device code is not needed.
 
 **A peer that gives up while its copies are queued.** Calls by copy engines (:mod:`tdcoll.primitives.copies`) can't hold
-back copies that are queued behind a wait that has expired. They may overwrite an inbox that a late peer still reads.
-The two sides therefore do this:
+back copies behind a wait that has expired. They may overwrite an inbox that a late peer still reads. Therefore:
 
-- The rank that gives up calls :func:`tell_gave_up` before its launch ends. It enters no later call, so telling once is
-  enough.
+- The rank that gives up calls :func:`tell_gave_up` before its launch ends; once, because it enters no later call.
 - A reader calls :func:`none_gave_up` after its loads. If a peer has given up, the reader counts as expired as well,
   because its numbers may be wrong, and the next call or check on its host raises, naming that peer.
 
@@ -19,8 +17,7 @@ release at system scope follows it, and the copies run only after the launch. A 
 it after that, and looks at the word later still. On the reader's side the order is: a thread stores results of its
 loads, and therefore has their values; then comes a barrier, and the acquire loads of the words. One step is an
 assumption about the machine rather than a promise of PTX, whose model says nothing of a weak load that races with a
-store: a load whose value is known is not performed later, and the acquire load after the barrier doesn't take an older
-view of memory.
+store: a load whose value is known is not performed later, and the acquire load doesn't take an older view of memory.
 """
 
 import triton.language as tl
@@ -103,8 +100,7 @@ def say_entered(g, peer_delta, epoch):
 def may_write(g, inbox, peer, epoch):
     """Return 1 when rank ``peer`` lets its segments be written in this call; 0 if it did not in time.
 
-    An inbox of two slots may always be written, see :mod:`tdcoll.calls.context`; a buffer of the caller's only when its
-    owner has entered the call.
+    An inbox of two slots may always be written; a buffer of the caller's only when its owner has entered the call.
     """
     allowed = tl.cast(1, tl.int32)
     if inbox.slots == 1:

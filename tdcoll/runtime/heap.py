@@ -2,12 +2,10 @@
 """The symmetric heap: the interface of a transport, and the allocator that all transports share.
 
 A *transport* (NVSHMEM or PyTorch's symmetric memory on GPUs, shared memory in the simulator) offers one block of
-``nbytes`` bytes on every PE, mapped or accessible from every other PE. tdcoll cuts that block up itself, for two
-reasons:
+``nbytes`` bytes on every PE, accessible from every other PE. tdcoll cuts that block up itself, for two reasons:
 
 - A context for a subgroup would hang with ``nvshmem_malloc``, because that is collective over *all* PEs. Here an
-  allocation is collective over the ranks that take part: they agree on one offset that is free on each of them
-  (:meth:`Arena.free` and :func:`agree`).
+  allocation is collective over the ranks that take part: they agree on one offset that is free on each of them.
 - If the heap is full, the error has exact numbers, because its use is known.
 
 Another transport needs a block with addresses of the peers; device functions for puts and signals if it spans hosts;
@@ -56,8 +54,7 @@ class SymmetricHeap(Protocol):
         nbytes: size of the block on every PE, in bytes.
         base: address of this PE's block.
         device: the torch device that the block lies on.
-        puts: whether NVSHMEM's functions work in kernels. If they don't, a job is one node, and all PEs are
-            peer-accessible.
+        puts: whether NVSHMEM's functions work in kernels. If not, a job is one node, whose PEs are peer-accessible.
     """
 
     pe: int

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to ``torch.distributed``'s key-value store: each ends, and no answer is ever run as code.
 
-All of tdcoll's traffic with a store goes through :func:`ask`, and the values in it through :func:`encode` and
-:func:`decode`.
+All of tdcoll's traffic with a store goes through :func:`ask`, and its values through :func:`encode` and :func:`decode`.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def ask(
     """Return ``question()``, which asks a store. It may take ``timeout_s`` and a second.
 
     The question runs on a separate thread, which is lost if it never ends. PyTorch's client of a TCPStore gives up
-    waiting for a key, but it waits without end for the server's next word: when the server's process is stopped, so is
-    every client.
+    waiting for a key, but it waits without end for the server's next word, for example if the server is stopped.
 
     Args:
         question: bounds its own waits for other ranks by ``timeout_s``.

@@ -144,7 +144,7 @@ def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str
     file, table = tmp_path / "result.json", tmp_path / "table.json"
     table.write_text('{"tuning": "tdcoll", "version": 5, "tables": []}')
     done = launch(
-        *("--simulate", "--nproc", "2", "-m", "tdcoll.tools.bench", "all_gather"),
+        *("--simulate", "--nproc", "2", "-m", "tdcoll", "bench", "all_gather"),
         *("-b", "1K", "-e", "1K", "--algorithms", "1d,in-place", "--json", str(file)),
         env={"TDCOLL_TUNING": str(table)},
     )

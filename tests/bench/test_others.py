@@ -212,7 +212,7 @@ def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str
     """Also the only test of the peers: over gloo."""
     file = tmp_path / "result.json"
     done = launch(
-        *("--simulate", "--nproc", "3", "-m", "tdcoll.tools.bench", "sparse_all_reduce", "--rows", "12", "--dims", "4"),
+        *("--simulate", "--nproc", "3", "-m", "tdcoll", "bench", "sparse_all_reduce", "--rows", "12", "--dims", "4"),
         *("--num-rows", "60", "--distributions", "zipf1.2", "--json", str(file)),
         *("--algorithms", "auto,dense", "--eager", "--peers", ",".join(PEERS)),
     )

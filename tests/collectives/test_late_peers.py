@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fused.norms import norm_reference
 from kernel_mutants import Argument, Call, Change, Mutant, dropped
 from tiers import seeds
 
@@ -22,7 +23,6 @@ from tdcoll.calls import plan
 from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.spec import Collective
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
-from tdcoll.fused.reference import norm_reference
 from tdcoll.testing import World, explore
 
 from .suite.calls import kinds_of, make, place, reference, values

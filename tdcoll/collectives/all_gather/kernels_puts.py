@@ -14,8 +14,7 @@ In 2D a segment crosses between nodes once per node pair rather than once per ra
 whose ranks can store to each other's memory.
 
 Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by the rank that delivers that chunk of rank s: s
-itself, or in 2D the rank of r's node on s's rail. It is polled by the thread block that copies the chunk out, and in 2D
-by those that forward it.
+itself, or in 2D the rank of r's node on s's rail. It is polled by those that copy the chunk out or forward it.
 
 Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and nothing
 else is needed, because each chunk has its own signal and a forwarder has acquired it. Puts between nodes are nbi and

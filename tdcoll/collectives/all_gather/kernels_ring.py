@@ -25,8 +25,7 @@ Reuse of a slot: a rank that completes has all chunks of all others, so all have
 after it has completed e + 1, for which it needed r's segment. By then r had started e + 1, and was done with e.
 
 Order of thread blocks: chunk by chunk, step by step. Any number of resident blocks makes progress, because step s of a
-chunk waits for step s - 1 of the same chunk on p, which has a smaller index there. About one in W of the resident
-blocks moves data at a time.
+chunk waits for step s - 1 of the same chunk on p, which has a smaller index there.
 
 In place (an inbox of one slot): the symmetric buffer is the inbox, and nothing is copied out. The first thread block
 first tells p that this rank has entered the call (``entered``), and every thread block that stores waits until n has.

@@ -25,8 +25,7 @@ out. A sender doesn't wait. Any number of resident blocks makes progress, becaus
 come before its own number on every rank.
 
 In place: ``out`` may be ``source``. ``out[r]`` is written by the thread block that has read ``source[r]``. ``out[p]``
-is written when the sum of that chunk has come back from rank p, which had it from this rank before: its sender here had
-read it.
+is written when the sum of that chunk has come back from rank p, so its sender here had read it.
 
 Without a copy (``ZERO_COPY``): ``out`` is symmetric, and the second step stores sums into it on every rank. Nothing is
 copied out, and a segment has the first half only. ::
@@ -108,13 +107,11 @@ def all_reduce_direct(
     Args (addresses are integers, so that all ranks share one compilation):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.
         out: the result, likewise; may be ``source``. Without a copy: symmetric, at the same offset on all ranks.
-        inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots; its segments have ``second + part`` bytes,
-            without a copy ``part``.
+        inbox: :class:`~tdcoll.primitives.group.Inbox` of segments of ``second + part`` bytes, without a copy ``part``.
         g: :class:`~tdcoll.primitives.group.Group`, with signals for at least ``2 * chunks`` chunks.
         nbytes: of a rank's data in this epoch.
         part: bytes of a rank's part, a multiple of 16.
-        second: where the second half of a segment begins, in bytes: a multiple of 16, at least ``part``. Not used
-            without a copy.
+        second: where the second half of a segment, if there is one, begins: a multiple of 16, at least ``part``.
         chunk: bytes of a chunk, a multiple of 16.
         chunks: number of chunks of a part.
         out_deltas: int64 ``[world]``: from an address in ``out`` to the same on each rank, if kernels store sums there.

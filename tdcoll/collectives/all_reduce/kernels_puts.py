@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce over any nodes, in two steps: every rank sums one part and sends it to all others.
 
-Scope: that of :mod:`tdcoll.collectives.reduce_scatter.kernels_puts`. Every part crosses between nodes by itself, in
-both steps.
+Scope: that of :mod:`tdcoll.collectives.reduce_scatter.kernels_puts`. Parts cross between nodes by themselves.
 
 Data flow, seen from rank r. Parts and chunks are those of ``kernels_direct``. A segment of the inbox has three pieces:
 the *inbox* and the *second inbox*, for the rank whose segment it is to fill, and between them the *outbox*, from which
@@ -48,8 +47,7 @@ def all_reduce_puts(
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on any nodes.
 
-    Thread blocks: ``chunks`` times n_remote that put, then ``chunks`` times n_local that store, one that sums, and
-    ``world - 1`` that copy out.
+    Thread blocks for each chunk: n_remote that put; then n_local that store, one that sums, ``world - 1`` that copy.
 
     Args: those of ``all_reduce_direct``, and
         routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; the local ones are peer-accessible.

@@ -20,8 +20,7 @@ times the data. ::
     out[r] --words--> second half of inbox[slot, r] on every other rank
     second half of inbox[slot, p] --> out[p]
 
-The second half cannot be the first again, because a peer that is ahead sends its sum while this rank still reads that
-peer's first words.
+The second half cannot be the first again, because a peer may send its sum while its first words are still read here.
 
 Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s, and polled by the program
 of rank r that has the number of the one which sent them.

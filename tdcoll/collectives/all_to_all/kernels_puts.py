@@ -25,8 +25,7 @@ def all_to_all_puts(
 ):  # fmt: skip
     """``[world, nbytes] -> [world, nbytes]`` on any nodes.
 
-    Thread blocks: ``chunks`` times n_remote that put, then ``chunks`` times (n_local that store, ``world`` that
-    receive).
+    Thread blocks: ``chunks`` times n_remote that put, then ``chunks`` times (n_local that store, ``world`` receivers).
 
     Args: those of ``exchange_direct``, and
         inbox: its segments have at least ``outbox + nbytes`` bytes.

@@ -30,8 +30,7 @@ def exchange_ll(
     """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Thread blocks: ``world * blocks``.
 
     Args:
-        source, out, source_stride, out_stride, g: as for ``exchange_direct``; of an all-gather, ``source`` may be this
-            rank's segment of ``out``.
+        source, out, source_stride, out_stride, g: as for ``exchange_direct``; an all-gather may be in place.
         words: :class:`~tdcoll.primitives.group.Inbox` of at least ``ceil(nbytes / 12)`` words per segment, and 1.
         blocks: thread blocks per peer, of ``BLOCK`` words each.
     """

@@ -9,8 +9,7 @@ Scope, protocols, signal map, bits and progress are those of one-shot in
 
 When a rank is done with a call, it has heard from all, because each rank sends at least one word to every other.
 
-In place: ``out`` may be ``source[r]``. No other rank reads that part, and a program stores only to words that it has
-loaded before.
+In place: ``out`` may be ``source[r]``, because a program stores only to words that it has loaded before.
 """
 
 import triton.language as tl
@@ -30,8 +29,7 @@ def reduce_scatter_words(
     that.
 
     Args: those of ``reduce_scatter_direct``, except
-        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or for LL :class:`~tdcoll.primitives.group.Inbox`, whose
-            segments hold the words of ``nbytes``.
+        inbox: of the words: :class:`~tdcoll.primitives.lamport.Lamport`, or :class:`~tdcoll.primitives.group.Inbox`.
         blocks: of ``BLOCK`` words, which hold all words of a part; at least one.
         LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise LL, with 12.
         BLOCK: words of a block.

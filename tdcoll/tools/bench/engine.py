@@ -10,8 +10,7 @@ checked in the timed path, as far as the subject permits:
   as a graph has, and after each turn the results of every call of its last launch are checked. The last launches
   alternate between an even and an odd number of calls.
 - A subject is ``alone`` if its results last only until its next call, or if the host has to know their size. Its eager
-  calls may wait for the GPU, so they are timed one at a time, and the result of each is checked. For a graph, the last
-  call of the last replay is checked.
+  calls may wait for the GPU, so they are timed and checked one at a time. Of a graph, the last call is checked.
 """
 
 from __future__ import annotations

@@ -137,8 +137,7 @@ def _by_size(head: dict[str, Any], timed: Sequence[Row], layout: Layout, only: S
 def _by_blocks(head: dict[str, Any], rows: Sequence[Row], layout: Layout) -> Any:
     """Return time over multiprocessors, with curves of the algorithms that ``--blocks`` varied.
 
-    tdcoll's other rows are points, without algorithms that are a curve, or that ``auto`` took. Baselines are horizontal
-    lines, because theirs aren't known.
+    tdcoll's other rows are points, without algorithms that are a curve, or that ``auto`` took. Baselines are lines.
     """
 
     def name(row: Row) -> str:

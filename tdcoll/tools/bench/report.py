@@ -173,10 +173,8 @@ def markdown(head: dict[str, Any], rows: Sequence[Row], *, only: Sequence[str] =
     A file with rows of ``--blocks``, or of matmuls beside all-gathers, has a line for each algorithm and baseline.
 
     Args:
-        only: algorithms and baselines that have a column; if empty, those of the layout. The fastest baseline is found
-            among all.
-        brief: the first table alone, of at most 6 sizes, without lower bound and ratios, with one baseline and the
-            fastest.
+        only: algorithms and baselines that have a column, besides the fastest of all; if empty, those of the layout.
+        brief: the first table, of at most 6 sizes, without lower bound and ratios, with one baseline and the fastest.
     """
     layout = LAYOUTS[head["benchmark"]]
     known = distinct([row.algorithm for row in rows])

@@ -130,9 +130,8 @@ def _signal(row: Row) -> str:
 
 
 def _data(row: Row) -> str:
-    """How the data were reduced. Older files also have calls that all had one buffer."""
-    op, one = row.facts.get("op"), row.facts.get("buffers") == 1
-    return ", ".join([*([f"{op} of {row.facts['dtype']}"] if op else []), *["one buffer replayed"] * one])
+    """How the data were reduced."""
+    return f"{op} of {row.facts['dtype']}" if (op := row.facts.get("op")) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +141,7 @@ class Layout:
     Attributes:
         size: heading and text of the columns that say which size a row is of. Rows of equal texts are compared.
         derived: further columns of the terminal, which follow from facts and times.
-        shown: algorithms and baselines that have a column of a table unless others are requested. If none of tdcoll's
-            is among them, all of tdcoll's have one.
+        shown: algorithms and baselines that have a column unless others are requested; if none is tdcoll's, all of its.
         drawn: algorithms and baselines that a picture has if it would have too many curves otherwise.
         about: text about all rows of a table. If it differs, rows get a table of their own.
         unit, scale: of times in tables; a microsecond is ``scale`` of them.

@@ -5,8 +5,7 @@ The slowest rank counts: each iteration takes as long as its slowest rank did, a
 the iterations. Before each iteration the ranks line up *on their streams*: a pause, in which the host issues the timed
 work, and then a small all-gather, which no rank leaves before all are there. Because of this order, neither a late host
 nor GPUs with different clocks, whose pauses differ, add to the measured skew; one or two microseconds of an NVLink hop
-remain, spread over the calls of an iteration. Eager calls have no pause before them, because issuing them one by one
-may be the bottleneck.
+remain, spread over the calls of an iteration. Eager calls have no pause before them: issuing them may take longer.
 """
 
 from __future__ import annotations
@@ -28,18 +27,10 @@ _GRAPH_HEAD_START_US = 500.0
 _WARMUP, _REPLAYS = 3, 50
 
 
-def pause(microseconds: float) -> None:
-    """Let the current stream do nothing for about so long."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    clock_khz = getattr(properties, "clock_rate", 0) or _ASSUMED_CLOCK_KHZ
-    torch.cuda._sleep(int(microseconds * clock_khz / 1e3))
-
-
 class LineUp:
     """When called, let the current streams of all ranks continue at about the same moment. Collective.
 
-    A context manager. It makes a collective context on the current stream: if a rank does not come, the others raise
-    :class:`~tdcoll.CollectiveTimeout`.
+    A context manager. If a rank does not come, the others raise :class:`~tdcoll.CollectiveTimeout`.
     """
 
     def __init__(self) -> None:
@@ -50,7 +41,9 @@ class LineUp:
     def __call__(self, head_start_us: float = 0.0) -> None:
         """Line up after at least ``head_start_us`` microseconds, in which the host issues what comes next."""
         if head_start_us:
-            pause(head_start_us)
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            clock_khz = getattr(properties, "clock_rate", 0) or _ASSUMED_CLOCK_KHZ
+            torch.cuda._sleep(int(head_start_us * clock_khz / 1e3))
         all_gather(self._token, ctx=self._context, out=self._tokens, algorithm="1d")
 
     def check(self) -> None:

@@ -110,8 +110,7 @@ def notify(
 ):
     """Set a 64-bit signal of ``rank``, or add to it, after the earlier stores of this thread.
 
-    It has no barrier of the block before it: if the kernel needs one, it calls ``__syncthreads()``, as in
-        Triton-distributed.
+    It has no barrier of the block before it, as in Triton-distributed: if you need one, call ``__syncthreads()``.
 
     ``comm_scope``: ``gpu``, this rank's own signal, for its other programs; ``intra_node``, by a store to the peer's
     memory; ``inter_node``, by NVSHMEM after its fence, which reaches every rank.
