@@ -112,8 +112,7 @@ class _Prepared:
     Attributes:
         slots: the parameters, 64 bits each, of which the driver reads as many as the parameter has: the low ones.
         place: index in ``slots`` by name, ``tuple.field`` for one of a tuple.
-        passed: of the arguments, with those of tuples one by one and without ``tl.constexpr`` in them, which are
-            parameters; the others are constants.
+        passed: of the arguments (tuples one by one, without ``tl.constexpr`` in them), parameters and not constants.
         all_passed: none but the constants of the kernel's text, which come last, are constants.
     """
 

@@ -84,8 +84,7 @@ class Plan:
     Attributes:
         algorithm: one of its operation's, not ``"auto"``.
         num_warps: warps of each thread block.
-        blocks: thread blocks of the launch; only they may differ between ranks, on nodes of different sizes. 0: as many
-            as the algorithm has for these chunks.
+        blocks: thread blocks; only they may differ between ranks, on nodes of different sizes. 0: the algorithm's own.
     """
 
     algorithm: str

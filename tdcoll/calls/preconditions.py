@@ -87,8 +87,7 @@ class Preconditions:
     """The checks that a context's calls have to pass.
 
     Args:
-        debug: compare the ranks' arguments, see :data:`Debug`. None: as ``TDCOLL_DEBUG`` says; unless it is set, of all
-            calls in the simulator, and of none on GPUs.
+        debug: compare the ranks' arguments, see :data:`Debug`. None: as ``TDCOLL_DEBUG`` says, or only if simulated.
     """
 
     def __init__(self, job: Runtime, topology: Topology, monitor: WaitMonitor, debug: Debug | None) -> None:

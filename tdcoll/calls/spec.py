@@ -61,8 +61,7 @@ class Algorithm:
             :class:`~tdcoll.calls.launches.Planned` call.
         words: bytes of data that a word may carry, for algorithms whose chunks are blocks of words without signals.
         payload: what the chunks of a call are cut from.
-        epoch: bytes of a segment in each epoch of a call; the last may be shorter. If a call has several epochs,
-            ``cut`` and ``payload`` are of the first.
+        epoch: bytes of a segment in each epoch; the last may be shorter. ``cut`` and ``payload`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
         any_blocks: whether any number of thread blocks works, with the same bits; a plan then says how many.
         copies: of a :class:`~tdcoll.calls.launches.Planned` call whose data is moved by copy engines: what

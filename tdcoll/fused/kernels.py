@@ -5,8 +5,7 @@ Scope: one node whose ranks can store to each other's memory; fp16, bf16 and fp3
 addresses multiples of 16; calls that fit into the context's Lamport memory. All other calls use an all-reduce and then
 :func:`norm_rows`, with the same bits.
 
-A row of W words is cut into PIECES of BLOCK words, a power of two, one for each thread block: several if few rows would
-leave most SMs idle, and one otherwise.
+A row of W words is cut into PIECES of BLOCK words, a power of two, one for each thread block: several if rows are few.
 
 **One-shot** (few rows). Every rank sends all rows to all others and does all the work: one hop. ::
 

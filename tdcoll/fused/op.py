@@ -69,8 +69,7 @@ def all_reduce_rms_norm(
     Args:
         x: the rows to reduce: contiguous, on the context's device, of fp16, bf16 or fp32. ``hidden`` is at most 16384
             and ``hidden * x.element_size()`` a multiple of 16.
-        residual: the rows to add, of the same shape and dtype. The values must be the same on all ranks, because only
-            one rank reads each row if there are many.
+        residual: the rows to add, of the same shape and dtype, and with the same values on all ranks.
         weight: ``[hidden]``, of the same dtype or fp32; the same on all ranks.
         eps: added to the mean of squares.
         group, ctx: as for :func:`tdcoll.all_gather`.

@@ -379,8 +379,7 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
     Helpers called by a kernel may be decorated with this or with ``triton.jit``; the kernel that is launched wants
     this one. A :class:`~tdcoll.WaitMonitor` may be passed as it is. Options are ``triton.jit``'s. Integers that are
-    annotated with their type (``rank: tl.int32``), as parameters or as fields of a ``NamedTuple``, are not specialised:
-    one compilation serves all values.
+    annotated with their type (``rank: tl.int32``), as parameters or fields of a ``NamedTuple``, are not specialised.
 
     >>> @tdcoll.jit
     ... def whoami(out):

@@ -30,8 +30,7 @@ def group_name(group: runtime.Group = None) -> str:
     """Return the string that names a group in calls of the operators.
 
     Args:
-        group: if None, all ranks of the job. For a ProcessGroup, the name that PyTorch gave it. For a sequence of
-            global ranks, these with a comma after each.
+        group: None: all ranks. For a ProcessGroup, PyTorch's name. For global ranks, these with a comma after each.
 
     Raises:
         NotInitializedError: (of ranks) before ``tdcoll.initialize()``.

@@ -38,8 +38,7 @@ class Group(NamedTuple):
         gave_up: int64 ``[world]``, symmetric: 0, or ``GAVE_UP`` plus the epoch in which that rank gave up.
         control: int64 ``[1]``: the epoch.
         monitor: int64 ``[4]``: deadline of waits.
-        deltas: int64 ``[world]``: from an address in the context's symmetric memory to the same on each peer-accessible
-            rank.
+        deltas: int64 ``[world]``: from an address in the context's memory to the same on each peer-accessible rank.
         rank: group rank.
         chunks, world: sizes of ``arrived``.
     """

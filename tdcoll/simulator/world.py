@@ -2,8 +2,7 @@
 """All PEs of a job in one process: seeded, with exact deadlock reports, for tests.
 
 :meth:`World.run` runs one host function per PE as a separate task. All of tdcoll's host API works in it unmodified,
-because :func:`tdcoll.runtime.current` returns the runtime of the PE whose task is running. A launch suspends its host
-task until all programs of the grid are done.
+because :func:`tdcoll.runtime.current` is that of the PE whose task runs. A launch suspends its host task until its end.
 """
 
 from __future__ import annotations
@@ -133,8 +132,7 @@ class World:
         timeout_s: deadline of waits inside kernels and of host-side exchanges, in virtual seconds.
         backend: ``"greenlet"`` or ``"thread"``; if None, greenlets if installed.
         trace: record a timeline; see :attr:`trace`.
-        check_overflow: raise if a 32-bit integer overflows in a kernel or ``tl.device_assert`` fails; a GPU wraps and
-            continues. Kernels take about twice as long.
+        check_overflow: raise if a 32-bit integer overflows in a kernel or ``tl.device_assert`` fails; twice as slow.
         max_steps: if a run takes more, it ends as a deadlock.
         spin_limit: loads of the same words, while no other task acts, after which a spin loop counts as blocked.
 

@@ -10,8 +10,7 @@ Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``chunk
          inbox[slot, s] --stores--> the same on every rank of this node, for each s on r's rail, and a release
     both inbox[slot, s] --copy--> out[s], for every rank s, as soon as its signal is there
 
-In 2D a segment crosses between nodes once per node pair rather than once per rank pair. It needs nodes of one size,
-whose ranks can store to each other's memory.
+In 2D a segment crosses between nodes once per node pair. It needs nodes of one size, whose ranks can store to peers.
 
 Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by the rank that delivers that chunk of rank s: s
 itself, or in 2D the rank of r's node on s's rail. It is polled by those that copy the chunk out or forward it.

@@ -6,8 +6,7 @@ Lamport protocol (:mod:`tdcoll.primitives.lamport`), if the context has memory f
 (:mod:`tdcoll.primitives.ll`), which sends a third more words. (Elements of 8 bytes use ``kernels_direct``, because they
 would lie across LL words, and some of their values contain the sentinel.)
 
-**One-shot.** Every rank sends all of its data to all others, and every rank sums everything: one hop, ``world - 1``
-times the data. ::
+**One-shot.** Every rank sends all data to all others, and sums everything: one hop, ``world - 1`` times the data. ::
 
     source --words--> inbox[slot, r] on every other rank
     inbox[slot, 0], ..., source, ..., inbox[slot, world - 1] --sum in rank order--> out
@@ -57,8 +56,7 @@ def all_reduce_one_shot(
     Args (addresses are integers, so that all ranks share one compilation):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.
         out: the result, likewise; may be ``source``.
-        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or for LL :class:`~tdcoll.primitives.group.Inbox`, whose
-            segments hold all words of a rank.
+        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or for LL :class:`~tdcoll.primitives.group.Inbox`.
         g: :class:`~tdcoll.primitives.group.Group`.
         nbytes: of a rank's data.
         blocks: of ``BLOCK`` words, which hold all data; at least one.

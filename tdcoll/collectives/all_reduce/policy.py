@@ -121,8 +121,7 @@ def default(facts: Facts) -> str:
 
     - Lamport or LL if the context has memory for them (not in the simulator, because they cost much more there):
       one-shot for few bytes, otherwise two-shot, also in several large epochs.
-    - Otherwise stores in one node, by loops if the context has a budget of thread blocks; rails if all nodes have as
-      many ranks, and puts elsewhere.
+    - Otherwise stores in one node, by loops if the context has a budget; rails if nodes have one size, or else puts.
     """
     one, two = (words.supports(facts) is None for words in (ONE_SHOT, TWO_SHOT))
     loops = prefers_loops(facts, 2 * part_bytes(facts.nbytes, facts.topology.world_size))

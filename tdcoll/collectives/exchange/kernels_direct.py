@@ -10,8 +10,7 @@ Data flow, seen from rank r, whose ``source[p]`` is its segment for rank p (of a
 Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s, and polled by the thread block that
 copies that chunk out.
 
-Ordering: that of :mod:`tdcoll.primitives.stores`; the receiver acquires the signal. Reuse of a slot follows from
-:mod:`tdcoll.calls.context`.
+Ordering: that of :mod:`tdcoll.primitives.stores`; the receiver acquires. Reuse of slots: :mod:`tdcoll.calls.context`.
 
 Order of thread blocks: chunk by chunk, so that those of a large message are copied out while later ones are on their
 way. Any number of resident blocks makes progress, because thread block i of a chunk sends to the i-th successor and

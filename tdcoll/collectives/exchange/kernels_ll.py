@@ -11,8 +11,7 @@ of a slot follows from :mod:`tdcoll.calls.context`: when a rank has all words of
 is the same in place, because only this rank writes to the caller's buffer.
 
 Order of thread blocks: those of step i (``program_id // blocks``) send to the i-th successor, and each then waits for
-the thread block of the same index on the i-th predecessor. Any number of resident blocks makes progress, because no
-thread block waits for one of another index.
+the thread block of the same index on the i-th predecessor. Any number of resident blocks therefore makes progress.
 """
 
 import triton.language as tl

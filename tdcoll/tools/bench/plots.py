@@ -62,8 +62,7 @@ def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = ()) ->
     matmuls beside all-gathers, the time that these add is drawn.
 
     Args:
-        only: algorithms and baselines to draw; if empty, tdcoll's columns of the table and all baselines, or, if these
-            are too many, those that the layout names.
+        only: algorithms and baselines to draw; if empty, tdcoll's columns and all baselines, or a layout's if too many.
 
     Raises:
         ValueError: nothing was timed, there are more than :data:`CURVES` curves, or the benchmark has no pictures.

@@ -29,8 +29,7 @@ class MachineFacts:
     """Everything that the checks look at.
 
     Attributes:
-        found: by step of :mod:`.probe`, what it yielded. If it failed, also ``error`` in words and, for a package
-            that isn't installed, a true ``missing``.
+        found: by step of :mod:`.probe`, what it yielded, or ``error`` in words (``missing`` if it isn't installed).
         distributions: version of each installed distribution that matters here.
         environment: environment variables of this process.
         launched: environment variables of ranks that launch.sh starts.
