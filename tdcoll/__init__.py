@@ -18,93 +18,56 @@ from typing import TYPE_CHECKING
 from tdcoll_torch import register as _register
 
 if TYPE_CHECKING:
-    from tdcoll.base.errors import (
-        AlreadyInitializedError,
-        CollectiveTimeout,
-        ContextError,
-        HeapExhaustedError,
-        NotInitializedError,
-        NotSymmetricError,
-        RankMismatchError,
-        TdcollError,
-    )
-    from tdcoll.calls.context import CollectiveContext
-    from tdcoll.calls.monitor import WaitMonitor, check
-    from tdcoll.calls.streams import barrier_on_stream, copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
-    from tdcoll.calls.tuning import Table
-    from tdcoll.collectives.all_gather.op import all_gather, all_gather_
-    from tdcoll.collectives.all_reduce.op import all_reduce, all_reduce_
-    from tdcoll.collectives.all_to_all.op import all_to_all
-    from tdcoll.collectives.index_match.op import match_indices
-    from tdcoll.collectives.reduce_scatter.op import reduce_scatter
-    from tdcoll.collectives.sparse_all_reduce.context import SparseContext
-    from tdcoll.collectives.sparse_all_reduce.op import (
-        PaddedRows,
-        sparse_all_reduce,
-        sparse_all_reduce_padded,
-        sparse_all_reduce_rows,
-    )
-    from tdcoll.explanation.call import Explanation, explain
-    from tdcoll.explanation.memory import MemoryPlan, memory_plan
-    from tdcoll.job.lifecycle import finalize, initialize, is_initialized
-    from tdcoll.job.memory import barrier, device, empty, free, heap_info, rank, topology, world_size, zeros
-    from tdcoll.language.jit import jit
-    from tdcoll.primitives.group import begin_epoch
-    from tdcoll.runtime.topology import Topology
+    from tdcoll.base.errors import AlreadyInitializedError as AlreadyInitializedError
+    from tdcoll.base.errors import CollectiveTimeout as CollectiveTimeout
+    from tdcoll.base.errors import ContextError as ContextError
+    from tdcoll.base.errors import HeapExhaustedError as HeapExhaustedError
+    from tdcoll.base.errors import NotInitializedError as NotInitializedError
+    from tdcoll.base.errors import NotSymmetricError as NotSymmetricError
+    from tdcoll.base.errors import RankMismatchError as RankMismatchError
+    from tdcoll.base.errors import TdcollError as TdcollError
+    from tdcoll.calls.context import CollectiveContext as CollectiveContext
+    from tdcoll.calls.monitor import WaitMonitor as WaitMonitor
+    from tdcoll.calls.monitor import check as check
+    from tdcoll.calls.streams import barrier_on_stream as barrier_on_stream
+    from tdcoll.calls.streams import copy_on_stream as copy_on_stream
+    from tdcoll.calls.streams import peer_tensor as peer_tensor
+    from tdcoll.calls.streams import wait_on_stream as wait_on_stream
+    from tdcoll.calls.streams import write_on_stream as write_on_stream
+    from tdcoll.calls.tuning import Table as Table
+    from tdcoll.collectives.all_gather.op import all_gather as all_gather
+    from tdcoll.collectives.all_gather.op import all_gather_ as all_gather_
+    from tdcoll.collectives.all_reduce.op import all_reduce as all_reduce
+    from tdcoll.collectives.all_reduce.op import all_reduce_ as all_reduce_
+    from tdcoll.collectives.all_to_all.op import all_to_all as all_to_all
+    from tdcoll.collectives.index_match.op import match_indices as match_indices
+    from tdcoll.collectives.reduce_scatter.op import reduce_scatter as reduce_scatter
+    from tdcoll.collectives.sparse_all_reduce.context import SparseContext as SparseContext
+    from tdcoll.collectives.sparse_all_reduce.op import PaddedRows as PaddedRows
+    from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce as sparse_all_reduce
+    from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce_padded as sparse_all_reduce_padded
+    from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce_rows as sparse_all_reduce_rows
+    from tdcoll.explanation.call import Explanation as Explanation
+    from tdcoll.explanation.call import explain as explain
+    from tdcoll.explanation.memory import MemoryPlan as MemoryPlan
+    from tdcoll.explanation.memory import memory_plan as memory_plan
+    from tdcoll.job.lifecycle import finalize as finalize
+    from tdcoll.job.lifecycle import initialize as initialize
+    from tdcoll.job.lifecycle import is_initialized as is_initialized
+    from tdcoll.job.memory import barrier as barrier
+    from tdcoll.job.memory import device as device
+    from tdcoll.job.memory import empty as empty
+    from tdcoll.job.memory import free as free
+    from tdcoll.job.memory import heap_info as heap_info
+    from tdcoll.job.memory import rank as rank
+    from tdcoll.job.memory import topology as topology
+    from tdcoll.job.memory import world_size as world_size
+    from tdcoll.job.memory import zeros as zeros
+    from tdcoll.language.jit import jit as jit
+    from tdcoll.primitives.group import begin_epoch as begin_epoch
+    from tdcoll.runtime.topology import Topology as Topology
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AlreadyInitializedError",
-    "CollectiveContext",
-    "CollectiveTimeout",
-    "ContextError",
-    "Explanation",
-    "HeapExhaustedError",
-    "MemoryPlan",
-    "NotInitializedError",
-    "NotSymmetricError",
-    "PaddedRows",
-    "RankMismatchError",
-    "SparseContext",
-    "Table",
-    "TdcollError",
-    "Topology",
-    "WaitMonitor",
-    "__version__",
-    "all_gather",
-    "all_gather_",
-    "all_reduce",
-    "all_reduce_",
-    "all_to_all",
-    "barrier",
-    "barrier_on_stream",
-    "begin_epoch",
-    "check",
-    "copy_on_stream",
-    "device",
-    "empty",
-    "explain",
-    "finalize",
-    "free",
-    "heap_info",
-    "initialize",
-    "is_initialized",
-    "jit",
-    "match_indices",
-    "memory_plan",
-    "peer_tensor",
-    "rank",
-    "reduce_scatter",
-    "sparse_all_reduce",
-    "sparse_all_reduce_padded",
-    "sparse_all_reduce_rows",
-    "topology",
-    "wait_on_stream",
-    "world_size",
-    "write_on_stream",
-    "zeros",
-]
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for a public one
     _NAMES = {
@@ -134,6 +97,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "calls.tuning": "Table",
     }
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+    __all__ = ["__version__", *_MODULE_OF]
     _SUBMODULES = {"base", "calls", "collectives", "distributed", "fused", "job", "language", "ops", "runtime"}
 
     def __getattr__(name):

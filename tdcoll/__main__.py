@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tdcoll`` and ``python -m tdcoll``: the commands.
 
-Nothing is imported but the command that was asked for, so that the doctor runs where PyTorch or Triton is missing or
-broken.
+Only the requested command is imported, so that the doctor runs where PyTorch or Triton is missing or broken.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _COMMANDS = {
     "run": ("tdcoll.tools.launch", "start a script or module as a job, one process per GPU, or on the simulator"),
     "doctor": ("tdcoll.tools.doctor.command", "what a job needs, and whether it is here: for when one does not start"),
     "hang": ("tdcoll.base.hang", "what ranks on this host wait for, and for whom: for a job that stands still"),
-    "bench": ("tdcoll.tools.bench.__main__", "measure the collectives against their peers, on this machine"),
+    "bench": ("tdcoll.tools.bench.command", "measure the collectives against their peers, on this machine"),
     "tune": ("tdcoll.tools.bench.tune", "measure which algorithm is the fastest at which size; write a table of it"),
     "report": ("tdcoll.tools.bench.report", "tables and pictures of what bench wrote"),
 }

@@ -18,7 +18,7 @@ Set ``TRITON_INTERPRET=1`` before triton is first imported. ``docs/simulator.md`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,14 +81,6 @@ class ExplorationFailed(AssertionError):
         super().__init__(str(failure))
 
 
-def _seeds(seeds: int | Iterable[int]) -> Sequence[int]:
-    """Return the seeds, at least one, because otherwise a case would pass without being run."""
-    chosen = range(seeds) if isinstance(seeds, int) else tuple(seeds)
-    if not chosen:
-        raise ValueError(f"seeds must be at least 1, or name at least one seed; got {seeds!r}")
-    return chosen
-
-
 def first_failure(
     case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: bool = True, **world: Any
 ) -> Failure | None:
@@ -104,7 +96,10 @@ def first_failure(
     Raises:
         ValueError: there are no seeds.
     """
-    for seed in _seeds(seeds):
+    chosen = range(seeds) if isinstance(seeds, int) else tuple(seeds)
+    if not chosen:  # a case would pass without being run
+        raise ValueError(f"seeds must be at least 1, or name at least one seed; got {seeds!r}")
+    for seed in chosen:
         made = World(n_pes, seed=seed, weak=weak, **world)
         try:
             case(made)
@@ -145,7 +140,7 @@ def replay(
         trace: write a timeline there (Chrome trace JSON, for Perfetto), even if the case fails.
 
     Returns:
-        The world in which it ran, with its counts, steps and memory.
+        The world in which it ran, with its counts and memory.
     """
     made = World(n_pes, seed=seed, weak=weak, trace=trace is not None, **world)
     try:

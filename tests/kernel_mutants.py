@@ -32,7 +32,7 @@ MODULES = [  # each may import those before it
     *(f"tdcoll.collectives.exchange.kernels_{name}" for name in ("direct", "ll", "loop")),
     *(f"tdcoll.collectives.all_gather.kernels_{name}" for name in ("ring", "puts")),
     "tdcoll.collectives.all_to_all.kernels_puts",
-    *(f"tdcoll.collectives.reduce_scatter.kernels_{name}" for name in ("direct", "loop", "pull", "puts", "words")),
+    *(f"tdcoll.collectives.reduce_scatter.kernels_{name}" for name in ("direct", "loop", "puts", "words")),
     *(f"tdcoll.collectives.all_reduce.kernels_{name}" for name in ("words", "direct", "loop", "puts", "nodes")),
     *("tdcoll.fused.kernels_rows", "tdcoll.fused.kernels"),
     "tdcoll.collectives.index_match.kernels",

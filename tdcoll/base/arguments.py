@@ -25,12 +25,8 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 def instance(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
     """Raise unless ``value`` is of this ``kind``, which ``expected`` says in words: "a tdcoll.SparseContext"."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {expected}, got {_shown(value)}")
-
-
-def _shown(value: Any) -> str:
-    """Return the text of a value, or its type if the text is Python's default representation."""
-    return repr(value) if isinstance(value, (str, int, float, bytes)) else type(value).__name__
+        plain = isinstance(value, (str, int, float, bytes))  # others may have no better text than their type
+        raise TypeError(f"{name} must be {expected}, got {repr(value) if plain else type(value).__name__}")
 
 
 def tensor(name: str, value: Any) -> None:
@@ -104,6 +100,14 @@ def byte_text(nbytes: int) -> str:
         if nbytes >> shift:
             whole, rest = divmod(nbytes, 1 << shift)
             return f"{nbytes / (1 << shift):.1f} {unit}" if rest else f"{whole} {unit}"
+    return f"{nbytes} B"
+
+
+def format_bytes(nbytes: int) -> str:
+    """4096 -> "4 KB": exact, in the largest unit (powers of 1024) that divides it; :func:`parse_bytes` reads it."""
+    for shift, unit in ((30, "GB"), (20, "MB"), (10, "KB")):
+        if nbytes and nbytes % (1 << shift) == 0:
+            return f"{nbytes >> shift} {unit}"
     return f"{nbytes} B"
 
 

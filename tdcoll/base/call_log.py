@@ -69,8 +69,7 @@ class Calls:
         group: the name of the process group in ``torch.distributed``, if it has one.
 
     Attributes:
-        exact: whether all epochs are those of noted calls. False once a CUDA graph has been captured, since the host
-            doesn't see replays.
+        exact: whether all epochs are those of noted calls; not after a capture, because replays aren't seen.
         group: its name, for people.
         log: the calls that are remembered, in order, to which each is appended before its launches: a :class:`Made`, or
             the name alone of a call whose epochs are not known.
@@ -92,8 +91,7 @@ class Calls:
     def name_of(self, epoch: int, lamport: bool) -> str:
         """Name the call of an epoch, or of a Lamport call: ``all_reduce, call 4 of group 0``.
 
-        If the number of the call isn't known, that of the epoch stands in its place; if the operation isn't, neither
-        does that.
+        If the number of the call isn't known, that of the epoch stands in its place, perhaps without the operation.
         """
         progress, log = self._kept
         log, number = list(log), "Lamport call" if lamport else "epoch"

@@ -105,8 +105,8 @@ class CollectiveTimeout(TdcollError):
         self.expected, self.seen, self.timeout_s, self.others = expected, seen, timeout_s, others
         if expected is None:
             why = (
-                f"for peer {peer}, which had itself given up in epoch {epoch}: it may have filled its memory anew "
-                "before this rank had read it. The peer's own error says whom it waited for. "
+                f"for peer {peer}, which had itself given up in epoch {epoch}: its queued copies may have "
+                "overwritten what this rank was reading. The peer's own error says whom it waited for. "
             )
         else:
             whom = "a peer" if peer is None else f"peer {peer}"

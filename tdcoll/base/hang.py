@@ -68,13 +68,6 @@ def ask(name: str) -> dict[str, Any]:
     return answer
 
 
-def _silent(pid: int, error: OSError) -> str:
-    found = re.search(r"^State:\s*(\w)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    stopped = found is not None and found[1] in "Tt"
-    why = f"the process is stopped; `kill -CONT {pid}` lets it go on" if stopped else str(error)
-    return f"process {pid} does not answer: {why}"
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status. Bad arguments end the process with 2."""
     parser = argparse.ArgumentParser(
@@ -104,7 +97,9 @@ def main(argv: Sequence[str]) -> int:
             continue
         except OSError as error:
             failed = True
-            print(_silent(pid, error), file=sys.stderr)
+            stopped = re.search(r"^State:\s*[Tt]", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+            why = f"the process is stopped; `kill -CONT {pid}` lets it go on" if stopped else error
+            print(f"process {pid} does not answer: {why}", file=sys.stderr)
             continue
         if wanted:
             print(f"process {pid}, {answer['rank']}", *answer["lines"], sep="\n  ")

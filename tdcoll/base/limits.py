@@ -30,8 +30,7 @@ def flagged_bytes(world_size: int) -> int:
 def inbox_bytes(world_size: int, heap_bytes: int) -> int:
     """Return the ``max_bytes_per_rank`` of a context, if nothing is specified.
 
-    The inbox, with its two slots, takes at most an eighth of the symmetric heap, and at most 16 MiB per rank, because
-    larger calls take several epochs.
+    The inbox, with its two slots, takes at most an eighth of the symmetric heap, and at most 16 MiB per rank.
     """
     return min(_INBOX_BYTES, heap_bytes // (16 * world_size) // 128 * 128)
 
@@ -39,7 +38,6 @@ def inbox_bytes(world_size: int, heap_bytes: int) -> int:
 def lamport_bytes(world_size: int, n_nodes: int) -> int:
     """Return the bytes of one rank that a context handles with the Lamport protocol, if nothing is specified.
 
-    It is for ranks of one node. An all-reduce of 16 MiB is two-shot. The words take three times 32 MiB of the
-    symmetric heap, for any number of ranks.
+    It is for ranks of one node. An all-reduce of 16 MiB is two-shot. The words take 96 MiB for any number of ranks.
     """
     return 0 if n_nodes > 1 else _ANNOUNCED_BYTES // world_size

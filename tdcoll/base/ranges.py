@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVTX ranges of calls, for profilers: ``TDCOLL_NVTX=1``.
 
-Whether there are any is decided when what a repeated call is made with is prepared, so without the variable calls
-don't take longer.
+Whether there are any is decided when a call is prepared, so without the variable calls don't take longer.
 """
 
 from __future__ import annotations

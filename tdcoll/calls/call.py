@@ -6,8 +6,7 @@ made: one look-up finds it by everything that shapes, dtypes and arguments decid
 changed since: the device, layout, contiguity and sign of each tensor (:func:`usable`); the overlap of two tensors
 (:func:`overlap`), which ``place`` looks at; and the context
 (:meth:`~tdcoll.calls.preconditions.Preconditions.enter`). Where peers access a tensor, its address is part of what the
-call is found by. This fast path raises no errors of its own. Any mismatch falls back to the slow path, which finds out
-what is wrong and says so.
+call is found by. This fast path raises no errors: any mismatch falls back to the slow path, which says what is wrong.
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ class Ready(NamedTuple):
 
     Attributes:
         made: the kind of call, by which it is noted.
-        place: ``(tensors) -> (result, what run takes)``; makes the results that the caller doesn't give. None if the
-            tensors don't lie as they must.
+        place: ``(tensors) -> (result, what run takes)``; makes results. None if the tensors don't lie as they must.
         run: launches, given the handle of the stream.
     """
 
@@ -193,8 +191,7 @@ def make(
             shapes = (tensor.shape, tensor.dtype) if out is None else (tensor.shape, tensor.dtype, out.shape, out.dtype)
             key = (spec.name, algorithm, name, symmetric, in_place, *shapes)
             if symmetric or in_place:  # memory at this address is what it was until some is released
-                shared = tensor if in_place or spec.peers_access_tensor else out
-                key += (shared.data_ptr(), ctx.job.arena.releases)
+                key += ((tensor if in_place else out).data_ptr(), ctx.job.arena.releases)
         ready = ctx.known.get(key)
     except (AttributeError, RuntimeError, TypeError):  # no tensor, one without a shape, or what can't be a key
         key = ready = None
@@ -228,8 +225,7 @@ class _Attached(torch.autograd.Function):
     """The node of the autograd graph for a result ``made``, which has been computed from ``tensor``.
 
     ``derivative`` takes the contiguous gradient of ``made`` to that of ``tensor``, of as many elements. The collective
-    is not called in here, because in the simulator's ``World`` the ranks of a process take turns during a call, and
-    would see this rank's grad mode.
+    is not called in here, because in the simulator's ``World`` other ranks would see this rank's grad mode.
     """
 
     @staticmethod
@@ -296,7 +292,7 @@ def _first(
     """Check everything, and make the call; return its result. Calls with this key are then made by :func:`again`."""
     operation = f"{spec.name}_" if in_place else spec.name
     tensors = (tensor,) if out is None else (tensor, out)
-    shared = 0 if spec.peers_access_tensor or in_place else 1  # which of them peers access
+    shared = 0 if in_place else 1  # which of them peers access
 
     def checked() -> tuple[Launches, Ready, tuple[Any, tuple[Any, ...]]]:
         check_tensor(names[0], tensor, ctx.device)

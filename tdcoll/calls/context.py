@@ -3,10 +3,9 @@
 
 A context owns symmetric memory (:attr:`.sizes.ContextSizes.areas`): the signals that
 :class:`~tdcoll.primitives.group.Group` describes; an ``inbox`` of two *slots*, in each of which rank r's data lands in
-``inbox[slot, r]``; two slots of ``flagged`` words for LL, and an inbox of three for the Lamport protocol. The epoch is
-one 64-bit ``control`` word in ordinary device memory.
+``inbox[slot, r]``; two slots of ``flagged`` words for LL, and an inbox of three for the Lamport protocol.
 
-``docs/architecture.md`` has the rules (*Why slots may be reused*), also of calls in place. These are the arguments.
+``docs/architecture.md`` has the rules (*Why slots may be reused*). These are the arguments.
 
 **Why the slots may be reused.** A call completes on a rank only when it has a signal of the epoch from every peer. A
 peer sends it from inside the same call; so when epoch e is complete here, every peer has *started* e, and the stream
@@ -14,8 +13,8 @@ order on that peer says that its call e-1, and whatever read the result of e-1 t
 (e+1) mod 2 = (e-1) mod 2. With one slot, a fast rank would write e+1 over data of e that a slow one still copies out.
 
 **Why waits compare with >=.** A peer can be one epoch ahead of us, not two: for e+2 it needs our signal of e+1. Slots
-alternate, so a signal word goes from e to e+2 only when we are done with e. "At least" costs the same as "equal" and
-does not hang if that argument is ever broken by a change: a wait for equality, once overtaken, never ends.
+alternate, so a signal word goes from e to e+2 only when we are done with e. If a change ever breaks that argument, "at
+least" does not hang, and a wait for equality, once overtaken, never ends.
 
 **Why signals alternate too.** Puts of different epochs are not ordered among each other: the signal of e+1 may arrive
 before the bytes of e. In one row, "at least e" would take it for the signal of e.
@@ -92,7 +91,7 @@ class CollectiveContext(Preconditions):
         max_bytes_per_rank: the most that one rank sends to another in one epoch, in bytes; a larger call takes several
             epochs. Takes ``2 * world_size * max_bytes_per_rank`` bytes of the symmetric heap. Default:
             :func:`tdcoll.base.limits.inbox_bytes`.
-        chunks: the most chunks that one rank's data is cut into. Each takes 16 bytes of symmetric heap per
+        chunks: the most chunks that one rank's data is cut into, at least 2. Each takes 16 bytes of symmetric heap per
             rank of the group. A large message is copied out while it arrives, the better the more chunks it has.
         flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes ``8/3 * world_size``
             times as much of the symmetric heap, in one node. Default: ``max_bytes_per_rank``, but no more than
@@ -142,7 +141,7 @@ class CollectiveContext(Preconditions):
             "flagged_bytes": flagged_bytes,
             "lamport_bytes": lamport_bytes,
         }
-        arguments.whole("chunks", chunks, 1, MAX_CHUNKS)
+        arguments.whole("chunks", chunks, 2, MAX_CHUNKS)
         for name, nbytes in self._given_sizes.items():
             if nbytes is not None:
                 arguments.whole(name, nbytes, 0)
@@ -333,9 +332,8 @@ class CollectiveContext(Preconditions):
     def wait_for_loads(self, operation: str, variant: Hashable) -> None:
         """Wait, before the first launch of a kernel, until all ranks have loaded it. Collective, once per ``variant``.
 
-        CUDA loads a kernel only while none is running. If launches of several contexts are in flight together, this
-        rank may have to wait for one that waits for a peer, which in turn waits for this rank. No rank therefore
-        launches what another has yet to load. Contexts without ``max_blocks`` don't need this.
+        CUDA loads a kernel only while none is running. With launches of several contexts in flight, this rank may have
+        to wait for one that waits for a peer, which in turn waits for this rank. Without ``max_blocks`` there are none.
         """
         if variant in self._loaded or not self.loads_together:
             return
@@ -347,7 +345,7 @@ class CollectiveContext(Preconditions):
     def close(self) -> None:
         """Free the symmetric memory. Collective; waits for the stream. A second call does nothing.
 
-        After an expired wait it is local, since a peer may be gone, and the memory stays taken.
+        After an expired wait it is local, because a peer may be gone, and the memory stays taken.
 
         Raises:
             CollectiveTimeout: a wait has expired, which hasn't been reported yet.

@@ -9,21 +9,16 @@ Triton compiled says which arguments are parameters, and the PTX how many the dr
 **Launches that begin early** (programmatic dependent launch). Such a launch may be brought onto the GPU while the last
 blocks of the one before it on the stream still run. Its kernel begins with
 :func:`tdcoll.primitives.group.in_stream_order`, which waits until that one is over, and only then lets the next begin
-likewise. That takes three things, each useless without the others: a kernel is compiled with ``launch_pdl`` if its text
-begins so (:class:`Launch`); the function is compiled to the wait in kernels with ``launch_pdl``, and to nothing in
-others; and the driver is asked for it where Triton's metadata say ``launch_pdl``.
+likewise. A kernel whose text begins so is compiled with ``launch_pdl`` (:class:`Launch`), which makes the function a
+wait, and for which the driver is then asked.
 
 Why nothing waits for ever. A launch lets the next begin when *all* of its blocks have said so or ended. By then all of
 them have been on the GPU, so blocks that come early take no place which a block of the launch before needs. The wait
 comes before the permission, so when blocks of launch k + 1 are there, all launches up to k - 1 have ended: a stream
-holds the places of two launches, and not of more. But they are two, and the second may be another library's and as
-large as the GPU. Where launches of several contexts are in flight together, each on its own stream, and wait for peers,
-what waits behind one could keep out the other, on each rank another one. Contexts with a budget of thread blocks
-(``max_blocks``), and those of the backend, therefore launch as usual: each launch begins when the one before it has
-ended.
-
-Beside other kernels: ours after one that says nothing begins when that one has ended; one that is launched as usual
-after ours begins when all of ours has ended.
+holds the places of at most two launches. The second may be another library's and as large as the GPU. If launches of
+several contexts are in flight together and wait for peers, what waits behind one could keep out the other, on each rank
+another one. Contexts with a budget of thread blocks (``max_blocks``), and those of the backend, therefore launch as
+usual. So do other libraries' kernels: before or behind ours, one begins when the other has ended.
 """
 
 from __future__ import annotations
@@ -117,8 +112,7 @@ class _Prepared:
     Attributes:
         slots: the parameters, 64 bits each, of which the driver reads as many as the parameter has: the low ones.
         place: index in ``slots`` by name, ``tuple.field`` for one of a tuple.
-        passed: of the arguments, with those of tuples one by one and without ``tl.constexpr`` in them, which are
-            parameters; the others are constants.
+        passed: of the arguments (tuples one by one, without ``tl.constexpr`` in them), parameters and not constants.
         all_passed: none but the constants of the kernel's text, which come last, are constants.
     """
 
@@ -219,18 +213,14 @@ class Launch:
     Args:
         kernel: made by :func:`tdcoll.jit`.
         blocks: of the grid's first dimension, or first two.
-        arguments: of all parameters but the changing ones, by name, constants included: tensors, addresses, whole
-            numbers, and tuples of these.
-        changing: parameters that each launch gives, which follow each other and are addresses or whole numbers;
-            ``tuple.field`` for one of a tuple.
+        arguments: of all other parameters, by name, constants included: tensors, addresses, numbers, tuples of these.
+        changing: parameters that each launch gives: neighbours, addresses or whole numbers; ``tuple.field`` of a tuple.
         num_warps: warps of each thread block.
         early: may begin before what was launched before has ended, if the kernel waits for that.
-        maxnreg: the most registers of a thread. None: ptxas decides, and may spill a little to have more thread blocks
-            on an SM.
+        maxnreg: the most registers of a thread. None: ptxas decides, and may spill a little.
 
     Raises:
-        TypeError: a parameter has no argument, or an argument no parameter (a compiled kernel knows of no defaults, and
-            it is only there on a GPU).
+        TypeError: a parameter has no argument (a compiled kernel knows of no defaults), or an argument no parameter.
     """
 
     def __init__(
@@ -343,8 +333,7 @@ class Launcher:
         """Launch ``kernel`` on the current stream.
 
         Args:
-            arguments: tensors, addresses, whole numbers and :class:`Packed` tuples of these, in the order of the
-                kernel's parameters.
+            arguments: tensors, addresses, whole numbers and :class:`Packed` tuples of these, in the kernel's order.
             constants: its last parameters, ``tl.constexpr`` all.
             variant: whatever else the compiled code depends on: the dtypes of tensors whose dtype may differ from call
                 to call, alignment, the values of integers that the kernel specialises on, and constants in tuples.

@@ -54,8 +54,7 @@ class WaitMonitor:
 
     Attributes:
         words: int64 ``[4]`` on the device, laid out as ``MONITOR_*`` of the device language says.
-        valid: ``[1]``, on the host: 0 until a wait has expired. A call looks at it before it launches: it takes a
-            third of the time that numpy takes.
+        valid: ``[1]``, on the host: 0 until a wait has expired. A call looks at it, in a third of numpy's time.
     """
 
     def __init__(self, *, timeout_s: float | None = None, rank: int | None = None) -> None:

@@ -2,12 +2,11 @@
 """How a call is cut: pure functions of facts that are the same on every rank.
 
 Two ranks that choose differently wait for signals that no rank sends. A choice may therefore look at :class:`Facts`, at
-the algorithm that the caller asks for and at the sections of a tuning table, which the ranks have compared
-(:mod:`tdcoll.calls.tuning`), and at nothing else: not at the rank, the clock, the device or an environment variable,
-and not at whether this rank captures a CUDA graph, because another may replay one while this rank calls eagerly.
+the requested algorithm and at the sections of a tuning table, which the ranks have compared, and at nothing else: not
+at the rank, the clock, the device or an environment variable, nor at whether this rank captures a CUDA graph.
 
-:mod:`.spec` chooses between the algorithms of a collective. This module has what they are made of: preconditions
-(``needs_*``), and ways to cut segments into chunks or into words (``cut_*``).
+:mod:`.spec` chooses between the algorithms of a collective. Here are preconditions (``needs_*``), and ways to cut
+segments into chunks or into words (``cut_*``).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CHUNK_ALIGNMENT = 128
 """Bytes. Chunks start at multiples of it, so that full 128-byte lines travel."""
 
 TARGET_CHUNK_BYTES = 8 << 10
-"""Chunks of about this size keep one block's copy short beside the crossing; those of large messages are larger."""
+"""A copy of so many bytes is short beside the hop; chunks of large messages are larger."""
 
 USUAL_CHUNKS = 64, 32
 """Chunks are made larger before there are more of them than this, in one node and between nodes."""
@@ -83,15 +82,12 @@ _REDUCED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call is launched.
+    """How one call is launched: each segment in ``chunks`` chunks of ``chunk`` bytes, of which the last may be shorter.
 
     Attributes:
         algorithm: one of its operation's, not ``"auto"``.
-        chunks: number of chunks that each segment is cut into.
-        chunk: bytes of a chunk; the last may be shorter.
         num_warps: warps of each thread block.
-        blocks: thread blocks of the launch; only they may differ between ranks, on nodes of different sizes. 0: as many
-            as the algorithm has for these chunks.
+        blocks: thread blocks; only they may differ between ranks, on nodes of different sizes. 0: the algorithm's own.
     """
 
     algorithm: str
@@ -114,8 +110,7 @@ class Facts:
         in_place: whether peers write to the caller's buffer, as in :func:`tdcoll.all_gather_`. Passing
             ``out=input`` doesn't set this, because one rank may do so while another doesn't.
         symmetric: of a reduction: whether peers may read or write the caller's tensor.
-        simulated: whether the kernels run in the simulator, where each block operation of a program costs the same,
-            however large the block is.
+        simulated: whether the kernels run in the simulator, where block operations cost the same for any size.
     """
 
     nbytes: int
@@ -301,12 +296,10 @@ def prefers_loops(facts: Facts, nbytes: int) -> bool:
 
 
 def node_default(facts: Facts, nbytes: int, words: Callable[[Facts], str | None]) -> str | None:
-    """Return the algorithm that is taken inside a node if nothing was measured; None if its ranks cannot store to each
-    other, or there are several nodes.
+    """Return the algorithm that is taken inside a node if nothing was measured; None without stores inside one node.
 
     Words if they are supported, but for what loops are better at; otherwise loops if the context has a budget of thread
-    blocks, and chunks with a thread block each if it has none. In the simulator never words, because they make about a
-    hundred block operations, some 20 ms, for every program, and the others one copy for a chunk.
+    blocks, and else chunks with a thread block each. In the simulator never words, which take some 20 ms per program.
 
     Args:
         nbytes: as for :func:`prefers_loops`.
@@ -367,8 +360,7 @@ class Words:
     Thread blocks take several blocks of words where there are too many.
 
     Attributes:
-        shots: 1 if a rank sends a whole segment to each other rank; 2 if it sends a part to each, and then the sum of
-            its own part to all.
+        shots: 1 if a rank sends a whole segment to each other; 2 if a part to each, and then the sum of its own to all.
     """
 
     name: str
@@ -403,9 +395,8 @@ class Words:
     def epoch(self, facts: Facts) -> int:
         """Return the bytes of a segment in each epoch.
 
-        A call of two shots that fits neither the LL nor the Lamport words at once takes several epochs of Lamport
-        words. There are as few as possible, of equal size, a multiple of 16 bytes; the last may be shorter. If they
-        would be more than :data:`MOST_EPOCHS`, the call has one, and :meth:`supports` says why it can't use words.
+        A call of two shots that fits into no words at once takes as few epochs of Lamport words as possible, of equal
+        size, but for the last. Instead of more than :data:`MOST_EPOCHS` it has one, which :meth:`supports` refuses.
         """
         width, nbytes = LAMPORT_WORD_BYTES, facts.nbytes
         room = min(width * self._parts(facts) * (-(-facts.lamport_bytes // width) // 2), _REDUCED_BYTES - width)

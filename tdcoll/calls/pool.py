@@ -330,7 +330,7 @@ def prospect(spec: Collective, segment: int, group: runtime.Group) -> Collective
         return pool.context
     topology, old = job.topology(ranks), None if pool is None else pool.context
     stores = all(job.heap.peer_base(topology.pes[rank]) for rank in topology.members[topology.node])
-    sizes = sizes_for(spec, nbytes, topology, job.heap.nbytes, job.heap_info.free, old, stores)
+    sizes = sizes_for(spec, nbytes, topology, job.heap.nbytes, job.arena.info.free, old, stores)
     table = given.read(None).of(given.architectures(job.device), topology.ranks_per_node, topology.n_nodes)
     return Prospect(job, topology, sizes.capacity, sizes.ll_bytes, sizes.lamport_bytes, stores, table)
 
@@ -347,8 +347,7 @@ def sizes_for(
     """Return the sizes of the context that :func:`pooled` makes for ``nbytes`` per rank.
 
     Args:
-        heap_bytes, free: bytes of the symmetric heap, and those that are free. If none of the sizes that are tried fits
-            in there, the result is the last.
+        heap_bytes, free: bytes of the symmetric heap, and those that are free. If no size fits, the last is returned.
         old: the context that the calls have outgrown.
         stores: whether the ranks of each node can store to each other's memory.
     """

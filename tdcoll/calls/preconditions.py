@@ -42,12 +42,8 @@ def debugging(otherwise: Debug) -> Debug:
 
 
 class Compared:
-    """The kinds of calls whose arguments ranks have compared, which is the same on all of them.
-
-    A kind is all that the ranks have to agree on. Those whose arguments are equal therefore find each kind new in the
-    same call. If one passes something that it has passed before, and another something new, the latter waits for the
-    former in vain.
-    """
+    """The kinds of calls whose arguments ranks have compared, which is the same on all of them: a kind is all that the
+    ranks have to agree on. If one passes what it has passed before, and another something new, the latter waits."""
 
     def __init__(self) -> None:
         self._kinds: set[str] = set()
@@ -167,8 +163,7 @@ class Preconditions:
 
         Args:
             agree: what must be the same on all ranks, by name; compared in debug mode.
-            prepare: raises if the other arguments are wrong on this rank, of which the others hear in debug mode;
-                else returns what is to be launched.
+            prepare: raises if the other arguments are wrong on this rank; else returns what is to be launched.
 
         Returns:
             What ``prepare`` returned.
@@ -216,9 +211,8 @@ class Preconditions:
     def fail(self, operation: str, error: BaseException) -> None:
         """Refuse every later call: ``operation`` ended with ``error`` when it might have launched some of its kernels.
 
-        This rank may be epochs behind the others, and its next call would be taken for one that they have made already.
-        Kernels of the context do nothing from now on, also those of graphs that are replayed, so the peers get a
-        timeout in place of wrong results. As after a timeout, nothing collective is tried any more.
+        This rank may be epochs behind the others. Kernels of the context do nothing from now on, also those of graphs
+        that are replayed, so the peers get a timeout in place of wrong results. Nothing collective is tried any more.
         """
         if self._refusal is None and not self.monitor.expired:  # whose error every later call raises
             self._refusal = (

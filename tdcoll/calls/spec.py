@@ -3,9 +3,6 @@
 
 Everything that is not the same for all dense collectives stands in that record: calls, the backend, operators, tuning,
 benchmarks and tests read it there, and name no collective. This module needs neither torch nor triton.
-
-Three things are kept apart when an algorithm is chosen. An algorithm *supports* a call or says why it can't have it. A
-table says what was *measured* to be the fastest. The *default* says what to take if nothing was measured.
 """
 
 from __future__ import annotations
@@ -41,8 +38,7 @@ class Decision:
     """The plan of a call, and why it was made.
 
     Attributes:
-        reason: of its algorithm: ``"requested"`` by the caller, ``"table"``: measured to be the fastest, or
-            ``"default"``.
+        reason: of its algorithm: ``"requested"``, ``"table"`` (measured to be the fastest) or ``"default"``.
         found: the section and the entry of the tuning table that hold for the call, if there are any. The entry's
             algorithm is another one if it was not requested, or doesn't support the call.
     """
@@ -59,21 +55,18 @@ class Algorithm:
     Attributes:
         supports: why such a call can't have it, as a sentence that begins with ``needs``; None if it can.
         cut: the plan of such a call, given what an entry of a table says.
-        kernel: made by :func:`tdcoll.jit`. Its parameters begin with ``source`` and ``out``, addresses; the others say
-            by their names what they take.
+        kernel: made by :func:`tdcoll.jit`. Its parameters begin with the addresses ``source`` and ``out``.
         blocks: thread blocks of a plan.
         values: arguments beyond those that kernels of any collective may have, by name, of a
             :class:`~tdcoll.calls.launches.Planned` call.
         words: bytes of data that a word may carry, for algorithms whose chunks are blocks of words without signals.
         payload: what the chunks of a call are cut from.
-        epoch: bytes of a segment in each epoch of a call; the last may be shorter. If a call has several epochs,
-            ``cut`` and ``payload`` are of the first.
+        epoch: bytes of a segment in each epoch; the last may be shorter. ``cut`` and ``payload`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
         any_blocks: whether any number of thread blocks works, with the same bits; a plan then says how many.
         copies: of a :class:`~tdcoll.calls.launches.Planned` call whose data is moved by copy engines: what
             makes it, in the place of one launch of ``kernel``.
-        differs: whether it does anything on these ranks that no other algorithm of the collective does; if it doesn't,
-            there is no need to measure it.
+        differs: whether it does anything on these ranks that no other algorithm does, and needs to be measured.
     """
 
     name: str
@@ -100,8 +93,7 @@ class Collective:
         segments: how many segments the caller's tensor and the result have, ``(given, result)``: 1 or :data:`WORLD`.
         default: the name of the one to take if nothing was measured. If it doesn't support the call, none does.
         torch: the name of the same function in ``torch.distributed``.
-        capacity: ``(bytes of a segment, ranks) ->`` the ``max_bytes_per_rank`` of a context on which a call is one
-            epoch, on any topology.
+        capacity: ``(bytes of a segment, ranks) ->`` the ``max_bytes_per_rank`` with which a call is always one epoch.
         adjoint: the name of the collective that takes the gradient of the result to that of the tensor.
         reduces: whether elements are reduced: calls then have an operation, and a dtype that matters.
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
@@ -153,11 +145,6 @@ class Collective:
         """Whether the result has a segment of each rank."""
         return self.segments[1] == WORLD
 
-    @property
-    def peers_access_tensor(self) -> bool:
-        """True if peers access the caller's symmetric tensor rather than the result."""
-        return self.scatters and not self.gathers
-
     def segment_bytes(self, nbytes: int, world: int) -> int:
         """Return the bytes of a segment of a tensor of ``nbytes``."""
         return nbytes // world if self.scatters else nbytes
@@ -186,11 +173,8 @@ class Collective:
         return None if self.reduces else 0
 
     def may_overlap_at(self, segment: int, rank: int) -> int | None:
-        """Return how many bytes behind the caller's tensor the result may begin if the two share memory.
-
-        Where one of the two has a segment for each rank, the other may be this rank's; where neither has, they may be
-        the same. None: both have, and must not overlap.
-        """
+        """Return how many bytes behind the caller's tensor the result may begin if the two share memory: the smaller is
+        this rank's segment of the larger, or both are the same. None: they must not overlap."""
         if self.scatters:
             return None if self.gathers else rank * segment
         return -rank * segment if self.gathers else 0
@@ -214,8 +198,7 @@ class Collective:
         Args:
             algorithm: ``"auto"``, or one of ``self.names``; or, from measurements and tests, a plan, which is taken as
                 it is. ``"auto"`` takes what the table says if that supports the call, and the default otherwise.
-            sections: of a tuning table, for these GPUs. Chunks and warps are an entry's too, if it is of the algorithm
-                that is taken.
+            sections: of a tuning table, for these GPUs; its chunks and warps count if its algorithm is taken.
         """
         if isinstance(algorithm, Plan):
             self.supported(algorithm.algorithm, facts)

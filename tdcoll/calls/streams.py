@@ -64,9 +64,9 @@ def _barrier():
 def barrier_on_stream(stream: torch.cuda.Stream | None = None) -> None:
     """Let a stream wait until every rank of the job has come here on its stream. Collective over the job.
 
-    When it ends, all earlier messages on the ranks' streams have arrived: stores, puts and signals of kernels, and
-    copies. Two streams of a rank may not be in it together. It is NVSHMEM's barrier, which has no deadline: if a rank
-    does not come, the others wait forever on a GPU. On the simulator they raise :class:`~tdcoll.CollectiveTimeout`.
+    When it ends, all earlier messages on the ranks' streams have arrived, copies included. Two streams of a rank may
+    not be in it together. It is NVSHMEM's barrier, which has no deadline on a GPU; on the simulator, if a rank does not
+    come, the others raise :class:`~tdcoll.CollectiveTimeout`.
 
     >>> tdcoll.barrier_on_stream()
 

@@ -33,8 +33,7 @@ def emulate_nodes() -> None:
     """Let ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` be those of the emulated node, if nodes are emulated.
 
     Raises:
-        ValueError: a variable is no number, or the processes of this host do not divide evenly, because such programs
-            expect nodes of one size.
+        ValueError: a variable is no number, or nodes would not be of one size, as such programs expect.
     """
     global _device
     _device = device_index()
@@ -70,8 +69,7 @@ def wait_for_collectives() -> None:
     """Let the collectives of all process groups return when they are complete, for the rest of this process.
 
     Programs don't wait for a collective's ``Work`` on the host, because NCCL orders it on the GPU. gloo runs it on
-    another thread, and the program would read old data. Sends and receives are left alone, because two ranks that begin
-    with a send would wait for each other.
+    another thread, and the program would read old data. Sends are left alone, because two ranks may begin with one.
     """
 
     def completed(collective: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,8 +46,7 @@ def explain(
         dtype: of the tensor, if a shape is given.
         group, ctx: as for the call.
         algorithm: as for the call. If it doesn't support the call, the explanation says why.
-        in_place: explain :func:`tdcoll.all_gather_`, whose tensor has a segment for each rank. An all-reduce in place
-            takes the same algorithm as any other.
+        in_place: explain :func:`tdcoll.all_gather_`, whose tensor has a segment for each rank.
         symmetric: as for the call.
 
     Returns:

@@ -5,8 +5,7 @@ Scope: one node whose ranks can store to each other's memory; fp16, bf16 and fp3
 addresses multiples of 16; calls that fit into the context's Lamport memory. All other calls use an all-reduce and then
 :func:`norm_rows`, with the same bits.
 
-A row of W words is cut into PIECES of BLOCK words, a power of two, one for each thread block. If one thread block
-handles the only row, the memory of one SM bounds the call; with many rows one piece for each is best.
+A row of W words is cut into PIECES of BLOCK words, a power of two, one for each thread block: several if rows are few.
 
 **One-shot** (few rows). Every rank sends all rows to all others and does all the work: one hop. ::
 
@@ -21,36 +20,31 @@ handles the only row, the memory of one SM bounds the call; with many rows one p
     second part of inbox[slot, o], and its measures --> rows of o: new residual, out
 
 The second part begins after as many words as the first has for ``ceil(rows / world)`` rows, the measures after as many
-again. Measures are the piece's sum of squares and, for a scale per row, its largest value: they are never the sentinel,
+again. Measures are the piece's sum of squares and, for a scale per row, its largest value. They are never the sentinel,
 because neither is negative. The residual must be the same on all ranks, because only the owner's is read.
 
-Rows of several pieces. Every thread block that stores pieces of a row needs the measures of all its pieces. Because no
-thread block may wait for a later one of its own launch, a piece that is reduced here has two thread blocks: the first
-sends, reduces and *publishes* the measures; the second, behind the first thread blocks of all pieces of its row,
-reduces the same words again, waits for the measures, and stores. Measures of one GPU are LL words
-(:mod:`tdcoll.primitives.ll`) in the rank's own segment of the inbox, which no peer writes to. Nothing has to be
-cleared, because their flag is the number of the call (:func:`_flag`), and nothing else has to be ordered, because a
-wide word holds flag and measures and arrives whole.
+Rows of several pieces. Whoever stores a piece needs the measures of all pieces of its row, and no thread block may wait
+for a later one of its launch. A piece that is reduced here therefore has two thread blocks: the first sends, reduces
+and *publishes* the measures; the second, behind the first thread blocks of all pieces of its row, reduces the same
+words again, waits for the measures, and stores. Measures of one GPU are LL words (:mod:`tdcoll.primitives.ll`) in the
+rank's own segment of the inbox, which no peer writes to. Their flag is the number of the call (:func:`_flag`).
 
 Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s and polled by r; those of
-``inbox[slot, r]`` are written by the publishing thread blocks of r and polled by its storing ones.
+``inbox[slot, r]`` are published and polled by r's own thread blocks.
 
-Ordering and reuse of a slot: those of :mod:`tdcoll.primitives.lamport`. A rank is done with a call when it has heard
-from every peer: in one-shot, of every row; in two-shot, because it owns a row, for which all have sent, and has rows
-of all.
+Ordering and reuse of a slot: those of :mod:`tdcoll.primitives.lamport`. A rank that is done with a call has heard from
+every peer: of every row in one-shot, and of the rows that it owns in two-shot.
 
-Order of thread blocks. One-shot, by rows: a row's first thread blocks send before they wait, and wait for the thread
-blocks of the same number elsewhere; its second ones wait for the first ones, here and elsewhere, which come before.
-Two-shot: those that reduce own rows come before all others. They send before they wait, and wait for the same thread
-blocks elsewhere; the others wait for words that these have sent or published. Any number of resident blocks therefore
-makes progress.
+Order of thread blocks. One-shot, by rows: a row's first thread blocks send before they wait for those of the same
+number elsewhere; its second ones wait for the first ones, which come before on every rank. Two-shot: those that reduce
+own rows come first. They send before they wait for the same thread blocks elsewhere, and the others wait for what these
+have sent or published. Any number of resident blocks therefore makes progress.
 
-In place: ``new`` may be ``residual``, word for word. A piece is stored by the only thread block that reads its
-residual; or, if a row has several pieces, by its second thread block when the measures of all pieces have come, so that
-its first has read it.
+In place: ``new`` may be ``residual``, because a piece is stored after all thread blocks that read its residual have
+read it: by the only one, or by the second, when all measures have come.
 
-Bits: those of an all-reduce, rounded, and of :mod:`tdcoll.fused.kernels_rows`, in all three kernels. They depend
-neither on the number of rows nor on PIECES, BLOCK, the number of warps or the algorithm.
+Bits: those of an all-reduce, rounded, and of :mod:`tdcoll.fused.kernels_rows`, in all three kernels, whatever the
+number of rows, PIECES, BLOCK, warps or the algorithm.
 """
 
 import triton.language as tl
@@ -200,8 +194,7 @@ def norm_rows_two_shot(
     for each of these rows of every rank, which store. With one piece for each row the first ones also store the rank's
     own rows, and the others are for rows of other ranks only.
 
-    Args: those of :func:`norm_rows_one_shot`; the inbox's segments hold two such parts of the words, and a word for
-    each piece of one.
+    Args: those of :func:`norm_rows_one_shot`; segments hold two parts of the words, and a word for each piece of one.
     """
     in_stream_order()
     width: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 128  # words of a row

@@ -14,11 +14,9 @@ operation. A row may be cut into pieces whose length is a power of two and which
 is a subtree. Words past the end are zeros, which change no sum.
 
 With fp8, ``scale = max(|new * weight|) * (1 / sqrt(mean + eps)) / 448``, at least 2^-100 / 448. It needs the maximum of
-the row, which has no order, and which is known together with the sum. If a value exceeds 448 after the division, it
-saturates.
+the row, which is known together with the sum. Values of more than 448 after the division saturate.
 
-Words are a tuple of four blocks of int32, their *parts*; weights and other elements of words a tuple of blocks of fp32,
-part by part.
+Words are a tuple of four blocks of int32, their *parts*; elements of words a tuple of blocks of fp32, part by part.
 """
 
 import triton.language as tl

@@ -25,7 +25,7 @@ from tdcoll.calls.pool import pooled, strided_bytes
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
-from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, NormRows, choose, takes
+from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, NormRows, choose
 from tdcoll.primitives.reduce import triton_dtype
 
 _log = logging.getLogger("tdcoll")
@@ -69,18 +69,15 @@ def all_reduce_rms_norm(
     Args:
         x: the rows to reduce: contiguous, on the context's device, of fp16, bf16 or fp32. ``hidden`` is at most 16384
             and ``hidden * x.element_size()`` a multiple of 16.
-        residual: the rows to add, of the same shape and dtype. The values must be the same on all ranks, because only
-            one rank reads each row if there are many.
+        residual: the rows to add, of the same shape and dtype, and with the same values on all ranks.
         weight: ``[hidden]``, of the same dtype or fp32; the same on all ranks.
         eps: added to the mean of squares.
         group, ctx: as for :func:`tdcoll.all_gather`.
         in_place: write ``new`` over ``residual``.
         out_dtype: ``torch.float8_e4m3fn`` for a quantized ``normalized``; else None or the dtype of ``x``.
-        scale: with fp8: the divisor of ``normalized``, one fp32 on the device. If None, each row has its own, by which
-            its largest element becomes 448.
+        scale: with fp8: the divisor of ``normalized``, one fp32 on the device. If None, each row has its own.
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"composed"`` (an all-reduce and a kernel) or ``"auto"``. If the
-            ranks are not of one node, or the context's ``lamport_bytes`` do not hold the rows, ``"auto"`` is
-            ``"composed"``.
+            ranks are not of one node, or ``lamport_bytes`` do not hold the rows, ``"auto"`` is ``"composed"``.
 
     Returns:
         ``(normalized, new)``; with fp8 ``(normalized, new, scale)``, of which the last is ``scale`` or, for each row,
@@ -174,7 +171,7 @@ def _check(
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be of float16, bfloat16 or float32; got {x.dtype}")
     hidden = x.shape[-1] if x.dim() else 0
-    if not takes(hidden, x.element_size()):
+    if not 0 < hidden <= MOST_HIDDEN or hidden * x.element_size() % 16:
         raise ValueError(
             f"x must have rows of at most {MOST_HIDDEN} elements, a multiple of {16 // x.element_size()} of {x.dtype}; "
             f"got shape {list(x.shape)}"

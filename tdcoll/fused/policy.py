@@ -56,11 +56,6 @@ class NormRows:
         return self.hidden * self.itemsize // WORD
 
 
-def takes(hidden: int, itemsize: int) -> bool:
-    """Return whether rows of ``hidden`` elements of ``itemsize`` bytes can be normalized by these kernels."""
-    return 0 < hidden <= MOST_HIDDEN and hidden * itemsize % WORD == 0
-
-
 def _owned(rows: NormRows, world: int) -> int:
     """Return the most rows that a rank owns."""
     return -(-rows.rows // world)

@@ -65,8 +65,7 @@ def multiprocessors(device: torch.device) -> int:
     """Return how many multiprocessors the current CUDA context can use, if ``device`` is the current one.
 
     A green context has a part of the GPU, and so has a process under MPS with ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE``
-    (CUDA Driver API, *Green Contexts*; ``cuCtxGetDevResource``, from CUDA 12.4 on). Older drivers know of the whole
-    GPU alone.
+    (CUDA Driver API, ``cuCtxGetDevResource``, from CUDA 12.4 on). Older drivers know of the whole GPU alone.
     """
     whole = int(torch.cuda.get_device_properties(device).multi_processor_count)
     torch.cuda.current_stream(device).query()  # CUDA's runtime makes the context at a thread's first call

@@ -152,8 +152,7 @@ def initialize(
             does not grow; rank 0 logs its size (logger ``tdcoll``, level INFO), and :func:`tdcoll.heap_info` has it.
             Default: ``NVSHMEM_SYMMETRIC_SIZE``, else 384 MiB (64 MiB in the simulator).
         timeout_s: deadline of every wait, in kernels and on the host, in seconds; also for the other ranks to come. (A
-            process group that is made here has PyTorch's own timeout for its own collectives.) Default:
-            ``TDCOLL_TIMEOUT_S``, else 30.
+            process group that is made here has PyTorch's own timeout.) Default: ``TDCOLL_TIMEOUT_S``, else 30.
         emulate_nodes: treat each host as this many nodes. Default: ``TDCOLL_EMULATE_NODES``, else 1.
         share_gpus: ranks may use the same GPU, for tests of correctness: a GPU runs one process at a time, so that a
             call takes milliseconds. The device is ``LOCAL_RANK`` modulo the number of GPUs, and a process group that is

@@ -39,8 +39,7 @@ def empty(
     Raises:
         TypeError, ValueError: an argument is not as described.
         NotInitializedError: before :func:`tdcoll.initialize`.
-        HeapExhaustedError: the heap is too small; the message has the requested and free bytes, and the setting to
-            raise.
+        HeapExhaustedError: the heap is too small; the message has the bytes, and the setting to raise.
         RankMismatchError: ranks ask for different sizes. Nothing is allocated on any of them.
     """
     sizes = arguments.shape("shape", shape)
@@ -116,7 +115,7 @@ def heap_info() -> HeapInfo:
     >>> tdcoll.heap_info().allocations
     0
     """
-    return runtime.current().heap_info
+    return runtime.current().arena.info
 
 
 def rank(group: runtime.Group = None) -> int:

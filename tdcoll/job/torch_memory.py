@@ -3,8 +3,7 @@
 
 PyTorch makes the memory and maps it into the peers' address spaces (``torch.distributed._symmetric_memory``). tdcoll
 uses nothing else of it: signals and protocols are tdcoll's, and so are the words that they use. No process group of the
-user's is needed, because the ranks meet through the store of the job. Loads and stores reach all PEs; there are no
-puts.
+user's is needed, because the ranks meet through the job's store. Loads and stores reach all PEs; there are no puts.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class TorchHeap(CudaHeap):
     """This PE's block of symmetric GPU memory. Collective to make.
 
     Args:
-        pe, n_pes, nbytes, device: as for :class:`~.heap.SymmetricHeap`; all PEs are on one host, each on a
-            device of its own.
+        pe, n_pes, nbytes, device: as for :class:`~.heap.SymmetricHeap`; all PEs are on one host, each on another GPU.
         store: of ``torch.distributed``, which the ranks meet through; for this heap alone.
         control: tells the ranks of each other's failures.
         timeout_s: how long to wait for the other ranks, seconds.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Made by `python -m tdcoll.language --stubs > tdcoll/language/__init__.pyi`, from tdcoll.spec.
+# Made by `python docs/device_language.py --stubs > tdcoll/language/__init__.pyi`, from tdcoll.spec.
 """Communication functions for Triton kernels: ``import tdcoll.language as tdl``."""
 
 from typing import Any, Literal, TypeAlias

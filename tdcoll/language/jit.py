@@ -10,8 +10,7 @@ Two things must happen to a kernel that calls NVSHMEM, and to no other:
 
 Both are done in subclasses of Triton's own classes. A process-wide Triton hook would do it too, and would touch
 every other library's kernels. (Triton-distributed's compiler does both by itself; with it this module does neither.)
-The launch options are checked as well: Triton's interpreter drops what it does not know, so a misspelt
-``num_warsp=8`` would run.
+Launch options are checked, because Triton's interpreter drops what it does not know, such as ``num_warsp=8``.
 """
 
 from __future__ import annotations
@@ -380,8 +379,7 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
     Helpers called by a kernel may be decorated with this or with ``triton.jit``; the kernel that is launched wants
     this one. A :class:`~tdcoll.WaitMonitor` may be passed as it is. Options are ``triton.jit``'s. Integers that are
-    annotated with their type (``rank: tl.int32``), as parameters or as fields of a ``NamedTuple``, are not specialised:
-    one compilation serves all values.
+    annotated with their type (``rank: tl.int32``), as parameters or fields of a ``NamedTuple``, are not specialised.
 
     >>> @tdcoll.jit
     ... def whoami(out):

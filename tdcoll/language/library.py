@@ -3,8 +3,7 @@
 
 Triton parses the libraries that a kernel links anew for each kernel. NVSHMEM's has 31 MB, and reading it takes 4 s of
 the 4.5 that a kernel takes to compile. The part that the language's functions need has 0.8 MB. It is cut out once,
-with Triton's own linker, and kept in Triton's cache as text, with every definition as it was. The kernels come out the
-same to the byte.
+with Triton's own linker, and kept in Triton's cache as text. The kernels come out the same to the byte.
 """
 
 from __future__ import annotations

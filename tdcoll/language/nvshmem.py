@@ -4,8 +4,7 @@
 Stock Triton knows nothing of NVSHMEM. ``extern_elementwise`` with scalar arguments becomes one LLVM call that
 every thread of the block makes, which is what NVSHMEM's ``_block`` functions want; the definitions come from the
 bitcode library in NVIDIA's wheel, which :mod:`tdcoll.language.jit` adds to the compilation. Pointers travel as
-int64, which makes one signature serve pointers to anything. Functions made of PTX are in ``ptx``, ``waits`` and
-``words``.
+int64, so that one signature serves all. Functions made of PTX are in ``ptx``, ``waits`` and ``words``.
 """
 
 from __future__ import annotations

@@ -17,36 +17,29 @@ Data flow of a call, seen from rank r::
 An all-reduce has two hops: parts, and after their sum the sums.
 
 Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by ``enter``. ``arrived[0, hop, s]`` is
-written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` of rank s, and by
-``hear`` between two hops.
+written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` or ``hear`` of rank s.
 
-Ordering: a copy on a stream begins when the one before it on that stream has ended, so the stamp arrives after the
-data. This is CUDA's order of a stream, seen from the GPU that is written to: an assumption, which
-``tests/workers/copies_checks.py`` tests. ``hear`` acquires the stamps. Work behind it on the stream sees the data.
+Ordering: a copy on a stream begins when the one before it has ended, so the stamp arrives after the data, also as seen
+from the GPU that is written to. That is an assumption, which ``tests/workers/copies_checks.py`` tests.
 
 Why addresses are fixed: a captured copy has the addresses with which it was captured, and the epoch is only known on
 the device. Calls by copies therefore take even epochs only (:func:`~tdcoll.primitives.group.begin_even_epoch`), so
 there is one buffer, the first slot, and the value that is sent is read from memory when the copy runs.
 
-Why the buffer may be reused: a rank writes to a peer only when that peer has entered the same call. All earlier work on
-the peer's stream is over by then, and with it whatever read the buffer. What comes next is as after any other call:
-call e is complete on a rank when it has heard from every peer, each of which had entered e, and e + 1 uses the other
-slot. An odd epoch that is left out has no signals and no data. The stamp is written by the next call's ``enter``, which
-comes after this call's copies on the stream.
+Why the buffer may be reused: a rank writes to a peer only when that peer has entered the same call, so all earlier work
+on the peer's stream is over, and with it whatever read the buffer. An odd epoch that is left out has no signals and no
+data. The stamp is written by the next call's ``enter``, which comes after this call's copies on the stream.
 
-A rank that gives up: copies that are queued can't be held back, also those of later calls that are queued already. If
-``enter`` finds that a wait has expired, or its own expires, it tells its peers before it ends, hence before the copies
-run, and leaves the stamp as it is. Peers then wait in vain for this epoch and time out as well, and a peer that still
-takes data of the call before out of its inbox finds in ``look`` that it may have been overwritten: see
-:mod:`tdcoll.primitives.stores`. Between two hops the stamp has the epoch already, so ``hear`` tells as well, and peers
-that take what the second hop brings find out in their last check. Two things aren't protected: the caller's memory if
-peers write into it (it is undefined after a timeout on any rank), and on a rank that is late by a whole deadline the
-inbox of an earlier call of another algorithm.
+A rank that gives up: queued copies, also those of later calls, can't be held back. If ``enter`` finds that a wait has
+expired, or its own expires, it tells its peers before it ends, hence before the copies run, and leaves the stamp as it
+is. Peers then wait in vain for this epoch and time out as well. One that still takes data of the call before out of its
+inbox finds in ``look`` that it may have been overwritten: see :mod:`tdcoll.primitives.stores`. Between two hops the
+stamp has the epoch already, so ``hear`` tells as well. Two things aren't protected: the caller's memory if peers write
+into it, and on a rank that is late by a whole deadline the inbox of an earlier call of another algorithm.
 
-Contexts that share a hardware queue, because they have more streams than there are queues
-(``CUDA_DEVICE_MAX_CONNECTIONS``, 8 by default; a call has a stream for each peer): work that waits behind an event
-holds up whatever is behind it in the queue, also on other streams. All ranks must then make the calls of these contexts
-in one order.
+If contexts share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS``, 8 by default; a call has a stream for each peer),
+work that waits behind an event holds up whatever is behind it in the queue, also on other streams. All ranks must then
+make the calls of these contexts in one order.
 
 Order of thread blocks: ``enter`` sends before it waits, and waits only for ``enter`` on other ranks. ``hear`` waits for
 copies, which need no thread block. No kernel here waits for one of the same rank.

@@ -2,8 +2,7 @@
 """8-bit floating-point numbers (e4m3fn, e5m2) to and from fp32, by arithmetic on their bits.
 
 Triton's conversions are not used, because GPUs before sm_89 have none of e4m3fn, and the interpreter's differ from
-GPUs' in NaN, infinities and rounding. The bits are the same everywhere, because the same source is compiled and
-interpreted.
+GPUs' in NaN, infinities and rounding. The same source is compiled and interpreted, so the bits are the same.
 
 :func:`encode` rounds to nearest, ties to even, as ``tensor.to(dtype)`` of PyTorch does from fp32. If a value is too
 large, it becomes the largest number of e4m3fn, which is 448 (infinities too), and infinity of e5m2. (PyTorch before

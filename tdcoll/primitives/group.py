@@ -2,14 +2,13 @@
 """A context as kernels see it: the ranks, the number of this call, the signals, and the memory that peers write to.
 
 Every launch of a protocol calls :func:`start` once in each of its programs, which returns the epoch and counts it. The
-epoch selects one of two *slots* of signals and memory, in :func:`slot` only. :mod:`tdcoll.calls.context` explains why a
-slot may be reused.
+epoch selects one of two *slots* of signals and memory, which :mod:`tdcoll.calls.context` says when to reuse.
 
 Signals are named by their role. ``arrived[slot, chunk, r]`` is set to the epoch by the rank that delivers chunk
 ``chunk_index`` of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call
-in which peers write to memory of the caller's or read it, and polled here before that memory of rank r is touched.
-``gave_up[r]`` is set by rank r, once and for all, if it ends a call before its peers have read its memory, and checked
-here when that memory has been read; see :mod:`tdcoll.primitives.stores`.
+in which peers write to memory of the caller's, and polled here before that memory of rank r is written. ``gave_up[r]``
+is set by rank r, once and for all, if it gives up while copies are queued, and checked here when what they may
+overwrite has been read; see :mod:`tdcoll.primitives.stores`.
 """
 
 from collections.abc import Iterable
@@ -39,8 +38,7 @@ class Group(NamedTuple):
         gave_up: int64 ``[world]``, symmetric: 0, or ``GAVE_UP`` plus the epoch in which that rank gave up.
         control: int64 ``[1]``: the epoch.
         monitor: int64 ``[4]``: deadline of waits.
-        deltas: int64 ``[world]``: from an address in the context's symmetric memory to the same on each peer-accessible
-            rank.
+        deltas: int64 ``[world]``: from an address in the context's memory to the same on each peer-accessible rank.
         rank: group rank.
         chunks, world: sizes of ``arrived``.
     """
@@ -79,12 +77,10 @@ class Nodes(NamedTuple):
     Attributes:
         pes: int32 ``[world]``: PE of each rank.
         of: int32 ``[world]``: node of each rank.
-        begins, ranks: int32 ``[n_nodes + 1]``, ``[world]``: the ranks of node n are ``ranks[begins[n]:begins[n + 1]]``,
-            ascending.
+        begins, ranks: int32 ``[n_nodes + 1]``, ``[world]``: the ranks of node n are ``ranks[begins[n]:begins[n + 1]]``.
         node: this rank's.
         n_nodes: how many.
-        world: ranks. It isn't a constant as in the group, because loops over all ranks that look for one id would be
-            unrolled, and take twice the registers.
+        world: ranks; not a constant as in the group, because unrolled loops over ranks would take twice the registers.
     """
 
     pes: Any

@@ -24,9 +24,8 @@ rank still clears in k. The data of k - 1 may be cleared in k because the launch
 Written words. A call clears only the words that were *written*. It notes on the device how many words of each segment
 its peers write, because calls differ in size, and with CUDA graphs only the device knows which call came before.
 
-Ordering: that of the kernels of one stream, and nothing else.
-
-A call of no bytes still sends one word (:func:`carry`), because every call must hear from every peer.
+Ordering: that of the kernels of one stream. A call of no bytes still sends one word (:func:`carry`), because every call
+must hear from every peer.
 
 Data may have any alignment and length. If all of it is aligned to 128 bits, it is loaded without a branch, before the
 call is known; other data is loaded again after it (:func:`repair`). The contents of words are a tuple of four blocks of
@@ -95,8 +94,7 @@ def load(source, word, nbytes):
 def repair(source, word, nbytes, parts):
     """Return the result of :func:`load`, loaded again if it was not aligned.
 
-    It loads bytes in a loop at run time, because a kernel repairs once for each rank, and the time to compile it grows
-    faster than the number of its accesses.
+    It loads bytes in a loop at run time, because a kernel repairs once for each rank, which is slow to compile.
     """
     first, second, third, fourth = parts
     if (source | nbytes) % 16 != 0:
@@ -180,8 +178,7 @@ def receive(g, lamport, origin, word, call, mask):
 def clear(g, lamport, call, nbytes, BLOCK: tl.constexpr):
     """Clear the words of the call before, and note what this one writes. Every program calls it once.
 
-    Call it between sending and receiving, because it costs no time there. The programs share the work, for any grids of
-    the two calls.
+    Call it between sending and receiving, where it costs no time. The programs share the work, whatever the two grids.
 
     Args:
         nbytes: the most that peers write to each segment in this call.

@@ -2,8 +2,7 @@
 """LL: words that carry a flag, with data and its signal in one aligned 128-bit store, inside a node.
 
 A word holds 96 bits of data and 32 bits of flag, which is the epoch. If a word has the flag of this epoch, it has its
-data, because it arrives whole: one hop, no fence, no release, at 4/3 of the bytes. NCCL has two such protocols: LL,
-whose words are of 64 bits, half of them flag, and LL128, whose words are the 128 bytes that a warp stores at once.
+data, because it arrives whole: one hop, no fence, no release, at 4/3 of the bytes. (NCCL's LL has words of 64 bits.)
 
 The words of an inbox are used for nothing else. ``inbox.base + 16 * i`` is written by one rank, by one store per epoch,
 and polled here by one program. A word always has a flag of this context: of this epoch, or of an earlier one of the
@@ -16,9 +15,8 @@ Ordering: none is relied on, except that an aligned 128-bit store (``st.relaxed.
 is the load that polls it. A call of no bytes still sends one word, because every call must hear from every peer.
 
 Data may have any alignment and length. The accesses by 32 bits are made without a branch, before the epoch is known; if
-data is not aligned, it is loaded again after it (:func:`repair`).
-
-The contents of words are a tuple of four blocks of int32, as in :mod:`tdcoll.primitives.lamport`; the last is not used.
+data is not aligned, it is loaded again after it (:func:`repair`). The contents of words are a tuple as in
+:mod:`tdcoll.primitives.lamport`, whose last block is not used.
 """
 
 import triton.language as tl

@@ -18,8 +18,7 @@ class Routes(NamedTuple):
     """The ranks that a rank sends to, inside its node and elsewhere. Every rank starts with its successor.
 
     Attributes:
-        ranks: int32: ``n_local`` group ranks of this node, then their PEs, then ``n_remote`` group ranks of other
-            nodes, then their PEs.
+        ranks: int32: ``n_local`` group ranks of this node, then their PEs, and ``n_remote`` of other nodes, likewise.
         n_local, n_remote: how many.
     """
 
@@ -69,8 +68,7 @@ def put_from_outbox(to, pe, source, inbox, g, outbox, offset, size, signal, epoc
     symmetric memory. The put orders the chunk before its own signal. It reads the outbox after the launch has ended,
     and nothing waits for that: this rank writes there next in epoch e + 2, when it is done with e + 1, for which it has
     heard from every peer. By then each peer had started e + 1, and was therefore done with e and had received the puts
-    to it. A call of another kind may write the whole segment in e + 2, too, because every rank then knows this of all
-    others.
+    to it. A call of another kind may write the whole segment in e + 2, too.
     """
     copied = segment(inbox, g, epoch, to) + outbox + offset
     tdl.copy_block(copied, source, size)

@@ -5,27 +5,19 @@ A peer's copy of a symmetric address is that address plus the peer's *delta*. Th
 stores of a block come before its barrier, and that comes before the release at system scope by one of its threads; a
 reader that acquires the signal sees the data. NVSHMEM's device code is not needed.
 
-**Loads from a peer's memory, and a peer that gives up.** If peers load from a rank's memory, it waits at the end of its
-launch until they signal that they have. If that wait expires, the launch still ends, and the next kernel on the stream
-may fill the memory again while a late peer still reads it. Because waiting alone can't protect the reader, the two
-sides do this:
+**A peer that gives up while its copies are queued.** Calls by copy engines (:mod:`tdcoll.primitives.copies`) can't hold
+back copies behind a wait that has expired. They may overwrite an inbox that a late peer still reads. Therefore:
 
-- The owner calls :func:`tell_gave_up` before its launch ends, unless it has heard from all readers. One program does,
-  and it must also do so if it begins with ``alive`` 0: another program of the same launch may have invited the peers to
-  read before a wait of a third one expired. A rank that has given up enters no later call, so telling once is enough.
+- The rank that gives up calls :func:`tell_gave_up` before its launch ends; once, because it enters no later call.
 - A reader calls :func:`none_gave_up` after its loads. If a peer has given up, the reader counts as expired as well,
   because its numbers may be wrong, and the next call or check on its host raises, naming that peer.
 
-Why a reader that sees nothing has read the right bytes: the owner's word reaches the peers before the owner's launch
-ends, because a release at system scope follows it, and its memory changes only after the launch. A reader whose load
-took a new byte took it after that, and looks at the word later still. On the reader's side the order is: a thread
-stores results of its loads, and therefore has their values; then comes a barrier of the block and a release at system
-scope, that of the signal "I have read"; then a barrier, and the acquire loads of the words. One step is an assumption
-about the machine rather than a promise of PTX, whose model says nothing of a weak load that races with a store: a load
-whose value is known is not performed later, and the acquire load after the barrier doesn't take an older view of
-memory.
-
-An owner that gives up after the reader has looked does no harm, because the loads were done by then.
+Why a reader that sees nothing has read the right bytes: the word reaches the peers before the launch ends, because a
+release at system scope follows it, and the copies run only after the launch. A reader whose load took a new byte took
+it after that, and looks at the word later still. On the reader's side the order is: a thread stores results of its
+loads, and therefore has their values; then comes a barrier, and the acquire loads of the words. One step is an
+assumption about the machine rather than a promise of PTX, whose model says nothing of a weak load that races with a
+store: a load whose value is known is not performed later, and the acquire load doesn't take an older view of memory.
 """
 
 import triton.language as tl
@@ -108,8 +100,7 @@ def say_entered(g, peer_delta, epoch):
 def may_write(g, inbox, peer, epoch):
     """Return 1 when rank ``peer`` lets its segments be written in this call; 0 if it did not in time.
 
-    An inbox of two slots may always be written, see :mod:`tdcoll.calls.context`; a buffer of the caller's only when its
-    owner has entered the call.
+    An inbox of two slots may always be written; a buffer of the caller's only when its owner has entered the call.
     """
     allowed = tl.cast(1, tl.int32)
     if inbox.slots == 1:
@@ -119,10 +110,9 @@ def may_write(g, inbox, peer, epoch):
 
 @jit
 def tell_gave_up(g, epoch):
-    """Tell all peers that this rank has timed out in call ``epoch``, and that its memory may change from now on.
+    """Tell all peers that this rank has timed out in call ``epoch``, and that its queued copies run all the same.
 
-    One program of a launch calls it before it ends. A rank tells once, because peers may have left when the next launch
-    runs.
+    A rank tells once, because peers may have left when the next launch runs.
     """
     mine = g.gave_up + g.rank
     if tdl.block_and(tdl.ld(mine, "gpu", "relaxed") == 0) != 0:
@@ -136,8 +126,7 @@ def none_gave_up(g, WAITED: tl.constexpr):
     """Return 1 if no peer had given up when the block's earlier loads were done; otherwise 0, and the monitor has the
     peer.
 
-    Call it after the release that signals that the loads are done. If a peer has given up, the wait runs until the
-    deadline, because the peer won't take that back.
+    If one has given up, the wait runs until the deadline, because the peer won't take that back.
 
     Args:
         WAITED: a power of two of at least ``world``.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tile of every rank's data, reduced in the order that all dense reductions keep.
 
-The parts of other ranks have landed in the segments of an inbox; a rank's own is in the caller's tensor. If the inbox
-has one slot, all parts are in the callers' symmetric tensors, and are read there. The ranks of a node are taken in rank
-order, then the nodes in node order (:mod:`tdcoll.primitives.reduce` has the arithmetic). All functions but
-:func:`reduce_chunk` work on the tile whose elements are ``index`` of the chunk at byte ``offset``.
+The parts of other ranks have landed in the segments of an inbox; a rank's own is in the caller's tensor. The ranks of
+a node are taken in rank order, then the nodes in node order (:mod:`tdcoll.primitives.reduce` has the arithmetic). All
+functions but :func:`reduce_chunk` work on the tile whose elements are ``index`` of the chunk at byte ``offset``.
 """
 
 import triton.language as tl
@@ -19,12 +18,8 @@ from tdcoll.primitives.reduce import accumulate, finish, rounded
 def load_part(
     r, own, inbox, g, epoch, offset, index, mask, DTYPE: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Load rank ``r``'s part, in ``ACC``: from its segment of the inbox, or this rank's from ``own``. If the inbox has
-    one slot, load it from ``own`` on that rank."""
-    if inbox.slots == 1:
-        at = own + tl.load(inbox.deltas + r)
-    else:
-        at = tl.where(r == g.rank, own, segment(inbox, g, epoch, r))
+    """Load rank ``r``'s part, in ``ACC``: from its segment of the inbox, or this rank's from ``own``."""
+    at = tl.where(r == g.rank, own, segment(inbox, g, epoch, r))
     source = elements.pointer(at + offset, DTYPE, ALIGNED) + index
     return elements.widened(tl.load(source, mask=mask, other=0), DTYPE, ACC)
 

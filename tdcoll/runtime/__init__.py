@@ -2,8 +2,7 @@
 """Joining a job: ranks, nodes, PEs, and the symmetric heap.
 
 :func:`tdcoll.job.lifecycle.initialize` builds one :class:`Runtime` per process and installs it here; an in-process
-simulation installs a resolver instead, because there every simulated PE has its own runtime. The rest of tdcoll calls
-:func:`current`.
+simulation installs a resolver instead, because every PE has its own runtime. The rest of tdcoll calls :func:`current`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 
 from tdcoll.base.errors import NotInitializedError, NotSymmetricError, RankMismatchError, TdcollError
 from tdcoll.runtime.control import ControlPlane, require_equal
-from tdcoll.runtime.heap import Arena, HeapInfo, SymmetricHeap, agree
+from tdcoll.runtime.heap import Arena, SymmetricHeap, agree
 from tdcoll.runtime.store import StoreLost
 from tdcoll.runtime.topology import Topology
 
@@ -277,11 +276,6 @@ class Runtime:
             )
         return first - self.heap.base
 
-    @property
-    def heap_info(self) -> HeapInfo:
-        """Return the use of this PE's symmetric heap."""
-        return self.arena.info
-
 
 _runtime: Runtime | None = None
 _resolver: Callable[[], Runtime | None] | None = None
@@ -322,11 +316,6 @@ def install(runtime: Runtime | None) -> None:
     """Make ``runtime`` this process's runtime; None removes it."""
     global _runtime
     _runtime = runtime
-
-
-def simulates_all() -> bool:
-    """Return whether this process simulates all PEs of a job."""
-    return _resolver is not None
 
 
 def install_resolver(resolver: Callable[[], Runtime | None] | None) -> None:

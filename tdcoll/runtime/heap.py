@@ -2,12 +2,10 @@
 """The symmetric heap: the interface of a transport, and the allocator that all transports share.
 
 A *transport* (NVSHMEM or PyTorch's symmetric memory on GPUs, shared memory in the simulator) offers one block of
-``nbytes`` bytes on every PE, mapped or accessible from every other PE. tdcoll cuts that block up itself, for two
-reasons:
+``nbytes`` bytes on every PE, accessible from every other PE. tdcoll cuts that block up itself, for two reasons:
 
 - A context for a subgroup would hang with ``nvshmem_malloc``, because that is collective over *all* PEs. Here an
-  allocation is collective over the ranks that take part: they agree on one offset that is free on each of them
-  (:meth:`Arena.free` and :func:`agree`).
+  allocation is collective over the ranks that take part: they agree on one offset that is free on each of them.
 - If the heap is full, the error has exact numbers, because its use is known.
 
 Another transport needs a block with addresses of the peers; device functions for puts and signals if it spans hosts;
@@ -25,6 +23,7 @@ from typing import Protocol
 
 import torch
 
+from tdcoll.base.arguments import format_bytes
 from tdcoll.base.errors import HeapExhaustedError
 
 ALIGNMENT = 512
@@ -55,8 +54,7 @@ class SymmetricHeap(Protocol):
         nbytes: size of the block on every PE, in bytes.
         base: address of this PE's block.
         device: the torch device that the block lies on.
-        puts: whether NVSHMEM's functions work in kernels. If they don't, a job is one node, and all PEs are
-            peer-accessible.
+        puts: whether NVSHMEM's functions work in kernels. If not, a job is one node, whose PEs are peer-accessible.
     """
 
     pe: int
@@ -208,17 +206,10 @@ def agree(proposals: Sequence[Sequence[tuple[int, int]]], nbytes: int, total: in
         if all(_fits(offset, size, proposal) for proposal in proposals):
             return offset
     free, largest = min(map(_sizes, proposals), key=lambda sizes: sizes[1])
-    enough = 1 << (total + size - 1).bit_length()  # behind everything that is allocated, on all PEs
+    behind_all = 1 << (total + size - 1).bit_length()
+    enough = format_bytes(behind_all)[:-1].replace(" ", "")
     raise HeapExhaustedError(
         f"the symmetric heap has no room: {size} bytes asked, {free} of {total} bytes free on the fullest rank "
-        f"(largest free piece {largest} bytes). Raise NVSHMEM_SYMMETRIC_SIZE (to {_in_words(enough)}, say) or pass "
+        f"(largest free piece {largest} bytes). Raise NVSHMEM_SYMMETRIC_SIZE (to {enough}, say) or pass "
         "initialize(heap_bytes=...), or free contexts and tensors that are not needed."
     )
-
-
-def _in_words(nbytes: int) -> str:
-    """``"512M"``: a power of two in NVSHMEM's notation."""
-    for unit, shift in (("G", 30), ("M", 20), ("K", 10)):
-        if nbytes >> shift:
-            return f"{nbytes >> shift}{unit}"
-    return str(nbytes)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to ``torch.distributed``'s key-value store: each ends, and no answer is ever run as code.
 
-All of tdcoll's traffic with a store goes through :func:`ask`, and the values in it through :func:`encode` and
-:func:`decode`.
+All of tdcoll's traffic with a store goes through :func:`ask`, and its values through :func:`encode` and :func:`decode`.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def ask(
     """Return ``question()``, which asks a store. It may take ``timeout_s`` and a second.
 
     The question runs on a separate thread, which is lost if it never ends. PyTorch's client of a TCPStore gives up
-    waiting for a key, but it waits without end for the server's next word: when the server's process is stopped, so is
-    every client.
+    waiting for a key, but it waits without end for the server's next word, for example if the server is stopped.
 
     Args:
         question: bounds its own waits for other ranks by ``timeout_s``.
@@ -60,7 +58,15 @@ def ask(
     """
     limit = min(timeout_s + _SLACK_S, threading.TIMEOUT_MAX)
     answer: Future[Answer] = Future()
-    threading.Thread(target=_find_out, args=(question, answer), name="tdcoll.store", daemon=True).start()
+
+    def find_out(answer: Future[Answer]) -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:
+            answer.set_exception(error)
+            del answer  # whose error knows this frame
+
+    threading.Thread(target=find_out, args=(answer,), name="tdcoll.store", daemon=True).start()
     try:
         return answer.result(limit)
     except FutureTimeout:
@@ -72,14 +78,6 @@ def ask(
             f"rank {rank} in '{tag}': the store is gone; the process that serves it, usually rank 0's or torchrun's, "
             f"has ended or cannot be reached ({error})"
         ) from error
-
-
-def _find_out(question: Callable[[], Answer], answer: Future[Answer]) -> None:
-    try:
-        answer.set_result(question())
-    except BaseException as error:
-        answer.set_exception(error)
-        del answer  # whose error knows this frame
 
 
 def encode(tag: str, value: Any) -> bytes:

@@ -50,8 +50,7 @@ _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (runtime.__path__[
 
 class PendingWait(NamedTuple):
     """A wait that goes on, for a rank of the group, if the kernel has named one. ``epoch`` is what the
-    signal has to reach, or the number of a Lamport call; None if the peer has given up, or, without a peer, if it waits
-    in a barrier of its own grid."""
+    signal has to reach, or the number of a Lamport call; None if the peer has given up, or in a barrier of the grid."""
 
     peer: int | None
     epoch: int | None
@@ -236,7 +235,7 @@ def start(job: runtime.Runtime) -> None:
     """Look at the waits of a job from now on, until :func:`stop`."""
     global _current
     with _starting:
-        if _current is None and not runtime.simulates_all():
+        if _current is None and runtime._resolver is None:
             _current = _Watch(job)
 
 

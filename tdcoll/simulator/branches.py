@@ -5,14 +5,12 @@ Python's ``and``, ``or`` and ``not`` ask for the truth of a tensor; compiled Tri
 every tensor is evaluated, and only compile-time values cut an expression short.
 
 A test on the thread index cannot branch, because a program is one thread of control. Instead the body of ``if tid(0) <
-n: ... else: ...`` runs once for each thread that the test selects, one after another, and ``tid(0)`` in it is that
-thread's index.
+n: ... else: ...`` runs once for each thread that the test selects, and ``tid(0)`` in it is that thread's index.
 
 If the value of a name differs from thread to thread, for example ``t = tid(0) // 32``, the name has a block of all
 values, of a shape that no other block has. Each thread that runs gets its own value. A branch assigns no names.
 
-Not possible: ``tid``, or a name that depends on it, anywhere else, because a program has one value there; and races
-between threads of one block.
+Not possible: ``tid``, or a name that depends on it, anywhere else; and races between threads of one block.
 """
 
 from __future__ import annotations
@@ -126,11 +124,6 @@ def _truth(value: Any) -> bool:
     return bool(value)
 
 
-def _every(value: Any) -> bool:
-    """Return the truth for ``assert``: of a block, that of every value."""
-    return bool(value.handle.data.all()) if isinstance(value, tl.tensor) else bool(value)
-
-
 def _logical(sign: str, ends: bool, *values: Callable[[], Any]) -> Any:
     """Evaluate ``and`` and ``or``: a compile-time value decides if it is ``ends``; tensors are all evaluated and
     combined."""
@@ -173,7 +166,7 @@ FUNCTIONS: dict[str, Any] = {
     "or": partial(_logical, "or", True),
     "not": _not,
     "truth": _truth,
-    "every": _every,
+    "every": lambda value: bool(value.handle.data.all() if isinstance(value, tl.tensor) else value),  # of an `assert`
     "read": _read,
     "assigned": _assigned,
     "split": _split,

@@ -17,7 +17,7 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.simulator import libdevice, transfers
+from tdcoll.simulator import transfers
 from tdcoll.simulator.bounds import MIXED, joined
 from tdcoll.simulator.floats import from_float32, is_fp8, is_narrow, narrowed, to_float32
 from tdcoll.simulator.machine import machine
@@ -150,11 +150,6 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
     def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
         wide = (self.cast_impl(operand, tl.float32) if is_narrow_handle(operand) else operand for operand in (a, b))
         return super().create_dot(*wide, d, *options)
-
-    def create_extern_elementwise(
-        self, library: str, path: str, symbol: str, operands: list[Any], ret_ty: Any, is_pure: bool
-    ) -> Any:
-        return libdevice.computed(symbol, operands, ret_ty.scalar)
 
     def get_block_ty(self, dtype: Any, shape: Any) -> Any:
         return block_type(dtype, shape)

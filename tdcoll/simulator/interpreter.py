@@ -5,8 +5,8 @@ While a machine is installed:
 
 - launches go to the machine, which runs the programs as tasks (:mod:`.launcher`);
 - operations of kernels are shown to the machine (:mod:`.builder`);
-- Triton's language is patched once, not at every launch and at every call of a nested function, and with it
-  ``libdevice`` (:mod:`.libdevice`);
+- Triton's language is patched once, not at every launch and at every call of a nested function; functions of
+  ``libdevice``, which the interpreter takes for empty ones, raise an error;
 - kernels are rewritten (:mod:`.rewrite`): tensors in ``and``, ``or``, ``not``, and branches on ``tid``.
 
 Everything is put back by :meth:`Installed.remove`, also after errors.
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,9 +26,10 @@ import torch
 import triton
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
+from triton.language.extra import libdevice
 
 from tdcoll.base.errors import TdcollError
-from tdcoll.simulator import branches, libdevice
+from tdcoll.simulator import branches
 from tdcoll.simulator.branches import of_threads, one_value
 from tdcoll.simulator.builder import MachineBuilder, is_narrow_handle, moved_from, numpy_dtype
 from tdcoll.simulator.launcher import MachineLauncher
@@ -85,6 +87,25 @@ def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
     return rewrite
 
 
+def _refuse(name: str, *args: Any, **named: Any) -> None:
+    raise TdcollError(
+        f"libdevice.{name}: the simulator has no functions of CUDA's library; write it with those of triton.language"
+    )
+
+
+def _refused(*args: Any, _refuse: Callable[..., None], **named: Any) -> None:
+    _refuse(*args, **named)
+
+
+def _without_libdevice() -> Iterator[tuple[Any, str, Any]]:
+    """Yield what to replace: function, attribute and value. Programs import the functions by name, too, so they get
+    other code."""
+    for name, stub in vars(libdevice).items():
+        if isinstance(stub, types.FunctionType):
+            yield stub, "__code__", _refused.__code__
+            yield stub, "__kwdefaults__", {"_refuse": partial(_refuse, name)}
+
+
 class Installed:
     """The hooks, from construction until :meth:`remove`."""
 
@@ -102,7 +123,7 @@ class Installed:
             module._patch_attr = stock
         # triton 3.6 with numpy >= 2.4: int() of a one-element array fails, and with it range(runtime value)
         scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
-        for owner, name, function in chain(shortcuts(check_overflow=wanted.check_overflow), libdevice.replacements()):
+        for owner, name, function in chain(shortcuts(check_overflow=wanted.check_overflow), _without_libdevice()):
             scope.set_attr(owner, name, function)
         nothing = module._LangPatchScope()
         scope.set_attr(module, "GridExecutor", MachineLauncher)

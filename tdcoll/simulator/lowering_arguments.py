@@ -52,8 +52,7 @@ def device(implementation: Callable[..., Any], name: str = "", *, as_given: tupl
 
     Args:
         name: of the function; default: the implementation's.
-        as_given: kinds of parameters whose arguments it takes as the interpreter gives them; it takes others as
-            numbers, checked.
+        as_given: kinds of parameters whose arguments it takes as the interpreter gives them; others are numbers.
     """
     name = name or implementation.__name__
     spec = FUNCTIONS[name]

@@ -30,16 +30,11 @@ BARRIERS = ("barrier_all", "sync_all")
 class Counts:
     """What one PE did since the machine was made. Bytes are payload; a put with a signal counts as both."""
 
-    launches: int = 0
     puts: int = 0
     put_bytes: int = 0
-    gets: int = 0
-    get_bytes: int = 0
     signals: int = 0
-    waits: int = 0
     stores: int = 0
     store_bytes: int = 0
-    inter_node_puts: int = 0
     inter_node_bytes: int = 0
 
 

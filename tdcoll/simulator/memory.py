@@ -80,8 +80,7 @@ class Memory:
         buffer: writable, at least ``begin + n_pes * nbytes`` bytes.
         begin: where the first block starts.
         nbytes: size of one block, a multiple of the alignment of allocations.
-        one_view: take one PE's allocations for those of all, because a process that is one PE of several knows only its
-            own.
+        one_view: take one PE's allocations for those of all, because a process that is one PE knows only its own.
         puts: whether NVSHMEM's functions work in kernels.
 
     Attributes:

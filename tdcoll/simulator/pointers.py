@@ -82,8 +82,7 @@ class PointerAccess:
     def before_load(self, addresses: Array, mask: Array, *, polls: bool, symmetric: bool) -> None:
         """Prepare a load of the running program; a schedule point if others could have written there.
 
-        ``polls``: whether it reads memory that others write (volatile, atomic, ``ld``). ``symmetric``: of
-        :meth:`check`.
+        ``polls``: it reads memory that others write (volatile, atomic, ``ld``). ``symmetric``: of :meth:`check`.
         """
         machine, program = self._machine, self._machine.program
         inside = self._symmetric(addresses, mask) if symmetric else None
@@ -141,8 +140,7 @@ class PointerAccess:
         """Store 128-bit words, ``[n, 4]`` uint32, each ``whole``, or in parts that may arrive one by one. A schedule
         point.
 
-        Other processes that read the same memory see a whole word's upper half after its lower one, or with it (on x86,
-        because its stores arrive in order).
+        Other processes see a whole word's upper half after its lower one, or with it (because x86 orders stores).
         """
         if not whole:
             places = (addresses[:, None] + np.arange(0, 16, 4, dtype=np.uint64)).reshape(-1)

@@ -3,8 +3,7 @@
 
 A policy chooses the ready task that runs next, when a message arrives and in what pieces, and which of them are late.
 Without a seed the choices are fair: tasks take turns and messages arrive last, in the order in which they were sent.
-With a seed they are random, and two habits of real machines are mixed in, because uniform choice alone seldom drives
-one part far enough behind the others:
+With a seed they are random, with two habits of real machines, because uniform choice seldom drives one part far behind:
 
 - *late data*: bytes without a signal arrive only when no task can run but stragglers. If a kernel signals without
   ordering the data first, nearly every run shows it.
@@ -63,8 +62,7 @@ class RandomPolicy(Policy):
     Args:
         late_data: True, False, or None if the seed decides.
         stragglers: True, False, a PE, or None if the seed decides.
-        impatient: waits of kernels may expire at any time. Until the first does, the seed's choices are the same as
-            without.
+        impatient: waits of kernels may expire at any time. Until then the seed's choices are the same as without.
     """
 
     def __init__(

@@ -3,8 +3,7 @@
 
 The symmetric blocks of all ranks are one sparse file in memory that never has a name: rank 0 makes it, and the others
 open it through rank 0's descriptor (``/proc/PID/fd``). The kernel therefore frees it with the last process that maps
-it, even if a job crashes. Host code runs as ordinary code in each process; a launch runs its programs as tasks
-(:mod:`.polling`) until all are done.
+it, even if a job crashes. A launch runs its programs as tasks (:mod:`.polling`) until all are done.
 
 Messages arrive at once and in order here: delivery is not weakened, schedules are the operating system's, and a
 deadlock is found by timeout. If you need exact reports or adverse orders, use :class:`tdcoll.testing.World`.
@@ -89,7 +88,6 @@ class ProcessHeap(MemoryView):
         job = runtime.current_or_none()
         if job is not None:  # emulated nodes are known once the job is
             machine.node_ids = job.node_ids
-        machine.counts[pe].launches += 1
         while len(launch.tasks) < launch.total:
             launch.start(pe, partial(Task, 0))
         self._scheduler.run(launch.tasks)

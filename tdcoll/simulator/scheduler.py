@@ -8,8 +8,7 @@ gives up control only at *schedule points* (:meth:`Scheduler.turn`, :meth:`Sched
 One *step* is one resumed task or one delivered message. A straggler's turn comes when no other task can run and no
 message is in flight, and now and then before. Steps take no time: the virtual clock stands still while anything can
 happen at all, and jumps to the earliest deadline when nothing can. A wait therefore expires only when it could never
-have ended otherwise; unless the policy is *impatient*, which lets waits of kernels expire while what they wait for is
-on its way.
+have ended otherwise; unless the policy is *impatient*, which lets waits of kernels expire at any time.
 
 Tasks are greenlets or threads (:mod:`.tasks`); both give the same schedule for the same seed.
 """
@@ -64,8 +63,7 @@ class Scheduler:
     Args:
         policy: chooses the next task and the moment of a delivery.
         backend: ``"greenlet"`` or ``"thread"``.
-        expire: what happens to waits with a deadline when nothing can run: True lets them expire, False
-            raises :class:`Deadlock`.
+        expire: waits with a deadline expire when nothing can run; otherwise :class:`Deadlock` is raised.
         max_steps: a run that takes more raises :class:`Deadlock`: it does not end.
         spin_limit: fruitless loads of the same words after which a spinning program counts as blocked.
     """
@@ -160,8 +158,7 @@ class Scheduler:
         """Suspend until ``ready()``, which is asked again whenever :meth:`notify` gets one of ``keys``.
 
         The answer counts when the task runs on, not when it was woken: a value that came and went in between
-        was never seen, as by a polling thread. ``timeout_ns`` is the deadline in virtual time. Returns False
-        if it expired.
+        was never seen, as by a polling thread. Returns False if the deadline, in virtual time, has expired.
         """
         task = self._running()
         if ready():

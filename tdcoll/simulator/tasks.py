@@ -146,8 +146,7 @@ class GridLaunch:
 def count_poll(task: Task, key: Hashable, progress: int) -> int:
     """Note that ``task`` loads the words at ``key``; return how many loads in a row have told it nothing new.
 
-    Such loads are of words that it has loaded already, if no task has written since (``progress`` is the number of
-    writes so far).
+    Such loads are of words that it has loaded already, if ``progress``, the number of all writes, is as it was.
     """
     if task.progress_seen != progress:
         task.progress_seen, task.polls = progress, 0

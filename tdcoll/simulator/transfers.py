@@ -70,7 +70,6 @@ def put(
     counts.puts += 1
     counts.put_bytes += nbytes
     if not machine.accessible(pe):
-        counts.inter_node_puts += 1
         counts.inter_node_bytes += nbytes
     update = None if signal is None else _update(machine, pe, *signal)
     done = machine.span("put" if signal is None else "put+signal", pe, nbytes, remote)
@@ -83,9 +82,6 @@ def put(
 def get(machine: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool) -> None:
     """Copy from ``pe``. Returns when the bytes are here, or at once if ``nbi``."""
     program, remote = machine.program, machine.on(pe, source) if nbytes else 0
-    counts = machine.counts[program.pe]
-    counts.gets += 1
-    counts.get_bytes += nbytes
     done = machine.span("get", pe, nbytes, remote)
 
     def fetch(to: int, source: int, length: int) -> None:
@@ -175,8 +171,7 @@ def quiet(machine: Machine) -> None:
 def release(machine: Machine, *, system: bool = True) -> None:
     """Order the running program's earlier stores, but not its puts, before later operations.
 
-    It also orders stores that other programs of the PE have released, because a program that has acquired them passes
-    that on.
+    It also orders stores that other programs of the PE have released, and that it may have acquired.
 
     Args:
         system: for all PEs; otherwise for the programs of this one.

@@ -128,7 +128,7 @@ def word(machine: Machine, address: int, kind: Any, compare: int, value: int, **
 
 
 def holds(machine: Machine, address: int, compare: int, value: int) -> bool:
-    """Return whether the signal at ``address`` compares true now. A schedule point, since it may be in a loop."""
+    """Return whether the signal at ``address`` compares true now. A schedule point, because it may be in a loop."""
     (sign, true), memory, place = _COMPARE[compare], machine.memory, kernel_place()
     machine.scheduler.poll(
         address, lambda: f"asks for {memory.describe(address)} {sign} {value}, is {read_word(address)}{place.note()}"
@@ -198,7 +198,6 @@ def _wait(
     record the ``number`` that is made of what a thread sees.
     """
     scheduler, describe, n, place = machine.scheduler, machine.memory.describe, addresses.size, kernel_place()
-    machine.counts[machine.program.pe].waits += 1
     if not n:
         return np.zeros(0, np.uint64), np.zeros(0, bool)
     seen, content, left = read(addresses), np.zeros(n, bool), np.arange(n)

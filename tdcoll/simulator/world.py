@@ -2,8 +2,7 @@
 """All PEs of a job in one process: seeded, with exact deadlock reports, for tests.
 
 :meth:`World.run` runs one host function per PE as a separate task. All of tdcoll's host API works in it unmodified,
-because :func:`tdcoll.runtime.current` returns the runtime of the PE whose task is running. A launch suspends its host
-task until all programs of the grid are done.
+because :func:`tdcoll.runtime.current` is that of the PE whose task runs. A launch suspends its host task until its end.
 """
 
 from __future__ import annotations
@@ -113,8 +112,7 @@ class _View(MemoryView):
 class World:
     """A job of ``n_pes`` simulated PEs in this process.
 
-    The same arguments give the same run, to the last step. Memory lives as long as the world; several calls
-    of :meth:`run` follow one another on it.
+    The same arguments give the same run, to the last step. Memory lives as long as the world, over several runs.
 
     Args:
         n_pes: number of PEs.
@@ -122,13 +120,11 @@ class World:
         seed: makes all choices random, and repeatable; if None, the order is fair.
         weak: messages arrive late and in any order that NVSHMEM permits; at once if False.
         ranks_per_node: PEs of each node, or the list of their numbers; if None, all are on one node.
-        resident: at most so many programs of one launch are in flight, started in the order in which a GPU
-            starts them (x fastest); None: all.
+        resident: at most so many programs of one launch are in flight, in a GPU's order (x fastest); None: all.
         room: at most so many programs of all launches of a PE are in flight, those of the launch that came first
             before those of later ones; None: all. See :meth:`stream`.
         puts: whether NVSHMEM's functions work in kernels. If False, the heap is as one of PyTorch's symmetric memory.
-        late_data: with ``weak``, bytes without a signal arrive when no task can run but stragglers; if None, the seed
-            decides.
+        late_data: with ``weak``, bytes without a signal arrive last (:mod:`.policy`); if None, the seed decides.
         stragglers: True (the seed picks a PE, or some programs), a PE, or False; if None, the seed decides.
         on_timeout: when nothing can run any more but waits with a deadline are left: ``"raise"`` a
             :class:`~tdcoll.testing.Deadlock`, or let them ``"expire"``. After a :meth:`kill` they expire. ``"early"``,
@@ -136,11 +132,9 @@ class World:
         timeout_s: deadline of waits inside kernels and of host-side exchanges, in virtual seconds.
         backend: ``"greenlet"`` or ``"thread"``; if None, greenlets if installed.
         trace: record a timeline; see :attr:`trace`.
-        check_overflow: raise if a 32-bit integer overflows in a kernel or ``tl.device_assert`` fails; a GPU wraps and
-            continues. Kernels take about twice as long.
+        check_overflow: raise if a 32-bit integer overflows in a kernel or ``tl.device_assert`` fails; twice as slow.
         max_steps: if a run takes more, it ends as a deadlock.
-        spin_limit: loads of the same words, while no other task does anything, after which a spin loop counts as
-            blocked.
+        spin_limit: loads of the same words, while no other task acts, after which a spin loop counts as blocked.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or ``late_data`` or ``stragglers`` has no seed.
@@ -317,18 +311,8 @@ class World:
 
     @property
     def counts(self) -> list[Counts]:
-        """Return the counts of each PE so far (puts, bytes, signals, waits, traffic between nodes)."""
+        """Return the counts of each PE so far (puts, signals, stores to peers, bytes)."""
         return self._machine.counts
-
-    @property
-    def steps(self) -> int:
-        """Scheduler steps so far, which are the logical time of traces."""
-        return self.scheduler.steps
-
-    @property
-    def fingerprint(self) -> int:
-        """Equal for two runs that took the same schedule."""
-        return self.scheduler.fingerprint
 
     def describe(self) -> str:
         """Describe this world's schedule for reports, and the waits that ``on_timeout="early"`` has let expire."""
@@ -363,7 +347,6 @@ class World:
     def _carry_out(self, pe: int, launch: GridLaunch) -> None:
         """Run a launch until all its programs are done, in the calling task."""
         scheduler, machine, launches = self.scheduler, self._machine, self._launches[pe]
-        machine.counts[pe].launches += 1
         if launches:
             launch.first_track = launches[-1].first_track + 1 + launches[-1].total
         if launch.total:

@@ -27,8 +27,7 @@ class DeviceFunction:
         returns: what it returns, or None.
         prototype: what it stands for: NVSHMEM's C prototype, or the PTX instruction.
         doc: meaning, units, who must call it, ordering.
-        acquires: loads that follow it in the program see what others have written, so the compiler must not move
-            them above it.
+        acquires: loads that follow it see what others have written, so the compiler must not move them above it.
         types: what NVSHMEM calls the types that TYPE in the prototype may be.
     """
 

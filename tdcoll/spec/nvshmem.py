@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVSHMEM's functions in the device language: transfers, signals, atomics, order, barriers.
 
-Source: the NVSHMEM API documentation (Remote Memory Access, Atomic Memory Operations, Signaling Operations, Memory
-Ordering, Point-To-Point Synchronization).
+Source: the NVSHMEM API documentation.
 """
 
 from __future__ import annotations

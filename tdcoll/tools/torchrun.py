@@ -28,6 +28,8 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import IO, Any
 
+from tdcoll.base.call_log import ranks_text
+
 PATIENCE_S = 3.0
 """Seconds that ranks have to end after Ctrl-C."""
 
@@ -66,18 +68,13 @@ def summary(
         found = [
             (of_first(ranks).get("time", 0.0), why, ranks) for (how, why), ranks in groups.items() if how == wanted
         ]
-        lines += [f"{wanted}: {_ranks(ranks)} ({why})" for _, why, ranks in sorted(found)]
+        lines += [f"{wanted}: {ranks_text(ranks)} ({why})" for _, why, ranks in sorted(found)]
     giving_up = "only noticed" if lines else "gave up waiting"
     if not lines:
         lines = ["no rank of this host died or failed by itself; if there are other hosts, see what they printed"]
     if noticed := groups.get(("noticed", "")):
-        lines.append(f"{giving_up}: {_ranks(noticed)} ({_shortened(of_first(noticed)['error'])})")
-    return lines + [f"{how}: {_ranks(ranks)}" for (how, _), ranks in groups.items() if how.startswith("still")]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 2``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        lines.append(f"{giving_up}: {ranks_text(noticed)} ({_shortened(of_first(noticed)['error'])})")
+    return lines + [f"{how}: {ranks_text(ranks)}" for (how, _), ranks in groups.items() if how.startswith("still")]
 
 
 def _shortened(error: str) -> str:

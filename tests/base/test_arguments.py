@@ -61,7 +61,7 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
         "tuning must be a tuning table (Table), the path of its file, or None, got 5",
     ),
     (lambda given: make(tuning="no.json"), ValueError, "tuning: no.json: expected the file of a tuning table: "),
-    *((lambda given, n=n: make(chunks=n), ValueError, f"chunks must be 1 to 512, got {n}") for n in (0, 513)),
+    *((lambda given, n=n: make(chunks=n), ValueError, f"chunks must be 2 to 512, got {n}") for n in (0, 513)),
     *(
         (lambda given, name=name: make(**{name: -1}), ValueError, f"{name} must be at least 0, got -1")
         for name in ("max_bytes_per_rank", "flagged_bytes", "lamport_bytes")

@@ -41,9 +41,8 @@ class Clock:
             return TimedLaunch(lambda: [call(position) for position in range(calls)], calls)
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        for name in ("synchronize", "empty_cache"):
+        for name in ("synchronize", "empty_cache", "current_device", "get_device_properties", "_sleep"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-        monkeypatch.setattr("tdcoll.tools.bench.timing.pause", lambda us: None)
         monkeypatch.setattr("tdcoll.tools.bench.engine.capture", capture)
 
     def passes(self, us: float) -> None:

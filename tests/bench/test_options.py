@@ -74,7 +74,7 @@ WRONG: dict[type[Case], dict[str, str]] = {
         "expected some of uint8, int8,": "--dtype int3",
     },
     SCATTER: {
-        "expected some of auto, ll, direct, pull, loop, ce, 1d, symmetric; got ring": "--algorithms ring",
+        "expected some of auto, ll, direct, loop, ce, 1d; got ring": "--algorithms ring",
         "got uint8": "--dtype uint8",
         "invalid choice": "--op prod",
         "--op: a mean is of floating-point numbers; got --dtype torch.int32": "--op mean --dtype int32",

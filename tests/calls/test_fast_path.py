@@ -57,9 +57,6 @@ FORMS = {
     ),
     "reduce_scatter": Form(tdcoll.reduce_scatter, lambda: {"tensor": mine(WORLD, N)}),
     "reduce_scatter into out": Form(tdcoll.reduce_scatter, lambda: {"tensor": mine(WORLD, N), "out": torch.empty(N)}),
-    "reduce_scatter, symmetric": Form(
-        tdcoll.reduce_scatter, lambda: {"tensor": _symmetric(WORLD, N), "symmetric": True}
-    ),
     "all_reduce": Form(tdcoll.all_reduce, lambda: {"tensor": mine(N)}),
     "all_reduce into out": Form(tdcoll.all_reduce, lambda: {"tensor": mine(N), "out": torch.empty(N)}),
     "all_reduce_": Form(tdcoll.all_reduce_, lambda: {"tensor": mine(N)}),
@@ -194,6 +191,8 @@ REDUCED: dict[str, dict[str, Any]] = {
     "an operation's number": {"op": 0},
     "another operation": {"op": "max"},
     "torch's operation": {"op": torch.distributed.ReduceOp.MAX},
+}
+SYMMETRIC: dict[str, dict[str, Any]] = {
     "symmetric, a number": {"symmetric": 1},
     "not symmetric, a number": {"symmetric": 0},
 }
@@ -224,7 +223,7 @@ def changes_of(name: str) -> dict[str, Change]:
         others |= FUSED
         changes["residual overlaps x"] = _around("residual", "x")
     elif "reduce" in name:
-        others |= REDUCED
+        others |= REDUCED if "scatter" in name else REDUCED | SYMMETRIC
     if "into out" in name:
         changes["out overlaps tensor"] = _around("out", "tensor")
     if name != "all_gather_":

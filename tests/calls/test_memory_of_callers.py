@@ -94,7 +94,6 @@ CALLS: dict[str, Callable[[torch.Tensor, tdcoll.CollectiveContext], torch.Tensor
     "all_gather_": lambda x, ctx: tdcoll.all_gather_(x, ctx=ctx),
     "all_reduce": lambda x, ctx: tdcoll.all_reduce(torch.ones_like(x), ctx=ctx, out=x, symmetric=True),
     "all_reduce_": lambda x, ctx: tdcoll.all_reduce_(x, ctx=ctx, symmetric=True),
-    "reduce_scatter": lambda x, ctx: tdcoll.reduce_scatter(x, ctx=ctx, symmetric=True),
 }
 
 

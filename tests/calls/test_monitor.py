@@ -117,12 +117,12 @@ def test_second_wait_returns_immediately_and_keeps_the_first_record() -> None:
         monitor = tdcoll.WaitMonitor()
         wait_once[(1,)](signals, monitor.words, ok, 5, 1, 2, 2, tdl.CMP_GE)
         first = caught(monitor)
-        steps = world.steps
+        steps = world.scheduler.steps
         for at, value in ((3, 77), (5, 1)):
             ok.fill_(7)
             wait_once[(1,)](signals, monitor.words, ok, at, value, 1, 1, tdl.CMP_GE)
             assert int(ok) == 0
-        assert world.steps - steps < 20, "a wait after an expired one must not wait for its own deadline"
+        assert world.scheduler.steps - steps < 20, "a wait after an expired one must not wait for its own deadline"
         assert fields(caught(monitor)) == fields(first)
 
         other = tdcoll.WaitMonitor()  # what has expired is the monitor, not the job's waits

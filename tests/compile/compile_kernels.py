@@ -30,7 +30,6 @@ from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
 from tdcoll.collectives.index_match import kernels as index_match
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
 from tdcoll.collectives.reduce_scatter import kernels_loop as scatter_loop
-from tdcoll.collectives.reduce_scatter import kernels_pull as scatter_pull
 from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts
 from tdcoll.collectives.reduce_scatter import kernels_words as scatter_words
 from tdcoll.collectives.sparse_all_reduce import (
@@ -58,7 +57,6 @@ _TILES = {"WAITED": WORLD}
 _ANNOUNCED = {"LAMPORT": True, "BLOCK": 256, "LOOPED": False}
 _FLAGGED = {**_ANNOUNCED, "LAMPORT": False}
 _FP8 = {"DTYPE": tl.float8e4nv, "ACC": tl.float32}
-_SCATTER_PULL = scatter_pull.reduce_scatter_pull
 _SCATTER_DIRECT, _SCATTER_PUTS = scatter_direct.reduce_scatter_direct, scatter_puts.reduce_scatter_puts
 REDUCE_SCATTER = [  # kernel, constants, architectures
     (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": MEAN, "COUNT": 1024}, (90, 100)),
@@ -70,7 +68,6 @@ REDUCE_SCATTER = [  # kernel, constants, architectures
         {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": SUM, "COUNT": 2048},
         (90, 100),
     ),
-    (_SCATTER_PULL, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": SUM, "COUNT": 2048}, (90, 100)),
     (_SCATTER_PUTS, {**_FLOATS, **_TILES, "OP": SUM, "COUNT": 1024}, (90, 100)),
     (_SCATTER_PUTS, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MEAN, "COUNT": 2048}, (90,)),
     (_SCATTER_DIRECT, {**_TILES, **_FP8, "OP": SUM, "COUNT": 1024}, (90, 100)),

@@ -26,9 +26,8 @@ from tdcoll.calls.explain import explain_call
 from tdcoll.calls.plan import Facts
 from tdcoll.calls.pool import sizes_for
 from tdcoll.runtime.topology import Topology
-from tdcoll.spec.functions import FUNCTIONS, overview, table
+from tdcoll.spec.functions import FUNCTIONS
 from tdcoll.testing import Deadlock, World, explore, first_failure
-from tdcoll.tools.bench import report
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/results/README.md"])
@@ -71,6 +70,9 @@ def module_of(path: Path, code: str | None = None) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+device_language, fill_tables = (module_of(ROOT / f"docs/{name}.py") for name in ("device_language", "fill_tables"))
 
 
 def test_readme_is_short_and_has_the_two_commands():
@@ -209,10 +211,10 @@ def test_the_profiling_page_has_what_is_printed():
 
 
 def test_tables_are_what_the_results_say():
-    made = report.pages(ROOT)
+    made = fill_tables.pages(ROOT)
     assert {page.name for page in made} == {"README.md", "performance.md", "tables.md"}
     stale = [page.name for page, text in made.items() if text != page.read_text(encoding="utf-8")]
-    assert stale == [], "run python -m tdcoll report --write"
+    assert stale == [], "run python docs/fill_tables.py"
 
 
 def test_every_result_is_on_a_page():
@@ -225,26 +227,26 @@ def test_every_result_is_on_a_page():
     assert [name for name in sorted(results) if f"<!-- report: {name} -->" not in text] == []
     assert [name for name in sorted(found) if f"`{name}`" not in listed] == []
     pictures = {path.stem for path in (ROOT / "docs/results").glob("*.png")}
-    assert pictures == set(report.pictures(ROOT)) <= results
+    assert pictures == set(fill_tables.pictures(ROOT)) <= results
 
 
 @pytest.mark.parametrize(
     ("page", "made", "command"),
     [
-        ("language", overview, "python -m tdcoll.language"),
-        ("functions", table, "python -m tdcoll.language --full"),
+        ("language", "overview", "python docs/device_language.py"),
+        ("functions", "table", "python docs/device_language.py --full"),
     ],
 )
 def test_generated_tables_are_up_to_date(page, made, command):
     text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
     found = re.search(r"^<!-- table -->\n(.*)^<!-- /table -->$", text, re.M | re.S)
     assert found is not None
-    assert found[1].strip() == made(), f"put the output of {command} into docs/{page}.md"
+    assert found[1].strip() == getattr(device_language, made)(), f"put the output of {command} into docs/{page}.md"
     assert f"`{command}`" in text
 
 
 def test_every_function_has_one_topic():
-    listed = re.findall(r"^\| `(\w+)\(", overview(), re.M)
+    listed = re.findall(r"^\| `(\w+)\(", device_language.overview(), re.M)
     assert len(listed) == len(set(listed))
     ends = r"(_nbi)?(_warp|_block)?$"
     assert [name for name in FUNCTIONS if name not in listed and re.sub(ends, "", name) not in listed] == []

@@ -13,8 +13,9 @@ from collectives.suite.calls import values as numbers
 import tdcoll
 from tdcoll.calls.plan import Plan
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
-from tdcoll.fused.reference import norm_reference
 from tdcoll.primitives.group import EPOCH_SHIFT
+
+from .norms import norm_reference
 
 NAMES = "normalized", "new residual", "scale"
 FP8 = torch.float8_e4m3fn

@@ -15,11 +15,11 @@ from tdcoll.base.errors import RankMismatchError
 from tdcoll.calls.plan import Facts, Plan
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.policy import NormRows, blocks_of, choose
-from tdcoll.fused.reference import norm_reference
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 
 from .cases import values
+from .norms import norm_reference
 
 FP8 = torch.float8_e4m3fn
 

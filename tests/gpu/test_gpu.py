@@ -147,7 +147,7 @@ def test_baselines_of_benchmarks_are_right(launch: Launch, operation: str, optio
     if operation == "all_reduce_rms_norm":
         names = ["nccl", "tdcoll-torch"]
     file, given = tmp_path / "result.json", f"{options} --iterations 4 --warmup 1 --peers {','.join(names)}"
-    job = ("-m", "tdcoll.tools.bench", operation, *given.split(), "--json", str(file))
+    job = ("-m", "tdcoll", "bench", operation, *given.split(), "--json", str(file))
     done = launch("--nproc", "2", *job, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [(row.algorithm, row.check, row.note) for row in load(file)[1] if row.peer]

@@ -308,7 +308,7 @@ def test_threads_that_allocate_beside_each_other(seeds: range, planes: list[Stor
             assert place == found[1 - rank, thread, i]
         places = sorted(place for (rank, _, _), place in found.items() if rank == 0)
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(places))
-        assert len({job.heap_info.used for job in jobs}) == 1
+        assert len({job.arena.info.used for job in jobs}) == 1
 
 
 def test_an_allocation_that_finds_no_room_leaves_none_taken(planes: list[StoreControlPlane]) -> None:
@@ -322,7 +322,7 @@ def test_an_allocation_that_finds_no_room_leaves_none_taken(planes: list[StoreCo
     jobs[1].arena.hold(2 * ALIGNMENT, [1])
     with ThreadPoolExecutor() as pool:
         assert len(set(pool.map(body, jobs))) == 1
-    assert [job.heap_info.used for job in jobs] == [0, 2 * ALIGNMENT]
+    assert [job.arena.info.used for job in jobs] == [0, 2 * ALIGNMENT]
 
 
 def test_ranks_that_make_different_calls_may_go_on(planes: list[StoreControlPlane]) -> None:

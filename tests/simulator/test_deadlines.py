@@ -115,7 +115,7 @@ def test_waits_expire_early_while_their_peer_is_only_late():
             assert re.fullmatch(waiting, report)
             assert f"impatient; gave up early: {report}" in early.describe()
         else:
-            assert early.fingerprint == expired.fingerprint
+            assert early.scheduler.fingerprint == expired.scheduler.fingerprint
     assert seen == {True, False}
 
 

@@ -144,7 +144,7 @@ def test_one_schedule_for_each_seed_on_both_backends_and_again(weak):
             world = World(4, seed=seed, weak=weak, backend=backend)
             gather(calls=2)(World(4, seed=seed))  # other work in between changes nothing
             gather("nbi put/fence/signal/quiet", calls=2)(world)
-            fingerprints.append((world.fingerprint, world.steps))
+            fingerprints.append((world.scheduler.fingerprint, world.scheduler.steps))
         assert len(set(fingerprints[-3:])) == 1
     assert len(set(fingerprints)) == 2
 

@@ -33,12 +33,8 @@ SIMULATOR = "simulator"
 _KIND = ("architecture", "operation", "ranks_per_node", "nodes", "in_place")
 
 
-def _written(nbytes: int | None) -> str | int | None:
-    """4096 -> "4 KB"; unchanged if it is no whole number of KB."""
-    if nbytes is None or nbytes == 0 or nbytes % 1024:
-        return nbytes
-    shift, unit = next((s, u) for s, u in ((30, "GB"), (20, "MB"), (10, "KB")) if nbytes % (1 << s) == 0)
-    return f"{nbytes >> shift} {unit}"
+def _written(nbytes: int | None) -> str | None:
+    return None if nbytes is None else arguments.format_bytes(nbytes)
 
 
 @dataclass(frozen=True)

@@ -10,38 +10,30 @@ Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``chunk
          inbox[slot, s] --stores--> the same on every rank of this node, for each s on r's rail, and a release
     both inbox[slot, s] --copy--> out[s], for every rank s, as soon as its signal is there
 
-In 2D a segment crosses between nodes once per node pair rather than once per rank pair. It needs nodes of one size,
-whose ranks can store to each other's memory.
+In 2D a segment crosses between nodes once per node pair. It needs nodes of one size, whose ranks can store to peers.
 
-Signal map: ``arrived[slot, chunk, s]`` on rank r
-
-- is written (SET to the epoch) by the rank that delivers chunk ``chunk_index`` of rank s to r: s itself, or in 2D
-  the rank of r's node on s's rail, which forwards it;
-- is polled (>= epoch) on r by the thread block that copies that chunk out, and in 2D on s's rail by those that forward
-  it.
+Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by the rank that delivers that chunk of rank s: s
+itself, or in 2D the rank of r's node on s's rail. It is polled by those that copy the chunk out or forward it.
 
 Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and nothing
-else is needed, because each chunk has its own signal and a forwarder has *acquired* the chunk (``wait_signal``) before
-it passes it on. Puts between nodes are nbi and need no quiet at the end, because their source is this rank's own inbox
-segment, which is written next two epochs later, when the receiver has confirmed by starting the next call (see
-:mod:`tdcoll.calls.context`).
+else is needed, because each chunk has its own signal and a forwarder has acquired it. Puts between nodes are nbi and
+need no quiet, because their source is this rank's own inbox segment, which is written next two epochs later, when the
+receiver has confirmed by starting the next call (see :mod:`tdcoll.calls.context`).
 
 Order of thread blocks: first all that put to other nodes; then chunk by chunk those that put it inside the node, those
 that forward it, and those that receive it. The chunks of a large message are therefore copied out while later ones are
-on their way. A launch with fewer resident blocks than thread blocks still makes progress, because a GPU starts thread
-blocks in grid order and no thread block waits for one that comes after it, on any rank.
+on their way. Any number of resident blocks makes progress, because a GPU starts thread blocks in grid order and none
+waits for one that comes after it, on any rank.
 
 In place (an inbox of one slot): the caller's symmetric buffer is the inbox, on both sides, and nothing is copied.
-Before the first write to rank p, a sender waits for ``entered[p] >= epoch``, see :mod:`tdcoll.calls.context`; one more
-thread block, the first of the grid, tells the others. The nbi puts are completed (quiet) before the launch ends,
-because the caller may overwrite its own segment when the call is over. One thread block per chunk waits for its signals
-of all ranks. Signals alternate between the slots here too, because a signal word must not be set again before the rank
-that polls it is done with the epoch.
+Before the first write to rank p, a sender waits for ``entered[p] >= epoch``; one more thread block, the first of the
+grid, tells the others. The nbi puts are completed (quiet) before the launch ends, because the caller may then overwrite
+its segment. One thread block per chunk waits for its signals of all ranks. Signals alternate between the slots here
+too, because a signal word must not be set again before the rank that polls it is done with the epoch.
 
 Counted (``COUNTED``, in place only): segments have a capacity of ``nbytes`` bytes and carry as many as the 64-bit
-integer at the beginning of each counts. Chunks are cut at the same places for any count, and if they lie past it, they
-are signalled and empty. The count of its own segment is there before the launch; that of another arrives with chunk 0,
-for whose signal a 2D forwarder waits first.
+integer at the beginning of each counts. Chunks are cut at the same places for any count; those past it are signalled
+and empty. The count of another segment arrives with chunk 0, for whose signal a 2D forwarder waits first.
 """
 
 import triton.language as tl

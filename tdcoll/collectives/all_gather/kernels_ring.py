@@ -13,35 +13,27 @@ into ``chunks`` chunks of ``chunk`` bytes; o = r - s (modulo W) is whose segment
                    inbox[slot, o] --stores--> inbox[slot, o] on n; then a release;  inbox[slot, o] --> out[o]
     step W-1       once it is there: inbox[slot, o] --copy--> out[o]
 
-A chunk is passed on before it is copied out, because the next rank waits for it, and the copy finds it in L2. If there
-is one rank, it copies its own.
+A chunk is passed on before it is copied out, because the next rank waits for it, and the copy finds it in L2.
 
 Signal map: ``arrived[slot, chunk, o]`` on rank r is set to the epoch by p, for every o, when p has stored o's chunk
-there, and polled by the one thread block that moves that chunk. The address of a peer's copy of a symmetric address is
-that address plus ``g.deltas[peer]``.
+there, and polled by the one thread block that moves that chunk.
 
-Ordering: the block's stores of a chunk come before its barrier, and that before the release at system scope by one of
-its threads; n acquires the signal before it reads the chunk, whether to copy it out or to pass it on. Each hop has its
-own such pair, and nothing else is relied on.
+Ordering: that of :mod:`tdcoll.primitives.stores`, for each hop; n acquires the signal before it reads the chunk.
 
-Reuse of a slot: when a rank completes, it has all chunks of all other ranks, and a chunk is passed on only if its
-origin has sent it. Every rank has therefore started the epoch, as :mod:`tdcoll.calls.context` requires, whatever calls
-come before and after. On a ring, only p writes into r's inbox and signals. It writes slot ``e % 2`` again in epoch e +
-2, after it has completed e + 1, for which it needed r's segment: r had then started e + 1, and was done with e.
+Reuse of a slot: a rank that completes has all chunks of all others, so all have started the epoch, as
+:mod:`tdcoll.calls.context` requires. Only p writes into r's inbox and signals: slot ``e % 2`` again in epoch e + 2,
+after it has completed e + 1, for which it needed r's segment. By then r had started e + 1, and was done with e.
 
 Order of thread blocks: chunk by chunk, step by step. Any number of resident blocks makes progress, because step s of a
-chunk waits for step s - 1 of the same chunk on p, which has a smaller index there. About one in W of the resident
-blocks moves data at a time while the others wait, because the steps of a chunk follow each other.
+chunk waits for step s - 1 of the same chunk on p, which has a smaller index there.
 
 In place (an inbox of one slot): the symmetric buffer is the inbox, and nothing is copied out. The first thread block
-first tells p, which is the only one that writes here, that this rank has entered the call (``entered``), and every
-thread block that stores waits until n has entered the call too. Here p writes all segments but r's own, each chunk
-once, and r waits for each: when its call is over, nothing is on the way to its buffer, and its own reads for n are
-over.
+first tells p that this rank has entered the call (``entered``), and every thread block that stores waits until n has.
+Here p writes all segments but r's own, each chunk once, and r waits for each: when its call is over, nothing is on the
+way to its buffer, and its own reads for n are over.
 
-When a wait expires, its record names p (or n, for ``entered``): the rank that had to deliver. If that rank itself
-waited for the rank before it, the cause is further up the ring: look for a rank that is named and raises nothing
-itself.
+When a wait expires, its record names p (or n, for ``entered``). If that rank itself waited for the rank before it, look
+further up the ring for a rank that is named and raises nothing itself.
 """
 
 import triton.language as tl

@@ -25,8 +25,7 @@ def all_gather(
 
     Collective over the group: only its members call. Asynchronous on the current stream, and safe in CUDA graphs after
     one eager call of the size. A call on another stream than the context's last call waits for that one. Nothing orders
-    calls on different contexts, and without ``ctx`` each collective of a group has its own. Any dtype is supported,
-    because bytes are moved as they are.
+    calls on different contexts, and without ``ctx`` each collective of a group has its own. Any dtype is supported.
 
     >>> tdcoll.all_gather(torch.tensor([tdcoll.rank()]))  # on 2 ranks
     tensor([0, 1])
@@ -40,8 +39,7 @@ def all_gather(
             ``tensor`` as its own segment, and must not overlap it otherwise. Because it gets no gradient, ``tensor``
             must not require grad, unless under ``torch.no_grad()``.
         group: a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for all ranks. The call
-            uses a context of tdcoll's own, which it makes at the first call and enlarges for a larger one. That is
-            collective and synchronises.
+            uses a context of tdcoll's own. To make it, and to enlarge it, is collective and synchronises.
         ctx: a context of yours, instead of ``group``.
         algorithm: ``"ll"``, ``"direct"``, ``"loop"`` (any number of thread blocks), ``"ce"`` (copy engines),
             ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table, size and topology. With
@@ -76,8 +74,7 @@ def all_gather_(
 
     Each rank has filled its own segment, ``tensor.chunk(world)[rank]``. Peers put or store directly into the others.
     Because this rank's earlier work may still read them, a rank is written to only after it has entered the call, which
-    costs one hop (about 1 us over NVLink). It pays off for messages of megabytes. Small ones use LL through the
-    context's own memory, as out of place.
+    costs one hop (about 1 us over NVLink). It pays off for messages of megabytes. Small ones use LL, as out of place.
 
     >>> buffer = tdcoll.empty(2, torch.int64)  # on 2 ranks
     >>> buffer[tdcoll.rank()] = tdcoll.rank()
@@ -86,8 +83,7 @@ def all_gather_(
 
     Args:
         tensor: made by :func:`tdcoll.empty` over the same group, at the same offset on all ranks; contiguous; its first
-            dimension is divisible by the number of ranks. After a timeout, peers that are only late may still write to
-            it.
+            dimension is divisible by the number of ranks. After a timeout, late peers may still write to it.
         group, ctx, algorithm: as for :func:`all_gather`.
 
     Returns:

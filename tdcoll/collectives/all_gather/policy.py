@@ -29,10 +29,8 @@ def default(facts: Facts) -> str:
     """Return the algorithm that is taken if no table has an entry.
 
     - In one node that of :func:`~tdcoll.calls.plan.node_default`, with two exceptions from ``LARGE`` bytes: copy
-      engines, which need no thread blocks, in place with 2 ranks if the context has a small budget; and 1D out of place
-      if it has none.
-    - 2D if there are several nodes of several ranks each, all of one size, because a segment then crosses between nodes
-      once per node pair.
+      engines in place with 2 ranks if the context has a small budget; and 1D out of place if it has none.
+    - 2D if there are several nodes of several ranks each, all of one size: a segment crosses once per node pair.
     - 1D everywhere else.
     - The ring never, because it was not measured on more than four GPUs. If it was the fastest, a table selects it.
     """

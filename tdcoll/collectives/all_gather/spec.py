@@ -93,8 +93,7 @@ def counted_launches(ctx: CollectiveContext, nbytes: int) -> Launches:
     collectives built on it.
 
     A call, ``launches(segment, segments)``, is one epoch of ``ctx``, which the caller has begun. Afterwards every rank
-    has every segment, up to its count. It uses the default heuristic without LL, because no table has measured such
-    calls, and LL doesn't support counts.
+    has every segment, up to its count. It uses the default heuristic without LL, which doesn't support counts.
 
     Args:
         nbytes: from one segment to the next, a multiple of 16. Segments are in symmetric memory, 16-byte aligned; this

@@ -2,8 +2,8 @@
 """All-reduce inside one node by stores, in two steps without a barrier between them.
 
 Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced; messages that are bound by
-bandwidth instead of hops. Every rank sends and receives ``2 * (world - 1) / world`` times the data, which is the lower
-bound. Each chunk is summed and sent on when its parts are there. NVSHMEM's device code is not needed.
+bandwidth. Every rank sends and receives ``2 * (world - 1) / world`` times the data, which is the lower bound. Each
+chunk is summed and sent on when its parts are there. NVSHMEM's device code is not needed.
 
 Data flow, seen from rank r. The data is cut into a part of ``part`` bytes for each rank, the last ones perhaps shorter
 or empty, and each part into ``chunks`` chunks. A segment of the inbox has two halves::
@@ -13,22 +13,19 @@ or empty, and each part into ``chunks`` chunks. A segment of the inbox has two h
                                 --> second half of inbox[slot, r] on every other rank; then the chunk's second signal
     second half of inbox[slot, p] --> out[p], for every other rank p
 
-Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s when its chunk for rank r is there. It
-is polled by the thread block that sums the chunk. ``arrived[slot, chunks + chunk, s]`` is set by rank s when its
-sum is there, and polled by the thread block that copies it out.
+Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s when its chunk for rank r is there, and
+polled by the thread block that sums the chunk. ``arrived[slot, chunks + chunk, s]`` is set by rank s when its sum is
+there, and polled by the thread block that copies it out.
 
-Ordering: that of :mod:`tdcoll.primitives.stores`. The summing thread block stores a chunk to all ranks, passes one
-block barrier, and then releases the second signal to each. Reuse of a slot follows from :mod:`tdcoll.calls.context`:
-when a rank has the second signals of epoch e from all ranks, all have started e.
+Ordering: that of :mod:`tdcoll.primitives.stores`. Reuse of a slot follows from :mod:`tdcoll.calls.context`: when a rank
+has the second signals of epoch e from all ranks, all have started e.
 
 Order of thread blocks: chunk by chunk; in a chunk first those that send, then the one that sums, then those that copy
-out. A sender doesn't wait. The sum waits for senders of its chunk on other ranks, and a receiver waits for the sums of
-its chunk there. Any number of resident blocks makes progress, because all of these come before the one that waits, on
-every rank.
+out. A sender doesn't wait. Any number of resident blocks makes progress, because each waits only for thread blocks that
+come before its own number on every rank.
 
 In place: ``out`` may be ``source``. ``out[r]`` is written by the thread block that has read ``source[r]``. ``out[p]``
-is written over ``source[p]`` when the sum of that chunk has come back from rank p, which had it from this rank before:
-its sender here had read it. Chunks are cut alike in both steps.
+is written when the sum of that chunk has come back from rank p, so its sender here had read it.
 
 Without a copy (``ZERO_COPY``): ``out`` is symmetric, and the second step stores sums into it on every rank. Nothing is
 copied out, and a segment has the first half only. ::
@@ -37,9 +34,8 @@ copied out, and a segment has the first half only. ::
                                 --> out[r] on every other rank; then the chunk's second signal
 
 No rank has to announce that peers may write to it, because a chunk is summed when all ranks have sent their parts of
-it. Every rank has begun the call by then, so its earlier work, which may have used ``out``, is over. If in place, its
-sender has read ``source[r]`` there. The last thread block of a chunk waits for all second signals, and thereby acquires
-the stores of other ranks.
+it, so all have begun the call, and their earlier work, which may have used ``out``, is over. The last thread block of a
+chunk waits for all second signals, and thereby acquires the stores of other ranks.
 
 Bits: those of every other algorithm, see ``kernels_words``.
 """
@@ -111,13 +107,11 @@ def all_reduce_direct(
     Args (addresses are integers, so that all ranks share one compilation):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.
         out: the result, likewise; may be ``source``. Without a copy: symmetric, at the same offset on all ranks.
-        inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots; its segments have ``second + part`` bytes,
-            without a copy ``part``.
+        inbox: :class:`~tdcoll.primitives.group.Inbox` of segments of ``second + part`` bytes, without a copy ``part``.
         g: :class:`~tdcoll.primitives.group.Group`, with signals for at least ``2 * chunks`` chunks.
         nbytes: of a rank's data in this epoch.
         part: bytes of a rank's part, a multiple of 16.
-        second: where the second half of a segment begins, in bytes: a multiple of 16, at least ``part``. Not used
-            without a copy.
+        second: where the second half of a segment, if there is one, begins: a multiple of 16, at least ``part``.
         chunk: bytes of a chunk, a multiple of 16.
         chunks: number of chunks of a part.
         out_deltas: int64 ``[world]``: from an address in ``out`` to the same on each rank, if kernels store sums there.

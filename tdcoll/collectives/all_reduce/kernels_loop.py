@@ -8,8 +8,7 @@ Scope, data flow, signals and bits are those of ``kernels_direct``; the loop is 
               copy the sums of chunk c - 2 LAG B out (without a copy: wait for them)
 
 Order of thread blocks: a thread block waits for thread blocks of its own index only: the sum for what they sent
-``LAG`` turns earlier, the last step for what they summed at the turn before that. Any number of resident blocks
-therefore makes progress.
+``LAG`` turns earlier, the last step for what they summed then. Any number of resident blocks therefore makes progress.
 
 In place: as in ``kernels_direct``; each chunk of ``source[p]`` is sent by the thread block that later overwrites it.
 """

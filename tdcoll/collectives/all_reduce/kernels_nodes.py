@@ -3,8 +3,7 @@
 
 Scope: several nodes with the same number of ranks each, which can store to each other inside a node. A rail is the
 ranks that have the same place on their nodes. Each part crosses between two nodes once, as a sum over a whole node; by
-``kernels_puts`` it crosses once for every rank. The node sums travel in the accumulator's type, because the bits must
-be those of every other algorithm.
+``kernels_puts`` it crosses once for every rank. The node sums travel in the accumulator's type, for the same bits.
 
 Data flow, seen from rank r, the k-th of its node. The data is cut into a part of ``part`` bytes for each place, the
 last ones perhaps shorter or empty, and each part into ``chunks`` chunks. A segment of the inbox has two pieces. The
@@ -19,18 +18,15 @@ first holds a part in the accumulator's type::
 
 Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s: of the node, when its chunk for rank
 r is there; of the rail, when its node's sum is. ``arrived[slot, chunks + chunk, s]`` is set by rank s of the node
-when the result is there. The first are polled by the thread block that sums the chunk, the second by the one that
-copies it out.
+when the result is there. The first are polled by those that sum the chunk, the second by those that copy it out.
 
-Ordering: that of ``kernels_puts``. Reuse of a slot: a rank is done with epoch e when it has the results of all ranks of
-its node. All ranks have then started e, for every chunk, because each rank of its node has heard from its whole rail,
-and each rank of a rail from its whole node.
+Ordering: that of ``kernels_puts``. Reuse of a slot: a rank that has the results of epoch e from all ranks of its node
+knows that all ranks have started e, because each of these has heard from its rail, and each of a rail from its node.
 
 Order of thread blocks: chunk by chunk; in a chunk those that send inside the node, the one that sums, and those that
-copy out. The one that sums waits for senders of its chunk; then it puts, and waits for those that sum this chunk on its
-rail, which put before they wait for it. Receivers wait for those that sum. Any number of resident blocks makes
-progress, because each thread block waits only for ones that come before its own number on every rank, or for those of
-its own number when they have put.
+copy out. The one that sums waits for senders of its chunk; then it puts before it waits for those that sum this chunk
+on its rail. Any number of resident blocks makes progress, because each waits only for thread blocks that come before
+its own number on every rank, or for those of its own number when they have put.
 
 In place: as in ``kernels_direct``.
 """
@@ -103,8 +99,7 @@ def all_reduce_nodes(
     Thread blocks: for each chunk n_local that send, one that sums, and n_local that copy out.
 
     Args: those of ``all_reduce_direct``, and
-        routes: :class:`~tdcoll.primitives.puts.Routes`: local ones to the other ranks of the node, remote ones to the
-            other ranks of the rail.
+        routes: :class:`~tdcoll.primitives.puts.Routes` to the other ranks of the node and, remote ones, of the rail.
         nodes: :class:`~tdcoll.primitives.group.Nodes`.
         place: of this rank on its node.
         part: bytes of a part for a place, a multiple of 16.

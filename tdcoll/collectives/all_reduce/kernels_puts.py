@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce over any nodes, in two steps: every rank sums one part and sends it to all others.
 
-Scope: ranks on several nodes, any number on each; also one node whose ranks cannot store to each other's memory. Every
-part crosses between nodes by itself, in both steps. (To sum inside each node first would send fewer bytes between
-nodes.)
+Scope: that of :mod:`tdcoll.collectives.reduce_scatter.kernels_puts`. Parts cross between nodes by themselves.
 
 Data flow, seen from rank r. Parts and chunks are those of ``kernels_direct``. A segment of the inbox has three pieces:
 the *inbox* and the *second inbox*, for the rank whose segment it is to fill, and between them the *outbox*, from which
@@ -16,16 +14,11 @@ this rank puts::
     second inbox of own inbox[slot, r] --nbi put+signal--> the same on all others
     second inbox of inbox[slot, p] --> out[p], for every other rank p
 
-Signal map: that of ``kernels_direct``.
-
 Ordering: that of :mod:`tdcoll.primitives.stores` and of :func:`tdcoll.primitives.puts.put_from_outbox`; waits acquire.
 The own second inbox, which the puts of sums read, may be reused for the same reason as the outbox.
 
-Order of thread blocks: first all that put source; then chunk by chunk those that store, the one that sums, and those
-that copy out. Any number of resident blocks makes progress, because, as in ``kernels_direct``, each waits only for
-thread blocks that come before its own number on every rank.
-
-In place: as in ``kernels_direct``. A putter has copied ``source[p]`` to the outbox before rank p can have summed it.
+Signal map, progress of thread blocks, calls in place: as in ``kernels_direct``; but all thread blocks that put source
+come first. A putter has copied ``source[p]`` to the outbox before rank p can have summed it.
 """
 
 import triton.language as tl
@@ -54,8 +47,7 @@ def all_reduce_puts(
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on any nodes.
 
-    Thread blocks: ``chunks`` times n_remote that put, then ``chunks`` times n_local that store, one that sums, and
-    ``world - 1`` that copy out.
+    Thread blocks for each chunk: n_remote that put; then n_local that store, one that sums, ``world - 1`` that copy.
 
     Args: those of ``all_reduce_direct``, and
         routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; the local ones are peer-accessible.

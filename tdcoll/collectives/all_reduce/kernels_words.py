@@ -6,8 +6,7 @@ Lamport protocol (:mod:`tdcoll.primitives.lamport`), if the context has memory f
 (:mod:`tdcoll.primitives.ll`), which sends a third more words. (Elements of 8 bytes use ``kernels_direct``, because they
 would lie across LL words, and some of their values contain the sentinel.)
 
-**One-shot.** Every rank sends all of its data to all others, and every rank sums everything: one hop, ``world - 1``
-times the data. ::
+**One-shot.** Every rank sends all data to all others, and sums everything: one hop, ``world - 1`` times the data. ::
 
     source --words--> inbox[slot, r] on every other rank
     inbox[slot, 0], ..., source, ..., inbox[slot, world - 1] --sum in rank order--> out
@@ -20,21 +19,17 @@ times the data. ::
     out[r] --words--> second half of inbox[slot, r] on every other rank
     second half of inbox[slot, p] --> out[p]
 
-The second half begins where the first ends, after as many words as a part has. It cannot be the first half again,
-because a peer that is ahead sends its sum while this rank still reads that peer's first words.
+The second half cannot be the first again, because a peer may send its sum while its first words are still read here.
 
 Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s, and polled by the program
 of rank r that has the number of the one which sent them.
 
-Ordering and reuse of a slot: those of the protocols' modules. A rank is done with a call when it has heard from every
-peer in its last step, even if it has nothing to receive, because each program sends at least its first word to all
-ranks.
+Ordering and reuse of a slot: those of the protocols' modules. A rank that is done with a call has heard from every
+peer, because each program sends at least its first word to all ranks in the last step.
 
-Order of thread blocks: the data is cut into blocks of words, and program i takes the blocks i, i + programs, ... one
-after the other. It sends a block before it waits for it, and waits for programs i of other ranks only, which do the
-same in the same order. In the second of two steps it waits for words that program i of a peer sends when it has those
-of the first step from all programs i. Any number of resident blocks therefore makes progress, and any number of thread
-blocks, if it is the same on all ranks.
+Order of thread blocks: program i takes the blocks of words i, i + programs, ... one after the other. It sends a block
+before it waits for it, and waits for programs i of other ranks only, which do the same in the same order. Any number of
+resident blocks therefore makes progress, and any number of thread blocks, if it is the same on all ranks.
 
 In place: ``out`` may be ``source``. Each program stores to the words that it has loaded before, and to no others.
 
@@ -61,8 +56,7 @@ def all_reduce_one_shot(
     Args (addresses are integers, so that all ranks share one compilation):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.
         out: the result, likewise; may be ``source``.
-        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or for LL :class:`~tdcoll.primitives.group.Inbox`, whose
-            segments hold all words of a rank.
+        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or for LL :class:`~tdcoll.primitives.group.Inbox`.
         g: :class:`~tdcoll.primitives.group.Group`.
         nbytes: of a rank's data.
         blocks: of ``BLOCK`` words, which hold all data; at least one.

@@ -41,8 +41,7 @@ def all_reduce(
         out: the result: contiguous, of the same shape and dtype. Made if None. May be ``tensor``, and must
             not overlap it otherwise. It gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
-        algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"``, ``"2d"`` or
-            ``"auto"``.
+        algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"``, ``"2d"``.
         symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`, on all ranks. ``"direct"``,
             ``"loop"`` and ``"ce"`` then bring sums directly into it, without a copy; others don't use that.
 
@@ -74,8 +73,7 @@ def all_reduce_(
     >>> tdcoll.all_reduce_(x, "mean", group=[0, 1])
 
     Args:
-        tensor: as for :func:`all_reduce`; it becomes the result. It must not require grad, unless under
-            ``torch.no_grad()``.
+        tensor: as for :func:`all_reduce`; the result. Must not require grad, unless under ``torch.no_grad()``.
         op, group, ctx, algorithm, symmetric: as for :func:`all_reduce`.
 
     Returns:

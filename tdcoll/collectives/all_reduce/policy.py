@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tdcoll.calls.plan import (
@@ -108,19 +107,6 @@ def parts(topology: Topology, algorithm: str) -> int:
     return topology.ranks_per_node or 1 if algorithm == "2d" else topology.world_size
 
 
-def _signalled(needs: Callable[[Facts], str | None]) -> Callable[[Facts], str | None]:
-    """Return why a call cannot have what ``needs`` is about with two signals for each chunk, or None if it can."""
-
-    def problem(facts: Facts) -> str | None:
-        found = needs(facts)
-        return "needs a context with at least 2 chunks; got 1 on " if found is None and facts.chunks < 2 else found
-
-    return problem
-
-
-needs_direct, needs_signalled_puts, needs_signalled_rails = map(_signalled, (needs_stores, needs_puts, needs_rails))
-
-
 def _epochs_pay(facts: Facts) -> bool:
     """Return whether two-shot, if it supports the call, is taken before stores: in one epoch, or in several large ones.
 
@@ -135,8 +121,7 @@ def default(facts: Facts) -> str:
 
     - Lamport or LL if the context has memory for them (not in the simulator, because they cost much more there):
       one-shot for few bytes, otherwise two-shot, also in several large epochs.
-    - Otherwise stores in one node, by loops if the context has a budget of thread blocks; rails if all nodes have as
-      many ranks, and puts elsewhere.
+    - Otherwise stores in one node, by loops if the context has a budget; rails if nodes have one size, or else puts.
     """
     one, two = (words.supports(facts) is None for words in (ONE_SHOT, TWO_SHOT))
     loops = prefers_loops(facts, 2 * part_bytes(facts.nbytes, facts.topology.world_size))
@@ -147,9 +132,9 @@ def default(facts: Facts) -> str:
         if two and _epochs_pay(facts) and not loops:
             return "two_shot"
     for name, needs in (
-        ("loop" if shares_gpu(facts) else "direct", needs_direct),
-        ("2d", needs_signalled_rails),
-        ("1d", needs_signalled_puts),
+        ("loop" if shares_gpu(facts) else "direct", needs_stores),
+        ("2d", needs_rails),
+        ("1d", needs_puts),
         ("one_shot", ONE_SHOT.supports),
         ("two_shot", TWO_SHOT.supports),
     ):

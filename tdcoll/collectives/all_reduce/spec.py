@@ -9,7 +9,7 @@ from typing import Any
 
 from tdcoll.calls.copies import Copies, Copy, Hop, kernel, sums
 from tdcoll.calls.launches import Planned, by_words, on_device, rail_routes, routes_beside_stores, tiles
-from tdcoll.calls.plan import Facts, Plan, loop_blocks, summing_blocks
+from tdcoll.calls.plan import Facts, Plan, loop_blocks, needs_puts, needs_rails, needs_stores, summing_blocks
 from tdcoll.calls.spec import Algorithm, Collective
 from tdcoll.collectives.all_reduce import kernels_direct, kernels_loop, kernels_nodes, kernels_puts, kernels_words
 from tdcoll.collectives.all_reduce.policy import (
@@ -18,9 +18,6 @@ from tdcoll.collectives.all_reduce.policy import (
     cut_parts,
     default,
     epoch_of_parts,
-    needs_direct,
-    needs_signalled_puts,
-    needs_signalled_rails,
     one_shot_bytes,
     part_bytes,
     parts,
@@ -86,19 +83,19 @@ SPEC = Collective(
     algorithms=(
         by_words(ONE_SHOT, lambda facts: kernels_words.all_reduce_one_shot),
         by_words(TWO_SHOT, lambda facts: kernels_words.all_reduce_two_shot),
-        _by_parts("direct", needs_direct, lambda facts: kernels_direct.all_reduce_direct, _direct_blocks),
-        _by_parts("loop", needs_direct, lambda facts: kernels_loop.all_reduce_loop, loop_blocks, any_blocks=True),
-        _by_parts("ce", needs_direct, kernel, summing_blocks, any_blocks=True, copies=_copies),
+        _by_parts("direct", needs_stores, lambda facts: kernels_direct.all_reduce_direct, _direct_blocks),
+        _by_parts("loop", needs_stores, lambda facts: kernels_loop.all_reduce_loop, loop_blocks, any_blocks=True),
+        _by_parts("ce", needs_stores, kernel, summing_blocks, any_blocks=True, copies=_copies),
         _by_parts(
             "1d",
-            needs_signalled_puts,
+            needs_puts,
             lambda facts: kernels_puts.all_reduce_puts,
             lambda facts, plan: plan.chunks * (2 * facts.topology.world_size - 1),
             values=_by_puts,
         ),
         _by_parts(
             "2d",
-            needs_signalled_rails,
+            needs_rails,
             lambda facts: kernels_nodes.all_reduce_nodes,
             lambda facts, plan: plan.chunks * (2 * len(facts.topology.members[0]) - 1),
             values=_by_puts,

@@ -1,27 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-to-all over any nodes: every rank sends its segment for rank p to rank p.
 
-Scope: ranks on several nodes, any number on each; also one node whose ranks can't store to each other's memory. Every
-segment crosses between nodes by itself, which is the lower bound. (To collect a node's segments for a rail
-first would make fewer and larger puts, at the price of two more hops inside the nodes.)
+Scope, ways to send, signals, ordering and order of thread blocks are those of
+:mod:`tdcoll.collectives.reduce_scatter.kernels_puts`, with receivers in the place of reducers. Every segment crosses
+between nodes by itself, which is the lower bound. (To collect a node's segments for a rail first would make fewer and
+larger puts, at the price of two more hops inside the nodes.) ::
 
-Data flow, seen from rank r, whose ``source`` has a segment of ``nbytes`` bytes for each rank, cut into chunks. A
-segment of the inbox has two halves: the *inbox*, for the rank whose segment it is to fill, and the *outbox*, from
-which this rank puts::
-
-    source[p] --stores--> inbox of inbox[slot, r] on rank p, then a release of the chunk's signal    p can be stored to
-    source[p] --> outbox of own inbox[slot, p] --nbi put+signal--> inbox of inbox[slot, r] on p             all others
+    source[p] --stores, or by the outbox--> inbox of inbox[slot, r] on rank p
     inbox of inbox[slot, s] --copy--> out[s], for every other rank s, once its signal is there;  source[r] --> out[r]
-
-Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s, and polled by the thread block that
-copies that chunk out.
-
-Ordering: that of :mod:`tdcoll.primitives.stores` and of :func:`tdcoll.primitives.puts.put_from_outbox`, which has the
-reason why the outbox may be reused; the receiver acquires the signal.
-
-Order of thread blocks: first all that put; then chunk by chunk those that store, and those that receive. A sender
-doesn't wait. Any number of resident blocks makes progress, because a receiver waits for a sender of its chunk, which
-comes before the receivers of that chunk on every rank.
 """
 
 import triton.language as tl
@@ -39,8 +25,7 @@ def all_to_all_puts(
 ):  # fmt: skip
     """``[world, nbytes] -> [world, nbytes]`` on any nodes.
 
-    Thread blocks: ``chunks`` times n_remote that put, then ``chunks`` times (n_local that store, ``world`` that
-    receive).
+    Thread blocks: ``chunks`` times n_remote that put, then ``chunks`` times (n_local that store, ``world`` receivers).
 
     Args: those of ``exchange_direct``, and
         inbox: its segments have at least ``outbox + nbytes`` bytes.

@@ -30,14 +30,11 @@ def all_to_all(
     tensor([ 2.,  3., 12., 13.])
 
     Args:
-        tensor: a segment for each rank, contiguous, on the context's device; its first dimension is divisible by the
-            number of ranks.
-        out: the result: of the same shape and dtype, contiguous. Made if None. Must not overlap ``tensor``,
-            and gets no gradient.
+        tensor: a segment for each rank, contiguous, on the context's device; divisible by the number of ranks.
+        out: the result: of the same shape and dtype, contiguous, apart from ``tensor``. Made if None. Gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
         algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"`` or ``"auto"``.
-        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. ``"ce"`` then copies directly into
-            it.
+        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. ``"ce"`` then copies into it.
 
     Returns:
         ``out``, or a new ordinary tensor.

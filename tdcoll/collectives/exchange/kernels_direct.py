@@ -10,8 +10,7 @@ Data flow, seen from rank r, whose ``source[p]`` is its segment for rank p (of a
 Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s, and polled by the thread block that
 copies that chunk out.
 
-Ordering: that of :mod:`tdcoll.primitives.stores`; the receiver acquires the signal. Nothing else is relied on. Reuse of
-a slot follows from :mod:`tdcoll.calls.context`.
+Ordering: that of :mod:`tdcoll.primitives.stores`; the receiver acquires. Reuse of slots: :mod:`tdcoll.calls.context`.
 
 Order of thread blocks: chunk by chunk, so that those of a large message are copied out while later ones are on their
 way. Any number of resident blocks makes progress, because thread block i of a chunk sends to the i-th successor and
@@ -19,10 +18,9 @@ then waits for the i-th predecessor, whose thread block i sends to it.
 
 In place (an inbox of one slot; all-gathers only): the caller's symmetric buffer is the inbox, and nothing is copied.
 The thread block of chunk 0 first tells the rank from which it receives that this rank has entered the call, and a
-thread block writes to a rank only when that rank has entered the call.
+thread block writes to a rank only when that rank has.
 
-Counted (``COUNTED``, in place only): each segment has capacity for ``nbytes`` bytes, and its first 64-bit integer says
-how many are used. Chunks past that end are empty but are still signalled.
+Counted (``COUNTED``, in place only): as in :mod:`tdcoll.collectives.all_gather.kernels_puts`.
 """
 
 import triton.language as tl

@@ -11,8 +11,7 @@ of a slot follows from :mod:`tdcoll.calls.context`: when a rank has all words of
 is the same in place, because only this rank writes to the caller's buffer.
 
 Order of thread blocks: those of step i (``program_id // blocks``) send to the i-th successor, and each then waits for
-the thread block of the same index on the i-th predecessor. Any number of resident blocks makes progress, because no
-thread block waits for one of another index.
+the thread block of the same index on the i-th predecessor. Any number of resident blocks therefore makes progress.
 """
 
 import triton.language as tl
@@ -30,8 +29,7 @@ def exchange_ll(
     """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Thread blocks: ``world * blocks``.
 
     Args:
-        source, out, source_stride, out_stride, g: as for ``exchange_direct``; of an all-gather, ``source`` may be this
-            rank's segment of ``out``.
+        source, out, source_stride, out_stride, g: as for ``exchange_direct``; an all-gather may be in place.
         words: :class:`~tdcoll.primitives.group.Inbox` of at least ``ceil(nbytes / 12)`` words per segment, and 1.
         blocks: thread blocks per peer, of ``BLOCK`` words each.
     """

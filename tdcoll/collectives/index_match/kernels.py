@@ -36,8 +36,7 @@ each id, and no memory that depends on the number of rows. See :mod:`tdcoll.coll
 
 Even if the lists are invalid (ids out of range, unsorted, repeated, counts beyond the capacity), nothing here reads or
 writes out of bounds, places are below ``capacity`` or ``max_union``, and the ``BAD_*`` words of status record the
-faults. All of it is computed from the lists alone, by operations whose order does not matter: ranks that have the same
-lists get the same bits.
+faults. No order of operations matters: ranks that have the same lists get the same bits.
 """
 
 from typing import Any, NamedTuple

@@ -122,15 +122,13 @@ class Directory:
     def build(self, lists: torch.Tensor, signature: int, firsts: Any = None, places: Any = None) -> None:
         """Make the directory of ``lists``: one launch on the current stream; no synchronisation.
 
-        A launch since the last build must have cleared what :attr:`to_clear` says. CUDA-graph safe after one eager call
-        with as many rows.
+        A launch before must have cleared :attr:`to_clear`. CUDA-graph safe after one eager call with as many rows.
 
         Args:
             lists: as for :meth:`index`.
             signature: what word ``LIST_SIGNATURE`` of each header must be.
             firsts: int64 ``[count]``, ids. None: ``places`` is left alone.
-            places: int64 ``[STATUS_WORDS + count]``: becomes the status, and how many ids of the union are below each
-                of ``firsts``.
+            places: int64 ``[STATUS_WORDS + count]``: the status, and how many ids of the union are below each first.
         """
         totals, search = self._totals, self.search
         if capturing(self.device):
@@ -158,8 +156,7 @@ class Directory:
 def match_indices(local: torch.Tensor, global_: torch.Tensor) -> torch.Tensor:
     """``[n], [m] -> [n]``: where each of the ``local`` ids is in ``global_``; -1 where it is not.
 
-    No synchronisation. This is what sparse all-reduces do with the ids of one rank and those of all of them, under
-    names such as *invert index*.
+    No synchronisation. Sparse all-reduces do this, also called *invert index*, with the ids of one rank and of all.
 
     >>> tdcoll.match_indices(torch.tensor([5, 2, 9]), torch.tensor([2, 5, 7]))
     tensor([ 1,  0, -1])

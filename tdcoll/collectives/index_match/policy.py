@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kind of directory to build: a pure function of numbers that are the same on every rank.
 
-The ranks need not choose alike for the results to be right (both kinds give the same answers), but they take as long
-as the slowest of them.
+Both kinds give the same answers, so ranks may choose differently, but take as long as the slowest of them.
 """
 
 from __future__ import annotations

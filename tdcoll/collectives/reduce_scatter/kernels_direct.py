@@ -2,9 +2,7 @@
 """Reduce-scatter inside one node by direct stores. NVSHMEM's device code is not needed.
 
 Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced. One step: every part
-crosses NVLink once, which is the lower bound. The order of the sum can be chosen freely, because every rank reduces its
-own result and all parts are in one place. Small messages are faster with ``kernels_words``, because it waits for no
-signal.
+crosses NVLink once, which is the lower bound. Small messages are faster with ``kernels_words``.
 
 Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into chunks::
 
@@ -14,19 +12,14 @@ Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for
 Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s, and polled by the thread blocks that
 reduce that chunk. They wait for all ranks at once, because the sum takes them in order.
 
-Ordering: that of :mod:`tdcoll.primitives.stores`; the reducer acquires the signals. Nothing else is relied on. Reuse of
-a slot follows from :mod:`tdcoll.calls.context`: when a rank has the signals of epoch e from all ranks, all have started
-e, and have therefore read the inbox of e - 1.
+Ordering: that of :mod:`tdcoll.primitives.stores`; the reducer acquires the signals. Reuse of a slot follows from
+:mod:`tdcoll.calls.context`: when a rank has the signals of epoch e from all, all have read the inbox of e - 1.
 
 Order of thread blocks: chunk by chunk, and in a chunk the senders first. A sender doesn't wait. Any number of resident
 blocks makes progress, because a reducer waits for the senders of its chunk on other ranks, which come before the
 reducers of that chunk there. The chunks of a large message are reduced while later ones are on their way.
 
-In place: ``out`` may be ``source[r]``. No other rank reads that part, and every element of it is read by the thread
-block that then writes it.
-
-The association is that of every dense reduction on one node: rank order, in the accumulator's type
-(:mod:`tdcoll.primitives.reduce`).
+In place: ``out`` may be ``source[r]``, of which each element is read by the thread block that then writes it.
 """
 
 import triton.language as tl

@@ -20,9 +20,7 @@ reason why the outbox may be reused; the reducer acquires the signals.
 
 Order of thread blocks: first all that put; then chunk by chunk those that store, and those that reduce. A sender
 doesn't wait. Any number of resident blocks makes progress, because a reducer waits for senders of its chunk, which on
-every rank come before the reducers of that chunk.
-
-In place: as in ``kernels_direct``.
+every rank come before the reducers of that chunk. In place: as in ``kernels_direct``.
 """
 
 import triton.language as tl

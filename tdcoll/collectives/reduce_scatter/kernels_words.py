@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter inside one node by the Lamport protocol or LL: one hop.
 
-Scope, protocols and signal map are those of :mod:`tdcoll.collectives.all_reduce.kernels_words`.
-
-Data flow, seen from rank r::
+Scope, protocols, signal map, bits and progress are those of one-shot in
+:mod:`tdcoll.collectives.all_reduce.kernels_words`. Data flow, seen from rank r::
 
     source[p] --words--> inbox[slot, r] on rank p, for every other rank p
     inbox[slot, 0], ..., source[r], ..., inbox[slot, world - 1] --sum in rank order--> out
 
-Ordering and reuse of a slot: those of the protocols' modules. When a rank is done with a call, it has heard from all,
-because each rank sends at least one word to every other.
+When a rank is done with a call, it has heard from all, because each rank sends at least one word to every other.
 
-Order of thread blocks: that of one-shot there. Program i sends a block before it waits for it, and waits for programs i
-of other ranks only, which do the same in the same order.
-
-In place: ``out`` may be ``source[r]``. No other rank reads that part, and a program stores only to words that it has
-loaded before.
-
-Bits: sums are in rank order, in the accumulator's type, rounded once, as in every other algorithm.
+In place: ``out`` may be ``source[r]``, because a program stores only to words that it has loaded before.
 """
 
 import triton.language as tl
@@ -37,8 +29,7 @@ def reduce_scatter_words(
     that.
 
     Args: those of ``reduce_scatter_direct``, except
-        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or for LL :class:`~tdcoll.primitives.group.Inbox`, whose
-            segments hold the words of ``nbytes``.
+        inbox: of the words: :class:`~tdcoll.primitives.lamport.Lamport`, or :class:`~tdcoll.primitives.group.Inbox`.
         blocks: of ``BLOCK`` words, which hold all words of a part; at least one.
         LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise LL, with 12.
         BLOCK: words of a block.

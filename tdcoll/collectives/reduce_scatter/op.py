@@ -20,7 +20,6 @@ def reduce_scatter(
     group: runtime.Group = None,
     ctx: CollectiveContext | None = None,
     algorithm: str | Plan = "auto",
-    symmetric: bool = False,
 ) -> torch.Tensor:
     """``[world * n, ...] -> [n, ...]``: reduce the tensors of all ranks, and keep this rank's segment.
 
@@ -39,20 +38,16 @@ def reduce_scatter(
         out: the result: contiguous, same dtype. Made if None. May be this rank's own segment of ``tensor``,
             and must not overlap it otherwise. It gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
-        algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"pull"``, ``"1d"`` or ``"auto"``.
-        symmetric: ``tensor`` is symmetric memory, which peers may read during the call, on all ranks; of the kinds that
-            :func:`tdcoll.all_gather_` takes. ``"pull"`` needs it.
+        algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"`` or ``"auto"``.
 
     Returns:
         ``out``, or a new ordinary tensor.
 
     Raises:
-        NotSymmetricError: (``symmetric``) ``tensor`` is not symmetric memory of the group.
         ValueError: (in a backward pass) ``op`` is neither sum nor mean.
         Others: as for :func:`tdcoll.all_gather`.
 
     Algorithms: every rank sends each segment to the rank that reduces it (pairwise exchange; Thakur, Rabenseifner and
-    Gropp, 2005), by the Lamport protocol or LL, by stores with a signal per chunk, or by puts. ``"pull"`` is the same
-    by loads, without a copy into the inbox.
+    Gropp, 2005), by the Lamport protocol or LL, by stores with a signal per chunk, or by puts.
     """
-    return make(SPEC, tensor, op=op, out=out, group=group, ctx=ctx, algorithm=algorithm, symmetric=symmetric)
+    return make(SPEC, tensor, op=op, out=out, group=group, ctx=ctx, algorithm=algorithm)

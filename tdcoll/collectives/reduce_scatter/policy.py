@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-from tdcoll.calls.plan import Facts, Plan, Words, needs_stores, node_default
+from tdcoll.calls.plan import Facts, Plan, Words, node_default
 
 WORDS = Words("ll", 1)
 
 _REDUCED_BYTES = 16 << 10
 """Bytes of a chunk that one thread block reduces."""
-
-
-def needs_symmetric(facts: Facts) -> str | None:
-    """Return why parts cannot be loaded where they lie on other ranks, or None if they can."""
-    return needs_stores(facts) if facts.symmetric else "needs symmetric=True; got a tensor of any memory on "
 
 
 def reducers(facts: Facts, plan: Plan) -> int:
@@ -29,10 +24,6 @@ def blocks(facts: Facts, plan: Plan) -> int:
 def default(facts: Facts) -> str:
     """Return the algorithm that is taken if no table has an entry.
 
-    In one node that of :func:`~tdcoll.calls.plan.node_default`, but loads in place of loops and stores if the input is
-    symmetric memory; puts elsewhere.
+    In one node that of :func:`~tdcoll.calls.plan.node_default`; puts elsewhere.
     """
-    chosen = node_default(facts, 2 * facts.nbytes, WORDS.supports)
-    if chosen != "ll" and needs_symmetric(facts) is None:
-        return "pull"
-    return chosen or "1d"
+    return node_default(facts, 2 * facts.nbytes, WORDS.supports) or "1d"

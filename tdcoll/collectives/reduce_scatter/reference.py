@@ -23,8 +23,7 @@ def reduce_parts(parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = 
 
     The accumulator is fp32 for fp8, fp16, bf16 and fp32, and the dtype itself otherwise; integers wrap. Parts are
     combined in rank order inside each node, and the results of the nodes in node order. A mean is the sum divided once
-    by ``world``. The result is rounded once; a -0.0 becomes +0.0. If a value is too large for e4m3fn, it becomes the
-    largest number, infinities too.
+    by ``world``. The result is rounded once; a -0.0 becomes +0.0, and what is too large for e4m3fn its largest number.
 
     Args:
         nodes: the node of each rank, as in :attr:`Topology.nodes`.

@@ -6,8 +6,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import triton.language as tl
-
 from tdcoll.calls import copies
 from tdcoll.calls.launches import Planned, by_words, on_device, routes_beside_stores, tiles
 from tdcoll.calls.plan import (
@@ -22,9 +20,9 @@ from tdcoll.calls.plan import (
     summing_blocks,
 )
 from tdcoll.calls.spec import WORLD, Algorithm, Collective
-from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_loop, kernels_pull, kernels_puts, kernels_words
-from tdcoll.collectives.reduce_scatter.policy import WORDS, blocks, default, needs_symmetric, reducers
-from tdcoll.primitives.group import Inbox, nodes_of
+from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_loop, kernels_puts, kernels_words
+from tdcoll.collectives.reduce_scatter.policy import WORDS, blocks, default, reducers
+from tdcoll.primitives.group import nodes_of
 
 
 def _sums(call: Planned) -> dict[str, Any]:
@@ -55,14 +53,6 @@ SPEC = Collective(
             blocks=blocks,
             values=_sums,
             epoch=inbox_epoch,
-        ),
-        Algorithm(
-            "pull",
-            supports=needs_symmetric,
-            cut=partial(cut_chunks, algorithm="pull"),
-            kernel=lambda facts: kernels_pull.reduce_scatter_pull,
-            blocks=lambda facts, plan: plan.chunks + 1,
-            values=lambda call: {**tiles(call), "inbox": Inbox(0, 0, call.ctx.device_group.deltas, tl.constexpr(1))},
         ),
         Algorithm(
             "loop",

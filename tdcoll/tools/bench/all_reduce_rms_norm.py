@@ -2,11 +2,9 @@
 """The benchmark of all-reduce + residual + RMSNorm: ``bash launch.sh [--nproc N] -m tdcoll bench all_reduce_rms_norm
 --help``.
 
-Baselines are an all-reduce (NCCL's or tdcoll's), then torch's addition and normalization, as eager kernels or fused by
-Inductor.
+Baselines are an all-reduce (NCCL's or tdcoll's), then torch's addition and norm, eager or fused by Inductor.
 
-The new residual is exact, because inputs are whole numbers. The normalized rows are compared with fp32 results, up to
-the rounding of their dtype.
+The new residual is exact, because inputs are whole numbers. Normalized rows are compared up to rounding.
 """
 
 from __future__ import annotations

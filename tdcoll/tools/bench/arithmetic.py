@@ -33,14 +33,6 @@ def ratio(peer_us: float | None, ours_us: float | None) -> float | None:
     return None if not peer_us or not ours_us else peer_us / ours_us
 
 
-def format_bytes(nbytes: int) -> str:
-    """4096 -> "4 KB": exact, in the largest unit (powers of 1024) that divides it."""
-    for shift, unit in ((30, "GB"), (20, "MB"), (10, "KB")):
-        if nbytes and nbytes % (1 << shift) == 0:
-            return f"{nbytes >> shift} {unit}"
-    return f"{nbytes} B"
-
-
 def distinct(values: Iterable[Any]) -> list[Any]:
     """Return each value once, in the order in which they came first."""
     return list(dict.fromkeys(values))

@@ -126,7 +126,7 @@ def run(case: type[Case], arguments: Sequence[str]) -> int:
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     command = command_line(case.benchmark, arguments, owner.world_size, owner.simulated)
     head = {"benchmark": case.benchmark, "command": command, "started": started, "provenance": provenance()}
-    columns = LAYOUTS[case.benchmark].columns(owner.simulated)
+    columns = LAYOUTS[case.benchmark].columns
     visible = owner.rank == 0
     if visible:
         print(f"# {owner.topology().describe()}: {command}\n{line_of(columns)}", flush=True)

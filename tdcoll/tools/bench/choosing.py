@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from tdcoll.base import limits
+from tdcoll.base.arguments import format_bytes
 from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.tuning import Entry, Section
 from tdcoll.runtime.topology import Topology
-from tdcoll.tools.bench.arithmetic import format_bytes
 from tdcoll.tools.bench.rows import IN_PLACE, Row
 from tdcoll.tools.bench.specs import Spec
 

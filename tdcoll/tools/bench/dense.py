@@ -32,7 +32,7 @@ from tdcoll.tools.bench.rows import IN_PLACE
 from tdcoll.tools.bench.specs import SPECS, Spec
 
 SYMMETRIC = "symmetric"
-"""Reductions with ``symmetric=True``, of inputs and results in symmetric memory."""
+"""All-reduces with ``symmetric=True``, of inputs and results in symmetric memory."""
 
 _OPERATIONS = {name: op for op, name in TORCH_OPERATIONS.items() if name != "prod"}
 """Products of different numbers over many ranks are not exact."""
@@ -70,7 +70,7 @@ class DenseCase(case.Case):
         spec, dtype = cls.spec, options.dtype(_REDUCED if cls.spec.reduces else _MOVED)
         in_place, names = [IN_PLACE] if spec.in_place_name else [], spec.names
         chosen = [f"{IN_PLACE}-{name}" for name in names if spec.in_place_name]
-        known = ["auto", *names, *in_place, *chosen, *([SYMMETRIC] if spec.reduces else [])]
+        known = ["auto", *names, *in_place, *chosen, *([SYMMETRIC] if spec.one_tensor else [])]
         given, result = ("one for each rank" if count == WORLD else "one" for count in spec.segments)
         parser = options.Parser(
             f"bench {cls.benchmark}",

@@ -10,13 +10,11 @@ checked in the timed path, as far as the subject permits:
   as a graph has, and after each turn the results of every call of its last launch are checked. The last launches
   alternate between an even and an odd number of calls.
 - A subject is ``alone`` if its results last only until its next call, or if the host has to know their size. Its eager
-  calls may wait for the GPU, so they are timed one at a time, and the result of each is checked. For a graph, the last
-  call of the last replay is checked.
+  calls may wait for the GPU, so they are timed and checked one at a time. Of a graph, the last call is checked.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -93,17 +91,6 @@ class Ranks:
             if other is not None:
                 return None, other if rank == self.topology.rank or problem else f"rank {rank}: {other}"
         return result, None
-
-    def count(self, action: Callable[[], Any], calls: int = 1) -> dict[str, list[float]]:
-        """Return what the simulator counts while ``action`` makes ``calls`` calls: per call, of each rank."""
-        from tdcoll.simulator.machine import machine
-
-        counted = machine().counts[self.topology.pes[self.topology.rank]]
-        before = dataclasses.asdict(counted)
-        action()
-        own = {key: (value - before[key]) / calls for key, value in dataclasses.asdict(counted).items()}
-        counts = self.gather("counts", own)
-        return {key: [of_rank[key] for of_rank in counts] for key in own}
 
 
 @dataclass(frozen=True)
@@ -307,7 +294,7 @@ def measure(
 
 
 def simulate(job: Ranks, entry: Contender) -> None:
-    """Call, check and count every input twice, or one input twice if its calls are alone.
+    """Call and check every input twice, or one input twice if its calls are alone.
 
     The second call finds stale data of the first one.
     """
@@ -315,10 +302,8 @@ def simulate(job: Ranks, entry: Contender) -> None:
         return
     subject = entry.subject
     calls = subject.inputs + 1 if subject.alone else 2 * subject.inputs
-    found: list[Found] = []
     subject.begin(next(job.rounds))
     job.gather("begin", None)
-    counts = job.count(lambda: found.extend(entry.tried(job, "run", partial(_calls, subject, calls)) or ()), calls)
+    found = entry.tried(job, "run", partial(_calls, subject, calls))
     if entry.runs:
         entry.checked(job, found)
-        entry.row.counts = None if entry.row.peer else counts

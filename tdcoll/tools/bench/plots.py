@@ -62,8 +62,7 @@ def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = ()) ->
     matmuls beside all-gathers, the time that these add is drawn.
 
     Args:
-        only: algorithms and baselines to draw; if empty, tdcoll's columns of the table and all baselines, or, if these
-            are too many, those that the layout names.
+        only: algorithms and baselines to draw; if empty, tdcoll's columns and all baselines, or a layout's if too many.
 
     Raises:
         ValueError: nothing was timed, there are more than :data:`CURVES` curves, or the benchmark has no pictures.
@@ -137,8 +136,7 @@ def _by_size(head: dict[str, Any], timed: Sequence[Row], layout: Layout, only: S
 def _by_blocks(head: dict[str, Any], rows: Sequence[Row], layout: Layout) -> Any:
     """Return time over multiprocessors, with curves of the algorithms that ``--blocks`` varied.
 
-    tdcoll's other rows are points, without algorithms that are a curve, or that ``auto`` took. Baselines are horizontal
-    lines, because theirs aren't known.
+    tdcoll's other rows are points, without algorithms that are a curve, or that ``auto`` took. Baselines are lines.
     """
 
     def name(row: Row) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import platform
@@ -48,14 +47,6 @@ def _commit() -> tuple[str | None, bool | None]:
     return _output("git", "-C", str(root), "rev-parse", "HEAD"), None if changes is None else bool(changes)
 
 
-def _package(name: str) -> str | None:
-    """Return the version of NVIDIA's distribution of this name, for CUDA 13 or 12, that is installed."""
-    for cuda in (13, 12):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(f"{name}-cu{cuda}")
-    return None
-
-
 def provenance() -> dict[str, Any]:
     """Return the facts for JSON, on rank 0; nothing on the others. Collective."""
     owner = runtime.current()
@@ -64,6 +55,10 @@ def provenance() -> dict[str, Any]:
     if owner.rank != 0:
         return {}
     (commit, dirty), host = _commit(), socket.gethostname()
+
+    def shown(name: str, value: str) -> str:  # of a path its last part
+        return Path(value).name if name == "TDCOLL_TUNING" or value.startswith("/") else value
+
     facts: dict[str, Any] = {
         "tdcoll": tdcoll.__version__,
         "commit": commit,
@@ -75,26 +70,22 @@ def provenance() -> dict[str, Any]:
         "gpus": gpus,
         "simulated": owner.simulated,
         "environment": {
-            name: _without_place(name, value.replace(host, "<host>") if host else value)
+            name: shown(name, value.replace(host, "<host>") if host else value)
             for name, value in sorted(os.environ.items())
             if name.startswith(_VARIABLES) and name not in _LEFT_OUT
         },
     }
     if gpu is not None:
+        wheels = {one.name: one.version for one in importlib.metadata.distributions()}
+        versions = [wheels[name] for name in ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12") if name in wheels]
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
         facts |= {
-            "nvshmem": _package("nvidia-nvshmem"),
-            "nvshmem4py": _package("nvshmem4py"),
+            "nvshmem": next(iter(versions), None),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
             "driver": driver.partition("\n")[0] or None,
             "topology": re.sub(r"\x1b\[[0-9;]*m", "", _output("nvidia-smi", "topo", "-m") or "") or None,
         }
     return facts
-
-
-def _without_place(name: str, value: str) -> str:
-    """Return the value of a variable, of a path its last part."""
-    return Path(value).name if name == "TDCOLL_TUNING" or value.startswith("/") else value
 
 
 def command_line(benchmark: str, arguments: Sequence[str], world: int, simulated: bool) -> str:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tdcoll.base.arguments import format_bytes
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.tools.bench.arithmetic import Floor, distinct, format_bytes, ratio
+from tdcoll.tools.bench.arithmetic import Floor, distinct, ratio
 
 IN_PLACE = "in-place"
 """The name of calls in place, where ``--algorithms`` takes one and in rows."""
@@ -36,7 +37,6 @@ class Row:
         skew_us: median over the iterations of the time between the fastest and the slowest rank.
         note: for the reader: why it did not run, or an error, for example.
         calls, iterations: calls timed together (alternating), and how many times.
-        counts: per call, of each rank, what the simulator counted.
         facts: what was measured, by the names that the benchmark gives to them: its size, dtype and so on.
     """
 
@@ -53,7 +53,6 @@ class Row:
     note: str | None = None
     calls: Sequence[int] = (1,)
     iterations: int = 0
-    counts: dict[str, list[float]] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -131,14 +130,8 @@ def _signal(row: Row) -> str:
 
 
 def _data(row: Row) -> str:
-    """How the data were reduced. Older files also have calls that all had one buffer."""
-    op, one = row.facts.get("op"), row.facts.get("buffers") == 1
-    return ", ".join([*([f"{op} of {row.facts['dtype']}"] if op else []), *["one buffer replayed"] * one])
-
-
-def _most(key: str) -> Text:
-    """Return a count of the simulator per call, the most of any rank; loads and stores through pointers don't count."""
-    return lambda row: f"{max(found):g}" if (found := (row.counts or {}).get(key)) else "-"
+    """How the data were reduced."""
+    return f"{op} of {row.facts['dtype']}" if (op := row.facts.get("op")) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +141,7 @@ class Layout:
     Attributes:
         size: heading and text of the columns that say which size a row is of. Rows of equal texts are compared.
         derived: further columns of the terminal, which follow from facts and times.
-        shown: algorithms and baselines that have a column of a table unless others are requested. If none of tdcoll's
-            is among them, all of tdcoll's have one.
+        shown: algorithms and baselines that have a column unless others are requested; if none is tdcoll's, all of its.
         drawn: algorithms and baselines that a picture has if it would have too many curves otherwise.
         about: text about all rows of a table. If it differs, rows get a table of their own.
         unit, scale: of times in tables; a microsecond is ``scale`` of them.
@@ -177,19 +169,18 @@ class Layout:
         """Return the size of a row, in words."""
         return tuple(text(row) for text in self.size.values())
 
-    def columns(self, simulated: bool) -> dict[str, Text]:
-        """Return heading and text of the columns on the terminal: times, or counts of the simulator."""
-        counted = ("puts", "put_bytes", "signals", "waits", "inter_node_puts", "inter_node_bytes")
+    @property
+    def columns(self) -> dict[str, Text]:
+        """Return heading and text of the columns on the terminal."""
         times = {"µs": "median_us", "min µs": "min_us", "p90 µs": "p90_us", "skew µs": "skew_us"}
-        counts = {key.replace("_", " "): _most(key) for key in counted}
-        measured = {heading: _attribute(name) for heading, name in times.items()}
         return {
             **self.size,
             "ranks": lambda row: str(row.ranks),
             "nodes": lambda row: str(row.nodes),
             f"{'algorithm':>24}": _took,
             "launch": lambda row: row.launch,
-            **(counts if simulated else {**measured, **self.derived}),
+            **{heading: _attribute(name) for heading, name in times.items()},
+            **self.derived,
             "check": lambda row: row.check if row.note is None else f"{row.check}: {row.note}",
         }
 

@@ -3,8 +3,7 @@
 
 A signal goes from rank 0 to each other rank and back, many times in one launch, so that the launch hardly counts: with
 signals of the library (``signal_block``) and by stores to the peer's memory (``st_release``). The result is half of the
-round-trip time, which includes the receiver's polling, in CUDA graph replays. When they have ended, the signals must
-have the values that so many rounds give.
+round-trip time, which includes the receiver's polling, in CUDA graph replays. The signals' last values are checked.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Signalling(case.Case):
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         parser = options.Parser(
-            "bench signal", "Latency of signals, checked: CUDA graph replays. On the simulator: checks and counts."
+            "bench signal", "Latency of signals, checked: CUDA graph replays. On the simulator: checks."
         )
         parser.option("--rounds", options.at_least(2), 3 if INTERPRETED else 500, "N", "rounds in one launch")
         options.add_common(parser, 50)

@@ -216,7 +216,7 @@ class SparseCase(case.Case):
         parser = options.Parser(
             "bench sparse_all_reduce",
             "Time of row-sparse all-reduces from sparse tensor to sparse tensor, checked. On the "
-            "simulator: checks and counts, of small sizes.",
+            "simulator: checks, of small sizes.",
         )
         counts = options.each(options.at_least(1))
         parser.option("--rows", counts, "40" if small else "1000,10000,50000", "N,N", "rows of each rank")

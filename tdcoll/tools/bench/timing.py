@@ -5,8 +5,7 @@ The slowest rank counts: each iteration takes as long as its slowest rank did, a
 the iterations. Before each iteration the ranks line up *on their streams*: a pause, in which the host issues the timed
 work, and then a small all-gather, which no rank leaves before all are there. Because of this order, neither a late host
 nor GPUs with different clocks, whose pauses differ, add to the measured skew; one or two microseconds of an NVLink hop
-remain, spread over the calls of an iteration. Eager calls have no pause before them, because issuing them one by one
-may be the bottleneck.
+remain, spread over the calls of an iteration. Eager calls have no pause before them: issuing them may take longer.
 """
 
 from __future__ import annotations
@@ -25,31 +24,26 @@ from tdcoll.tools.bench.arithmetic import summarize
 
 _ASSUMED_CLOCK_KHZ = 1_800_000
 _GRAPH_HEAD_START_US = 500.0
-
-
-def pause(microseconds: float) -> None:
-    """Let the current stream do nothing for about so long."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    clock_khz = getattr(properties, "clock_rate", 0) or _ASSUMED_CLOCK_KHZ
-    torch.cuda._sleep(int(microseconds * clock_khz / 1e3))
+_WARMUP, _REPLAYS = 3, 50
 
 
 class LineUp:
-    """When called, let the current streams of all ranks of ``group`` continue at about the same moment. Collective.
+    """When called, let the current streams of all ranks continue at about the same moment. Collective.
 
-    A context manager. It makes a collective context on the current stream: if a rank does not come, the others raise
-    :class:`~tdcoll.CollectiveTimeout`.
+    A context manager. If a rank does not come, the others raise :class:`~tdcoll.CollectiveTimeout`.
     """
 
-    def __init__(self, group: runtime.Group = None) -> None:
-        self._context = CollectiveContext(group, max_bytes_per_rank=8, debug=False)
+    def __init__(self) -> None:
+        self._context = CollectiveContext(max_bytes_per_rank=8, debug=False)
         self._token = torch.zeros(1, dtype=torch.int64, device=self._context.device)
         self._tokens = torch.zeros(self._context.world_size, dtype=torch.int64, device=self._context.device)
 
     def __call__(self, head_start_us: float = 0.0) -> None:
         """Line up after at least ``head_start_us`` microseconds, in which the host issues what comes next."""
         if head_start_us:
-            pause(head_start_us)
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            clock_khz = getattr(properties, "clock_rate", 0) or _ASSUMED_CLOCK_KHZ
+            torch.cuda._sleep(int(head_start_us * clock_khz / 1e3))
         all_gather(self._token, ctx=self._context, out=self._tokens, algorithm="1d")
 
     def check(self) -> None:
@@ -112,41 +106,28 @@ def time_launches(
     return [begin.elapsed_time(end) * 1e3 / calls for begin, end, calls in timed]
 
 
-def graph_time_us(
-    function: Callable[[], object],
-    *,
-    calls: Sequence[int] = (20, 21),
-    replays: int = 50,
-    warmup: int = 3,
-    group: runtime.Group = None,
-) -> float:
+def graph_time_us(function: Callable[[], object], calls: Sequence[int] = (20, 21)) -> float:
     """Return the microseconds per call of ``function`` in a CUDA graph: median over replays of the slowest rank.
 
-    Collective over ``group``: all its ranks make this call, on the stream that the function's context has::
+    Collective: all ranks make this call, on the stream that the function's context has::
 
         us = graph_time_us(lambda: tdcoll.all_gather(x, ctx, out))
 
     Args:
         function: issues work on the current stream; no host synchronisation, the same on every replay.
         calls: calls per graph, one graph for each number; an odd number shows that slots may end up swapped.
-        replays: timed replays, the graphs taken in turn.
-        warmup: calls before the capture, and replays of each graph before the timed ones; at least 1.
-        group: the ranks that take part: a ProcessGroup, a sequence of global ranks, or None for all.
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
         TdcollError: in the simulator, which has no times.
-        ValueError: a number is too small.
     """
     owner = runtime.current()
     if owner.simulated:
         raise TdcollError("graph_time_us needs GPUs; the simulator has no times")
-    if min(*calls, replays, warmup, 1) < 1 or not calls:
-        raise ValueError(f"calls, replays and warmup must be at least 1, got {tuple(calls)}, {replays} and {warmup}")
-    for _ in range(warmup):
+    for _ in range(_WARMUP):
         function()
     launches = [capture(lambda _: function(), count) for count in calls]
-    with LineUp(group) as line_up:
-        time_launches(launches, warmup * len(launches), line_up)
-        times = time_launches(launches, replays, line_up)
-    return summarize(owner.control.all_gather(owner.ranks_of(group), "graph_time_us", times))["median_us"]
+    with LineUp() as line_up:
+        time_launches(launches, _WARMUP * len(launches), line_up)
+        times = time_launches(launches, _REPLAYS, line_up)
+    return summarize(owner.control.all_gather(range(owner.world_size), "graph_time_us", times))["median_us"]

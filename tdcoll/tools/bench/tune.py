@@ -110,8 +110,7 @@ class Tune(case.Case):
     def wanted(self, size: Size) -> Iterator[tuple[list[Wanted], Callable[[], object]]]:
         """Yield every candidate; calls out of place share their buffers, and so do those in place.
 
-        They are timed in CUDA graphs, because eager calls take the same plans, and small ones are bound by launch
-        overhead.
+        They are timed in CUDA graphs. Eager calls take the same plans, and small ones are bound by launch overhead.
         """
         choice, bench, nbytes = size
         with bench.context(nbytes) as (context, stock):

@@ -29,8 +29,7 @@ class MachineFacts:
     """Everything that the checks look at.
 
     Attributes:
-        found: by step of :mod:`.probe`, what it yielded. If it failed, also ``error`` in words and, for a package
-            that isn't installed, a true ``missing``.
+        found: by step of :mod:`.probe`, what it yielded, or ``error`` in words (``missing`` if it isn't installed).
         distributions: version of each installed distribution that matters here.
         environment: environment variables of this process.
         launched: environment variables of ranks that launch.sh starts.
@@ -61,11 +60,14 @@ def collect(environment: Mapping[str, str], nproc: int | None) -> MachineFacts:
     Args:
         nproc: ranks on this host; None: one per GPU, or two simulated ones.
     """
-    job = prepare(environment, dry_run=True, say=lambda text: None)
+    job, distributions = prepare(environment, dry_run=True, say=lambda text: None), {}
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(Exception):  # broken metadata raises errors of any class
+            distributions[name] = importlib.metadata.version(name)
     facts = MachineFacts(
         python=sys.version_info[:3],
         found={step: _probed(step, job.variables) for step in probe.STEPS},
-        distributions=_distributions(),
+        distributions=distributions,
         environment=environment,
         launched=job.variables,
         simulated=job.simulated,
@@ -81,11 +83,3 @@ def _probed(step: str, environment: Mapping[str, str]) -> dict[str, Any]:
     for line in ended.output.splitlines():
         found |= json.loads(line)
     return found or {"error": "it ended without a word"}
-
-
-def _distributions() -> dict[str, str]:
-    found = {}
-    for name in _DISTRIBUTIONS:
-        with contextlib.suppress(Exception):  # broken metadata raises errors of any class
-            found[name] = importlib.metadata.version(name)
-    return found

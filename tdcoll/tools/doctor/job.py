@@ -11,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import re
 import sys
 from typing import Any
 
@@ -23,11 +22,6 @@ from tdcoll.tools.doctor.facts import MachineFacts
 _NAME = "small job"
 _MARK = "tdcoll-doctor "
 """Begins the lines that the doctor reads."""
-
-_COMPLAINT = re.compile(
-    r"\S.*\b(error|fail(ed|ure)?|abort(ed)?|fatal|cannot|non-zero status)\b|[\w.]+(Error|Exception):", re.I
-)
-"""A line that isn't indented, of a library or the last one of a traceback."""
 
 _ADVICE = "first see the lines above, then docs/errors.md and the end of the job's output"
 _JOINING = (
@@ -63,7 +57,7 @@ def judge(facts: MachineFacts, ended: Ended | str) -> Line:
     """Return the line about the job; a string says why it wasn't started."""
     if isinstance(ended, str):
         return note(_NAME, f"not run: {ended}")
-    result, stages, errors, deaths, complaints = "", dict[int, str](), list[str](), list[str](), list[str]()
+    result, stages, errors, deaths = "", dict[int, str](), list[str](), list[str]()
     for line in ended.output.splitlines():
         before, mark, text = line.partition(_MARK)
         if mark:
@@ -75,15 +69,13 @@ def judge(facts: MachineFacts, ended: Ended | str) -> Line:
                 errors.append(f"rank {said['rank']}: {said['error']}")
         elif before.startswith("tdcoll: died"):  # one of tdcoll.tools.torchrun's last lines
             deaths.append(before.removeprefix("tdcoll: "))
-        elif _COMPLAINT.match(before):
-            complaints.append(before)
     if result and not ended.reason:
         return ok(_NAME, result)
     where = [
         f"last in {stage}: rank {', '.join(str(rank) for rank in sorted(stages) if stages[rank] == stage)}"
         for stage in dict.fromkeys(stages.values())
     ]
-    first = [f"first error: {error}" for error in (errors or complaints)[:1]]
+    first = [f"first error: {error}" for error in errors[:1]]
     text = "; ".join([ended.reason or "no rank reported a result", *(where or ["no rank had begun"]), *deaths, *first])
     joining = not facts.simulated and "tdcoll.initialize" in stages.values()
     return problem(_NAME, text, _ADVICE + (_JOINING if joining else ""))

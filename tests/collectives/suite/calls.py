@@ -85,7 +85,7 @@ def different(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 def kinds_of(spec: Collective) -> str:
     """The kinds of calls (:class:`Calls`) that a collective has."""
     in_place = spec.may_overlap_at(1, 0) is not None
-    return "o" + "i" * in_place + "st" * spec.reduces + "p" * spec.in_place
+    return "o" + "i" * in_place + "st" * (spec.reduces and not spec.scatters) + "p" * spec.in_place
 
 
 def had(spec: Collective, calls: str) -> str:
@@ -135,8 +135,8 @@ def place(
         part = inside[at : at + min(given, taken)]
         return Placed(*((part, inside) if spec.gathers else (inside, part)), (whole,))
     memories = (
-        room(kind == "s" and spec.peers_access_tensor, given),
-        room(kind == "s" and not spec.peers_access_tensor, taken),
+        room(False, given),
+        room(kind == "s", taken),
     )
     return Placed(memories[0][begin:-1], memories[1][begin:-1], memories)
 

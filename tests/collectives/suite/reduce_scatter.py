@@ -24,16 +24,10 @@ M = partial(mutant, SPEC)
 DIRECT, LAMPORT = partial(M, algorithm="direct"), partial(M, algorithm="ll")
 FLAGGED, LOOP = partial(LAMPORT, **FLAGS), partial(LAMPORT, nodes=(2,), **LOOPED)
 PUTS = partial(M, algorithm="1d", nodes=(2, 2))
-PULL = partial(M, algorithm="pull", calls="ssss")
 
-STORES, WORDS, PULLS, SENDS = (
+STORES, WORDS, SENDS = (
     f"reduce_scatter.kernels_{name}"
-    for name in (
-        "direct.reduce_scatter_direct",
-        "words.reduce_scatter_words",
-        "pull.reduce_scatter_pull",
-        "puts.reduce_scatter_puts",
-    )
+    for name in ("direct.reduce_scatter_direct", "words.reduce_scatter_words", "puts.reduce_scatter_puts")
 )
 PUT = "puts.put_from_outbox"
 BACKWARDS = "(tl.num_programs(0) - 1 - tl.program_id(0))"
@@ -81,15 +75,6 @@ MUTANTS = (
         ),
         f"{WRONG}|{missing('lamport')}", **WAITS_FIRST,
     ),
-    # ------------------------------------------------------------------ loads from symmetric memory
-    PULL("nobody waits for who has not entered", no_wait(PULLS, "tdl.wait_signals", "g.entered")),
-    PULL("nobody waits for those that read", no_wait(PULLS, "tdl.wait_signals", "row(g, epoch, i)")),
-    PULL("only the first chunk is waited for", Argument(PULLS, "row", "i", "0")),
-    PULL("the signal goes before the loads", Moved(PULLS, "reduce_chunk", behind="stores.release_to_all")),
-    PULL(
-        "who waits for all comes before those that load", Change(PULLS, "tl.program_id(0)", BACKWARDS), UNSIGNALLED,
-        **WAITS_FIRST,
-    ),
     # ------------------------------------------------------------------ puts
     PUTS("signal before data", PUT_LATE),
     PUTS(
@@ -105,13 +90,11 @@ DENSE = Dense(
         "direct": ((3,), (4,)),
         "loop": ((3,), (2,)),
         "ce": ((3,), (4,)),
-        "pull": ((3,), (2,)),
         "1d": ((2, 1), (2, 2), (1, 2, 1), (4,)),
     },
     counts=34,
     grids=(
         (Calls(SPEC, "direct ll 1d", "oixoxoioo", (34, 12, 0)), job((3,), seeds=2)),
-        (Calls(SPEC, "pull direct", "stxsosxo", (34, 12, 0)), job((3,), seeds=2)),
         # Chunks of several tiles, which several thread blocks reduce.
         (Calls(SPEC, "direct 1d", "oi", (25_000,), pieces=2), job((3,), seeds=1, heap_bytes=8 << 20)),
     ),

@@ -59,7 +59,7 @@ FACTS = st.fixed_dictionaries(
         "puts": st.booleans(),
         "ll_bytes": st.sampled_from([-1, 0, 100, 128 * K, M]),
         "lamport_bytes": st.sampled_from([0, 1, 100, 128 * K, 2 * M]),
-        "chunks": st.sampled_from([1, 2, 3, 100, MAX_CHUNKS]),
+        "chunks": st.sampled_from([2, 3, 100, MAX_CHUNKS]),
         "max_blocks": st.sampled_from([200, 1000, MAX_BLOCKS]),
         "itemsize": st.sampled_from([1, 2, 4, 8]),
     }

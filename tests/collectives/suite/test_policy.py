@@ -67,7 +67,6 @@ TAKEN: list[tuple[Collective, int, Nodes, dict[str, Any], str | tuple[str, int] 
     (SCATTER, 64, (4,), PARTS, "ll"),
     (SCATTER, 73, (4,), PARTS, "direct"),
     (SCATTER, 73, (4,), {**PARTS, "lamport_bytes": 80}, "ll"),
-    (SCATTER, 81, (4,), {**PARTS, "symmetric": True}, "pull"),
     *((SCATTER, 64, (4,), {**PARTS, **other}, "direct") for other in ({"itemsize": 8}, {"simulated": True})),
     (SCATTER, 64, (4,), {"itemsize": 4}, "1d"),
     (SCATTER, 64, (2, 2), PARTS, "1d"),
@@ -242,35 +241,12 @@ REFUSED: list[tuple[Collective, int, Nodes, Any, dict[str, Any], str]] = [
     ),
     *((spec, 64, (4,), "direct", {}, "algorithm='direct' needs one node whose ranks can store") for spec in SPECS),
     (SCATTER, 64, (4,), "ll", {**PARTS, "itemsize": 8}, "needs elements of at most 4 bytes; got elements of 8 bytes"),
-    (SCATTER, 64, (4,), "pull", STORES, "algorithm='pull' needs symmetric=True; got a tensor of any memory on"),
     (ALL, 8, (2, 2), "ll", {**STORES, **LL}, r"algorithm='ll' needs one node whose ranks can store .*; got 4 rank"),
     (ALL, 16 * K + 1, (4,), "ll", {**STORES, **LL}, "algorithm='ll' needs .*; got 16385 bytes on 4 rank"),
     (REDUCE, 100, (4,), "two_shot", {"itemsize": 4}, "'two_shot' needs one node whose ranks can store to each other's"),
     (REDUCE, 100, (4,), "one_shot", {**PARTS, "ll_bytes": 12}, TOO_FEW),
     # no word, and one for one of the two halves
     *((REDUCE, 100, (4,), "two_shot", {**STORES, "lamport_bytes": n, "itemsize": 4}, TOO_FEW) for n in (0, 16)),
-    *(
-        (
-            REDUCE,
-            100,
-            (4,),
-            name,
-            {**STORES, "chunks": 1},
-            f"'{name}' needs a context with at least 2 chunks; got 1",
-        )
-        for name in ("direct", "1d")
-    ),
-    *(
-        (
-            REDUCE,
-            G,
-            nodes,
-            "auto",
-            {**FLAGS, "chunks": 1},
-            "^all_reduce needs a context with at least 2 chunks; got",
-        )
-        for nodes in ((4,), (2, 2))
-    ),
 ]
 
 

@@ -80,7 +80,7 @@ def test_a_table_comes_back_as_it_was() -> None:
     assert Table.parse(Table(()).text()).sections == ()
     lines = EXAMPLE.text().splitlines()
     assert '    {"up_to": "16 KB", "algorithm": "ll", "chunk": "3 KB", "num_warps": 8},' in lines
-    assert '    {"up_to": 4194305, "algorithm": "1d", "chunks": 16},' in lines
+    assert '    {"up_to": "4194305 B", "algorithm": "1d", "chunks": 16},' in lines
     assert '    {"up_to": null, "algorithm": "direct"}' in lines
 
 

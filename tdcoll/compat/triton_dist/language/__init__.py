@@ -87,8 +87,7 @@ def wait(barrierPtrs, numBarriers, scope: tl.constexpr, semantic: tl.constexpr, 
 
     The words have 32 or 64 bits, and are of this rank or, through ``symm_at``, of a peer. The lanes of each warp wait,
     and the warp goes on together. Loads that follow in the program stay behind the wait, because stock Triton does not
-    pipeline a loop that has one. It has no deadline on a GPU; on the simulator it ends when the job's deadline has
-    passed.
+    pipeline a loop that has one. It has no deadline on a GPU; on the simulator it has the job's.
     """
     _until_equal(barrierPtrs, numBarriers, waitValue, scope, semantic)
     return tl.cast(0, tl.int32)
@@ -110,8 +109,7 @@ def notify(
 ):
     """Set a 64-bit signal of ``rank``, or add to it, after the earlier stores of this thread.
 
-    It has no barrier of the block before it: if the kernel needs one, it calls ``__syncthreads()``, as in
-        Triton-distributed.
+    It has no barrier of the block before it, as in Triton-distributed: if you need one, call ``__syncthreads()``.
 
     ``comm_scope``: ``gpu``, this rank's own signal, for its other programs; ``intra_node``, by a store to the peer's
     memory; ``inter_node``, by NVSHMEM after its fence, which reaches every rank.

@@ -23,8 +23,7 @@ class create_ag_gemm_context:
 
     Attributes:
         symm_workspaces: ``[max_M, K]`` of each rank of this node; ``symm_workspace`` is this rank's.
-        symm_barriers: ``[num_ranks]`` signals of each rank of this node; ``symm_barrier`` is this rank's. int64 over
-            several nodes, else int32.
+        symm_barriers: ``[num_ranks]`` signals of each local rank; ``symm_barrier`` is its own. int32, int64 over nodes.
         symm_comm_buf: int32 ``[3 * num_ranks]``.
         ag_intranode_stream, ag_internode_stream: for the two halves of the all-gather.
     """

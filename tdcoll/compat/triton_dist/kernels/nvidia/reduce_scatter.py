@@ -31,8 +31,7 @@ class ReduceScatter2DContext:
     """Signals and a context for reduce-scatters of up to ``[max_M, N]``. Collective to make.
 
     Attributes:
-        scatter_signal_buf: int64 ``[world_size]``: set to 1 by the producer of the input when the part for a rank is
-            there.
+        scatter_signal_buf: int64 ``[world_size]``: set to 1 by the producer when the part for a rank is there.
         num_rs_sms: how many thread blocks run beside the matmul: none, because the sum begins when the input is there.
     """
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.base.output import unless_the_reader_goes
 from tdcoll.tools.setenv import COMMAND
 
 _OTHERS = {
@@ -36,7 +35,7 @@ example:
   {COMMAND} -m tdcoll bench all_gather --json result.json
   python -m tdcoll report result.json --plot result.png
 
-Each benchmark has a --help of its own. On the simulator they check results and count messages."""
+Each benchmark has a --help of its own. On the simulator they only check results."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,7 +50,3 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     print(f"{_USAGE}\nbench: expected {', '.join(BENCHMARKS)} or --help, got {name or 'nothing'}", file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(unless_the_reader_goes(lambda: main(sys.argv[1:])))
