@@ -92,7 +92,7 @@ def test_version() -> None:
         (["docter"], "expected run, doctor, hang, bench, tune, report or --help, got docter"),
         (["bench"], "expected all_gather, "),
         (["bench", "all_scatter"], "got all_scatter"),
-        (["report"], "required: FILE.json"),
+        (["report"], "expected either FILE.json or --write"),
     ],
 )
 def test_a_wrong_command_line_is_exit_status_2(arguments: list[str], said: str) -> None:

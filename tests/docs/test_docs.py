@@ -28,6 +28,7 @@ from tdcoll.calls.pool import sizes_for
 from tdcoll.runtime.topology import Topology
 from tdcoll.spec.functions import FUNCTIONS
 from tdcoll.testing import Deadlock, World, explore, first_failure
+from tdcoll.tools.bench import report
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/results/README.md"])
@@ -72,7 +73,7 @@ def module_of(path: Path, code: str | None = None) -> Any:
     return module
 
 
-device_language, fill_tables = (module_of(ROOT / f"docs/{name}.py") for name in ("device_language", "fill_tables"))
+device_language = module_of(ROOT / "docs/device_language.py")
 
 
 def test_readme_is_short_and_has_the_two_commands():
@@ -211,10 +212,10 @@ def test_the_profiling_page_has_what_is_printed():
 
 
 def test_tables_are_what_the_results_say():
-    made = fill_tables.pages(ROOT)
+    made = report.pages(ROOT)
     assert {page.name for page in made} == {"README.md", "performance.md", "tables.md"}
     stale = [page.name for page, text in made.items() if text != page.read_text(encoding="utf-8")]
-    assert stale == [], "run python docs/fill_tables.py"
+    assert stale == [], "run python -m tdcoll report --write"
 
 
 def test_every_result_is_on_a_page():
@@ -227,7 +228,7 @@ def test_every_result_is_on_a_page():
     assert [name for name in sorted(results) if f"<!-- report: {name} -->" not in text] == []
     assert [name for name in sorted(found) if f"`{name}`" not in listed] == []
     pictures = {path.stem for path in (ROOT / "docs/results").glob("*.png")}
-    assert pictures == set(fill_tables.pictures(ROOT)) <= results
+    assert pictures == set(report.pictures(ROOT)) <= results
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tdcoll report``: Markdown tables and pictures of the benchmarks' files."""
+"""``tdcoll report``: Markdown tables and pictures of the benchmarks' files.
+
+A page of the documentation says where a file's tables go::
+
+    <!-- report: all-gather-4xH200 -->         all tables of docs/results/all-gather-4xH200.json
+    <!-- /report -->
+    <!-- report: all-gather-4xH200 brief -->   one table, of few sizes and columns
+    <!-- /report -->
+    <!-- report: all-gather-4xH200 losses -->  a list of the sizes at which a baseline is faster
+    <!-- /report -->
+    ![...](results/all-gather-4xH200.png)      a picture of the same file
+
+``tdcoll report --write`` fills them in.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -217,6 +231,60 @@ def losses(head: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _result(root: Path, name: str) -> tuple[dict[str, Any], list[Row]]:
+    return files.load(root / f"docs/results/{name}.json")
+
+
+_BLOCK = re.compile(r"^(<!-- report: (\S+)( brief| losses)? -->\n)(.*?)^<!-- /report -->$", re.M | re.S)
+_PICTURE = re.compile(r"\]\((?:docs/)?results/([\w.-]+)\.png\)")
+
+
+def _documents(root: Path) -> dict[Path, str]:
+    """Return the pages of a checkout, by path."""
+    if not (root / "docs/results").is_dir():
+        raise ValueError(f"--write: expected a checkout of tdcoll, with docs/results, got {root}")
+    return {page: page.read_text(encoding="utf-8") for page in (root / "README.md", *sorted(root.glob("docs/*.md")))}
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """Return the pages of the checkout ``root`` that have tables, with the tables filled in.
+
+    Raises:
+        ValueError: ``root`` is no checkout, a page's markers are wrong, or a file is no result.
+        OSError: a file cannot be read.
+    """
+
+    def block(found: re.Match[str]) -> str:
+        head, rows = _result(root, found[2])
+        text = losses(head, rows) if found[3] == " losses" else markdown(head, rows, brief=bool(found[3]))
+        return f"{found[1]}{text}<!-- /report -->"
+
+    made = {}
+    for page, text in _documents(root).items():
+        markers = text.count("<!-- report:")
+        if not markers == text.count("<!-- /report") == len(_BLOCK.findall(text)):
+            raise ValueError(
+                f"{page}: expected each <!-- report: NAME --> with a <!-- /report --> after it, on lines of their own"
+            )
+        if markers:
+            made[page] = _BLOCK.sub(block, text)
+    return made
+
+
+def pictures(root: Path) -> list[str]:
+    """Return the names, as in markers, of the results of which a page shows a picture."""
+    return distinct([name for text in _documents(root).values() for name in _PICTURE.findall(text)])
+
+
+def _write(root: Path) -> None:
+    """Fill in the tables of all pages, and draw their pictures."""
+    for page, text in pages(root).items():
+        files.write_whole(page, text)
+    for name in pictures(root):
+        head, rows = _result(root, name)
+        plot(head, rows, root / f"docs/results/{name}.png")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
@@ -225,15 +293,21 @@ def main(arguments: Sequence[str]) -> int:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="print its tables")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE.json", help="print its tables")
     what = "draw one file: time against size, or against multiprocessors if it has rows of --blocks"
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help=what)
     what = "columns and curves: these algorithms and peers; the fastest baseline is found among all"
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="A,B", help=what)
+    what = "write the tables and pictures of a checkout's README and docs from its docs/results (default: here)"
+    parser.add_argument("--write", nargs="?", type=Path, const=Path(), metavar="DIR", help=what)
     options = parser.parse_args(arguments)
+    if bool(options.files) == (options.write is not None):
+        parser.error("expected either FILE.json or --write")
     if options.plot is not None and len(options.files) != 1:
         parser.error(f"--plot: expected one FILE.json, got {len(options.files)}")
     try:
+        if options.write is not None:
+            _write(options.write)
         results = [files.load(path) for path in options.files]
         print("\n".join(markdown(*result, only=options.only) for result in results), end="")
         if options.plot is not None:
