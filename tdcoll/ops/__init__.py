@@ -3,24 +3,32 @@
 
 ``torch.ops.tdcoll.all_gather``, the other dense collectives and ``all_reduce_rms_norm`` are functional: they return new
 tensors and write to no argument. The group is a string (:func:`group_name`). See ``docs/fused.md``.
+
+:func:`fusing` is a backend for ``torch.compile`` which replaces an all-reduce, the addition of a residual and an
+RMSNorm by ``all_reduce_rms_norm``, and leaves the rest to Inductor.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import derivative, make, spec_of
 from tdcoll.calls.spec import Collective
+from tdcoll.fused.op import DTYPES
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
+from tdcoll.fused.policy import takes
 from tdcoll.primitives.reduce import operation_name
 
-__all__ = ["all_reduce_rms_norm", "group_name", "operators"]
+__all__ = ["all_reduce_rms_norm", "fuse", "fusing", "group_name", "operators"]
 
 
 # ---------------------------------------------------------------------- groups
@@ -148,3 +156,114 @@ def _of_norm(ctx: Any, of_normalized: torch.Tensor, of_new: torch.Tensor) -> tup
 
 
 all_reduce_rms_norm.register_autograd(_of_norm, setup_context=_remember_norm)
+
+
+# ---------------------------------------------------------------------- a pass
+
+_REDUCES = (torch.ops.tdcoll.all_reduce, torch.ops.tdcoll.all_reduce.default)
+_ADDS = (operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor)
+_NORMS = (torch.nn.functional.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.default)
+
+
+def fuse(module: fx.GraphModule) -> fx.GraphModule:
+    """Replace ``rms_norm(all_reduce(x) + residual)`` by ``all_reduce_rms_norm`` wherever a graph has it.
+
+    The norm is over the last dimension, with a weight of the dtype of ``x``; residual and ``x`` have one shape and
+    dtype; the sum of the ranks is used for nothing else. (The sum with the residual may be.) Nothing else is computed
+    between the three, because it might write in place; ``total += residual`` is fused, ``residual += total`` is not. As
+    for the operator, the residual has to be the same on all ranks. The new residual keeps its bits; the norm is rounded
+    once.
+
+    Args:
+        module: as ``torch.compile`` gives it to a backend; it is changed.
+
+    Returns:
+        ``module``.
+    """
+    graph = module.graph
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    for norm in nodes:
+        found = _found(norm)
+        if found is None:
+            continue
+        add, reduce, residual, weight, eps = found
+        between = [node for node in nodes[place[reduce] + 1 : place[norm]] if node is not add]
+        # The inputs of the three move to the place of the addition.
+        if place.get(weight, len(nodes)) > place[add] or any(node.op.startswith("call") for node in between):
+            continue
+        x = reduce.args[0]
+        group = reduce.args[2] if len(reduce.args) > 2 else ""
+        with graph.inserting_before(add):
+            target = torch.ops.tdcoll.all_reduce_rms_norm.default
+            both = graph.call_function(target, (x, residual, weight, eps, group))
+            normalized, new = (graph.call_function(operator.getitem, (both, i)) for i in (0, 1))
+        for old, made in ((norm, normalized), (add, new)):
+            made.meta = dict(old.meta)
+            old.replace_all_uses_with(made)
+        for old in (norm, add, reduce):
+            graph.erase_node(old)
+    graph.lint()
+    module.recompile()
+    return module
+
+
+def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def _seen(node: Any) -> torch.Tensor | None:
+    """Return the example that the graph has of a node's value; None if that is no tensor."""
+    value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | None:
+    """Return ``(add, all-reduce, residual, weight, eps)`` of a norm that can be fused; None of any other node."""
+    if norm.op != "call_function" or norm.target not in _NORMS:
+        return None
+    add, shape, weight = (_argument(norm, i, name) for i, name in enumerate(("input", "normalized_shape", "weight")))
+    if not isinstance(add, fx.Node) or add.op != "call_function" or add.target not in _ADDS:
+        return None
+    if len(add.args) != 2 or add.kwargs.get("alpha", 1) != 1 or "out" in add.kwargs:
+        return None
+    addends = [node for node in add.args if isinstance(node, fx.Node)]
+    reduces = [n for n in addends if n.op == "call_function" and n.target in _REDUCES and len(n.users) == 1]
+    if len(addends) != 2 or not reduces or addends[0] is addends[1] or reduces[0].kwargs:
+        return None
+    reduce = reduces[0]
+    if add.target is operator.iadd and add.args[0] is not reduce:  # the old residual becomes the new one
+        return None
+    if reduce.args[1:2] not in ((), ("sum",)):
+        return None
+    residual = addends[1] if addends[0] is reduce else addends[0]
+    summed, old, gain = _seen(reduce), _seen(residual), _seen(weight)
+    if summed is None or old is None or gain is None or len(shape) != 1:
+        return None
+    if summed.shape != old.shape or not summed.dtype == old.dtype == gain.dtype or summed.shape[-1] != shape[0]:
+        return None
+    hidden = summed.shape[-1]
+    if summed.dtype not in DTYPES or not isinstance(hidden, int) or not takes(hidden, summed.dtype.itemsize):
+        return None
+    eps = _argument(norm, 3, "eps")
+    return add, reduce, residual, weight, torch.finfo(torch.float32).eps if eps is None else float(eps)
+
+
+def fusing(
+    module: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile by Inductor after :func:`fuse`: a backend, for ``torch.compile(model, backend=tdcoll.ops.fusing)``.
+
+    Args:
+        mode, options: those of ``torch.compile``.
+    """
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+    compiled: Any = compile_fx(fuse(module), list(inputs), config_patches=patches)
+    return compiled
