@@ -25,7 +25,7 @@ from tdcoll.calls.pool import pooled, strided_bytes
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
-from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, NormRows, choose
+from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, NormRows, choose, takes
 from tdcoll.primitives.reduce import triton_dtype
 
 _log = logging.getLogger("tdcoll")
@@ -171,7 +171,7 @@ def _check(
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be of float16, bfloat16 or float32; got {x.dtype}")
     hidden = x.shape[-1] if x.dim() else 0
-    if not 0 < hidden <= MOST_HIDDEN or hidden * x.element_size() % 16:
+    if not takes(hidden, x.element_size()):
         raise ValueError(
             f"x must have rows of at most {MOST_HIDDEN} elements, a multiple of {16 // x.element_size()} of {x.dtype}; "
             f"got shape {list(x.shape)}"

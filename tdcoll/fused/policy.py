@@ -56,6 +56,11 @@ class NormRows:
         return self.hidden * self.itemsize // WORD
 
 
+def takes(hidden: int, itemsize: int) -> bool:
+    """Return whether these kernels normalize rows of ``hidden`` elements of ``itemsize`` bytes."""
+    return 0 < hidden <= MOST_HIDDEN and hidden * itemsize % 16 == 0
+
+
 def _owned(rows: NormRows, world: int) -> int:
     """Return the most rows that a rank owns."""
     return -(-rows.rows // world)
