@@ -261,6 +261,6 @@ def test_exit_status(monkeypatch, capsys, arguments, facts, ended, status, said)
 @pytest.mark.parametrize("variable", ["TDCOLL_TIMEOUT_S", "TDCOLL_BACKEND_HANDLES"])
 def test_values_that_tdcoll_refuses(variable):
     """The small job reads them as a job of the user's would."""
-    done = doctor("--nproc", "1", TRITON_INTERPRET="1", **{variable: "soon"})
-    assert done.returncode == 1
-    assert f"ValueError: {variable}" in done.stdout, done.stdout
+    shell = {**SHELL, "TRITON_INTERPRET": "1", variable: "soon"}
+    line = job.judge(SIMULATOR, job.start(replace(SIMULATOR, launched=shell, nproc=1), 60))
+    assert (line.status, f"ValueError: {variable}" in line.text) == ("problem", True), line

@@ -108,7 +108,7 @@ def train(n_pes: int, arguments: tuple[str, ...] = SMALL) -> list[torch.Tensor]:
 
 
 def test_training_learns():
-    tables = train(3, ())
+    tables = train(2, ())
     assert all(torch.equal(table, tables[0]) for table in tables)
     words, ids = SPARSE.number_words(SPARSE.read_text(), SPARSE.SIMULATED["vocabulary"])
     batch = SPARSE.draw(ids, len(words), 0, 200)
