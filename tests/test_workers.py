@@ -62,7 +62,7 @@ def test_killed_rank_is_named(launch: Launch) -> None:
 @pytest.mark.slow
 def test_killed_rank_is_named_by_the_others_and_the_job_ends(launch: Launch) -> None:
     # torchrun looks once, this long after it started the ranks: they must have started, and timed out, by then.
-    options = ("--nproc", "3", "--timeout", "2", "--monitor-interval", "25")
+    options = ("--nproc", "3", "--timeout", "2", "--monitor-interval", "20")
     done = launch("--simulate", *options, str(WORKERS / "killed_rank.py"), "calls", "1")
     assert done.returncode != 0
     for survivor in (0, 2):

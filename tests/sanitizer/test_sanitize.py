@@ -206,30 +206,3 @@ def test_the_control_must_be_reported(tmp_path: Path) -> None:
     assert not sanitize.judge_control(tmp_path).ok
     (tmp_path / "2.log").write_text(OUT_OF_BOUNDS.replace("exchange_direct", "store_out_of_bounds"))
     assert sanitize.judge_control(tmp_path).ok
-
-
-def test_where_there_is_no_sanitizer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(sanitize, "TOOLKIT", "/nowhere")
-    with pytest.raises(SystemExit) as ended:
-        sanitize.main([])
-    assert ended.value.code == 2
-    assert "compute-sanitizer: expected on PATH or in /nowhere" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--tools memcheck,leakcheck", "expected some of memcheck"),
-        ("--nproc 0", "expected a whole number of at least"),
-        *(
-            (f"--deadline={given}", f"expected a positive number of seconds, got '{given}'")
-            for given in ("0", "inf", "x")
-        ),
-    ],
-)
-def test_a_wrong_command_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        sanitize.main(arguments.split())
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

@@ -22,6 +22,7 @@ SMALL_DDP = ("--rows", "100", "--dim", "4", "--batch", "8", "--steps", "2")
 # ---------------------------------------------------------------------- as a reader runs them
 
 
+@pytest.mark.slow
 def test_sparse_all_reduce_runs(launch):
     done = launch("--simulate", "--nproc", "2", SPARSE.__file__, *SMALL)
     assert done.returncode == 0, done.stderr
