@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -206,6 +207,14 @@ def test_scripts_have_the_options_that_they_are_given() -> None:
             else:
                 assert script == "tests" or (ROOT / script).is_file()
     assert seen == {"benchmarks/backend_calls.py", "benchmarks/training.py", "tests/sanitizer/sanitize.py"}
+
+
+def test_heaps_differ_in_the_heap_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure.main(["--nproc", "2", "--dry-run", str(tmp_path), "heaps", "tests"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines.pop()[4:6] == ["-k", "not shared"]
+    assert [line[0] for line in lines] == ["TDCOLL_HEAP=nvshmem", "TDCOLL_HEAP=torch"] * 6
+    assert all(one[1:-1] == other[1:-1] for one, other in zip(lines[::2], lines[1::2], strict=True))
 
 
 def test_a_wrong_command_line(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
