@@ -172,8 +172,8 @@ def test_a_job_that_hangs_is_killed_with_its_ranks(tmp_path):
         "job._say(stage=f'process {os.getpid()}')\ntime.sleep(200)\n"
     )
     shell = {**SHELL, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    ended = job.start(replace(SIMULATOR, launched=shell), 25, "hangs")
-    assert job.judge(SIMULATOR, ended).text.startswith("it did not end within 25 s; last in process ")
+    ended = job.start(replace(SIMULATOR, launched=shell), 18, "hangs")
+    assert job.judge(SIMULATOR, ended).text.startswith("it did not end within 18 s; last in process ")
     ranks = [int(pid) for pid in re.findall(r"process (\d+)", ended.output)]
     assert (len(ranks), all(gone(rank) for rank in ranks)) == (2, True)
 
