@@ -4,74 +4,48 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checks import WORKERS, checks_of, program_of, verdicts
 from tiers import second
 
-WORKERS = Path(__file__).with_name("workers")
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-def checks_of(script: str, options: str = r"(?:\(.*\))?") -> list[str]:
-    """Names of the checks in a worker script, in order: of all, or of those with these options."""
-    text = (WORKERS / script).read_text(encoding="utf-8")
-    return re.findall(rf"^@check{options}\ndef (\w+)", text, re.MULTILINE)
-
-
-def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]:
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {verdict["check"]: verdict for verdict in map(json.loads, done.stdout.splitlines())}
+NODES = ("--emulate-nodes", "2")
 
 
 @pytest.mark.parametrize(
-    ("script", "options"),
+    ("names", "ranks", "nodes"),
     [
-        second("dense_checks.py", ("--nproc", "4", "--emulate-nodes", "2"), id="dense collectives, 2 nodes of 2"),
-        second("dense_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="dense collectives, 2 + 1"),
-        pytest.param("drop_ins_checks.py", ("--nproc", "2"), id="drop-ins, 2 ranks"),
-        second("early_checks.py", ("--nproc", "2"), id="early launches, 2 ranks"),
-        second("fused_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="fused, 2 + 1"),
-        second("operators_checks.py", ("--nproc", "2"), id="operators, 2 ranks"),
-        second("operators_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="operators, 2 + 1"),
-        second("hang_checks.py", ("--nproc", "3"), id="a late rank, 3 ranks"),
-        second("language_checks.py", ("--nproc", "3"), id="language, 3 ranks"),
-        second("stores_and_waits_checks.py", ("--nproc", "3"), id="stores and waits, 3 ranks"),
-        second("words_checks.py", ("--nproc", "2"), id="words, 2 ranks"),
-        pytest.param("copies_checks.py", ("--nproc", "2"), id="copy engines, 2 ranks"),
-        second("sparse_checks.py", ("--nproc", "2"), id="sparse all-reduce, 2 ranks"),
-        second("sparse_contexts_checks.py", ("--nproc", "2"), id="its contexts, 2 ranks"),
-        second("stall_checks.py", ("--nproc", "2"), id="a planted stall, 2 ranks"),
+        ("drop_ins", 2, ()),
+        ("copies", 2, ()),
+        second("dense", 4, NODES),
+        second("fused", 3, NODES),
+        second("operators", 3, NODES),
+        second("hang", 3, ()),
+        second("language stores_and_waits words", 3, ()),
+        second("sparse sparse_contexts", 2, ()),
+        second("stall", 2, ()),
     ],
 )
-def test_checks(launch: Launch, script: str, options: tuple[str, ...]) -> None:
-    found = verdicts(launch("--simulate", *options, str(WORKERS / script)))
-    assert list(found) == checks_of(script)
+def test_checks(launch: Launch, names: str, ranks: int, nodes: tuple[str, ...]) -> None:
+    found = verdicts(launch("--simulate", "--nproc", str(ranks), *nodes, *program_of(names)))
+    assert list(found) == checks_of(names)
     skipped = {name for name, verdict in found.items() if "skipped" in verdict}
-    assert skipped == set(checks_of(script, r"\(gpu_only=True\)"))
+    assert skipped == set(checks_of(names, r"\(gpu_only=True\)"))
     assert {name for name, verdict in found.items() if verdict.get("ok") is not True} == skipped
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        second("dense_checks.py"),
-        second("drop_ins_checks.py"),
-        second("sparse_checks.py"),
-        second("sparse_contexts_checks.py"),
-        second("fused_checks.py"),
-        second("operators_checks.py"),
-        second("early_checks.py"),
-    ],
-)
-def test_checks_on_a_heap_without_puts(launch: Launch, script: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["dense", "drop_ins early fused operators", "sparse sparse_contexts"])
+def test_checks_on_a_heap_without_puts(launch: Launch, names: str) -> None:
     """Every collective, on one node, where NVSHMEM's functions are refused."""
-    done = launch("--simulate", "--nproc", "2", str(WORKERS / script), env={"TDCOLL_HEAP": "torch"})
-    assert list(verdicts(done)) == checks_of(script)
+    heap = {"TDCOLL_HEAP": "torch", "NVSHMEM_SYMMETRIC_SIZE": "256M"}  # for the contexts of several scripts
+    done = launch("--simulate", "--nproc", "2", *program_of(names), env=heap)
+    assert list(verdicts(done)) == checks_of(names)
 
 
 def test_killed_rank_is_named(launch: Launch) -> None:
@@ -86,7 +60,7 @@ def test_killed_rank_is_named(launch: Launch) -> None:
 @pytest.mark.slow
 def test_killed_rank_is_named_by_the_others_and_the_job_ends(launch: Launch) -> None:
     # torchrun looks once, this long after it started the ranks: they must have started, and timed out, by then.
-    options = ("--nproc", "3", "--timeout", "2", "--monitor-interval", "25")
+    options = ("--nproc", "3", "--timeout", "2", "--monitor-interval", "20")
     done = launch("--simulate", *options, str(WORKERS / "killed_rank.py"), "calls", "1")
     assert done.returncode != 0
     for survivor in (0, 2):

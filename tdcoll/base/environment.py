@@ -27,9 +27,8 @@ backend's all-gathers of 4 MiB per rank on 12."""
 DEFAULT_SIMULATED_HEAP_BYTES = 64 << 20
 """Symmetric heap of each rank in the simulator: a sparse file, which takes memory only for what is written to."""
 
-INTERNAL = frozenset({"TDCOLL_LAST_WORDS", "TDCOLL_OFFLINE", "TDCOLL_PYTHON", "TDCOLL_SETENV"})
-"""Variables of tdcoll that launch.sh, setenv.sh and :mod:`tdcoll.tools.torchrun` set for each other, or that tests
-read."""
+INTERNAL = frozenset({"TDCOLL_LAST_WORDS", "TDCOLL_PYTHON", "TDCOLL_SETENV"})
+"""Variables of tdcoll that launch.sh, setenv.sh and :mod:`tdcoll.tools.torchrun` set for each other."""
 
 KNOWN = INTERNAL | {
     *("TDCOLL_BACKEND_HANDLES", "TDCOLL_COMMIT", "TDCOLL_COMPILER", "TDCOLL_DEBUG", "TDCOLL_EMULATE_NODES"),

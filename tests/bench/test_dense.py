@@ -140,6 +140,7 @@ def test_the_measuring_path(kind: Any, clock: Any, measured: Any, monkeypatch: A
     assert load(tmp_path / "r.json")[1] == rows
 
 
+@pytest.mark.slow
 def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
     file, table = tmp_path / "result.json", tmp_path / "table.json"
     table.write_text('{"tuning": "tdcoll", "version": 5, "tables": []}')

@@ -267,7 +267,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "TARGET_CHUNK_BYTES", 32)
 
 
-@seeds(1, 30)
+@seeds(1, 12)
 @pytest.mark.parametrize("calls", ALL, ids=str)
 def test_every_rank_gives_up_or_has_the_right_result(calls: Calls, seeds: range) -> None:
     case, where = Queued(calls), {**job(calls.nodes), **EARLY}

@@ -37,4 +37,4 @@ def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", PLACES.values(), ids=str)
 def test_real_kernels_pass_where_mutants_are_caught(mutant: Mutant) -> None:
-    explore(mutant.case, seeds=3, **mutant.world)
+    explore(mutant.case, seeds=1, **mutant.world)

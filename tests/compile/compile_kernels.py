@@ -228,7 +228,9 @@ def others(arch: int) -> dict[str, object]:
         "fused": [compile_fused(*about, arch, more) for *about, archs, more in FUSED if arch in archs],
     }
     if arch == 90:
-        made |= {"language": language.compile_language_checks(arch), "library": language.compile_with_all_of_nvshmem()}
+        made["language"] = language.compile_language_checks(arch)
+    else:
+        made["library"] = language.compile_with_all_of_nvshmem()
     made["order"] = list(ORDER)
     if arch == 90:
         made |= {"tutorials": language.compile_tutorials(), "compat": language.compile_compat()}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
@@ -13,6 +15,7 @@ import ptx_order
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
@@ -39,18 +42,23 @@ def tuples(slots: int = 2) -> dict[str, Any]:
     }
 
 
-def _assembled(ptx: str, arch: int) -> tuple[bytes, str]:
-    """Return ``(cubin, what ptxas -v reports)``."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, made = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(ptx)
-        suffix = "a" if arch >= 90 else ""
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", str(made)]
-        report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
-        return made.read_bytes(), report
+knobs.nvidia.dump_ptxas_log = True
+_REPORTS: dict[str, str] = {}
+"""What ptxas has reported of a kernel, by its PTX."""
 
 
-def _disassembled(cubin: bytes, arch: int) -> str:
+def _reported(ptx: str, arch: int) -> str:
+    """Return what ptxas -v reports of a kernel that Triton's cache had."""
+    suffix = "a" if arch >= 90 else ""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(ptx)
+        source.flush()
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", source.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
+
+
+def instructions(cubin: bytes, arch: int) -> str:
+    """Return the instructions that ptxas has made."""
     tool = Path(get_ptxas(arch).path).with_name("nvdisasm")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -59,14 +67,9 @@ def _disassembled(cubin: bytes, arch: int) -> str:
     return done.stdout
 
 
-def instructions(ptx: str, arch: int) -> str:
-    """Return the instructions that ptxas makes."""
-    return _disassembled(_assembled(ptx, arch)[0], arch)
-
-
 def resources(ptx: str, arch: int) -> dict[str, int]:
     """Return the registers and spilled bytes of the kernel, from ptxas -v."""
-    _, report = _assembled(ptx, arch)
+    report = _REPORTS.get(ptx) or _reported(ptx, arch)
     entry = report.split("Compiling entry function", 1)[1]
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
     registers = re.search(r"Used (\d+) registers", entry)
@@ -106,12 +109,14 @@ def compile_for(
         if aligned and isinstance(kind, tuple):
             hints |= {(place, i): [["tt.divisibility", 16]] for i, of in enumerate(kind) if of.startswith("*")}
     early = getattr(kernel, "begins_in_stream_order", False)
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, hints),
-        target=GPUTarget("cuda", arch, 32),
-        options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early, **options},
-    )
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constants, hints),
+            target=GPUTarget("cuda", arch, 32),
+            options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early, **options},
+        )
     ptx = compiled.asm["ptx"]
+    _REPORTS[ptx] = told.getvalue()
     problems = [*ptx_order.problems(ptx), *ptx_order.divergence(ptx)]
     seen = {"problems": problems, "of_this_gpu": ptx_order.of_this_gpu(ptx), **ptx_order.count(ptx)}
     early = {"launched_early": compiled.metadata.launch_pdl, "waits_first": ptx_order.early(ptx)}
@@ -166,7 +171,7 @@ def hot_spills(cubin: bytes, arch: int) -> list[str]:
 
     Its compare-and-swap wants neighbouring registers; a kernel that gets that far is lost.
     """
-    text = _disassembled(cubin, arch)
+    text = instructions(cubin, arch)
     blocks = re.split(r"^\.L_\w+:$|^.*\bBRA\b.*$", text, flags=re.MULTILINE)
     spill = re.compile(r"^.*\b(?:STL|LDL)\b.*$", re.MULTILINE)
     return [line for block in blocks if not re.search(r"\bATOMG?\S*\.CAS\b", block) for line in spill.findall(block)]

@@ -94,11 +94,14 @@ def compile_words(arch: int) -> list[dict[str, Any]]:
         kernel = getattr(kernels, name)
         if arch != 90 and needs_nvshmem(kernel):  # which takes seconds each
             continue
-        ptx = compile_for(kernel, arch, constants, WORD_TYPES).asm["ptx"]
+        made = compile_for(kernel, arch, constants, WORD_TYPES).asm
+        ptx = made["ptx"]
         body = ptx[ptx.index(".entry") :]
-        seen = {what: body.count(text) for what, text in INSTRUCTIONS.items()}
-        widths = sorted(set(re.findall(r"\bLDG?\.E(\S*)\.STRONG\.SYS\b", instructions(ptx, arch))))
-        about = {"kernel": name, "arch": arch, "needs": needs_nvshmem(kernel), "widths": widths}
+        seen: dict[str, Any] = {what: body.count(text) for what, text in INSTRUCTIONS.items()}
+        if name == "part_of_flagged":
+            loads = re.findall(r"\bLDG?\.E(\S*)\.STRONG\.SYS\b", instructions(made["cubin"], arch))
+            seen["widths"] = sorted(set(loads))
+        about = {"kernel": name, "arch": arch, "needs": needs_nvshmem(kernel)}
         found.append({**about, "problems": ORDER.pop()["problems"], **seen, **resources(ptx, arch)})
     return found
 

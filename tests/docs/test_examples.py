@@ -55,12 +55,9 @@ PUBLIC = public()
 
 
 def examples(name: str) -> list[doctest.Example]:
-    return doctest.DocTestParser().get_examples(inspect.getdoc(PUBLIC[name]) or "")
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_there_is_one(name: str) -> None:
-    assert examples(name), f"{name} has no example"
+    found = doctest.DocTestParser().get_examples(inspect.getdoc(PUBLIC[name]) or "")
+    assert found, f"{name} has no example"
+    return found
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in JOBS])

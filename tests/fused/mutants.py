@@ -16,7 +16,7 @@ def _mutant(
     world: dict[str, Any] | None = None, **case: Any,
 ) -> Mutant:  # fmt: skip
     changes = changes if isinstance(changes, tuple) else (changes,)
-    shown = Norms(algorithm, **{"calls": "oooo", "rows": (3,), "blocks": (4,), **case})
+    shown = Norms(algorithm, **{"calls": "oooo", "rows": (3,), "blocks": (4,), "hidden": 40, **case})
     where = {"n_pes": 3, "heap_bytes": 1 << 20, **(world or {})}
     return Mutant(f"fused {algorithm}: {name}", changes, expect or WRONG, shown, where, seeds=60)
 

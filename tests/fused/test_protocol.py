@@ -59,17 +59,17 @@ def test_rows_that_only_some_ranks_own_in_turn(seeds: range) -> None:
 
 
 FURTHER = [  # rows of the call before the last in a slot are still there, and must not be taken for this call's
-    *((Norms(TWO, "8i8", (4, 5), (block,)), 3, {}) for block in (0, 4)),  # a rank owns a row less
+    *((Norms(TWO, "8i8", (4, 5), (block,), 40), 3, {}) for block in (0, 4)),  # a rank owns a row less
     (Norms(ONE, "o" * 8, (1, 2), (1,), 8, torch.float32), 2, {"seeds": 2, "stragglers": True}),
     (Norms(f"{BOTH} composed", "o8o", (2,), (0, 0, 256), 4160, torch.float32, lamport_bytes=1 << 17), 2, {}),
-    *((Norms(name, "oio", (4, 5), (block,)), 3, {"resident": 1}) for name in (ONE, TWO) for block in (0, 4)),
+    *((Norms(name, "oio", (4, 5), (block,), 40), 3, {"resident": 1}) for name in (ONE, TWO) for block in (0, 4)),
     *(
         (Norms("auto", "oi8zo", (2, 3)), sum(nodes), {"seeds": 2, "ranks_per_node": nodes})
         for nodes in ([2, 1], [2, 2], [1, 1, 1])
     ),
     *((Norms("auto", "oio", (2, 1), lamport_bytes=room), 2, {}) for room in (0, 64, 400)),  # composed
-    *((Norms(BOTH, "oio", (3, 4), (4,), group=group), 4, {}) for group in ([0, 2], [3, 0, 2])),
-    *((Norms(BOTH, "oooo", (3,), (4,), first=first), 2, {}) for first in ((1 << 31) - 1, (1 << 32) - 1)),
+    *((Norms(BOTH, "oio", (3, 4), (4,), 40, group=group), 4, {}) for group in ([0, 2], [3, 0, 2])),
+    *((Norms(BOTH, "oooo", (3,), (4,), 40, first=first), 2, {}) for first in ((1 << 31) - 1, (1 << 32) - 1)),
 ]
 
 

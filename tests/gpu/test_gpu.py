@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import socket
 import subprocess
 from collections.abc import Callable
@@ -21,12 +20,12 @@ from typing import Any
 
 import pytest
 import torch
+from checks import WORKERS, checks_of, program_of, verdicts
 
 from tdcoll.tools.bench.peers import PEERS
 from tdcoll.tools.bench.rows import load
 
 HERE = Path(__file__).resolve().parent
-WORKERS = HERE.parent / "workers"
 GPUS = torch.cuda.device_count()
 TIMEOUT_S = 480.0
 SHARED_TIMEOUT_S = 580.0
@@ -40,49 +39,42 @@ pytestmark = [
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def script_of(name: str) -> Path:
-    return {"all": HERE / "all_checks.py", "distributed": WORKERS / "distributed_job.py"}.get(
-        name, WORKERS / f"{name}_checks.py"
-    )
+ALL = "language stores_and_waits words drop_ins"
+DISTRIBUTED = " ".join(f"distributed{part}" for part in ("", "_groups", "_order", "_tensors", "_training"))
 
 
-def checks_of(name: str) -> set[str]:
-    """Names of the checks that a job runs: those of its script, or of several in one job."""
-    several = {
-        "all": ("language", "stores_and_waits", "words", "drop_ins"),
-        "distributed": [f"distributed{part}" for part in ("", "_groups", "_order", "_tensors", "_training")],
-    }
-    text = "\n".join((WORKERS / f"{part}_checks.py").read_text() for part in several.get(name, (name,)))
-    return set(re.findall(r"^@check(?:\(.*\))?\ndef (\w+)", text, re.MULTILINE))
+def words_of(names: str) -> list[str]:
+    """Script and arguments of a job."""
+    return [str(WORKERS / "distributed_job.py")] if names == DISTRIBUTED else program_of(names)
 
 
-def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]:
-    """The JSON line of each check; all must be ok, and none skipped."""
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
-    assert all(line.get("ok") is True for line in lines), lines
-    return {line["check"]: line for line in lines}
+def assert_well(done: subprocess.CompletedProcess[str], names: str) -> dict[str, dict[str, Any]]:
+    """All checks are ok, and none was left out or skipped; return what they said."""
+    found = verdicts(done)
+    assert all(verdict.get("ok") is True for verdict in found.values()), found
+    assert set(found) == set(checks_of(names))
+    return found
 
 
 def needs(gpus: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} GPUs, found {GPUS}")
 
 
-def run_checks(launch: Launch, ranks: int, script: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run_checks(launch: Launch, ranks: int, names: str, *options: str) -> dict[str, dict[str, Any]]:
+    """Run the checks of these scripts; return what they said."""
+    job = "--nproc", str(ranks), *options, *words_of(names)
     if ranks > GPUS:
         # A rank that waits its turn at the GPU, and compiles beside all the others, is no rank that is gone.
-        return launch(
-            "--share-gpus", "--timeout", "120", "--nproc", str(ranks), *options, str(script), timeout=SHARED_TIMEOUT_S
-        )
-    return launch("--nproc", str(ranks), *options, str(script), timeout=TIMEOUT_S)
+        return assert_well(launch("--share-gpus", "--timeout", "120", *job, timeout=SHARED_TIMEOUT_S), names)
+    return assert_well(launch(*job, timeout=TIMEOUT_S), names)
 
 
 JOBS = [  # scripts, nodes, ranks
-    *((("all",), 1, (1, 2, 3, 4, 6, 8)), (("drop_ins",), 2, (4,))),
+    *(((ALL,), 1, (1, 2, 3, 4, 6, 8)), (("drop_ins",), 2, (4,))),
     *((("dense",), 1, (1, 2, 3, 4, 8)), (("dense",), 2, (2, 3, 4, 5, 8))),
     *((SPARSE, 1, (1, 2, 3, 4, 6, 8)), (SPARSE, 2, (2, 3, 4, 5, 8))),
     *((("early", "fused", "operators"), 1, (1, 2, 4, 8)), (("fused", "operators"), 2, (4,))),
-    *((("distributed",), 1, (2, 4, 8)), (("hang",), 1, (2, 4))),
+    *(((DISTRIBUTED,), 1, (2, 4, 8)), (("hang",), 1, (2, 4))),
 ]
 
 
@@ -92,22 +84,22 @@ def jobs() -> list[Any]:
     for names, nodes, numbers in JOBS:
         for name, ranks in itertools.product(names, numbers):
             more = [f"{nodes} nodes"] * (nodes > 1) + ["uneven"] * (ranks % nodes > 0) + ["shared"] * (ranks > GPUS)
-            found.append(pytest.param(name, ranks, nodes, id=" ".join([name, str(ranks), *more])))
+            short = {ALL: "all", DISTRIBUTED: "distributed"}.get(name, name)
+            found.append(pytest.param(name, ranks, nodes, id=" ".join([short, str(ranks), *more])))
     return found
 
 
 @pytest.mark.parametrize(("name", "ranks", "nodes"), jobs())
 def test_checks(launch: Launch, name: str, ranks: int, nodes: int) -> None:
-    options = ("--emulate-nodes", str(nodes)) if nodes > 1 else ()
-    assert set(verdicts(run_checks(launch, ranks, script_of(name), *options))) == checks_of(name)
+    run_checks(launch, ranks, name, *(("--emulate-nodes", str(nodes)) if nodes > 1 else ()))
 
 
 @needs(2)
-@pytest.mark.parametrize("name", ["dense", "drop_ins", *SPARSE, "fused", "early", "distributed"])
+@pytest.mark.parametrize("name", ["dense", "drop_ins", *SPARSE, "fused", "early", DISTRIBUTED])
 def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
     """No NVSHMEM: neither started nor linked."""
-    done = launch("--nproc", str(min(GPUS, 4)), str(script_of(name)), timeout=TIMEOUT_S, env={"TDCOLL_HEAP": "torch"})
-    assert set(verdicts(done)) == checks_of(name)
+    ranks, on_it = str(min(GPUS, 4)), {"TDCOLL_HEAP": "torch"}
+    assert_well(launch("--nproc", ranks, *words_of(name), timeout=TIMEOUT_S, env=on_it), name)
 
 
 @needs(2)
@@ -115,20 +107,14 @@ def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
 @pytest.mark.parametrize("connections", ["8", "1"])
 def test_calls_by_copy_engines(launch: Launch, heap: str, connections: str) -> None:
     """Also where all streams share one queue to the GPU, as with Megatron."""
-    script, environment = (
-        WORKERS / "copies_checks.py",
-        {"TDCOLL_HEAP": heap, "CUDA_DEVICE_MAX_CONNECTIONS": connections},
-    )
-    done = launch("--nproc", str(min(GPUS, 4)), str(script), timeout=TIMEOUT_S, env=environment)
-    assert set(verdicts(done)) == checks_of("copies")
+    ranks, environment = str(min(GPUS, 4)), {"TDCOLL_HEAP": heap, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    assert_well(launch("--nproc", ranks, *words_of("copies"), timeout=TIMEOUT_S, env=environment), "copies")
 
 
 @needs(2)
 def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
     """The negative control of all the others: what they look for is there to be seen on these GPUs."""
-    done = run_checks(launch, min(GPUS, 4), WORKERS / "stall_checks.py")
-    found = verdicts(done)
-    assert set(found) == checks_of("stall")
+    found = run_checks(launch, min(GPUS, 4), "stall")
     assert all("wrong numbers without the protection" in str(verdict["note"]) for verdict in found.values())
 
 

@@ -1,21 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the device language, its lowerings, its stubs and Triton-distributed's library have the same functions.
-
-The sources of the latter are read from the wheel on PyPI, which is downloaded and never installed: it would overwrite
-triton.
-"""
+"""The table of the device language, its lowerings, its stubs and Triton-distributed have the same functions."""
 
 from __future__ import annotations
 
-import ast
 import inspect
-import os
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton.language as tl
 from kernels_to_launch import HALVES, parameters_of
 from processes import python
 
@@ -35,16 +27,12 @@ def parameters_in_the_table(name: str) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_both_have_the_parameters(compiled: dict[str, Any], name: str) -> None:
+def test_both_lowerings_have_the_function_of_the_table(compiled: dict[str, Any], name: str) -> None:
     assert parameters_of(getattr(simulator, name)) == compiled["parameters"][name] == parameters_in_the_table(name)
-    assert getattr(tdl, name) is getattr(simulator, name)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_each_function_says_what_it_does_and_how_it_is_called(compiled: dict[str, Any], name: str) -> None:
+    function = getattr(tdl, name)
+    assert function is getattr(simulator, name)
     expected = [FUNCTIONS[name].doc, [parameter for parameter, _ in FUNCTIONS[name].parameters]]
     assert compiled["described"][name] == expected
-    function = getattr(tdl, name)
     assert [inspect.getdoc(function), list(inspect.signature(function).parameters)] == expected
 
 
@@ -157,92 +145,41 @@ def test_a_kernel_is_checked(tmp_path: Path) -> None:
     assert found == {}, done.stdout
 
 
-RELEASE = "triton-dist==0.0.0"
-SHMEM = "triton_dist/language/extra/libshmem_device.py"
-CUDA = "triton/language/extra/cuda/language_extra.py"
+LIBRARY = {
+    "": "my_pe n_pes fence quiet barrier_all* sync_all*",
+    "local_ptr pe": "remote_ptr",
+    "dest value pe": "int_p",
+    "dest source bytes pe": "putmem* putmem_nbi* getmem* getmem_nbi*",
+    "dest source bytes sig_addr signal sig_op pe": "putmem_signal* putmem_signal_nbi*",
+    "sig_addr signal sig_op pe": "signal_op",
+    "sig_addr cmp_ cmp_val": "signal_wait_until",
+}
+"""Functions of libshmem_device in triton-dist 0.0.0 by their parameters. With a star, also those of a warp and of a
+block."""
 
-COMPARED = [name for name, function in FUNCTIONS.items() if function.symbol is not None and not function.types]
-"""NVSHMEM's functions, but for those of typed words, which its library does not have."""
-
-
-def download(folder: Path) -> Path:
-    """The wheel, in ``folder``."""
-    command = ["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", RELEASE]
-    done = python(*command, "--dest", str(folder))
-    if done.returncode:
-        pytest.fail(f"pip could not download {RELEASE}. TDCOLL_OFFLINE=1 skips this.\n{done.stderr}", pytrace=False)
-    return next(folder.glob("*.whl"))
-
-
-@pytest.fixture(scope="session")
-def wheel(request: pytest.FixtureRequest) -> zipfile.ZipFile:
-    if os.environ.get("TDCOLL_OFFLINE", "0") not in ("", "0"):
-        pytest.skip("TDCOLL_OFFLINE is set")
-    kept = request.config.cache.mkdir("triton-dist") / "triton_dist-0.0.0.whl"
-    if not kept.exists():
-        os.replace(download(request.config.cache.mkdir(f"triton-dist-{os.getpid()}")), kept)
-    return zipfile.ZipFile(kept)
+CONSTANTS = dict(zip(("CMP_EQ", "CMP_NE", "CMP_GT", "CMP_LE", "CMP_LT", "CMP_GE"), range(6), strict=True))
+CONSTANTS |= {"SIGNAL_SET": 9, "SIGNAL_ADD": 10}
+BY_THREADS = [  # those of its language_extra
+    *("tid(axis)", "ntid(axis)", "ld(ptr, scope='gpu', semantic='relaxed')", "ld_acquire(ptr, scope='gpu')"),
+    *("st(ptr, val, scope='gpu', semantic='relaxed')", "syncthreads()"),
+]
 
 
-def parse(wheel: zipfile.ZipFile, path: str) -> ast.Module:
-    return ast.parse(wheel.read(path))
-
-
-def functions(tree: ast.Module) -> dict[str, list[str]]:
-    """Public functions of a module and the names of their arguments, without Triton's own."""
-    found = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            found[node.name] = [a.arg for a in arguments if a.arg not in ("_semantic", "_builder")]
-    return found
-
-
-def defaults(tree: ast.Module, name: str) -> list[object]:
-    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    values = []
-    for value in function.args.defaults[:-1]:  # the last is _semantic's
-        inner = value.args[0] if isinstance(value, ast.Call) else value  # core.constexpr("gpu")
-        values.append(ast.literal_eval(inner))
-    return values
-
-
-@pytest.fixture(scope="session")
-def shmem(wheel: zipfile.ZipFile) -> dict[str, list[str]]:
-    return functions(parse(wheel, SHMEM))
-
-
-@pytest.mark.parametrize("name", COMPARED)
-def test_arguments_have_the_same_names_in_the_same_order(shmem: dict[str, list[str]], name: str) -> None:
-    assert [parameter for parameter, _ in FUNCTIONS[name].parameters] == shmem[name]
-
-
-def test_constants_have_the_same_values(wheel: zipfile.ZipFile) -> None:
+def test_functions_of_nvshmem_have_the_parameters_of_triton_distributed() -> None:
     theirs = {
-        target.id: node.value.value
-        for node in parse(wheel, SHMEM).body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name) and target.id.startswith(("NVSHMEM_CMP_", "NVSHMEM_SIGNAL_"))
+        name.replace("*", form): parameters.split()
+        for parameters, names in LIBRARY.items()
+        for name in names.split()
+        for form in (("", "_warp", "_block") if "*" in name else ("",))
     }
+    # Its library has none for typed words.
     ours = {
-        name: getattr(tdl, name).value
-        for name in dir(tdl)
-        if name.startswith("NVSHMEM_") and isinstance(getattr(tdl, name), tl.constexpr)
+        name: function for name, function in FUNCTIONS.items() if function.symbol is not None and not function.types
     }
-    assert len(theirs) == 8
-    assert ours == theirs
-    for name, value in ours.items():
-        assert getattr(tdl, name.removeprefix("NVSHMEM_")).value == value
+    assert {name: [parameter for parameter, _ in of.parameters] for name, of in ours.items()} == theirs
+    assert [FUNCTIONS[signature.partition("(")[0]].signature for signature in BY_THREADS] == BY_THREADS
 
 
-@pytest.mark.parametrize("name", ["tid", "ntid", "ld", "ld_acquire", "st"])
-def test_threads_loads_and_stores(wheel: zipfile.ZipFile, name: str) -> None:
-    tree = parse(wheel, CUDA)
-    assert [parameter for parameter, _ in FUNCTIONS[name].parameters] == functions(tree)[name]
-    assert list(FUNCTIONS[name].defaults) == defaults(tree, name)
-
-
-def test_barrier_of_the_block(wheel: zipfile.ZipFile) -> None:
-    assert functions(parse(wheel, CUDA))["__syncthreads"] == []
-    assert FUNCTIONS["syncthreads"].parameters == ()
+def test_constants_have_the_values_of_triton_distributed() -> None:
+    for name, value in CONSTANTS.items():
+        assert getattr(tdl, name).value == getattr(tdl, f"NVSHMEM_{name}").value == value

@@ -440,10 +440,8 @@ def test_it_says_what_to_install(shell: Shell, installed: Path, interpret: str, 
     ("words", "expected"),
     [
         ("bench --help", "  python -m tdcoll run -m tdcoll bench all_gather --json"),
-        ("tune --help", "python -m tdcoll run [--nproc N] -m tdcoll tune"),
         ("report --help", "  python -m tdcoll run -m tdcoll bench"),
         ("doctor --help", "without torchrun\nand tdcoll run."),
-        ("doctor --no-run", ": tdcoll run runs kernels in the simulator"),
     ],
 )
 def test_its_advice_names_tdcoll_run(shell: Shell, installed: Path, words: str, expected: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
@@ -147,45 +148,39 @@ def test_tensors_are_symmetric_over_groups_whose_heaps_differ() -> None:
     assert offsets == [[5120, 5632], [5120, 5632], [0, 5632], [0, 5632]]
 
 
-def test_empty_and_free_leave_the_heap_as_it_was() -> None:
-    def host(pe: int) -> None:
-        before = tdcoll.heap_info()
-        tensors = [tdcoll.empty(sizes, torch.int32) for sizes in (5, (2, 3), [4, 0], ())]
-        assert [list(tensor.shape) for tensor in tensors] == [[5], [2, 3], [4, 0], []]
-        assert tdcoll.heap_info().allocations == 3  # a tensor of no bytes takes no room
-        for tensor in tensors:
-            tdcoll.free(tensor)
-        assert tdcoll.heap_info() == before
-        assert before == HeapInfo(before.total, 0, before.total, before.total, 0)
-
-    World(2).run(host)
-
-
-def test_tensors_that_are_not_symmetric_are_refused() -> None:
-    def host(pe: int) -> None:
-        tensor = tdcoll.empty(1024, torch.uint8)
-        with pytest.raises(tdcoll.NotSymmetricError, match=r"must lie in the symmetric heap.*3 bytes on cpu"):
-            tdcoll.free(torch.zeros(3, dtype=torch.uint8))
-        with pytest.raises(tdcoll.NotSymmetricError, match=r"not a view into it \(offset 512\)"):
-            tdcoll.free(tensor[512:])
+@on_ranks(2)
+def test_empty_and_free_leave_the_heap_as_it_was(pe: int) -> None:
+    before = tdcoll.heap_info()
+    tensors = [tdcoll.empty(sizes, torch.int32) for sizes in (5, (2, 3), [4, 0], ())]
+    assert [list(tensor.shape) for tensor in tensors] == [[5], [2, 3], [4, 0], []]
+    assert tdcoll.heap_info().allocations == 3  # a tensor of no bytes takes no room
+    for tensor in tensors:
         tdcoll.free(tensor)
-        with pytest.raises(tdcoll.NotSymmetricError, match="freed already"):
-            tdcoll.free(tensor)
-
-    World(2).run(host)
+    assert tdcoll.heap_info() == before
+    assert before == HeapInfo(before.total, 0, before.total, before.total, 0)
 
 
-def test_disagreement_and_exhaustion_raise_on_all_ranks_and_take_nothing() -> None:
-    def host(pe: int) -> None:
-        before = tdcoll.heap_info()
-        with pytest.raises(tdcoll.RankMismatchError, match="rank 0: 100, rank 1: 101, rank 2: 102"):
-            tdcoll.empty(100 + pe, torch.uint8)
-        with pytest.raises(tdcoll.HeapExhaustedError, match=f"{before.total + ALIGNMENT} bytes asked"):
-            tdcoll.empty(before.total + 1, torch.uint8)
-        assert tdcoll.heap_info() == before
-        assert tdcoll.empty(before.total, torch.uint8).numel() == before.total
+@on_ranks(2)
+def test_tensors_that_are_not_symmetric_are_refused(pe: int) -> None:
+    tensor = tdcoll.empty(1024, torch.uint8)
+    with pytest.raises(tdcoll.NotSymmetricError, match=r"must lie in the symmetric heap.*3 bytes on cpu"):
+        tdcoll.free(torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(tdcoll.NotSymmetricError, match=r"not a view into it \(offset 512\)"):
+        tdcoll.free(tensor[512:])
+    tdcoll.free(tensor)
+    with pytest.raises(tdcoll.NotSymmetricError, match="freed already"):
+        tdcoll.free(tensor)
 
-    World(3, heap_bytes=1 << 16).run(host)
+
+@on_ranks(3, heap_bytes=1 << 16)
+def test_disagreement_and_exhaustion_raise_on_all_ranks_and_take_nothing(pe: int) -> None:
+    before = tdcoll.heap_info()
+    with pytest.raises(tdcoll.RankMismatchError, match="rank 0: 100, rank 1: 101, rank 2: 102"):
+        tdcoll.empty(100 + pe, torch.uint8)
+    with pytest.raises(tdcoll.HeapExhaustedError, match=f"{before.total + ALIGNMENT} bytes asked"):
+        tdcoll.empty(before.total + 1, torch.uint8)
+    assert tdcoll.heap_info() == before
+    assert tdcoll.empty(before.total, torch.uint8).numel() == before.total
 
 
 def test_even_and_uneven_nodes() -> None:
@@ -249,15 +244,13 @@ def test_emulated_nodes_out_of_range(n_nodes: int) -> None:
 # ---------------------------------------------------------------------- groups of a job
 
 
-def test_groups() -> None:
-    def host(pe: int) -> None:
-        assert tdcoll.topology() == Topology(pe, (0, 1, 2, 3), (0, 0, 1, 1))
-        if pe in (1, 3):
-            assert tdcoll.topology([3, 1]) == Topology((3, 1).index(pe), (3, 1), (0, 1))
-        assert tdcoll.topology((pe,)) == Topology(0, (pe,), (0,))
-        assert tdcoll.device() == torch.device("cpu")
-
-    World(4, ranks_per_node=2).run(host)
+@on_ranks(4, ranks_per_node=2)
+def test_groups(pe: int) -> None:
+    assert tdcoll.topology() == Topology(pe, (0, 1, 2, 3), (0, 0, 1, 1))
+    if pe in (1, 3):
+        assert tdcoll.topology([3, 1]) == Topology((3, 1).index(pe), (3, 1), (0, 1))
+    assert tdcoll.topology((pe,)) == Topology(0, (pe,), (0,))
+    assert tdcoll.device() == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -273,16 +266,14 @@ def test_groups() -> None:
         ({0, 1}, TypeError, "sequence"),
     ],
 )
-def test_groups_that_are_none(group: object, error: type[Exception], text: str) -> None:
-    def host(pe: int) -> None:
-        if pe == 0:
-            for call in (
-                lambda: tdcoll.topology(group),
-                lambda: tdcoll.empty(4, group=group),
-                lambda: tdcoll.barrier(group),
-                lambda: tdcoll.CollectiveContext(group, max_bytes_per_rank=16),
-            ):
-                with pytest.raises(error, match=text):
-                    call()
-
-    World(3).run(host)
+@on_ranks(3)
+def test_groups_that_are_none(pe: int, group: object, error: type[Exception], text: str) -> None:
+    if pe == 0:
+        for call in (
+            lambda: tdcoll.topology(group),
+            lambda: tdcoll.empty(4, group=group),
+            lambda: tdcoll.barrier(group),
+            lambda: tdcoll.CollectiveContext(group, max_bytes_per_rank=16),
+        ):
+            with pytest.raises(error, match=text):
+                call()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,60 +35,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script.write_text(FAKE)
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """``ranks(shell)``: jobs of one rank are this shell script, without torchrun; ``$1`` is the tool, or nothing."""
-
-    def replace(shell: str) -> None:
-        def launch(_ranks: int, script: str, *rest: str) -> list[str]:
-            tool = rest[rest.index("--tool") + 1] if "--tool" in rest else ""
-            if rest[-1] == "control":
-                tool = "control"
-            log = rest[rest.index("--log-file") + 1].replace("{rank}", "0") if tool else os.devnull
-            return ["sh", "-c", shell, "sh", tool, log, script]
-
-        monkeypatch.setattr(sanitize, "launch", launch)
-        monkeypatch.setattr(sanitize, "CHECKS", ("language",))
-
-    return replace
-
-
-CLEAN = 'echo "========= ERROR SUMMARY: 0 errors" > $2'
-CONTROL = (
-    'if [ "$1" = control ]; then echo "========= Invalid write\n=========     at store_out_of_bounds+0x1" > $2; fi'
-)
-
-
-def test_each_line_is_printed_when_its_tool_ends(ranks, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks(f'[ "$1" != memcheck ] || sleep 1.5; {CLEAN}; {CONTROL}')
-    assert sanitize.main(["--nproc", "1", "--tools", "memcheck,synccheck"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("language without a tool: ok (")
-    assert {line.partition(":")[0] for line in lines[1:3]} == {"synccheck", "control"}
-    assert lines[3] == "memcheck: nothing of tdcoll's; nothing of others, in 1 process (2 s)"
-    assert len(lines) == 4
-
-
-def test_no_tool_runs_where_the_run_fails_without_one(ranks, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks('echo "it is wrong"; [ -n "$1" ]')
-    assert sanitize.main(["--nproc", "1"]) == 1
-    out = capsys.readouterr().out
-    assert out.startswith("language without a tool: the job ended with 1 (")
-    assert "it is wrong" in out
-    assert "memcheck" not in out
-
-
-def test_what_has_not_ended_by_the_deadline_is_killed(ranks, capsys: pytest.CaptureFixture[str]) -> None:
-    hangs = 'echo "at work"; echo "========= seen" > $2; exec sleep 600'
-    ranks(f'if [ "$1" = memcheck ]; then {hangs}; fi; {CLEAN}; {CONTROL}')
-    assert sanitize.main(["--nproc", "1", "--tools", "memcheck,synccheck", "--deadline", "3"]) == 1
-    out = capsys.readouterr().out
-    assert "synccheck: nothing of tdcoll's" in out
-    late = out[out.index("memcheck: not ended by the deadline; killed (") :]
-    assert "at work" in late
-    assert "the end of 0.log:\n========= seen" in late
 
 
 def test_a_tool_watches_the_rank_alone_and_the_kernels_that_are_not_others(tmp_path: Path) -> None:
@@ -238,11 +183,6 @@ def test_copies_from_the_symmetric_heap_are_no_finding(
     assert verdict.line.startswith(summary)
 
 
-def test_reports_in_one_file_are_told_apart() -> None:
-    run = sanitize.parse(START_OF_NVSHMEM + OF_NCCL + OUT_OF_BOUNDS + RACE)
-    assert [report.owner for report in run.reports] == ["NVSHMEM", "NCCL", "tdcoll", "tdcoll"]
-
-
 @pytest.mark.parametrize(
     ("logs", "status", "ok", "summary"),
     [
@@ -266,30 +206,3 @@ def test_the_control_must_be_reported(tmp_path: Path) -> None:
     assert not sanitize.judge_control(tmp_path).ok
     (tmp_path / "2.log").write_text(OUT_OF_BOUNDS.replace("exchange_direct", "store_out_of_bounds"))
     assert sanitize.judge_control(tmp_path).ok
-
-
-def test_where_there_is_no_sanitizer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(sanitize, "TOOLKIT", "/nowhere")
-    with pytest.raises(SystemExit) as ended:
-        sanitize.main([])
-    assert ended.value.code == 2
-    assert "compute-sanitizer: expected on PATH or in /nowhere" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--tools memcheck,leakcheck", "expected some of memcheck"),
-        ("--nproc 0", "expected a whole number of at least"),
-        *(
-            (f"--deadline={given}", f"expected a positive number of seconds, got '{given}'")
-            for given in ("0", "inf", "x")
-        ),
-    ],
-)
-def test_a_wrong_command_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        sanitize.main(arguments.split())
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

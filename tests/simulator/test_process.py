@@ -1,41 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process per rank over shared memory: two processes, in one go; and launches of several threads of a process."""
+"""One process per rank over shared memory, as far as one process shows it; and launches of several of its threads."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import re
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+import triton.language as tl
+from cases import device, wait_once
 
+import tdcoll
+import tdcoll.language as tdl
+from tdcoll import runtime
 from tdcoll.base.errors import HeapExhaustedError, TdcollError
 from tdcoll.simulator import polling, process
 from tdcoll.simulator.polling import PollingScheduler
 from tdcoll.simulator.tasks import Task, make_switch
 
-HERE = Path(__file__).parent
+
+@pytest.fixture
+def job() -> Iterator[runtime.Runtime]:
+    """A job of this process alone, on a heap as processes share it. tests/test_workers.py has jobs of several."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.delenv(name, raising=False)
+        tdcoll.initialize(heap_bytes=1 << 20, timeout_s=1)
+        assert "/memfd:tdcoll-heap" in Path("/proc/self/maps").read_text(), "a file that no folder has"
+        yield runtime.current()
+        tdcoll.finalize()
+        tdcoll.finalize()
+    with pytest.raises(TdcollError, match=r"initialize\(\)"):
+        tdl.my_pe()
 
 
-def test_two_processes(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
-    command = [sys.executable, str(HERE / "process_job.py")]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    processes = [subprocess.Popen([*command, str(rank), str(tmp_path)], **options) for rank in range(2)]
-    try:
-        outputs = [process.communicate(timeout=90)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-        assert output.rstrip().endswith("done")
+def expect(error: type[Exception], match: str, call: Callable[[], object]) -> None:
+    with pytest.raises(error, match=re.escape(match)):
+        call()
+
+
+def spin_for_ever(signal):
+    while tl.load(signal, volatile=True) == 0:
+        pass
+
+
+def test_deadlines(job: runtime.Runtime) -> None:
+    signals = job.allocate((4,), torch.int64, name="signals")
+    result, monitor = torch.full((1,), -1, dtype=torch.int32), tdcoll.WaitMonitor(timeout_s=0.05)
+    device(wait_once, signals[2:], 1, monitor.words, result, grid=(2,))
+    assert result.item() == 0
+    expect(tdcoll.CollectiveTimeout, "for peer 7: signal 9 had to reach 1 and is 0", monitor.check)
+    expect(
+        tdcoll.CollectiveTimeout,
+        "rank 0 waited 1 s in pe0 call(0,0,0), which waits for pe0.signals[1] >= 1, is 0 (",
+        lambda: device(lambda signal: tdl.signal_wait_until(signal, tdl.CMP_GE, 1), signals[1:]),
+    )
+    expect(tdcoll.CollectiveTimeout, "spins on", lambda: device(spin_for_ever, signals))
+    expect(ValueError, "sig_op must be", lambda: device(lambda p: tdl.signal_block(p, 1, 77, 0), signals))
+
+
+def test_bytes_beyond_a_tensor(job: runtime.Runtime) -> None:
+    words, after = (job.allocate((1,), torch.int64, name=name) for name in ("words", "after"))
+    own, put = torch.zeros(1, dtype=torch.int64), tdl.putmem_block
+
+    def store(pointer):
+        tl.store(tdl.remote_ptr(pointer, 0) + 64, 9)
+
+    beyond = "pe0 call(0,0,0) would store to bytes 512..520 of pe0.words, which has 8 bytes"
+    expect(ValueError, beyond, lambda: device(store, words))
+    beyond = "bytes 8..16 of `arguments[0]`, which has 8 bytes"
+    expect(ValueError, beyond, lambda: device(lambda p: tl.store(p + 1, 9), own))
+    expect(ValueError, "of pe", lambda: device(put, words, own, 16, 0))
+    device(put, words.data_ptr(), own.data_ptr(), 8, 0)
+    expect(ValueError, "a tensor at 0x", lambda: device(put, after, own.data_ptr() + 4, 8, 0))
+    assert after.item() == 0
+    job.release(words)
+    expect(ValueError, "where no symmetric tensor lives", lambda: device(lambda p: tl.store(p, 9), words))
 
 
 class Control:

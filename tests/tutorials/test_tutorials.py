@@ -34,7 +34,7 @@ REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
 @pytest.mark.parametrize(
     ("module", "ranks", "nodes", "told"),
     [
-        (NOTIFY, 2, 1, ["hello", "queue", "deadline"]),
+        second(NOTIFY, 2, 1, ["hello", "queue", "deadline"]),
         (
             ALL_GATHER,
             4,
@@ -47,7 +47,6 @@ REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
             2,
             ["4 rank(s) on 2 node(s) (2 + 2)", "my_all_gather", "all_gather 1d", "all_gather 2d", *GATHERED],
         ),
-        second(ALL_REDUCE, 3, 1, ["3 rank(s) on 1 node(s) (3)", *REDUCED]),
         second(ALL_REDUCE, 3, 2, ["3 rank(s) on 2 node(s) (2 + 1)", *REDUCED]),
     ],
     ids=name,
@@ -61,10 +60,10 @@ def test_runs(launch, module, ranks, nodes, told):
 
 @pytest.mark.slow
 def test_a_rank_that_leaves_is_named_by_the_others(launch):
-    patient = ("--timeout", "5", "--monitor-interval", "25")
+    patient = ("--timeout", "3", "--monitor-interval", "20")
     done = launch("--simulate", "--nproc", "2", *patient, NOTIFY.__file__, "--die", "1")
     assert done.returncode != 0
-    assert "CollectiveTimeout: rank 0 waited 5 s for peer 1" in done.stderr
+    assert "CollectiveTimeout: rank 0 waited 3 s for peer 1" in done.stderr
     assert "queue:" not in done.stdout
 
 
@@ -85,7 +84,7 @@ OPTIONS = [{"n_pes": 1}, {"n_pes": 3}, {"n_pes": 3, "ranks_per_node": 1}, {"n_pe
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("module", WITH_RULES, ids=name)
-@seeds(4, 20)
+@seeds(4, 10)
 def test_kernels_are_right_in_any_order(module, options, seeds):
     if module is NOTIFY:
         options = {**options, "resident": None}  # both sides of the queue have to run at once

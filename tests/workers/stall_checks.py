@@ -30,7 +30,7 @@ COPY_OUT = "tdl.copy_block(taken, segment(inbox, g, epoch, frm) + offset, size)"
 STORE = "tdl.copy_block(target + delta, source, nbytes)"
 RELEASE = "release(signal, signal_delta, value)"
 
-ATOMICS = scaled(20_000, 300, shared_gpus=100_000)
+ATOMICS = scaled(20_000, 100, shared_gpus=100_000)
 """Atomics of a stall: some milliseconds, while a call takes microseconds."""
 
 

@@ -314,20 +314,6 @@ def test_tdcolls_own_context_grows_and_leaves_room_in_the_heap(pe: int, spec: Co
     assert (pool.context.lamport_bytes > 0) == spec.reduces
 
 
-@on_ranks(3, seed=3, weak=True)
-def test_two_contexts_together(pe: int) -> None:
-    make = tdcoll.CollectiveContext
-    with make(max_bytes_per_rank=256) as one, make([2, 0, 1], max_bytes_per_rank=256) as other:
-        got = []
-        for call, name in enumerate(("one_shot", "direct", "two_shot", "1d")):
-            got += [
-                tdcoll.all_reduce(torch.full((20,), pe + 10.0 * call), ctx=ctx, algorithm=name) for ctx in (one, other)
-            ]
-        one.check()
-        other.check()
-        assert [each.tolist() for each in got] == [[3.0 + 30 * (i // 2)] * 20 for i in range(8)]
-
-
 # ---------------------------------------------------------------------- torch's operations and functions
 
 

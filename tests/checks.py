@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests share that start the check scripts of ``workers``."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+__all__ = ["WORKERS", "checks_of", "program_of", "verdicts"]
+
+WORKERS = Path(__file__).with_name("workers")
+
+
+def program_of(names: str) -> list[str]:
+    """Script and arguments of a job that runs the checks of these scripts."""
+    several = " " in names
+    return [str(WORKERS / "several.py"), *names.split()] if several else [str(WORKERS / f"{names}_checks.py")]
+
+
+def checks_of(names: str, options: str = r"(?:\(.*\))?") -> list[str]:
+    """Names of the checks in these scripts, in order: of all, or of those with these options."""
+    text = "\n".join((WORKERS / f"{name}_checks.py").read_text(encoding="utf-8") for name in names.split())
+    return re.findall(rf"^@check{options}\ndef (\w+)", text, re.MULTILINE)
+
+
+def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    """The JSON line of each check of a job that has ended well."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
+    return {verdict["check"]: verdict for verdict in found}
