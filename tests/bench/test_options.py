@@ -24,7 +24,6 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.__main__ import main
-from tdcoll.distributed.handlers import Dense
 from tdcoll.testing import World
 from tdcoll.tools.bench import case, sparse_all_reduce, tune
 from tdcoll.tools.bench.all_reduce_rms_norm import AllReduceNorm
@@ -265,15 +264,13 @@ def test_a_job_that_takes_too_long_ends_with_all_it_has_started(tmp_path: Path, 
     assert "calls-1xH200: status 3" in said
 
 
-@pytest.mark.parametrize(("granted", "name"), [(30, "tdcoll 30 (of 64)"), (None, "tdcoll none (of 64)")])
-def test_columns_are_named_after_the_granted_blocks(granted: int | None, name: str) -> None:
-    """Those of the kind that was called; a group that serves nothing has a column too."""
-    contexts = granted and SimpleNamespace(max_bytes_per_rank=1 << 20, max_blocks=granted), None
-    kinds = [SimpleNamespace(pool=SimpleNamespace(context=context), limit=4096, _most=4096) for context in contexts]
-    said = [
-        f"  {kind}: tdcoll; {Dense.describe(of)}" for kind, of in zip(("all_gather", "all_reduce"), kinds, strict=True)
+def test_shares_are_of_what_a_group_handles() -> None:
+    def row(us: float, *handled: str) -> dict[str, Any]:
+        return {"us": {"nccl": [10.0, 20.0, 90.0], "group 1": [us]}, "handled": handled}
+
+    assert list(backend_calls.shares([row(9.0, "group 1"), row(16.0, "group 1"), row(20.5)])) == [
+        "group 1: handles 2 of 3 rows, at most 0.80 of NCCL's time; the others at most 1.02"
     ]
-    assert backend_calls.column(64, "\n".join(said)) == name
 
 
 def test_every_own_call_is_made(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
