@@ -182,12 +182,21 @@ def own_row() -> dict[str, Any]:
     return row
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the median host times of a file as Markdown: tdcoll's own calls, then those of torch.distributed.
+def table(file: dict[str, Any]) -> str:
+    """Return the median times of a file as Markdown: the host's of tdcoll's own calls, then of torch.distributed's; the
+    device's if there are no others. A star is a call that tdcoll handles.
 
     Files of older commits have other names for two of them.
     """
-    own, *others = rows
+    if not file["host"]:
+        columns = list(file["device"][0]["us"])
+        lines = [f"| call | bytes | {' | '.join(columns)} |", f"|---|---:|{'---:|' * len(columns)}"]
+        for row in file["device"]:
+            stars = {name: "*" * (name in row["handled"]) for name in columns}
+            cells = [f"{statistics.median(row['us'][name]):.1f}{stars[name]}" for name in columns]
+            lines.append(f"| {row['kind']} | {row['nbytes']} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+    own, *others = file["host"]
     lines = ["| own call | µs |", "|---|---|"]
     for name, times in own["us"].items():
         lines.append(f"| `{name.replace('all_gather_in_place', 'all_gather_')}` | {statistics.median(times):.1f} |")
@@ -307,10 +316,10 @@ def main() -> None:
     parser.add_argument("--heap", default="4G", help="symmetric heap of each rank")
     parser.add_argument("--json", help="write what was measured there")
     parser.add_argument("--beside", action="store_true", help="measure only all-gathers beside matmuls")
-    parser.add_argument("--table", help="measure nothing, but print the host times of such a file as Markdown")
+    parser.add_argument("--table", help="measure nothing, but print the times of such a file as Markdown")
     arguments = parser.parse_args()
     if arguments.table:
-        print(table(json.loads(Path(arguments.table).read_text())["host"]))
+        print(table(json.loads(Path(arguments.table).read_text())))
         return
     if not torch.cuda.is_available():
         sys.exit("backend_calls.py measures GPUs, and there is none")

@@ -285,6 +285,7 @@ def test_every_own_call_is_made(monkeypatch: pytest.MonkeyPatch, capsys: Any) ->
     assert capsys.readouterr().out.count("own calls") == 1
 
 
-def test_the_page_has_the_table_of_its_file() -> None:
-    rows = json.loads((ROOT / "docs/results/host/calls-4xH200.json").read_text())["host"]
-    assert backend_calls.table(rows) in (ROOT / "docs/tables.md").read_text()
+@pytest.mark.parametrize("name", ["calls-4xH200", "groups-2xH200"])
+def test_the_page_has_the_table_of_its_file(name: str) -> None:
+    file = json.loads((ROOT / f"docs/results/host/{name}.json").read_text())
+    assert backend_calls.table(file) in (ROOT / "docs/tables.md").read_text()
