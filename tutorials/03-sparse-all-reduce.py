@@ -244,7 +244,7 @@ def train(ids, vocabulary, options, ctx):
         gathers.check()
     if not all(torch.equal(theirs, table.weight) for theirs in gathered):
         raise AssertionError("the ranks' tables differ")
-    sparse, dense = (sum(part) / len(moved) / 1e3 for part in zip(*moved, strict=True))
+    sparse, dense = (sum(part) / len(moved) / 1024 for part in zip(*moved, strict=True))
     say("trained: as on one process up to rounding, and the tables of all ranks have the same bits")
     say(f"moved: {sparse:.1f} KB per rank and step; an all-reduce of the dense table moves {dense:.1f} KB")
     return table
