@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from typing import Any
 
 import torch
 
@@ -15,6 +17,11 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def capture_of(stream: int) -> int:
     """Return the id of the capture that a stream, given by its handle, takes part in; 0 if it isn't captured.
 
@@ -23,9 +30,8 @@ def capture_of(stream: int) -> int:
     if not stream:
         return 0
     status, ident = ctypes.c_int(), ctypes.c_uint64()
-    failed = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(ident), None, None, None
-    )
+    given = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(ident), None, None, None
+    failed = _driver().cuStreamGetCaptureInfo_v2(*given)
     if failed:
         raise RuntimeError(f"cuStreamGetCaptureInfo failed: {failed}")
     return ident.value if status.value == 1 else 0  # CU_STREAM_CAPTURE_STATUS_ACTIVE

@@ -24,7 +24,7 @@ from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
 
 _REFUSED, _JOB_ENDED, _EXPIRED = "refused", "job ended", "expired"
-_ELSEWHERE, _CAPTURING, _OTHER_STREAM, _DEBUG = "elsewhere", "capturing", "other stream", "debug"
+_ELSEWHERE, _CAPTURING, _CAPTURED, _DEBUG = "elsewhere", "capturing", "captured", "debug"
 _FOR_GOOD = (_REFUSED, _JOB_ENDED, _EXPIRED)
 """Obstacles of which a rank does not tell the others in debug mode: they may be past this call, or gone."""
 
@@ -97,6 +97,12 @@ class Lane:
         self.stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.handle = 0 if self.stream is None else self.stream.cuda_stream
         self.captured: tuple[int, Any] | None = None
+
+    def follow(self, stream: Any) -> int:
+        """Let the stream wait for the last eager call, and be that of the next one; return its handle."""
+        stream.wait_stream(self.stream)
+        self.stream, self.handle = stream, stream.cuda_stream
+        return self.handle
 
 
 class Preconditions:
@@ -233,8 +239,8 @@ class Preconditions:
 
         Returns:
             The handle of the stream to launch on (0 on CPUs); None where :meth:`begin` has something to do or to say,
-            and then nothing has been done: the context refuses calls, a wait has expired, debug mode, another device,
-            another stream, a CUDA graph that is being captured.
+            and then nothing has been done: the context refuses calls, a wait has expired, debug mode, another device, a
+            CUDA graph that is being captured. On another stream than that of the last call, it waits for that.
         """
         # The rules stand here only; `begin` asks here, too, and then does or says what is left in `_obstacle`.
         if self._refusal is not None:
@@ -253,7 +259,9 @@ class Preconditions:
             if current and torch._C._cuda_isCurrentStreamCapturing():
                 return self._stopped_by(_CAPTURING)
             if current != handle:
-                return self._stopped_by(_OTHER_STREAM)
+                if capture_of(handle):
+                    return self._stopped_by(_CAPTURED)
+                handle = self.lane.follow(torch.cuda.current_stream(self.device))
         if self.debug is True:
             return self._stopped_by(_DEBUG)
         self.capturing = False
@@ -276,8 +284,11 @@ class Preconditions:
                 f"{operation}: the current device is cuda:{torch.cuda.current_device()}, and the context is on "
                 f"{self.device}; call torch.cuda.set_device({self.device.index})"
             )
-        if obstacle == _OTHER_STREAM:
-            self._change_stream(operation)
+        if obstacle == _CAPTURED:
+            raise ContextError(
+                f"{operation}: the last eager call was on {self.lane.stream}, which is being captured now, and "
+                f"{torch.cuda.current_stream(self.device)} is not; make the call after the capture has ended"
+            )
         self.capturing = obstacle == _CAPTURING
         if self.capturing:
             self._follow_in_capture()
@@ -302,16 +313,6 @@ class Preconditions:
         compare(self.job, self.topology.pes, operation, facts, problem)
         self._calls += 1
         return prepared
-
-    def _change_stream(self, operation: str) -> None:
-        stream, lane = torch.cuda.current_stream(self.device), self.lane
-        if capture_of(lane.handle):
-            raise ContextError(
-                f"{operation}: the context's last eager call was on {lane.stream}, which is being captured now, and "
-                f"{stream} is not; make the call after the capture has ended"
-            )
-        stream.wait_stream(lane.stream)
-        lane.stream, lane.handle = stream, stream.cuda_stream
 
     def _follow_in_capture(self) -> None:
         """Order a call that is captured after the last one of the same capture, if that was on another stream."""

@@ -254,9 +254,8 @@ def test_the_fast_path_is_for_the_last_stream_outside_of_graphs(bound: int, monk
         with pytest.raises(tdcoll.ContextError, match="the current device is cuda:0"):
             ctx.begin("call", 0)
         cuda.device, cuda.stream = 1, 320
-        assert ctx.enter() is None
-        ctx.begin("call", 0)  # which follows
-        assert (cuda.waited, ctx.enter()) == ([None], 320)
+        last = ctx.lane.stream
+        assert (ctx.enter(), cuda.waited) == (320, [last])
         cuda.captures = True
         for cuda.stream in (320, bound) if bound else (320,):
             ctx.captured = False
@@ -280,7 +279,8 @@ def test_the_fast_path_is_for_the_last_stream_outside_of_graphs(bound: int, monk
 
 def test_contexts_of_one_lane_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Driver(monkeypatch)
-    monkeypatch.setattr("tdcoll.calls.preconditions.capture_of", lambda stream: 0)
+    captured: set[int] = set()
+    monkeypatch.setattr("tdcoll.calls.preconditions.capture_of", captured.__contains__)
 
     def host(pe: int) -> None:
         first = tdcoll.CollectiveContext(max_bytes_per_rank=64)
@@ -288,10 +288,13 @@ def test_contexts_of_one_lane_follow_each_other(monkeypatch: pytest.MonkeyPatch)
         for ctx in (first, second):
             ctx._cuda, ctx._index = True, 1
         for ctx, cuda.stream in ((first, 320), (second, 640), (first, 320)):
-            assert ctx.enter() is None
-            ctx.begin("call", 0)
-            assert first.enter() == second.enter() == cuda.stream
+            assert ctx.enter() == first.enter() == second.enter() == cuda.stream
         assert [stream and stream.cuda_stream for stream in cuda.waited] == [None, 320, 640]
+        captured.add(320)
+        cuda.stream = 640
+        with pytest.raises(tdcoll.ContextError, match="is being captured now"):
+            second.begin("call", 0)
+        assert first.lane.handle == 320
         for ctx in (first, second):
             ctx._cuda = False
             ctx.close()
