@@ -294,7 +294,7 @@ def main(arguments=None):
 # %%
 # To see a peer die, let rank 1 leave in the middle::
 #
-#     bash launch.sh --timeout 2 --monitor-interval 10 tutorials/01-notify-and-wait.py --die 1
+#     bash launch.sh --timeout 2 --monitor-interval 60 tutorials/01-notify-and-wait.py --die 1
 #
 # The ranks that wait for it, directly or through others, raise `CollectiveTimeout`, which names the rank that waited,
 # the peer, the signal, the value it should have reached and the value it had. A rank that has finished its own queue

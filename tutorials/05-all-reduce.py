@@ -51,8 +51,8 @@ import tdcoll.language as tdl
 #                  2 hops, 2 (W - 1) / W n bytes from each rank
 #
 # One-shot is therefore faster for small vectors and two-shot for large ones. With two ranks the bytes are the same, and
-# here one-shot always wins. No all-reduce sends fewer bytes than two-shot or takes fewer hops than one-shot, unless the
-# switch does the adding. The lower bound follows from that, as in the second tutorial.
+# by this count one-shot always wins. No all-reduce sends fewer bytes than two-shot or takes fewer hops than one-shot,
+# unless the switch does the adding. The lower bound follows from that, as in the second tutorial.
 
 
 def predicted_us(nbytes, world, steps):

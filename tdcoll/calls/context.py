@@ -103,7 +103,8 @@ class CollectiveContext(Preconditions):
         max_blocks: the most thread blocks that one launch on the context has. Kernels of several contexts that are in
             flight together wait for peers, so their thread blocks must fit on the GPU at once. At least
             ``2 * world_size + 2``. Default: as many as a launch may have, for contexts that have the GPU to themselves.
-        timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
+        timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`, or of ``init_process_group``
+            if that has started the job.
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange; or, if
             it is ``"first"``, on the first call with such arguments. Default: ``TDCOLL_DEBUG``, which is 0, 1 or
             ``first``; if it is not set, True in the simulator and False on GPUs.

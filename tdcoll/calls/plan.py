@@ -68,7 +68,7 @@ with a thread block each: on 2 H100s with 30 thread blocks, an all-gather of 256
 direct stores, and an all-reduce of 16 MB takes 68 us by loops and 240 by words."""
 
 LOOPED_BYTES = 8 << 10
-"""The same for each thread block, if there are few: on 2 H200s, an all-reduce of 64 KB by words takes 17 us with 6."""
+"""The same for each thread block, if there are few: with 6 of them, words are slower than loops from 64 KB on."""
 
 SUMMING_BLOCKS = 32
 """Thread blocks that sum what copy engines have brought, at most."""
@@ -109,7 +109,7 @@ class Facts:
         itemsize: bytes of an element; 1 where bytes are moved as they are.
         in_place: whether peers write to the caller's buffer, as in :func:`tdcoll.all_gather_`. Passing
             ``out=input`` doesn't set this, because one rank may do so while another doesn't.
-        symmetric: of a reduction: whether peers may read or write the caller's tensor.
+        symmetric: of a reduction: whether peers may write to the caller's tensor.
         simulated: whether the kernels run in the simulator, where block operations cost the same for any size.
     """
 

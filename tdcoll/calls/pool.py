@@ -55,14 +55,12 @@ class Budget:
 
     Attributes:
         blocks: the number of thread blocks reserved, the same on all ranks; 0 before :meth:`take`.
-        problem: why there are none; None if nothing was tried.
         lane: of the contexts; made with the first.
     """
 
     def __init__(self, owner: Runtime, ranks: Sequence[int], wanted: int) -> None:
         self._owner, self._ranks, self._wanted = owner, ranks, wanted
         self.blocks = 0
-        self.problem: str | None = None
         self.lane: Lane | None = None
 
     def take(self, operation: str) -> None:
@@ -72,10 +70,8 @@ class Budget:
         one chunk needs.
 
         Raises:
-            ContextError: on some rank fewer are left than one chunk needs. If so, all ranks raise it, now and later.
+            ContextError: on some rank fewer are left than one chunk needs. If so, all ranks raise it.
         """
-        if self.problem is not None:
-            raise ContextError(self.problem)
         if self.blocks:
             return
         owner, least, taken = self._owner, 2 * len(self._ranks) + 2, 0
@@ -90,12 +86,10 @@ class Budget:
             with owner.accounts:
                 owner.blocks_taken -= offer - taken
         if not taken:
-            left = min(theirs for _, theirs in answers)
-            self.problem = (
-                f"a context of {len(self._ranks)} ranks needs {least} thread blocks, and other contexts have left "
-                f"{left}"
+            ranks, left = len(self._ranks), min(theirs for _, theirs in answers)
+            raise ContextError(
+                f"a context of {ranks} ranks needs {least} thread blocks, and other contexts have left {left}"
             )
-            raise ContextError(self.problem)
         self.blocks = taken
 
     def give_back(self) -> None:
@@ -139,7 +133,7 @@ class Pool:
     ) -> None:
         self._owner, self._ranks, self._operation, self._timeout_s = owner, tuple(ranks), operation, timeout_s
         self._lamport_bytes = lamport_bytes
-        self._budget = budget
+        self._budget, self._without_room = budget, False
         self._debug, self._call = debug, dict[str, Any]()
         self.limit = limit
         self.problem: str | None = None
@@ -163,9 +157,9 @@ class Pool:
         """
         if self.holds(nbytes):
             return True
-        self.problem = None if self._budget is None else self._budget.problem
-        if self.problem is None and self.limit is not None and nbytes > self.limit:
-            self.problem = "the symmetric heap has no room for it"
+        if not self._without_room:
+            too_large = self.limit is not None and nbytes > self.limit
+            self.problem = "the symmetric heap has no room for it" if too_large else None
         if self.problem is not None:
             return False
         refuse(
@@ -183,7 +177,7 @@ class Pool:
             try:
                 self._budget.take(self._operation)
             except ContextError as error:  # on all ranks
-                self.problem = str(error)
+                self.problem, self._without_room = str(error), True
                 return False
         try:
             self.context = self._larger(self.context, nbytes)

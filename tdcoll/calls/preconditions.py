@@ -239,8 +239,8 @@ class Preconditions:
 
         Returns:
             The handle of the stream to launch on (0 on CPUs); None where :meth:`begin` has something to do or to say,
-            and then nothing has been done: the context refuses calls, a wait has expired, debug mode, another device, a
-            CUDA graph that is being captured. On another stream than that of the last call, it waits for that.
+            and then nothing has been launched: the context refuses calls, a wait has expired, debug mode, another
+            device, a CUDA graph that is being captured. On another stream than the last call's, it waits for that.
         """
         # The rules stand here only; `begin` asks here, too, and then does or says what is left in `_obstacle`.
         if self._refusal is not None:
@@ -261,7 +261,7 @@ class Preconditions:
             if current != handle:
                 if capture_of(handle):
                     return self._stopped_by(_CAPTURED)
-                handle = self.lane.follow(torch.cuda.current_stream(self.device))
+                handle = self.lane.follow(torch.cuda.current_stream(self.device))  # also for debug mode
         if self.debug is True:
             return self._stopped_by(_DEBUG)
         self.capturing = False

@@ -255,7 +255,8 @@ class Dispatcher:
         if known is not None:
             if known.fallback is not None:
                 self.counts[known.counted] += 1
-                if is_plain(tensor) and (out is tensor or is_plain(out)):
+                has_gradient = tensor.requires_grad or out.requires_grad  # of which PyTorch's dispatcher may complain
+                if not has_gradient and is_plain(tensor) and (out is tensor or is_plain(out)):
                     return known.fallback(out, tensor, opts)  # Fallback.make does the same in more time
                 return self.fallback.make(Call([out], [tensor], op), start)
             work = self._again(known, out, tensor, opts.asyncOp)

@@ -136,7 +136,7 @@ class Dense(Handler):
 
     def __init__(self, members: Members, queue: Queue, spec: Collective, budget: Budget) -> None:
         super().__init__(members, queue)
-        self.kind, self.spec = spec.name, spec
+        self.kind, self.spec, self._budget = spec.name, spec, budget
         self._most = members.options.limits(len(members.ranks))[spec.name]
         self.pool = Pool(
             members.job,
@@ -151,11 +151,10 @@ class Dense(Handler):
 
     @property
     def limit(self) -> int:
-        """The largest segment that it handles, in bytes: by default as the thread blocks of the context allow."""
-        context = self.pool.context
-        if context is None or self.members.options.max_bytes_per_rank is not None:
+        """The largest segment that it handles, in bytes: by default as the group's thread blocks allow."""
+        if not self._budget.blocks or self.members.options.max_bytes_per_rank is not None:
             return self._most
-        return self.spec.handled_with(context.max_blocks, len(self.members.ranks))
+        return self.spec.handled_with(self._budget.blocks, len(self.members.ranks))
 
     def _inbox(self, segment: int) -> int:
         """Return the bytes per rank that a context needs for a call."""
@@ -181,10 +180,10 @@ class Dense(Handler):
         return self._too_large(call)
 
     def _too_large(self, call: Call) -> str | None:
-        limit, context = self.limit, self.pool.context
+        limit = self.limit
         if max(self._segments(call)) <= limit:
             return None
-        few = f", with {context.max_blocks} thread blocks" if context is not None and limit < self._most else ""
+        few = f", with {self._budget.blocks} thread blocks" if limit < self._most else ""
         return f"more than {limit} bytes per rank{few}"
 
     def prepare(self, call: Call) -> str | None:

@@ -121,7 +121,11 @@ def test_a_context_for_which_no_blocks_are_left(monkeypatch: pytest.MonkeyPatch)
         assert kind.problem == "a context of 2 ranks needs 6 thread blocks, and other contexts have left 4"
         assert owner.blocks_taken == 12 * pe
         with pytest.raises(ContextError, match="other contexts have left 4"):
-            Budget(owner, range(N_PES), 1).take("all_reduce")
+            budget.take("all_reduce")
+        owner.blocks_taken -= 12 * pe
+        budget.take("all_reduce")
+        assert (budget.blocks, owner.blocks_taken) == (6, 6)
+        assert not kind.prepare(64), "calls of this kind fall back on all ranks for good"
 
     World(N_PES).run(host)
 
