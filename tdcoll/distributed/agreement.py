@@ -104,16 +104,14 @@ class Agreement:
         }
         obstacle = _obstacle(len(ranks)) if self.kinds else "configured to handle nothing"
         mine = configured, obstacle, name, uuid.uuid4().hex
-        given, obstacles, names, tokens = zip(*self._gather("backend tdcoll", mine), strict=True)
+        gathered = self._control.all_gather(self._everyone, "backend tdcoll", mine)
+        given, obstacles, names, tokens = zip(*gathered, strict=True)
         require_equal(given, self._everyone, "the options of backend tdcoll")
         self.agreed_name, self.token = f"group {names[0]}", tokens[0]
         self._give_up(obstacles)
         if self.kinds and runtime.current_or_none() is None:  # then these are all ranks
             self._join(store)
         self.job = runtime.current_or_none() if self.kinds else None
-
-    def _gather(self, tag: str, value: Any) -> list[Any]:
-        return self._control.all_gather(self._everyone, tag, value)
 
     def _give_up(self, obstacles: Sequence[str | None]) -> None:
         """If there is any obstacle, handle nothing and log it; the same on all ranks."""
@@ -134,7 +132,7 @@ class Agreement:
             runtime.current().of_backend = True
         except TdcollError as error:
             obstacle = str(error)
-        self._give_up(self._gather("joined", obstacle))
+        self._give_up(self._control.all_gather(self._everyone, "joined", obstacle))
         if obstacle is None and not self.kinds:  # some have joined and others could not
             runtime.current().failed = True
             tdcoll.finalize()  # forgets the job, and doesn't wait

@@ -57,18 +57,6 @@ def _operation(opts: Any) -> str:
     return NAMES_BY_HASH.get(hash(opts.reduceOp)) or str(operation_name(opts.reduceOp))
 
 
-def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
-    """Return a call's options: as given, or made of an operation and a timeout."""
-    if hasattr(opts, "asyncOp"):
-        return opts
-    made = kind()
-    if opts is not None:
-        made.reduceOp = opts
-    if timeout is not None:
-        made.timeout = timeout
-    return made
-
-
 def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
     """Make a process group of backend ``"tdcoll"``, for ``torch.distributed``. Collective over its ranks.
 
@@ -262,8 +250,12 @@ class TdcollProcessGroup(ProcessGroup):
         """Reduce each element over the ranks, in place. A sparse COO tensor becomes coalesced."""
         if type(tensors) is not list:  # asking whether it is a tensor takes much longer
             tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if type(opts) is not AllreduceOptions:
-            opts = _with(AllreduceOptions, opts, timeout)
+        if type(opts) is not AllreduceOptions and not hasattr(opts, "asyncOp"):
+            given, opts = opts, AllreduceOptions()
+            if given is not None:
+                opts.reduceOp = given
+            if timeout is not None:
+                opts.timeout = timeout
         op, start = _operation(opts), lambda group, outs, _: group.allreduce(outs, opts)
         if len(tensors) != 1:
             tensors = [plain(tensor) for tensor in tensors]
@@ -360,8 +352,8 @@ class TdcollProcessGroup(ProcessGroup):
         )
 
 
-def _pass_on(name: str) -> Callable[..., Any]:
-    """Return a method that passes calls on to the plain group.
+def _pass_on(name: str, message: bool) -> Callable[..., Any]:
+    """Return a method that passes calls on to the plain group; of a ``message``, unless gloo would read GPU addresses.
 
     It is one line of Python, which is needed because of a deadlock: if a Python class overrides nothing, PyTorch's
     trampoline calls C++ with the GIL held (``PyProcessGroup.hpp``), and waits there for a lock of gloo's or NCCL's. The
@@ -370,29 +362,19 @@ def _pass_on(name: str) -> Callable[..., Any]:
     """
 
     def pass_on(self: Any, *given: Any, **named: Any) -> Any:
+        where = given[0][0].device if message else None
+        if where is not None and where.type == "cuda" and self.dispatcher.fallback.name(where) == "gloo":
+            raise ValueError(
+                f"{name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU memory; got one "
+                f"on {where}. Pass a copy, tensor.cpu(), or run with a GPU for each rank"
+            )
         return getattr(self._plain, name)(*given, **named)
 
     return pass_on
 
 
-def _pass_message_on(name: str) -> Callable[..., Any]:
-    """Return such a method for messages, whose tensors gloo would read at GPU addresses."""
-
-    def pass_on(self: Any, tensors: list[torch.Tensor], *given: Any) -> Any:
-        if tensors[0].is_cuda and self.dispatcher.fallback.name(tensors[0].device) == "gloo":
-            raise ValueError(
-                f"{name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU memory; got one "
-                f"on {tensors[0].device}. Pass a copy, tensor.cpu(), or run with a GPU for each rank"
-            )
-        return getattr(self._plain, name)(tensors, *given)
-
-    return pass_on
-
-
-for _name in ("broadcast", "reduce_scatter"):
-    setattr(TdcollProcessGroup, _name, _pass_on(_name))
-for _name in ("send", "recv", "recv_anysource"):
-    setattr(TdcollProcessGroup, _name, _pass_message_on(_name))
+for _name in ("broadcast", "reduce_scatter", "send", "recv", "recv_anysource"):
+    setattr(TdcollProcessGroup, _name, _pass_on(_name, message=_name[:4] in ("send", "recv")))
 never_compiled(TdcollProcessGroup)
 
 

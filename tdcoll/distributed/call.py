@@ -40,12 +40,6 @@ class Call:
         """Return all tensors that the call reads or writes."""
         return [*self.outs, *self.inputs]
 
-    def copy_to(self, other: Call) -> None:
-        """Copy the results to another call, for which :func:`plain_memory` has made this one."""
-        for made, asked in zip(self.outs, other.outs, strict=True):
-            if made is not asked:
-                write(asked, made)
-
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself, or the one behind a functional collective's result, waited for.

@@ -126,25 +126,6 @@ def subgroups() -> str | None:
 
 
 @check
-def inner_collectives() -> None:
-    """Nothing that worked stops working; pytorch_cases.py has PyTorch's own tests of these calls."""
-    tensor = data(rank(), 4)
-    dist.broadcast(tensor, 1)
-    same(tensor, data(1, 4), "broadcast")
-    objects: list[object] = [None] * world()
-    dist.all_gather_object(objects, {"rank": rank()})
-    expect(objects == [{"rank": r} for r in everyone()], f"{objects}")
-    back = torch.empty(4, device=device())
-    dist.scatter(back, [data(r, 4) for r in everyone()] if rank() == 0 else None)
-    same(back, data(rank(), 4), "scatter")
-    options = dist.BarrierOptions()  # dist.barrier(timeout=...) of newer PyTorch
-    options.timeout = timedelta(seconds=20)
-    dist.group.WORLD.barrier(options).wait()
-    expect("a timeout of its own" in by_fallback("barrier"), explain())
-    expect(dist.get_backend() == "tdcoll", dist.get_backend())
-
-
-@check
 def a_first_call_that_waits_holds_up_no_other_thread() -> None:
     """Rank 0 waits in a group's first call until the others have made calls of another group, with rank 0's thread."""
     one, other = (dist.new_group(everyone(), timeout=timedelta(seconds=20)) for _ in range(2))
@@ -244,6 +225,10 @@ def options_and_words() -> None:
     single(out, data(rank(), 2), group=some)
     dist.barrier(some)
     expect((handled("all_gather", some), handled("barrier", some)) == (0, 1), explain(some))
+    deadline = dist.BarrierOptions()  # dist.barrier(timeout=...) of newer PyTorch
+    deadline.timeout = timedelta(seconds=20)
+    some.barrier(deadline).wait()
+    expect("a timeout of its own" in by_fallback("barrier", some), explain(some))
     dist.destroy_process_group(some)
     expect("  all_gather: tdcoll" in explain() and "  everything else: fallback backend" in explain(), explain())
     plain = dist.new_group(backend="gloo")
