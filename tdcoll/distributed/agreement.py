@@ -59,14 +59,6 @@ def _obstacle(size: int) -> str | None:
     return None
 
 
-def _deadline(timeout: timedelta) -> float | None:
-    """Return the seconds that a kernel waits: the group's timeout if given, otherwise ``TDCOLL_TIMEOUT_S`` if set."""
-    default = dist.distributed_c10d.default_pg_timeout
-    if timeout == default and os.environ.get("TDCOLL_TIMEOUT_S"):
-        return None
-    return min(timeout.total_seconds(), arguments.MOST_SECONDS)
-
-
 class Agreement:
     """The agreement that the ranks of a group made when they created it. Collective.
 
@@ -90,7 +82,9 @@ class Agreement:
         default: bool,
     ) -> None:
         self.rank, self.ranks, self.options, self.name, self.default = rank, ranks, options, name, default
-        self.kinds, self.timeout_s = options.kinds, _deadline(timeout)
+        self.kinds = options.kinds
+        of_job = timeout == dist.distributed_c10d.default_pg_timeout and os.environ.get("TDCOLL_TIMEOUT_S")
+        self.timeout_s = None if of_job else min(timeout.total_seconds(), arguments.MOST_SECONDS)
         self.reason: str | None = None
         store, self._everyone = dist.PrefixStore("tdcoll/", store), range(len(ranks))
         self._control = StoreControlPlane(store, rank, timeout.total_seconds())

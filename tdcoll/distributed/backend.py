@@ -48,9 +48,6 @@ from tdcoll.distributed.work import backend_errors, completed
 from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
 from tdcoll.runtime.control import generation, keep
 
-_UNSET = AllgatherOptions().timeout
-"""The value in a call's options if it has no timeout."""
-
 
 def _operation(opts: Any) -> str:
     """Return tdcoll's name of the operation in a call's options, or torch's name if tdcoll does not have it."""
@@ -345,7 +342,7 @@ class TdcollProcessGroup(ProcessGroup):
         if timeout is not None:
             opts.timeout = timeout
         where = getattr(opts, "device", None) or torch.device("cpu")
-        refused = None if opts.timeout == _UNSET else "a timeout of its own"
+        refused = None if opts.timeout == BarrierOptions().timeout else "a timeout of its own"
         call = Call([], [], device=where)
         return self.dispatcher.call(
             "barrier", call, opts.asyncOp, lambda group, *_: group.barrier(opts), refused=refused
@@ -392,10 +389,8 @@ def explain(group: Any = None) -> str:
         ValueError: there is no default group, or this process is not in ``group``.
     """
     group = dist.group.WORLD if group is None else group
-    if group is None:
-        raise ValueError("explain needs a process group: call torch.distributed.init_process_group first")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("explain needs a process group that this process is in")
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("explain needs a process group of this process, made by torch.distributed.init_process_group")
     arguments.instance("group", group, dist.ProcessGroup, "a process group or None")
     if isinstance(group, TdcollProcessGroup):
         heading = f"process group {group.group_name}: backend tdcoll, rank {group.rank()} of {group.size()}"

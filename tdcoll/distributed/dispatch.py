@@ -87,21 +87,18 @@ class Dispatcher:
             self._whole = len(self.ranks) == job.world_size
             job.groups += self._whole
             self._wait_s = job.timeout_s if agreed.timeout_s is None else agreed.timeout_s
-            self._make_handlers(Members(job, self.ranks, self._wait_s, agreed.options))
+            members = Members(job, self.ranks, self._wait_s, agreed.options)
+            self.budget = Budget(job, self.ranks, agreed.options.blocks)
+            queue = Queue(job.control.part(agreed.token))
+            # Debug mode compares the order of all calls.
+            of_sparse = Queue(job.control.part(f"{agreed.token}/{SparseAllReduce.kind}"))
+            sparse = SparseAllReduce(members, queue if members.debug is True else of_sparse)
+            dense = {kind: Dense(members, queue, spec_of(kind), self.budget) for kind in COLLECTIVES}
+            gathers = next(handler for handler in dense.values() if not handler.spec.reduces)
+            self.handlers = {**dense, sparse.kind: sparse, Barrier.kind: Barrier(members, gathers)}
         elif agreed.options.kinds and agreed.rank == 0:
             text = "backend tdcoll: %s handles all calls of group %s: %s"
             _log.warning(text, fallback, agreed.name, agreed.reason)
-
-    def _make_handlers(self, members: Members) -> None:
-        control, token = members.job.control, self.agreed.token
-        self.budget = Budget(members.job, self.ranks, members.options.blocks)
-        queue = Queue(control.part(token))
-        # Debug mode compares the order of all calls.
-        of_sparse = queue if members.debug is True else Queue(control.part(f"{token}/{SparseAllReduce.kind}"))
-        dense = {kind: Dense(members, queue, spec_of(kind), self.budget) for kind in COLLECTIVES}
-        sparse = SparseAllReduce(members, of_sparse)
-        gathers = next(handler for handler in dense.values() if not handler.spec.reduces)
-        self.handlers = {**dense, sparse.kind: sparse, Barrier.kind: Barrier(members, gathers)}
 
     # ------------------------------------------------------------------ who handles a call
 

@@ -57,7 +57,6 @@ class SparseAllReduce(Handler):
     def __init__(self, members: Members, queue: Queue) -> None:
         super().__init__(members, queue)
         self.context: SparseContext | None = None
-        self.problem: str | None = None
         self._budget = Budget(members.job, members.ranks, members.options.blocks)
         self._in_use = threading.RLock()
         """Held by the thread that makes or uses the context, and never while it waits for the queue."""

@@ -26,29 +26,12 @@ from tdcoll.runtime.topology import Topology
 
 
 def sparse_sizes(
-    topology: Topology,
-    heap_bytes: int,
-    *,
-    max_rows_per_rank: int,
-    max_row_bytes: int,
-    max_union_rows: int | None = None,
-    stores: bool = True,
+    topology: Topology, heap_bytes: int, max_rows_per_rank: int, max_row_bytes: int, max_union_rows: int | None = None
 ) -> ContextSizes:
     """Return the sizes of a :class:`SparseContext`, with the arguments of :func:`tdcoll.calls.sizes.context_sizes`."""
     union = topology.world_size * max_rows_per_rank if max_union_rows is None else max_union_rows
-    plain = context_sizes(topology, heap_bytes, stores=stores, max_bytes_per_rank=0, chunks=EXCHANGE_CHUNKS)
+    plain = context_sizes(topology, heap_bytes, max_bytes_per_rank=0, chunks=EXCHANGE_CHUNKS)
     return replace(plain, more=(_area(Capacities(topology, max_rows_per_rank, max_row_bytes, union, False)),))
-
-
-def symmetric_bytes(world: int, max_rows_per_rank: int, max_row_bytes: int, max_union_rows: int | None = None) -> int:
-    """Bytes of symmetric heap that a :class:`SparseContext` of ``world`` ranks takes on each of them."""
-    return sparse_sizes(
-        Topology.of(0, range(world), [0] * world),
-        0,
-        max_rows_per_rank=max_rows_per_rank,
-        max_row_bytes=max_row_bytes,
-        max_union_rows=max_union_rows,
-    ).heap_bytes
 
 
 def _area(capacities: Capacities) -> Area:
@@ -61,7 +44,7 @@ class SparseContext(CollectiveContext):
     Collective over the group to make and to close; a context manager, with the rules of
     :class:`~tdcoll.CollectiveContext` for streams, deadlines and leaving by an exception. One context serves tensors of
     any number of rows, any dtype and any row of at most ``max_row_bytes``. ``docs/sparse-all-reduce.md`` says how much
-    memory it takes; :func:`symmetric_bytes` computes what it takes of the symmetric heap.
+    memory it takes; :func:`tdcoll.memory_plan` computes what it takes of the symmetric heap.
 
     >>> with tdcoll.SparseContext(max_rows_per_rank=1024, max_row_bytes=256) as ctx:
     ...     ctx.check()
@@ -250,13 +233,9 @@ class SparseContext(CollectiveContext):
                 )
         return None
 
-    def __repr__(self) -> str:
-        return (
-            f"<SparseContext rank {self.rank}, {self.topology.describe()}, {self.max_rows_per_rank} rows of "
-            f"{self.max_row_bytes} bytes per rank, {self.max_union_rows} together"
-            + (", grows" if self.grow else "")
-            + (", closed>" if self.closed else ">")
-        )
+    def _sizes(self) -> str:
+        said = f"{self.max_rows_per_rank} rows of {self.max_row_bytes} bytes per rank, {self.max_union_rows} together"
+        return said + ", grows" * self.grow
 
     def for_tables(self) -> CollectiveContext:
         """Return the context of dense all-reduces of whole tables; the first call makes it. Collective.
