@@ -81,8 +81,8 @@ def plain_memory(call: Call) -> Call:
     if all(map(is_plain, call.touched)):
         return call
     in_place = bool(call.outs) and call.outs[0] is call.inputs[0]
-    outs = [_plain(out, in_place) for out in call.outs]
-    inputs = outs if in_place else [_plain(tensor, True) for tensor in call.inputs]
+    outs = [contiguous(out, in_place) for out in call.outs]
+    inputs = outs if in_place else [contiguous(tensor, True) for tensor in call.inputs]
     return Call(outs, inputs, call.op, listed=call.listed, device=call.device)
 
 
@@ -95,7 +95,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _plain(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
+def contiguous(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
     """Return the tensor if it is contiguous memory, otherwise a contiguous one of its shape; with its values if
     ``filled``."""
     if is_plain(tensor):

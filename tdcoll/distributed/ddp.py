@@ -365,10 +365,9 @@ class SparseGradientReducer:
 
     def _begin(self) -> _Pass:
         """Return the call of this step: tables in the same order on all ranks, whatever order gradients come in."""
-        made = _Pass(self._sums, self._group)
+        self._pass = made = _Pass(self._sums, self._group)
         for table in self._tables:
             made.add(table.taken, table.stream)
-        self._pass = made
         return made
 
     def finish(self) -> None:

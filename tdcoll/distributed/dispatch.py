@@ -221,8 +221,7 @@ class Dispatcher:
         backend = self.fallback.name(call.device)
         self.count(kind, backend, why)
         if key is not None and why is unsupported:  # an obstacle may go away
-            single = self.fallback.single(kind, call.device)
-            self._remember(key, _Known((kind, backend, why), None, None, single))
+            self._remember(key, _Known((kind, backend, why), None, None, self.fallback.single(kind, call.device)))
         return self.fallback.make(call, start)
 
     def _remember(self, key: Hashable | None, known: _Known) -> None:

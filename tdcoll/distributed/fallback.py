@@ -23,7 +23,6 @@ from tdcoll.runtime.store import ask
 Start = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], Any]
 """``start(group, outs, inputs)`` starts a call of contiguous tensors on a process group. Returns its work."""
 
-
 _OF_BACKENDS = {
     "all_gather": "_allgather_base",
     "all_reduce": "allreduce",

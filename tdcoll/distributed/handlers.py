@@ -20,7 +20,7 @@ from tdcoll.calls.launches import is_prepared
 from tdcoll.calls.pool import Budget, Pool
 from tdcoll.calls.preconditions import Compared, compare, debugging
 from tdcoll.calls.spec import Collective
-from tdcoll.distributed.call import Call, write
+from tdcoll.distributed.call import Call, contiguous, write
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue
 from tdcoll.primitives.reduce import OPERATIONS_OF
@@ -280,9 +280,7 @@ class Dense(Handler):
         """Launch a call of tensors that fit each other, once or for each epoch, with the copies that it takes."""
         context, spec = self.pool.context, self.spec
         assert context is not None
-        as_it_is = out.is_contiguous() and not out.is_conj() and not out.is_neg()
-        target = out if as_it_is else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        source = tensor.resolve_conj().resolve_neg().contiguous()
+        source, target = contiguous(tensor, True), contiguous(out, False)
         at = spec.may_overlap_at(spec.segment_bytes(source.nbytes, context.world_size), context.rank)
         if overlap(source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes, at):
             source = source.clone()

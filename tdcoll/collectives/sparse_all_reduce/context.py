@@ -110,35 +110,30 @@ class SparseContext(CollectiveContext):
                     "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access "
                     "between their GPUs), which the sparse all-reduce needs inside a node"
                 )
-            self._prepare(max_blocks)
+            device, words = self.device, STATUS_WORDS.value
+            cuda = device.type == "cuda"
+            self.exchanges = 0
+            """Exchanges of lists so far, which the ranks make together."""
+            self.last_algorithm = ""
+            self.launch = Launcher(early=self.early)
+            self.group, self.nodes = Packed(self.device_group), Packed(nodes_of(self.topology, device))
+            """For kernels: the ranks, the epoch and the signals; who is where."""
+            most = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+            self.most_blocks = most if max_blocks is None else min(most, max_blocks)
+            self.status_words = torch.zeros(words, dtype=torch.int64, pin_memory=cuda)
+            """The status of a call, from its lists, on the host."""
+            self.status_event = torch.cuda.Event() if cuda else None
+            self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=device)
+            """The first wrong status of a call of fixed size, and 1 + the rows of its table; -1 if it had several."""
+            self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
+            self.counters = torch.zeros(COUNTERS.value + 2, dtype=torch.int32, device=device)
+            """Lengths of the work lists, and progress of the launch that fills the stage."""
+            self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
             union = self.world_size * rows if max_union_rows is None else max_union_rows
             self._make_area(Capacities(self.topology, rows, row_bytes, union, self.grow, bool(limits)))
         except Exception:
             self.take_back()
             raise
-
-    def _prepare(self, max_blocks: int | None) -> None:
-        """Parts that don't depend on the capacity."""
-        device, words = self.device, STATUS_WORDS.value
-        cuda = device.type == "cuda"
-        self.exchanges = 0
-        """Exchanges of lists so far, which the ranks make together."""
-        self.last_algorithm = ""
-        self.launch = Launcher(early=self.early)
-        self.group, self.nodes = Packed(self.device_group), Packed(nodes_of(self.topology, device))
-        """For kernels: the ranks, the epoch and the signals; who is where."""
-        most = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
-        self.most_blocks = most if max_blocks is None else min(most, max_blocks)
-        self.status_words = torch.zeros(words, dtype=torch.int64, pin_memory=cuda)
-        """The status of a call, from its lists, on the host."""
-        self.status_event = torch.cuda.Event() if cuda else None
-        self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=device)
-        """The first status that was wrong in a call of fixed size, and 1 + the number of rows of its table; -1 if it
-        had several."""
-        self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
-        self.counters = torch.zeros(COUNTERS.value + 2, dtype=torch.int32, device=device)
-        """Lengths of the work lists, and progress of the launch that fills the stage."""
-        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def _make_area(self, capacities: Capacities) -> None:
         """Make lists, out and stage for these capacities, and their scratch; or raise, and take nothing. Collective."""

@@ -142,7 +142,9 @@ def _run(
     while True:
         call = SparseCall(ctx, rows, op, algorithm)
         call.match()
-        call.copy_status()
+        call.kind.on_host.copy_(call.kind.counts, non_blocking=True)
+        if ctx.status_event is not None:
+            ctx.status_event.record()
         whole = None if call.moves_late else call.move()
         status = call.status()
         if whole is None and status[BAD_SIGNATURE.value] and call.algorithm != "gather":
