@@ -308,10 +308,10 @@ class CollectiveContext(Preconditions):
     def __repr__(self) -> str:
         state = "failed or left by an exception" if self._refusal else "open"
         state = "closed" if self._closed else "failed" if self.monitor.expired else state
-        return (
-            f"<CollectiveContext rank {self.rank}, {self.topology.describe()}, "
-            f"{self.max_bytes_per_rank} bytes per rank, {state}>"
-        )
+        return f"<{type(self).__name__} rank {self.rank}, {self.topology.describe()}, {self._sizes()}, {state}>"
+
+    def _sizes(self) -> str:
+        return f"{self.max_bytes_per_rank} bytes per rank"
 
     def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
         """Return what a collective's host side computes once per ``key``: its name and a call shape.

@@ -59,14 +59,6 @@ def _obstacle(size: int) -> str | None:
     return None
 
 
-def _deadline(timeout: timedelta) -> float | None:
-    """Return the seconds that a kernel waits: the group's timeout if given, otherwise ``TDCOLL_TIMEOUT_S`` if set."""
-    default = dist.distributed_c10d.default_pg_timeout
-    if timeout == default and os.environ.get("TDCOLL_TIMEOUT_S"):
-        return None
-    return min(timeout.total_seconds(), arguments.MOST_SECONDS)
-
-
 class Agreement:
     """The agreement that the ranks of a group made when they created it. Collective.
 
@@ -90,7 +82,9 @@ class Agreement:
         default: bool,
     ) -> None:
         self.rank, self.ranks, self.options, self.name, self.default = rank, ranks, options, name, default
-        self.kinds, self.timeout_s = options.kinds, _deadline(timeout)
+        self.kinds = options.kinds
+        of_job = timeout == dist.distributed_c10d.default_pg_timeout and os.environ.get("TDCOLL_TIMEOUT_S")
+        self.timeout_s = None if of_job else min(timeout.total_seconds(), arguments.MOST_SECONDS)
         self.reason: str | None = None
         store, self._everyone = dist.PrefixStore("tdcoll/", store), range(len(ranks))
         self._control = StoreControlPlane(store, rank, timeout.total_seconds())
@@ -104,16 +98,14 @@ class Agreement:
         }
         obstacle = _obstacle(len(ranks)) if self.kinds else "configured to handle nothing"
         mine = configured, obstacle, name, uuid.uuid4().hex
-        given, obstacles, names, tokens = zip(*self._gather("backend tdcoll", mine), strict=True)
+        gathered = self._control.all_gather(self._everyone, "backend tdcoll", mine)
+        given, obstacles, names, tokens = zip(*gathered, strict=True)
         require_equal(given, self._everyone, "the options of backend tdcoll")
         self.agreed_name, self.token = f"group {names[0]}", tokens[0]
         self._give_up(obstacles)
         if self.kinds and runtime.current_or_none() is None:  # then these are all ranks
             self._join(store)
         self.job = runtime.current_or_none() if self.kinds else None
-
-    def _gather(self, tag: str, value: Any) -> list[Any]:
-        return self._control.all_gather(self._everyone, tag, value)
 
     def _give_up(self, obstacles: Sequence[str | None]) -> None:
         """If there is any obstacle, handle nothing and log it; the same on all ranks."""
@@ -134,7 +126,7 @@ class Agreement:
             runtime.current().of_backend = True
         except TdcollError as error:
             obstacle = str(error)
-        self._give_up(self._gather("joined", obstacle))
+        self._give_up(self._control.all_gather(self._everyone, "joined", obstacle))
         if obstacle is None and not self.kinds:  # some have joined and others could not
             runtime.current().failed = True
             tdcoll.finalize()  # forgets the job, and doesn't wait

@@ -48,25 +48,10 @@ from tdcoll.distributed.work import backend_errors, completed
 from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
 from tdcoll.runtime.control import generation, keep
 
-_UNSET = AllgatherOptions().timeout
-"""The value in a call's options if it has no timeout."""
-
 
 def _operation(opts: Any) -> str:
     """Return tdcoll's name of the operation in a call's options, or torch's name if tdcoll does not have it."""
     return NAMES_BY_HASH.get(hash(opts.reduceOp)) or str(operation_name(opts.reduceOp))
-
-
-def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
-    """Return a call's options: as given, or made of an operation and a timeout."""
-    if hasattr(opts, "asyncOp"):
-        return opts
-    made = kind()
-    if opts is not None:
-        made.reduceOp = opts
-    if timeout is not None:
-        made.timeout = timeout
-    return made
 
 
 def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
@@ -262,8 +247,12 @@ class TdcollProcessGroup(ProcessGroup):
         """Reduce each element over the ranks, in place. A sparse COO tensor becomes coalesced."""
         if type(tensors) is not list:  # asking whether it is a tensor takes much longer
             tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if type(opts) is not AllreduceOptions:
-            opts = _with(AllreduceOptions, opts, timeout)
+        if type(opts) is not AllreduceOptions and not hasattr(opts, "asyncOp"):
+            given, opts = opts, AllreduceOptions()
+            if given is not None:
+                opts.reduceOp = given
+            if timeout is not None:
+                opts.timeout = timeout
         op, start = _operation(opts), lambda group, outs, _: group.allreduce(outs, opts)
         if len(tensors) != 1:
             tensors = [plain(tensor) for tensor in tensors]
@@ -353,15 +342,15 @@ class TdcollProcessGroup(ProcessGroup):
         if timeout is not None:
             opts.timeout = timeout
         where = getattr(opts, "device", None) or torch.device("cpu")
-        refused = None if opts.timeout == _UNSET else "a timeout of its own"
+        refused = None if opts.timeout == BarrierOptions().timeout else "a timeout of its own"
         call = Call([], [], device=where)
         return self.dispatcher.call(
             "barrier", call, opts.asyncOp, lambda group, *_: group.barrier(opts), refused=refused
         )
 
 
-def _pass_on(name: str) -> Callable[..., Any]:
-    """Return a method that passes calls on to the plain group.
+def _pass_on(name: str, message: bool) -> Callable[..., Any]:
+    """Return a method that passes calls on to the plain group; of a ``message``, unless gloo would read GPU addresses.
 
     It is one line of Python, which is needed because of a deadlock: if a Python class overrides nothing, PyTorch's
     trampoline calls C++ with the GIL held (``PyProcessGroup.hpp``), and waits there for a lock of gloo's or NCCL's. The
@@ -370,29 +359,19 @@ def _pass_on(name: str) -> Callable[..., Any]:
     """
 
     def pass_on(self: Any, *given: Any, **named: Any) -> Any:
+        where = given[0][0].device if message else None
+        if where is not None and where.type == "cuda" and self.dispatcher.fallback.name(where) == "gloo":
+            raise ValueError(
+                f"{name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU memory; got one "
+                f"on {where}. Pass a copy, tensor.cpu(), or run with a GPU for each rank"
+            )
         return getattr(self._plain, name)(*given, **named)
 
     return pass_on
 
 
-def _pass_message_on(name: str) -> Callable[..., Any]:
-    """Return such a method for messages, whose tensors gloo would read at GPU addresses."""
-
-    def pass_on(self: Any, tensors: list[torch.Tensor], *given: Any) -> Any:
-        if tensors[0].is_cuda and self.dispatcher.fallback.name(tensors[0].device) == "gloo":
-            raise ValueError(
-                f"{name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU memory; got one "
-                f"on {tensors[0].device}. Pass a copy, tensor.cpu(), or run with a GPU for each rank"
-            )
-        return getattr(self._plain, name)(tensors, *given)
-
-    return pass_on
-
-
-for _name in ("broadcast", "reduce_scatter"):
-    setattr(TdcollProcessGroup, _name, _pass_on(_name))
-for _name in ("send", "recv", "recv_anysource"):
-    setattr(TdcollProcessGroup, _name, _pass_message_on(_name))
+for _name in ("broadcast", "reduce_scatter", "send", "recv", "recv_anysource"):
+    setattr(TdcollProcessGroup, _name, _pass_on(_name, message=_name[:4] in ("send", "recv")))
 never_compiled(TdcollProcessGroup)
 
 
@@ -410,10 +389,8 @@ def explain(group: Any = None) -> str:
         ValueError: there is no default group, or this process is not in ``group``.
     """
     group = dist.group.WORLD if group is None else group
-    if group is None:
-        raise ValueError("explain needs a process group: call torch.distributed.init_process_group first")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("explain needs a process group that this process is in")
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("explain needs a process group of this process, made by torch.distributed.init_process_group")
     arguments.instance("group", group, dist.ProcessGroup, "a process group or None")
     if isinstance(group, TdcollProcessGroup):
         heading = f"process group {group.group_name}: backend tdcoll, rank {group.rank()} of {group.size()}"

@@ -40,12 +40,6 @@ class Call:
         """Return all tensors that the call reads or writes."""
         return [*self.outs, *self.inputs]
 
-    def copy_to(self, other: Call) -> None:
-        """Copy the results to another call, for which :func:`plain_memory` has made this one."""
-        for made, asked in zip(self.outs, other.outs, strict=True):
-            if made is not asked:
-                write(asked, made)
-
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself, or the one behind a functional collective's result, waited for.
@@ -87,8 +81,8 @@ def plain_memory(call: Call) -> Call:
     if all(map(is_plain, call.touched)):
         return call
     in_place = bool(call.outs) and call.outs[0] is call.inputs[0]
-    outs = [_plain(out, in_place) for out in call.outs]
-    inputs = outs if in_place else [_plain(tensor, True) for tensor in call.inputs]
+    outs = [contiguous(out, in_place) for out in call.outs]
+    inputs = outs if in_place else [contiguous(tensor, True) for tensor in call.inputs]
     return Call(outs, inputs, call.op, listed=call.listed, device=call.device)
 
 
@@ -101,7 +95,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _plain(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
+def contiguous(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
     """Return the tensor if it is contiguous memory, otherwise a contiguous one of its shape; with its values if
     ``filled``."""
     if is_plain(tensor):

@@ -18,7 +18,6 @@ from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import NotInitializedError
 from tdcoll.base.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
-from tdcoll.calls.preconditions import debugging
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import sparse_sum_by_gather
 from tdcoll.distributed.handlers import Members
@@ -52,9 +51,7 @@ def _sums(group: Any) -> SparseAllReduce:
         found: SparseAllReduce | None = owner.contexts.get(key)
         if found is None:
             queue = Queue(owner.control.part("sparse gradients of " + "-".join(map(str, key[1]))))
-            debug = debugging("first" if owner.simulated else False)
-            members = Members(owner, key[1], owner.timeout_s, Options(), debug is True, debug == "first")
-            found = SparseAllReduce(members, queue)
+            found = SparseAllReduce(Members(owner, key[1], owner.timeout_s, Options()), queue)
             if owner.device.type == "cuda":
                 queue.stream = torch.cuda.Stream(owner.device)
             owner.contexts[key] = found
@@ -368,10 +365,9 @@ class SparseGradientReducer:
 
     def _begin(self) -> _Pass:
         """Return the call of this step: tables in the same order on all ranks, whatever order gradients come in."""
-        made = _Pass(self._sums, self._group)
+        self._pass = made = _Pass(self._sums, self._group)
         for table in self._tables:
             made.add(table.taken, table.stream)
-        self._pass = made
         return made
 
     def finish(self) -> None:

@@ -23,7 +23,6 @@ from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import Ready, again, spec_of
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.pool import Budget, on
-from tdcoll.calls.preconditions import debugging
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, is_plain
 from tdcoll.distributed.fallback import Fallback, Start
@@ -39,7 +38,7 @@ from tdcoll.distributed.work import (
     current_stream,
     error_of,
     new_event,
-    record_stream,
+    record_streams,
 )
 from tdcoll.runtime import Runtime
 
@@ -88,23 +87,18 @@ class Dispatcher:
             self._whole = len(self.ranks) == job.world_size
             job.groups += self._whole
             self._wait_s = job.timeout_s if agreed.timeout_s is None else agreed.timeout_s
-            debug = debugging("first" if job.simulated else False)
-            members = Members(job, self.ranks, self._wait_s, agreed.options, debug is True, debug == "first")
-            self._make_handlers(members)
+            members = Members(job, self.ranks, self._wait_s, agreed.options)
+            self.budget = Budget(job, self.ranks, agreed.options.blocks)
+            queue = Queue(job.control.part(agreed.token))
+            # Debug mode compares the order of all calls.
+            of_sparse = Queue(job.control.part(f"{agreed.token}/{SparseAllReduce.kind}"))
+            sparse = SparseAllReduce(members, queue if members.debug is True else of_sparse)
+            dense = {kind: Dense(members, queue, spec_of(kind), self.budget) for kind in COLLECTIVES}
+            gathers = next(handler for handler in dense.values() if not handler.spec.reduces)
+            self.handlers = {**dense, sparse.kind: sparse, Barrier.kind: Barrier(members, gathers)}
         elif agreed.options.kinds and agreed.rank == 0:
             text = "backend tdcoll: %s handles all calls of group %s: %s"
             _log.warning(text, fallback, agreed.name, agreed.reason)
-
-    def _make_handlers(self, members: Members) -> None:
-        control, token = members.job.control, self.agreed.token
-        self.budget = Budget(members.job, self.ranks, members.options.blocks)
-        queue = Queue(control.part(token))
-        # Debug mode compares the order of all calls.
-        of_sparse = queue if members.debug else Queue(control.part(f"{token}/{SparseAllReduce.kind}"))
-        dense = {kind: Dense(members, queue, spec_of(kind), self.budget) for kind in COLLECTIVES}
-        sparse = SparseAllReduce(members, of_sparse)
-        gathers = next(handler for handler in dense.values() if not handler.spec.reduces)
-        self.handlers = {**dense, sparse.kind: sparse, Barrier.kind: Barrier(members, gathers)}
 
     # ------------------------------------------------------------------ who handles a call
 
@@ -150,7 +144,7 @@ class Dispatcher:
     def compares(self, kind: str, call: Call) -> bool:
         """Return whether the ranks compare a call like this one: in debug mode, of a kind that tdcoll may handle."""
         handler, own = self.handlers.get(kind), self.device
-        if handler is None or kind not in self.agreed.kinds or not handler.members.debug or own is None:
+        if handler is None or kind not in self.agreed.kinds or handler.members.debug is not True or own is None:
             return False
         return len(self.ranks) > 1 and (not call.inputs or call.device.type == own.type)
 
@@ -170,7 +164,7 @@ class Dispatcher:
         compares_first = len(self.ranks) > 1 and not (asynchronous and self._on_cpu)  # else when it is made
         if handler.blocks:
             self._drain()
-        elif not asynchronous or handler.members.debug or (handler.members.first and compares_first):
+        elif not asynchronous or handler.members.debug is True or (handler.members.debug and compares_first):
             handler.queue.drain()
         with self._waiting(kind):
             if self.compares(kind, call):
@@ -227,8 +221,7 @@ class Dispatcher:
         backend = self.fallback.name(call.device)
         self.count(kind, backend, why)
         if key is not None and why is unsupported:  # an obstacle may go away
-            single = self.fallback.single(kind, call.device)
-            self._remember(key, _Known((kind, backend, why), None, None, single))
+            self._remember(key, _Known((kind, backend, why), None, None, self.fallback.single(kind, call.device)))
         return self.fallback.make(call, start)
 
     def _remember(self, key: Hashable | None, known: _Known) -> None:
@@ -328,7 +321,8 @@ class Dispatcher:
                 result = self._run(kind, call, key)
                 if handler.blocks and not self._on_cpu:
                     torch.cuda.current_stream(device).synchronize()
-                    self.check()
+                    with backend_errors:
+                        self._check()
                 return completed(result)
             queue = handler.queue
             if queue.stream is None and not self._on_cpu:
@@ -337,8 +331,8 @@ class Dispatcher:
             waits = self._on_cpu or handler.waits
             if waits or not (capturing(device) or (handler.loaded(call) and not queue.busy)):
                 # The host has to wait: for the size of the result, or until all ranks have loaded the kernels.
-                for tensor in call.touched if stream is not None else ():
-                    record_stream(tensor, stream)
+                if stream is not None:
+                    record_streams(call.touched, stream)
                 task = QueuedCall(lambda: self._run(kind, call, key), stream, give_up=self._give_up)
                 queue.submit(task)
                 return TaskWork(task)
@@ -371,11 +365,6 @@ class Dispatcher:
         """End the waits of this group's kernels: the process ends."""
         for handler in self.handlers.values():
             handler.give_up()
-
-    def check(self) -> None:
-        """Raise the error that finished kernels of this group have left, as ``torch.distributed``'s type."""
-        with backend_errors:
-            self._check()
 
     @contextlib.contextmanager
     def _waiting(self, kind: str) -> Iterator[None]:

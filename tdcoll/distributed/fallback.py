@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
-from tdcoll.distributed.call import Call, plain_memory
+from tdcoll.distributed.call import Call, plain_memory, write
 from tdcoll.distributed.work import completed
 from tdcoll.job import lifecycle
 from tdcoll.runtime.store import ask
 
 Start = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], Any]
 """``start(group, outs, inputs)`` starts a call of contiguous tensors on a process group. Returns its work."""
-
 
 _OF_BACKENDS = {
     "all_gather": "_allgather_base",
@@ -46,7 +45,7 @@ class Fallback:
     def __str__(self) -> str:
         return " and ".join(f"{name} ({device})" for device, name in self._names.items())
 
-    def single(self, kind: str, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, Any], Any]:
+    def single(self, kind: str, device: torch.device) -> Any:
         """Return ``call(out, input, options)`` of contiguous tensors, past PyTorch's dispatcher, which takes as long as
         tdcoll itself."""
         backend = self.group._get_backend(device)
@@ -55,8 +54,7 @@ class Fallback:
             return lambda out, _, opts: method([out], opts)
         if kind == "all_to_all":
             return lambda out, tensor, opts: method(out, tensor, [], [], opts)
-        found: Callable[[torch.Tensor, torch.Tensor, Any], Any] = method
-        return found
+        return method
 
     def make(self, call: Call, start: Start) -> Any:
         """Make a call and return its work.
@@ -70,7 +68,9 @@ class Fallback:
             return work
         if work is not None:  # NCCL has none for a synchronous call
             work.wait()
-        taken.copy_to(call)
+        for made, asked in zip(taken.outs, call.outs, strict=True):
+            if made is not asked:
+                write(asked, made)
         return completed(call.outs)
 
 
@@ -97,7 +97,15 @@ def add_backends(
     if not dist.is_gloo_available():
         raise RuntimeError('backend "tdcoll" needs gloo for CPU tensors, which this PyTorch was built without')
     kinds = ProcessGroup.BackendType
-    gloo = _gloo(dist.PrefixStore("gloo/", store), rank, size, timeout, name, ranks)
+
+    def connect() -> Any:
+        return dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+
+    whom = "the group's other ranks, or the store, to connect gloo"
+    gloo = ask(connect, rank, "backend tdcoll", timeout.total_seconds(), whom)
+    gloo.options.global_ranks_in_group = ranks
+    gloo.options.group_name = name
+    gloo._set_sequence_number_for_group()
     made = {"cpu": (kinds.GLOO, gloo)}
     if torch.cuda.is_available():
         made["cuda"] = made["cpu"]
@@ -109,18 +117,6 @@ def add_backends(
         for device, (kind, backend) in made.items():
             group._register_backend(torch.device(device), kind, backend)
     return {device: "nccl" if kind == kinds.NCCL else "gloo" for device, (kind, _) in made.items()}
-
-
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: list[int]) -> Any:
-    def connect() -> Any:
-        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-
-    whom = "the group's other ranks, or the store, to connect gloo"
-    gloo = ask(connect, rank, "backend tdcoll", timeout.total_seconds(), whom)
-    gloo.options.global_ranks_in_group = ranks
-    gloo.options.group_name = name
-    gloo._set_sequence_number_for_group()
-    return gloo
 
 
 def _nccl(

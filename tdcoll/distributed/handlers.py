@@ -18,9 +18,9 @@ import torch
 from tdcoll.calls.call import Ready, overlap, unchecked
 from tdcoll.calls.launches import is_prepared
 from tdcoll.calls.pool import Budget, Pool
-from tdcoll.calls.preconditions import Compared, compare
+from tdcoll.calls.preconditions import Compared, compare, debugging
 from tdcoll.calls.spec import Collective
-from tdcoll.distributed.call import Call, write
+from tdcoll.distributed.call import Call, contiguous, write
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue
 from tdcoll.primitives.reduce import OPERATIONS_OF
@@ -30,23 +30,23 @@ PACKED_BYTES = 256 << 10
 """Up to so many bytes, several tensors of one call are packed for one launch, because a copy is cheaper than one."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Members:
     """The ranks of a process group, and what its handlers share.
 
     Attributes:
         ranks: global ranks, in the order of the group.
         timeout_s: deadline of waits in kernels, seconds.
-        debug: whether the ranks compare each call, as ``TDCOLL_DEBUG`` asks for.
-        first: whether they compare the first call with such arguments.
+        debug: the calls that the ranks compare, as ``TDCOLL_DEBUG`` asks for when the group is made.
     """
 
     job: Runtime
     ranks: tuple[int, ...]
     timeout_s: float
     options: Options
-    debug: bool = False
-    first: bool = False
+
+    def __post_init__(self) -> None:
+        self.debug = debugging("first" if self.job.simulated else False)
 
 
 class Handler:
@@ -104,7 +104,7 @@ class Handler:
 
     def compare_first(self, call: Call) -> None:
         """:meth:`compare`, if no call with such arguments was made before and the ranks are asked to compare those."""
-        if self.members.first:
+        if self.members.debug == "first":
             with self.compared.first(self.kind, self.facts(call)) as new:
                 if new:
                     self.compare(call)
@@ -137,7 +137,8 @@ class Dense(Handler):
     def __init__(self, members: Members, queue: Queue, spec: Collective, budget: Budget) -> None:
         super().__init__(members, queue)
         self.kind, self.spec, self._budget = spec.name, spec, budget
-        self._most = members.options.limits(len(members.ranks))[spec.name]
+        given = members.options.max_bytes_per_rank
+        self._most = spec.handled(len(members.ranks)) if given is None else given
         self.pool = Pool(
             members.job,
             members.ranks,
@@ -146,7 +147,7 @@ class Dense(Handler):
             timeout_s=members.timeout_s,
             lamport_bytes=spec.lamport_bytes,
             budget=budget,
-            debug=members.debug,  # if the ranks compare first calls only, the handler does
+            debug=members.debug is True,  # if the ranks compare first calls only, the handler does
         )
 
     @property
@@ -226,7 +227,6 @@ class Dense(Handler):
             )
 
     def loaded(self, call: Call) -> bool:
-        """Return whether nothing has to be compiled or loaded before the call is launched."""
         context, packed = self.pool.context, self._packed(call)
         sizes = [packed] if packed else self._segments(call)
         options = (call.inputs[0].dtype, call.op) if self.spec.reduces else None
@@ -279,9 +279,7 @@ class Dense(Handler):
         """Launch a call of tensors that fit each other, once or for each epoch, with the copies that it takes."""
         context, spec = self.pool.context, self.spec
         assert context is not None
-        as_it_is = out.is_contiguous() and not out.is_conj() and not out.is_neg()
-        target = out if as_it_is else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        source = tensor.resolve_conj().resolve_neg().contiguous()
+        source, target = contiguous(tensor, True), contiguous(out, False)
         at = spec.may_overlap_at(spec.segment_bytes(source.nbytes, context.world_size), context.rank)
         if overlap(source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes, at):
             source = source.clone()

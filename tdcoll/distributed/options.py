@@ -9,7 +9,6 @@ from typing import Any
 
 from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES, MAX_BLOCKS
-from tdcoll.calls.call import spec_of
 
 KINDS = (*COLLECTIVES, "sparse_all_reduce", "barrier")
 """The kinds of call that tdcoll's kernels can handle."""
@@ -83,11 +82,6 @@ class Options:
     def kinds(self) -> tuple[str, ...]:
         """The kinds that tdcoll handles, in the order of :data:`KINDS`."""
         return _kinds(str(self.handles), "handles")
-
-    def limits(self, world: int) -> dict[str, int]:
-        """Return the most bytes of a segment that is handled with so many ranks, for each dense kind."""
-        given = self.max_bytes_per_rank
-        return {kind: spec_of(kind).handled(world) if given is None else given for kind in COLLECTIVES}
 
     @classmethod
     def of(cls, given: Any) -> Options:

@@ -147,9 +147,7 @@ class QueuedCall:
 
 
 class Queue:
-    """Makes calls that use one context, in the order in which they were given, on a thread of its own.
-
-    Calls of different queues don't wait for each other. The thread ends when there was no call for a while.
+    """Makes calls that use one context, on a thread of its own, which ends when there was no call for a while.
 
     Attributes:
         control: numbers the exchanges of these calls.
@@ -252,8 +250,8 @@ def _waits_of_callback(task: QueuedCall) -> Iterator[None]:
 
 @functools.cache
 def _end_the_calls_at_exit() -> None:
-    """When the process ends, let the threads make the remaining calls, because other ranks wait for them; then stop
-    waiting for missing ranks. Registered late, because this must run before PyTorch's own end."""
+    """When the process ends, make the remaining calls, and then stop waiting for missing ranks. Registered late, to run
+    before PyTorch's own end."""
 
     def end() -> None:
         for given_up in (False, True):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from tdcoll.base.errors import ContextError, HeapExhaustedError
-from tdcoll.calls.pool import Budget
+from tdcoll.calls.pool import Budget, on
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce
-from tdcoll.collectives.sparse_all_reduce.pool import growing_context
+from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.handlers import Handler, Members
@@ -57,7 +57,6 @@ class SparseAllReduce(Handler):
     def __init__(self, members: Members, queue: Queue) -> None:
         super().__init__(members, queue)
         self.context: SparseContext | None = None
-        self.problem: str | None = None
         self._budget = Budget(members.job, members.ranks, members.options.blocks)
         self._in_use = threading.RLock()
         """Held by the thread that makes or uses the context, and never while it waits for the queue."""
@@ -92,6 +91,8 @@ class SparseAllReduce(Handler):
     def open(self, rows_per_rank: int, row_bytes: int) -> None:
         """Make the context, if there is none, with room for what any rank says here. Collective.
 
+        If the heap has no room for so many rows, it begins with fewer, since they may not all be different.
+
         Raises:
             HeapExhaustedError: on all ranks.
             ContextError: other contexts have left no thread blocks; on all ranks.
@@ -103,13 +104,19 @@ class SparseAllReduce(Handler):
             if self.context is not None:
                 return
             self._budget.take(self.kind)
-            debug = self.members.debug or ("first" if self.members.first else False)
-            options = {"max_blocks": self._budget.blocks, "timeout_s": self.members.timeout_s, "debug": debug}
-            try:
-                self.context = growing_context(job, ranks, rows_per_rank, row_bytes, **options)
-            except HeapExhaustedError:
-                self._budget.give_back()
-                raise
+            asked = job.exchange(ranks, "sparse all-reduce: rows, row bytes", (rows_per_rank, row_bytes))
+            most, widest = max(n for n, _ in asked), max(nbytes for _, nbytes in asked)
+            options = {"max_blocks": self._budget.blocks, "timeout_s": self.members.timeout_s, "max_row_bytes": widest}
+            options |= {"debug": self.members.debug, "grow": True}
+            for rows in (max(FEWEST_ROWS, most), FEWEST_ROWS):
+                try:
+                    with on(job.device):
+                        self.context = SparseContext(ranks, max_rows_per_rank=rows, **options)
+                    return
+                except HeapExhaustedError:  # on all ranks alike
+                    if rows == FEWEST_ROWS:
+                        self._budget.give_back()
+                        raise
 
     def run(self, call: Call) -> list[torch.Tensor]:
         for tensor, result in zip(call.inputs, self.reduce(call.inputs, str(call.op)), strict=True):

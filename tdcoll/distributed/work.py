@@ -182,8 +182,7 @@ class StreamWork(Work):
     def __del__(self) -> None:
         # Because no one has waited, the allocator has to, as it does for tensors that another stream uses.
         if self._keep and not sys.is_finalizing() and not capturing(self._stream.device):
-            for tensor in self._keep:
-                record_stream(tensor, self._stream)
+            record_streams(self._keep, self._stream)
         if self._events is not None:
             self._events.append(self._event)
 
@@ -217,13 +216,8 @@ def current_stream(index: int) -> Any:
     return stream
 
 
-def record_stream(tensor: torch.Tensor, stream: Any) -> None:
-    """Tell the allocator that ``stream`` uses ``tensor``, dense or sparse."""
-    record_streams([tensor], stream)
-
-
 def record_streams(tensors: Sequence[torch.Tensor], stream: Any) -> None:
-    """Call :func:`record_stream` for many tensors, once for each allocation that they are parts of."""
+    """Tell the allocator that ``stream`` uses these tensors, once for each allocation that they are parts of."""
     allocations: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         parts = (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from fused.norms import norm_reference
-from kernel_mutants import Argument, Call, Change, Mutant, dropped
-from tiers import seeds
+from kernel_mutants import Argument, Call, Change, Mutant, dropped, installed
+from tiers import second, seeds
 
 import tdcoll
 from tdcoll.calls import plan
@@ -202,6 +202,7 @@ ALL = [
 ]
 KNOWN = {str(calls): calls for calls in ALL}
 EARLY: dict[str, Any] = {"on_timeout": "early"}
+PATIENT: dict[str, Any] = {"on_timeout": "expire", "weak": False, "stragglers": False}
 
 
 class Queued:
@@ -210,13 +211,16 @@ class Queued:
     Each call has the memory of the one before: results are copied away, and all is written over, right after the call,
     as the next kernels on a stream may do it whether or not a wait has expired.
 
+    Args:
+        looks: ranks other than the first check every call when it is done, and then use its result.
+
     Attributes:
         ended: how many ranks ended with right results, and how many gave up.
         early: waits that expired while what they waited for was on its way.
     """
 
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
+    def __init__(self, calls: Calls, looks: bool = False) -> None:
+        self.calls, self.looks = calls, looks
         self.ended: Counter[str] = Counter()
         self.early = 0
 
@@ -235,19 +239,22 @@ class Queued:
         calls, operation = self.calls, self.calls.operation
         ctx, monitor = calls.context()
         source, out, memories = operation.memory(ctx)
-        looked_at, monitor.valid = monitor.valid, memoryview(bytearray(1))
-        results = []
-        for call in range(calls.queued):
-            source.copy_(given(pe, call, source))
-            gave_up, sent = looked_at[0], self.sent(world, pe)
-            made = operation.call(source, out, ctx, calls.algorithm)
-            if gave_up and not operation.tells:
-                assert self.sent(world, pe) == sent, f"rank {pe} has given up, and sends in call {call}"
-            results.append([result.clone() for result in made])
-            for tensor in memories:
-                tensor.fill_(LOST)
-        monitor.valid = looked_at
+        looks, looked_at, results = self.looks and pe > 0, monitor.valid, []
         try:
+            for call in range(calls.queued):
+                monitor.valid = looked_at if looks else memoryview(bytearray(1))
+                source.copy_(given(pe, call, source))
+                gave_up, sent = looked_at[0], self.sent(world, pe)
+                made = operation.call(source, out, ctx, calls.algorithm)
+                if gave_up and not operation.tells:
+                    assert self.sent(world, pe) == sent, f"rank {pe} has given up, and sends in call {call}"
+                results.append([result.clone() for result in made])
+                if looks:
+                    ctx.check()
+                    calls.check(ctx, call, made, source)
+                for tensor in memories:
+                    tensor.fill_(LOST)
+            monitor.valid = looked_at
             ctx.check()
         except tdcoll.CollectiveTimeout:
             return "gave up", memories
@@ -280,36 +287,60 @@ def test_every_rank_gives_up_or_has_the_right_result(calls: Calls, seeds: range)
     assert set(case.ended) == {"right", "gave up"}
 
 
-class LookedAt(Queued):
-    """As :class:`Queued`, but ranks other than the first check every call when it is done, and then use its result."""
-
-    def host(self, pe: int, world: World) -> tuple[str, Tensors]:
-        """Run on one rank."""
-        if pe == 0:
-            return super().host(pe, world)
-        calls, operation = self.calls, self.calls.operation
-        ctx, _ = calls.context()
-        source, out, memories = operation.memory(ctx)
-        for call in range(calls.queued):
-            source.copy_(given(pe, call, source))
-            try:
-                made = operation.call(source, out, ctx, calls.algorithm)
-                ctx.check()
-            except tdcoll.CollectiveTimeout:
-                return "gave up", ()
-            calls.check(ctx, call, made, source)
-        for tensor in memories:
-            tensor.fill_(LOST)
-        return "right", memories
-
-
 BY_COPIES = [calls for calls in ALL if calls.algorithm == "ce"]
 
 
 @seeds(3, 60)
 @pytest.mark.parametrize("calls", BY_COPIES, ids=str)
 def test_copies_of_a_rank_that_has_given_up_spoil_no_result_that_passes_a_check(calls: Calls, seeds: range) -> None:
-    explore(LookedAt(calls), **{**job(calls.nodes), **EARLY}, seeds=seeds)
+    explore(Queued(calls, looks=True), **{**job(calls.nodes), **EARLY}, seeds=seeds)
+
+
+class Stalled:
+    """The last rank stalls before it reads any stage in call ``STALLS``, until rank 0, which has given up on it, has
+    launched a further call. Results of the calls before the one that a deadline ended are right."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    def __call__(self, world: World) -> None:
+        world.run(self.host)
+
+    def host(self, pe: int) -> None:
+        """Run on one rank."""
+        calls, operation, results = self.calls, self.calls.operation, []
+        ctx, monitor = calls.context()
+        source, out, _ = operation.memory(ctx)
+        looked_at, monitor.valid = monitor.valid, memoryview(bytearray(1))
+        for call in range(calls.queued):
+            source.copy_(given(pe, call, source))
+            results.append([result.clone() for result in operation.call(source, out, ctx, calls.algorithm)])
+            if pe == 0 and call == STALLS + 1:
+                last = ctx.world_size - 1
+                tdcoll.write_on_stream(tdcoll.peer_tensor(ctx.ready, last)[last], 1)
+        monitor.valid = looked_at
+        with pytest.raises(tdcoll.CollectiveTimeout) as raised:
+            ctx.check()
+        for call in range(((raised.value.epoch or 0) - 1) // EPOCHS):
+            calls.check(ctx, call, results[call], source)
+
+
+STALLS, EPOCHS = 1, 3  # a call's exchange, reduce and meet
+ITEMS = "items = k + tl.arange(0, ROWS)"
+STALL = f"""
+if (g.rank == g.world - 1) & (epoch == {EPOCHS * STALLS + 2}):
+    while tdl.ld(g.entered + g.rank, "sys", "relaxed") == 0:
+        pass
+"""
+"""Until its own word of ``entered``, which the protocol does not use, is set."""
+STALLED = Change("kernels_reduce.reduce", ITEMS, f"{STALL}\n{ITEMS}")
+
+
+@pytest.mark.parametrize("nodes", [(2,), second((3,))], ids=str)
+def test_launches_after_an_expired_wait_leave_the_stage_alone(nodes: Nodes, tmp_path: Path) -> None:
+    case = Stalled(Calls(SPARSE, "owner", (), nodes))
+    with installed([STALLED], tmp_path):
+        explore(case, **{**job(nodes), **PATIENT}, seeds=1)
 
 
 class Deserted:
@@ -351,7 +382,6 @@ class Deserted:
             calls.check(ctx, call, made, source)
 
 
-PATIENT: dict[str, Any] = {"on_timeout": "expire", "weak": False, "stragglers": False}
 KNOWN["all_reduce o 2d 3+3"] = Calls(KNOWN["all_reduce o 2d 2+2"].operation, "2d", (), (3, 3))
 
 
@@ -425,8 +455,8 @@ HEEDLESS = [
 BETWEEN_HOPS = dropped("primitives.copies.hear", "stores.tell_gave_up")
 SPOILED = [
     Mutant(
-        f"{what} of {calls}", changes, "wrong numbers", LookedAt(calls), {**job(calls.nodes), **EARLY}, seeds=300,
-        any_seed=True,
+        f"{what} of {calls}", changes, "wrong numbers", Queued(calls, looks=True), {**job(calls.nodes), **EARLY},
+        seeds=300, any_seed=True,
     )
     for calls in BY_COPIES
     for hops in [(BETWEEN_HOPS,) if calls.operation.name.startswith("all_reduce") else ()]
@@ -440,7 +470,13 @@ SPOILED = [
 ]  # fmt: skip
 """Copies that are queued run although a wait has expired."""
 
+STAGE = Mutant(
+    "a stage is filled after an expired wait",
+    (Change("kernels_values.combine", "still_alive(g.monitor) == 0", "False"), STALLED),
+    r"rank 1, call 1: \d+ wrong numbers", Stalled(KNOWN["sparse owner 2"]), {**job((2,)), **PATIENT}, seeds=2,
+)  # fmt: skip
 
-@pytest.mark.parametrize("mutant", [*GO_ON, *HEEDLESS, *SPOILED], ids=str)
+
+@pytest.mark.parametrize("mutant", [*GO_ON, *HEEDLESS, *SPOILED, STAGE], ids=str)
 def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     mutant.is_caught(tmp_path)

@@ -79,12 +79,8 @@ def group_that_knows_a_call(monkeypatch: Any, told: list[str]) -> tuple[Dispatch
     dispatcher, context = Dispatcher.__new__(Dispatcher), object()
     queue, pool = SimpleNamespace(drain=lambda: told.append("drain"), busy=False), SimpleNamespace(context=context)
     service: Any = SimpleNamespace(check=lambda: told.append("check"), queue=queue, pool=pool)
-    dispatcher.job, dispatcher._closed, dispatcher.coalescing, dispatcher._on_cpu = (
-        SimpleNamespace(closed=False),
-        False,
-        False,
-        True,
-    )  # type: ignore[assignment]
+    dispatcher.job = SimpleNamespace(closed=False)  # type: ignore[assignment]
+    dispatcher._closed, dispatcher.coalescing, dispatcher._on_cpu = False, False, True
     dispatcher.handlers = {"all_gather": service}
     return dispatcher, _Known(("all_gather", "tdcoll", ""), object(), context)  # type: ignore[arg-type]
 

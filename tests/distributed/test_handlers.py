@@ -212,8 +212,8 @@ def test_a_list_for_which_the_heap_has_no_room_takes_several_calls(monkeypatch: 
         assert torch.equal(sums.reduce([every[pe]], "sum")[0].to_dense(), wanted)
         sums.close()
 
-    one = tdcoll.collectives.sparse_all_reduce.context.symmetric_bytes(2, ROWS, 4 * WIDTH)
-    World(2, heap_bytes=3 * one).run(host)
+    one = tdcoll.memory_plan({"one": {"max_rows_per_rank": ROWS, "max_row_bytes": 4 * WIDTH}}, world_size=2)
+    World(2, heap_bytes=3 * one.total).run(host)
     assert taken[0] == taken[1] == [5, 2, 2, 1, 2, 2, 1, 1, 1]
 
 
@@ -228,7 +228,7 @@ def test_one_thread_at_a_time_uses_the_context(monkeypatch: pytest.MonkeyPatch) 
         return tensors
 
     monkeypatch.setattr(sparse, "sparse_all_reduce", reduce)
-    job: Any = SimpleNamespace(through=lambda control: contextlib.nullcontext())
+    job: Any = SimpleNamespace(through=lambda control: contextlib.nullcontext(), simulated=False)
     queue = Queue(SimpleNamespace())  # type: ignore[arg-type]
     sums = SparseAllReduce(Members(job, (0,), 1.0, Options()), queue)
     sums.context = SimpleNamespace(device=torch.device("meta"))  # type: ignore[assignment]

@@ -21,9 +21,8 @@ from tdcoll import runtime
 from tdcoll.base import environment
 from tdcoll.base.arguments import parse_bytes
 from tdcoll.base.errors import TdcollError
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import spec_of
-from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
-from tdcoll.distributed import Options
 from tdcoll.job import lifecycle
 
 INITIALIZE = """
@@ -138,9 +137,10 @@ def test_the_default_heap(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_documented_fits_into_the_default_heap() -> None:
     """docs/sparse-all-reduce.md, on 8 GPUs; an inbox for the backend's largest calls takes an eighth of the heap."""
     heap = environment.DEFAULT_HEAP_BYTES
-    assert symmetric_bytes(8, 20_000, 4 * 512) + (8 << 20) < heap
-    for kind, largest in Options().limits(8).items():
-        assert 0 < 2 * 8 * spec_of(kind).inbox(largest, 8, heap) <= heap // 8
+    documented = {"max_rows_per_rank": 20_000, "max_row_bytes": 4 * 512}
+    assert tdcoll.memory_plan({"rows": documented}, world_size=8).total + (8 << 20) < heap
+    for spec in map(spec_of, COLLECTIVES):
+        assert 0 < 2 * 8 * spec.inbox(spec.handled(8), 8, heap) <= heap // 8
 
 
 # ---------------------------------------------------------------------- ranks that cannot make one job

@@ -52,10 +52,10 @@ def gathers_into_one_tensor() -> None:
 def gathers_lists() -> None:
     before = handled("all_gather")
     for asynchronous in (False, True):
-        pieces = [torch.empty(2, 3, device=device()) for _ in everyone()]
+        pieces = [torch.nn.Parameter(torch.empty(3, 2, device=device()).t()) for _ in everyone()]
         finish(dist.all_gather(pieces, data(rank(), 6).view(2, 3), async_op=asynchronous))
         for r in everyone():
-            same(pieces[r], data(r, 6).view(2, 3), f"piece {r}")
+            same(pieces[r].detach().contiguous(), data(r, 6).view(2, 3), f"piece {r}")
         uneven = [torch.empty(3 * r, dtype=torch.int64, device=device()) for r in everyone()]
         finish(dist.all_gather(uneven, data(rank(), 3 * rank(), torch.int64), async_op=asynchronous))
         for r in everyone():
@@ -203,7 +203,7 @@ def reduces_several_together() -> None:
         parts = [[data(r, n * world(), call=n) for n in sizes] for r in everyone()]
         sums = [sum(parts[r][i] for r in everyone()) for i in range(len(sizes))]
         for asynchronous in (False, True):
-            tensors = [part.clone() for part in parts[rank()]]
+            tensors = [torch.nn.Parameter(part.clone()) for part in parts[rank()]]
             outs = [torch.empty(n, device=device()) for n in sizes]
             gathered = [torch.empty(world() * n, device=device()) for n in sizes]
             own = parts[rank()]
@@ -219,7 +219,7 @@ def reduces_several_together() -> None:
                 if asynchronous:
                     pending.wait()
             for i, n in enumerate(sizes):
-                same(tensors[i], sums[i], f"all_reduce {i} of {sizes}")
+                same(tensors[i].detach(), sums[i], f"all_reduce {i} of {sizes}")
                 same(outs[i], sums[i].view(world(), n)[rank()], f"reduce_scatter {i} of {sizes}")
                 same(gathered[i], torch.cat([parts[r][i][:n] for r in everyone()]), f"all_gather {i} of {sizes}")
         now = handled("all_reduce"), handled("reduce_scatter"), handled("all_gather")

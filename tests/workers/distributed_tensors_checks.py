@@ -50,31 +50,6 @@ def autograd_sees_no_collective() -> None:
     dist.destroy_process_group(inner)
 
 
-@check
-def parameters_as_results() -> None:
-    """Every kind that copies its result: gathers and scatters with strides, lists, and several at once."""
-    n = world()
-    before = [handled(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
-    gathered = nn.Parameter(torch.empty(3, 2 * n, device=device()).t())
-    single(gathered, data(rank(), 6).view(2, 3))
-    wanted = torch.cat([data(r, 6).view(2, 3) for r in everyone()])
-    same(gathered.detach().contiguous(), wanted, "gathered")
-    scattered = nn.Parameter(torch.empty(3, 2, device=device()).t())
-    SINGLE_SCATTER(scattered, data(rank(), 6 * n).view(2 * n, 3))
-    same(scattered.detach().contiguous(), sums(6 * n).view(n, 2, 3)[rank()], "scattered")
-    pieces = [nn.Parameter(torch.empty(3, 2, device=device()).t()) for _ in everyone()]
-    dist.all_gather(pieces, data(rank(), 6).view(2, 3))
-    same(torch.cat([piece.detach() for piece in pieces]), wanted, "into a list")
-    several = [nn.Parameter(data(rank(), count)) for count in (3, 5)]
-    with dist.distributed_c10d._coalescing_manager(dist.group.WORLD):
-        for parameter in several:
-            dist.all_reduce(parameter)
-    for parameter in several:
-        same(parameter.detach(), sums(parameter.numel()), "several")
-    now = [handled(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
-    expect([b - a for a, b in zip(before, now, strict=True)] == [2, 1, 1], explain())
-
-
 STRIDED: dict[str, Callable[[int, int], torch.Tensor]] = {
     "columns": lambda rows, columns: torch.zeros(rows, 2 * columns, device=device())[:, ::2],
     "transposed": lambda rows, columns: torch.zeros(columns, rows, device=device()).t(),
@@ -101,17 +76,17 @@ def strided_tensors_of_any_size() -> None:
                     parameter = nn.Parameter(make(rows, 3).copy_(data(rank(), 3 * rows).view(rows, 3)))
                     finish(dist.all_reduce(parameter, group=group, async_op=asynchronous), futures)
                     expect(parameter.is_leaf and parameter._version <= 1, what)
-                    x, out = make(rows, 3), make(n * rows, 3)
+                    x, out = make(rows, 3), nn.Parameter(make(n * rows, 3))
                     x.copy_(data(rank(), 3 * rows).view(rows, 3))
                     finish(single(out, x, group=group, async_op=asynchronous), futures)
                     wanted = torch.cat([data(r, 3 * rows).view(rows, 3) for r in everyone()])
-                    same(out.clone().resolve_neg().contiguous(), wanted, f"all_gather {what}")
-                    x, out = make(n * rows, 3), make(rows, 3)
+                    same(out.detach().clone().resolve_neg().contiguous(), wanted, f"all_gather {what}")
+                    x, out = make(n * rows, 3), nn.Parameter(make(rows, 3))
                     x.copy_(data(rank(), 3 * n * rows).view(n * rows, 3))
                     none = backend == "fallback" and (device().type == "cpu" or shared())  # gloo has no such futures
                     finish(SINGLE_SCATTER(out, x, group=group, async_op=asynchronous), futures and not none)
                     wanted = sums(3 * n * rows).view(n, rows, 3)[rank()]
-                    same(out.clone().resolve_neg().contiguous(), wanted, f"reduce_scatter {what}")
+                    same(out.detach().clone().resolve_neg().contiguous(), wanted, f"reduce_scatter {what}")
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
         crowded = any("other contexts have left" in why for why in by_fallback(kind, group))  # with 3 ranks and more
         expect(handled(kind, group) > 0 or crowded, explain(group))

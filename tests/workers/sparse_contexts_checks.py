@@ -106,8 +106,5 @@ def sparse_capture_errors() -> None:
     ctx.close()
 
 
-# ---------------------------------------------------------------------- a peer that is gone
-
-
 if __name__ == "__main__":
     run()

@@ -294,14 +294,8 @@ class SparseCall:
         if ctx.world_size > 1:
             self.launch(meet, ctx.world_size)
 
-    def copy_status(self) -> None:
-        """Start copying the status and the counts of the tables to the host."""
-        self.kind.on_host.copy_(self.kind.counts, non_blocking=True)
-        if (event := self.ctx.status_event) is not None:
-            event.record()
-
     def status(self) -> list[int]:
-        """Wait for the status, and for nothing that was launched after :meth:`copy_status`."""
+        """Wait for the copy of the status and the counts of the tables, and for nothing that was launched after it."""
         if (event := self.ctx.status_event) is not None:
             event.synchronize()
         self.ctx.monitor.raise_if_expired()

@@ -26,29 +26,12 @@ from tdcoll.runtime.topology import Topology
 
 
 def sparse_sizes(
-    topology: Topology,
-    heap_bytes: int,
-    *,
-    max_rows_per_rank: int,
-    max_row_bytes: int,
-    max_union_rows: int | None = None,
-    stores: bool = True,
+    topology: Topology, heap_bytes: int, max_rows_per_rank: int, max_row_bytes: int, max_union_rows: int | None = None
 ) -> ContextSizes:
     """Return the sizes of a :class:`SparseContext`, with the arguments of :func:`tdcoll.calls.sizes.context_sizes`."""
     union = topology.world_size * max_rows_per_rank if max_union_rows is None else max_union_rows
-    plain = context_sizes(topology, heap_bytes, stores=stores, max_bytes_per_rank=0, chunks=EXCHANGE_CHUNKS)
+    plain = context_sizes(topology, heap_bytes, max_bytes_per_rank=0, chunks=EXCHANGE_CHUNKS)
     return replace(plain, more=(_area(Capacities(topology, max_rows_per_rank, max_row_bytes, union, False)),))
-
-
-def symmetric_bytes(world: int, max_rows_per_rank: int, max_row_bytes: int, max_union_rows: int | None = None) -> int:
-    """Bytes of symmetric heap that a :class:`SparseContext` of ``world`` ranks takes on each of them."""
-    return sparse_sizes(
-        Topology.of(0, range(world), [0] * world),
-        0,
-        max_rows_per_rank=max_rows_per_rank,
-        max_row_bytes=max_row_bytes,
-        max_union_rows=max_union_rows,
-    ).heap_bytes
 
 
 def _area(capacities: Capacities) -> Area:
@@ -61,7 +44,7 @@ class SparseContext(CollectiveContext):
     Collective over the group to make and to close; a context manager, with the rules of
     :class:`~tdcoll.CollectiveContext` for streams, deadlines and leaving by an exception. One context serves tensors of
     any number of rows, any dtype and any row of at most ``max_row_bytes``. ``docs/sparse-all-reduce.md`` says how much
-    memory it takes; :func:`symmetric_bytes` computes what it takes of the symmetric heap.
+    memory it takes; :func:`tdcoll.memory_plan` computes what it takes of the symmetric heap.
 
     >>> with tdcoll.SparseContext(max_rows_per_rank=1024, max_row_bytes=256) as ctx:
     ...     ctx.check()
@@ -127,35 +110,30 @@ class SparseContext(CollectiveContext):
                     "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access "
                     "between their GPUs), which the sparse all-reduce needs inside a node"
                 )
-            self._prepare(max_blocks)
+            device, words = self.device, STATUS_WORDS.value
+            cuda = device.type == "cuda"
+            self.exchanges = 0
+            """Exchanges of lists so far, which the ranks make together."""
+            self.last_algorithm = ""
+            self.launch = Launcher(early=self.early)
+            self.group, self.nodes = Packed(self.device_group), Packed(nodes_of(self.topology, device))
+            """For kernels: the ranks, the epoch and the signals; who is where."""
+            most = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+            self.most_blocks = most if max_blocks is None else min(most, max_blocks)
+            self.status_words = torch.zeros(words, dtype=torch.int64, pin_memory=cuda)
+            """The status of a call, from its lists, on the host."""
+            self.status_event = torch.cuda.Event() if cuda else None
+            self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=device)
+            """The first wrong status of a call of fixed size, and 1 + the rows of its table; -1 if it had several."""
+            self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
+            self.counters = torch.zeros(COUNTERS.value + 2, dtype=torch.int32, device=device)
+            """Lengths of the work lists, and progress of the launch that fills the stage."""
+            self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
             union = self.world_size * rows if max_union_rows is None else max_union_rows
             self._make_area(Capacities(self.topology, rows, row_bytes, union, self.grow, bool(limits)))
         except Exception:
             self.take_back()
             raise
-
-    def _prepare(self, max_blocks: int | None) -> None:
-        """Parts that don't depend on the capacity."""
-        device, words = self.device, STATUS_WORDS.value
-        cuda = device.type == "cuda"
-        self.exchanges = 0
-        """Exchanges of lists so far, which the ranks make together."""
-        self.last_algorithm = ""
-        self.launch = Launcher(early=self.early)
-        self.group, self.nodes = Packed(self.device_group), Packed(nodes_of(self.topology, device))
-        """For kernels: the ranks, the epoch and the signals; who is where."""
-        most = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
-        self.most_blocks = most if max_blocks is None else min(most, max_blocks)
-        self.status_words = torch.zeros(words, dtype=torch.int64, pin_memory=cuda)
-        """The status of a call, from its lists, on the host."""
-        self.status_event = torch.cuda.Event() if cuda else None
-        self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=device)
-        """The first status that was wrong in a call of fixed size, and 1 + the number of rows of its table; -1 if it
-        had several."""
-        self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
-        self.counters = torch.zeros(COUNTERS.value + 2, dtype=torch.int32, device=device)
-        """Lengths of the work lists, and progress of the launch that fills the stage."""
-        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def _make_area(self, capacities: Capacities) -> None:
         """Make lists, out and stage for these capacities, and their scratch; or raise, and take nothing. Collective."""
@@ -250,13 +228,9 @@ class SparseContext(CollectiveContext):
                 )
         return None
 
-    def __repr__(self) -> str:
-        return (
-            f"<SparseContext rank {self.rank}, {self.topology.describe()}, {self.max_rows_per_rank} rows of "
-            f"{self.max_row_bytes} bytes per rank, {self.max_union_rows} together"
-            + (", grows" if self.grow else "")
-            + (", closed>" if self.closed else ">")
-        )
+    def _sizes(self) -> str:
+        said = f"{self.max_rows_per_rank} rows of {self.max_row_bytes} bytes per rank, {self.max_union_rows} together"
+        return said + ", grows" * self.grow
 
     def for_tables(self) -> CollectiveContext:
         """Return the context of dense all-reduces of whole tables; the first call makes it. Collective.

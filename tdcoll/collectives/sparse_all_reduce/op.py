@@ -18,11 +18,12 @@ from tdcoll.base.capture import refuse
 from tdcoll.base.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.base.ranges import range_of
 from tdcoll.calls.launches import on_device
+from tdcoll.calls.pool import on
 from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, UNION
 from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
-from tdcoll.collectives.sparse_all_reduce.pool import default_context
+from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
 from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, joined, rows_of_pair, rows_of_tensor
 from tdcoll.primitives.reduce import check_operation, operation_name
 
@@ -45,7 +46,8 @@ class PaddedRows:
 
 
 def _context(given: SparseContext | None, group: runtime.Group, operation: str) -> SparseContext:
-    """Return the context of a call whose result has any size: the given one, or tdcoll's own of the group."""
+    """Return the context of a call whose result has any size: the given one, or tdcoll's own of the group, which grows,
+    follows the stream, and lives until ``finalize``."""
     if given is not None:
         if group is not None:
             raise ValueError(f"{operation}: group must be None with ctx, which has a group already; got {group!r}")
@@ -56,11 +58,15 @@ def _context(given: SparseContext | None, group: runtime.Group, operation: str) 
         "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
         "sparse_all_reduce_padded",
     )
-    return default_context(group) if given is None else given
-
-
-_ALIKE = (ContextError, HeapExhaustedError, RankMismatchError, ValueError)
-"""Errors of a call that the lists of all ranks show, so all ranks raise them."""
+    if given is not None:
+        return given
+    owner = runtime.current()
+    key = ("sparse", owner.ranks_of(group))
+    if key not in owner.contexts:
+        with on(owner.device):  # the first call makes it as large as it needs
+            owner.contexts[key] = SparseContext(key[1], max_rows_per_rank=FEWEST_ROWS, max_row_bytes=0, grow=True)
+    found: SparseContext = owner.contexts[key]
+    return found
 
 
 def _reduce(
@@ -98,7 +104,8 @@ def _reduce(
         return calls
 
     compared = {"op": name, "algorithm": algorithm, **facts()} if ctx.debug else {}
-    with ctx.calling(operation, compared, checked, _ALIKE) as calls:
+    alike = (ContextError, HeapExhaustedError, RankMismatchError, ValueError)  # which the lists of all ranks show
+    with ctx.calling(operation, compared, checked, alike) as calls:
         kind = *((rows.tables, rows.dtype) for rows in calls), name, algorithm  # the same on all ranks
         ctx.wait_for_loads(operation, kind)
         ctx.noted(operation)
@@ -115,16 +122,16 @@ def _reduce(
     return [made[place] for place in range(len(made))]
 
 
-def _facts(name: str, tensors: Any, first: int = 0) -> dict[str, Any]:
-    """Return what debug mode compares of a tensor, or of several: shapes from the ``first`` dimension on, by
-    ``name``."""
+def _facts(name: str, tensors: Any, first: int = 0, **more: Any) -> dict[str, Any]:
+    """Return what debug mode compares of a tensor, or of several: shapes from the ``first`` dimension on, by ``name``,
+    and ``more``."""
 
     def shape(tensor: Any) -> tuple[int, ...]:
         return tuple(getattr(tensor, "shape", ()))[first:]
 
     if isinstance(tensors, (list, tuple)):
-        return {"dtype": [getattr(tensor, "dtype", None) for tensor in tensors], name: list(map(shape, tensors))}
-    return {"dtype": getattr(tensors, "dtype", None), name: shape(tensors)}
+        return {"dtype": [getattr(one, "dtype", None) for one in tensors], name: list(map(shape, tensors)), **more}
+    return {"dtype": getattr(tensors, "dtype", None), name: shape(tensors), **more}
 
 
 def _run(
@@ -135,7 +142,9 @@ def _run(
     while True:
         call = SparseCall(ctx, rows, op, algorithm)
         call.match()
-        call.copy_status()
+        call.kind.on_host.copy_(call.kind.counts, non_blocking=True)
+        if ctx.status_event is not None:
+            ctx.status_event.record()
         whole = None if call.moves_late else call.move()
         status = call.status()
         if whole is None and status[BAD_SIGNATURE.value] and call.algorithm != "gather":
@@ -222,7 +231,7 @@ def sparse_all_reduce(
         return [rows_of_tensor(one, context.device, called) for one, called in zip(given, names, strict=True)]
 
     run = partial(_run, copy=copy)
-    results = _reduce(context, name, prepare, op, algorithm, run, lambda: _facts("shape", tensor))
+    results = _reduce(context, name, prepare, op, algorithm, run, partial(_facts, "shape", tensor))
     made: Any = [
         torch.sparse_coo_tensor(ids, values, one.shape, is_coalesced=True, check_invariants=False)
         for (ids, values), one in zip(results, given, strict=True)
@@ -267,10 +276,8 @@ def sparse_all_reduce_rows(
     def prepare() -> list[Rows]:
         return [rows_of_pair(indices, values, num_rows, coalesced, context.device)]
 
-    def facts() -> dict[str, Any]:
-        return _facts("row_shape", values, 1) | {"num_rows": num_rows}
-
-    ((found, rows),) = _reduce(context, name, prepare, op, algorithm, partial(_run, copy=copy), facts)
+    run, facts = partial(_run, copy=copy), partial(_facts, "row_shape", values, 1, num_rows=num_rows)
+    ((found, rows),) = _reduce(context, name, prepare, op, algorithm, run, facts)
     return found.view(-1), rows
 
 
@@ -336,9 +343,7 @@ def sparse_all_reduce_padded(
             raise error
         return parts
 
-    def facts() -> dict[str, Any]:
-        return _facts("row_shape", values, 1) | {"num_rows": num_rows}
-
+    facts = partial(_facts, "row_shape", values, 1, num_rows=num_rows)
     results = _reduce(ctx, name, prepare, op, algorithm, _run_padded, facts)
     return results if several else results[0]
 

@@ -22,6 +22,9 @@ GATHERED_BYTES = 8 << 20
 EXCHANGE_CHUNKS = 32
 """Chunks that an exchange cuts a rank's list of ids into, at most."""
 
+FEWEST_ROWS = 256
+"""Rows per rank of the smallest context that tdcoll makes by itself."""
+
 NUM_WARPS, BLOCKS_PER_SM = 8, 4
 
 TILE_BYTES = 8 << 10

@@ -231,10 +231,6 @@ def losses(head: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _result(root: Path, name: str) -> tuple[dict[str, Any], list[Row]]:
-    return files.load(root / f"docs/results/{name}.json")
-
-
 _BLOCK = re.compile(r"^(<!-- report: (\S+)( brief| losses)? -->\n)(.*?)^<!-- /report -->$", re.M | re.S)
 _PICTURE = re.compile(r"\]\((?:docs/)?results/([\w.-]+)\.png\)")
 
@@ -255,7 +251,7 @@ def pages(root: Path) -> dict[Path, str]:
     """
 
     def block(found: re.Match[str]) -> str:
-        head, rows = _result(root, found[2])
+        head, rows = files.load(root / f"docs/results/{found[2]}.json")
         text = losses(head, rows) if found[3] == " losses" else markdown(head, rows, brief=bool(found[3]))
         return f"{found[1]}{text}<!-- /report -->"
 
@@ -274,15 +270,6 @@ def pages(root: Path) -> dict[Path, str]:
 def pictures(root: Path) -> list[str]:
     """Return the names, as in markers, of the results of which a page shows a picture."""
     return distinct([name for text in _documents(root).values() for name in _PICTURE.findall(text)])
-
-
-def _write(root: Path) -> None:
-    """Fill in the tables of all pages, and draw their pictures."""
-    for page, text in pages(root).items():
-        files.write_whole(page, text)
-    for name in pictures(root):
-        head, rows = _result(root, name)
-        plot(head, rows, root / f"docs/results/{name}.png")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -307,11 +294,15 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--plot: expected one FILE.json, got {len(options.files)}")
     try:
         if options.write is not None:
-            _write(options.write)
-        results = [files.load(path) for path in options.files]
-        print("\n".join(markdown(*result, only=options.only) for result in results), end="")
+            for page, text in pages(options.write).items():
+                files.write_whole(page, text)
+            results = options.write / "docs/results"
+            for name in pictures(options.write):
+                plot(*files.load(results / f"{name}.json"), results / f"{name}.png")
+        given = [files.load(path) for path in options.files]
+        print("\n".join(markdown(*one, only=options.only) for one in given), end="")
         if options.plot is not None:
-            plot(*results[0], options.plot, options.only)
+            plot(*given[0], options.plot, options.only)
     except ImportError as error:
         print(f"report: pictures need matplotlib ({error}): install tdcoll[bench]", file=sys.stderr)
         return 1

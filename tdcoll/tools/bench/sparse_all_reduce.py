@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 import tdcoll
-from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, choose
 from tdcoll.language import INTERPRETED
 from tdcoll.tools.bench import case, options
@@ -237,8 +236,8 @@ class SparseCase(case.Case):
     @classmethod
     def heap_bytes(cls, options: argparse.Namespace, world: int) -> int:
         """Return the bytes that the largest size and the line-up need."""
-        sizes = [(rows, dim * options.dtype.itemsize) for rows in options.rows for dim in options.dims]
-        return max(symmetric_bytes(world, *size) for size in sizes) + (world << 18) + (1 << 20)
+        largest = {"max_rows_per_rank": max(options.rows), "max_row_bytes": max(options.dims) * options.dtype.itemsize}
+        return tdcoll.memory_plan({"largest": largest}, world_size=world).total + (world << 18) + (1 << 20)
 
     def sizes(self) -> Iterator[SparseData]:
         given, world = self.options, self.topology.world_size

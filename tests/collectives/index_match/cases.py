@@ -214,32 +214,3 @@ def check_valid(
     assert got.status == status
     assert got.found == [places(ids, asked) for ids in lists]
     assert got.in_union == places(known, asked)
-
-
-# ---------------------------------------------------------------------- lists that are not as they should be
-
-
-def check_count_beyond_the_capacity(method: str) -> None:
-    full = [[2, 4, 6, 8], [1, 4], [4, 5, 7, 8]]
-    got = build(method, full, 10, range(-1, 12), capacity=4, counts=[1 << 40, 2, 5])
-    assert got.union == [1, 2, 4, 5, 6, 7, 8]
-    assert got.status[kernels.MAX_ROWS.value] == 1 << 40
-    assert got.status[kernels.TOTAL.value] == (1 << 40) + 7
-    assert got.flags() == (0, 0, 0)
-    assert got.found[0] == [-1, -1, -1, 0, -1, 1, -1, 2, -1, 3, -1, -1, -1]
-
-
-def check_out_of_range(method: str, bad: int) -> None:
-    lists = [[1, 2], sorted([3, bad]), [3, 9]]
-    got = build(method, lists, 10, [*range(10), bad])
-    assert got.flags() == (2, 0, 0)
-    assert got.union == [1, 2, 3, 9], "ids out of range belong to nothing"
-    assert got.in_union[:10] == [-1, 0, 1, 2, -1, -1, -1, -1, -1, 3]
-
-
-def check_not_sorted_and_unique(method: str, bad: list[int]) -> None:
-    got = build(method, [[1, 2], [3], bad, [2]], 201, range(201))
-    assert got.flags() == (0, 3, 0)
-    assert all(-1 <= place < len(bad) for place in got.found[2])
-    assert all(-1 <= place < 4 * max(2, len(bad)) for place in got.in_union)
-    assert all(0 <= x < 201 for x in got.union)

@@ -21,9 +21,6 @@ from .cases import (
     SIGNATURE,
     answers,
     build,
-    check_count_beyond_the_capacity,
-    check_not_sorted_and_unique,
-    check_out_of_range,
     check_valid,
     cleared_and_built,
     directory_of,
@@ -170,7 +167,13 @@ def test_memory_of_captured_graphs_is_kept() -> None:
 
 @both
 def test_a_count_beyond_the_capacity(method: str) -> None:
-    in_world(lambda: check_count_beyond_the_capacity(method))
+    full = [[2, 4, 6, 8], [1, 4], [4, 5, 7, 8]]
+    got = in_world(lambda: build(method, full, 10, range(-1, 12), capacity=4, counts=[1 << 40, 2, 5]))
+    assert got.union == [1, 2, 4, 5, 6, 7, 8]
+    assert got.status[kernels.MAX_ROWS.value] == 1 << 40
+    assert got.status[kernels.TOTAL.value] == (1 << 40) + 7
+    assert got.flags() == (0, 0, 0)
+    assert got.found[0] == [-1, -1, -1, 0, -1, 1, -1, 2, -1, 3, -1, -1, -1]
 
 
 @both
@@ -184,13 +187,21 @@ def test_a_negative_count_is_none(method: str) -> None:
 @both
 @pytest.mark.parametrize("bad", [-1, -(1 << 62), 10, 31, 32, 1 << 31, 1 << 40, (1 << 63) - 1])
 def test_an_id_out_of_range(method: str, bad: int) -> None:
-    in_world(lambda: check_out_of_range(method, bad))
+    lists = [[1, 2], sorted([3, bad]), [3, 9]]
+    got = in_world(lambda: build(method, lists, 10, [*range(10), bad]))
+    assert got.flags() == (2, 0, 0)
+    assert got.union == [1, 2, 3, 9], "ids out of range belong to nothing"
+    assert got.in_union[:10] == [-1, 0, 1, 2, -1, -1, -1, -1, -1, 3]
 
 
 @both
 @pytest.mark.parametrize("bad", [[5, 3, 20], [3, 3, 5], [40, 39, 38], [7, 200, 7], [5] * 30, [7, 40] * 15])
 def test_a_list_that_is_not_sorted_and_unique(method: str, bad: list[int]) -> None:
-    in_world(lambda: check_not_sorted_and_unique(method, bad))
+    got = in_world(lambda: build(method, [[1, 2], [3], bad, [2]], 201, range(201)))
+    assert got.flags() == (0, 3, 0)
+    assert all(-1 <= place < len(bad) for place in got.found[2])
+    assert all(-1 <= place < 4 * max(2, len(bad)) for place in got.in_union)
+    assert all(0 <= x < 201 for x in got.union)
 
 
 @both

@@ -73,6 +73,13 @@ def make(**options: Any) -> tdcoll.SparseContext:
     return tdcoll.SparseContext(**({"max_rows_per_rank": 16, "max_row_bytes": 64} | options))
 
 
+def symmetric_bytes(world: int, rows: int, row_bytes: int, union: int | None = None) -> int:
+    """Bytes of symmetric heap that a context takes on each rank."""
+    sizes = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes}
+    sizes |= {} if union is None else {"max_union_rows": union}
+    return tdcoll.memory_plan({"rows": sizes}, world_size=world).total
+
+
 def everywhere(host: Callable[[int], Any], n_pes: int = N, **options: Any) -> list[Any]:
     return World(n_pes, **options).run(host)
 

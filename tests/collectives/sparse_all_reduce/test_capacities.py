@@ -11,9 +11,21 @@ from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 
-from .calls import ROWS, N, everywhere, make, mine, reduce_and_compare, refused_everywhere, rows_of, same, sparse, total
+from .calls import (
+    ROWS,
+    N,
+    everywhere,
+    make,
+    mine,
+    reduce_and_compare,
+    refused_everywhere,
+    rows_of,
+    same,
+    sparse,
+    symmetric_bytes,
+    total,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
-from tiers import second, seeds
+from tiers import second
 
 import tdcoll
 from tdcoll.collectives.sparse_all_reduce import kernels_tables
-from tdcoll.testing import explore
 
 from .calls import DIM, ROWS, N, everywhere, make, refused_everywhere, sparse
-from .cases import DTYPES, HEAP, OPS, TABLES, Reduces, small_pieces, some_part
+from .cases import DTYPES, OPS, small_pieces, some_part
 
 SHAPES = [(), (1,), (3,), (4,), (8,), (16,), (2, 3), (5, 1, 2), (0,)]
 
@@ -87,17 +86,6 @@ def _compare(pe: int, seed: int) -> None:
 def test_lists_are_calls_of_their_own(layout: list[int], seed: int) -> None:
     with small_pieces() if seed % 2 else nullcontext():
         everywhere(lambda pe: _compare(pe, seed), sum(layout), ranks_per_node=layout, heap_bytes=1 << 21)
-
-
-@seeds(1, 8)
-@pytest.mark.parametrize("layout", [[4], [2, 2], [1, 1, 1]], ids=str)
-def test_clean_over_seeds(layout: list[int], seeds: Sequence[int]) -> None:
-    explore(Reduces("oogo", tables=TABLES), n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
-
-
-@pytest.mark.parametrize("layout", [[3], [2, 1]], ids=str)
-def test_one_resident_block_is_enough(layout: list[int]) -> None:
-    explore(Reduces("og", tables=TABLES), n_pes=3, seeds=1, ranks_per_node=layout, heap_bytes=HEAP, resident=1)
 
 
 def test_more_tensors_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,18 +63,8 @@ def test_beside_others_few_rows_go_with_their_ids() -> None:
 @pytest.mark.parametrize("asked", ["owner", "gather", "dense"])
 @pytest.mark.parametrize("nodes", [(1,), (8,), (2, 2)])
 def test_a_requested_algorithm_is_taken(asked: str, nodes: tuple[int, ...]) -> None:
-    for rows in (1, TABLE):
-        assert pick(asked, nodes, max_rows_per_rank=rows) == asked
-
-
-def test_refusals_say_what_and_why() -> None:
-    for wrong in ("ring", "", None, 1, "Owner"):
-        with pytest.raises(ValueError) as raised:
-            pick(wrong)  # type: ignore[arg-type]
-        assert str(raised.value) == f"algorithm must be one of {', '.join(ALGORITHMS)}; got {wrong!r}"
-    with pytest.raises(ValueError, match=r"'gather'.*room for the rows of all ranks: max_union_rows.*8.*\(64\)"):
-        pick("gather", max_rows_per_rank=64, fit=False)
-    assert pick("owner", fit=False) == "owner"
+    for rows, fit in ((1, True), (TABLE, True), (TABLE, asked == "gather")):
+        assert pick(asked, nodes, fit, max_rows_per_rank=rows) == asked
 
 
 # ---------------------------------------------------------------------- for any size and topology

@@ -15,7 +15,7 @@ import tdcoll
 from tdcoll.simulator.pointers import PointerAccess
 from tdcoll.testing import World, explore
 
-from .cases import HEAP, Reduces, small_pieces, some_part
+from .cases import HEAP, TABLES, Reduces, small_pieces, some_part
 from .reference import Rows, coalesce
 
 
@@ -27,21 +27,18 @@ def pieces() -> Iterator[None]:
 
 @seeds(2, 8)
 @pytest.mark.parametrize(
-    ("algorithms", "layout"),
+    ("algorithms", "layout", "tables"),
     [
-        ("ooo", [4]),
-        ("oo", [2, 2]),
-        ("oo", [1, 1, 1]),
-        ("oo", [2, 2, 1]),
-        ("ggg", [4]),
-        ("ggg", [2, 2]),
-        ("ogoggo", [3]),
+        *(("ooo", [4], None), ("oo", [2, 2], None), ("oo", [1, 1, 1], None), ("oo", [2, 2, 1], None)),
+        *(("ggg", [4], None), ("ggg", [2, 2], None), ("ogoggo", [3], None)),
+        *(("oogo", [4], TABLES), ("oogo", [2, 2], TABLES), ("oogo", [1, 1, 1], TABLES)),
     ],
     ids=str,
 )
-def test_clean_over_seeds(algorithms: str, layout: list[int], seeds: Sequence[int]) -> None:
+def test_clean_over_seeds(algorithms: str, layout: list[int], tables: Any, seeds: Sequence[int]) -> None:
     """Ranks with many rows, few and none, and who has which changes from call to call."""
-    explore(Reduces(algorithms), n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
+    case = Reduces(algorithms, tables=tables)
+    explore(case, n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
 
 
 FURTHER = [
@@ -49,18 +46,22 @@ FURTHER = [
     # Index spaces so large that nothing is shared, searched by bisection.
     *((Reduces("oo", rows, 1 << 40, coalesced=True), 3, None) for rows in ((12,), (0, 12, 1))),
     *((Reduces("oog", group=group), 6, 2) for group in ([1, 3], [5, 0, 3])),
+    # Repeated rows of fp16, so that every rounding shows; the reference knows no schedule.
+    *((Reduces("og", (12,), dtype=torch.float16, exact=False), 3, layout) for layout in ([3], [2, 1], [1, 1, 1])),
 ]
 
 
+@seeds(2, 6)
 @pytest.mark.parametrize(("case", "n_pes", "layout"), FURTHER)
-def test_ranks_without_rows_or_with_rows_of_their_own_and_subgroups(case: Reduces, n_pes: int, layout: Any) -> None:
-    explore(case, n_pes=n_pes, seeds=2, ranks_per_node=layout, heap_bytes=HEAP)
+def test_special_rows_and_subgroups(case: Reduces, n_pes: int, layout: Any, seeds: Sequence[int]) -> None:
+    explore(case, n_pes=n_pes, seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
 
 
 @seeds(1, 4)
 @pytest.mark.parametrize("layout", [[4], [2, 2], [2, 1]], ids=["4", "2+2", "2+1"])
-def test_one_resident_block_is_enough(layout: list[int], seeds: Sequence[int]) -> None:
-    case = Reduces("oog")
+@pytest.mark.parametrize("tables", [None, TABLES], ids=["", "tables"])
+def test_one_resident_block_is_enough(layout: list[int], tables: Any, seeds: Sequence[int]) -> None:
+    case = Reduces("oog", tables=tables)
     explore(case, n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP, resident=1)
 
 
@@ -69,14 +70,6 @@ def test_one_resident_block_is_enough(layout: list[int], seeds: Sequence[int]) -
 def test_many_calls_with_stragglers(layout: list[int], seeds: Sequence[int]) -> None:
     case = Reduces("oogogoo", (2, 0, 5))
     explore(case, n_pes=3, seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP, stragglers=True)
-
-
-@seeds(2, 6)
-@pytest.mark.parametrize("layout", [[3], [2, 1], [1, 1, 1]], ids=["3", "2+1", "1+1+1"])
-def test_floats_have_the_same_bits_in_every_schedule(layout: list[int], seeds: Sequence[int]) -> None:
-    """Compared with the reference, which knows no schedule: repeated rows of fp16, so that every rounding shows."""
-    case = Reduces("og", (12,), dtype=torch.float16, exact=False)
-    explore(case, n_pes=3, seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
 
 
 # ---------------------------------------------------------------------- dead peers

@@ -47,10 +47,3 @@ def test_rows_wider_than_a_tile() -> None:
     for algorithm in ("owner", "gather"):
         check_all(parts, 6, Options(algorithm=algorithm))
     check_all(parts, 6, layout=[2, 1])
-
-
-def test_values_that_are_not_contiguous() -> None:
-    wide = [some_part(rank, 6, 8, (10,), torch.float32) for rank in range(2)]
-    views = [Rows(part.indices, part.values[:, 1::3]) for part in wide]
-    for algorithm in ("owner", "gather"):
-        check_all(views, 8, Options(algorithm=algorithm))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 import pytest
 import torch
@@ -120,11 +120,13 @@ def test_integers_wrap_and_reach_their_limits(dtype: torch.dtype, op: str) -> No
 
 
 def test_operations_of_torch_are_the_named_ones() -> None:
+    """One context has calls of the same shape in every operation, dtype and form."""
+
     def host(pe: int) -> None:
-        rows = torch.tensor([0, 2 + pe]), torch.tensor([[2.0], [3.0 + pe]])
+        ids = torch.tensor([0, 2 + pe])
         with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16, debug=True) as ctx:
-            for op, name in TORCH_OPERATIONS.items():
-                ours: Any = op if pe else name
+            for (op, name), dtype in itertools.product(TORCH_OPERATIONS.items(), FLOATS):
+                rows, ours = (ids, torch.tensor([[2.0], [3.0 + pe]], dtype=dtype)), op if pe else name
                 for got in (
                     tdcoll.sparse_all_reduce_rows(*rows, 5, ours, ctx=ctx)[1],
                     tdcoll.sparse_all_reduce_rows(*rows, 5, ours, ctx=ctx, algorithm="gather")[1],
@@ -132,6 +134,7 @@ def test_operations_of_torch_are_the_named_ones() -> None:
                 ):
                     first = {"sum": 4.0, "mean": 2.0, "prod": 4.0}.get(name, 2.0)
                     others = [1.5, 2.0] if name == "mean" else [3.0, 4.0]
+                    assert got.dtype == dtype
                     assert got.flatten()[:3].tolist() == [first, *others]
 
     World(2).run(host)
