@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,6 +103,35 @@ def test_reasons() -> None:
     facts = Facts(1 << 10, Topology.of(0, range(N), range(N)), itemsize=8)
     only = explain_call(spec_of("all_reduce"), facts)
     assert (only.algorithm, only.reason, len(only.unsupported)) == ("1d", "default", 6)
+
+
+def test_sparse_calls() -> None:
+    """On no context yet, on tdcoll's own, and on one whose capacity decides."""
+
+    explain = partial(tdcoll.explain, "sparse_all_reduce")
+
+    def host(pe: int) -> None:
+        table = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(2, 4), (8, 4))
+        wide = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2, 3), (8, 2, 3))
+        few, many = explain((2, 4)), explain((1 << 20, 64))
+        assert (few.algorithm, few.reason, few.nbytes) == ("gather", "default", 32)
+        assert many.line.startswith(
+            "sparse_all_reduce of 256 MiB per rank on 2 rank(s) on 1 node(s) (2): owner (default"
+        )
+        assert few.why == "the context holds 256 rows of 16 bytes per rank; dense was never faster"
+        with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=24, max_union_rows=4) as ctx:
+            assert explain([table, wide], ctx=ctx).nbytes == 3 * 24
+            for algorithm, taken in (("auto", "owner"), ("dense", "dense"), ("gather", None)):
+                found = explain(table, ctx=ctx, algorithm=algorithm)
+                assert (found.algorithm, list(found.unsupported)) == (taken, ["gather"])
+                tdcoll.sparse_all_reduce(table, ctx=ctx, algorithm=taken or "auto")
+                assert ctx.last_algorithm == (taken or "owner")
+            with pytest.raises(ValueError, match="algorithm must be one of"):
+                explain(table, algorithm="fast")
+        with pytest.raises(TypeError, match=r"must be torch\.sparse_coo"):
+            explain(torch.ones(2))
+
+    World(2).run(host)
 
 
 def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -> None:
