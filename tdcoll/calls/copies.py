@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from tdcoll.base.limits import SHARED_REGISTERS
 from tdcoll.calls.launch import Launch
 from tdcoll.calls.launches import Planned, on_device, successors, tiles
-from tdcoll.calls.plan import Facts, most_registers
+from tdcoll.calls.plan import Facts, shares_gpu
 from tdcoll.primitives import copies as kernels
 from tdcoll.runtime.heap import SideStream
 
@@ -160,7 +161,7 @@ def sums(call: Planned, stride: int, sizes: Sequence[int], whole: bool) -> Hop:
     ctx, plan = call.ctx, call.plan
     values = {**tiles(call), "inbox": call.inbox, "g": ctx.device_group, "WHOLE": whole}
     values |= {"nbytes": sizes[ctx.rank], "at": ctx.rank * stride}
-    options: dict[str, Any] = {"num_warps": plan.num_warps, "maxnreg": most_registers(call.facts)}
-    sum = Launch(kernels.sum_copies, plan.blocks, values, ("source", "out"), **options)
+    most = SHARED_REGISTERS if shares_gpu(call.facts) else None
+    sum = Launch(kernels.sum_copies, plan.blocks, values, ("source", "out"), num_warps=plan.num_warps, maxnreg=most)
     at = ctx.rank * ctx.capacity
     return Hop({peer: Copy(peer * stride, at, sizes[peer]) for peer in successors(ctx.topology)}, sum=sum)

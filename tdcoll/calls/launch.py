@@ -190,15 +190,6 @@ def _hooked() -> bool:
         return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def _with(arguments: Mapping[str, Any], changing: Sequence[str], new: Sequence[Any]) -> dict[str, Any]:
-    """``arguments`` with other values for the parameters ``changing``, ``tuple.field`` for one of a tuple."""
-    changed = dict(arguments)
-    for name, value in zip(changing, new, strict=True):
-        whole, _, field = name.partition(".")
-        changed[whole] = changed[whole]._replace(**{field: value}) if field else value
-    return changed
-
-
 def _grid(blocks: int | tuple[int, int]) -> tuple[int, int, int]:
     return (blocks, 1, 1) if isinstance(blocks, int) else (*blocks, 1)
 
@@ -277,7 +268,10 @@ class Launch:
             self.prepare()
             prepared = self._prepared
         if prepared is None or _hooked():
-            arguments = _with(self._arguments, self._changing, new)
+            arguments = dict(self._arguments)
+            for name, value in zip(self._changing, new, strict=True):
+                whole, _, field = name.partition(".")
+                arguments[whole] = arguments[whole]._replace(**{field: value}) if field else value
             self._kernel[self._grid](**arguments, **self._options)
             return
         prepared.slots[self._places] = new

@@ -14,11 +14,12 @@ import triton.language as tl
 
 from tdcoll.base import arguments, capture
 from tdcoll.base.arguments import byte_text
+from tdcoll.base.limits import SHARED_REGISTERS
 from tdcoll.base.ranges import ranged
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.explain import explain_call
 from tdcoll.calls.launch import Launch
-from tdcoll.calls.plan import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Facts, Plan, Words, most_registers, per_chunk
+from tdcoll.calls.plan import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Facts, Plan, Words, per_chunk, shares_gpu
 from tdcoll.calls.pool import Prospect
 from tdcoll.calls.spec import Algorithm, Collective
 from tdcoll.calls.tuning import Section
@@ -206,6 +207,7 @@ class Launches:
         self.kernel = kernel = algorithm.kernel(first.facts)
         launches: dict[Planned, Any] = {}
         variant: set[Any] = set()
+        registers = SHARED_REGISTERS if shares_gpu(first.facts) else None
         for call in dict.fromkeys(calls):
             if algorithm.copies is not None:
                 launches[call] = copies = algorithm.copies(call)
@@ -214,7 +216,7 @@ class Launches:
             known = {**call.values(), **algorithm.values(call)}
             given = {name: known[name] for name in kernel.arg_names if name in known}
             warps, early = call.plan.num_warps, call.ctx.early and algorithm.early(call.facts)
-            options: dict[str, Any] = {"num_warps": warps, "early": early, "maxnreg": most_registers(call.facts)}
+            options: dict[str, Any] = {"num_warps": warps, "early": early, "maxnreg": registers}
             launches[call] = Launch(kernel, call.plan.blocks, given, changing, **options)
             variant.update((name, value) for name, value in given.items() if name.isupper())
             variant.add((warps, early))

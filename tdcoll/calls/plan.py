@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_REGISTERS, SHARED_WARPS
+from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS
 from tdcoll.calls.tuning import WARPS, Entry
 
 if TYPE_CHECKING:
@@ -221,11 +221,6 @@ def warps(nbytes: int, chunk: int) -> int:
 def most_warps(facts: Facts) -> int:
     """Return how many warps a program may have: fewer where launches of other contexts need room on the GPU."""
     return SHARED_WARPS if shares_gpu(facts) else max(WARPS)
-
-
-def most_registers(facts: Facts) -> int | None:
-    """Return how many registers a thread may have, if thread blocks of other contexts must fit beside it."""
-    return SHARED_REGISTERS if shares_gpu(facts) else None
 
 
 def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) -> Plan:

@@ -46,9 +46,8 @@ def _room(device: torch.device) -> int:
 class Budget:
     """Thread blocks for contexts whose launches may be in flight beside those of other contexts.
 
-    Two launches wait for each other without end if each fills one GPU and waits for its part on the other. The thread
-    blocks of all budgets therefore fit on the GPU together: see ``docs/architecture.md``. The contexts that share a
-    budget share a lane, too: their launches come one after the other, in the same order on all ranks.
+    The thread blocks of all budgets fit on the GPU together, for the reason that ``docs/architecture.md`` has. Contexts
+    that share a budget share a lane: their launches come one after the other, in the same order on all ranks.
 
     Args:
         wanted: how many thread blocks to reserve.

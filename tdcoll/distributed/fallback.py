@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.distributed.call import Call, plain_memory, write
 from tdcoll.distributed.work import completed
 from tdcoll.job import lifecycle
@@ -23,12 +24,9 @@ from tdcoll.runtime.store import ask
 Start = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], Any]
 """``start(group, outs, inputs)`` starts a call of contiguous tensors on a process group. Returns its work."""
 
-_OF_BACKENDS = {
-    "all_gather": "_allgather_base",
-    "all_reduce": "allreduce",
-    "reduce_scatter": "_reduce_scatter_base",
-    "all_to_all": "alltoall_base",
-}
+_OF_BACKENDS = dict(
+    zip(COLLECTIVES, ("_allgather_base", "allreduce", "_reduce_scatter_base", "alltoall_base"), strict=True)
+)
 """The method of a backend that makes the calls of one tensor of a kind."""
 
 

@@ -205,8 +205,10 @@ class Scheduler:
 
     def _step(self) -> bool:
         """One resumed task or one delivered message; False when all is done."""
-        if self.policy.gives_up_now():
-            self._give_up_one()
+        if self.policy.gives_up_now() and (waits := [item for item in self._deadlines() if item[0].is_program]):
+            task, wait, deadline = self.policy.take(waits)  # although it might be satisfied yet
+            self.gave_up.append(f"{task.name} at step {self.steps}, which {wait.describe()}")
+            self._let_expire(task, deadline)
         if self._ready or self._slow:
             if self.network is not None and self.network.eager and self.policy.deliver_now():
                 self._deliver()
@@ -256,14 +258,6 @@ class Scheduler:
         task, _, deadline = min(waits, key=lambda item: (item[2], item[0].index))
         self._let_expire(task, deadline)
         return True
-
-    def _give_up_one(self) -> None:
-        """Let some kernel's wait expire, if one has a deadline, though it might be satisfied yet."""
-        waits = [item for item in self._deadlines() if item[0].is_program]
-        if waits:
-            task, wait, deadline = self.policy.take(waits)
-            self.gave_up.append(f"{task.name} at step {self.steps}, which {wait.describe()}")
-            self._let_expire(task, deadline)
 
     def _deadlines(self) -> list[tuple[Task, Wait, int]]:
         return [

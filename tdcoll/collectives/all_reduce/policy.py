@@ -107,15 +107,6 @@ def parts(topology: Topology, algorithm: str) -> int:
     return topology.ranks_per_node or 1 if algorithm == "2d" else topology.world_size
 
 
-def _epochs_pay(facts: Facts) -> bool:
-    """Return whether two-shot, if it supports the call, is taken before stores: in one epoch, or in several large ones.
-
-    It is not taken in several epochs if stores are zero-copy.
-    """
-    epoch = TWO_SHOT.epoch(facts)
-    return epoch == facts.nbytes or (epoch >= _LEAST_EPOCH and not facts.symmetric)
-
-
 def default(facts: Facts) -> str:
     """Return the algorithm that is taken if no table has an entry.
 
@@ -129,7 +120,9 @@ def default(facts: Facts) -> str:
         fits = one and facts.nbytes <= one_shot_bytes(facts.topology.world_size)
         if fits and not (loops and facts.max_blocks < _MANY_BLOCKS):
             return "one_shot"
-        if two and _epochs_pay(facts) and not loops:
+        epoch = TWO_SHOT.epoch(facts) if two else 0
+        several = epoch >= _LEAST_EPOCH and not facts.symmetric  # where stores are zero-copy
+        if two and not loops and (epoch == facts.nbytes or several):
             return "two_shot"
     for name, needs in (
         ("loop" if shares_gpu(facts) else "direct", needs_stores),
