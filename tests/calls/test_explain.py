@@ -119,7 +119,7 @@ def test_sparse_calls() -> None:
             "sparse_all_reduce of 256 MiB per rank on 2 rank(s) on 1 node(s) (2): owner (default"
         )
         assert few.why == "the context holds 256 rows of 16 B per rank; dense was never faster"
-        with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=24, max_union_rows=4) as ctx:
+        with tdcoll.SparseContext(max_rows_per_rank=64, max_row_bytes=24, max_union_rows=64) as ctx:
             assert explain([table, wide], ctx=ctx).nbytes == 3 * 24
             for algorithm, taken in (("auto", "owner"), ("dense", "dense"), ("gather", None)):
                 found = explain(table, ctx=ctx, algorithm=algorithm)

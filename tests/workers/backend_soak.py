@@ -42,14 +42,14 @@ def held() -> dict[str, int]:
 def one_round() -> None:
     small, large = data(rank(), 6), torch.zeros(9, device=device(), dtype=torch.uint8)
     out, part = torch.empty(6 * world(), device=device()), torch.empty(6, device=device())
-    works = [
-        dist.all_reduce(small, async_op=True),
+    works = [dist.all_reduce(small, async_op=True)]
+    future = works[0].get_future().then(lambda done: dist.all_reduce(done.value()[0], async_op=True).wait())
+    works += [
         single(out, data(rank(), 6), async_op=True),
         dist.all_reduce(large, async_op=True),  # by gloo or NCCL
         dist.all_reduce(torch.zeros(8, 2, device=device(), dtype=torch.uint8)[:, 0], async_op=True),
         dist.all_reduce(sparse(rank()), async_op=True),
     ]
-    future = works[0].get_future().then(lambda done: dist.all_reduce(done.value()[0], async_op=True).wait())
     for work in works:
         work.wait()
     expect(future.wait(), "the callback")
