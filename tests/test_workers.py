@@ -20,8 +20,8 @@ NODES = ("--emulate-nodes", "2")
 @pytest.mark.parametrize(
     ("names", "ranks", "nodes"),
     [
-        ("drop_ins", 2, ()),
         ("copies", 2, ()),
+        second("drop_ins", 2, ()),
         second("dense", 4, NODES),
         second("fused", 3, NODES),
         second("operators", 3, NODES),

@@ -74,7 +74,7 @@ SEVERAL = [[1, 1], [2, 1], [2, 2], [1, 3], [1, 1, 1], [2, 2, 1], [1, 1, 1, 1], [
     ("layouts", "most", "examples"),
     [
         pytest.param(ONE_NODE, 9, 8, id="one node"),
-        pytest.param(SEVERAL, 6, 8, id="several nodes"),
+        second(SEVERAL, 6, 8, id="several nodes"),
         second(ONE_NODE, 30, 24, id="one node, more"),
         second(SEVERAL, 6, 24, id="several nodes, more"),
     ],

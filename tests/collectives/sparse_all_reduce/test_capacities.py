@@ -134,6 +134,7 @@ def test_growing(pe: int, algorithm: str) -> None:
     assert tdcoll.heap_info() == before
 
 
+@pytest.mark.slow
 @on_ranks(4, ranks_per_node=2)
 def test_growing_on_several_nodes_in_debug_mode(pe: int) -> None:
     with make(max_rows_per_rank=1, max_row_bytes=4, grow=True, debug=True) as ctx:

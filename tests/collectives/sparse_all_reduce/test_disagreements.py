@@ -137,6 +137,7 @@ def test_results_of_a_context_are_not_its_input(pe: int, debug: bool) -> None:
             tdcoll.sparse_all_reduce_rows(ids, rows.clone(), ROWS, ctx=ctx)
 
 
+@pytest.mark.slow
 @on_ranks(2, heap_bytes=28 << 10)
 def test_growing_takes_what_is_needed_where_the_heap_has_no_room_for_more(pe: int) -> None:
     many = list(range(800))
