@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests share that start the check scripts of ``workers``."""
+"""Helpers of tests that start the check scripts of ``workers``."""
 
 from __future__ import annotations
 

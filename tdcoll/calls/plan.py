@@ -68,7 +68,7 @@ with a thread block each: on 2 H100s with 30 thread blocks, an all-gather of 256
 direct stores, and an all-reduce of 16 MB takes 68 us by loops and 240 by words."""
 
 LOOPED_BYTES = 8 << 10
-"""The same for each thread block, if there are few: with 6 of them, words are slower than loops from 64 KB on."""
+"""Such a context with few thread blocks takes loops from so many bytes for each: words are slower than loops there."""
 
 SUMMING_BLOCKS = 32
 """Thread blocks that sum what copy engines have brought, at most."""

@@ -96,7 +96,7 @@ ALL_REDUCE = [  # kernel, constants, ranks, architectures
     (reduce_direct.all_reduce_direct, {**_FP8, **_COPIED, "OP": MEAN, "COUNT": 1024, "WAITED": 8}, 8, (90, 100)),
     (reduce_loop.all_reduce_loop, {**_BF16, **_COPIED, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
     (reduce_loop.all_reduce_loop, {**_BF16, "ZERO_COPY": True, "COUNT": 2048, "WAITED": 8}, 8, (90,)),
-    # What loops have the most registers for: few ranks.
+    # With few ranks, loops take the most registers.
     (reduce_loop.all_reduce_loop, {**_BF16, **_COPIED, "COUNT": 8192, "WAITED": 2}, 2, (90,)),
     (scatter_loop.reduce_scatter_loop, {**_BF16, **_TILES, "COUNT": 8192, "WAITED": 2}, 2, (90,)),
     (reduce_puts.all_reduce_puts, {**_BF16, "OP": MEAN, "COUNT": 2048, "WAITED": 8}, 8, (90, 100)),

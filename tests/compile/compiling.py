@@ -44,7 +44,7 @@ def tuples(slots: int = 2) -> dict[str, Any]:
 
 knobs.nvidia.dump_ptxas_log = True
 _REPORTS: dict[str, str] = {}
-"""What ptxas has reported of a kernel, by its PTX."""
+"""Reports of ptxas about kernels, by their PTX."""
 
 
 def _reported(ptx: str, arch: int) -> str:
