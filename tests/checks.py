@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of tests that start the check scripts of ``workers``."""
+"""Helpers for tests that start the check scripts of ``workers``, because several test files do."""
 
 from __future__ import annotations
 
