@@ -68,7 +68,7 @@ with a thread block each: on 2 H100s with 30 thread blocks, an all-gather of 256
 direct stores, and an all-reduce of 16 MB takes 68 us by loops and 240 by words."""
 
 LOOPED_BYTES = 8 << 10
-"""The same for each thread block, if there are so few that this is less: words are slower than loops there."""
+"""Bytes for each thread block from which a small budget takes loops, if that is less than :data:`LOOPS_FROM`."""
 
 SUMMING_BLOCKS = 32
 """Thread blocks that sum what copy engines have brought, at most."""

@@ -115,7 +115,7 @@ def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | Non
     """A group whose tdcoll never handles what is large, a product or of fp64, and says ``now`` when it is prepared."""
     kinds = "all_gather", "all_reduce"
     agreed: Any = SimpleNamespace(kinds=kinds, reason="", job=None, rank=0, ranks=(0, 1), name="0", options=Options())
-    gloo = SimpleNamespace(_allgather_base=lambda out, tensor, opts: "handed over")
+    gloo = SimpleNamespace(_allgather_base=lambda out, tensor, opts: "fell back")
     group = SimpleNamespace(_get_backend=lambda device: gloo)
     dispatcher = Dispatcher(agreed, Fallback(group, {"cpu": "gloo"}))
 
@@ -138,13 +138,13 @@ def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | Non
 
 
 def call_one(dispatcher: Dispatcher, tensor: torch.Tensor, out: torch.Tensor, op: str | None = None) -> Any:
-    return dispatcher.call_one("all_gather", out, tensor, op, SimpleNamespace(asyncOp=False), lambda *_: "handed over")
+    return dispatcher.call_one("all_gather", out, tensor, op, SimpleNamespace(asyncOp=False), lambda *_: "fell back")
 
 
 def test_a_call_like_one_that_fell_back_falls_back_by_the_fast_path(monkeypatch) -> None:
     asked: list[Any] = []
     dispatcher = dispatcher_that_asks(monkeypatch, asked, [])
-    assert [call_one(dispatcher, torch.empty(8), torch.empty(16)) for _ in range(3)] == ["handed over"] * 3
+    assert [call_one(dispatcher, torch.empty(8), torch.empty(16)) for _ in range(3)] == ["fell back"] * 3
     assert asked == [((8,), (16,), None)]
     assert dispatcher.counts == {("all_gather", "gloo", "too large"): 3}
 
@@ -165,14 +165,14 @@ def test_a_call_like_one_that_fell_back_falls_back_by_the_fast_path(monkeypatch)
 def test_a_call_that_is_never_served_says_nothing_of_another(wrong: Any, op: str | None, monkeypatch) -> None:
     """On one rank it may have been a mistake, which the other ranks have not made."""
     dispatcher = dispatcher_that_asks(monkeypatch, [], [None])
-    assert call_one(dispatcher, *wrong(), op) == "handed over"
+    assert call_one(dispatcher, *wrong(), op) == "fell back"
     assert call_one(dispatcher, torch.empty(4), torch.empty(8)) == "handled"
 
 
 def test_what_is_in_the_way_for_now_is_not_remembered(monkeypatch) -> None:
     now: list[str | None] = ["inside of a coalescing block", None]
     dispatcher = dispatcher_that_asks(monkeypatch, [], now)
-    assert [call_one(dispatcher, torch.empty(4), torch.empty(8)) for _ in range(2)] == ["handed over", "handled"]
+    assert [call_one(dispatcher, torch.empty(4), torch.empty(8)) for _ in range(2)] == ["fell back", "handled"]
     assert now == []
 
 
@@ -182,7 +182,7 @@ def test_shapes_that_cannot_be_remembered(monkeypatch) -> None:
     monkeypatch.setattr(dispatcher, "_unsupported", lambda kind, call: "never")
     symbolic = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(5, 7), static_shapes=False)
     for tensor in (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), symbolic):
-        assert [call_one(dispatcher, tensor, tensor) for _ in range(2)] == ["handed over"] * 2
+        assert [call_one(dispatcher, tensor, tensor) for _ in range(2)] == ["fell back"] * 2
     assert dispatcher.counts == {("all_gather", "gloo", "never"): 4}
 
 
