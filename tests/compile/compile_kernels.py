@@ -264,7 +264,7 @@ def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> d
         "wide": sorted(name for name, kind in declared.items() if kind == "i64"),
         "popcounts": ptx.count("popc.b"),
         "or64": len(re.findall(r"(?:atom|red)\.global\S*\.or\.b64", ptx)),
-        **resources(ptx, arch),
+        **resources(ptx),
     }
 
 
@@ -353,7 +353,7 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
         "nan_max": ptx.count("max.NaN.f32"),
         "wide_loads": len(re.findall(r"ld\.global\S*\.v[248]", ptx)),
         "wide_stores": len(re.findall(r"st\.global\S*\.v[248]", ptx)),
-        **resources(ptx, arch),
+        **resources(ptx),
     }
 
 

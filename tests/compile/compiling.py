@@ -43,18 +43,9 @@ def tuples(slots: int = 2) -> dict[str, Any]:
 
 
 knobs.nvidia.dump_ptxas_log = True
+knobs.compilation.always_compile = True  # a kernel of Triton's cache has no report
 _REPORTS: dict[str, str] = {}
-"""Reports of ptxas about kernels, by their PTX."""
-
-
-def _reported(ptx: str, arch: int) -> str:
-    """Return what ptxas -v reports of a kernel that Triton's cache had."""
-    suffix = "a" if arch >= 90 else ""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(ptx)
-        source.flush()
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", source.name, "-o", "/dev/null"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
+"""What ptxas reports of kernels, by their PTX."""
 
 
 def instructions(cubin: bytes, arch: int) -> str:
@@ -67,9 +58,9 @@ def instructions(cubin: bytes, arch: int) -> str:
     return done.stdout
 
 
-def resources(ptx: str, arch: int) -> dict[str, int]:
+def resources(ptx: str) -> dict[str, int]:
     """Return the registers and spilled bytes of the kernel, from ptxas -v."""
-    report = _REPORTS.get(ptx) or _reported(ptx, arch)
+    report = _REPORTS[ptx]
     entry = report.split("Compiling entry function", 1)[1]
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
     registers = re.search(r"Used (\d+) registers", entry)
@@ -137,7 +128,7 @@ def record(
     compiled = compile_for(kernel, arch, constants, types, **options)
     ptx = compiled.asm["ptx"]
     seen = {name: len(re.findall(pattern, ptx)) for name, pattern in SEEN.items()}
-    needed = resources(ptx, arch)
+    needed = resources(ptx)
     return {
         "kernel": kernel.__name__,
         "arch": arch,

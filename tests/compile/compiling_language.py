@@ -102,7 +102,7 @@ def compile_words(arch: int) -> list[dict[str, Any]]:
             loads = re.findall(r"\bLDG?\.E(\S*)\.STRONG\.SYS\b", instructions(made["cubin"], arch))
             seen["widths"] = sorted(set(loads))
         about = {"kernel": name, "arch": arch, "needs": needs_nvshmem(kernel)}
-        found.append({**about, "problems": ORDER.pop()["problems"], **seen, **resources(ptx, arch)})
+        found.append({**about, "problems": ORDER.pop()["problems"], **seen, **resources(ptx)})
     return found
 
 
@@ -132,7 +132,7 @@ def compile_compat() -> dict[str, Any]:
     ):
         ptx = compile_for(kernel, 90, constants, COMPAT_TYPES | types).asm["ptx"]
         body = ptx[ptx.index(".entry") :]
-        found[kernel.__name__] = {what: body.count(text) for what, text in TEXTS.items()} | resources(ptx, 90)
+        found[kernel.__name__] = {what: body.count(text) for what, text in TEXTS.items()} | resources(ptx)
     types = COMPAT_TYPES | dict.fromkeys(("a", "b"), "*fp16") | {"out": "*fp32"}
     for wait in (True, False):
         made = compile_for(style.multiply, 90, {"WAIT": wait, "N": 64}, types, aligned=True)

@@ -113,8 +113,8 @@ def spills_of(kernel: dict[str, Any]) -> int:
     name, warps = kernel["kernel"], kernel.get("warps", 8)
     if name == "all_gather_2d" and kernel["in_place"]:
         return 56
-    if (name, kernel["arch"]) == ("all_gather_1d", 100):
-        return 8
+    if kernel["arch"] == 100 and name in ("all_gather_1d", "ping_pong") and kernel["links"]:
+        return 16
     if kernel.get("search") or (name, kernel["arch"]) == ("reduce_nodes_of_single", 90):
         return 64
     if (name, kernel["arch"]) == ("exchange_loop", 90) and not kernel["in_place"]:
