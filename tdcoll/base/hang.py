@@ -68,6 +68,16 @@ def ask(name: str) -> dict[str, Any]:
     return answer
 
 
+def _job(pid: int) -> str:
+    """Return the job of a rank: its command, and the process that started it. Empty if the rank has ended."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+        parent = re.search(r"^PPid:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return f"{' '.join(command[1:]).strip()} (started by process {parent and parent[1]})"
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status. Bad arguments end the process with 2."""
     parser = argparse.ArgumentParser(
@@ -83,8 +93,8 @@ def main(argv: Sequence[str]) -> int:
     if not known and not wanted:
         print("no rank of this user runs on this host, or none has made a context yet", file=sys.stderr)
         return 1
-    failed = False
-    for pid in wanted or known:
+    failed, job = False, ""
+    for pid in wanted or sorted(known, key=_job):
         try:
             if pid not in known:
                 raise ProcessLookupError
@@ -104,6 +114,8 @@ def main(argv: Sequence[str]) -> int:
         if wanted:
             print(f"process {pid}, {answer['rank']}", *answer["lines"], sep="\n  ")
         else:
+            if job != (job := _job(pid)):
+                print(f"{job}:")
             frames = [line for line in answer["lines"] if line.startswith("main thread")]
             print(f"{pid:8}  {answer['rank']}: {'; '.join(answer['waits'] or ['no wait', *frames[:1]])}")
     return int(failed)

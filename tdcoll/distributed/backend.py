@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import (
     ProcessGroup,
     ReduceScatterOptions,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
 from tdcoll import runtime
 from tdcoll.base import arguments, capture
@@ -382,16 +383,18 @@ def explain(group: Any = None) -> str:
     >>> print(tdcoll.distributed.explain())
 
     Args:
-        group: a process group; the default one if None.
+        group: a process group, or a ``DeviceMesh`` of one dimension; the default group if None.
 
     Raises:
-        TypeError: ``group`` is no process group.
+        TypeError: ``group`` is neither.
         ValueError: there is no default group, or this process is not in ``group``.
     """
     group = dist.group.WORLD if group is None else group
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()  # which says what to do if there are several dimensions
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("explain needs a process group of this process, made by torch.distributed.init_process_group")
-    arguments.instance("group", group, dist.ProcessGroup, "a process group or None")
+    arguments.instance("group", group, dist.ProcessGroup, "a process group, a DeviceMesh or None")
     if isinstance(group, TdcollProcessGroup):
         heading = f"process group {group.group_name}: backend tdcoll, rank {group.rank()} of {group.size()}"
         return "\n".join([heading, *group.dispatcher.describe()])

@@ -116,7 +116,7 @@ class Dispatcher:
         for kind in KINDS:
             by, why = self.handled_by(kind)
             yield f"  {kind}: {by}; {why}"
-        yield "  everything else: fallback backend"
+        yield "  everything else: fallback backend, and not counted"
         for (kind, by, why), count in self.counts.items():
             yield f"  calls so far: {count} {kind} by {by}" + (f" ({why})" if why else "")
 

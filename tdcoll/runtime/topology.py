@@ -70,9 +70,9 @@ class Topology:
         return self.members[self.node].index(self.rank)
 
     def describe(self) -> str:
-        """One line for messages: "6 ranks on 2 nodes (4 + 2)"."""
-        sizes = " + ".join(str(len(ranks)) for ranks in self.members)
-        return f"{self.world_size} rank(s) on {self.n_nodes} node(s) ({sizes})"
+        """One line for messages: "6 rank(s) on 2 node(s) (4 + 2)"."""
+        sizes = f" ({' + '.join(str(len(ranks)) for ranks in self.members)})" if self.n_nodes > 1 else ""
+        return f"{self.world_size} rank(s) on {self.n_nodes} node(s){sizes}"
 
 
 def emulated_node(local_rank: int, local_world_size: int, n_nodes: int) -> int:

@@ -110,7 +110,11 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
         "tensor must be one that tdcoll.empty() returned, got one of layout",
     ),
     # the backend
-    (lambda given: tdcoll.distributed.explain("x"), TypeError, "group must be a process group or None, got 'x'"),
+    (
+        lambda given: tdcoll.distributed.explain("x"),
+        TypeError,
+        "group must be a process group, a DeviceMesh or None, got 'x'",
+    ),
     (
         lambda given: tdcoll.distributed.Options(heap_bytes=1.5),
         TypeError,

@@ -115,9 +115,7 @@ def test_sparse_calls() -> None:
         wide = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2, 3), (8, 2, 3))
         few, many = explain((2, 4)), explain((1 << 20, 64))
         assert (few.algorithm, few.reason, few.nbytes) == ("gather", "default", 32)
-        assert many.line.startswith(
-            "sparse_all_reduce of 256 MiB per rank on 2 rank(s) on 1 node(s) (2): owner (default"
-        )
+        assert many.line.startswith("sparse_all_reduce of 256 MiB per rank on 2 rank(s) on 1 node(s): owner (default")
         assert few.why == "the context holds 256 rows of 16 B per rank; dense was never faster"
         with tdcoll.SparseContext(max_rows_per_rank=64, max_row_bytes=24, max_union_rows=64) as ctx:
             assert explain([table, wide], ctx=ctx).nbytes == 3 * 24

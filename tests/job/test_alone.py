@@ -47,7 +47,7 @@ def test_without_a_launcher() -> None:
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     assert tdcoll.heap_info().total == 64 << 20
     assert runtime.current().timeout_s == 30.0
-    assert tdcoll.topology().describe() == "1 rank(s) on 1 node(s) (1)"
+    assert tdcoll.topology().describe() == "1 rank(s) on 1 node(s)"
     gather_and_compare()
     job = runtime.current()
     tdcoll.finalize()

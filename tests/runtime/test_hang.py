@@ -74,8 +74,7 @@ def ask(*pids: int) -> subprocess.CompletedProcess[str]:
 def processes(job: Job) -> list[int]:
     """Return the processes of the job's ranks, found by the command: other jobs may run beside this one."""
     found = {}
-    for line in ask().stdout.splitlines():
-        pid, rank = re.match(r"\s*(\d+)  rank (\d)", line).groups()
+    for pid, rank in re.findall(r"^ *(\d+)  rank (\d)", ask().stdout, re.MULTILINE):
         with contextlib.suppress(OSError):
             if str(job.folder) in Path(f"/proc/{pid}/cmdline").read_text():
                 found[int(rank)] = int(pid)
@@ -100,7 +99,11 @@ def test_a_job_that_hangs_says_who_is_missing(job: Job) -> None:
     times = [float(re.fullmatch(f"rank 0: {waits}", line)[1]) for line in lines]
     assert FIRST_S <= times[0] < SECOND_S <= times[1]
 
-    listed = {line.split()[0]: line for line in ask().stdout.splitlines()}
+    table = ask().stdout
+    command = re.escape(f"{JOB} {job.folder} ")
+    lines_of_ranks = rf" +{pids[0]}  .*\n +{pids[1]}  "
+    assert re.search(rf"{command}\(started by process \d+\):\n{lines_of_ranks}", table), table
+    listed = {line.split()[0]: line for line in table.splitlines()}
     assert re.search(f"rank 0 of 2: {waits}", listed[str(pids[0])])
     assert re.search(r"rank 1 of 2: no wait; main thread: .*hang_job\.py:\d+ in ", listed[str(pids[1])])
     both = ask(*pids)

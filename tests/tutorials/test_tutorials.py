@@ -39,7 +39,7 @@ REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
             ALL_GATHER,
             4,
             1,
-            ["4 rank(s) on 1 node(s) (4)", "my_all_gather", "2d", "all_gather ll", "all_gather 1d", *GATHERED],
+            ["4 rank(s) on 1 node(s)", "my_all_gather", "2d", "all_gather ll", "all_gather 1d", *GATHERED],
         ),
         second(
             ALL_GATHER,
