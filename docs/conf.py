@@ -92,7 +92,8 @@ def _link(found: "re.Match[str]", base: Path, page: Path) -> str:
 def _links(app: Any, name: str, source: list[str]) -> None:
     """Make the links of a page, which lead to files of the repository, work on the site."""
     page = Path(app.env.doc2path(name))
-    if page.suffix != ".md":
+    if page.suffix != ".md":  # a tutorial, whose code is indented
+        source[0] = re.sub(r"^\S.*", _named, source[0], flags=re.MULTILINE)
         return
     (original,) = [file for file, shown in _PAGES.items() if shown == page] or [page]
     text = original.read_text(encoding="utf-8")
@@ -109,6 +110,16 @@ _FOR_TDCOLL = {"CollectiveContext": _OF_CONTEXTS.split(), "SparseContext": _OF_S
 """Members of public classes that are for tdcoll's own modules."""
 
 
+def _named(found: "re.Match[str]") -> str:
+    """Make links of the pages that a line of reStructuredText names."""
+    return re.sub(r"(?:``)?\bdocs/([\w-]+)\.md(?:#[\w-]+)?(?:``)?", r":doc:`/\1`", found[0])
+
+
+def _name_pages(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+    """Make links of the pages that docstrings name."""
+    lines[:] = [re.sub(r".*", _named, line, count=1) for line in lines]
+
+
 def _skip(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:
     """Leave such members out; None leaves the decision to autodoc."""
     of_class = what == "class" and app.env.temp_data.get("autodoc:class")
@@ -118,4 +129,5 @@ def _skip(app: Any, what: str, name: str, obj: object, skip: bool, options: Any)
 def setup(app: Any) -> None:
     """Register the rewriting of links, and the choice of members."""
     app.connect("source-read", _links)
+    app.connect("autodoc-process-docstring", _name_pages)
     app.connect("autodoc-skip-member", _skip)

@@ -277,10 +277,11 @@ def _messages(protocol: Protocol, trace: Sequence[dict[str, Any]], calls: Sequen
             begun[one["id"]] = one
         elif one["ph"] == "e":
             first, rank = begun.pop(one["id"]), one["pid"]
-            if first["args"].get("from", "").startswith(f"pe{rank}.{protocol.memory}["):
-                made.append(Event("read", call_of(rank, first["ts"]), rank, first["ts"], one["ts"]))
             found = re.fullmatch(r"pe(\d+)\.(\w+)\[(\d+).*", first["args"]["to"])
-            if found and int(found[1]) != rank and protocol.rows.get(rank) in (None, one["tid"] - 1):
+            stays = not found or int(found[1]) == rank
+            if stays and first["args"].get("from", "").startswith(f"pe{rank}.{protocol.memory}["):
+                made.append(Event("read", call_of(rank, first["ts"]), rank, first["ts"], one["ts"]))
+            if found and not stays and protocol.rows.get(rank) in (None, one["tid"] - 1):
                 sent.append((found[2], rank, int(found[1]), int(found[3]), first["ts"], one["ts"]))
     for tensor, rank, to, offset, begin, end in sent:
         kind = "data" if tensor == protocol.memory else "signal"

@@ -299,8 +299,8 @@ def main(arguments=None):
 # The ranks that wait for it, directly or through others, raise `CollectiveTimeout`, which names the rank that waited,
 # the peer, the signal, the value it should have reached and the value it had. A rank that has finished its own queue
 # names the ranks that are missing at the next barrier. torchrun normally ends all processes as soon as one has died;
-# the long interval gives the others time to report first. Don't trust what torchrun calls the root cause: it is
-# simply the first process that ended with an error.
+# the long interval gives the others time to report first, and the command ends only when it is over. Don't trust what
+# torchrun calls the root cause: it is simply the first process that ended with an error.
 
 if __name__ == "__main__":
     main()

@@ -75,7 +75,7 @@ def _job(pid: int) -> str:
         parent = re.search(r"^PPid:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:
         return ""
-    return f"{' '.join(command[1:]).strip()} (started by process {parent and parent[1]})"
+    return f"{' '.join(command[1:]).removeprefix('-u ').strip()} (started by process {parent and parent[1]})"
 
 
 def main(argv: Sequence[str]) -> int:

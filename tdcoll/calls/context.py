@@ -90,15 +90,16 @@ class CollectiveContext(Preconditions):
         group: a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for all ranks.
         max_bytes_per_rank: the most that one rank sends to another in one epoch, in bytes; a larger call takes several
             epochs. Takes ``2 * world_size * max_bytes_per_rank`` bytes of the symmetric heap. Default:
-            :func:`tdcoll.base.limits.inbox_bytes`.
+            16 MiB, but with two slots for all ranks no more than an eighth of the heap: 12 MiB of 384 with 2 ranks, 3
+            with 8.
         chunks: the most chunks that one rank's data is cut into, at least 2. Each takes 16 bytes of symmetric heap per
             rank of the group. A large message is copied out while it arrives, the better the more chunks it has.
         flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes ``8/3 * world_size``
             times as much of the symmetric heap, in one node. Default: ``max_bytes_per_rank``, but no more than
-            :func:`tdcoll.base.limits.flagged_bytes` of the group.
+            1 MiB / (ranks - 1).
         lamport_bytes: the most of one rank's data that words which announce themselves carry, in bytes; takes ``3 *
             world_size`` times as much of the symmetric heap, unless ranks of a node cannot store to each other.
-            Default: ``max_bytes_per_rank``, but no more than :func:`tdcoll.base.limits.lamport_bytes` of the group and
+            Default: ``max_bytes_per_rank``, but no more than 32 MiB / ranks and
             a quarter of the heap; or a sixteenth of that where the heap has no room for so much.
         max_blocks: the most thread blocks that one launch on the context has. Kernels of several contexts that are in
             flight together wait for peers, so their thread blocks must fit on the GPU at once. At least

@@ -53,7 +53,7 @@ class WaitMonitor:
         TypeError, ValueError: an argument is not as described.
 
     Attributes:
-        words: int64 ``[4]`` on the device, laid out as ``MONITOR_*`` of the device language says.
+        words: int64 ``[4]`` on the device, which kernels get as ``monitor``.
         valid: ``[1]``, on the host: 0 until a wait has expired. A call looks at it, in a third of numpy's time.
     """
 

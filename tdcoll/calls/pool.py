@@ -310,14 +310,14 @@ class Prospect:
     max_blocks: int = MAX_BLOCKS
 
 
-def prospect(spec: Collective, segment: int, group: runtime.Group) -> CollectiveContext | Prospect:
+def prospect(spec: Collective, segment: int, group: runtime.Group, operation: str = "") -> CollectiveContext | Prospect:
     """Return the context that :func:`pooled` has for calls with segments of so many bytes, or else the facts of the one
     that it would make. Local.
     """
     job = runtime.current()
     ranks = job.ranks_of(group)
     nbytes = spec.inbox(segment, len(ranks), job.heap.nbytes)
-    pool: Pool | None = job.contexts.get((spec.name, ranks))
+    pool: Pool | None = job.contexts.get((operation or spec.name, ranks))
     if pool is not None and pool.holds(nbytes):
         assert pool.context is not None
         return pool.context

@@ -275,8 +275,8 @@ class SparseGradientReducer:
     Args:
         module: whose ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` are meant.
         group: the process group; None for the default one.
-        rows_per_rank: different rows of a table that one rank brings, as far as is known; the memory for them grows
-            when needed.
+        rows_per_rank: different rows of all tables together that one rank brings, as far as is known; the memory for
+            them grows when needed.
 
     Raises:
         TypeError: ``module`` is no module.

@@ -21,6 +21,8 @@ from tdcoll.calls.pool import Prospect, prospect
 from tdcoll.calls.spec import DEFAULT, REQUESTED
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, FEWEST_ROWS, Capacities, choose
+from tdcoll.fused.policy import NAME as FUSED
+from tdcoll.fused.policy import NormRows, explain_rows, takes
 from tdcoll.primitives.reduce import check_dtype
 
 __all__ = ["Explanation", "explain"]
@@ -45,13 +47,14 @@ def explain(
     or of the one that the first such call would make, assuming that all ranks have the same GPUs.
 
     >>> print(tdcoll.explain("all_reduce", (4096, 8192), dtype=torch.bfloat16))  # on 8 H200s
-    all_reduce of 64 MiB per rank on 8 rank(s) on 1 node(s) (8): two_shot, 171 chunks of 8 KiB, ... (default: ...)
+    all_reduce of 64 MiB per rank on 8 rank(s) on 1 node(s): two_shot, 171 chunks of 8 KiB, ... (default: ...)
 
     Args:
-        operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"`` or
-            ``"sparse_all_reduce"``, whose chunks and thread blocks follow from the ids that ranks exchange.
-        tensor: the tensor of the call, or its shape; of a sparse all-reduce that of the rows of this rank, or a list of
-            tensors.
+        operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"``,
+            ``"all_reduce_rms_norm"``, whose chunks are pieces of a row, or ``"sparse_all_reduce"``, whose chunks and
+            thread blocks follow from the ids that ranks exchange.
+        tensor: the tensor of the call (``x`` of a fused one), or its shape; of a sparse all-reduce that of the rows of
+            this rank, or a list of tensors.
         dtype: of the tensor, if a shape is given.
         group, ctx: as for the call.
         algorithm: as for the call. If it doesn't support the call, the explanation says why.
@@ -65,8 +68,8 @@ def explain(
         NotInitializedError: before ``tdcoll.initialize()``.
         TypeError, ValueError: the call's arguments are not as described.
     """
-    if operation not in (*COLLECTIVES, _SPARSE):
-        raise ValueError(f"operation must be one of {', '.join((*COLLECTIVES, _SPARSE))}; got {operation!r}")
+    if operation not in (known := (*COLLECTIVES, FUSED, _SPARSE)):
+        raise ValueError(f"operation must be one of {', '.join(known)}; got {operation!r}")
     if ctx is not None and group is not None:
         raise ValueError(f"explain: group must be None with ctx, which has a group already; got {group!r}")
     arguments.instance("algorithm", algorithm, (str, Plan), "a str")
@@ -74,7 +77,7 @@ def explain(
         return _sparse(tensor, dtype, group, ctx, str(algorithm))
     if not isinstance(tensor, torch.Tensor):
         tensor = torch.empty(arguments.shape("tensor", tensor), dtype=dtype, device="meta")
-    spec = spec_of(operation)
+    spec = spec_of("all_reduce" if operation == FUSED else operation)
     if ctx is not None:
         check_context(ctx)
     if spec.reduces:
@@ -84,7 +87,13 @@ def explain(
     if not spec.results(shape, world) or (in_buffer and (not shape or shape[0] % world)):
         raise ValueError(f"tensor's first dimension must be divisible by the {world} rank(s); got shape {list(shape)}")
     segment = tensor.nbytes // world if in_buffer else spec.segment_bytes(tensor.nbytes, world)
-    context: CollectiveContext | Prospect = prospect(spec, segment, group) if ctx is None else ctx
+    context: CollectiveContext | Prospect = prospect(spec, segment, group, operation) if ctx is None else ctx
+    if operation == FUSED:
+        hidden = shape[-1] if shape else 1
+        if not takes(hidden, tensor.itemsize):
+            raise ValueError(f"tensor must be [..., hidden] with rows that such calls take; got shape {list(shape)}")
+        rows = NormRows(tensor.numel() // hidden, hidden, tensor.itemsize)
+        return explain_rows(rows, facts_of(context, 0, tensor.dtype), algorithm)
     reduced = tensor.dtype if spec.reduces else None
     facts = facts_of(context, segment, reduced, in_place=in_buffer, symmetric=symmetric)
     tuning = context.tuning

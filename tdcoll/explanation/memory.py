@@ -134,8 +134,8 @@ def _sizes(name: str, given: Any, topology: Topology, heap: int, free: int) -> C
     if not isinstance(given, Mapping):
         if name not in (*COLLECTIVES, FUSED):
             raise ValueError(
-                f"contexts[{name!r}] must be a dict of sizes, unless the name is one of {', '.join(COLLECTIVES)}, "
-                f"{FUSED}; got {given!r}"
+                f"contexts[{name!r}] must be a dict of sizes (of sparse rows {', '.join(_SPARSE_ARGUMENTS)}), unless "
+                f"the name is one of {', '.join(COLLECTIVES)}, {FUSED}; got {given!r}"
             )
         nbytes = arguments.byte_count(f"contexts[{name!r}]", given)
         spec = spec_of("all_reduce" if name == FUSED else name)

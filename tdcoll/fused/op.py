@@ -25,7 +25,7 @@ from tdcoll.calls.pool import pooled, strided_bytes
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
-from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, NormRows, choose, takes
+from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, NormRows, choose, explain_rows, takes
 from tdcoll.primitives.reduce import triton_dtype
 
 _log = logging.getLogger("tdcoll")
@@ -218,7 +218,7 @@ def _ready(
     facts = facts_of(ctx, 0, x.dtype)
     plan = choose(rows, facts, algorithm)
     if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
-        _log.debug("%s of %d rows of %d elements: %s", NAME, rows.rows, hidden, plan)
+        _log.debug("%s", explain_rows(rows, facts, algorithm).line)
     composed, by_rows = plan.algorithm == COMPOSED, out_dtype is _FP8 and len(tensors) == 3
 
     def place(x: Any, residual: Any, weight: Any, scale: Any = None) -> tuple[Any, tuple[Any, ...]] | None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tdcoll.calls.explain import UNSUPPORTED, Explanation
 from tdcoll.calls.plan import LAMPORT_WORD_BYTES as WORD
 from tdcoll.calls.plan import Facts, Plan, most_warps, needs_stores, power
+from tdcoll.calls.spec import REQUESTED
 
 NAME = "all_reduce_rms_norm"
 
@@ -143,3 +145,21 @@ def choose(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -> Plan
     order = (TWO_SHOT, ONE_SHOT) if two else (ONE_SHOT, TWO_SHOT)
     plans = (_cut(rows, name, facts) for name in (*order, COMPOSED))
     return next(plan for plan in plans if _problem(rows, plan, facts) is None)
+
+
+def explain_rows(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -> Explanation:
+    """Explain a call: its bytes are those of all rows, and its chunks are pieces of a row."""
+    group, nbytes = facts.topology.describe(), rows.rows * rows.hidden * rows.itemsize
+    problems = {name: _problem(rows, _cut(rows, name, facts), facts) for name in (ONE_SHOT, TWO_SHOT)}
+    unsupported = {name: f"{problem}{group}" for name, problem in problems.items() if problem is not None}
+    try:
+        plan = choose(rows, facts, algorithm)
+    except ValueError as error:
+        if algorithm not in ALGORITHMS:
+            raise
+        return Explanation(NAME, nbytes, group, None, reason=UNSUPPORTED, why=str(error), unsupported=unsupported)
+    how = plan.algorithm, plan.chunks, plan.chunk, plan.blocks, plan.num_warps
+    if algorithm != "auto":
+        return Explanation(NAME, nbytes, group, *how, reason=REQUESTED, unsupported=unsupported)
+    why = "; ".join(f"{name} {problem}" for name, problem in unsupported.items())
+    return Explanation(NAME, nbytes, group, *how, why=why, unsupported=unsupported)

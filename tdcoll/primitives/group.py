@@ -183,12 +183,18 @@ so there is no deadline.
 def begin_epoch(control, monitor):
     """Return ``(epoch, alive)``: this call, counted from 1. Every program of the launch calls it exactly once.
 
-    Every program adds its share of one epoch to the control word when it has read it, so the epoch goes up when the
-    last one has read it; the next launch on the stream starts after this one ends. A barrier is needed, because all
-    threads read the word, and one adds. Nothing waits for the addition.
+    Every program adds its share of one epoch to the control word after it has read it, so the next launch on the stream
+    finds the next epoch. A barrier is needed, because all threads read the word, and one adds. Nothing waits for the
+    addition.
 
-    ``alive`` is that of :func:`still_alive`. If a rank gave up on a peer and continued to send, it would overwrite data
-    that a late peer has yet to read.
+    Args:
+        control: int64 ``[1]`` of zeros, of this rank, for this kernel alone.
+        monitor: :attr:`tdcoll.WaitMonitor.words`.
+
+    Returns:
+        The epoch, int64, and 1, or 0 if a wait of this monitor has expired. The program must then do nothing that
+        peers may notice: if a rank gave up on a peer and continued to send, it would overwrite data that a late peer
+        has yet to read.
     """
     program, programs = this_program()
     word = tdl.ld(control, "gpu", "relaxed")

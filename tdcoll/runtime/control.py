@@ -66,7 +66,7 @@ def elsewhere(rank: int, tag: str, others: Mapping[int, str]) -> str:
 
 def missing_ranks(rank: int, tag: str, missing: Sequence[int], timeout_s: float) -> CollectiveTimeout:
     """Return the error of an exchange, ``tag``, for which some ranks did not come."""
-    what = f"in '{tag}' for rank(s) {list(missing)}, which did not make the same call"
+    what = f"in '{tag}' for rank(s) {list(missing)}, which died, or did not make the same call"
     return CollectiveTimeout(what, rank=rank, timeout_s=timeout_s)
 
 

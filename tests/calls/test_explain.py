@@ -132,6 +132,32 @@ def test_sparse_calls() -> None:
     World(2).run(host)
 
 
+def test_fused_calls() -> None:
+    """Of tdcoll's own context, and of one that is too small for a kernel that does all."""
+
+    def host(pe: int) -> None:
+        explain = partial(tdcoll.explain, "all_reduce_rms_norm")
+        x = torch.ones(8, 16)
+        own = explain(x)
+        assert (own.algorithm, own.reason, own.nbytes, own.chunk_bytes) == ("one_shot", "default", 512, 64)
+        all_reduce_rms_norm(x, x.clone(), torch.ones(16))
+        assert explain(x) == own
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 10, lamport_bytes=256) as ctx:
+            plan = choose(NormRows(8, 16, 4), facts_of(ctx, 0, torch.float32))
+            found = explain((2, 4, 16), ctx=ctx)
+            assert (found.algorithm, found.blocks, found.warps) == ("composed", plan.blocks, plan.num_warps)
+            assert "(default: one_shot needs lamport_bytes=512 or more in the context; got 256 on " in found.line
+            assert explain(x, ctx=ctx, algorithm="composed").reason == "requested"
+            refused = explain(x, ctx=ctx, algorithm="one_shot")
+            assert (refused.algorithm, list(refused.unsupported)) == (None, ["one_shot", "two_shot"])
+            with pytest.raises(ValueError, match=r"algorithm must be one of auto, one_shot"):
+                explain(x, ctx=ctx, algorithm="fast")
+        with pytest.raises(ValueError, match=r"rows that such calls take; got shape \[3\]"):
+            explain(3)
+
+    World(2).run(host)
+
+
 def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     lines: list[str] = []
 
@@ -142,8 +168,7 @@ def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -
             all_reduce_rms_norm(torch.ones(2, 16), torch.ones(2, 16), torch.ones(16), ctx=ctx)
             if pe == 0:
                 lines.extend(tdcoll.explain("all_reduce", count, ctx=ctx).line for count in (16, 32))
-                plan = choose(NormRows(2, 16, 4), facts_of(ctx, 0, torch.float32))
-                lines.append(f"all_reduce_rms_norm of 2 rows of 16 elements: {plan}")
+                lines.append(tdcoll.explain("all_reduce_rms_norm", (2, 16), ctx=ctx).line)
         tensor = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(2, 4), (8, 4))
         tdcoll.sparse_all_reduce(tensor)
         tdcoll.sparse_all_reduce(tensor)
@@ -262,7 +287,11 @@ def test_the_table() -> None:
         ({"world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
         ({"nodes": 5}, ValueError, "nodes must be 1 to 4, got 5"),
         ({"contexts": [1]}, TypeError, "contexts must be a dict of names and sizes, got list"),
-        ({"contexts": {"mine": 3}}, ValueError, r"contexts\['mine'\] must be a dict of sizes, unless the name is one"),
+        (
+            {"contexts": {"mine": 3}},
+            ValueError,
+            r"contexts\['mine'\] must be a dict of sizes .*, unless the name is one",
+        ),
         ({"contexts": {"all_reduce": "x"}}, ValueError, r"contexts\['all_reduce'\] must be a positive number of bytes"),
         ({"contexts": {"a": {"chanels": 3}}}, ValueError, r"contexts\['a'\] must have no sizes but max_bytes_per_rank"),
         ({"contexts": {"a": {"chunks": -1}}}, ValueError, r"contexts\['a'\]\['chunks'\] must be at least 0"),

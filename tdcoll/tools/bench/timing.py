@@ -111,7 +111,7 @@ def graph_time_us(function: Callable[[], object], calls: Sequence[int] = (20, 21
 
     Collective: all ranks make this call, on the stream that the function's context has::
 
-        us = graph_time_us(lambda: tdcoll.all_gather(x, ctx, out))
+        us = graph_time_us(lambda: tdcoll.all_gather(x, ctx=ctx, out=out))
 
     Args:
         function: issues work on the current stream; no host synchronisation, the same on every replay.

@@ -93,7 +93,7 @@ def _small_packages(facts: MachineFacts) -> list[Line]:
     lines = []
     for name, needed, advice in (
         ("numpy", True, "pip install -U numpy"),
-        ("greenlet", facts.simulated, "the simulator needs it: pip install 'greenlet>=3'"),
+        ("greenlet", facts.simulated, "the simulator needs it: pip install 'tdcoll[sim]'"),
     ):
         if failure := _failure(facts, name):
             lines.append(Line("problem" if needed else "note", name, failure, advice))
