@@ -73,8 +73,9 @@ def put(
         counts.inter_node_bytes += nbytes
     update = None if signal is None else _update(machine, pe, *signal)
     is_word = isinstance(source, bytes)
-    done = machine.span("put" if signal is None else "put+signal", pe, nbytes, remote, 0 if is_word else source)
-    payload = source if nbi or isinstance(source, bytes) else ctypes.string_at(source, nbytes)
+    address = 0 if isinstance(source, bytes) else source
+    done = machine.span("put" if signal is None else "put+signal", pe, nbytes, remote, address)
+    payload = source if nbi or is_word else ctypes.string_at(address, nbytes)
     _send(machine, pe, "put", remote, payload, nbytes, signal=update, done=done, is_flag=is_word)
     machine.scheduler.turn()
 
