@@ -68,7 +68,7 @@ FURTHER = [  # rows of the call before the last in a slot are still there, and m
         for nodes in ([2, 1], [2, 2], [1, 1, 1])
     ),
     *((Norms("auto", "oio", (2, 1), lamport_bytes=room), 2, {}) for room in (0, 64, 400)),  # composed
-    *((Norms(BOTH, "oio", (3, 4), (4,), 40, group=group), 4, {}) for group in ([0, 2], [3, 0, 2])),
+    *((Norms(BOTH, "oio", (3, 4), (4,), 20, torch.float32, group=group), 4, {}) for group in ([0, 2], [3, 0, 2])),
     *((Norms(BOTH, "oooo", (3,), (4,), 40, first=first), 2, {}) for first in ((1 << 31) - 1, (1 << 32) - 1)),
 ]
 

@@ -97,6 +97,9 @@ DENSE = Dense(
         (Calls(SPEC, "direct ll 1d", "oixoxoioo", (34, 12, 0)), job((3,), seeds=2)),
         # Chunks of several tiles, which several thread blocks reduce.
         (Calls(SPEC, "direct 1d", "oi", (25_000,), pieces=2), job((3,), seeds=1, heap_bytes=8 << 20)),
+        # Nobody gets ahead by calls of no bytes.
+        (Calls(SPEC, "ll", "ooooo", (34, 0, 0)), job((3,), seeds=1, stragglers=0)),
+        (Calls(SPEC, "ll", "ooooo", (34, 0), **FLAGS), job((3,), seeds=1, stragglers=0)),
     ),
     mutants=(*MUTANTS, *mutants_of_loops(SPEC)),
 )
