@@ -57,6 +57,11 @@ class WaitMonitor:
         valid: ``[1]``, on the host: 0 until a wait has expired. A call looks at it, in a third of numpy's time.
     """
 
+    def __add__(self, offset: Any) -> Any:
+        raise TypeError(
+            "a kernel that takes a tdcoll.WaitMonitor must be decorated with @tdcoll.jit, or pass its words"
+        )
+
     def __init__(self, *, timeout_s: float | None = None, rank: int | None = None) -> None:
         self.job = runtime.current()
         """The job whose kernels it is for."""

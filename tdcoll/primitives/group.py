@@ -189,7 +189,7 @@ def begin_epoch(control, monitor):
 
     Args:
         control: int64 ``[1]`` of zeros, of this rank, for this kernel alone.
-        monitor: :attr:`tdcoll.WaitMonitor.words`.
+        monitor: a :class:`tdcoll.WaitMonitor`, or its ``words``.
 
     Returns:
         The epoch, int64, and 1, or 0 if a wait of this monitor has expired. The program must then do nothing that

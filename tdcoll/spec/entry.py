@@ -99,7 +99,7 @@ def not_linked(function: str) -> str:
     """Return the error for ``function``, which is NVSHMEM's, in a kernel that was launched without NVSHMEM."""
     return (
         f"{function} calls NVSHMEM: decorate the kernel that is launched with @tdcoll.jit instead of @triton.jit (its "
-        "helpers may have either)"
+        "helpers may have either), or give triton.compile NVSHMEM's library in options['extern_libs']"
     )
 
 
