@@ -29,7 +29,8 @@ def clip_grad_norm_(
     that tdcoll has reduced are coalesced. Otherwise the host waits only when it waits in torch's function, which does
     all the arithmetic.
 
-    Not collective, because gradients that are the same on all ranks have the same norm there. Call it after all of them
+    Collective only if some gradients are DTensors, whose norm is that of all their parts; other gradients must be the
+    same on all ranks, so their norm is. Call it after all of them
     are reduced, and with a ``GradScaler`` after ``scaler.unscale_(optimizer)``.
 
     >>> table = torch.nn.Embedding(4, 2, sparse=True)
@@ -60,15 +61,32 @@ def clip_grad_norm_(
     grads = [parameter.grad for parameter in given if parameter.grad is not None]
     if not any(grad.is_sparse for grad in grads):
         return utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    from torch.distributed.tensor import DTensor, Replicate  # which takes long to import
+
     held = [_values(grad) if grad.is_sparse else grad for grad in grads]
     counted = [
         _with_a_zero(values, float(norm_type)) if values.numel() < grad.numel() else values
         for values, grad in zip(held, grads, strict=True)
     ]
-    norm = utils.get_total_norm(counted, norm_type, error_if_nonfinite, foreach)
-    holders: Any = [SimpleNamespace(grad=values) for values in held]  # the only attribute that torch reads
-    utils.clip_grads_with_norm_(holders, max_norm, norm, foreach)
+    # torch takes DTensors, or other tensors, but not both.
+    sharded = [grad for grad in counted if isinstance(grad, DTensor)]
+    plain = [grad for grad in counted if not isinstance(grad, DTensor)]
+    norm = utils.get_total_norm(plain, norm_type, error_if_nonfinite and not sharded, foreach)
+    if sharded:
+        theirs: Any = utils.get_total_norm(sharded, norm_type, False, foreach)
+        norm = utils.get_total_norm([norm, theirs.full_tensor()], norm_type, error_if_nonfinite, foreach)
+        everywhere = [Replicate()] * theirs.device_mesh.ndim
+        norm_of_all = DTensor.from_local(norm, theirs.device_mesh, everywhere, run_check=False)
+        utils.clip_grads_with_norm_(_holders(sharded), max_norm, norm_of_all, foreach)
+    utils.clip_grads_with_norm_(
+        _holders([grad for grad in held if not isinstance(grad, DTensor)]), max_norm, norm, foreach
+    )
     return norm
+
+
+def _holders(grads: list[torch.Tensor]) -> Any:
+    """Return objects that have the only attribute that torch reads."""
+    return [SimpleNamespace(grad=grad) for grad in grads]
 
 
 def _values(grad: torch.Tensor) -> torch.Tensor:

@@ -161,5 +161,5 @@ def explain_rows(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -
     how = plan.algorithm, plan.chunks, plan.chunk, plan.blocks, plan.num_warps
     if algorithm != "auto":
         return Explanation(NAME, nbytes, group, *how, reason=REQUESTED, unsupported=unsupported)
-    why = "; ".join(f"{name} {problem}" for name, problem in unsupported.items())
+    why = "; ".join(f"{name} {problem}" for name, problem in unsupported.items()) if plan.algorithm == COMPOSED else ""
     return Explanation(NAME, nbytes, group, *how, why=why, unsupported=unsupported)
