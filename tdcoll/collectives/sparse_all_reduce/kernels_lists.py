@@ -141,11 +141,11 @@ def copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK: tl.c
 
 @jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def pack(
-    ids, totals, begins, index, memory, g, target, status, progress, size: tl.int64, blocks: tl.int32, n: tl.int32,
-    signature: tl.int64, row_bytes: tl.int64, REPEATED: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
+    ids, totals, begins, index, memory, g, blocks: tl.int32, n: tl.int32, signature: tl.int64, row_bytes: tl.int64,
+    REPEATED: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
     """This rank's list, and an empty directory. Thread blocks: ``blocks`` of ``BLOCK`` ids, with ``REPEATED`` twice as
-    many, then those of ``index_match.kernels.wipe``, whose arguments are ``target`` to ``size``.
+    many, then those of ``index_match.kernels.wipe``.
 
     Args:
         totals: int32 ``[blocks]``. With ``REPEATED`` only, as ``begins``.
@@ -158,7 +158,7 @@ def pack(
     if REPEATED:
         lists = 2 * blocks
     if program >= lists:
-        match.wipe(program - lists, target, size, status, progress, CLEAR)
+        match.wipe(program - lists, index, CLEAR)
     elif REPEATED:
         if program < blocks:
             count_first(program, ids, totals, n, BLOCK)

@@ -54,6 +54,7 @@ REDUCE, MEET, REDUCE_NODES, FORWARD, MEET_NODES, GATHER, RAILS = (
 )
 REDUCE_NODES, FORWARD, MEET_NODES = (f"sparse_all_reduce.{name}" for name in (REDUCE_NODES, FORWARD, MEET_NODES))
 GATHER = f"exchange.{GATHER}"
+BUILT = "match.wait_until_built"
 
 
 def _late(where: str, call: str, of: str = "", ranks: str = "nodes") -> tuple[AnyChange, ...]:
@@ -69,6 +70,8 @@ MUTANTS = (
     ONE("nobody waits in reduce", no_wait(REDUCE, "tdl.wait_signals"), ANYTHING),
     ONE("reduce waits after it has read", _late(REDUCE, "_store_everywhere", "result", "g")),
     ONE("meet does not wait", no_wait(MEET, "tdl.wait_signals")),
+    ONE("plan does not wait for the directory", dropped("kernels_values.prepare", BUILT), ANYTHING),
+    ONE("merge does not wait for the directory", dropped("kernels_merge.merge", BUILT), ANYTHING, GATHERS),
     # ------------------------------------------------------------------ several nodes
     TWO("a node does not wait for the one before", LOOKED_BEFORE),
     THREE("a node does not wait for the one before, one rank each", LOOKED_BEFORE),
