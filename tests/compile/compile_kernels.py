@@ -254,7 +254,6 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("reduce_nodes", {**_SUM, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("reduce_nodes_of_single", {**_SUM, "WIDE": 1, "WAITED": 8}, "*fp16", (90,)),
     ("forward", {"WAITED": 8}, "*fp32", (90,)),
-    ("meet", {"WAITED": 8}, "*fp32", (90,)),
     ("meet_nodes", {"WAITED": 8}, "*fp32", (90,)),
     ("prepare", {**_PLANNED, "PIECES": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
     ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),

@@ -201,8 +201,7 @@ class SparseCall:
         return max(1, min(self.ctx.most_blocks, tasks))
 
     def match(self) -> None:
-        """Own ids to everybody, everybody's ids into the directory, and own rows to where they are read; nothing of
-        rows that are too wide."""
+        """Own ids to everybody, everybody's ids into the directory, and own rows to where they are read."""
         ctx, rows, kind = self.ctx, self.rows, self.kind
         ids, totals = rows.parts[0].indices if rows.single else self._join(), ctx.counters  # which is not looked at
         blocks = max(1, -(-rows.n // _IDS_BLOCK))
@@ -283,20 +282,16 @@ class SparseCall:
     def reduce(self) -> None:
         """Rows to those who reduce them, and the sums to all. The same epochs on all ranks, whatever their rows are;
         nothing moves where the lists are not valid."""
-        ctx = self.ctx
+        ctx, announcers = self.ctx, self.ctx.world_size - 1
         n = min(self.rows.n, ctx.max_rows_per_rank)
-        announcers = ctx.world_size - 1
         if ctx.topology.n_nodes == 1:
             self.launch(kernels_reduce.reduce, announcers + self.workers(-(-n // self.kind.tiles.rows)))
-            meet = kernels_reduce.meet
-        else:
-            kernel = kernels_nodes.reduce_nodes_of_single if self.kind.elements == 1 else kernels_nodes.reduce_nodes
-            for step in range(ctx.topology.n_nodes):
-                self.launch(kernel, announcers + self.workers(n), step=step)
-            self.launch(kernels_nodes.forward, announcers + self.workers(ctx.max_union_rows))
-            meet = kernels_nodes.meet_nodes
-        if ctx.world_size > 1:
-            self.launch(meet, ctx.world_size)
+            return
+        kernel = kernels_nodes.reduce_nodes_of_single if self.kind.elements == 1 else kernels_nodes.reduce_nodes
+        for step in range(ctx.topology.n_nodes):
+            self.launch(kernel, announcers + self.workers(n), step=step)
+        self.launch(kernels_nodes.forward, announcers + self.workers(ctx.max_union_rows))
+        self.launch(kernels_nodes.meet_nodes, ctx.world_size)
 
     def status(self) -> list[int]:
         """Wait for the copy of the status and the counts of the tables, and for nothing that was launched after it."""

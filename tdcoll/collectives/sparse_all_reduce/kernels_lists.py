@@ -37,9 +37,9 @@ LISTS = tl.constexpr(4)
 PACKED = tl.constexpr(8)
 """Place among the counters of the two that :func:`pack` uses, and leaves at 0."""
 
-COUNTERS = tl.constexpr(8)
-"""Words before :data:`PACKED`, all of them 0 after a list is packed: entries of the work lists, and behind them
-programs that have done their part of each phase of ``kernels_values.prepare``."""
+STORED, COUNTERS = tl.constexpr(7), tl.constexpr(8)
+"""Words before :data:`PACKED`, all of them 0 after a list is packed: entries of the work lists, behind them programs
+that have done their part of each phase of ``kernels_values.prepare``, and at :data:`STORED` those of *reduce*."""
 
 ANY_ALIGNMENT = ["ids", "order", "begins"]
 """Parameters that may be the caller's indices, at any address. So may rows be, whose alignment pays."""

@@ -29,9 +29,8 @@ def merge(
 ):  # fmt: skip
     """Every list is followed by its rows, and each rank sums all of them: ``-> out [union, row_elements]``.
 
-    After the directory, for which ``builders`` and the other arguments are those of ``kernels_values.prepare``. Finds
-    where each id of the union is in every list and moves the values in the same pass. Thread blocks: ``builders``, and
-    any number.
+    After the directory, as ``kernels_values.prepare``. Finds where each id of the union is in every list and moves the
+    values in the same pass. Thread blocks: ``builders``, and any number.
     """
     in_stream_order()
     program = tl.program_id(0) - builders

@@ -65,9 +65,9 @@ def combine(
     """Rows of ``source``, those with one id summed, ``->`` :func:`_target`.
 
     Any number of thread blocks. ``PLANS``: rows of the work list STAGED, else every row of this rank's list; into
-    ``stage`` none if the lists of ids are not valid. A sum adds
-    the rows one after the other, and beyond :data:`PIECE` of them the sums of that many, so its bits depend on the rows
-    alone. Rows of which there are more than :data:`PIECE` go to the work list LONG.
+    ``stage`` none if the lists of ids are not valid. A sum adds the rows one after the other, and beyond :data:`PIECE`
+    of them the sums of that many, so its bits depend on the rows alone. Rows of which there are more than
+    :data:`PIECE` go to the work list LONG.
 
     Args:
         source: ``[n, row_elements]``; of several tables, see ``kernels_tables.source_of``.
@@ -200,7 +200,7 @@ def prepare(
     ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, FIRSTS: tl.constexpr,
 ):  # fmt: skip
     """All phases: see the module's docstring. Thread blocks: ``builders``, ``planners``, ``combiners``, ``adders``, any
-    number. The launch may end after the ``builders``, which leaves the directory alone.
+    number; or ``builders`` only, for the directory.
 
     Args:
         partial: as for :func:`sum_pieces`; with ``PIECES`` only.

@@ -21,7 +21,7 @@ from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 from .calls import DIM, make, sparse
 
 Seen = dict[int, list[str]]
-OWNER = ["pack", "exchange_direct", "prepare", "reduce", "meet"]
+OWNER = ["pack", "exchange_direct", "prepare", "reduce"]
 GATHER = ["pack", "prepare", "exchange_direct", "merge"]
 
 
