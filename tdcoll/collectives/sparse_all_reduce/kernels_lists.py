@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.index_match.kernels import find
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order, say_done, wait_until_done
 
@@ -205,13 +204,13 @@ def owner_in(ids, node, index, nodes):
     last = tl.load(nodes.begins + node + 1)
     have = (ids - ids).to(tl.int32)
     for m in tl.range(first, last):
-        have += (find(ids, tl.load(nodes.ranks + m), index) >= 0).to(tl.int32)
+        have += (match.find(ids, tl.load(nodes.ranks + m), index) >= 0).to(tl.int32)
     picked = pick(ids, have)
     seen = have - have
     owner = seen - 1
     for m in tl.range(first, last):
         mate = tl.load(nodes.ranks + m)
-        has = find(ids, mate, index) >= 0
+        has = match.find(ids, mate, index) >= 0
         owner = tl.where(has & (seen == picked), mate, owner)
         seen += has.to(tl.int32)
     return owner, have

@@ -12,7 +12,6 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.index_match.kernels import find
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import valid
 from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_of, within
 from tdcoll.collectives.sparse_all_reduce.kernels_values import end_of_ids
@@ -51,7 +50,7 @@ def merge(
                 sum = tl.zeros([ROWS, WIDE], ACC)
                 seen = tl.zeros([ROWS], tl.int32)
                 for q in tl.range(0, g.world):
-                    position = find(ids, q, index).to(tl.int64)
+                    position = match.find(ids, q, index).to(tl.int64)
                     has = inside & (position >= 0)
                     theirs = rows_of(end_of_ids(index, q), out, ALIGNED)
                     offsets = position[:, None] * row_elements + columns[None, :]

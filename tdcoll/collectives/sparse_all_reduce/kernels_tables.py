@@ -124,7 +124,7 @@ def join(given, tables, joined, first: tl.int32, ITEM: tl.constexpr, COUNT: tl.c
 
     Args:
         given: made by :func:`given`.
-        joined: int64, the ids of all entries of the call.
+        joined: the ids of all entries of the call, int64, or int32 if all rows fit. Others are -1 in both.
         ITEM: bytes of an element.
     """
     in_stream_order()
