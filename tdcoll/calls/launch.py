@@ -323,6 +323,7 @@ class Launcher:
         *,
         variant: Hashable = None,
         num_warps: int = 4,
+        maxnreg: int | None = None,
     ) -> None:
         """Launch ``kernel`` on the current stream.
 
@@ -337,7 +338,7 @@ class Launcher:
         if launch is None:
             values = (*map(_whole, arguments), *constants)
             given = dict(zip(kernel.arg_names, values, strict=True))
-            launch = Launch(kernel, blocks, given, (), num_warps=num_warps, early=self._early)
+            launch = Launch(kernel, blocks, given, (), num_warps=num_warps, early=self._early, maxnreg=maxnreg)
             launch.prepare()
             launch.keep_constants(len(arguments))
             self._launches[key] = launch

@@ -12,7 +12,7 @@ import torch
 import tdcoll
 from tdcoll.base import ranges
 from tdcoll.base.capture import capturing, refuse
-from tdcoll.calls.launch import Launch, Launcher
+from tdcoll.calls.launch import Launch
 from tdcoll.calls.launches import Launches
 from tdcoll.collectives.index_match.op import Directory
 from tdcoll.fused import all_reduce_rms_norm
@@ -124,7 +124,7 @@ def test_a_refusal_names_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_directory_does_not_grow_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = Directory(1, 4, 4, CPU, Launcher())
+    directory = Directory(1, 4, 4, CPU)
     directory.prepare(64)
     directory.device = GPU
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

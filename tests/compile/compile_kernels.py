@@ -40,11 +40,12 @@ from tdcoll.collectives.sparse_all_reduce import (
     kernels_tables,
     kernels_values,
 )
+from tdcoll.collectives.sparse_all_reduce.policy import REGISTERS as SPARSE_REGISTERS
 from tdcoll.fused import kernels as fused
 from tdcoll.fused.kernels_rows import NONE, PER_ROW
 from tdcoll.fused.op import _REGISTERS as REGISTERS
 from tdcoll.fused.policy import NormRows, choose
-from tdcoll.language.jit import needs_nvshmem
+from tdcoll.language.jit import needs_nvshmem, typed_fields
 from tdcoll.primitives import copies, reduce
 from tdcoll.primitives.group import Nodes
 from tdcoll.primitives.lamport import Lamport
@@ -220,7 +221,6 @@ def collectives(arch: int) -> dict[str, object]:
 def others(arch: int) -> dict[str, object]:
     """All others, and for one architecture those of the tests."""
     made = {
-        "index_match": [compile_index_match(arch, name, constants) for name, constants in INDEX_MATCH.items()],
         "sparse": [compile_sparse(name, arch, c, rows) for name, c, rows, archs in SPARSE if arch in archs],
         "words": language.compile_words(arch),
         "signals": [compile_signals(arch, name, direct) for name in SIGNALS for direct in (False, True)],
@@ -237,41 +237,16 @@ def others(arch: int) -> dict[str, object]:
     return made
 
 
-INDEX_MATCH = {  # constants, as op.py has them
-    "build": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 0},
-    "build, tables": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 32},
-    "build, search": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 32},
-}
-INDEX_MATCH_TYPES = {
-    **dict.fromkeys(("firsts", "places"), "*i64"),
-    **dict.fromkeys(("totals", "leaders", "progress"), "*i32"),
-}
-
-
 def index_of_all(search: bool) -> index_match.Index:
-    return index_match.Index("*i64", "*i64", "*i64", "*i64", "i64", "i32", "i64", "i32", "i32", search)
-
-
-def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> dict[str, object]:
-    kernel = getattr(index_match, name.partition(",")[0])
-    declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
-    types = INDEX_MATCH_TYPES | {"index": index_of_all("search" in name)}
-    ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
-    return {
-        "kernel": name,
-        "arch": arch,
-        "needs": needs_nvshmem(kernel),
-        "wide": sorted(name for name, kind in declared.items() if kind == "i64"),
-        "popcounts": ptx.count("popc.b"),
-        "or64": len(re.findall(r"(?:atom|red)\.global\S*\.or\.b64", ptx)),
-        **resources(ptx),
-    }
+    pointers = (*["*i64"] * 4, *["*i32"] * 3)
+    return index_match.Index(*pointers, "i64", "i64", "i32", "i64", *["i32"] * 4, search, 512, 1024)
 
 
 _SUM = {"REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
 _ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
-_PLANNED = {**_ROW, "PLANS": True, "BEHIND": False, "BLOCK": 256}
-_GATHERED = {**_ROW, "PLANS": False, "BEHIND": True, "BLOCK": 256}
+_PLANNED = {**_ROW, "PLANS": True, "BEHIND": False, "BLOCK": 256, "FIRSTS": 0}
+_GATHERED = {**_PLANNED, "PLANS": False, "BEHIND": True}
+_MERGED = {"OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256, "FIRSTS": 0}
 SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
@@ -279,35 +254,27 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("reduce_nodes", {**_SUM, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("reduce_nodes_of_single", {**_SUM, "WIDE": 1, "WAITED": 8}, "*fp16", (90,)),
     ("forward", {"WAITED": 8}, "*fp32", (90,)),
-    ("meet", {"WAITED": 8}, "*fp32", (90,)),
     ("meet_nodes", {"WAITED": 8}, "*fp32", (90,)),
     ("prepare", {**_PLANNED, "PIECES": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
     ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
     ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
     ("prepare", {**_GATHERED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
     ("prepare", {**_PLANNED, "search": True, "PIECES": True, "DEEP": 8, "WIDE": 64}, "*fp32", (90,)),
-    (
-        "merge",
-        {"OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
-        "*fp16",
-        (90, 100),
-    ),
+    ("prepare", {**_PLANNED, "PLANS": False, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90,)),
+    ("merge", _MERGED, "*fp16", (90, 100)),
+    ("merge", {**_MERGED, "search": True}, "*fp16", (90,)),
     ("pad", {"TABLES": 2, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
     ("reduce", {**_SUM, "tables": 4, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("reduce", {**_SUM, "tables": 8, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
     ("reduce_nodes", {**_SUM, "tables": 4, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("forward", {"tables": 4, "WAITED": 8}, "*fp32", (90,)),
-    ("prepare", {**_PLANNED, "tables": 4, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
-    ("prepare", {**_PLANNED, "tables": 1, "PIECES": True, "DEEP": 8, "WIDE": 64}, "*bf16", (90,)),
-    (
-        "merge",
-        {"tables": 8, "OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
-        "*fp16",
-        (90,),
-    ),
+    ("prepare", {**_PLANNED, "tables": 4, "PIECES": True, "DEEP": 4, "WIDE": 2048, "FIRSTS": 32}, "*fp32", (90, 100)),
+    ("prepare", {**_PLANNED, "tables": 1, "PIECES": True, "DEEP": 8, "WIDE": 64, "FIRSTS": 32}, "*bf16", (90,)),
+    ("merge", {**_MERGED, "tables": 8, "FIRSTS": 32}, "*fp16", (90,)),
     ("pad", {"tables": 4, "TABLES": 32, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
-    ("join", {"given": 26, "ITEM": 4, "COUNT": 26, "BLOCK": 1024}, "*fp32", (90, 100)),
+    ("join", {"narrow": True, "given": 26, "ITEM": 4, "COUNT": 26, "BLOCK": 1024}, "*fp32", (90, 100)),
     ("pack", {"REPEATED": True, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90, 100)),
+    ("pack", {"narrow": True, "REPEATED": True, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90,)),
     ("pack", {"REPEATED": False, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90,)),
 ]
 SPARSE_KERNELS = {
@@ -318,8 +285,7 @@ SPARSE_KERNELS = {
 }
 SPARSE_TYPES = {
     **dict.fromkeys(("ids", "begins", "order", "count", "counts", "indices", "joined", "remembered"), "*i64"),
-    **dict.fromkeys(("target", "status"), "*i64"),
-    **dict.fromkeys(("totals", "progress"), "*i32"),
+    "totals": "*i32",
     "partial": "*fp32",
     "g": tuples()["g"],
     "memory": kernels_lists.RowMemory("i64", "i64", "*i32", "*i32", "*i32"),
@@ -336,14 +302,20 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
     given = ["i64"] * constants.pop("given", 1)
     given = kernels_tables.given(given, given, [*given, "i64"])
     types = SPARSE_TYPES | {"tables": one, "given": given}
+    types |= dict.fromkeys(("ids", "joined"), "*i32") if constants.pop("narrow", False) else {}
     types |= dict.fromkeys(("source", "out", "values", "like"), rows) | {"index": index_of_all(search)}
-    ptx = compile_for(kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED"))).asm["ptx"]
+    options = {"maxnreg": SPARSE_REGISTERS} if name in ("prepare", "merge") else {}
+    ptx = compile_for(kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED")), **options).asm["ptx"]
+    declared = {parameter.name: parameter.annotation_type for parameter in kernel.params}
+    declared |= {name: str(of).replace("int", "i") for name, of in typed_fields(index_match.Index).items()}
     return {
         "kernel": name,
         "arch": arch,
         "rows": rows,
         "search": search,
         "tables": tables,
+        "behind": bool(constants.get("BEHIND")),
+        "of_64_bits": sorted(name for name, kind in declared.items() if kind == "i64"),
         "calls": sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx))),
         "aligned": bool(constants.get("ALIGNED")),
         "wide": constants.get("WIDE", 0),
@@ -351,6 +323,8 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
         "globaltimer": ptx.count("%globaltimer"),
         "release_sys": ptx.count("st.release.sys"),
         "nan_max": ptx.count("max.NaN.f32"),
+        "popcounts": ptx.count("popc.b"),
+        "or64": len(re.findall(r"(?:atom|red)\.global\S*\.or\.b64", ptx)),
         "wide_loads": len(re.findall(r"ld\.global\S*\.v[248]", ptx)),
         "wide_stores": len(re.findall(r"st\.global\S*\.v[248]", ptx)),
         **resources(ptx),

@@ -14,9 +14,10 @@ Two kinds of directory answer the same questions (:func:`find`, :func:`find_in_u
                               Place of an id in the union = sum over p of leaders[p, ids of list p below it].
                               Lists, and the union, are searched by bisection: log2(n) loads.
 
-Two launches on one stream: one of the caller's that calls *wipe*, and *build*. Programs of a phase of *build* wait
-until all of the phase before are done, which have lower numbers
-(:func:`tdcoll.primitives.group.wait_until_done`), and nothing else orders them::
+Two launches of the caller's on one stream: one calls :func:`wipe`, the other :func:`build`. Programs of a phase of
+*build* wait until all of the phase before are done, which have lower numbers
+(:func:`tdcoll.primitives.group.wait_until_done`), and nothing else orders them. Later programs of that launch may use
+the directory after :func:`wait_until_built`::
 
     bitmap   wipe -> mark -> unite -> number                                -> place_firsts, if wanted
     search   wipe -> find_leaders -> number_leaders -> place_leaders        -> place_firsts, if wanted
@@ -45,7 +46,7 @@ import triton.language as tl
 
 from tdcoll.collectives.index_match.policy import HEADER_WORDS
 from tdcoll.language.jit import jit
-from tdcoll.primitives.group import in_stream_order, say_done, wait_until_done
+from tdcoll.primitives.group import say_done, wait_until_done
 
 # Words of a list's header.
 LIST_BYTES = tl.constexpr(0)  # bytes used, header included
@@ -80,24 +81,40 @@ class Index(NamedTuple):
         entries: int64 ``[world + 1, words]`` of a bitmap; not read by a search.
         union: int64 ``[max_union]``: the different ids, ascending.
         status: int64 ``[STATUS_WORDS]``: how many there are, and what is wrong with the lists.
+        leaders: int32 ``[world, capacity + 1]``, of a search only.
+        totals: int32; of a bitmap one for each block of words, of a search for each block of ids of each list.
+        progress: int32 ``[PHASES]``.
+        num_rows: ids are below it.
         stride: words from one list to the next.
         capacity: the most ids of a list.
         words: of a row of ``entries``.
         world: number of lists.
         max_union: the most ids of the union.
+        per_list: programs of the first phase of :func:`build` for each list.
+        later: programs of each of the two that follow.
         search: which kind of directory it is.
+        block: words or ids that a program takes at a time. A power of two.
+        summed: totals that are summed at a time. A power of two.
     """
 
     lists: Any
     entries: Any
     union: Any
     status: Any
+    leaders: Any
+    totals: Any
+    progress: Any
+    num_rows: tl.int64
     stride: tl.int64
     capacity: tl.int32
     words: tl.int64
     world: tl.int32
     max_union: tl.int32
+    per_list: tl.int32
+    later: tl.int32
     search: tl.constexpr
+    block: tl.constexpr
+    summed: tl.constexpr
 
 
 # ---------------------------------------------------------------------- device functions
@@ -194,13 +211,18 @@ def below(ids, index):
 
 
 @jit
-def wipe(program, target, size, status, progress, BLOCK: tl.constexpr):
-    """Zero ``target[:size]``, ``status`` and ``progress``. Thread blocks: ceil(size / BLOCK), at least 1."""
+def wipe(program, index, BLOCK: tl.constexpr):
+    """Zero what :func:`build` wants zeroed. Thread blocks: ``Directory.wipers``, for blocks of ``BLOCK`` words."""
     i = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    target = index.entries
+    size = index.words * index.world
+    if index.search:  # the union: unsorted lists leave holes in it, and what is there must be a row
+        target = index.union
+        size = tl.cast(index.max_union, tl.int64)
     tl.store(target + i, tl.zeros([BLOCK], tl.int64), mask=i < size)
     if program == 0:
-        tl.store(status + tl.arange(0, STATUS_WORDS), tl.zeros([STATUS_WORDS], tl.int64))
-        tl.store(progress + tl.arange(0, PHASES), tl.zeros([PHASES], tl.int32))
+        tl.store(index.status + tl.arange(0, STATUS_WORDS), tl.zeros([STATUS_WORDS], tl.int64))
+        tl.store(index.progress + tl.arange(0, PHASES), tl.zeros([PHASES], tl.int32))
 
 
 @jit
@@ -215,13 +237,13 @@ def _read_header(q, index, signature):
 
 
 @jit
-def _read_ids(q, index, i, n, num_rows):
+def _read_ids(q, index, i, n):
     """``(ids[i], ids[i - 1], whether ids[i] is there and in range)``; what is wrong goes to status."""
     ids, status = list_of(index, q) + HEADER, index.status
     inside = i < n
     x = tl.load(ids + i, mask=inside, other=0)
     before = tl.load(ids + i - 1, mask=inside & (i > 0), other=-1)
-    valid = (x >= 0) & (x < num_rows)
+    valid = (x >= 0) & (x < index.num_rows)
     if tl.max((inside & (valid == 0)).to(tl.int32), axis=0) != 0:
         tl.atomic_max(status + BAD_RANGE, tl.cast(q, tl.int64) + 1, sem="relaxed")
     if tl.max((inside & (i > 0) & (before >= x)).to(tl.int32), axis=0) != 0:
@@ -230,11 +252,11 @@ def _read_ids(q, index, i, n, num_rows):
 
 
 @jit
-def _sum_before(totals, count, BLOCK: tl.constexpr):
+def _sum_before(index, totals, count):
     """Sum of the first ``count`` int32 ``totals``."""
-    partial = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, count, BLOCK):
-        i = start + tl.arange(0, BLOCK)
+    partial = tl.zeros([index.summed], tl.int32)
+    for start in tl.range(0, count, index.summed):
+        i = start + tl.arange(0, index.summed)
         partial += tl.load(totals + i, mask=i < count, other=0)
     return tl.sum(partial, axis=0)
 
@@ -243,38 +265,38 @@ def _sum_before(totals, count, BLOCK: tl.constexpr):
 
 
 @jit
-def mark(program, programs, q, index, num_rows, signature, BLOCK: tl.constexpr):
+def mark(program, programs, q, index, signature):
     """Rows 0 .. W-1 of ``entries``, which are zero before. Thread blocks: any number for each list ``q``, int64."""
     if program == 0:
         _read_header(q, index, signature)
     n = list_size(index, q)
     row = index.entries + q * index.words
-    for start in tl.range(program * BLOCK, n, programs * BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        x, before, valid = _read_ids(q, index, i, n, num_rows)
+    for start in tl.range(program * index.block, n, programs * index.block):
+        i = start + tl.arange(0, index.block)
+        x, before, valid = _read_ids(q, index, i, n)
         first = (i == 0) | ((before >> 5) != (x >> 5))
         entry = (tl.cast(1, tl.int64) << (x & 31)) | tl.where(first, i.to(tl.int64) << 32, 0)
         tl.atomic_or(row + (x >> 5), entry, mask=valid, sem="relaxed")
 
 
 @jit
-def unite(program, index, totals, BLOCK: tl.constexpr):
-    """Low halves of row W, and ``totals``: how many ids each block of words has. Thread blocks: ceil(words / BLOCK)."""
-    w = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def unite(program, index):
+    """Low halves of row W, and ``totals``: how many ids each block of words has. One program for each."""
+    w = tl.cast(program, tl.int64) * index.block + tl.arange(0, index.block)
     inside = w < index.words
-    bits = tl.zeros([BLOCK], tl.int64)
+    bits = tl.zeros([index.block], tl.int64)
     for q in tl.range(0, index.world, loop_unroll_factor=4):
         bits |= tl.load(index.entries + q * index.words + w, mask=inside, other=0)
     bits &= _BITS
     tl.store(index.entries + index.world * index.words + w, bits, mask=inside)
-    tl.store(totals + program, tl.sum(popcount(bits), axis=0))
+    tl.store(index.totals + program, tl.sum(popcount(bits), axis=0))
 
 
 @jit
-def number(block, blocks, index, totals, BLOCK: tl.constexpr, TOTALS: tl.constexpr):
+def number(block, blocks, index):
     """High halves of row W, the union's first ``max_union`` ids, and U. Thread blocks as for :func:`unite`."""
-    offset = _sum_before(totals, block, TOTALS)
-    w = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offset = _sum_before(index, index.totals, block)
+    w = tl.cast(block, tl.int64) * index.block + tl.arange(0, index.block)
     inside = w < index.words
     row = index.entries + index.world * index.words
     bits = tl.load(row + w, mask=inside, other=0)
@@ -296,66 +318,65 @@ def number(block, blocks, index, totals, BLOCK: tl.constexpr, TOTALS: tl.constex
 
 
 @jit
-def _leaders_of(index, leaders, q):
+def _leaders_of(index, q):
     """``[capacity + 1]``: of list ``q``."""
-    return leaders + tl.cast(q, tl.int64) * (tl.cast(index.capacity, tl.int64) + 1)
+    return index.leaders + tl.cast(q, tl.int64) * (tl.cast(index.capacity, tl.int64) + 1)
 
 
 @jit
-def find_leaders(program, programs, q, index, leaders, totals, blocks, num_rows, signature, BLOCK: tl.constexpr):
-    """``leaders``, counted from the start of each block, and ``totals[W, blocks]``. Thread blocks as for
-    :func:`mark`."""
+def find_leaders(program, programs, q, index, signature):
+    """``leaders``, counted from the start of each block, and ``totals``. Thread blocks as for :func:`mark`."""
     if program == 0:
         _read_header(q, index, signature)
     n = list_size(index, q)
-    row = _leaders_of(index, leaders, q)
-    for block in tl.range(program, n // BLOCK + 1, programs):
-        i = block * BLOCK + tl.arange(0, BLOCK)
-        x, _before, valid = _read_ids(q, index, i, n, num_rows)
+    row = _leaders_of(index, q)
+    totals = index.totals + q * (index.capacity // index.block + 1)
+    for block in tl.range(program, n // index.block + 1, programs):
+        i = block * index.block + tl.arange(0, index.block)
+        x, _before, valid = _read_ids(q, index, i, n)
         leads = valid.to(tl.int32)
         for p in tl.range(0, q):
             leads = tl.where(find(x, p, index) >= 0, 0, leads)
         tl.store(row + i, tl.cumsum(leads, axis=0) - leads, mask=i <= n)
-        tl.store(totals + q * blocks + block, tl.sum(leads, axis=0))
+        tl.store(totals + block, tl.sum(leads, axis=0))
 
 
 @jit
-def number_leaders(
-    program, programs, q, index, leaders, totals, blocks, BLOCK: tl.constexpr, TOTALS: tl.constexpr
-):  # fmt: skip
+def number_leaders(program, programs, q, index):
     """``leaders``, counted from the start of each list, 0 .. n_q; U. Thread blocks as for :func:`mark`."""
     n = list_size(index, q)
-    row = _leaders_of(index, leaders, q)
-    for block in tl.range(program, n // BLOCK + 1, programs):
-        offset = _sum_before(totals + q * blocks, block, TOTALS)
-        i = block * BLOCK + tl.arange(0, BLOCK)
+    row = _leaders_of(index, q)
+    totals = index.totals + q * (index.capacity // index.block + 1)
+    for block in tl.range(program, n // index.block + 1, programs):
+        offset = _sum_before(index, totals, block)
+        i = block * index.block + tl.arange(0, index.block)
         tl.store(row + i, tl.load(row + i, mask=i <= n, other=0) + offset, mask=i <= n)
-        if block == n // BLOCK:
-            own = offset + tl.load(totals + q * blocks + block)
+        if block == n // index.block:
+            own = offset + tl.load(totals + block)
             tl.atomic_add(index.status + UNION, own.to(tl.int64), sem="relaxed")
 
 
 @jit
-def place_leaders(program, programs, q, index, leaders, BLOCK: tl.constexpr):
+def place_leaders(program, programs, q, index):
     """The union's first ``max_union`` ids. Thread blocks as for :func:`mark`."""
     n = list_size(index, q)
-    row = _leaders_of(index, leaders, q)
-    for start in tl.range(program * BLOCK, n, programs * BLOCK):
-        i = start + tl.arange(0, BLOCK)
+    row = _leaders_of(index, q)
+    for start in tl.range(program * index.block, n, programs * index.block):
+        i = start + tl.arange(0, index.block)
         inside = i < n
         x = tl.load(list_of(index, q) + HEADER + i, mask=inside, other=0)
         own = tl.load(row + i, mask=inside, other=0)
         leads = inside & (tl.load(row + i + 1, mask=inside, other=0) > own)
-        place = tl.zeros([BLOCK], tl.int64)
+        place = tl.zeros([index.block], tl.int64)
         for p in tl.range(0, index.world):
             m = list_size(index, p)
             at, v = find_sorted(x, list_of(index, p) + HEADER, m)
             below = at + ((v < x) & (at < m)).to(tl.int32)
-            place += tl.load(_leaders_of(index, leaders, p) + below, mask=leads, other=0)
+            place += tl.load(_leaders_of(index, p) + below, mask=leads, other=0)
         tl.store(index.union + place, x, mask=leads & (place < index.max_union))
 
 
-# ---------------------------------------------------------------------- launch
+# ---------------------------------------------------------------------- all phases
 
 
 @jit
@@ -369,57 +390,45 @@ def place_firsts(index, firsts, count, places, FIRSTS: tl.constexpr):
 
 
 @jit
-def build(
-    index, leaders, totals, progress, firsts, places, per_list: tl.int32, blocks: tl.int32, count: tl.int32,
-    num_rows: tl.int64, signature: tl.int64,
-    MARK: tl.constexpr, BLOCK: tl.constexpr, TOTALS: tl.constexpr, FIRSTS: tl.constexpr,
-):  # fmt: skip
-    """All phases but *wipe*. Thread blocks: ``W * per_list`` for each phase that goes over lists, ``blocks`` for each
-    that goes over the words of a bitmap, and one for *place_firsts*.
+def wait_until_built(index):
+    """Return when the directory is complete. For programs behind those of :func:`build`."""
+    wait_until_done(index.progress + 2, index.later)
+
+
+@jit
+def build(program, index, firsts, count, places, signature, FIRSTS: tl.constexpr):
+    """All phases but *wipe*, by the first programs of a launch: ``Directory.builders``, and one for *place_firsts*.
 
     Args:
-        leaders: int32 ``[W, capacity + 1]``, of a search only.
-        totals: int32; of a bitmap one for each block of words, of a search ``[W, blocks]``.
-        progress: int32 ``[PHASES]``, zero before.
-        firsts, places: of :func:`place_firsts`; not looked at if there is none.
-        per_list: programs for each list.
-        blocks: of the words of a bitmap, or of each list in a search.
-        count: of ``firsts``.
-        MARK: ids that a program of :func:`mark` takes at a time.
-        BLOCK: words, or in a search ids, of a block.
-        TOTALS: a power of two.
+        firsts, count, places: of :func:`place_firsts`.
+        signature: what word ``LIST_SIGNATURE`` of each header must be. int64.
         FIRSTS: a power of two, at least ``count``; 0 leaves *place_firsts* out.
     """
-    in_stream_order()
-    program = tl.program_id(0)
+    per_list, later = index.per_list, index.later
     first = per_list * index.world
-    second = blocks
-    if index.search:
-        second = first
     if program < first:
         q = (program // per_list).to(tl.int64)
         if index.search:
-            find_leaders(program % per_list, per_list, q, index, leaders, totals, blocks, num_rows, signature, BLOCK)
+            find_leaders(program % per_list, per_list, q, index, signature)
         else:
-            mark(program % per_list, per_list, q, index, num_rows, signature, MARK)
-        say_done(progress)
-    elif program < first + second:
-        wait_until_done(progress, first)
+            mark(program % per_list, per_list, q, index, signature)
+        say_done(index.progress)
+    elif program < first + later:
+        wait_until_done(index.progress, first)
         own = program - first
         if index.search:
-            q = (own // per_list).to(tl.int64)
-            number_leaders(own % per_list, per_list, q, index, leaders, totals, blocks, BLOCK, TOTALS)
+            number_leaders(own % per_list, per_list, (own // per_list).to(tl.int64), index)
         else:
-            unite(own, index, totals, BLOCK)
-        say_done(progress + 1)
-    elif program < first + 2 * second:
-        wait_until_done(progress + 1, second)
-        own = program - first - second
+            unite(own, index)
+        say_done(index.progress + 1)
+    elif program < first + 2 * later:
+        wait_until_done(index.progress + 1, later)
+        own = program - first - later
         if index.search:
-            place_leaders(own % per_list, per_list, (own // per_list).to(tl.int64), index, leaders, BLOCK)
+            place_leaders(own % per_list, per_list, (own // per_list).to(tl.int64), index)
         else:
-            number(own, blocks, index, totals, BLOCK, TOTALS)
-        say_done(progress + 2)
+            number(own, later, index)
+        say_done(index.progress + 2)
     elif FIRSTS > 0:
-        wait_until_done(progress + 2, second)
+        wait_until_built(index)
         place_firsts(index, firsts, count, places, FIRSTS)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tdcoll.base import arguments
 from tdcoll.base.capture import capturing, refuse
-from tdcoll.calls.launch import Launcher, Packed
+from tdcoll.calls.launch import Packed
 from tdcoll.collectives.index_match import kernels
 from tdcoll.collectives.index_match.policy import bitmap_words, searches
 from tdcoll.language import INTERPRETED
@@ -21,11 +21,7 @@ _MAX_BLOCKS = 4096
 MOST_PLACES = (1 << 31) - (1 << 21)
 """Places are 32 bits: in entries, and in what ``find`` returns. Loops over them count one step further."""
 
-CLEAR_BLOCK, _MARK_BLOCK, _WORDS_BLOCK, _SEARCH_BLOCK, _TOTALS_BLOCK = 4096, 1024, 512, 512, 1024
-
-
-def _blocks(size: int, block: int) -> int:
-    return max(1, -(-size // block))
+CLEAR_BLOCK, _BLOCK, _TOTALS_BLOCK = 4096, 512, 1024
 
 
 class Directory:
@@ -41,13 +37,14 @@ class Directory:
 
     Attributes:
         search, entries, words: as in :class:`~.kernels.Index`, for the rows of :meth:`prepare`.
+        wipers, builders: programs of ``kernels.wipe`` and ``kernels.build`` for these rows.
         union: int64 ``[max_union]``: the first min(U, max_union) ids of the union, ascending; the rest is unspecified.
         status: int64 ``[STATUS_WORDS]``; the same bits on all ranks that have the same lists. Where ``BAD_RANGE`` or
             ``BAD_ORDER`` is set, what the directory says means nothing, but places are below ``capacity`` or
             ``max_union``, and the first min(U, max_union) words of ``union`` are rows, or 0.
     """
 
-    def __init__(self, world: int, capacity: int, max_union: int, device: torch.device, launch: Launcher) -> None:
+    def __init__(self, world: int, capacity: int, max_union: int, device: torch.device) -> None:
         self.world, self.capacity, self.max_union, self.device = world, capacity, max_union, device
         self.union = torch.empty(max_union, dtype=torch.int64, device=device)
         self.status = torch.zeros(kernels.STATUS_WORDS.value, dtype=torch.int64, device=device)
@@ -55,7 +52,6 @@ class Directory:
         self._scratch: dict[str, torch.Tensor] = {}
         self._in_graphs: list[torch.Tensor] = []
         self._captured = False
-        self._launch = launch
         self.num_rows = -1
 
     def prepare(self, num_rows: int) -> None:
@@ -73,12 +69,16 @@ class Directory:
         self._key: Any = None
         if self.search:
             self._leaders = self._memory("leaders", self.world * (self.capacity + 1), torch.int32, num_rows)
-            totals = self.world * (self.capacity // _SEARCH_BLOCK + 1)
+            cleared, per_list = self.max_union, self.capacity // _BLOCK + 1
+            totals = self.world * per_list
         else:
             self.words, rows = bitmap_words(num_rows), self.world + 1
             self.entries = self._memory("entries", rows * self.words, torch.int64, num_rows).view(rows, self.words)
-            totals = _blocks(self.words, _WORDS_BLOCK)
+            cleared, totals, per_list = self.world * self.words, -(-self.words // _BLOCK), -(-self.capacity // _BLOCK)
         self._totals = self._memory("totals", totals, torch.int32, num_rows)
+        per_list = min(per_list, max(1, _MAX_BLOCKS // self.world))
+        self._grid = per_list, per_list * self.world if self.search else totals
+        self.wipers, self.builders = -(-cleared // CLEAR_BLOCK), per_list * self.world + 2 * self._grid[1]
         self.num_rows = num_rows
 
     def _memory(self, name: str, size: int, dtype: torch.dtype, num_rows: int) -> torch.Tensor:
@@ -100,57 +100,21 @@ class Directory:
         return self._scratch[name][:size]
 
     def index(self, lists: torch.Tensor) -> Packed:
-        """Return the directory of ``lists`` as kernels see it. :meth:`build` makes it valid.
+        """Return the directory of ``lists`` as kernels see it, which ``kernels.wipe`` and ``kernels.build`` make valid.
 
         Args:
             lists: int64 ``[W, stride]``, stride at least ``HEADER + capacity``, laid out as ``kernels.py`` says.
         """
-        key = lists.data_ptr(), lists.stride(0)
-        if self._key != key:
-            tensors = lists, self.entries, self.union, self.status
-            sizes = lists.stride(0), self.capacity, self.words, self.world, self.max_union
-            self._key, self._packed = key, Packed(kernels.Index(*tensors, *sizes, tl.constexpr(self.search)))
-        return self._packed
-
-    @property
-    def to_clear(self) -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]:
-        """``(target, size, status, progress)`` of ``kernels.wipe``, which a launch before :meth:`build` calls."""
-        # Of a search, the union: unsorted lists leave holes in it, and what is there must be a row.
-        target, size = (self.union, self.max_union) if self.search else (self.entries, self.world * self.words)
-        return target, size, self.status, self._progress
-
-    def build(self, lists: torch.Tensor, signature: int, firsts: Any = None, places: Any = None) -> None:
-        """Make the directory of ``lists``: one launch on the current stream; no synchronisation.
-
-        A launch before must have cleared :attr:`to_clear`. CUDA-graph safe after one eager call with as many rows.
-
-        Args:
-            lists: as for :meth:`index`.
-            signature: what word ``LIST_SIGNATURE`` of each header must be.
-            firsts: int64 ``[count]``, ids. None: ``places`` is left alone.
-            places: int64 ``[STATUS_WORDS + count]``: the status, and how many ids of the union are below each first.
-        """
-        totals, search = self._totals, self.search
         if capturing(self.device):
             self._captured = True
-        block = _SEARCH_BLOCK if search else _WORDS_BLOCK
-        blocks = self.capacity // block + 1 if search else _blocks(self.words, block)
-        per_list = blocks if search else _blocks(self.capacity, _MARK_BLOCK)
-        per_list = min(per_list, max(1, _MAX_BLOCKS // self.world))
-        over_lists = per_list * self.world
-        count = 0 if firsts is None else firsts.numel()
-        memory = self.index(lists), self._leaders if search else totals, totals, self._progress
-        self._launch(
-            kernels.build,
-            over_lists + 2 * (over_lists if search else blocks) + (count > 0),
-            (
-                *memory,
-                *((self.status, self.status) if firsts is None else (firsts, places)),
-                *(per_list, blocks, count, self.num_rows, signature),
-            ),
-            (_MARK_BLOCK, block, _TOTALS_BLOCK, 1 << max(0, count - 1).bit_length() if count else 0),
-            variant=(search, lists.data_ptr() % 16),
-        )
+        key = lists.data_ptr(), lists.stride(0)
+        if self._key != key:
+            leaders = self._leaders if self.search else self._totals
+            tensors = lists, self.entries, self.union, self.status, leaders, self._totals, self._progress
+            sizes = self.num_rows, lists.stride(0), self.capacity, self.words, self.world, self.max_union
+            constants = map(tl.constexpr, (self.search, _BLOCK, _TOTALS_BLOCK))
+            self._key, self._packed = key, Packed(kernels.Index(*tensors, *sizes, *self._grid, *constants))
+        return self._packed
 
 
 def match_indices(local: torch.Tensor, global_: torch.Tensor) -> torch.Tensor:

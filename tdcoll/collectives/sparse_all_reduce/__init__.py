@@ -9,24 +9,22 @@ is this GPU's own::
     pack       own ids --sorted by PyTorch before, each once--> lists[rank], with a header that says how many; clears
                the directory
     exchange   lists[rank] --counted all-gather in place--> lists[rank] on every rank                     epoch e
-    directory  lists --> the union, where each id is in each list, and where each table begins in the union
+    prepare    lists --> directory: the union, where each id is in each list, and where each table begins in the union
                (tdcoll.collectives.index_match)
-    prepare    own ids, directory --> who reduces each of my rows: work lists
+               own ids, directory --> who reduces each of my rows: work lists
                rows that I have several times, or that another rank reduces: sum --> stage[position in lists[rank]]
     reduce     rows that I reduce: own row, stage[...] of the others --sum in rank order--> out[union position] of all
-                                                                                                          epoch e + 1
-    meet       nothing moves                                                                              epoch e + 2
+               and no rank is done before all have stored                                                 epoch e + 1
 
 Why each is a launch: PyTorch sorts between *join* and *pack*. *exchange* is the all-gather's kernel, which waits for
-peers. *directory* needs the lists of all ranks, and *prepare* a complete directory, with another number of thread
-blocks. *reduce* waits for peers that have prepared, and *meet* for peers that have reduced: its signal says that the
-launch before has ended. Inside of a launch, phases follow each other without the host
-(:func:`tdcoll.primitives.group.wait_until_done`). The host waits once, for the sizes of the results, after it has
-launched everything.
+peers. *prepare* needs the lists of all ranks. *reduce* waits for peers whose *prepare* has ended. Inside of a launch,
+phases follow each other without the host (:func:`tdcoll.primitives.group.wait_until_done`), which waits once, for the
+sizes of the results, after it has launched everything.
 
 With few rows (gather) they travel behind the ids in ``lists``, and each rank sums all of them itself: *prepare*,
-without work lists, comes before *exchange*, *merge* after *directory*, and the rest is left out. Over several nodes
-*reduce* is one launch and one epoch for each node, and *forward* one more.
+without directory and work lists, comes before *exchange*, then *merge* makes the directory and the sums, and the rest
+is left out. For dense, *prepare* leaves the work lists out and puts all rows into the stage. Over several nodes
+*reduce* is one launch and one epoch for each node, *forward* one more, and so is *meet_nodes*, which moves nothing.
 
 The exchange is the all-gather in place: by stores in one node, else by puts.
 

@@ -31,7 +31,7 @@ from tdcoll.collectives.sparse_all_reduce import (
     kernels_values,
 )
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
-from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, choose, tiles
+from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, REGISTERS, choose, tiles
 from tdcoll.collectives.sparse_all_reduce.rows import Joined
 from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator
 
@@ -64,6 +64,7 @@ class _Kind:
         seed: of the signature.
         widths: tables with one shape of rows, which follow each other: ``(first, last, elements, shape)``.
         firsts: id of the first row of each table.
+        joined_in: type of joined ids: of 32 bits if all rows fit, which take half as long to sort.
         counts, on_host: the status, and of several tables where each begins in the union; on the device and the host.
         arguments: of all kernels, by the names of their parameters, as far as they are the same.
     """
@@ -73,6 +74,7 @@ class _Kind:
         shapes = [shape for _, shape in rows.tables]
         ends = list(accumulate([count for count, _ in rows.tables]))
         self.firsts, self.num_rows = [0, *ends[:-1]], ends[-1]
+        self.joined_in = torch.int32 if self.num_rows <= 1 << 31 else torch.int64
         self.elements = max(shape.numel() for shape in shapes)
         self.row_bytes = self.elements * dtype.itemsize
         self.widths, first = [], 0
@@ -127,6 +129,7 @@ class _Kind:
             "WIDE": cut.wide,
             "DEEP": cut.deep,
             "TABLES": triton.next_power_of_2(len(shapes)),
+            "FIRSTS": 0 if single else triton.next_power_of_2(len(shapes) + 1),
             "WAITED": max(8, triton.next_power_of_2(ctx.world_size)),  # most groups share what was compiled
         }
 
@@ -149,17 +152,17 @@ class SparseCall:
         self.moves_late = kind.too_wide or self.algorithm == "dense"
         ctx.directory.prepare(kind.num_rows)
         place = rows.values[0] % 16 if rows.single else kind.aligned
-        self.variant = (rows.dtype, kind.elements, rows.single, place, ctx.directory.search)
-        # The number of the exchange, too: ranks that look for lists at different places find those of an earlier one.
-        self._signature = zlib.crc32(b"%d" % ctx.exchanges, kind.seed) >> 1
+        self.variant = (rows.dtype, kind.elements, rows.single, place, ctx.directory.search, kind.joined_in)
         like = rows.parts[0].values
         self._arguments = {
             **kind.arguments,
             "source": like,
             "like": like,
             "n": rows.n,
-            "signature": self._signature,
+            # With the exchange's number: ranks that look for lists at different places find those of an earlier one.
+            "signature": zlib.crc32(b"%d" % ctx.exchanges, kind.seed) >> 1,
             "index": ctx.directory.index(kind.lists),
+            "builders": ctx.directory.builders + (not rows.single),
         }
 
     # ------------------------------------------------------------------ launches
@@ -177,13 +180,11 @@ class SparseCall:
             self.match()
             if not self.kind.too_wide:  # otherwise they move no further, and there is no memory for them
                 self.move()
-            if self.algorithm == "dense":
-                self._prepare()
         finally:
             launcher.only_loads = False
         self.kind.loaded = True
 
-    def launch(self, kernel: Any, grid: int | tuple[int, int], **more: Any) -> None:
+    def launch(self, kernel: Any, grid: int | tuple[int, int], maxnreg: int | None = None, **more: Any) -> None:
         """Launch ``kernel`` with what this call knows, and ``more``; constants are named in capitals."""
         value_of = {**self._arguments, **more}.__getitem__
         plain, constant = _parameters(kernel)
@@ -194,6 +195,7 @@ class SparseCall:
             tuple(map(value_of, constant)),
             variant=self.variant,
             num_warps=NUM_WARPS,
+            maxnreg=maxnreg,
         )
 
     def workers(self, tasks: int) -> int:
@@ -201,7 +203,7 @@ class SparseCall:
         return max(1, min(self.ctx.most_blocks, tasks))
 
     def match(self) -> None:
-        """Own ids to everybody, everybody's ids into the directory; for gather, rows go with them."""
+        """Own ids to everybody, everybody's ids into the directory, and own rows to where they are read."""
         ctx, rows, kind = self.ctx, self.rows, self.kind
         ids, totals = rows.parts[0].indices if rows.single else self._join(), ctx.counters  # which is not looked at
         blocks = max(1, -(-rows.n // _IDS_BLOCK))
@@ -210,12 +212,11 @@ class SparseCall:
             ids, self._arguments["order"] = torch.sort(ids, stable=True)
             self._arguments["begins"] = ctx.scratch("begins", rows.n + 1, torch.int64)
             totals = ctx.scratch("totals", blocks, torch.int32)
-        target, size, status, progress = ctx.directory.to_clear
         self.launch(
             kernels_lists.pack,
-            blocks * (1 if rows.coalesced else 2) + max(1, -(-size // CLEAR_BLOCK)),
+            blocks * (1 if rows.coalesced else 2) + ctx.directory.wipers,
             ids=ids, totals=totals, blocks=blocks, row_bytes=kind.row_bytes if with_rows else 0,
-            target=target, size=size, status=status, progress=progress, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK,
+            BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK,
         )  # fmt: skip
         if with_rows:
             self._prepare(behind=True)
@@ -224,12 +225,18 @@ class SparseCall:
             if kind.exchange is not None:
                 address, stride = kind.lists.data_ptr(), 8 * kind.lists.shape[1]
                 kind.exchange(address + ctx.rank * stride, address)
-        ctx.directory.build(kind.lists, self._signature, None if rows.single else kind.device_firsts, kind.counts)
+        if self.algorithm == "gather":
+            most, builders = ctx.max_union_rows if with_rows else 0, self._arguments["builders"]
+            self._merged = torch.empty((most, kind.elements), dtype=rows.dtype, device=ctx.device)
+            mergers = min(ctx.most_blocks, -(-most // kind.tiles.rows))
+            self.launch(kernels_merge.merge, builders + mergers, REGISTERS, out=self._merged)
+        else:
+            self._prepare()
 
     def _join(self) -> torch.Tensor:
         """``-> [n]``: the ids of all tables."""
         rows, most = self.rows, kernels_tables.MOST_GIVEN
-        ids = self.ctx.scratch("ids", rows.n, torch.int64)[: rows.n]
+        ids = self.ctx.scratch("ids", rows.n, self.kind.joined_in)[: rows.n]
         for first in range(0, len(rows.parts), most):
             last = min(first + most, len(rows.parts))
             begins = rows.begins[first : last + 1]
@@ -243,56 +250,50 @@ class SparseCall:
             )  # fmt: skip
         return ids
 
-    def _prepare(self, *, plans: bool = False, behind: bool = False) -> None:
-        """Own rows to the stage, or ``behind`` the ids: with ``plans`` those that another rank needs, otherwise all.
-
-        With ``plans``, who reduces which row is found out as well.
-        """
+    def _prepare(self, *, behind: bool = False) -> None:
+        """Own rows ``behind`` the ids; or the directory, who reduces which row, and own rows to the stage, all of them
+        for dense, otherwise those that another rank needs."""
         rows, ctx, piece = self.rows, self.ctx, kernels_values.PIECE.value
         kept, combiners = min(rows.n, ctx.max_rows_per_rank), self.workers(rows.n)
+        plans, builders = self.algorithm == "owner", 0 if behind else self._arguments["builders"]
         planners = max(1, -(-kept // _PLAN_BLOCK)) if plans else 0
         adders, at_a_time, finishers, partial = 0, 1, 0, rows.parts[0].values  # which is not looked at
         pieces = rows.n // piece + 1
-        if has_pieces := not rows.coalesced and rows.n > piece:
+        has_pieces = not rows.coalesced and rows.n > piece
+        if self.kind.too_wide:
+            planners = combiners = 0
+        elif has_pieces:
             at_a_time, finishers = min(16, pieces), self.workers(pieces)
             adders = at_a_time * min(32, pieces)
             partial = ctx.scratch("partial", 2 * pieces * self.kind.elements, ACCUMULATORS[rows.dtype])
         self.launch(
             kernels_values.prepare,
-            planners + combiners + adders + finishers,
-            partial=partial, planners=planners, combiners=combiners, adders=adders, at_a_time=at_a_time,
-            PLANS=plans, BEHIND=behind, PIECES=has_pieces, BLOCK=_PLAN_BLOCK,
+            builders + planners + combiners + adders + finishers,
+            REGISTERS,
+            partial=partial, builders=builders, planners=planners, combiners=combiners, adders=adders,
+            at_a_time=at_a_time, PLANS=plans, BEHIND=behind, PIECES=has_pieces, BLOCK=_PLAN_BLOCK,
         )  # fmt: skip
 
     def move(self) -> torch.Tensor:
         """The rows of the union ``-> [max_union, elements]``, of which the first are theirs."""
-        ctx, kind = self.ctx, self.kind
-        if self.algorithm != "gather":
-            self.reduce()
-            return kind.out
-        out = torch.empty((ctx.max_union_rows, kind.elements), dtype=self.rows.dtype, device=ctx.device)
-        if kind.elements:
-            self.launch(kernels_merge.merge, self.workers(-(-ctx.max_union_rows // kind.tiles.rows)), out=out)
-        return out
+        if self.algorithm == "gather":
+            return self._merged
+        self.reduce()
+        return self.kind.out
 
     def reduce(self) -> None:
         """Rows to those who reduce them, and the sums to all. The same epochs on all ranks, whatever their rows are;
         nothing moves where the lists are not valid."""
-        ctx = self.ctx
+        ctx, announcers = self.ctx, self.ctx.world_size - 1
         n = min(self.rows.n, ctx.max_rows_per_rank)
-        self._prepare(plans=True)
-        announcers = ctx.world_size - 1
         if ctx.topology.n_nodes == 1:
             self.launch(kernels_reduce.reduce, announcers + self.workers(-(-n // self.kind.tiles.rows)))
-            meet = kernels_reduce.meet
-        else:
-            kernel = kernels_nodes.reduce_nodes_of_single if self.kind.elements == 1 else kernels_nodes.reduce_nodes
-            for step in range(ctx.topology.n_nodes):
-                self.launch(kernel, announcers + self.workers(n), step=step)
-            self.launch(kernels_nodes.forward, announcers + self.workers(ctx.max_union_rows))
-            meet = kernels_nodes.meet_nodes
-        if ctx.world_size > 1:
-            self.launch(meet, ctx.world_size)
+            return
+        kernel = kernels_nodes.reduce_nodes_of_single if self.kind.elements == 1 else kernels_nodes.reduce_nodes
+        for step in range(ctx.topology.n_nodes):
+            self.launch(kernel, announcers + self.workers(n), step=step)
+        self.launch(kernels_nodes.forward, announcers + self.workers(ctx.max_union_rows))
+        self.launch(kernels_nodes.meet_nodes, ctx.world_size)
 
     def status(self) -> list[int]:
         """Wait for the copy of the status and the counts of the tables, and for nothing that was launched after it."""
@@ -308,7 +309,6 @@ class SparseCall:
         """``-> [union, elements]`` by a dense all-reduce of the whole table."""
         ctx, kind, dtype, reducer = self.ctx, self.kind, self.rows.dtype, self.ctx.for_tables()
         n = min(self.rows.n, ctx.max_rows_per_rank)
-        self._prepare()
         parts, op = _rows_in(ctx.stage, n, kind, dtype), self.op
         if op == "mean":  # divided before they are added, as by the other algorithms
             parts, op = parts.to(ACCUMULATORS[dtype]) / ctx.world_size, "sum"

@@ -163,7 +163,7 @@ class SparseContext(CollectiveContext):
                 )
             )
             """Where rows lie, and the work lists; for kernels."""
-            self.directory = Directory(world, rows, union, self.device, self.launch)
+            self.directory = Directory(world, rows, union, self.device)
             """Where ids are matched."""
             barrier(pes)  # nobody may store to the area of a rank that could not make use of it
         except Exception:  # before anybody uses it

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.index_match.kernels import find
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order, say_done, wait_until_done
 
@@ -37,9 +36,9 @@ LISTS = tl.constexpr(4)
 PACKED = tl.constexpr(8)
 """Place among the counters of the two that :func:`pack` uses, and leaves at 0."""
 
-COUNTERS = tl.constexpr(8)
-"""Words before :data:`PACKED`, all of them 0 after a list is packed: entries of the work lists, and behind them
-programs that have done their part of each phase of ``kernels_values.prepare``."""
+STORED, COUNTERS = tl.constexpr(7), tl.constexpr(8)
+"""Words before :data:`PACKED`, all of them 0 after a list is packed: entries of the work lists, behind them programs
+that have done their part of each phase of ``kernels_values.prepare``, and at :data:`STORED` those of *reduce*."""
 
 ANY_ALIGNMENT = ["ids", "order", "begins"]
 """Parameters that may be the caller's indices, at any address. So may rows be, whose alignment pays."""
@@ -141,11 +140,11 @@ def copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK: tl.c
 
 @jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def pack(
-    ids, totals, begins, index, memory, g, target, status, progress, size: tl.int64, blocks: tl.int32, n: tl.int32,
-    signature: tl.int64, row_bytes: tl.int64, REPEATED: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
+    ids, totals, begins, index, memory, g, blocks: tl.int32, n: tl.int32, signature: tl.int64, row_bytes: tl.int64,
+    REPEATED: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
     """This rank's list, and an empty directory. Thread blocks: ``blocks`` of ``BLOCK`` ids, with ``REPEATED`` twice as
-    many, then those of ``index_match.kernels.wipe``, whose arguments are ``target`` to ``size``.
+    many, then those of ``index_match.kernels.wipe``.
 
     Args:
         totals: int32 ``[blocks]``. With ``REPEATED`` only, as ``begins``.
@@ -158,7 +157,7 @@ def pack(
     if REPEATED:
         lists = 2 * blocks
     if program >= lists:
-        match.wipe(program - lists, target, size, status, progress, CLEAR)
+        match.wipe(program - lists, index, CLEAR)
     elif REPEATED:
         if program < blocks:
             count_first(program, ids, totals, n, BLOCK)
@@ -205,13 +204,13 @@ def owner_in(ids, node, index, nodes):
     last = tl.load(nodes.begins + node + 1)
     have = (ids - ids).to(tl.int32)
     for m in tl.range(first, last):
-        have += (find(ids, tl.load(nodes.ranks + m), index) >= 0).to(tl.int32)
+        have += (match.find(ids, tl.load(nodes.ranks + m), index) >= 0).to(tl.int32)
     picked = pick(ids, have)
     seen = have - have
     owner = seen - 1
     for m in tl.range(first, last):
         mate = tl.load(nodes.ranks + m)
-        has = find(ids, mate, index) >= 0
+        has = match.find(ids, mate, index) >= 0
         owner = tl.where(has & (seen == picked), mate, owner)
         seen += has.to(tl.int32)
     return owner, have

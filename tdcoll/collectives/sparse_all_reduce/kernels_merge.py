@@ -3,7 +3,7 @@
 
 ::
 
-    lists of all ranks, each followed by its rows --merge: sum in rank order--> out[union position]
+    lists of all ranks, each followed by its rows --merge: directory; sum in rank order--> out[union position]
     union, status --pad--> indices, count; zeros past the end of the union. Of several tables: also values, one table
                            after the other
 """
@@ -12,7 +12,6 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.index_match.kernels import find
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import valid
 from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_of, within
 from tdcoll.collectives.sparse_all_reduce.kernels_values import end_of_ids
@@ -23,18 +22,24 @@ from tdcoll.primitives.reduce import accumulate, rounded, share
 
 @jit
 def merge(
-    out, index, tables, g, row_elements,
+    out, index, tables, counts, g, signature: tl.int64, builders: tl.int32, row_elements,
     OP: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    FIRSTS: tl.constexpr,
 ):  # fmt: skip
     """Every list is followed by its rows, and each rank sums all of them: ``-> out [union, row_elements]``.
 
-    Finds where each id of the union is in every list and moves the values in the same pass. Any number of thread
-    blocks.
+    After the directory, as ``kernels_values.prepare``. Finds where each id of the union is in every list and moves the
+    values in the same pass. Thread blocks: ``builders``, and any number.
     """
     in_stream_order()
+    program = tl.program_id(0) - builders
+    if program < 0:
+        match.build(program + builders, index, tables.firsts, tables.count + 1, counts, signature, FIRSTS)
+        return
+    match.wait_until_built(index)
     if valid(index):
         size = tl.load(index.status + match.UNION)
-        for k in tl.range(tl.program_id(0) * ROWS, size, tl.num_programs(0) * ROWS):
+        for k in tl.range(program * ROWS, size, (tl.num_programs(0) - builders) * ROWS):
             at = tl.cast(k, tl.int64) + tl.arange(0, ROWS)
             inside = at < size
             ids = tl.load(index.union + at, mask=inside, other=0)
@@ -45,7 +50,7 @@ def merge(
                 sum = tl.zeros([ROWS, WIDE], ACC)
                 seen = tl.zeros([ROWS], tl.int32)
                 for q in tl.range(0, g.world):
-                    position = find(ids, q, index).to(tl.int64)
+                    position = match.find(ids, q, index).to(tl.int64)
                     has = inside & (position >= 0)
                     theirs = rows_of(end_of_ids(index, q), out, ALIGNED)
                     offsets = position[:, None] * row_elements + columns[None, :]
@@ -75,7 +80,7 @@ def pad(
     do rows that a wait which has expired has kept from coming. Thread blocks: any number, times the tables.
 
     Args:
-        counts: as ``Directory.build`` leaves it. With several tables only.
+        counts: as ``index_match.kernels.place_firsts`` leaves it. With several tables only.
         TABLES: a power of two, at least the number of tables.
     """
     in_stream_order()

@@ -6,7 +6,7 @@ one reduction serve all of them. Rows of different widths lie in ``stage`` and `
 widest, and only their own elements move::
 
     tensors of this rank, where they are --join--> ids of all tables, in the order of the tables; sources
-    union --last phase of directory--> where each table begins in it, behind a copy of the status
+    union --last phase of the directory--> where each table begins in it, behind a copy of the status
 
 A single tensor needs neither, and constants in the tuple :class:`Tables` remove the look-ups. An id that its table
 doesn't have becomes -1, which no directory accepts. It can't become a row of the next table.
@@ -124,7 +124,7 @@ def join(given, tables, joined, first: tl.int32, ITEM: tl.constexpr, COUNT: tl.c
 
     Args:
         given: made by :func:`given`.
-        joined: int64, the ids of all entries of the call.
+        joined: the ids of all entries of the call, int64, or int32 if all rows fit. Others are -1 in both.
         ITEM: bytes of an element.
     """
     in_stream_order()

@@ -7,10 +7,10 @@
     rows of this rank --combine--> stage[place in lists[rank]], or for gather behind the ids of lists[rank]
     rows of which there are more than PIECE --sum_pieces--> partial --sum_partial--> the same places
 
-These are phases of one launch, *prepare*, which has no epoch. Programs of a phase wait until all of the phase before
-are done, which have lower numbers. For gather there is no plan, and with few rows there are no pieces. Once a wait of
-the context has expired, ``stage`` stays as it is: replays of a graph may follow, while a peer that is only late still
-reads the rows of the call before.
+These are phases of one launch, *prepare*, which has no epoch and builds the directory first. Programs of a phase wait
+until all of the phase before are done, which have lower numbers. For gather the launch has neither a directory nor a
+plan, for dense it has no plan, and with few rows there are no pieces. Once a wait of the context has expired, ``stage``
+stays as it is: replays of a graph may follow, while a peer that is only late still reads the rows of the call before.
 """
 
 import triton.language as tl
@@ -23,6 +23,7 @@ from tdcoll.collectives.sparse_all_reduce.kernels_lists import (
     LONG,
     STAGED,
     plan,
+    valid,
     work_list,
 )
 from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_of
@@ -63,9 +64,10 @@ def combine(
 ):  # fmt: skip
     """Rows of ``source``, those with one id summed, ``->`` :func:`_target`.
 
-    Any number of thread blocks. ``PLANS``: rows of the work list STAGED, else every row of this rank's list. A sum adds
-    the rows one after the other, and beyond :data:`PIECE` of them the sums of that many, so its bits depend on the rows
-    alone. Rows of which there are more than :data:`PIECE` go to the work list LONG.
+    Any number of thread blocks. ``PLANS``: rows of the work list STAGED, else every row of this rank's list; into
+    ``stage`` none if the lists of ids are not valid. A sum adds the rows one after the other, and beyond :data:`PIECE`
+    of them the sums of that many, so its bits depend on the rows alone. Rows of which there are more than
+    :data:`PIECE` go to the work list LONG.
 
     Args:
         source: ``[n, row_elements]``; of several tables, see ``kernels_tables.source_of``.
@@ -75,6 +77,8 @@ def combine(
     count = tl.load(memory.counters + STAGED).to(tl.int64)
     if not PLANS:
         count = match.list_size(index, g.rank).to(tl.int64)
+        if not BEHIND:
+            count = tl.where(valid(index), count, 0)
     if still_alive(g.monitor) == 0:
         count = tl.cast(0, tl.int64)
     to = _target(index, memory, g, source, BEHIND, ALIGNED)
@@ -190,30 +194,39 @@ def sum_partial(
 
 @jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def prepare(
-    source, order, begins, partial, index, memory, tables, nodes, g, planners: tl.int32, combiners: tl.int32,
-    adders: tl.int32, at_a_time: tl.int32, row_elements,
+    source, order, begins, partial, index, memory, tables, counts, nodes, g, signature: tl.int64, builders: tl.int32,
+    planners: tl.int32, combiners: tl.int32, adders: tl.int32, at_a_time: tl.int32, row_elements,
     PLANS: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
-    ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, FIRSTS: tl.constexpr,
 ):  # fmt: skip
-    """All phases: see the module's docstring. Thread blocks: ``planners``, ``combiners``, ``adders``, any number.
+    """All phases: see the module's docstring. Thread blocks: ``builders``, ``planners``, ``combiners``, ``adders``, any
+    number; or ``builders`` only, for the directory.
 
     Args:
         partial: as for :func:`sum_pieces`; with ``PIECES`` only.
+        counts, signature, FIRSTS: ``places`` and others of ``index_match.kernels.build``, for all tables.
+        builders: of the directory; 0 with ``BEHIND``.
         planners: of :func:`plan`, as many as it has programs, with ``PLANS``; otherwise 0.
         adders: of :func:`sum_pieces`, ``at_a_time`` times any number, with ``PIECES``; otherwise 0, and no program
             comes after the ``combiners``.
         BEHIND: rows go behind the ids of this rank's list, else to its ``stage``.
     """
     in_stream_order()
-    program = tl.program_id(0)
+    program = tl.program_id(0) - builders
     planned = memory.counters + LISTS
-    if program < planners:
+    if program < 0:
+        if not BEHIND:
+            match.build(program + builders, index, tables.firsts, tables.count + 1, counts, signature, FIRSTS)
+    elif program < planners:
         if PLANS:
+            match.wait_until_built(index)
             plan(program, begins, index, memory, nodes, g, REPEATED, BLOCK)
             say_done(planned)
     elif program < planners + combiners:
         if PLANS:
             wait_until_done(planned, planners)
+        elif not BEHIND:
+            match.wait_until_built(index)
         combine(
             program - planners, combiners, source, order, begins, index, memory, tables, g, row_elements,
             PLANS, BEHIND, REPEATED, ACC, ALIGNED, DEEP, WIDE,
@@ -231,7 +244,8 @@ def prepare(
             say_done(planned + 2)
         else:
             wait_until_done(planned + 2, adders)
+            finishers = tl.num_programs(0) - builders - planners - combiners - adders
             sum_partial(
-                adder - adders, tl.num_programs(0) - planners - combiners - adders, source, begins, partial, index,
-                memory, tables, g, row_elements, BEHIND, ACC, ALIGNED, WIDE,
+                adder - adders, finishers, source, begins, partial, index, memory, tables, g, row_elements,
+                BEHIND, ACC, ALIGNED, WIDE,
             )  # fmt: skip

@@ -14,7 +14,7 @@ ALGORITHMS = ("auto", "owner", "gather", "dense")
 
 GATHER_BYTES = 64 << 10
 """Bytes of ids and rows of one rank, at the context's capacity, up to which every rank is sent everything: beyond it
-the bytes cost more than the two launches and the hop that it saves."""
+the bytes cost more than the two hops that it saves."""
 
 GATHERED_BYTES = 8 << 20
 """The same in one node, in bytes that a rank is sent by all others together: there bytes cost little."""
@@ -26,6 +26,9 @@ FEWEST_ROWS = 256
 """Rows per rank of the smallest context that tdcoll makes by itself."""
 
 NUM_WARPS, BLOCKS_PER_SM = 8, 4
+
+REGISTERS = 65536 // (32 * NUM_WARPS * BLOCKS_PER_SM)
+"""Of a thread of *prepare* and *merge*: room for so many blocks. By itself ptxas takes fewer, and spills some."""
 
 TILE_BYTES = 8 << 10
 """Bytes that a program moves at a time: 32 for each thread."""

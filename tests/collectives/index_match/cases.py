@@ -13,7 +13,6 @@ import torch
 import triton.language as tl
 
 import tdcoll
-from tdcoll.calls.launch import Launcher
 from tdcoll.collectives.index_match import kernels, op
 from tdcoll.collectives.index_match.op import Directory
 from tdcoll.testing import World
@@ -34,7 +33,7 @@ Ids = Sequence[int]
 def small_blocks(block: int = 8, grid: int = 6) -> Iterator[None]:
     """Blocks and grids so small that few ids need several of them, and that programs take several blocks each."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("CLEAR_BLOCK", "_MARK_BLOCK", "_WORDS_BLOCK", "_SEARCH_BLOCK"):
+        for name in ("CLEAR_BLOCK", "_BLOCK"):
             patch.setattr(op, name, block)
         patch.setattr(op, "_TOTALS_BLOCK", 2)
         patch.setattr(op, "_MAX_BLOCKS", grid)
@@ -79,7 +78,7 @@ def pack(
 
 def directory_of(method: str, world: int, capacity: int, num_rows: int, max_union: int) -> Directory:
     """A directory of one kind, whatever the policy says."""
-    made = Directory(world, capacity, max_union, torch.device("cpu"), Launcher())
+    made = Directory(world, capacity, max_union, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op, "searches", lambda *_: method == "search")
         made.prepare(num_rows)
@@ -87,14 +86,20 @@ def directory_of(method: str, world: int, capacity: int, num_rows: int, max_unio
 
 
 @tdcoll.jit
-def clear(target, size: tl.int64, status, progress, BLOCK: tl.constexpr):
-    kernels.wipe(tl.program_id(0), target, size, status, progress, BLOCK)
+def clear(index, BLOCK: tl.constexpr):
+    kernels.wipe(tl.program_id(0), index, BLOCK)
+
+
+@tdcoll.jit
+def build_only(index, signature: tl.int64):
+    kernels.build(tl.program_id(0), index, index.lists, 0, index.lists, signature, 0)
 
 
 def cleared_and_built(directory: Directory, packed: torch.Tensor) -> None:
-    """Two launches; the first is a part of the caller's in real calls."""
-    clear[(max(1, -(-directory.to_clear[1] // 64)),)](*directory.to_clear, 64)
-    directory.build(packed, SIGNATURE)
+    """Two launches, which are parts of the caller's in real calls."""
+    index = directory.index(packed).whole
+    clear[(directory.wipers,)](index, op.CLEAR_BLOCK)
+    build_only[(directory.builders,)](index, SIGNATURE)
 
 
 @tdcoll.jit

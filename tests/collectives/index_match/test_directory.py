@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import second
 
-from tdcoll.calls.launch import Launcher
 from tdcoll.collectives.index_match import kernels
 from tdcoll.collectives.index_match.op import Directory
 
@@ -136,7 +135,7 @@ def test_nothing_is_left_of_the_build_before(method: str) -> None:
 
 def test_one_directory_serves_tables_of_several_sizes() -> None:
     """By both methods, in the same memory where that is large enough."""
-    directory = Directory(2, 8, 16, torch.device("cpu"), Launcher())
+    directory = Directory(2, 8, 16, torch.device("cpu"))
     pointers: dict[bool, list[int]] = {False: [], True: []}
 
     def builds() -> None:

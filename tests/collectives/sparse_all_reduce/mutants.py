@@ -48,12 +48,13 @@ TWO, THREE = partial(_mutant, nodes=(2, 2)), partial(_mutant, nodes=(1, 1, 1))
 # ---------------------------------------------------------------------- changes
 
 REDUCE, MEET, REDUCE_NODES, FORWARD, MEET_NODES, GATHER, RAILS = (
-    *("kernels_reduce.reduce", "kernels_reduce.meet", "kernels_nodes.reduce_nodes", "kernels_nodes.forward"),
+    *("kernels_reduce.reduce", "kernels_reduce._meet", "kernels_nodes.reduce_nodes", "kernels_nodes.forward"),
     *("kernels_nodes.meet_nodes", "kernels_direct.exchange_direct"),
     "all_gather.kernels_puts.all_gather_2d",
 )
 REDUCE_NODES, FORWARD, MEET_NODES = (f"sparse_all_reduce.{name}" for name in (REDUCE_NODES, FORWARD, MEET_NODES))
 GATHER = f"exchange.{GATHER}"
+BUILT = "match.wait_until_built"
 
 
 def _late(where: str, call: str, of: str = "", ranks: str = "nodes") -> tuple[AnyChange, ...]:
@@ -68,7 +69,11 @@ MUTANTS = (
     # ------------------------------------------------------------------ one node
     ONE("nobody waits in reduce", no_wait(REDUCE, "tdl.wait_signals"), ANYTHING),
     ONE("reduce waits after it has read", _late(REDUCE, "_store_everywhere", "result", "g")),
-    ONE("meet does not wait", no_wait(MEET, "tdl.wait_signals")),
+    ONE("the meeting does not wait for peers", no_wait(MEET, "tdl.wait_signals")),
+    ONE("the meeting does not wait for all programs", Change(MEET, "tl.num_programs(0) - 1", "0")),
+    ONE("the meeting does not order what others have stored", Change(MEET, "'acq_rel'", "'relaxed'")),
+    ONE("plan does not wait for the directory", dropped("kernels_values.prepare", BUILT), ANYTHING),
+    ONE("merge does not wait for the directory", dropped("kernels_merge.merge", BUILT), ANYTHING, GATHERS),
     # ------------------------------------------------------------------ several nodes
     TWO("a node does not wait for the one before", LOOKED_BEFORE),
     THREE("a node does not wait for the one before, one rank each", LOOKED_BEFORE),

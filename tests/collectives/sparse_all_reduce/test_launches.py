@@ -21,8 +21,8 @@ from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 from .calls import DIM, make, sparse
 
 Seen = dict[int, list[str]]
-OWNER = ["pack", "exchange_direct", "build", "prepare", "reduce", "meet"]
-GATHER = ["pack", "prepare", "exchange_direct", "build", "merge"]
+OWNER = ["pack", "exchange_direct", "prepare", "reduce"]
+GATHER = ["pack", "prepare", "exchange_direct", "merge"]
 
 
 @pytest.fixture

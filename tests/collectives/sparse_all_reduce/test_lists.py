@@ -147,6 +147,20 @@ def test_an_index_beyond_its_table_is_not_a_row_of_the_next(
         assert all(torch.equal(each.values(), torch.full((2, DIM), 3.0)) for each in got)
 
 
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("coalesced", [False, True])
+@on_ranks(2)
+def test_joined_ids_have_32_bits_as_long_as_all_rows_fit(pe: int, coalesced: bool, more: int) -> None:
+    sizes, ids = [(1 << 31) - 9 + more, 9], [[0, (1 << 31) - 10 + more], [pe, 8]]
+    given = [sparse(own, torch.ones(2, DIM), size, coalesced) for own, size in zip(ids, sizes, strict=True)]
+    with make() as ctx:
+        got = tdcoll.sparse_all_reduce(given, ctx=ctx)
+        joined = {dtype for name, dtype in ctx._scratch if name == "ids"}
+    assert joined == {torch.int64 if more else torch.int32}
+    assert [one.indices()[0].tolist() for one in got] == [ids[0], [0, 1, 8]]
+    assert got[1].values()[:, 0].tolist() == [1.0, 1.0, 2.0]
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_ranks_with_other_lists(debug: bool) -> None:
     """Shapes, numbers of tensors, their order, dtypes."""

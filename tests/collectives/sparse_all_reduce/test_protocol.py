@@ -128,8 +128,8 @@ def test_a_killed_peer_is_named_by_all_others(algorithm: str, layout: list[int],
     case(World(4, ranks_per_node=layout, heap_bytes=HEAP, on_timeout="expire"))
     assert sorted(case.told) == [0, 1, 3]
     epochs = 1  # exchange
-    if algorithm == "owner":  # the steps, meet, and with several nodes handing on
-        epochs += len(layout) + 1 + (len(layout) > 1)
+    if algorithm == "owner":  # the steps, and with several nodes handing on and meeting
+        epochs += len(layout) + 2 * (len(layout) > 1)
     for rank, error in case.told.items():
         assert (error.rank, error.peer, error.timeout_s) == (rank, case.victim, 5.0)
         assert error.epoch == error.expected == 2 * epochs + 1
