@@ -68,14 +68,14 @@ def ask(name: str) -> dict[str, Any]:
     return answer
 
 
-def _job(pid: int) -> str:
-    """Return the job of a rank: its command, and the process that started it. Empty if the rank has ended."""
+def _started(pid: int) -> tuple[int, str]:
+    """Return the process that started a rank, the same for all of a job, and the rank's command; 0 if it has ended."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
         parent = re.search(r"^PPid:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:
-        return ""
-    return f"{' '.join(command[1:]).removeprefix('-u ').strip()} (started by process {parent and parent[1]})"
+        return 0, ""
+    return int(parent[1]) if parent else 0, " ".join(command[1:]).removeprefix("-u ").strip()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,8 +93,8 @@ def main(argv: Sequence[str]) -> int:
     if not known and not wanted:
         print("no rank of this user runs on this host, or none has made a context yet", file=sys.stderr)
         return 1
-    failed, job = False, ""
-    for pid in wanted or sorted(known, key=_job):
+    failed, job = False, 0
+    for pid in wanted or sorted(known, key=lambda pid: (_started(pid)[0], pid)):
         try:
             if pid not in known:
                 raise ProcessLookupError
@@ -114,8 +114,10 @@ def main(argv: Sequence[str]) -> int:
         if wanted:
             print(f"process {pid}, {answer['rank']}", *answer["lines"], sep="\n  ")
         else:
-            if job != (job := _job(pid)):
-                print(f"{job}:")
+            parent, command = _started(pid)
+            if parent not in (0, job):
+                job = parent
+                print(f"{command} (started by process {parent}):")
             frames = [line for line in answer["lines"] if line.startswith("main thread")]
             print(f"{pid:8}  {answer['rank']}: {'; '.join(answer['waits'] or ['no wait', *frames[:1]])}")
     return int(failed)

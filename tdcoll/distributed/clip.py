@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +30,9 @@ def clip_grad_norm_(
     that tdcoll has reduced are coalesced. Otherwise the host waits only when it waits in torch's function, which does
     all the arithmetic.
 
-    Collective only if some gradients are DTensors, whose norm is that of all their parts; other gradients must be the
-    same on all ranks, so their norm is. Call it after all of them
+    Collective only if some gradients are DTensors, whose norm is that of all their parts. Other gradients must be the
+    same on all ranks, as then their norm is. As with torch's function, each rank needs a part of every DTensor for
+    ``inf``. Call it after all of them
     are reduced, and with a ``GradScaler`` after ``scaler.unscale_(optimizer)``.
 
     >>> table = torch.nn.Embedding(4, 2, sparse=True)
@@ -59,27 +61,30 @@ def clip_grad_norm_(
             arguments.tensor(f"parameters[{i}]", parameter)
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = [parameter.grad for parameter in given if parameter.grad is not None]
-    if not any(grad.is_sparse for grad in grads):
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # it takes long to import
+    of_both_kinds = len({isinstance(grad, kind) for grad in grads}) > 1
+    if not of_both_kinds and not any(grad.is_sparse for grad in grads):
         return utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    from torch.distributed.tensor import DTensor, Replicate  # which takes long to import
-
     held = [_values(grad) if grad.is_sparse else grad for grad in grads]
     counted = [
         _with_a_zero(values, float(norm_type)) if values.numel() < grad.numel() else values
         for values, grad in zip(held, grads, strict=True)
     ]
     # torch takes DTensors, or other tensors, but not both.
-    sharded = [grad for grad in counted if isinstance(grad, DTensor)]
-    plain = [grad for grad in counted if not isinstance(grad, DTensor)]
+    sharded = [grad for grad in counted if isinstance(grad, kind)]
+    plain = [grad for grad in counted if not isinstance(grad, kind)]
     norm = utils.get_total_norm(plain, norm_type, error_if_nonfinite and not sharded, foreach)
     if sharded:
+        from torch.distributed.tensor import Replicate
+
         theirs: Any = utils.get_total_norm(sharded, norm_type, False, foreach)
-        norm = utils.get_total_norm([norm, theirs.full_tensor()], norm_type, error_if_nonfinite, foreach)
+        both = [norm, theirs.full_tensor()]
+        norm = sum(both) if norm_type == 0 else utils.get_total_norm(both, norm_type, error_if_nonfinite, foreach)
         everywhere = [Replicate()] * theirs.device_mesh.ndim
-        norm_of_all = DTensor.from_local(norm, theirs.device_mesh, everywhere, run_check=False)
+        norm_of_all = kind.from_local(norm, theirs.device_mesh, everywhere, run_check=False)
         utils.clip_grads_with_norm_(_holders(sharded), max_norm, norm_of_all, foreach)
     utils.clip_grads_with_norm_(
-        _holders([grad for grad in held if not isinstance(grad, DTensor)]), max_norm, norm, foreach
+        _holders([grad for grad in held if not isinstance(grad, kind)]), max_norm, norm, foreach
     )
     return norm
 

@@ -21,6 +21,7 @@ from tdcoll.calls.pool import Prospect, prospect
 from tdcoll.calls.spec import DEFAULT, REQUESTED
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, FEWEST_ROWS, Capacities, choose
+from tdcoll.fused.op import DTYPES
 from tdcoll.fused.policy import NAME as FUSED
 from tdcoll.fused.policy import NormRows, explain_rows, takes
 from tdcoll.primitives.reduce import check_dtype
@@ -51,7 +52,8 @@ def explain(
 
     Args:
         operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"``,
-            ``"all_reduce_rms_norm"``, whose chunks are pieces of a row, or ``"sparse_all_reduce"``, whose chunks and
+            ``"all_reduce_rms_norm"``, whose chunks are pieces of a row (``"composed"``: an all-reduce
+            and a kernel more), or ``"sparse_all_reduce"``, whose chunks and
             thread blocks follow from the ids that ranks exchange.
         tensor: the tensor of the call (``x`` of a fused one), or its shape; of a sparse all-reduce that of the rows of
             this rank, or a list of tensors.
@@ -90,8 +92,8 @@ def explain(
     context: CollectiveContext | Prospect = prospect(spec, segment, group, operation) if ctx is None else ctx
     if operation == FUSED:
         hidden = shape[-1] if shape else 1
-        if not takes(hidden, tensor.itemsize):
-            raise ValueError(f"tensor must be [..., hidden] with rows that such calls take; got shape {list(shape)}")
+        if tensor.dtype not in DTYPES or not takes(hidden, tensor.itemsize):
+            raise ValueError(f"tensor must have rows that {FUSED} takes; got {tensor.dtype} of shape {list(shape)}")
         rows = NormRows(tensor.numel() // hidden, hidden, tensor.itemsize)
         return explain_rows(rows, facts_of(context, 0, tensor.dtype), algorithm)
     reduced = tensor.dtype if spec.reduces else None

@@ -8,6 +8,7 @@ bytes of a piece (``chunk``, 16 times a power of two), and the warps of a thread
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tdcoll.calls.explain import UNSUPPORTED, Explanation
 from tdcoll.calls.plan import LAMPORT_WORD_BYTES as WORD
@@ -148,7 +149,7 @@ def choose(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -> Plan
 
 
 def explain_rows(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -> Explanation:
-    """Explain a call: its bytes are those of all rows, and its chunks are pieces of a row."""
+    """Explain a call: its bytes are those of all rows, and its chunks are pieces of a row, unless it is composed."""
     group, nbytes = facts.topology.describe(), rows.rows * rows.hidden * rows.itemsize
     problems = {name: _problem(rows, _cut(rows, name, facts), facts) for name in (ONE_SHOT, TWO_SHOT)}
     unsupported = {name: f"{problem}{group}" for name, problem in problems.items() if problem is not None}
@@ -158,7 +159,9 @@ def explain_rows(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -
         if algorithm not in ALGORITHMS:
             raise
         return Explanation(NAME, nbytes, group, None, reason=UNSUPPORTED, why=str(error), unsupported=unsupported)
-    how = plan.algorithm, plan.chunks, plan.chunk, plan.blocks, plan.num_warps
+    how: tuple[Any, ...] = (plan.algorithm,)  # the all-reduce of a composed call has numbers of its own
+    if plan.algorithm != COMPOSED:
+        how += plan.chunks, plan.chunk, plan.blocks, plan.num_warps
     if algorithm != "auto":
         return Explanation(NAME, nbytes, group, *how, reason=REQUESTED, unsupported=unsupported)
     why = "; ".join(f"{name} {problem}" for name, problem in unsupported.items()) if plan.algorithm == COMPOSED else ""

@@ -18,11 +18,10 @@ from tdcoll.base import environment
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import spec_of
 from tdcoll.calls.explain import explain_call
-from tdcoll.calls.launches import Launches, facts_of
+from tdcoll.calls.launches import Launches
 from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.tuning import Entry, Section, Table
 from tdcoll.fused import all_reduce_rms_norm
-from tdcoll.fused.policy import NormRows, choose
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 
@@ -143,17 +142,17 @@ def test_fused_calls() -> None:
         all_reduce_rms_norm(x, x.clone(), torch.ones(16))
         assert explain(x) == own
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 10, lamport_bytes=256) as ctx:
-            plan = choose(NormRows(8, 16, 4), facts_of(ctx, 0, torch.float32))
             found = explain((2, 4, 16), ctx=ctx)
-            assert (found.algorithm, found.blocks, found.warps) == ("composed", plan.blocks, plan.num_warps)
+            assert (found.algorithm, found.blocks) == ("composed", 0)  # its all-reduce has numbers of its own
             assert "(default: one_shot needs lamport_bytes=512 or more in the context; got 256 on " in found.line
             assert explain(x, ctx=ctx, algorithm="composed").reason == "requested"
             refused = explain(x, ctx=ctx, algorithm="one_shot")
             assert (refused.algorithm, list(refused.unsupported)) == (None, ["one_shot", "two_shot"])
             with pytest.raises(ValueError, match=r"algorithm must be one of auto, one_shot"):
                 explain(x, ctx=ctx, algorithm="fast")
-        with pytest.raises(ValueError, match=r"rows that such calls take; got shape \[3\]"):
-            explain(3)
+        for given, dtype in ((3, torch.float32), ((2, 16), torch.float64)):
+            with pytest.raises(ValueError, match=f"rows that all_reduce_rms_norm takes; got {dtype} of shape"):
+                explain(given, dtype=dtype)
 
     World(2).run(host)
 

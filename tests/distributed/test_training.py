@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import utils
 
 from tdcoll.distributed import clip_grad_norm_
@@ -121,27 +119,6 @@ def test_the_dense_models_norm_and_gradients(order: float, foreach: bool | None,
     check_same(ours, dense, to_the_bit=torch.equal(got, wanted))
     if order in (0.0, 1.0, float("inf"), float("-inf")):
         assert torch.equal(got, wanted)  # sums of integers
-
-
-@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
-def test_sharded_gradients_beside_sparse_ones(order: float) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        (ours, dense), given = pair(), []
-        for parameter in ours.parameters():
-            if not parameter.grad.is_sparse:
-                grad = distribute_tensor(parameter.grad, mesh, [Shard(0)])
-                parameter = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
-                parameter.grad = grad
-            given.append(parameter)
-        got = clip_grad_norm_(given, 2.0, order)
-        torch.testing.assert_close(got, utils.clip_grad_norm_(dense.parameters(), 2.0, order))
-        for mine, other in zip(given, dense.parameters(), strict=True):
-            grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad.to_dense()
-            torch.testing.assert_close(grad, other.grad)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_rows_that_come_twice_are_added_first() -> None:

@@ -11,6 +11,8 @@ from backend_job import handled, same
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch import nn
 from torch._dynamo import convert_frame
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import tdcoll
 from tdcoll import runtime
@@ -110,6 +112,26 @@ def compiled_models() -> None:
     of_tdcoll = [name for name in tried if name.startswith(os.path.dirname(tdcoll.__file__))]
     expect(not of_tdcoll, f"Dynamo has tried to compile functions in {of_tdcoll}")
     torch._dynamo.reset()
+
+
+@check
+def clipping_of_sharded_beside_sparse_and_other_gradients() -> None:
+    mesh = init_device_mesh(device().type, (world(),))
+    for order in (0.0, 1.0, 2.0, float("inf")):
+        for sparse in (True, False):
+            model, dense = Model(sparse), Model(False)
+            for one in (model, dense):
+                one({0: torch.arange(5, device=device())}).square().sum().backward()
+            whole = torch.zeros(2 * world(), 4, device=device())
+            whole[:: world()] = model.dense.weight.grad
+            model.dense.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+            model.dense.weight.grad = distribute_tensor(whole, mesh, [Shard(0)])
+            got = [tdcoll.distributed.clip_grad_norm_(model.parameters(), 2.0, order)]
+            got += [model.dense.weight.grad.full_tensor()[:: world()], model.dense.bias.grad]
+            got += [parameter.grad.to_dense() for parameter in model.tables.parameters()]
+            wanted = [nn.utils.clip_grad_norm_(dense.parameters(), 2.0, order), dense.dense.weight.grad]
+            wanted += [dense.dense.bias.grad, *(parameter.grad for parameter in dense.tables.parameters())]
+            torch.testing.assert_close(got, wanted)
 
 
 def other_group() -> dist.ProcessGroup:

@@ -152,7 +152,14 @@ class SparseCall:
         self.moves_late = kind.too_wide or self.algorithm == "dense"
         ctx.directory.prepare(kind.num_rows)
         place = rows.values[0] % 16 if rows.single else kind.aligned
-        self.variant = (rows.dtype, kind.elements, rows.single, place, ctx.directory.search, kind.joined_in)
+        self.variant = (
+            rows.dtype,
+            kind.elements,
+            rows.single,
+            place,
+            ctx.directory.search,
+            not rows.single and kind.joined_in,
+        )
         like = rows.parts[0].values
         self._arguments = {
             **kind.arguments,
@@ -259,10 +266,9 @@ class SparseCall:
         planners = max(1, -(-kept // _PLAN_BLOCK)) if plans else 0
         adders, at_a_time, finishers, partial = 0, 1, 0, rows.parts[0].values  # which is not looked at
         pieces = rows.n // piece + 1
-        has_pieces = not rows.coalesced and rows.n > piece
         if self.kind.too_wide:
             planners = combiners = 0
-        elif has_pieces:
+        if has_pieces := not (self.kind.too_wide or rows.coalesced) and rows.n > piece:
             at_a_time, finishers = min(16, pieces), self.workers(pieces)
             adders = at_a_time * min(32, pieces)
             partial = ctx.scratch("partial", 2 * pieces * self.kind.elements, ACCUMULATORS[rows.dtype])

@@ -11,6 +11,7 @@ from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.calls.launch import Launcher
 
 from .calls import (
     ROWS,
@@ -132,6 +133,34 @@ def test_growing(pe: int, algorithm: str) -> None:
         used = tdcoll.heap_info().used - before.used
         assert used <= symmetric_bytes(N, *facts), "what was outgrown is given back"
     assert tdcoll.heap_info() == before
+
+
+@pytest.fixture
+def dtypes(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """Of the tensors of each launch. A launch with the key of an earlier one takes what that has compiled."""
+    found: dict[Any, Any] = {}
+    launch = Launcher.__call__
+
+    def noted(self: Launcher, kernel: Any, blocks: Any, given: Any, constants: Any = (), **more: Any) -> None:
+        kinds = [one.dtype for one in given if isinstance(one, torch.Tensor)]
+        assert found.setdefault((self, kernel.__name__, constants, *more.values()), kinds) == kinds, kernel.__name__
+        launch(self, kernel, blocks, given, constants, **more)
+
+    monkeypatch.setattr(Launcher, "__call__", noted)
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["owner", "dense"])
+@on_ranks(2)
+def test_a_call_that_grows_rows_compiles_nothing_wrong(pe: int, algorithm: str, dtypes: dict[Any, Any]) -> None:
+    """Also with rows so often there that several programs add them, in fp32."""
+    ids = torch.cat([torch.full((150,), 3), torch.arange(40)]).view(1, -1)
+    tensor = torch.sparse_coo_tensor(ids, torch.ones(190, 8, dtype=torch.bfloat16), (ROWS, 8))
+    with make(max_rows_per_rank=4, max_row_bytes=8, max_union_rows=8, grow=True) as ctx:
+        for _ in range(2):
+            got = tdcoll.sparse_all_reduce(tensor, ctx=ctx, algorithm=algorithm)
+            assert got.to_dense()[3].tolist() == [302] * 8
+    assert len(dtypes) > 4
 
 
 @pytest.mark.slow
