@@ -89,7 +89,7 @@ def clip_grad_norm_(
     return norm
 
 
-def _holders(grads: list[torch.Tensor]) -> Any:
+def _holders(grads: Iterable[torch.Tensor]) -> Any:
     """Return objects that have the only attribute that torch reads."""
     return [SimpleNamespace(grad=grad) for grad in grads]
 

@@ -8,12 +8,11 @@ bytes of a piece (``chunk``, 16 times a power of two), and the warps of a thread
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tdcoll.calls.explain import UNSUPPORTED, Explanation
 from tdcoll.calls.plan import LAMPORT_WORD_BYTES as WORD
 from tdcoll.calls.plan import Facts, Plan, most_warps, needs_stores, power
-from tdcoll.calls.spec import REQUESTED
+from tdcoll.calls.spec import DEFAULT, REQUESTED
 
 NAME = "all_reduce_rms_norm"
 
@@ -159,10 +158,10 @@ def explain_rows(rows: NormRows, facts: Facts, algorithm: str | Plan = "auto") -
         if algorithm not in ALGORITHMS:
             raise
         return Explanation(NAME, nbytes, group, None, reason=UNSUPPORTED, why=str(error), unsupported=unsupported)
-    how: tuple[Any, ...] = (plan.algorithm,)  # the all-reduce of a composed call has numbers of its own
-    if plan.algorithm != COMPOSED:
-        how += plan.chunks, plan.chunk, plan.blocks, plan.num_warps
-    if algorithm != "auto":
-        return Explanation(NAME, nbytes, group, *how, reason=REQUESTED, unsupported=unsupported)
-    why = "; ".join(f"{name} {problem}" for name, problem in unsupported.items()) if plan.algorithm == COMPOSED else ""
-    return Explanation(NAME, nbytes, group, *how, why=why, unsupported=unsupported)
+    reason = DEFAULT if algorithm == "auto" else REQUESTED
+    refused = unsupported if (plan.algorithm, reason) == (COMPOSED, DEFAULT) else {}
+    why = "; ".join(f"{name} {problem}" for name, problem in refused.items())
+    made = Explanation(NAME, nbytes, group, plan.algorithm, reason=reason, why=why, unsupported=unsupported)
+    if plan.algorithm == COMPOSED:  # its all-reduce has numbers of its own
+        return made
+    return replace(made, chunks=plan.chunks, chunk_bytes=plan.chunk, blocks=plan.blocks, warps=plan.num_warps)
