@@ -136,5 +136,6 @@ def _sparse(given: Any, dtype: torch.dtype, group: runtime.Group, ctx: Any, algo
     taken, why = choose(algorithm, capacities, row_bytes), ""
     if algorithm == "auto":
         widest = byte_text(capacities.max_row_bytes)
-        why = f"the context holds {capacities.max_rows_per_rank} rows of {widest} per rank; dense was never faster"
+        few = " and has max_blocks" if capacities.beside_others else ""
+        why = f"the context holds {capacities.max_rows_per_rank} rows of {widest} per rank{few}; dense was never faster"
     return Explanation(*told, taken, reason=REQUESTED if not why else DEFAULT, why=why, unsupported=unsupported)

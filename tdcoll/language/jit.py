@@ -62,8 +62,8 @@ def bitcode_path() -> str:
             return str(place / f"{LIBRARY}.bc")
     raise FileNotFoundError(
         f"{LIBRARY}.bc, NVSHMEM's device library, was not found in {[str(p) for p in places]}. Install "
-        "tdcoll[cu12] or tdcoll[cu13] (which bring nvidia-nvshmem), or set NVSHMEM_HOME. From 3.7 on NVSHMEM has another "
-        "library for each architecture, which tdcoll doesn't use; install one before."
+        "tdcoll[cu12] or tdcoll[cu13] (which bring nvidia-nvshmem), or set NVSHMEM_HOME. NVSHMEM 3.7 and later have a "
+        "library for each architecture instead, which tdcoll doesn't use."
     )
 
 
