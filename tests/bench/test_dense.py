@@ -154,7 +154,7 @@ def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str
     found = [(row["algorithm"], row["check"]) for row in result["rows"]]
     assert found == [("1d", "ok"), ("in-place", "ok"), ("nccl", "not run")]
     heading, first, *_, last = [" ".join(line.split()) for line in done.stdout.splitlines() if "# bytes" not in line]
-    assert heading == f"# 2 rank(s) on 1 node(s) (2): {result['command']}"
+    assert heading == f"# 2 rank(s) on 1 node(s): {result['command']}"
     assert (first.startswith("1 KB 2 1 tdcoll 1d simulator -"), first[-2:]) == (True, "ok")
     assert last.endswith("not run: needs GPUs")
     assert result["provenance"]["simulated"] is True
