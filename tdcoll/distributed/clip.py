@@ -31,9 +31,8 @@ def clip_grad_norm_(
     all the arithmetic.
 
     Collective only if some gradients are DTensors, whose norm is that of all their parts. Other gradients must be the
-    same on all ranks, as then their norm is. As with torch's function, each rank needs a part of every DTensor for
-    ``inf``. Call it after all of them
-    are reduced, and with a ``GradScaler`` after ``scaler.unscale_(optimizer)``.
+    same on all ranks, because then their norm is. As with torch's function, each rank needs a part of every DTensor for
+    ``inf``. Call it after all of them are reduced, and with a ``GradScaler`` after ``scaler.unscale_(optimizer)``.
 
     >>> table = torch.nn.Embedding(4, 2, sparse=True)
     >>> table(torch.tensor([1])).sum().backward()

@@ -10,6 +10,7 @@ A handler refuses a call only because of facts that are the same on all ranks, i
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,7 +50,7 @@ class Members:
         self.debug = debugging("first" if self.job.simulated else False)
 
 
-class Handler:
+class Handler(ABC):
     """Makes one kind of call of one group.
 
     Attributes:
@@ -75,13 +76,14 @@ class Handler:
         """Return why this call cannot be handled, or None if it can, from facts that are the same on all ranks."""
         return None
 
+    @abstractmethod
     def prepare(self, call: Call) -> str | None:
         """Prepare the call, which is collective; return why it cannot be handled, the same on all ranks; None if it
         can."""
-        raise NotImplementedError
 
     def check_call(self, call: Call) -> None:
         """Raise ``TypeError`` or ``ValueError`` unless the call's tensors fit each other, on this rank."""
+        return  # there may be nothing to check
 
     def facts(self, call: Call) -> dict[str, Any]:
         """Return the facts that must be the same on all ranks, for debug mode, because some decide who handles the
@@ -113,22 +115,25 @@ class Handler:
         """Return whether nothing has to be compiled or loaded before the call is launched."""
         return True
 
+    @abstractmethod
     def run(self, call: Call) -> list[torch.Tensor]:
         """Make the call on the current stream, after :meth:`prepare`, under ``torch.no_grad()``; return its result."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self) -> str:
         """Return a description of the handled calls, for people."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise :class:`~tdcoll.CollectiveTimeout` if a wait of finished kernels has expired."""
+        return  # it may have no kernels of its own
 
     def give_up(self) -> None:
         """End the waits of its kernels. A process that ends calls this, from any thread."""
+        return
 
     def close(self) -> None:
         """Free its memory. Collective."""
+        return
 
 
 class Dense(Handler):
