@@ -233,6 +233,8 @@ def _make_venv(extra: Sequence[str], stamp: str, before: str) -> None:
         command = [_OWN, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *extra, *what]
         subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
 
+    if _VENV.is_symlink():  # starting afresh would empty what it points to
+        raise OSError(f"it is a link to {_VENV.resolve()}, which may be another checkout's")
     with open(ROOT / ".venv.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         now = _text(_STAMP)

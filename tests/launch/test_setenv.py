@@ -279,6 +279,16 @@ def test_what_it_does_not_repair(clone: Clone) -> None:
     assert clone.log == []
 
 
+def test_a_link_is_not_emptied(clone: Clone, tmp_path: Path) -> None:
+    clone.source("cpu")
+    clone.venv.rename(tmp_path / "other")
+    clone.venv.symlink_to(tmp_path / "other")
+    (clone.venv / ".tdcoll-stamp").write_text("/other\ncpu")
+    with pytest.raises(SystemExit, match=f"could not make {clone.venv} .it is a link to {tmp_path}/other"):
+        clone.source("cpu")
+    assert (tmp_path / "other" / "bin" / "python").exists()
+
+
 def test_a_failed_install_is_tried_again(clone: Clone) -> None:
     clone.cuda = "11"
     with pytest.raises(SystemExit, match=r"could not make .*CUDA '11'.* activate a Python that has nvshmem"):
