@@ -101,13 +101,13 @@ def _links(app: Any, name: str, source: list[str]) -> None:
     source[0] = text if original == page else f"{text}\n{source[0].partition(_END)[2]}"
 
 
-_OF_CONTEXTS = """
-begin calling captured capturing current_stream device_group device_lamport enter fail inbox
-known ll_bytes loads_together once refuse stores tables take_back wait_for_loads
-"""
-_OF_SPARSE = f"{_OF_CONTEXTS} capacities enlarge excess lists raise_if_wrong"
-_FOR_TDCOLL = {"CollectiveContext": _OF_CONTEXTS.split(), "SparseContext": _OF_SPARSE.split()}
-"""Members of public classes that are for tdcoll's own modules."""
+_CONTEXT = ["rank", "world_size", "device", "max_blocks", "closed", "check", "close"]
+_PUBLIC = {
+    "CollectiveContext": [*_CONTEXT, "max_bytes_per_rank", "ll_bytes", "lamport_bytes"],
+    "SparseContext": _CONTEXT,
+    "WaitMonitor": ["words", "expired", "check", "abort", "raise_if_expired"],
+}
+"""Members of these classes that are for users; the others are for tdcoll's own modules."""
 
 
 def _named(found: "re.Match[str]") -> str:
@@ -121,9 +121,9 @@ def _name_pages(app: Any, what: str, name: str, obj: object, options: Any, lines
 
 
 def _skip(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:
-    """Leave such members out; None leaves the decision to autodoc."""
-    of_class = what == "class" and app.env.temp_data.get("autodoc:class")
-    return True if of_class and name in _FOR_TDCOLL.get(of_class, ()) else None
+    """Leave the other members out; None leaves the decision to autodoc."""
+    public = _PUBLIC.get(app.env.temp_data.get("autodoc:class") or "") if what == "class" else None
+    return True if public and name not in public else None
 
 
 def setup(app: Any) -> None:

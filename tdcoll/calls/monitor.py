@@ -54,7 +54,6 @@ class WaitMonitor:
 
     Attributes:
         words: int64 ``[4]`` on the device, which kernels get as ``monitor``.
-        valid: ``[1]``, on the host: 0 until a wait has expired. A call looks at it, in a third of numpy's time.
     """
 
     def __add__(self, offset: Any) -> Any:
@@ -74,6 +73,7 @@ class WaitMonitor:
         valid = c.RECORD_VALID.value
         host: Any = self._host
         self.valid = memoryview(host)[valid : valid + 1]
+        """``[1]``: 0 until a wait has expired. A call looks at it, in a third of numpy's time."""
         words = [0] * c.MONITOR_WORDS.value
         words[c.MONITOR_TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
         words[c.MONITOR_RECORD.value] = self._record.data_ptr()

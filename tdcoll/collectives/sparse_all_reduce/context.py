@@ -117,7 +117,7 @@ class SparseContext(CollectiveContext):
             self.last_algorithm = ""
             self.launch = Launcher(early=self.early)
             self.group, self.nodes = Packed(self.device_group), Packed(nodes_of(self.topology, device))
-            """For kernels: the ranks, the epoch and the signals; who is where."""
+            """The ranks, the epoch and the signals, for kernels; who is where."""
             most = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
             self.most_blocks = most if max_blocks is None else min(most, max_blocks)
             self.status_words = torch.zeros(words, dtype=torch.int64, pin_memory=cuda)
