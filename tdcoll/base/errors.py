@@ -61,7 +61,7 @@ class RankMismatchError(TdcollError):
 
 
 class ContextError(TdcollError):
-    """A context is used after close, on another stream or device, or a call exceeds its capacity."""
+    """A context is used after close or on another device, or a call exceeds its capacity or can't be captured."""
 
 
 class CollectiveTimeout(TdcollError):

@@ -99,8 +99,8 @@ class CollectiveContext(Preconditions):
             1 MiB / (ranks - 1).
         lamport_bytes: the most of one rank's data that words which announce themselves carry, in bytes; takes ``3 *
             world_size`` times as much of the symmetric heap, unless ranks of a node cannot store to each other.
-            Default: ``max_bytes_per_rank``, but no more than 32 MiB / ranks and
-            a quarter of the heap; or a sixteenth of that where the heap has no room for so much.
+            Default in one node: ``max_bytes_per_rank``, but no more than 32 MiB / ranks and a quarter of the heap; or a
+            sixteenth of that where the heap has no room for so much. Default on several nodes: 0.
         max_blocks: the most thread blocks that one launch on the context has. Kernels of several contexts that are in
             flight together wait for peers, so their thread blocks must fit on the GPU at once. At least
             ``2 * world_size + 2``. Default: as many as a launch may have, for contexts that have the GPU to themselves.

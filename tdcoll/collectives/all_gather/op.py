@@ -50,7 +50,8 @@ def all_gather(
         ``out``, or a new ordinary tensor.
 
     Raises:
-        ContextError: the context is closed or bound to another stream, or ``max_bytes_per_rank`` is far too small.
+        ContextError: the context is closed, the stream of its last call is being captured and this call's isn't, or
+            ``max_bytes_per_rank`` is far too small.
         CollectiveTimeout: an earlier wait on the context expired. The call's own timeout is raised by the next call, by
             ``ctx.check()``, :func:`tdcoll.check` or ``finalize()``; until then the result is undefined.
         RankMismatchError: (``debug``) ranks differ in size, dtype, operation, algorithm or ``requires_grad``.

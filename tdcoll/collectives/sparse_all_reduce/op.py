@@ -210,8 +210,8 @@ def sparse_all_reduce(
             until the next call on the context; reading it later gives rows of other calls.
 
     Raises:
-        ContextError: closed, on another stream, or over the capacity: the message has the number that is needed, and
-            all ranks raise before any row is reduced. While a CUDA graph is captured.
+        ContextError: closed, while a CUDA graph is captured, or over the capacity: the message has the number that
+            is needed, and all ranks raise before any row is reduced.
         CollectiveTimeout: a wait expired.
         RankMismatchError: ranks pass different shapes, dtypes or operations. (Without ``debug``, arguments with which
             the ranks make other launches, such as another algorithm, may end in CollectiveTimeout on some of them.)
