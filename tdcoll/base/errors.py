@@ -99,8 +99,7 @@ class CollectiveTimeout(TdcollError):
         seen: int | None = None,
         others: tuple[int, ...] = (),
     ) -> None:
-        """``host_wait``: the host's operation and the ranks that it waited for, as words behind "waited 30 s"; None if
-        a kernel waited."""
+        """``host_wait``: words behind "waited 30 s", the host's operation and whom it waited for; None for a kernel."""
         self.rank, self.peer, self.signal, self.epoch = rank, peer, signal, epoch
         self.expected, self.seen, self.timeout_s, self.others = expected, seen, timeout_s, others
         if expected is None:

@@ -378,8 +378,7 @@ def _check_result(
 
 
 def _reaching(ctx: CollectiveContext, segment: int, in_buffer: bool) -> Place:
-    """Place calls whose peers write into the caller's memory: the tensor, or an ``out`` into which this rank's segment
-    is copied first."""
+    """Place calls whose peers write into the tensor, or an ``out`` that gets a copy of this rank's segment first."""
     own, total = ctx.rank * segment, ctx.world_size * segment
     inbox = ctx.inbox.data_ptr()
 

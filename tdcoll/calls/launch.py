@@ -71,8 +71,7 @@ def _driver() -> Any:
 
 @functools.cache
 def _early_launches() -> bool:
-    """Return whether kernels can be launched before the launch ahead of them has ended: not before Hopper, nor if
-    ``TDCOLL_PDL`` is 0."""
+    """Return whether launches may begin before the one ahead has ended: from Hopper on, unless ``TDCOLL_PDL`` is 0."""
     return not INTERPRETED and os.environ.get("TDCOLL_PDL") != "0" and torch.cuda.get_device_capability() >= (9, 0)
 
 

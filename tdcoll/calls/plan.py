@@ -191,8 +191,7 @@ def half(capacity: int) -> int:
 
 
 def inbox_epoch(facts: Facts) -> int:
-    """Return the bytes of a segment in each epoch of a call whose segments land in the inbox, and leave from the outbox
-    where a rank has to put."""
+    """Return the bytes of a segment in each epoch if they land in the inbox. Puts also need half of it as outbox."""
     room = facts.capacity if needs_stores(facts) is None else half(facts.capacity)
     return room // 128 * 128 or room // 16 * 16
 
@@ -343,8 +342,7 @@ def cut_words(
         # The interpreter takes as long for a block of few words as for one of many.
         block = LL_MOST_WORDS if facts.simulated else usual
     block = max(block, fewest)
-    # Threads beyond a program's words would send them again. Threads with several words would wait for one after the
-    # other.
+    # Threads beyond a program's words would send them again. Threads with several words would wait for them in turn.
     warps = max(1, min(entry.num_warps or (8 if payload.blocks else 16), most_warps(facts), block // 32))
     return Plan(algorithm, -(-words // block), payload.width * block, warps)
 

@@ -128,8 +128,7 @@ class Collective:
         return min(self.handled_bytes, self.handled_bytes_of_more) if world > 2 else self.handled_bytes
 
     def handled_with(self, blocks: int, world: int) -> int:
-        """Return the largest segment that the backend handles by default on a context of so many thread blocks and
-        ranks."""
+        """Return the largest segment that the backend handles by default with so many thread blocks and ranks."""
         limits = [nbytes for least, nbytes in FEW_BLOCKS if blocks < least]
         return min([self.handled(world), *limits])
 

@@ -96,8 +96,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def contiguous(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
-    """Return the tensor if it is contiguous memory, otherwise a contiguous one of its shape; with its values if
-    ``filled``."""
+    """Return the tensor if it is contiguous, otherwise a contiguous one of its shape, with its values if ``filled``."""
     if is_plain(tensor):
         return tensor
     if filled:

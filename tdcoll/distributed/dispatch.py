@@ -368,8 +368,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _waiting(self, kind: str) -> Iterator[None]:
-        """Number exchanges on the host by the kind's queue, with the group's deadline; convert errors of deadlines to
-        torch.distributed's."""
+        """Make exchanges by the kind's queue, with the group's deadline, whose error becomes torch.distributed's."""
         job = self.job
         assert job is not None
         control = self.handlers[kind].queue.control

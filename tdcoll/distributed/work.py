@@ -138,8 +138,7 @@ class StreamWork(Work):
         blocks: ``wait()`` blocks the host as well, as a barrier's does.
         keep: tensors that the call reads and writes, if the stream is not the caller's: kept until ``wait()``, because
             their memory must not be used again before.
-        events: free events. The work takes one of them, if there is one, and gives it back when it ends, because making
-            an event takes microseconds.
+        events: free events, of which the work takes one and gives it back, because making an event takes microseconds.
     """
 
     def __init__(

@@ -283,8 +283,7 @@ class TdcollJITFunction(JITFunction):
 
     @functools.cached_property
     def begins_in_stream_order(self) -> bool:
-        """True if the kernel begins with :func:`tdcoll.primitives.group.in_stream_order`, and may therefore be launched
-        early."""
+        """True if the kernel begins with :func:`tdcoll.primitives.group.in_stream_order`, so it may launch early."""
         function = ast.parse(inspect.cleandoc("\n" + self.src)).body[0]
         assert isinstance(function, ast.FunctionDef)
         statements = function.body[ast.get_docstring(function) is not None :]

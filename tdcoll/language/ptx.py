@@ -71,8 +71,7 @@ descriptors: ContextVar[bool] = ContextVar("descriptors", default=False)
 
 
 def proxy_fence(semantic: Any) -> str:
-    """PTX, for kernels that load by descriptors: through the async proxy, which does not see what a thread has acquired
-    before this fence."""
+    """PTX, for loads by descriptors, because the async proxy sees what a thread has acquired only after this fence."""
     has_async_proxy = int(re.sub(r"\D", "", semantic.builder.options.arch)) >= 90
     return "fence.proxy.async.global; " if descriptors.get() and has_async_proxy else ""
 

@@ -93,8 +93,7 @@ class StoreControlPlane:
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
         self._store, self._rank, self._timeout_s, self._name = store, rank, timeout_s, ""
         self._idle = [store]
-        """Connections to the store. Threads need several, because a wait keeps other threads from using the same
-        one."""
+        """Connections to the store. Threads need several, because a wait keeps its connection from the others."""
         self._count: dict[tuple[int, ...], int] = defaultdict(int)
         self._counting = threading.Lock()
 

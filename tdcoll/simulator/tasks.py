@@ -22,8 +22,7 @@ from tdcoll.simulator.trace import HOST_TRACK, Trace, slice_of
 
 
 class TaskKilled(BaseException):
-    """Unwinds a task whose PE was killed or whose run has ended. Not an ``Exception``, because no code may handle
-    it."""
+    """Unwinds a task whose PE was killed or whose run has ended. No ``Exception``, because no code may handle it."""
 
 
 @dataclass(slots=True)

@@ -43,8 +43,7 @@ class Unseen:
         self._stores: dict[HiddenStore, None] = {}
 
     def hide(self, issuer: Task, runs: Sequence[tuple[int, int]]) -> HiddenStore:
-        """Hide a coming store of ``issuer`` to its PE's memory, none of which is hidden yet. ``runs``: as for
-        HiddenStore."""
+        """Hide a coming store of ``issuer`` to its PE's memory, not hidden yet. ``runs``: as for HiddenStore."""
         store = HiddenStore(issuer, runs)
         self._stores[store] = None
         return store

@@ -95,8 +95,7 @@ def signals(
         f"{sign} {value}",
         read=machine.memory.words,
         true=lambda seen: true(seen, np.uint64(value)),
-        # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow are looked
-        # at all together.
+        # Each thread polls its own signal until it has seen the value. Signals that only grow are polled together.
         enough=np.all if compare in _GROWING else np.any,
         monitor=monitor,
         threads=threads,

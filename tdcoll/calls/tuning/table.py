@@ -21,8 +21,7 @@ from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES, MAX_BLOCKS, MAX_CHUNKS
 
 VERSION = 5
-"""Version 4 has other names of fields. Older ones distinguished eager calls from those in CUDA graphs, so ranks could
-choose differently."""
+"""Version 4 renamed fields. Older ones told eager calls from captured ones, so ranks could choose differently."""
 
 WARPS = (1, 2, 4, 8, 16, 32)
 """Numbers of warps that a thread block may have."""

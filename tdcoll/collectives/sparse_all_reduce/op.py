@@ -123,8 +123,7 @@ def _reduce(
 
 
 def _facts(name: str, tensors: Any, first: int = 0, **more: Any) -> dict[str, Any]:
-    """Return what debug mode compares of a tensor, or of several: shapes from the ``first`` dimension on, by ``name``,
-    and ``more``."""
+    """Return the facts that debug mode compares: shapes from the ``first`` dimension on, by ``name``, and ``more``."""
 
     def shape(tensor: Any) -> tuple[int, ...]:
         return tuple(getattr(tensor, "shape", ()))[first:]
@@ -137,8 +136,7 @@ def _facts(name: str, tensors: Any, first: int = 0, **more: Any) -> dict[str, An
 def _run(
     ctx: SparseContext, operation: str, rows: Joined, op: str, algorithm: str, more: bool, *, copy: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``(indices [1, U], values [U, *shape])`` of each tensor. ``more``: the next call uses the context's memory at
-    once."""
+    """``(indices [1, U], values [U, *shape])`` of each tensor. ``more``: the next call reuses the context's memory."""
     while True:
         call = SparseCall(ctx, rows, op, algorithm)
         call.match()

@@ -117,8 +117,7 @@ class Choice:
         return self.spec.choose(facts, candidate.algorithm, [section])
 
     def requested(self, candidate: Candidate, nbytes: int) -> Requested:
-        """Return the argument for such a call: the candidate's plan, or its algorithm's name if it takes several
-        epochs."""
+        """Return the ``algorithm`` of such a call: the candidate's plan, or its name if it takes several epochs."""
         several = self._several_epochs(candidate.algorithm, nbytes)
         return candidate.algorithm if several else self.plan(candidate, nbytes)
 
