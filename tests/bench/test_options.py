@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines of all benchmarks: what they take and refuse; and benchmarks/, for machines with GPUs.
 
-The commands of measure.py exist, and its jobs end; backend_calls.py makes its calls, and names its columns after the
-thread blocks that the launches had.
+The commands of measure.py exist, and its jobs end; backend_calls.py names its columns after thread blocks.
 """
 
 from __future__ import annotations

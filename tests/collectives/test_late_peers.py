@@ -344,8 +344,7 @@ def test_launches_after_an_expired_wait_leave_the_stage_alone(nodes: Nodes, tmp_
 
 
 class Deserted:
-    """A rank begins its second call when another one has given up on it. Both are neighbours, or of two nodes, as the
-    seed has it.
+    """A rank begins its second call when another, a neighbour or on another node by seed, has given up on it.
 
     Each of the others gives up, too, or has the right results.
     """

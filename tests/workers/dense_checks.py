@@ -195,8 +195,7 @@ def numbers_of_8_bits() -> None:
 
 @check
 def many_calls_with_a_straggler() -> str:
-    """Thousands of calls of all collectives on one context, without a synchronisation, of changing sizes; one rank at a
-    time is late."""
+    """Thousands of calls of all collectives on one context, of changing sizes, not synchronised; one rank is late."""
     calls, most = scaled(5000, 24, shared_gpus=900), scaled(1500, 150)
     chooser, wrong = random.Random(7), torch.zeros((), dtype=torch.int64, device=device())
     ready = {spec.name: data(spec, 0, most, torch.int32) for spec in SPECS}

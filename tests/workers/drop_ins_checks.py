@@ -19,17 +19,12 @@ TORCHS = {
     dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min",
     dist.ReduceOp.PRODUCT: "prod",
 }  # fmt: skip
-DropIn = Callable[..., Any]
 
 
-NAMES = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
-NAMES |= {"all_to_all": "all_to_all_single", "all_reduce": "all_reduce"}
-
-
-def drop_ins() -> Iterator[tuple[Collective, DropIn]]:
+def drop_ins() -> Iterator[tuple[Collective, Callable[..., Any]]]:
     """``(spec, function(tensor, out, *more))``; what has no ``out`` works in place."""
     for spec in SPECS:
-        function = getattr(tdcoll.distributed, NAMES[spec.name])
+        function = getattr(tdcoll.distributed, spec.torch)
 
         def call(tensor: torch.Tensor, out: torch.Tensor, *more: Any, function=function, **named: Any) -> Any:
             tensors = [out.copy_(tensor)] if function is tdcoll.distributed.all_reduce else [out, tensor]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches that begin before the one ahead of them has ended, among each other and among other kernels: the results are
-those of one after the other."""
+"""Launches that begin before the one ahead has ended, among themselves and other kernels: results are the same."""
 
 from __future__ import annotations
 

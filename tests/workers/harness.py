@@ -119,8 +119,7 @@ def expect_raises(kind: type[BaseException], action: Callable[[], object], *frag
 def covering(first: Sequence[A], second: Sequence[B], turn: int = 0) -> list[tuple[A, B]]:
     """Return the fewest pairs in which each of ``first`` and each of ``second`` stands at least once.
 
-    They are for kinds of kernels, each of which takes seconds to compile: the simulator's tests have all pairs. Another
-    ``turn`` makes other pairs.
+    A kernel takes seconds to compile; the simulator's tests have all pairs. Another ``turn`` makes other pairs.
     """
     pairs = range(max(len(first), len(second)))
     return [(first[i % len(first)], second[(i + turn) % len(second)]) for i in pairs]

@@ -29,11 +29,7 @@ def _csr() -> torch.Tensor:
 TENSORS: list[tuple[Any, type[Exception], str]] = [
     ([1, 2], TypeError, r"^tensor\[0\] must be a torch\.Tensor, got 1$"),
     ({}, TypeError, r"^tensor must be a torch\.Tensor, got dict$"),
-    (
-        torch.ones(3, 4),
-        ValueError,
-        r"^tensor must have the layout torch\.sparse_coo, got torch\.strided\. tdcoll\.all",
-    ),
+    (torch.ones(3, 4), ValueError, r"^tensor must have the layout torch\.sparse_coo, got torch\.strided\. tdcoll\.all"),
     (_csr(), ValueError, r"^tensor must have the layout torch\.sparse_coo, .*sparse_csr\. tdcoll"),
     (_coo2(), ValueError, r"^tensor must have one sparse dimension.*got 2 of shape \[40, 4\]$"),
     (sparse([1], torch.ones(1, 4).bool()), TypeError, r"^tensor must have one of the dtypes .* torch\.bool$"),
