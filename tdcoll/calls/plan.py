@@ -207,8 +207,7 @@ def per_chunk(facts: Facts, plan: Plan) -> int:
 
 
 def most_chunks(facts: Facts) -> int:
-    """Chunks of one segment, at most: a launch has up to ``2 * world + 1`` thread blocks for each, and all of its
-    thread blocks must have a share of one epoch."""
+    """Most chunks of a segment: each has up to ``2 * world + 1`` thread blocks, all with a share of one epoch."""
     return max(1, min(facts.chunks, (facts.max_blocks - 1) // (2 * facts.topology.world_size + 1)))
 
 
@@ -242,8 +241,7 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
 
 
 def cut_copies(facts: Facts, entry: Entry, sums: bool = False) -> Plan:
-    """Copies of a segment: one, because copy engines are the faster the more they move at once. Thread blocks of the
-    plan are those that sum, if there are any."""
+    """One copy of a segment, because copy engines are faster the more they move at once; thread blocks only sum."""
     whole = facts.nbytes
     chunks = min(most_chunks(facts), entry.chunks or -(-whole // (entry.chunk or max(1, whole))) or 1)
     chunk = max(1, -(-whole // (chunks * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT

@@ -187,8 +187,7 @@ class Pool:
         return True
 
     def _larger(self, old: CollectiveContext | None, nbytes: int) -> CollectiveContext:
-        """Make a context for ``nbytes`` and, if the heap has space, for twice the old capacity. It replaces the old
-        one, unless a graph may use that."""
+        """Replace ``old``, unless a graph may use it, by one for ``nbytes`` or, if that fits, twice its capacity."""
         size = old.max_bytes_per_rank if old is not None else 0
         generous = _generous(old, nbytes)
         if self.limit is not None:

@@ -64,8 +64,7 @@ class Algorithm:
         epoch: bytes of a segment in each epoch; the last may be shorter. ``cut`` and ``payload`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
         any_blocks: whether any number of thread blocks works, with the same bits; a plan then says how many.
-        copies: of a :class:`~tdcoll.calls.launches.Planned` call whose data is moved by copy engines: what
-            makes it, in the place of one launch of ``kernel``.
+        copies: makes a :class:`~tdcoll.calls.launches.Planned` call by copy engines, instead of a launch of ``kernel``.
         differs: whether it does anything on these ranks that no other algorithm does, and needs to be measured.
     """
 

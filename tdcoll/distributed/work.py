@@ -100,8 +100,7 @@ class Work(dist.Work):
 
 @never_compiled
 class CompletedWork(Work):
-    """The work of a synchronous call: ``wait()`` waits only for the current stream. Made by :func:`completed`, or
-    directly if each microsecond counts."""
+    """The work of a synchronous call: ``wait()`` waits only for the current stream. See :func:`completed`."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -136,8 +135,7 @@ class StreamWork(Work):
     Args:
         stream: on which it is queued, last.
         blocks: ``wait()`` blocks the host as well, as a barrier's does.
-        keep: tensors that the call reads and writes, if the stream is not the caller's: kept until ``wait()``, because
-            their memory must not be used again before.
+        keep: tensors of the call, if it is on another stream: kept until ``wait()``, because it uses their memory.
         events: free events, of which the work takes one and gives it back, because making an event takes microseconds.
     """
 

@@ -344,8 +344,7 @@ class TdcollJITFunction(JITFunction):
 
 
 def _checked_interpreted(function: Any) -> Any:
-    """An interpreted kernel that may call NVSHMEM. It refuses launch options which Triton would not know either, and
-    says so where there is no simulated machine to run it on."""
+    """An interpreted kernel that may call NVSHMEM. It refuses unknown launch options and calls outside a simulation."""
     from triton.runtime.errors import InterpreterError
 
     from tdcoll.simulator.launcher import root_cause

@@ -110,8 +110,7 @@ def syncthreads(_semantic=None):
 
 @core.extern
 def stream_order(_semantic=None):
-    """Make :func:`tdcoll.primitives.group.in_stream_order`: nothing, unless the kernel is compiled with ``launch_pdl``.
-    A kernel that is launched early therefore has the wait."""
+    """Make :func:`tdcoll.primitives.group.in_stream_order`: a wait if the kernel is compiled with ``launch_pdl``."""
     if getattr(_semantic.builder.options, "launch_pdl", False):
         asm(_semantic, "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 

@@ -117,8 +117,7 @@ class PointerAccess:
         scheduler.turn()
 
     def store_weakly(self, addresses: Array, values: Array, mask: Array) -> Array:
-        """Send the elements that lie on other PEs through the network; return the mask of the others, which the caller
-        stores, and which other PEs see later."""
+        """Send the elements on other PEs through the network; return the mask of those that the caller has to store."""
         inside, network = self._symmetric(addresses, mask), self._machine.network
         if inside is None or network is None:
             return mask

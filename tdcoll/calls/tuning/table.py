@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tuning table, in a JSON file: a section for each kind of call that was measured, with entries by size.
 
-``docs/benchmarks.md`` has the format, and why sections don't depend on CUDA graphs. If there is no section for a call,
-the default heuristic of the collective decides.
+``docs/benchmarks.md`` has the format. If there is no section for a call, the collective's default heuristic decides.
 """
 
 from __future__ import annotations

@@ -78,9 +78,6 @@ def all_reduce_(
 
     Returns:
         ``tensor``.
-
-    Raises:
-        Errors as :func:`all_reduce`.
     """
     return make(
         SPEC,

@@ -46,8 +46,7 @@ class PaddedRows:
 
 
 def _context(given: SparseContext | None, group: runtime.Group, operation: str) -> SparseContext:
-    """Return the context of a call whose result has any size: the given one, or tdcoll's own of the group, which grows,
-    follows the stream, and lives until ``finalize``."""
+    """Return the given context, or tdcoll's own of the group, which grows and follows the stream until ``finalize``."""
     if given is not None:
         if group is not None:
             raise ValueError(f"{operation}: group must be None with ctx, which has a group already; got {group!r}")

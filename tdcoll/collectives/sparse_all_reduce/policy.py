@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 ALGORITHMS = ("auto", "owner", "gather", "dense")
 
 GATHER_BYTES = 64 << 10
-"""Bytes of ids and rows of one rank, at the context's capacity, up to which every rank is sent everything: beyond it
-the bytes cost more than the two hops that it saves."""
+"""Bytes of one rank's ids and rows, at capacity, up to which all get everything; more cost more than the hops saved."""
 
 GATHERED_BYTES = 8 << 20
 """The same in one node, in bytes that a rank is sent by all others together: there bytes cost little."""
@@ -39,8 +38,7 @@ def _up(nbytes: int) -> int:
 
 
 class Tiles(NamedTuple):
-    """How the kernels that move rows cut them: tiles of ``rows`` rows and ``wide`` elements of each, and ``deep`` rows
-    of one id that are summed at a time. Powers of two."""
+    """How kernels cut rows: tiles of ``rows`` by ``wide`` elements, ``deep`` rows of an id at a time; powers of two."""
 
     rows: int
     wide: int

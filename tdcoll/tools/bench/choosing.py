@@ -161,8 +161,7 @@ class Choice:
     def picked(self, times_us: Mapping[int, Mapping[Candidate, float]]) -> list[tuple[int, Candidate]]:
         """Return the choice for each size: ``(bytes of a segment, candidate)``.
 
-        In this order, of the candidates that are slower than the fastest by at most the margin: the same as for the
-        size before; the default heuristic's own; the fastest.
+        The first of these within the margin: the choice for the size before; the default heuristic's own; the fastest.
 
         Args:
             times_us: the time of each candidate by size, ascending.
