@@ -131,11 +131,7 @@ class Ready(NamedTuple):
 
 
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
-    """Make a call like an earlier one, or nothing.
-
-    Returns:
-        The result; None if something is not as it was, and then nothing has been done.
-    """
+    """Make a call like an earlier one and return its result; None if anything has changed: then nothing is done."""
     device = ctx.device
     for tensor in tensors:
         if not usable(tensor, device):

@@ -90,11 +90,7 @@ def _number(value: Any) -> int:
 
 
 class Packed:
-    """A tuple that many launches take as one argument, taken apart once.
-
-    Attributes:
-        numbers: what the driver reads of it: addresses and whole numbers, its constants left out.
-    """
+    """A tuple that many launches take, taken apart once. ``numbers``: addresses and whole numbers, no constants."""
 
     __slots__ = ("numbers", "whole")
 

@@ -74,10 +74,7 @@ def write(out: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def plain_memory(call: Call) -> Call:
-    """Return a call whose tensors are contiguous memory: the call itself, or one of copies, as far as they are needed.
-
-    Tensors that aren't dense are left as they are.
-    """
+    """Return a call whose dense tensors are contiguous memory: the call itself, or one of copies where needed."""
     if all(map(is_plain, call.touched)):
         return call
     in_place = bool(call.outs) and call.outs[0] is call.inputs[0]

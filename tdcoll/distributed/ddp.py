@@ -93,7 +93,8 @@ class _Pass:
         return self._futures[-1]
 
     def submit(self) -> None:
-        """Let the queue's thread make the call beside the backward pass; not if the process group has to make it."""
+        """Let the queue's thread make the call beside the backward pass; not if the process group has to make it,
+        whose other calls the backward pass makes."""
         if self.sums.refuse(Call(self._gradients, self._gradients, "mean")) is None:
             self._there = [stream.record_event() for stream in self._streams.values()]
             if self.sums.queue.stream is not None:

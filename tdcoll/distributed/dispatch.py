@@ -378,11 +378,7 @@ class Dispatcher:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> BaseException | None:
-        """Free the memory that tdcoll holds for this group. Collective; after an error, as much as can be freed.
-
-        Returns:
-            The error of an expired wait that hasn't been reported yet, or None.
-        """
+        """Free this group's memory, after an error as far as possible; return a wait's unreported error. Collective."""
         if self._closed:
             return None
         self._closed = True

@@ -69,11 +69,7 @@ def error_of(check: Callable[[], None]) -> BaseException | None:
 
 @never_compiled
 class Work(dist.Work):
-    """The methods that ``torch.distributed.Work`` documents, for calls that have results on one device.
-
-    Attributes:
-        tensors: that the call writes.
-    """
+    """The methods that ``torch.distributed.Work`` documents, for calls that write ``tensors`` on one device."""
 
     tensors: Sequence[torch.Tensor] = ()
 

@@ -286,11 +286,7 @@ def current_or_none() -> Runtime | None:
 
 
 def current() -> Runtime:
-    """Return the runtime of the calling PE.
-
-    Raises:
-        NotInitializedError: there is none.
-    """
+    """Return the runtime of the calling PE; raise ``NotInitializedError`` if there is none."""
     runtime = current_or_none()
     if runtime is None:
         raise NotInitializedError(

@@ -115,11 +115,7 @@ class HeapInfo:
 
 
 class Arena:
-    """Bookkeeping of ``nbytes`` bytes, for several threads: first fit, in places that are multiples of ALIGNMENT.
-
-    Attributes:
-        releases: how often memory was released.
-    """
+    """Bookkeeping of ``nbytes`` bytes, for several threads: first fit, at multiples of ALIGNMENT; counts releases."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.releases = nbytes, 0

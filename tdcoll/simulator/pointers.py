@@ -264,11 +264,7 @@ def _words(addresses: Array, nbytes: int) -> Array:
 
 
 def replace_word(address: int, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Replace the word of numpy type ``kind`` at any address by ``change(word)``, atomically.
-
-    Returns:
-        The old word.
-    """
+    """Replace the word of numpy type ``kind`` at any address by ``change(word)``, atomically; return the old word."""
     at, order = np.array([address], np.uint64), _interpreter.MEM_SEMANTIC.ACQUIRE_RELEASE
     while True:
         old = _interpreter.load(at, np.ones(1, bool), np.zeros(1, kind), kind)

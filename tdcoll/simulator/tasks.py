@@ -37,10 +37,7 @@ class Wait:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One thread of control: the host of a PE, or a program of a kernel, which has a place in its grid.
-
-    The simulator's other parts keep their per-program state here, too.
-    """
+    """One thread of control, with its state: the host of a PE, or a program of a kernel, at a place in its grid."""
 
     index: int
     name: str

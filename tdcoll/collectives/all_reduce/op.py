@@ -78,6 +78,9 @@ def all_reduce_(
 
     Returns:
         ``tensor``.
+
+    Raises:
+        Errors as :func:`all_reduce`.
     """
     return make(
         SPEC,

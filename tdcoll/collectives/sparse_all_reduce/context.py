@@ -191,11 +191,7 @@ class SparseContext(CollectiveContext):
         return found
 
     def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int | None) -> None:
-        """Raise what the lists of all ranks show to be wrong, which is the same on every rank: by their ``status``.
-
-        Args:
-            num_rows: of the table; None for calls with several.
-        """
+        """Raise what the lists' ``status`` shows to be wrong, alike on all ranks. ``num_rows``: None for several."""
         if bad := status[BAD_SIGNATURE.value]:
             raise RankMismatchError(
                 f"{operation}: ranks pass different shapes, dtypes, operations or algorithms (rank {bad - 1} differs "

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 ALGORITHMS = ("auto", "owner", "gather", "dense")
 
 GATHER_BYTES = 64 << 10
-"""Bytes of one rank's ids and rows, at capacity, up to which all get everything; more cost more than the hops saved."""
+"""Bytes of ids and rows of one rank, at the context's capacity, up to which every rank is sent everything: beyond it
+the bytes cost more than the two hops that it saves."""
 
 GATHERED_BYTES = 8 << 20
 """The same in one node, in bytes that a rank is sent by all others together: there bytes cost little."""

@@ -106,11 +106,7 @@ class Choice:
         return bool(found.words) and found.epoch(self._facts(nbytes)) < nbytes
 
     def plan(self, candidate: Candidate, nbytes: int) -> Plan:
-        """Return the plan of a candidate for such a call, or for its first epoch if LL or Lamport takes several.
-
-        Raises:
-            ValueError: this call doesn't support it.
-        """
+        """Return the candidate's plan, of the first epoch if words take several; ``ValueError`` if unsupported."""
         topology, facts = self.topology, self._facts(nbytes, candidate.in_place)
         kind = ("", self.spec.name, topology.ranks_per_node or 0, topology.n_nodes, candidate.in_place)
         section = Section(*kind, (candidate.entry(None),))

@@ -293,10 +293,7 @@ def measure(
 
 
 def simulate(job: Ranks, entry: Contender) -> None:
-    """Call and check every input twice, or one input twice if its calls are alone.
-
-    The second call finds stale data of the first one.
-    """
+    """Call and check every input twice, or one if calls are alone: the second call finds stale data of the first."""
     if not entry.runs:
         return
     subject = entry.subject
