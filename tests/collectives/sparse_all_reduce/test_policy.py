@@ -88,17 +88,13 @@ def test_all_ranks_choose_the_same(
     assert len(answers) == 1
 
 
-def power_of_two(value: int) -> bool:
-    return value > 0 and value & (value - 1) == 0
-
-
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize("elements", [0, 1, 2, 3, 64, 65, 100, 512, 2048, 4096, 4097, 100_000])
 def test_tiles(elements: int, itemsize: int) -> None:
     cut = tiles(elements, itemsize)
     room = TILE_BYTES // itemsize
     for value in cut:
-        assert power_of_two(value), "Triton wants a power of two"
+        assert value.bit_count() == 1, "Triton wants a power of two"
     assert cut.rows * cut.wide <= room
     assert cut.deep * cut.wide <= 4 * room
     assert cut.rows <= 64
