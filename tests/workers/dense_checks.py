@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All dense collectives, as users call them, on every rank of a job; compared with the reference, to the bit.
 
-Each check is for all of them: `bash launch.sh tests/workers/dense_checks.py [checks]`. The calls are those of
-tests/collectives/suite, of larger sizes. A kernel takes seconds to compile, so there are few kinds of them.
+Each check is for all of them. The calls are those of tests/collectives/suite, of larger sizes. A kernel takes seconds
+to compile, so there are few kinds of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from harness import (
     patience_s,
     puts,
     rank,
-    run,
     scaled,
     simulated,
     world,
@@ -397,7 +396,3 @@ def timeouts_name_the_peer() -> str:
                 expect(fine, f"{spec.name}, {algorithm}: {named}")
             left_alone()
     return f"peer named by {', '.join(tried)}"
-
-
-if __name__ == "__main__":
-    run()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dense_parts import SPECS, data, reference, right, wanted
-from harness import check, device, expect, rank, run, scaled, simulated, world
+from harness import check, device, expect, rank, scaled, simulated, world
 
 import tdcoll
 import tdcoll.distributed
@@ -87,7 +87,3 @@ def asynchronous_drop_ins() -> None:
         expect(all(work.is_success() for work in works), "they are complete now")
         for (spec, _, every), copy in zip(found, copies, strict=True):
             right(copy, wanted(spec, every), f"{spec.name}, rank {late} late")
-
-
-if __name__ == "__main__":
-    run()

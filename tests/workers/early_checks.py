@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from dense_parts import SPECS, wanted
-from harness import check, device, expect, rank, run, scaled, simulated, world
+from harness import check, device, expect, rank, scaled, simulated, world
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import tdcoll
@@ -128,7 +128,3 @@ def captured_chains() -> None:
             ctx.check()
             expect(int(wrong) == 0, f"{name}: {int(wrong)} wrong numbers, {captured} steps captured")
     ctx.close()
-
-
-if __name__ == "__main__":
-    run()

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from harness import check, device, everyone, expect, rank, run, simulated, world
+from harness import check, device, everyone, expect, rank, simulated, world
 
 import tdcoll
 from tdcoll.base import hang
@@ -68,7 +68,3 @@ def a_long_wait_says_so() -> str:
         if tdcoll.topology().n_nodes == 1:
             expect(said()[0].endswith(f"for rank {late}"), said()[0])
     return f"logged: {lines}"
-
-
-if __name__ == "__main__":
-    run()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that every rank of a job runs, on GPUs or in the simulator: `bash launch.sh tests/workers/NAME.py [checks]`.
+"""Checks that every rank of a job runs, on GPUs or in the simulator; ``checks_job.py`` starts them.
 
 A check is a function decorated with :func:`check`. It may be collective; if it fails on one rank the script says so
 and ends the job, rather than leave the others in a collective. Rank 0 prints one JSON line per check.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import check, device, expect, expect_raises, rank, run, world
+from harness import check, device, expect, expect_raises, rank, world
 from tensors import given, same_bits
 from torch import nn
 
@@ -167,7 +167,3 @@ def compiled_by_inductor() -> None:
         torch._dynamo.reset()
         compiled_like_eager(**how)
     torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    run()
