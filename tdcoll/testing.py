@@ -70,11 +70,7 @@ class Failure:
 
 
 class ExplorationFailed(AssertionError):
-    """:func:`explore` found a seed for which the case fails.
-
-    Attributes:
-        failure: which, and why.
-    """
+    """:func:`explore` found a seed for which the case fails; ``failure`` says which, and why."""
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure

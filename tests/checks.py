@@ -9,15 +9,18 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WORKERS", "checks_of", "program_of", "verdicts"]
+__all__ = ["DISTRIBUTED", "WORKERS", "checks_of", "program_of", "verdicts"]
 
 WORKERS = Path(__file__).with_name("workers")
+DISTRIBUTED = " ".join(f"distributed{part}" for part in ("_order", "", "_tensors", "_groups", "_training"))
+"""The scripts of the backend, in the order of their job."""
 
 
 def program_of(names: str) -> list[str]:
     """Script and arguments of a job that runs the checks of these scripts."""
-    several = " " in names
-    return [str(WORKERS / "several.py"), *names.split()] if several else [str(WORKERS / f"{names}_checks.py")]
+    if names == DISTRIBUTED:
+        return [str(WORKERS / "distributed_job.py")]
+    return [str(WORKERS / "checks_job.py"), names.replace(" ", ",")]
 
 
 def checks_of(names: str, options: str = r"(?:\(.*\))?") -> list[str]:

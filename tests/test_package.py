@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import tdcoll``: names that are imported when they are used, and the environment variables that there are; the
-length of files."""
+"""``import tdcoll``: names that are imported when they are used; environment variables; the length of files."""
 
 from __future__ import annotations
 

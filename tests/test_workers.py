@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checks import WORKERS, checks_of, program_of, verdicts
+from checks import DISTRIBUTED, WORKERS, checks_of, program_of, verdicts
 from tiers import second
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -21,6 +21,8 @@ NODES = ("--emulate-nodes", "2")
     ("names", "ranks", "nodes"),
     [
         ("copies", 2, ()),
+        (DISTRIBUTED, 2, ()),
+        second(DISTRIBUTED, 3, ()),
         second("drop_ins", 2, ()),
         second("dense", 4, NODES),
         second("fused", 3, NODES),
@@ -32,7 +34,7 @@ NODES = ("--emulate-nodes", "2")
     ],
 )
 def test_checks(launch: Launch, names: str, ranks: int, nodes: tuple[str, ...]) -> None:
-    found = verdicts(launch("--simulate", "--nproc", str(ranks), *nodes, *program_of(names)))
+    found = verdicts(launch("--simulate", "--nproc", str(ranks), *nodes, *program_of(names), timeout=240))
     assert list(found) == checks_of(names)
     skipped = {name for name, verdict in found.items() if "skipped" in verdict}
     assert skipped == set(checks_of(names, r"\(gpu_only=True\)"))

@@ -17,10 +17,7 @@ def second(*values: Any, id: str | None = None) -> Any:
 
 
 def seeds(first: int, second_tier: int) -> pytest.MarkDecorator:
-    """Parameter ``seeds``: the ``first`` ones in the first tier, and so many more in the second.
-
-    ``EXPLORE_SEEDS`` sets another number for the second.
-    """
+    """Parameter ``seeds``: ``first`` in the first tier; in the second ``second_tier`` more, or ``EXPLORE_SEEDS``."""
     more = int(os.environ.get("EXPLORE_SEEDS", second_tier))
     assert first > 0, "no seed for the first tier"
     assert more > 0, "no seed for the second tier"

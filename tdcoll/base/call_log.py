@@ -71,8 +71,7 @@ class Calls:
     Attributes:
         exact: whether all epochs are those of noted calls; not after a capture, because replays aren't seen.
         group: its name, for people.
-        log: the calls that are remembered, in order, to which each is appended before its launches: a :class:`Made`, or
-            the name alone of a call whose epochs are not known.
+        log: the calls that are remembered, each appended before its launches: a :class:`Made`, or the name alone.
     """
 
     def __init__(self, ranks: Sequence[int], group: str | None) -> None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every exception that tdcoll raises on purpose.
 
-All of them derive from :class:`TdcollError`, so ``except tdcoll.TdcollError`` catches what the
-library itself found wrong and nothing else. Bad argument *values* are plain ``ValueError`` and
-``TypeError``, as everywhere in Python.
+All of them derive from :class:`TdcollError`, so ``except tdcoll.TdcollError`` catches what the library itself found
+wrong and nothing else. Bad argument *values* are plain ``ValueError`` and ``TypeError``, as everywhere in Python.
 """
 
 from __future__ import annotations
@@ -70,9 +69,8 @@ class CollectiveTimeout(TdcollError):
     Every expired wait of tdcoll raises this class or one derived from it. A wait in a kernel, for a peer's signal, sets
     all attributes. If the peer has itself timed out, and this rank may have read its memory too late, ``signal``,
     ``expected`` and ``seen`` are None. A wait in ``grid_barrier`` sets ``rank``, ``peer`` (this rank) and
-    ``timeout_s``.
-    A wait on the host (joining, making a context, ``Work.wait``) sets ``timeout_s`` and, if it is known, ``rank``; the
-    others are None, and the message names the operation.
+    ``timeout_s``. A wait on the host (joining, making a context, ``Work.wait``) sets ``timeout_s`` and, if it is known,
+    ``rank``; the others are None, and the message names the operation.
 
     Attributes:
         rank: rank that waited: of the group for a wait in a kernel, of the job for one on the host.
@@ -82,8 +80,7 @@ class CollectiveTimeout(TdcollError):
         expected: value that the signal had to reach.
         seen: value that it had.
         timeout_s: the deadline, in seconds.
-        others: further group ranks for which this rank had waited as long. The rank that is missing may be one
-            of them, because ``peer`` may itself have waited for it.
+        others: further group ranks for which this rank had waited as long. ``peer`` may itself have waited for one.
     """
 
     def __init__(
@@ -99,8 +96,7 @@ class CollectiveTimeout(TdcollError):
         seen: int | None = None,
         others: tuple[int, ...] = (),
     ) -> None:
-        """``host_wait``: the host's operation and the ranks that it waited for, as words behind "waited 30 s"; None if
-        a kernel waited."""
+        """``host_wait``: words behind "waited 30 s", the host's operation and whom it waited for; None for a kernel."""
         self.rank, self.peer, self.signal, self.epoch = rank, peer, signal, epoch
         self.expected, self.seen, self.timeout_s, self.others = expected, seen, timeout_s, others
         if expected is None:

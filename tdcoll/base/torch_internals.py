@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's internals that tdcoll depends on because no public interface does the same. A test checks that they are
-there."""
+"""PyTorch's internals that tdcoll needs because no public interface does the same. A test checks that they exist."""
 
 from __future__ import annotations
 
@@ -114,8 +113,7 @@ def name_groups_anew() -> None:
 
 
 def tell_ddp_to_ignore(module: nn.Module, names: list[str]) -> None:
-    """Tell DistributedDataParallel not to touch these parameters of ``module``, in addition to those it already
-    ignores."""
+    """Tell DistributedDataParallel to ignore these parameters of ``module``, too."""
     known = list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     DDP._set_params_and_buffers_to_ignore_for_model(module, [*known, *names])
 
@@ -135,7 +133,6 @@ def watch_ddp() -> None:
 
 
 def living_ddp(inside: nn.Module) -> list[Any]:
-    """Return the DistributedDataParallel wrappers that are in use: those in ``inside``, and all since
-    :func:`watch_ddp`."""
+    """Return the DistributedDataParallel wrappers in use: those in ``inside``, and all since :func:`watch_ddp`."""
     found = {*_ddp, *(module for module in inside.modules() if isinstance(module, DDP))}
     return [module for module in found if hasattr(module, "reducer")]  # without it, making the wrapper has failed

@@ -131,11 +131,7 @@ class Ready(NamedTuple):
 
 
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
-    """Make a call like an earlier one, or nothing.
-
-    Returns:
-        The result; None if something is not as it was, and then nothing has been done.
-    """
+    """Make a call like an earlier one and return its result; None if anything has changed: then nothing is done."""
     device = ctx.device
     for tensor in tensors:
         if not usable(tensor, device):
@@ -378,8 +374,7 @@ def _check_result(
 
 
 def _reaching(ctx: CollectiveContext, segment: int, in_buffer: bool) -> Place:
-    """Place calls whose peers write into the caller's memory: the tensor, or an ``out`` into which this rank's segment
-    is copied first."""
+    """Place calls whose peers write into the tensor, or an ``out`` that gets a copy of this rank's segment first."""
     own, total = ctx.rank * segment, ctx.world_size * segment
     inbox = ctx.inbox.data_ptr()
 

@@ -55,8 +55,7 @@ KEPT = 2048
 
 
 def _group_name(group: runtime.Group, topology: Topology) -> str | None:
-    """Return the name in ``torch.distributed`` of the process group that was given, or of the default group if it has
-    the same ranks; None otherwise."""
+    """Return torch's name of the given process group, or of the default group if it has these ranks, otherwise None."""
     dist, group = torch.distributed, runtime.group_of(group)
     if not dist.is_available() or not dist.is_initialized():
         return None
@@ -89,9 +88,8 @@ class CollectiveContext(Preconditions):
     Args:
         group: a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for all ranks.
         max_bytes_per_rank: the most that one rank sends to another in one epoch, in bytes; a larger call takes several
-            epochs. Takes ``2 * world_size * max_bytes_per_rank`` bytes of the symmetric heap. Default:
-            16 MiB, but with two slots for all ranks no more than an eighth of the heap: 12 MiB of 384 with 2 ranks, 3
-            with 8.
+            epochs. Takes ``2 * world_size * max_bytes_per_rank`` bytes of the symmetric heap. Default: 16 MiB, but with
+            two slots for all ranks no more than an eighth of the heap: 12 MiB of 384 with 2 ranks, 3 with 8.
         chunks: the most chunks that one rank's data is cut into, at least 2. Each takes 16 bytes of symmetric heap per
             rank of the group. A large message is copied out while it arrives, the better the more chunks it has.
         flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes ``8/3 * world_size``
@@ -104,13 +102,11 @@ class CollectiveContext(Preconditions):
         max_blocks: the most thread blocks that one launch on the context has. Kernels of several contexts that are in
             flight together wait for peers, so their thread blocks must fit on the GPU at once. At least
             ``2 * world_size + 2``. Default: as many as a launch may have, for contexts that have the GPU to themselves.
-        timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`, or of ``init_process_group``
-            if that has started the job.
+        timeout_s: deadline of waits, seconds. Default: the job's, of ``initialize`` or ``init_process_group``.
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange; or, if
             it is ``"first"``, on the first call with such arguments. Default: ``TDCOLL_DEBUG``, which is 0, 1 or
             ``first``; if it is not set, True in the simulator and False on GPUs.
-        tuning: a :class:`~tdcoll.Table` that says which algorithms are the fastest, or
-            the path of its file. Default: that of the file ``TDCOLL_TUNING``, else tdcoll's own.
+        tuning: a :class:`~tdcoll.Table`, or the path of its file. Default: file ``TDCOLL_TUNING``, else tdcoll's own.
 
     Raises:
         TypeError, ValueError: an argument is not as described, this process is not in the group, or the file of the
@@ -172,8 +168,7 @@ class CollectiveContext(Preconditions):
         self.stores: bool
         """Whether the ranks of each node can store to each other's memory."""
         self.ll_bytes: int
-        """The most of one rank's data that flagged words carry, in bytes; -1 where there are none: on several nodes, or
-        where ranks cannot store to each other."""
+        """The most of one rank's data that flagged words carry, in bytes; -1 on several nodes or without stores."""
         self.lamport_bytes: int
         """The most of one rank's data that words which announce themselves carry, in bytes; 0 where there are none."""
         self.device_lamport: Lamport | None = None

@@ -94,11 +94,7 @@ class Copies:
             launch.prepare()
 
     def __call__(self, stream: int, source: int, *rest: int) -> None:
-        """Make the call on the stream of this handle, which is the current one.
-
-        Args:
-            source, rest: addresses, of which the last is that of the result.
-        """
+        """Make the call on the stream of this handle, the current one. The last address is that of the result."""
         result, copy = rest[-1], self._call.ctx.job.heap.stream_copy
         self._enter(stream)
         for number, hop in enumerate(self._hops):

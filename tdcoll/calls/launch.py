@@ -71,8 +71,7 @@ def _driver() -> Any:
 
 @functools.cache
 def _early_launches() -> bool:
-    """Return whether kernels can be launched before the launch ahead of them has ended: not before Hopper, nor if
-    ``TDCOLL_PDL`` is 0."""
+    """Return whether launches may begin before the one ahead has ended: from Hopper on, unless ``TDCOLL_PDL`` is 0."""
     return not INTERPRETED and os.environ.get("TDCOLL_PDL") != "0" and torch.cuda.get_device_capability() >= (9, 0)
 
 
@@ -91,11 +90,7 @@ def _number(value: Any) -> int:
 
 
 class Packed:
-    """A tuple that many launches take as one argument, taken apart once.
-
-    Attributes:
-        numbers: what the driver reads of it: addresses and whole numbers, its constants left out.
-    """
+    """A tuple that many launches take, taken apart once. ``numbers``: addresses and whole numbers, no constants."""
 
     __slots__ = ("numbers", "whole")
 

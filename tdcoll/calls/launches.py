@@ -327,11 +327,7 @@ def sections_of(spec: Collective, ctx: CollectiveContext) -> tuple[Section, ...]
 
 
 def prepare(ctx: CollectiveContext, operation: str, variant: Hashable, launches: Iterable[Any]) -> None:
-    """Compile and load the kernels of a call.
-
-    Raises:
-        ContextError: a CUDA graph is being captured, and something has to be compiled or loaded.
-    """
+    """Compile and load the kernels of a call; ``ContextError`` if there are any to load while a graph is captured."""
     for launch in launches:
         if not launch.prepared:
             if variant not in ctx.tables:

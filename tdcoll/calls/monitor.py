@@ -140,8 +140,7 @@ class WaitMonitor:
             yield lamport, place, notice, peer, (waited << c.NOTICE_SHIFT.value) / 1e9
 
     def _waited_for(self, epoch: int) -> set[int]:
-        """Return the peers for which waits in this epoch (or Lamport call of this number) had lasted nearly until the
-        deadline, if it is longer than 0.27 s."""
+        """Return the peers for which waits in this epoch or Lamport call lasted nearly until a deadline over 0.27 s."""
         least_s = self.timeout_s - 2 * (c.NOTICE_EVERY.value << c.NOTICE_SHIFT.value) / 1e9
         if least_s <= 0:
             return set()
@@ -194,8 +193,7 @@ class WaitMonitor:
 def check() -> None:
     """Wait for the current stream, and raise if a wait has expired in a kernel of this job on this rank.
 
-    It looks at the contexts that tdcoll makes for calls without ``ctx``, and at all others. Without it, the next call
-    of the kind raises, or :func:`tdcoll.finalize`.
+    It looks at all contexts, tdcoll's own included. Without it, the next call of the kind raises, or ``finalize()``.
 
     >>> y = tdcoll.all_reduce(torch.ones(4))
     >>> tdcoll.check()

@@ -191,8 +191,7 @@ def half(capacity: int) -> int:
 
 
 def inbox_epoch(facts: Facts) -> int:
-    """Return the bytes of a segment in each epoch of a call whose segments land in the inbox, and leave from the outbox
-    where a rank has to put."""
+    """Return the bytes of a segment in each epoch if they land in the inbox. Puts also need half of it as outbox."""
     room = facts.capacity if needs_stores(facts) is None else half(facts.capacity)
     return room // 128 * 128 or room // 16 * 16
 
@@ -208,8 +207,7 @@ def per_chunk(facts: Facts, plan: Plan) -> int:
 
 
 def most_chunks(facts: Facts) -> int:
-    """Chunks of one segment, at most: a launch has up to ``2 * world + 1`` thread blocks for each, and all of its
-    thread blocks must have a share of one epoch."""
+    """Most chunks of a segment: each has up to ``2 * world + 1`` thread blocks, all with a share of one epoch."""
     return max(1, min(facts.chunks, (facts.max_blocks - 1) // (2 * facts.topology.world_size + 1)))
 
 
@@ -243,8 +241,7 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
 
 
 def cut_copies(facts: Facts, entry: Entry, sums: bool = False) -> Plan:
-    """Copies of a segment: one, because copy engines are the faster the more they move at once. Thread blocks of the
-    plan are those that sum, if there are any."""
+    """One copy of a segment, because copy engines are faster the more they move at once; thread blocks only sum."""
     whole = facts.nbytes
     chunks = min(most_chunks(facts), entry.chunks or -(-whole // (entry.chunk or max(1, whole))) or 1)
     chunk = max(1, -(-whole // (chunks * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
@@ -343,8 +340,7 @@ def cut_words(
         # The interpreter takes as long for a block of few words as for one of many.
         block = LL_MOST_WORDS if facts.simulated else usual
     block = max(block, fewest)
-    # Threads beyond a program's words would send them again. Threads with several words would wait for one after the
-    # other.
+    # Threads beyond a program's words would send them again. Threads with several words would wait for them in turn.
     warps = max(1, min(entry.num_warps or (8 if payload.blocks else 16), most_warps(facts), block // 32))
     return Plan(algorithm, -(-words // block), payload.width * block, warps)
 

@@ -38,8 +38,7 @@ def on(device: torch.device) -> Any:
 
 
 def _room(device: torch.device) -> int:
-    """Return how many thread blocks of at most :data:`~tdcoll.base.limits.SHARED_WARPS` warps fit on this process's
-    GPU."""
+    """Return how many thread blocks of :data:`~tdcoll.base.limits.SHARED_WARPS` warps fit on this process's GPU."""
     return 2 * (multiprocessors(device) if device.type == "cuda" else _SIMULATED_MULTIPROCESSORS)
 
 
@@ -65,8 +64,7 @@ class Budget:
     def take(self, operation: str) -> None:
         """Reserve the thread blocks, unless that is done. Collective.
 
-        It takes at most a third of those that are left, because later budgets need some too; but at least as many as
-        one chunk needs.
+        It takes at most a third of those that are left, because later budgets need some; but as many as a chunk needs.
 
         Raises:
             ContextError: on some rank fewer are left than one chunk needs. If so, all ranks raise it.
@@ -189,8 +187,7 @@ class Pool:
         return True
 
     def _larger(self, old: CollectiveContext | None, nbytes: int) -> CollectiveContext:
-        """Make a context for ``nbytes`` and, if the heap has space, for twice the old capacity. It replaces the old
-        one, unless a graph may use that."""
+        """Replace ``old``, unless a graph may use it, by one for ``nbytes`` or, if that fits, twice its capacity."""
         size = old.max_bytes_per_rank if old is not None else 0
         generous = _generous(old, nbytes)
         if self.limit is not None:
@@ -311,9 +308,7 @@ class Prospect:
 
 
 def prospect(spec: Collective, segment: int, group: runtime.Group, operation: str = "") -> CollectiveContext | Prospect:
-    """Return the context that :func:`pooled` has for calls with segments of so many bytes, or else the facts of the one
-    that it would make. Local.
-    """
+    """Return the context of :func:`pooled` for segments of so many bytes, or the facts of what it would make. Local."""
     job = runtime.current()
     ranks = job.ranks_of(group)
     nbytes = spec.inbox(segment, len(ranks), job.heap.nbytes)

@@ -50,8 +50,7 @@ class ContextSizes:
 
     @property
     def areas(self) -> tuple[Area, ...]:
-        """All symmetric tensors, in the order of their allocation. :mod:`tdcoll.calls.context` says what they are
-        for."""
+        """All symmetric tensors, in the order of their allocation; :mod:`tdcoll.calls.context` describes them."""
         world = self.world_size
         # A call of no bytes sends one word.
         words = 0 if self.ll_bytes < 0 else max(1, -(-self.ll_bytes // 12))

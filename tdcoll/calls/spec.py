@@ -64,8 +64,7 @@ class Algorithm:
         epoch: bytes of a segment in each epoch; the last may be shorter. ``cut`` and ``payload`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
         any_blocks: whether any number of thread blocks works, with the same bits; a plan then says how many.
-        copies: of a :class:`~tdcoll.calls.launches.Planned` call whose data is moved by copy engines: what
-            makes it, in the place of one launch of ``kernel``.
+        copies: makes a :class:`~tdcoll.calls.launches.Planned` call by copy engines, instead of a launch of ``kernel``.
         differs: whether it does anything on these ranks that no other algorithm does, and needs to be measured.
     """
 
@@ -128,8 +127,7 @@ class Collective:
         return min(self.handled_bytes, self.handled_bytes_of_more) if world > 2 else self.handled_bytes
 
     def handled_with(self, blocks: int, world: int) -> int:
-        """Return the largest segment that the backend handles by default on a context of so many thread blocks and
-        ranks."""
+        """Return the largest segment that the backend handles by default with so many thread blocks and ranks."""
         limits = [nbytes for least, nbytes in FEW_BLOCKS if blocks < least]
         return min([self.handled(world), *limits])
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``torch.distributed`` on tdcoll: the backend ``"tdcoll"``, and sparse gradients under DDP with any backend.
 
-``import tdcoll`` registers the backend: ``init_process_group("tdcoll")``, or ``"cpu:gloo,cuda:tdcoll"``. See
-``docs/distributed.md``.
+``import tdcoll`` registers the backend, ``init_process_group("tdcoll")``, which ``docs/distributed.md`` describes.
 """
 
 from tdcoll.distributed.backend import TdcollProcessGroup, explain

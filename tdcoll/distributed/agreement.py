@@ -29,8 +29,7 @@ from tdcoll.runtime.control import StoreControlPlane, require_equal
 
 
 def _device_of_this_rank() -> torch.device:
-    """Return the GPU for the symmetric heap: the current one if the script has chosen, otherwise the launcher's
-    number."""
+    """Return the GPU for the symmetric heap: the current one if the script has chosen it, else the launcher's."""
     current, local = torch.cuda.current_device(), arguments.decimal(os.environ.get("LOCAL_RANK", ""))
     if current == 0 and local is not None:
         index = lifecycle.device_index(local, lifecycle.may_share_gpus())
@@ -39,8 +38,7 @@ def _device_of_this_rank() -> torch.device:
 
 
 def _obstacle(size: int) -> str | None:
-    """Return why tdcoll's kernels cannot run in a group of so many ranks; None if they can, as far as this rank
-    knows."""
+    """Return why this rank cannot run tdcoll's kernels in a group of so many ranks, or None."""
     if runtime.current_or_none() is not None:
         return None
     if dist.is_initialized() and size < dist.get_world_size():

@@ -318,8 +318,7 @@ class TdcollProcessGroup(ProcessGroup):
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Any:
-        """``[world * n, ...] -> [world * n, ...]``. Falls back if there are split sizes, which differ from rank to
-        rank."""
+        """``[world * n, ...] -> [world * n, ...]``. Falls back if there are split sizes, because ranks' may differ."""
         output, input, opts = plain(output), plain(input), AllToAllOptions() if opts is None else opts
         splits = output_splits or [], input_splits or []
 

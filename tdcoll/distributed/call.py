@@ -74,10 +74,7 @@ def write(out: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def plain_memory(call: Call) -> Call:
-    """Return a call whose tensors are contiguous memory: the call itself, or one of copies, as far as they are needed.
-
-    Tensors that aren't dense are left as they are.
-    """
+    """Return a call whose dense tensors are contiguous memory: the call itself, or one of copies where needed."""
     if all(map(is_plain, call.touched)):
         return call
     in_place = bool(call.outs) and call.outs[0] is call.inputs[0]
@@ -96,8 +93,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def contiguous(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
-    """Return the tensor if it is contiguous memory, otherwise a contiguous one of its shape; with its values if
-    ``filled``."""
+    """Return the tensor if it is contiguous, otherwise a contiguous one of its shape, with its values if ``filled``."""
     if is_plain(tensor):
         return tensor
     if filled:

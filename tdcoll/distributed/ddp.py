@@ -43,8 +43,7 @@ def _group(given: Any) -> Any:
 
 
 def _sums(group: Any) -> SparseAllReduce:
-    """Return the object that reduces sparse gradients of a group on a separate stream; the job keeps it until it
-    ends."""
+    """Return the object that reduces a group's sparse gradients on a stream of its own. The job keeps it."""
     owner = runtime.current()
     key = ("tdcoll.distributed", owner.ranks_of(group))
     with _making:
@@ -94,8 +93,8 @@ class _Pass:
         return self._futures[-1]
 
     def submit(self) -> None:
-        """Let the queue's thread make the call, while the backward pass goes on; not if the process group has to make
-        it, whose other calls the backward pass makes."""
+        """Let the queue's thread make the call beside the backward pass; not if the process group has to make it,
+        whose other calls the backward pass makes."""
         if self.sums.refuse(Call(self._gradients, self._gradients, "mean")) is None:
             self._there = [stream.record_event() for stream in self._streams.values()]
             if self.sums.queue.stream is not None:
@@ -275,8 +274,7 @@ class SparseGradientReducer:
     Args:
         module: whose ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` are meant.
         group: the process group; None for the default one.
-        rows_per_rank: different rows of all tables together that one rank brings, as far as is known; the memory for
-            them grows when needed.
+        rows_per_rank: different rows of all tables that one rank brings, as far as is known; memory grows if needed.
 
     Raises:
         TypeError: ``module`` is no module.
@@ -408,8 +406,7 @@ class SparseGradientReducer:
             )
 
     def close(self) -> None:
-        """Take the hooks off: gradients stay this rank's, and the tables may have another reducer. Local. A second call
-        does nothing."""
+        """Take the hooks off: gradients stay this rank's, and tables may have another reducer. Local, idempotent."""
         _reducers.discard(self)
         for table in self._tables:
             table.hook.remove()

@@ -368,8 +368,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _waiting(self, kind: str) -> Iterator[None]:
-        """Number exchanges on the host by the kind's queue, with the group's deadline; convert errors of deadlines to
-        torch.distributed's."""
+        """Make exchanges by the kind's queue, with the group's deadline, whose error becomes torch.distributed's."""
         job = self.job
         assert job is not None
         control = self.handlers[kind].queue.control
@@ -379,11 +378,7 @@ class Dispatcher:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> BaseException | None:
-        """Free the memory that tdcoll holds for this group. Collective; after an error, as much as can be freed.
-
-        Returns:
-            The error of an expired wait that hasn't been reported yet, or None.
-        """
+        """Free this group's memory, after an error as far as possible; return a wait's unreported error. Collective."""
         if self._closed:
             return None
         self._closed = True

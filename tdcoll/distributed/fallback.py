@@ -44,8 +44,7 @@ class Fallback:
         return " and ".join(f"{name} ({device})" for device, name in self._names.items())
 
     def single(self, kind: str, device: torch.device) -> Any:
-        """Return ``call(out, input, options)`` of contiguous tensors, past PyTorch's dispatcher, which takes as long as
-        tdcoll itself."""
+        """Return ``call(out, input, options)``, of contiguous tensors, without the cost of PyTorch's dispatcher."""
         backend = self.group._get_backend(device)
         method = getattr(backend, _OF_BACKENDS[kind])
         if kind == "all_reduce":
@@ -153,8 +152,7 @@ exchange_parts = _method("all_to_all_single", "alltoall_base")
 def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Tensor:
     """Return the sum or mean of a COO tensor by dense all-gathers, if a group has none of sparse tensors.
 
-    All indices and all values go to all ranks, padded to the longest; each rank sums them itself. Waits for the number
-    of rows on the host.
+    Every rank gets all indices and values, padded to the longest, and sums them. The host waits for the number of rows.
     """
     world = group.size()
     tensor = tensor.detach().coalesce()

@@ -78,16 +78,14 @@ class Handler(ABC):
 
     @abstractmethod
     def prepare(self, call: Call) -> str | None:
-        """Prepare the call, which is collective; return why it cannot be handled, the same on all ranks; None if it
-        can."""
+        """Prepare the call; return why it cannot be handled, or None, the same on all ranks. Collective."""
 
     def check_call(self, call: Call) -> None:
         """Raise ``TypeError`` or ``ValueError`` unless the call's tensors fit each other, on this rank."""
         return  # there may be nothing to check
 
     def facts(self, call: Call) -> dict[str, Any]:
-        """Return the facts that must be the same on all ranks, for debug mode, because some decide who handles the
-        call."""
+        """Return the facts that debug mode compares, because some decide who handles the call."""
         return {"op": call.op, "dtypes": [str(tensor.dtype) for tensor in call.inputs]}
 
     def compare(self, call: Call) -> None:

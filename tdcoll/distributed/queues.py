@@ -250,8 +250,7 @@ def _waits_of_callback(task: QueuedCall) -> Iterator[None]:
 
 @functools.cache
 def _end_the_calls_at_exit() -> None:
-    """When the process ends, make the remaining calls, and then stop waiting for missing ranks. Registered late, to run
-    before PyTorch's own end."""
+    """At the process's end, make remaining calls, then give up. Registered late, to run before PyTorch's own end."""
 
     def end() -> None:
         for given_up in (False, True):

@@ -69,11 +69,7 @@ def error_of(check: Callable[[], None]) -> BaseException | None:
 
 @never_compiled
 class Work(dist.Work):
-    """The methods that ``torch.distributed.Work`` documents, for calls that have results on one device.
-
-    Attributes:
-        tensors: that the call writes.
-    """
+    """The methods that ``torch.distributed.Work`` documents, for calls that write ``tensors`` on one device."""
 
     tensors: Sequence[torch.Tensor] = ()
 
@@ -100,8 +96,7 @@ class Work(dist.Work):
 
 @never_compiled
 class CompletedWork(Work):
-    """The work of a synchronous call: ``wait()`` waits only for the current stream. Made by :func:`completed`, or
-    directly if each microsecond counts."""
+    """The work of a synchronous call: ``wait()`` waits only for the current stream. See :func:`completed`."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -136,10 +131,8 @@ class StreamWork(Work):
     Args:
         stream: on which it is queued, last.
         blocks: ``wait()`` blocks the host as well, as a barrier's does.
-        keep: tensors that the call reads and writes, if the stream is not the caller's: kept until ``wait()``, because
-            their memory must not be used again before.
-        events: free events. The work takes one of them, if there is one, and gives it back when it ends, because making
-            an event takes microseconds.
+        keep: tensors of the call, if it is on another stream: kept until ``wait()``, because it uses their memory.
+        events: free events, of which the work takes one and gives it back, because making an event takes microseconds.
     """
 
     def __init__(

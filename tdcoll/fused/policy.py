@@ -40,8 +40,7 @@ residual to half of the rows only. Two-shot and one-shot take 6.9 and 7.8 us for
 MB, but 4.5 and 4.0 for 128 KB, and 59.8 and 56.6 for 16 MB."""
 
 _SAVED_BYTES = 300 << 10
-"""A call is two-shot if that saves a rank more bytes than this, because more bytes cost more than the second hop:
-about 1 us of NVLink."""
+"""A call is two-shot if that saves a rank more bytes than this, which take longer than a second hop: about 1 us."""
 
 
 @dataclass(frozen=True)

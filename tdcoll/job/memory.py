@@ -109,8 +109,7 @@ def free(tensor: torch.Tensor) -> None:
 
 
 def heap_info() -> HeapInfo:
-    """Return the use of this rank's symmetric heap: total, used, free and largest free piece, in bytes, and
-    allocations.
+    """Return the use of this rank's symmetric heap: total, used and free bytes, largest free piece, and allocations.
 
     >>> tdcoll.heap_info().allocations
     0

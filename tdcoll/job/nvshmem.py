@@ -110,6 +110,5 @@ class NvshmemHeap(CudaHeap):
             self._bindings.hostlib_finalize()
 
     def abandon(self) -> None:
-        """Keep NVSHMEM and the block until another heap here takes them over, because it stops on all PEs or on
-        none."""
+        """Keep NVSHMEM and the block for another heap here, because NVSHMEM stops on all PEs or on none."""
         set_module_init(None)

@@ -60,8 +60,7 @@ class TorchHeap(CudaHeap):
                 self._allocate(store, timeout_s)
             except (ImportError, RuntimeError) as error:
                 problem = str(error)
-            # All ranks come or none, because PyTorch waits for all of them when they meet, and counts the meetings in
-            # each process.
+            # All ranks come or none, because PyTorch waits for all when they meet, and each process counts meetings.
             for other, theirs in enumerate(control.all_gather(range(n_pes), "symmetric memory", problem)):
                 if theirs is not None:
                     raise self._error(other, theirs)

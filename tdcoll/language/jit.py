@@ -283,8 +283,7 @@ class TdcollJITFunction(JITFunction):
 
     @functools.cached_property
     def begins_in_stream_order(self) -> bool:
-        """True if the kernel begins with :func:`tdcoll.primitives.group.in_stream_order`, and may therefore be launched
-        early."""
+        """True if the kernel begins with :func:`tdcoll.primitives.group.in_stream_order`, so it may launch early."""
         function = ast.parse(inspect.cleandoc("\n" + self.src)).body[0]
         assert isinstance(function, ast.FunctionDef)
         statements = function.body[ast.get_docstring(function) is not None :]
@@ -345,8 +344,7 @@ class TdcollJITFunction(JITFunction):
 
 
 def _checked_interpreted(function: Any) -> Any:
-    """An interpreted kernel that may call NVSHMEM. It refuses launch options which Triton would not know either, and
-    says so where there is no simulated machine to run it on."""
+    """An interpreted kernel that may call NVSHMEM. It refuses unknown launch options and calls outside a simulation."""
     from triton.runtime.errors import InterpreterError
 
     from tdcoll.simulator.launcher import root_cause

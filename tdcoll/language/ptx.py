@@ -71,8 +71,7 @@ descriptors: ContextVar[bool] = ContextVar("descriptors", default=False)
 
 
 def proxy_fence(semantic: Any) -> str:
-    """PTX, for kernels that load by descriptors: through the async proxy, which does not see what a thread has acquired
-    before this fence."""
+    """PTX, for loads by descriptors, because the async proxy sees what a thread has acquired only after this fence."""
     has_async_proxy = int(re.sub(r"\D", "", semantic.builder.options.arch)) >= 90
     return "fence.proxy.async.global; " if descriptors.get() and has_async_proxy else ""
 
@@ -111,8 +110,7 @@ def syncthreads(_semantic=None):
 
 @core.extern
 def stream_order(_semantic=None):
-    """Make :func:`tdcoll.primitives.group.in_stream_order`: nothing, unless the kernel is compiled with ``launch_pdl``.
-    A kernel that is launched early therefore has the wait."""
+    """Make :func:`tdcoll.primitives.group.in_stream_order`: a wait if the kernel is compiled with ``launch_pdl``."""
     if getattr(_semantic.builder.options, "launch_pdl", False):
         asm(_semantic, "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 

@@ -88,11 +88,7 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
 
 
 def check_dtype(name: str, tensor: torch.Tensor) -> None:
-    """Raise unless the argument ``name`` can be reduced.
-
-    Raises:
-        TypeError: its dtype is not one of :data:`ACCUMULATORS`.
-    """
+    """Raise ``TypeError`` unless the argument ``name`` has one of the dtypes of :data:`ACCUMULATORS`."""
     if tensor.dtype not in ACCUMULATORS:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCUMULATORS)
         raise TypeError(f"{name} must be of {allowed}; got {tensor.dtype}")

@@ -72,8 +72,7 @@ class Runtime:
     contexts: dict[Any, Any] = field(init=False, default_factory=dict)
     """Contexts that tdcoll made for the drop-in calls; closed by ``finalize``."""
     held: dict[int, Any] = field(init=False, default_factory=dict)
-    """Open contexts and monitors, by id, kept until ``finalize`` because kernels and captured graphs may still use
-    them."""
+    """Open contexts and monitors, by id, kept until ``finalize`` because kernels and graphs may still use them."""
     monitors: WeakValueDictionary[int, Any] = field(init=False, default_factory=WeakValueDictionary)
     """Monitors by the addresses of their words, which bounded waits accept."""
     blocks_taken: int = field(init=False, default=0)
@@ -287,11 +286,7 @@ def current_or_none() -> Runtime | None:
 
 
 def current() -> Runtime:
-    """Return the runtime of the calling PE.
-
-    Raises:
-        NotInitializedError: there is none.
-    """
+    """Return the runtime of the calling PE; raise ``NotInitializedError`` if there is none."""
     runtime = current_or_none()
     if runtime is None:
         raise NotInitializedError(
@@ -302,8 +297,7 @@ def current() -> Runtime:
 
 @contextlib.contextmanager
 def failing_with_the_store() -> Iterator[None]:
-    """Mark the job of this PE as failed if the store is lost inside, because leaving it must not use the store
-    again."""
+    """Mark this PE's job as failed if the store is lost inside, because leaving must not use the store again."""
     try:
         yield
     except StoreLost:

@@ -33,10 +33,7 @@ class ControlPlane(Protocol):
         """
 
     def part(self, name: str) -> ControlPlane:
-        """Return a control plane whose exchanges have a separate order, and wait beside those of other parts.
-
-        ``name`` is the same on all ranks, and used once.
-        """
+        """Return a control plane with an order and waits of its own. ``name``: the same on all ranks, used once."""
 
 
 def require_equal(values: Sequence[Any], ranks: Sequence[int], what: str) -> None:
@@ -71,11 +68,7 @@ def missing_ranks(rank: int, tag: str, missing: Sequence[int], timeout_s: float)
 
 
 def wait_for(store: Any, rank: int, tag: str, keys: Mapping[int, str], timeout_s: float) -> None:
-    """Wait until the key of every rank is in the store; part of a question to :func:`~tdcoll.runtime.store.ask`.
-
-    Raises:
-        CollectiveTimeout: naming the ranks whose keys are not.
-    """
+    """Wait, in a question to ``ask``, for all ranks' keys in the store; ``CollectiveTimeout`` names missing ranks."""
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -93,8 +86,7 @@ class StoreControlPlane:
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
         self._store, self._rank, self._timeout_s, self._name = store, rank, timeout_s, ""
         self._idle = [store]
-        """Connections to the store. Threads need several, because a wait keeps other threads from using the same
-        one."""
+        """Connections to the store. Threads need several, because a wait keeps its connection from the others."""
         self._count: dict[tuple[int, ...], int] = defaultdict(int)
         self._counting = threading.Lock()
 

@@ -68,12 +68,10 @@ class SymmetricHeap(Protocol):
         """``-> [nbytes]``: return a uint8 tensor on this PE's bytes ``[offset, offset + nbytes)``."""
 
     def peer_base(self, pe: int) -> int:
-        """Return the address at which this PE can load and store ``pe``'s block, or 0 if only puts and gets access
-        it."""
+        """Return the address at which this PE can load and store ``pe``'s block; 0 if only puts and gets reach it."""
 
     def peer_view(self, pe: int, offset: int, nbytes: int) -> torch.Tensor:
-        """``-> [nbytes]``: return a uint8 tensor on ``pe``'s bytes ``[offset, offset + nbytes)``, if it is
-        peer-accessible."""
+        """``-> [nbytes]``: :meth:`view` of the bytes of ``pe``, which must be peer-accessible."""
 
     def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
         """Let a stream wait until the word of 32 or 64 bits at ``address`` is ``value``, or ``at_least`` that.
@@ -117,11 +115,7 @@ class HeapInfo:
 
 
 class Arena:
-    """Bookkeeping of ``nbytes`` bytes, for several threads: first fit, in places that are multiples of ALIGNMENT.
-
-    Attributes:
-        releases: how often memory was released.
-    """
+    """Bookkeeping of ``nbytes`` bytes, for several threads: first fit, at multiples of ALIGNMENT; counts releases."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.releases = nbytes, 0
@@ -159,9 +153,8 @@ class Arena:
         size = self.padded(nbytes)
         with self._lock:
             free = self._gaps(held)
-            at = wanted
-            if at is None:
-                at = next((begin for begin, end in free if end - begin >= size), None)
+            first = next((begin for begin, end in free if end - begin >= size), None)
+            at = first if wanted is None else wanted
             if at is None or not _fits(at, size, free):
                 return held
             if held is not None:
@@ -181,8 +174,7 @@ class Arena:
         return None if found is None else found[1]
 
     def owners_around(self, offset: int, nbytes: int) -> tuple[int, ...] | None:
-        """Return the ranks that share the allocation that holds ``[offset, offset + nbytes)``, or None if none holds
-        it."""
+        """Return the ranks that share the allocation around ``[offset, offset + nbytes)``, or None if there is none."""
         for begin, (size, owners) in tuple(self._used.items()):
             if begin <= offset and offset + nbytes <= begin + size:
                 return owners

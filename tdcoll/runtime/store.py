@@ -106,11 +106,7 @@ def _plain(value: Any) -> Any:
 
 
 def decode(data: bytes, where: str) -> tuple[str, Any]:
-    """Return the tag and the value of which :func:`encode` has made ``data``.
-
-    Raises:
-        TdcollError: ``data`` is nothing that :func:`encode` makes.
-    """
+    """Return the tag and value of which :func:`encode` has made ``data``; ``TdcollError`` if it has not."""
     try:
         found = json.loads(data, object_hook=_of_type)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)):

@@ -93,8 +93,7 @@ class _Storages:
                     self._most = max(1024, 2 * len(self._begins))
 
     def around(self, begin: int, end: int) -> tuple[int, int] | None:
-        """Return the live storage that holds bytes ``[begin, end)``; or, if none does, one that holds the first of
-        them."""
+        """Return the live storage that holds bytes ``[begin, end)``, or else one that holds the first of them."""
         with self._lock:
             found = self._lookup(begin)
             if found is None or found[1] < end:
@@ -138,8 +137,7 @@ class Bounds:
         return Storage(begin, begin + storage.nbytes(), name)
 
     def remember(self, tensor: torch.Tensor, first: int) -> int:
-        """Return ``first``, an address of ``tensor``, and take note of it, because it may reach a kernel as a
-        number."""
+        """Return ``first``, an address of ``tensor``, and note it, because it may reach a kernel as a number."""
         if first and not self._memory.owns(first):
             self._storages.remember(tensor)
         return first

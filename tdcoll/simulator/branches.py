@@ -125,8 +125,7 @@ def _truth(value: Any) -> bool:
 
 
 def _logical(sign: str, ends: bool, *values: Callable[[], Any]) -> Any:
-    """Evaluate ``and`` and ``or``: a compile-time value decides if it is ``ends``; tensors are all evaluated and
-    combined."""
+    """Evaluate ``and`` and ``or``: a compile-time value that is ``ends`` decides; tensors are all combined."""
     tensors, last = [], None
     for evaluate in values:
         last = evaluate()

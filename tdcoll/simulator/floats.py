@@ -48,8 +48,7 @@ def narrowed(values: Array, kind: Any) -> Array:
     """Return the bits of numbers of any numpy type rounded once to a narrow type."""
     if values.dtype != np.float64:
         return from_float32(values.astype(np.float32), kind)
-    # Rounded to odd in fp32 first: bits that are cut off leave a trace in the last one, so that only the second
-    # rounding counts.
+    # Rounded to odd in fp32 first: bits that are cut off mark the last one, so that only the second rounding counts.
     with np.errstate(over="ignore"):
         nearest = values.astype(np.float32)
     bits = nearest.view(np.uint32)

@@ -98,8 +98,7 @@ def _refused(*args: Any, _refuse: Callable[..., None], **named: Any) -> None:
 
 
 def _without_libdevice() -> Iterator[tuple[Any, str, Any]]:
-    """Yield what to replace: function, attribute and value. Programs import the functions by name, too, so they get
-    other code."""
+    """Yield function, attribute and value of replacements. Functions get other code, because programs import them."""
     for name, stub in vars(libdevice).items():
         if isinstance(stub, types.FunctionType):
             yield stub, "__code__", _refused.__code__

@@ -108,8 +108,7 @@ class MachineLauncher(triton_interpreter.GridExecutor):
             raise ValueError(f"the grid of {signature.name} must have 1 to 3 sizes of at least 0, got {grid}")
 
         def program(keep_alive: object = (args, kwargs)) -> None:
-            # Keep the tensors, because messages, which hold their program, may read and write them after the kernel's
-            # end.
+            # Keep the tensors, because messages, which hold their program, may use them after the kernel's end.
             machine().program.linked = linked
             fn(**bound)
 

@@ -72,11 +72,7 @@ class Machine:
 
     @property
     def program(self) -> Task:
-        """The running program.
-
-        Raises:
-            TdcollError: device code runs outside a kernel.
-        """
+        """The running program; ``TdcollError`` if device code runs outside a kernel."""
         task = self.scheduler.current
         if task is None or task.grid_idx is None:
             raise TdcollError("the device language was called on the host: call it inside a @tdcoll.jit kernel")
@@ -181,11 +177,7 @@ def machine() -> Machine:
 
 
 def put(wanted: Machine | None) -> None:
-    """Let kernels run on this machine, or on none if it is None.
-
-    Raises:
-        TdcollError: they run on another one.
-    """
+    """Let kernels run on this machine, or on none if it is None; ``TdcollError`` if they run on another one."""
     global _machine
     if wanted is not None and _machine is not None:
         raise TdcollError("a simulated machine is active in this process already; only one can be")

@@ -194,10 +194,7 @@ class MemoryView:
     def wait_on_host(
         self, address: int, ready: Callable[[], bool], describe: Callable[[], str], timeout_s: float
     ) -> bool:
-        """Wait on the host until ``ready()``, which is about the word at ``address``; return False after ``timeout_s``.
-
-        The host polls, because another process may write there.
-        """
+        """Wait on the host, by polling, until ``ready()`` (of the word at ``address``); False after ``timeout_s``."""
         end = time.monotonic() + timeout_s
         while not ready():
             if time.monotonic() > end:

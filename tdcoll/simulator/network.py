@@ -138,8 +138,7 @@ class Network:
         return True
 
     def flush_stores(self, issuer: Task, touching: tuple[int, int] | None = None, to: int | None = None) -> None:
-        """Let stores of ``issuer`` arrive now, in the order of issue, and before them operations that a fence orders
-        first.
+        """Let stores of ``issuer`` arrive now, in the order of issue, behind operations that a fence orders first.
 
         Only those that have yet to write to addresses ``touching``, ``[first, end)``, and only those to the PE ``to``.
         """
@@ -155,8 +154,7 @@ class Network:
                 self._flush(link, wanted)
 
     def release_stores(self, issuer: Task) -> None:
-        """Order the stores of ``issuer`` so far before later operations of other programs of its PE that have heard of
-        it."""
+        """Order the stores of ``issuer`` so far before later operations of its PE's programs that have heard of it."""
         if issuer.in_flight:
             stores = (op for op in self._sent_by(issuer.pe) if op.issuer is issuer and op.kind == "store")
             self._released.update(dict.fromkeys(stores))

@@ -117,8 +117,7 @@ class PointerAccess:
         scheduler.turn()
 
     def store_weakly(self, addresses: Array, values: Array, mask: Array) -> Array:
-        """Send the elements that lie on other PEs through the network; return the mask of the others, which the caller
-        stores, and which other PEs see later."""
+        """Send the elements on other PEs through the network; return the mask of those that the caller has to store."""
         inside, network = self._symmetric(addresses, mask), self._machine.network
         if inside is None or network is None:
             return mask
@@ -137,8 +136,7 @@ class PointerAccess:
         return mask & (pes == program.pe)
 
     def store_words(self, addresses: Array, words: Array, mask: Array, *, whole: bool) -> None:
-        """Store 128-bit words, ``[n, 4]`` uint32, each ``whole``, or in parts that may arrive one by one. A schedule
-        point.
+        """Store 128-bit words, ``[n, 4]`` uint32: ``whole``, or in parts that arrive one by one. A schedule point.
 
         Other processes see a whole word's upper half after its lower one, or with it (because x86 orders stores).
         """
@@ -209,8 +207,7 @@ class PointerAccess:
 
     @contextmanager
     def atomic(self, addresses: Array, mask: Array, nbytes: int, *, symmetric: bool) -> Iterator[None]:
-        """Let the caller make an atomic read-modify-write of words of ``nbytes`` bytes inside. A schedule point
-        before."""
+        """Let the caller make an atomic read-modify-write of words of ``nbytes`` inside, after a schedule point."""
         self.before_load(addresses, mask, polls=True, symmetric=symmetric)
         with self._changing(self._machine.program.pe, addresses[mask], nbytes):
             yield
@@ -222,8 +219,7 @@ class PointerAccess:
 
     @contextmanager
     def _changing(self, pe: int, addresses: Array, nbytes: int) -> Iterator[None]:
-        """Let the memory have ``pe``'s view of these words inside, while it changes them by atomics; then wake waiting
-        tasks.
+        """Let the memory have ``pe``'s view of these words inside, for its atomics; then wake waiting tasks.
 
         Its own programs' earlier stores to them land before, because all PEs see the same word from then on.
         """
@@ -268,11 +264,7 @@ def _words(addresses: Array, nbytes: int) -> Array:
 
 
 def replace_word(address: int, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Replace the word of numpy type ``kind`` at any address by ``change(word)``, atomically.
-
-    Returns:
-        The old word.
-    """
+    """Replace the word of numpy type ``kind`` at any address by ``change(word)``, atomically; return the old word."""
     at, order = np.array([address], np.uint64), _interpreter.MEM_SEMANTIC.ACQUIRE_RELEASE
     while True:
         old = _interpreter.load(at, np.ones(1, bool), np.zeros(1, kind), kind)

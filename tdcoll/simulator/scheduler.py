@@ -325,8 +325,7 @@ class Scheduler:
 
 
 def raised_by(task: Task) -> BaseException:
-    """Return a task's error, which has a note now that names the task and, of a thread block, the line of the kernel.
-    Tracebacks show notes from Python 3.11 on."""
+    """Return a task's error with a note that names the task and, of a thread block, the line of the kernel."""
     assert task.error is not None
     note = f"raised by {task.name}{place_of(task.error).note() if task.is_program else ''}"
     notes = task.error.__dict__.setdefault("__notes__", [])

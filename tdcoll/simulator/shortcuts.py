@@ -135,8 +135,7 @@ def _remembering_types(stock: Function) -> Function:
 
 
 def _checking_once(stock: Function) -> Function:
-    """Return a ``TensorHandle.__post_init__`` that compares the size of numbers with that of a type once for each
-    pair."""
+    """Return a ``TensorHandle.__post_init__`` that compares a NumPy dtype's size with a type's once for each pair."""
     right: set[tuple[int, str]] = set()
 
     @wraps(stock)

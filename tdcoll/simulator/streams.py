@@ -79,8 +79,7 @@ class Stream:
 
 
 class SimulatedSideStream(Stream):
-    """A :class:`~tdcoll.runtime.heap.SideStream`: one that the host doesn't enter, and forks from the stream that it
-    has entered."""
+    """A :class:`~tdcoll.runtime.heap.SideStream`: not entered by the host, but forked from the one that is."""
 
     def __init__(self, scheduler: Scheduler, pe: int, handle: int) -> None:
         super().__init__(scheduler, pe, f"side stream {handle}")

@@ -22,8 +22,7 @@ from tdcoll.simulator.trace import HOST_TRACK, Trace, slice_of
 
 
 class TaskKilled(BaseException):
-    """Unwinds a task whose PE was killed or whose run has ended. Not an ``Exception``, because no code may handle
-    it."""
+    """Unwinds a task whose PE was killed or whose run has ended. No ``Exception``, because no code may handle it."""
 
 
 @dataclass(slots=True)
@@ -38,10 +37,7 @@ class Wait:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One thread of control: the host of a PE, or a program of a kernel, which has a place in its grid.
-
-    The simulator's other parts keep their per-program state here, too.
-    """
+    """One thread of control, with its state: the host of a PE, or a program of a kernel, at a place in its grid."""
 
     index: int
     name: str

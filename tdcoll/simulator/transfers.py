@@ -33,8 +33,7 @@ def _send(
     move: Callable[[int, Any, int], Any] | None = None,
     is_flag: bool = False,
 ) -> Operation | None:
-    """Give a message of the running program to the network; if there is none, it arrives at once. See
-    :class:`Operation`."""
+    """Give a message of the running program to the network, or without one deliver it. See :class:`Operation`."""
     program, network, scheduler = machine.program, machine.network, machine.scheduler
     if network is not None:
         pieces = [(dest, source, nbytes)] if is_flag and nbytes else network.cut(dest, source, nbytes)

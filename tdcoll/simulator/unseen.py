@@ -43,8 +43,7 @@ class Unseen:
         self._stores: dict[HiddenStore, None] = {}
 
     def hide(self, issuer: Task, runs: Sequence[tuple[int, int]]) -> HiddenStore:
-        """Hide a coming store of ``issuer`` to its PE's memory, none of which is hidden yet. ``runs``: as for
-        HiddenStore."""
+        """Hide a coming store of ``issuer`` to its PE's memory, not hidden yet. ``runs``: as for HiddenStore."""
         store = HiddenStore(issuer, runs)
         self._stores[store] = None
         return store
@@ -61,8 +60,7 @@ class Unseen:
         return {store.issuer for store in self._at(begin, end)}
 
     def as_seen_by(self, pe: int, begin: int, end: int) -> AbstractContextManager[None]:
-        """Let the memory have ``pe``'s view of the bytes ``[begin, end)`` inside. Writes there come from ``pe``, and
-        lie beneath the stores that it does not see."""
+        """Let the memory have ``pe``'s view of bytes ``[begin, end)`` inside; its writes lie beneath unseen stores."""
         hidden = [store for store in self._at(begin, end) if store.issuer.pe != pe]
         return _swapped(hidden) if hidden else _NOTHING_HIDDEN
 

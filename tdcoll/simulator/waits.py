@@ -95,8 +95,7 @@ def signals(
         f"{sign} {value}",
         read=machine.memory.words,
         true=lambda seen: true(seen, np.uint64(value)),
-        # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow are looked
-        # at all together.
+        # Each thread polls its own signal until it has seen the value. Signals that only grow are polled together.
         enough=np.all if compare in _GROWING else np.any,
         monitor=monitor,
         threads=threads,
@@ -152,10 +151,7 @@ def flagged(machine: Machine, addresses: Array, flag: int, **given: Any) -> tupl
 
 
 def words(machine: Machine, addresses: Array, absent: int, call: int, **given: Any) -> tuple[Array, Array]:
-    """Wait until none of the four 32-bit parts of every word is ``absent``. The values are ``[n, 4]`` uint32.
-
-    ``call`` is for the record.
-    """
+    """Wait until no 32-bit part of a word is ``absent``. Values are ``[n, 4]`` uint32; ``call`` is for the record."""
     return _wait(
         machine,
         addresses,

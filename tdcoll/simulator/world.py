@@ -263,8 +263,7 @@ class World:
         return results
 
     def stream(self) -> Stream:
-        """Return a new stream of the calling PE, on which it queues launches, copies, waits and writes of words:
-        ``with stream: ...``.
+        """Return a new stream of the calling PE. ``with stream:`` queues launches, copies, waits and writes there.
 
         Call it in a host function. If no stream is entered, each of them is done before it returns. ``stream.queue(f)``
         runs a host function there, whose launches are done in order.
@@ -322,8 +321,7 @@ class World:
 
     @property
     def gave_up(self) -> tuple[str, ...]:
-        """The waits that ``on_timeout="early"`` has let expire in the latest :meth:`run`, each with program, step, and
-        awaited word."""
+        """Program, step and awaited word of each wait that ``on_timeout="early"`` ended in the latest :meth:`run`."""
         return tuple(self.scheduler.gave_up)
 
     def _count_turn(self, task: Task) -> None:

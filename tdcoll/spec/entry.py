@@ -74,11 +74,7 @@ class DeviceFunction:
 def declared(
     declaration: str, prototype: str, doc: str, *, acquires: bool = False, types: tuple[str, ...] = ()
 ) -> DeviceFunction:
-    """Return the entry of a function.
-
-    Args:
-        declaration: such as ``"ld(ptr: ptr, scope: constant = 'gpu') -> value"``, with kinds in the place of types.
-    """
+    """Return the entry of a declaration by kinds, such as ``"ld(ptr: ptr, scope: constant = 'gpu') -> value"``."""
     function = ast.parse(f"def {declaration}: ...").body[0]
     assert isinstance(function, ast.FunctionDef)
     parameters = tuple((one.arg, ast.unparse(one.annotation)) for one in function.args.args if one.annotation)

@@ -114,10 +114,7 @@ def _exports(variables: Mapping[str, str]) -> str:
 
 
 def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
-    """Return the job's environment, and the module and arguments that Python runs.
-
-    Raises ``ValueError`` if an option, or a variable of SLURM's, is wrong.
-    """
+    """Return the job's environment and what Python runs; ``ValueError`` if an option or variable of SLURM is wrong."""
     if not given.program:
         raise ValueError("program: expected script.py or -m module, got nothing (see --help)")
     name, *rest = given.program

@@ -84,11 +84,7 @@ def _shortened(error: str) -> str:
 
 
 def _watch_ranks() -> set[int]:
-    """Return the processes that torchrun will have ended. If this process dies, the kernel kills its ranks.
-
-    Raises:
-        AttributeError, ImportError: PyTorch, or the system, is built otherwise.
-    """
+    """Return the processes that torchrun will have ended. If this process dies, the kernel kills its ranks."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     handlers: Any = subprocess_handler

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines of all benchmarks: what they take and refuse; and benchmarks/, for machines with GPUs.
 
-The commands of measure.py exist, and its jobs end; backend_calls.py makes its calls, and names its columns after the
-thread blocks that the launches had.
+The commands of measure.py exist, and its jobs end; backend_calls.py names its columns after thread blocks.
 """
 
 from __future__ import annotations
@@ -148,13 +147,11 @@ def test_the_command_is_repeated_without_what_is_local(monkeypatch: pytest.Monke
 
 
 def test_shared_gpus_have_no_times(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
-    from tdcoll.__main__ import main as command
-
     monkeypatch.setattr("tdcoll.job.lifecycle.INTERPRETED", False)
     monkeypatch.setenv("TDCOLL_SHARE_GPUS", "1")
     for name in ("all_gather", "reduce_scatter", "all_reduce_rms_norm", "sparse_all_reduce", "signal", "tune"):
         with pytest.raises(SystemExit) as ended:
-            command(["tune", "-o", str(tmp_path / "t.json")] if name == "tune" else ["bench", name])
+            main(["tune", "-o", str(tmp_path / "t.json")] if name == "tune" else ["bench", name])
         assert ended.value.code == 2
         assert f"{name}: error: TDCOLL_SHARE_GPUS (launch.sh --share-gpus) or initialize" in capsys.readouterr().err
 

@@ -228,10 +228,7 @@ def test_an_interrupted_sparse_call_ends_the_context(number: int, monkeypatch: p
         lambda: tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=64),
     )
     assert victim == ENDED
-    assert peer in (
-        TIMED_OUT,
-        TIMED_OUT.replace("CollectiveTimeout", "right", 1),
-    )  # it needs nothing of the last launch
+    assert peer in (TIMED_OUT, TIMED_OUT.replace("CollectiveTimeout", "right", 1))  # the last launch needs no peer
 
 
 def test_a_kernel_that_cannot_be_compiled_leaves_the_context_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,8 +315,7 @@ def test_scalars_that_require_grad_may_be_passed_again(pe: int) -> None:
 
 
 def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a choice looks at is the same on a rank that captures, and so is what is chosen: one rank may replay a
-    graph while another calls eagerly."""
+    """A rank that captures has the same facts and chooses alike: it may replay a graph while another calls eagerly."""
     names = {"all_gather": "direct", "all_reduce": "one_shot", "reduce_scatter": "direct"}
     table = Table(tuple(Section(SIMULATOR, name, WORLD, 1, False, (Entry(None, how),)) for name, how in names.items()))
     chosen: dict[int, list[Any]] = {0: [], 1: []}

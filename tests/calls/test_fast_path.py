@@ -143,18 +143,6 @@ def of(key: str, change: Callable[[torch.Tensor], Any]) -> Change:
     return changed
 
 
-def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.stack([tensor, tensor], -1)[..., 0]
-
-
-def _negative(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_complex(torch.stack([tensor, tensor], -1)).conj().imag.contiguous().neg_()._neg_view()
-
-
-def _requiring(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_()
-
-
 def _around(key: str, other: str) -> Change:
     """``key`` lies in the same memory as ``other``, 4 bytes further."""
 
@@ -169,8 +157,8 @@ def _around(key: str, other: str) -> Change:
 
 
 TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "strided": _strided,
-    "negative": _negative,
+    "strided": lambda tensor: torch.stack([tensor, tensor], -1)[..., 0],
+    "negative": lambda tensor: torch._neg_view(-tensor),
     "sparse": lambda tensor: tensor.to_sparse(),
     "elsewhere": lambda tensor: tensor.to("meta"),
     "of another dtype": lambda tensor: tensor.double(),
@@ -227,7 +215,8 @@ def changes_of(name: str) -> dict[str, Change]:
     if "into out" in name:
         changes["out overlaps tensor"] = _around("out", "tensor")
     if name != "all_gather_":
-        changes |= {f"{key} requires grad": of(key, _requiring) for key in keys}
+        requiring = lambda tensor: tensor.detach().clone().requires_grad_()  # noqa: E731
+        changes |= {f"{key} requires grad": of(key, requiring) for key in keys}
     return changes | {how: functools.partial(lambda new, given: {**given, **new}, new) for how, new in others.items()}
 
 

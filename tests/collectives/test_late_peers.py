@@ -344,11 +344,7 @@ def test_launches_after_an_expired_wait_leave_the_stage_alone(nodes: Nodes, tmp_
 
 
 class Deserted:
-    """A rank begins its second call when another one has given up on it. Both are neighbours, or of two nodes, as the
-    seed has it.
-
-    Each of the others gives up, too, or has the right results.
-    """
+    """A rank begins a call when another, by seed, has given up on it; the others give up, too, or have right data."""
 
     def __init__(self, calls: Calls) -> None:
         self.calls, world, first = calls, sum(calls.nodes), calls.nodes[0]

@@ -30,10 +30,7 @@ OF_THIS_GPU = {
 }
 """Functions whose words only programs of this GPU touch: there, and nowhere else, GPU scope is enough."""
 
-TABLES = {
-    *("primitives.stores.release_to", "primitives.stores.release_to_all"),
-    "bench.kernels.ping_pong",
-}
+TABLES = {*("primitives.stores.release_to", "primitives.stores.release_to_all"), "bench.kernels.ping_pong"}
 """Functions that load addresses between their barrier and their release. Those never change while a kernel runs."""
 
 KINDS = {
@@ -77,8 +74,7 @@ ASYNCHRONOUS = "an asynchronous copy is in a kernel that releases, and its compl
 
 
 class Block(NamedTuple):
-    """A basic block: its instructions, its events in order, each a set of kinds, and the labels of the blocks that may
-    follow."""
+    """A basic block: its instructions, its events in order, each a set of kinds, and the labels that may follow."""
 
     texts: list[str]
     events: list[frozenset[str]]
@@ -240,8 +236,7 @@ def _reaches(blocks: dict[str, Block], label: str, place: int, wanted: str) -> b
 
 
 def early(ptx: str) -> bool | None:
-    """Whether a kernel waits for the launch before it ahead of every access to memory, and then lets the next launch
-    begin; None if it does not wait."""
+    """Whether a kernel that waits for the launch before it does so ahead of all accesses, and lets the next begin."""
     if "griddepcontrol" not in ptx:
         return None
     for text, _, _ in _instructions(ptx):
@@ -294,8 +289,7 @@ RESULTS = re.compile(r"(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^,]+)")
 
 
 def _flows(text: str) -> tuple[list[str], list[str], bool]:
-    """Registers that an instruction or an inline asm writes, those that it reads, and whether the result is divergent
-    whatever it reads."""
+    """Registers that an instruction or inline asm writes and reads, and whether its result is divergent in any case."""
     lines = [line for line in re.split(r"[;\n]", text.removeprefix("asm ")) if line.strip()]
     written, read = [], []
     for line in lines:

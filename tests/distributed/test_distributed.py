@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backend "tdcoll" and sparse gradients: jobs of several processes on the simulator, and what can be seen alone."""
+"""Backend "tdcoll" and sparse gradients: jobs beside their checks of ``workers``, and what one rank shows alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checks import WORKERS
 from processes import python
 from ranks import Wrapped
-from tiers import second
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
 
 import tdcoll
@@ -34,21 +34,7 @@ from tdcoll.distributed.work import as_backend_error
 from tdcoll.job import lifecycle
 from tdcoll.spec.constants import RECORD_VALID
 
-WORKERS = Path(__file__).parents[1] / "workers"
-GPU_ONLY = {"streams", "groups_together", "works_that_nobody_waits_for", "graphs"}
-
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.mark.parametrize("ranks", [2, second(3)])
-def test_checks(launch: Launch, ranks: int) -> None:
-    done = launch("--simulate", "--nproc", str(ranks), str(WORKERS / "distributed_job.py"), timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {verdict["check"]: verdict for verdict in map(json.loads, done.stdout.splitlines())}
-    parts = ("order_checks", "checks", "tensors_checks", "groups_checks", "training_checks")
-    text = "\n".join((WORKERS / f"distributed_{part}.py").read_text(encoding="utf-8") for part in parts)
-    assert list(found) == re.findall(r"^@check(?:\(.*\))?\ndef (\w+)", text, re.MULTILINE)
-    assert {name for name, verdict in found.items() if verdict.get("ok") is not True} == GPU_ONLY & set(found)
 
 
 @pytest.mark.slow

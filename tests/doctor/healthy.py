@@ -23,10 +23,7 @@ GPUS = MachineFacts(
         "greenlet": {"version": "3.5.6"},
         "nvshmem": {"library": "/venv/nvshmem/lib/libnvshmem_host.so.3"},
         "driver": {"cuda": [13, 0]},
-        "gpus": {
-            "gpus": [{"name": "NVIDIA H200", "capability": [9, 0]}] * 3,
-            "no_peer_access": [],
-        },
+        "gpus": {"gpus": [{"name": "NVIDIA H200", "capability": [9, 0]}] * 3, "no_peer_access": []},
     },
     distributions={"triton": "3.6.0", "nvshmem4py-cu13": "0.4.1", "nvidia-nvshmem-cu13": "3.4.5"},
     environment=ONE_HOST,

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import WORKERS, checks_of, program_of, verdicts
+from checks import DISTRIBUTED, WORKERS, checks_of, program_of, verdicts
 
 from tdcoll.tools.bench.peers import PEERS
 from tdcoll.tools.bench.rows import load
@@ -40,12 +40,6 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 ALL = "language stores_and_waits words drop_ins"
-DISTRIBUTED = " ".join(f"distributed{part}" for part in ("", "_groups", "_order", "_tensors", "_training"))
-
-
-def words_of(names: str) -> list[str]:
-    """Script and arguments of a job."""
-    return [str(WORKERS / "distributed_job.py")] if names == DISTRIBUTED else program_of(names)
 
 
 def assert_well(done: subprocess.CompletedProcess[str], names: str) -> dict[str, dict[str, Any]]:
@@ -62,7 +56,7 @@ def needs(gpus: int) -> pytest.MarkDecorator:
 
 def run_checks(launch: Launch, ranks: int, names: str, *options: str) -> dict[str, dict[str, Any]]:
     """Run the checks of these scripts; return what they said."""
-    job = "--nproc", str(ranks), *options, *words_of(names)
+    job = "--nproc", str(ranks), *options, *program_of(names)
     if ranks > GPUS:
         # A rank that waits its turn at the GPU, and compiles beside all the others, is no rank that is gone.
         return assert_well(launch("--share-gpus", "--timeout", "120", *job, timeout=SHARED_TIMEOUT_S), names)
@@ -99,7 +93,7 @@ def test_checks(launch: Launch, name: str, ranks: int, nodes: int) -> None:
 def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
     """No NVSHMEM: neither started nor linked."""
     ranks, on_it = str(min(GPUS, 4)), {"TDCOLL_HEAP": "torch"}
-    assert_well(launch("--nproc", ranks, *words_of(name), timeout=TIMEOUT_S, env=on_it), name)
+    assert_well(launch("--nproc", ranks, *program_of(name), timeout=TIMEOUT_S, env=on_it), name)
 
 
 @needs(2)
@@ -108,7 +102,7 @@ def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
 def test_calls_by_copy_engines(launch: Launch, heap: str, connections: str) -> None:
     """Also where all streams share one queue to the GPU, as with Megatron."""
     ranks, environment = str(min(GPUS, 4)), {"TDCOLL_HEAP": heap, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
-    assert_well(launch("--nproc", ranks, *words_of("copies"), timeout=TIMEOUT_S, env=environment), "copies")
+    assert_well(launch("--nproc", ranks, *program_of("copies"), timeout=TIMEOUT_S, env=environment), "copies")
 
 
 @needs(2)

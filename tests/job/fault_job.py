@@ -181,8 +181,7 @@ def attempt(case: Case) -> dict[str, Any]:
 
 
 def run(case: Case, start_s: float) -> dict[str, Any]:
-    """Run a case ``start_s`` from now, and once more if a busy machine has ended it before its fault, by a deadline in
-    the job's start."""
+    """Run a case ``start_s`` from now, and once more if the start met a deadline on a busy machine."""
     time.sleep(start_s)
     found = attempt(case)
     return attempt(case) if found["fault"] is None else found

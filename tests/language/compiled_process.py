@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the language and `tdcoll.jit` do in a process that compiles: printed as JSON, for tests that are interpreted.
 
-The GPU is not there. A driver that only takes notes stands for it: kernels are compiled for real, "loaded" and
-"launched".
+A driver that only takes notes stands for the GPU: kernels are compiled for real, "loaded" and "launched".
 """
 
 from __future__ import annotations

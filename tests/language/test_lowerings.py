@@ -154,8 +154,7 @@ LIBRARY = {
     "sig_addr signal sig_op pe": "signal_op",
     "sig_addr cmp_ cmp_val": "signal_wait_until",
 }
-"""Functions of libshmem_device in triton-dist 0.0.0 by their parameters. With a star, also those of a warp and of a
-block."""
+"""Functions of libshmem_device in triton-dist 0.0.0 by parameters; a star adds those of a warp and of a block."""
 
 CONSTANTS = dict(zip(("CMP_EQ", "CMP_NE", "CMP_GT", "CMP_LE", "CMP_LT", "CMP_GE"), range(6), strict=True))
 CONSTANTS |= {"SIGNAL_SET": 9, "SIGNAL_ADD": 10}

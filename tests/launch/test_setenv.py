@@ -31,10 +31,7 @@ Prepared = Callable[..., tuple[setenv.Job, dict[str, str], list[str]]]
 
 @pytest.fixture
 def prepared(shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Prepared:
-    """``prepared(gpus=0, one_host=True, **variables)``: the job, NVSHMEM's variables, and what was said.
-
-    This Python has all that is needed.
-    """
+    """``prepared(gpus=0, one_host=True, **variables)``: job, NVSHMEM's variables, and output, if nothing is missing."""
     monkeypatch.setattr(setenv, "_problem", lambda modules, versions: "")
 
     def prepare(gpus: int = 0, one_host: bool = True, **variables: str) -> tuple[Any, ...]:

@@ -42,8 +42,7 @@ def encoded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def roundings(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """``(fp32, codes)``: numbers of every exponent and both signs, every number halfway between two of ``dtype`` and
-    its neighbours, and what PyTorch makes of them. It makes no infinities into numbers before 2.12, so they are
-    clamped."""
+    its neighbours, and what PyTorch makes of them; clamped, because before 2.12 it makes no numbers of infinities."""
     upper = torch.arange(1 << 16, dtype=torch.int64) << 16
     known = torch.arange(256).to(torch.uint8).view(dtype).double()
     known = known[known.isfinite()].sort().values

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job of two ranks that hangs until the test lets it go on: `hang_job.py FOLDER`. See test_hang.py.
 
-In each phase, one rank does not come until a file of the phase's name is there. A rank writes `RANK.PHASE` when it
-begins a phase.
+In each phase, one rank does not come before a file of the phase's name. Ranks that begin it write `RANK.PHASE`.
 """
 
 from __future__ import annotations

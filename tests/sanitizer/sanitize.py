@@ -235,10 +235,7 @@ def under(tool: str, sanitizer: str, folder: Path, first_port: int, ranks: int, 
 
 
 def become(first_port: str, *command: str) -> None:
-    """Become a command, in which ``{rank}`` is this rank and ``{port}`` the first of its ports.
-
-    torchrun starts this as a rank's program, so that a tool watches the rank alone.
-    """
+    """Become a command with ``{rank}`` and ``{port}`` filled in; torchrun starts it, so a tool sees one rank alone."""
     rank = os.environ["RANK"]
     port = str(int(first_port) + PORTS * int(rank))  # tools beside each other would else ask for the same ones
     os.execvp(command[0], [word.replace("{rank}", rank).replace("{port}", port) for word in command])

@@ -91,8 +91,7 @@ def gather(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, HOW: tl
 
 @jit
 def gather_in_order(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, WAITS: tl.constexpr):
-    """Gather where the program that waits comes as number ``WAITS`` of the grid; if not last, it needs all the others
-    beside it."""
+    """Gather where program number ``WAITS`` of the grid waits; if it is not the last, it needs all others beside it."""
     rank = tdl.my_pe()
     peer = (rank - WAITS + WORLD + tl.program_id(0)) % WORLD
     mine = buffer + rank * nbytes

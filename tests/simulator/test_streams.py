@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of one PE: contexts whose thread blocks fit together, and such that wait crosswise; copies in and out of
-order."""
+"""Streams of one PE: contexts whose thread blocks fit together or wait crosswise; copies in and out of order."""
 
 from __future__ import annotations
 

@@ -48,6 +48,11 @@ def data(owner: int, count: int, dtype: torch.dtype = torch.float32, call: int =
     return numbers.to(dtype)
 
 
+def sums(count: int, call: int = 0) -> torch.Tensor:
+    """The sum of ``data`` over all ranks."""
+    return sum(data(r, count, call=call) for r in everyone())
+
+
 def raw(tensor: torch.Tensor) -> list[int]:
     return tensor.contiguous().view(-1).view(torch.uint8).tolist() if tensor.numel() else []
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls by copy engines on every rank of a job: the order of copies that they rely on, and what runs beside them.
 
-`bash launch.sh tests/workers/copies_checks.py [checks]`; the GPU tests also set ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
+The GPU tests also set ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, neighbour, rank, run, scaled, simulated, world
+from harness import check, device, expect, neighbour, rank, scaled, simulated, world
 
 import tdcoll
 import tdcoll.language as tdl
@@ -148,7 +148,3 @@ def beside_matmuls() -> None:
                 expect(bool((kept == first).all()), f"{name}, replay {turn}")
                 expect(bool((call() == first).all()), f"{name}, call {turn}")
         ctx.check()
-
-
-if __name__ == "__main__":
-    run()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All dense collectives, as users call them, on every rank of a job; compared with the reference, to the bit.
 
-Each check is for all of them: `bash launch.sh tests/workers/dense_checks.py [checks]`. The calls are those of
-tests/collectives/suite, of larger sizes. A kernel takes seconds to compile, so there are few kinds of them.
+Each check is for all of them. The calls are those of tests/collectives/suite, of larger sizes. A kernel takes seconds
+to compile, so there are few kinds of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from harness import (
     patience_s,
     puts,
     rank,
-    run,
     scaled,
     simulated,
     world,
@@ -195,8 +194,7 @@ def numbers_of_8_bits() -> None:
 
 @check
 def many_calls_with_a_straggler() -> str:
-    """Thousands of calls of all collectives on one context, without a synchronisation, of changing sizes; one rank at a
-    time is late."""
+    """Thousands of calls of all collectives on one context, of changing sizes, not synchronised; one rank is late."""
     calls, most = scaled(5000, 24, shared_gpus=900), scaled(1500, 150)
     chooser, wrong = random.Random(7), torch.zeros((), dtype=torch.int64, device=device())
     ready = {spec.name: data(spec, 0, most, torch.int32) for spec in SPECS}
@@ -398,7 +396,3 @@ def timeouts_name_the_peer() -> str:
                 expect(fine, f"{spec.name}, {algorithm}: {named}")
             left_alone()
     return f"peer named by {', '.join(tried)}"
-
-
-if __name__ == "__main__":
-    run()

@@ -75,8 +75,7 @@ def right(got: torch.Tensor, should: torch.Tensor, what: str) -> None:
 
 
 class Watched:
-    """Symmetric memory for calls of one kind after the other, and a counter of wrong elements, which needs no
-    synchronisation."""
+    """Symmetric memory for calls of one kind after the other, and a counter of wrong elements on the device."""
 
     def __init__(self, spec: Collective, most: int, dtype: torch.dtype) -> None:
         self.spec, self.dtype = spec, dtype

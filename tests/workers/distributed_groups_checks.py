@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, by_fallback, data, dense_sum, handled, same, single, sparse
+from backend_job import SINGLE_SCATTER, by_fallback, data, dense_sum, handled, same, single, sparse, sums
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch.distributed import batch_isend_irecv  # before there is a group of tdcoll's
 
@@ -265,10 +265,6 @@ def blocks_of_all_contexts_fit() -> None:
 # ---------------------------------------------------------------------- GPUs
 
 
-def sums(owners: range, count: int, call: int) -> torch.Tensor:
-    return sum(data(r, count, call=call) for r in owners)
-
-
 @check(gpu_only=True)
 def streams() -> None:
     """A call waits for the current stream, and wait() makes the current stream wait for it."""
@@ -338,7 +334,7 @@ def groups_together() -> None:
     torch.cuda.synchronize()
     for call in range(2):
         same(outs[call], torch.cat([data(r, n, call=call) for r in everyone()]), f"gathered {call}")
-        same(parts[call], sums(everyone(), world() * n, call).view(world(), n)[rank()], f"scattered {call}")
+        same(parts[call], sums(world() * n, call).view(world(), n)[rank()], f"scattered {call}")
         largest = torch.stack([data(r, n, call=call) for r in everyone()]).amax(0)
         same(maxima[call], largest, f"maxima {call}")
     dist.destroy_process_group(other)
@@ -385,8 +381,8 @@ def graphs() -> None:
         whole.copy_(data(rank(), world() * 256, call=call))
         graph.replay()
         same(out, torch.cat([data(r, 256, call=call) for r in everyone()]), f"replay {call}")
-        same(part, sums(everyone(), world() * 256, call).view(world(), 256)[rank()], f"scattered, replay {call}")
-        same(reduced_, sums(everyone(), 256, call), f"reduced, replay {call}")
+        same(part, sums(world() * 256, call).view(world(), 256)[rank()], f"scattered, replay {call}")
+        same(reduced_, sums(256, call), f"reduced, replay {call}")
 
 
 def again() -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from backend_job import by_fallback, data, finish, handled, same, single, sparse
+from backend_job import by_fallback, data, finish, handled, same, single, sparse, sums
 from harness import check, device, everyone, expect, rank, simulated, world
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -18,10 +18,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 import tdcoll
 from tdcoll.calls import pool
 from tdcoll.distributed import Options, explain
-
-
-def sums(count: int, times: int = 1) -> torch.Tensor:
-    return sum(data(r, count) for r in everyone()) * times
 
 
 def ended(*futures: object, within_s: float = 20.0) -> None:
@@ -69,8 +65,8 @@ def callbacks_that_make_calls_and_wait() -> None:
             tensor = data(rank(), 5)
             future = dist.all_reduce(tensor, async_op=True).get_future().then(lambda done, f=again: f(done, 1))
             ended(future)
-            same(made[0], sums(5, world()), f"{way}: the second sum")
-            same(made[2], sums(5, world() ** 2), f"{way}: the third sum")
+            same(made[0], sums(5) * world(), f"{way}: the second sum")
+            same(made[2], sums(5) * world() ** 2, f"{way}: the third sum")
             for other in made[1::2]:
                 same(other, torch.cat([data(r, 4) for r in everyone()]), f"{way}: gathered in a callback")
     dist.destroy_process_group(group)

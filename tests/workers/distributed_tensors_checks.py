@@ -9,16 +9,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, by_fallback, data, finish, handled, same, single
+from backend_job import SINGLE_SCATTER, by_fallback, data, finish, handled, same, single, sums
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch import nn
 
 import tdcoll
 from tdcoll.distributed import Options, explain
-
-
-def sums(count: int) -> torch.Tensor:
-    return sum(data(r, count) for r in everyone())
 
 
 @check

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dense_parts import SPECS, data, reference, right, wanted
-from harness import check, device, expect, rank, run, scaled, simulated, world
+from harness import check, device, expect, rank, scaled, simulated, world
 
 import tdcoll
 import tdcoll.distributed
@@ -19,17 +19,12 @@ TORCHS = {
     dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min",
     dist.ReduceOp.PRODUCT: "prod",
 }  # fmt: skip
-DropIn = Callable[..., Any]
 
 
-NAMES = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
-NAMES |= {"all_to_all": "all_to_all_single", "all_reduce": "all_reduce"}
-
-
-def drop_ins() -> Iterator[tuple[Collective, DropIn]]:
+def drop_ins() -> Iterator[tuple[Collective, Callable[..., Any]]]:
     """``(spec, function(tensor, out, *more))``; what has no ``out`` works in place."""
     for spec in SPECS:
-        function = getattr(tdcoll.distributed, NAMES[spec.name])
+        function = getattr(tdcoll.distributed, spec.torch)
 
         def call(tensor: torch.Tensor, out: torch.Tensor, *more: Any, function=function, **named: Any) -> Any:
             tensors = [out.copy_(tensor)] if function is tdcoll.distributed.all_reduce else [out, tensor]
@@ -92,7 +87,3 @@ def asynchronous_drop_ins() -> None:
         expect(all(work.is_success() for work in works), "they are complete now")
         for (spec, _, every), copy in zip(found, copies, strict=True):
             right(copy, wanted(spec, every), f"{spec.name}, rank {late} late")
-
-
-if __name__ == "__main__":
-    run()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from harness import check, device, expect, rank, run, scaled, simulated, world
+from harness import check, device, expect, rank, scaled, simulated, world
 from tensors import given, same_bits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -178,7 +178,3 @@ def fused_graphs() -> None:
     for rows, captured in ((1, 1), (8, 2), (40, 3)):
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16, lamport_bytes=2 << 20) as ctx:
             replay_captured(rows, captured, ctx)
-
-
-if __name__ == "__main__":
-    run()

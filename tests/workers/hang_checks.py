@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from harness import check, device, everyone, expect, rank, run, simulated, world
+from harness import check, device, everyone, expect, rank, simulated, world
 
 import tdcoll
 from tdcoll.base import hang
@@ -21,8 +21,7 @@ TIMEOUT_S = 60.0  # a line comes after 10 s
 
 @check
 def a_long_wait_says_so() -> str:
-    """Ranks that wait log for whom, and answer `tdcoll hang` while their main threads wait for the GPU. The late rank
-    comes when all have done so."""
+    """Ranks that wait log for whom, and answer `tdcoll hang` beside it. The late rank comes when all have done so."""
     if world() == 1:
         return "one rank waits for no other"
     late, lines, answers = world() - 1, list[str](), list[str]()
@@ -69,7 +68,3 @@ def a_long_wait_says_so() -> str:
         if tdcoll.topology().n_nodes == 1:
             expect(said()[0].endswith(f"for rank {late}"), said()[0])
     return f"logged: {lines}"
-
-
-if __name__ == "__main__":
-    run()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that every rank of a job runs, on GPUs or in the simulator: `bash launch.sh tests/workers/NAME.py [checks]`.
+"""Checks that every rank of a job runs, on GPUs or in the simulator; ``checks_job.py`` starts them.
 
 A check is a function decorated with :func:`check`. It may be collective; if it fails on one rank the script says so
 and ends the job, rather than leave the others in a collective. Rank 0 prints one JSON line per check.
@@ -119,17 +119,10 @@ def expect_raises(kind: type[BaseException], action: Callable[[], object], *frag
 def covering(first: Sequence[A], second: Sequence[B], turn: int = 0) -> list[tuple[A, B]]:
     """Return the fewest pairs in which each of ``first`` and each of ``second`` stands at least once.
 
-    They are for kinds of kernels, each of which takes seconds to compile: the simulator's tests have all pairs. Another
-    ``turn`` makes other pairs.
+    A kernel takes seconds to compile; the simulator's tests have all pairs. Another ``turn`` makes other pairs.
     """
     pairs = range(max(len(first), len(second)))
     return [(first[i % len(first)], second[(i + turn) % len(second)]) for i in pairs]
-
-
-def all_agree(ok: bool) -> bool:
-    """Whether ``ok`` holds on all ranks, over tdcoll's control plane (which the checks do not test)."""
-    owner = runtime.current()
-    return all(owner.control.all_gather(range(owner.world_size), "check verdict", ok))
 
 
 def run(argv: list[str] | None = None, **initialize: object) -> None:
@@ -155,7 +148,8 @@ def run(argv: list[str] | None = None, **initialize: object) -> None:
                 print(f"rank {rank()}: {name} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                 print(json.dumps({"check": name, "ok": False, "rank": rank()}), flush=True)
                 os._exit(1)
-            verdict = {"check": name, "ok": all_agree(True), "seconds": round(time.perf_counter() - begin, 2)}
+            runtime.current().control.all_gather(everyone(), "check verdict", name)  # all ranks have come so far
+            verdict = {"check": name, "ok": True, "seconds": round(time.perf_counter() - begin, 2)}
             if note is not None:
                 verdict["note"] = note
         if rank() == 0:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, neighbour, rank, run, scaled, symmetric, world
+from harness import check, device, expect, neighbour, rank, scaled, symmetric, world
 
 import tdcoll
 import tdcoll.language as tdl
@@ -272,7 +272,3 @@ def all_functions_are_checked() -> None:
     source = "".join(file.read_text() for file in files)
     unused = [name for name in FUNCTIONS if f"tdl.{name}(" not in source]
     expect(not unused, f"no check calls {unused}")
-
-
-if __name__ == "__main__":
-    run()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import torch
-from harness import check, device, everyone, expect, rank, run, scaled, simulated, world
+from harness import check, device, everyone, expect, rank, scaled, simulated, world
 from sparse_parts import Rows, Shape, call, compare, coo, part, parts
 
 import tdcoll
@@ -230,7 +230,3 @@ def sparse_streams() -> None:
     torch.cuda.synchronize()
     for number, got in enumerate(results):
         compare(got.indices()[0], got.values(), every[number % 6], what=f"changing streams, call {number}")
-
-
-if __name__ == "__main__":
-    run()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import check, device, everyone, expect, expect_raises, rank, run, world
+from harness import check, device, everyone, expect, expect_raises, rank, world
 from sparse_parts import Rows, call, compare, coo, part, parts
 
 import tdcoll
@@ -104,7 +104,3 @@ def sparse_capture_errors() -> None:
     grow = partial(tdcoll.sparse_all_reduce, coo(many, 9), ctx=ctx, algorithm="owner")
     expect_raises(tdcoll.ContextError, grow, "captured in a CUDA graph")
     ctx.close()
-
-
-if __name__ == "__main__":
-    run()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from harness import check, device, expect, rank, run, scaled, world
+from harness import check, device, expect, rank, scaled, world
 
 import tdcoll
 from tdcoll import runtime
@@ -99,7 +99,3 @@ def a_signal_that_comes_after_its_data() -> str:
         Change("stores.push", both, f"{STORE}\n{late}{RELEASE}"),
         Change("stores.push", both, f"{RELEASE}\n{late}{STORE}"),
     )
-
-
-if __name__ == "__main__":
-    run()

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores to peers' memory and waits for what arrives, by the device language, on every rank of a job.
 
-Through pointers, as words that say by themselves that they are there, by copies; waits that loads stay behind, and that
-end; and the truth of pointers.
+Through pointers, as flagged words, by copies; waits that loads stay behind, and that end; and the truth of pointers.
 """
 
 from __future__ import annotations
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, expect_raises, neighbour, rank, run, scaled, shared, symmetric, world
+from harness import check, device, expect, expect_raises, neighbour, rank, scaled, shared, symmetric, world
 
 import tdcoll
 import tdcoll.language as tdl
@@ -20,10 +19,7 @@ from tdcoll import runtime
 def sum_of_late_parts(
     parts, sent, total, signals, value, pe, pause, monitor, ok, PARTS: tl.constexpr, STEP: tl.constexpr
 ):
-    """Program 0 sends 16 x 16 parts, each of them late; program 1 adds up what comes, in a loop that Triton pipelines.
-
-    STEP is 1 with tokens, and 0 without.
-    """
+    """Program 0 sends 16 x 16 parts, late; program 1 adds them in a loop that Triton pipelines. STEP 1: with tokens."""
     if tl.program_id(0) == 0:
         for i in range(PARTS):
             for _ in range(pause):
@@ -277,7 +273,3 @@ def waits_end() -> None:
     told = error.peer, error.signal, error.expected, error.seen  # type: ignore[attr-defined]
     expect(told in ((2, 2, 9, 4), (3, 3, 9, 0)), str(error))
     runtime.current().failed = False  # nothing else is broken
-
-
-if __name__ == "__main__":
-    run()

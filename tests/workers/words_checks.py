@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, expect_raises, neighbour, rank, run, scaled, simulated, symmetric, world
+from harness import check, device, expect, expect_raises, neighbour, rank, scaled, simulated, symmetric, world
 
 import tdcoll
 import tdcoll.language as tdl
@@ -245,7 +245,3 @@ def epochs_of_own_kernels() -> None:
             right(done)
         del graph
     tdcoll.barrier()
-
-
-if __name__ == "__main__":
-    run()

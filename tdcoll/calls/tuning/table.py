@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tuning table, in a JSON file: a section for each kind of call that was measured, with entries by size.
 
-``docs/benchmarks.md`` has the format, and why sections don't depend on CUDA graphs. If there is no section for a call,
-the default heuristic of the collective decides.
+``docs/benchmarks.md`` has the format. If there is no section for a call, the collective's default heuristic decides.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES, MAX_BLOCKS, MAX_CHUNKS
 
 VERSION = 5
-"""Version 4 has other names of fields. Older ones distinguished eager calls from those in CUDA graphs, so ranks could
-choose differently."""
+"""Version 4 renamed fields. Older ones told eager calls from captured ones, so ranks could choose differently."""
 
 WARPS = (1, 2, 4, 8, 16, 32)
 """Numbers of warps that a thread block may have."""

@@ -89,8 +89,7 @@ SPEC = Collective(
 
 
 def counted_launches(ctx: CollectiveContext, nbytes: int) -> Launches:
-    """Return the prepared launches of all-gathers in place of segments whose sizes are counted on the device, for
-    collectives built on it.
+    """Return prepared launches of all-gathers in place whose sizes are counted on the device, for other collectives.
 
     A call, ``launches(segment, segments)``, is one epoch of ``ctx``, which the caller has begun. Afterwards every rank
     has every segment, up to its count. It uses the default heuristic without LL, which doesn't support counts.

@@ -34,11 +34,7 @@ def early(facts: Facts) -> bool:
 
 
 def algorithms(same: bool) -> tuple[Algorithm, ...]:
-    """Return ``ll``, ``direct``, ``loop`` and ``ce``.
-
-    Args:
-        same: a rank has one segment for all ranks, as in an all-gather.
-    """
+    """Return ``ll``, ``direct``, ``loop`` and ``ce``. ``same``: a rank has one segment for all, as in an all-gather."""
 
     def epoch(facts: Facts, in_place: bool | None = None) -> int:
         """Return the bytes of a segment in each epoch: the inbox's, or all of it if it lands in the result."""

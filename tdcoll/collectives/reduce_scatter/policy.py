@@ -22,8 +22,5 @@ def blocks(facts: Facts, plan: Plan) -> int:
 
 
 def default(facts: Facts) -> str:
-    """Return the algorithm that is taken if no table has an entry.
-
-    In one node that of :func:`~tdcoll.calls.plan.node_default`; puts elsewhere.
-    """
+    """Return the default algorithm: in one node that of :func:`~tdcoll.calls.plan.node_default`, otherwise puts."""
     return node_default(facts, 2 * facts.nbytes, WORDS.supports) or "1d"

@@ -57,8 +57,7 @@ class _Kind:
     Attributes:
         num_rows: of all tables.
         elements, row_bytes: of the widest row, the distance from one row to the next where they are reduced.
-        too_wide: rows are over the context's bytes. They take part in the exchange, which shows whether all ranks have
-            such rows, and move no further.
+        too_wide: rows are over the context's bytes. They move no further than the exchange, which tells all ranks.
         lists: int64 ``[world, stride]``: every rank's list.
         union, out: the ids and rows of a result, ``[1, max_union]`` and ``[max_union, elements]``.
         seed: of the signature.

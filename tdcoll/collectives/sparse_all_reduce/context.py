@@ -53,8 +53,7 @@ class SparseContext(CollectiveContext):
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
         max_rows_per_rank: the most *different* rows that one rank brings to a call.
         max_row_bytes: the most bytes that a row has.
-        max_union_rows: the most different rows that all ranks bring together. Default: ``world * max_rows_per_rank``,
-            which is always enough.
+        max_union_rows: the most different rows of all ranks. Default: ``world * max_rows_per_rank``, always enough.
         grow: a call that is over the capacity makes the context larger on all ranks and goes on, instead of raising.
             Copies of results are not affected; views (``copy=False``) of earlier calls are.
         max_blocks: the most thread blocks of one launch that waits for other ranks, and no fewer than
@@ -175,8 +174,7 @@ class SparseContext(CollectiveContext):
     def lists(self, with_rows: bool) -> torch.Tensor:
         """``[world, stride]`` int64: every rank's list; ``with_rows``, lists that are followed by their rows.
 
-        The stride is the same for rows of any size: ranks that pass different ones must find each other's headers to
-        see it.
+        The stride is the same for rows of any size, because the headers tell ranks that they pass different ones.
         """
         nbytes = self.capacities.segment_stride if with_rows else self.capacities.list_bytes
         return self.area[: self.world_size * nbytes].view(torch.int64).view(self.world_size, nbytes // 8)
@@ -193,11 +191,7 @@ class SparseContext(CollectiveContext):
         return found
 
     def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int | None) -> None:
-        """Raise what the lists of all ranks show to be wrong, which is the same on every rank: by their ``status``.
-
-        Args:
-            num_rows: of the table; None for calls with several.
-        """
+        """Raise what the lists' ``status`` shows to be wrong, alike on all ranks. ``num_rows``: None for several."""
         if bad := status[BAD_SIGNATURE.value]:
             raise RankMismatchError(
                 f"{operation}: ranks pass different shapes, dtypes, operations or algorithms (rank {bad - 1} differs "

@@ -46,8 +46,7 @@ class PaddedRows:
 
 
 def _context(given: SparseContext | None, group: runtime.Group, operation: str) -> SparseContext:
-    """Return the context of a call whose result has any size: the given one, or tdcoll's own of the group, which grows,
-    follows the stream, and lives until ``finalize``."""
+    """Return the given context, or tdcoll's own of the group, which grows and follows the stream until ``finalize``."""
     if given is not None:
         if group is not None:
             raise ValueError(f"{operation}: group must be None with ctx, which has a group already; got {group!r}")
@@ -123,8 +122,7 @@ def _reduce(
 
 
 def _facts(name: str, tensors: Any, first: int = 0, **more: Any) -> dict[str, Any]:
-    """Return what debug mode compares of a tensor, or of several: shapes from the ``first`` dimension on, by ``name``,
-    and ``more``."""
+    """Return the facts that debug mode compares: shapes from the ``first`` dimension on, by ``name``, and ``more``."""
 
     def shape(tensor: Any) -> tuple[int, ...]:
         return tuple(getattr(tensor, "shape", ()))[first:]
@@ -137,8 +135,7 @@ def _facts(name: str, tensors: Any, first: int = 0, **more: Any) -> dict[str, An
 def _run(
     ctx: SparseContext, operation: str, rows: Joined, op: str, algorithm: str, more: bool, *, copy: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``(indices [1, U], values [U, *shape])`` of each tensor. ``more``: the next call uses the context's memory at
-    once."""
+    """``(indices [1, U], values [U, *shape])`` of each tensor. ``more``: the next call reuses the context's memory."""
     while True:
         call = SparseCall(ctx, rows, op, algorithm)
         call.match()

@@ -39,8 +39,7 @@ def _up(nbytes: int) -> int:
 
 
 class Tiles(NamedTuple):
-    """How the kernels that move rows cut them: tiles of ``rows`` rows and ``wide`` elements of each, and ``deep`` rows
-    of one id that are summed at a time. Powers of two."""
+    """How kernels cut rows: tiles of ``rows`` by ``wide`` elements, ``deep`` rows of an id at a time; powers of two."""
 
     rows: int
     wide: int

@@ -106,19 +106,14 @@ class Choice:
         return bool(found.words) and found.epoch(self._facts(nbytes)) < nbytes
 
     def plan(self, candidate: Candidate, nbytes: int) -> Plan:
-        """Return the plan of a candidate for such a call, or for its first epoch if LL or Lamport takes several.
-
-        Raises:
-            ValueError: this call doesn't support it.
-        """
+        """Return the candidate's plan, of the first epoch if words take several; ``ValueError`` if unsupported."""
         topology, facts = self.topology, self._facts(nbytes, candidate.in_place)
         kind = ("", self.spec.name, topology.ranks_per_node or 0, topology.n_nodes, candidate.in_place)
         section = Section(*kind, (candidate.entry(None),))
         return self.spec.choose(facts, candidate.algorithm, [section])
 
     def requested(self, candidate: Candidate, nbytes: int) -> Requested:
-        """Return the argument for such a call: the candidate's plan, or its algorithm's name if it takes several
-        epochs."""
+        """Return the ``algorithm`` of such a call: the candidate's plan, or its name if it takes several epochs."""
         several = self._several_epochs(candidate.algorithm, nbytes)
         return candidate.algorithm if several else self.plan(candidate, nbytes)
 
@@ -162,8 +157,7 @@ class Choice:
     def picked(self, times_us: Mapping[int, Mapping[Candidate, float]]) -> list[tuple[int, Candidate]]:
         """Return the choice for each size: ``(bytes of a segment, candidate)``.
 
-        In this order, of the candidates that are slower than the fastest by at most the margin: the same as for the
-        size before; the default heuristic's own; the fastest.
+        The first of these within the margin: the choice for the size before; the default heuristic's own; the fastest.
 
         Args:
             times_us: the time of each candidate by size, ascending.

@@ -139,8 +139,7 @@ class DenseCase(case.Case):
             yield made, context.check
 
     def _took(self, name: str, nbytes: int, context: CollectiveContext) -> dict[str, Any]:
-        """Return the facts of rows that follow from the plan: the algorithm that is chosen where none is requested, and
-        the multiprocessors."""
+        """Return the facts of rows that follow from the plan: multiprocessors, and the algorithm that "auto" takes."""
         algorithm, in_place, symmetric = _parts(name)
         given, result = self.spec.sizes(nbytes, context.world_size)
         dtype = self.options.dtype

@@ -174,8 +174,7 @@ class Contender:
 
 
 def _calls(subject: Subject, calls: int) -> list[Found]:
-    """Make at least so many calls, and return the errors of each. Unless they are alone, as many calls as there are
-    inputs are made before the first is checked."""
+    """Make at least so many calls, as many as there are inputs before each check unless alone; return their errors."""
     found, step = [], 1 if subject.alone else subject.inputs
     for first in range(0, calls, step):
         numbers = [(first + place) % subject.inputs for place in range(step)]
@@ -294,10 +293,7 @@ def measure(
 
 
 def simulate(job: Ranks, entry: Contender) -> None:
-    """Call and check every input twice, or one input twice if its calls are alone.
-
-    The second call finds stale data of the first one.
-    """
+    """Call and check every input twice, or one if calls are alone: the second call finds stale data of the first."""
     if not entry.runs:
         return
     subject = entry.subject

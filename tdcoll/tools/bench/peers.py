@@ -21,11 +21,7 @@ from tdcoll.tools.bench.engine import Subject, nothing
 
 
 class Stock:
-    """Buffers for the calls of one size; subjects may share them.
-
-    Args:
-        new: makes buffers, given ``allocate`` of :class:`~tdcoll.tools.bench.data.Buffers`.
-    """
+    """Buffers for the calls of one size, which subjects may share. ``new(allocate=...)`` makes them."""
 
     def __init__(self, new: Callable[..., Buffers]) -> None:
         self.new = new

@@ -125,8 +125,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _by_label(layout: Layout, rows: Sequence[Row], shown: Sequence[str]) -> list[str]:
-    """Return a line for each algorithm and baseline: for each size the time, and the multiprocessors or what was added
-    to the time alone."""
+    """Return a line for each algorithm and baseline: for each size the time, and multiprocessors or the added time."""
     sizes, beside = distinct(map(layout.key, rows)), "added" in rows[0].facts
     second = "added" if beside else "SMs"
 
@@ -206,8 +205,7 @@ def markdown(head: dict[str, Any], rows: Sequence[Row], *, only: Sequence[str] =
 
 
 def losses(head: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Return the sizes at which a baseline is faster, and by how much: a line for each column of tdcoll's that
-    loses."""
+    """Return a line for each column of tdcoll's that loses: sizes at which a baseline is faster, and by how much."""
     layout = LAYOUTS[head["benchmark"]]
     lines = []
     launches: list[str] = []

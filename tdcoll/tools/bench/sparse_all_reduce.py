@@ -146,8 +146,7 @@ def _sparse(rows: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) ->
 
 
 def _exchange_counts(rows: torch.Tensor) -> int:
-    """Exchange how many rows each rank has, as every caller must, and wait for the GPU. Here all have the same number.
-    Return the number of ranks."""
+    """Exchange how many rows each rank has, as every caller must, and wait for it. Return the number of ranks."""
     counts = torch.empty(dist.get_world_size(), dtype=torch.int64, device=rows.device)
     _all_gather(counts, torch.full((1,), rows.numel(), dtype=torch.int64, device=rows.device))
     return len(counts.tolist())

@@ -62,8 +62,7 @@ TABLES = ((9, (3,)), (1, ()), (40, (5, 2)), (3, (1,)))
 
 
 class Reduces:
-    """Runs ``calls`` on every rank, in small pieces, each with other rows, and compares with the reference, at once and
-    at the end.
+    """Runs ``calls`` on every rank, in small pieces, each with other rows; compares them at once and at the end.
 
     Args:
         algorithms: of the calls, in order: ``o`` owner, ``g`` gather, ``d`` dense.

@@ -8,14 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-ACCUMULATED_IN = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.int32: torch.int32,
-    torch.int64: torch.int64,
-}
+
+def accumulated_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 class Rows(NamedTuple):
@@ -28,7 +23,7 @@ class Rows(NamedTuple):
 def coalesce(part: Rows) -> Rows:
     """Each index once, ascending: rows of one index summed, in order, and rounded to the dtype."""
     dtype = part.values.dtype
-    wide = ACCUMULATED_IN[dtype]
+    wide = accumulated_in(dtype)
     union, place, times = part.indices.unique(return_inverse=True, return_counts=True)
     summed = torch.zeros((union.numel(), *part.values.shape[1:]), dtype=wide)
     for i, at in enumerate(place.tolist()):
@@ -81,7 +76,7 @@ def reduce(parts: Sequence[Rows], op: str = "sum", nodes: Sequence[int] | None =
         dense: nodes in the order of their numbers for every row, and rounded once.
     """
     dtype = parts[0].values.dtype
-    wide = ACCUMULATED_IN[dtype]
+    wide = accumulated_in(dtype)
     each = [coalesce(part) for part in parts]
     union = torch.cat([part.indices for part in each]).unique()
     shape = (union.numel(), *each[0].values.shape[1:])

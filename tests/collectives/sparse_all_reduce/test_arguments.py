@@ -15,11 +15,6 @@ import tdcoll
 from .calls import IDS, PART, ROWS, everywhere, make, mine, reduce_and_compare, sparse
 
 
-def _coo2(rows: int = ROWS) -> torch.Tensor:
-    """COO of two sparse dimensions."""
-    return torch.sparse_coo_tensor(torch.tensor([[1], [2]]), torch.ones(1), (rows, 4), check_invariants=False)
-
-
 def _csr() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -29,13 +24,9 @@ def _csr() -> torch.Tensor:
 TENSORS: list[tuple[Any, type[Exception], str]] = [
     ([1, 2], TypeError, r"^tensor\[0\] must be a torch\.Tensor, got 1$"),
     ({}, TypeError, r"^tensor must be a torch\.Tensor, got dict$"),
-    (
-        torch.ones(3, 4),
-        ValueError,
-        r"^tensor must have the layout torch\.sparse_coo, got torch\.strided\. tdcoll\.all",
-    ),
+    (torch.ones(3, 4), ValueError, r"^tensor must have the layout torch\.sparse_coo, got torch\.strided\. tdcoll\.all"),
     (_csr(), ValueError, r"^tensor must have the layout torch\.sparse_coo, .*sparse_csr\. tdcoll"),
-    (_coo2(), ValueError, r"^tensor must have one sparse dimension.*got 2 of shape \[40, 4\]$"),
+    (torch.ones(ROWS, 4).to_sparse(), ValueError, r"^tensor must have one sparse dimension.*got 2 of shape \[40, 4\]$"),
     (sparse([1], torch.ones(1, 4).bool()), TypeError, r"^tensor must have one of the dtypes .* torch\.bool$"),
     (sparse([1], torch.ones(1, 4)).to("meta"), ValueError, r"^tensor must be on cpu, where the context is; got meta$"),
 ]

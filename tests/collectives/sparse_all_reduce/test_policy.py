@@ -12,20 +12,16 @@ from hypothesis import strategies as st
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, TILE_BYTES, Capacities, choose, tiles
 from tdcoll.runtime.topology import Topology
 
+from ..suite.ways import topology_of
+
 TABLE = 100_000
-
-
-def nodes_of(*sizes: int, rank: int = 0) -> Topology:
-    """Topology of nodes with so many ranks each."""
-    node_ids = [node for node, size in enumerate(sizes) for _ in range(size)]
-    return Topology.of(rank, range(len(node_ids)), node_ids)
 
 
 def pick(algorithm: str = "auto", nodes: tuple[int, ...] = (8,), fit: bool = True, **facts: Any) -> str:
     """``choose`` with what a test does not care about filled in: many rows, all of which ``fit`` beside the ids."""
     known: dict[str, Any] = {"max_rows_per_rank": TABLE, "max_row_bytes": 512, "grow": False} | facts
     union = known["max_rows_per_rank"] * (sum(nodes) if fit else 0) or 1
-    return choose(algorithm, Capacities(nodes_of(*nodes), max_union_rows=union, **known), known["max_row_bytes"])
+    return choose(algorithm, Capacities(topology_of(nodes), max_union_rows=union, **known), known["max_row_bytes"])
 
 
 FEW_BYTES = {(1,): 8 << 20, (2,): 8 << 20, (8,): 1198372, (4, 4): 65536, (1, 3): 65536, (200,): 65536}
@@ -92,17 +88,13 @@ def test_all_ranks_choose_the_same(
     assert len(answers) == 1
 
 
-def power_of_two(value: int) -> bool:
-    return value > 0 and value & (value - 1) == 0
-
-
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize("elements", [0, 1, 2, 3, 64, 65, 100, 512, 2048, 4096, 4097, 100_000])
 def test_tiles(elements: int, itemsize: int) -> None:
     cut = tiles(elements, itemsize)
     room = TILE_BYTES // itemsize
     for value in cut:
-        assert power_of_two(value), "Triton wants a power of two"
+        assert value.bit_count() == 1, "Triton wants a power of two"
     assert cut.rows * cut.wide <= room
     assert cut.deep * cut.wide <= 4 * room
     assert cut.rows <= 64

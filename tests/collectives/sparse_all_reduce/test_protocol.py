@@ -76,8 +76,7 @@ def test_many_calls_with_stragglers(layout: list[int], seeds: Sequence[int]) -> 
 
 
 class Killed:
-    """Two calls that succeed, then one in which a rank dies, and what that tells the others: by an error, the same in
-    every later call. They close their contexts alone.
+    """Two calls that succeed, then one in which a rank dies: all later calls of the others raise the same error.
 
     Args:
         algorithm: of the calls.

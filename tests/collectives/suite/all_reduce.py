@@ -12,10 +12,7 @@ from tdcoll.collectives.all_reduce.spec import SPEC
 
 from .all_gather import ONE_SLOT, RELEASED_FIRST, SIGNAL_FIRST, UNSIGNALLED, WAITS_FIRST
 from .calls import Calls
-from .reduce_scatter import (
-    BACKWARDS,
-    PUT_LATE,
-)
+from .reduce_scatter import BACKWARDS, PUT_LATE
 from .ways import FLAGS, WRONG, Dense, job, mutant, mutants_of_copies, mutants_of_loops
 
 M = partial(mutant, SPEC)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -49,8 +50,7 @@ def pattern(owner: int, call: int, count: int, dtype: torch.dtype) -> torch.Tens
 
 
 def special(owner: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """``[count]``: infinities (where there are), NaN, zeros of both signs, subnormal and large numbers, so that two
-    ranks have all pairs of them."""
+    """``[count]``: infinities, NaN, zeros of both signs, subnormal and large numbers; in all pairs on two ranks."""
     kinds = torch.finfo(dtype)
     numbers = [0.0, -0.0, 1.0, -1.0, kinds.max, -kinds.max, kinds.tiny, float("inf"), float("nan")]
     numbers.append(-kinds.tiny * kinds.eps)  # the smallest: half of it is rounded to -0.0
@@ -134,10 +134,7 @@ def place(
         at = abs(spec.may_overlap_at(n, ctx.rank) or 0)
         part = inside[at : at + min(given, taken)]
         return Placed(*((part, inside) if spec.gathers else (inside, part)), (whole,))
-    memories = (
-        room(False, given),
-        room(kind == "s", taken),
-    )
+    memories = (room(False, given), room(kind == "s", taken))
     return Placed(memories[0][begin:-1], memories[1][begin:-1], memories)
 
 
@@ -270,16 +267,12 @@ class Calls:
 
     def made(self, ctx: tdcoll.CollectiveContext, shared: torch.Tensor | None) -> list[list[Look]]:
         """Make all calls, one after the other."""
-        others = [spec_of(name) for name in self.others or COLLECTIVES if name != self.spec.name]
-        done, turn, strange, turns = [], 0, 0, self.algorithm.split()
+        others = cycle(spec_of(name) for name in self.others or COLLECTIVES if name != self.spec.name)
+        done, turn, turns = [], 0, self.algorithm.split()
         for call, kind in enumerate(self.calls):
             if kind == "x":
-                spec, n, strange = (
-                    others[strange % len(others)],
-                    ctx.max_bytes_per_rank // self.kind.itemsize,
-                    strange + 1,
-                )
-                done.append(self.one(ctx, spec, call, "o", n, "auto", OPERATIONS_OF[self.kind][0], None))
+                n = ctx.max_bytes_per_rank // self.kind.itemsize
+                done.append(self.one(ctx, next(others), call, "o", n, "auto", OPERATIONS_OF[self.kind][0], None))
                 continue
             n = self.counts[turn % len(self.counts)]
             algorithm, op = turns[turn % len(turns)], self.ops[turn % len(self.ops)]

@@ -9,14 +9,7 @@ from kernel_mutants import Argument, Call, Change, Moved, dropped, missing, no_w
 
 from tdcoll.collectives.reduce_scatter.spec import SPEC
 
-from .all_gather import (
-    FLAGLESS,
-    ONE_SLOT,
-    RELEASED_FIRST,
-    SIGNAL_FIRST,
-    UNSIGNALLED,
-    WAITS_FIRST,
-)
+from .all_gather import FLAGLESS, ONE_SLOT, RELEASED_FIRST, SIGNAL_FIRST, UNSIGNALLED, WAITS_FIRST
 from .calls import Calls
 from .ways import FLAGS, LOOPED, WRONG, Dense, job, mutant, mutants_of_loops
 

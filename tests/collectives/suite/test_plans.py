@@ -20,15 +20,7 @@ from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, lamport_bytes
 from tdcoll.calls import plan as plans
 from tdcoll.calls import spec as specs
 from tdcoll.calls.call import spec_of
-from tdcoll.calls.plan import (
-    CHUNK_ALIGNMENT,
-    LL_MOST_WORDS,
-    MOST_EPOCHS,
-    TARGET_CHUNK_BYTES,
-    Facts,
-    Plan,
-    power,
-)
+from tdcoll.calls.plan import CHUNK_ALIGNMENT, LL_MOST_WORDS, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts, Plan, power
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import Entry, Section
 from tdcoll.collectives.all_reduce.policy import part_bytes
@@ -98,8 +90,7 @@ ENTRIES = st.one_of(
 def test_plans_cover_the_data_and_can_be_launched(
     spec: Collective, nbytes: int, nodes: Nodes, facts: Any, target: int, entry: dict[str, int]
 ) -> None:
-    """With chunks near their alignment, too, where rounding up leaves whole chunks without work; and with those of
-    entries of a table."""
+    """Also with chunks near their alignment, where rounding up leaves whole ones without work, and with a table's."""
     known = Facts(nbytes, topology_of(nodes), **facts)
     kind = ("", spec.name, known.topology.ranks_per_node, len(nodes), known.in_place)
     with pytest.MonkeyPatch.context() as patch:

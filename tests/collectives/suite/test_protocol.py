@@ -38,8 +38,7 @@ def over(ways: Iterable[Way], *, later: Callable[[Way], bool] = lambda way: Fals
 
 
 def of_dtypes(ways: Iterable[Way], dtypes: Iterable[torch.dtype]) -> pytest.MarkDecorator:
-    """Parametrize ``way`` and ``dtype``. In the first tier each way has every third dtype, and so each dtype ways of
-    all collectives."""
+    """Parametrize ``way`` and ``dtype``. In the first tier each way has every third dtype."""
     made = [
         (second if looped(way) or (i + j) % 3 else pytest.param)(way, dtype, id=f"{way} {dtype}")
         for i, way in enumerate(ways)

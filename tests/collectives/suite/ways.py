@@ -68,11 +68,7 @@ def topology_of(nodes: Nodes, group: Sequence[int] | None = None) -> Topology:
 
 @dataclass(frozen=True)
 class Way:
-    """An algorithm on some nodes.
-
-    Attributes:
-        more: further arguments of :class:`~.calls.Calls`.
-    """
+    """An algorithm on some nodes. ``more``: further arguments of :class:`~.calls.Calls`."""
 
     dense: Dense
     algorithm: str
