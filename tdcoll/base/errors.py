@@ -80,7 +80,8 @@ class CollectiveTimeout(TdcollError):
         expected: value that the signal had to reach.
         seen: value that it had.
         timeout_s: the deadline, in seconds.
-        others: further group ranks for which this rank had waited as long. ``peer`` may itself have waited for one.
+        others: further group ranks for which this rank had waited as long. The rank that is missing may be one
+            of them, because ``peer`` may itself have waited for it.
     """
 
     def __init__(

@@ -168,7 +168,8 @@ class CollectiveContext(Preconditions):
         self.stores: bool
         """Whether the ranks of each node can store to each other's memory."""
         self.ll_bytes: int
-        """The most of one rank's data that flagged words carry, in bytes; -1 on several nodes or without stores."""
+        """The most of one rank's data that flagged words carry, in bytes; -1 where there are none: on several nodes, or
+        where ranks cannot store to each other."""
         self.lamport_bytes: int
         """The most of one rank's data that words which announce themselves carry, in bytes; 0 where there are none."""
         self.device_lamport: Lamport | None = None

@@ -21,7 +21,8 @@ class Explanation:
 
     Attributes:
         operation: the collective.
-        nbytes: of a segment; of all rows of a fused call, and of this rank's for a sparse all-reduce.
+        nbytes: of a segment, which is what one rank sends to another; of all rows of a fused call, and of
+            this rank's for a sparse all-reduce.
         group: the ranks, in words.
         algorithm: the one that is taken; None if the call is refused.
         chunks: pieces that a segment is cut into.

@@ -191,7 +191,8 @@ def half(capacity: int) -> int:
 
 
 def inbox_epoch(facts: Facts) -> int:
-    """Return the bytes of a segment in each epoch if they land in the inbox. Puts also need half of it as outbox."""
+    """Return the bytes of a segment in each epoch of a call whose segments land in the inbox, and leave from the outbox
+    where a rank has to put."""
     room = facts.capacity if needs_stores(facts) is None else half(facts.capacity)
     return room // 128 * 128 or room // 16 * 16
 

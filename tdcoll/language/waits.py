@@ -235,7 +235,8 @@ def wait_token(signal, compare: tl.constexpr, value, monitor, peer=-1, index=-1)
     require_ptr64("wait_token", "signal", signal)
     require_ptr64("wait_token", "monitor", monitor)
     token = tl.cast(0, tl.int32)
-    # Always true, which the compiler doesn't know. The pipeliner may move a branch to an earlier iteration, but no asm.
+    # Always true, which the compiler does not know. The pipeliner can make a branch, and what it returns, part of an
+    # earlier iteration; an asm it leaves where it is.
     if tl.cast(signal, tl.int64) != 0:
         token = _block_and_for_descriptors(_poll(signal, compare, value, monitor, 1, peer, index))
     return token

@@ -174,7 +174,8 @@ class SparseContext(CollectiveContext):
     def lists(self, with_rows: bool) -> torch.Tensor:
         """``[world, stride]`` int64: every rank's list; ``with_rows``, lists that are followed by their rows.
 
-        The stride is the same for rows of any size, because the headers tell ranks that they pass different ones.
+        The stride is the same for rows of any size: ranks that pass different ones must find each other's headers to
+        see it.
         """
         nbytes = self.capacities.segment_stride if with_rows else self.capacities.list_bytes
         return self.area[: self.world_size * nbytes].view(torch.int64).view(self.world_size, nbytes // 8)
