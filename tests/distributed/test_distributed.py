@@ -80,11 +80,11 @@ def test_jobs_that_end_well(launch: Launch, script: str) -> None:
 
 @pytest.mark.slow
 def test_many_calls_leave_nothing_behind(launch: Launch) -> None:
-    """In memory, open files, threads, and keys of the store. 20,000 calls take 4 minutes on two cores."""
-    soak = ("--simulate", "--nproc", "2", str(WORKERS / "backend_soak.py"), "3000")
+    """In memory, open files, threads, and keys of the store. 20,000 calls take 5 minutes on two cores."""
+    soak = ("--simulate", "--nproc", "2", str(WORKERS / "backend_soak.py"), "2000")
     done = launch(*soak, timeout=300, env={"PYTHONMALLOC": "malloc"})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["calls"] >= 3000
+    assert json.loads(done.stdout)["calls"] >= 2000
 
 
 ALONE = """

@@ -20,7 +20,7 @@ HEAP = 1 << 20
 ONE, TWO, BOTH = "one_shot", "two_shot", "one_shot two_shot"
 
 
-@seeds(1, 16)
+@seeds(1, 10)
 @pytest.mark.parametrize(("algorithms", "blocks"), [(ONE, (2, 0)), (TWO, (0, 2)), (f"{BOTH} composed", (2, 4, 2))])
 def test_clean_over_seeds(algorithms: str, blocks: tuple[int, ...], seeds: range) -> None:
     """Rows of three words, in one piece and in two: the interpreter takes as long for a thread block of few words as
@@ -50,7 +50,7 @@ def test_hidden_sizes(hidden: int) -> None:
     explore(case, n_pes=2, seeds=1, heap_bytes=1 << 22)
 
 
-@seeds(1, 12)
+@seeds(1, 8)
 def test_rows_that_only_some_ranks_own_in_turn(seeds: range) -> None:
     """Of 4 rows rank 0 owns two, of 6 all three ranks do. A word that nobody waits for may come after the memory of its
     call is cleared, and be taken for one of a later call."""

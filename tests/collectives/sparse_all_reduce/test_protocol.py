@@ -25,7 +25,7 @@ def pieces() -> Iterator[None]:
         yield
 
 
-@seeds(1, 9)
+@seeds(1, 6)
 @pytest.mark.parametrize(
     ("algorithms", "layout", "tables"),
     [
@@ -51,13 +51,13 @@ FURTHER = [
 ]
 
 
-@seeds(1, 7)
+@seeds(1, 4)
 @pytest.mark.parametrize(("case", "n_pes", "layout"), FURTHER)
 def test_special_rows_and_subgroups(case: Reduces, n_pes: int, layout: Any, seeds: Sequence[int]) -> None:
     explore(case, n_pes=n_pes, seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
 
 
-@seeds(1, 4)
+@seeds(1, 3)
 @pytest.mark.parametrize("layout", [[4], [2, 2], [2, 1]], ids=["4", "2+2", "2+1"])
 @pytest.mark.parametrize("tables", [None, TABLES], ids=["", "tables"])
 def test_one_resident_block_is_enough(layout: list[int], tables: Any, seeds: Sequence[int]) -> None:
