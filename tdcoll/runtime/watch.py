@@ -180,7 +180,8 @@ class _Watch:
             for of_launch in _by_launch(monitor).values():
                 waits.append(_described(monitor, of_launch))
                 _, epoch, lamport, _ = of_launch[0]
-                number = "" if epoch is None else f"in {'Lamport call' if lamport else 'epoch'} {epoch}: "
+                known = epoch is not None and monitor.calls is not None  # a kernel of the user's may count otherwise
+                number = f"in {'Lamport call' if lamport else 'epoch'} {epoch}: " if known else ""
                 mine.append(number + waits[-1])
             if monitor.expired:
                 mine.append("a wait has expired")

@@ -102,7 +102,7 @@ _FUNCTIONS = [
     declared(
         "wait_signals(signals: ptr64, count: int, skip: int, compare: constant, value: u64, monitor: ptr64, BLOCK: "
         "constant) -> int32",
-        "bounded nvshmem_signal_wait_until_all",
+        "bounded nvshmem_uint64_wait_until_all",
         "Waits as `wait_signal` does, for `signals[0:count]` except index `skip` (-1: none), all at once. `BLOCK` is "
         "a power of two of at least `count`. The index of a missing signal is reported as the peer.",
         acquires=True,

@@ -180,6 +180,16 @@ def test_a_peer_that_has_given_up_is_named_without_an_epoch(pe: int) -> None:
 
 
 @alone
+def test_a_report_has_no_epoch_of_a_kernel_without_a_context(pe: int) -> None:
+    signals, ok = words()
+    monitor, asked = tdcoll.WaitMonitor(), object.__new__(watch._Watch)
+    wait_once[(1,)](signals, monitor, ok, 0, 3 << 20, 1, 0, tdl.CMP_GE)
+    asked._job = monitor.job
+    what = f"a kernel has waited 30 s for rank 1, whose signal has to reach {3 << 20}"
+    assert asked._report()["lines"][:2] == [what, "a wait has expired"]
+
+
+@alone
 def test_a_barrier_of_a_grid_is_named_without_an_epoch(pe: int) -> None:
     monitor, (_, ok) = tdcoll.WaitMonitor(rank=5), words()
     first_in_barrier[(2,)](torch.zeros(1, dtype=torch.int64), monitor, ok)
