@@ -101,7 +101,7 @@ def _links(app: Any, name: str, source: list[str]) -> None:
     source[0] = text if original == page else f"{text}\n{source[0].partition(_END)[2]}"
 
 
-_CONTEXT = ["rank", "world_size", "device", "max_blocks", "closed", "check", "close"]
+_CONTEXT = ["rank", "world_size", "device", "max_blocks", "monitor", "closed", "check", "close"]
 _PUBLIC = {
     "CollectiveContext": [*_CONTEXT, "max_bytes_per_rank", "ll_bytes", "lamport_bytes"],
     "SparseContext": _CONTEXT,

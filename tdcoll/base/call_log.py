@@ -71,7 +71,8 @@ class Calls:
     Attributes:
         exact: whether all epochs are those of noted calls; not after a capture, because replays aren't seen.
         group: its name, for people.
-        log: the calls that are remembered, each appended before its launches: a :class:`Made`, or the name alone.
+        log: the calls that are remembered, each appended before its launches: a :class:`Made`, or the name
+            alone if its epochs are not known.
     """
 
     def __init__(self, ranks: Sequence[int], group: str | None) -> None:

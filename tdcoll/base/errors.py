@@ -60,7 +60,11 @@ class RankMismatchError(TdcollError):
 
 
 class ContextError(TdcollError):
-    """A context is used after close or on another device, or a call exceeds its capacity or can't be captured."""
+    """A context can't be made, or can't make a call.
+
+    It is closed, its last stream is being captured, the device is another one, ranks lack peer access or thread blocks,
+    or the call exceeds its capacity.
+    """
 
 
 class CollectiveTimeout(TdcollError):

@@ -193,7 +193,8 @@ class WaitMonitor:
 def check() -> None:
     """Wait for the current stream, and raise if a wait has expired in a kernel of this job on this rank.
 
-    It looks at all contexts, tdcoll's own included. Without it, the next call of the kind raises, or ``finalize()``.
+    It looks at all contexts and monitors, tdcoll's own included. Without it, the next call of the kind raises, or
+    ``finalize()``.
 
     >>> y = tdcoll.all_reduce(torch.ones(4))
     >>> tdcoll.check()

@@ -64,7 +64,8 @@ class Budget:
     def take(self, operation: str) -> None:
         """Reserve the thread blocks, unless that is done. Collective.
 
-        It takes at most a third of those that are left, because later budgets need some; but as many as a chunk needs.
+        It takes at most a third of those that are left, because later budgets need some, but at least as many as a
+        chunk needs.
 
         Raises:
             ContextError: on some rank fewer are left than one chunk needs. If so, all ranks raise it.
@@ -187,7 +188,8 @@ class Pool:
         return True
 
     def _larger(self, old: CollectiveContext | None, nbytes: int) -> CollectiveContext:
-        """Replace ``old``, unless a graph may use it, by one for ``nbytes`` or, if that fits, twice its capacity."""
+        """Make a context for ``nbytes`` or, if the heap has room, for twice the old capacity. It replaces the old one,
+        unless a graph may use that."""
         size = old.max_bytes_per_rank if old is not None else 0
         generous = _generous(old, nbytes)
         if self.limit is not None:

@@ -117,7 +117,9 @@ class Preconditions:
     def __init__(
         self, job: Runtime, topology: Topology, monitor: WaitMonitor, debug: Debug | None, lane: Lane | None = None
     ) -> None:
-        self.job, self.topology, self.monitor = job, topology, monitor
+        self.job, self.topology = job, topology
+        self.monitor = monitor
+        """The :class:`~tdcoll.WaitMonitor` of the kernels that the context's calls launch."""
         self.device = job.device
         """Where tensors of calls must be."""
         self.debug: Debug = debugging(job.simulated) if debug is None else debug if debug == "first" else bool(debug)

@@ -43,7 +43,7 @@ def _group(given: Any) -> Any:
 
 
 def _sums(group: Any) -> SparseAllReduce:
-    """Return the object that reduces a group's sparse gradients on a stream of its own. The job keeps it."""
+    """Return the object that reduces a group's sparse gradients on a separate stream. The job keeps it."""
     owner = runtime.current()
     key = ("tdcoll.distributed", owner.ranks_of(group))
     with _making:

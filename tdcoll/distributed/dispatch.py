@@ -368,7 +368,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _waiting(self, kind: str) -> Iterator[None]:
-        """Make exchanges by the kind's queue, with the group's deadline, whose error becomes torch.distributed's."""
+        """Let exchanges inside use the queue's order and the group's deadline, whose error becomes torch's."""
         job = self.job
         assert job is not None
         control = self.handlers[kind].queue.control

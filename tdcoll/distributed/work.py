@@ -131,7 +131,7 @@ class StreamWork(Work):
     Args:
         stream: on which it is queued, last.
         blocks: ``wait()`` blocks the host as well, as a barrier's does.
-        keep: tensors of the call, if it is on another stream: kept until ``wait()``, because it uses their memory.
+        keep: tensors of the call, if it is on another stream: kept until ``wait()``, because the call uses them.
         events: free events, of which the work takes one and gives it back, because making an event takes microseconds.
     """
 

@@ -33,7 +33,7 @@ class ControlPlane(Protocol):
         """
 
     def part(self, name: str) -> ControlPlane:
-        """Return a control plane with an order and waits of its own. ``name``: the same on all ranks, used once."""
+        """Return a control plane with a separate order and separate waits. ``name``: alike on all ranks, used once."""
 
 
 def require_equal(values: Sequence[Any], ranks: Sequence[int], what: str) -> None:

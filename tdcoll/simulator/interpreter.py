@@ -98,7 +98,7 @@ def _refused(*args: Any, _refuse: Callable[..., None], **named: Any) -> None:
 
 
 def _without_libdevice() -> Iterator[tuple[Any, str, Any]]:
-    """Yield function, attribute and value of replacements. Functions get other code, because programs import them."""
+    """Yield function, attribute and value: functions get other code, because programs also import them by name."""
     for name, stub in vars(libdevice).items():
         if isinstance(stub, types.FunctionType):
             yield stub, "__code__", _refused.__code__

@@ -234,7 +234,7 @@ def _make_venv(extra: Sequence[str], stamp: str, before: str) -> None:
         subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
 
     if _VENV.is_symlink():  # starting afresh would empty what it points to
-        raise OSError(f"it is a link to {_VENV.resolve()}, which may be another checkout's")
+        raise OSError(f"it is a link to {_VENV.resolve()}, which may be another checkout's: remove the link")
     with open(ROOT / ".venv.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         now = _text(_STAMP)

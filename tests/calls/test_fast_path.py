@@ -143,6 +143,10 @@ def of(key: str, change: Callable[[torch.Tensor], Any]) -> Change:
     return changed
 
 
+def _requiring(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
 def _around(key: str, other: str) -> Change:
     """``key`` lies in the same memory as ``other``, 4 bytes further."""
 
@@ -215,8 +219,7 @@ def changes_of(name: str) -> dict[str, Change]:
     if "into out" in name:
         changes["out overlaps tensor"] = _around("out", "tensor")
     if name != "all_gather_":
-        requiring = lambda tensor: tensor.detach().clone().requires_grad_()  # noqa: E731
-        changes |= {f"{key} requires grad": of(key, requiring) for key in keys}
+        changes |= {f"{key} requires grad": of(key, _requiring) for key in keys}
     return changes | {how: functools.partial(lambda new, given: {**given, **new}, new) for how, new in others.items()}
 
 

@@ -236,7 +236,7 @@ def _reaches(blocks: dict[str, Block], label: str, place: int, wanted: str) -> b
 
 
 def early(ptx: str) -> bool | None:
-    """Whether a kernel that waits for the launch before it does so ahead of all accesses, and lets the next begin."""
+    """Whether a kernel waits for the launch before it ahead of all accesses, and lets the next begin; None: no wait."""
     if "griddepcontrol" not in ptx:
         return None
     for text, _, _ in _instructions(ptx):

@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0  # a line comes after 10 s
 
 @check
 def a_long_wait_says_so() -> str:
-    """Ranks that wait log for whom, and answer `tdcoll hang` beside it. The late rank comes when all have done so."""
+    """Ranks that wait for the GPU log for whom, and answer `tdcoll hang`. The late rank comes when all have done so."""
     if world() == 1:
         return "one rank waits for no other"
     late, lines, answers = world() - 1, list[str](), list[str]()

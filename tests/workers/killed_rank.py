@@ -5,7 +5,8 @@
 
 `calls`: all-gathers of tdcoll's own; all others: DDP training over backend "tdcoll". `dense`: the model has no sparse
 table. `inner`: it has none either, and the fallback backend's all-reduce fails.
-`sparse`: it dies when its dense gradients are on their way, and the others wait for its rows, and print errors.
+`sparse`: it dies when its dense gradients are on their way, and the others wait for its rows. Survivors print
+their errors on standard error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores to peers' memory and waits for what arrives, by the device language, on every rank of a job.
 
-Through pointers, as flagged words, by copies; waits that loads stay behind, and that end; and the truth of pointers.
+Through pointers, as words of LL and Lamport, by copies; waits that loads stay behind, and that end; and the truth of
+pointers.
 """
 
 from __future__ import annotations

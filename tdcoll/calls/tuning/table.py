@@ -20,7 +20,7 @@ from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES, MAX_BLOCKS, MAX_CHUNKS
 
 VERSION = 5
-"""Version 4 renamed fields. Older ones told eager calls from captured ones, so ranks could choose differently."""
+"""Version 5 renamed fields. Those before 4 told eager calls from captured ones, so ranks could choose differently."""
 
 WARPS = (1, 2, 4, 8, 16, 32)
 """Numbers of warps that a thread block may have."""

@@ -192,7 +192,7 @@ class SparseContext(CollectiveContext):
         return found
 
     def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int | None) -> None:
-        """Raise what the lists' ``status`` shows to be wrong, alike on all ranks. ``num_rows``: None for several."""
+        """Raise what the lists' ``status`` shows to be wrong, alike on all ranks; ``num_rows``: None for a list."""
         if bad := status[BAD_SIGNATURE.value]:
             raise RankMismatchError(
                 f"{operation}: ranks pass different shapes, dtypes, operations or algorithms (rank {bad - 1} differs "

@@ -293,7 +293,10 @@ def measure(
 
 
 def simulate(job: Ranks, entry: Contender) -> None:
-    """Call and check every input twice, or one if calls are alone: the second call finds stale data of the first."""
+    """Call and check every input twice, or one input twice if its calls are alone.
+
+    The second call finds stale data of the first one.
+    """
     if not entry.runs:
         return
     subject = entry.subject

@@ -21,7 +21,7 @@ from tdcoll.tools.bench.engine import Subject, nothing
 
 
 class Stock:
-    """Buffers for the calls of one size, which subjects may share. ``new(allocate=...)`` makes them."""
+    """Buffers for the calls of one size, which subjects may share. ``new`` makes them, with or without ``allocate``."""
 
     def __init__(self, new: Callable[..., Buffers]) -> None:
         self.new = new

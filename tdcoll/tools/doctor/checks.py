@@ -74,7 +74,9 @@ def _torch(facts: MachineFacts) -> list[Line]:
 def _triton(facts: MachineFacts) -> list[Line]:
     name, version = "triton", facts.found["triton"].get("version", "")
     installed = facts.distributions.get("triton")
-    reinstall = f"pip install --force-reinstall --no-deps triton=={installed or '3.6.0'}"
+    reinstall = f"pip install --force-reinstall --no-deps triton=={installed}"
+    if not installed:
+        reinstall = "PyTorch for CUDA brings it; for the simulator, pip install 'triton>=3.6,<4'"
     fork = facts.distributions.get("triton-dist")
     if fork and (facts.simulated or facts.environment.get("TDCOLL_COMPILER") != "triton_dist"):
         text = f"triton-dist {fork} has overwritten the triton package"
@@ -90,10 +92,10 @@ def _triton(facts: MachineFacts) -> list[Line]:
 
 
 def _small_packages(facts: MachineFacts) -> list[Line]:
-    lines = []
+    lines, extra = [], "-e '.[sim]'" if IN_CHECKOUT else "'tdcoll[sim]'"
     for name, needed, advice in (
         ("numpy", True, "pip install -U numpy"),
-        ("greenlet", facts.simulated, "the simulator needs it: pip install 'tdcoll[sim]'"),
+        ("greenlet", facts.simulated, f"the simulator needs it: pip install {extra}"),
     ):
         if failure := _failure(facts, name):
             lines.append(Line("problem" if needed else "note", name, failure, advice))
