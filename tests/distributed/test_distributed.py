@@ -87,6 +87,14 @@ def test_many_calls_leave_nothing_behind(launch: Launch) -> None:
     assert json.loads(done.stdout)["calls"] >= 2000
 
 
+@pytest.mark.slow
+def test_a_leak_is_found(launch: Launch) -> None:
+    soak = ("--simulate", "--nproc", "2", str(WORKERS / "backend_soak.py"), "800", "leak")
+    done = launch(*soak, env={"PYTHONMALLOC": "malloc"})
+    assert done.returncode != 0
+    assert re.search(r"memory grows by at least \d+ KiB in every 208 calls", done.stderr), done.stderr
+
+
 ALONE = """
 import sys, torch, torch.distributed as dist
 import tdcoll.distributed
