@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-__all__ = ["second", "seeds"]
+__all__ = ["second", "seeds", "some"]
 
 
 def second(*values: Any, id: str | None = None) -> Any:
@@ -22,3 +23,8 @@ def seeds(first: int, second_tier: int) -> pytest.MarkDecorator:
     assert first > 0, "no seed for the first tier"
     assert more > 0, "no seed for the second tier"
     return pytest.mark.parametrize("seeds", [range(first), second(range(first, first + more))], ids=["first", "more"])
+
+
+def some(values: Sequence[Any]) -> list[Any]:
+    """Every eighth in the first tier, the others in the second."""
+    return [second(value, id=str(value)) if number % 8 else value for number, value in enumerate(values)]

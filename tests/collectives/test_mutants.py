@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fused.mutants import MUTANTS as FUSED
 from kernel_mutants import Mutant
+from tiers import some
 
 from tdcoll.testing import explore
 
@@ -21,15 +20,7 @@ ALL = [*DENSE, *FUSED, *SPARSE]
 PLACES = {mutant.where: mutant for mutant in ALL}
 
 
-def some(mutants: Sequence[Mutant]) -> list[Any]:
-    """Every eighth in the first tier, the others in the second."""
-    return [
-        pytest.param(mutant, id=str(mutant), marks=[pytest.mark.slow] if number % 8 else [])
-        for number, mutant in enumerate(mutants)
-    ]
-
-
-@pytest.mark.parametrize("mutant", some(ALL))
+@pytest.mark.parametrize("mutant", some(ALL), ids=str)
 def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     mutant.is_caught(tmp_path)
 

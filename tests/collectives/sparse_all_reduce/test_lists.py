@@ -81,7 +81,7 @@ def _compare(pe: int, seed: int) -> None:
             assert not fixed.values[n:].any()
 
 
-@pytest.mark.parametrize("seed", [0, *map(second, range(1, 30))])
+@pytest.mark.parametrize("seed", [0, *map(second, range(1, 16))])
 @pytest.mark.parametrize("layout", [[3], [2, 1], second([1, 1, 1])], ids=str)
 def test_lists_are_calls_of_their_own(layout: list[int], seed: int) -> None:
     with small_pieces() if seed % 2 else nullcontext():

@@ -25,7 +25,7 @@ def pieces() -> Iterator[None]:
         yield
 
 
-@seeds(1, 6)
+@seeds(1, 4)
 @pytest.mark.parametrize(
     ("algorithms", "layout", "tables"),
     [
