@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``torch.distributed`` on tdcoll: the backend ``"tdcoll"``, and sparse gradients under DDP with any backend.
 
-``import tdcoll`` registers the backend, ``init_process_group("tdcoll")``, which ``docs/distributed.md`` describes.
+``import tdcoll`` registers the backend: ``init_process_group("tdcoll")``, or ``"cpu:gloo,cuda:tdcoll"``. See
+``docs/distributed.md``.
 """
 
 from tdcoll.distributed.backend import TdcollProcessGroup, explain

@@ -153,8 +153,9 @@ class Arena:
         size = self.padded(nbytes)
         with self._lock:
             free = self._gaps(held)
-            first = next((begin for begin, end in free if end - begin >= size), None)
-            at = first if wanted is None else wanted
+            at = wanted
+            if at is None:
+                at = next((begin for begin, end in free if end - begin >= size), None)
             if at is None or not _fits(at, size, free):
                 return held
             if held is not None:

@@ -106,7 +106,7 @@ def _plain(value: Any) -> Any:
 
 
 def decode(data: bytes, where: str) -> tuple[str, Any]:
-    """Return the tag and value of which :func:`encode` has made ``data``; ``TdcollError`` if it has not."""
+    """Return the tag and value of which :func:`encode` has made ``data``; ``TdcollError`` for any other data."""
     try:
         found = json.loads(data, object_hook=_of_type)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)):

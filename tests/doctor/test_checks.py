@@ -36,7 +36,7 @@ FAULTS = [
     ("problem", GPUS, found(GPUS, triton={"version": "3.6.0", "error": "ImportError: libtriton"}), "triton", "3.6.0 cannot be imported: ImportError: libtriton", "--force-reinstall"),
     ("problem", GPUS, found(GPUS, numpy=MISSING), "numpy", "not installed", "pip install -U numpy"),
     ("problem", SIMULATOR, found(SIMULATOR, greenlet=MISSING), "greenlet", "not installed", "pip install -e '.[sim]'"),
-    ("problem", SIMULATOR, {**found(SIMULATOR, triton=MISSING), **installed()}, "triton", "not installed", "pip install 'triton>=3.6,<4'"),
+    ("problem", SIMULATOR, {**found(SIMULATOR, triton=MISSING), **installed()}, "triton", "not installed", "--no-deps 'triton>=3.6,<4'"),
     ("note", GPUS, found(GPUS, greenlet=MISSING), "greenlet", "not installed", "the simulator needs it"),
     ("problem", GPUS, installed(triton="3.6.0", nvshmem4py_cu12="0.4.1"), "NVSHMEM", "nvshmem4py-cu12 and torch, for CUDA 13.0", "then pip install -e '.[cu13]'"),
     ("problem", GPUS, installed(triton="3.6.0", nvidia_nvshmem_cu12="3.4.5", nvidia_nvshmem_cu13="3.4.5"), "NVSHMEM", "nvidia-nvshmem-cu12 and torch", "pip uninstall nvidia-nvshmem-cu12 nvidia-nvshmem-cu13"),

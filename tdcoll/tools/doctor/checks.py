@@ -74,9 +74,8 @@ def _torch(facts: MachineFacts) -> list[Line]:
 def _triton(facts: MachineFacts) -> list[Line]:
     name, version = "triton", facts.found["triton"].get("version", "")
     installed = facts.distributions.get("triton")
-    reinstall = f"pip install --force-reinstall --no-deps triton=={installed}"
-    if not installed:
-        reinstall = "PyTorch for CUDA brings it; for the simulator, pip install 'triton>=3.6,<4'"
+    which = f"triton=={installed}" if installed else "'triton>=3.6,<4'"
+    reinstall = f"pip install --force-reinstall --no-deps {which}"
     fork = facts.distributions.get("triton-dist")
     if fork and (facts.simulated or facts.environment.get("TDCOLL_COMPILER") != "triton_dist"):
         text = f"triton-dist {fork} has overwritten the triton package"
