@@ -20,7 +20,7 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.base import arguments
-from tdcoll.base.call_log import Made, kind_of
+from tdcoll.base.call_log import MOST, Made, kind_of
 from tdcoll.base.errors import NotSymmetricError
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.launches import Launches, launches_of
@@ -121,27 +121,35 @@ class Ready(NamedTuple):
 
     Attributes:
         made: the kind of call, by which it is noted.
-        place: ``(tensors) -> (result, what run takes)``; makes results. None if the tensors don't lie as they must.
+        place: ``(tensors) -> (result, what run takes)``; makes results. None if the tensors don't lie as they must, or
+            have no memory of their own.
         run: launches, given the handle of the stream.
+        conjugates: whether a tensor could be a conjugate, which complex ones could.
     """
 
     made: Made
     place: Place
     run: Callable[..., None]
+    conjugates: bool = False
 
 
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
     """Make a call like an earlier one and return its result; None if anything has changed: then nothing is done."""
     device = ctx.device
-    for tensor in tensors:
-        if not usable(tensor, device):
+    kind, place, run, conjugates = ready
+    for tensor in tensors:  # as by `usable`, without the time of a call; `place` has the addresses
+        if not (tensor.device == device and tensor.layout is _STRIDED and tensor.is_contiguous()):
             return None
-    kind, place, run = ready
+        if tensor.is_neg() or (conjugates and tensor.is_conj()):
+            return None
     placed = place(*tensors)
     if placed is None or (stream := ctx.enter()) is None:
         return None
     result, given = placed
-    ctx.noted(kind)
+    log = ctx.calls.log  # as by `noted`
+    log.append(kind)
+    if len(log) >= MOST:
+        ctx.calls.forget()
     try:
         run(stream, *given)
     except BaseException as error:
@@ -179,15 +187,15 @@ def make(
     name = op if op is None or (type(op) is str and op in OPERATIONS) else operation_name(op)
     if ctx is None:
         ctx = pooled(spec, tensor, group, op=name, algorithm=algorithm)
-    check_context(ctx)
     requiring = getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
     key: Hashable = None
     try:
         if symmetric is False or symmetric is True:
-            shapes = (tensor.shape, tensor.dtype) if out is None else (tensor.shape, tensor.dtype, out.shape, out.dtype)
-            key = (spec.name, algorithm, name, symmetric, in_place, *shapes)
+            key = spec.name, algorithm, name, symmetric, in_place, tensor.shape, tensor.dtype
+            if out is not None:
+                key = key, out.shape, out.dtype
             if symmetric or in_place:  # memory at this address is what it was until some is released
-                key += ((tensor if in_place else out).data_ptr(), ctx.job.arena.releases)
+                key = key, (tensor if in_place else out).data_ptr(), ctx.job.arena.releases
         ready = ctx.known.get(key)
     except (AttributeError, RuntimeError, TypeError):  # no tensor, one without a shape, or what can't be a key
         key = ready = None
@@ -195,16 +203,11 @@ def make(
         made = again(ctx, ready, tensor) if out is None else again(ctx, ready, tensor, out)
         if made is not None:
             return made
+    check_context(ctx)
     if requiring and out is None and not in_place:
-        plain = {"op": op, "ctx": ctx, "algorithm": algorithm, "symmetric": symmetric}
+        plain: dict[str, Any] = {"op": op, "ctx": ctx, "algorithm": algorithm, "symmetric": symmetric}
         made = make(spec, tensor.detach(), **plain, names=names, gradient=True)
-
-        def adjoint(spec: Collective, grad: torch.Tensor, op: str | None) -> torch.Tensor:
-            return make(spec, grad, op=op, group=group, ctx=given)
-
-        back = functools.partial(derivative, spec, op=name, world=ctx.world_size, call=adjoint)
-        attached: torch.Tensor = _Attached.apply(tensor, made, back)
-        return attached
+        return _attached(spec, tensor, made, name, ctx.world_size, group, given)
     return _first(spec, ctx, key, tensor, out, algorithm, op, name, symmetric, in_place, names, gradient, requiring)
 
 
@@ -235,6 +238,19 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def backward(node: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return node.derivative(grad.resolve_conj().resolve_neg().contiguous()).view(node.shape), None, None
+
+
+def _attached(
+    spec: Collective, tensor: torch.Tensor, made: torch.Tensor, op: str | None, world: int, group: Any, ctx: Any
+) -> torch.Tensor:
+    """Return a result that was ``made`` from ``tensor`` with its gradient, by calls with the caller's group or ctx."""
+
+    def adjoint(spec: Collective, grad: torch.Tensor, op: str | None) -> torch.Tensor:
+        return make(spec, grad, op=op, group=group, ctx=ctx)
+
+    back = functools.partial(derivative, spec, op=op, world=world, call=adjoint)
+    attached: torch.Tensor = _Attached.apply(tensor, made, back)
+    return attached
 
 
 def derivative(
@@ -320,7 +336,7 @@ def _first(
                 place = _reaching(ctx, segment, launches.in_buffer)
             else:
                 place = _making(spec, tensor, ctx) if out is None else _filling(spec, ctx, segment)
-            ready = Ready(kind_of(operation, *launches.counts), place, run)
+            ready = Ready(kind_of(operation, *launches.counts), place, run, tensor.dtype.is_complex)
         placed = ready.place(*tensors)
         assert placed is not None
         return launches, ready, placed
@@ -380,11 +396,14 @@ def _reaching(ctx: CollectiveContext, segment: int, in_buffer: bool) -> Place:
 
     def place(tensor: torch.Tensor, out: torch.Tensor | None = None) -> tuple[Any, tuple[Any, ...]] | None:
         whole = tensor if out is None else out
-        base = whole.data_ptr() or inbox  # a tensor of no bytes has no address
+        source, base = tensor.data_ptr(), whole.data_ptr()
+        if segment and not (source and base):
+            return None
+        base = base or inbox  # a tensor of no bytes has no address
         addresses = (base + own, 0, base) if in_buffer else (base + own, base)
         if out is None:
             return whole, addresses
-        return None if overlap(tensor.data_ptr(), segment, base, total, own) else (out, (tensor, out, *addresses))
+        return None if overlap(source, segment, base, total, own) else (out, (tensor, out, *addresses))
 
     return place
 
@@ -403,11 +422,14 @@ def _making(spec: Collective, like: torch.Tensor, ctx: CollectiveContext) -> Pla
     """Place calls that make their result, of tensors like this one."""
     # Sizes one by one take half the time of a tuple. A scalar has none, and is made of the tuple.
     sizes = spec.results(like.shape, ctx.world_size)[0] or [()]
-    empty = functools.partial(torch.empty, *sizes, dtype=like.dtype, device=ctx.device)
+    empty, some = functools.partial(torch.empty, *sizes, dtype=like.dtype, device=ctx.device), like.numel() > 0
 
     def place(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
+        source = tensor.data_ptr()
+        if some and not source:
+            return None
         made = empty()
-        return made, (tensor.data_ptr(), made.data_ptr())
+        return made, (source, made.data_ptr())
 
     return place
 
@@ -420,7 +442,12 @@ def _filling(spec: Collective, ctx: CollectiveContext, segment: int) -> Place:
 
     def place(tensor: torch.Tensor, out: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
         source, target = tensor.data_ptr(), out.data_ptr()
-        return None if overlap(source, nbytes, target, total, at) else (out, (source, target))
+        if source and target:  # without the time of a call of `overlap`
+            if target < source + nbytes and source < target + total and target - source != at:
+                return None
+        elif nbytes:
+            return None
+        return out, (source, target)
 
     return place
 
@@ -437,7 +464,8 @@ def unchecked(
     options = (tensor.dtype, op) if spec.reduces else None
     facts = {"bytes": tensor.nbytes, "dtype": tensor.dtype, "op": op}
     with ctx.calling(spec.name, facts, lambda: launches_of(spec, ctx, segment, options=options)) as launches:
-        ready = Ready(kind_of(spec.name, *launches.counts), _filling(spec, ctx, segment), launches.run)
+        place, conjugates = _filling(spec, ctx, segment), tensor.dtype.is_complex
+        ready = Ready(kind_of(spec.name, *launches.counts), place, launches.run, conjugates)
         ctx.noted(ready.made)
         launches(tensor.data_ptr(), out.data_ptr())
     return ready

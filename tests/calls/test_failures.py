@@ -257,11 +257,20 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_context_open(monkeypatch: p
 def test_tensors_without_memory_are_refused(pe: int) -> None:
     """Also where a call with such a shape has been made before."""
     with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
-        for call in (tdcoll.all_reduce, tdcoll.all_gather):
+        wrapped, x = Wrapped(torch.ones(4)), torch.ones(4)
+        for call, size in ((tdcoll.all_reduce, 4), (tdcoll.all_gather, 4 * WORLD)):
             for _ in range(2):
-                with pytest.raises(TypeError, match=r"tensor must be a tensor with memory of its own; got Wrapped"):
-                    call(Wrapped(torch.ones(4)), ctx=ctx)
-                call(torch.ones(4), ctx=ctx)
+                for out in (None, torch.empty(size)):
+                    with pytest.raises(TypeError, match=r"tensor must be a tensor with memory of its own; got Wrapped"):
+                        call(wrapped, out=out, ctx=ctx)
+                    call(x, out=out, ctx=ctx)
+                with pytest.raises(TypeError, match=r"out must be a tensor with memory of its own; got Wrapped"):
+                    call(x, out=Wrapped(torch.ones(size)), ctx=ctx)
+        rows = torch.ones(1, 16)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=r"residual must be a tensor with memory of its own; got Wrapped"):
+                fused.all_reduce_rms_norm(rows, Wrapped(rows), rows[0], ctx=ctx)
+            fused.all_reduce_rms_norm(rows, rows.clone(), rows[0], ctx=ctx)
 
 
 @on_ranks(WORLD)
