@@ -3,8 +3,8 @@
 
 The time of a small call is the host's. A context therefore remembers a :class:`Ready` for each kind of call that it has
 made: one look-up finds it by everything that shapes, dtypes and arguments decide, and only the following may have
-changed since: the device, layout, contiguity and sign of each tensor (:func:`usable`); the overlap of two tensors
-(:func:`overlap`), which ``place`` looks at; and the context
+changed since: the device, layout, contiguity, sign and memory of each tensor (as by :func:`usable`); the overlap of two
+tensors (as by :func:`overlap`), which ``place`` looks at; and the context
 (:meth:`~tdcoll.calls.preconditions.Preconditions.enter`). Where peers access a tensor, its address is part of what the
 call is found by. This fast path raises no errors: any mismatch falls back to the slow path, which says what is wrong.
 """
@@ -121,8 +121,7 @@ class Ready(NamedTuple):
 
     Attributes:
         made: the kind of call, by which it is noted.
-        place: ``(tensors) -> (result, what run takes)``; makes results. None if the tensors don't lie as they must, or
-            have no memory of their own.
+        place: ``(tensors) -> (result, what run takes)``; makes results. None if the tensors don't lie as they must.
         run: launches, given the handle of the stream.
         conjugates: whether a tensor could be a conjugate, which complex ones could.
     """
@@ -137,10 +136,10 @@ def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
     """Make a call like an earlier one and return its result; None if anything has changed: then nothing is done."""
     device = ctx.device
     kind, place, run, conjugates = ready
-    for tensor in tensors:  # as by `usable`, without the time of a call; `place` has the addresses
+    for tensor in tensors:  # the questions of `usable`, without the time of a call
         if not (tensor.device == device and tensor.layout is _STRIDED and tensor.is_contiguous()):
             return None
-        if tensor.is_neg() or (conjugates and tensor.is_conj()):
+        if tensor.is_neg() or (conjugates and tensor.is_conj()) or (not tensor.data_ptr() and tensor.numel()):
             return None
     placed = place(*tensors)
     if placed is None or (stream := ctx.enter()) is None:
@@ -396,14 +395,11 @@ def _reaching(ctx: CollectiveContext, segment: int, in_buffer: bool) -> Place:
 
     def place(tensor: torch.Tensor, out: torch.Tensor | None = None) -> tuple[Any, tuple[Any, ...]] | None:
         whole = tensor if out is None else out
-        source, base = tensor.data_ptr(), whole.data_ptr()
-        if segment and not (source and base):
-            return None
-        base = base or inbox  # a tensor of no bytes has no address
+        base = whole.data_ptr() or inbox  # a tensor of no bytes has no address
         addresses = (base + own, 0, base) if in_buffer else (base + own, base)
         if out is None:
             return whole, addresses
-        return None if overlap(source, segment, base, total, own) else (out, (tensor, out, *addresses))
+        return None if overlap(tensor.data_ptr(), segment, base, total, own) else (out, (tensor, out, *addresses))
 
     return place
 
@@ -422,14 +418,11 @@ def _making(spec: Collective, like: torch.Tensor, ctx: CollectiveContext) -> Pla
     """Place calls that make their result, of tensors like this one."""
     # Sizes one by one take half the time of a tuple. A scalar has none, and is made of the tuple.
     sizes = spec.results(like.shape, ctx.world_size)[0] or [()]
-    empty, some = functools.partial(torch.empty, *sizes, dtype=like.dtype, device=ctx.device), like.numel() > 0
+    empty = functools.partial(torch.empty, *sizes, dtype=like.dtype, device=ctx.device)
 
     def place(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
-        source = tensor.data_ptr()
-        if some and not source:
-            return None
         made = empty()
-        return made, (source, made.data_ptr())
+        return made, (tensor.data_ptr(), made.data_ptr())
 
     return place
 
@@ -442,10 +435,8 @@ def _filling(spec: Collective, ctx: CollectiveContext, segment: int) -> Place:
 
     def place(tensor: torch.Tensor, out: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
         source, target = tensor.data_ptr(), out.data_ptr()
-        if source and target:  # without the time of a call of `overlap`
-            if target < source + nbytes and source < target + total and target - source != at:
-                return None
-        elif nbytes:
+        # As by `overlap`, without the time of a call.
+        if target < source + nbytes and source < target + total and target - source != at:
             return None
         return out, (source, target)
 

@@ -224,8 +224,6 @@ def _ready(
     def place(x: Any, residual: Any, weight: Any, scale: Any = None) -> tuple[Any, tuple[Any, ...]] | None:
         if torch.is_grad_enabled() and _requiring(x, residual, weight):
             return None
-        if rows.rows and not (x.data_ptr() and residual.data_ptr() and weight.data_ptr()):
-            return None
         if in_place and _overlap(x, residual):
             return None
         given, residual = residual, _aligned(residual)

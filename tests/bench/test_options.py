@@ -282,7 +282,7 @@ def test_every_own_call_is_made(monkeypatch: pytest.MonkeyPatch, capsys: Any) ->
     assert capsys.readouterr().out.count("own calls") == 1
 
 
-@pytest.mark.parametrize("name", ["calls-4xH200", "groups-2xH200"])
+@pytest.mark.parametrize("name", ["calls-2xH200", "groups-2xH200"])
 def test_the_page_has_the_table_of_its_file(name: str) -> None:
     file = json.loads((ROOT / f"docs/results/host/{name}.json").read_text())
     assert backend_calls.table(file) in (ROOT / "docs/tables.md").read_text()

@@ -256,7 +256,7 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_context_open(monkeypatch: p
 @on_ranks(WORLD)
 def test_tensors_without_memory_are_refused(pe: int) -> None:
     """Also where a call with such a shape has been made before."""
-    with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
+    with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES, debug=False) as ctx:
         wrapped, x = Wrapped(torch.ones(4)), torch.ones(4)
         for call, size in ((tdcoll.all_reduce, 4), (tdcoll.all_gather, 4 * WORLD)):
             for _ in range(2):
@@ -266,11 +266,13 @@ def test_tensors_without_memory_are_refused(pe: int) -> None:
                     call(x, out=out, ctx=ctx)
                 with pytest.raises(TypeError, match=r"out must be a tensor with memory of its own; got Wrapped"):
                     call(x, out=Wrapped(torch.ones(size)), ctx=ctx)
-        rows = torch.ones(1, 16)
-        for _ in range(2):
-            with pytest.raises(TypeError, match=r"residual must be a tensor with memory of its own; got Wrapped"):
-                fused.all_reduce_rms_norm(rows, Wrapped(rows), rows[0], ctx=ctx)
-            fused.all_reduce_rms_norm(rows, rows.clone(), rows[0], ctx=ctx)
+        right = {"residual": torch.ones(1, 16), "weight": torch.ones(16), "scale": torch.ones(1)}
+        for name in right:
+            for _ in range(2):
+                wrong = {**right, name: Wrapped(right[name])}
+                with pytest.raises(TypeError, match=rf"{name} must be a tensor with memory of its own; got Wrapped"):
+                    fused.all_reduce_rms_norm(torch.ones(1, 16), **wrong, out_dtype=torch.float8_e4m3fn, ctx=ctx)
+                fused.all_reduce_rms_norm(torch.ones(1, 16), **right, out_dtype=torch.float8_e4m3fn, ctx=ctx)
 
 
 @on_ranks(WORLD)
