@@ -217,4 +217,6 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1].startswith("-"):
+        sys.exit(f"usage: python docs/figures.py [FOLDER]; got {sys.argv[1]}")
     main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
