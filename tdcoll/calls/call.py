@@ -123,13 +123,13 @@ class Ready(NamedTuple):
         made: the kind of call, by which it is noted.
         place: ``(tensors) -> (result, what run takes)``; makes results. None if the tensors don't lie as they must.
         run: launches, given the handle of the stream.
-        conjugates: whether a tensor could be a conjugate, which complex ones could.
+        conjugates: whether to ask for conjugates, which only complex tensors can be.
     """
 
     made: Made
     place: Place
     run: Callable[..., None]
-    conjugates: bool = False
+    conjugates: bool = True
 
 
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
