@@ -27,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,8 @@ def slowest(us: float) -> float:
     return float(found)
 
 
-def host_us(call: Call, asynchronous: bool) -> float:
-    """Return the microseconds of the host per call."""
+def queue_us(call: Call, asynchronous: bool = False) -> float:
+    """Return the microseconds of this rank's host per call."""
     torch.cuda.synchronize()
     dist.barrier(group=PLAIN)
     torch.cuda.synchronize()
@@ -86,7 +87,12 @@ def host_us(call: Call, asynchronous: bool) -> float:
             call()
     took = time.perf_counter() - began
     torch.cuda.synchronize()
-    return slowest(1e6 * took / CALLS)
+    return 1e6 * took / CALLS
+
+
+def host_us(call: Call, asynchronous: bool = False) -> float:
+    """Return the microseconds of the slowest rank's host per call."""
+    return slowest(queue_us(call, asynchronous))
 
 
 def device_us(graph: torch.cuda.CUDAGraph, calls: int = CAPTURED) -> float:
@@ -148,7 +154,7 @@ def host_rows(kinds: list[str]) -> list[dict[str, Any]]:
         ways: dict[str, Callable[[], float]] = {}
         for name, group in (("nccl", PLAIN), ("tdcoll", dist.group.WORLD), ("falls back", falling_back)):
             call = call_of(kind, 4096, group)
-            ways[name] = lambda call=call: host_us(call, False)
+            ways[name] = lambda call=call: host_us(call)
             ways[f"{name} async"] = lambda call=call: host_us(call, True)
         rows.append({"kind": kind, "nbytes": 4096, "us": rounds(ways)})
         show(rows[-1:], "host")
@@ -156,8 +162,33 @@ def host_rows(kinds: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+class Waits:
+    """An event of the device that counts the seconds in which the host waits for it."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.record, self._event, self.seconds = event.record, event, 0.0
+
+    def synchronize(self) -> None:
+        began = time.perf_counter()
+        self._event.synchronize()
+        self.seconds += time.perf_counter() - began
+
+
+def sparse_us(ctx: tdcoll.SparseContext) -> float:
+    """Return the microseconds of the host per sparse all-reduce of 1,000 rows, its wait for the device excluded."""
+    torch.manual_seed(dist.get_rank())
+    ids, rows = torch.randint(0, 100_000, (1, 1000)), torch.ones(1000, 64)
+    tensor = torch.sparse_coo_tensor(ids, rows, (100_000, 64), device="cuda")
+    event, ctx.status_event = ctx.status_event, (waits := Waits(ctx.status_event))
+    try:
+        took = queue_us(lambda: tdcoll.sparse_all_reduce(tensor, ctx=ctx))
+        return slowest(took - 1e6 * waits.seconds / CALLS)
+    finally:
+        ctx.status_event = event
+
+
 def own_row() -> dict[str, Any]:
-    """Measure and show tdcoll's own calls of 4 KB, beside each other."""
+    """Measure and show tdcoll's own calls of 4 KB and a sparse one, beside each other."""
     world, n = dist.get_world_size(), 1024
     buffer, shared = tdcoll.zeros(world * n), tdcoll.zeros(n)
     part, whole = torch.ones(n, device=shared.device), torch.ones(world * n, device=shared.device)
@@ -165,7 +196,7 @@ def own_row() -> dict[str, Any]:
 
         def on_a_context(call: Callable[..., torch.Tensor], tensor: torch.Tensor, **more: Any) -> Callable[[], float]:
             ctx = stack.enter_context(tdcoll.CollectiveContext(max_bytes_per_rank=4 * n))
-            return lambda: host_us(lambda: call(tensor, ctx=ctx, **more), False)
+            return lambda: host_us(lambda: call(tensor, ctx=ctx, **more))
 
         ways = {
             "all_gather": on_a_context(tdcoll.all_gather, part),
@@ -175,6 +206,8 @@ def own_row() -> dict[str, Any]:
             "all_reduce_": on_a_context(tdcoll.all_reduce_, part, op="max"),
             "all_reduce_ symmetric": on_a_context(tdcoll.all_reduce_, shared, op="max", symmetric=True),
         }
+        sparse = stack.enter_context(tdcoll.SparseContext(max_rows_per_rank=1000, max_row_bytes=256))
+        ways["sparse_all_reduce of 1,000 rows"] = lambda: sparse_us(sparse)
         row = {"kind": "own calls", "nbytes": 4 * n, "us": rounds(ways)}
     tdcoll.free(buffer)
     tdcoll.free(shared)
@@ -323,6 +356,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         sys.exit("backend_calls.py measures GPUs, and there is none")
+    began = datetime.now(timezone.utc).isoformat(timespec="seconds")
     sizes = [checks.byte_count("--sizes", size) for size in arguments.sizes.split(",") if size]
     blocks = [int(number) for number in arguments.blocks.split(",")]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -333,7 +367,7 @@ def main() -> None:
         beside, facts = [beside_row(4, 16 << 20), beside_row(18, 4 << 20)], provenance()
         if dist.get_rank() == 0 and arguments.json:
             command = f"bash launch.sh --nproc {dist.get_world_size()} benchmarks/backend_calls.py --beside"
-            head = {"benchmark": "beside", "command": command, "started": "", "provenance": facts}
+            head = {"benchmark": "beside", "command": command, "started": began, "provenance": facts}
             save(Path(arguments.json), head, [row for one in beside for row in beside_rows(one, dist.get_world_size())])
         dist.destroy_process_group()
         return
