@@ -267,6 +267,8 @@ def compare(ours: dict[str, list[float]], baseline: dict[str, list[float]]) -> d
 
 def run(name: str, groups: dict[str, dist.ProcessGroup], arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure a workload, and return its row."""
+    # PyTorch's attention for fp32 otherwise adds in any order where heads are wide, and no losses repeat.
+    torch.use_deterministic_algorithms(name.startswith(("fsdp", "ddp")) and not name.endswith("compiled"))
     ways: dict[str, Step] = {way: WORKLOADS[name](group, arguments.small) for way, group in groups.items()}
     if name.startswith(ALONE):
         ways["alone"] = WORKLOADS[name](None, arguments.small)
@@ -303,6 +305,8 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     arguments.small = arguments.small or not on_gpus
     torch.set_num_threads(1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic algorithms need
+    torch.utils.deterministic.fill_uninitialized_memory = False
     backend = "nccl" if on_gpus else "gloo"
     dist.init_process_group(backend)
     groups = {"baseline": dist.new_group(backend=backend), "tdcoll": dist.new_group(backend="tdcoll")}
