@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tdcoll import runtime
 from tdcoll.base import arguments
@@ -24,7 +23,7 @@ from tdcoll.distributed.handlers import Members
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
-from tdcoll.distributed.work import current_stream, record_streams
+from tdcoll.distributed.work import backend_errors, current_stream, record_streams
 
 _log = logging.getLogger("tdcoll")
 
@@ -58,76 +57,104 @@ def _sums(group: Any) -> SparseAllReduce:
 
 
 class _Pass:
-    """The sparse gradients of one model in one backward pass, which are reduced together.
+    """The gradients of one model in one backward pass, whose sparse ones are reduced together.
 
-    A model has dozens of tables, so this does as little as possible for each of them: one event for all gradients of a
-    stream, and futures that know of no streams.
+    A model has dozens of tables, so this does as little as possible for each of them.
 
     Attributes:
-        task: the call; its result has a mean for each gradient.
-        submitted: whether the queue makes it.
+        group: the process group.
+        task: the call, if the queue makes it.
     """
 
-    submitted = False
+    task: QueuedCall | None = None
 
-    def __init__(self, sums: SparseAllReduce, group: Any) -> None:
-        self.sums, self._group = sums, group
+    def __init__(self, group: Any) -> None:
+        self.sums, self.group = _sums(group), group
         self._gradients: list[torch.Tensor] = []
         self._streams: dict[int, Any] = {}
         """On a GPU: the streams of gradients."""
-        self._there: list[Any] = []
-        """The events behind which all gradients are."""
-        self._futures: list[Any] = []
-        self.task = QueuedCall(self._reduce, sums.queue.stream, give_up=sums.give_up)
+        self._sparse: list[Any] = []
+        """A future of the mean of each gradient, for DDP."""
+        self._dense: list[tuple[Any, torch.Tensor, Any]] = []
+        """Buckets of dense gradients: a future, the sum, and the work of its all-reduce."""
 
     def add(self, gradient: torch.Tensor, stream: Any) -> None:
-        """Take a gradient, which is behind what ``stream`` has now."""
+        """Take a sparse gradient, which is behind what ``stream`` has now."""
         self._gradients.append(gradient)
         if stream is not None:
             self._streams[stream.stream_id] = stream
 
     def future(self) -> Any:
-        """A future of the mean of the gradient that was added last. :meth:`make` sets it, behind whose wait the current
-        stream is then; at the end of a backward pass PyTorch orders the caller's stream behind that one."""
-        self._futures.append(torch.futures.Future())
-        return self._futures[-1]
+        """Return a future of the mean of the gradient that was added last."""
+        future: Any = torch.futures.Future()
+        self._sparse.append(future)
+        return future
+
+    def future_of(self, bucket: torch.Tensor, work: Any) -> Any:
+        """Return a future of a bucket of dense gradients, which ``work`` reduces in place."""
+        future: Any = torch.futures.Future()
+        self._dense.append((future, bucket, work))
+        return future
+
+    def end(self) -> None:
+        """Reduce the sparse gradients, wait for the dense ones, and set all futures.
+
+        The futures know of no streams, which takes the host less time: the current stream is behind all results, and at
+        the end of a backward pass PyTorch orders the caller's stream behind that one.
+        """
+        means = self.reduce() if self._gradients else []
+        for future, gradient, mean in zip(self._sparse, self._gradients, means, strict=True):
+            gradient.data = mean  # DDP copies a result into the gradient, unless it is the gradient itself
+            future.set_result(gradient)
+        for future, bucket, work in self._dense:
+            work.wait()
+            future.set_result(bucket)
 
     def submit(self) -> None:
         """Let the queue's thread make the call beside the backward pass; not if the process group has to make it,
         whose other calls the backward pass makes."""
+        queue = self.sums.queue
         if self.sums.refuse(Call(self._gradients, self._gradients, "mean")) is None:
-            self._there = [stream.record_event() for stream in self._streams.values()]
-            if self.sums.queue.stream is not None:
-                record_streams(self._gradients, self.sums.queue.stream)  # a reducer may be dropped before it waits
-            self.submitted = True
-            self.sums.queue.submit(self.task)
+            events = [stream.record_event() for stream in self._streams.values()]
+            if queue.stream is not None:
+                record_streams(self._gradients, queue.stream)  # a reducer may be dropped before it waits
 
-    def make(self) -> None:
-        """Make the call here, when those of the queue are made, and wait for it."""
-        self.sums.queue.drain()
-        self._there = [stream.record_event() for stream in self._streams.values()]
-        self.task.run()
-        self.wait()
-        for future, gradient, mean in zip(self._futures, self._gradients, self.task.result, strict=False):
-            gradient.data = mean  # DDP copies a result into the gradient, unless it is the gradient itself
-            future.set_result(gradient)
+            def make() -> list[torch.Tensor]:
+                for event in events:
+                    queue.stream.wait_event(event)
+                return self._reduce(self._gradients)
 
-    def wait(self) -> None:
-        """Wait for the call, on a GPU by the current stream and those of the gradients, whose memory is free then."""
-        try:
+            self.task = QueuedCall(make, queue.stream, give_up=self.sums.give_up)
+            queue.submit(self.task)
+
+    def reduce(self) -> list[torch.Tensor]:
+        """Return the mean of each sparse gradient. On a GPU the current stream waits for them; the memory of the
+        gradients is free then."""
+        if self.task is None:
+            self.sums.queue.drain()
+            stream = _stream_of(self._gradients[0])
+            others = [other for other in self._streams.values() if other != stream]
+            for other in others:
+                stream.wait_stream(other)
+            with backend_errors:
+                means = self._reduce(self._gradients)
+        else:
+            stream, others = self.sums.queue.stream, list(self._streams.values())
             TaskWork(self.task).wait()
-        finally:
-            for stream in self._streams.values():
-                stream.wait_stream(self.sums.queue.stream)
+            means = self.task.result
+        for other in others:
+            other.wait_stream(stream)
+        return means
 
-    def _reduce(self) -> list[torch.Tensor]:
-        for event in self._there:
-            self.sums.queue.stream.wait_event(event)
-        call = Call(self._gradients, self._gradients, "mean")
-        if (why := self.sums.refuse(call) or self.sums.prepare(call)) is None:
-            return self.sums.reduce(self._gradients, "mean")
+    def _reduce(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the mean of each, on the current stream."""
+        call = Call(gradients, gradients, "mean")
+        if (why := self.sums.refuse(call)) is not None and len(gradients) > 1:
+            return [mean for gradient in gradients for mean in self._reduce([gradient])]
+        if (why := why or self.sums.prepare(call)) is None:
+            return self.sums.reduce(gradients, "mean")
         _log.warning("sparse gradients go through the process group: %s", why)
-        return [sparse_sum_by_gather(self._group, gradient, "mean") for gradient in self._gradients]
+        return [sparse_sum_by_gather(self.group, gradient, "mean") for gradient in gradients]
 
 
 def _stream_of(tensor: torch.Tensor) -> Any:
@@ -135,23 +162,44 @@ def _stream_of(tensor: torch.Tensor) -> Any:
     return current_stream(tensor.device.index) if tensor.is_cuda else None
 
 
-_passes: "weakref.WeakKeyDictionary[nn.Module, _Pass]" = weakref.WeakKeyDictionary()
-"""Of models whose backward pass has begun and has not come to DDP's last bucket."""
-_models: Any = WeakIdKeyDictionary()
-"""``parameter -> weakref`` of the model that a DistributedDataParallel wraps."""
-_SOME_MODEL = nn.Module()
-"""Stands for those whose DistributedDataParallel is not known."""
+class _Model:
+    """A model that a DistributedDataParallel wraps.
+
+    Attributes:
+        now: its backward pass, from the first of DDP's buckets to the last.
+    """
+
+    now: _Pass | None = None
 
 
-def _model_of(parameter: torch.Tensor) -> nn.Module:
-    """Return the model of a parameter of a DDP bucket. Backward passes of several may run at the same time."""
-    found = _models.get(parameter)
-    if found is None or found() is None:
-        for wrapper in living_ddp(_SOME_MODEL):
-            for one in wrapper.module.parameters():
-                _models[one] = weakref.ref(wrapper.module)
-        found = _models.get(parameter)
-    return (found and found()) or _SOME_MODEL
+_models: "weakref.WeakKeyDictionary[nn.Module, _Model]" = weakref.WeakKeyDictionary()
+_by_parameter: dict[int, tuple[Any, Any]] = {}
+"""``id -> (parameter, its model)``, as weak references: PyTorch's dictionary of tensors takes several times as long."""
+
+
+def _model_of(parameter: torch.Tensor) -> _Model | None:
+    """Return the model of a parameter of a DDP bucket, of which backward passes of others may run at the same time;
+    None if it isn't known."""
+    for scan in (True, False):
+        of, model = _by_parameter.get(id(parameter), (_nothing, _nothing))
+        if of() is parameter and (found := model()) is not None:
+            return found
+        if scan:
+            _scan()
+    return None
+
+
+def _nothing() -> None:
+    """Stands for a weak reference to what is gone."""
+
+
+def _scan() -> None:
+    """Find the models that are wrapped now, and forget those that are gone."""
+    with _making:
+        _by_parameter.clear()
+        for wrapper in living_ddp(nn.Module()):
+            model = weakref.ref(_models.setdefault(wrapper.module, _Model()))
+            _by_parameter.update((id(one), (weakref.ref(one), model)) for one in wrapper.module.parameters())
 
 
 # DDP looks at these annotations themselves: no `from __future__ import annotations` in this file.
@@ -161,9 +209,9 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
     ``model.register_comm_hook(None, tdcoll.distributed.sparse_hook)`` after ``tdcoll.initialize()``, with any backend.
     Gradients are averaged. DDP gives every sparse gradient a bucket of its own; the hook keeps them until the last
-    bucket of the pass is there, and reduces all of them by one call (or a few, if the heap is too small for all) on a
-    stream of its own. DDP itself wants every sparse table used in every backward pass; see
-    :class:`SparseGradientReducer` where that does not hold.
+    bucket of the pass is there, and reduces all of them by one call (or a few, if the heap is too small for all). DDP
+    itself wants every sparse table used in every backward pass; see :class:`SparseGradientReducer` where that does not
+    hold.
 
     >>> torch.distributed.init_process_group("tdcoll")
     >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
@@ -180,30 +228,25 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
     """
-    group = _group(state)
     gradient, parameters = bucket.buffer(), bucket.parameters()
-    model = _model_of(parameters[0]) if parameters else _SOME_MODEL
-    if bucket.index() == 0:  # those of a pass that was aborted are of no use
-        _passes.pop(model, None)
+    known = _model_of(parameters[0]) if parameters else None
+    model = known or _Model()  # which may be several: no pass can gather the gradients of those
+    if model.now is None or bucket.index() == 0:  # those of a pass that was aborted are of no use
+        model.now = _Pass(_group(state))
     future: Any
-    if gradient.layout != torch.sparse_coo:
-        gradient.div_(group.size())
-        work = dist.all_reduce(gradient, group=group, async_op=True)
-        future = work.get_future().then(lambda done: done.value()[0])
+    if gradient.layout == torch.sparse_coo:
+        model.now.add(gradient, _stream_of(gradient))
+        future = model.now.future()
     else:
-        gathered = _passes.get(model) or _Pass(_sums(group), group)
-        refused = gathered.sums.refuse(Call([gradient], [gradient], "mean")) is not None
-        alone = refused or model is _SOME_MODEL  # which may be several: no pass can gather their gradients
-        if alone:
-            gathered = _Pass(gathered.sums, group)
+        gradient.div_(model.now.group.size())
+        work = dist.all_reduce(gradient, group=model.now.group, async_op=True)
+        if known is None:
+            future = work.get_future().then(lambda done: done.value()[0])
         else:
-            _passes[model] = gathered
-        gathered.add(gradient, _stream_of(gradient))
-        future = gathered.future()
-        if alone:
-            gathered.make()
-    if bucket.is_last() and (ready := _passes.pop(model, None)) is not None:
-        ready.make()  # DDP has all gradients, so the wait for the sizes of results holds up nothing
+            future = model.now.future_of(gradient, work)
+    if known is None or bucket.is_last():
+        ready, model.now = model.now, None
+        ready.end()  # DDP has all gradients, so the wait for the sizes of results holds up nothing
     return future
 
 
@@ -257,7 +300,7 @@ class SparseGradientReducer:
         reducer.finish()                        # before clipping, GradScaler.unscale_ or step, optimizer.step
         optimizer.step()
 
-    One call reduces all that the heap has room for, on a stream of its own: as soon as all tables have gradients, or in
+    One call reduces all that the heap has room for: on a stream of its own as soon as all tables have gradients, or in
     :meth:`finish` if a table was not used. A rank on which a table was not used, has no rows or is frozen brings none.
     A table that no rank has rows of keeps no gradient. Tables may be frozen and unfrozen between steps. A table that
     two modules share is one table.
@@ -363,7 +406,7 @@ class SparseGradientReducer:
 
     def _begin(self) -> _Pass:
         """Return the call of this step: tables in the same order on all ranks, whatever order gradients come in."""
-        self._pass = made = _Pass(self._sums, self._group)
+        self._pass = made = _Pass(self._group)
         for table in self._tables:
             made.add(table.taken, table.stream)
         return made
@@ -386,12 +429,8 @@ class SparseGradientReducer:
             if table.taken is None:
                 self._hold(table)
         try:
-            ready = self._pass or self._begin()
-            if ready.submitted:
-                ready.wait()
-            else:
-                ready.make()
-            for table, mean in zip(self._tables, ready.task.result, strict=True):
+            means = (self._pass or self._begin()).reduce()
+            for table, mean in zip(self._tables, means, strict=True):
                 if not table.frozen:
                     table.parameter.grad = mean if mean._nnz() else None
         finally:
