@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import tdcoll
 from tdcoll import runtime
 from tdcoll.distributed import SparseGradientReducer, explain, sparse_hook
+from tdcoll.distributed import ddp as hooks
 from tdcoll.distributed.sparse import SparseAllReduce
 
 DDP = nn.parallel.DistributedDataParallel
@@ -160,6 +161,27 @@ def ddp_hook_with_another_backend() -> None:
     before = exchanges()
     train(model, batches)
     expect(exchanges() - before == len(batches), f"{exchanges() - before} calls in {len(batches)} steps")
+
+
+@check
+def ddp_hook_of_two_models_in_one_pass() -> None:
+    """Their buckets alternate; also if the hook doesn't know whose each is, as of wrappers older than the job."""
+    group, batch, living = other_group(), lookups(1, 3), hooks.living_ddp
+    modules, gradients, inner = [Model(True, 3) for _ in range(2)], [], []
+    modules[0].dense.register_forward_pre_hook(lambda *_: inner.append(models[1](batch)))
+    for known in (True, False, None):
+        hooks.living_ddp, hook = living if known else lambda _: [], sparse_hook if known is not None else None
+        hooks._scan()
+        models = [DDP(module, process_group=group if hook else None) for module in modules]
+        for model in models if hook else ():
+            model.register_comm_hook(group, hook)
+        ((models[0](batch).square().sum() + inner.pop().square().sum()) * world()).backward()
+        gradients.append([parameter.grad.to_dense() for module in modules for parameter in module.parameters()])
+        for module in modules:
+            module.zero_grad()
+    hooks.living_ddp = living
+    for number in range(2):
+        equal(gradients[number], gradients[2], f"two models, case {number}")
 
 
 @check
