@@ -141,7 +141,7 @@ def _run(
         call.match()
         call.kind.on_host.copy_(call.kind.counts, non_blocking=True)
         if ctx.status_event is not None:
-            ctx.status_event.record()
+            ctx.status_event.record(ctx.lane.stream)  # PyTorch takes long to find the current one
         whole = None if call.moves_late else call.move()
         status = call.status()
         if whole is None and status[BAD_SIGNATURE.value] and call.algorithm != "gather":
