@@ -42,7 +42,7 @@ def _group(given: Any) -> Any:
 
 
 def _sums(group: Any) -> SparseAllReduce:
-    """Return the object that reduces a group's sparse gradients on a separate stream. The job keeps it."""
+    """Return the object that reduces a group's sparse gradients. The job keeps it."""
     owner = runtime.current()
     key = ("tdcoll.distributed", owner.ranks_of(group))
     with _making:
@@ -130,21 +130,23 @@ class _Pass:
     def reduce(self) -> list[torch.Tensor]:
         """Return the mean of each sparse gradient. On a GPU the current stream waits for them; the memory of the
         gradients is free then."""
-        if self.task is None:
+        if self.task is not None:
+            stream, others = self.sums.queue.stream, list(self._streams.values())
+        else:
             self.sums.queue.drain()
             stream = _stream_of(self._gradients[0])
             others = [other for other in self._streams.values() if other != stream]
             for other in others:
                 stream.wait_stream(other)
-            with backend_errors:
-                means = self._reduce(self._gradients)
-        else:
-            stream, others = self.sums.queue.stream, list(self._streams.values())
+        try:
+            if self.task is None:
+                with backend_errors:
+                    return self._reduce(self._gradients)
             TaskWork(self.task).wait()
-            means = self.task.result
-        for other in others:
-            other.wait_stream(stream)
-        return means
+            return self.task.result
+        finally:
+            for other in others:
+                other.wait_stream(stream)
 
     def _reduce(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the mean of each, on the current stream."""
