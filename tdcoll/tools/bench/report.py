@@ -199,7 +199,9 @@ def markdown(head: dict[str, Any], rows: Sequence[Row], *, only: Sequence[str] =
     if not across and any(layout.floor(row, least) for row in rows):
         marks.append(layout.floor_text(rows[0], least))
     if hidden and not only:
-        marks.append(f"The file also has {', '.join(f'`{name}`' for name in distinct(hidden))} (`--only`).")
+        marks.append(
+            f"The file also has {', '.join(f'`{name}`' for name in distinct(hidden))}, which `report --only` shows."
+        )
     parts += [" ".join(marks), ""] if marks else []
     return "\n".join([*parts, _measured_with(head), "", "```bash", head["command"], "```"]) + "\n"
 
