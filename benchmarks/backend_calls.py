@@ -73,7 +73,7 @@ def slowest(us: float) -> float:
     return float(found)
 
 
-def queue_us(call: Call, asynchronous: bool = False) -> float:
+def call_us(call: Call, asynchronous: bool = False) -> float:
     """Return the microseconds of this rank's host per call."""
     torch.cuda.synchronize()
     dist.barrier(group=PLAIN)
@@ -92,7 +92,7 @@ def queue_us(call: Call, asynchronous: bool = False) -> float:
 
 def host_us(call: Call, asynchronous: bool = False) -> float:
     """Return the microseconds of the slowest rank's host per call."""
-    return slowest(queue_us(call, asynchronous))
+    return slowest(call_us(call, asynchronous))
 
 
 def device_us(graph: torch.cuda.CUDAGraph, calls: int = CAPTURED) -> float:
@@ -165,7 +165,7 @@ def host_rows(kinds: list[str]) -> list[dict[str, Any]]:
 class Waits:
     """An event of the device that counts the seconds in which the host waits for it."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: Any) -> None:
         self.record, self._event, self.seconds = event.record, event, 0.0
 
     def synchronize(self) -> None:
@@ -178,10 +178,10 @@ def sparse_us(ctx: tdcoll.SparseContext) -> float:
     """Return the microseconds of the host per sparse all-reduce of 1,000 rows, its wait for the device excluded."""
     torch.manual_seed(dist.get_rank())
     ids, rows = torch.randint(0, 100_000, (1, 1000)), torch.ones(1000, 64)
-    tensor = torch.sparse_coo_tensor(ids, rows, (100_000, 64), device="cuda")
+    tensor = torch.sparse_coo_tensor(ids, rows, (100_000, 64), device=ctx.device, check_invariants=False)
     event, ctx.status_event = ctx.status_event, (waits := Waits(ctx.status_event))
     try:
-        took = queue_us(lambda: tdcoll.sparse_all_reduce(tensor, ctx=ctx))
+        took = call_us(lambda: tdcoll.sparse_all_reduce(tensor, ctx=ctx))
         return slowest(took - 1e6 * waits.seconds / CALLS)
     finally:
         ctx.status_event = event

@@ -57,7 +57,7 @@ def _sums(group: Any) -> SparseAllReduce:
 
 
 class _Pass:
-    """The gradients of one model in one backward pass, whose sparse ones are reduced together.
+    """The sparse gradients of one model in one backward pass, which are reduced together.
 
     A model has dozens of tables, so this does as little as possible for each of them.
 
@@ -73,10 +73,8 @@ class _Pass:
         self._gradients: list[torch.Tensor] = []
         self._streams: dict[int, Any] = {}
         """On a GPU: the streams of gradients."""
-        self._sparse: list[Any] = []
+        self._futures: list[Any] = []
         """A future of the mean of each gradient, for DDP."""
-        self._dense: list[tuple[Any, torch.Tensor, Any]] = []
-        """Buckets of dense gradients: a future, the sum, and the work of its all-reduce."""
 
     def add(self, gradient: torch.Tensor, stream: Any) -> None:
         """Take a sparse gradient, which is behind what ``stream`` has now."""
@@ -87,32 +85,22 @@ class _Pass:
     def future(self) -> Any:
         """Return a future of the mean of the gradient that was added last."""
         future: Any = torch.futures.Future()
-        self._sparse.append(future)
-        return future
-
-    def future_of(self, bucket: torch.Tensor, work: Any) -> Any:
-        """Return a future of a bucket of dense gradients, which ``work`` reduces in place."""
-        future: Any = torch.futures.Future()
-        self._dense.append((future, bucket, work))
+        self._futures.append(future)
         return future
 
     def end(self) -> None:
-        """Reduce the sparse gradients, wait for the dense ones, and set all futures.
+        """Reduce the gradients, and set their futures.
 
         The futures know of no streams, which takes the host less time: the current stream is behind all results, and at
         the end of a backward pass PyTorch orders the caller's stream behind that one.
         """
-        means = self.reduce() if self._gradients else []
-        for future, gradient, mean in zip(self._sparse, self._gradients, means, strict=True):
+        for future, gradient, mean in zip(self._futures, self._gradients, self.reduce(), strict=True):
             gradient.data = mean  # DDP copies a result into the gradient, unless it is the gradient itself
             future.set_result(gradient)
-        for future, bucket, work in self._dense:
-            work.wait()
-            future.set_result(bucket)
 
     def submit(self) -> None:
-        """Let the queue's thread make the call beside the backward pass; not if the process group has to make it,
-        whose other calls the backward pass makes."""
+        """Let the queue's thread make the call beside the backward pass. If the process group has to make it,
+        :meth:`reduce` does, since the backward pass makes other calls of the group."""
         queue = self.sums.queue
         if self.sums.refuse(Call(self._gradients, self._gradients, "mean")) is None:
             events = [stream.record_event() for stream in self._streams.values()]
@@ -128,8 +116,8 @@ class _Pass:
             queue.submit(self.task)
 
     def reduce(self) -> list[torch.Tensor]:
-        """Return the mean of each sparse gradient. On a GPU the current stream waits for them; the memory of the
-        gradients is free then."""
+        """Return the mean of each gradient. On a GPU the current stream waits for them, and the gradients' streams for
+        what reads these."""
         if self.task is not None:
             stream, others = self.sums.queue.stream, list(self._streams.values())
         else:
@@ -152,7 +140,10 @@ class _Pass:
         """Return the mean of each, on the current stream."""
         call = Call(gradients, gradients, "mean")
         if (why := self.sums.refuse(call)) is not None and len(gradients) > 1:
-            return [mean for gradient in gradients for mean in self._reduce([gradient])]
+            alone = {id(one) for one in gradients if self.sums.refuse(Call([one], [one], "mean")) is not None}
+            others = [one for one in gradients if id(one) not in alone]
+            means = iter(self._reduce(others) if others else ())
+            return [self._reduce([one])[0] if id(one) in alone else next(means) for one in gradients]
         if (why := why or self.sums.prepare(call)) is None:
             return self.sums.reduce(gradients, "mean")
         _log.warning("sparse gradients go through the process group: %s", why)
@@ -165,27 +156,28 @@ def _stream_of(tensor: torch.Tensor) -> Any:
 
 
 class _Model:
-    """A model that a DistributedDataParallel wraps.
-
-    Attributes:
-        now: its backward pass, from the first of DDP's buckets to the last.
-    """
+    """A model that a DistributedDataParallel wraps. ``now``: its backward pass, from the first sparse gradient to DDP's
+    last bucket."""
 
     now: _Pass | None = None
 
 
 _models: "weakref.WeakKeyDictionary[nn.Module, _Model]" = weakref.WeakKeyDictionary()
 _by_parameter: dict[int, tuple[Any, Any]] = {}
-"""``id -> (parameter, its model)``, as weak references: PyTorch's dictionary of tensors takes several times as long."""
+"""``id -> (parameter, its model)``, as weak references: PyTorch's dictionary of tensors takes several times as long.
+There is no model for a wrapper whose last bucket may not be told: then no call can wait for it."""
 
 
 def _model_of(parameter: torch.Tensor) -> _Model | None:
-    """Return the model of a parameter of a DDP bucket, of which backward passes of others may run at the same time;
-    None if it isn't known."""
+    """Return the model that a parameter of a DDP bucket is of, since backward passes of several may run at the same
+    time; None if it isn't known, or has no model."""
     for scan in (True, False):
         of, model = _by_parameter.get(id(parameter), (_nothing, _nothing))
-        if of() is parameter and (found := model()) is not None:
-            return found
+        if of() is parameter:
+            if model is None:
+                return None
+            if (found := model()) is not None:
+                return found
         if scan:
             _scan()
     return None
@@ -197,11 +189,15 @@ def _nothing() -> None:
 
 def _scan() -> None:
     """Find the models that are wrapped now, and forget those that are gone."""
+    global _by_parameter
+    found: dict[int, tuple[Any, Any]] = {}
     with _making:
-        _by_parameter.clear()
         for wrapper in living_ddp(nn.Module()):
-            model = weakref.ref(_models.setdefault(wrapper.module, _Model()))
-            _by_parameter.update((id(one), (weakref.ref(one), model)) for one in wrapper.module.parameters())
+            # In its first pass such a graph calls every bucket the first one, and the others may leave out the last.
+            odd = getattr(wrapper, "static_graph", False) or getattr(wrapper, "skip_all_reduce_unused_params", False)
+            model = None if odd else weakref.ref(_models.setdefault(wrapper.module, _Model()))
+            found.update((id(one), (weakref.ref(one), model)) for one in wrapper.module.parameters())
+        _by_parameter = found
 
 
 # DDP looks at these annotations themselves: no `from __future__ import annotations` in this file.
@@ -211,9 +207,10 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
     ``model.register_comm_hook(None, tdcoll.distributed.sparse_hook)`` after ``tdcoll.initialize()``, with any backend.
     Gradients are averaged. DDP gives every sparse gradient a bucket of its own; the hook keeps them until the last
-    bucket of the pass is there, and reduces all of them by one call (or a few, if the heap is too small for all). DDP
-    itself wants every sparse table used in every backward pass; see :class:`SparseGradientReducer` where that does not
-    hold.
+    bucket of the pass is there, and reduces all of them by one call (or a few, if the heap is too small for all). With
+    ``static_graph``, ``skip_all_reduce_unused_params`` or a wrapper that is older than the job, each has a call of its
+    own. Every rank has to use every sparse table in every backward pass; see :class:`SparseGradientReducer` where that
+    does not hold.
 
     >>> torch.distributed.init_process_group("tdcoll")
     >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
@@ -231,22 +228,24 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
         NotInitializedError: before ``tdcoll.initialize()``.
     """
     gradient, parameters = bucket.buffer(), bucket.parameters()
-    known = _model_of(parameters[0]) if parameters else None
-    model = known or _Model()  # which may be several: no pass can gather the gradients of those
-    if model.now is None or bucket.index() == 0:  # those of a pass that was aborted are of no use
-        model.now = _Pass(_group(state))
+    model = _model_of(parameters[0]) if parameters else None
+    if model is not None and bucket.index() == 0:  # those of a pass that was aborted are of no use
+        model.now = None
     future: Any
-    if gradient.layout == torch.sparse_coo:
-        model.now.add(gradient, _stream_of(gradient))
-        future = model.now.future()
+    if gradient.layout != torch.sparse_coo:
+        group = _group(state)
+        gradient.div_(group.size())
+        work = dist.all_reduce(gradient, group=group, async_op=True)
+        future = work.get_future().then(lambda done: done.value()[0])
     else:
-        gradient.div_(model.now.group.size())
-        work = dist.all_reduce(gradient, group=model.now.group, async_op=True)
-        if known is None:
-            future = work.get_future().then(lambda done: done.value()[0])
+        gathered = (model and model.now) or _Pass(_group(state))
+        gathered.add(gradient, _stream_of(gradient))
+        future = gathered.future()
+        if model is None:
+            gathered.end()
         else:
-            future = model.now.future_of(gradient, work)
-    if known is None or bucket.is_last():
+            model.now = gathered
+    if model is not None and bucket.is_last() and model.now is not None:
         ready, model.now = model.now, None
         ready.end()  # DDP has all gradients, so the wait for the sizes of results holds up nothing
     return future

@@ -274,11 +274,19 @@ def test_every_own_call_is_made(monkeypatch: pytest.MonkeyPatch, capsys: Any) ->
     dist = SimpleNamespace(get_world_size=lambda: 2, get_rank=lambda: runtime.current().rank)
     monkeypatch.setattr(backend_calls, "dist", dist)
     monkeypatch.setattr(backend_calls, "ROUNDS", 1)
-    monkeypatch.setattr(backend_calls, "host_us", lambda call, asynchronous: float(call().numel()))
+    monkeypatch.setattr(backend_calls, "host_us", lambda call: float(call().numel()))
+    monkeypatch.setattr(backend_calls, "call_us", lambda call: float(call().shape[0]))
+    monkeypatch.setattr(backend_calls, "slowest", float)
+    no_event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, seconds=0.0)
+    monkeypatch.setattr(backend_calls, "Waits", lambda event: no_event)
     row, _ = World(2).run(lambda pe: backend_calls.own_row())
     gathered = {"all_gather": [2048.0], "all_gather_": [2048.0], "reduce_scatter": [1024.0]}
     reduced = {name: [1024.0] for name in ("all_reduce", "all_reduce_", "all_reduce_ symmetric")}
-    assert row == {"kind": "own calls", "nbytes": 4096, "us": gathered | reduced}
+    assert row == {
+        "kind": "own calls",
+        "nbytes": 4096,
+        "us": gathered | reduced | {"sparse_all_reduce of 1,000 rows": [1e5]},
+    }
     assert capsys.readouterr().out.count("own calls") == 1
 
 

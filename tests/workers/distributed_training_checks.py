@@ -165,23 +165,52 @@ def ddp_hook_with_another_backend() -> None:
 
 @check
 def ddp_hook_of_two_models_in_one_pass() -> None:
-    """Their buckets alternate; also if the hook doesn't know whose each is, as of wrappers older than the job."""
+    """Their buckets alternate. If the hook doesn't know whose each is, as of wrappers older than the job, each gradient
+    has a call of its own."""
     group, batch, living = other_group(), lookups(1, 3), hooks.living_ddp
     modules, gradients, inner = [Model(True, 3) for _ in range(2)], [], []
     modules[0].dense.register_forward_pre_hook(lambda *_: inner.append(models[1](batch)))
-    for known in (True, False, None):
-        hooks.living_ddp, hook = living if known else lambda _: [], sparse_hook if known is not None else None
+    for case in ("known", "older", "without the hook"):
+        hooks.living_ddp = (lambda _: []) if case == "older" else living
         hooks._scan()
-        models = [DDP(module, process_group=group if hook else None) for module in modules]
-        for model in models if hook else ():
-            model.register_comm_hook(group, hook)
+        of, how = (None, None) if case == "without the hook" else (group, sparse_hook)
+        models = [DDP(module, process_group=of) for module in modules]
+        for model in models if how else ():
+            model.register_comm_hook(of, how)
+        before = exchanges()
         ((models[0](batch).square().sum() + inner.pop().square().sum()) * world()).backward()
+        calls = {"known": 2, "older": 6, "without the hook": 0}[case]
+        expect(exchanges() - before == calls, f"{case}: {exchanges() - before} calls")
         gradients.append([parameter.grad.to_dense() for module in modules for parameter in module.parameters()])
         for module in modules:
             module.zero_grad()
     hooks.living_ddp = living
-    for number in range(2):
-        equal(gradients[number], gradients[2], f"two models, case {number}")
+    for got in gradients[:-1]:
+        equal(got, gradients[-1], "two models")
+
+
+@check
+def ddp_hook_with_a_static_graph() -> None:
+    """DDP does not tell which bucket of the first pass is the last."""
+    group, batches = other_group(), [lookups(step, 2) for step in range(2)]
+    model = DDP(Model(True, 2), process_group=group, static_graph=True)
+    model.register_comm_hook(group, sparse_hook)
+    equal(train(model, batches), dense_run(batches, 2), "static graph")
+
+
+@check
+def ddp_hook_with_a_gradient_that_is_refused() -> None:
+    """It goes through the process group, and the others by one call."""
+    group, before = other_group(), exchanges()
+    gathered = hooks._Pass(group)
+    one = torch.sparse_coo_tensor([[0]], [[1.0]], (2, 1), device=device(), check_invariants=False)
+    refused = torch.sparse_coo_tensor([[0], [rank()]], [1.0], (1, world()), device=device(), check_invariants=False)
+    for gradient in (one, refused, one.clone()):
+        gathered.add(gradient, hooks._stream_of(gradient))
+    means = [mean.to_dense().flatten().tolist() for mean in gathered.reduce()]
+    share = torch.full((), 1 / world()).item()
+    expect(means == [[1.0, 0.0], [share] * world(), [1.0, 0.0]], f"means {means}")
+    expect(exchanges() - before in (1, 2), "two calls, of which the context's first may have two exchanges")
 
 
 @check
