@@ -267,7 +267,8 @@ def compare(ours: dict[str, list[float]], baseline: dict[str, list[float]]) -> d
 
 def run(name: str, groups: dict[str, dist.ProcessGroup], arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure a workload, and return its row."""
-    # PyTorch's attention for fp32 otherwise adds in any order where heads are wide, and no losses repeat.
+    # PyTorch's attention for fp32 otherwise adds in any order where heads are wide, so that losses don't repeat.
+    # Compiled models are narrow, and theirs do.
     torch.use_deterministic_algorithms(name.startswith(("fsdp", "ddp")) and not name.endswith("compiled"))
     ways: dict[str, Step] = {way: WORKLOADS[name](group, arguments.small) for way, group in groups.items()}
     if name.startswith(ALONE):
