@@ -273,9 +273,10 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("merge", {**_MERGED, "tables": 8, "FIRSTS": 32}, "*fp16", (90,)),
     ("pad", {"tables": 4, "TABLES": 32, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
     ("join", {"narrow": True, "given": 26, "ITEM": 4, "COUNT": 26, "BLOCK": 1024}, "*fp32", (90, 100)),
-    ("pack", {"REPEATED": True, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90, 100)),
-    ("pack", {"narrow": True, "REPEATED": True, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90,)),
-    ("pack", {"REPEATED": False, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90,)),
+    ("pack", {"REPEATED": True, "PLACES": False, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90, 100)),
+    ("pack", {"narrow": True, "REPEATED": True, "PLACES": False, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90,)),
+    ("pack", {"narrow": True, "REPEATED": True, "PLACES": True, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90, 100)),
+    ("pack", {"REPEATED": False, "PLACES": False, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90,)),
 ]
 SPARSE_KERNELS = {
     name: kernel
@@ -284,7 +285,9 @@ SPARSE_KERNELS = {
     if name in {of_case for of_case, *_ in SPARSE}
 }
 SPARSE_TYPES = {
-    **dict.fromkeys(("ids", "begins", "order", "count", "counts", "indices", "joined", "remembered"), "*i64"),
+    **dict.fromkeys(
+        ("ids", "begins", "order", "count", "counts", "indices", "joined", "remembered", "unsorted"), "*i64"
+    ),
     "totals": "*i32",
     "partial": "*fp32",
     "g": tuples()["g"],
@@ -302,7 +305,8 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
     given = ["i64"] * constants.pop("given", 1)
     given = kernels_tables.given(given, given, [*given, "i64"])
     types = SPARSE_TYPES | {"tables": one, "given": given}
-    types |= dict.fromkeys(("ids", "joined"), "*i32") if constants.pop("narrow", False) else {}
+    narrow = ("joined", "unsorted") if constants.get("PLACES") else ("ids", "joined", "unsorted")
+    types |= dict.fromkeys(narrow, "*i32") if constants.pop("narrow", False) else {}
     types |= dict.fromkeys(("source", "out", "values", "like"), rows) | {"index": index_of_all(search)}
     options = {"maxnreg": SPARSE_REGISTERS} if name in ("prepare", "merge") else {}
     ptx = compile_for(kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED")), **options).asm["ptx"]

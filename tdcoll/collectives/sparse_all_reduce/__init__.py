@@ -6,8 +6,7 @@ in the order of its stream. ``lists``, ``out`` and ``stage`` are symmetric memor
 is this GPU's own::
 
     join       ids of several tensors --each behind those of the table before--> own ids; only with several
-    pack       own ids --sorted by PyTorch before, each once--> lists[rank], with a header that says how many; clears
-               the directory
+    pack       own ids --sorted, each once--> lists[rank], with a header that says how many; clears the directory
     exchange   lists[rank] --counted all-gather in place--> lists[rank] on every rank                     epoch e
     prepare    lists --> directory: the union, where each id is in each list, and where each table begins in the union
                (tdcoll.collectives.index_match)
@@ -16,10 +15,10 @@ is this GPU's own::
     reduce     rows that I reduce: own row, stage[...] of the others --sum in rank order--> out[union position] of all
                and no rank is done before all have stored                                                 epoch e + 1
 
-Why each is a launch: PyTorch sorts between *join* and *pack*. *exchange* is the all-gather's kernel, which waits for
-peers. *prepare* needs the lists of all ranks. *reduce* waits for peers whose *prepare* has ended. Inside of a launch,
-phases follow each other without the host (:func:`tdcoll.primitives.group.wait_until_done`), which waits once, for the
-sizes of the results, after it has launched everything.
+Why each is a launch: PyTorch sorts more than a thousand ids between *join* and *pack*. *exchange* is the all-gather's
+kernel, which waits for peers. *prepare* needs the lists of all ranks. *reduce* waits for peers whose *prepare* has
+ended. Inside of a launch, phases follow each other without the host (:func:`tdcoll.primitives.group.wait_until_done`),
+which waits once, for the sizes of the results, after it has launched everything.
 
 With few rows (gather) they travel behind the ids in ``lists``, and each rank sums all of them itself: *prepare*,
 without directory and work lists, comes before *exchange*, then *merge* makes the directory and the sums, and the rest

@@ -138,6 +138,7 @@ class SparseCall:
 
     Attributes:
         kind: what it shares with other calls.
+        places: ids are sorted as part of a launch.
         moves_late: the host must read the counts before rows are moved.
         variant: what Triton specialises kernels on, besides the constants that are parameters.
     """
@@ -145,6 +146,7 @@ class SparseCall:
     def __init__(self, ctx: SparseContext, rows: Joined, op: str, algorithm: str) -> None:
         self.ctx, self.rows, self.op = ctx, rows, op
         aligned = rows.single or functools.reduce(operator.or_, rows.values) % 16 == 0
+        self.places = not rows.coalesced and rows.n <= _IDS_BLOCK
         key = "sparse", rows.order, rows.tables, rows.dtype, rows.coalesced, op, algorithm, aligned
         self.kind = kind = ctx.once(key, lambda: _Kind(ctx, rows, op, algorithm, aligned))
         self.algorithm = kind.algorithm
@@ -180,10 +182,12 @@ class SparseCall:
         """
         if self.kind.loaded:
             return
-        launcher = self.ctx.launch
+        launcher, places = self.ctx.launch, self.places
+        both = (places,) if self.rows.coalesced else (not places, places)
         launcher.only_loads = True
         try:
-            self.match()
+            for self.places in both:  # a later call may have more ids or fewer
+                self.match()
             if not self.kind.too_wide:  # otherwise they move no further, and there is no memory for them
                 self.move()
         finally:
@@ -211,18 +215,24 @@ class SparseCall:
     def match(self) -> None:
         """Own ids to everybody, everybody's ids into the directory, and own rows to where they are read."""
         ctx, rows, kind = self.ctx, self.rows, self.kind
-        ids, totals = rows.parts[0].indices if rows.single else self._join(), ctx.counters  # which is not looked at
-        blocks = max(1, -(-rows.n // _IDS_BLOCK))
+        unsorted = ids = rows.parts[0].indices if rows.single else self._join()
+        before, totals, blocks = 0, ctx.counters, max(1, -(-rows.n // _IDS_BLOCK))  # not all of which are looked at
         with_rows = self.algorithm == "gather" and not kind.too_wide
         if not rows.coalesced:
-            ids, self._arguments["order"] = torch.sort(ids, stable=True)
             self._arguments["begins"] = ctx.scratch("begins", rows.n + 1, torch.int64)
-            totals = ctx.scratch("totals", blocks, torch.int32)
+            if self.places:
+                ids, order = (ctx.scratch(name, _IDS_BLOCK, torch.int64) for name in ("sorted ids", "order"))
+                before = max(1, -(-rows.n // kernels_lists.PLACED.value))
+            else:
+                ids, order = torch.sort(ids, stable=True)
+                before, totals = blocks, ctx.scratch("totals", blocks, torch.int32)
+            self._arguments["order"] = order
         self.launch(
             kernels_lists.pack,
-            blocks * (1 if rows.coalesced else 2) + ctx.directory.wipers,
-            ids=ids, totals=totals, blocks=blocks, row_bytes=kind.row_bytes if with_rows else 0,
-            BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK,
+            before + blocks + ctx.directory.wipers,
+            unsorted=unsorted, ids=ids, totals=totals, before=before, blocks=blocks,
+            row_bytes=kind.row_bytes if with_rows else 0,
+            PLACES=self.places, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK,
         )  # fmt: skip
         if with_rows:
             self._prepare(behind=True)

@@ -3,14 +3,15 @@
 
 ::
 
+    own ids --pack: place_ids, if they are few; by PyTorch, if they are many--> own ids, sorted
     own ids, sorted --pack: count_first, write_list--> lists[rank], each once, with a header that says how many
     own ids, sorted and different --pack: copy_list--> lists[rank]
     lists of all ranks --plan--> work lists: what this rank does with each of its rows
 
-*pack* is one launch: the programs of *write_list* wait until those of *count_first*, which have lower numbers, are
-done. It clears the directory as well, since what was launched before it on this stream is done with that. *plan* is a
-phase of ``kernels_values.prepare``. No launch here has an epoch. Programs of one launch meet in the counters of the
-work lists only, by atomic additions; no result depends on the order of a work list.
+*pack* is one launch: the programs of *write_list* wait until those of *place_ids* or *count_first*, which have lower
+numbers, are done. It clears the directory as well, since what was launched before it on this stream is done with that.
+*plan* is a phase of ``kernels_values.prepare``. No launch here has an epoch. Programs of one launch meet in the
+counters of the work lists only, by atomic additions; no result depends on the order of a work list.
 
 *Who reduces a row*: one of the ranks of the node that have it, picked by a hash of its id, which all ranks compute
 alike. The hash, and not the range that an id is in, spreads the rows: a vocabulary sorted by frequency has all of its
@@ -40,7 +41,10 @@ STORED, COUNTERS = tl.constexpr(7), tl.constexpr(8)
 """Words before :data:`PACKED`, all of them 0 after a list is packed: entries of the work lists, behind them programs
 that have done their part of each phase of ``kernels_values.prepare``, and at :data:`STORED` those of *reduce*."""
 
-ANY_ALIGNMENT = ["ids", "order", "begins"]
+PLACED = tl.constexpr(32)
+"""Ids of a program of :func:`place_ids`."""
+
+ANY_ALIGNMENT = ["unsorted", "ids", "order", "begins"]
 """Parameters that may be the caller's indices, at any address. So may rows be, whose alignment pays."""
 
 
@@ -84,6 +88,27 @@ def _write_header(index, memory, g, count, signature, row_bytes):
     tl.store(own + 2, signature)
     tl.store(own + 3, tl.cast(0, tl.int64))
     tl.store(memory.counters + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
+
+
+@jit
+def place_ids(block, unsorted, ids, order, n, BLOCK: tl.constexpr):
+    """``unsorted [n] -> ids [n]``, sorted, and ``order [n]``: where each comes from. Equal ids keep their order.
+
+    The place of an id is the number of those that come before it. One program per ``BLOCK`` ids compares each with all:
+    for a thousand this takes less time than to launch a better sort.
+    """
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    mine = tl.load(unsorted + at, mask=inside, other=0).to(tl.int64)
+    before = tl.zeros([BLOCK, BLOCK], tl.int32)
+    for begin in tl.range(0, n, BLOCK):
+        others = begin + tl.arange(0, BLOCK)
+        theirs = tl.load(unsorted + others, mask=others < n, other=0).to(tl.int64)[None, :]
+        comes_before = (theirs < mine[:, None]) | ((theirs == mine[:, None]) & (others[None, :] < at[:, None]))
+        before += (comes_before & (others < n)[None, :]).to(tl.int32)
+    place = tl.sum(before, axis=1)
+    tl.store(ids + place, mine, mask=inside)
+    tl.store(order + place, at.to(tl.int64), mask=inside)
 
 
 @jit
@@ -140,37 +165,39 @@ def copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK: tl.c
 
 @jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def pack(
-    ids, totals, begins, index, memory, g, blocks: tl.int32, n: tl.int32, signature: tl.int64, row_bytes: tl.int64,
-    REPEATED: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
+    unsorted, ids, order, totals, begins, index, memory, g, before: tl.int32, blocks: tl.int32, n: tl.int32,
+    signature: tl.int64, row_bytes: tl.int64,
+    REPEATED: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """This rank's list, and an empty directory. Thread blocks: ``blocks`` of ``BLOCK`` ids, with ``REPEATED`` twice as
-    many, then those of ``index_match.kernels.wipe``.
+    """This rank's list, and an empty directory. Thread blocks: ``before``, then ``blocks`` of ``BLOCK`` ids, then those
+    of ``index_match.kernels.wipe``.
 
     Args:
-        totals: int32 ``[blocks]``. With ``REPEATED`` only, as ``begins``.
+        unsorted: the ids in any order. With ``PLACES`` only, as ``order``; then there is one of ``blocks``, and
+            ``before`` have :data:`PLACED` ids each.
+        totals: int32 ``[blocks]``. With ``REPEATED`` only, as ``begins``; ``before`` is ``blocks`` then, else 0.
         row_bytes: of the rows that follow the ids; 0 if none do.
     """
     in_stream_order()
     program = tl.program_id(0)
     packed = memory.counters + PACKED
-    lists = blocks
-    if REPEATED:
-        lists = 2 * blocks
-    if program >= lists:
-        match.wipe(program - lists, index, CLEAR)
+    block = program - before
+    if block >= blocks:
+        match.wipe(block - blocks, index, CLEAR)
     elif REPEATED:
-        if program < blocks:
-            count_first(program, ids, totals, n, BLOCK)
+        if block < 0:
+            if PLACES:
+                place_ids(program, unsorted, ids, order, n, PLACED)
+            else:
+                count_first(program, ids, totals, n, BLOCK)
             say_done(packed)
         else:
-            wait_until_done(packed, blocks)
-            write_list(
-                program - blocks, blocks, ids, totals, begins, index, memory, g, n, signature, row_bytes, BLOCK
-            )  # fmt: skip
+            wait_until_done(packed, before)
+            write_list(block, blocks, ids, totals, begins, index, memory, g, n, signature, row_bytes, BLOCK)
             if tl.atomic_add(packed + 1, 1, sem="relaxed", scope="gpu") == blocks - 1:  # nobody waits any more
                 tl.store(packed + tl.arange(0, 2), tl.zeros([2], tl.int32))
     else:
-        copy_list(program, ids, index, memory, g, n, signature, row_bytes, BLOCK)
+        copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK)
 
 
 # ---------------------------------------------------------------------- plan

@@ -351,7 +351,7 @@ def _run_padded(
     """The padded results of each tensor; ``more`` as for :func:`_run`."""
     call, tables, most = SparseCall(ctx, rows, op, algorithm), len(rows.parts), ctx.max_union_rows
     pieces = not rows.coalesced and rows.n > kernels_values.PIECE.value
-    kernels = operation, call.variant, op, call.algorithm, rows.coalesced, pieces, tables
+    kernels = operation, call.variant, op, call.algorithm, rows.coalesced, call.places, pieces, tables
     on_device(ctx, operation, kernels, lambda: True)
     ids = torch.empty(tables, most, dtype=torch.int64, device=ctx.device)
     counts = torch.empty(tables, 1, dtype=torch.int64, device=ctx.device)

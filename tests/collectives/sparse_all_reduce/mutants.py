@@ -29,6 +29,7 @@ LONG_LISTS = Reduces("oo", (1, 28, 30, 0, 2, 29), 40, shape=(1,))
 LONG_GATHERS = Reduces("gg", (1, 28, 30, 0, 2, 29), 40, shape=(1,))
 
 ANY = Reduces()
+IN_ORDER = Reduces("oo", (8,), 3, exact=False)
 FLOAT_LISTS = Reduces("oo", (20,), tables=((9, (2,)), (9, (4,))), dtype=torch.float16, exact=False)
 
 
@@ -65,8 +66,12 @@ def _late(where: str, call: str, of: str = "", ranks: str = "nodes") -> tuple[An
 
 LOOKED_BEFORE = _late(REDUCE_NODES, "tdl.quiet")
 
+LAST_FIRST = Change("kernels_lists.place_ids", "others[None, :] < at[:, None]", "others[None, :] > at[:, None]")
+
 MUTANTS = (
     # ------------------------------------------------------------------ one node
+    ONE("a list is written before its ids are sorted", dropped("kernels_lists.pack", "wait_until_done"), BAD_LISTS),
+    ONE("the order of a rank's equal ids is not kept", LAST_FIRST, case=IN_ORDER),
     ONE("nobody waits in reduce", no_wait(REDUCE, "tdl.wait_signals"), ANYTHING),
     ONE("reduce waits after it has read", _late(REDUCE, "_store_everywhere", "result", "g")),
     ONE("the meeting does not wait for peers", no_wait(MEET, "tdl.wait_signals")),
