@@ -244,8 +244,10 @@ def index_of_all(search: bool) -> index_match.Index:
 
 _SUM = {"REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
 _ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
-_PLANNED = {**_ROW, "PLANS": True, "BEHIND": False, "BLOCK": 256, "FIRSTS": 0}
-_GATHERED = {**_PLANNED, "PLANS": False, "BEHIND": True}
+_PLANNED = {**_ROW, "PLANS": True, "BLOCK": 256, "FIRSTS": 0}
+_TILES = {"DEEP": 4, "WIDE": 2048, "PIECES": False}
+_PACKED = {**_ROW, **_TILES, "PLACES": False, "BEHIND": False, "BLOCK": 1024, "CLEAR": 4096}
+_GATHERED = {**_PACKED, "BEHIND": True, "PIECES": True}
 _MERGED = {"OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256, "FIRSTS": 0}
 SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
@@ -258,7 +260,6 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("prepare", {**_PLANNED, "PIECES": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
     ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
     ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
-    ("prepare", {**_GATHERED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
     ("prepare", {**_PLANNED, "search": True, "PIECES": True, "DEEP": 8, "WIDE": 64}, "*fp32", (90,)),
     ("prepare", {**_PLANNED, "PLANS": False, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90,)),
     ("merge", _MERGED, "*fp16", (90, 100)),
@@ -273,10 +274,12 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("merge", {**_MERGED, "tables": 8, "FIRSTS": 32}, "*fp16", (90,)),
     ("pad", {"tables": 4, "TABLES": 32, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
     ("join", {"narrow": True, "given": 26, "ITEM": 4, "COUNT": 26, "BLOCK": 1024}, "*fp32", (90, 100)),
-    ("pack", {"REPEATED": True, "PLACES": False, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90, 100)),
-    ("pack", {"narrow": True, "REPEATED": True, "PLACES": False, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90,)),
-    ("pack", {"narrow": True, "REPEATED": True, "PLACES": True, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90, 100)),
-    ("pack", {"REPEATED": False, "PLACES": False, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90,)),
+    ("pack", _PACKED, "*fp32", (90, 100)),
+    ("pack", {**_PACKED, "narrow": True}, "*fp32", (90,)),
+    ("pack", {**_PACKED, "REPEATED": False}, "*fp32", (90,)),
+    ("pack", {**_GATHERED, "PLACES": True, "narrow": True, "tables": 4}, "*fp32", (90, 100)),
+    ("pack", _GATHERED, "*bf16", (90,)),
+    ("pack", {**_GATHERED, "REPEATED": False, "PIECES": False}, "*fp32", (90,)),
 ]
 SPARSE_KERNELS = {
     name: kernel
@@ -308,7 +311,7 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
     narrow = ("joined", "unsorted") if constants.get("PLACES") else ("ids", "joined", "unsorted")
     types |= dict.fromkeys(narrow, "*i32") if constants.pop("narrow", False) else {}
     types |= dict.fromkeys(("source", "out", "values", "like"), rows) | {"index": index_of_all(search)}
-    options = {"maxnreg": SPARSE_REGISTERS} if name in ("prepare", "merge") else {}
+    options = {"maxnreg": SPARSE_REGISTERS} if name in ("pack", "prepare", "merge") else {}
     ptx = compile_for(kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED")), **options).asm["ptx"]
     declared = {parameter.name: parameter.annotation_type for parameter in kernel.params}
     declared |= {name: str(of).replace("int", "i") for name, of in typed_fields(index_match.Index).items()}
@@ -318,7 +321,6 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
         "rows": rows,
         "search": search,
         "tables": tables,
-        "behind": bool(constants.get("BEHIND")),
         "of_64_bits": sorted(name for name, kind in declared.items() if kind == "i64"),
         "calls": sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx))),
         "aligned": bool(constants.get("ALIGNED")),

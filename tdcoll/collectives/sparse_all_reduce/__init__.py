@@ -20,10 +20,10 @@ kernel, which waits for peers. *prepare* needs the lists of all ranks. *reduce* 
 ended. Inside of a launch, phases follow each other without the host (:func:`tdcoll.primitives.group.wait_until_done`),
 which waits once, for the sizes of the results, after it has launched everything.
 
-With few rows (gather) they travel behind the ids in ``lists``, and each rank sums all of them itself: *prepare*,
-without directory and work lists, comes before *exchange*, then *merge* makes the directory and the sums, and the rest
-is left out. For dense, *prepare* leaves the work lists out and puts all rows into the stage. Over several nodes
-*reduce* is one launch and one epoch for each node, *forward* one more, and so is *meet_nodes*, which moves nothing.
+With few rows (gather) they travel behind the ids in ``lists``, where *pack* puts them, and each rank sums all of them
+itself: *merge*, after *exchange*, makes the directory and the sums, and the rest is left out. For dense, *prepare*
+leaves the work lists out and puts all rows into the stage. Over several nodes *reduce* is one launch and one epoch for
+each node, *forward* one more, and so is *meet_nodes*, which moves nothing.
 
 The exchange is the all-gather in place: by stores in one node, else by puts.
 

@@ -44,11 +44,17 @@ _IDS_BLOCK, _PLAN_BLOCK = 1024, 256
 """Ids of a program that does nothing else with them, and of one that looks each of them up."""
 
 
-@functools.cache
+_NAMES: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+
+
 def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of a kernel's parameters: those of its arguments, and of its constants, which are in capitals."""
-    names = tuple(kernel.arg_names)
-    return tuple(name for name in names if not name.isupper()), tuple(name for name in names if name.isupper())
+    found = _NAMES.get(id(kernel))  # a kernel's own hash takes Triton long
+    if found is None:
+        names = tuple(kernel.arg_names)
+        found = tuple(name for name in names if not name.isupper()), tuple(name for name in names if name.isupper())
+        _NAMES[id(kernel)] = found
+    return found
 
 
 class _Kind:
@@ -227,15 +233,15 @@ class SparseCall:
                 ids, order = torch.sort(ids, stable=True)
                 before, totals = blocks, ctx.scratch("totals", blocks, torch.int32)
             self._arguments["order"] = order
+        combiners, more = self._combining(with_rows)
         self.launch(
-            kernels_lists.pack,
-            before + blocks + ctx.directory.wipers,
-            unsorted=unsorted, ids=ids, totals=totals, before=before, blocks=blocks,
+            kernels_values.pack,
+            before + blocks + ctx.directory.wipers + combiners,
+            REGISTERS,
+            unsorted=unsorted, ids=ids, totals=totals, before=before, blocks=blocks, wipers=ctx.directory.wipers,
             row_bytes=kind.row_bytes if with_rows else 0,
-            PLACES=self.places, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK,
+            PLACES=self.places, BEHIND=with_rows, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK, **more,
         )  # fmt: skip
-        if with_rows:
-            self._prepare(behind=True)
         if not ctx.launch.only_loads:
             ctx.exchanges += 1
             if kind.exchange is not None:
@@ -266,28 +272,37 @@ class SparseCall:
             )  # fmt: skip
         return ids
 
-    def _prepare(self, *, behind: bool = False) -> None:
-        """Own rows ``behind`` the ids; or the directory, who reduces which row, and own rows to the stage, all of them
-        for dense, otherwise those that another rank needs."""
-        rows, ctx, piece = self.rows, self.ctx, kernels_values.PIECE.value
-        kept, combiners = min(rows.n, ctx.max_rows_per_rank), self.workers(rows.n)
-        plans, builders = self.algorithm == "owner", 0 if behind else self._arguments["builders"]
-        planners = max(1, -(-kept // _PLAN_BLOCK)) if plans else 0
-        adders, at_a_time, finishers, partial = 0, 1, 0, rows.parts[0].values  # which is not looked at
-        pieces = rows.n // piece + 1
-        if self.kind.too_wide:
-            planners = combiners = 0
-        if has_pieces := not (self.kind.too_wide or rows.coalesced) and rows.n > piece:
-            at_a_time, finishers = min(16, pieces), self.workers(pieces)
-            adders = at_a_time * min(32, pieces)
-            partial = ctx.scratch("partial", 2 * pieces * self.kind.elements, ACCUMULATORS[rows.dtype])
+    def _prepare(self) -> None:
+        """The directory, who reduces which row, and own rows to the stage, for dense all of them, otherwise those that
+        another rank needs."""
+        builders, plans = self._arguments["builders"], self.algorithm == "owner"
+        kept = min(self.rows.n, self.ctx.max_rows_per_rank)
+        planners = max(1, -(-kept // _PLAN_BLOCK)) if plans and not self.kind.too_wide else 0
+        combiners, more = self._combining(not self.kind.too_wide)
         self.launch(
             kernels_values.prepare,
-            builders + planners + combiners + adders + finishers,
+            builders + planners + combiners,
             REGISTERS,
-            partial=partial, builders=builders, planners=planners, combiners=combiners, adders=adders,
-            at_a_time=at_a_time, PLANS=plans, BEHIND=behind, PIECES=has_pieces, BLOCK=_PLAN_BLOCK,
+            builders=builders, planners=planners, PLANS=plans, BLOCK=_PLAN_BLOCK, **more,
         )  # fmt: skip
+
+    def _combining(self, wanted: bool) -> tuple[int, dict[str, Any]]:
+        """Thread blocks of ``kernels_values.combine_all``, and arguments of the launch that has them."""
+        n, piece = self.rows.n, kernels_values.PIECE.value
+        combiners, adders, at_a_time, finishers = self.workers(n) if wanted else 0, 0, 1, 0
+        partial = self.rows.parts[0].values  # which is not looked at
+        if has_pieces := wanted and not self.rows.coalesced and n > piece:
+            pieces = n // piece + 1
+            at_a_time, finishers = min(16, pieces), self.workers(pieces)
+            adders = at_a_time * min(32, pieces)
+            partial = self.ctx.scratch("partial", 2 * pieces * self.kind.elements, ACCUMULATORS[self.rows.dtype])
+        return combiners + adders + finishers, {
+            "combiners": combiners,
+            "adders": adders,
+            "at_a_time": at_a_time,
+            "partial": partial,
+            "PIECES": has_pieces,
+        }
 
     def move(self) -> torch.Tensor:
         """The rows of the union ``-> [max_union, elements]``, of which the first are theirs."""

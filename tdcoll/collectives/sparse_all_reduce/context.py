@@ -125,7 +125,7 @@ class SparseContext(CollectiveContext):
             self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=device)
             """The first wrong status of a call of fixed size, and 1 + the rows of its table; -1 if it had several."""
             self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
-            self.counters = torch.zeros(COUNTERS.value + 2, dtype=torch.int32, device=device)
+            self.counters = torch.zeros(COUNTERS.value + 4, dtype=torch.int32, device=device)
             """Lengths of the work lists, and progress of the launch that fills the stage."""
             self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
             union = self.world_size * rows if max_union_rows is None else max_union_rows

@@ -3,15 +3,13 @@
 
 ::
 
-    own ids --pack: place_ids, if they are few; by PyTorch, if they are many--> own ids, sorted
-    own ids, sorted --pack: count_first, write_list--> lists[rank], each once, with a header that says how many
-    own ids, sorted and different --pack: copy_list--> lists[rank]
+    own ids --place_ids, if they are few; PyTorch, if they are many--> own ids, sorted
+    own ids, sorted --count_first, write_list--> lists[rank], each once, with a header that says how many
+    own ids, sorted and different --copy_list--> lists[rank]
     lists of all ranks --plan--> work lists: what this rank does with each of its rows
 
-*pack* is one launch: the programs of *write_list* wait until those of *place_ids* or *count_first*, which have lower
-numbers, are done. It clears the directory as well, since what was launched before it on this stream is done with that.
-*plan* is a phase of ``kernels_values.prepare``. No launch here has an epoch. Programs of one launch meet in the
-counters of the work lists only, by atomic additions; no result depends on the order of a work list.
+These are phases of *pack* and *prepare*, see ``kernels_values``. Programs of one launch meet in the counters of the
+work lists only, by atomic additions; no result depends on the order of a work list.
 
 *Who reduces a row*: one of the ranks of the node that have it, picked by a hash of its id, which all ranks compute
 alike. The hash, and not the range that an id is in, spreads the rows: a vocabulary sorted by frequency has all of its
@@ -24,7 +22,6 @@ import triton.language as tl
 
 from tdcoll.collectives.index_match import kernels as match
 from tdcoll.language.jit import jit
-from tdcoll.primitives.group import in_stream_order, say_done, wait_until_done
 
 HEADER = match.HEADER
 
@@ -35,7 +32,7 @@ these the ones that are too many times there for one program."""
 LISTS = tl.constexpr(4)
 
 PACKED = tl.constexpr(8)
-"""Place among the counters of the two that :func:`pack` uses, and leaves at 0."""
+"""Place among the counters of the four that ``kernels_values.pack`` uses, and leaves at 0."""
 
 STORED, COUNTERS = tl.constexpr(7), tl.constexpr(8)
 """Words before :data:`PACKED`, all of them 0 after a list is packed: entries of the work lists, behind them programs
@@ -54,7 +51,7 @@ class RowMemory(NamedTuple):
     Attributes:
         stage, out: addresses of this rank's ``stage`` and ``out``; plus ``g.deltas[q]``, those of rank q of this node.
         work: int32 ``[LISTS, capacity]``: the work lists.
-        counters: int32 ``[COUNTERS + 2]``: their lengths, and progress.
+        counters: int32 ``[COUNTERS + 4]``: their lengths, and progress.
         targets: int32 ``[capacity]``: place in the union of each row of this rank's list.
     """
 
@@ -161,43 +158,6 @@ def copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK: tl.c
     tl.store(match.list_of(index, g.rank) + HEADER + at, tl.load(ids + at, mask=inside, other=0), mask=inside)
     if block == 0:
         _write_header(index, memory, g, tl.cast(n, tl.int64), signature, row_bytes)
-
-
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
-def pack(
-    unsorted, ids, order, totals, begins, index, memory, g, before: tl.int32, blocks: tl.int32, n: tl.int32,
-    signature: tl.int64, row_bytes: tl.int64,
-    REPEATED: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
-):  # fmt: skip
-    """This rank's list, and an empty directory. Thread blocks: ``before``, then ``blocks`` of ``BLOCK`` ids, then those
-    of ``index_match.kernels.wipe``.
-
-    Args:
-        unsorted: the ids in any order. With ``PLACES`` only, as ``order``; then there is one of ``blocks``, and
-            ``before`` have :data:`PLACED` ids each.
-        totals: int32 ``[blocks]``. With ``REPEATED`` only, as ``begins``; ``before`` is ``blocks`` then, else 0.
-        row_bytes: of the rows that follow the ids; 0 if none do.
-    """
-    in_stream_order()
-    program = tl.program_id(0)
-    packed = memory.counters + PACKED
-    block = program - before
-    if block >= blocks:
-        match.wipe(block - blocks, index, CLEAR)
-    elif REPEATED:
-        if block < 0:
-            if PLACES:
-                place_ids(program, unsorted, ids, order, n, PLACED)
-            else:
-                count_first(program, ids, totals, n, BLOCK)
-            say_done(packed)
-        else:
-            wait_until_done(packed, before)
-            write_list(block, blocks, ids, totals, begins, index, memory, g, n, signature, row_bytes, BLOCK)
-            if tl.atomic_add(packed + 1, 1, sem="relaxed", scope="gpu") == blocks - 1:  # nobody waits any more
-                tl.store(packed + tl.arange(0, 2), tl.zeros([2], tl.int32))
-    else:
-        copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK)
 
 
 # ---------------------------------------------------------------------- plan

@@ -3,14 +3,15 @@
 
 ::
 
-    lists of all ranks --plan--> work lists
     rows of this rank --combine--> stage[place in lists[rank]], or for gather behind the ids of lists[rank]
     rows of which there are more than PIECE --sum_pieces--> partial --sum_partial--> the same places
 
-These are phases of one launch, *prepare*, which has no epoch and builds the directory first. Programs of a phase wait
-until all of the phase before are done, which have lower numbers. For gather the launch has neither a directory nor a
-plan, for dense it has no plan, and with few rows there are no pieces. Once a wait of the context has expired, ``stage``
-stays as it is: replays of a graph may follow, while a peer that is only late still reads the rows of the call before.
+These are phases of two launches, with those of ``kernels_lists``. *pack* makes this rank's list, for gather with its
+rows, and clears the directory, since what was launched before it on this stream is done with that. *prepare*, for the
+other algorithms, builds the directory, plans (not for dense), and puts rows into ``stage``. With few rows there are no
+pieces. Neither launch has an epoch. Programs of a phase wait until all of the phase before are done, which have lower
+numbers. Once a wait of the context has expired, ``stage`` stays as it is: replays of a graph may follow, while a peer
+that is only late still reads the rows of the call before.
 """
 
 import triton.language as tl
@@ -21,10 +22,16 @@ from tdcoll.collectives.sparse_all_reduce.kernels_lists import (
     HEADER,
     LISTS,
     LONG,
+    PACKED,
+    PLACED,
     STAGED,
+    copy_list,
+    count_first,
+    place_ids,
     plan,
     valid,
     work_list,
+    write_list,
 )
 from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_of
 from tdcoll.language.jit import jit
@@ -192,60 +199,135 @@ def sum_partial(
             tl.store(to + row * row_elements + columns, sum.to(like.dtype.element_ty), mask=columns < width)
 
 
+@jit
+def combine_all(
+    program, programs, done, combiners, adders, at_a_time, source, order, begins, partial, index, memory, tables, g,
+    row_elements, PLANS: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, PIECES: tl.constexpr,
+    ACC: tl.constexpr, ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Three phases: :func:`combine`, and with ``PIECES`` :func:`sum_pieces` and :func:`sum_partial`.
+
+    Thread blocks: ``combiners``, and with ``PIECES`` ``adders`` (``at_a_time`` times any number) and any number.
+    ``done``: two counters, which are 0.
+    """
+    if program < combiners:
+        combine(
+            program, combiners, source, order, begins, index, memory, tables, g, row_elements,
+            PLANS, BEHIND, REPEATED, ACC, ALIGNED, DEEP, WIDE,
+        )  # fmt: skip
+        if PIECES:
+            say_done(done)
+    elif PIECES:
+        adder = program - combiners
+        if adder < adders:
+            wait_until_done(done, combiners)
+            sum_pieces(
+                adder, adders, at_a_time, source, order, begins, partial, index, memory, tables, g, row_elements,
+                ACC, DEEP, WIDE,
+            )  # fmt: skip
+            say_done(done + 1)
+        else:
+            wait_until_done(done + 1, adders)
+            sum_partial(
+                adder - adders, programs - combiners - adders, source, begins, partial, index, memory, tables, g,
+                row_elements, BEHIND, ACC, ALIGNED, WIDE,
+            )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- launches
+
+
+@jit
+def _leave(packed, programs):
+    """This program does not look at the counters any more. The last of ``programs`` leaves them at 0."""
+    if tl.atomic_add(packed + 2, 1, sem="relaxed", scope="gpu") == programs - 1:
+        tl.store(packed + tl.arange(0, 4), tl.zeros([4], tl.int32))
+
+
+@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+def pack(
+    unsorted, ids, order, totals, begins, source, partial, index, memory, tables, g, before: tl.int32, blocks: tl.int32,
+    wipers: tl.int32, combiners: tl.int32, adders: tl.int32, at_a_time: tl.int32, n: tl.int32, signature: tl.int64,
+    row_bytes: tl.int64, row_elements,
+    PLACES: tl.constexpr, REPEATED: tl.constexpr, BEHIND: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
+    ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    """This rank's list, with ``BEHIND`` followed by its rows, and an empty directory. Thread blocks: ``before``,
+    ``blocks`` of ``BLOCK`` ids, ``wipers`` (see ``index_match.kernels.wipe``), those of :func:`combine_all`.
+
+    Args:
+        unsorted: the ids in any order. With ``PLACES`` only; then there is one of ``blocks``, ``before`` have
+            ``kernels_lists.PLACED`` ids each, and ``ids`` and ``order`` are written.
+        totals: int32 ``[blocks]``. With ``REPEATED`` only, as ``begins``; ``before`` is ``blocks`` then, else 0.
+        partial, combiners, adders, at_a_time: as for :func:`combine_all`; with ``BEHIND`` only.
+        row_bytes: of the rows that follow the ids; 0 without ``BEHIND``.
+    """
+    in_stream_order()
+    program = tl.program_id(0)
+    packed = memory.counters + PACKED
+    block = program - before
+    combiner = block - blocks - wipers
+    values = tl.num_programs(0) - before - blocks - wipers
+    if block < 0:
+        if PLACES:
+            place_ids(program, unsorted, ids, order, n, PLACED)
+        elif REPEATED:
+            count_first(program, ids, totals, n, BLOCK)
+        say_done(packed)
+    elif block < blocks:
+        if REPEATED:
+            wait_until_done(packed, before)
+            write_list(block, blocks, ids, totals, begins, index, memory, g, n, signature, row_bytes, BLOCK)
+        else:
+            copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK)
+        if BEHIND:
+            say_done(packed + 1)
+        _leave(packed, blocks + values)
+    elif combiner < 0:
+        match.wipe(block - blocks, index, CLEAR)
+    elif BEHIND:
+        wait_until_done(packed + 1, blocks)
+        combine_all(
+            combiner, values, memory.counters + LISTS, combiners, adders, at_a_time, source, order, begins, partial,
+            index, memory, tables, g, row_elements, False, True, REPEATED, PIECES, ACC, ALIGNED, DEEP, WIDE,
+        )  # fmt: skip
+        _leave(packed, blocks + values)
+
+
 @jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def prepare(
     source, order, begins, partial, index, memory, tables, counts, nodes, g, signature: tl.int64, builders: tl.int32,
     planners: tl.int32, combiners: tl.int32, adders: tl.int32, at_a_time: tl.int32, row_elements,
-    PLANS: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
+    PLANS: tl.constexpr, REPEATED: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
     ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, FIRSTS: tl.constexpr,
 ):  # fmt: skip
-    """All phases: see the module's docstring. Thread blocks: ``builders``, ``planners``, ``combiners``, ``adders``, any
-    number; or ``builders`` only, for the directory.
+    """The directory, the work lists, and rows in ``stage``. Thread blocks: ``builders``, ``planners``, those of
+    :func:`combine_all`; or ``builders`` only, for the directory.
 
     Args:
-        partial: as for :func:`sum_pieces`; with ``PIECES`` only.
+        partial, combiners, adders, at_a_time: as for :func:`combine_all`.
         counts, signature, FIRSTS: ``places`` and others of ``index_match.kernels.build``, for all tables.
-        builders: of the directory; 0 with ``BEHIND``.
+        builders: of the directory.
         planners: of :func:`plan`, as many as it has programs, with ``PLANS``; otherwise 0.
-        adders: of :func:`sum_pieces`, ``at_a_time`` times any number, with ``PIECES``; otherwise 0, and no program
-            comes after the ``combiners``.
-        BEHIND: rows go behind the ids of this rank's list, else to its ``stage``.
     """
     in_stream_order()
     program = tl.program_id(0) - builders
     planned = memory.counters + LISTS
     if program < 0:
-        if not BEHIND:
-            match.build(program + builders, index, tables.firsts, tables.count + 1, counts, signature, FIRSTS)
+        match.build(program + builders, index, tables.firsts, tables.count + 1, counts, signature, FIRSTS)
     elif program < planners:
         if PLANS:
             match.wait_until_built(index)
             plan(program, begins, index, memory, nodes, g, REPEATED, BLOCK)
             say_done(planned)
-    elif program < planners + combiners:
-        if PLANS:
-            wait_until_done(planned, planners)
-        elif not BEHIND:
-            match.wait_until_built(index)
-        combine(
-            program - planners, combiners, source, order, begins, index, memory, tables, g, row_elements,
-            PLANS, BEHIND, REPEATED, ACC, ALIGNED, DEEP, WIDE,
+    else:
+        if program < planners + combiners:  # the others wait for these
+            if PLANS:
+                wait_until_done(planned, planners)
+            else:
+                match.wait_until_built(index)
+        combine_all(
+            program - planners, tl.num_programs(0) - builders - planners, planned + 1, combiners, adders, at_a_time,
+            source, order, begins, partial, index, memory, tables, g, row_elements,
+            PLANS, False, REPEATED, PIECES, ACC, ALIGNED, DEEP, WIDE,
         )  # fmt: skip
-        if PIECES:
-            say_done(planned + 1)
-    elif PIECES:
-        adder = program - planners - combiners
-        if adder < adders:
-            wait_until_done(planned + 1, combiners)
-            sum_pieces(
-                adder, adders, at_a_time, source, order, begins, partial, index, memory, tables, g, row_elements,
-                ACC, DEEP, WIDE,
-            )  # fmt: skip
-            say_done(planned + 2)
-        else:
-            wait_until_done(planned + 2, adders)
-            finishers = tl.num_programs(0) - builders - planners - combiners - adders
-            sum_partial(
-                adder - adders, finishers, source, begins, partial, index, memory, tables, g, row_elements,
-                BEHIND, ACC, ALIGNED, WIDE,
-            )  # fmt: skip

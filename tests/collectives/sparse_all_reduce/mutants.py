@@ -16,6 +16,7 @@ WRONG_ROWS = r"AssertionError: rank \d+, call \d+ \([og]\): \d+ wrong rows"
 WRONG_INDICES = r"AssertionError: rank \d+, call \d+ \([og]\): .* are wrong indices"
 REFUSED = r"RankMismatchError: |ValueError: .* indices of rank|ContextError: .* different rows"
 UNSIGNALLED = missing("signals")
+STUCK_IN_PACK = r"[Dd]eadlock[\s\S]*pack\(\S+ spins on address"
 BAD_INDICES = f"{WRONG_INDICES}|{REFUSED}"
 BAD_LISTS = f"{WRONG_ROWS}|{BAD_INDICES}"
 ANYTHING = f"{BAD_LISTS}|{UNSIGNALLED}"
@@ -66,11 +67,14 @@ def _late(where: str, call: str, of: str = "", ranks: str = "nodes") -> tuple[An
 
 LOOKED_BEFORE = _late(REDUCE_NODES, "tdl.quiet")
 
+PACK = "kernels_values.pack"
 LAST_FIRST = Change("kernels_lists.place_ids", "others[None, :] < at[:, None]", "others[None, :] > at[:, None]")
 
 MUTANTS = (
     # ------------------------------------------------------------------ one node
-    ONE("a list is written before its ids are sorted", dropped("kernels_lists.pack", "wait_until_done"), BAD_LISTS),
+    ONE("a list is written before its ids are sorted", dropped(PACK, "wait_until_done", "before"), BAD_LISTS),
+    ONE("rows go behind a list that is not written", dropped(PACK, "wait_until_done", "blocks"), BAD_LISTS, GATHERS),
+    ONE("counters are left too early", Argument(PACK, "_leave", "blocks + values", "blocks"), STUCK_IN_PACK, GATHERS),
     ONE("the order of a rank's equal ids is not kept", LAST_FIRST, case=IN_ORDER),
     ONE("nobody waits in reduce", no_wait(REDUCE, "tdl.wait_signals"), ANYTHING),
     ONE("reduce waits after it has read", _late(REDUCE, "_store_everywhere", "result", "g")),

@@ -22,7 +22,7 @@ from .calls import DIM, make, sparse
 
 Seen = dict[int, list[str]]
 OWNER = ["pack", "exchange_direct", "prepare", "reduce"]
-GATHER = ["pack", "prepare", "exchange_direct", "merge"]
+GATHER = ["pack", "exchange_direct", "merge"]
 
 
 @pytest.fixture
