@@ -23,7 +23,7 @@ from tdcoll.distributed.handlers import Members
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
-from tdcoll.distributed.work import backend_errors, current_stream, future_of_first, record_streams
+from tdcoll.distributed.work import backend_errors, current_stream, record_streams
 
 _log = logging.getLogger("tdcoll")
 
@@ -235,7 +235,8 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     if gradient.layout != torch.sparse_coo:
         group = _group(state)
         gradient.div_(group.size())
-        future = future_of_first(dist.all_reduce(gradient, group=group, async_op=True))
+        work = dist.all_reduce(gradient, group=group, async_op=True)
+        future = work.get_future().then(lambda done: done.value()[0])
     else:
         gathered = (model and model.now) or _Pass(_group(state))
         gathered.add(gradient, _stream_of(gradient))

@@ -104,10 +104,10 @@ class CompletedWork(Work):
     def is_completed(self) -> bool:
         return True
 
-    def get_future(self, of: Any = None) -> Any:
+    def get_future(self) -> Any:
         device = self.tensors[0].device if self.tensors else torch.device("cpu")
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-        future.set_result(self.result() if of is None else of)
+        future.set_result(self.result())
         return future
 
 
@@ -189,18 +189,11 @@ class StreamWork(Work):
     def exception(self) -> Any:
         return error_of(self._check)
 
-    def get_future(self, of: Any = None) -> Any:
+    def get_future(self) -> Any:
         future: Any = torch.futures.Future(devices=[self._stream.device])
         with torch.cuda.stream(self._stream):  # its event is recorded there
-            future.set_result(self.result() if of is None else of)
+            future.set_result(self.result())
         return future
-
-
-def future_of_first(work: Any) -> Any:
-    """Return a future of the first tensor of a work's result, of any process group."""
-    if isinstance(work, (CompletedWork, StreamWork)):  # a callback would take as long as the call
-        return work.get_future(work.tensors[0])
-    return work.get_future().then(lambda done: done.value()[0])
 
 
 _current: Any = None
