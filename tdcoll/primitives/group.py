@@ -155,6 +155,10 @@ if INTERPRETED:  # by functions of Triton alone, because index matching needs no
         while tl.load(word, volatile=True) < programs:
             pass
 
+    @jit
+    def leaves_last(word, programs):
+        return tl.atomic_add(word, 1, sem="acq_rel", scope="gpu") == programs - 1
+
 else:
 
     @jit
@@ -167,6 +171,11 @@ else:
         while tdl.block_and(tdl.ld(word, "gpu", "acquire") >= programs) == 0:
             pass
 
+    @jit
+    def leaves_last(word, programs):
+        tdl.syncthreads()
+        return tl.atomic_add(word, 1, sem="acq_rel", scope="gpu") == programs - 1
+
 
 say_done.__doc__ = """This program has done its part of a phase of the launch: what it has stored is seen by those that
 :func:`wait_until_done` lets go on. ``word``: int32, 0 before the launch; one for each phase."""
@@ -177,6 +186,8 @@ They must have lower numbers than those that wait. Blocks come onto the GPU in t
 others wait for are there first, and any number of resident blocks makes progress. Nothing here waits for another rank,
 so there is no deadline.
 """
+leaves_last.__doc__ = """Return whether all others of so many programs have been here. What they did before, such
+as reading the words of other phases, is over then. ``word`` as for :func:`say_done`."""
 
 
 @jit

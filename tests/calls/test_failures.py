@@ -214,11 +214,13 @@ def test_an_interrupted_launch_ends_the_context(
     assert peer == TIMED_OUT
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_an_interrupted_sparse_call_ends_the_context(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("algorithm", "number"), [("gather", 1), ("gather", 2), *(("owner", n) for n in (1, 2, 3))])
+def test_an_interrupted_sparse_call_ends_the_context(
+    algorithm: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def call_of(ctx: Any, pe: int, call: int) -> bool:
         ids, rows = torch.tensor([pe, 2, 2]), tensor(pe, call, 12).view(3, 4)
-        found, values = tdcoll.sparse_all_reduce_rows(ids, rows, 8, ctx=ctx)
+        found, values = tdcoll.sparse_all_reduce_rows(ids, rows, 8, ctx=ctx, algorithm=algorithm)
         total = sum(tensor(rank, call, 12).view(3, 4)[1:].sum(0) for rank in range(WORLD))
         return found.tolist() == [0, 1, 2] and values[2].equal(total)
 

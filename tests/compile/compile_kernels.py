@@ -246,7 +246,7 @@ _SUM = {"REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
 _ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
 _PLANNED = {**_ROW, "PLANS": True, "BLOCK": 256, "FIRSTS": 0}
 _TILES = {"DEEP": 4, "WIDE": 2048, "PIECES": False}
-_PACKED = {**_ROW, **_TILES, "PLACES": False, "BEHIND": False, "BLOCK": 1024, "CLEAR": 4096}
+_PACKED = {**_ROW, **_TILES, "PLACED": 0, "BEHIND": False, "BLOCK": 1024, "CLEAR": 4096}
 _GATHERED = {**_PACKED, "BEHIND": True, "PIECES": True}
 _MERGED = {"OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256, "FIRSTS": 0}
 SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
@@ -277,7 +277,7 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("pack", _PACKED, "*fp32", (90, 100)),
     ("pack", {**_PACKED, "narrow": True}, "*fp32", (90,)),
     ("pack", {**_PACKED, "REPEATED": False}, "*fp32", (90,)),
-    ("pack", {**_GATHERED, "PLACES": True, "narrow": True, "tables": 4}, "*fp32", (90, 100)),
+    ("pack", {**_GATHERED, "PLACED": 32, "narrow": True, "tables": 4}, "*fp32", (90, 100)),
     ("pack", _GATHERED, "*bf16", (90,)),
     ("pack", {**_GATHERED, "REPEATED": False, "PIECES": False}, "*fp32", (90,)),
 ]
@@ -308,7 +308,7 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
     given = ["i64"] * constants.pop("given", 1)
     given = kernels_tables.given(given, given, [*given, "i64"])
     types = SPARSE_TYPES | {"tables": one, "given": given}
-    narrow = ("joined", "unsorted") if constants.get("PLACES") else ("ids", "joined", "unsorted")
+    narrow = ("joined", "unsorted") if constants.get("PLACED") else ("ids", "joined", "unsorted")
     types |= dict.fromkeys(narrow, "*i32") if constants.pop("narrow", False) else {}
     types |= dict.fromkeys(("source", "out", "values", "like"), rows) | {"index": index_of_all(search)}
     options = {"maxnreg": SPARSE_REGISTERS} if name in ("pack", "prepare", "merge") else {}

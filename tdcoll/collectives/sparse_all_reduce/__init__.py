@@ -15,15 +15,18 @@ is this GPU's own::
     reduce     rows that I reduce: own row, stage[...] of the others --sum in rank order--> out[union position] of all
                and no rank is done before all have stored                                                 epoch e + 1
 
-Why each is a launch: PyTorch sorts more than a thousand ids between *join* and *pack*. *exchange* is the all-gather's
-kernel, which waits for peers. *prepare* needs the lists of all ranks. *reduce* waits for peers whose *prepare* has
-ended. Inside of a launch, phases follow each other without the host (:func:`tdcoll.primitives.group.wait_until_done`),
-which waits once, for the sizes of the results, after it has launched everything.
+Why each is a launch: more than 1,024 ids are sorted by PyTorch, between *join* and *pack*. *exchange* is the kernel of
+the all-gather, which waits for peers. *prepare* needs the lists of all ranks. *reduce* waits until the *prepare* of its
+peers has ended. Within a launch, phases follow each other without the host
+(:func:`tdcoll.primitives.group.wait_until_done`), which waits once, for the sizes of the results, after it has launched
+everything.
 
-With few rows (gather) they travel behind the ids in ``lists``, where *pack* puts them, and each rank sums all of them
-itself: *merge*, after *exchange*, makes the directory and the sums, and the rest is left out. For dense, *prepare*
-leaves the work lists out and puts all rows into the stage. Over several nodes *reduce* is one launch and one epoch for
-each node, *forward* one more, and so is *meet_nodes*, which moves nothing.
+With few rows (gather) *pack* puts them behind the ids, and each rank sums all of them itself: *merge*, after
+*exchange*, makes the directory and the sums, and the rest is left out. Lists with rows reach from ``lists`` into
+``out``, and the sums are in memory of their own. For dense, *prepare* leaves the work lists out and puts all rows into
+the stage; then PyTorch makes the table of them, and the dense all-reduce reduces that. The form of fixed size ends with
+*pad*. Over several nodes *reduce* becomes one launch per node, then *forward*, then *meet_nodes*, which moves nothing;
+each has an epoch.
 
 The exchange is the all-gather in place: by stores in one node, else by puts.
 

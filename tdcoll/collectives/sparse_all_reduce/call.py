@@ -40,21 +40,23 @@ _log = logging.getLogger("tdcoll")
 NO_ONE_NUMBER = -2
 """In place of the number of rows of a table, of calls with several."""
 
-_IDS_BLOCK, _PLAN_BLOCK = 1024, 256
-"""Ids of a program that does nothing else with them, and of one that looks each of them up."""
+_IDS_BLOCK, _PLAN_BLOCK, _PLACED_BLOCK = 1024, 256, 32
+"""Ids of a program that does nothing else with them (so many are sorted by *pack*, more by PyTorch), of one that looks
+each of them up, and of one that compares each with all."""
 
 
-_NAMES: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+_parameters_of: dict[int, tuple[Any, list[str], list[str]]] = {}
+"""By the kernel's ``id``, since Triton takes long to find its hash: the kernel, lest another gets its id, and names."""
 
 
-def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _parameters(kernel: Any) -> tuple[list[str], list[str]]:
     """Names of a kernel's parameters: those of its arguments, and of its constants, which are in capitals."""
-    found = _NAMES.get(id(kernel))  # a kernel's own hash takes Triton long
+    found = _parameters_of.get(id(kernel))
     if found is None:
-        names = tuple(kernel.arg_names)
-        found = tuple(name for name in names if not name.isupper()), tuple(name for name in names if name.isupper())
-        _NAMES[id(kernel)] = found
-    return found
+        names = kernel.arg_names
+        found = kernel, [name for name in names if not name.isupper()], [name for name in names if name.isupper()]
+        _parameters_of[id(kernel)] = found
+    return found[1:]
 
 
 class _Kind:
@@ -69,7 +71,7 @@ class _Kind:
         seed: of the signature.
         widths: tables with one shape of rows, which follow each other: ``(first, last, elements, shape)``.
         firsts: id of the first row of each table.
-        joined_in: type of joined ids: of 32 bits if all rows fit, which take half as long to sort.
+        ids_type: of the ids that are sorted: of several tables 32 bits if all rows fit, which takes half as long.
         counts, on_host: the status, and of several tables where each begins in the union; on the device and the host.
         arguments: of all kernels, by the names of their parameters, as far as they are the same.
     """
@@ -79,7 +81,7 @@ class _Kind:
         shapes = [shape for _, shape in rows.tables]
         ends = list(accumulate([count for count, _ in rows.tables]))
         self.firsts, self.num_rows = [0, *ends[:-1]], ends[-1]
-        self.joined_in = torch.int32 if self.num_rows <= 1 << 31 else torch.int64
+        self.ids_type = torch.int64 if single or self.num_rows > 1 << 31 else torch.int32
         self.elements = max(shape.numel() for shape in shapes)
         self.row_bytes = self.elements * dtype.itemsize
         self.widths, first = [], 0
@@ -126,7 +128,6 @@ class _Kind:
             "row_elements": self.elements,
             "order": ctx.no_indices,  # not read where the rows are coalesced; nor is begins
             "begins": ctx.no_indices,
-            "REPEATED": not rows.coalesced,
             "OP": OPERATIONS[op],
             "ACC": accumulator(dtype),
             "ALIGNED": self.row_bytes % 16 == 0,
@@ -139,12 +140,18 @@ class _Kind:
         }
 
 
+_FORMS = (False, False, False), (True, True, False), (True, True, True), (True, False, True)
+"""Of a call: repeated, places, pieces. A rank's next call of the same kind may have any of these."""
+
+
 class SparseCall:
     """One sparse all-reduce on one rank.
 
     Attributes:
         kind: what it shares with other calls.
-        places: ids are sorted as part of a launch.
+        repeated: ids may be there several times, in any order.
+        places: *pack* sorts them, because they are few.
+        pieces: rows of one id may be too many for one program.
         moves_late: the host must read the counts before rows are moved.
         variant: what Triton specialises kernels on, besides the constants that are parameters.
     """
@@ -152,8 +159,10 @@ class SparseCall:
     def __init__(self, ctx: SparseContext, rows: Joined, op: str, algorithm: str) -> None:
         self.ctx, self.rows, self.op = ctx, rows, op
         aligned = rows.single or functools.reduce(operator.or_, rows.values) % 16 == 0
-        self.places = not rows.coalesced and rows.n <= _IDS_BLOCK
-        key = "sparse", rows.order, rows.tables, rows.dtype, rows.coalesced, op, algorithm, aligned
+        self.repeated = not rows.coalesced
+        self.places = self.repeated and rows.n <= _IDS_BLOCK
+        self.pieces = self.repeated and rows.n > kernels_values.PIECE.value
+        key = "sparse", rows.order, rows.tables, rows.dtype, op, algorithm, aligned
         self.kind = kind = ctx.once(key, lambda: _Kind(ctx, rows, op, algorithm, aligned))
         self.algorithm = kind.algorithm
         self.moves_late = kind.too_wide or self.algorithm == "dense"
@@ -165,7 +174,7 @@ class SparseCall:
             rows.single,
             place,
             ctx.directory.search,
-            not rows.single and kind.joined_in,
+            kind.ids_type,
         )
         like = rows.parts[0].values
         self._arguments = {
@@ -177,6 +186,7 @@ class SparseCall:
             "signature": zlib.crc32(b"%d" % ctx.exchanges, kind.seed) >> 1,
             "index": ctx.directory.index(kind.lists),
             "builders": ctx.directory.builders + (not rows.single),
+            "REPEATED": self.repeated,
         }
 
     # ------------------------------------------------------------------ launches
@@ -188,14 +198,17 @@ class SparseCall:
         """
         if self.kind.loaded:
             return
-        launcher, places = self.ctx.launch, self.places
-        both = (places,) if self.rows.coalesced else (not places, places)
+        launcher = self.ctx.launch
+        for many in (4096, 4097):  # beyond that PyTorch sorts by other kernels
+            torch.sort(torch.zeros(many, dtype=self.kind.ids_type, device=self.ctx.device), stable=True)
         launcher.only_loads = True
         try:
-            for self.places in both:  # a later call may have more ids or fewer
+            for form in _FORMS:  # others follow
+                self.repeated, self.places, self.pieces = form
+                self._arguments["REPEATED"] = self.repeated
                 self.match()
-            if not self.kind.too_wide:  # otherwise they move no further, and there is no memory for them
-                self.move()
+                if not self.kind.too_wide:  # otherwise they move no further, and there is no memory for them
+                    self.move()
         finally:
             launcher.only_loads = False
         self.kind.loaded = True
@@ -224,11 +237,11 @@ class SparseCall:
         unsorted = ids = rows.parts[0].indices if rows.single else self._join()
         before, totals, blocks = 0, ctx.counters, max(1, -(-rows.n // _IDS_BLOCK))  # not all of which are looked at
         with_rows = self.algorithm == "gather" and not kind.too_wide
-        if not rows.coalesced:
+        if self.repeated:
             self._arguments["begins"] = ctx.scratch("begins", rows.n + 1, torch.int64)
             if self.places:
                 ids, order = (ctx.scratch(name, _IDS_BLOCK, torch.int64) for name in ("sorted ids", "order"))
-                before = max(1, -(-rows.n // kernels_lists.PLACED.value))
+                before = max(1, -(-rows.n // _PLACED_BLOCK))
             else:
                 ids, order = torch.sort(ids, stable=True)
                 before, totals = blocks, ctx.scratch("totals", blocks, torch.int32)
@@ -240,7 +253,7 @@ class SparseCall:
             REGISTERS,
             unsorted=unsorted, ids=ids, totals=totals, before=before, blocks=blocks, wipers=ctx.directory.wipers,
             row_bytes=kind.row_bytes if with_rows else 0,
-            PLACES=self.places, BEHIND=with_rows, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK, **more,
+            PLACED=_PLACED_BLOCK if self.places else 0, BEHIND=with_rows, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK, **more,
         )  # fmt: skip
         if not ctx.launch.only_loads:
             ctx.exchanges += 1
@@ -258,7 +271,7 @@ class SparseCall:
     def _join(self) -> torch.Tensor:
         """``-> [n]``: the ids of all tables."""
         rows, most = self.rows, kernels_tables.MOST_GIVEN
-        ids = self.ctx.scratch("ids", rows.n, self.kind.joined_in)[: rows.n]
+        ids = self.ctx.scratch("ids", rows.n, self.kind.ids_type)[: rows.n]
         for first in range(0, len(rows.parts), most):
             last = min(first + most, len(rows.parts))
             begins = rows.begins[first : last + 1]
@@ -288,11 +301,10 @@ class SparseCall:
 
     def _combining(self, wanted: bool) -> tuple[int, dict[str, Any]]:
         """Thread blocks of ``kernels_values.combine_all``, and arguments of the launch that has them."""
-        n, piece = self.rows.n, kernels_values.PIECE.value
-        combiners, adders, at_a_time, finishers = self.workers(n) if wanted else 0, 0, 1, 0
+        combiners, adders, at_a_time, finishers = self.workers(self.rows.n) if wanted else 0, 0, 1, 0
         partial = self.rows.parts[0].values  # which is not looked at
-        if has_pieces := wanted and not self.rows.coalesced and n > piece:
-            pieces = n // piece + 1
+        if has_pieces := wanted and self.pieces:
+            pieces = self.rows.n // kernels_values.PIECE.value + 1
             at_a_time, finishers = min(16, pieces), self.workers(pieces)
             adders = at_a_time * min(32, pieces)
             partial = self.ctx.scratch("partial", 2 * pieces * self.kind.elements, ACCUMULATORS[self.rows.dtype])

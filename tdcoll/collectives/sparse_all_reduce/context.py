@@ -126,7 +126,7 @@ class SparseContext(CollectiveContext):
             """The first wrong status of a call of fixed size, and 1 + the rows of its table; -1 if it had several."""
             self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
             self.counters = torch.zeros(COUNTERS.value + 4, dtype=torch.int32, device=device)
-            """Lengths of the work lists, and progress of the launch that fills the stage."""
+            """Lengths of the work lists, and progress of launches."""
             self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
             union = self.world_size * rows if max_union_rows is None else max_union_rows
             self._make_area(Capacities(self.topology, rows, row_bytes, union, self.grow, bool(limits)))

@@ -8,8 +8,7 @@
     own ids, sorted and different --copy_list--> lists[rank]
     lists of all ranks --plan--> work lists: what this rank does with each of its rows
 
-These are phases of *pack* and *prepare*, see ``kernels_values``. Programs of one launch meet in the counters of the
-work lists only, by atomic additions; no result depends on the order of a work list.
+These are phases of *pack* and *prepare*, see ``kernels_values``. No result depends on the order of a work list.
 
 *Who reduces a row*: one of the ranks of the node that have it, picked by a hash of its id, which all ranks compute
 alike. The hash, and not the range that an id is in, spreads the rows: a vocabulary sorted by frequency has all of its
@@ -31,18 +30,15 @@ these the ones that are too many times there for one program."""
 
 LISTS = tl.constexpr(4)
 
-PACKED = tl.constexpr(8)
-"""Place among the counters of the four that ``kernels_values.pack`` uses, and leaves at 0."""
-
 STORED, COUNTERS = tl.constexpr(7), tl.constexpr(8)
-"""Words before :data:`PACKED`, all of them 0 after a list is packed: entries of the work lists, behind them programs
-that have done their part of each phase of ``kernels_values.prepare``, and at :data:`STORED` those of *reduce*."""
+"""Counters that are 0 once a list is written: entries of the work lists, behind them programs that have done their part
+of each phase of ``kernels_values.prepare`` or ``combine_all``, and at :data:`STORED` those of *reduce*."""
 
-PLACED = tl.constexpr(32)
-"""Ids of a program of :func:`place_ids`."""
+PACKED = COUNTERS
+"""Place behind them of four more (one unused), in which phases of ``kernels_values.pack`` meet; it leaves them at 0."""
 
 ANY_ALIGNMENT = ["unsorted", "ids", "order", "begins"]
-"""Parameters that may be the caller's indices, at any address. So may rows be, whose alignment pays."""
+"""Parameters that may be the caller's indices, at any address. So may rows, but there alignment pays."""
 
 
 class RowMemory(NamedTuple):
@@ -92,7 +88,7 @@ def place_ids(block, unsorted, ids, order, n, BLOCK: tl.constexpr):
     """``unsorted [n] -> ids [n]``, sorted, and ``order [n]``: where each comes from. Equal ids keep their order.
 
     The place of an id is the number of those that come before it. One program per ``BLOCK`` ids compares each with all:
-    for a thousand this takes less time than to launch a better sort.
+    for up to a thousand this is faster than to launch a better sort.
     """
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -110,7 +106,7 @@ def place_ids(block, unsorted, ids, order, n, BLOCK: tl.constexpr):
 
 @jit
 def _is_first(ids, at, n):
-    """Return which of the sorted ``ids[at]`` differ from the one before, and those."""
+    """Return which of the sorted ``ids[at]`` differ from the one before, and the ids."""
     inside = at < n
     here = tl.load(ids + at, mask=inside, other=0)
     before = tl.load(ids + at - 1, mask=inside & (at > 0), other=0)
@@ -119,7 +115,7 @@ def _is_first(ids, at, n):
 
 @jit
 def count_first(block, ids, totals, n, BLOCK: tl.constexpr):
-    """``ids [n]`` sorted ``-> totals [blocks]``: distinct ids of each block that do not begin before it."""
+    """``ids [n]`` sorted ``-> totals [blocks]``: distinct ids whose first occurrence is in the block."""
     at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     first, _ = _is_first(ids, at, n)
     tl.store(totals + block, tl.sum(first.to(tl.int32), axis=0))

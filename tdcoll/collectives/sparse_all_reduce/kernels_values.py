@@ -7,11 +7,11 @@
     rows of which there are more than PIECE --sum_pieces--> partial --sum_partial--> the same places
 
 These are phases of two launches, with those of ``kernels_lists``. *pack* makes this rank's list, for gather with its
-rows, and clears the directory, since what was launched before it on this stream is done with that. *prepare*, for the
-other algorithms, builds the directory, plans (not for dense), and puts rows into ``stage``. With few rows there are no
-pieces. Neither launch has an epoch. Programs of a phase wait until all of the phase before are done, which have lower
-numbers. Once a wait of the context has expired, ``stage`` stays as it is: replays of a graph may follow, while a peer
-that is only late still reads the rows of the call before.
+rows, and clears the directory, which earlier launches on this stream no longer use. *prepare*, for the other
+algorithms, builds the directory, plans (not for dense), and puts rows into ``stage``. With few rows there are no
+pieces. Neither launch has an epoch. Programs of a phase wait for all programs of the phase before, which have lower
+numbers, so they are running or done. Once a wait of the context has expired, ``stage`` stays as it is: replays of a
+graph may follow, while a peer that is only late still reads the rows of the call before.
 """
 
 import triton.language as tl
@@ -23,7 +23,6 @@ from tdcoll.collectives.sparse_all_reduce.kernels_lists import (
     LISTS,
     LONG,
     PACKED,
-    PLACED,
     STAGED,
     copy_list,
     count_first,
@@ -35,7 +34,7 @@ from tdcoll.collectives.sparse_all_reduce.kernels_lists import (
 )
 from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_of
 from tdcoll.language.jit import jit
-from tdcoll.primitives.group import in_stream_order, say_done, still_alive, wait_until_done
+from tdcoll.primitives.group import in_stream_order, leaves_last, say_done, still_alive, wait_until_done
 
 PIECE = tl.constexpr(128)
 """Rows of one id that one program sums; with more of them the work is divided."""
@@ -140,7 +139,7 @@ def _sum_of(
 
 @jit
 def _slot(piece, begin):
-    """Place of the sum of the ``piece``-th :data:`PIECE` rows of an id that is there more than :data:`PIECE` times, and
+    """Place of the sum of the ``piece``-th :data:`PIECE` rows of an id that occurs more than :data:`PIECE` times, and
     whose first row is number ``begin`` in the order of ids.
 
     No two have one place. Of ids that follow each other, the last piece of the first and the first piece of the second
@@ -240,7 +239,7 @@ def combine_all(
 @jit
 def _leave(packed, programs):
     """This program does not look at the counters any more. The last of ``programs`` leaves them at 0."""
-    if tl.atomic_add(packed + 2, 1, sem="relaxed", scope="gpu") == programs - 1:
+    if leaves_last(packed + 2, programs):
         tl.store(packed + tl.arange(0, 4), tl.zeros([4], tl.int32))
 
 
@@ -249,16 +248,25 @@ def pack(
     unsorted, ids, order, totals, begins, source, partial, index, memory, tables, g, before: tl.int32, blocks: tl.int32,
     wipers: tl.int32, combiners: tl.int32, adders: tl.int32, at_a_time: tl.int32, n: tl.int32, signature: tl.int64,
     row_bytes: tl.int64, row_elements,
-    PLACES: tl.constexpr, REPEATED: tl.constexpr, BEHIND: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
+    PLACED: tl.constexpr, REPEATED: tl.constexpr, BEHIND: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
     ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """This rank's list, with ``BEHIND`` followed by its rows, and an empty directory. Thread blocks: ``before``,
-    ``blocks`` of ``BLOCK`` ids, ``wipers`` (see ``index_match.kernels.wipe``), those of :func:`combine_all`.
+    """This rank's list, with ``BEHIND`` followed by its rows, and an empty directory.
+
+    Thread blocks, in this order:
+
+    ============  ======================================================================================
+    ``before``    with ``REPEATED``: of *place_ids* if ``PLACED`` > 0, for so many ids each; else of *count_first*, as
+                  many as ``blocks``. Otherwise none
+    ``blocks``    of *write_list* (``REPEATED``) or *copy_list*, for ``BLOCK`` ids each; one with ``PLACED``
+    ``wipers``    of ``index_match.kernels.wipe``
+    the others    with ``BEHIND`` those of :func:`combine_all`, otherwise none
+    ============  ======================================================================================
 
     Args:
-        unsorted: the ids in any order. With ``PLACES`` only; then there is one of ``blocks``, ``before`` have
-            ``kernels_lists.PLACED`` ids each, and ``ids`` and ``order`` are written.
-        totals: int32 ``[blocks]``. With ``REPEATED`` only, as ``begins``; ``before`` is ``blocks`` then, else 0.
+        unsorted: the ids in any order, of which *place_ids* makes ``ids`` and ``order``. With ``PLACED`` only.
+        totals: int32 ``[blocks]``, from *count_first* to *write_list*.
+        begins: as for :func:`combine_all`. With ``REPEATED`` only.
         partial, combiners, adders, at_a_time: as for :func:`combine_all`; with ``BEHIND`` only.
         row_bytes: of the rows that follow the ids; 0 without ``BEHIND``.
     """
@@ -269,7 +277,7 @@ def pack(
     combiner = block - blocks - wipers
     values = tl.num_programs(0) - before - blocks - wipers
     if block < 0:
-        if PLACES:
+        if PLACED:
             place_ids(program, unsorted, ids, order, n, PLACED)
         elif REPEATED:
             count_first(program, ids, totals, n, BLOCK)
@@ -282,7 +290,8 @@ def pack(
             copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK)
         if BEHIND:
             say_done(packed + 1)
-        _leave(packed, blocks + values)
+        if REPEATED or BEHIND:
+            _leave(packed, blocks + values)
     elif combiner < 0:
         match.wipe(block - blocks, index, CLEAR)
     elif BEHIND:

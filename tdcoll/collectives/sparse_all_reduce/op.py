@@ -20,7 +20,7 @@ from tdcoll.base.ranges import range_of
 from tdcoll.calls.launches import on_device
 from tdcoll.calls.pool import on
 from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, UNION
-from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
+from tdcoll.collectives.sparse_all_reduce import kernels_merge
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
@@ -291,8 +291,8 @@ def sparse_all_reduce_padded(
     """``[n], [n, ...] -> [max_union_rows], [max_union_rows, ...], [1]``: the form of fixed size, for CUDA graphs.
 
     As :func:`sparse_all_reduce_rows`, with no synchronisation at all: the results have the context's capacity. After
-    one eager call with tensors of the same dtype and row shape it can be captured; indices and values may change from
-    replay to replay, their number not.
+    one eager call with tensors of the same dtype, row shape and about the same number of rows (up to 128, up to 1024,
+    or more) it can be captured. Indices and values may change from replay to replay, but their number may not.
 
     What only the lists of all ranks show (too many rows, indices out of range, other arguments on other ranks) gives 0
     rows, and so does an expired wait; :meth:`SparseContext.check` then raises it.
@@ -350,8 +350,7 @@ def _run_padded(
 ) -> list[PaddedRows]:
     """The padded results of each tensor; ``more`` as for :func:`_run`."""
     call, tables, most = SparseCall(ctx, rows, op, algorithm), len(rows.parts), ctx.max_union_rows
-    pieces = not rows.coalesced and rows.n > kernels_values.PIECE.value
-    kernels = operation, call.variant, op, call.algorithm, rows.coalesced, call.places, pieces, tables
+    kernels = operation, call.variant, op, call.algorithm, rows.coalesced, call.places, call.pieces, tables
     on_device(ctx, operation, kernels, lambda: True)
     ids = torch.empty(tables, most, dtype=torch.int64, device=ctx.device)
     counts = torch.empty(tables, 1, dtype=torch.int64, device=ctx.device)

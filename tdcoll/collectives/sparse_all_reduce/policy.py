@@ -28,7 +28,7 @@ FEWEST_ROWS = 256
 NUM_WARPS, BLOCKS_PER_SM = 8, 4
 
 REGISTERS = 65536 // (32 * NUM_WARPS * BLOCKS_PER_SM)
-"""Of a thread of *prepare* and *merge*: room for so many blocks. By itself ptxas takes fewer, and spills some."""
+"""Of a thread of *pack*, *prepare* and *merge*: room for so many blocks. ptxas itself takes fewer, and spills some."""
 
 TILE_BYTES = 8 << 10
 """Bytes that a program moves at a time: 32 for each thread."""

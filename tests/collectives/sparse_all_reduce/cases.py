@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 
 import tdcoll
 from tdcoll.calls import plan as plans
 from tdcoll.collectives.sparse_all_reduce import call as sparse_call
-from tdcoll.collectives.sparse_all_reduce import kernels_lists
 from tdcoll.collectives.sparse_all_reduce import policy as sparse_policy
 from tdcoll.collectives.sparse_all_reduce.policy import choose
 from tdcoll.runtime.topology import Topology
@@ -39,7 +37,7 @@ def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse_policy, "TILE_BYTES", 64)
         patch.setattr(sparse_call, "_IDS_BLOCK", 8)
-        patch.setattr(kernels_lists, "PLACED", tl.constexpr(4))
+        patch.setattr(sparse_call, "_PLACED_BLOCK", 4)
         patch.setattr(sparse_call, "_PLAN_BLOCK", 4)
         patch.setattr(plans, "TARGET_CHUNK_BYTES", 128)
         yield
