@@ -120,13 +120,7 @@ def explore(case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: b
 
 
 def replay(
-    case: Case,
-    seed: int,
-    *,
-    n_pes: int,
-    weak: bool = True,
-    trace: str | Path | None = None,
-    **world: Any,
+    case: Case, seed: int, *, n_pes: int, weak: bool = True, trace: str | Path | None = None, **world: Any
 ) -> World:
     """Run ``case`` once more with the schedule of ``seed``; its errors are raised.
 

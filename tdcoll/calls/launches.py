@@ -304,11 +304,7 @@ def is_prepared(spec: Collective, ctx: CollectiveContext, nbytes: int, options: 
 
 
 def launches_by(
-    spec: Collective,
-    ctx: CollectiveContext,
-    facts: Facts,
-    plan: Plan,
-    options: Hashable = None,
+    spec: Collective, ctx: CollectiveContext, facts: Facts, plan: Plan, options: Hashable = None
 ) -> Launches:
     """Return what launches calls by a plan that was made for these facts, prepared."""
     algorithm, calls = spec.algorithm(plan.algorithm), list[Planned]()

@@ -164,10 +164,7 @@ class Preconditions:
         self._refusal = why
 
     def begin(
-        self,
-        operation: str,
-        agree: Mapping[str, Any] = MappingProxyType({}),
-        prepare: Callable[[], Any] = lambda: None,
+        self, operation: str, agree: Mapping[str, Any] = MappingProxyType({}), prepare: Callable[[], Any] = lambda: None
     ) -> Any:
         """Check whether a call is allowed here and now, as every collective does before it launches.
 

@@ -66,11 +66,7 @@ class QueuedCall:
     error: BaseException | None = None
 
     def __init__(
-        self,
-        make: Callable[[], list[torch.Tensor]],
-        stream: Any = None,
-        *,
-        give_up: Callable[[], None] = lambda: None,
+        self, make: Callable[[], list[torch.Tensor]], stream: Any = None, *, give_up: Callable[[], None] = lambda: None
     ) -> None:
         self._make: Callable[[], list[torch.Tensor]] | None = make
         self.stream, self.give_up = stream, give_up

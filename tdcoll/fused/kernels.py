@@ -75,12 +75,7 @@ def _new(g, inbox, word, mine, residual, call, mask, DTYPE: tl.constexpr):
 def _as_words(total, largest, BLOCK: tl.constexpr):
     """Return measures as a block of words; only the first counts."""
     nothing = tl.zeros([BLOCK], tl.int32)
-    return (
-        nothing + total.to(tl.int32, bitcast=True),
-        nothing + largest.to(tl.int32, bitcast=True),
-        nothing,
-        nothing,
-    )
+    return (nothing + total.to(tl.int32, bitcast=True), nothing + largest.to(tl.int32, bitcast=True), nothing, nothing)
 
 
 @jit

@@ -15,11 +15,7 @@ from tdcoll.runtime.topology import Topology
 
 
 def empty(
-    shape: Sequence[int] | int,
-    dtype: torch.dtype = torch.float32,
-    *,
-    group: runtime.Group = None,
-    name: str = "tensor",
+    shape: Sequence[int] | int, dtype: torch.dtype = torch.float32, *, group: runtime.Group = None, name: str = "tensor"
 ) -> torch.Tensor:
     """``-> [*shape]`` uninitialised tensor in symmetric memory: at the same offset on every rank of ``group``.
 
@@ -50,11 +46,7 @@ def empty(
 
 
 def zeros(
-    shape: Sequence[int] | int,
-    dtype: torch.dtype = torch.float32,
-    *,
-    group: runtime.Group = None,
-    name: str = "tensor",
+    shape: Sequence[int] | int, dtype: torch.dtype = torch.float32, *, group: runtime.Group = None, name: str = "tensor"
 ) -> torch.Tensor:
     """``-> [*shape]`` symmetric tensor of zeros, on every rank when this returns: for signals and counters.
 

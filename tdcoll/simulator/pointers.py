@@ -96,8 +96,7 @@ class PointerAccess:
         program.quiet_loads = 0
         place, describe = kernel_place(), machine.memory.describe
         machine.scheduler.poll(
-            first,
-            lambda: f"spins on {describe(first)}, is {read_word(first & ~7) if first else 0}{place.note()}",
+            first, lambda: f"spins on {describe(first)}, is {read_word(first & ~7) if first else 0}{place.note()}"
         )
         if inside is not None and machine.network is not None and program.in_flight:
             remote = addresses[inside & (self._pes(addresses) != program.pe)]

@@ -52,10 +52,7 @@ class _Control:
         if timeout_s is None:
             timeout_s = world.runtimes[self._pe].timeout_s
         world.scheduler.wait(
-            lambda: not missing(),
-            lambda: f"waits in '{tag}' for rank(s) {missing()}",
-            [key],
-            int(timeout_s * 1e9),
+            lambda: not missing(), lambda: f"waits in '{tag}' for rank(s) {missing()}", [key], int(timeout_s * 1e9)
         )
         if missing():
             raise missing_ranks(self._pe, tag, missing(), timeout_s)
@@ -196,11 +193,7 @@ class World:
         buffer = memoryview(mmap.mmap(-1, block * n_pes))  # zeros that cost nothing until touched
         self.memory = Memory(buffer, 0, block, n_pes, puts=puts)
         self.scheduler = Scheduler(
-            self._policy,
-            backend=backend,
-            expire=on_timeout != "raise",
-            max_steps=max_steps,
-            spin_limit=spin_limit,
+            self._policy, backend=backend, expire=on_timeout != "raise", max_steps=max_steps, spin_limit=spin_limit
         )
         self.scheduler.before_turn = self._count_turn
         self.trace = Trace(lambda: self.scheduler.steps) if trace else None

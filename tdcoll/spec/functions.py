@@ -24,11 +24,7 @@ _FUNCTIONS = [
         "in blocks. Triton makes a scalar `tl.store` in the first thread only, whatever branch it stands in: inside "
         "`if tid(0) == 3` use puts.",
     ),
-    declared(
-        "ntid(axis: constant) -> int32",
-        "blockDim (PTX %ntid)",
-        "Threads of a block along `axis` (0, 1, 2).",
-    ),
+    declared("ntid(axis: constant) -> int32", "blockDim (PTX %ntid)", "Threads of a block along `axis` (0, 1, 2)."),
     declared(
         "syncthreads()",
         "__syncthreads() (PTX bar.sync)",
@@ -55,9 +51,7 @@ _FUNCTIONS = [
         "threads of the block wrote the data.",
     ),
     declared(
-        "st_release(ptr: ptr, val: value, scope: constant = 'gpu')",
-        "st.release.{gpu,sys}",
-        "`st` with release order.",
+        "st_release(ptr: ptr, val: value, scope: constant = 'gpu')", "st.release.{gpu,sys}", "`st` with release order."
     ),
     declared(
         "atom_add(ptr: ptr, val: value, scope: constant = 'gpu', semantic: constant = 'relaxed') -> value",

@@ -128,16 +128,8 @@ def _values() -> list[DeviceFunction]:
 
 
 NVSHMEM_FUNCTIONS = [
-    declared(
-        "my_pe() -> int32",
-        "int nvshmem_my_pe()",
-        "This PE: the global rank.",
-    ),
-    declared(
-        "n_pes() -> int32",
-        "int nvshmem_n_pes()",
-        "Number of PEs of the job.",
-    ),
+    declared("my_pe() -> int32", "int nvshmem_my_pe()", "This PE: the global rank."),
+    declared("n_pes() -> int32", "int nvshmem_n_pes()", "Number of PEs of the job."),
     declared(
         "remote_ptr(local_ptr: ptr, pe: pe) -> pointer",
         "void *nvshmem_ptr(const void *local_ptr, int pe)",

@@ -110,14 +110,8 @@ class _Kind:
             key = "sparse", "tables", rows.tables
             tensors = on_device(ctx, "sparse_all_reduce_padded", key, lambda: _tables(ctx, self.firsts, ends, shapes))
             self.device_firsts, widths, sources, self.counts, self.on_host = tensors
-        tables = kernels_tables.Tables(
-            self.device_firsts,
-            widths,
-            sources,
-            len(shapes),
-            tl.constexpr(single),
-            tl.constexpr(1 if single else self.aligned),
-        )
+        aligned = tl.constexpr(1 if single else self.aligned)
+        tables = kernels_tables.Tables(self.device_firsts, widths, sources, len(shapes), tl.constexpr(single), aligned)
         self.arguments = {
             "tables": Packed(tables),
             "counts": self.counts,
@@ -168,14 +162,7 @@ class SparseCall:
         self.moves_late = kind.too_wide or self.algorithm == "dense"
         ctx.directory.prepare(kind.num_rows)
         place = rows.values[0] % 16 if rows.single else kind.aligned
-        self.variant = (
-            rows.dtype,
-            kind.elements,
-            rows.single,
-            place,
-            ctx.directory.search,
-            kind.ids_type,
-        )
+        self.variant = rows.dtype, kind.elements, rows.single, place, ctx.directory.search, kind.ids_type
         like = rows.parts[0].values
         self._arguments = {
             **kind.arguments,
@@ -217,15 +204,10 @@ class SparseCall:
         """Launch ``kernel`` with what this call knows, and ``more``; constants are named in capitals."""
         value_of = {**self._arguments, **more}.__getitem__
         plain, constant = _parameters(kernel)
+        arguments, constants = tuple(map(value_of, plain)), tuple(map(value_of, constant))
         self.ctx.launch(
-            kernel,
-            grid,
-            tuple(map(value_of, plain)),
-            tuple(map(value_of, constant)),
-            variant=self.variant,
-            num_warps=NUM_WARPS,
-            maxnreg=maxnreg,
-        )
+            kernel, grid, arguments, constants, variant=self.variant, num_warps=NUM_WARPS, maxnreg=maxnreg
+        )  # fmt: skip
 
     def workers(self, tasks: int) -> int:
         """Thread blocks for so many tasks."""
@@ -308,13 +290,8 @@ class SparseCall:
             at_a_time, finishers = min(16, pieces), self.workers(pieces)
             adders = at_a_time * min(32, pieces)
             partial = self.ctx.scratch("partial", 2 * pieces * self.kind.elements, ACCUMULATORS[self.rows.dtype])
-        return combiners + adders + finishers, {
-            "combiners": combiners,
-            "adders": adders,
-            "at_a_time": at_a_time,
-            "partial": partial,
-            "PIECES": has_pieces,
-        }
+        more = {"combiners": combiners, "adders": adders, "at_a_time": at_a_time, "partial": partial}
+        return combiners + adders + finishers, more | {"PIECES": has_pieces}
 
     def move(self) -> torch.Tensor:
         """The rows of the union ``-> [max_union, elements]``, of which the first are theirs."""

@@ -17,21 +17,7 @@ graph may follow, while a peer that is only late still reads the rows of the cal
 import triton.language as tl
 
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import (
-    ANY_ALIGNMENT,
-    HEADER,
-    LISTS,
-    LONG,
-    PACKED,
-    STAGED,
-    copy_list,
-    count_first,
-    place_ids,
-    plan,
-    valid,
-    work_list,
-    write_list,
-)
+from tdcoll.collectives.sparse_all_reduce import kernels_lists as lists
 from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_of
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order, leaves_last, say_done, still_alive, wait_until_done
@@ -43,7 +29,7 @@ PIECE = tl.constexpr(128)
 @jit
 def end_of_ids(index, q):
     """Address after the ids of the list of rank ``q``, where its rows begin if they go with it."""
-    ids = tl.cast(match.list_of(index, q) + HEADER, tl.int64)
+    ids = tl.cast(match.list_of(index, q) + lists.HEADER, tl.int64)
     return (ids + 8 * match.list_size(index, q) + 15) // 16 * 16
 
 
@@ -59,7 +45,7 @@ def _target(index, memory, g, like, BEHIND: tl.constexpr, ALIGNED: tl.constexpr)
 @jit
 def _id_of(index, g, row):
     """Id of a row of this rank's list."""
-    return tl.load(match.list_of(index, g.rank) + HEADER + row)
+    return tl.load(match.list_of(index, g.rank) + lists.HEADER + row)
 
 
 @jit
@@ -80,18 +66,18 @@ def combine(
         order: int64 ``[n]``: which row of ``source`` is the i-th in the order of ids. With ``REPEATED`` only.
         begins: int64: where in ``order`` each id begins. With ``REPEATED`` only.
     """
-    count = tl.load(memory.counters + STAGED).to(tl.int64)
+    count = tl.load(memory.counters + lists.STAGED).to(tl.int64)
     if not PLANS:
         count = match.list_size(index, g.rank).to(tl.int64)
         if not BEHIND:
-            count = tl.where(valid(index), count, 0)
+            count = tl.where(lists.valid(index), count, 0)
     if still_alive(g.monitor) == 0:
         count = tl.cast(0, tl.int64)
     to = _target(index, memory, g, source, BEHIND, ALIGNED)
     for k in tl.range(program, count, programs):
         row = tl.cast(k, tl.int64)
         if PLANS:
-            row = tl.load(work_list(memory, index, STAGED) + k).to(tl.int64)
+            row = tl.load(lists.work_list(memory, index, lists.STAGED) + k).to(tl.int64)
         begin = row
         end = row + 1
         if REPEATED:
@@ -112,8 +98,8 @@ def combine(
                 tl.store(to + row * row_elements + columns, sum.to(source.dtype.element_ty), mask=inside)
         if REPEATED:
             if end - begin > PIECE:
-                item = tl.atomic_add(memory.counters + LONG, 1, sem="relaxed", scope="gpu")
-                tl.store(work_list(memory, index, LONG) + item, row.to(tl.int32))
+                item = tl.atomic_add(memory.counters + lists.LONG, 1, sem="relaxed", scope="gpu")
+                tl.store(lists.work_list(memory, index, lists.LONG) + item, row.to(tl.int32))
 
 
 @jit
@@ -157,9 +143,9 @@ def sum_pieces(
 
     Thread blocks: ``at_a_time`` rows at a time, times any number of pieces.
     """
-    count = tl.load(memory.counters + LONG)
+    count = tl.load(memory.counters + lists.LONG)
     for k in tl.range(program % at_a_time, count, at_a_time):
-        row = tl.load(work_list(memory, index, LONG) + k).to(tl.int64)
+        row = tl.load(lists.work_list(memory, index, lists.LONG) + k).to(tl.int64)
         begin = tl.load(begins + row)
         end = tl.load(begins + row + 1)
         here, width = source_of(source, _id_of(index, g, row), tables, row_elements)
@@ -181,11 +167,11 @@ def sum_partial(
     """Sum what :func:`sum_pieces` has left, in order ``->`` where :func:`combine` puts rows. Any number of thread
     blocks."""
     to = _target(index, memory, g, like, BEHIND, ALIGNED)
-    count = tl.load(memory.counters + LONG)
+    count = tl.load(memory.counters + lists.LONG)
     if still_alive(g.monitor) == 0:
         count = tl.cast(0, tl.int32)
     for k in tl.range(program, count, programs):
-        row = tl.load(work_list(memory, index, LONG) + k).to(tl.int64)
+        row = tl.load(lists.work_list(memory, index, lists.LONG) + k).to(tl.int64)
         begin = tl.load(begins + row)
         end = tl.load(begins + row + 1)
         _, width = source_of(like, _id_of(index, g, row), tables, row_elements)
@@ -243,7 +229,7 @@ def _leave(packed, programs):
         tl.store(packed + tl.arange(0, 4), tl.zeros([4], tl.int32))
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@jit(do_not_specialize_on_alignment=lists.ANY_ALIGNMENT)
 def pack(
     unsorted, ids, order, totals, begins, source, partial, index, memory, tables, g, before: tl.int32, blocks: tl.int32,
     wipers: tl.int32, combiners: tl.int32, adders: tl.int32, at_a_time: tl.int32, n: tl.int32, signature: tl.int64,
@@ -272,22 +258,22 @@ def pack(
     """
     in_stream_order()
     program = tl.program_id(0)
-    packed = memory.counters + PACKED
+    packed = memory.counters + lists.PACKED
     block = program - before
     combiner = block - blocks - wipers
     values = tl.num_programs(0) - before - blocks - wipers
     if block < 0:
         if PLACED:
-            place_ids(program, unsorted, ids, order, n, PLACED)
+            lists.place_ids(program, unsorted, ids, order, n, PLACED)
         elif REPEATED:
-            count_first(program, ids, totals, n, BLOCK)
+            lists.count_first(program, ids, totals, n, BLOCK)
         say_done(packed)
     elif block < blocks:
         if REPEATED:
             wait_until_done(packed, before)
-            write_list(block, blocks, ids, totals, begins, index, memory, g, n, signature, row_bytes, BLOCK)
+            lists.write_list(block, blocks, ids, totals, begins, index, memory, g, n, signature, row_bytes, BLOCK)
         else:
-            copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK)
+            lists.copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK)
         if BEHIND:
             say_done(packed + 1)
         if REPEATED or BEHIND:
@@ -297,13 +283,13 @@ def pack(
     elif BEHIND:
         wait_until_done(packed + 1, blocks)
         combine_all(
-            combiner, values, memory.counters + LISTS, combiners, adders, at_a_time, source, order, begins, partial,
-            index, memory, tables, g, row_elements, False, True, REPEATED, PIECES, ACC, ALIGNED, DEEP, WIDE,
+            combiner, values, memory.counters + lists.LISTS, combiners, adders, at_a_time, source, order, begins,
+            partial, index, memory, tables, g, row_elements, False, True, REPEATED, PIECES, ACC, ALIGNED, DEEP, WIDE,
         )  # fmt: skip
         _leave(packed, blocks + values)
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@jit(do_not_specialize_on_alignment=lists.ANY_ALIGNMENT)
 def prepare(
     source, order, begins, partial, index, memory, tables, counts, nodes, g, signature: tl.int64, builders: tl.int32,
     planners: tl.int32, combiners: tl.int32, adders: tl.int32, at_a_time: tl.int32, row_elements,
@@ -321,13 +307,13 @@ def prepare(
     """
     in_stream_order()
     program = tl.program_id(0) - builders
-    planned = memory.counters + LISTS
+    planned = memory.counters + lists.LISTS
     if program < 0:
         match.build(program + builders, index, tables.firsts, tables.count + 1, counts, signature, FIRSTS)
     elif program < planners:
         if PLANS:
             match.wait_until_built(index)
-            plan(program, begins, index, memory, nodes, g, REPEATED, BLOCK)
+            lists.plan(program, begins, index, memory, nodes, g, REPEATED, BLOCK)
             say_done(planned)
     else:
         if program < planners + combiners:  # the others wait for these

@@ -165,12 +165,7 @@ class DenseCase(case.Case):
         return self.subject(self.spec.choose(facts, name, [section]), False, False, context, stock)
 
     def subject(
-        self,
-        algorithm: choosing.Requested,
-        in_place: bool,
-        symmetric: bool,
-        context: CollectiveContext,
-        stock: Stock,
+        self, algorithm: choosing.Requested, in_place: bool, symmetric: bool, context: CollectiveContext, stock: Stock
     ) -> Subject:
         """Return the subject of tdcoll's calls."""
         spec, how = self.spec, {"ctx": context, "algorithm": algorithm, **({"symmetric": True} if symmetric else {})}

@@ -62,10 +62,7 @@ class Peer(NamedTuple):
 
 
 def subject_of(
-    buffers: Buffers,
-    call: Callable[[int], Any],
-    close: Callable[[], object] = nothing,
-    in_place: bool = False,
+    buffers: Buffers, call: Callable[[int], Any], close: Callable[[], object] = nothing, in_place: bool = False
 ) -> Subject:
     """Return a subject whose calls have inputs, and mostly results, of these buffers.
 

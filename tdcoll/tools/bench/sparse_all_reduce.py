@@ -196,10 +196,7 @@ def _subject_of(data: SparseData, call: Callable[[int], object], /, **named: Any
     return Subject(call, **{**usual, **named})
 
 
-PEERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "published": all_reduce_union,
-    "allgather": all_gather_rows,
-}
+PEERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"published": all_reduce_union, "allgather": all_gather_rows}
 """The call of each baseline."""
 
 

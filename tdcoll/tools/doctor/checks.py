@@ -220,7 +220,4 @@ def _variables(facts: MachineFacts) -> list[Line]:
     return lines or [ok(name, "none of tdcoll's is misspelt")]
 
 
-_CHECKS = (
-    *(_python, _torch, _triton, _small_packages, _nvshmem, _driver),
-    *(_gpus, _peer_access, _setenv, _variables),
-)
+_CHECKS = (*(_python, _torch, _triton, _small_packages, _nvshmem, _driver), *(_gpus, _peer_access, _setenv, _variables))

@@ -100,13 +100,7 @@ def consume_token(value, token):
 
 
 @triton.jit
-def notify(
-    ptr,
-    rank,
-    signal=1,
-    sig_op: tl.constexpr = _DEFAULT_OP,
-    comm_scope: tl.constexpr = _DEFAULT_SCOPE,
-):
+def notify(ptr, rank, signal=1, sig_op: tl.constexpr = _DEFAULT_OP, comm_scope: tl.constexpr = _DEFAULT_SCOPE):
     """Set a 64-bit signal of ``rank``, or add to it, after the earlier stores of this thread.
 
     It has no barrier of the block before it, as in Triton-distributed: if you need one, call ``__syncthreads()``.
