@@ -69,12 +69,13 @@ LOOKED_BEFORE = _late(REDUCE_NODES, "tdl.quiet")
 
 PACK = "kernels_values.pack"
 PLACE = "kernels_lists.place_ids"
+FIRST_ONLY = "(at < n) & (block == 0)"
 LAST_FIRST = Change(PLACE, "others[None, :] < at[:, None]", "others[None, :] > at[:, None]")
 
 MUTANTS = (
     # ------------------------------------------------------------------ one node
     ONE("a list is written before its ids are sorted", dropped(PACK, "wait_until_done", "before"), BAD_LISTS),
-    ONE("ids beyond the first program's are not sorted", Change(PLACE, "at < n", "at < BLOCK"), BAD_LISTS),
+    ONE("ids beyond the first program's are not sorted", Change(PLACE, "at < n", FIRST_ONLY), BAD_LISTS),
     ONE("rows go behind a list that is not written", dropped(PACK, "wait_until_done", "blocks"), BAD_LISTS, GATHERS),
     ONE("counters are left too early", Argument(PACK, "_leave", "blocks + values", "blocks"), STUCK_IN_PACK, GATHERS),
     ONE("the order of a rank's equal ids is not kept", LAST_FIRST, case=IN_ORDER),
