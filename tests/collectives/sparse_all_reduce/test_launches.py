@@ -94,7 +94,7 @@ def test_a_padded_call_waits_for_nothing(pe: int, seen: Seen) -> None:
     assert made == ["join", *OWNER, "pad"]
 
 
-@pytest.mark.parametrize("algorithm", ["owner", "gather"])
+@pytest.mark.parametrize("algorithm", [second("owner"), "gather"])
 @on_ranks(2, heap_bytes=1 << 22)
 def test_kernels_of_all_numbers_of_rows_are_loaded_before_the_first_call(
     pe: int, monkeypatch: pytest.MonkeyPatch, algorithm: str
