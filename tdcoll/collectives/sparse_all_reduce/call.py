@@ -190,7 +190,7 @@ class SparseCall:
             torch.sort(torch.zeros(many, dtype=self.kind.ids_type, device=self.ctx.device), stable=True)
         launcher.only_loads = True
         try:
-            for form in _FORMS:  # others follow
+            for form in _FORMS:
                 self.repeated, self.places, self.pieces = form
                 self._arguments["REPEATED"] = self.repeated
                 self.match()
