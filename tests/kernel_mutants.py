@@ -43,7 +43,7 @@ MODULES = [  # each may import those before it
 ]
 
 HOSTS = [f"tdcoll.collectives.{name}.op" for name in (*COLLECTIVES, "sparse_all_reduce", "index_match")]
-HOSTS += ["tdcoll.fused.op"]
+HOSTS += ["tdcoll.fused.rms_norm"]
 """They name kernels, and have to be imported before one is replaced."""
 
 

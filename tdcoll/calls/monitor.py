@@ -24,7 +24,7 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.base import arguments
-from tdcoll.base.call_log import Calls
+from tdcoll.base.call_log import CallLog
 from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.runtime import watch
 from tdcoll.spec import constants as c
@@ -83,7 +83,7 @@ class WaitMonitor:
         """True once :class:`~tdcoll.CollectiveTimeout` has been raised for it."""
         # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
         self.job.held[id(self)] = self
-        self.calls: Calls | None = None
+        self.calls: CallLog | None = None
         """Those of the context whose monitor this is."""
         self._notices = self._host[c.RECORD_NOTICES.value :].reshape(2, c.NOTICES.value, 2)
         self._changed: dict[tuple[bool, int], tuple[list[int], float]] = {}

@@ -20,7 +20,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import TdcollError
-from tdcoll.calls.pool import on
+from tdcoll.calls.implicit import on
 from tdcoll.distributed.options import Options
 from tdcoll.job import lifecycle
 from tdcoll.language import INTERPRETED

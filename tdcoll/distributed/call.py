@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tdcoll.calls.call import Ready
+from tdcoll.calls.operation import PreparedCall
 
 
 class Call:
@@ -17,10 +17,10 @@ class Call:
         outs, inputs: one tensor for each part of the call; for the user each part is a separate call.
         op: tdcoll's name of the operation, or another name; None if nothing is reduced.
         listed: an all-gather into a list. Then there is one input, and ``outs`` has a tensor for each rank.
-        ready: repeats calls like this one, after a dense call of one tensor.
+        prepared: repeats calls like this one, after a dense call of one tensor.
     """
 
-    __slots__ = ("device", "inputs", "listed", "op", "outs", "ready")
+    __slots__ = ("device", "inputs", "listed", "op", "outs", "prepared")
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Call:
         device: torch.device | None = None,
     ) -> None:
         self.outs, self.inputs, self.op, self.listed = outs, inputs, op, listed
-        self.ready: Ready | None = None
+        self.prepared: PreparedCall | None = None
         self.device = device if device is not None else inputs[0].device if inputs else torch.device("cpu")
 
     @property

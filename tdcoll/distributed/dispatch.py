@@ -20,9 +20,12 @@ import tdcoll
 from tdcoll.base.capture import capturing
 from tdcoll.base.errors import TdcollError
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.call import Ready, again, spec_of
+from tdcoll.calls.budget import Budget
+from tdcoll.calls.collective import operation_of
 from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.pool import Budget, on
+from tdcoll.calls.implicit import on
+from tdcoll.calls.operation import PreparedCall
+from tdcoll.calls.run import repeat_call
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, is_plain
 from tdcoll.distributed.fallback import Fallback, Start
@@ -53,12 +56,12 @@ class _Known(NamedTuple):
 
     Attributes:
         counted: the kind, the implementation that handled it, and the reason: the key of ``counts``.
-        ready: repeats such calls; None if the fallback backend makes them.
+        prepared: repeats such calls; None if the fallback backend makes them.
         fallback: makes them there, see :meth:`~.fallback.Fallback.single`.
     """
 
     counted: tuple[str, str, str]
-    ready: Ready | None
+    prepared: PreparedCall | None
     context: CollectiveContext | None
     fallback: Callable[[torch.Tensor, torch.Tensor, Any], Any] | None = None
 
@@ -93,7 +96,7 @@ class Dispatcher:
             # Debug mode compares the order of all calls.
             of_sparse = Queue(job.control.part(f"{agreed.token}/{SparseAllReduce.kind}"))
             sparse = SparseAllReduce(members, queue if members.debug is True else of_sparse)
-            dense = {kind: Dense(members, queue, spec_of(kind), self.budget) for kind in COLLECTIVES}
+            dense = {kind: Dense(members, queue, operation_of(kind), self.budget) for kind in COLLECTIVES}
             gathers = next(handler for handler in dense.values() if not handler.spec.reduces)
             self.handlers = {**dense, sparse.kind: sparse, Barrier.kind: Barrier(members, gathers)}
         elif agreed.options.kinds and agreed.rank == 0:
@@ -236,7 +239,7 @@ class Dispatcher:
         """Make a call of one tensor, by the fast path if a call like it was made before; return its work.
 
         The key decides whether tdcoll may ever handle such calls. If it may, the fast path checks the rest again, see
-        :mod:`tdcoll.calls.call`. Shapes are no part of it, because only the numbers of elements matter.
+        :mod:`tdcoll.calls.run`. Shapes are no part of it, because only the numbers of elements matter.
         """
         try:
             key: Hashable = kind, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
@@ -260,11 +263,11 @@ class Dispatcher:
 
     def _again(self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool) -> Any:
         """Repeat an earlier call of a dense kind; return its work, or None if something has changed since."""
-        job, context, ready = self.job, known.context, known.ready
+        job, context, prepared = self.job, known.context, known.prepared
         assert context is not None
-        assert ready is not None
+        assert prepared is not None
         handler: Any = self.handlers[known.counted[0]]
-        if job is None or job.closed or self._closed or self.coalescing or context is not handler.pool.context:
+        if job is None or job.closed or self._closed or self.coalescing or context is not handler.implicit.context:
             return None
         if handler.queue.busy:
             if asynchronous:
@@ -274,19 +277,19 @@ class Dispatcher:
             if asynchronous:
                 return None
             with backend_errors:
-                if again(context, ready, tensor, out) is None:
+                if repeat_call(context, prepared, (tensor, out)) is None:
                     return None
                 handler.check()
         elif asynchronous:
-            return self._again_beside(handler, context, ready, out, tensor)
-        elif again(context, ready, tensor, out) is None:
+            return self._again_beside(handler, context, prepared, out, tensor)
+        elif repeat_call(context, prepared, (tensor, out)) is None:
             return None
         work = CompletedWork()
         work.tensors = (out,)
         return work
 
     def _again_beside(
-        self, handler: Dense, context: CollectiveContext, ready: Ready, out: torch.Tensor, tensor: torch.Tensor
+        self, handler: Dense, context: CollectiveContext, prepared: PreparedCall, out: torch.Tensor, tensor: torch.Tensor
     ) -> Any:
         """Repeat it on the queue's own stream, behind the work of the current stream."""
         queue, device = handler.queue, self.device
@@ -303,7 +306,7 @@ class Dispatcher:
         # torch.cuda.stream() does the same in three times the time.
         torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
         try:
-            made = again(context, ready, tensor, out)
+            made = repeat_call(context, prepared, (tensor, out))
         finally:
             torch._C._cuda_setStream(current.stream_id, current.device_index, current.device_type)
         if made is None:
@@ -352,8 +355,8 @@ class Dispatcher:
             result = handler.run(call)
             if self._on_cpu:
                 self._check()  # of all kinds: a barrier has no context of its own
-        if call.ready is not None and isinstance(handler, Dense):
-            self._remember(key, _Known((kind, "tdcoll", ""), call.ready, handler.pool.context))
+        if call.prepared is not None and isinstance(handler, Dense):
+            self._remember(key, _Known((kind, "tdcoll", ""), call.prepared, handler.implicit.context))
         return result
 
     def _check(self) -> None:

@@ -16,11 +16,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from tdcoll.calls.call import Ready, overlap, unchecked
-from tdcoll.calls.launches import is_prepared
-from tdcoll.calls.pool import Budget, Pool
-from tdcoll.calls.preconditions import Compared, compare, debugging
-from tdcoll.calls.spec import Collective
+from tdcoll.calls.budget import Budget
+from tdcoll.calls.call_launches import is_prepared
+from tdcoll.calls.checks import ComparedKinds, compare, debug_mode
+from tdcoll.calls.collective import CollectiveOperation, call_trusted
+from tdcoll.calls.implicit import ImplicitContext
+from tdcoll.calls.operation import PreparedCall
+from tdcoll.calls.plan import Facts
+from tdcoll.calls.tensors import overlap
 from tdcoll.distributed.call import Call, contiguous, write
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue
@@ -47,7 +50,7 @@ class Members:
     options: Options
 
     def __post_init__(self) -> None:
-        self.debug = debugging("first" if self.job.simulated else False)
+        self.debug = debug_mode("first" if self.job.simulated else False)
 
 
 class Handler(ABC):
@@ -70,7 +73,7 @@ class Handler(ABC):
     def __init__(self, members: Members, queue: Queue) -> None:
         self.members, self.queue = members, queue
         self.problem: str | None = None
-        self.compared = Compared()
+        self.compared = ComparedKinds()
 
     def refuse(self, call: Call) -> str | None:
         """Return why this call cannot be handled, or None if it can, from facts that are the same on all ranks."""
@@ -104,10 +107,12 @@ class Handler(ABC):
 
     def compare_first(self, call: Call) -> None:
         """:meth:`compare`, if no call with such arguments was made before and the ranks are asked to compare those."""
-        if self.members.debug == "first":
-            with self.compared.first(self.kind, self.facts(call)) as new:
-                if new:
-                    self.compare(call)
+        if self.members.debug != "first":
+            return
+        facts = self.facts(call)
+        if self.compared.is_new(self.kind, facts):
+            self.compare(call)
+            self.compared.add(self.kind, facts)
 
     def loaded(self, call: Call) -> bool:
         """Return whether nothing has to be compiled or loaded before the call is launched."""
@@ -137,12 +142,17 @@ class Handler(ABC):
 class Dense(Handler):
     """Makes the calls of one dense collective, on a context that grows."""
 
-    def __init__(self, members: Members, queue: Queue, spec: Collective, budget: Budget) -> None:
+    def __init__(
+        self, members: Members, queue: Queue, operation: CollectiveOperation, budget: Budget
+    ) -> None:
         super().__init__(members, queue)
-        self.kind, self.spec, self._budget = spec.name, spec, budget
+        self.operation = operation
+        self.spec = spec = operation.spec
+        self.kind = spec.name
+        self._budget = budget
         given = members.options.max_bytes_per_rank
         self._most = spec.handled(len(members.ranks)) if given is None else given
-        self.pool = Pool(
+        self.implicit = ImplicitContext(
             members.job,
             members.ranks,
             self.kind,
@@ -192,11 +202,11 @@ class Dense(Handler):
 
     def prepare(self, call: Call) -> str | None:
         nbytes = self._inbox(self._packed(call) or max(self._segments(call)))
-        if not self.pool.holds(nbytes):
+        if not self.implicit.holds(nbytes):
             self.queue.drain()  # its calls use the context that is replaced
-        made = self.pool.holds(nbytes) or self.pool.prepare(nbytes, self.facts(call))
-        self.problem = None if self.pool.context is not None else self.pool.problem
-        return self._too_large(call) if made else self.pool.problem
+        made = self.implicit.holds(nbytes) or self.implicit.prepare(nbytes, self.facts(call))
+        self.problem = None if self.implicit.context is not None else self.implicit.problem
+        return self._too_large(call) if made else self.implicit.problem
 
     def check_call(self, call: Call) -> None:
         world, spec, device = len(self.members.ranks), self.spec, call.device
@@ -230,10 +240,14 @@ class Dense(Handler):
             )
 
     def loaded(self, call: Call) -> bool:
-        context, packed = self.pool.context, self._packed(call)
+        context, packed = self.implicit.context, self._packed(call)
         sizes = [packed] if packed else self._segments(call)
-        options = (call.inputs[0].dtype, call.op) if self.spec.reduces else None
-        return context is not None and all(is_prepared(self.spec, context, size, options) for size in sizes)
+        if context is None:
+            return False
+        dtype = call.inputs[0].dtype
+        options = self.operation.kernel_options(dtype, call.op)
+        facts = [Facts.of(context, size, options.dtype) for size in sizes]
+        return all(is_prepared(self.spec, context, each, options) for each in facts)
 
     def _packed(self, call: Call) -> int:
         """Return the bytes of a segment of all tensors of the call if one launch has them all, otherwise 0."""
@@ -249,7 +263,7 @@ class Dense(Handler):
             self._run_packed(call)
         else:
             for out, tensor in zip(call.outs, call.inputs, strict=True):
-                call.ready = self._launch(out, tensor, call.op)
+                call.prepared = self._launch(out, tensor, call.op)
         return list(call.outs)
 
     def _run_list(self, call: Call) -> None:
@@ -278,21 +292,21 @@ class Dense(Handler):
         for out, part in zip(call.outs, made.split(sizes, -1), strict=True):
             write(out, part.reshape(out.shape))
 
-    def _launch(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> Ready:
+    def _launch(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> PreparedCall:
         """Launch a call of tensors that fit each other, once or for each epoch, with the copies that it takes."""
-        context, spec = self.pool.context, self.spec
+        context, spec = self.implicit.context, self.spec
         assert context is not None
         source, target = contiguous(tensor, True), contiguous(out, False)
         at = spec.may_overlap_at(spec.segment_bytes(source.nbytes, context.world_size), context.rank)
         if overlap(source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes, at):
             source = source.clone()
-        ready = unchecked(spec, source, context, target, op)
+        prepared = call_trusted(self.operation, source, target, context, op)
         if target is not out:
             write(out, target)
-        return ready
+        return prepared
 
     def describe(self) -> str:
-        context = self.pool.context
+        context = self.implicit.context
         held = (
             "no context yet"
             if context is None
@@ -303,13 +317,13 @@ class Dense(Handler):
         return f"up to {self.limit} bytes per rank{few}, {held}"
 
     def check(self) -> None:
-        self.pool.check()
+        self.implicit.check()
 
     def give_up(self) -> None:
-        self.pool.give_up()
+        self.implicit.abort()
 
     def close(self) -> None:
-        self.pool.close()
+        self.implicit.close()
 
 
 class Barrier(Handler):
@@ -323,14 +337,14 @@ class Barrier(Handler):
         self._gathers = gathers
 
     def prepare(self, call: Call) -> str | None:
-        self.problem = None if self._gathers.pool.prepare(0) else self._gathers.pool.problem
+        self.problem = None if self._gathers.implicit.prepare(0) else self._gathers.implicit.problem
         return self.problem
 
     def run(self, call: Call) -> list[torch.Tensor]:
-        gathers, context = self._gathers, self._gathers.pool.context
+        gathers, context = self._gathers, self._gathers.implicit.context
         assert context is not None
         nothing = torch.empty(0, dtype=torch.uint8, device=context.device)
-        unchecked(gathers.spec, nothing, context, nothing)
+        call_trusted(gathers.operation, nothing, nothing, context)
         return []
 
     def describe(self) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from tdcoll.base.errors import ContextError, HeapExhaustedError
-from tdcoll.calls.pool import Budget, on
+from tdcoll.calls.budget import Budget
+from tdcoll.calls.implicit import on
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS

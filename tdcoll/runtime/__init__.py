@@ -87,12 +87,14 @@ class Runtime:
     """The backend's process groups of all ranks."""
     exchanging: dict[int, tuple[float, str, Sequence[int], float]] = field(init=False, default_factory=dict)
     """Exchanges that go on, by thread: since when (``time.monotonic``), tag, ranks, deadline in seconds."""
-    accounts: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
+    budget_lock: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
     """Held when a thread changes ``blocks_taken``; never while it waits for other ranks."""
+    _all_ranks: tuple[int, ...] = field(init=False, repr=False, default=())
     _given: threading.local = field(init=False, repr=False, default_factory=threading.local)
 
     def __post_init__(self) -> None:
         self.arena = Arena(self.heap.nbytes)
+        self._all_ranks = tuple(range(self.world_size))
 
     def living_monitors(self) -> list[Any]:
         """Return the monitors that exist now, from any thread, while others make more."""
@@ -113,7 +115,7 @@ class Runtime:
             ValueError: ranks out of range or repeated, or this process is not a member.
         """
         if group is None:
-            return tuple(range(self.world_size))
+            return self._all_ranks
         group = group_of(group)
         if isinstance(group, torch.distributed.ProcessGroup):
             ranks = tuple(torch.distributed.get_process_group_ranks(group))

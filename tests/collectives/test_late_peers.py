@@ -16,11 +16,12 @@ import pytest
 import torch
 from fused.norms import norm_reference
 from kernel_mutants import Argument, Call, Change, Mutant, dropped, installed
+from landings import make_facts
 from tiers import second, seeds, some
 
 import tdcoll
 from tdcoll.calls import plan
-from tdcoll.calls.plan import Facts, Plan
+from tdcoll.calls.plan import Plan
 from tdcoll.calls.spec import Collective
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.testing import World, explore
@@ -168,12 +169,12 @@ def calls_of(known: Dense) -> list[Calls]:
         layouts = [(3,) if hops == 1 else (2,), (2, 2) if hops == 2 else (1, 1)]
         for nodes in layouts:
             for kind, form in (("o", {}), ("p", {"in_place": True}), ("s", {"symmetric": True})):
-                facts = Facts(72, topology_of(nodes), stores=True, ll_bytes=99, lamport_bytes=99, **form)
+                facts = make_facts(72, topology_of(nodes), stores=True, ll_bytes=99, lamport_bytes=99, **form)
                 if how.supports(facts) is not None or kind not in kinds_of(known.spec):
                     continue
                 if kind != "o" and how.copies is not None:
                     continue  # if peers write into the caller's memory, it is undefined after a timeout
-                if kind == "s" and how.supports(Facts(72, facts.topology, stores=True)) is None:
+                if kind == "s" and how.supports(make_facts(72, facts.topology, stores=True)) is None:
                     continue  # as out of place, but for where sums land
                 kernel = how.kernel(facts).fn
                 where = f"{kernel.__module__}.{kernel.__name__}"

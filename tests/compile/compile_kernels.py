@@ -43,8 +43,8 @@ from tdcoll.collectives.sparse_all_reduce import (
 from tdcoll.collectives.sparse_all_reduce.policy import REGISTERS as SPARSE_REGISTERS
 from tdcoll.fused import kernels as fused
 from tdcoll.fused.kernels_rows import NONE, PER_ROW
-from tdcoll.fused.op import _REGISTERS as REGISTERS
 from tdcoll.fused.policy import NormRows, choose
+from tdcoll.fused.rms_norm import _REGISTERS as REGISTERS
 from tdcoll.language.jit import needs_nvshmem, typed_fields
 from tdcoll.primitives import copies, reduce
 from tdcoll.primitives.group import Nodes

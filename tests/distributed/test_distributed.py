@@ -24,7 +24,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor, all
 import tdcoll
 from tdcoll import distributed, runtime
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.call import spec_of
+from tdcoll.calls.collective import spec_of
 from tdcoll.distributed import BackendTimeout, Options, agreement, explain
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import add_backends
@@ -299,7 +299,7 @@ def test_kinds_without_blocks_are_explained(alone, monkeypatch) -> None:
     def none_left(*given: Any) -> int:
         raise tdcoll.ContextError("no thread blocks left")
 
-    monkeypatch.setattr("tdcoll.calls.pool.Budget.take", none_left)
+    monkeypatch.setattr("tdcoll.calls.budget.Budget.take", none_left)
     sparse = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (3, 2))
     for kind, handler in group.dispatcher.handlers.items():
         tensor = sparse if kind == "sparse_all_reduce" else torch.ones(4)

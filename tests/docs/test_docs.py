@@ -21,10 +21,10 @@ import torch
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll.base import environment, errors
-from tdcoll.calls.call import spec_of
+from tdcoll.calls.collective import spec_of
 from tdcoll.calls.explain import explain_call
+from tdcoll.calls.implicit import sizes_for
 from tdcoll.calls.plan import Facts
-from tdcoll.calls.pool import sizes_for
 from tdcoll.runtime.topology import Topology
 from tdcoll.spec.functions import FUNCTIONS
 from tdcoll.testing import Deadlock, World, explore, first_failure

@@ -22,7 +22,7 @@ from tiers import second
 
 from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout, ContextError, HeapExhaustedError, RankMismatchError, TdcollError
-from tdcoll.calls.pool import Budget
+from tdcoll.calls.budget import Budget
 from tdcoll.runtime.control import StoreControlPlane, generation, require_equal
 from tdcoll.runtime.heap import ALIGNMENT
 from tdcoll.runtime.store import encode

@@ -47,10 +47,11 @@ from harness import (
     simulated,
     world,
 )
+from landings import facts_on
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.calls.launches import facts_of, launches_of
+from tdcoll.calls.call_launches import launches_of
 from tdcoll.primitives.reduce import OPERATIONS_OF
 
 OTHERS = (torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
@@ -76,7 +77,7 @@ def sizes() -> str:
                         used.add(algorithm)
                         if n == 1000 and algorithm != "auto":  # more chunks and words than anything takes by itself
                             form = {"in_place": kind == "p", "symmetric": kind in "st"}
-                            facts = facts_of(ctx, n * dtype.itemsize, dtype if spec.reduces else None, **form)
+                            facts = facts_on(ctx, n * dtype.itemsize, dtype if spec.reduces else None, **form)
                             if len(spec.epochs(facts, algorithm)) == 1:
                                 plan = in_pieces(spec, facts, algorithm, 7, warps=8)
                                 watched.call(ctx, kind, every, n, plan, should)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import device, expect, simulated, world
+from landings import facts_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,7 +31,6 @@ from primitives import cases
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.calls.launches import facts_of
 from tdcoll.calls.spec import Collective
 
 __all__ = ["SIZES", "SPECS", "Calls", "Watched", "cases", "data", "had", "in_pieces", "kind_of", "kinds_of"]
@@ -48,7 +48,7 @@ def served(
 ) -> list[str]:
     """Algorithms that serve segments of so many bytes on all ranks of this context."""
     form = {"in_place": kind == "p", "symmetric": kind in "st"}
-    facts = facts_of(ctx, nbytes, dtype if spec.reduces else None, **form)
+    facts = facts_on(ctx, nbytes, dtype if spec.reduces else None, **form)
     return [each.name for each in spec.algorithms if each.supports(facts) is None]
 
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 
 from tdcoll import runtime
-from tdcoll.calls.call import make
+from tdcoll.calls.collective import CollectiveOptions
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
-from tdcoll.collectives.all_to_all.spec import SPEC
+from tdcoll.calls.run import run
+from tdcoll.collectives.all_to_all.spec import OPERATION
 
 
 def all_to_all(
@@ -45,4 +46,6 @@ def all_to_all(
     Algorithms: every rank sends each segment to the rank that it is for (pairwise exchange; Thakur, Rabenseifner and
     Gropp, 2005): by LL (after NCCL's protocol of that name), by stores with a signal per chunk, or by puts.
     """
-    return make(SPEC, tensor, out=out, group=group, ctx=ctx, algorithm=algorithm, symmetric=symmetric)
+    tensors = (tensor,) if out is None else (tensor, out)
+    options = CollectiveOptions(None, algorithm, symmetric)
+    return run(OPERATION, tensors, options, group, ctx)

@@ -15,11 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tdcoll.calls.call import make
-from tdcoll.calls.launch import Packed
-from tdcoll.calls.launches import on_device
+from tdcoll.calls.collective import CollectiveOptions
+from tdcoll.calls.kernel_launch import FlatTuple
+from tdcoll.calls.launch_spec import device_table
+from tdcoll.calls.run import run
 from tdcoll.collectives.all_gather.spec import counted_launches
-from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
+from tdcoll.collectives.all_reduce.spec import OPERATION as ALL_REDUCE
 from tdcoll.collectives.index_match.kernels import STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import CLEAR_BLOCK
 from tdcoll.collectives.sparse_all_reduce import (
@@ -108,12 +109,12 @@ class _Kind:
         else:
             # They stay as long as the context, since a graph may refer to them.
             key = "sparse", "tables", rows.tables
-            tensors = on_device(ctx, "sparse_all_reduce_padded", key, lambda: _tables(ctx, self.firsts, ends, shapes))
+            tensors = device_table(ctx, "sparse_all_reduce_padded", key, lambda: _tables(ctx, self.firsts, ends, shapes))
             self.device_firsts, widths, sources, self.counts, self.on_host = tensors
         aligned = tl.constexpr(1 if single else self.aligned)
         tables = kernels_tables.Tables(self.device_firsts, widths, sources, len(shapes), tl.constexpr(single), aligned)
         self.arguments = {
-            "tables": Packed(tables),
+            "tables": FlatTuple(tables),
             "counts": self.counts,
             "memory": ctx.memory,
             "nodes": ctx.nodes,
@@ -151,13 +152,13 @@ class SparseCall:
     """
 
     def __init__(self, ctx: SparseContext, rows: Joined, op: str, algorithm: str) -> None:
-        self.ctx, self.rows, self.op = ctx, rows, op
+        self.ctx, self.rows, self.op, self.wanted = ctx, rows, op, algorithm
         aligned = rows.single or functools.reduce(operator.or_, rows.values) % 16 == 0
         self.repeated = not rows.coalesced
         self.places = self.repeated and rows.n <= _IDS_BLOCK
         self.pieces = self.repeated and rows.n > kernels_values.PIECE.value
         key = "sparse", rows.order, rows.tables, rows.dtype, op, algorithm, aligned
-        self.kind = kind = ctx.once(key, lambda: _Kind(ctx, rows, op, algorithm, aligned))
+        self.kind = kind = ctx.cached(key, lambda: _Kind(ctx, rows, op, algorithm, aligned))
         self.algorithm = kind.algorithm
         self.moves_late = kind.too_wide or self.algorithm == "dense"
         ctx.directory.prepare(kind.num_rows)
@@ -175,6 +176,10 @@ class SparseCall:
             "builders": ctx.directory.builders + (not rows.single),
             "REPEATED": self.repeated,
         }
+
+    def again(self) -> SparseCall:
+        """Return the same call on the context as it is now, after it has grown."""
+        return SparseCall(self.ctx, self.rows, self.op, self.wanted)
 
     # ------------------------------------------------------------------ launches
 
@@ -241,7 +246,7 @@ class SparseCall:
             ctx.exchanges += 1
             if kind.exchange is not None:
                 address, stride = kind.lists.data_ptr(), 8 * kind.lists.shape[1]
-                kind.exchange(address + ctx.rank * stride, address)
+                kind.exchange(address + ctx.rank * stride, 0, address)
         if self.algorithm == "gather":
             most, builders = ctx.max_union_rows if with_rows else 0, self._arguments["builders"]
             self._merged = torch.empty((most, kind.elements), dtype=rows.dtype, device=ctx.device)
@@ -262,7 +267,7 @@ class SparseCall:
             self.launch(
                 kernels_tables.join,
                 (self.workers(-(-longest // _IDS_BLOCK)), last - first),
-                given=Packed(given, list(given)), joined=ids, first=first,
+                given=FlatTuple(given, list(given)), joined=ids, first=first,
                 ITEM=rows.dtype.itemsize, COUNT=last - first, BLOCK=_IDS_BLOCK,
             )  # fmt: skip
         return ids
@@ -338,7 +343,7 @@ class SparseCall:
         there = torch.arange(n, device=ctx.device) < own[1]
         table.index_copy_(0, own[begin : begin + n].where(there, kind.num_rows), parts)
         table = table[: kind.num_rows]
-        make(ALL_REDUCE, table, op=op, out=table, ctx=reducer)
+        run(ALL_REDUCE, (table, table), CollectiveOptions(op), ctx=reducer)
         reduced = table.index_select(0, ctx.directory.union[:union])
         return reduced if reduced.dtype == dtype else reduced.to(dtype).add_(0)  # -0.0 + 0 is +0.0
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.call import spec_of
+from tdcoll.calls.collective import spec_of
 from tdcoll.calls.spec import Collective
 
 _ALIGNMENT = 128

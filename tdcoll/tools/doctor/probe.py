@@ -44,8 +44,11 @@ def _driver() -> _Found:
     """Ask for the newest CUDA version that the driver supports, (major, minor). Touches no GPU."""
     import ctypes
 
+    from tdcoll.base import driver
+
     number = ctypes.c_int()
-    if status := ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
+    status = driver.driver().cuDriverGetVersion(ctypes.byref(number))
+    if status:
         raise OSError(f"cuDriverGetVersion failed with CUDA error {status}")
     yield {"cuda": [number.value // 1000, number.value % 1000 // 10]}
 

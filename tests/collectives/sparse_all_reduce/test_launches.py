@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import tdcoll
 from tdcoll import runtime
 from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.launch import Launch, Launcher
+from tdcoll.calls.kernel_launch import LaunchCache
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 
 from .calls import DIM, make, sparse
@@ -100,15 +100,15 @@ def test_kernels_of_all_numbers_of_rows_are_loaded_before_the_first_call(
     pe: int, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     """A context with ``max_blocks`` can load no kernel once others' are in flight."""
-    real, late = Launcher.__call__, set()
+    real, late = LaunchCache.__call__, set()
 
-    def launch(self: Launcher, kernel: Any, *arguments: Any, **options: Any) -> None:
+    def launch(self: LaunchCache, kernel: Any, *arguments: Any, **options: Any) -> None:
         before = len(self._launches)
         real(self, kernel, *arguments, **options)
         if len(self._launches) > before and not self.only_loads:
             late.add(kernel.__name__)
 
-    monkeypatch.setattr(Launcher, "__call__", launch)
+    monkeypatch.setattr(LaunchCache, "__call__", launch)
     monkeypatch.setattr(CollectiveContext, "loads_together", True)
     with make(max_rows_per_rank=1500, max_row_bytes=16, max_blocks=8) as ctx:
         for n, coalesced in ((3, False), (3, True), (150, False), (0, False), (1100, False)):

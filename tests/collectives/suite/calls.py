@@ -12,11 +12,11 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
+from landings import facts_on
 
 import tdcoll
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.call import spec_of
-from tdcoll.calls.launches import facts_of
+from tdcoll.calls.collective import spec_of
 from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.spec import Collective
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
@@ -293,7 +293,7 @@ class Calls:
         if self.pieces and algorithm != "auto":
             dtype = self.kind if spec.reduces else None
             form = {"in_place": kind == "p", "symmetric": kind in "st"}
-            how = in_pieces(spec, facts_of(ctx, n * self.kind.itemsize, dtype, **form), algorithm, self.pieces)
+            how = in_pieces(spec, facts_on(ctx, n * self.kind.itemsize, dtype, **form), algorithm, self.pieces)
         assert make(spec, kind, placed.tensor, placed.out, ctx, how, op) is placed.out
         wanted = reference(spec, every, ctx.topology, op)
         return [

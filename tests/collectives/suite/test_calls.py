@@ -9,15 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from landings import make_facts
 from ranks import on_ranks
 from torch.distributed import ReduceOp
 
 import tdcoll
 import tdcoll.distributed
-from tdcoll.base.call_log import MOST, kind_of
-from tdcoll.calls.call import spec_of
-from tdcoll.calls.launches import launches_of
-from tdcoll.calls.plan import MOST_EPOCHS, Facts
+from tdcoll.calls.call_launches import launches_of
+from tdcoll.calls.collective import spec_of
+from tdcoll.calls.plan import MOST_EPOCHS
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table
 from tdcoll.primitives.group import EPOCH_SHIFT
@@ -42,7 +42,7 @@ def test_any_call_has_the_bits_of_the_reference(data: st.DataObject) -> None:
     count, most = data.draw(st.integers(0, 120)), data.draw(st.sampled_from([96, 256, 4096]))
     kinds = data.draw(st.text(kinds_of(spec), min_size=1, max_size=3))
     facts = [
-        Facts(
+        make_facts(
             count * dtype.itemsize, topology_of((world,)), most, most, True, in_place="p" in kinds,
             itemsize=dtype.itemsize if spec.reduces else 1, symmetric=not set(kinds) & set("oip"),
         )
@@ -218,10 +218,10 @@ def test_a_context_remembers_so_many_calls_and_an_object_of_each_kind(pe: int) -
             tdcoll.all_reduce(torch.ones(shape), ctx=ctx)
         noted = ctx.calls.log
         assert (len(noted), len({id(each) for each in noted})) == (4, 1)
-        for number in range(4, 5 * MOST):
-            ctx.noted(kind_of("all_reduce"))
-            assert len(ctx.calls.log) < MOST, number
-        made = f"{5 * MOST} calls made, the last one all_reduce, up to epoch {5 * MOST}"
+        for number in range(4, 5 * MOST_CALLS):
+            ctx.note(kind_of("all_reduce"))
+            assert len(ctx.calls.log) < MOST_CALLS, number
+        made = f"{5 * MOST_CALLS} calls made, the last one all_reduce, up to epoch {5 * MOST_CALLS}"
         assert ctx.calls.describe().endswith(made)
 
 

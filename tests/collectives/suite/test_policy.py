@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from landings import make_facts
 from ranks import on_ranks
 from tiers import second
 
 import tdcoll
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS, lamport_bytes
-from tdcoll.calls.call import spec_of
-from tdcoll.calls.launches import launches_of
-from tdcoll.calls.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Facts, Plan
+from tdcoll.calls.call_launches import launches_of
+from tdcoll.calls.collective import spec_of
+from tdcoll.calls.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Plan
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import Entry, Section
 from tdcoll.collectives.exchange import kernels_direct
@@ -38,7 +39,7 @@ def choose(
     spec: Collective, nbytes: int, nodes: Nodes, algorithm: Any = "auto", sections: Any = (), **facts: Any
 ) -> Plan:
     """The plan for segments of so many bytes, without its thread blocks, which differ between ranks of uneven nodes."""
-    return replace(spec.choose(Facts(nbytes, topology_of(nodes), **facts), algorithm, sections), blocks=0)
+    return replace(spec.choose(make_facts(nbytes, topology_of(nodes), **facts), algorithm, sections), blocks=0)
 
 
 def few(blocks: int, **more: Any) -> dict[str, Any]:
@@ -120,7 +121,7 @@ TAKEN: list[tuple[Collective, int, Nodes, dict[str, Any], str | tuple[str, int] 
 def test_what_is_taken_where_nothing_was_measured(
     spec: Collective, nbytes: int, nodes: Nodes, facts: dict[str, Any], wanted: Any
 ) -> None:
-    plan = spec.choose(Facts(nbytes, topology_of(nodes), **facts))
+    plan = spec.choose(make_facts(nbytes, topology_of(nodes), **facts))
     assert wanted in (plan.algorithm, (plan.algorithm, plan.chunk), plan)
     fewer = choose(spec, nbytes, nodes, **{**facts, "max_blocks": 100})
     words = spec.algorithm(fewer.algorithm).words or fewer.algorithm == "loop"
@@ -140,7 +141,7 @@ def test_more_ranks_with_few_thread_blocks(world: int) -> None:
     """None takes direct stores, which need a thread block for each chunk of each peer; loops have enough parts."""
     for spec in SPECS:
         for nbytes in (4 * K, 100 * K, 255 * K, M, 16 * M):
-            plan = spec.choose(Facts(nbytes, topology_of((world,)), max_blocks=32, **{**LARGE, "ll_bytes": M}))
+            plan = spec.choose(make_facts(nbytes, topology_of((world,)), max_blocks=32, **{**LARGE, "ll_bytes": M}))
             assert plan.algorithm != "direct"
             if plan.algorithm == "loop" and nbytes >= M:
                 assert plan.blocks >= 16
@@ -149,7 +150,7 @@ def test_more_ranks_with_few_thread_blocks(world: int) -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_plans_and_entries_say_how_many_thread_blocks(spec: Collective) -> None:
     """By default 32 to 64; entries and plans made by hand may have any number that the context allows."""
-    facts = Facts(8 * M, topology_of((2,)), max_blocks=24, **STORES)
+    facts = make_facts(8 * M, topology_of((2,)), max_blocks=24, **STORES)
     for name in ("loop", "ce"):
         free = replace(facts, max_blocks=MAX_BLOCKS)
         plan, how = spec.choose(free, name), spec.algorithm(name)
@@ -166,7 +167,7 @@ def test_plans_and_entries_say_how_many_thread_blocks(spec: Collective) -> None:
 
 def test_copies_are_whole_and_not_for_several_nodes() -> None:
     for spec in SPECS:
-        facts = Facts(5 * M, topology_of((2,)), itemsize=4, **STORES)
+        facts = make_facts(5 * M, topology_of((2,)), itemsize=4, **STORES)
         plan = spec.choose(facts, "ce")
         assert plan.chunks == 1
         assert plan.chunk >= spec.algorithm("ce").payload(facts).nbytes

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from kernel_mutants import AnyChange, Argument, Change, Mutant, dropped, missing, no_wait
+from landings import make_facts
 
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.plan import Facts
@@ -82,7 +83,7 @@ class Way:
     def facts(self, nbytes: int = 0, topology: Topology | None = None, **more: Any) -> Facts:
         """Facts of a call on a usual context."""
         usual = {"stores": True, "ll_bytes": 1 << 20, "lamport_bytes": self.more.get("lamport_bytes", 1 << 20)}
-        return Facts(nbytes, topology or topology_of(self.nodes), **{**usual, **more})
+        return make_facts(nbytes, topology or topology_of(self.nodes), **{**usual, **more})
 
     def handles(self, facts: Facts) -> bool:
         """Whether the algorithm can be had."""
