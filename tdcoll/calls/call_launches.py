@@ -14,7 +14,7 @@ from tdcoll.base.call_log import record_of
 from tdcoll.base.ranges import ranged
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.explain import explain_call
-from tdcoll.calls.launch_spec import KernelOptions, LaunchSpec, epoch_step, refuse_capture
+from tdcoll.calls.launch_spec import NO_OPTIONS, KernelOptions, LaunchSpec, epoch_step, refuse_capture
 from tdcoll.calls.plan import LAMPORT_WORD_BYTES, Facts, Plan
 from tdcoll.calls.spec import Algorithm, Collective
 from tdcoll.calls.steps import AtOffset, Step, StepSequence
@@ -107,7 +107,7 @@ def launches_of(
     ctx: CollectiveContext,
     facts: Facts,
     algorithm: Any = "auto",
-    options: KernelOptions = KernelOptions(),
+    options: KernelOptions = NO_OPTIONS,
 ) -> CallLaunches:
     """Return the launches of such calls, prepared. The context remembers them.
 
@@ -153,7 +153,7 @@ def launches_by(
     ctx: CollectiveContext,
     facts: Facts,
     plan: Plan,
-    options: KernelOptions = KernelOptions(),
+    options: KernelOptions = NO_OPTIONS,
 ) -> CallLaunches:
     """Return the launches of calls by a plan that was made for these facts, prepared."""
     algorithm = spec.algorithm(plan.algorithm)

@@ -53,6 +53,9 @@ class KernelOptions(NamedTuple):
     device_counted: bool = False
 
 
+NO_OPTIONS = KernelOptions()
+
+
 @dataclass(frozen=True)
 class LaunchSpec:
     """One epoch of a kind of call, and what was decided about it.
@@ -147,7 +150,8 @@ def epoch_step(algorithm: Algorithm, spec: LaunchSpec) -> tuple[Step, set[Hashab
 def arithmetic(spec: LaunchSpec) -> dict[str, Any]:
     """Return the constants of a reduction's kernel."""
     dtype, op, _ = spec.options
-    assert dtype is not None and op is not None
+    assert dtype is not None
+    assert op is not None
     return {"DTYPE": triton_dtype(dtype), "ACC": accumulator(dtype), "OP": OPERATIONS[op]}
 
 

@@ -64,7 +64,7 @@ class Algorithm:
         epoch: bytes of a segment in each epoch; the last may be shorter. ``cut`` and ``payload`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
         any_blocks: whether any number of thread blocks works, with the same bits; a plan then says how many.
-        copies: makes a :class:`~tdcoll.calls.launch_spec.LaunchSpec` by copy engines, instead of a launch of ``kernel``.
+        copies: makes the steps of a call by copy engines, of a :class:`~tdcoll.calls.launch_spec.LaunchSpec`.
         differs: whether it does anything on these ranks that no other algorithm does, and needs to be measured.
     """
 

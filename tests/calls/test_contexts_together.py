@@ -154,6 +154,6 @@ def test_no_rank_launches_what_another_has_yet_to_load(monkeypatch: pytest.Monke
 
 
 def test_without_the_wait_they_wait_crosswise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context.CollectiveContext, "wait_for_loads", lambda *_: None)
+    monkeypatch.setattr(checks.CallChecks, "wait_for_loads", lambda *_: None)
     with pytest.raises(TimeoutError, match="cannot load a kernel"):
         _on_two_streams(Loading(monkeypatch))

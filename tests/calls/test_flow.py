@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far a reader has to go to follow a call: files that it enters, and moves between files.
 
-A profile hook records the functions of the package that are entered during a call in the simulator. The *host part* of a
-call consists of the public function's module and of ``calls/``, without the pure decisions about plans.
+A profile hook records the functions of the package that are entered during a call in the simulator. The *host part*
+of a call consists of the public function's module and of ``calls/``, without the pure decisions about plans.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +66,7 @@ def visits(call: Callable[[], Any]) -> list[Visit]:
 
 def moves(found: list[Visit]) -> int:
     """Count how often the reader changes the file."""
-    return sum(before.file != after.file for before, after in zip(found, found[1:], strict=False))
+    return sum(before.file != after.file for before, after in itertools.pairwise(found))
 
 
 @pytest.fixture

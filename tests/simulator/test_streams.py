@@ -20,6 +20,7 @@ from tdcoll import runtime
 from tdcoll.base.errors import ContextError, TdcollError
 from tdcoll.calls import pool
 from tdcoll.calls.budget import Budget
+from tdcoll.calls.implicit import ImplicitContext
 from tdcoll.calls.streams import copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
 from tdcoll.testing import Deadlock, World, explore, first_failure
 
@@ -90,7 +91,10 @@ def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -
         def host(pe: int) -> None:
             owner = runtime.current()
             budgets = [Budget(owner, range(N_PES), 20) for _ in range(3)]
-            kinds = [ImplicitContext(owner, range(N_PES), f"kind {i}", limit=NBYTES, budget=own) for i, own in enumerate(budgets)]
+            kinds = [
+                ImplicitContext(owner, range(N_PES), f"kind {i}", limit=NBYTES, budget=own)
+                for i, own in enumerate(budgets)
+            ]
             for kind in kinds:
                 assert kind.prepare(NBYTES), kind.problem
             contexts = [kind.context for kind in kinds]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import tdcoll
 from tdcoll import runtime
 from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.kernel_launch import LaunchCache
+from tdcoll.calls.kernel_launch import KernelLaunch, LaunchCache
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 
 from .calls import DIM, make, sparse
@@ -35,7 +35,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         found[runtime.current().rank].append(name)
 
     def launching(real: Any) -> Any:
-        def launch(self: Launch, *arguments: Any) -> Any:
+        def launch(self: KernelLaunch, *arguments: Any) -> Any:
             note(self._kernel.__name__)
             with _disable_current_modes():  # the simulator's operations are none of the host's
                 return real(self, *arguments)
@@ -50,7 +50,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         return wait
 
     for name in ("__call__", "with_arguments"):
-        monkeypatch.setattr(Launch, name, launching(getattr(Launch, name)))
+        monkeypatch.setattr(KernelLaunch, name, launching(getattr(KernelLaunch, name)))
     monkeypatch.setattr(SparseCall, "status", waiting(SparseCall.status, "wait"))
     for name in ("item", "tolist", "nonzero", "cpu", "__bool__", "__int__"):
         monkeypatch.setattr(torch.Tensor, name, waiting(getattr(torch.Tensor, name), name))

@@ -19,6 +19,7 @@ from tdcoll.calls.call_launches import launches_of
 from tdcoll.calls.collective import spec_of
 from tdcoll.calls.plan import MOST_EPOCHS
 from tdcoll.calls.spec import Collective
+from tdcoll.base.call_log import MOST_CALLS, record_of
 from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.primitives.reduce import ALIASES, OPERATIONS_OF, TORCH_OPERATIONS
@@ -219,7 +220,7 @@ def test_a_context_remembers_so_many_calls_and_an_object_of_each_kind(pe: int) -
         noted = ctx.calls.log
         assert (len(noted), len({id(each) for each in noted})) == (4, 1)
         for number in range(4, 5 * MOST_CALLS):
-            ctx.note(kind_of("all_reduce"))
+            ctx.note(record_of("all_reduce"))
             assert len(ctx.calls.log) < MOST_CALLS, number
         made = f"{5 * MOST_CALLS} calls made, the last one all_reduce, up to epoch {5 * MOST_CALLS}"
         assert ctx.calls.describe().endswith(made)

@@ -220,7 +220,8 @@ def reduced(entry: Entry, nbytes: int = 100 << 10, **facts: Any) -> Plan:
     table = Table((Section(SIMULATOR, "all_reduce", 4, 1, False, (entry,)),))
     sections = REDUCE.sections(Table.parse(table.text()).sections, "t.json")
     usual: dict[str, Any] = {"stores": True, "lamport_bytes": 512 << 10, "ll_bytes": 340 << 10, "itemsize": 4}
-    return replace(REDUCE.choose(make_facts(nbytes, topology_of((4,)), **{**usual, **facts}), "auto", sections), blocks=0)
+    made = make_facts(nbytes, topology_of((4,)), **{**usual, **facts})
+    return replace(REDUCE.choose(made, "auto", sections), blocks=0)
 
 
 def test_entries_for_words_of_two_kinds_and_for_several_epochs() -> None:
