@@ -135,6 +135,7 @@ class _LoadedKernel:
         place: The index in ``slots`` of a parameter, by name: ``tuple.field`` for one of a tuple.
         passed: For each argument (tuples flattened, without their constants) whether it is a
             parameter. The others are constants in the compiled code.
+        scratch: The memory that the kernel makes its tensor descriptors in, for this grid; or None.
         all_passed: Whether all arguments are parameters, except the constants of the kernel's text,
             which come last.
     """
@@ -160,7 +161,12 @@ class _LoadedKernel:
                     values.append(_number(value))
                 elif not name.isupper():
                     self.all_passed = False
-        # Pointers that Triton adds come last; they are null for kernels that want none.
+        # Pointers that Triton adds come last: to scratch memory, which is null if the kernel wants
+        # none, and to a profiler's, which it never gets.
+        metadata = compiled.metadata
+        self.scratch = _scratch_memory(metadata, grid)
+        if self.scratch is not None:
+            values.append(self.scratch.data_ptr())
         entry = re.search(r"\.entry\b[^{]*", compiled.asm["ptx"])
         assert entry is not None
         n_parameters = entry[0].count(".param")
@@ -169,7 +175,6 @@ class _LoadedKernel:
         pointers = [first + 8 * i for i in range(n_parameters)]
         self._pointers = (ctypes.c_void_p * n_parameters)(*pointers)
 
-        metadata = compiled.metadata
         self.config = _Config(grid, (32 * metadata.num_warps, 1, 1), metadata.shared)
         if metadata.launch_pdl:
             self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
@@ -208,8 +213,22 @@ def _use_primary_context() -> None:
     driver.check("cuCtxSetCurrent", library.cuCtxSetCurrent(context))
 
 
+def _scratch_memory(metadata: Any, grid: tuple[int, int, int]) -> torch.Tensor | None:
+    """Return the memory that a kernel makes its tensor descriptors in; None if it makes none.
+
+    All launches share it, which the stream orders: a launch that begins early makes descriptors
+    when the one before it has ended.
+    """
+    size = getattr(metadata, "global_scratch_size", 0)
+    if not size:
+        return None
+    n_blocks = grid[0] * grid[1] * grid[2]
+    alignment = metadata.global_scratch_align
+    memory = torch.empty(n_blocks * size + alignment, dtype=torch.uint8, device="cuda")
+    return memory[-memory.data_ptr() % alignment :]
+
+
 _UNSUPPORTED_METADATA = (
-    "global_scratch_size",
     "profile_scratch_size",
     "launch_cooperative_grid",
     "tensordesc_meta",
@@ -249,8 +268,8 @@ class KernelLaunch:
         blocks: The grid.
         arguments: All parameters that don't change, by name, constants included: tensors,
             addresses, numbers, and tuples of these.
-        changing: The names of the parameters that each launch brings, which are neighbours:
-            addresses or whole numbers; ``tuple.field`` for one of a tuple.
+        changing: The names of the parameters that each launch brings: addresses or whole numbers;
+            ``tuple.field`` for one of a tuple. Neighbours, in their order, are brought fastest.
         num_warps: Warps of each thread block.
         early: Whether the launch may begin before the one ahead has ended, if the kernel waits for
             that.
@@ -280,7 +299,6 @@ class KernelLaunch:
                 f"arguments {sorted(by_name)}"
             )
         self._arguments = {name: by_name[name] for name in kernel.arg_names}
-        _check_neighbours(kernel.__name__, self._arguments, changing)
         self._kernel = kernel
         self._changing = tuple(changing)
         self._options: dict[str, Any] = {"num_warps": num_warps}
@@ -307,8 +325,10 @@ class KernelLaunch:
         if isinstance(compiled, CompiledKernel) and _is_supported(compiled):
             self._loaded = _LoadedKernel(compiled, self._arguments, self._grid)
             self._device = torch.cuda.current_device()
-            first = self._loaded.place[self._changing[0]] if self._changing else 0
-            self._places = slice(first, first + len(self._changing))
+            self._places = [self._loaded.place[name] for name in self._changing]
+            first = self._places[0] if self._places else 0
+            self._slice = slice(first, first + len(self._places))
+            self._are_neighbours = self._places == list(range(first, self._slice.stop))
 
     def __call__(self, stream: int, *changing: int) -> None:
         """Launch it on the stream of this handle, which is the current one."""
@@ -319,7 +339,11 @@ class KernelLaunch:
         if loaded is None or _is_hooked():
             self._launch_by_triton(changing)
             return
-        loaded.slots[self._places] = changing
+        if self._are_neighbours:
+            loaded.slots[self._slice] = changing
+        else:
+            for place, value in zip(self._places, changing, strict=True):
+                loaded.slots[place] = value
         loaded.launch(stream)
 
     def _launch_by_triton(self, changing: Sequence[int]) -> None:
@@ -340,7 +364,8 @@ class KernelLaunch:
         :meth:`keep_constants` has forgotten.
         """
         loaded = self._loaded
-        if loaded is None or _is_hooked():
+        # Scratch memory would have to grow with the grid.
+        if loaded is None or loaded.scratch is not None or _is_hooked():
             whole = [_whole(argument) for argument in arguments]
             self._kernel[_grid(blocks)](*whole, *self._arguments.values(), **self._options)
             return
@@ -363,18 +388,6 @@ class KernelLaunch:
         loaded.slots[: len(values)] = values
         loaded.config.grid = _grid(blocks)
         loaded.launch(torch._C._cuda_getCurrentRawStream(self._device))
-
-
-def _check_neighbours(
-    kernel: str, arguments: Mapping[str, Any], changing: Sequence[str]
-) -> None:
-    """Assert that the parameters that change follow each other in the kernel's text."""
-    if not changing:
-        return
-    order = [leaf for name, value in arguments.items() for leaf, _ in _leaves(name, value)]
-    first = order.index(changing[0])
-    neighbours = order[first : first + len(changing)]
-    assert neighbours == list(changing), f"{kernel} has another order: {order}"
 
 
 class LaunchCache:

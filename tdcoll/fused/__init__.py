@@ -4,7 +4,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tdcoll.fused.rms_norm import all_reduce_rms_norm
+    from tdcoll.fused.op import all_reduce_rms_norm
 
 __all__ = ["all_reduce_rms_norm"]
 
@@ -14,7 +14,7 @@ if not TYPE_CHECKING:
         """Import the function when it is requested, because a policy needs no Triton."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from tdcoll.fused.rms_norm import all_reduce_rms_norm
+        from tdcoll.fused.op import all_reduce_rms_norm
 
         globals()[name] = all_reduce_rms_norm  # a look-up here takes longer than all checks of a call
         return all_reduce_rms_norm

@@ -234,9 +234,41 @@ def test_profilers_see_every_launch(
         assert driver.launches == []
 
 
+def test_a_kernel_that_makes_descriptors_gets_memory_for_each_thread_block(
+    kernel: Kernel, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.empty
+    made: list[torch.Tensor] = []
+
+    def empty(size: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
+        assert device == "cuda"
+        made.append(real(size, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", empty)
+    kernel.metadata = {"global_scratch_size": 256, "global_scratch_align": 128}
+    launch = KernelLaunch(kernel, (5, 6), ARGUMENTS, ("number", "pair.near"))
+    launch(STREAM, 16, 32)
+    launch(STREAM, 16, 32)
+    (memory,) = made
+    *_, scratch, profile = driver.launches[0]["values"]
+    assert driver.launches[1]["values"][-2:] == [scratch, profile]
+    assert profile == 0
+    assert scratch % 128 == 0
+    assert memory.data_ptr() <= scratch
+    assert scratch + 5 * 6 * 256 <= memory.data_ptr() + memory.nbytes
+
+
+def test_parameters_that_change_need_not_be_neighbours(kernel: Kernel, driver: Driver) -> None:
+    launch = KernelLaunch(kernel, 1, {**ARGUMENTS, "number": 3}, ("tensor", "pair.near"))
+    launch(STREAM, 16, 32)
+    launch(STREAM, 48, 64)
+    assert [each["values"][:4] for each in driver.launches] == [[16, 1, 3, 32], [48, 1, 3, 64]]
+
+
 @pytest.mark.parametrize(
     "metadata",
-    [{"global_scratch_size": 8}, {"profile_scratch_size": 8}, {"launch_cooperative_grid": True}, {"num_ctas": 2}],
+    [{"profile_scratch_size": 8}, {"launch_cooperative_grid": True}, {"num_ctas": 2}],
 )
 def test_kernels_that_want_more_of_a_launch_are_left_to_triton(
     kernel: Kernel, driver: Driver, metadata: dict[str, Any]
