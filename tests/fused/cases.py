@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from collectives.suite.calls import different
-from collectives.suite.calls import values as numbers
+from collectives.suite.data import different
+from collectives.suite.data import values as numbers
 
 import tdcoll
 from tdcoll.calls.plan import Plan

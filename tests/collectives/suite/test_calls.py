@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.primitives.reduce import ALIASES, OPERATIONS_OF, TORCH_OPERATIONS
 from tdcoll.testing import World, explore
 
-from .calls import SPECS, Calls, different, kinds_of, reference, values
-from .ways import topology_of
+from .algorithm_cases import topology_of
+from .calls import Calls
+from .data import SPECS, different, reference, values
+from .kinds import kinds_of
 
 FP8 = torch.float8_e5m2
 GATHER, SCATTER, REDUCE = map(spec_of, ("all_gather", "reduce_scatter", "all_reduce"))
@@ -36,23 +39,36 @@ each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_call_has_the_bits_of_the_reference(data: st.DataObject) -> None:
-    """By any algorithm, in one epoch or several, with chunks cut anyhow: so a row has the bits that it has alone."""
-    spec, world = data.draw(st.sampled_from(SPECS)), data.draw(st.integers(1, 4))
+    """By any algorithm, in one epoch or several, with chunks cut anyhow: so a row has the bits that
+    it has alone."""
+    spec = data.draw(st.sampled_from(SPECS))
+    world = data.draw(st.integers(1, 4))
     dtype, ops = data.draw(st.sampled_from(sorted(OPERATIONS_OF.items(), key=str)))
-    count, most = data.draw(st.integers(0, 120)), data.draw(st.sampled_from([96, 256, 4096]))
-    kinds = data.draw(st.text(kinds_of(spec), min_size=1, max_size=3))
-    facts = [
-        Facts(
-            count * dtype.itemsize, topology_of((world,)), most, most, True, in_place="p" in kinds,
-            itemsize=dtype.itemsize if spec.reduces else 1, symmetric=not set(kinds) & set("oip"),
-        )
-        for kinds in kinds
-    ]  # fmt: skip
-    names = [how.name for how in spec.algorithms if all(how.supports(each) is None for each in facts)]
+    count = data.draw(st.integers(0, 120))
+    room = data.draw(st.sampled_from([96, 256, 4096]))
+    kinds = data.draw(st.lists(st.sampled_from(kinds_of(spec)), min_size=1, max_size=3))
+    usual = Facts(
+        count * dtype.itemsize,
+        topology_of((world,)),
+        capacity=room,
+        ll_bytes=room,
+        stores=True,
+        itemsize=dtype.itemsize if spec.reduces else 1,
+    )
+    facts = [replace(usual, **kind.form) for kind in kinds]
+    names = [how.name for how in spec.algorithms if not any(map(how.supports, facts))]
     case = Calls(
-        spec, data.draw(st.sampled_from(["auto", *names])), kinds, (count,), dtype, data.draw(st.permutations(ops)),
-        data.draw(st.integers(0, 5)), most=most, pieces=0, lamport_bytes=data.draw(st.sampled_from([0, 64, 4096])),
-    )  # fmt: skip
+        spec,
+        (data.draw(st.sampled_from(["auto", *names])),),
+        kinds,
+        counts=(count,),
+        dtype=dtype,
+        ops=data.draw(st.permutations(ops)),
+        offset=data.draw(st.integers(0, 5)),
+        max_bytes_per_rank=room,
+        pieces=0,
+        lamport_bytes=data.draw(st.sampled_from([0, 64, 4096])),
+    )
     explore(case, n_pes=world, seeds=[data.draw(st.integers(0, 9))], heap_bytes=1 << 20)
 
 

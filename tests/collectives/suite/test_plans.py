@@ -26,8 +26,8 @@ from tdcoll.calls.tuning import Entry, Section
 from tdcoll.collectives.all_reduce.policy import part_bytes
 from tdcoll.runtime.topology import Topology
 
-from .calls import SPECS, values
-from .ways import Nodes, topology_of
+from .algorithm_cases import Nodes, topology_of
+from .data import SPECS, values
 
 K, M, G = 1 << 10, 1 << 20, 1 << 30
 REDUCE = spec_of("all_reduce")

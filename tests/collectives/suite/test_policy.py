@@ -21,8 +21,8 @@ from tdcoll.calls.tuning import Entry, Section
 from tdcoll.collectives.exchange import kernels_direct
 from tdcoll.testing import World
 
-from .calls import SPECS
-from .ways import Nodes, topology_of
+from .algorithm_cases import Nodes, topology_of
+from .data import SPECS
 
 K, M, G = 1 << 10, 1 << 20, 1 << 30
 GATHER, SCATTER, REDUCE, ALL = map(spec_of, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"))

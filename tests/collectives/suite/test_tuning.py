@@ -21,7 +21,7 @@ from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table, given, shipped
 from tdcoll.testing import World
 
-from .ways import Nodes, topology_of
+from .algorithm_cases import Nodes, topology_of
 
 ROOT = Path(__file__).resolve().parents[3]
 GATHER, REDUCE = spec_of("all_gather"), spec_of("all_reduce")
