@@ -45,7 +45,8 @@ def _mutant(
 
 
 ONE = _mutant
-TWO, THREE = partial(_mutant, nodes=(2, 2)), partial(_mutant, nodes=(1, 1, 1))
+TWO = partial(_mutant, nodes=(2, 2))
+THREE = partial(_mutant, nodes=(1, 1, 1))
 
 # ---------------------------------------------------------------------- changes
 

@@ -31,7 +31,9 @@ from .data import SPECS, different, reference, values
 from .kinds import kinds_of
 
 FP8 = torch.float8_e5m2
-GATHER, SCATTER, REDUCE = map(spec_of, ("all_gather", "reduce_scatter", "all_reduce"))
+GATHER = spec_of("all_gather")
+SCATTER = spec_of("reduce_scatter")
+REDUCE = spec_of("all_reduce")
 REDUCING = [spec for spec in SPECS if spec.reduces]
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 

@@ -69,7 +69,8 @@ def changed(path: tuple[Any, ...], value: Any) -> str:
     return json.dumps(document)
 
 
-FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)
+FIRST = ("tables", 0)
+ENTRY = (*FIRST, "entries", 1)
 
 
 # ---------------------------------------------------------------------- files
