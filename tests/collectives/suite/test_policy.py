@@ -24,7 +24,9 @@ from tdcoll.testing import World
 from .algorithm_cases import Nodes, topology_of
 from .data import SPECS
 
-K, M, G = 1 << 10, 1 << 20, 1 << 30
+K = 1 << 10
+M = 1 << 20
+G = 1 << 30
 GATHER = spec_of("all_gather")
 SCATTER = spec_of("reduce_scatter")
 REDUCE = spec_of("all_reduce")
@@ -170,7 +172,8 @@ def test_plans_and_entries_say_how_many_thread_blocks(spec: Collective) -> None:
     facts = Facts(8 * M, topology_of((2,)), max_blocks=24, **STORES)
     for name in ("loop", "ce"):
         free = replace(facts, max_blocks=MAX_BLOCKS)
-        plan, how = spec.choose(free, name), spec.algorithm(name)
+        plan = spec.choose(free, name)
+        how = spec.algorithm(name)
         assert plan.blocks == (1 if not how.any_blocks else 32 if name == "ce" or spec.name == "all_reduce" else 64)
         kind = ("", spec.name, 2, 1, False)
         for blocks, found in ((8, 8), (16, 16), (64, 23)):
