@@ -64,7 +64,7 @@ def test_clean_over_seeds(case: AlgorithmCase, seeds: Sequence[int]) -> None:
 
 
 GRIDS = [parameters(grid, id=f"{dense} {i}") for dense in ALL for i, grid in enumerate(dense.grids)]
-assert len(GRIDS) >= len(ALL)
+assert all(dense.grids for dense in ALL)
 
 
 @seeds(1, 3)
@@ -98,9 +98,10 @@ def sets_of_world_sizes() -> list[Any]:
                 layouts.append((n_pes - n_pes // 3, n_pes // 3))
             if n_pes > 3 and n_pes % 2 == 0:
                 layouts.append((n_pes // 2, n_pes // 2))
-            for case_there in case.on(*layouts)[-1:]:
+            fitting = case.on(*layouts)
+            if fitting:
                 slow = n_pes not in (1, 2, 5)
-                sets.append(parameters(case_there, slow=slow, id=f"{case} of {n_pes}"))
+                sets.append(parameters(fitting[-1], slow=slow, id=f"{case} of {n_pes}"))
     # Algorithms that need several equal nodes, of more than one rank, are on 4, 6 and 8 ranks.
     need_nodes = [case for case in cases if not case.on((2,))]
     assert len(sets) == 8 * (len(cases) - len(need_nodes)) + 3 * len(need_nodes)
