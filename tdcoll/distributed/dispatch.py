@@ -35,9 +35,7 @@ from tdcoll.distributed.work import (
     StreamWork,
     backend_errors,
     completed,
-    current_stream,
     error_of,
-    new_event,
     record_streams,
 )
 from tdcoll.runtime import Runtime
@@ -278,38 +276,16 @@ class Dispatcher:
                     return None
                 handler.check()
         elif asynchronous:
-            return self._again_beside(handler, context, ready, out, tensor)
+            queue, device = handler.queue, self.device
+            if queue.run_beside(device, again, context, ready, tensor, out) is None:
+                return None
+            keep = (out, tensor)
+            return StreamWork([out], queue.stream, blocks=False, check=self._check, keep=keep, events=queue.events)
         elif again(context, ready, tensor, out) is None:
             return None
         work = CompletedWork()
         work.tensors = (out,)
         return work
-
-    def _again_beside(
-        self, handler: Dense, context: CollectiveContext, ready: Ready, out: torch.Tensor, tensor: torch.Tensor
-    ) -> Any:
-        """Repeat it on the queue's own stream, behind the work of the current stream."""
-        queue, device = handler.queue, self.device
-        stream = queue.stream
-        if stream is None or device is None or torch._C._cuda_getDevice() != device.index:
-            return None
-        current = current_stream(device.index)
-        if current.stream_id and capturing(device):  # the default stream, 0, cannot be captured
-            return None
-        if queue.before is None:
-            queue.before = new_event()
-        queue.before.record(current)
-        queue.before.wait(stream)
-        # torch.cuda.stream() does the same in three times the time.
-        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
-        try:
-            made = again(context, ready, tensor, out)
-        finally:
-            torch._C._cuda_setStream(current.stream_id, current.device_index, current.device_type)
-        if made is None:
-            return None
-        keep = (out, tensor)
-        return StreamWork([out], stream, blocks=False, check=self._check, keep=keep, events=queue.events)
 
     def handle(self, kind: str, call: Call, *, asynchronous: bool, key: Hashable | None = None) -> Any:
         """Make a call with tdcoll, now or by its queue, and count it; return its work."""

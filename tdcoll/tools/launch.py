@@ -127,7 +127,8 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
         for option in ("--share-gpus", *_VALUES):
             if option != "--timeout" and getattr(given, option[2:].replace("-", "_")):
                 raise ValueError(f"{option}: expected only with a script or module, got it with tests")
-        job = prepare(variables, modules=("pytest", "pytest_timeout", "xdist", "hypothesis"), dry_run=given.dry_run)
+        modules = ("pytest", "pytest_timeout", "xdist", "hypothesis", "psutil")
+        job = prepare(variables, modules=modules, dry_run=given.dry_run)
         os.chdir(ROOT)
         # GPU tests take the whole machine. The user's own -n comes after this one, and wins.
         spread = job.simulated and not {"--pdb", "--trace", "-s", "--capture=no", "no:xdist"} & set(rest)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from hang_job import FIRST_S, SECOND_S
 from processes import python
@@ -75,8 +76,8 @@ def processes(job: Job) -> list[int]:
     """Return the processes of the job's ranks, found by the command: other jobs may run beside this one."""
     found = {}
     for pid, rank in re.findall(r"^ *(\d+)  rank (\d)", ask().stdout, re.MULTILINE):
-        with contextlib.suppress(OSError):
-            if str(job.folder) in Path(f"/proc/{pid}/cmdline").read_text():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if str(job.folder) in psutil.Process(int(pid)).cmdline():
                 found[int(rank)] = int(pid)
     assert sorted(found) == [0, 1]
     return [found[0], found[1]]

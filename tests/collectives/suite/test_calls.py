@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,11 +25,15 @@ from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.primitives.reduce import ALIASES, OPERATIONS_OF, TORCH_OPERATIONS
 from tdcoll.testing import World, explore
 
-from .calls import SPECS, Calls, different, kinds_of, reference, values
-from .ways import topology_of
+from .algorithm_cases import topology_of
+from .calls import Calls
+from .data import SPECS, different, reference, values
+from .kinds import kinds_of
 
 FP8 = torch.float8_e5m2
-GATHER, SCATTER, REDUCE = map(spec_of, ("all_gather", "reduce_scatter", "all_reduce"))
+GATHER = spec_of("all_gather")
+SCATTER = spec_of("reduce_scatter")
+REDUCE = spec_of("all_reduce")
 REDUCING = [spec for spec in SPECS if spec.reduces]
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 
@@ -36,23 +41,36 @@ each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_call_has_the_bits_of_the_reference(data: st.DataObject) -> None:
-    """By any algorithm, in one epoch or several, with chunks cut anyhow: so a row has the bits that it has alone."""
-    spec, world = data.draw(st.sampled_from(SPECS)), data.draw(st.integers(1, 4))
+    """By any algorithm, in one epoch or several, with chunks cut anyhow: so a row has the bits that
+    it has alone."""
+    spec = data.draw(st.sampled_from(SPECS))
+    world = data.draw(st.integers(1, 4))
     dtype, ops = data.draw(st.sampled_from(sorted(OPERATIONS_OF.items(), key=str)))
-    count, most = data.draw(st.integers(0, 120)), data.draw(st.sampled_from([96, 256, 4096]))
-    kinds = data.draw(st.text(kinds_of(spec), min_size=1, max_size=3))
-    facts = [
-        Facts(
-            count * dtype.itemsize, topology_of((world,)), most, most, True, in_place="p" in kinds,
-            itemsize=dtype.itemsize if spec.reduces else 1, symmetric=not set(kinds) & set("oip"),
-        )
-        for kinds in kinds
-    ]  # fmt: skip
-    names = [how.name for how in spec.algorithms if all(how.supports(each) is None for each in facts)]
+    count = data.draw(st.integers(0, 120))
+    room = data.draw(st.sampled_from([96, 256, 4096]))
+    kinds = data.draw(st.lists(st.sampled_from(kinds_of(spec)), min_size=1, max_size=3))
+    usual = Facts(
+        count * dtype.itemsize,
+        topology_of((world,)),
+        capacity=room,
+        ll_bytes=room,
+        stores=True,
+        itemsize=dtype.itemsize if spec.reduces else 1,
+    )
+    facts = [replace(usual, **kind.form) for kind in kinds]
+    names = [how.name for how in spec.algorithms if not any(map(how.supports, facts))]
     case = Calls(
-        spec, data.draw(st.sampled_from(["auto", *names])), kinds, (count,), dtype, data.draw(st.permutations(ops)),
-        data.draw(st.integers(0, 5)), most=most, pieces=0, lamport_bytes=data.draw(st.sampled_from([0, 64, 4096])),
-    )  # fmt: skip
+        spec,
+        (data.draw(st.sampled_from(["auto", *names])),),
+        kinds,
+        counts=(count,),
+        dtype=dtype,
+        ops=data.draw(st.permutations(ops)),
+        offset=data.draw(st.integers(0, 5)),
+        max_bytes_per_rank=room,
+        pieces=0,
+        lamport_bytes=data.draw(st.sampled_from([0, 64, 4096])),
+    )
     explore(case, n_pes=world, seeds=[data.draw(st.integers(0, 9))], heap_bytes=1 << 20)
 
 
@@ -61,7 +79,8 @@ def test_any_call_has_the_bits_of_the_reference(data: st.DataObject) -> None:
 
 def refused_by_all(spec: Collective, ctx: Any) -> list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]]:
     """Wrong arguments of any collective: error, message, arguments."""
-    x, out = torch.zeros(8), torch.zeros(spec.results((8,), 2)[0])
+    x = torch.zeros(8)
+    out = torch.zeros(spec.results((8,), 2)[0])
     n = out.numel()
     shape = rf"out must be torch.float32 of shape \[{n}\].*; got"
     found: list[Any] = [
@@ -138,7 +157,8 @@ def test_tensors_overlap_only_where_they_may(pe: int, spec: Collective) -> None:
 @each_spec
 @on_ranks(2)
 def test_debug_mode_compares_arguments(pe: int, spec: Collective) -> None:
-    call, x = getattr(tdcoll, spec.name), torch.ones(6)
+    call = getattr(tdcoll, spec.name)
+    x = torch.ones(6)
     with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
         bad: list[dict[str, Any]] = [{"algorithm": "1d" if pe else "direct"}]
         bad += [{"op": "sum" if pe else "max"}, {"op": "min" if pe else ReduceOp.MAX}] * spec.reduces
@@ -159,7 +179,9 @@ def test_debug_mode_compares_arguments(pe: int, spec: Collective) -> None:
 
 @on_ranks(2)
 def test_symmetric_tensors_are_as_they_should_be_on_all_ranks(pe: int) -> None:
-    x, call, here = torch.ones(64), tdcoll.all_reduce, tdcoll.empty((128,))
+    x = torch.ones(64)
+    call = tdcoll.all_reduce
+    here = tdcoll.empty((128,))
     with tdcoll.CollectiveContext(max_bytes_per_rank=256, debug=True) as ctx:
         for kind, message, out in (
             (ValueError, r"out must be given with symmetric=True: one that tdcoll\.empty\(\) has made", None),
@@ -263,7 +285,8 @@ def test_a_call_by_words_is_as_many_lamport_calls_as_epochs(pe: int) -> None:
     """Also in place, and by the fast path, which the second call takes. One of no bytes is one."""
     with tdcoll.CollectiveContext(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=32) as ctx:
         assert ctx.device_lamport is not None
-        control, made = ctx.device_lamport.control, 0
+        control = ctx.device_lamport.control
+        made = 0
         for n, several in ((0, 1), (8, 1), (9, 2), (97, 13)):  # of 32 bytes, at most
             every = [values(rank, n, n, torch.float32) for rank in range(2)]
             for in_place in (False, False, True, True):
@@ -277,7 +300,8 @@ def test_a_call_by_words_is_as_many_lamport_calls_as_epochs(pe: int) -> None:
         x = torch.ones(97)
         with pytest.raises(ValueError, match="'one_shot' needs fewer bytes, or a context with more lamport_bytes"):
             tdcoll.all_reduce(x, ctx=ctx, algorithm="one_shot")
-        far, integers = torch.ones(8 * MOST_EPOCHS + 1), x.int()
+        far = torch.ones(8 * MOST_EPOCHS + 1)
+        integers = x.int()
         for wrong in (far, integers):
             with pytest.raises(ValueError, match="'two_shot' needs fewer bytes, or a context with more"):
                 tdcoll.all_reduce(wrong, ctx=ctx, algorithm="two_shot")
@@ -338,9 +362,13 @@ def test_operations_of_torch_are_the_named_ones(pe: int, op: Any) -> None:
 @on_ranks(2)
 def test_drop_ins_name_their_own_arguments(pe: int) -> None:
     own = tdcoll.distributed
-    gather, scatter, reduce = own.all_gather_into_tensor, own.reduce_scatter_tensor, own.all_reduce
+    gather = own.all_gather_into_tensor
+    scatter = own.reduce_scatter_tensor
+    reduce = own.all_reduce
     exchange = own.all_to_all_single
-    x, y, z = torch.zeros(2), torch.zeros(4), torch.ones(4)
+    x = torch.zeros(2)
+    y = torch.zeros(4)
+    z = torch.ones(4)
     for kind, message, call, arguments in (
         (TypeError, r"output must be a torch\.Tensor", scatter, (None, x)),
         (ValueError, "input's first dimension must be divisible by the 2", scatter, (x, x[:1])),
