@@ -58,9 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     name, *rest = arguments or ("",)
     if name in _COMMANDS:
-        problem = _checkout_problem(name)
-        if problem:
-            print(problem, file=sys.stderr)
+        if name in _IN_CHECKOUT and not _add_checkout_to_path(name):
             return 2
         try:
             return int(importlib.import_module(_COMMANDS[name][0]).main(rest))
@@ -77,24 +75,23 @@ def _run(arguments: Sequence[str]) -> int:
     return 2
 
 
-def _checkout_problem(name: str) -> str | None:
-    """Return why this package hasn't the command ``name``; None if it has.
+def _add_checkout_to_path(name: str) -> bool:
+    """Make the checkout the first place for imports, because other projects have a folder ``benchmarks`` too.
 
-    In a checkout, its root becomes the first place for imports, because other projects have a folder ``benchmarks``
-    too.
+    Return False, after printing why the command ``name`` isn't here, if this is an installed package.
     """
-    if name not in _IN_CHECKOUT:
-        return None
     from tdcoll.tools.setenv import IN_CHECKOUT, ROOT
 
     if IN_CHECKOUT:
         sys.path.insert(0, str(ROOT))
-        return None
-    return (
+        return True
+    text = (
         f"tdcoll {name}: expected a checkout of tdcoll, which has this command in its folder benchmarks; got the "
         f"package installed in {ROOT}. Take the source of version {__version__}, and in its root run `bash launch.sh "
         f"-m tdcoll {name} --help`"
     )
+    print(text, file=sys.stderr)
+    return False
 
 
 def _advice(name: str, missing: str) -> str:
