@@ -25,8 +25,9 @@ from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.pool import Budget, on
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, is_plain
-from tdcoll.distributed.fallback import Fallback, Start
+from tdcoll.distributed.fallback import Fallback
 from tdcoll.distributed.handlers import Barrier, Dense, Handler, Members
+from tdcoll.distributed.methods import Method
 from tdcoll.distributed.options import KINDS
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
@@ -191,21 +192,17 @@ class Dispatcher:
     # ------------------------------------------------------------------ calls
 
     def call(
-        self,
-        kind: str,
-        call: Call,
-        asynchronous: bool,
-        start: Start,
-        key: Hashable | None = None,
-        *,
-        refused: str | None = None,
+        self, call: Call, key: Hashable | None = None, *, kind: str | None = None, refused: str | None = None
     ) -> Any:
         """Make a call, with tdcoll or the fallback backend; return its work.
 
         Args:
             key: remember the call under this key for :meth:`call_one`; None for calls that aren't remembered.
+            kind: of the call, if it isn't that of its method.
             refused: why tdcoll doesn't handle it; None if it may.
         """
+        kind = str(call.method.kind) if kind is None else kind
+        asynchronous = call.opts.asyncOp
         obstacle = self._obstacle()
         # In debug mode the ranks compare a call first, because a wrong argument may decide who handles it.
         skip = refused is None and obstacle is None and self.compares(kind, call)
@@ -218,9 +215,10 @@ class Dispatcher:
             return self.handle(kind, call, asynchronous=asynchronous, key=key)
         backend = self.fallback.name(call.device)
         self.count(kind, backend, why)
+        work = self.fallback.make(call)
         if key is not None and why is unsupported:  # an obstacle may go away
-            self._remember(key, _Known((kind, backend, why), None, None, self.fallback.single(kind, call.device)))
-        return self.fallback.make(call, start)
+            self._remember(key, _Known((kind, backend, why), None, None, self.fallback.single(call)))
+        return work
 
     def _remember(self, key: Hashable | None, known: _Known) -> None:
         if key is not None:
@@ -228,33 +226,31 @@ class Dispatcher:
                 self._known.clear()
             self._known[key] = known
 
-    def call_one(
-        self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, opts: Any, start: Start
-    ) -> Any:
+    def call_one(self, method: Method, out: torch.Tensor, tensor: torch.Tensor, op: str | None, opts: Any) -> Any:
         """Make a call of one tensor, by the fast path if a call like it was made before; return its work.
 
         The key decides whether tdcoll may ever handle such calls. If it may, the fast path checks the rest again, see
         :mod:`tdcoll.calls.call`. Shapes are no part of it, because only the numbers of elements matter.
         """
         try:
-            key: Hashable = kind, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
+            key: Hashable = method, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
             if out is not tensor:
                 key = key, out.dtype, out.layout, out.numel()
             known = None if tensor.is_nested or out.is_nested else self._known.get(key)
         except (RuntimeError, TypeError):  # a symbolic number is no key
             key = known = None
         if known is not None:
-            if known.fallback is not None:
+            if known.ready is None:
                 self.counts[known.counted] += 1
-                has_gradient = tensor.requires_grad or out.requires_grad  # of which PyTorch's dispatcher may complain
-                if not has_gradient and is_plain(tensor) and (out is tensor or is_plain(out)):
-                    return known.fallback(out, tensor, opts)  # Fallback.make does the same in more time
-                return self.fallback.make(Call([out], [tensor], op), start)
+                single = known.fallback
+                if single is not None and _takes_as_they_are(out, tensor):
+                    return single(out, tensor, opts)  # Fallback.make does the same in more time
+                return self.fallback.make(Call([out], [tensor], op, method=method, opts=opts))
             work = self._again(known, out, tensor, opts.asyncOp)
             if work is not None:
                 self.counts[known.counted] += 1
                 return work
-        return self.call(kind, Call([out], [tensor], op), opts.asyncOp, start, key)
+        return self.call(Call([out], [tensor], op, method=method, opts=opts), key)
 
     def _again(self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool) -> Any:
         """Repeat an earlier call of a dense kind; return its work, or None if something has changed since."""
@@ -394,3 +390,16 @@ class Dispatcher:
         counted, self._whole = self._whole, False
         job.groups -= counted
         return counted and job.of_backend and (self.agreed.default or not job.groups)
+
+
+def _takes_as_they_are(out: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return whether the fallback backend takes both tensors of a call as they are, and PyTorch's dispatcher, which may
+    complain about gradients, isn't needed."""
+    if tensor.requires_grad or not is_plain(tensor):
+        return False
+    if out is tensor:
+        return True
+    if out.requires_grad or not is_plain(out):
+        return False
+    begin, at = tensor.data_ptr(), out.data_ptr()
+    return begin + tensor.nbytes <= at or at + out.nbytes <= begin

@@ -118,7 +118,7 @@ class SparseAllReduce(Handler):
                         self._budget.give_back()
                         raise
 
-    def run(self, call: Call) -> list[torch.Tensor]:
+    def run(self, call: Call) -> list[Any]:
         for tensor, result in zip(call.inputs, self.reduce(call.inputs, str(call.op)), strict=True):
             tensor.data = result
         return list(call.inputs)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -194,6 +196,78 @@ class StreamWork(Work):
         with torch.cuda.stream(self._stream):  # its event is recorded there
             future.set_result(self.result())
         return future
+
+
+@never_compiled
+class FallbackWork(Work):
+    """The work of a call of the fallback backend whose results have to be written, or have another form, when the
+    backend has made it: by whoever waits first.
+
+    Args:
+        works: of the backend; the call is complete when all of them are.
+        finish: writes the results; None if the backend does.
+        result: the value of the work and of its future.
+    """
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], None] | None, result: list[Any]) -> None:
+        super().__init__()
+        self._works, self._finish, self._result = list(works), finish, result
+        self._finishing = threading.Lock()
+        self._complete = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            if seconds_of(timeout) is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+        self._write()
+        return True
+
+    def _write(self) -> None:
+        """Write the results, once. The works are complete, or the current stream waits for them."""
+        with self._finishing:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+            self._complete = True
+
+    def is_completed(self) -> bool:
+        if not self._complete and all(work.is_completed() for work in self._works):
+            with contextlib.suppress(Exception):  # whoever waits gets it
+                self.wait()
+            return True
+        return self._complete
+
+    def exception(self) -> Any:
+        return next(filter(None, (work.exception() for work in self._works)), None)
+
+    def result(self) -> list[Any]:
+        if not self.is_completed():
+            raise not_complete()
+        return self._result
+
+    def source_rank(self) -> int:
+        found: int = self._works[0]._source_rank()
+        return found
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        futures = [work.get_future() for work in self._works]
+        together = torch.futures.collect_all(futures)
+
+        def value(done: Any) -> list[Any]:
+            for each in done.value():
+                each.value()  # which raises the error of a call that has failed
+            self._write()
+            return self._result
+
+        return together.then(value)
+
+
+def not_complete() -> RuntimeError:
+    return RuntimeError("result() of a call that is not complete: call wait() first")
 
 
 _current: Any = None

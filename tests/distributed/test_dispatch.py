@@ -21,6 +21,7 @@ from tdcoll.distributed import Options, fallback
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.dispatch import Dispatcher
 from tdcoll.distributed.fallback import Fallback
+from tdcoll.distributed.methods import ALL_GATHER_SINGLE
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.testing import World
 
@@ -91,9 +92,10 @@ def new_group() -> Dispatcher:
         timeout_s=None,
         default=True,
     )
-    gloo = SimpleNamespace(_allgather_base=lambda out, tensor, opts: "fell back")
-    backends = SimpleNamespace(_get_backend=lambda device: gloo)
-    return Dispatcher(agreed, Fallback(backends, {"cpu": "gloo"}))
+    backends = SimpleNamespace(_get_backend=lambda device: None)
+    group = Dispatcher(agreed, Fallback(backends, {"cpu": "gloo"}))
+    group.fallback.make = lambda call: "fell back"  # type: ignore[method-assign]
+    return group
 
 
 class Gathers:
@@ -121,7 +123,7 @@ class Gathers:
         self.out = torch.zeros(2 * n)
         options = SimpleNamespace(asyncOp=asynchronous)
         tensor = torch.full((n,), 1.0 + rank)
-        return self.group.call_one(KIND, self.out, tensor, None, options, lambda *_: "fell back")
+        return self.group.call_one(ALL_GATHER_SINGLE, self.out, tensor, None, options)
 
     def made(self, n: int = 4) -> bool:
         """Whether the last call, of ``n`` elements, has its result."""
@@ -222,9 +224,10 @@ def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | Non
     """A group whose tdcoll never handles what is large, a product or of fp64, and says ``now`` when it is prepared."""
     kinds = "all_gather", "all_reduce"
     agreed: Any = SimpleNamespace(kinds=kinds, reason="", job=None, rank=0, ranks=(0, 1), name="0", options=Options())
-    gloo = SimpleNamespace(_allgather_base=lambda out, tensor, opts: "fell back")
-    group = SimpleNamespace(_get_backend=lambda device: gloo)
-    dispatcher = Dispatcher(agreed, Fallback(group, {"cpu": "gloo"}))
+    nccl = SimpleNamespace(_allgather_base=lambda out, tensor, opts: "fell back")
+    group = SimpleNamespace(_get_backend=lambda device: nccl)
+    dispatcher = Dispatcher(agreed, Fallback(group, {"cpu": "nccl"}))
+    monkeypatch.setattr(dispatcher.fallback, "make", lambda call: "fell back")
 
     def never(kind: str, call: Call) -> str | None:
         tensor, out = call.inputs[0], call.outs[0]
@@ -245,7 +248,7 @@ def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | Non
 
 
 def call_one(dispatcher: Dispatcher, tensor: torch.Tensor, out: torch.Tensor, op: str | None = None) -> Any:
-    return dispatcher.call_one("all_gather", out, tensor, op, SimpleNamespace(asyncOp=False), lambda *_: "fell back")
+    return dispatcher.call_one(ALL_GATHER_SINGLE, out, tensor, op, SimpleNamespace(asyncOp=False))
 
 
 def test_a_call_like_one_that_fell_back_falls_back_by_the_fast_path(monkeypatch) -> None:
@@ -253,7 +256,7 @@ def test_a_call_like_one_that_fell_back_falls_back_by_the_fast_path(monkeypatch)
     dispatcher = dispatcher_that_asks(monkeypatch, asked, [])
     assert [call_one(dispatcher, torch.empty(8), torch.empty(16)) for _ in range(3)] == ["fell back"] * 3
     assert asked == [((8,), (16,), None)]
-    assert dispatcher.counts == {("all_gather", "gloo", "too large"): 3}
+    assert dispatcher.counts == {("all_gather", "nccl", "too large"): 3}
 
 
 @pytest.mark.parametrize(
@@ -290,7 +293,7 @@ def test_shapes_that_cannot_be_remembered(monkeypatch) -> None:
     symbolic = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(5, 7), static_shapes=False)
     for tensor in (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), symbolic):
         assert [call_one(dispatcher, tensor, tensor) for _ in range(2)] == ["fell back"] * 2
-    assert dispatcher.counts == {("all_gather", "gloo", "never"): 4}
+    assert dispatcher.counts == {("all_gather", "nccl", "never"): 4}
 
 
 def test_few_calls_are_remembered(monkeypatch) -> None:

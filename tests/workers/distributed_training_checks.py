@@ -268,6 +268,18 @@ def reducer() -> None:
 
 
 @check
+def reducer_of_strided_weights() -> None:
+    """The weights become rank 0's, and what lies between them stays."""
+    whole = torch.full((16, 8), 7.0 + rank(), device=device())
+    table = nn.Embedding(16, 4, sparse=True, device=device())
+    table.weight = nn.Parameter(whole[:, ::2])
+    sums = SparseGradientReducer(table, other_group())
+    expect(bool((whole[:, ::2] == 7).all()), f"weights: {whole}")
+    expect(bool((whole[:, 1::2] == 7 + rank()).all()), f"between the weights: {whole}")
+    sums.close()
+
+
+@check
 def reducer_after_an_interrupt() -> None:
     """Ctrl-C in finish(), before the call is made: no later call waits for it."""
     tables = nn.ModuleList(nn.Embedding(16, 4, sparse=True) for _ in range(2)).to(device())
