@@ -37,6 +37,8 @@ from tdcoll.distributed.work import (
     backend_errors,
     completed,
     error_of,
+    kept_by_cpp,
+    let_go,
     record_streams,
 )
 from tdcoll.runtime import Runtime
@@ -232,6 +234,8 @@ class Dispatcher:
         The key decides whether tdcoll may ever handle such calls. If it may, the fast path checks the rest again, see
         :mod:`tdcoll.calls.call`. Shapes are no part of it, because only the numbers of elements matter.
         """
+        if kept_by_cpp:
+            let_go()
         try:
             key: Hashable = method, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
             if out is not tensor:
@@ -355,6 +359,7 @@ class Dispatcher:
             return None
         self._closed = True
         self._drain()
+        let_go()
         expired: BaseException | None = None
         job = self.job
         if job is None or job.closed:
