@@ -114,8 +114,10 @@ class TdcollProcessGroup(ProcessGroup):
         self._store, self._timeout, self._options, self._ranks = store, timeout, options, ranks
         plain = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without the methods overridden here."""
-        names = add_backends((self, plain), store, rank, size, timeout, name, ranks, options.nccl, split)
+        more = options.nccl, split, self._take_timeout
+        self._backends = add_backends((self, plain), store, rank, size, timeout, name, ranks, *more)
         agreed = Agreement(store, rank, members, options, timeout, name, default=not ranks)
+        names = {device: backend for device, (backend, _) in self._backends.items()}
         self.dispatcher = Dispatcher(agreed, Fallback(plain, names))
 
     # ------------------------------------------------------------------ queries of torch.distributed
@@ -133,6 +135,16 @@ class TdcollProcessGroup(ProcessGroup):
         if device.type == "cuda" and device.index is not None and not self._ranks and not dist.is_initialized():
             self.bound_device_id = device
         return super()._get_backend(torch.device(device.type))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of later calls, whoever handles them."""
+        super().set_timeout(timeout)
+        self._take_timeout(timeout)
+
+    def _take_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of what tdcoll handles, and of groups that are split off."""
+        self._timeout = timeout
+        self.dispatcher.set_timeout(timeout)
 
     def split_group(
         self,
@@ -365,8 +377,7 @@ class TdcollProcessGroup(ProcessGroup):
         if timeout is not None:
             opts.timeout = timeout
         where = getattr(opts, "device", None) or torch.device("cpu")
-        refused = None if opts.timeout == methods.UNSET_TIMEOUT else "a timeout of its own"
-        return self.dispatcher.call(Call([], [], method=methods.BARRIER, opts=opts, device=where), refused=refused)
+        return self.dispatcher.call(Call([], [], method=methods.BARRIER, opts=opts, device=where))
 
 
 def _in_lists(one: Any, pieces: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

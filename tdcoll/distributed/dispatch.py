@@ -9,14 +9,17 @@ the output), that costs a copy and never changes the decision.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import tdcoll
+from tdcoll.base import arguments
 from tdcoll.base.capture import capturing
 from tdcoll.base.errors import TdcollError
 from tdcoll.base.limits import COLLECTIVES
@@ -27,7 +30,7 @@ from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, is_plain
 from tdcoll.distributed.fallback import Fallback
 from tdcoll.distributed.handlers import Barrier, Dense, Handler, Members
-from tdcoll.distributed.methods import Method
+from tdcoll.distributed.methods import UNSET_TIMEOUT, Method
 from tdcoll.distributed.options import KINDS
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
@@ -167,7 +170,7 @@ class Dispatcher:
             self._drain()
         elif not asynchronous or handler.members.debug is True or (handler.members.debug and compares_first):
             handler.queue.drain()
-        with self._waiting(kind):
+        with self._waiting(kind, own_timeout(call)):
             if self.compares(kind, call):
                 handler.compare(call)
                 if (why := self._unsupported(kind, call)) is not None:
@@ -250,7 +253,8 @@ class Dispatcher:
                 if single is not None and _takes_as_they_are(out, tensor):
                     return single(out, tensor, opts)  # Fallback.make does the same in more time
                 return self.fallback.make(Call([out], [tensor], op, method=method, opts=opts))
-            work = self._again(known, out, tensor, opts.asyncOp)
+            own = opts.timeout != UNSET_TIMEOUT
+            work = None if own else self._again(known, out, tensor, opts.asyncOp)
             if work is not None:
                 self.counts[known.counted] += 1
                 return work
@@ -320,14 +324,16 @@ class Dispatcher:
     def _run(self, kind: str, call: Call, key: Hashable | None = None) -> list[torch.Tensor]:
         """Make a call with tdcoll on the current stream, and remember it under ``key``; return its result."""
         handler = self.handlers[kind]
-        with self._waiting(kind), torch.no_grad():
+        timeout_s = own_timeout(call)
+        with self._waiting(kind, timeout_s), torch.no_grad():
             if len(self.ranks) > 1:
                 handler.compare_first(call)
             if handler.waits:
                 self._check()  # the host waits for the result anyway
-            result = handler.run(call)
-            if self._on_cpu:
-                self._check()  # of all kinds: a barrier has no context of its own
+            with handler.within(timeout_s):
+                result = handler.run(call)
+                if self._on_cpu:
+                    self._check()  # of all kinds: a barrier has no context of its own
         if call.ready is not None and isinstance(handler, Dense):
             self._remember(key, _Known((kind, "tdcoll", ""), call.ready, handler.pool.context))
         return result
@@ -343,13 +349,29 @@ class Dispatcher:
             handler.give_up()
 
     @contextlib.contextmanager
-    def _waiting(self, kind: str) -> Iterator[None]:
-        """Let exchanges inside use the queue's order and the group's deadline, whose error becomes torch's."""
+    def _waiting(self, kind: str, timeout_s: float | None) -> Iterator[None]:
+        """Let exchanges inside use the queue's order and the call's or the group's deadline, whose error becomes
+        torch's."""
         job = self.job
         assert job is not None
         control = self.handlers[kind].queue.control
-        with backend_errors, job.through(control, self._wait_s, self.agreed.agreed_name):
+        limit_s = self._wait_s if timeout_s is None else timeout_s
+        with backend_errors, job.through(control, limit_s, self.agreed.agreed_name):
             yield
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of later calls: of waits in kernels, and of exchanges on the host."""
+        job = self.job
+        if job is None or job.closed or self._closed:
+            return
+        self._wait_s = min(timeout.total_seconds(), arguments.MOST_SECONDS)
+        if self.agreed.default and job.of_backend:
+            job.timeout_s = self._wait_s  # of leaving, and of contexts that tdcoll makes for other calls
+        for handler in self.handlers.values():
+            if handler.queue.busy:  # behind the calls that were issued before
+                handler.queue.submit(QueuedCall(functools.partial(_limited, handler, self._wait_s)))
+            else:
+                handler.set_timeout(self._wait_s)
 
     # ------------------------------------------------------------------ the end
 
@@ -395,6 +417,20 @@ class Dispatcher:
         counted, self._whole = self._whole, False
         job.groups -= counted
         return counted and job.of_backend and (self.agreed.default or not job.groups)
+
+
+def own_timeout(call: Call) -> float | None:
+    """Return the deadline in seconds that a call has of its own; None if it has that of the group."""
+    timeout = call.opts.timeout
+    if timeout == UNSET_TIMEOUT or timeout.total_seconds() <= 0:
+        return None
+    return min(timeout.total_seconds(), arguments.MOST_SECONDS)
+
+
+def _limited(handler: Handler, timeout_s: float) -> list[Any]:
+    """Change a handler's deadline, as a call of its queue."""
+    handler.set_timeout(timeout_s)
+    return []
 
 
 def _takes_as_they_are(out: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -121,22 +121,25 @@ def add_backends(
     ranks: list[int],
     nccl: Any,
     split: bool,
-) -> dict[str, str]:
+    tell: Callable[[timedelta], None],
+) -> dict[str, tuple[str, Any]]:
     """Make gloo and, where there are GPUs, NCCL, and register them with ``groups``. Collective.
 
     Args:
         name, ranks: of the group; ``ranks`` is empty for the default group.
         split: whether NCCL may split the default group's communicator, as ``new_group`` does.
+        tell: called with the timeout that somebody sets for a backend, as PyTorch does for that of a group.
 
     Returns:
-        The backend's name for each type of device.
+        The backend's name, and the backend, for each type of device. It tells as long as somebody holds it.
     """
     if not dist.is_gloo_available():
         raise RuntimeError('backend "tdcoll" needs gloo for CPU tensors, which this PyTorch was built without')
     kinds = ProcessGroup.BackendType
 
     def connect() -> Any:
-        return dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+        made = _telling(dist.ProcessGroupGloo, tell)
+        return made(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
 
     whom = "the group's other ranks, or the store, to connect gloo"
     gloo = ask(connect, rank, "backend tdcoll", timeout.total_seconds(), whom)
@@ -147,17 +150,37 @@ def add_backends(
     if torch.cuda.is_available():
         made["cuda"] = made["cpu"]
         if dist.is_nccl_available() and not lifecycle.may_share_gpus():  # NCCL refuses ranks that share one
-            made["cuda"] = kinds.NCCL, _nccl(store, rank, size, timeout, name, ranks, nccl, split)
+            made["cuda"] = kinds.NCCL, _nccl(store, rank, size, timeout, name, ranks, nccl, split, tell)
     default = made.get("cuda", made["cpu"])[0]
     for group in groups:
         group._set_default_backend(default)
         for device, (kind, backend) in made.items():
             group._register_backend(torch.device(device), kind, backend)
-    return {device: "nccl" if kind == kinds.NCCL else "gloo" for device, (kind, _) in made.items()}
+    return {device: ("nccl" if kind == kinds.NCCL else "gloo", each) for device, (kind, each) in made.items()}
+
+
+def _telling(kind: Any, tell: Callable[[timedelta], None]) -> Any:
+    """Return a class of backends like ``kind`` that tell of a new timeout."""
+
+    class Telling(kind):
+        def _set_default_timeout(self, timeout: timedelta) -> None:
+            super()._set_default_timeout(timeout)
+            tell(timeout)
+
+    Telling.__name__ = Telling.__qualname__ = kind.__name__
+    return Telling
 
 
 def _nccl(
-    store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: list[int], given: Any, split: bool
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    name: str,
+    ranks: list[int],
+    given: Any,
+    split: bool,
+    tell: Callable[[timedelta], None],
 ) -> Any:
     """Make NCCL as ``torch.distributed`` does, splitting the default group's communicator if torch does."""
     c10d = dist.distributed_c10d
@@ -172,7 +195,8 @@ def _nccl(
             options.split_color = c10d._process_group_color(ranks)
     options.global_ranks_in_group = ranks
     options.group_name = name
-    backend = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, options)
+    made = _telling(dist.ProcessGroupNCCL, tell)
+    backend = made(dist.PrefixStore("nccl/", store), rank, size, options)
     backend._set_sequence_number_for_group()
     return backend
 

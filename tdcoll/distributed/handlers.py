@@ -10,13 +10,16 @@ A handler refuses a call only because of facts that are the same on all ranks, i
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from tdcoll.calls.call import Ready, overlap, unchecked
+from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.launches import is_prepared
 from tdcoll.calls.pool import Budget, Pool
 from tdcoll.calls.preconditions import Compared, compare, debugging
@@ -39,7 +42,7 @@ class Members:
 
     Attributes:
         ranks: global ranks, in the order of the group.
-        timeout_s: deadline of waits in kernels, seconds.
+        timeout_s: deadline of waits in the kernels of later contexts, seconds.
         debug: the calls that the ranks compare, as ``TDCOLL_DEBUG`` asks for when the group is made.
         rank: this process's, in the group.
     """
@@ -124,6 +127,32 @@ class Handler(ABC):
     @abstractmethod
     def describe(self) -> str:
         """Return a description of the handled calls, for people."""
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of the waits of later calls."""
+        return
+
+    @property
+    def used(self) -> CollectiveContext | None:
+        """The context of the next call; None as long as there is none."""
+        return None
+
+    @contextlib.contextmanager
+    def within(self, timeout_s: float | None) -> Iterator[None]:
+        """Let the waits of the call inside, which has been prepared, have a deadline of their own; None: as others."""
+        context = self.used
+        if timeout_s is None or context is None:
+            yield
+            return
+        monitor, stream, before = context.monitor, None, context.monitor.timeout_s
+        if context.device.type == "cuda":
+            stream = torch.cuda.current_stream(context.device)
+            context.enter()  # the stream waits for the last call, which keeps its deadline
+        monitor.set_timeout(timeout_s, stream)
+        try:
+            yield
+        finally:
+            monitor.set_timeout(before, stream)
 
     def check(self) -> None:
         """Raise :class:`~tdcoll.CollectiveTimeout` if a wait of finished kernels has expired."""
@@ -283,6 +312,13 @@ class Dense(Handler):
         few = f" ({self._most} with more thread blocks)" if self.limit < self._most else ""
         return f"up to {self.limit} bytes per rank{few}, {held}"
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self.pool.set_timeout(timeout_s)
+
+    @property
+    def used(self) -> CollectiveContext | None:
+        return self.pool.context
+
     def check(self) -> None:
         self.pool.check()
 
@@ -313,6 +349,10 @@ class Barrier(Handler):
         nothing = torch.empty(0, dtype=torch.uint8, device=context.device)
         unchecked(gathers.spec, nothing, context, nothing)
         return []
+
+    @property
+    def used(self) -> CollectiveContext | None:
+        return self._gathers.used
 
     def describe(self) -> str:
         return f"on the context of {self._gathers.kind}"

@@ -151,6 +151,15 @@ class SparseAllReduce(Handler):
             return "sum and mean, no context yet"
         return f"sum and mean, context of {context.max_rows_per_rank} rows of {context.max_row_bytes} bytes per rank"
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self.members.timeout_s = timeout_s
+        if self.context is not None:
+            self.context.set_timeout(timeout_s)
+
+    @property
+    def used(self) -> SparseContext | None:
+        return self.context
+
     def check(self) -> None:
         if self.context is not None:
             self.context.monitor.raise_if_expired()

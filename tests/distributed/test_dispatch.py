@@ -21,7 +21,7 @@ from tdcoll.distributed import Options, fallback
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.dispatch import Dispatcher
 from tdcoll.distributed.fallback import Fallback
-from tdcoll.distributed.methods import ALL_GATHER_SINGLE
+from tdcoll.distributed.methods import ALL_GATHER_SINGLE, UNSET_TIMEOUT
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.testing import World
 
@@ -121,7 +121,7 @@ class Gathers:
     def call(self, n: int = 4, asynchronous: bool = False) -> Any:
         rank = runtime.current().rank
         self.out = torch.zeros(2 * n)
-        options = SimpleNamespace(asyncOp=asynchronous)
+        options = SimpleNamespace(asyncOp=asynchronous, timeout=UNSET_TIMEOUT)
         tensor = torch.full((n,), 1.0 + rank)
         return self.group.call_one(ALL_GATHER_SINGLE, self.out, tensor, None, options)
 
@@ -248,7 +248,9 @@ def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | Non
 
 
 def call_one(dispatcher: Dispatcher, tensor: torch.Tensor, out: torch.Tensor, op: str | None = None) -> Any:
-    return dispatcher.call_one(ALL_GATHER_SINGLE, out, tensor, op, SimpleNamespace(asyncOp=False))
+    return dispatcher.call_one(
+        ALL_GATHER_SINGLE, out, tensor, op, SimpleNamespace(asyncOp=False, timeout=UNSET_TIMEOUT)
+    )
 
 
 def test_a_call_like_one_that_fell_back_falls_back_by_the_fast_path(monkeypatch) -> None:
@@ -312,12 +314,18 @@ def test_a_parents_options_do_not_say_where_nccl_splits(monkeypatch) -> None:
         def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
             self.options = options
 
+        def _set_default_timeout(self, timeout: timedelta) -> None:
+            self.options.timeout = timeout
+
         def _set_sequence_number_for_group(self) -> None:
             pass
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     given = SimpleNamespace(split_from="the default group's communicator", is_high_priority_stream=True)
-    made = fallback._nccl(dist.HashStore(), 0, 1, timedelta(seconds=5), "child", [0], given, False)
+    told: list[timedelta] = []
+    made = fallback._nccl(dist.HashStore(), 0, 1, timedelta(seconds=5), "child", [0], given, False, told.append)
     assert made.options.split_from is None
     assert made.options.is_high_priority_stream
     assert given.split_from is not None
+    made._set_default_timeout(timedelta(seconds=3))
+    assert (made.options.timeout, told) == (timedelta(seconds=3), [timedelta(seconds=3)])

@@ -224,7 +224,7 @@ def options_and_words() -> None:
     deadline = dist.BarrierOptions()  # dist.barrier(timeout=...) of newer PyTorch
     deadline.timeout = timedelta(seconds=20)
     some.barrier(deadline).wait()
-    expect("a timeout of its own" in by_fallback("barrier", some), explain(some))
+    expect(handled("barrier", some) == 2, explain(some))
     dist.destroy_process_group(some)
     expect("  all_gather: tdcoll" in explain() and "  everything else: fallback backend" in explain(), explain())
     plain = dist.new_group(backend="gloo")

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Works that C++ keeps when Python has dropped them, and the values of works, on every rank of a job."""
+"""Works: those that C++ keeps when Python has dropped them, their values, and timeouts; on every rank of a job."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +18,15 @@ from backend_job import data, handled, same, sparse, sums
 from harness import check, device, everyone, expect, expect_raises, rank, simulated, world
 from torch import nn
 from torch._C._distributed_c10d import Work
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 import tdcoll
+from tdcoll.calls import pool
 from tdcoll.distributed import Options, explain
 from tdcoll.distributed import work as works
 from tdcoll.distributed.work import AsynchronousWork, let_go
+from tdcoll.spec.constants import MONITOR_TIMEOUT_NS
 
 DDP = nn.parallel.DistributedDataParallel
 
@@ -121,6 +126,107 @@ def values_before_the_end() -> None:
         if rank() == 0:
             dist.distributed_c10d._get_default_store().delete_key("tdcoll asked early")
         dist.barrier()
+
+
+# ---------------------------------------------------------------------- timeouts
+
+
+def calls_of(group: Any, rows: int, asynchronous: bool, timeout: timedelta | None = None) -> list[Any]:
+    """Make a call of each kind; return their works."""
+
+    def options(of: Any) -> Any:
+        opts = of()
+        opts.asyncOp = asynchronous
+        if timeout is not None:
+            opts.timeout = timeout
+        return opts
+
+    small, whole = data(rank(), rows), data(rank(), rows * world())
+    return [
+        group.allreduce([small.clone()], options(c10d.AllreduceOptions)),
+        group.allreduce([small.clone(), small.clone()], options(c10d.AllreduceOptions)),
+        group.all_gather_single(whole.clone(), small, options(c10d.AllgatherOptions)),
+        group.allgather([list(whole.clone().view(world(), rows))], [small], options(c10d.AllgatherOptions)),
+        group.reduce_scatter_single(small.clone(), whole, options(c10d.ReduceScatterOptions)),
+        group.all_to_all_single(whole.clone(), whole, [], [], options(c10d.AllToAllOptions)),
+        group.allreduce([sparse(rank(), rows=rows + 20)], options(c10d.AllreduceOptions)),
+        group.barrier(options(c10d.BarrierOptions)),
+    ]
+
+
+@contextlib.contextmanager
+def deadlines_of_calls(group: Any) -> Iterator[list[float]]:
+    """Note the deadline, in seconds, that kernels read in each call inside."""
+    found: list[float] = []
+
+    def noting(handler: Any) -> Any:
+        run = handler.run
+
+        def noted(call: Any) -> Any:
+            result = run(call)
+            if not simulated():
+                torch.cuda.synchronize()
+            found.append(handler.used.monitor.words[MONITOR_TIMEOUT_NS.value].item() / 1e9)
+            return result
+
+        return noted
+
+    handlers = group.dispatcher.handlers.values()
+    for handler in handlers:
+        handler.run = noting(handler)
+    try:
+        yield found
+    finally:
+        for handler in handlers:
+            del handler.run
+
+
+@check
+def timeouts_that_are_set_late() -> None:
+    """Of a group and of a call: contexts that exist and later ones, and no other call."""
+    smallest, pool._SMALLEST = pool._SMALLEST, 1 << 14  # bytes of the first contexts
+    group: Any = dist.new_group(timeout=timedelta(seconds=20), pg_options=Options(blocks=16))
+    for work in calls_of(group, 4, False):
+        work.wait()
+    rows = 4
+    for seconds, change in ((21, group.set_timeout), (22, lambda timeout: c10d._set_pg_timeout(timeout, group))):
+        change(timedelta(seconds=seconds))
+        rows *= 60  # which takes larger contexts
+        for asynchronous in (False, True):
+            for own in (None, timedelta(seconds=33), None):
+                with deadlines_of_calls(group) as found:
+                    for work in calls_of(group, rows, asynchronous, own):
+                        work.wait()
+                wanted = float(seconds) if own is None else 33.0
+                expect(found and set(found) == {wanted}, f"{seconds} s, {own}, {asynchronous}: {found}")
+                expect(own is None or len(found) == 8, f"calls with a timeout of their own: {found}")
+    expect(group._timeout == timedelta(seconds=22), "groups that are split off have the timeout")
+    counts = [handled(kind, group) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")]
+    expect(min(counts) >= 13, explain(group))
+    pool._SMALLEST = smallest
+    dist.destroy_process_group(group)
+
+
+@check
+def a_timeout_is_that_of_later_calls() -> None:
+    """What was issued before it is set has the one before, also if it is made later."""
+    if not simulated():
+        return  # the order of streams
+    group: Any = dist.new_group(timeout=timedelta(seconds=20))
+    group.allreduce([data(rank(), 4)]).wait()
+    with deadlines_of_calls(group) as found:
+        if rank():
+            time.sleep(0.3)
+        first = dist.all_reduce(data(rank(), 4), group=group, async_op=True)
+        group.set_timeout(timedelta(seconds=25))
+        second = dist.all_reduce(data(rank(), 4), group=group, async_op=True)
+        for work in (first, second):
+            work.wait()
+    expect(found == [20.0, 25.0], f"{found}")
+    dist.destroy_process_group(group)
+
+
+# ---------------------------------------------------------------------- DDP
 
 
 @check
