@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils import _python_dispatch as modes
 
 _log = logging.getLogger("tdcoll")
 
@@ -102,6 +104,32 @@ def batch_messages_of(kind: type) -> None:
     function.__code__ = body.__code__.replace(
         co_filename=code.co_filename, co_firstlineno=code.co_firstlineno, co_name=code.co_name
     )
+
+
+@contextlib.contextmanager
+def below_all_modes(mode: Any) -> Iterator[None]:
+    """Let operators inside get to a ``TorchDispatchMode`` when all modes that are active have passed them on."""
+    above = [modes._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+
+    def push_again() -> None:
+        for each in reversed(above):
+            modes._push_mode(each)
+
+    try:
+        with mode:
+            push_again()
+            try:
+                yield
+            finally:
+                for _ in above:
+                    modes._pop_mode()
+    finally:
+        push_again()
+
+
+def traces() -> bool:
+    """Return whether a mode of PyTorch's own is active, which traces operators or has tensors without values."""
+    return any(getattr(mode, "_mode_key", None) is not None for mode in modes._get_current_dispatch_mode_stack())
 
 
 _word_at = ctypes.c_size_t.from_address

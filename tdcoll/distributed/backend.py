@@ -9,6 +9,7 @@ and C++ (DDP's reducer, functional collectives) calls them if PyTorch's trampoli
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -146,6 +147,22 @@ class TdcollProcessGroup(ProcessGroup):
         self._timeout = timeout
         self.dispatcher.set_timeout(timeout)
 
+    # Hooks of PyTorch 2.14. C++ calls those of a group from the operators of its own calls, which tdcoll doesn't make.
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Call ``hook`` before each call of the group; see :class:`~tdcoll.distributed.observers.BeforeCall`."""
+        self.dispatcher.hook(self.dispatcher.hooks.before, hook_id, hook)
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        self.dispatcher.hook(self.dispatcher.hooks.before, hook_id, None)
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Call ``hook`` behind each call of the group; see :class:`~tdcoll.distributed.observers.BehindCall`."""
+        self.dispatcher.hook(self.dispatcher.hooks.behind, hook_id, hook)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        self.dispatcher.hook(self.dispatcher.hooks.behind, hook_id, None)
+
     def split_group(
         self,
         new_ranks: list[int],
@@ -214,7 +231,7 @@ class TdcollProcessGroup(ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[n, ...] -> [world * n, ...]``."""
         opts = AllgatherOptions() if opts is None else opts
-        return self.dispatcher.call_one(methods.ALL_GATHER_SINGLE, plain(output), plain(input), None, opts)
+        return self.dispatcher.call_one(methods.ALL_GATHER_SINGLE, output, input, None, opts)
 
     _allgather_base = all_gather_single
 
@@ -278,8 +295,7 @@ class TdcollProcessGroup(ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         opts = ReduceScatterOptions() if opts is None else opts
-        method = methods.REDUCE_SCATTER_SINGLE
-        return self.dispatcher.call_one(method, plain(output), plain(input), _operation(opts), opts)
+        return self.dispatcher.call_one(methods.REDUCE_SCATTER_SINGLE, output, input, _operation(opts), opts)
 
     _reduce_scatter_base: Any = reduce_scatter_single
 
@@ -317,7 +333,7 @@ class TdcollProcessGroup(ProcessGroup):
         """``[world * n, ...] -> [world * n, ...]``. Falls back if there are split sizes, because ranks' may differ."""
         opts = methods.ALL_TO_ALL_SINGLE.options_of(given, named)
         if not output_split_sizes and not input_split_sizes:
-            return self.dispatcher.call_one(methods.ALL_TO_ALL_SINGLE, plain(output), plain(input), None, opts)
+            return self.dispatcher.call_one(methods.ALL_TO_ALL_SINGLE, output, input, None, opts)
         method = methods.all_to_all_single(output_split_sizes or (), input_split_sizes or ())
         call = Call([plain(output)], [plain(input)], method=method, opts=opts)
         return self.dispatcher.call(call, refused="split sizes")
@@ -339,6 +355,17 @@ class TdcollProcessGroup(ProcessGroup):
         """``[n, ...] of every rank -> a list of all of them``, on one rank."""
         input_tensors, output_tensors = _in_lists(input_tensors, output_tensors)
         return self._call(methods.GATHER, output_tensors, input_tensors, given, named)
+
+    def gather_single(self, output: Any, input: torch.Tensor, *given: Any, **named: Any) -> Any:
+        """``[n, ...] of every rank -> [world * n, ...]``, on one rank; PyTorch has it from 2.14 on."""
+        opts = methods.GATHER.options_of(given, named)
+        pieces: Any = []
+        if opts.rootRank == self._rank:
+            stacked = output.shape == (self._size, *input.shape)
+            pieces = output.unbind() if stacked else output.split(max(1, output.shape[0] // self._size))
+        return self._call(methods.GATHER, pieces, [input], (opts,))
+
+    gather_into_tensor = gather_single
 
     def scatter(self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
         """``a list with [n, ...] for every rank``, of one rank, ``-> [n, ...]``."""
@@ -362,10 +389,7 @@ class TdcollProcessGroup(ProcessGroup):
         outs = [plain(out) for out in outs]
         inputs = outs if method.in_place else [plain(tensor) for tensor in inputs]
         op = _operation(opts) if method.reduces else None
-        call = Call(outs, inputs, op, method=method, opts=opts)
-        if method.kind is None or not inputs:
-            return self.dispatcher.fallback.make(call)
-        return self.dispatcher.call(call)
+        return self.dispatcher.call(Call(outs, inputs, op, method=method, opts=opts))
 
     # ------------------------------------------------------------------ barrier
 
@@ -396,7 +420,13 @@ def _start_sparse(group: Any, outs: methods.Tensors, inputs: methods.Tensors, op
     return completed([tensor])
 
 
-_SPARSE = Method("allreduce", _start_sparse, AllreduceOptions, kind="sparse_all_reduce", in_place=True)
+_SPARSE = dataclasses.replace(
+    methods.ALL_REDUCE,
+    start=_start_sparse,
+    operator=methods.ALL_REDUCE.start,
+    kind="sparse_all_reduce",
+    reduces=False,  # gloo and NCCL get dense tensors that are only moved
+)
 
 never_compiled(TdcollProcessGroup)
 

@@ -8,6 +8,7 @@ therefore travel as copies (:func:`fit`), and results are written back (:func:`w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,12 +80,20 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     if isinstance(tensor, AsyncCollectiveTensor):
         return plain(tensor.trigger_wait())
-    if tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.nbytes and not tensor.data_ptr():
+    if has_no_values(tensor):
+        return tensor
+    if tensor.layout == torch.strided and tensor.nbytes and not tensor.data_ptr():
         raise NotImplementedError(
             f"tensor must have memory of its own; got {type(tensor).__name__}, which wraps other tensors. Pass one of "
             "those, for example DTensor.to_local()"
         )
     return tensor
+
+
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is on the meta device, or a fake one, so that no call has anything to do for it."""
+    fake: Any = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
+    return tensor.device.type == "meta" or isinstance(tensor, fake)
 
 
 def write(out: torch.Tensor, values: torch.Tensor) -> None:

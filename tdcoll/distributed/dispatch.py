@@ -27,10 +27,11 @@ from tdcoll.calls.call import Ready, again, spec_of
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.pool import Budget, on
 from tdcoll.distributed.agreement import Agreement
-from tdcoll.distributed.call import Call, is_plain
+from tdcoll.distributed.call import Call, has_no_values, is_plain, plain
 from tdcoll.distributed.fallback import Fallback
 from tdcoll.distributed.handlers import Barrier, Dense, Handler, Members
-from tdcoll.distributed.methods import UNSET_TIMEOUT, Method
+from tdcoll.distributed.methods import BARRIER, UNSET_TIMEOUT, Method
+from tdcoll.distributed.observers import Hooks, dispatch_modes, inside_operator, profiled, registers_works, watched
 from tdcoll.distributed.options import KINDS
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
@@ -47,6 +48,8 @@ from tdcoll.distributed.work import (
 from tdcoll.runtime import Runtime
 
 _log = logging.getLogger("tdcoll")
+
+_Tensor = torch.Tensor
 
 _MOST_KNOWN = 4096
 """Calls of different sizes that a group remembers at a time."""
@@ -74,12 +77,14 @@ class Dispatcher:
         handlers: for each kind of call; empty without a job.
         device: of tdcoll's memory; None if there is no job.
         coalescing: whether calls belong to a block that the fallback backend launches as one.
+        hooks: called around each call, if there are any (``hooked``).
         counts: calls so far, by kind, implementation, and reason.
     """
 
     def __init__(self, agreed: Agreement, fallback: Fallback) -> None:
         self.agreed, self.fallback, self.job, self.ranks = agreed, fallback, agreed.job, agreed.ranks
-        self._closed = self.coalescing = False
+        self._closed = self.coalescing = self.hooked = False
+        self.hooks = Hooks()
         self.counts: dict[tuple[str, str, str], int] = {}
         self._known: dict[Hashable, _Known] = {}
         self.device: torch.device | None = None
@@ -196,17 +201,24 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ calls
 
-    def call(
-        self, call: Call, key: Hashable | None = None, *, kind: str | None = None, refused: str | None = None
-    ) -> Any:
+    def call(self, call: Call, key: Hashable | None = None, *, refused: str | None = None) -> Any:
         """Make a call, with tdcoll or the fallback backend; return its work.
 
         Args:
             key: remember the call under this key for :meth:`call_one`; None for calls that aren't remembered.
-            kind: of the call, if it isn't that of its method.
             refused: why tdcoll doesn't handle it; None if it may.
         """
-        kind = str(call.method.kind) if kind is None else kind
+        if self.hooked:
+            return self.hooks.around(call, lambda: self._make(call, None, refused))
+        return self._make(call, key, refused)
+
+    def _make(self, call: Call, key: Hashable | None, refused: str | None) -> Any:
+        kind = call.method.kind
+        if kind is None or not (call.inputs or call.method is BARRIER):
+            return self.fallback.make(call)
+        backend = self.fallback.name(call.device)
+        if any(map(has_no_values, call.touched)):
+            key, refused, backend = None, "a tensor without values", "no backend"
         asynchronous = call.opts.asyncOp
         obstacle = self._obstacle()
         # In debug mode the ranks compare a call first, because a wrong argument may decide who handles it.
@@ -217,8 +229,8 @@ class Dispatcher:
             why = self._prepare(kind, call, asynchronous)
         if why is None:
             self.handlers[kind].check_call(call)
-            return self.handle(kind, call, asynchronous=asynchronous, key=key)
-        backend = self.fallback.name(call.device)
+            handle = functools.partial(self.handle, kind, call, asynchronous=asynchronous, key=key)
+            return inside_operator(self.fallback.group, call, handle) if watched() else handle()
         self.count(kind, backend, why)
         work = self.fallback.make(call)
         if key is not None and why is unsupported:  # an obstacle may go away
@@ -237,8 +249,15 @@ class Dispatcher:
         The key decides whether tdcoll may ever handle such calls. If it may, the fast path checks the rest again, see
         :mod:`tdcoll.calls.call`. Shapes are no part of it, because only the numbers of elements matter.
         """
+        if type(tensor) is not _Tensor or type(out) is not _Tensor:
+            in_place, tensor = out is tensor, plain(tensor)
+            out = tensor if in_place else plain(out)
+            if has_no_values(tensor) or has_no_values(out):
+                return self.call(Call([out], [tensor], op, method=method, opts=opts))
         if kept_by_cpp:
             let_go()
+        if self.hooked or dispatch_modes() or profiled() or registers_works():  # as `watched` says, in less time
+            return self.call(Call([out], [tensor], op, method=method, opts=opts))
         try:
             key: Hashable = method, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
             if out is not tensor:
@@ -372,6 +391,14 @@ class Dispatcher:
                 handler.queue.submit(QueuedCall(functools.partial(_limited, handler, self._wait_s)))
             else:
                 handler.set_timeout(self._wait_s)
+
+    def hook(self, hooks: dict[int, Callable[[Any], None]], number: int, hook: Callable[[Any], None] | None) -> None:
+        """Register a hook under a number, or remove it if None is given."""
+        if hook is None:
+            hooks.pop(number, None)
+        else:
+            hooks[number] = hook
+        self.hooked = bool(self.hooks.before or self.hooks.behind)
 
     # ------------------------------------------------------------------ the end
 

@@ -7,6 +7,7 @@ It makes the calls that tdcoll doesn't handle, on contiguous memory.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,9 +19,10 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from tdcoll.distributed import gloo
 from tdcoll.distributed.arithmetic import accumulator, mean_of
-from tdcoll.distributed.call import Call
+from tdcoll.distributed.call import Call, has_no_values
 from tdcoll.distributed.fit import Fitted, check_sizes, fit, refuse_shared_elements
 from tdcoll.distributed.methods import ALL_TO_ALL_SINGLE, gather_into
+from tdcoll.distributed.observers import inside_operator, watched
 from tdcoll.distributed.work import FallbackWork, completed
 from tdcoll.job import lifecycle
 from tdcoll.runtime.store import ask
@@ -59,7 +61,7 @@ class Fallback:
         return method
 
     def make(self, call: Call) -> Any:
-        """Make a call and return its work.
+        """Make a call, inside of PyTorch's operator for it if somebody watches, and return its work.
 
         Backends take a tensor for contiguous memory that begins with its first element. If it isn't, they get a copy of
         it. Results that go through copies are written when somebody has waited for the work.
@@ -67,6 +69,14 @@ class Fallback:
         Raises:
             TypeError, ValueError: the tensors don't fit each other, or the backend.
         """
+        make = functools.partial(self._make, call)
+        by_operator = self.name(call.device) != "gloo"  # then operators call the backend
+        if any(map(has_no_values, call.touched)):  # there is nothing to do
+            make = functools.partial(completed, call.result, asynchronous=True)
+            by_operator = False
+        return inside_operator(self.group, call, make) if watched() and not by_operator else make()
+
+    def _make(self, call: Call) -> Any:
         if call.opts is None and call.device.type == "cuda" and self.name(call.device) == "gloo":
             raise ValueError(
                 f"{call.method.name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU "
@@ -79,7 +89,7 @@ class Fallback:
             check_sizes(call, rank, world)
         fitted = fit(call, rank, world)
         if dense and self.name(call.device) == "gloo":
-            started = gloo.start(self.group, call, fitted.outs, fitted.inputs)
+            started = gloo.start(self.group._get_backend(call.device), call, fitted.outs, fitted.inputs)
         else:
             outs, inputs = _movable(call, fitted)
             work = call.method.start(self.group, outs, inputs, call.opts)

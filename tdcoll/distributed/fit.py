@@ -118,7 +118,7 @@ def check_sizes(call: Call, rank: int, world: int) -> None:
                 raise ValueError(f"{name}: the list of {what}s must have {world} tensors; got {len(tensors)}")
             for tensor in tensors:
                 _same_kind(f"{name}: {what}", tensor, inputs[0], call.device, tensor.numel())
-    elif method.kind in COLLECTIVES and not method.by_rows:
+    elif method.kind in COLLECTIVES and not any(method.sizes):
         _check_segments(call, world)
 
 

@@ -23,8 +23,6 @@ from tdcoll.distributed.methods import (
     ALL_TO_ALL,
     REDUCE,
     REDUCE_SCATTER,
-    exchange_parts,
-    gather_into,
     options_like,
 )
 
@@ -51,28 +49,31 @@ class Started(NamedTuple):
     result: list[Any]
 
 
-def start(group: Any, call: Call, outs: Tensors, inputs: Tensors) -> Started:
-    """Start a call of contiguous tensors, which stand for those of ``call``, on a process group of gloo.
+def start(gloo: Any, call: Call, outs: Tensors, inputs: Tensors) -> Started:
+    """Start a call of contiguous tensors, which stand for those of ``call``, on gloo itself.
 
     Raises:
         TypeError, ValueError: the tensors don't fit each other, or an operation its dtype.
     """
     if call.method.reduces:
-        return _start_reduction(group, call, outs, inputs)
+        return _start_reduction(gloo, call, outs, inputs)
     if call.method is ALL_GATHER:
-        return _start_list(group, call, outs, inputs[0])
+        return _start_list(gloo, call, outs, inputs[0])
     if call.method is ALL_TO_ALL:
-        return _start_exchange(group, call, outs, inputs)
+        return _start_exchange(gloo, call, outs, inputs)
     if not any(tensor.numel() for tensor in [*outs, *inputs]) and call.opts is None:
         return Started([], None, call.result)  # a message of nothing, for which gloo would wait forever
-    by_rows = call.method.by_rows
+    sizes = call.method.sizes
+    by_rows = any(sizes)
     parts = [_as_moved(tensor, by_rows) for tensor in outs]
     sources = parts if call.method.in_place else [_as_moved(tensor, by_rows) for tensor in inputs]
-    if call.method is ALL_GATHER_SEVERAL:
-        several = zip(parts, sources, strict=True)
-        works = [ALL_GATHER_SINGLE.start(group, [out], [source], call.opts) for out, source in several]
+    pairs = zip(parts, sources, strict=False)
+    if call.method in (ALL_GATHER_SINGLE, ALL_GATHER_SEVERAL):
+        works = [gloo._allgather_base(part, source, call.opts) for part, source in pairs]
+    elif call.method.kind == "all_to_all":
+        works = [gloo.alltoall_base(part, source, *sizes, call.opts) for part, source in pairs]
     else:
-        works = [call.method.start(group, parts, sources, call.opts)]
+        works = [call.method.start(gloo, parts, sources, call.opts)]
     return Started(works, None, call.result)
 
 
@@ -92,15 +93,15 @@ def _as_moved(tensor: torch.Tensor, by_rows: bool) -> torch.Tensor:
     return flat if flat.dtype in MOVED else flat.view(torch.uint8)
 
 
-def _start_list(group: Any, call: Call, outs: Tensors, tensor: torch.Tensor) -> Started:
+def _start_list(gloo: Any, call: Call, outs: Tensors, tensor: torch.Tensor) -> Started:
     """Start an all-gather into a list of tensors of any sizes: of one size, with padding."""
-    world, most = group.size(), max(out.numel() for out in outs)
+    world, most = gloo.size(), max(out.numel() for out in outs)
     own = tensor.detach().view(-1)
     if own.numel() != most:
         own = tensor.new_empty(most)
         own[: tensor.numel()] = tensor.detach().view(-1)
     whole = tensor.new_empty(world, most)
-    work = gather_into(group, _as_moved(whole, False), _as_moved(own, False), call.opts)
+    work = gloo._allgather_base(_as_moved(whole, False), _as_moved(own, False), call.opts)
 
     def finish() -> None:
         for out, row in zip(outs, whole, strict=True):
@@ -118,12 +119,12 @@ def stacked(call: Call, whole: torch.Tensor) -> list[Any]:
     return call.result
 
 
-def _start_exchange(group: Any, call: Call, outs: Tensors, inputs: Tensors) -> Started:
+def _start_exchange(gloo: Any, call: Call, outs: Tensors, inputs: Tensors) -> Started:
     """Start an all-to-all of lists: of one tensor with sizes, because gloo's lists have parts of one shape."""
     sizes = [[tensor.numel() for tensor in tensors] for tensors in (outs, inputs)]
     given = torch.cat([tensor.detach().view(-1) for tensor in inputs])
     made = outs[0].new_empty(sum(sizes[0]))
-    work = exchange_parts(group, _as_rows(made), _as_rows(given), *sizes, call.opts)
+    work = gloo.alltoall_base(_as_rows(made), _as_rows(given), *sizes, call.opts)
 
     def finish() -> None:
         for out, part in zip(outs, made.split(sizes[0]), strict=True):
@@ -140,9 +141,9 @@ def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------- reductions
 
 
-def _start_reduction(group: Any, call: Call, outs: Tensors, inputs: Tensors) -> Started:
+def _start_reduction(gloo: Any, call: Call, outs: Tensors, inputs: Tensors) -> Started:
     """Start a reduction: an all-reduce for each of its tensors, or a reduction to one rank."""
-    method, world, rank = call.method, group.size(), group.rank()
+    method, world, rank = call.method, gloo.size(), gloo.rank()
     works: list[Any] = []
     back: list[Callable[[], None]] = []
     if method is REDUCE_SCATTER:
@@ -161,7 +162,7 @@ def _start_reduction(group: Any, call: Call, outs: Tensors, inputs: Tensors) -> 
             part = own.clone()  # which gloo writes to, and the call doesn't
         kind = REDUCE if method is REDUCE else ALL_REDUCE
         opts = options_like(call.opts, kind.options, reduceOp=arithmetic.op)
-        works.append(kind.start(group, [part], [part], opts))
+        works.append(kind.start(gloo, [part], [part], opts))
         if receives and (part is not own or arithmetic.after is not None):
             back.append(_write_reduction(out, part, begin, arithmetic))
 

@@ -54,7 +54,9 @@ class Method:
         reduces: whether elements are combined; if not, they are only moved.
         fills: whether all elements of a written tensor are replaced. Otherwise a copy that stands
             for the tensor begins with its values.
-        by_rows: whether the call has sizes, which count rows of dimension 0.
+        sizes: of the parts of an all-to-all of one tensor, in rows of dimension 0, of the output and the input; empty
+            if all have one size.
+        operator: calls PyTorch's operator, if ``start`` calls others.
     """
 
     name: str
@@ -65,7 +67,8 @@ class Method:
     in_place: bool = False
     reduces: bool = False
     fills: bool = True
-    by_rows: bool = False
+    sizes: tuple[list[int], list[int]] = ([], [])
+    operator: Start | None = None
 
     def options_of(self, given: Sequence[Any], named: Mapping[str, Any] | None = None) -> Any:
         """Return the options of a call, which the caller passes as an object, one by one or not."""
@@ -176,7 +179,7 @@ def all_to_all_single(output_sizes: Sequence[int], input_sizes: Sequence[int]) -
         lambda group, outs, inputs, opts: exchange_parts(group, outs[0], inputs[0], *sizes, opts),
         AllToAllOptions,
         kind="all_to_all",
-        by_rows=any(sizes),
+        sizes=sizes,
     )
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from backend_job import SINGLE_SCATTER, by_fallback, data, dense_sum, handled, same, single, sparse, sums
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch.distributed import batch_isend_irecv  # before there is a group of tdcoll's
+from torch.distributed.device_mesh import DeviceMesh
 
 import tdcoll
 from tdcoll import runtime
@@ -119,6 +120,22 @@ def subgroups() -> str | None:
     same(whole, torch.cat([data(r, 4) for r in everyone()]), "DTensor on a DeviceMesh")
     expect(handled("all_gather") > before, "a mesh of all ranks uses the default group")
     return None
+
+
+@check
+def order_of_ranks() -> None:
+    """A list keeps its order; PyTorch sorts the ranks of a new group."""
+    turned = list(everyone())[::-1]
+    own, new = data(rank(), 2), dist.new_group(turned)
+    same(tdcoll.all_gather(own, group=turned), torch.cat([data(r, 2) for r in turned]), "a list")
+    same(tdcoll.all_gather(own, group=new), torch.cat([data(r, 2) for r in everyone()]), "a new group")
+    out = torch.empty(2 * world(), device=device())
+    single(out, own, group=new)
+    same(out, torch.cat([data(r, 2) for r in everyone()]), "the backend's")
+    dist.destroy_process_group(new)
+    if not shared():
+        mesh = DeviceMesh(device().type, turned)
+        same(tdcoll.all_gather(own, group=mesh), torch.cat([data(r, 2) for r in everyone()]), "a mesh")
 
 
 @check

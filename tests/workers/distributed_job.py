@@ -9,7 +9,7 @@ import logging
 from backend_job import join
 from harness import run
 
-PARTS = ("order_", "", "forms_", "averages_", "works_", "tensors_", "groups_", "training_")
+PARTS = ("order_", "", "forms_", "averages_", "works_", "observers_", "tensors_", "groups_", "training_")
 
 for part in PARTS:
     importlib.import_module(f"distributed_{part}checks")

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,7 @@ import tdcoll
 from tdcoll.calls import pool
 from tdcoll.distributed import Options, explain
 from tdcoll.distributed import work as works
-from tdcoll.distributed.work import AsynchronousWork, let_go
+from tdcoll.distributed.work import let_go
 from tdcoll.spec.constants import MONITOR_TIMEOUT_NS
 
 DDP = nn.parallel.DistributedDataParallel
@@ -100,9 +101,13 @@ def works_are_dropped() -> None:
         tensor = data(rank(), 6)
         work = dist.all_reduce(tensor, async_op=True)
         work.wait()
-        del work
-    living = [thing for thing in gc.get_objects() if isinstance(thing, AsynchronousWork)]
-    expect(not works.kept_by_cpp and not living, f"{living} {works.kept_by_cpp}")
+        living = weakref.ref(work), weakref.ref(tensor)
+        del work, tensor
+        deadline = time.monotonic() + 5  # the thread that has made the call drops it a moment later
+        while any(each() is not None for each in living) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        expect([each() for each in living] == [None, None], f"{living}")
+    expect(not works.kept_by_cpp, f"{works.kept_by_cpp}")
 
 
 @check
