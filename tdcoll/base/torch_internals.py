@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils import _python_dispatch as modes
 
 _log = logging.getLogger("tdcoll")
 
@@ -101,6 +104,74 @@ def batch_messages_of(kind: type) -> None:
     function.__code__ = body.__code__.replace(
         co_filename=code.co_filename, co_firstlineno=code.co_firstlineno, co_name=code.co_name
     )
+
+
+@contextlib.contextmanager
+def below_all_modes(mode: Any) -> Iterator[None]:
+    """Let operators inside get to a ``TorchDispatchMode`` when all modes that are active have passed them on."""
+    above = [modes._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+
+    def push_again() -> None:
+        for each in reversed(above):
+            modes._push_mode(each)
+
+    try:
+        with mode:
+            push_again()
+            try:
+                yield
+            finally:
+                for _ in above:
+                    modes._pop_mode()
+    finally:
+        push_again()
+
+
+def traces() -> bool:
+    """Return whether a mode of PyTorch's own is active, which traces operators or has tensors without values."""
+    return any(getattr(mode, "_mode_key", None) is not None for mode in modes._get_current_dispatch_mode_stack())
+
+
+_word_at = ctypes.c_size_t.from_address
+
+_OBJECT = object.__basicsize__
+"""Bytes of a Python object before what pybind11 adds, which begins with the address of the C++ object."""
+
+_COUNTS = ctypes.sizeof(ctypes.c_size_t)
+"""Bytes of a C++ object before its word with two counts, of which the lower half counts its references."""
+
+
+def references(work: dist.Work) -> int:
+    """Return how many references C++ has to a ``Work``, among them that of its Python object.
+
+    C++ may keep a work whose Python object has been dropped, for example DDP's reducer under ``join()``. It would then
+    call methods of the C++ base class, which wait forever. No interface tells, so this reads the count itself, after
+    :func:`counts_references`.
+    """
+    return _word_at(_word_at(id(work) + _OBJECT).value + _COUNTS).value & 0xFFFFFFFF
+
+
+@functools.cache
+def counts_references() -> bool:
+    """Return whether :func:`references` counts in this PyTorch."""
+
+    class Probe(dist.Work):
+        def __init__(self) -> None:
+            super().__init__()
+
+    probe: Any = Probe()
+    counts = [references(probe)]
+    held = [probe.boxed(), probe.boxed()]
+    counts.append(references(probe))
+    held.clear()
+    counts.append(references(probe))
+    if counts != [1, 3, 1]:
+        _log.warning(
+            "PyTorch %s counts references in another way: backend tdcoll cannot tell whether C++ keeps a Work that "
+            "Python has dropped, so DistributedDataParallel.join(divide_by_initial_world_size=False) may wait forever",
+            torch.__version__,
+        )
+    return counts == [1, 3, 1]
 
 
 def name_groups_anew() -> None:

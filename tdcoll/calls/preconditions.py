@@ -152,6 +152,10 @@ class Preconditions:
             self.lane.stream.synchronize()
         self.monitor.raise_if_expired()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of the waits of later calls, behind the context's last eager one."""
+        self.monitor.set_timeout(timeout_s, self.lane.stream)
+
     def noted(self, call: Made | str) -> None:
         """Note a call, before it launches, by its kind or, if its epochs are not known, by its name."""
         log = self.calls.log

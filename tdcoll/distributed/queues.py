@@ -22,7 +22,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -37,11 +36,12 @@ import torch
 from tdcoll.base.capture import capturing
 from tdcoll.base.torch_internals import never_compiled
 from tdcoll.distributed.work import (
-    Work,
+    AsynchronousWork,
     as_backend_error,
     current_stream,
     expired,
     new_event,
+    not_complete,
     record_streams,
     seconds_of,
 )
@@ -75,13 +75,13 @@ class QueuedCall:
     error: BaseException | None = None
 
     def __init__(
-        self, make: Callable[[], list[torch.Tensor]], stream: Any = None, *, give_up: Callable[[], None] = lambda: None
+        self, make: Callable[[], list[Any]], stream: Any = None, *, give_up: Callable[[], None] = lambda: None
     ) -> None:
-        self._make: Callable[[], list[torch.Tensor]] | None = make
+        self._make: Callable[[], list[Any]] | None = make
         self.stream, self.give_up = stream, give_up
         self._before = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
         self.done = threading.Event()
-        self.result: list[torch.Tensor] = []
+        self.result: list[Any] = []
         self.undelivered: list[BaseException] = []
         self._dropped = False
         self._future: Any = None
@@ -293,16 +293,15 @@ def _end_the_calls_at_exit() -> None:
 
 
 @never_compiled
-class TaskWork(Work):
+class TaskWork(AsynchronousWork):
     """The work of a call that a queue makes."""
 
     def __init__(self, task: QueuedCall) -> None:
         super().__init__()
         self._task = task
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._task.drop()
+    def _drop(self) -> None:
+        self._task.drop()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         task, seconds = self._task, seconds_of(timeout)
@@ -327,7 +326,9 @@ class TaskWork(Work):
         self._task.undelivered.clear()
         return self._task.error
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Any]:
+        if not self._task.done.is_set():
+            raise not_complete()
         return self._task.result
 
     def get_future(self) -> Any:
