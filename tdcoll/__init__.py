@@ -12,6 +12,8 @@ the collectives that it calls, and ``python -m tdcoll`` runs even if PyTorch or 
 tdcoll also makes ``init_process_group("tdcoll")`` known to ``torch.distributed``.
 """
 
+import os as _os
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
@@ -131,4 +133,11 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         return sorted({*globals(), *__all__, *_SUBMODULES})
 
 
+def _in_child() -> None:
+    """Have a forked child know which process group it was forked with."""
+    if "torch.distributed.distributed_c10d" in _sys.modules:
+        _import_module(f"{__name__}.base.forks").in_child()
+
+
+_os.register_at_fork(after_in_child=_in_child)
 _register()

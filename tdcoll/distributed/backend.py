@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tdcoll import runtime
 from tdcoll.base import arguments, capture
+from tdcoll.base.forks import refuse_inherited_group
 from tdcoll.base.torch_internals import batch_messages_of, never_compiled
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, plain
@@ -43,6 +44,7 @@ from tdcoll.distributed.fallback import (
     scatter_several,
     sparse_sum_by_gather,
 )
+from tdcoll.distributed.forked import replaced_in_children, watch
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.sparse import refuse_wrong
 from tdcoll.distributed.work import backend_errors, completed
@@ -67,6 +69,8 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
     if torch.cuda.is_available() and dist.is_nccl_available():  # gloo has no batches
         batch_messages_of(TdcollProcessGroup)
     ranks, options = list(given.global_ranks_in_group), Options.of(pg_options)
+    if ranks:
+        refuse_inherited_group("new_group")
     store = _meeting_place(given.store, ranks)
     with backend_errors, runtime.failing_with_the_store():
         return TdcollProcessGroup(
@@ -126,6 +130,7 @@ class TdcollProcessGroup(ProcessGroup):
         plain = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without the methods overridden here."""
         names = add_backends((self, plain), store, rank, size, timeout, name, ranks, options.nccl, split)
+        watch(self)
         agreed = Agreement(store, rank, members, options, timeout, name, default=not ranks)
         self.dispatcher = Dispatcher(agreed, Fallback(plain, names))
 
@@ -373,6 +378,7 @@ def _pass_on(name: str, message: bool) -> Callable[..., Any]:
 for _name in ("broadcast", "reduce_scatter", "send", "recv", "recv_anysource"):
     setattr(TdcollProcessGroup, _name, _pass_on(_name, message=_name[:4] in ("send", "recv")))
 never_compiled(TdcollProcessGroup)
+replaced_in_children(TdcollProcessGroup)
 
 
 def explain(group: Any = None) -> str:
