@@ -120,6 +120,7 @@ class TdcollProcessGroup(ProcessGroup):
     ) -> None:
         make: Any = super().__init__  # with a store it makes an object that Python cannot subclass
         make(rank, size)
+        watch(self)
         self._members = tuple(ranks) or tuple(range(size))
         self._rank, self._size = rank, size
         if not ranks:
@@ -130,7 +131,6 @@ class TdcollProcessGroup(ProcessGroup):
         plain = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without the methods overridden here."""
         names = add_backends((self, plain), store, rank, size, timeout, name, ranks, options.nccl, split)
-        watch(self)
         agreed = Agreement(store, rank, members, options, timeout, name, default=not ranks)
         self.dispatcher = Dispatcher(agreed, Fallback(plain, names))
 
