@@ -281,7 +281,7 @@ class Preconditions:
         if obstacle == _REFUSED:
             raise ContextError(f"{operation}: {self._refusal}")
         if obstacle == _JOB_ENDED:
-            raise NotInitializedError(f"{operation}: the context is of a job that tdcoll.finalize() has ended")
+            raise NotInitializedError(f"{operation}: {self.job.why_closed}")
         if obstacle == _EXPIRED:
             self.monitor.raise_if_expired()
         if obstacle == _ELSEWHERE:

@@ -26,12 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tdcoll import runtime
 from tdcoll.base import arguments, capture
+from tdcoll.base.forks import refuse_inherited_group
 from tdcoll.base.torch_internals import batch_messages_of, never_compiled
 from tdcoll.distributed import methods
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, plain
 from tdcoll.distributed.dispatch import Dispatcher
 from tdcoll.distributed.fallback import Fallback, add_backends, sparse_sum_by_gather
+from tdcoll.distributed.forked import replaced_in_children, watch
 from tdcoll.distributed.methods import Method
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.sparse import refuse_wrong
@@ -57,6 +59,8 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
     if torch.cuda.is_available() and dist.is_nccl_available():  # gloo has no batches
         batch_messages_of(TdcollProcessGroup)
     ranks, options = list(given.global_ranks_in_group), Options.of(pg_options)
+    if ranks:
+        refuse_inherited_group("new_group")
     store = _meeting_place(given.store, ranks)
     with backend_errors, runtime.failing_with_the_store():
         return TdcollProcessGroup(
@@ -106,6 +110,7 @@ class TdcollProcessGroup(ProcessGroup):
     ) -> None:
         make: Any = super().__init__  # with a store it makes an object that Python cannot subclass
         make(rank, size)
+        watch(self)
         self._members = tuple(ranks) or tuple(range(size))
         self._rank, self._size = rank, size
         if not ranks:
@@ -429,6 +434,7 @@ _SPARSE = dataclasses.replace(
 )
 
 never_compiled(TdcollProcessGroup)
+replaced_in_children(TdcollProcessGroup)
 
 
 def explain(group: Any = None) -> str:

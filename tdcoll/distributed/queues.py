@@ -12,7 +12,8 @@ once. All ranks therefore make the calls of callbacks in the same order, too, if
 next call of its kind is issued.
 
 All calls end before the interpreter does, because a thread that Python stops inside of C++, where a call waits, aborts
-the process. A forked child has none of the threads.
+the process. A forked child has none of the threads: calls that are outstanding when the process is forked have failed
+there.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 
 from tdcoll.base.capture import capturing
+from tdcoll.base.errors import NotInitializedError
 from tdcoll.base.torch_internals import never_compiled
 from tdcoll.distributed.work import (
     AsynchronousWork,
@@ -194,6 +196,17 @@ class Queue:
         """Whether the caller is a callback of one of this queue's calls."""
         return threading.current_thread() is self.thread
 
+    def fail(self, why: str) -> None:
+        """Let all tasks fail, in a process without the queue's thread. Locks may be held by threads that are gone."""
+        for task in (self._current, *self._tasks):
+            if task is not None and not task.done.is_set():
+                task.error = NotInitializedError(f"asynchronous call: {why}")
+                task.done = threading.Event()
+                task.done.set()
+        self._changed = threading.Condition()
+        self._tasks.clear()
+        self.busy, self.thread = False, None
+
     def drain(self, at_most_s: float | None = None) -> None:
         """Return when all tasks have succeeded or failed, and their callbacks have run; at once in such a callback."""
         if not self.calls_back:
@@ -250,7 +263,16 @@ class Queue:
 
 
 _queues: weakref.WeakSet[Queue] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_queues.clear)
+
+
+def _in_child() -> None:
+    """Let calls fail that the parent's threads go on to make, because a child that waits for one would never end."""
+    for queue in _queues:
+        queue.fail("this process was forked while the call was outstanding, and the parent makes it")
+    _queues.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 _waiting: dict[Queue, Queue] = {}
 """Queues whose callback waits for a call of another one."""
