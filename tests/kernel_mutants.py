@@ -23,24 +23,43 @@ from tdcoll.base.limits import COLLECTIVES
 
 __all__ = ["Argument", "Call", "Change", "Inserted", "Moved", "Mutant", "dropped", "installed", "missing", "no_wait"]
 
-MODULES = [  # each may import those before it
-    *(
-        f"tdcoll.primitives.{name}"
-        for name in ("group", "stores", "puts", "ll", "lamport", "reduce", "words", "sums", "copies")
-    ),
+MODULES = [
+    "tdcoll.primitives.group",
+    "tdcoll.primitives.stores",
+    "tdcoll.primitives.puts",
+    "tdcoll.primitives.ll",
+    "tdcoll.primitives.lamport",
+    "tdcoll.primitives.reduce",
+    "tdcoll.primitives.words",
+    "tdcoll.primitives.sums",
+    "tdcoll.primitives.copies",
     "tdcoll.calls.copies",
-    *(f"tdcoll.collectives.exchange.kernels_{name}" for name in ("direct", "ll", "loop")),
-    *(f"tdcoll.collectives.all_gather.kernels_{name}" for name in ("ring", "puts")),
+    "tdcoll.collectives.exchange.kernels_direct",
+    "tdcoll.collectives.exchange.kernels_ll",
+    "tdcoll.collectives.exchange.kernels_loop",
+    "tdcoll.collectives.all_gather.kernels_ring",
+    "tdcoll.collectives.all_gather.kernels_puts",
     "tdcoll.collectives.all_to_all.kernels_puts",
-    *(f"tdcoll.collectives.reduce_scatter.kernels_{name}" for name in ("direct", "loop", "puts", "words")),
-    *(f"tdcoll.collectives.all_reduce.kernels_{name}" for name in ("words", "direct", "loop", "puts", "nodes")),
-    *("tdcoll.fused.kernels_rows", "tdcoll.fused.kernels"),
+    "tdcoll.collectives.reduce_scatter.kernels_direct",
+    "tdcoll.collectives.reduce_scatter.kernels_loop",
+    "tdcoll.collectives.reduce_scatter.kernels_puts",
+    "tdcoll.collectives.reduce_scatter.kernels_words",
+    "tdcoll.collectives.all_reduce.kernels_words",
+    "tdcoll.collectives.all_reduce.kernels_direct",
+    "tdcoll.collectives.all_reduce.kernels_loop",
+    "tdcoll.collectives.all_reduce.kernels_puts",
+    "tdcoll.collectives.all_reduce.kernels_nodes",
+    "tdcoll.fused.kernels_rows",
+    "tdcoll.fused.kernels",
     "tdcoll.collectives.index_match.kernels",
-    *(
-        f"tdcoll.collectives.sparse_all_reduce.kernels_{name}"
-        for name in ("tables", "lists", "values", "reduce", "nodes", "merge")
-    ),
+    "tdcoll.collectives.sparse_all_reduce.kernels_tables",
+    "tdcoll.collectives.sparse_all_reduce.kernels_lists",
+    "tdcoll.collectives.sparse_all_reduce.kernels_values",
+    "tdcoll.collectives.sparse_all_reduce.kernels_reduce",
+    "tdcoll.collectives.sparse_all_reduce.kernels_nodes",
+    "tdcoll.collectives.sparse_all_reduce.kernels_merge",
 ]
+"""Of kernels; each may import those before it."""
 
 HOSTS = [f"tdcoll.collectives.{name}.op" for name in (*COLLECTIVES, "sparse_all_reduce", "index_match")]
 HOSTS += ["tdcoll.fused.rms_norm"]
@@ -66,7 +85,8 @@ def _lists(function: ast.AST) -> Iterator[list[ast.stmt]]:
     """All lists of statements of a function, inner ones first."""
     for node in reversed(list(ast.walk(function))):
         for name in ("orelse", "body"):
-            if isinstance(statements := getattr(node, name, None), list):
+            statements = getattr(node, name, None)
+            if isinstance(statements, list):
                 yield statements
 
 
@@ -74,13 +94,15 @@ class _Replace(ast.NodeTransformer):
     """Puts expressions in the place of those for which ``new`` returns one."""
 
     def __init__(self, new: Callable[[ast.expr], ast.expr | None]) -> None:
-        self._new, self.found = new, 0
+        self._new = new
+        self.found = 0
 
     def visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.expr) and (new := self._new(node)) is not None:
-            self.found += 1
-            return new
-        return self.generic_visit(node)
+        new = self._new(node) if isinstance(node, ast.expr) else None
+        if new is None:
+            return self.generic_visit(node)
+        self.found += 1
+        return new
 
 
 def _replaced(function: ast.AST, new: Callable[[ast.expr], ast.expr | None]) -> int:
@@ -105,14 +127,18 @@ class Change:
 
     def made(self, function: ast.AST) -> int:
         """Change a function; return how often."""
-        old, new = _parsed(self.old), _parsed(self.new)
+        old = _parsed(self.old)
+        new = _parsed(self.new)
         wanted = [ast.dump(node) for node in old]
-        if len(old) == len(new) == 1 and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr):
-            (before,), after = [ast.dump(old[0].value)], new[0].value
+        one_each = len(old) == len(new) == 1
+        if one_each and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr):
+            before = ast.dump(old[0].value)
+            after = new[0].value
             return _replaced(function, lambda node: after if ast.dump(node) == before else None)
         found = 0
         for statements in _lists(function):
-            dumps, place = [ast.dump(statement) for statement in statements], 0
+            dumps = [ast.dump(statement) for statement in statements]
+            place = 0
             while place < len(dumps):
                 if dumps[place : place + len(old)] == wanted:
                     statements[place : place + len(old)] = copy.deepcopy(new)
@@ -182,7 +208,8 @@ class Argument:
 
     def made(self, function: ast.AST) -> int:
         """Change a function; return how often."""
-        old, found = ast.dump(ast.parse(self.old, mode="eval").body), 0
+        old = ast.dump(ast.parse(self.old, mode="eval").body)
+        found = 0
         for node in list(ast.walk(function)):
             if _is(node, self.call, self.of):
                 assert isinstance(node, ast.Call)
@@ -220,7 +247,8 @@ class Inserted:
         for statements in _lists(function):
             for place, statement in reversed(list(enumerate(statements))):
                 if not hasattr(statement, "body") and _has(statement, self.call, self.of):
-                    statements[place + self.behind : place + self.behind] = _parsed(self.new)
+                    at = place + 1 if self.behind else place
+                    statements[at:at] = _parsed(self.new)
                     found += 1
         return found
 
@@ -244,9 +272,11 @@ class Moved:
         """Change a function; return how often."""
         found = 0
         for statements in _lists(function):
-            having = [[_has(each, name) for each in statements] for name in (self.call, self.behind)]
-            if all(map(any, having)):
-                old, to = (each.index(True) for each in having)
+            calls = [_has(statement, self.call) for statement in statements]
+            others = [_has(statement, self.behind) for statement in statements]
+            if any(calls) and any(others):
+                old = calls.index(True)
+                to = others.index(True)
                 if old < to:
                     statement = statements[old]
                     statements[old] = _parsed(self.instead)[0]

@@ -186,6 +186,10 @@ class CallChecks:
             self.order.stream.synchronize()
         self.monitor.raise_if_expired()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of the waits of later calls, behind the context's last eager one."""
+        self.monitor.set_timeout(timeout_s, self.order.stream)
+
     def note(self, call: CallRecord | str) -> None:
         """Note a call before it launches: its record or, if its epochs are unknown, its name."""
         log = self.calls.log
@@ -318,9 +322,7 @@ class CallChecks:
         if obstacle is Obstacle.REFUSED:
             raise ContextError(f"{operation}: {self._refusal}")
         if obstacle is Obstacle.JOB_ENDED:
-            raise NotInitializedError(
-                f"{operation}: the context is of a job that tdcoll.finalize() has ended"
-            )
+            raise NotInitializedError(f"{operation}: {self.job.why_closed}")
         if obstacle is Obstacle.EXPIRED:
             self.monitor.raise_if_expired()
         if obstacle is Obstacle.OTHER_DEVICE:

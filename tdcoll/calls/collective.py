@@ -13,6 +13,7 @@ import torch
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.call_log import record_of
+from tdcoll.base.torch_internals import never_compiled
 from tdcoll.calls.call_launches import CallLaunches, launches_of
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.explain import Explanation, explain_call
@@ -452,6 +453,7 @@ class _IntoSymmetricOut(_IntoTensor):
 # ---------------------------------------------------------------------- gradients
 
 
+@never_compiled  # a backward pass may begin within a compiled function
 class _WithGradient(torch.autograd.Function):
     """The node of the autograd graph for a result that has been computed from a tensor.
 

@@ -160,7 +160,7 @@ class CollectiveContext(CallChecks):
         if max_blocks is not None:
             self.max_blocks = max_blocks
         self.early = max_blocks is None
-        """Whether a launch may begin before the launch ahead of it has ended (:mod:`tdcoll.calls.launch`)."""
+        """Whether a launch may begin before the launch ahead of it has ended (:mod:`tdcoll.calls.kernel_launch`)."""
         self.stores: bool
         """Whether the ranks of each node can store to each other's memory."""
         self.ll_bytes: int

@@ -36,6 +36,7 @@ from triton.runtime.jit import JITFunction
 from tdcoll import runtime
 from tdcoll.base import environment
 from tdcoll.base.errors import NotInitializedError, TdcollError
+from tdcoll.base.torch_internals import breaks_graphs
 from tdcoll.language import INTERPRETED, LOWERING
 from tdcoll.language.library import part_for_language
 from tdcoll.spec import functions
@@ -369,7 +370,7 @@ def _checked_interpreted(function: Any) -> Any:
                 ) from None
             raise
 
-    function.run = run
+    function.run = breaks_graphs(run, f"kernel {name}")
     return function
 
 

@@ -23,9 +23,9 @@ from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.collective import CollectiveOptions, derivative, operation_of
 from tdcoll.calls.run import run
+from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
 from tdcoll.fused.rms_norm import DTYPES
-from tdcoll.fused.rms_norm import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.primitives.reduce import operation_name
 
 __all__ = ["all_reduce_rms_norm", "fuse", "fusing", "group_name", "operators"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tdcoll.explain`` is what the call then logs and launches, for any collective, landing, algorithm, group and size."""
+"""``tdcoll.explain`` is what the call then logs and launches, whatever it is."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fused.norms import norm_reference
-from kernel_mutants import Argument, Call, Change, Mutant, dropped, installed
+from kernel_mutants import AnyChange, Argument, Call, Change, Mutant, dropped, installed
 from landings import make_facts
 from tiers import second, seeds, some
 
@@ -26,8 +26,9 @@ from tdcoll.calls.spec import Collective
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.testing import World, explore
 
-from .suite.calls import kinds_of, make, place, reference, values
-from .suite.ways import Dense, Nodes, all_dense, job, topology_of
+from .suite.algorithm_cases import Dense, Nodes, all_dense, job, topology_of
+from .suite.data import reference, values
+from .suite.kinds import CALLER_BUFFER, OUT_OF_PLACE, SYMMETRIC, Kind, kinds_of, make_call, place
 
 ROWS, HIDDEN = 5, 24
 WEIGHT = torch.linspace(0.5, 2, HIDDEN)
@@ -57,18 +58,20 @@ class Operation:
     tells: bool = False
 
 
-def dense(spec: Collective, kind: str, copies: bool = False) -> Operation:
+def dense(spec: Collective, kind: Kind, copies: bool = False) -> Operation:
     """Calls of this kind of a dense collective, by copy engines or not."""
 
     def memory(ctx: Any) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-        shared = tdcoll.empty((128,), torch.float32) if kind in "sp" else None
+        shared = None
+        if kind.needs_symmetric_memory:
+            shared = tdcoll.empty((128,), torch.float32)
         placed = place(spec, kind, 18, 0, ctx, torch.float32, shared)
         return placed.tensor, placed.out, placed.memories
 
     return Operation(
-        f"{spec.name} {kind}",
+        spec.name if kind is OUT_OF_PLACE else f"{spec.name} {kind}",
         memory,
-        lambda source, out, ctx, algorithm: [make(spec, kind, source, out, ctx, algorithm)],
+        lambda source, out, ctx, algorithm: [make_call(spec, kind, source, out, ctx, algorithm)],
         lambda sources, topology: [reference(spec, sources, topology)],
         tells=copies,
     )
@@ -168,13 +171,13 @@ def calls_of(known: Dense) -> list[Calls]:
         hops = known.relays.get(name)
         layouts = [(3,) if hops == 1 else (2,), (2, 2) if hops == 2 else (1, 1)]
         for nodes in layouts:
-            for kind, form in (("o", {}), ("p", {"in_place": True}), ("s", {"symmetric": True})):
-                facts = make_facts(72, topology_of(nodes), stores=True, ll_bytes=99, lamport_bytes=99, **form)
+            for kind in (OUT_OF_PLACE, CALLER_BUFFER, SYMMETRIC):
+                facts = make_facts(72, topology_of(nodes), stores=True, ll_bytes=99, lamport_bytes=99, **kind.form)
                 if how.supports(facts) is not None or kind not in kinds_of(known.spec):
                     continue
-                if kind != "o" and how.copies is not None:
+                if kind is not OUT_OF_PLACE and how.copies is not None:
                     continue  # if peers write into the caller's memory, it is undefined after a timeout
-                if kind == "s" and how.supports(make_facts(72, facts.topology, stores=True)) is None:
+                if kind is SYMMETRIC and how.supports(make_facts(72, facts.topology, stores=True)) is None:
                     continue  # as out of place, but for where sums land
                 kernel = how.kernel(facts).fn
                 where = f"{kernel.__module__}.{kernel.__name__}"
@@ -379,7 +382,7 @@ class Deserted:
             calls.check(ctx, call, made, source)
 
 
-KNOWN["all_reduce o 2d 3+3"] = Calls(KNOWN["all_reduce o 2d 2+2"].operation, "2d", (), (3, 3))
+KNOWN["all_reduce 2d 3+3"] = Calls(KNOWN["all_reduce 2d 2+2"].operation, "2d", (), (3, 3))
 
 
 @pytest.mark.parametrize("calls", KNOWN.values(), ids=str)
@@ -402,7 +405,8 @@ GO_ON = [
 """A rank that gave up and goes on sending writes over what a late peer has yet to read."""
 
 
-def _heedless(name: str, calls: str, where: str, change: Any) -> Mutant:
+def _heedless(name: str, calls: str, change: Callable[[str], AnyChange], where: str = "") -> Mutant:
+    """Calls, by their name, with a change of the function ``where``, or else of their first kernel."""
     shown = KNOWN[calls]
     return Mutant(
         name, (change(where or shown.kernels[0]),), "wrong numbers|is written to", Deserted(shown),
@@ -410,43 +414,52 @@ def _heedless(name: str, calls: str, where: str, change: Any) -> Mutant:
     )  # fmt: skip
 
 
-def _any(call: str, of: str = "") -> Any:
+def _any(call: str, of: str = "") -> Callable[[str], AnyChange]:
     """Whatever a wait says, the kernel goes on."""
     return lambda where: Call(where, call, "({call} | 1)", of)
 
 
-WORDS, RAILS = "all_reduce.kernels_words._sum_and_hand_on", "all_reduce.kernels_nodes._wait_for"
+def _instead(call: str, old: str, new: str) -> Callable[[str], AnyChange]:
+    return lambda where: Argument(where, call, old, new)
+
+
+def _last_alone(where: str) -> AnyChange:
+    """The last wait of several decides."""
+    last = "tdl.wait_signal(signals + r, tdl.CMP_GE, epoch, g.monitor, r, first_index + r)"
+    return Change(where, f"came & {last}", last)
+
+
+SUMS = "all_reduce.kernels_words._sum_and_hand_on"
+PUSH = "puts.push_remote"
+WAIT_FOR = "all_reduce.kernels_nodes._wait_for"
+ENTERS = _any("stores.may_write")
+ARRIVES = _any("tdl.wait_signals", "arrived")
+OF_NODE = _any("_wait_for", "routes.ranks")
+OF_RAIL = _any("_wait_for", "rail")
+UNMASKED = _instead("words.send_to_all", "summed", "mask")
+ANY_ROW = _instead("words.send_to_all", "mask", "there")
 HEEDLESS = [
-    _heedless("direct writes to who has not entered", "all_gather p direct 2", "", _any("stores.may_write")),
-    _heedless("ring writes to who has not entered", "all_gather p ring 3", "", _any("stores.may_write")),
-    _heedless("loop writes to who has not entered", "all_gather p loop 2", "", _any("stores.may_write")),
-    _heedless("loop sums what has not come", "all_reduce o loop 2", "", _any("tdl.wait_signals", "arrived")),
-    _heedless("1d writes to who has not entered", "all_gather p 1d 1+1", "puts.push_remote", _any("may_write")),
-    _heedless("ring passes on what has not come", "all_gather o ring 3", "", _any("tdl.wait_signal")),
-    _heedless("2d passes on what has not come", "all_gather o 2d 2+2", "", _any("tdl.wait_signal")),
-    *(
-        _heedless(
-            f"two-shot sends sums of what has not come{flags}", f"all_reduce o two_shot{flags} 2", WORDS,
-            lambda where: Argument(where, "words.send_to_all", "summed", "mask"),
-        )
-        for flags in ("", " flags")
-    ),
-    _heedless("direct sums what has not come", "all_reduce o direct 2", "", _any("tdl.wait_signals", "arrived")),
-    _heedless("1d sums what has not come", "all_reduce o 1d 1+1", "", _any("tdl.wait_signals")),
-    _heedless("2d sums what has not come of the node", "all_reduce o 2d 2+2", "", _any("_wait_for", "routes.ranks")),
-    _heedless("2d sums what has not come of the rail", "all_reduce o 2d 2+2", "", _any("_wait_for", "rail")),
+    _heedless("direct writes to who has not entered", "all_gather caller buffer direct 2", ENTERS),
+    _heedless("ring writes to who has not entered", "all_gather caller buffer ring 3", ENTERS),
+    _heedless("loop writes to who has not entered", "all_gather caller buffer loop 2", ENTERS),
+    _heedless("loop sums what has not come", "all_reduce loop 2", ARRIVES),
+    _heedless("1d writes to who has not entered", "all_gather caller buffer 1d 1+1", _any("may_write"), PUSH),
+    _heedless("ring passes on what has not come", "all_gather ring 3", _any("tdl.wait_signal")),
+    _heedless("2d passes on what has not come", "all_gather 2d 2+2", _any("tdl.wait_signal")),
+    _heedless("two-shot sends sums of what has not come", "all_reduce two_shot 2", UNMASKED, SUMS),
     _heedless(
-        "two-shot sends rows of what has not come", "norm two_shot 2", "",
-        lambda where: Argument(where, "words.send_to_all", "mask", "there"),
+        "two-shot sends sums of what has not come flags",
+        "all_reduce two_shot flags 2",
+        UNMASKED,
+        SUMS,
     ),
-    _heedless(
-        "2d sums when the last rank has come", "all_reduce o 2d 3+3", RAILS,
-        lambda where: Change(
-            where, "came & tdl.wait_signal(signals + r, tdl.CMP_GE, epoch, g.monitor, r, first_index + r)",
-            "tdl.wait_signal(signals + r, tdl.CMP_GE, epoch, g.monitor, r, first_index + r)",
-        ),
-    ),
-]  # fmt: skip
+    _heedless("direct sums what has not come", "all_reduce direct 2", ARRIVES),
+    _heedless("1d sums what has not come", "all_reduce 1d 1+1", _any("tdl.wait_signals")),
+    _heedless("2d sums what has not come of the node", "all_reduce 2d 2+2", OF_NODE),
+    _heedless("2d sums what has not come of the rail", "all_reduce 2d 2+2", OF_RAIL),
+    _heedless("two-shot sends rows of what has not come", "norm two_shot 2", ANY_ROW),
+    _heedless("2d sums when the last rank has come", "all_reduce 2d 3+3", _last_alone, WAIT_FOR),
+]
 """A late peer would take for right what a rank sends that has given up within the launch."""
 
 BETWEEN_HOPS = dropped("primitives.copies.hear", "stores.tell_gave_up")
@@ -472,7 +485,6 @@ STAGE = Mutant(
     (Change("kernels_values.combine", "still_alive(g.monitor) == 0", "False"), STALLED),
     r"rank 1, call 1: \d+ wrong numbers", Stalled(KNOWN["sparse owner 2"]), {**job((2,)), **PATIENT}, seeds=2,
 )  # fmt: skip
-
 
 MEETS = Mutant(
     "ranks meet after an expired wait", (Call("kernels_reduce.reduce", "tdl.wait_signals", "({call} | 1)"),),

@@ -13,7 +13,7 @@ from tiers import some
 from tdcoll.testing import explore
 
 from .sparse_all_reduce.mutants import MUTANTS as SPARSE
-from .suite.ways import all_dense
+from .suite.algorithm_cases import all_dense
 
 DENSE = [mutant for dense in all_dense() for mutant in dense.mutants]
 ALL = [*DENSE, *FUSED, *SPARSE]

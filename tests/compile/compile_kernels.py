@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from compiling import ORDER, WORLD, compile_for, compiled_forms, record, resources, tuples
 
+from benchmarks import kernels_signals
 from tdcoll.base.limits import SHARED_REGISTERS
 from tdcoll.calls.plan import Facts
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
@@ -51,7 +52,6 @@ from tdcoll.primitives.group import Nodes
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
 from tdcoll.runtime.topology import Topology
-from tdcoll.tools.bench import kernels as bench
 
 _FLOATS = {"DTYPE": tl.float32, "ACC": tl.float32}
 _TILES = {"WAITED": WORLD}
@@ -172,7 +172,7 @@ SIGNAL_TYPES = dict.fromkeys(("signals", "addresses", "counter", "monitor"), "*i
 
 def compile_signals(arch: int, name: str, direct: bool) -> dict[str, object]:
     constants = {**SIGNALS[name], "DIRECT": direct}
-    return record(getattr(bench, name), arch, constants, SIGNAL_TYPES, {"direct": direct})
+    return record(getattr(kernels_signals, name), arch, constants, SIGNAL_TYPES, {"direct": direct})
 
 
 def gathers(arch: int) -> dict[str, object]:

@@ -30,7 +30,7 @@ OF_THIS_GPU = {
 }
 """Functions whose words only programs of this GPU touch: there, and nowhere else, GPU scope is enough."""
 
-TABLES = {*("primitives.stores.release_to", "primitives.stores.release_to_all"), "bench.kernels.ping_pong"}
+TABLES = {*("primitives.stores.release_to", "primitives.stores.release_to_all"), "benchmarks.kernels_signals.ping_pong"}
 """Functions that load addresses between their barrier and their release. Those never change while a kernel runs."""
 
 KINDS = {
@@ -94,7 +94,7 @@ def _source(file: str) -> Path | None:
     """Return where the source is that PTX names: in this checkout, although another with the same text may have filled
     Triton's cache. None for Triton's own."""
     path = Path(file)
-    for top in ("tdcoll", "tests"):
+    for top in ("tdcoll", "tests", "benchmarks"):
         if top in path.parts:
             here = ROOT.joinpath(*path.parts[len(path.parts) - 1 - path.parts[::-1].index(top) :])
             if here.is_file():

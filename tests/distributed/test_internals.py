@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from tdcoll.base import torch_internals
+from tdcoll.distributed.work import CompletedWork
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +34,7 @@ def test_this_pytorch_has_them() -> None:
     frames: Any = torch._C._dynamo.eval_frame
     assert frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP) is not None
     assert callable(frames.set_code_exec_strategy)
+    assert torch_internals.counts_references()
 
 
 def test_nothing_else_replaces_or_resets_what_is_pytorchs() -> None:
@@ -68,6 +70,21 @@ def test_functions_are_not_compiled_where_dynamo_has_changed(monkeypatch) -> Non
     for code in (Methods, Methods.one):
         assert torch_internals.never_compiled(code) is code
     assert disabled == [Methods.one, Methods.one]
+
+
+def test_a_pytorch_that_counts_references_in_another_way_is_said(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(torch_internals, "references", lambda work: 1)
+    assert not torch_internals.counts_references.__wrapped__()
+    assert ["counts references in another way" in line for line in caplog.messages] == [True]
+
+
+def test_references_of_a_work() -> None:
+    work = CompletedWork()
+    assert torch_internals.references(work) == 1
+    held = work.boxed()
+    assert torch_internals.references(work) == 2
+    del held
+    assert torch_internals.references(work) == 1
 
 
 @pytest.mark.parametrize("batches", [True, False])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from collectives.suite.calls import different
+from collectives.suite.data import different
 
 import tdcoll
 from tdcoll.base.errors import RankMismatchError

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from hang_job import FIRST_S, SECOND_S
 from processes import python
@@ -75,8 +76,8 @@ def processes(job: Job) -> list[int]:
     """Return the processes of the job's ranks, found by the command: other jobs may run beside this one."""
     found = {}
     for pid, rank in re.findall(r"^ *(\d+)  rank (\d)", ask().stdout, re.MULTILINE):
-        with contextlib.suppress(OSError):
-            if str(job.folder) in Path(f"/proc/{pid}/cmdline").read_text():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if str(job.folder) in psutil.Process(int(pid)).cmdline():
                 found[int(rank)] = int(pid)
     assert sorted(found) == [0, 1]
     return [found[0], found[1]]
@@ -197,7 +198,8 @@ def test_calls_of_a_kind_are_one_object() -> None:
 
 
 def test_calls_that_take_even_epochs() -> None:
-    of = calls(CallRecord("a"), CallRecord("by copies", even=True), CallRecord("b"), CallRecord("by copies", 2, even=True), CallRecord("c"))
+    copies = [CallRecord("by copies", even=True), CallRecord("by copies", 2, even=True)]
+    of = calls(CallRecord("a"), copies[0], CallRecord("b"), copies[1], CallRecord("c"))
     names = {1: "a, call 1", 2: "by copies, call 2", 3: "b, call 3", 4: "by copies, call 4", 6: "by copies, call 4"}
     assert {epoch: of.name_of(epoch, False) for epoch in names} == {k: f"{v} of group 7" for k, v in names.items()}
     assert of.name_of(7, False) == "c, call 5 of group 7"

@@ -14,7 +14,7 @@ from loading import TUTORIALS, load
 from tiers import second, seeds
 
 from tdcoll.testing import World, explore
-from tdcoll.tools.bench import timing
+from tdcoll.tools.measure import timing
 
 helpers = load("helpers")
 NOTIFY, ALL_GATHER, ALL_REDUCE = load("01-notify-and-wait"), load("02-all-gather"), load("05-all-reduce")

@@ -109,7 +109,9 @@ class _Kind:
         else:
             # They stay as long as the context, since a graph may refer to them.
             key = "sparse", "tables", rows.tables
-            tensors = device_table(ctx, "sparse_all_reduce_padded", key, lambda: _tables(ctx, self.firsts, ends, shapes))
+            tensors = device_table(
+                ctx, "sparse_all_reduce_padded", key, lambda: _tables(ctx, self.firsts, ends, shapes)
+            )
             self.device_firsts, widths, sources, self.counts, self.on_host = tensors
         aligned = tl.constexpr(1 if single else self.aligned)
         tables = kernels_tables.Tables(self.device_firsts, widths, sources, len(shapes), tl.constexpr(single), aligned)

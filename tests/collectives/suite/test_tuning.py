@@ -22,10 +22,11 @@ from tdcoll.calls.plan import Plan
 from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table, given, shipped
 from tdcoll.testing import World
 
-from .ways import Nodes, topology_of
+from .algorithm_cases import Nodes, topology_of
 
 ROOT = Path(__file__).resolve().parents[3]
-GATHER, REDUCE = spec_of("all_gather"), spec_of("all_reduce")
+GATHER = spec_of("all_gather")
+REDUCE = spec_of("all_reduce")
 
 
 def section(
@@ -70,7 +71,8 @@ def changed(path: tuple[Any, ...], value: Any) -> str:
     return json.dumps(document)
 
 
-FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)
+FIRST = ("tables", 0)
+ENTRY = (*FIRST, "entries", 1)
 
 
 # ---------------------------------------------------------------------- files
@@ -161,7 +163,8 @@ def test_the_shipped_table_says_what_was_measured() -> None:
     shown = json.loads((ROOT / "tdcoll/calls/tuning/shipped.json").read_text())["tables"]
     assert len(shown) == len(shipped().sections) > 0
     for each in shown:
-        entries, source = each.pop("entries"), each.pop("source")
+        entries = each.pop("entries")
+        source = each.pop("source")
         measured = [{"operation": "all_gather", **made} for made in json.loads((ROOT / source).read_text())["tables"]]
         (found,) = [made for made in measured if made | each == made and made.get("launch", "graph") == "graph"]
         assert entries
@@ -170,7 +173,8 @@ def test_the_shipped_table_says_what_was_measured() -> None:
 
 def test_with_a_budget_only_entries_hold_that_state_their_thread_blocks() -> None:
     """The others were measured with the whole GPU."""
-    stated, free = section(Entry(None, "loop", blocks=16)), section(Entry(None, "1d", chunks=2))
+    stated = section(Entry(None, "loop", blocks=16))
+    free = section(Entry(None, "1d", chunks=2))
     given = {"stores": True, "max_blocks": 64}
     assert choose(4 << 20, sections=[free], stores=True).algorithm == "1d"
     assert choose(4 << 20, sections=[free], **given) == choose(4 << 20, **given)
