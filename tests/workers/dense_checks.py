@@ -158,7 +158,8 @@ def large_calls_by_words_are_several_epochs() -> str:
     mine, should = every[rank()], wanted(spec, every)
     few = wanted(spec, [tensor[:1000] for tensor in every])
     with tdcoll.CollectiveContext(max_bytes_per_rank=room) as ctx:
-        launch = launches_of(spec, ctx, facts_on(ctx, mine.nbytes, mine.dtype), options=KernelOptions(mine.dtype, "sum"))
+        facts = facts_on(ctx, mine.nbytes, mine.dtype)
+        launch = launches_of(spec, ctx, facts, options=KernelOptions(mine.dtype, "sum"))
         out, inside, less = torch.empty_like(mine), mine.clone(), mine[:1000].clone()
 
         def calls() -> None:
