@@ -197,13 +197,16 @@ def traces() -> bool:
     return any(getattr(mode, "_mode_key", None) is not None for mode in modes._get_current_dispatch_mode_stack())
 
 
-_word_at = ctypes.c_size_t.from_address
-
 _OBJECT = object.__basicsize__
 """Bytes of a Python object before what pybind11 adds, which begins with the address of the C++ object."""
 
-_COUNTS = ctypes.sizeof(ctypes.c_size_t)
+_WORD = ctypes.sizeof(ctypes.c_size_t)
 """Bytes of a C++ object before its word with two counts, of which the lower half counts its references."""
+
+# Index i is the word at the address of a pointer plus i words, so these read one at any address that is divided by the
+# size of a word. It takes a third of the time of ctypes.c_size_t.from_address.
+_in_object = ctypes.cast(_OBJECT, ctypes.POINTER(ctypes.c_size_t))
+_in_cpp = ctypes.cast(_WORD, ctypes.POINTER(ctypes.c_size_t))
 
 
 def references(work: dist.Work) -> int:
@@ -213,7 +216,7 @@ def references(work: dist.Work) -> int:
     call methods of the C++ base class, which wait forever. No interface tells, so this reads the count itself, after
     :func:`counts_references`.
     """
-    return _word_at(_word_at(id(work) + _OBJECT).value + _COUNTS).value & 0xFFFFFFFF
+    return _in_cpp[_in_object[id(work) // _WORD] // _WORD] & 0xFFFFFFFF
 
 
 @functools.cache

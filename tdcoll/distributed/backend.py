@@ -268,19 +268,22 @@ class TdcollProcessGroup(ProcessGroup):
 
     # ------------------------------------------------------------------ reductions
 
-    def allreduce(self, tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+    def allreduce(  # type: ignore[override]
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> Any:
         """Reduce each element over the ranks, in place. A sparse COO tensor becomes coalesced."""
         if type(tensors) is not list:  # asking whether it is a tensor takes much longer
             tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        opts = given[0] if given else None
         if type(opts) is not AllreduceOptions:
-            opts = methods.ALL_REDUCE.options_of(given, named)
+            opts = methods.ALL_REDUCE.options_of((opts if op is None else op, timeout))
         if len(tensors) != 1:
             return self._call(methods.ALL_REDUCE_SEVERAL, tensors, tensors, (opts,))
-        tensor, op = plain(tensors[0]), _operation(opts)
-        if tensor.layout is torch.sparse_coo:
-            return self._sparse(tensor, op, opts)
-        return self.dispatcher.call_one(methods.ALL_REDUCE, tensor, tensor, op, opts)
+        tensor = tensors[0]
+        if type(tensor) is not torch.Tensor:
+            tensor = plain(tensor)
+        if tensor.is_sparse:
+            return self._sparse(tensor, _operation(opts), opts)
+        return self.dispatcher.call_one(methods.ALL_REDUCE, tensor, tensor, _operation(opts), opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce each element of several dense tensors over the ranks, in place."""

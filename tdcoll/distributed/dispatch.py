@@ -21,7 +21,7 @@ import torch.distributed as dist
 import tdcoll
 from tdcoll.base import arguments
 from tdcoll.base.capture import capturing
-from tdcoll.base.errors import TdcollError
+from tdcoll.base.errors import CollectiveTimeout, TdcollError
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.budget import Budget
 from tdcoll.calls.collective import operation_of
@@ -64,12 +64,14 @@ class _Known(NamedTuple):
     Attributes:
         counted: the kind, the implementation that handled it, and the reason: the key of ``counts``.
         prepared: repeats such calls; None if the fallback backend makes them.
+        context, handler: of the repeated calls.
         fallback: makes them there, see :meth:`~.fallback.Fallback.single`.
     """
 
     counted: tuple[str, str, str]
     prepared: PreparedCall | None
     context: CollectiveContext | None
+    handler: Dense | None
     fallback: Callable[[torch.Tensor, torch.Tensor, Any], Any] | None = None
 
 
@@ -237,7 +239,7 @@ class Dispatcher:
         self.count(kind, backend, why)
         work = self.fallback.make(call)
         if key is not None and why is unsupported:  # an obstacle may go away
-            self._remember(key, _Known((kind, backend, why), None, None, self.fallback.single(call)))
+            self._remember(key, _Known((kind, backend, why), None, None, None, self.fallback.single(call)))
         return work
 
     def _remember(self, key: Hashable | None, known: _Known) -> None:
@@ -263,9 +265,11 @@ class Dispatcher:
             return self.call(Call([out], [tensor], op, method=method, opts=opts))
         try:
             key: Hashable = method, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
+            nested = tensor.is_nested
             if out is not tensor:
                 key = key, out.dtype, out.layout, out.numel()
-            known = None if tensor.is_nested or out.is_nested else self._known.get(key)
+                nested = nested or out.is_nested
+            known = None if nested else self._known.get(key)
         except (RuntimeError, TypeError):  # a symbolic number is no key
             key = known = None
         if known is not None:
@@ -284,10 +288,10 @@ class Dispatcher:
 
     def _again(self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool) -> Any:
         """Repeat an earlier call of a dense kind; return its work, or None if something has changed since."""
-        job, context, prepared = self.job, known.context, known.prepared
+        job, context, handler, prepared = self.job, known.context, known.handler, known.prepared
         assert context is not None
+        assert handler is not None
         assert prepared is not None
-        handler: Any = self.handlers[known.counted[0]]
         if job is None or job.closed or self._closed or self.coalescing or context is not handler.implicit.context:
             return None
         if handler.queue.busy:
@@ -297,10 +301,13 @@ class Dispatcher:
         if self._on_cpu:
             if asynchronous:
                 return None
-            with backend_errors:
+            try:
                 if repeat_call(context, prepared, (tensor, out)) is None:
                     return None
                 handler.check()
+            except CollectiveTimeout:
+                with backend_errors:  # only here, because entering it for every call takes time
+                    raise
         elif asynchronous:
             queue, device = handler.queue, self.device
             if queue.run_beside(device, repeat_call, context, prepared, (tensor, out)) is None:
@@ -357,7 +364,7 @@ class Dispatcher:
                 if self._on_cpu:
                     self._check()  # of all kinds: a barrier has no context of its own
         if call.prepared is not None and isinstance(handler, Dense):
-            self._remember(key, _Known((kind, "tdcoll", ""), call.prepared, handler.implicit.context))
+            self._remember(key, _Known((kind, "tdcoll", ""), call.prepared, handler.implicit.context, handler))
         return result
 
     def _check(self) -> None:

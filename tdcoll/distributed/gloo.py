@@ -2,7 +2,7 @@
 """Calls of a process group by gloo, with the meaning that they have with tdcoll's kernels and with NCCL.
 
 gloo alone moves and reduces fewer dtypes, wants parts of one shape where sizes are enough, has no lists of parts of
-different sizes, and averages in the dtype itself. What it lacks is made of what it has: bytes in place of numbers that
+different sizes, and averages in the dtype itself. The rest is made of what it has: bytes in place of numbers that
 are only moved, one exchange for a list, and :mod:`~tdcoll.distributed.arithmetic`.
 """
 

@@ -2,9 +2,9 @@
 """The collectives of PyTorch's ``ProcessGroup`` as data: how each is started, and its options.
 
 A call of any of them is a :class:`~tdcoll.distributed.call.Call`, a list of tensors that are
-written, another of tensors that are read, and an object with options. What is the same for all
-collectives can therefore stand in one place: copies of tensors that a receiver cannot take, the
-form of results, deadlines, and what tools see of a call.
+written, another of tensors that are read, and an object with options. Everything else stands once
+for all collectives: copies of tensors that a receiver cannot take, the form of results, deadlines,
+and the view that tools have of a call.
 """
 
 from __future__ import annotations

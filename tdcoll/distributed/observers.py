@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools see of the calls that tdcoll handles: PyTorch's operators, and hooks of process groups.
+"""The view that tools have of the calls that tdcoll handles: PyTorch's operators, and hooks of process groups.
 
 PyTorch makes a collective by an operator such as ``c10d::allreduce_``, which profilers record and dispatch modes
 (``CommDebugMode``, for instance) get. tdcoll's calls need none, because it would cost more than the rest of their host
@@ -88,7 +88,7 @@ def _without_kernels() -> tuple[type[BaseException], ...]:
 
 @dataclass(frozen=True)
 class BeforeCall:
-    """What a hook before a call gets, as ``PreHookArgs`` of PyTorch."""
+    """The argument of a hook before a call, as ``PreHookArgs`` of PyTorch."""
 
     name: Any
     async_op: bool
@@ -100,7 +100,7 @@ class BeforeCall:
 
 @dataclass(frozen=True)
 class BehindCall:
-    """What a hook behind a call gets, as ``PostHookArgs`` of PyTorch."""
+    """The argument of a hook behind a call, as ``PostHookArgs`` of PyTorch."""
 
     name: Any
     async_op: bool

@@ -198,7 +198,8 @@ class StreamWork(AsynchronousWork):
         self._event.record(stream)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if (seconds := seconds_of(timeout)) is not None:
+        seconds = None if timeout is None else seconds_of(timeout)
+        if seconds is not None:
             deadline = time.monotonic() + seconds
             while not self._event.query():
                 if time.monotonic() > deadline:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from tiers import second
+from tiers import slow_tier
 
 import tdcoll
 from tdcoll import runtime
@@ -132,7 +132,7 @@ def make(case: dict[str, Any], tensor: torch.Tensor, world: int, ranks: list[int
         function(tensor, algorithm=algorithm, **where)
 
 
-@pytest.mark.parametrize("examples", [10, second(300)])
+@pytest.mark.parametrize("examples", [10, slow_tier(300)])
 def test_an_explanation_is_what_the_call_logs_and_launches(log: Handler, examples: int) -> None:
     # Cases are small already, and it takes minutes to shrink them.
     @settings(max_examples=examples, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))

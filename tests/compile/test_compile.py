@@ -13,7 +13,7 @@ from typing import Any
 
 import ptx_order
 import pytest
-from tiers import second
+from tiers import slow_tier
 
 from tdcoll.spec.functions import FUNCTIONS
 
@@ -58,7 +58,7 @@ def compiled_for(arch: int, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         return made
 
 
-@pytest.fixture(scope="module", params=[90, second(100)], ids="sm_{}".format)
+@pytest.fixture(scope="module", params=[90, slow_tier(100)], ids="sm_{}".format)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What comes out for one architecture."""
     return compiled_for(request.param, tmp_path_factory)

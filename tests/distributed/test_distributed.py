@@ -19,7 +19,7 @@ import torch.distributed as dist
 from checks import WORKERS
 from processes import python
 from ranks import Wrapped
-from tiers import second
+from tiers import slow_tier
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
 
 import tdcoll
@@ -108,16 +108,16 @@ def test_a_leak_is_found(launch: Launch) -> None:
     ("kind", "how"),
     [
         ("all_reduce", "pytorch"),
-        second("all_gather", "call"),
-        second("all_gather", "new"),
-        second("list", "call-async"),
-        second("reduce_scatter", "group-async"),
-        second("all_to_all", "pytorch-async"),
-        second("sparse", "call-async"),
-        second("sparse", "group"),
-        second("barrier", "call"),
-        second("fallback", "pytorch"),
-        second("fallback", "call-async"),
+        slow_tier("all_gather", "call"),
+        slow_tier("all_gather", "new"),
+        slow_tier("list", "call-async"),
+        slow_tier("reduce_scatter", "group-async"),
+        slow_tier("all_to_all", "pytorch-async"),
+        slow_tier("sparse", "call-async"),
+        slow_tier("sparse", "group"),
+        slow_tier("barrier", "call"),
+        slow_tier("fallback", "pytorch"),
+        slow_tier("fallback", "call-async"),
     ],
 )
 def test_a_timeout_that_is_set_late(launch: Launch, kind: str, how: str) -> None:

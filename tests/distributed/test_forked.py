@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 from checks import WORKERS
 from processes import python
-from tiers import second
+from tiers import slow_tier
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.mark.parametrize("what", ["own", "backend", second("beside"), second("workers")])
+@pytest.mark.parametrize("what", ["own", "backend", slow_tier("beside"), slow_tier("workers")])
 def test_children_get_errors_and_leave_the_rank_alone(launch: Launch, what: str) -> None:
     done = launch("--simulate", "--nproc", "2", str(WORKERS / "forked_job.py"), what, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -120,20 +120,26 @@ def test_wrappers_are_found_without_a_walk(monkeypatch) -> None:
     """Those that were made since the watch began, those in the module, and none whose making has failed."""
 
     class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module, fails: bool = False) -> None:
+        def __init__(self, name: str, module: nn.Module, fails: bool = False) -> None:
             super().__init__()
+            self.name = name
             self.module = module
             if not fails:
                 self.reducer = "made"
 
+    def living(module: nn.Module) -> set[str]:
+        """Names, because pytest's assertions keep the values that they compare."""
+        return {wrapper.name for wrapper in torch_internals.living_ddp(module)}  # type: ignore[attr-defined]
+
     monkeypatch.setattr(torch_internals, "DDP", Wrapper)
     model = nn.Linear(1, 1)
-    early = Wrapper(nn.Linear(1, 1))
+    early = Wrapper("early", nn.Linear(1, 1))
     torch_internals._ddp.discard(early)
     torch_internals.watch_ddp()
-    late, failed = Wrapper(model), Wrapper(model, fails=True)
-    assert torch_internals.living_ddp(model) == [late]
-    assert set(torch_internals.living_ddp(nn.Sequential(early))) == {early, late}
-    del late
-    assert torch_internals.living_ddp(model) == []
+    wrappers = [Wrapper("late", model)]  # in a list, because assertions also keep the values of local variables
+    failed = Wrapper("failed", model, fails=True)
+    assert living(model) == {"late"}
+    assert living(nn.Sequential(early)) == {"early", "late"}
+    wrappers.clear()
+    assert living(model) == set()
     assert failed in torch_internals._ddp

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
-from tiers import second
+from tiers import slow_tier
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tdcoll
@@ -94,7 +94,7 @@ def test_a_padded_call_waits_for_nothing(pe: int, seen: Seen) -> None:
     assert made == ["join", *OWNER, "pad"]
 
 
-@pytest.mark.parametrize("algorithm", [second("owner"), "gather"])
+@pytest.mark.parametrize("algorithm", [slow_tier("owner"), "gather"])
 @on_ranks(2, heap_bytes=1 << 22)
 def test_kernels_of_all_numbers_of_rows_are_loaded_before_the_first_call(
     pe: int, monkeypatch: pytest.MonkeyPatch, algorithm: str
@@ -127,7 +127,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("coalesced", [False, second(True)])
+@pytest.mark.parametrize("coalesced", [False, slow_tier(True)])
 @on_ranks(2, heap_bytes=1 << 21)
 def test_operations_of_pytorch(pe: int, seen: Seen, coalesced: bool) -> None:
     """A table takes the two that give its indices and values, the question whether it is coalesced, and the one that
