@@ -31,10 +31,12 @@ import torch
 import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tdcoll import runtime
 from tdcoll.base import environment
+from tdcoll.base.device_library import device_library
 from tdcoll.base.errors import NotInitializedError, TdcollError
 from tdcoll.base.torch_internals import breaks_graphs
 from tdcoll.language import INTERPRETED, LOWERING
@@ -54,18 +56,29 @@ _LAUNCH_OPTIONS = frozenset(
 )
 
 
+def bitcode_path(arch: int | None = None) -> str:
+    """Path of NVSHMEM's device library: in ``$NVSHMEM_HOME/lib``, or in NVIDIA's wheel ``nvidia-nvshmem-cu*``.
+
+    Args:
+        arch: the GPU's architecture, 90 for sm_90; None: the current device's.
+
+    Raises:
+        FileNotFoundError: no library is installed, or none for that architecture.
+    """
+    if arch is None:
+        arch = _architecture(driver.active.get_current_device())
+    return _bitcode_path(arch)
+
+
 @functools.cache
-def bitcode_path() -> str:
-    """Path of NVSHMEM's device bitcode: ``$NVSHMEM_HOME/lib``, or NVIDIA's wheel ``nvidia-nvshmem-cu*``."""
-    places = environment.nvshmem_folders(os.environ.get("NVSHMEM_HOME"))
-    for place in places:
-        if (place / f"{LIBRARY}.bc").is_file():
-            return str(place / f"{LIBRARY}.bc")
-    raise FileNotFoundError(
-        f"{LIBRARY}.bc, NVSHMEM's device library, was not found in {[str(p) for p in places]}. Install "
-        "tdcoll[cu12] or tdcoll[cu13] (which bring nvidia-nvshmem), or set NVSHMEM_HOME. NVSHMEM 3.7 and later have a "
-        "library for each architecture instead, which tdcoll doesn't use."
-    )
+def _bitcode_path(arch: int) -> str:
+    return str(device_library(environment.nvshmem_folders(os.environ.get("NVSHMEM_HOME")), arch))
+
+
+@functools.cache
+def _architecture(device: int) -> int:
+    """Return the architecture that Triton compiles for on ``device``, which is the current one."""
+    return int(driver.active.get_current_target().arch)
 
 
 # ---------------------------------------------------------------------- which kernels need NVSHMEM

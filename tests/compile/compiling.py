@@ -89,7 +89,7 @@ def compile_for(
             fixed = (int, tl.constexpr)  # also a default that is a constant
             constants |= {(place, i): getattr(of, "value", of) for i, of in enumerate(kind) if isinstance(of, fixed)}
             signature[name] = type(kind)(*("constexpr" if isinstance(of, fixed) else of for of in kind))
-    library = library or part_for_language(bitcode_path())
+    library = library or part_for_language(bitcode_path(arch))
     libraries = {"libnvshmem_device": library} if needs_nvshmem(kernel) else {}
     hints = {
         (i,): [["tt.divisibility", 16]]

@@ -5,12 +5,23 @@ The simulator runs a program as one thread, at one scope and with its loads in o
 barrier, a wait that does not acquire, or a release that stops at this GPU. Each inline asm is one event, because the
 device language and Triton emit one for an access. The line in the source that an instruction comes from (its *site*)
 tells NVSHMEM's own instructions from the kernel's, and memory of this GPU from a peer's.
+
+**NVSHMEM's asynchronous copies.** From 3.7 on, NVSHMEM's puts inside a node contain copies by TMA, and block barriers
+around them that some threads of a block don't reach. Nothing here looks at the completion of such copies. A kernel of
+tdcoll's cannot reach them, for two reasons. First, NVSHMEM tests the word ``tma_policy`` of its device state before all
+of them, and leaves them out if it is 0 (``NVSHMEMX_TMA_DISABLE``). That is its value unless ``NVSHMEM_TMA_POLICY`` says
+otherwise, and ``tdcoll.initialize`` refuses other values. The state is in constant memory, so the word does not change
+while a kernel runs. Second, a block also needs shared memory that it has registered by ``nvshmemx_give_smem``, which
+the device language does not have. The rules use only the first reason, because PTX shows it: they assume that the
+word is 0, and look at the part of a kernel that can still be reached (:func:`_without_tma`). An asynchronous copy that
+does not stand behind that test is reported like any other.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
@@ -55,6 +66,8 @@ ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|bar|barrier|membar|fence)\.|\bcall\
 NVSHMEM = frozenset(name for name, function in FUNCTIONS.items() if function.symbol)
 BLOCK_BARRIERS = {"barrier_all_block", "sync_all_block"}
 SENDS = r"(putmem|signal_op|int_p$|p$)"
+# Words of this GPU that NVSHMEM looks at in a put. Neither Triton nor the device language loads like this.
+OF_NVSHMEM = r"\bld\.relaxed\.gpu\.(b\d|global\.L1::no_allocate)"
 TOUCHES = r"\bbar\.sync|\bmembar|\bcall\b|\bld\.[bsu]\d|\bst\.(?!param|shared|local)"  # what NVSHMEM begins a put with
 
 RULES = {  # from, to: what it means if there is a path without a barrier
@@ -71,6 +84,16 @@ RULES = {  # from, to: what it means if there is a path without a barrier
 RELAXED = "a wait does not acquire at system scope"
 NARROW = "an access has a scope narrower than the system, where a peer may be at the other end"
 ASYNCHRONOUS = "an asynchronous copy is in a kernel that releases, and its completion is not looked at here"
+
+
+TMA_POLICY = {(3, 7): 776, (3, 8): 776}
+"""Offset of ``tma_policy`` in NVSHMEM's device state, in bytes, by NVSHMEM's version: that which
+``device_host/nvshmem_types.h`` of the wheels 3.7.2 and 3.8.0 gives. Versions that are not here have no such argument."""
+_VERSION = re.compile(r"nvshmemi_device_lib_version_d\[12\] = \{(\d+), 0, 0, 0, (\d+)\b")
+_STATE = re.compile(r"ld\.const\.[bsu]32\s+(%r\d+), \[nvshmemi_device_state_d\+(\d+)\];")
+_COMPARED = re.compile(r"setp\.(eq|ne)\.[bsu]32\s+(%p\d+), (%r\d+), 0;")
+_NEGATED = re.compile(r"not\.pred\s+(%p\d+), (%p\d+);")
+_CONDITION = re.compile(r"@(!?)(%p\d+) bra(?:\.uni)?\s+\$L__BB")
 
 
 class Block(NamedTuple):
@@ -153,7 +176,8 @@ def _parsed(ptx: str) -> Iterator[Instruction]:
 
 def _narrow(instruction: Instruction) -> str | None:
     """The scope of an access that orders or is atomic, if that is narrower than the system; None if it is not."""
-    for access in re.findall(ORDERED, re.sub(MONITOR, "", instruction.text)):
+    text = re.sub(OF_NVSHMEM, "", instruction.text) if instruction.called else instruction.text
+    for access in re.findall(ORDERED, re.sub(MONITOR, "", text)):
         words = set(re.split(r"[.:]+", access))
         strong = words & {"acquire", "release", "acq_rel", "relaxed", "sc", "atom", "red", "fence", "membar"}
         if strong and not words & {"sys", "shared", "proxy"}:
@@ -186,7 +210,12 @@ def _kinds(instruction: Instruction) -> frozenset[str]:
 
 @lru_cache(1)
 def blocks_of(ptx: str) -> dict[str, Block]:
-    """The kernel's basic blocks by label."""
+    """The kernel's basic blocks by label, but for those that are reached only if NVSHMEM may use TMA."""
+    return _without_tma(ptx, _all_blocks(ptx))
+
+
+def _all_blocks(ptx: str) -> dict[str, Block]:
+    """The kernel's basic blocks by label. The branch at the end of one goes to the first of those that may follow."""
     blocks: dict[str, Block] = {}
     tables = {  # of jumps
         name: re.findall(r"\$L__BB\w+", labels)
@@ -216,6 +245,41 @@ def blocks_of(ptx: str) -> dict[str, Block]:
             block.events.append(kinds)
     blocks[label] = block
     return blocks
+
+
+def _without_tma(ptx: str, blocks: dict[str, Block]) -> dict[str, Block]:
+    """Return the blocks that a kernel can reach if the word ``tma_policy`` of NVSHMEM's device state is 0."""
+    version = _VERSION.search(ptx)
+    offset = TMA_POLICY.get((int(version[1]), int(version[2]))) if version else None
+    if offset is None:
+        return blocks
+    texts = [text for block in blocks.values() for text in block.texts]
+    assigned = Counter(register for text in texts if "%" in text for register in _flows(text)[0])
+    loads = [match for match in map(_STATE.match, texts) if match and int(match[2]) == offset]
+    zeros = {match[1] for match in loads if assigned[match[1]] == 1}
+    known: dict[str, bool] = {}
+    """Predicates that follow from it."""
+    for match in filter(None, map(_COMPARED.match, texts)):
+        if match[3] in zeros and assigned[match[2]] == 1:
+            known[match[2]] = match[1] == "eq"
+    for match in filter(None, map(_NEGATED.match, texts)):
+        if match[2] in known and assigned[match[1]] == 1:
+            known[match[1]] = not known[match[2]]
+    pruned = {}
+    pending = ["begin"]
+    while pending:
+        label = pending.pop()
+        if label in pruned:
+            continue
+        block = blocks[label]
+        following = block.following
+        condition = _CONDITION.match(block.texts[-1]) if block.texts else None
+        if condition and condition[2] in known:
+            taken = known[condition[2]] != (condition[1] == "!")
+            following = following[:1] if taken else following[1:]
+        pruned[label] = block._replace(following=following)
+        pending += following
+    return {label: pruned[label] for label in blocks if label in pruned}
 
 
 def _reaches(blocks: dict[str, Block], label: str, place: int, wanted: str) -> bool:

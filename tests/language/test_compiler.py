@@ -92,7 +92,7 @@ def _forgotten():
 
 
 def test_it_has_what_the_language_calls_and_little_else() -> None:
-    whole = Path(bitcode_path())
+    whole = Path(bitcode_path(90))
     part = Path(part_for_language(str(whole)))
     assert part.stat().st_size < whole.stat().st_size / 10
     defined = set(re.findall(r"^define .*@(nvshmemx?_\w+)\(", part.read_text(), re.MULTILINE))
@@ -100,10 +100,10 @@ def test_it_has_what_the_language_calls_and_little_else() -> None:
 
 
 def test_it_is_cut_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = part_for_language(bitcode_path())
+    part = part_for_language(bitcode_path(90))
     part_for_language.cache_clear()
     monkeypatch.delattr(library, "_cut")
-    assert part_for_language(bitcode_path()) == part != bitcode_path()
+    assert part_for_language(bitcode_path(90)) == part != bitcode_path(90)
 
 
 @pytest.mark.parametrize(
