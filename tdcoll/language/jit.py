@@ -56,6 +56,12 @@ _LAUNCH_OPTIONS = frozenset(
 )
 
 
+OWN_OPTIONS = {"enable_fp_fusion": True}
+"""Launch options of all tdcoll's own kernels. If a product is fused with a sum, the result is rounded once, and may have
+other bits. Triton up to 3.9 fuses by default, 3.10 will not, and ``TRITON_DEFAULT_FP_FUSION`` changes the default. tdcoll's
+results have the same bits in every case. Kernels of yours have Triton's default."""
+
+
 def bitcode_path(arch: int | None = None) -> str:
     """Path of NVSHMEM's device library: in ``$NVSHMEM_HOME/lib``, or in NVIDIA's wheel ``nvidia-nvshmem-cu*``.
 
@@ -291,6 +297,11 @@ class TdcollJITFunction(JITFunction):
         return tuple(_used_by(self))
 
     @functools.cached_property
+    def _is_own(self) -> bool:
+        """Whether this kernel is part of tdcoll."""
+        return str(self.__module__).startswith("tdcoll.")
+
+    @functools.cached_property
     def calls_nvshmem(self) -> bool:
         """Whether this kernel needs NVSHMEM's bitcode whatever its arguments are."""
         return _marked(self._used, "needs_nvshmem")
@@ -329,6 +340,8 @@ class TdcollJITFunction(JITFunction):
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         args, kwargs = _as_arguments(args, kwargs)
+        if self._is_own:
+            kwargs = {**OWN_OPTIONS, **kwargs}
         self._check_monitor(args, kwargs)
         if not _LEFT_TO_TRITON_DISTRIBUTED and (
             self.calls_nvshmem or _arguments_need_nvshmem(args) or _arguments_need_nvshmem(kwargs.values())

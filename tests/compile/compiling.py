@@ -21,7 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
+from tdcoll.language.jit import OWN_OPTIONS, _with_plain_fields, bitcode_path, needs_nvshmem
 from tdcoll.language.library import part_for_language
 from tdcoll.primitives.group import Group, Inbox, Nodes
 from tdcoll.primitives.lamport import Lamport
@@ -104,7 +104,7 @@ def compile_for(
         compiled = triton.compile(
             ASTSource(kernel, signature, constants, hints),
             target=GPUTarget("cuda", arch, 32),
-            options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early, **options},
+            options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early, **OWN_OPTIONS, **options},
         )
     ptx = compiled.asm["ptx"]
     _REPORTS[ptx] = told.getvalue()

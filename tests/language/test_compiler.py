@@ -137,6 +137,17 @@ def test_a_kernel_after_the_warm_up_finds_everything_done(compiled: dict[str, An
     assert seen["later"] == seen["after"]
 
 
+def test_bits_of_tdcolls_kernels_do_not_depend_on_tritons_default(compiled: dict[str, Any]) -> None:
+    assert compiled["fused by default"] == {
+        "own, default True": True,
+        "own, default False": True,
+        "user's, default True": True,
+        "user's, default False": False,
+        "user's, the other asked for, default True": False,
+        "user's, the other asked for, default False": True,
+    }
+
+
 def test_the_warm_up_launches_nothing(compiled: dict[str, Any]) -> None:
     assert compiled["warming up"]["events"] == []
 
