@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVSHMEM's device library, which kernels link: the file of an installation that serves a GPU's architecture.
 
-Up to 3.6, NVSHMEM has one file, ``libnvshmem_device.bc``. From 3.7 on it has one for each of some architectures,
-``libnvshmem_device_sm_90.bc`` for example. A GPU can run the code of every older architecture, so it gets the newest
-file that is not newer than the GPU.
+Up to 3.6, NVSHMEM has one file, ``libnvshmem_device.bc``. From 3.7 on it has one for each of some
+architectures, ``libnvshmem_device_sm_90.bc`` for example. A GPU can run the code of every older
+architecture, so it gets the newest file that is not newer than the GPU.
 
-This module imports only the standard library, because the doctor, which uses it, also runs if PyTorch is missing.
+This module imports only the standard library, because the doctor, which uses it, also runs if
+PyTorch is missing.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def device_libraries(folder: Path) -> dict[int, Path]:
 def device_library(folders: Sequence[Path], arch: int) -> Path:
     """Return the device library for GPUs of architecture ``arch`` (90 for sm_90).
 
-    The first of ``folders`` that has any device library decides, because a job also takes NVSHMEM's host library from
-    the first folder, and both must be of one version.
+    The first of ``folders`` that has any device library decides, because a job also takes NVSHMEM's
+    host library from the first folder, and both must be of one version.
 
     Raises:
         FileNotFoundError: no folder has a device library, or none that serves ``arch``.
@@ -52,8 +53,9 @@ def device_library(folders: Sequence[Path], arch: int) -> Path:
         if libraries:
             names = ", ".join(libraries[oldest].name for oldest in sorted(libraries))
             raise FileNotFoundError(
-                f"NVSHMEM's device library in {folder} has no file for sm_{arch} or an older architecture, only {names}. "
-                "Install another version of NVSHMEM, or set NVSHMEM_HOME to one"
+                f"NVSHMEM's device library in {folder} has no file for sm_{arch} or an older "
+                f"architecture, only {names}. Install another version of NVSHMEM, or set "
+                "NVSHMEM_HOME to one"
             )
     places = ", ".join(map(str, folders)) or "no folder, because neither NVSHMEM_HOME nor NVIDIA's wheel is there"
     raise FileNotFoundError(

@@ -24,9 +24,10 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip gradients by their norm, as ``torch.nn.utils.clip_grad_norm_`` does, even if some of them are sparse.
 
-    torch's function refuses sparse gradients, such as those of ``nn.Embedding(sparse=True)``, and DTensors beside other
-    tensors or DTensors of another mesh. This one takes all of them together, and treats a sparse gradient as the dense
-    tensor that it represents: if a row occurs twice, it is summed before it counts, and missing rows are zero. A sparse
+    torch's function refuses sparse gradients, such as those of ``nn.Embedding(sparse=True)``, before PyTorch 2.15.
+    Later it refuses those without rows for some orders, and ignores missing rows for negative orders. It refuses
+    DTensors beside other tensors or DTensors of another mesh. This function takes all of them together, and treats a
+    sparse gradient as the dense tensor that it represents: if a row occurs twice, it is summed before it counts, and missing rows are zero. A sparse
     gradient that is not coalesced is coalesced in place, and on a GPU the host waits for that. Gradients that tdcoll
     has reduced are coalesced. Otherwise the host waits only when it waits in torch's function, which does all the
     arithmetic.

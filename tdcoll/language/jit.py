@@ -57,9 +57,10 @@ _LAUNCH_OPTIONS = frozenset(
 
 
 OWN_OPTIONS = {"enable_fp_fusion": True}
-"""Launch options of all tdcoll's own kernels. If a product is fused with a sum, the result is rounded once, and may have
-other bits. Triton up to 3.9 fuses by default, 3.10 will not, and ``TRITON_DEFAULT_FP_FUSION`` changes the default. tdcoll's
-results have the same bits in every case. Kernels of yours have Triton's default."""
+"""Launch options of all tdcoll's own kernels. If a product is fused with a sum, the result is
+rounded once, and may have other bits. Triton up to 3.9 fuses by default, 3.10 will not, and
+``TRITON_DEFAULT_FP_FUSION`` changes the default. tdcoll's results have the same bits in every case.
+Kernels of yours have Triton's default."""
 
 
 def bitcode_path(arch: int | None = None) -> str:

@@ -88,7 +88,8 @@ ASYNCHRONOUS = "an asynchronous copy is in a kernel that releases, and its compl
 
 TMA_POLICY = {(3, 7): 776, (3, 8): 776}
 """Offset of ``tma_policy`` in NVSHMEM's device state, in bytes, by NVSHMEM's version: that which
-``device_host/nvshmem_types.h`` of the wheels 3.7.2 and 3.8.0 gives. Versions that are not here have no such argument."""
+``device_host/nvshmem_types.h`` of the wheels 3.7.2 and 3.8.0 gives. Versions that are not here have
+no such argument."""
 _VERSION = re.compile(r"nvshmemi_device_lib_version_d\[12\] = \{(\d+), 0, 0, 0, (\d+)\b")
 _STATE = re.compile(r"ld\.const\.[bsu]32\s+(%r\d+), \[nvshmemi_device_state_d\+(\d+)\];")
 _COMPARED = re.compile(r"setp\.(eq|ne)\.[bsu]32\s+(%p\d+), (%r\d+), 0;")

@@ -205,4 +205,3 @@ def test_bitcode_of_the_current_device(monkeypatch: pytest.MonkeyPatch, tmp_path
             assert jit.bitcode_path() == str(tmp_path / "lib" / f"libnvshmem_device_sm_{arch}.bc")
     finally:
         jit._architecture.cache_clear()
-

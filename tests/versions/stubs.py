@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections import defaultdict
 from pathlib import Path
 
 FOLDER = "nvidia/cu13/lib"
