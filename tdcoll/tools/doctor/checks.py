@@ -123,7 +123,15 @@ def _nvshmem(facts: MachineFacts) -> list[Line]:
         return [problem(name, f"{text}: {', '.join(wrong)} and torch, for CUDA {cuda}, don't fit together", advice)]
     if failure := _failure(facts, "nvshmem"):
         return [problem(name, f"{text}; nvshmem4py {failure}", extra)]
-    return [ok(name, f"{text}; {found['library'] or 'its library loads'}")]
+    libraries = facts.found["device library"]
+    if "error" in libraries:
+        return [problem(name, f"{text}; {libraries['error']}", extra)]
+    if policy := facts.environment.get("NVSHMEM_TMA_POLICY"):
+        if policy.strip().upper() != "DISABLE":
+            text = f"NVSHMEM_TMA_POLICY={policy} lets NVSHMEM copy asynchronously, which tdcoll refuses"
+            return [problem(name, text, "unset NVSHMEM_TMA_POLICY")]
+    files = [f"{arch}: {path}" for arch, path in libraries.items()]
+    return [ok(name, "; ".join([text, found["library"] or "its library loads", *files]))]
 
 
 def _driver(facts: MachineFacts) -> list[Line]:
