@@ -19,13 +19,18 @@ TRITON_BELOW = (4, 0)
 """First Triton that is refused, because a new major version changes the compiler's internals that tdcoll uses."""
 
 TESTED_TORCH = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
-"""PyTorch of each row that ``tests/versions/matrix.py`` runs."""
+"""PyTorch of the rows of ``tests/versions/matrix.py``."""
 
 TESTED_TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
-"""Triton of each of these rows."""
+"""Triton of the same rows."""
 
 TESTED_NVSHMEM = ("3.4.5", "3.6.5", "3.7.2", "3.8.0")
-"""NVSHMEM that kernels are compiled with in these rows."""
+"""NVSHMEM with which kernels are compiled in each row."""
+
+INSTALLED_ON_GPUS = ('torch==2.11.*; python_version < "3.15"', 'torch; python_version >= "3.15"')
+"""What ``launch.sh`` installs on a machine with GPUs and without a Python that has PyTorch: the one with
+which tdcoll's tests and benchmarks have run on GPUs. It brings Triton 3.6 and NVSHMEM 3.4.5. Where a
+Python is too new for it, the newest."""
 
 
 def version_of(text: object) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from tdcoll.base import arguments
 from tdcoll.base.child import run
 from tdcoll.base.environment import nvshmem_folders
-from tdcoll.base.versions import OLDEST_TORCH, OLDEST_TRITON, TRITON_BELOW, text_of, version_of
+from tdcoll.base.versions import INSTALLED_ON_GPUS, OLDEST_TORCH, OLDEST_TRITON, TRITON_BELOW, text_of, version_of
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_CHECKOUT = all((ROOT / name).is_file() for name in ("setenv.sh", "launch.sh", "constraints-cpu.txt"))
@@ -242,8 +242,8 @@ def _make_venv(extra: Sequence[str], stamp: str, before: str) -> None:
         venv.create(_VENV, clear=bool(now) and not fits, symlinks=True, with_pip=True)
         if kind == "cpu":
             pip("-c", "constraints-cpu.txt", "-e", ".[sim,compile,bench,test,dev]")
-        else:  # first the PyTorch that pip would give, then NVSHMEM for its CUDA
-            pip("torch", "numpy")
+        else:  # first PyTorch, then NVSHMEM for its CUDA
+            pip(*INSTALLED_ON_GPUS, "numpy")
             code = "import torch; print((torch.version.cuda or 'none').partition('.')[0])"
             cuda = subprocess.run([_OWN, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
             if cuda not in ("12", "13"):

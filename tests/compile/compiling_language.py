@@ -42,7 +42,7 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
         types = LANGUAGE_TYPES | ({"data": "*i32"} if name == "store_through_pointer" else {})
         # FORM, STEP and SEMANTIC as values known at run time only: one compilation holds all forms.
         constants = {name: 8 for name in ("BLOCK", "PARTS") if name in kernel.arg_names}
-        ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
+        ptx = compile_for(kernel, arch, constants, types, assembled=False).asm["ptx"]
         links, needs = "nvshmemi_device_state" in ptx, needs_nvshmem(kernel)
         done.append({"kernel": name, "arch": arch, "links": links, "needs": needs})
     return done
