@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the tests with each supported pair of PyTorch and Triton, and compile the kernels with each NVSHMEM.
 
-Needs no GPU, but pip, a C compiler and binutils. For each row it makes an environment, without CUDA's
-libraries (``stubs.py``), and runs the first tier of tests and both tiers of ``tests/compile``. Wheels
-of a row take up to 1 GB, its environment 3 GB, and its tests an hour of two cores. What has been
-measured is written to a file after each step, so that rows can be run one at a time::
+Needs no GPU, but pip, a C compiler and binutils. For each row it makes an environment without CUDA's
+libraries (``stubs.py``). It has pip resolve the row beside tdcoll, counts the operations that round
+(``arithmetic.py``), and runs the first tier of tests and both tiers of ``tests/compile``. Wheels of a
+row take up to 1 GB, its environment 3 GB, and its tests an hour of two cores. Results are written to a
+file after each step, so rows and steps can be run one at a time::
 
     python tests/versions/matrix.py --list
     python tests/versions/matrix.py --only torch-2.15 --cache ~/wheels
@@ -36,7 +37,7 @@ import stubs  # noqa: E402
 from tdcoll.base.versions import TESTED_NVSHMEM, TESTED_TORCH, TESTED_TRITON  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results" / "versions.json"
-STEPS = ("resolve", "tests", "compile")
+STEPS = ("resolve", "arithmetic", "tests", "compile")
 LIBRARY = "nvidia/nvshmem/lib"
 ARCHITECTURES = (90, 100)
 
@@ -183,6 +184,13 @@ def pytest(python: Path, arguments: Sequence[str | Path], **variables: str) -> d
     return {**counts, "failures": failed, "seconds": round(time.monotonic() - begin)}
 
 
+def arithmetic(python: Path, home: Path) -> dict[str, dict[str, int]]:
+    """Return how often each kernel rounds (``arithmetic.py``)."""
+    program = ROOT / "tests" / "versions" / "arithmetic.py"
+    command = ["env", "-u", "TRITON_INTERPRET", f"NVSHMEM_HOME={home}", python, "-W", "ignore", program, "90"]
+    return json.loads(checked(command).splitlines()[-1])
+
+
 def compile_with(python: Path, home: Path, workers: str, folder: Path) -> dict[str, Any]:
     """Run ``tests/compile`` with an NVSHMEM, and add what the kernels need."""
     base = folder / "pytest"
@@ -190,7 +198,6 @@ def compile_with(python: Path, home: Path, workers: str, folder: Path) -> dict[s
     variables = {"NVSHMEM_HOME": str(home), "TRITON_CACHE_DIR": str(folder / "triton-cache")}
     result = pytest(python, ["tests/compile", *tiers], **variables)
     kernels: dict[str, list[int]] = {}
-    rounds: dict[str, dict[str, int]] = {}
     for arch in ARCHITECTURES:
         for file in base.parent.glob(f"**/compiled-*-{arch}-registers.json"):
             made = json.loads(file.read_text())
@@ -200,11 +207,8 @@ def compile_with(python: Path, home: Path, workers: str, folder: Path) -> dict[s
                     worst = kernels.get(name, [0, 0])
                     needed = (kernel["registers"], kernel["spilled_bytes"])
                     kernels[name] = [max(a, b) for a, b in zip(worst, needed, strict=True)]
-            for index, one in enumerate(made["order"]):
-                if one["module"].startswith("tdcoll.") and one["arithmetic"]:
-                    rounds[f"{index} {one['kernel']}, sm_{arch}"] = one["arithmetic"]
             file.unlink()
-    return {**result, "registers and spilled bytes": kernels, "arithmetic": rounds}
+    return {**result, "registers and spilled bytes": kernels}
 
 
 def of_both_parts(made: dict[str, Any]) -> list[dict[str, Any]]:
@@ -253,6 +257,10 @@ def main() -> None:
         if "resolve" in steps:
             say(f"{name}: resolving")
             note(name, resolve=resolve(row))
+        if "arithmetic" in steps:
+            say(f"{name}: the arithmetic of kernels")
+            oldest = nvshmem(TESTED_NVSHMEM[0], options.cache, options.environments)
+            note(name, arithmetic=arithmetic(python, oldest))
         if "tests" in steps:
             say(f"{name}: the first tier")
             found = pytest(python, ["-n", options.workers])
