@@ -147,6 +147,12 @@ def _sites_of(file: str) -> tuple[dict[int, str], dict[int, str]]:
     return _sites(f"{source.parent.name}.{source.stem}", source.read_text())
 
 
+def _body(ptx: str) -> str:
+    """The text of the kernel, without the functions that it calls, which follow."""
+    body = ptx[ptx.index(".entry") :]
+    return body[: body.index("// -- End function")]
+
+
 @lru_cache(1)  # looked at several times
 def _instructions(ptx: str) -> tuple[Instruction, ...]:
     """Instructions and labels of the kernel's body; an inline asm is one."""
@@ -156,11 +162,9 @@ def _instructions(ptx: str) -> tuple[Instruction, ...]:
 def _parsed(ptx: str) -> Iterator[Instruction]:
     files = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, flags=re.MULTILINE)
     sites = {number: _sites_of(file) for number, file in files}
-    body = ptx[ptx.index(".entry") :]
-    body = body[: body.index("// -- End function")]  # what follows are functions that it calls
     asm: list[str] | None = None
     site = called = ""
-    for line in body.splitlines():
+    for line in _body(ptx).splitlines():
         if "// begin inline asm" in line:
             asm = []
         elif "// end inline asm" in line:
@@ -220,7 +224,7 @@ def _all_blocks(ptx: str) -> dict[str, Block]:
     blocks: dict[str, Block] = {}
     tables = {  # of jumps
         name: re.findall(r"\$L__BB\w+", labels)
-        for name, labels in re.findall(r"(\$L_\w+):\s*\.branchtargets([^;]*);", ptx)
+        for name, labels in re.findall(r"(\$L_\w+):\s*\.branchtargets([^;]*);", _body(ptx))
     }
     block, label, count = Block([], [], []), "begin", 0
     for instruction in _instructions(ptx):

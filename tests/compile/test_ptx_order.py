@@ -36,6 +36,9 @@ PUT = (at("puts", "tdl.putmem_signal_nbi_block(landing"), BARRIER, "ld.b32 %r9, 
 PUBLISHED = at("group", "tdl.block_and(")
 ELSEWHERE = at("stores", "tdl.st_release(theirs")
 RULES = ptx_order.RULES
+NVSHMEM_3_7 = ".visible .const .align 4 .b8 nvshmemi_device_lib_version_d[12] = {3, 0, 0, 0, 7, 0, 0, 0, 2};\n"
+NVSHMEM_3_8 = NVSHMEM_3_7.replace("7, 0, 0, 0, 2", "8")  # trailing zeros are left out
+NVSHMEM_3_9 = NVSHMEM_3_7.replace("7,", "9,")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,15 @@ def test_order_is_seen(lines: tuple[str, ...], problems: list[str]) -> None:
     assert ptx_order.problems(kernel(*lines)) == problems
 
 
+def test_tables_of_functions_that_are_called_are_others() -> None:
+    """Each function counts its own from 0, and their labels are not the kernel's."""
+    text = kernel(*jump("$L__BB0_1, $L__BB0_1"), "$L__BB0_1:", RELEASE)
+    called = ".func called()\n{\n$L_brx_0: .branchtargets $L__BB1_7, $L__BB1_8;\n}\n// -- End function\n"
+    assert ptx_order.problems(text) == [RULES["store", "release"]]
+    assert ptx_order.problems(text + "\n" + called) == [RULES["store", "release"]]
+    assert ptx_order.problems(NVSHMEM_3_7 + text + "\n" + called) == [RULES["store", "release"]]
+
+
 THREAD = "mov.u32 %r1, %tid.x;\nsetp.eq.s32 %p1, %r1, 0;"
 PROGRAM = "mov.u32 %r1, %ctaid.x;\nsetp.eq.s32 %p1, %r1, 0;"
 AGREE = "// begin inline asm\nbarrier.cta.red.and.pred all, 0, mine; selp.u32 %r2, 1, 0, all;\n// end inline asm"
@@ -110,9 +122,6 @@ def test_barriers_that_some_threads_do_not_reach_are_seen(lines: tuple[str, ...]
 
 # ---------------------------------------------------------------------- NVSHMEM's asynchronous copies
 
-NVSHMEM_3_7 = ".visible .const .align 4 .b8 nvshmemi_device_lib_version_d[12] = {3, 0, 0, 0, 7, 0, 0, 0, 2};\n"
-NVSHMEM_3_8 = NVSHMEM_3_7.replace("7, 0, 0, 0, 2", "8")  # trailing zeros are left out
-NVSHMEM_3_9 = NVSHMEM_3_7.replace("7,", "9,")
 POLICY = "ld.const.b32 %r5, [nvshmemi_device_state_d+776];"
 COPY = "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], %r2;"
 OFF = (POLICY, "setp.eq.b32 %p2, %r5, 0;", "@%p2 bra $L__BB0_1;", COPY, "$L__BB0_1:", BARRIER, RELEASE)

@@ -253,10 +253,12 @@ def main() -> None:
 
     for name in options.only or list(ROWS):
         row = ROWS[name]
-        python = environment(row, options.cache, options.environments)
         if "resolve" in steps:
             say(f"{name}: resolving")
             note(name, resolve=resolve(row))
+        if steps == ["resolve"]:
+            continue
+        python = environment(row, options.cache, options.environments)
         if "arithmetic" in steps:
             say(f"{name}: the arithmetic of kernels")
             oldest = nvshmem(TESTED_NVSHMEM[0], options.cache, options.environments)
