@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
@@ -92,7 +91,8 @@ TMA_POLICY = {(3, 7): 776, (3, 8): 776}
 no such argument."""
 _VERSION = re.compile(r"nvshmemi_device_lib_version_d\[12\] = \{(\d+), 0, 0, 0, (\d+)\b")
 _STATE = re.compile(r"ld\.const\.[bsu]32\s+(%r\d+), \[nvshmemi_device_state_d\+(\d+)\];")
-_COMPARED = re.compile(r"setp\.(eq|ne)\.[bsu]32\s+(%p\d+), (%r\d+), 0;")
+_MOVED = re.compile(r"mov\.[bsu]32\s+(%r\d+), (-?\d+|%r\d+);")
+_COMPARED = re.compile(r"setp\.(eq|ne)\.[bsu]32\s+(%p\d+), (%r\d+), (-?\d+);")
 _NEGATED = re.compile(r"not\.pred\s+(%p\d+), (%p\d+);")
 _CONDITION = re.compile(r"@(!?)(%p\d+) bra(?:\.uni)?\s+\$L__BB")
 
@@ -258,33 +258,51 @@ def _without_tma(ptx: str, blocks: dict[str, Block]) -> dict[str, Block]:
     offset = TMA_POLICY.get((int(version[1]), int(version[2]))) if version else None
     if offset is None:
         return blocks
-    texts = [text for block in blocks.values() for text in block.texts]
-    assigned = Counter(register for text in texts if "%" in text for register in _flows(text)[0])
-    loads = [match for match in map(_STATE.match, texts) if match and int(match[2]) == offset]
-    zeros = {match[1] for match in loads if assigned[match[1]] == 1}
-    known: dict[str, bool] = {}
-    """Predicates that follow from it."""
-    for match in filter(None, map(_COMPARED.match, texts)):
-        if match[3] in zeros and assigned[match[2]] == 1:
-            known[match[2]] = match[1] == "eq"
-    for match in filter(None, map(_NEGATED.match, texts)):
-        if match[2] in known and assigned[match[1]] == 1:
-            known[match[1]] = not known[match[2]]
-    pruned = {}
+    begin: dict[str, dict[str, int]] = {"begin": {}}
+    """Registers and predicates with a known value at the beginning of a block that can be reached."""
+    following: dict[str, list[str]] = {}
     pending = ["begin"]
     while pending:
         label = pending.pop()
-        if label in pruned:
-            continue
         block = blocks[label]
-        following = block.following
+        known = _known_after(block.texts, begin[label], offset)
+        following[label] = block.following
         condition = _CONDITION.match(block.texts[-1]) if block.texts else None
         if condition and condition[2] in known:
             taken = known[condition[2]] != (condition[1] == "!")
-            following = following[:1] if taken else following[1:]
-        pruned[label] = block._replace(following=following)
-        pending += following
-    return {label: pruned[label] for label in blocks if label in pruned}
+            following[label] = block.following[:1] if taken else block.following[1:]
+        for after in following[label]:
+            before = begin.get(after)
+            # Where paths meet, only what they agree on is known.
+            both = known if before is None else dict(before.items() & known.items())
+            if both != before:
+                begin[after] = both
+                pending.append(after)
+    return {label: blocks[label]._replace(following=following[label]) for label in blocks if label in following}
+
+
+def _known_after(texts: list[str], known: dict[str, int], offset: int) -> dict[str, int]:
+    """Return the registers and predicates with a known value after some instructions, if ``tma_policy`` is 0."""
+    known = dict(known)
+    for text in texts:
+        if "%" not in text:
+            continue
+        value: int | None = None
+        loaded, moved = _STATE.match(text), _MOVED.match(text)
+        compared, negated = _COMPARED.match(text), _NEGATED.match(text)
+        if loaded and int(loaded[2]) == offset:
+            value = 0
+        elif moved:
+            value = known.get(moved[2]) if moved[2].startswith("%") else int(moved[2])
+        elif compared and compared[3] in known:
+            value = (known[compared[3]] == int(compared[4])) == (compared[1] == "eq")
+        elif negated and negated[2] in known:
+            value = not known[negated[2]]
+        for register in _flows(text)[0]:
+            known.pop(register, None)
+            if value is not None:
+                known[register] = int(value)
+    return known
 
 
 def _reaches(blocks: dict[str, Block], label: str, place: int, wanted: str) -> bool:
@@ -357,6 +375,7 @@ REGISTER = re.compile(r"%[a-z]+\d+\b")
 RESULTS = re.compile(r"(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^,]+)")
 
 
+@cache
 def _flows(text: str) -> tuple[list[str], list[str], bool]:
     """Registers that an instruction or inline asm writes and reads, and whether its result is divergent in any case."""
     lines = [line for line in re.split(r"[;\n]", text.removeprefix("asm ")) if line.strip()]

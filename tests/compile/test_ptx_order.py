@@ -130,6 +130,10 @@ ON = (
     *("$L__BB0_1:", COPY, BARRIER, RELEASE),
 )
 INVERTED = (POLICY, "setp.ne.b32 %p1, %r5, 0;", "not.pred %p2, %p1;", *OFF[2:])
+SHARED = (  # a register that has the policy, or 1 on a path that is left out with it
+    *(POLICY, "@%p3 bra $L__BB0_4;", "setp.eq.b32 %p2, %r5, 0;", "@%p2 bra $L__BB0_4;", "mov.b32 %r5, 1;"),
+    *("$L__BB0_4:", "setp.eq.b32 %p4, %r5, 0;", "@%p4 bra $L__BB0_1;", COPY, "$L__BB0_1:", BARRIER, RELEASE),
+)
 NOT_TAKEN = (POLICY, "setp.ne.b32 %p2, %r5, 0;", "@!%p2 bra $L__BB0_1;", *OFF[3:])
 
 
@@ -139,7 +143,7 @@ def changed(lines: tuple[str, ...], given: str, other: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("version", [NVSHMEM_3_7, NVSHMEM_3_8])
-@pytest.mark.parametrize("lines", [OFF, ON, INVERTED, NOT_TAKEN])
+@pytest.mark.parametrize("lines", [OFF, ON, INVERTED, NOT_TAKEN, SHARED])
 def test_copies_behind_nvshmems_policy_are_not_reached(version: str, lines: tuple[str, ...]) -> None:
     assert ptx_order.problems(version + kernel(*lines)) == []
 
@@ -153,7 +157,10 @@ def test_copies_behind_nvshmems_policy_are_not_reached(version: str, lines: tupl
         (NVSHMEM_3_7, changed(OFF, "setp.eq", "setp.ne")),
         (NVSHMEM_3_7, changed(OFF, "@%p2", "@!%p2")),
         (NVSHMEM_3_7, (*OFF[:2], "setp.eq.b32 %p2, %r6, 0;", *OFF[2:])),  # the predicate may be another
-        (NVSHMEM_3_7, ("mov.b32 %r5, %r6;", *OFF)),
+        (NVSHMEM_3_7, (OFF[0], "mov.b32 %r5, %r6;", *OFF[1:])),
+        (NVSHMEM_3_7, (OFF[0], "mov.b32 %r5, 1;", *OFF[1:])),
+        (NVSHMEM_3_7, (OFF[0], "add.s32 %r5, %r5, %r6;", *OFF[1:])),
+        (NVSHMEM_3_7, (OFF[0], "@%p7 bra $L__BB0_5;", "mov.b32 %r5, 2;", "$L__BB0_5:", *OFF[1:])),  # on some path
         (NVSHMEM_3_9, OFF),  # nobody has looked where its policy is
         ("", OFF),
     ],
