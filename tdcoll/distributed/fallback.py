@@ -210,8 +210,8 @@ def _nccl(
     """Make what backend ``"nccl"`` is in this PyTorch, splitting the default group's communicator if torch does.
 
     PyTorch has several implementations from 2.14 on. From 2.15 on ``"nccl"`` is ``ProcessGroupNCCL2``, unless
-    ``TORCH_DIST_USE_NCCL2`` is 0. All of them take ``ProcessGroupNCCL.Options``. Then PyTorch's function makes it, and it
-    doesn't ``tell``. That isn't necessary, because PyTorch sets the timeout of a group for gloo as well.
+    ``TORCH_DIST_USE_NCCL2`` is 0. All of them take ``ProcessGroupNCCL.Options``. From 2.14 on PyTorch's function makes
+    it, and it doesn't ``tell``. That isn't necessary, because PyTorch sets the timeout of a group for gloo as well.
 
     Args:
         plain: the group of the fallback backend. It is bound to this rank's GPU if NCCL is to connect at once.

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tdcoll import runtime
-from tdcoll.distributed import Options, fallback
+from tdcoll.distributed import Options
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.dispatch import Dispatcher
 from tdcoll.distributed.fallback import Fallback
