@@ -41,6 +41,14 @@ def _batches() -> bool:
     )
 
 
+def batches_subclasses() -> bool:
+    """Return whether ``batch_isend_irecv`` makes a batch for subclasses of ``ProcessGroup``, as from PyTorch 2.14
+    on."""
+    code: Any = inspect.unwrap(c10d.batch_isend_irecv).__code__
+    asks = "supports_coalescing" in (*code.co_names, *code.co_consts)
+    return asks and {"isinstance", "_coalescing_manager"} <= set(code.co_names) and "type" not in code.co_names
+
+
 def never_compiled(code: Code) -> Code:
     """Keep ``torch.compile`` away from a function, or from a class's methods, and from all their callees. Return it.
 
@@ -134,11 +142,14 @@ def breaks_graphs(code: Code, name: str, operator: str | None = None) -> Code:
 def batch_messages_of(kind: type) -> None:
     """Have ``torch.distributed.batch_isend_irecv`` make a batch for groups of a class, if their backend can.
 
-    PyTorch makes one only if a group's type is ``ProcessGroup`` itself. Without it NCCL would handle each message
-    separately: if two ranks both sent first, or ranks in a ring, they would wait for each other forever.
+    PyTorch before 2.14 makes one only if a group's type is ``ProcessGroup`` itself. Without it NCCL would handle each
+    message separately: if two ranks both sent first, or ranks in a ring, they would wait for each other forever. Later
+    versions are left as they are.
 
     Only its code is replaced, because other modules have imported the function, and ``torch.compile`` knows it.
     """
+    if batches_subclasses():
+        return
     if not _batches():
         _log.warning(
             "PyTorch %s has changed batch_isend_irecv: backend tdcoll sends its messages one by one, so ranks that all "

@@ -62,9 +62,10 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
     if ranks:
         refuse_inherited_group("new_group")
     store = _meeting_place(given.store, ranks)
+    device = getattr(getattr(given, "process_group", None), "bound_device_id", None)  # none before PyTorch 2.14
     with backend_errors, runtime.failing_with_the_store():
         return TdcollProcessGroup(
-            store, given.group_rank, given.group_size, ranks, given.timeout, given.group_id, options
+            store, given.group_rank, given.group_size, ranks, given.timeout, given.group_id, options, device=device
         )
 
 
@@ -94,6 +95,7 @@ class TdcollProcessGroup(ProcessGroup):
         name: of the group.
         options: which calls to handle.
         split: whether NCCL may split the default group's communicator, in which all of its ranks take part.
+        device: the GPU that ``init_process_group`` has bound the group to, if PyTorch says so here.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class TdcollProcessGroup(ProcessGroup):
         options: Options,
         *,
         split: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         make: Any = super().__init__  # with a store it makes an object that Python cannot subclass
         make(rank, size)
@@ -120,7 +123,7 @@ class TdcollProcessGroup(ProcessGroup):
         self._store, self._timeout, self._options, self._ranks = store, timeout, options, ranks
         plain = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without the methods overridden here."""
-        more = options.nccl, split, self._take_timeout
+        more = options.nccl, split, self._take_timeout, device
         self._backends = add_backends((self, plain), store, rank, size, timeout, name, ranks, *more)
         agreed = Agreement(store, rank, members, options, timeout, name, default=not ranks)
         names = {device: backend for device, (backend, _) in self._backends.items()}
@@ -200,16 +203,22 @@ class TdcollProcessGroup(ProcessGroup):
         found: TdcollProcessGroup = made
         return found
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        super()._start_coalescing(device)
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether the fallback backend of this rank's device launches several calls as one."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return bool(self._plain._get_backend(device).supports_coalescing)
+
+    def start_coalescing(self, device: torch.device) -> None:
+        self._plain._start_coalescing(device)
         self.dispatcher.coalescing = True  # what is issued until the end belongs to the fallback backend's one launch
         self.dispatcher.fallback.block = []
 
-    def _end_coalescing(self, device: torch.device) -> Any:
+    def end_coalescing(self, device: torch.device) -> Any:
         fallback = self.dispatcher.fallback
         finishes, fallback.block = fallback.block, None
         try:
-            work = super()._end_coalescing(device)
+            work = self._plain._end_coalescing(device)
         finally:
             self.dispatcher.coalescing = False
         if not finishes:
@@ -220,6 +229,10 @@ class TdcollProcessGroup(ProcessGroup):
                 each()
 
         return FallbackWork([] if work is None else [work], finish, [])
+
+    # PyTorch's Python code calls these, and its C++ code those without underscores, from 2.15 on.
+    _start_coalescing: Any = start_coalescing
+    _end_coalescing: Any = end_coalescing
 
     def shutdown(self) -> None:
         expired = self.dispatcher.close()

@@ -24,12 +24,13 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip gradients by their norm, as ``torch.nn.utils.clip_grad_norm_`` does, even if some of them are sparse.
 
-    torch's function refuses sparse gradients, such as those of ``nn.Embedding(sparse=True)``, and DTensors beside other
-    tensors or DTensors of another mesh. This one takes all of them together, and treats a sparse gradient as the dense
-    tensor that it represents: if a row occurs twice, it is summed before it counts, and missing rows are zero. A sparse
-    gradient that is not coalesced is coalesced in place, and on a GPU the host waits for that. Gradients that tdcoll
-    has reduced are coalesced. Otherwise the host waits only when it waits in torch's function, which does all the
-    arithmetic.
+    torch's function refuses sparse gradients, such as those of ``nn.Embedding(sparse=True)``, before PyTorch 2.15.
+    Later it refuses those without rows for some orders, and ignores missing rows for negative orders. It refuses
+    DTensors beside other tensors or DTensors of another mesh. This function takes all of them together, and treats a
+    sparse gradient as the dense tensor that it represents: if a row occurs twice, it is summed before it counts, and
+    missing rows are zero. A sparse gradient that is not coalesced is coalesced in place, and on a GPU the host waits
+    for that. Gradients that tdcoll has reduced are coalesced. Otherwise the host waits only when it waits in torch's
+    function, which does all the arithmetic.
 
     Collective only if some gradients are DTensors, whose norm is that of all their parts. Other gradients must be the
     same on all ranks, because then their norm is. As with torch's function, each rank needs a part of every DTensor for

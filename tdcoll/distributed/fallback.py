@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import operator
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
+from tdcoll.base.versions import version_of
 from tdcoll.distributed import gloo
+from tdcoll.distributed.agreement import device_of_this_rank
 from tdcoll.distributed.arithmetic import accumulator, mean_of
 from tdcoll.distributed.call import Call, has_no_values
 from tdcoll.distributed.fit import Fitted, check_sizes, fit, refuse_shared_elements
@@ -132,13 +135,16 @@ def add_backends(
     nccl: Any,
     split: bool,
     tell: Callable[[timedelta], None],
+    device: torch.device | None,
 ) -> dict[str, tuple[str, Any]]:
     """Make gloo and, where there are GPUs, NCCL, and register them with ``groups``. Collective.
 
     Args:
+        groups: the last is a plain ``ProcessGroup``, which is bound to a GPU if NCCL is to connect at once.
         name, ranks: of the group; ``ranks`` is empty for the default group.
         split: whether NCCL may split the default group's communicator, as ``new_group`` does.
         tell: called with the timeout that somebody sets for a backend, as PyTorch does for that of a group.
+        device: this rank's GPU, as the caller of ``init_process_group`` has bound it; None: tdcoll's.
 
     Returns:
         The backend's name, and the backend, for each type of device. It tells as long as somebody holds it.
@@ -155,18 +161,25 @@ def add_backends(
     gloo = ask(connect, rank, "backend tdcoll", timeout.total_seconds(), whom)
     gloo.options.global_ranks_in_group = ranks
     gloo.options.group_name = name
-    gloo._set_sequence_number_for_group()
+    _number(gloo)
     made = {"cpu": (kinds.GLOO, gloo)}
     if torch.cuda.is_available():
         made["cuda"] = made["cpu"]
         if dist.is_nccl_available() and not lifecycle.may_share_gpus():  # NCCL refuses ranks that share one
-            made["cuda"] = kinds.NCCL, _nccl(store, rank, size, timeout, name, ranks, nccl, split, tell)
+            backend = _nccl(groups[-1], store, rank, size, timeout, name, ranks, nccl, split, tell, device)
+            made["cuda"] = kinds.NCCL, backend
     default = made.get("cuda", made["cpu"])[0]
     for group in groups:
         group._set_default_backend(default)
-        for device, (kind, backend) in made.items():
-            group._register_backend(torch.device(device), kind, backend)
-    return {device: ("nccl" if kind == kinds.NCCL else "gloo", each) for device, (kind, each) in made.items()}
+        for where, (kind, backend) in made.items():
+            group._register_backend(torch.device(where), kind, backend)
+    return {where: ("nccl" if kind == kinds.NCCL else "gloo", each) for where, (kind, each) in made.items()}
+
+
+def _number(backend: Any) -> None:
+    """Have a backend number its calls, which it does by itself from PyTorch 2.14 on."""
+    if version_of(torch.__version__) < (2, 14):
+        backend._set_sequence_number_for_group()
 
 
 def _telling(kind: Any, tell: Callable[[timedelta], None]) -> Any:
@@ -182,6 +195,7 @@ def _telling(kind: Any, tell: Callable[[timedelta], None]) -> Any:
 
 
 def _nccl(
+    plain: Any,
     store: Any,
     rank: int,
     size: int,
@@ -191,24 +205,71 @@ def _nccl(
     given: Any,
     split: bool,
     tell: Callable[[timedelta], None],
+    device: torch.device | None,
 ) -> Any:
-    """Make NCCL as ``torch.distributed`` does, splitting the default group's communicator if torch does."""
-    c10d = dist.distributed_c10d
+    """Make what backend ``"nccl"`` is in this PyTorch, splitting the default group's communicator if torch does.
+
+    PyTorch has several implementations from 2.14 on. From 2.15 on ``"nccl"`` is ``ProcessGroupNCCL2``, unless
+    ``TORCH_DIST_USE_NCCL2`` is 0. All of them take ``ProcessGroupNCCL.Options``. From 2.14 on PyTorch's function makes
+    it, and it doesn't ``tell``. That isn't necessary, because PyTorch sets the timeout of a group for gloo as well.
+
+    Args:
+        plain: the group of the fallback backend. It is bound to this rank's GPU if NCCL is to connect at once.
+        given: ``ProcessGroupNCCL.Options``, or None.
+    """
+    c10d: Any = dist.distributed_c10d
+    # Ranks outside of a new group split the default group's communicator if it is bound to a device: so must we.
+    source = _split_source(c10d._get_default_group()) if split and ranks and dist.is_initialized() else None
     options = copy.deepcopy(given) if given is not None else dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     if getattr(given, "split_from", None) is not None:  # split_group passes the options of another group
         options.split_from = None
-    # Ranks outside of a new group split the default group's communicator if it is bound to a device: so must we.
-    if split and ranks and dist.is_initialized() and c10d._get_default_group().bound_device_id:
-        if source := c10d._get_split_source(c10d._get_default_group()):
+    store = dist.PrefixStore("nccl/", store)
+    creator = _creator_of_nccl()
+    if creator is None:
+        if source is not None:
             options.split_from = source
             options.split_color = c10d._process_group_color(ranks)
-    options.global_ranks_in_group = ranks
-    options.group_name = name
-    made = _telling(dist.ProcessGroupNCCL, tell)
-    backend = made(dist.PrefixStore("nccl/", store), rank, size, options)
-    backend._set_sequence_number_for_group()
-    return backend
+        options.global_ranks_in_group = ranks
+        options.group_name = name
+        backend = _telling(dist.ProcessGroupNCCL, tell)(store, rank, size, options)
+        _number(backend)
+        return backend
+    if creator is getattr(c10d, "_create_nccl2_process_group", None):
+        plain.bound_device_id = device or device_of_this_rank()
+    asked = c10d._DistributedBackendOptions()
+    asked.store = store
+    asked.group_rank = rank
+    asked.group_size = size
+    asked.timeout = timeout
+    asked.group_id = name
+    asked.global_ranks_in_group = ranks
+    asked.process_group = plain
+    if source is not None:
+        asked.split_from = source
+    return creator(asked, options)
+
+
+def _creator_of_nccl() -> Any:
+    """Return PyTorch's function that makes backend ``"nccl"``; None before 2.14, where it is no function."""
+    backends: Any = dist.distributed_c10d.Backend
+    if not hasattr(backends, "_ensure_backend_registered"):
+        return None
+    backends._ensure_backend_registered("nccl")
+    return backends._plugins["NCCL"].creator_fn
+
+
+def _split_source(default: Any) -> Any:
+    """Return the backend of the default group that PyTorch splits for a new group of backend tdcoll; None: it doesn't.
+
+    From 2.15 on, PyTorch only splits a group of the same backend.
+    """
+    if not default.bound_device_id:
+        return None
+    find: Any = dist.distributed_c10d._get_split_source
+    if len(inspect.signature(find).parameters) == 1:
+        return find(default)
+    return find(default, "tdcoll")
 
 
 def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Tensor:

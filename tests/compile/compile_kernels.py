@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile tdcoll's kernels for GPUs that need not be here, and print what came out as JSON.
 
-Run as ``compile_kernels.py PART ARCHITECTURE``, without TRITON_INTERPRET: which language a process speaks is decided at
-import. The kernels of the language, of tutorials and of other styles are in ``compiling_language.py``.
+Run as ``compile_kernels.py PART ARCHITECTURE [--registers]``, without TRITON_INTERPRET: which language a process
+speaks is decided at import. With ``--registers``, kernels that link NVSHMEM are assembled as well. The kernels of the
+language, of tutorials and of other styles are in ``compiling_language.py``.
 """
 
 from __future__ import annotations

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tdcoll import runtime
-from tdcoll.distributed import Options, fallback
+from tdcoll.distributed import Options
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.dispatch import Dispatcher
 from tdcoll.distributed.fallback import Fallback
@@ -306,27 +304,3 @@ def test_few_calls_are_remembered(monkeypatch) -> None:
     for n in (9, 10, 9, 10, 11, 9):  # 11 makes it forget the others
         call_one(dispatcher, torch.empty(n), torch.empty(n))
     assert [shape for (shape,), *_ in asked] == [9, 10, 11, 9]
-
-
-def test_a_parents_options_do_not_say_where_nccl_splits(monkeypatch) -> None:
-    """torch.distributed.split_group passes them, and the parent may itself have been split off another group."""
-
-    class Nccl:
-        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-            self.options = options
-
-        def _set_default_timeout(self, timeout: timedelta) -> None:
-            self.options.timeout = timeout
-
-        def _set_sequence_number_for_group(self) -> None:
-            pass
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    given = SimpleNamespace(split_from="the default group's communicator", is_high_priority_stream=True)
-    told: list[timedelta] = []
-    made = fallback._nccl(dist.HashStore(), 0, 1, timedelta(seconds=5), "child", [0], given, False, told.append)
-    assert made.options.split_from is None
-    assert made.options.is_high_priority_stream
-    assert given.split_from is not None
-    made._set_default_timeout(timedelta(seconds=3))
-    assert (made.options.timeout, told) == (timedelta(seconds=3), [timedelta(seconds=3)])

@@ -169,7 +169,7 @@ def test_inner_backends_on_gpus(monkeypatch, share_gpus: bool, name: str) -> Non
             registered[device.type] = str(kind).rpartition(".")[2]
 
     monkeypatch.setattr(lifecycle, "may_share_gpus", lambda: share_gpus)
-    found = add_backends((Group(),), dist.HashStore(), 0, 1, timedelta(seconds=5), "0", [], None, False, print)
+    found = add_backends((Group(),), dist.HashStore(), 0, 1, timedelta(seconds=5), "0", [], None, False, print, None)
     assert {device: backend for device, (backend, _) in found.items()} == {"cpu": "gloo", "cuda": name}
     assert registered == {"default": name.upper(), "cpu": "GLOO", "cuda": name.upper()}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tdcoll.base.versions import INSTALLED_ON_GPUS
 from tdcoll.tools import setenv
 from tdcoll.tools.setenv import _default_interface
 
@@ -233,7 +234,10 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clone:
 
 MADE = {
     "cpu": ["pip install --extra -c constraints-cpu.txt -e .[sim,compile,bench,test,dev]"],
-    "gpu": ["pip install --extra torch numpy", "pip install --extra -e .[cu12,sim,bench,test,dev]"],
+    "gpu": [
+        f"pip install --extra {' '.join(INSTALLED_ON_GPUS)} numpy",
+        "pip install --extra -e .[cu12,sim,bench,test,dev]",
+    ],
 }
 CHANGES: dict[str, Callable[[Clone], object]] = {
     "nothing changes": lambda clone: None,
