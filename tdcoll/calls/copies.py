@@ -58,30 +58,39 @@ class Hop(NamedTuple):
     taken: Sequence[Copy] = ()
 
 
+def _once(call: Planned, key: str, make: Callable[[], Any]) -> Any:
+    return on_device(call.ctx, call.operation, ("copies", key), make)
+
+
+def _words(call: Planned) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the context's ``stamps`` and ``summed``, see :func:`tdcoll.primitives.copies.enter`."""
+    device = call.ctx.device
+    stamps = _once(call, "stamps", lambda: torch.zeros(2, dtype=torch.int64, device=device))
+    return stamps, _once(call, "summed", lambda: torch.zeros(1, dtype=torch.int32, device=device))
+
+
 class Copies:
     """A call by copies, in the place of a :class:`~.launch.Launch`. For one thread at a time."""
 
     def __init__(self, call: Planned, *hops: Hop) -> None:
         ctx, heap, self._call, self._hops = call.ctx, call.ctx.job.heap, call, hops
         self._deltas = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
-        self._stamp = self._once("stamp", lambda: torch.zeros(1, dtype=torch.int64, device=ctx.device))
-        self._side_streams: dict[int, SideStream] = self._once(
-            "side streams", lambda: {peer: heap.side_stream() for peer in successors(ctx.topology)}
+        self._stamps, summed = _words(call)
+        self._side_streams: dict[int, SideStream] = _once(
+            call, "side streams", lambda: {peer: heap.side_stream() for peer in successors(ctx.topology)}
         )
         self._inbox, self._signals = ctx.inbox.data_ptr(), ctx.signals.data_ptr() + 8 * ctx.rank
         group, last = {"g": ctx.device_group, "WAITED": triton.next_power_of_2(ctx.world_size)}, hops[-1]
-        self._enter = Launch(kernels.enter, 1, {**group, "stamp": self._stamp}, (), num_warps=1)
+        words = {"stamps": self._stamps, "summed": summed}
+        self._enter = Launch(kernels.enter, 1, {**group, **words}, (), num_warps=1)
         self._hear = []
         for number, hop in enumerate(hops):
-            ends = {"LAST": hop is last, "LOOKS": hop is last and not (hop.taken or hop.sum)}
-            self._hear.append(Launch(kernels.hear, 1, {**group, "hop": number, **ends}, (), num_warps=1))
+            looks = hop is last and not (hop.taken or hop.sum)
+            self._hear.append(Launch(kernels.hear, 1, {**group, "hop": number, "LOOKS": looks}, (), num_warps=1))
         self._look = Launch(kernels.look, 1, group, (), num_warps=1) if last.taken else None
         launches = [self._enter, *self._hear, *(hop.sum for hop in hops), self._look]
         self._launches = [launch for launch in launches if launch is not None]
         self.variant = ("copies", len(hops), self._look is None, call.options, call.plan.num_warps)
-
-    def _once(self, key: Any, make: Any) -> Any:
-        return on_device(self._call.ctx, self._call.operation, ("copies", key), make)
 
     @property
     def prepared(self) -> bool:
@@ -116,7 +125,7 @@ class Copies:
 
     def _send(self, number: int, hop: Hop, stream: int, begin: int, result: int) -> None:
         """Queue the copies to all peers, each on a stream of its own."""
-        ctx, chunk, stamp = self._call.ctx, self._call.plan.chunk, self._stamp.data_ptr()
+        ctx, chunk, stamp = self._call.ctx, self._call.plan.chunk, self._stamps.data_ptr() + 8 * number
         signal = self._signals + 8 * number * ctx.world_size
         for peer, side_stream in self._side_streams.items():
             side_stream.fork(stream)
@@ -155,8 +164,9 @@ def sums(call: Planned, stride: int, sizes: Sequence[int], whole: bool) -> Hop:
         whole: a part has the same place in the result as in the tensor; otherwise the result is this rank's part.
     """
     ctx, plan = call.ctx, call.plan
+    stamps, summed = _words(call)
     values = {**tiles(call), "inbox": call.inbox, "g": ctx.device_group, "WHOLE": whole}
-    values |= {"nbytes": sizes[ctx.rank], "at": ctx.rank * stride}
+    values |= {"stamps": stamps, "summed": summed, "nbytes": sizes[ctx.rank], "at": ctx.rank * stride}
     most = SHARED_REGISTERS if shares_gpu(call.facts) else None
     sum = Launch(kernels.sum_copies, plan.blocks, values, ("source", "out"), num_warps=plan.num_warps, maxnreg=most)
     at = ctx.rank * ctx.capacity

@@ -25,7 +25,7 @@ import torch
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.call_log import Calls
-from tdcoll.base.errors import CollectiveTimeout
+from tdcoll.base.errors import CollectiveTimeout, ContextError
 from tdcoll.runtime import watch
 from tdcoll.spec import constants as c
 
@@ -81,6 +81,8 @@ class WaitMonitor:
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
         self.reported = False
         """True once :class:`~tdcoll.CollectiveTimeout` has been raised for it."""
+        self.failure: str | None = None
+        """Why the host has ended the kernels' waits, if it has: what they were to exchange is incomplete."""
         # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
         self.job.held[id(self)] = self
         self.calls: Calls | None = None
@@ -157,6 +159,7 @@ class WaitMonitor:
 
         Raises:
             CollectiveTimeout: naming rank, peer, signal and epoch.
+            ContextError: the monitor is of a context in which a call has failed after it had begun.
         """
         if self.words.is_cuda:
             torch.cuda.current_stream(self.words.device).synchronize()
@@ -188,6 +191,8 @@ class WaitMonitor:
                 timeout_s=self.timeout_s,
                 others=tuple(sorted(self._waited_for(words[c.RECORD_EPOCH.value]) - {peer})),
             )
+        if self.failure is not None:
+            raise ContextError(self.failure)
 
 
 def check() -> None:
@@ -201,6 +206,7 @@ def check() -> None:
 
     Raises:
         CollectiveTimeout: naming rank, peer, signal and epoch.
+        ContextError: a call has failed after it had begun; those of its context that still ran are incomplete.
         NotInitializedError: before :func:`tdcoll.initialize`.
     """
     job = runtime.current()

@@ -147,6 +147,7 @@ class Preconditions:
 
         Raises:
             CollectiveTimeout: naming rank, peer, signal and epoch.
+            ContextError: a call has failed after it had begun, which has ended those that still ran.
         """
         if self._cuda:
             self.lane.stream.synchronize()
@@ -228,6 +229,7 @@ class Preconditions:
             )
             self.job.failed = True
             if not self.capturing:  # nothing has been launched then
+                self.monitor.failure = self._refusal
                 with contextlib.suppress(RuntimeError):  # of a GPU that is lost
                     self.monitor.abort()
 

@@ -7,17 +7,22 @@ have one thread block and only send and await signals, except :func:`sum_copies`
 
 Data flow of a call, seen from rank r::
 
-    enter: begin the epoch; entered --> every other rank; wait until all have entered; write the epoch to stamp
+    enter: begin the epoch; entered --> every other rank; wait until all have entered; write the epoch to stamps[0]
     one stream for each other rank p, when enter has ended:
-        data for p --copy engine--> memory of rank p;  then stamp --copy of 8 bytes--> arrived[0, hop, r] on rank p
+        data for p --copy engine--> memory of rank p;  then stamps[hop] --copy of 8 bytes--> arrived[0, hop, r] on p
     hear: wait until arrived[0, hop, s] of every other rank s is the epoch
     copies or a sum take the data out of the inbox, unless it has landed in the caller's memory
     look: has a peer given up?
 
-An all-reduce has two hops: parts, and after their sum the sums.
+An all-reduce has two hops: parts, and after their sum the sums. The sum writes the epoch to stamps[1].
 
 Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by ``enter``. ``arrived[0, hop, s]`` is
-written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` or ``hear`` of rank s.
+written by the copy of rank s's stamp, and polled by ``hear``. ``gave_up[s]`` is set by ``enter`` of rank s.
+
+A stamp says that the data before it is good. Each hop has its own, and the kernel that makes that hop's data good
+writes it: ``enter`` for the caller's data, when all ranks have entered; ``sum_copies`` for the sums, when all of its
+thread blocks have summed, and none of them has given up, been ended by the host, or found a peer that has given up.
+Copies that are queued run in any case, and then carry the stamp of an earlier call.
 
 Ordering: a copy on a stream begins when the one before it has ended, so the stamp arrives after the data, also as seen
 from the GPU that is written to. That is an assumption, which ``tests/workers/copies_checks.py`` tests.
@@ -28,14 +33,16 @@ there is one buffer, the first slot, and the value that is sent is read from mem
 
 Why the buffer may be reused: a rank writes to a peer only when that peer has entered the same call, so all earlier work
 on the peer's stream is over, and with it whatever read the buffer. An odd epoch that is left out has no signals and no
-data. The stamp is written by the next call's ``enter``, which comes after this call's copies on the stream.
+data. A stamp is written again by the next call, which comes after this call's copies on the stream.
 
-A rank that gives up: queued copies, also those of later calls, can't be held back. If ``enter`` finds that a wait has
-expired, or its own expires, it tells its peers before it ends, hence before the copies run, and leaves the stamp as it
-is. Peers then wait in vain for this epoch and time out as well. One that still takes data of the call before out of its
-inbox finds in ``look`` that it may have been overwritten: see :mod:`tdcoll.primitives.stores`. Between two hops the
-stamp has the epoch already, so ``hear`` tells as well. Two things aren't protected: the caller's memory if peers write
-into it, and on a rank that is late by a whole deadline the inbox of an earlier call of another algorithm.
+A rank that gives up, or whose host ends its waits: queued copies, also those of later calls, can't be held back. If
+``enter`` finds that a wait has expired, or its own expires, it tells its peers before it ends, hence before the copies
+run, and leaves the stamp as it is. Peers then wait in vain for this epoch and time out as well. One that still takes
+data of the call before out of its inbox finds in ``look`` that it may have been overwritten: see
+:mod:`tdcoll.primitives.stores`. A rank that gives up between two hops need not tell: its second hop is to memory that
+the peer, which has entered this call, reads only when the stamp has come. Two things aren't protected: the caller's
+memory if peers write into it, and on a rank that is late by a whole deadline the inbox of an earlier call of another
+algorithm.
 
 If contexts share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS``, 8 by default; a call has a stream for each peer),
 work that waits behind an event holds up whatever is behind it in the queue, also on other streams. All ranks must then
@@ -50,48 +57,46 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
-from tdcoll.primitives.group import begin_even_epoch, row, still_alive, this_epoch
+from tdcoll.primitives.group import begin_even_epoch, leaves_last, row, still_alive, this_epoch
 from tdcoll.primitives.sums import reduce_chunk
 
 
 @jit
-def enter(g, stamp, WAITED: tl.constexpr):
+def enter(g, stamps, summed, WAITED: tl.constexpr):
     """Begin a call, and end when every rank has entered it. One thread block.
 
     Args:
         g: :class:`~tdcoll.primitives.group.Group`.
-        stamp: int64 ``[1]``, which is then copied to the peers: the epoch, or an earlier one if a wait has expired.
+        stamps: int64 ``[2]``, for each hop what is copied to the peers behind its data: the epoch, or an earlier one
+            if the data is not good.
+        summed: int32 ``[1]``: thread blocks of :func:`sum_copies` that have done their part of this call.
         WAITED: a power of two of at least ``world``.
     """
     epoch, entered = begin_even_epoch(g.control, g.monitor)
+    tl.store(summed, 0)
     if entered != 0:
         stores.release_to_all(g, g.entered + g.rank, epoch)
         entered = tdl.wait_signals(g.entered, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
     if entered != 0:
-        tl.store(stamp, epoch)
+        tl.store(stamps, epoch)
     else:
         stores.tell_gave_up(g, epoch)
 
 
 @jit
-def hear(g, hop: tl.int32, LAST: tl.constexpr, LOOKS: tl.constexpr, WAITED: tl.constexpr):
+def hear(g, hop: tl.int32, LOOKS: tl.constexpr, WAITED: tl.constexpr):
     """Wait until the stamp of every other rank is here. One thread block.
 
     Args:
         hop: of the call, 0 or 1.
-        LAST: no hop follows. Otherwise, tell the peers if this rank has given up: the copies of the next hop run all
-            the same, with a stamp that says that what they carry is right.
         LOOKS: nothing is read after this, so find out here whether a peer has given up.
     """
     heard, epoch = still_alive(g.monitor), this_epoch(g.control)
     if heard != 0:
         heard = tdl.wait_signals(row(g, epoch, hop), g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
-    if LAST:
         if LOOKS:
             if heard != 0:
                 stores.none_gave_up(g, WAITED)
-    elif heard == 0:
-        stores.tell_gave_up(g, epoch)
 
 
 @jit
@@ -103,16 +108,20 @@ def look(g, WAITED: tl.constexpr):
 
 @jit
 def sum_copies(
-    source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, at: tl.int64,
+    source: tl.int64, out: tl.int64, inbox, g, stamps, summed, nbytes: tl.int64, at: tl.int64,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, WAITED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Sum what all ranks have sent to this one, in rank order: ``nbytes`` bytes. Any number of thread blocks.
 
+    The last thread block that is done with its part writes the second hop's stamp. One that gives up is not counted,
+    so there is no last one then.
+
     Args:
         source: this rank's tensor, whose part begins ``at`` bytes behind it.
         out: the result.
         inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots.
+        stamps, summed: as for :func:`enter`, which has set ``summed`` to 0.
         WHOLE: the part of the result begins ``at`` bytes behind ``out``, too.
         DTYPE, ACC, OP, COUNT, WAITED: as for ``reduce_scatter_direct``.
     """
@@ -123,4 +132,6 @@ def sum_copies(
         epoch = this_epoch(g.control)
         worker, workers = tl.program_id(0), tl.num_programs(0)
         reduce_chunk(worker, workers, own, to, 0, nbytes, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, COUNT)
-        stores.none_gave_up(g, WAITED)
+        if stores.none_gave_up(g, WAITED) != 0:
+            if leaves_last(summed, workers):
+                tl.store(stamps + 1, epoch)

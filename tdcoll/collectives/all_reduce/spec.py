@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tdcoll.calls.copies import Copies, Copy, Hop, kernel, sums
+from tdcoll.calls import copies
+from tdcoll.calls.copies import Copy, Hop
 from tdcoll.calls.launches import Planned, by_words, on_device, rail_routes, routes_beside_stores, tiles
 from tdcoll.calls.plan import Facts, Plan, loop_blocks, needs_puts, needs_rails, needs_stores, summing_blocks
 from tdcoll.calls.spec import Algorithm, Collective
@@ -66,15 +67,15 @@ def _by_parts(
     )
 
 
-def _copies(call: Planned) -> Copies:
+def _copies(call: Planned) -> copies.Copies:
     """Two hops, as ``direct``: parts to the first half of the inbox, sums to the second or into the result."""
     ctx, room, values, direct = call.ctx, call.ctx.capacity, _parts(call), call.facts.symmetric
     part, second = values["part"], values["second"]
     sizes = [min(part, max(0, call.facts.nbytes - rank * part)) for rank in range(ctx.world_size)]
-    parts, mine = sums(call, part, sizes, whole=True), ctx.rank * part
+    parts, mine = copies.sums(call, part, sizes, whole=True), ctx.rank * part
     sent = dict.fromkeys(parts.sent, Copy(mine, mine if direct else ctx.rank * room + second, sizes[ctx.rank]))
     taken = [Copy(peer * room + second, peer * part, sizes[peer]) for peer in sent if not direct]
-    return Copies(call, parts, Hop(sent, of_result=True, into_result=direct, taken=taken))
+    return copies.Copies(call, parts, Hop(sent, of_result=True, into_result=direct, taken=taken))
 
 
 SPEC = Collective(
@@ -85,7 +86,7 @@ SPEC = Collective(
         by_words(TWO_SHOT, lambda facts: kernels_words.all_reduce_two_shot),
         _by_parts("direct", needs_stores, lambda facts: kernels_direct.all_reduce_direct, _direct_blocks),
         _by_parts("loop", needs_stores, lambda facts: kernels_loop.all_reduce_loop, loop_blocks, any_blocks=True),
-        _by_parts("ce", needs_stores, kernel, summing_blocks, any_blocks=True, copies=_copies),
+        _by_parts("ce", needs_stores, copies.kernel, summing_blocks, any_blocks=True, copies=_copies),
         _by_parts(
             "1d",
             needs_puts,

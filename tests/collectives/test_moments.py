@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of several launches and copies, in which a rank's host fails the context at any moment.
+
+No rank whose ``check()`` passes may have a wrong result, whatever leaves the other rank behind that moment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernel_mutants import AnyChange, Argument, Call, Change, Mutant, installed
+from tiers import second
+
+from tdcoll.base.limits import COLLECTIVES
+from tdcoll.calls.call import spec_of
+from tdcoll.calls.plan import Plan
+from tdcoll.testing import World, explore
+
+from .moments import Happens
+from .operations import Calls, dense
+from .suite.algorithm_cases import Nodes, job
+from .suite.kinds import IN_PLACE, OUT_OF_PLACE, Kind
+
+SPECS = {name: spec_of(name) for name in COLLECTIVES}
+
+
+def by_copies(name: str, kind: Kind, nodes: Nodes = (2,), algorithm: str | Plan = "ce") -> Calls:
+    """Calls by copy engines."""
+    return Calls(dense(SPECS[name], kind, copies=True), algorithm, (), nodes)
+
+
+KINDS = [
+    by_copies("all_gather", OUT_OF_PLACE),
+    by_copies("reduce_scatter", OUT_OF_PLACE),
+    by_copies("all_reduce", OUT_OF_PLACE),
+    second(by_copies("all_to_all", OUT_OF_PLACE), id="all_to_all"),
+    second(by_copies("all_reduce", IN_PLACE), id="all_reduce in place"),
+    second(by_copies("all_reduce", OUT_OF_PLACE, (3,)), id="all_reduce 3"),
+]
+"""Calls by copy engines that land in the inbox."""
+
+
+def where(calls: Calls, **more: Any) -> dict[str, Any]:
+    """Arguments of ``explore``."""
+    return {**job(calls.nodes), "on_timeout": "expire", "stragglers": False, "weak": False, **more}
+
+
+def every_moment(case: Happens, **more: Any) -> None:
+    """Let it happen to each rank, at each moment."""
+    settings = where(case.calls, **more)
+    seeds = case.moments(World(seed=0, **settings))
+    assert len(seeds) > 4 * sum(case.calls.nodes), "few moments: the call isn't what it should be"
+    explore(case, **settings, seeds=seeds)
+
+
+LATE = pytest.mark.parametrize("late", ["its", "others'", second("", id="none")])
+WEAK = pytest.mark.parametrize("weak", [False, second(True)], ids=["strong", "weak"])
+
+
+@LATE
+@WEAK
+@pytest.mark.parametrize("what", ["fails", "fails early"])
+@pytest.mark.parametrize("calls", KINDS, ids=str)
+def test_a_context_that_fails_at_any_moment_spoils_no_result_that_passes_a_check(
+    calls: Calls, what: str, weak: bool, late: str
+) -> None:
+    every_moment(Happens(calls, what, late), weak=weak)
+
+
+# ---------------------------------------------------------------------- negative controls
+
+COPIES, SUM = "calls.copies.Copies", "primitives.copies.sum_copies"
+STAMPS = "self._stamps.data_ptr()"
+
+IN_TWO = by_copies("all_reduce", OUT_OF_PLACE, algorithm=Plan("ce", 1, 64, 1, 2))
+"""All-reduces whose sums have two thread blocks."""
+
+NEVER = "tl.where((g.rank == 0) & (tl.program_id(0) == 1) & (this_epoch(g.control) == 4), 1 << 40, 0)"
+EXPIRES = (
+    Argument(SUM, "reduce_chunk", "COUNT", "4"),
+    Call(SUM, "still_alive", f"(tdl.wait_signal(g.entered, tdl.CMP_GE, {NEVER}, g.monitor, 0, 0) & {{call}})"),
+)
+"""Each thread block of a sum has something to do. Rank 0's second one gives up in the second call, before it has."""
+
+
+def _mutant(name: str, changes: AnyChange | tuple[AnyChange, ...], case: Happens, seeds: int = 40) -> Mutant:
+    changes = changes if isinstance(changes, tuple) else (changes,)
+    return Mutant(f"{name} ({case})", changes, "wrong numbers", case, where(case.calls), seeds=seeds, any_seed=True)
+
+
+REDUCE = by_copies("all_reduce", OUT_OF_PLACE)
+FAILS = Happens(REDUCE, "fails")
+MUTANTS = [
+    _mutant("a sum that was ended is made", Call(SUM, "still_alive", "1"), Happens(REDUCE, "fails", "others'")),
+    _mutant("the sums have the stamp of the parts", Change(f"{COPIES}._send", f"{STAMPS} + 8 * number", STAMPS), FAILS),
+    _mutant(
+        "the first thread block that has summed says that all have",
+        (*EXPIRES, Call(SUM, "leaves_last", "1")), Happens(IN_TWO, "nothing"), seeds=1,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    mutant.is_caught(tmp_path)
+
+
+def test_no_stamp_says_that_a_sum_is_complete_of_which_a_thread_block_has_given_up(tmp_path: Path) -> None:
+    with installed(EXPIRES, tmp_path):
+        explore(Happens(IN_TWO, "nothing"), **where(IN_TWO), seeds=1)
