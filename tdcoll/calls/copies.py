@@ -103,17 +103,25 @@ class Copies:
             launch.prepare()
 
     def __call__(self, stream: int, source: int, *rest: int) -> None:
-        """Make the call on the stream of this handle, the current one. The last address is that of the result."""
+        """Make the call on the stream of this handle, the current one. The last address is that of the result.
+
+        However the call ends, later work on the stream comes after the copies that it has queued: they read the
+        caller's memory, which the caller may write to and free again.
+        """
         result, copy = rest[-1], self._call.ctx.job.heap.stream_copy
         self._enter(stream)
         for number, hop in enumerate(self._hops):
-            self._send(number, hop, stream, result if hop.of_result else source, result)
-            kept = hop.kept
-            if kept.nbytes and source + kept.begin != result + kept.at:
-                copy(stream, result + kept.at, source + kept.begin, kept.nbytes)
-            # First, because graphs may put the kernel ahead of this rank's copies, for which the peers' kernels wait.
-            for side_stream in self._side_streams.values():
-                side_stream.join(stream)
+            forked: list[SideStream] = []
+            try:
+                self._send(number, hop, stream, result if hop.of_result else source, result, forked)
+                kept = hop.kept
+                if kept.nbytes and source + kept.begin != result + kept.at:
+                    copy(stream, result + kept.at, source + kept.begin, kept.nbytes)
+                # Before the kernel, which graphs may put ahead of the copies that the peers' kernels wait for.
+                _join(forked, stream)
+            except BaseException:
+                _join(forked, stream)  # again, for those that an interrupt may have left out
+                raise
             self._hear[number](stream)
             if hop.sum is not None:
                 hop.sum(stream, source, result)
@@ -123,16 +131,25 @@ class Copies:
         if self._look is not None:
             self._look(stream)
 
-    def _send(self, number: int, hop: Hop, stream: int, begin: int, result: int) -> None:
-        """Queue the copies to all peers, each on a stream of its own."""
+    def _send(
+        self, number: int, hop: Hop, stream: int, begin: int, result: int, forked: list[SideStream]
+    ) -> None:  # fmt: skip
+        """Queue the copies to all peers, each on a stream of its own, which is added to ``forked``."""
         ctx, chunk, stamp = self._call.ctx, self._call.plan.chunk, self._stamps.data_ptr() + 8 * number
         signal = self._signals + 8 * number * ctx.world_size
         for peer, side_stream in self._side_streams.items():
             side_stream.fork(stream)
+            forked.append(side_stream)
             part = hop.sent[peer]
             landing = (result if hop.into_result else self._inbox) + self._deltas[peer]
             moved = Copy(begin + part.begin, landing + part.at, part.nbytes)
             _queue(ctx.job.heap.stream_copy, side_stream.handle, moved, chunk, signal + self._deltas[peer], stamp)
+
+
+def _join(side_streams: Sequence[SideStream], stream: int) -> None:
+    """Let later work on ``stream`` wait for what is queued on the others."""
+    for side_stream in side_streams:
+        side_stream.join(stream)
 
 
 def _queue(copy: Callable[..., None], stream: int, moved: Copy, chunk: int, signal: int, stamp: int) -> None:

@@ -34,7 +34,7 @@ class Happens:
     - ``"stops"``: the operation begins when all other ranks have given up, and have done all their calls.
     - ``"fails"``: another thread of the host fails the context, as a later call that is interrupted does. The call goes
       on, and is the rank's last one.
-    - ``"fails early"``: likewise, and what is queued behind the call goes on as well, as replays of a graph do.
+    - ``"fails early"``: likewise, and the calls that are queued behind it go on as well, as in a graph.
     - ``"interrupted"``: the host is interrupted before it queues the operation, when the GPU has done what the stream
       holds so far. It makes no further call.
     - ``"nothing"`` happens, except to a kernel that a test has changed. The call is the rank's last one.

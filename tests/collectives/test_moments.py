@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of several launches and copies, in which a rank's host fails the context at any moment.
+"""Calls of several launches and copies, which a rank's host interrupts, or whose context it fails, at any moment.
 
 No rank whose ``check()`` passes may have a wrong result, whatever leaves the other rank behind that moment.
 """
@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kernel_mutants import AnyChange, Argument, Call, Change, Mutant, installed
 from tiers import second
 
+import tdcoll
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import spec_of
+from tdcoll.calls.launch import Launch
 from tdcoll.calls.plan import Plan
+from tdcoll.simulator.streams import SimulatedSideStream
 from tdcoll.testing import World, explore
 
 from .moments import Happens
@@ -55,13 +59,14 @@ def every_moment(case: Happens, **more: Any) -> None:
     explore(case, **settings, seeds=seeds)
 
 
-LATE = pytest.mark.parametrize("late", ["its", "others'", second("", id="none")])
-WEAK = pytest.mark.parametrize("weak", [False, second(True)], ids=["strong", "weak"])
+LATE, WEAK = ("its", "others'", ""), (False, True)
 
 
-@LATE
-@WEAK
-@pytest.mark.parametrize("what", ["fails", "fails early"])
+@pytest.mark.parametrize("weak", [False, second(True)], ids=["strong", "weak"])
+@pytest.mark.parametrize(
+    ("what", "late"),
+    [("fails", "its"), ("fails", "others'"), second("fails", ""), *(second("fails early", late) for late in LATE)],
+)
 @pytest.mark.parametrize("calls", KINDS, ids=str)
 def test_a_context_that_fails_at_any_moment_spoils_no_result_that_passes_a_check(
     calls: Calls, what: str, weak: bool, late: str
@@ -69,9 +74,43 @@ def test_a_context_that_fails_at_any_moment_spoils_no_result_that_passes_a_check
     every_moment(Happens(calls, what, late), weak=weak)
 
 
+@pytest.mark.parametrize("weak", [False, second(True)], ids=["strong", "weak"])
+@pytest.mark.parametrize("late", ["its", *map(second, LATE[1:])])
+@pytest.mark.parametrize("calls", KINDS, ids=str)
+def test_copies_of_an_interrupted_call_are_done_when_its_memory_is_used_again(
+    calls: Calls, weak: bool, late: str
+) -> None:
+    every_moment(Happens(calls, "interrupted", late), weak=weak)
+
+
+def test_only_streams_that_were_forked_are_joined_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a capture, to join another one would be an error."""
+    done: list[tuple[str, int]] = []
+    x = torch.ones(4)
+
+    def fork(self: SimulatedSideStream, stream: int) -> None:
+        if done:
+            raise RuntimeError("the driver refuses")
+        done.append(("fork", self.handle))
+
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=False)
+        if pe == 0:
+            with pytest.raises(RuntimeError, match="the driver refuses"):
+                tdcoll.all_gather(x, ctx=ctx, algorithm="ce")
+
+    monkeypatch.setattr(Launch, "__call__", lambda *given: None)  # no rank waits for another
+    monkeypatch.setattr(SimulatedSideStream, "fork", fork)
+    monkeypatch.setattr(SimulatedSideStream, "join", lambda self, stream: done.append(("join", self.handle)))
+    World(3).run(host)
+    assert [what for what, _ in done] == ["fork", "join"]
+    assert len({stream for _, stream in done}) == 1
+
+
 # ---------------------------------------------------------------------- negative controls
 
 COPIES, SUM = "calls.copies.Copies", "primitives.copies.sum_copies"
+CALL = f"{COPIES}.__call__"
 STAMPS = "self._stamps.data_ptr()"
 
 IN_TWO = by_copies("all_reduce", OUT_OF_PLACE, algorithm=Plan("ce", 1, 64, 1, 2))
@@ -98,6 +137,10 @@ MUTANTS = [
     _mutant(
         "the first thread block that has summed says that all have",
         (*EXPIRES, Call(SUM, "leaves_last", "1")), Happens(IN_TWO, "nothing"), seeds=1,
+    ),
+    _mutant(
+        "an interrupt leaves streams as they are", Change(CALL, "_join(forked, stream)\nraise", "raise"),
+        Happens(by_copies("all_gather", "o"), "interrupted"),
     ),
 ]  # fmt: skip
 
