@@ -25,11 +25,6 @@ def kernel(facts: Facts) -> Any:
     return kernels.enter
 
 
-def lands_in_result(facts: Facts) -> bool:
-    """Return whether peers write into the result of an exchange rather than into the inbox."""
-    return facts.in_place or facts.symmetric
-
-
 class Copy(NamedTuple):
     """``nbytes`` bytes, from ``begin`` bytes behind one address to ``at`` bytes behind another."""
 
@@ -39,20 +34,20 @@ class Copy(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """The copies to all peers, and what is done when those of all peers have arrived.
+    """The copies for all peers, and what is done when the stamps of all peers have arrived.
 
     Attributes:
-        sent: by peer: from the tensor to the peer's inbox.
-        of_result: they come from the result instead.
-        into_result: they land in the peer's result instead.
+        copies: by peer: a push from the tensor to the peer's inbox.
+        of_result: pushes come from the result instead.
+        pulled: they are pulls instead, from the peer's result to this rank's, which is symmetric.
         kept: from the tensor to the result of this rank, meanwhile.
         sum: launch that reduces what has arrived, given tensor and result.
         taken: from the inbox to the result, when all has arrived.
     """
 
-    sent: Mapping[int, Copy]
+    copies: Mapping[int, Copy]
     of_result: bool = False
-    into_result: bool = False
+    pulled: bool = False
     kept: Copy = Copy(0, 0, 0)
     sum: Launch | None = None
     taken: Sequence[Copy] = ()
@@ -85,12 +80,12 @@ class Copies:
         self._enter = Launch(kernels.enter, 1, {**group, **words}, (), num_warps=1)
         self._hear = []
         for number, hop in enumerate(hops):
-            looks = hop is last and not (hop.taken or hop.sum)
-            self._hear.append(Launch(kernels.hear, 1, {**group, "hop": number, "LOOKS": looks}, (), num_warps=1))
+            values = {**group, "hop": number, "PULLED": hop.pulled}
+            self._hear.append(Launch(kernels.hear, 1, values, (), num_warps=1))
         self._look = Launch(kernels.look, 1, group, (), num_warps=1) if last.taken else None
         launches = [self._enter, *self._hear, *(hop.sum for hop in hops), self._look]
         self._launches = [launch for launch in launches if launch is not None]
-        self.variant = ("copies", len(hops), self._look is None, call.options, call.plan.num_warps)
+        self.variant = ("copies", tuple(hop.pulled for hop in hops), call.options, call.plan.num_warps)
 
     @property
     def prepared(self) -> bool:
@@ -105,24 +100,26 @@ class Copies:
     def __call__(self, stream: int, source: int, *rest: int) -> None:
         """Make the call on the stream of this handle, the current one. The last address is that of the result.
 
-        However the call ends, later work on the stream comes after the copies that it has queued: they read the
-        caller's memory, which the caller may write to and free again.
+        However the call ends, later work on the stream comes after the copies that it has queued, which read the
+        caller's memory, and after those of peers that may pull from there: the caller may write to it and free it.
         """
         result, copy = rest[-1], self._call.ctx.job.heap.stream_copy
         self._enter(stream)
         for number, hop in enumerate(self._hops):
             forked: list[SideStream] = []
             try:
-                self._send(number, hop, stream, result if hop.of_result else source, result, forked)
+                self._send(number, hop, stream, source, result, forked)
                 kept = hop.kept
                 if kept.nbytes and source + kept.begin != result + kept.at:
                     copy(stream, result + kept.at, source + kept.begin, kept.nbytes)
                 # Before the kernel, which graphs may put ahead of the copies that the peers' kernels wait for.
                 _join(forked, stream)
+                self._hear[number](stream)
             except BaseException:
                 _join(forked, stream)  # again, for those that an interrupt may have left out
+                if hop.pulled and forked:
+                    self._hear[number](stream)
                 raise
-            self._hear[number](stream)
             if hop.sum is not None:
                 hop.sum(stream, source, result)
             for part in hop.taken:
@@ -132,18 +129,22 @@ class Copies:
             self._look(stream)
 
     def _send(
-        self, number: int, hop: Hop, stream: int, begin: int, result: int, forked: list[SideStream]
+        self, number: int, hop: Hop, stream: int, source: int, result: int, forked: list[SideStream]
     ) -> None:  # fmt: skip
-        """Queue the copies to all peers, each on a stream of its own, which is added to ``forked``."""
+        """Queue the copies for all peers, each on a stream of its own, which is added to ``forked``."""
         ctx, chunk, stamp = self._call.ctx, self._call.plan.chunk, self._stamps.data_ptr() + 8 * number
         signal = self._signals + 8 * number * ctx.world_size
         for peer, side_stream in self._side_streams.items():
             side_stream.fork(stream)
             forked.append(side_stream)
-            part = hop.sent[peer]
-            landing = (result if hop.into_result else self._inbox) + self._deltas[peer]
+            part, delta = hop.copies[peer], self._deltas[peer]
+            begin = result if hop.of_result else source
+            landing = self._inbox + delta
+            if hop.pulled:
+                begin = result + delta
+                landing = result
             moved = Copy(begin + part.begin, landing + part.at, part.nbytes)
-            _queue(ctx.job.heap.stream_copy, side_stream.handle, moved, chunk, signal + self._deltas[peer], stamp)
+            _queue(ctx.job.heap.stream_copy, side_stream.handle, moved, chunk, signal + delta, stamp)
 
 
 def _join(side_streams: Sequence[SideStream], stream: int) -> None:
@@ -165,26 +166,50 @@ def exchange(call: Planned, source_stride: int) -> Copies:
     Args:
         source_stride: bytes from the segment for one rank to that for the next; 0 if there is one for all.
     """
-    ctx, nbytes, room, direct = call.ctx, call.facts.nbytes, call.ctx.capacity, lands_in_result(call.facts)
-    peers, at = successors(ctx.topology), ctx.rank * (call.stride if direct else room)
-    sent = {peer: Copy(peer * source_stride, at, nbytes) for peer in peers}
-    kept = Copy(ctx.rank * source_stride, ctx.rank * call.stride, 0 if call.in_buffer else nbytes)
-    taken = [Copy(peer * room, peer * call.stride, nbytes) for peer in reversed(peers) if not direct]
-    return Copies(call, Hop(sent, into_result=direct, kept=kept, taken=taken))
+    ctx, nbytes, room = call.ctx, call.facts.nbytes, call.ctx.capacity
+    peers = successors(ctx.topology)
+    if call.in_buffer:  # where each rank's own segment lies already
+        return Copies(call, Hop(_in_place(peers, call.stride, dict.fromkeys(peers, nbytes)), pulled=True))
+    pushes = {peer: Copy(peer * source_stride, ctx.rank * room, nbytes) for peer in peers}
+    kept = Copy(ctx.rank * source_stride, ctx.rank * call.stride, nbytes)
+    taken = [Copy(peer * room, peer * call.stride, nbytes) for peer in reversed(peers)]
+    return Copies(call, Hop(pushes, kept=kept, taken=taken))
 
 
-def sums(call: Planned, stride: int, sizes: Sequence[int], whole: bool) -> Hop:
+def sums(call: Planned, stride: int, sizes: Sequence[int], whole: bool, pulled: bool = False) -> Hop:
     """Return the hop that brings each rank its part of all tensors, and sums them.
 
     Args:
         stride: bytes from the part of one rank to that of the next.
         whole: a part has the same place in the result as in the tensor; otherwise the result is this rank's part.
+        pulled: peers then pull the sum.
     """
     ctx, plan = call.ctx, call.plan
     stamps, summed = _words(call)
-    values = {**tiles(call), "inbox": call.inbox, "g": ctx.device_group, "WHOLE": whole}
+    values = {**tiles(call), "inbox": call.inbox, "g": ctx.device_group, "WHOLE": whole, "PULLED": pulled}
     values |= {"stamps": stamps, "summed": summed, "nbytes": sizes[ctx.rank], "at": ctx.rank * stride}
     most = SHARED_REGISTERS if shares_gpu(call.facts) else None
     sum = Launch(kernels.sum_copies, plan.blocks, values, ("source", "out"), num_warps=plan.num_warps, maxnreg=most)
     at = ctx.rank * ctx.capacity
     return Hop({peer: Copy(peer * stride, at, sizes[peer]) for peer in successors(ctx.topology)}, sum=sum)
+
+
+def gathered(call: Planned, stride: int, sizes: Sequence[int], second: int, pulled: bool) -> Hop:
+    """Return the hop that brings each rank the sums of all others.
+
+    Args:
+        stride, sizes: of the parts, as for :func:`sums`.
+        second: where sums that are pushed begin in a segment of the inbox, in bytes.
+    """
+    ctx = call.ctx
+    peers, mine = successors(ctx.topology), ctx.rank * stride
+    if pulled:
+        return Hop(_in_place(peers, stride, dict(enumerate(sizes))), pulled=True)
+    push = Copy(mine, ctx.rank * ctx.capacity + second, sizes[ctx.rank])
+    taken = [Copy(peer * ctx.capacity + second, peer * stride, sizes[peer]) for peer in peers]
+    return Hop(dict.fromkeys(peers, push), of_result=True, taken=taken)
+
+
+def _in_place(peers: Sequence[int], stride: int, sizes: Mapping[int, int]) -> dict[int, Copy]:
+    """Return the pulls of each peer's segment from its place there to the same place here."""
+    return {peer: Copy(peer * stride, peer * stride, sizes[peer]) for peer in peers}

@@ -21,11 +21,8 @@ from tdcoll.testing import World
 
 from .operations import LOST, Calls, Tensors, given
 
-QUEUED = 3
-"""Calls that each rank queues: one before the call in which something happens, and one behind it."""
-
 THIS_CALL = 1
-"""Number of the call in which something happens."""
+"""Number of the call in which something happens; one comes before it."""
 
 
 class Happens:
@@ -39,27 +36,31 @@ class Happens:
       holds so far. It makes no further call.
     - ``"nothing"`` happens, except to a kernel that a test has changed. The call is the rank's last one.
 
-    Behind each call every rank looks (``ctx.check()``), uses the result, and writes over all the memory of the call.
-    If its look passes, the result must be right.
+    Behind each call every rank looks for expired waits, as its next call does, uses the result, and writes
+    over all the memory of the call. If its look passes, the result must be right.
 
     Args:
         calls: what the ranks do.
         what: one of these.
         late: whose copies are late against everything that need not wait for them: ``"its"``, ``"others'"`` or ``""``.
+        behind: whether ranks queue a call behind that one.
 
     Attributes:
         operations: of the call on one rank, in the latest run.
         passed, raised: how many looks did, in the latest run.
     """
 
-    def __init__(self, calls: Calls, what: str, late: str = "its") -> None:
+    def __init__(
+        self, calls: Calls, what: str, late: str = "its", *, behind: bool = True
+    ) -> None:  # fmt: skip
         self.calls, self.what, self.late = calls, what, late
+        self.queued = THIS_CALL + 1 + behind
         self.last = what in ("fails", "nothing")
         self.operations = self.passed = self.raised = 0
 
     def __str__(self) -> str:
         late = f", {self.late} copies are late" if self.late else ""
-        return f"{self.calls}, a rank {self.what}{late}"
+        return f"{self.calls}, a rank {self.what}{late}{', in its last call' * (self.queued == THIS_CALL + 1)}"
 
     def moments(self, world: World) -> range:
         """Return a seed for each rank and each moment. ``world``: for a run in which nothing happens."""
@@ -139,12 +140,12 @@ class Happens:
         source, out, memories = operation.memory(ctx)
         self.memory.append(memories)
         record, unseen = monitor.valid, memoryview(bytearray(1))
-        passed = [False] * QUEUED
+        passed = [False] * self.queued
 
         def look(call: int) -> None:
             monitor.valid = record
             try:
-                ctx.check()
+                monitor.raise_if_expired()
             except tdcoll.TdcollError:
                 self.raised += 1
             else:
@@ -153,19 +154,19 @@ class Happens:
             finally:
                 monitor.valid = unseen  # so that the host queues its next call
 
-        def use(call: int, made: Tensors) -> None:
+        def use(call: int, made: Any) -> None:
             if passed[call]:
-                self.calls.check(ctx, call, made, source)
+                self.calls.check(ctx, call, operation.results(made, out), source)
 
         monitor.valid = unseen
-        for call in range(QUEUED):
+        for call in range(self.queued):
             stream.queue(functools.partial(bring, pe, call, source))
-            made: Tensors | None = None
+            made: Any = None
             if pe == self.rank:
                 self.watching = call == THIS_CALL
             try:
                 with stream:
-                    made = operation.call(source, out, ctx, self.calls.algorithm)
+                    made = operation.call(source, out, ctx, self.calls.algorithm, call)
                 if self.what == "interrupted" and pe == self.rank:
                     self.watching = False
                 stream.queue(functools.partial(look, call))

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from fused.norms import norm_reference
 
 import tdcoll
+from tdcoll.calls import plan as plans
 from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.spec import Collective
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
@@ -19,7 +23,7 @@ from .suite.algorithm_cases import Dense, Nodes, all_dense, topology_of
 from .suite.data import reference, values
 from .suite.kinds import CALLER_BUFFER, OUT_OF_PLACE, SYMMETRIC, Kind, kinds_of, make_call, place
 
-ROWS, HIDDEN = 5, 24
+ROWS, HIDDEN = 6, 24
 WEIGHT = torch.linspace(0.5, 2, HIDDEN)
 LOST = -77
 
@@ -33,16 +37,18 @@ class Operation:
     Attributes:
         name: of it.
         memory: ``memory(ctx)``: the source, the result, and all memory that they lie in.
-        call: ``call(source, out, ctx, algorithm)``: make the call; return its results.
-        wanted: ``wanted(sources, topology)``: its results, given what all ranks bring.
+        call: ``call(source, out, ctx, algorithm, number)``: make the call of this number; return what it makes.
+        results: ``results(made, out)``: the results of a call that is over, given what it has made.
+        wanted: ``wanted(sources, topology, number)``: its results, given what all ranks bring.
         sparse: its context is a ``SparseContext``.
         tells: a rank that gives up tells its peers: they read its source, or its copies run in any case.
     """
 
     name: str
     memory: Callable[[Any], tuple[torch.Tensor, torch.Tensor, Tensors]]
-    call: Callable[..., Tensors]
-    wanted: Callable[[Tensors, Any], Tensors]
+    call: Callable[..., Any]
+    wanted: Callable[[Tensors, Any, int], Tensors]
+    results: Callable[[Any, torch.Tensor], Tensors] = lambda made, out: made
     sparse: bool = False
     tells: bool = False
 
@@ -60,8 +66,8 @@ def dense(spec: Collective, kind: Kind, copies: bool = False) -> Operation:
     return Operation(
         spec.name if kind is OUT_OF_PLACE else f"{spec.name} {kind}",
         memory,
-        lambda source, out, ctx, algorithm: [make_call(spec, kind, source, out, ctx, algorithm)],
-        lambda sources, topology: [reference(spec, sources, topology)],
+        lambda source, out, ctx, algorithm, number: [make_call(spec, kind, source, out, ctx, algorithm)],
+        lambda sources, topology, number: [reference(spec, sources, topology)],
         tells=copies,
     )
 
@@ -70,37 +76,56 @@ def apart(given: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return given, out, (given, out)
 
 
-def norm(source: torch.Tensor, out: torch.Tensor, ctx: Any, algorithm: Any) -> Tensors:
+def norm(source: torch.Tensor, out: torch.Tensor, ctx: Any, algorithm: Any, number: int) -> Tensors:
     made: Tensors = tdcoll.fused.all_reduce_rms_norm(
         source, out.fill_(0.25), WEIGHT, ctx=ctx, eps=1e-3, in_place=True, algorithm=algorithm
     )
     return made
 
 
-def rows_of(rank: int) -> torch.Tensor:
-    """Two rows that all ranks bring to a sparse all-reduce, and two that one or two do."""
-    return torch.tensor([0, 1 + rank % 2, 3, 4])
+def rows_of(rank: int, number: int) -> torch.Tensor:
+    """Two rows that all ranks bring to a sparse all-reduce, and two that one or two do; others in the next call."""
+    return torch.tensor([0, 1 + rank % 2, 3, 4]) + number % 2
 
 
-def sparse(source: torch.Tensor, out: torch.Tensor, ctx: tdcoll.SparseContext, algorithm: str) -> Tensors:
-    ids = rows_of(ctx.rank)
+def sparse(
+    source: torch.Tensor, out: torch.Tensor, ctx: tdcoll.SparseContext, algorithm: str, number: int
+) -> tdcoll.PaddedRows:  # fmt: skip
+    ids = rows_of(ctx.rank, number)
     ctx.exchanges = 0  # which the host counts, and a replay of a graph does not
-    made = tdcoll.sparse_all_reduce_padded(ids, source, ROWS, ctx=ctx, coalesced=True, algorithm=algorithm)
+    return tdcoll.sparse_all_reduce_padded(ids, source, ROWS, ctx=ctx, coalesced=True, algorithm=algorithm)
+
+
+def sparse_results(made: tdcoll.PaddedRows, out: torch.Tensor) -> Tensors:
+    """The rows that there are, in the table."""
     return (out.zero_().index_add_(0, made.indices, made.values),)
 
 
-def sparse_wanted(sources: Tensors, topology: Any) -> Tensors:
-    tables = [torch.zeros(ROWS, 3).index_copy_(0, rows_of(rank), source) for rank, source in enumerate(sources)]
+def sparse_wanted(sources: Tensors, topology: Any, number: int) -> Tensors:
+    tables = [torch.zeros(ROWS, 3).index_copy_(0, rows_of(rank, number), part) for rank, part in enumerate(sources)]
     return (reduce_parts(tables, topology.nodes),)
 
 
 NORM = Operation(
     "norm", lambda ctx: apart(torch.empty(2, HIDDEN), torch.empty(2, HIDDEN)), norm,
-    lambda sources, topology: norm_reference(
+    lambda sources, topology, number: norm_reference(
         reduce_parts(list(sources), topology.nodes), torch.full((2, HIDDEN), 0.25), WEIGHT, 1e-3, None
     )[:2],
 )  # fmt: skip
-SPARSE = Operation("sparse", lambda ctx: apart(torch.empty(4, 3), torch.empty(ROWS, 3)), sparse, sparse_wanted, True)
+SPARSE = Operation(
+    "sparse", lambda ctx: apart(torch.empty(4, 3), torch.empty(ROWS, 3)), sparse, sparse_wanted, sparse_results, True
+)
+BY_COPIES = dataclasses.replace(SPARSE, name="sparse by copies")
+"""With a budget of thread blocks, as which :func:`lists_by_copies` makes exchanges of lists by copy engines."""
+
+
+@contextmanager
+def lists_by_copies() -> Iterator[None]:
+    """Lists of few rows count as large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "LARGE", 1)
+        patch.setattr(plans, "LOOPS_FROM", 1)
+        yield
 
 
 @dataclass(frozen=True)
@@ -135,6 +160,7 @@ class Calls:
     def context(self, **options: Any) -> tuple[Any, tdcoll.WaitMonitor]:
         """A context of all ranks, and what ends its waits. ``options``: of the context, such as ``debug``."""
         if self.operation.sparse:
+            options |= {"max_blocks": 8} if self.operation is BY_COPIES else {}
             sparse = tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=12, **options)
             return sparse, sparse.monitor
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, lamport_bytes=self.lamport_bytes, **options)
@@ -143,7 +169,7 @@ class Calls:
     def check(self, ctx: Any, call: int, made: Tensors, source: torch.Tensor) -> None:
         """Raise AssertionError unless ``made`` are the results of a call."""
         sources = [given(pe, call, source) for pe in range(ctx.world_size)]
-        for got, wanted in zip(made, self.operation.wanted(sources, ctx.topology), strict=True):
+        for got, wanted in zip(made, self.operation.wanted(sources, ctx.topology, call), strict=True):
             wrong = int((got != wanted).sum())
             assert wrong == 0, f"rank {ctx.rank}, call {call}: {wrong} wrong numbers"
 
@@ -164,9 +190,8 @@ def calls_of(known: Dense) -> list[Calls]:
                 facts = Facts(72, topology_of(nodes), stores=True, ll_bytes=99, lamport_bytes=99, **kind.form)
                 if how.supports(facts) is not None or kind not in kinds_of(known.spec):
                     continue
-                if kind is not OUT_OF_PLACE and how.copies is not None:
-                    continue  # if peers write into the caller's memory, it is undefined after a timeout
-                if kind is SYMMETRIC and how.supports(Facts(72, facts.topology, stores=True)) is None:
+                out_of_place = how.supports(Facts(72, facts.topology, stores=True)) is None
+                if kind is SYMMETRIC and how.copies is None and out_of_place:
                     continue  # as out of place, but for where sums land
                 kernel = how.kernel(facts).fn
                 where = f"{kernel.__module__}.{kernel.__name__}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_mutants import AnyChange, Argument, Call, Change, Mutant, installed
+from kernel_mutants import AnyChange, Argument, Call, Change, Mutant, dropped, installed
 from tiers import second
 
 import tdcoll
@@ -23,9 +23,10 @@ from tdcoll.simulator.streams import SimulatedSideStream
 from tdcoll.testing import World, explore
 
 from .moments import Happens
-from .operations import Calls, dense
+from .operations import BY_COPIES as SPARSE_BY_COPIES
+from .operations import SPARSE, Calls, dense, lists_by_copies
 from .suite.algorithm_cases import Nodes, job
-from .suite.kinds import IN_PLACE, OUT_OF_PLACE, Kind
+from .suite.kinds import CALLER_BUFFER, IN_PLACE, OUT_OF_PLACE, SYMMETRIC, SYMMETRIC_IN_PLACE, Kind
 
 SPECS = {name: spec_of(name) for name in COLLECTIVES}
 
@@ -42,8 +43,21 @@ KINDS = [
     second(by_copies("all_to_all", OUT_OF_PLACE), id="all_to_all"),
     second(by_copies("all_reduce", IN_PLACE), id="all_reduce in place"),
     second(by_copies("all_reduce", OUT_OF_PLACE, (3,)), id="all_reduce 3"),
+    by_copies("all_gather", CALLER_BUFFER),
+    by_copies("all_reduce", SYMMETRIC_IN_PLACE),
+    second(by_copies("all_reduce", SYMMETRIC), id="all_reduce symmetric"),
+    second(by_copies("all_gather", CALLER_BUFFER, (3,)), id="all_gather caller buffer 3"),
+    second(by_copies("all_reduce", SYMMETRIC_IN_PLACE, (3,)), id="all_reduce symmetric in place 3"),
 ]
-"""Calls by copy engines that land in the inbox."""
+"""Calls by copy engines, whose data lands in the inbox or in the caller's memory."""
+
+LISTS = [
+    Calls(SPARSE_BY_COPIES, "gather", ()),
+    *(second(Calls(operation, name, ()), id=f"{operation.name} {name}") for operation, name in (
+        (SPARSE_BY_COPIES, "owner"), (SPARSE, "gather"), (SPARSE, "owner"),
+    )),
+]  # fmt: skip
+"""Sparse all-reduces."""
 
 
 def where(calls: Calls, **more: Any) -> dict[str, Any]:
@@ -83,6 +97,23 @@ def test_copies_of_an_interrupted_call_are_done_when_its_memory_is_used_again(
     every_moment(Happens(calls, "interrupted", late), weak=weak)
 
 
+@pytest.mark.parametrize("weak", [False, second(True)], ids=["strong", "weak"])
+@pytest.mark.parametrize("late", ["", *map(second, LATE[:2])])
+@pytest.mark.parametrize("calls", KINDS, ids=str)
+def test_a_rank_that_is_late_at_any_moment_has_no_wrong_result_that_passes_a_check(
+    calls: Calls, weak: bool, late: str
+) -> None:
+    for behind in (True, False):
+        every_moment(Happens(calls, "stops", late, behind=behind), weak=weak)
+
+
+@pytest.mark.parametrize("what", ["stops", *map(second, ("fails", "fails early", "interrupted"))])
+@pytest.mark.parametrize("calls", LISTS, ids=str)
+def test_lists_that_are_exchanged_by_copy_engines(calls: Calls, what: str) -> None:
+    with lists_by_copies():
+        every_moment(Happens(calls, what, late=""))
+
+
 def test_only_streams_that_were_forked_are_joined_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a capture, to join another one would be an error."""
     done: list[tuple[str, int]] = []
@@ -110,7 +141,9 @@ def test_only_streams_that_were_forked_are_joined_after_an_error(monkeypatch: py
 # ---------------------------------------------------------------------- negative controls
 
 COPIES, SUM = "calls.copies.Copies", "primitives.copies.sum_copies"
-CALL = f"{COPIES}.__call__"
+CALL, HEAR = f"{COPIES}.__call__", "primitives.copies.hear"
+HELD = "if hop.pulled and forked:\n    self._hear[number](stream)"
+HANDLED = f"_join(forked, stream)\n{HELD}\nraise"
 STAMPS = "self._stamps.data_ptr()"
 
 IN_TWO = by_copies("all_reduce", OUT_OF_PLACE, algorithm=Plan("ce", 1, 64, 1, 2))
@@ -129,6 +162,9 @@ def _mutant(name: str, changes: AnyChange | tuple[AnyChange, ...], case: Happens
     return Mutant(f"{name} ({case})", changes, "wrong numbers", case, where(case.calls), seeds=seeds, any_seed=True)
 
 
+GATHER, PULL = by_copies("all_gather", OUT_OF_PLACE), by_copies("all_gather", CALLER_BUFFER)
+LAST_PULL = Happens(PULL, "stops", behind=False)
+OWN_LATE = Happens(by_copies("all_reduce", SYMMETRIC), "nothing")
 REDUCE = by_copies("all_reduce", OUT_OF_PLACE)
 FAILS = Happens(REDUCE, "fails")
 MUTANTS = [
@@ -138,10 +174,11 @@ MUTANTS = [
         "the first thread block that has summed says that all have",
         (*EXPIRES, Call(SUM, "leaves_last", "1")), Happens(IN_TWO, "nothing"), seeds=1,
     ),
-    _mutant(
-        "an interrupt leaves streams as they are", Change(CALL, "_join(forked, stream)\nraise", "raise"),
-        Happens(by_copies("all_gather", "o"), "interrupted"),
-    ),
+    _mutant("an interrupt leaves streams as they are", Change(CALL, HANDLED, "raise"), Happens(GATHER, "interrupted")),
+    _mutant("an interrupt frees what peers pull", Change(CALL, HELD, "pass"), Happens(PULL, "interrupted", "others'")),
+    _mutant("who gives up does not tell those who pull", dropped(HEAR, "stores.tell_gave_up"), LAST_PULL),
+    _mutant("who has pulled does not look", Call(HEAR, "stores.none_gave_up", "1"), LAST_PULL),
+    _mutant("sums are pulled whose owner is done", Change(HEAR, "stamp += hop", "pass"), OWN_LATE),
 ]  # fmt: skip
 
 

@@ -121,9 +121,12 @@ def compile_reduction(kernel, constants: dict[str, Any], world: int, arch: int) 
 
 COPIES = [  # kernel, constants, warps
     (copies.enter, {"WAITED": WORLD}, 1),
-    *((copies.hear, {"WAITED": WORLD, "LOOKS": looks}, 1) for looks in (False, True)),
+    *((copies.hear, {"WAITED": WORLD, "PULLED": pulled}, 1) for pulled in (False, True)),
     (copies.look, {"WAITED": WORLD}, 1),
-    (copies.sum_copies, {**_FP32, "DTYPE": tl.bfloat16, "COUNT": 4096, "WHOLE": True, "WAITED": WORLD}, 16),
+    *(
+        (copies.sum_copies, {**_BF16, "COUNT": 4096, "WHOLE": True, "PULLED": pulled, "WAITED": WORLD}, 16)
+        for pulled in (False, True)
+    ),
 ]
 
 

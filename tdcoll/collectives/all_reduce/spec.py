@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from tdcoll.calls import copies
-from tdcoll.calls.copies import Copy, Hop
 from tdcoll.calls.launches import Planned, by_words, on_device, rail_routes, routes_beside_stores, tiles
 from tdcoll.calls.plan import Facts, Plan, loop_blocks, needs_puts, needs_rails, needs_stores, summing_blocks
 from tdcoll.calls.spec import Algorithm, Collective
@@ -69,13 +68,11 @@ def _by_parts(
 
 def _copies(call: Planned) -> copies.Copies:
     """Two hops, as ``direct``: parts to the first half of the inbox, sums to the second or into the result."""
-    ctx, room, values, direct = call.ctx, call.ctx.capacity, _parts(call), call.facts.symmetric
-    part, second = values["part"], values["second"]
-    sizes = [min(part, max(0, call.facts.nbytes - rank * part)) for rank in range(ctx.world_size)]
-    parts, mine = copies.sums(call, part, sizes, whole=True), ctx.rank * part
-    sent = dict.fromkeys(parts.sent, Copy(mine, mine if direct else ctx.rank * room + second, sizes[ctx.rank]))
-    taken = [Copy(peer * room + second, peer * part, sizes[peer]) for peer in sent if not direct]
-    return copies.Copies(call, parts, Hop(sent, of_result=True, into_result=direct, taken=taken))
+    values, pulled = _parts(call), call.facts.symmetric
+    part = values["part"]
+    sizes = [min(part, max(0, call.facts.nbytes - rank * part)) for rank in range(call.ctx.world_size)]
+    parts = copies.sums(call, part, sizes, whole=True, pulled=pulled)
+    return copies.Copies(call, parts, copies.gathered(call, part, sizes, values["second"], pulled))
 
 
 SPEC = Collective(

@@ -36,10 +36,11 @@ def early(facts: Facts) -> bool:
 def algorithms(same: bool) -> tuple[Algorithm, ...]:
     """Return ``ll``, ``direct``, ``loop`` and ``ce``. ``same``: a rank has one segment for all, as in an all-gather."""
 
-    def epoch(facts: Facts, in_place: bool | None = None) -> int:
+    def epoch(facts: Facts) -> int:
         """Return the bytes of a segment in each epoch: the inbox's, or all of it if it lands in the result."""
-        whole = facts.in_place if in_place is None else in_place
-        return facts.nbytes if whole else facts.capacity if same else inbox_epoch(facts)
+        if facts.in_place:
+            return facts.nbytes
+        return facts.capacity if same else inbox_epoch(facts)
 
     def given(call: Planned, **more: Any) -> dict[str, Any]:
         return {"source_stride": 0 if same else call.stride, **more}
@@ -82,7 +83,7 @@ def algorithms(same: bool) -> tuple[Algorithm, ...]:
             cut=cut_copies,
             kernel=copies.kernel,
             blocks=lambda facts, plan: 1,
-            epoch=lambda facts: epoch(facts, copies.lands_in_result(facts)),
+            epoch=epoch,
             copies=lambda call: copies.exchange(call, 0 if same else call.stride),
         ),
     )
