@@ -77,12 +77,15 @@ class WaitMonitor:
         words = [0] * c.MONITOR_WORDS.value
         words[c.MONITOR_TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
         words[c.MONITOR_RECORD.value] = self._record.data_ptr()
-        words[c.MONITOR_RANK.value] = self.job.rank if rank is None else rank
+        self._rank = self.job.rank if rank is None else rank
+        words[c.MONITOR_RANK.value] = self._rank
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
         self.reported = False
         """True once :class:`~tdcoll.CollectiveTimeout` has been raised for it."""
         self.failure: str | None = None
         """Why the host has ended the kernels' waits, if it has: what they were to exchange is incomplete."""
+        self.gave_up: torch.Tensor | None = None
+        """int64 ``[world]``: what peers tell if they give up while copies are queued; None if there can be none."""
         # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
         self.job.held[id(self)] = self
         self.calls: Calls | None = None
@@ -163,7 +166,34 @@ class WaitMonitor:
         """
         if self.words.is_cuda:
             torch.cuda.current_stream(self.words.device).synchronize()
+        self.raise_if_wrong()
+
+    def raise_if_wrong(self) -> None:
+        """:meth:`check` of kernels that have ended.
+
+        If a peer has given up while copies were queued, these may have overwritten an inbox that kernels of other
+        algorithms have read since, and such kernels don't look themselves (:mod:`tdcoll.primitives.copies`). The
+        context is of no more use then.
+        """
+        if self.gave_up is not None and not self.expired and self.failure is None:
+            told = [(peer, word) for peer, word in enumerate(self.gave_up.tolist()) if word and peer != self._rank]
+            if told:
+                self._record_peer(*told[0])
+                self.abort()
         self.raise_if_expired()
+
+    def _record_peer(self, peer: int, word: int) -> None:
+        """Leave the record that a kernel leaves if it finds that ``peer`` has given up, as its ``word`` says."""
+        for place, value in (
+            (c.RECORD_RANK, self._rank),
+            (c.RECORD_PEER, peer),
+            (c.RECORD_SIGNAL, -1),
+            (c.RECORD_EPOCH, word - c.GAVE_UP.value),
+            (c.RECORD_EXPECTED, c.GAVE_UP.value),
+            (c.RECORD_SEEN, word),
+            (c.RECORD_VALID, 1),
+        ):
+            self._host[place.value] = value
 
     def raise_if_expired(self) -> None:
         """As :meth:`check`, without waiting: a kernel that still runs may expire later."""
@@ -213,4 +243,4 @@ def check() -> None:
     if job.device.type == "cuda":
         torch.cuda.current_stream(job.device).synchronize()
     for monitor in job.living_monitors():
-        monitor.raise_if_expired()
+        monitor.raise_if_wrong()

@@ -149,9 +149,11 @@ class Preconditions:
             CollectiveTimeout: naming rank, peer, signal and epoch.
             ContextError: a call has failed after it had begun, which has ended those that still ran.
         """
-        if self._cuda:
-            self.lane.stream.synchronize()
-        self.monitor.raise_if_expired()
+        stream = self.lane.stream
+        if stream is not None:
+            stream.synchronize()
+        with torch.cuda.stream(stream):  # which has nothing to do, unlike the caller's current one
+            self.monitor.raise_if_wrong()
 
     def noted(self, call: Made | str) -> None:
         """Note a call, before it launches, by its kind or, if its epochs are not known, by its name."""

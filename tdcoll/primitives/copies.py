@@ -57,8 +57,8 @@ A rank that gives up, or whose host ends its waits: queued copies, also those of
   this rank's own pulls are over.
 
 A host that is interrupted launches ``hear`` of a pulled hop all the same, so that no work comes before it
-(:mod:`tdcoll.calls.copies`). One thing isn't protected: on a rank that is late by a whole deadline, the inbox of an
-earlier call of another algorithm.
+(:mod:`tdcoll.calls.copies`). Kernels of other algorithms, which may have used the inbox in the epoch before, don't look
+who has given up: ``check()`` of the context does it for them.
 
 If contexts share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS``, 8 by default; a call has a stream for each peer),
 work that waits behind an event holds up whatever is behind it in the queue, also on other streams. All ranks must then

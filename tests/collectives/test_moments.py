@@ -6,6 +6,7 @@ No rank whose ``check()`` passes may have a wrong result, whatever leaves the ot
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ import tdcoll
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import spec_of
 from tdcoll.calls.launch import Launch
+from tdcoll.calls.monitor import WaitMonitor
 from tdcoll.calls.plan import Plan
 from tdcoll.simulator.streams import SimulatedSideStream
-from tdcoll.testing import World, explore
+from tdcoll.testing import World, explore, first_failure
 
 from .moments import Happens
 from .operations import BY_COPIES as SPARSE_BY_COPIES
 from .operations import SPARSE, Calls, dense, lists_by_copies
 from .suite.algorithm_cases import Nodes, job
+from .suite.data import values
 from .suite.kinds import CALLER_BUFFER, IN_PLACE, OUT_OF_PLACE, SYMMETRIC, SYMMETRIC_IN_PLACE, Kind
 
 SPECS = {name: spec_of(name) for name in COLLECTIVES}
@@ -112,6 +115,60 @@ def test_a_rank_that_is_late_at_any_moment_has_no_wrong_result_that_passes_a_che
 def test_lists_that_are_exchanged_by_copy_engines(calls: Calls, what: str) -> None:
     with lists_by_copies():
         every_moment(Happens(calls, what, late=""))
+
+
+STALL = """
+if (g.rank == 1) & (epoch == 2):
+    while tdl.ld(g.arrived + (2 * g.chunks - 1) * g.world + 1, "sys", "relaxed") == 0:
+        pass
+"""
+"""Until a word of rank 1 is set that no call uses, because a rank doesn't signal to itself."""
+
+OUT = "tdl.copy_block(taken, segment(inbox, g, epoch, frm) + offset, size)"
+STALLED = Change("exchange.kernels_direct.exchange_direct", OUT, f"{STALL}\n{OUT}")
+
+
+def copies_into_an_inbox_that_is_read(world: World) -> None:
+    """Rank 1 stalls in its second call, by stores, before it reads its inbox. The third call is by copy engines, and
+    has the same slot, because it leaves out an odd epoch. Rank 0 makes it when it has given up."""
+
+    raised: list[tuple[int, int | None, int | None]] = []
+
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=False)
+        checked, unseen = ctx.monitor.valid, memoryview(bytearray(1))
+        for call, algorithm in enumerate(("direct", "direct", "ce")):
+            x = values(pe, call, 4, torch.float32)
+            ctx.monitor.valid = unseen
+            got = tdcoll.all_gather(x, ctx=ctx, algorithm=algorithm)
+            ctx.monitor.valid = checked
+            if pe == 1:
+                wanted = torch.cat([values(rank, call, 4, torch.float32) for rank in range(2)])
+                try:
+                    ctx.check()
+                except tdcoll.CollectiveTimeout as error:
+                    raised.append((error.rank, error.peer, error.epoch))
+                    with pytest.raises(tdcoll.CollectiveTimeout, match=re.escape(str(error))):
+                        tdcoll.all_gather(x, ctx=ctx)
+                    return
+                assert torch.equal(got, wanted), f"call {call}: wrong numbers"
+        assert pe == 0
+        tdcoll.write_on_stream(tdcoll.peer_tensor(ctx.signals, 1)[1, -1, 1], 1)
+
+    world.run(host)
+    assert raised == [(1, 0, 4)]
+
+
+def test_copies_into_an_inbox_that_another_algorithm_still_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"n_pes": 2, "seeds": 1, "on_timeout": "expire", "stragglers": False, "weak": False}
+    with installed([STALLED], tmp_path):
+        explore(copies_into_an_inbox_that_is_read, **job)
+        monkeypatch.setattr(WaitMonitor, "raise_if_wrong", WaitMonitor.raise_if_expired)
+        failure = first_failure(copies_into_an_inbox_that_is_read, **job)
+    assert failure is not None
+    assert "call 1: wrong numbers" in failure.report
 
 
 def test_only_streams_that_were_forked_are_joined_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
