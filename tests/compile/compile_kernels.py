@@ -294,7 +294,7 @@ SPARSE_TYPES = {
     "totals": "*i32",
     "partial": "*fp32",
     "g": tuples()["g"],
-    "memory": kernels_lists.RowMemory("i64", "i64", "*i32", "*i32", "*i32"),
+    "memory": kernels_lists.RowMemory("i64", "i64", "*i32", "*i32", "*i64", "*i32"),
     "nodes": Nodes("*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"),
 }
 

@@ -25,7 +25,7 @@ OF_THIS_GPU = {
     "workers.language_checks.put_by_another",
     "workers.stores_and_waits_checks.sum_of_late_parts",
     *(f"index_match.kernels.{name}" for name in ("_read_header", "_read_ids", "mark", "number_leaders")),
-    *(f"sparse_all_reduce.kernels_{name}" for name in ("lists._append", "values.combine")),
+    *(f"sparse_all_reduce.kernels_{name}" for name in ("lists._append", "lists._write_header", "values.combine")),
     *(f"primitives.group.{name}" for name in ("say_done", "wait_until_done", "leaves_last")),
 }
 """Functions whose words only programs of this GPU touch: there, and nowhere else, GPU scope is enough."""

@@ -68,7 +68,7 @@ class _Kind:
         too_wide: rows are over the context's bytes. They move no further than the exchange, which tells all ranks.
         lists: int64 ``[world, stride]``: every rank's list.
         union, out: the ids and rows of a result, ``[1, max_union]`` and ``[max_union, elements]``.
-        seed: of the signature.
+        signature: what the ranks must agree on, 32 bits.
         widths: tables with one shape of rows, which follow each other: ``(first, last, elements, shape)``.
         firsts: id of the first row of each table.
         ids_type: of the ids that are sorted: of several tables 32 bits if all rows fit, which takes half as long.
@@ -96,7 +96,7 @@ class _Kind:
             _log.debug("sparse_all_reduce: %s (%s), rows of %d bytes, context of %d rows of %d bytes per rank", *how)
         self.lists = ctx.lists(with_rows=self.algorithm == "gather")
         self.exchange = counted_launches(ctx, 8 * self.lists.shape[1]) if ctx.world_size > 1 else None
-        self.seed = zlib.crc32(repr((rows.order, rows.tables, str(dtype), op, wanted)).encode())
+        self.signature = zlib.crc32(repr((rows.order, rows.tables, str(dtype), op, wanted)).encode())
         self.tiles = cut = tiles(self.elements, dtype.itemsize)
         in_16_bytes = all(shape.numel() * dtype.itemsize % 16 == 0 for shape in shapes)
         self.aligned = 16 // dtype.itemsize if aligned and in_16_bytes else 1
@@ -169,8 +169,7 @@ class SparseCall:
             "source": like,
             "like": like,
             "n": rows.n,
-            # With the exchange's number: ranks that look for lists at different places find those of an earlier one.
-            "signature": zlib.crc32(b"%d" % ctx.exchanges, kind.seed) >> 1,
+            "signature": kind.signature,
             "index": ctx.directory.index(kind.lists),
             "builders": ctx.directory.builders + (not rows.single),
             "REPEATED": self.repeated,
@@ -237,11 +236,9 @@ class SparseCall:
             row_bytes=kind.row_bytes if with_rows else 0,
             PLACED=_PLACED_BLOCK if self.places else 0, BEHIND=with_rows, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK, **more,
         )  # fmt: skip
-        if not ctx.launch.only_loads:
-            ctx.exchanges += 1
-            if kind.exchange is not None:
-                address, stride = kind.lists.data_ptr(), 8 * kind.lists.shape[1]
-                kind.exchange(address + ctx.rank * stride, address)
+        if kind.exchange is not None and not ctx.launch.only_loads:
+            address, stride = kind.lists.data_ptr(), 8 * kind.lists.shape[1]
+            kind.exchange(address + ctx.rank * stride, address)
         if self.algorithm == "gather":
             most, builders = ctx.max_union_rows if with_rows else 0, self._arguments["builders"]
             self._merged = torch.empty((most, kind.elements), dtype=rows.dtype, device=ctx.device)
