@@ -146,6 +146,7 @@ class SparseContext(CollectiveContext):
             )
         lists, out, _ = capacities.areas
         self.known.clear()
+        self._loaded.clear()
         self.area = self._allocate(_area(capacities))
         """``[nbytes]`` uint8, symmetric: lists, then out, then stage."""
         try:

@@ -20,9 +20,9 @@ from tdcoll.base.ranges import range_of
 from tdcoll.calls.launches import on_device
 from tdcoll.calls.pool import on
 from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, UNION
-from tdcoll.collectives.sparse_all_reduce import kernels_merge
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
+from tdcoll.collectives.sparse_all_reduce.loads import load, wait_for_loads
 from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
 from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, joined, rows_of_pair, rows_of_tensor
 from tdcoll.primitives.reduce import check_operation, operation_name
@@ -76,13 +76,14 @@ def _reduce(
     algorithm: str,
     run: Callable[..., Sequence[Any]],
     facts: Callable[[], dict[str, Any]],
+    padded: bool = False,
 ) -> list[Any]:
     """Check a call, make it, and return the result of each tensor, in the order in which they were given.
 
     After an error that ranks do not raise alike, the context refuses calls.
 
     Args:
-        run: makes the call of one dtype: :func:`_run` or :func:`_run_padded`.
+        run: makes the call of one dtype: :func:`_run`, or with ``padded`` :func:`_run_padded`.
     """
     name = operation_name(op)
 
@@ -99,14 +100,13 @@ def _reduce(
                     "as results of copy=False do; clone() them"
                 )
             if ctx.loads_together:
-                SparseCall(ctx, rows, name, algorithm).load()
+                load(ctx, operation, rows, name, algorithm, padded)
         return calls
 
     compared = {"op": name, "algorithm": algorithm, **facts()} if ctx.debug else {}
     alike = (ContextError, HeapExhaustedError, RankMismatchError, ValueError)  # which the lists of all ranks show
     with ctx.calling(operation, compared, checked, alike) as calls:
         kind = *((rows.tables, rows.dtype) for rows in calls), name, algorithm  # the same on all ranks
-        ctx.wait_for_loads(operation, kind)
         ctx.noted(operation)
 
         def span() -> AbstractContextManager[None]:
@@ -116,6 +116,7 @@ def _reduce(
         made: dict[int, Any] = {}
         with ctx.once(("range", operation, *kind), span):
             for number, rows in enumerate(calls, 1):
+                wait_for_loads(ctx, operation, rows, name, algorithm, padded)
                 results = run(ctx, operation, rows, name, algorithm, number < len(calls))
                 made.update(zip(rows.order, results, strict=True))
     return [made[place] for place in range(len(made))]
@@ -154,6 +155,7 @@ def _run(
         if not ctx.grow:
             raise error
         ctx.enlarge(most, row_bytes, union)
+        wait_for_loads(ctx, operation, rows, op, algorithm, padded=False)
     whole = call.densify(union) if whole is None else whole
     ctx.last_algorithm = call.algorithm
     copies = (copy or more) and (call.algorithm == "owner" or 2 * union < len(whole))  # nor is much more kept alive
@@ -341,7 +343,7 @@ def sparse_all_reduce_padded(
         return parts
 
     facts = partial(_facts, "row_shape", values, 1, num_rows=num_rows)
-    results = _reduce(ctx, name, prepare, op, algorithm, _run_padded, facts)
+    results = _reduce(ctx, name, prepare, op, algorithm, _run_padded, facts, padded=True)
     return results if several else results[0]
 
 
@@ -352,20 +354,11 @@ def _run_padded(
     call, tables, most = SparseCall(ctx, rows, op, algorithm), len(rows.parts), ctx.max_union_rows
     kernels = operation, call.variant, op, call.algorithm, rows.coalesced, call.places, call.pieces, tables
     on_device(ctx, operation, kernels, lambda: True)
-    ids = torch.empty(tables, most, dtype=torch.int64, device=ctx.device)
-    counts = torch.empty(tables, 1, dtype=torch.int64, device=ctx.device)
     call.match()
-    out = call.move()
-    sizes = [most * shape.numel() for _, shape in rows.tables]
-    padded = out if rows.single else torch.empty(sum(sizes), dtype=rows.dtype, device=ctx.device)
-    call.launch(
-        kernels_merge.pad,
-        (call.workers(-(-most // call.kind.tiles.rows)), tables),
-        indices=ids, values=padded, count=counts, out=out, remembered=ctx.remembered,
-    )  # fmt: skip
+    ids, counts, padded = call.pad(call.move())
     if more and rows.single:
         padded = padded.clone()
-    values = padded.view(-1).split(sizes)
+    values = padded.view(-1).split([most * shape.numel() for _, shape in rows.tables])
     return [
         PaddedRows(own, part.view(most, *shape), count)
         for own, part, count, (_, shape) in zip(ids, values, counts, rows.tables, strict=True)
