@@ -296,16 +296,22 @@ def _place(where: str) -> tuple[str, list[str]]:
     return ".".join(parts[:-inside]), parts[-inside:]
 
 
+def _functions(tree: ast.Module, names: Sequence[str]) -> Iterator[ast.FunctionDef]:
+    """The functions of this name, or those of a class; of the simulator's and the GPU's, the simulator's first."""
+    *classes, name = names
+    for node in tree.body:
+        inner = node.body + node.orelse if isinstance(node, ast.If) else [node]
+        if classes:
+            inner = node.body if isinstance(node, ast.ClassDef) and node.name == classes[0] else []
+        yield from (each for each in inner if isinstance(each, ast.FunctionDef) and each.name == name)
+
+
 def _changed(module: ModuleType, changes: Sequence[AnyChange]) -> str:
     """The source of ``module`` with ``changes``."""
     tree = ast.parse(Path(str(module.__file__)).read_text())
     for change in changes:
-        *classes, name = _place(change.where)[1]
-        body = [node for node in tree.body if not classes or getattr(node, "name", "") == classes[0]]
-        if classes:
-            body = [inner for node in body if isinstance(node, ast.ClassDef) for inner in node.body]
-        functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
-        assert functions, f"{module.__name__} has no function {name}"
+        functions = list(_functions(tree, _place(change.where)[1]))
+        assert functions, f"{change.where} is no function"
         assert change.made(functions[0]), f"{change.where} does not hold what {change} is about"
     return ast.unparse(ast.fix_missing_locations(tree))
 

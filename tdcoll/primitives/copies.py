@@ -56,6 +56,9 @@ A rank that gives up, or whose host ends its waits: queued copies, also those of
   pulls, which has this rank's stamp already. ``hear`` of a pulled hop therefore tells when it gives up, and looks when
   this rank's own pulls are over.
 
+``hear`` and ``look`` need not ask whether a wait has expired before: they send no good news, and a wait of theirs ends
+at once if one has.
+
 A host that is interrupted launches ``hear`` of a pulled hop all the same, so that no work comes before it
 (:mod:`tdcoll.calls.copies`). Kernels of other algorithms, which may have used the inbox in the epoch before, don't look
 who has given up: ``check()`` of the context does it for them.
@@ -110,12 +113,11 @@ def hear(g, hop: tl.int32, PULLED: tl.constexpr, WAITED: tl.constexpr):
         PULLED: the hop is. Find out whether a peer has given up, because what it offered may have been overwritten
             before it was pulled; and tell the peers if this rank gives up, which may yet pull what it offers.
     """
-    heard, epoch = still_alive(g.monitor), this_epoch(g.control)
+    epoch = this_epoch(g.control)
     stamp = epoch
     if PULLED:
         stamp += hop
-    if heard != 0:
-        heard = tdl.wait_signals(row(g, epoch, hop), g.world, g.rank, tdl.CMP_GE, stamp, g.monitor, WAITED)
+    heard = tdl.wait_signals(row(g, epoch, hop), g.world, g.rank, tdl.CMP_GE, stamp, g.monitor, WAITED)
     if PULLED:
         if heard != 0:
             heard = stores.none_gave_up(g, WAITED)
@@ -126,8 +128,7 @@ def hear(g, hop: tl.int32, PULLED: tl.constexpr, WAITED: tl.constexpr):
 @jit
 def look(g, WAITED: tl.constexpr):
     """Find out whether a peer has given up, when the inbox has been read. One thread block."""
-    if still_alive(g.monitor) != 0:
-        stores.none_gave_up(g, WAITED)
+    stores.none_gave_up(g, WAITED)
 
 
 @jit

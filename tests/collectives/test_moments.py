@@ -7,6 +7,9 @@ No rank whose ``check()`` passes may have a wrong result, whatever leaves the ot
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,10 @@ from tdcoll.calls.call import spec_of
 from tdcoll.calls.launch import Launch
 from tdcoll.calls.monitor import WaitMonitor
 from tdcoll.calls.plan import Plan
-from tdcoll.simulator.streams import SimulatedSideStream
+from tdcoll.simulator.streams import SimulatedSideStream, Stream
 from tdcoll.testing import World, explore, first_failure
 
-from .moments import Happens
+from .moments import Happens, bring
 from .operations import BY_COPIES as SPARSE_BY_COPIES
 from .operations import SPARSE, Calls, dense, lists_by_copies
 from .suite.algorithm_cases import Nodes, job
@@ -193,6 +196,66 @@ def test_only_streams_that_were_forked_are_joined_after_an_error(monkeypatch: py
     World(3).run(host)
     assert [what for what, _ in done] == ["fork", "join"]
     assert len({stream for _, stream in done}) == 1
+
+
+class OneAtATime:
+    """Calls of all ranks on a stream, on GPUs that carry out one operation at a time, of any of their streams."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    def __call__(self, world: World) -> None:
+        busy, real = set[int](), Stream.queue
+
+        def queue(stream: Stream, operation: Callable[[], Any]) -> None:
+            def alone() -> None:
+                pe = stream._pe
+                world.scheduler.wait(lambda: pe not in busy, lambda: "waits for another operation", ["idle"])
+                busy.add(pe)
+                operation()
+                busy.remove(pe)
+                world.scheduler.notify("idle")
+
+            joins = "Stream.join" in getattr(operation, "__qualname__", "")
+            real(stream, operation if joins else alone)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Stream, "queue", queue)
+            world.run(lambda pe: self.host(pe, world))
+
+    def host(self, pe: int, world: World) -> None:
+        """Run on one rank."""
+        operation, stream = self.calls.operation, world.stream()
+        ctx, _ = self.calls.context(debug=False)
+        source, out, _ = operation.memory(ctx)
+        for call in range(2):
+            stream.queue(partial(bring, pe, call, source))
+            with stream:
+                made = operation.call(source, out, ctx, self.calls.algorithm, call)
+        stream.synchronize()
+        self.calls.check(ctx, 1, operation.results(made, out), source)
+
+
+@pytest.mark.parametrize("calls", KINDS, ids=str)
+def test_copies_come_before_the_kernel_that_waits_for_those_of_the_peers(calls: Calls) -> None:
+    explore(OneAtATime(calls), **job(calls.nodes), weak=False, seeds=3)
+
+
+def test_a_rank_tells_once_that_it_has_given_up() -> None:
+    """Its peers may have left when the next launches run."""
+    sent: list[int] = []
+
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=False)
+        if pe == 0:
+            ctx.monitor.abort()
+            for _ in range(4):
+                sent.append(world.counts[0].stores)
+                tdcoll.all_gather(torch.ones(4), ctx=ctx, algorithm="ce")
+
+    world = World(3)
+    world.run(host)
+    assert [after - before for before, after in pairwise(sent)] == [2, 0, 0]
 
 
 # ---------------------------------------------------------------------- negative controls

@@ -3,9 +3,9 @@
 
 CUDA loads a kernel only while none is running. A rank that has to load one in the middle of a call may wait for a
 kernel of another group, which waits for a peer, which may wait for this call
-(:meth:`~tdcoll.CollectiveContext.wait_for_loads`). So a call loads everything that a later one of its kind may need,
-and all ranks wait for each other before they launch any of it. What the kind of a call leaves open: the number of rows,
-whether they are coalesced, where the values lie, and whether tensors are contiguous.
+(:meth:`~tdcoll.CollectiveContext.wait_for_loads`). The first call of a kind therefore loads everything that a later
+one may need, and all ranks wait for each other before they launch any of it. Calls of one kind may differ in the number
+of rows, in whether they are coalesced, in where the values lie, and in whether tensors are contiguous.
 """
 
 from __future__ import annotations
