@@ -14,11 +14,11 @@ import tdcoll
 from tdcoll.testing import World, explore
 
 from .calls import PART, ROWS, SENTINEL, make, moved
-from .cases import HEAP, Reduces, small_pieces
+from .cases import BOTH, HEAP, Reduces, small_pieces
 
 
-@pytest.mark.parametrize("algorithms", ["oo", "gg"])
-def test_ids_that_pytorch_sorts_keep_their_order(algorithms: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_ids_that_pytorch_sorts_keep_their_order(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sort on CPUs keeps the order of equal ids in any case; on GPUs, and here, only if it is asked to."""
     real = torch.sort
 
@@ -27,7 +27,7 @@ def test_ids_that_pytorch_sorts_keep_their_order(algorithms: str, monkeypatch: p
         return found, order if stable else len(order) - 1 - order
 
     monkeypatch.setattr(torch, "sort", sort)
-    explore(Reduces(algorithms, (20,), 3, exact=False), n_pes=2, heap_bytes=HEAP, seeds=1)
+    explore(Reduces(2 * (algorithm,), (20,), 3, exact=False), n_pes=2, heap_bytes=HEAP, seeds=1)
 
 
 class Invalid:
