@@ -116,7 +116,8 @@ class Change:
     """Something else in the place of an expression, or of statements that follow each other.
 
     Attributes:
-        where: ``"module.function"``, the module with as many of its packages as tell it from others.
+        where: ``"module.function"``, the module with as many of its packages as tell it from others; or
+            ``"module.Class.method"``.
         old: what is replaced wherever it stands in that function; it must stand there.
         new: what stands there instead; an expression for an expression.
     """
@@ -288,13 +289,29 @@ class Moved:
 AnyChange = Change | Call | Argument | Inserted | Moved
 
 
+def _place(where: str) -> tuple[str, list[str]]:
+    """Return the module that ``where`` names, and the names of class and function in it."""
+    parts = where.split(".")
+    inside = 2 if parts[-2][:1].isupper() else 1
+    return ".".join(parts[:-inside]), parts[-inside:]
+
+
+def _functions(tree: ast.Module, names: Sequence[str]) -> Iterator[ast.FunctionDef]:
+    """The functions of this name, or those of a class; of the simulator's and the GPU's, the simulator's first."""
+    *classes, name = names
+    for node in tree.body:
+        inner = node.body + node.orelse if isinstance(node, ast.If) else [node]
+        if classes:
+            inner = node.body if isinstance(node, ast.ClassDef) and node.name == classes[0] else []
+        yield from (each for each in inner if isinstance(each, ast.FunctionDef) and each.name == name)
+
+
 def _changed(module: ModuleType, changes: Sequence[AnyChange]) -> str:
     """The source of ``module`` with ``changes``."""
     tree = ast.parse(Path(str(module.__file__)).read_text())
     for change in changes:
-        name = change.where.rpartition(".")[2]
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
-        assert functions, f"{module.__name__} has no function {name}"
+        functions = list(_functions(tree, _place(change.where)[1]))
+        assert functions, f"{change.where} is no function"
         assert change.made(functions[0]), f"{change.where} does not hold what {change} is about"
     return ast.unparse(ast.fix_missing_locations(tree))
 
@@ -329,7 +346,7 @@ def installed(changes: Sequence[AnyChange], folder: Path, more: Sequence[str] = 
     names = [module.__name__ for module in modules]
     named: dict[str, list[AnyChange]] = {name: [] for name in names}
     for change in changes:
-        wanted = change.where.rpartition(".")[0]
+        wanted, _ = _place(change.where)
         meant = [name for name in names if f".{name}".endswith(f".{wanted}")]
         assert len(meant) == 1, f"{wanted} is not one of {names}, but {meant}"
         named[meant[0]].append(change)

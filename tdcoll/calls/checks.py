@@ -181,10 +181,13 @@ class CallChecks:
 
         Raises:
             CollectiveTimeout: naming rank, peer, signal and epoch.
+            ContextError: A call has failed after it had begun, which has ended those that still ran.
         """
-        if self._cuda:
-            self.order.stream.synchronize()
-        self.monitor.raise_if_expired()
+        stream = self.order.stream
+        if stream is not None:
+            stream.synchronize()
+        with torch.cuda.stream(stream):  # It has nothing to do, unlike the caller's current one.
+            self.monitor.raise_if_wrong()
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of the waits of later calls, behind the context's last eager one."""
@@ -216,6 +219,7 @@ class CallChecks:
         )
         self.job.failed = True
         if not self.capturing:  # A captured call has not launched anything.
+            self.monitor.failure = self._refusal
             with contextlib.suppress(RuntimeError):  # The GPU may be lost.
                 self.monitor.abort()
 

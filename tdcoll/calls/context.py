@@ -221,6 +221,8 @@ class CollectiveContext(CallChecks):
         for area in zeroed:
             area.zero_()
         self.signals, self.ready, self.gave_up, self.flagged = zeroed
+        if self.stores and self.topology.n_nodes == 1:  # where calls can have copy engines
+            self.monitor.gave_up = self.gave_up
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.device_group = self._device_group()
         if sizes.lamport_bytes:

@@ -2,13 +2,13 @@
 """Calls whose data is moved by copy engines: the copies that the host queues, as steps of a call.
 
 :mod:`tdcoll.primitives.copies` has the protocol and the kernels between the copies. A call consists
-of *hops*. In each hop a rank sends something to every peer, and waits until the data of every peer
-has arrived.
+of *hops*. In each hop a rank pushes something to every peer, or pulls something from every peer,
+and waits until every peer's stamp has arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import triton
 from tdcoll.base.limits import SHARED_REGISTERS
 from tdcoll.calls.kernel_launch import KernelLaunch
 from tdcoll.calls.launch_spec import LaunchSpec, device_table, successors, tiles
-from tdcoll.calls.plan import Facts, Landing, shares_gpu
+from tdcoll.calls.plan import Facts, shares_gpu
 from tdcoll.calls.steps import Step, StepSequence, WithPlaces
 from tdcoll.primitives import copies as kernels
 from tdcoll.runtime.heap import SideStream
@@ -30,13 +30,8 @@ def kernel(facts: Facts) -> Any:
     return kernels.enter
 
 
-def lands_in_result(facts: Facts) -> bool:
-    """Return whether peers write into the result of an exchange rather than into the inbox."""
-    return facts.landing is not Landing.INBOX
-
-
 class Memory(Enum):
-    """Memory that a copy reads or writes."""
+    """Memory of this rank that a copy reads."""
 
     TENSOR = "tensor"
     RESULT = "result"
@@ -59,53 +54,50 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Hop:
-    """What is sent to all peers, and what is done with what they have sent.
+    """The copies for all peers, and what is done when the stamps of all peers have arrived.
 
     Attributes:
-        sends: For each peer, the copy from this rank's ``source`` to the peer's ``destination``.
-        source: This rank's memory that is sent.
-        destination: The peers' memory that is written.
+        copies: For each peer, a push from this rank's ``source`` to the peer's inbox.
+        source: This rank's memory that is pushed.
+        pulled: The copies are pulls from the peer's result to this rank's, which is symmetric.
         local_copy: From the tensor to the result of this rank, while the copies run; None if there
             is none.
         reduce: Launch that reduces what has arrived, given the addresses of tensor and result.
         copy_out: From the inbox to the result, when the data of all peers has arrived.
     """
 
-    sends: Mapping[int, Copy]
+    copies: Mapping[int, Copy]
     source: Memory = Memory.TENSOR
-    destination: Memory = Memory.INBOX
+    pulled: bool = False
     local_copy: Copy | None = None
     reduce: KernelLaunch | None = None
     copy_out: Sequence[Copy] = ()
 
 
-class _CopyEngines:
+class CopyEngines:
     """Streams and words that the copies of a context share, and addresses of its memory.
 
     Attributes:
-        epoch_word: int64 ``[1]`` on the device: what is copied behind the data, as its signal.
-        side_streams: For each peer, the stream of the copies to it.
+        stamps, summed: On the device, see :func:`tdcoll.primitives.copies.enter`.
+        side_streams: For each peer, the stream of the copies to it or from it.
+        deltas: For each peer, how far its heap is from this rank's, in bytes.
     """
 
     def __init__(self, spec: LaunchSpec) -> None:
         ctx = spec.ctx
         heap = ctx.job.heap
-        self.queue_copy: Callable[..., None] = heap.stream_copy
+        self.stamps, self.summed = _stamp_words(spec)
         self.inbox = ctx.inbox.data_ptr()
-        self.own_signals = ctx.signals.data_ptr() + 8 * ctx.rank
-        self.world_size = ctx.world_size
         self.deltas = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
-
-        def new_epoch_word() -> torch.Tensor:
-            return torch.zeros(1, dtype=torch.int64, device=ctx.device)
+        self._queue_copy = heap.stream_copy
+        self._own_signals = ctx.signals.data_ptr() + 8 * ctx.rank
+        self._world_size = ctx.world_size
 
         def new_side_streams() -> dict[int, SideStream]:
             return {peer: heap.side_stream() for peer in successors(ctx.topology)}
 
-        self.epoch_word = device_table(ctx, spec.operation, ("copies", "stamp"), new_epoch_word)
-        self.side_streams = device_table(
-            ctx, spec.operation, ("copies", "side streams"), new_side_streams
-        )
+        key = ("copies", "side streams")
+        self.side_streams = device_table(ctx, spec.operation, key, new_side_streams)
 
     def address(self, memory: Memory, source: int, result: int) -> int:
         """Return where this rank's memory begins, given the addresses of a call."""
@@ -113,10 +105,33 @@ class _CopyEngines:
             return self.inbox
         return source if memory is Memory.TENSOR else result
 
-    def join(self, stream: int) -> None:
-        """Let later work on a stream wait for all copies so far."""
-        for side_stream in self.side_streams.values():
-            side_stream.join(stream)
+    def queue(self, stream: int, source: int, destination: int, copy: Copy, chunk: int) -> None:
+        """Queue a copy as copies of at most ``chunk`` bytes."""
+        source += copy.source_offset
+        destination += copy.destination_offset
+        for begin in range(0, copy.nbytes, chunk):
+            nbytes = min(chunk, copy.nbytes - begin)
+            self._queue_copy(stream, destination + begin, source + begin, nbytes)
+
+    def queue_stamp(self, stream: int, peer: int, hop: int) -> None:
+        """Queue a copy of this rank's stamp of a hop to a peer, behind what the stream has."""
+        signal = self._own_signals + 8 * hop * self._world_size + self.deltas[peer]
+        self._queue_copy(stream, signal, self.stamps.data_ptr() + 8 * hop, 8)
+
+
+def _stamp_words(spec: LaunchSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the context's ``stamps`` and ``summed``; see :func:`tdcoll.primitives.copies.enter`."""
+    ctx = spec.ctx
+
+    def new_stamps() -> torch.Tensor:
+        return torch.zeros(2, dtype=torch.int64, device=ctx.device)
+
+    def new_summed() -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=ctx.device)
+
+    stamps = device_table(ctx, spec.operation, ("copies", "stamps"), new_stamps)
+    summed = device_table(ctx, spec.operation, ("copies", "summed"), new_summed)
+    return stamps, summed
 
 
 class _HostCopies:
@@ -128,51 +143,10 @@ class _HostCopies:
         """Copy engines need no preparation."""
 
 
-class SendStep(_HostCopies):
-    """Queues the copies of a hop to all peers, each on a stream that forks from the current one.
-
-    Whatever stands before it in the call is the producer of the data.
-
-    Args:
-        number: Of the hop in the call.
-        chunk: The most bytes of one copy.
-    """
-
-    def __init__(self, engines: _CopyEngines, number: int, hop: Hop, chunk: int) -> None:
-        self._engines = engines
-        self._number = number
-        self._hop = hop
-        self._chunk = chunk
-
-    def __call__(self, stream: int, source: int, *rest: int) -> None:
-        engines = self._engines
-        hop = self._hop
-        result = rest[-1]
-        own = engines.address(hop.source, source, result)
-        landing = engines.address(hop.destination, source, result)
-        signal = engines.own_signals + 8 * self._number * engines.world_size
-        for peer, side_stream in engines.side_streams.items():
-            side_stream.fork(stream)
-            delta = engines.deltas[peer]
-            self._queue(side_stream.handle, own, landing + delta, hop.sends[peer])
-            # Behind the data, so that it arrives after the data.
-            engines.queue_copy(
-                side_stream.handle, signal + delta, engines.epoch_word.data_ptr(), 8
-            )
-
-    def _queue(self, stream: int, source: int, destination: int, copy: Copy) -> None:
-        """Queue the copies of one segment, each of at most a chunk."""
-        source += copy.source_offset
-        destination += copy.destination_offset
-        for begin in range(0, copy.nbytes, self._chunk):
-            nbytes = min(self._chunk, copy.nbytes - begin)
-            self._engines.queue_copy(stream, destination + begin, source + begin, nbytes)
-
-
 class LocalCopyStep(_HostCopies):
     """Queues copies from this rank's ``source`` to its result on the current stream."""
 
-    def __init__(self, engines: _CopyEngines, source: Memory, copies: Sequence[Copy]) -> None:
+    def __init__(self, engines: CopyEngines, source: Memory, copies: Sequence[Copy]) -> None:
         self._engines = engines
         self._source = source
         self._copies = [copy for copy in copies if copy.nbytes]
@@ -181,20 +155,79 @@ class LocalCopyStep(_HostCopies):
         result = rest[-1]
         begin = self._engines.address(self._source, source, result)
         for copy in self._copies:
-            own = begin + copy.source_offset
-            destination = result + copy.destination_offset
-            if own != destination:
-                self._engines.queue_copy(stream, destination, own, copy.nbytes)
+            if begin + copy.source_offset != result + copy.destination_offset:
+                self._engines.queue(stream, begin, result, copy, copy.nbytes)
 
 
-class JoinStep(_HostCopies):
-    """Lets the current stream wait for this rank's copies."""
+class HopStep:
+    """Queues the copies of a hop to or from all peers, and launches the kernel that waits for stamps.
 
-    def __init__(self, engines: _CopyEngines) -> None:
+    Each peer's copies are on a stream that forks from the current one. Whatever stands before the
+    step in the call is the producer of the data.
+
+    However the step ends, later work on the current stream comes after the copies that it has
+    queued, which read the caller's memory, and after those of peers that may pull from there. So
+    the caller may write to its memory and free it.
+
+    Args:
+        number: Of the hop in the call.
+        hear: Launch of :func:`tdcoll.primitives.copies.hear`.
+        chunk: The most bytes of one copy.
+    """
+
+    def __init__(self, engines: CopyEngines, number: int, hop: Hop, hear: Step, chunk: int) -> None:
         self._engines = engines
+        self._number = number
+        self._hop = hop
+        self._hear = hear
+        self._chunk = chunk
+        local_copies = [] if hop.local_copy is None else [hop.local_copy]
+        self._local_copy = LocalCopyStep(engines, Memory.TENSOR, local_copies)
+
+    @property
+    def prepared(self) -> bool:
+        return self._hear.prepared
+
+    def prepare(self) -> None:
+        self._hear.prepare()
 
     def __call__(self, stream: int, *frame: int) -> None:
-        self._engines.join(stream)
+        forked: list[SideStream] = []
+        try:
+            self._queue(stream, forked, frame[0], frame[-1])
+            self._local_copy(stream, *frame)
+            # Before the kernel, because a graph may put the kernel ahead of this rank's copies, for
+            # which the peers' kernels wait.
+            _join(forked, stream)
+            self._hear(stream)
+        except BaseException:
+            _join(forked, stream)  # Again, for those that an interrupt may have left out.
+            if self._hop.pulled and forked:
+                self._hear(stream)
+            raise
+
+    def _queue(self, stream: int, forked: list[SideStream], source: int, result: int) -> None:
+        """Queue the copies for all peers; add each stream to ``forked`` once it has forked."""
+        engines = self._engines
+        hop = self._hop
+        for peer, side_stream in engines.side_streams.items():
+            side_stream.fork(stream)
+            forked.append(side_stream)
+            delta = engines.deltas[peer]
+            begin = engines.address(hop.source, source, result)
+            landing = engines.inbox + delta
+            if hop.pulled:
+                begin = result + delta
+                landing = result
+            engines.queue(side_stream.handle, begin, landing, hop.copies[peer], self._chunk)
+            # Behind the data, so that it arrives after the data.
+            engines.queue_stamp(side_stream.handle, peer, self._number)
+
+
+def _join(side_streams: Sequence[SideStream], stream: int) -> None:
+    """Let later work on ``stream`` wait for what the other streams have."""
+    for side_stream in side_streams:
+        side_stream.join(stream)
 
 
 class CopySequence(StepSequence):
@@ -206,30 +239,22 @@ class CopySequence(StepSequence):
 
     def __init__(self, spec: LaunchSpec, *hops: Hop) -> None:
         ctx = spec.ctx
-        engines = _CopyEngines(spec)
-        self._engines = engines
+        engines = CopyEngines(spec)
         group = {"g": ctx.device_group, "WAITED": triton.next_power_of_2(ctx.world_size)}
-        steps: list[Step] = [_signal_kernel(kernels.enter, {**group, "stamp": engines.epoch_word})]
+        words = {"stamps": engines.stamps, "summed": engines.summed}
+        steps: list[Step] = [_signal_kernel(kernels.enter, {**group, **words})]
         for number, hop in enumerate(hops):
-            is_last = hop is hops[-1]
-            reads_inbox = bool(hop.copy_out) or hop.reduce is not None
-            steps.append(SendStep(engines, number, hop, spec.plan.chunk))
-            if hop.local_copy is not None:
-                steps.append(LocalCopyStep(engines, Memory.TENSOR, [hop.local_copy]))
-            # Before the kernel, because a graph may put the kernel ahead of this rank's copies, for
-            # which the peers' kernels wait.
-            steps.append(JoinStep(engines))
-            ends = {"hop": number, "LAST": is_last, "LOOKS": is_last and not reads_inbox}
-            steps.append(_signal_kernel(kernels.hear, {**group, **ends}))
+            hear = _signal_kernel(kernels.hear, {**group, "hop": number, "PULLED": hop.pulled})
+            steps.append(HopStep(engines, number, hop, hear, spec.plan.chunk))
             if hop.reduce is not None:
                 steps.append(hop.reduce)
             if hop.copy_out:
                 steps.append(LocalCopyStep(engines, Memory.INBOX, hop.copy_out))
-        looks = bool(hops[-1].copy_out)
-        if looks:
+        if hops[-1].copy_out:
             steps.append(_signal_kernel(kernels.look, group))
         super().__init__(steps)
-        self.variant = ("copies", len(hops), looks, spec.options, spec.plan.num_warps)
+        pulled = tuple(hop.pulled for hop in hops)
+        self.variant = ("copies", pulled, spec.options, spec.plan.num_warps)
 
 
 def _signal_kernel(kernel: Any, arguments: Mapping[str, Any]) -> Step:
@@ -250,27 +275,22 @@ def exchange(spec: LaunchSpec, source_stride: int) -> CopySequence:
     ctx = spec.ctx
     nbytes = spec.facts.nbytes
     peers = successors(ctx.topology)
-    in_result = lands_in_result(spec.facts)
-    landing_stride = spec.segment_stride if in_result else ctx.capacity
-    sends = {
-        peer: Copy(peer * source_stride, ctx.rank * landing_stride, nbytes) for peer in peers
-    }
-    local_copy = None
-    if not spec.lands_in_caller_buffer:  # where this rank's segment lies already
-        own_place = ctx.rank * spec.segment_stride
-        local_copy = Copy(ctx.rank * source_stride, own_place, nbytes)
-    copy_out: list[Copy] = []
-    if not in_result:
-        copy_out = [
-            Copy(peer * ctx.capacity, peer * spec.segment_stride, nbytes)
-            for peer in reversed(peers)
-        ]
-    destination = Memory.RESULT if in_result else Memory.INBOX
-    hop = Hop(sends, destination=destination, local_copy=local_copy, copy_out=copy_out)
-    return CopySequence(spec, hop)
+    if spec.lands_in_caller_buffer:  # where each rank's own segment lies already
+        pulls = _in_place(peers, spec.segment_stride, dict.fromkeys(peers, nbytes))
+        return CopySequence(spec, Hop(pulls, pulled=True))
+    own_segment = ctx.rank * ctx.capacity
+    pushes = {peer: Copy(peer * source_stride, own_segment, nbytes) for peer in peers}
+    own_place = ctx.rank * spec.segment_stride
+    local_copy = Copy(ctx.rank * source_stride, own_place, nbytes)
+    copy_out = [
+        Copy(peer * ctx.capacity, peer * spec.segment_stride, nbytes) for peer in reversed(peers)
+    ]
+    return CopySequence(spec, Hop(pushes, local_copy=local_copy, copy_out=copy_out))
 
 
-def sums(spec: LaunchSpec, stride: int, sizes: Sequence[int], whole: bool) -> Hop:
+def sums(
+    spec: LaunchSpec, stride: int, sizes: Sequence[int], whole: bool, pulled: bool = False
+) -> Hop:
     """Return the hop that brings each rank its part of all tensors, and sums them.
 
     Args:
@@ -278,13 +298,18 @@ def sums(spec: LaunchSpec, stride: int, sizes: Sequence[int], whole: bool) -> Ho
         sizes: Bytes of each rank's part.
         whole: Whether a part has the same place in the result as in the tensor. Otherwise the
             result is this rank's part.
+        pulled: Whether peers then pull the sum.
     """
     ctx = spec.ctx
+    stamps, summed = _stamp_words(spec)
     values = {
         **tiles(spec),
         "inbox": spec.inbox,
         "g": ctx.device_group,
         "WHOLE": whole,
+        "PULLED": pulled,
+        "stamps": stamps,
+        "summed": summed,
         "nbytes": sizes[ctx.rank],
         "at": ctx.rank * stride,
     }
@@ -297,7 +322,27 @@ def sums(spec: LaunchSpec, stride: int, sizes: Sequence[int], whole: bool) -> Ho
         maxnreg=SHARED_REGISTERS if shares_gpu(spec.facts) else None,
     )
     own_segment = ctx.rank * ctx.capacity
-    sends = {
-        peer: Copy(peer * stride, own_segment, sizes[peer]) for peer in successors(ctx.topology)
-    }
-    return Hop(sends, reduce=reduce)
+    pushes = {peer: Copy(peer * stride, own_segment, sizes[peer]) for peer in successors(ctx.topology)}
+    return Hop(pushes, reduce=reduce)
+
+
+def gathered(spec: LaunchSpec, stride: int, sizes: Sequence[int], second: int, pulled: bool) -> Hop:
+    """Return the hop that brings each rank the sums of all others.
+
+    Args:
+        stride, sizes: Of the parts, as for :func:`sums`.
+        second: Where sums that are pushed begin in a segment of the inbox, in bytes.
+        pulled: Whether peers pull them.
+    """
+    ctx = spec.ctx
+    peers = successors(ctx.topology)
+    if pulled:
+        return Hop(_in_place(peers, stride, dict(enumerate(sizes))), pulled=True)
+    push = Copy(ctx.rank * stride, ctx.rank * ctx.capacity + second, sizes[ctx.rank])
+    copy_out = [Copy(peer * ctx.capacity + second, peer * stride, sizes[peer]) for peer in peers]
+    return Hop(dict.fromkeys(peers, push), source=Memory.RESULT, copy_out=copy_out)
+
+
+def _in_place(peers: Sequence[int], stride: int, sizes: Mapping[int, int]) -> dict[int, Copy]:
+    """Return the pulls of each peer's segment from its place there to the same place here."""
+    return {peer: Copy(peer * stride, peer * stride, sizes[peer]) for peer in peers}

@@ -218,6 +218,26 @@ def test_an_interrupted_launch_ends_the_context(
     assert peer == TIMED_OUT
 
 
+def test_a_check_after_an_interrupted_call_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt has ended the kernels of earlier calls that still ran, whose results are incomplete."""
+    interrupted = Interrupted(monkeypatch, victim=1, number=1)
+
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES)
+        assert reduce(ctx, pe, 0).tolist() == expected(reduce, pe, 0)
+        ctx.check()
+        interrupted.now = True
+        if pe == 0:
+            return
+        with pytest.raises(KeyboardInterrupt):
+            reduce(ctx, pe, 1)
+        for check in (ctx.check, ctx.monitor.check, tdcoll.check):
+            with pytest.raises(tdcoll.ContextError, match="an earlier all_reduce ended with KeyboardInterrupt"):
+                check()
+
+    World(WORLD, on_timeout="expire").run(host)
+
+
 @pytest.mark.parametrize(("algorithm", "number"), [("gather", 1), ("gather", 2), *(("owner", n) for n in (1, 2, 3))])
 def test_an_interrupted_sparse_call_ends_the_context(
     algorithm: str, number: int, monkeypatch: pytest.MonkeyPatch
@@ -277,8 +297,8 @@ def test_tensors_without_memory_are_refused(pe: int) -> None:
             for _ in range(2):
                 wrong = {**right, name: Wrapped(right[name])}
                 with pytest.raises(TypeError, match=rf"{name} must be a tensor with memory of its own; got Wrapped"):
-                    fused.all_reduce_rms_norm(torch.ones(1, 16), **wrong, out_dtype=torch.float8_e4m3fn, ctx=ctx)
-                fused.all_reduce_rms_norm(torch.ones(1, 16), **right, out_dtype=torch.float8_e4m3fn, ctx=ctx)
+                    tdcoll.fused.all_reduce_rms_norm(torch.ones(1, 16), **wrong, out_dtype=torch.float8_e4m3fn, ctx=ctx)
+                tdcoll.fused.all_reduce_rms_norm(torch.ones(1, 16), **right, out_dtype=torch.float8_e4m3fn, ctx=ctx)
 
 
 @on_ranks(WORLD)

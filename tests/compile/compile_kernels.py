@@ -122,12 +122,12 @@ def compile_reduction(kernel, constants: dict[str, Any], world: int, arch: int) 
 
 COPIES = [  # kernel, constants, warps
     (copies.enter, {"WAITED": WORLD}, 1),
-    *(
-        (copies.hear, {"WAITED": WORLD, "LAST": last, "LOOKS": looks}, 1)
-        for last, looks in ((False, False), (True, False), (True, True))
-    ),
+    *((copies.hear, {"WAITED": WORLD, "PULLED": pulled}, 1) for pulled in (False, True)),
     (copies.look, {"WAITED": WORLD}, 1),
-    (copies.sum_copies, {**_FP32, "DTYPE": tl.bfloat16, "COUNT": 4096, "WHOLE": True, "WAITED": WORLD}, 16),
+    *(
+        (copies.sum_copies, {**_BF16, "COUNT": 4096, "WHOLE": True, "PULLED": pulled, "WAITED": WORLD}, 16)
+        for pulled in (False, True)
+    ),
 ]
 
 
@@ -212,7 +212,7 @@ def collectives(arch: int) -> dict[str, object]:
         "all_reduce": [compile_reduction(k, c, world, arch) for k, c, world, archs in ALL_REDUCE if arch in archs],
         "forms": {name: compiled_forms(kernel) for name, kernel in reductions.items()},
         "copies": [
-            record(kernel, arch, constants, tuples() | {"stamp": "*i64"}, {}, num_warps=warps)
+            record(kernel, arch, constants, tuples() | {"stamps": "*i64", "summed": "*i32"}, {}, num_warps=warps)
             for kernel, constants, warps in COPIES
         ],
         "order": list(ORDER),
@@ -295,7 +295,7 @@ SPARSE_TYPES = {
     "totals": "*i32",
     "partial": "*fp32",
     "g": tuples()["g"],
-    "memory": kernels_lists.RowMemory("i64", "i64", "*i32", "*i32", "*i32"),
+    "memory": kernels_lists.RowMemory("i64", "i64", "*i32", "*i32", "*i64", "*i32"),
     "nodes": Nodes("*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"),
 }
 

@@ -35,10 +35,19 @@ OF_THIS_GPU = {
     "workers.language_checks.put_by_another",
     "workers.stores_and_waits_checks.sum_of_late_parts",
     *(f"index_match.kernels.{name}" for name in ("_read_header", "_read_ids", "mark", "number_leaders")),
-    *(f"sparse_all_reduce.kernels_{name}" for name in ("lists._append", "values.combine")),
+    *(f"sparse_all_reduce.kernels_{name}" for name in ("lists._append", "lists._write_header", "values.combine")),
     *(f"primitives.group.{name}" for name in ("say_done", "wait_until_done", "leaves_last")),
 }
 """Functions whose words only programs of this GPU touch: there, and nowhere else, GPU scope is enough."""
+
+MEETINGS = {
+    "primitives.group.say_done": r"\b(atom|red)\.\S*\brelease\b",
+    "primitives.group.wait_until_done": r"\bld\.acquire\.",
+    "primitives.group.leaves_last": r"\batom\.\S*\bacq_rel\b",
+}
+"""Functions in which thread blocks of a launch meet, and the accesses by which they do."""
+
+MEETS = r"\b(atom|red)\.|\bld\.(acquire|relaxed|volatile)\b"
 
 TABLES = {*("primitives.stores.release_to", "primitives.stores.release_to_all"), "benchmarks.kernels_signals.ping_pong"}
 """Functions that load addresses between their barrier and their release. Those never change while a kernel runs."""
@@ -81,6 +90,7 @@ RULES = {  # from, to: what it means if there is a path without a barrier
     ("control", "add"): "the epoch goes up before all threads have read it",
 }
 RELAXED = "a wait does not acquire at system scope"
+UNORDERED = "thread blocks of a launch meet by an access that orders nothing"
 NARROW = "an access has a scope narrower than the system, where a peer may be at the other end"
 ASYNCHRONOUS = "an asynchronous copy is in a kernel that releases, and its completion is not looked at here"
 
@@ -347,11 +357,20 @@ def of_this_gpu(ptx: str) -> list[str]:
     return sorted({instruction.site for instruction in accesses if _narrow(instruction)})
 
 
+def _meets_unordered(ptx: str) -> bool:
+    """Whether thread blocks of the launch meet by accesses that aren't those of :data:`MEETINGS`."""
+    return any(
+        site in MEETINGS and re.search(MEETS, text) and not re.search(MEETINGS[site], text)
+        for text, site, _ in _instructions(ptx)
+    )
+
+
 def problems(ptx: str) -> list[str]:
     """Return what is not in order; empty: nothing."""
     blocks, seen = blocks_of(ptx), count(ptx)
     found = [RELAXED] if seen["poll"] else []
     found += [NARROW] if seen["narrow"] else []
+    found += [UNORDERED] if _meets_unordered(ptx) else []
     found += [ASYNCHRONOUS] if seen["asynchronous"] and seen["release"] + seen["put"] else []
     for (origin, wanted), meaning in RULES.items():
         if any(

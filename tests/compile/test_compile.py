@@ -237,10 +237,11 @@ def test_words_are_moved_by_128_bits_and_waited_for_once(compiled) -> None:
 
 
 def test_calls_by_copy_engines_tell_who_has_given_up(compiled) -> None:
-    """Releases: that a rank has entered, that it has given up (to itself as well), and the record of each wait."""
+    """Releases: that a rank has entered, that it has given up (to itself as well), that its sum is there, and the
+    record of each wait."""
     found = {(k["kernel"], k["globaltimer"], k["release_sys"]) for k in compiled["copies"]}
-    waits = {("enter", 1, 7 + 7 + 1 + 1), ("look", 1, 1), ("hear", 1, 1), ("hear", 2, 2), ("sum_copies", 1, 1)}
-    waits.add(("hear", 1, 1 + 7 + 1))  # between two hops
+    waits = {("enter", 1, 7 + 7 + 1 + 1), ("look", 1, 1), ("hear", 1, 1), ("sum_copies", 1, 1)}
+    waits |= {("hear", 2, 7 + 1 + 2), ("sum_copies", 2, 7 + 2)}  # of pulls
     assert found == waits
     for kernel in compiled["copies"]:
         assert (kernel["wide_loads"] >= 8) == (kernel["kernel"] == "sum_copies"), kernel

@@ -35,6 +35,7 @@ def jump(targets: str) -> tuple[str, ...]:
 PUT = (at("puts", "tdl.putmem_signal_nbi_block(landing"), BARRIER, "ld.b32 %r9, [%rd9];", ".loc 9 0 0")
 PUBLISHED = at("group", "tdl.block_and(")
 ELSEWHERE = at("stores", "tdl.st_release(theirs")
+SAID, HEARD, LEFT = (at("group", f"def {name}(") for name in ("say_done", "wait_until_done", "leaves_last"))
 RULES = ptx_order.RULES
 NVSHMEM_3_7 = ".visible .const .align 4 .b8 nvshmemi_device_lib_version_d[12] = {3, 0, 0, 0, 7, 0, 0, 0, 2};\n"
 NVSHMEM_3_8 = NVSHMEM_3_7.replace("7, 0, 0, 0, 2", "8")  # trailing zeros are left out
@@ -73,6 +74,12 @@ NVSHMEM_3_9 = NVSHMEM_3_7.replace("7,", "9,")
         ((PUBLISHED, "st.release.cta.global.b64 [%rd1], %rd2;"), [ptx_order.NARROW]),
         ((ELSEWHERE, "st.release.gpu.global.b64 [%rd1], %rd2;"), [ptx_order.NARROW]),
         ((WAIT.replace(".sys", ".gpu"),), [ptx_order.RELAXED, ptx_order.NARROW]),
+        ((SAID, "atom.global.gpu.release.add.u32 %r1, [%rd1], 1;"), []),
+        ((SAID, "atom.global.gpu.relaxed.add.u32 %r1, [%rd1], 1;"), [ptx_order.UNORDERED]),
+        ((HEARD, "ld.acquire.gpu.global.b32 %r1, [%rd1];"), []),
+        ((HEARD, "ld.relaxed.gpu.global.b32 %r1, [%rd1];"), [ptx_order.UNORDERED]),
+        ((LEFT, "atom.global.gpu.acq_rel.add.u32 %r1, [%rd1], 1;"), []),
+        ((LEFT, "atom.global.gpu.release.add.u32 %r1, [%rd1], 1;"), [ptx_order.UNORDERED]),
         (("cp.async.cg.shared.global [%r1], [%rd1], 16;", BARRIER, RELEASE), [ptx_order.ASYNCHRONOUS]),
     ],
 )

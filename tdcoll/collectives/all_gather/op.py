@@ -43,8 +43,7 @@ def all_gather(
             uses a context of tdcoll's own. To make it, and to enlarge it, is collective and synchronises.
         ctx: a context of yours, instead of ``group``.
         algorithm: ``"ll"``, ``"direct"``, ``"loop"`` (any number of thread blocks), ``"ce"`` (copy engines),
-            ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table, size and topology. With
-            ``"ce"`` peers write into symmetric memory even after a timeout, so that it is undefined then.
+            ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table, size and topology.
         symmetric: ``out`` is symmetric memory that peers may write to, as for :func:`all_gather_`.
 
     Returns:

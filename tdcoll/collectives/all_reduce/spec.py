@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from tdcoll.calls import copies
 from tdcoll.calls.collective import CollectiveOperation
-from tdcoll.calls.copies import Copy, CopySequence, Hop, Memory, kernel, sums
 from tdcoll.calls.launch_spec import LaunchSpec, by_words, device_table, rail_routes, routes_beside_stores, tiles
 from tdcoll.calls.plan import Facts, Plan, loop_blocks, needs_puts, needs_rails, needs_stores, summing_blocks
 from tdcoll.calls.spec import Algorithm, Collective
@@ -67,28 +67,16 @@ def _by_parts(
     )
 
 
-def _copies(spec: LaunchSpec) -> CopySequence:
+def _copies(spec: LaunchSpec) -> copies.CopySequence:
     """Two hops, as ``direct``: parts to the first half of the inbox, then sums to the second half, or
-    to the peers' results."""
-    ctx = spec.ctx
+    into the result."""
     values = _parts(spec)
     part = values["part"]
-    second = values["second"]
-    in_result = spec.facts.symmetric_result
-    sizes = [min(part, max(0, spec.facts.nbytes - rank * part)) for rank in range(ctx.world_size)]
-    parts = sums(spec, part, sizes, whole=True)
-
-    own_part = ctx.rank * part
-    landing = own_part if in_result else ctx.rank * ctx.capacity + second
-    sends = dict.fromkeys(parts.sends, Copy(own_part, landing, sizes[ctx.rank]))
-    copy_out: list[Copy] = []
-    if not in_result:
-        copy_out = [
-            Copy(peer * ctx.capacity + second, peer * part, sizes[peer]) for peer in sends
-        ]
-    destination = Memory.RESULT if in_result else Memory.INBOX
-    results = Hop(sends, Memory.RESULT, destination, copy_out=copy_out)
-    return CopySequence(spec, parts, results)
+    pulled = spec.facts.symmetric_result
+    sizes = [min(part, max(0, spec.facts.nbytes - rank * part)) for rank in range(spec.ctx.world_size)]
+    parts = copies.sums(spec, part, sizes, whole=True, pulled=pulled)
+    results = copies.gathered(spec, part, sizes, values["second"], pulled)
+    return copies.CopySequence(spec, parts, results)
 
 
 SPEC = Collective(
@@ -99,7 +87,7 @@ SPEC = Collective(
         by_words(TWO_SHOT, lambda facts: kernels_words.all_reduce_two_shot),
         _by_parts("direct", needs_stores, lambda facts: kernels_direct.all_reduce_direct, _direct_blocks),
         _by_parts("loop", needs_stores, lambda facts: kernels_loop.all_reduce_loop, loop_blocks, any_blocks=True),
-        _by_parts("ce", needs_stores, kernel, summing_blocks, any_blocks=True, copies=_copies),
+        _by_parts("ce", needs_stores, copies.kernel, summing_blocks, any_blocks=True, copies=_copies),
         _by_parts(
             "1d",
             needs_puts,

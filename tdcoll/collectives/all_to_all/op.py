@@ -35,7 +35,7 @@ def all_to_all(
         out: the result: of the same shape and dtype, contiguous, apart from ``tensor``. Made if None. Gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
         algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"`` or ``"auto"``.
-        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. ``"ce"`` then copies into it.
+        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. No algorithm makes use of it today.
 
     Returns:
         ``out``, or a new ordinary tensor.

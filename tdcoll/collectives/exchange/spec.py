@@ -39,17 +39,11 @@ def algorithms(one_segment: bool) -> tuple[Algorithm, ...]:
             segment for each rank.
     """
 
-    def inbox_bytes(facts: Facts) -> int:
-        """Return the bytes of a segment in each epoch of a call through the inbox."""
-        return facts.capacity if one_segment else inbox_epoch(facts)
-
     def epoch(facts: Facts) -> int:
         """Return the bytes of a segment in each epoch: all of it if it lands in the buffer."""
-        return facts.nbytes if facts.in_place else inbox_bytes(facts)
-
-    def copied_epoch(facts: Facts) -> int:
-        """Return the same for copy engines, which also write to results."""
-        return facts.nbytes if copies.lands_in_result(facts) else inbox_bytes(facts)
+        if facts.in_place:
+            return facts.nbytes
+        return facts.capacity if one_segment else inbox_epoch(facts)
 
     def source_stride(spec: LaunchSpec) -> int:
         return 0 if one_segment else spec.segment_stride
@@ -102,7 +96,7 @@ def algorithms(one_segment: bool) -> tuple[Algorithm, ...]:
             cut=cut_copies,
             kernel=copies.kernel,
             blocks=lambda facts, plan: 1,
-            epoch=copied_epoch,
+            epoch=epoch,
             copies=lambda spec: copies.exchange(spec, source_stride(spec)),
         ),
     )

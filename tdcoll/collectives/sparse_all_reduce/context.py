@@ -111,8 +111,6 @@ class SparseContext(CollectiveContext):
                 )
             device, words = self.device, STATUS_WORDS.value
             cuda = device.type == "cuda"
-            self.exchanges = 0
-            """Exchanges of lists so far, which the ranks make together."""
             self.last_algorithm = ""
             self.launch = LaunchCache(early=self.early)
             self.group, self.nodes = FlatTuple(self.device_group), FlatTuple(nodes_of(self.topology, device))
@@ -127,6 +125,8 @@ class SparseContext(CollectiveContext):
             self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
             self.counters = torch.zeros(COUNTERS.value + 4, dtype=torch.int32, device=device)
             """Lengths of the work lists, and progress of launches."""
+            self.lists_made = torch.zeros(1, dtype=torch.int64, device=device)
+            """How many lists this rank has made, as every other rank has."""
             self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
             union = self.world_size * rows if max_union_rows is None else max_union_rows
             self._make_area(Capacities(self.topology, rows, row_bytes, union, self.grow, bool(limits)))
@@ -146,6 +146,7 @@ class SparseContext(CollectiveContext):
             )
         lists, out, _ = capacities.areas
         self.cache.clear()
+        self._loaded.clear()
         self.area = self._allocate(_area(capacities))
         """``[nbytes]`` uint8, symmetric: lists, then out, then stage."""
         try:
@@ -158,6 +159,7 @@ class SparseContext(CollectiveContext):
                     self.out.data_ptr(),
                     torch.empty((LISTS.value, rows), dtype=torch.int32, device=self.device),
                     self.counters,
+                    self.lists_made,
                     torch.empty(rows, dtype=torch.int32, device=self.device),
                 )
             )

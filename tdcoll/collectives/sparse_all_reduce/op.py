@@ -22,9 +22,9 @@ from tdcoll.calls.launch_spec import device_table
 from tdcoll.calls.operation import Bound, Operation, PreparedCall, Request
 from tdcoll.calls.run import make_call
 from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, UNION
-from tdcoll.collectives.sparse_all_reduce import kernels_merge
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
+from tdcoll.collectives.sparse_all_reduce.loads import load, wait_for_loads
 from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
 from tdcoll.collectives.sparse_all_reduce.rows import (
     Joined,
@@ -75,6 +75,9 @@ class _SparseOperation(Operation):
     """A form of the sparse all-reduce. The numbers of rows change from call to call, so each call is
     checked, and the context remembers only what calls of one kind share
     (:class:`~.call.SparseCall`)."""
+
+    padded = False
+    """Whether results have a fixed size."""
 
     errors_alike = (ContextError, HeapExhaustedError, RankMismatchError, ValueError)
     """The lists of all ranks show what is wrong, after the same launches."""
@@ -172,13 +175,19 @@ class _PreparedSparse(PreparedCall):
         self._op = operation_name(options.op)
         tables = [(rows.tables, rows.dtype) for rows in calls]
         self._kind = (*tables, self._op, self._algorithm)
-        self.variant = self._kind
+        self.variant = None  # The ranks wait for loads before each of the calls.
         if ctx.loads_together:
             for rows in calls:
-                self._call_of(rows).load()
+                load(ctx, operation.name, rows, self._op, self._algorithm, operation.padded)
 
     def _call_of(self, rows: Joined) -> SparseCall:
         return SparseCall(self._ctx, rows, self._op, self._algorithm)
+
+    def _wait_for_loads(self, rows: Joined) -> None:
+        operation = self._operation
+        wait_for_loads(
+            self._ctx, operation.name, rows, self._op, self._algorithm, operation.padded
+        )
 
     def bind(self, *tensors: Any) -> Bound:
         results: list[Any] = [None] * sum(len(rows.order) for rows in self._calls)
@@ -189,6 +198,7 @@ class _PreparedSparse(PreparedCall):
         key = ("range", self._operation.name, *self._kind)
         with self._ctx.cached(key, self._range):
             for number, rows in enumerate(self._calls, 1):
+                self._wait_for_loads(rows)
                 more = number < len(self._calls)
                 made = self._operation.reduce(self._call_of(rows), more, self._copy)
                 for place, result in zip(rows.order, made, strict=True):
@@ -243,6 +253,7 @@ def _reduce_unpadded(
         if not ctx.grow:
             raise error
         ctx.enlarge(most_rows, row_bytes, union)
+        wait_for_loads(ctx, operation.name, call.rows, call.op, call.wanted, operation.padded)
         call = call.again()
     if whole is None:
         whole = call.densify(union)
@@ -297,6 +308,7 @@ class _Padded(_SparseOperation):
     """:func:`sparse_all_reduce_padded`. Requests have ``(indices, values)``, or lists of them."""
 
     name = "sparse_all_reduce_padded"
+    padded = True
 
     def check_context(self, ctx: Any) -> None:
         arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext")
@@ -336,25 +348,11 @@ class _Padded(_SparseOperation):
         most = ctx.max_union_rows
         form = (call.variant, call.op, call.algorithm, rows.coalesced, call.places, call.pieces)
         device_table(ctx, self.name, (self.name, *form, tables), lambda: True)
-        ids = torch.empty(tables, most, dtype=torch.int64, device=ctx.device)
-        counts = torch.empty(tables, 1, dtype=torch.int64, device=ctx.device)
         call.match()
-        out = call.move()
-        sizes = [most * shape.numel() for _, shape in rows.tables]
-        padded = out
-        if not rows.single:
-            padded = torch.empty(sum(sizes), dtype=rows.dtype, device=ctx.device)
-        call.launch(
-            kernels_merge.pad,
-            (call.workers(-(-most // call.kind.tiles.rows)), tables),
-            indices=ids,
-            values=padded,
-            count=counts,
-            out=out,
-            remembered=ctx.remembered,
-        )
+        ids, counts, padded = call.pad(call.move())
         if more and rows.single:
             padded = padded.clone()
+        sizes = [most * shape.numel() for _, shape in rows.tables]
         values = padded.view(-1).split(sizes)
         return [
             PaddedRows(own, part.view(most, *shape), count)

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.kernel_launch import KernelLaunch, LaunchCache
+from tdcoll.calls.kernel_launch import KernelLaunch
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 
 from .calls import DIM, make, sparse
@@ -92,29 +91,6 @@ def test_a_padded_call_waits_for_nothing(pe: int, seen: Seen) -> None:
         made = list(seen[pe])
         ctx.check()
     assert made == ["join", *OWNER, "pad"]
-
-
-@pytest.mark.parametrize("algorithm", [slow_tier("owner"), "gather"])
-@on_ranks(2, heap_bytes=1 << 22)
-def test_kernels_of_all_numbers_of_rows_are_loaded_before_the_first_call(
-    pe: int, monkeypatch: pytest.MonkeyPatch, algorithm: str
-) -> None:
-    """A context with ``max_blocks`` can load no kernel once others' are in flight."""
-    real, late = LaunchCache.__call__, set()
-
-    def launch(self: LaunchCache, kernel: Any, *arguments: Any, **options: Any) -> None:
-        before = len(self._launches)
-        real(self, kernel, *arguments, **options)
-        if len(self._launches) > before and not self.only_loads:
-            late.add(kernel.__name__)
-
-    monkeypatch.setattr(LaunchCache, "__call__", launch)
-    monkeypatch.setattr(CollectiveContext, "loads_together", True)
-    with make(max_rows_per_rank=1500, max_row_bytes=16, max_blocks=8) as ctx:
-        for n, coalesced in ((3, False), (3, True), (150, False), (0, False), (1100, False)):
-            ids = torch.arange(n) + pe
-            tdcoll.sparse_all_reduce(sparse(ids, torch.ones(n, DIM), 1200, coalesced), ctx=ctx, algorithm=algorithm)
-    assert late == set()
 
 
 class Operations(TorchDispatchMode):

@@ -228,17 +228,15 @@ def mutants_of_loops(spec: Collective) -> tuple[Mutant, ...]:
     return tuple(mutant(spec, *each, algorithm="loop", nodes=(3,)) for each in found)
 
 
-_LAST = "copy(stream, signal, stamp, 8)"
-_DATA = """for at in range(0, moved.nbytes, chunk):
-    copy(stream, moved.at + at, moved.begin + at, min(chunk, moved.nbytes - at))
-"""
+_STAMP = "engines.queue_stamp(side_stream.handle, peer, self._number)"
+_DATA = "engines.queue(side_stream.handle, begin, landing, hop.copies[peer], self._chunk)"
 
 
 def mutants_of_copies(spec: Collective) -> tuple[Mutant, ...]:
     """Of the protocol of copy engines, shown by calls of any collective."""
     enter = "primitives.copies.enter"
     hear = "primitives.copies.hear"
-    queue = "calls.copies._queue"
+    queue = "calls.copies.HopStep._queue"
     found = [
         ("a rank is written to before it has entered", no_wait(enter, "tdl.wait_signals"), WRONG),
         (
@@ -257,10 +255,10 @@ def mutants_of_copies(spec: Collective) -> tuple[Mutant, ...]:
         found += [
             (
                 "the stamp before the data",
-                Change(queue, _DATA + _LAST, _LAST + "\n" + _DATA),
+                Change(queue, f"{_DATA}\n{_STAMP}", f"{_STAMP}\n{_DATA}"),
                 WRONG,
             ),
-            ("no stamp", Change(queue, _LAST, "pass"), missing("signals")),
+            ("no stamp", Change(queue, _STAMP, "pass"), missing("signals")),
         ]
     if spec.segments == (1, 1):
         found.append(("one stamp for both hops", Argument(hear, "row", "hop", "0"), WRONG))

@@ -208,17 +208,32 @@ def test_symmetric_tensors_are_as_they_should_be_on_all_ranks(pe: int) -> None:
 
 
 @on_ranks(3, seed=1, weak=True)
-def test_an_all_to_all_goes_directly_into_symmetric_memory_by_copies(pe: int) -> None:
-    """However small the context, and again by the fast path."""
-    out = tdcoll.empty((96,), torch.int32)
+def test_copies_go_directly_into_symmetric_memory(pe: int) -> None:
+    """However small the context: one epoch each, and again by the fast path."""
+    out, sums = tdcoll.empty((96,), torch.int32), tdcoll.empty((12,), torch.int32)
     with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
         for turn in range(4):
+            x = torch.arange(32, dtype=torch.int32) + 1000 * pe + turn
+            tdcoll.all_gather(x, ctx=ctx, out=out, algorithm="ce", symmetric=True)
+            assert out.tolist() == torch.cat([x + 1000 * (rank - pe) for rank in range(3)]).tolist()
+            tdcoll.all_reduce(x[:12], ctx=ctx, out=sums, algorithm="ce", symmetric=True)
+            assert sums.tolist() == (3 * x[:12] - 3000 * pe + 3000).tolist()
+            tdcoll.barrier()  # before a peer writes there again
+        assert int(ctx.control) >> EPOCH_SHIFT.value == 16, "even epochs only"
+        ctx.check()
+
+
+@on_ranks(3, seed=1, weak=True)
+def test_an_all_to_all_into_symmetric_memory_is_as_into_any_other(pe: int) -> None:
+    """Copies that are queued may not write into memory of a peer that may be late."""
+    out = tdcoll.empty((96,), torch.int32)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
+        for turn in range(2):
             x = torch.arange(96, dtype=torch.int32) + 1000 * pe + turn
             tdcoll.all_to_all(x, ctx=ctx, out=out, algorithm="ce", symmetric=True)
             parts = [torch.arange(32 * pe, 32 * pe + 32) + 1000 * rank + turn for rank in range(3)]
             assert out.tolist() == torch.cat(parts).tolist()
-            tdcoll.barrier()  # before a peer writes there again
-        assert int(ctx.control) >> EPOCH_SHIFT.value == 8, "even epochs only"
+        assert int(ctx.control) >> EPOCH_SHIFT.value == 2 * 2 * 8, "epochs of 16 bytes"
         ctx.check()
 
 
