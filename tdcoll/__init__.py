@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from tdcoll.collectives.index_match.op import match_indices as match_indices
     from tdcoll.collectives.reduce_scatter.op import reduce_scatter as reduce_scatter
     from tdcoll.collectives.sparse_all_reduce.context import SparseContext as SparseContext
-    from tdcoll.collectives.sparse_all_reduce.op import PaddedRows as PaddedRows
     from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce as sparse_all_reduce
     from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce_padded as sparse_all_reduce_padded
     from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce_rows as sparse_all_reduce_rows
+    from tdcoll.collectives.sparse_all_reduce.operation import PaddedRows as PaddedRows
     from tdcoll.explanation.call import Explanation as Explanation
     from tdcoll.explanation.call import explain as explain
     from tdcoll.explanation.memory import MemoryPlan as MemoryPlan
@@ -79,9 +79,8 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "collectives.index_match.op": "match_indices",
         "collectives.reduce_scatter.op": "reduce_scatter",
         "collectives.sparse_all_reduce.context": "SparseContext",
-        "collectives.sparse_all_reduce.op": (
-            "PaddedRows sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows"
-        ),
+        "collectives.sparse_all_reduce.op": "sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows",
+        "collectives.sparse_all_reduce.operation": "PaddedRows",
         "calls.context": "CollectiveContext",
         "base.errors": (
             "AlreadyInitializedError CollectiveTimeout ContextError HeapExhaustedError NotInitializedError "

@@ -37,7 +37,7 @@ def load(ctx: SparseContext, operation: str, rows: Joined, op: str, algorithm: s
             call = SparseCall(ctx, rows, op, algorithm, aligned)
             call.load_forms(aligned, padded)
         for many in _SORTED:
-            torch.sort(torch.zeros(many, dtype=call.kind.ids_type, device=ctx.device), stable=True)
+            torch.sort(torch.zeros(many, dtype=call.kind.layout.ids_type, device=ctx.device), stable=True)
         for dtype in (torch.int64, rows.dtype):
             torch.zeros((2, 2), dtype=dtype, device=ctx.device).t().contiguous()
         return True
