@@ -285,8 +285,8 @@ def _messages(protocol: Protocol, trace: Sequence[dict[str, Any]], calls: Sequen
                 sent.append((found[2], rank, int(found[1]), int(found[3]), first["ts"], one["ts"]))
     for tensor, rank, to, offset, begin, end in sent:
         kind = "data" if tensor == protocol.memory else "signal"
-        offsets = sorted({at for its, frm, there, at, *_ in sent if (its, there) == (protocol.memory, to) and
-                          (protocol.pieces or frm == rank)})  # fmt: skip
+        offsets = sorted({at for its, src_rank, there, at, *_ in sent if (its, there) == (protocol.memory, to) and
+                          (protocol.pieces or src_rank == rank)})  # fmt: skip
         slot = offsets.index(offset) if kind == "data" else -1
         if protocol.pieces and slot >= to:
             slot += 1  # its own piece doesn't travel

@@ -171,7 +171,7 @@ class HopStep:
 
     Args:
         number: Of the hop in the call.
-        hear: Launch of :func:`tdcoll.primitives.copies.hear`.
+        hear: Launch of :func:`tdcoll.primitives.copies.wait_arrivals`.
         chunk: The most bytes of one copy.
     """
 
@@ -240,18 +240,18 @@ class CopySequence(StepSequence):
     def __init__(self, spec: LaunchSpec, *hops: Hop) -> None:
         ctx = spec.ctx
         engines = CopyEngines(spec)
-        group = {"g": ctx.device_group, "WAITED": triton.next_power_of_2(ctx.world_size)}
+        group = {"g": ctx.device_group, "WORLD_POW2": triton.next_power_of_2(ctx.world_size)}
         words = {"stamps": engines.stamps, "summed": engines.summed}
         steps: list[Step] = [_signal_kernel(kernels.enter, {**group, **words})]
         for number, hop in enumerate(hops):
-            hear = _signal_kernel(kernels.hear, {**group, "hop": number, "PULLED": hop.pulled})
+            hear = _signal_kernel(kernels.wait_arrivals, {**group, "hop": number, "PULLED": hop.pulled})
             steps.append(HopStep(engines, number, hop, hear, spec.plan.chunk))
             if hop.reduce is not None:
                 steps.append(hop.reduce)
             if hop.copy_out:
                 steps.append(LocalCopyStep(engines, Memory.INBOX, hop.copy_out))
         if hops[-1].copy_out:
-            steps.append(_signal_kernel(kernels.look, group))
+            steps.append(_signal_kernel(kernels.check_peers_alive, group))
         super().__init__(steps)
         pulled = tuple(hop.pulled for hop in hops)
         self.variant = ("copies", pulled, spec.options, spec.plan.num_warps)
@@ -282,15 +282,11 @@ def exchange(spec: LaunchSpec, source_stride: int) -> CopySequence:
     pushes = {peer: Copy(peer * source_stride, own_segment, nbytes) for peer in peers}
     own_place = ctx.rank * spec.segment_stride
     local_copy = Copy(ctx.rank * source_stride, own_place, nbytes)
-    copy_out = [
-        Copy(peer * ctx.capacity, peer * spec.segment_stride, nbytes) for peer in reversed(peers)
-    ]
+    copy_out = [Copy(peer * ctx.capacity, peer * spec.segment_stride, nbytes) for peer in reversed(peers)]
     return CopySequence(spec, Hop(pushes, local_copy=local_copy, copy_out=copy_out))
 
 
-def sums(
-    spec: LaunchSpec, stride: int, sizes: Sequence[int], whole: bool, pulled: bool = False
-) -> Hop:
+def sums(spec: LaunchSpec, stride: int, sizes: Sequence[int], whole: bool, pulled: bool = False) -> Hop:
     """Return the hop that brings each rank its part of all tensors, and sums them.
 
     Args:

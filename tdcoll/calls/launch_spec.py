@@ -156,7 +156,7 @@ def arithmetic(spec: LaunchSpec) -> dict[str, Any]:
 
 
 def tiles(spec: LaunchSpec) -> dict[str, Any]:
-    """Return the constants of a reduction by chunks: :func:`arithmetic`, ``COUNT`` and ``WAITED``.
+    """Return the constants of a reduction by chunks: :func:`arithmetic`, ``TILE`` and ``WORLD_POW2``.
 
     A thread has 16 bytes of a tile, or 4 if elements have one byte: with 8 from each of 8 ranks, it
     would run out of registers. Where few thread blocks do all the work, a thread has up to 64
@@ -170,8 +170,8 @@ def tiles(spec: LaunchSpec) -> dict[str, Any]:
         per_thread *= max(1, 8 // max(2, triton.next_power_of_2(world)))
     return {
         **arithmetic(spec),
-        "COUNT": 32 * spec.plan.num_warps * per_thread,
-        "WAITED": triton.next_power_of_2(world),
+        "TILE": 32 * spec.plan.num_warps * per_thread,
+        "WORLD_POW2": triton.next_power_of_2(world),
     }
 
 
@@ -183,7 +183,7 @@ def _values_of_words(spec: LaunchSpec) -> dict[str, Any]:
         "inbox": spec.ctx.device_lamport if by_lamport else spec.flagged_words,
         "LAMPORT": by_lamport,
         "BLOCK": spec.plan.chunk // spec.word_bytes,
-        "LOOPED": spec.plan.blocks < spec.plan.chunks,
+        "PERSISTENT": spec.plan.blocks < spec.plan.chunks,
     }
 
 
@@ -215,9 +215,7 @@ def refuse_capture(ctx: CollectiveContext, operation: str) -> None:
     )
 
 
-def device_table(
-    ctx: CollectiveContext, operation: str, key: Hashable, make: Callable[[], _Table]
-) -> _Table:
+def device_table(ctx: CollectiveContext, operation: str, key: Hashable, make: Callable[[], _Table]) -> _Table:
     """Return what ``make`` copies to the device, once for as long as the context lives."""
     if key not in ctx.tables:
         refuse_capture(ctx, operation)

@@ -63,7 +63,7 @@ class Algorithm:
         payload: what the chunks of a call are cut from.
         epoch: bytes of a segment in each epoch; the last may be shorter. ``cut`` and ``payload`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
-        any_blocks: whether any number of thread blocks works, with the same bits; a plan then says how many.
+        works_with_any_grid: whether any number of thread blocks works, with the same bits; a plan then says how many.
         copies: makes the steps of a call by copy engines, of a :class:`~tdcoll.calls.launch_spec.LaunchSpec`.
         differs: whether it does anything on these ranks that no other algorithm does, and needs to be measured.
     """
@@ -78,7 +78,7 @@ class Algorithm:
     payload: Callable[[Facts], Payload] = lambda facts: Payload(facts.nbytes, blocks=facts.topology.world_size)
     epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
     early: Callable[[Facts], bool] = lambda facts: True
-    any_blocks: bool = False
+    works_with_any_grid: bool = False
     copies: Callable[[Any], Any] | None = None
     differs: Callable[[Topology], bool] = lambda topology: True
 

@@ -19,7 +19,7 @@ from tdcoll.base.errors import NotInitializedError
 from tdcoll.base.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
 from tdcoll.distributed.call import Call, contiguous, is_plain, write
 from tdcoll.distributed.fallback import sparse_sum_by_gather
-from tdcoll.distributed.handlers import Members
+from tdcoll.distributed.handlers import GroupInfo
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
@@ -49,7 +49,7 @@ def _sums(group: Any) -> SparseAllReduce:
         found: SparseAllReduce | None = owner.contexts.get(key)
         if found is None:
             queue = Queue(owner.control.part("sparse gradients of " + "-".join(map(str, key[1]))))
-            found = SparseAllReduce(Members(owner, key[1], owner.timeout_s, Options()), queue)
+            found = SparseAllReduce(GroupInfo(owner, key[1], owner.timeout_s, Options()), queue)
             if owner.device.type == "cuda":
                 queue.stream = torch.cuda.Stream(owner.device)
             owner.contexts[key] = found

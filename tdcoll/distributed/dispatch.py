@@ -32,7 +32,7 @@ from tdcoll.calls.run import repeat_call
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, has_no_values, is_plain, plain
 from tdcoll.distributed.fallback import Fallback
-from tdcoll.distributed.handlers import Barrier, Dense, Handler, Members
+from tdcoll.distributed.handlers import Barrier, Dense, Handler, GroupInfo
 from tdcoll.distributed.methods import BARRIER, UNSET_TIMEOUT, Method
 from tdcoll.distributed.observers import Hooks, dispatch_modes, inside_operator, profiled, registers_works, watched
 from tdcoll.distributed.options import KINDS
@@ -101,7 +101,7 @@ class Dispatcher:
             self._whole = len(self.ranks) == job.world_size
             job.groups += self._whole
             self._wait_s = job.timeout_s if agreed.timeout_s is None else agreed.timeout_s
-            members = Members(job, self.ranks, self._wait_s, agreed.options)
+            members = GroupInfo(job, self.ranks, self._wait_s, agreed.options)
             self.budget = Budget(job, self.ranks, agreed.options.blocks)
             queue = Queue(job.control.part(agreed.token))
             # Debug mode compares the order of all calls.

@@ -40,7 +40,7 @@ PACKED_BYTES = 256 << 10
 
 
 @dataclass
-class Members:
+class GroupInfo:
     """The ranks of a process group, and what its handlers share.
 
     Attributes:
@@ -77,7 +77,7 @@ class Handler(ABC):
     waits: ClassVar[bool] = False
     blocks: ClassVar[bool] = False
 
-    def __init__(self, members: Members, queue: Queue) -> None:
+    def __init__(self, members: GroupInfo, queue: Queue) -> None:
         self.members, self.queue = members, queue
         self.problem: str | None = None
         self.compared = ComparedKinds()
@@ -175,9 +175,7 @@ class Handler(ABC):
 class Dense(Handler):
     """Makes the calls of one dense collective, on a context that grows."""
 
-    def __init__(
-        self, members: Members, queue: Queue, operation: CollectiveOperation, budget: Budget
-    ) -> None:
+    def __init__(self, members: GroupInfo, queue: Queue, operation: CollectiveOperation, budget: Budget) -> None:
         super().__init__(members, queue)
         self.operation = operation
         self.spec = spec = operation.spec
@@ -348,7 +346,7 @@ class Barrier(Handler):
     kind = "barrier"
     blocks = True
 
-    def __init__(self, members: Members, gathers: Dense) -> None:
+    def __init__(self, members: GroupInfo, gathers: Dense) -> None:
         super().__init__(members, gathers.queue)
         self._gathers = gathers
 

@@ -17,7 +17,7 @@ from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.distributed.call import Call
-from tdcoll.distributed.handlers import Handler, Members
+from tdcoll.distributed.handlers import Handler, GroupInfo
 from tdcoll.distributed.queues import Queue
 
 
@@ -55,7 +55,7 @@ class SparseAllReduce(Handler):
     alone = True
     waits = True
 
-    def __init__(self, members: Members, queue: Queue) -> None:
+    def __init__(self, members: GroupInfo, queue: Queue) -> None:
         super().__init__(members, queue)
         self.context: SparseContext | None = None
         self._budget = Budget(members.job, members.ranks, members.options.blocks)

@@ -122,15 +122,15 @@ def _size_of_copy(nbytes, _semantic=None):
 @triton.jit
 def copy_block(dst, src, nbytes):
     to = dst.to(tl.int64)
-    frm = src.to(tl.int64)
+    src_rank = src.to(tl.int64)
     size = _size_of_copy(nbytes)
-    odd = to | frm | size
+    odd = to | src_rank | size
     if odd % 16 == 0:
         # Each thread has 64 bytes on the way, because a few thread blocks can't fill a link with less.
         words: tl.constexpr = 16 * num_threads()
-        _copy_as(to, frm, size, tl.int32, words if words > 4096 else 4096, True)
+        _copy_as(to, src_rank, size, tl.int32, words if words > 4096 else 4096, True)
     else:
         if odd % 4 == 0:
-            _copy_as(to, frm, size, tl.int32, 2048, False)
+            _copy_as(to, src_rank, size, tl.int32, 2048, False)
         else:
-            _copy_as(to, frm, size, tl.int8, 2048, False)
+            _copy_as(to, src_rank, size, tl.int8, 2048, False)

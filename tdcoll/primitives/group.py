@@ -147,7 +147,7 @@ def still_alive(monitor):
 if INTERPRETED:  # by functions of Triton alone, because index matching needs no job
 
     @jit
-    def say_done(word):
+    def signal_done(word):
         tl.atomic_add(word, 1, sem="release", scope="gpu")
 
     @jit
@@ -162,7 +162,7 @@ if INTERPRETED:  # by functions of Triton alone, because index matching needs no
 else:
 
     @jit
-    def say_done(word):
+    def signal_done(word):
         tdl.syncthreads()
         tl.atomic_add(word, 1, sem="release", scope="gpu")
 
@@ -177,7 +177,7 @@ else:
         return tl.atomic_add(word, 1, sem="acq_rel", scope="gpu") == programs - 1
 
 
-say_done.__doc__ = """This program has done its part of a phase of the launch: what it has stored is seen by those that
+signal_done.__doc__ = """This program has done its part of a phase of the launch: what it has stored is seen by those that
 :func:`wait_until_done` lets go on. ``word``: int32, 0 before the launch; one for each phase."""
 wait_until_done.__doc__ = """Return when so many programs of this launch have done their part of the phase that ``word``
 counts.
@@ -187,7 +187,7 @@ others wait for are there first, and any number of resident blocks makes progres
 so there is no deadline.
 """
 leaves_last.__doc__ = """Return whether all others of so many programs have been here. What they did before, such
-as reading the words of other phases, is over then. ``word`` as for :func:`say_done`."""
+as reading the words of other phases, is over then. ``word`` as for :func:`signal_done`."""
 
 
 @jit

@@ -28,7 +28,7 @@ class Routes(NamedTuple):
 
 
 @jit
-def say_entered(g, routes, epoch):
+def signal_entered(g, routes, epoch):
     """Let every rank of ``routes`` write to this rank's buffer: this rank has begun call ``epoch``."""
     for i in tl.range(0, routes.n_local, disable_licm=True):
         tdl.signal_block(g.entered + g.rank, epoch, tdl.SIGNAL_SET, tl.load(routes.ranks + routes.n_local + i))

@@ -91,7 +91,7 @@ def push_to_all(g, inbox, target, own, source, nbytes, signal, value, WORDS: tl.
 
 
 @jit
-def say_entered(g, peer_delta, epoch):
+def signal_entered(g, peer_delta, epoch):
     """Let a peer write to this rank's buffer: this rank has begun call ``epoch``."""
     release(g.entered + g.rank, peer_delta, epoch)
 
@@ -122,14 +122,14 @@ def tell_gave_up(g, epoch):
 
 
 @jit
-def none_gave_up(g, WAITED: tl.constexpr):
+def none_gave_up(g, WORLD_POW2: tl.constexpr):
     """Return 1 if no peer had given up when the block's earlier loads were done; otherwise 0, and the monitor has the
     peer.
 
     If one has given up, the wait runs until the deadline, because the peer won't take that back.
 
     Args:
-        WAITED: a power of two of at least ``world``.
+        WORLD_POW2: a power of two of at least ``world``.
     """
     tdl.syncthreads()
-    return tdl.wait_signals(g.gave_up, g.world, g.rank, tdl.CMP_LT, tdl.GAVE_UP, g.monitor, WAITED)
+    return tdl.wait_signals(g.gave_up, g.world, g.rank, tdl.CMP_LT, tdl.GAVE_UP, g.monitor, WORLD_POW2)

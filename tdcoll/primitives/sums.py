@@ -61,11 +61,11 @@ def sum_of_ranks(
 @jit
 def _reduce_tiles(
     worker, workers, own, out, offset, size, inbox, g, nodes, epoch,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     count = elements.count(size, DTYPE, ALIGNED)
-    for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
-        index = begin + tl.arange(0, COUNT)
+    for begin in tl.range(tl.cast(worker, tl.int64) * TILE, count, tl.cast(workers, tl.int64) * TILE):
+        index = begin + tl.arange(0, TILE)
         mask = index < count
         sum = sum_of_ranks(own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
         result = rounded(finish(sum, g.world, OP), DTYPE, OP)
@@ -75,13 +75,13 @@ def _reduce_tiles(
 @jit
 def reduce_chunk(
     worker, workers, own, out, offset, size, inbox, g, nodes, epoch, aligned,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Reduce this worker's tiles, of ``COUNT`` elements, of the chunk at ``offset`` to the same place in ``out``.
+    """Reduce this worker's tiles, of ``TILE`` elements, of the chunk at ``offset`` to the same place in ``out``.
 
     ``nodes`` is None if all ranks are on one. ``aligned``: all addresses and sizes are multiples of 16.
     """
     if aligned:
-        _reduce_tiles(worker, workers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, True, COUNT)
+        _reduce_tiles(worker, workers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, True, TILE)
     else:
-        _reduce_tiles(worker, workers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, False, COUNT)
+        _reduce_tiles(worker, workers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, False, TILE)

@@ -132,7 +132,7 @@ if (g.rank == 1) & (epoch == 2):
 """
 """Until a word of rank 1 is set that no call uses, because a rank doesn't signal to itself."""
 
-OUT = "tdl.copy_block(taken, segment(inbox, g, epoch, frm) + offset, size)"
+OUT = "tdl.copy_block(taken, segment(inbox, g, epoch, src_rank) + offset, size)"
 STALLED = Change("exchange.kernels_direct.exchange_direct", OUT, f"{STALL}\n{OUT}")
 
 
@@ -266,7 +266,7 @@ def test_a_rank_tells_once_that_it_has_given_up() -> None:
 # ---------------------------------------------------------------------- negative controls
 
 ENGINES, SUM = "calls.copies.CopyEngines", "primitives.copies.sum_copies"
-CALL, HEAR = "calls.copies.HopStep.__call__", "primitives.copies.hear"
+CALL, HEAR = "calls.copies.HopStep.__call__", "primitives.copies.wait_arrivals"
 HELD = "if self._hop.pulled and forked:\n    self._hear(stream)"
 HANDLED = f"_join(forked, stream)\n{HELD}\nraise"
 STAMPS = "self.stamps.data_ptr()"
@@ -276,7 +276,7 @@ IN_TWO = by_copies("all_reduce", OUT_OF_PLACE, algorithm=Plan("ce", 1, 64, 1, 2)
 
 NEVER = "tl.where((g.rank == 0) & (tl.program_id(0) == 1) & (this_epoch(g.control) == 4), 1 << 40, 0)"
 EXPIRES = (
-    Argument(SUM, "reduce_chunk", "COUNT", "4"),
+    Argument(SUM, "reduce_chunk", "TILE", "4"),
     Call(SUM, "still_alive", f"(tdl.wait_signal(g.entered, tdl.CMP_GE, {NEVER}, g.monitor, 0, 0) & {{call}})"),
 )
 """Each thread block of a sum has something to do. Rank 0's second one gives up in the second call, before it has."""

@@ -36,12 +36,12 @@ OF_THIS_GPU = {
     "workers.stores_and_waits_checks.sum_of_late_parts",
     *(f"index_match.kernels.{name}" for name in ("_read_header", "_read_ids", "mark", "number_leaders")),
     *(f"sparse_all_reduce.kernels_{name}" for name in ("lists._append", "lists._write_header", "values.combine")),
-    *(f"primitives.group.{name}" for name in ("say_done", "wait_until_done", "leaves_last")),
+    *(f"primitives.group.{name}" for name in ("signal_done", "wait_until_done", "leaves_last")),
 }
 """Functions whose words only programs of this GPU touch: there, and nowhere else, GPU scope is enough."""
 
 MEETINGS = {
-    "primitives.group.say_done": r"\b(atom|red)\.\S*\brelease\b",
+    "primitives.group.signal_done": r"\b(atom|red)\.\S*\brelease\b",
     "primitives.group.wait_until_done": r"\bld\.acquire\.",
     "primitives.group.leaves_last": r"\batom\.\S*\bacq_rel\b",
 }

@@ -88,7 +88,15 @@ STORES = {
     *("exchange_ll", "exchange_direct", "all_gather_ring", "norm_rows_one_shot", "norm_rows_two_shot"),
     *("reduce_scatter_direct", "reduce_scatter_words", "reduce"),
     *("all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_direct"),
-    *("exchange_loop", "reduce_scatter_loop", "all_reduce_loop", "enter", "hear", "look", "sum_copies"),
+    *(
+        "exchange_loop",
+        "reduce_scatter_loop",
+        "all_reduce_loop",
+        "enter",
+        "wait_arrivals",
+        "check_peers_alive",
+        "sum_copies",
+    ),
 }
 """Kernels that store to peers' memory, and wait."""
 
@@ -240,8 +248,8 @@ def test_calls_by_copy_engines_tell_who_has_given_up(compiled) -> None:
     """Releases: that a rank has entered, that it has given up (to itself as well), that its sum is there, and the
     record of each wait."""
     found = {(k["kernel"], k["globaltimer"], k["release_sys"]) for k in compiled["copies"]}
-    waits = {("enter", 1, 7 + 7 + 1 + 1), ("look", 1, 1), ("hear", 1, 1), ("sum_copies", 1, 1)}
-    waits |= {("hear", 2, 7 + 1 + 2), ("sum_copies", 2, 7 + 2)}  # of pulls
+    waits = {("enter", 1, 7 + 7 + 1 + 1), ("check_peers_alive", 1, 1), ("wait_arrivals", 1, 1), ("sum_copies", 1, 1)}
+    waits |= {("wait_arrivals", 2, 7 + 1 + 2), ("sum_copies", 2, 7 + 2)}  # of pulls
     assert found == waits
     for kernel in compiled["copies"]:
         assert (kernel["wide_loads"] >= 8) == (kernel["kernel"] == "sum_copies"), kernel

@@ -35,7 +35,7 @@ def jump(targets: str) -> tuple[str, ...]:
 PUT = (at("puts", "tdl.putmem_signal_nbi_block(landing"), BARRIER, "ld.b32 %r9, [%rd9];", ".loc 9 0 0")
 PUBLISHED = at("group", "tdl.block_and(")
 ELSEWHERE = at("stores", "tdl.st_release(theirs")
-SAID, HEARD, LEFT = (at("group", f"def {name}(") for name in ("say_done", "wait_until_done", "leaves_last"))
+SAID, HEARD, LEFT = (at("group", f"def {name}(") for name in ("signal_done", "wait_until_done", "leaves_last"))
 RULES = ptx_order.RULES
 NVSHMEM_3_7 = ".visible .const .align 4 .b8 nvshmemi_device_lib_version_d[12] = {3, 0, 0, 0, 7, 0, 0, 0, 2};\n"
 NVSHMEM_3_8 = NVSHMEM_3_7.replace("7, 0, 0, 0, 2", "8")  # trailing zeros are left out

@@ -16,7 +16,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.distributed import Options, queues, sparse
 from tdcoll.distributed.call import Call
-from tdcoll.distributed.handlers import Members
+from tdcoll.distributed.handlers import GroupInfo
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.distributed.work import record_streams
@@ -164,7 +164,7 @@ ROWS, WIDTH = 256, 64
 
 def handler() -> SparseAllReduce:
     job = runtime.current()
-    members = Members(job, tuple(range(job.world_size)), job.timeout_s, Options())
+    members = GroupInfo(job, tuple(range(job.world_size)), job.timeout_s, Options())
     return SparseAllReduce(members, Queue(job.control.part("sparse")))
 
 
@@ -230,7 +230,7 @@ def test_one_thread_at_a_time_uses_the_context(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sparse, "sparse_all_reduce", reduce)
     job: Any = SimpleNamespace(through=lambda control: contextlib.nullcontext(), simulated=False, rank=0)
     queue = Queue(SimpleNamespace())  # type: ignore[arg-type]
-    sums = SparseAllReduce(Members(job, (0,), 1.0, Options()), queue)
+    sums = SparseAllReduce(GroupInfo(job, (0,), 1.0, Options()), queue)
     sums.context = SimpleNamespace(device=torch.device("meta"))  # type: ignore[assignment]
     results: list[Any] = []
     threads = [threading.Thread(target=lambda: results.append(sums.reduce([table(0)], "sum"))) for _ in range(2)]

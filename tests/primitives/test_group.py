@@ -42,7 +42,7 @@ def relaxed(where: str, sem: str) -> Change:
 
 @pytest.mark.parametrize(
     ("leaves", "change"),
-    [(False, relaxed("group.say_done", "release")), (True, relaxed("group.leaves_last", "acq_rel"))],
+    [(False, relaxed("group.signal_done", "release")), (True, relaxed("group.leaves_last", "acq_rel"))],
 )
 def test_what_a_program_has_stored_goes_before_what_another_one_tells(
     leaves: bool, change: Change, tmp_path: Path

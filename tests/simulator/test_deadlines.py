@@ -39,11 +39,11 @@ def _waits(world=None):
     return host
 
 
-WAITED = rf"\(from rank 7; .*cases\.py:{wait_once.__code__.co_firstlineno + 2}\)"
+WORLD_POW2 = rf"\(from rank 7; .*cases\.py:{wait_once.__code__.co_firstlineno + 2}\)"
 
 
 def test_wait_expires_or_raises_as_asked():
-    with pytest.raises(Deadlock, match=rf"pe0 call\(0,0,0\) waits for pe0\.signals\[3\] >= 6, is 0 {WAITED}(?m:$)"):
+    with pytest.raises(Deadlock, match=rf"pe0 call\(0,0,0\) waits for pe0\.signals\[3\] >= 6, is 0 {WORLD_POW2}(?m:$)"):
         World(2).run(_waits())
     killing = World(2)
     for world, host in ((World(2, on_timeout="expire"), _waits()), (killing, _waits(killing))):

@@ -25,8 +25,8 @@ from kernel_mutants import Change, installed
 
 KERNEL = "exchange.kernels_direct.exchange_direct"
 PUSH = "stores.push(mine, given, size, to_delta, signals + g.rank, to_signal_delta, epoch)"
-WAIT = "tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, chunk_index * g.world + frm)"
-COPY_OUT = "tdl.copy_block(taken, segment(inbox, g, epoch, frm) + offset, size)"
+WAIT = "tdl.wait_signal(signals + src_rank, tdl.CMP_GE, epoch, g.monitor, src_rank, chunk_index * g.world + src_rank)"
+COPY_OUT = "tdl.copy_block(taken, segment(inbox, g, epoch, src_rank) + offset, size)"
 STORE = "tdl.copy_block(target + delta, source, nbytes)"
 RELEASE = "release(signal, signal_delta, value)"
 

@@ -86,10 +86,10 @@ def _receive(i, chunk_index, source, out, out_stride, inbox, g, nbytes, chunk, e
     if inbox.slots == 1:
         tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, BLOCK)
     else:
-        frm = (g.rank + i) % g.world
+        src_rank = (g.rank + i) % g.world
         offset = tl.cast(chunk_index, tl.int64) * chunk
         size = chunk_bytes(nbytes, chunk, chunk_index)
-        receive_chunk(frm, chunk_index, source, out, out_stride, inbox, g, offset, size, epoch)
+        receive_chunk(src_rank, chunk_index, source, out, out_stride, inbox, g, offset, size, epoch)
 
 
 @jit
@@ -117,7 +117,7 @@ def all_gather_1d(
     if alive == 0:
         return
     if program < 0:
-        puts.say_entered(g, routes, epoch)
+        puts.signal_entered(g, routes, epoch)
     else:
         size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, chunk_index)
         offset = tl.cast(chunk_index, tl.int64) * chunk
@@ -161,7 +161,7 @@ def all_gather_2d(
     if alive == 0:
         return
     if program < 0:
-        puts.say_entered(g, routes, epoch)
+        puts.signal_entered(g, routes, epoch)
     else:
         size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, chunk_index)
         offset = tl.cast(chunk_index, tl.int64) * chunk

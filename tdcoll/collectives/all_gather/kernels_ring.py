@@ -79,7 +79,7 @@ def all_gather_ring(
         if step < g.world - 1:
             if inbox.slots == 1:
                 if tl.program_id(0) == 0:
-                    stores.say_entered(g, before_signal_delta, epoch)
+                    stores.signal_entered(g, before_signal_delta, epoch)
             if stores.may_write(g, inbox, after, epoch) != 0:
                 stores.push(landing, held, size, after_delta, signals + origin, after_signal_delta, epoch)
         if inbox.slots == 2:

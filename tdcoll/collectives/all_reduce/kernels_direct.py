@@ -53,11 +53,11 @@ from tdcoll.primitives.sums import sum_of_ranks
 @jit
 def _sum_tiles(
     own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     count = elements.count(size, DTYPE, ALIGNED)
-    for begin in tl.range(0, count, COUNT):
-        index = begin + tl.arange(0, COUNT)
+    for begin in tl.range(0, count, TILE):
+        index = begin + tl.arange(0, TILE)
         mask = index < count
         sum = sum_of_ranks(own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
         result = rounded(finish(sum, g.world, OP), DTYPE, OP)
@@ -76,7 +76,7 @@ def _sum_tiles(
 @jit
 def sum_chunk(
     own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, aligned,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Sum this rank's chunk at ``offset`` of all ranks to ``out``, and to ``landing`` on every other rank.
 
@@ -86,20 +86,20 @@ def sum_chunk(
     if aligned:
         _sum_tiles(
             own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP, True,
-            COUNT,
+            TILE,
         )  # fmt: skip
     else:
         _sum_tiles(
             own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP, False,
-            COUNT,
+            TILE,
         )  # fmt: skip
 
 
 @jit
 def all_reduce_direct(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
-    chunks: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
-    WAITED: tl.constexpr, ZERO_COPY: tl.constexpr,
+    chunks: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
+    WORLD_POW2: tl.constexpr, ZERO_COPY: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Thread blocks for each chunk: ``2 * world - 1``; without a copy ``world
     + 1``.
@@ -116,8 +116,8 @@ def all_reduce_direct(
         chunks: number of chunks of a part.
         out_deltas: int64 ``[world]``: from an address in ``out`` to the same on each rank, if kernels store sums there.
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
-        COUNT: elements of a tile.
-        WAITED: a power of two of at least ``world``.
+        TILE: elements of a tile.
+        WORLD_POW2: a power of two of at least ``world``.
         ZERO_COPY: sums are stored into ``out`` of all ranks.
     """
     in_stream_order()
@@ -146,7 +146,7 @@ def all_reduce_direct(
         mine = segment(inbox, g, epoch, g.rank) + offset
         stores.push(mine, source + at + offset, size, peer_delta, arrived + g.rank, peer_signal_delta, epoch)
     elif given == others:
-        if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+        if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2) != 0:
             at = tl.cast(g.rank, tl.int64) * part
             size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, chunk_index)
             landing = out + at + offset if ZERO_COPY else segment(inbox, g, epoch, g.rank) + second + offset
@@ -154,11 +154,11 @@ def all_reduce_direct(
             own = source + at
             aligned = (source | out | size) % 16 == 0
             sum_chunk(
-                own, out + at, landing, to, inbox, g, None, None, epoch, offset, size, aligned, DTYPE, ACC, OP, COUNT
+                own, out + at, landing, to, inbox, g, None, None, epoch, offset, size, aligned, DTYPE, ACC, OP, TILE
             )
             stores.release_to_all(g, summed + g.rank, epoch)
     elif ZERO_COPY:
-        tdl.wait_signals(summed, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
+        tdl.wait_signals(summed, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2)
     elif (
         tdl.wait_signal(summed + peer, tdl.CMP_GE, epoch, g.monitor, peer, (chunks + chunk_index) * g.world + peer) != 0
     ):

@@ -26,8 +26,8 @@ from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, 
 @jit
 def all_reduce_loop(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
-    chunks: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
-    WAITED: tl.constexpr, ZERO_COPY: tl.constexpr,
+    chunks: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
+    WORLD_POW2: tl.constexpr, ZERO_COPY: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Any number of thread blocks. Args: those of ``all_reduce_direct``."""
     in_stream_order()
@@ -52,7 +52,7 @@ def all_reduce_loop(
         summed = sent - LAG * blocks
         if (summed >= 0) & (summed < chunks):
             arrived = row(g, epoch, summed)
-            if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+            if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2) != 0:
                 offset = tl.cast(summed, tl.int64) * chunk
                 size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, summed)
                 copied = segment(inbox, g, epoch, g.rank) + second + offset
@@ -60,21 +60,21 @@ def all_reduce_loop(
                 aligned = (source | out | size) % 16 == 0
                 sum_chunk(
                     own, out + at, landing, to_deltas, inbox, g, None, None, epoch, offset, size, aligned,
-                    DTYPE, ACC, OP, COUNT,
+                    DTYPE, ACC, OP, TILE,
                 )  # fmt: skip
                 stores.release_to_all(g, row(g, epoch, chunks + summed) + g.rank, epoch)
         came = sent - 2 * LAG * blocks
         if came >= 0:
             sums = row(g, epoch, chunks + came)
             if ZERO_COPY:
-                tdl.wait_signals(sums, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
+                tdl.wait_signals(sums, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2)
             else:
                 offset = tl.cast(came, tl.int64) * chunk
                 for step in tl.range(1, g.world):
-                    frm = (g.rank - step + g.world) % g.world
-                    index = (chunks + came) * g.world + frm
-                    if tdl.wait_signal(sums + frm, tdl.CMP_GE, epoch, g.monitor, frm, index) != 0:
-                        begin = tl.cast(frm, tl.int64) * part
-                        size = chunk_bytes(chunk_bytes(nbytes, part, frm), chunk, came)
-                        theirs = segment(inbox, g, epoch, frm) + second + offset
+                    src_rank = (g.rank - step + g.world) % g.world
+                    index = (chunks + came) * g.world + src_rank
+                    if tdl.wait_signal(sums + src_rank, tdl.CMP_GE, epoch, g.monitor, src_rank, index) != 0:
+                        begin = tl.cast(src_rank, tl.int64) * part
+                        size = chunk_bytes(chunk_bytes(nbytes, part, src_rank), chunk, came)
+                        theirs = segment(inbox, g, epoch, src_rank) + second + offset
                         tdl.copy_block(out + begin + offset, theirs, size)

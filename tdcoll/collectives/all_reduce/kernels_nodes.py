@@ -44,12 +44,12 @@ from tdcoll.primitives.sums import sum_of_node
 @jit
 def _sum_node(
     own, inbox, g, nodes, epoch, offset, partial, size,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Sum the chunk at ``offset`` of all ranks of this node to ``partial``, in the accumulator's type."""
     count = elements.count(size, DTYPE, ALIGNED)
-    for begin in tl.range(0, count, COUNT):
-        index = begin + tl.arange(0, COUNT)
+    for begin in tl.range(0, count, TILE):
+        index = begin + tl.arange(0, TILE)
         mask = index < count
         sum = sum_of_node(nodes.node, own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
         tl.store(elements.pointer(partial, ACC, True) + index, sum, mask=mask)
@@ -58,14 +58,14 @@ def _sum_node(
 @jit
 def _sum_rail(
     out, landing, inbox, g, routes, nodes, place, epoch, offset, partial_offset, size,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Sum the nodes' sums at ``partial_offset`` to ``out``, and to ``landing`` on the other ranks of this node."""
     count = elements.count(size, DTYPE, ALIGNED)
-    for begin in tl.range(0, count, COUNT):
-        index = begin + tl.arange(0, COUNT)
+    for begin in tl.range(0, count, TILE):
+        index = begin + tl.arange(0, TILE)
         mask = index < count
-        total = tl.zeros([COUNT], ACC)
+        total = tl.zeros([TILE], ACC)
         for node in tl.range(0, nodes.n_nodes):
             r = tl.load(nodes.ranks + tl.load(nodes.begins + node) + place)
             at = segment(inbox, g, epoch, r) + partial_offset
@@ -92,7 +92,7 @@ def _wait_for(ranks, count, signals, first_index, g, epoch):
 def all_reduce_nodes(
     source: tl.int64, out: tl.int64, inbox, g, routes, nodes, place: tl.int32, nbytes: tl.int64, part: tl.int64,
     second: tl.int64, chunk: tl.int64, chunks: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
-    COUNT: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on nodes of as many ranks each.
 
@@ -135,9 +135,9 @@ def all_reduce_nodes(
         aligned = (source | out | size) % 16 == 0
         if _wait_for(routes.ranks, routes.n_local, arrived, index, g, epoch) != 0:
             if aligned:
-                _sum_node(source + at, inbox, g, nodes, epoch, offset, partial, size, DTYPE, ACC, OP, True, COUNT)
+                _sum_node(source + at, inbox, g, nodes, epoch, offset, partial, size, DTYPE, ACC, OP, True, TILE)
             else:
-                _sum_node(source + at, inbox, g, nodes, epoch, offset, partial, size, DTYPE, ACC, OP, False, COUNT)
+                _sum_node(source + at, inbox, g, nodes, epoch, offset, partial, size, DTYPE, ACC, OP, False, TILE)
             tdl.syncthreads()
             rail = routes.ranks + 2 * routes.n_local
             for i in tl.range(0, routes.n_remote):
@@ -148,12 +148,12 @@ def all_reduce_nodes(
                 if aligned:
                     _sum_rail(
                         out + at, landing, inbox, g, routes, nodes, place, epoch, offset, wider * offset, size,
-                        DTYPE, ACC, OP, True, COUNT,
+                        DTYPE, ACC, OP, True, TILE,
                     )  # fmt: skip
                 else:
                     _sum_rail(
                         out + at, landing, inbox, g, routes, nodes, place, epoch, offset, wider * offset, size,
-                        DTYPE, ACC, OP, False, COUNT,
+                        DTYPE, ACC, OP, False, TILE,
                     )  # fmt: skip
                 stores.release_to(g, routes.ranks, routes.n_local, done + g.rank, epoch)
     else:

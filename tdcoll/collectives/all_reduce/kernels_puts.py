@@ -43,7 +43,7 @@ def _send_sum(landing, size, g, routes, signal, epoch):
 def all_reduce_puts(
     source: tl.int64, out: tl.int64, inbox, g, routes, nodes, nbytes: tl.int64, part: tl.int64, outbox: tl.int64,
     second: tl.int64, chunk: tl.int64, chunks: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
-    COUNT: tl.constexpr, WAITED: tl.constexpr,
+    TILE: tl.constexpr, WORLD_POW2: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on any nodes.
 
@@ -77,14 +77,14 @@ def all_reduce_puts(
             to_delta = tl.load(inbox.deltas + to)
             stores.push(mine, piece, size, to_delta, arrived + g.rank, tl.load(g.deltas + to), epoch)
     elif given == routes.n_local:
-        if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+        if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2) != 0:
             at = tl.cast(g.rank, tl.int64) * part
             size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, chunk_index)
             landing = segment(inbox, g, epoch, g.rank) + second + offset
             aligned = (source | out | size) % 16 == 0
             sum_chunk(
                 source + at, out + at, landing, inbox.deltas, inbox, g, routes, nodes, epoch, offset, size, aligned,
-                DTYPE, ACC, OP, COUNT,
+                DTYPE, ACC, OP, TILE,
             )  # fmt: skip
             _send_sum(landing, size, g, routes, summed + g.rank, epoch)
     else:

@@ -49,9 +49,9 @@ from tdcoll.primitives.group import in_stream_order
 def all_reduce_one_shot(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, blocks: tl.int32,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr,
-    LOOPED: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """``[nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``LOOPED`` any number up to that.
+    """``[nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``PERSISTENT`` any number up to that.
 
     Args (addresses are integers, so that all ranks share one compilation):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.
@@ -63,7 +63,7 @@ def all_reduce_one_shot(
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
         LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise LL, with 12.
         BLOCK: words of a block.
-        LOOPED: thread blocks take several blocks each.
+        PERSISTENT: thread blocks take several blocks each.
     """
     in_stream_order()
     size = tl.cast(nbytes, tl.int32)
@@ -79,7 +79,7 @@ def all_reduce_one_shot(
     if LAMPORT:
         lamport.clear(g, inbox, call, size, BLOCK)
     _one_shot_sum(out, inbox, g, size, word, mine, call, mask, DTYPE, ACC, OP, LAMPORT)
-    if LOOPED:
+    if PERSISTENT:
         for block in tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0)):
             word = block * BLOCK + tl.arange(0, BLOCK)
             mine = words.load(source, word, size, LAMPORT)
@@ -119,9 +119,9 @@ def _sum_and_hand_on(
 def all_reduce_two_shot(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, blocks: tl.int32,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr,
-    LOOPED: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """``[nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``LOOPED`` any number up to that.
+    """``[nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``PERSISTENT`` any number up to that.
 
     Args: those of :func:`all_reduce_one_shot`, except
         inbox: its segments hold the words of two parts.
@@ -143,7 +143,7 @@ def all_reduce_two_shot(
     if LAMPORT:
         lamport.clear(g, inbox, call, 2 * 16 * part, BLOCK)
     _sum_and_hand_on(out, inbox, g, deltas, place, part, size, mine, call, mask, DTYPE, ACC, OP, LAMPORT)
-    if LOOPED:
+    if PERSISTENT:
         for block in tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0)):
             place = block * BLOCK + tl.arange(0, BLOCK)
             mask = place < part

@@ -86,8 +86,10 @@ SPEC = Collective(
         by_words(ONE_SHOT, lambda facts: kernels_words.all_reduce_one_shot),
         by_words(TWO_SHOT, lambda facts: kernels_words.all_reduce_two_shot),
         _by_parts("direct", needs_stores, lambda facts: kernels_direct.all_reduce_direct, _direct_blocks),
-        _by_parts("loop", needs_stores, lambda facts: kernels_loop.all_reduce_loop, loop_blocks, any_blocks=True),
-        _by_parts("ce", needs_stores, copies.kernel, summing_blocks, any_blocks=True, copies=_copies),
+        _by_parts(
+            "loop", needs_stores, lambda facts: kernels_loop.all_reduce_loop, loop_blocks, works_with_any_grid=True
+        ),
+        _by_parts("ce", needs_stores, copies.kernel, summing_blocks, works_with_any_grid=True, copies=_copies),
         _by_parts(
             "1d",
             needs_puts,

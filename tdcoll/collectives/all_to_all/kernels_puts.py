@@ -53,5 +53,5 @@ def all_to_all_puts(
         stores.push(mine, part, size, tl.load(inbox.deltas + to), signal, tl.load(g.deltas + to), epoch)
     else:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
-        frm = (g.rank + given - routes.n_local) % g.world
-        receive_chunk(frm, chunk_index, own, out, out_stride, inbox, g, offset, size, epoch)
+        src_rank = (g.rank + given - routes.n_local) % g.world
+        receive_chunk(src_rank, chunk_index, own, out, out_stride, inbox, g, offset, size, epoch)

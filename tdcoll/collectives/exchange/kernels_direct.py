@@ -41,16 +41,16 @@ def used_bytes(segment, nbytes, COUNTED: tl.constexpr):
 
 
 @jit
-def receive_chunk(frm, chunk_index, own, out, out_stride, inbox, g, offset, size, epoch):
-    """Copy the chunk of rank ``frm`` at byte ``offset`` of its segment to ``out``, when it is there; this rank's own
+def receive_chunk(src_rank, chunk_index, own, out, out_stride, inbox, g, offset, size, epoch):
+    """Copy the chunk of rank ``src_rank`` at byte ``offset`` of its segment to ``out``, when it is there; this rank's own
     from the segment at ``own``."""
-    target = out + tl.cast(frm, tl.int64) * out_stride + offset
-    if frm == g.rank:
+    target = out + tl.cast(src_rank, tl.int64) * out_stride + offset
+    if src_rank == g.rank:
         tdl.copy_block(target, own + offset, size)
     else:
-        signal = row(g, epoch, chunk_index) + frm
-        if tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, frm, chunk_index * g.world + frm) != 0:
-            tdl.copy_block(target, segment(inbox, g, epoch, frm) + offset, size)
+        signal = row(g, epoch, chunk_index) + src_rank
+        if tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, src_rank, chunk_index * g.world + src_rank) != 0:
+            tdl.copy_block(target, segment(inbox, g, epoch, src_rank) + offset, size)
 
 
 @jit
@@ -74,18 +74,18 @@ def exchange_direct(
     chunk_index = tl.program_id(0) // g.world
     step = tl.program_id(0) % g.world
     to = (g.rank + step) % g.world
-    frm = (g.rank - step + g.world) % g.world
+    src_rank = (g.rank - step + g.world) % g.world
     # Read before the epoch is: both take their time.
     to_delta = tl.load(inbox.deltas + to)
     to_signal_delta = tl.load(g.deltas + to)
-    frm_signal_delta = tl.load(g.deltas + frm)
+    src_signal_delta = tl.load(g.deltas + src_rank)
     epoch, alive = start(g)
     if alive == 0:
         return
     offset = tl.cast(chunk_index, tl.int64) * chunk
     size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, chunk_index)
     given = source + tl.cast(to, tl.int64) * source_stride + offset
-    taken = out + tl.cast(frm, tl.int64) * out_stride + offset
+    taken = out + tl.cast(src_rank, tl.int64) * out_stride + offset
     if step == 0:
         if inbox.slots == 2:
             tdl.copy_block(taken, given, size)
@@ -93,11 +93,13 @@ def exchange_direct(
         signals = row(g, epoch, chunk_index)
         if inbox.slots == 1:
             if chunk_index == 0:
-                stores.say_entered(g, frm_signal_delta, epoch)
+                stores.signal_entered(g, src_signal_delta, epoch)
         if stores.may_write(g, inbox, to, epoch) != 0:
             mine = segment(inbox, g, epoch, g.rank) + offset
             stores.push(mine, given, size, to_delta, signals + g.rank, to_signal_delta, epoch)
-            arrived = tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, chunk_index * g.world + frm)
+            arrived = tdl.wait_signal(
+                signals + src_rank, tdl.CMP_GE, epoch, g.monitor, src_rank, chunk_index * g.world + src_rank
+            )
             if inbox.slots == 2:
                 if arrived != 0:
-                    tdl.copy_block(taken, segment(inbox, g, epoch, frm) + offset, size)
+                    tdl.copy_block(taken, segment(inbox, g, epoch, src_rank) + offset, size)

@@ -37,12 +37,12 @@ def exchange_ll(
     block = tl.program_id(0) % blocks
     step = tl.program_id(0) // blocks
     to = (g.rank + step) % g.world
-    frm = (g.rank - step + g.world) % g.world
+    src_rank = (g.rank - step + g.world) % g.world
     delta = tl.load(words.deltas + to)
     size = tl.cast(nbytes, tl.int32)
     index = block * BLOCK + tl.arange(0, BLOCK)
     given = source + tl.cast(to, tl.int64) * source_stride
-    taken = out + tl.cast(frm, tl.int64) * out_stride
+    taken = out + tl.cast(src_rank, tl.int64) * out_stride
     parts = ll.load(given, index, size)
     epoch, alive = start(g)
     if alive == 0:
@@ -54,5 +54,5 @@ def exchange_ll(
             ll.store(taken, index, size, parts, mask)
     else:
         ll.send(g, words, g.rank, delta, index, parts, epoch, mask)
-        first, second, third, arrived = ll.receive(g, words, frm, index, epoch, mask)
+        first, second, third, arrived = ll.receive(g, words, src_rank, index, epoch, mask)
         ll.store(taken, index, size, (first, second, third), arrived != 0)

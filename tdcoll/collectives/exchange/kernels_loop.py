@@ -31,13 +31,13 @@ LAG = tl.constexpr(2)
 @jit
 def exchange_loop(
     source: tl.int64, out: tl.int64, inbox, g, source_stride: tl.int64, out_stride: tl.int64, nbytes: tl.int64,
-    chunk: tl.int64, chunks: tl.int32, SAME: tl.constexpr, WORDS: tl.constexpr,
+    chunk: tl.int64, chunks: tl.int32, ONE_SEGMENT: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Any number of thread blocks.
 
     Args: those of ``exchange_direct``, and
         chunks: number of chunks of a segment.
-        SAME: all ranks get the same segment, so a chunk is read once.
+        ONE_SEGMENT: all ranks get the same segment, so a chunk is read once.
         WORDS: 32-bit words of a tile of such a chunk.
     """
     in_stream_order()
@@ -61,7 +61,7 @@ def exchange_loop(
             size = chunk_bytes(nbytes, chunk, sent)
             mine = segment(inbox, g, epoch, g.rank) + offset
             signal = row(g, epoch, sent) + g.rank
-            if SAME:
+            if ONE_SEGMENT:
                 stores.push_to_all(g, inbox, mine, kept + offset, source + offset, size, signal, epoch, WORDS)
             else:
                 for step in tl.range(1, g.world):
@@ -75,9 +75,9 @@ def exchange_loop(
             offset = tl.cast(came, tl.int64) * chunk
             size = chunk_bytes(nbytes, chunk, came)
             for step in tl.range(1, g.world):
-                frm = (g.rank - step + g.world) % g.world
-                signal = row(g, epoch, came) + frm
-                if tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, frm, came * g.world + frm) != 0:
+                src_rank = (g.rank - step + g.world) % g.world
+                signal = row(g, epoch, came) + src_rank
+                if tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, src_rank, came * g.world + src_rank) != 0:
                     if inbox.slots == 2:
-                        target = out + tl.cast(frm, tl.int64) * out_stride + offset
-                        tdl.copy_block(target, segment(inbox, g, epoch, frm) + offset, size)
+                        target = out + tl.cast(src_rank, tl.int64) * out_stride + offset
+                        tdl.copy_block(target, segment(inbox, g, epoch, src_rank) + offset, size)

@@ -83,12 +83,12 @@ def algorithms(one_segment: bool) -> tuple[Algorithm, ...]:
             blocks=loop_blocks,
             values=lambda spec: {
                 "source_stride": source_stride(spec),
-                "SAME": one_segment,
+                "ONE_SEGMENT": one_segment,
                 "WORDS": 16 * 32 * spec.plan.num_warps,  # 64 bytes for each thread
             },
             epoch=epoch,
             early=early,
-            any_blocks=True,
+            works_with_any_grid=True,
         ),
         Algorithm(
             "ce",

@@ -46,7 +46,7 @@ import triton.language as tl
 
 from tdcoll.collectives.index_match.policy import HEADER_WORDS
 from tdcoll.language.jit import jit
-from tdcoll.primitives.group import say_done, wait_until_done
+from tdcoll.primitives.group import signal_done, wait_until_done
 
 # Words of a list's header.
 LIST_BYTES = tl.constexpr(0)  # bytes used, header included
@@ -412,7 +412,7 @@ def build(program, index, firsts, count, places, signature, FIRSTS: tl.constexpr
             find_leaders(program % per_list, per_list, q, index, signature)
         else:
             mark(program % per_list, per_list, q, index, signature)
-        say_done(index.progress)
+        signal_done(index.progress)
     elif program < first + later:
         wait_until_done(index.progress, first)
         own = program - first
@@ -420,7 +420,7 @@ def build(program, index, firsts, count, places, signature, FIRSTS: tl.constexpr
             number_leaders(own % per_list, per_list, (own // per_list).to(tl.int64), index)
         else:
             unite(own, index)
-        say_done(index.progress + 1)
+        signal_done(index.progress + 1)
     elif program < first + 2 * later:
         wait_until_done(index.progress + 1, later)
         own = program - first - later
@@ -428,7 +428,7 @@ def build(program, index, firsts, count, places, signature, FIRSTS: tl.constexpr
             place_leaders(own % per_list, per_list, (own // per_list).to(tl.int64), index)
         else:
             number(own, later, index)
-        say_done(index.progress + 2)
+        signal_done(index.progress + 2)
     elif FIRSTS > 0:
         wait_until_built(index)
         place_firsts(index, firsts, count, places, FIRSTS)

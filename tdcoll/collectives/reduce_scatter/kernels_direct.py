@@ -34,8 +34,8 @@ from tdcoll.primitives.sums import reduce_chunk
 @jit
 def reduce_scatter_direct(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, chunk: tl.int64,
-    reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
-    WAITED: tl.constexpr,
+    reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
+    WORLD_POW2: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``world - 1 + reducers`` for each chunk.
 
@@ -49,8 +49,8 @@ def reduce_scatter_direct(
         chunk: bytes of a chunk, a multiple of 16.
         reducers: thread blocks that reduce a chunk, tile by tile in turn.
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
-        COUNT: elements of a tile.
-        WAITED: a power of two of at least ``world``.
+        TILE: elements of a tile.
+        WORLD_POW2: a power of two of at least ``world``.
     """
     in_stream_order()
     senders = g.world - 1
@@ -70,8 +70,8 @@ def reduce_scatter_direct(
         mine = segment(inbox, g, epoch, g.rank) + offset
         part = source + tl.cast(to, tl.int64) * source_stride + offset
         stores.push(mine, part, size, to_delta, signals + g.rank, to_signal_delta, epoch)
-    elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+    elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2) != 0:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
         worker = given - senders
         aligned = (source | source_stride | out | nbytes) % 16 == 0
-        reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, COUNT)
+        reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, TILE)

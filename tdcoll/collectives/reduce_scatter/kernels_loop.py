@@ -20,8 +20,8 @@ from tdcoll.primitives.sums import reduce_chunk
 @jit
 def reduce_scatter_loop(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, chunk: tl.int64,
-    chunks: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
-    WAITED: tl.constexpr,
+    chunks: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
+    WORLD_POW2: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` inside one node. Any number of thread blocks.
 
@@ -47,8 +47,8 @@ def reduce_scatter_loop(
         came = sent - LAG * blocks
         if came >= 0:
             arrived = row(g, epoch, came)
-            if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+            if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2) != 0:
                 offset = tl.cast(came, tl.int64) * chunk
                 size = chunk_bytes(nbytes, chunk, came)
                 aligned = (source | source_stride | out | nbytes) % 16 == 0
-                reduce_chunk(0, 1, own, out, offset, size, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, COUNT)
+                reduce_chunk(0, 1, own, out, offset, size, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, TILE)

@@ -36,7 +36,7 @@ from tdcoll.primitives.sums import reduce_chunk
 def reduce_scatter_puts(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, routes, nodes, nbytes: tl.int64,
     outbox: tl.int64, chunk: tl.int64, chunks: tl.int32, reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr,
-    OP: tl.constexpr, COUNT: tl.constexpr, WAITED: tl.constexpr,
+    OP: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` on any nodes.
 
@@ -68,8 +68,8 @@ def reduce_scatter_puts(
         part = source + tl.cast(to, tl.int64) * source_stride + offset
         to_delta = tl.load(inbox.deltas + to)
         stores.push(mine, part, size, to_delta, signals + g.rank, tl.load(g.deltas + to), epoch)
-    elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+    elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2) != 0:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
         worker = given - routes.n_local
         aligned = (source | source_stride | out | nbytes) % 16 == 0
-        reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, nodes, epoch, aligned, DTYPE, ACC, OP, COUNT)
+        reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, nodes, epoch, aligned, DTYPE, ACC, OP, TILE)

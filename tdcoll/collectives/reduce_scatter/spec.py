@@ -64,7 +64,7 @@ SPEC = Collective(
             blocks=loop_blocks,
             values=tiles,
             epoch=inbox_epoch,
-            any_blocks=True,
+            works_with_any_grid=True,
         ),
         Algorithm(
             "ce",
@@ -73,7 +73,7 @@ SPEC = Collective(
             kernel=copies.kernel,
             blocks=summing_blocks,
             epoch=inbox_epoch,
-            any_blocks=True,
+            works_with_any_grid=True,
             copies=_copies,
         ),
         Algorithm(

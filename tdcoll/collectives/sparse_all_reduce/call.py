@@ -188,7 +188,7 @@ class SparseCall:
             REGISTERS,
             unsorted=unsorted, ids=ids, totals=totals, before=before, blocks=blocks, wipers=ctx.directory.wipers,
             row_bytes=kind.layout.row_bytes if with_rows else 0,
-            PLACED=_PLACED_BLOCK if self.places else 0, BEHIND=with_rows, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK,
+            SORT_BLOCK=_PLACED_BLOCK if self.places else 0, BEHIND=with_rows, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK,
             **self._combining_arguments(combining),
         )  # fmt: skip
         if kind.exchange is not None and not ctx.launch.only_loads:
@@ -218,7 +218,7 @@ class SparseCall:
                 kernels_tables.join,
                 (self.workers(-(-longest // _IDS_BLOCK)), last - first),
                 given=FlatTuple(given, list(given)), joined=ids, first=first,
-                ITEM=rows.dtype.itemsize, COUNT=last - first, BLOCK=_IDS_BLOCK,
+                ITEM=rows.dtype.itemsize, TENSORS=last - first, BLOCK=_IDS_BLOCK,
             )  # fmt: skip
         return ids
 

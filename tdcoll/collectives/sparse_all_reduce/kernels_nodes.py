@@ -93,7 +93,7 @@ def _hand_on(out, offset, row_bytes, nodes, g):
 @jit(do_not_specialize_on_alignment=lists.ANY_ALIGNMENT)
 def reduce_nodes(
     source, order, begins, index, memory, tables, nodes, g, step: tl.int32, row_elements,
-    REPEATED: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, WIDE: tl.constexpr, WAITED: tl.constexpr,
+    REPEATED: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, WIDE: tl.constexpr, WORLD_POW2: tl.constexpr,
 ):  # fmt: skip
     """One step: see the module's docstring. Thread blocks: ``world - 1`` that announce, and any number that work.
 
@@ -106,7 +106,7 @@ def reduce_nodes(
     begun = row(g, epoch, 0)
     if program < nodes.world - 1:
         _announce(program, begun, nodes, g, epoch)
-    elif tdl.wait_signals(begun, nodes.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+    elif tdl.wait_signals(begun, nodes.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2) != 0:
         worker = program - (nodes.world - 1)
         workers = tl.num_programs(0) - (nodes.world - 1)
         n_nodes = nodes.n_nodes
@@ -172,7 +172,7 @@ reduce_nodes_of_single = jit(do_not_specialize=["row_elements"], do_not_speciali
 
 
 @jit(do_not_specialize=["row_elements"])  # Triton 3.6 fails to coalesce its accesses for the constant 1, too
-def forward(like, index, memory, tables, nodes, g, row_elements, WAITED: tl.constexpr):
+def forward(like, index, memory, tables, nodes, g, row_elements, WORLD_POW2: tl.constexpr):
     """Final rows that came to this rank from another node, to the others of its own.
 
     Thread blocks: ``world - 1`` that announce, and any number that work.
@@ -184,7 +184,7 @@ def forward(like, index, memory, tables, nodes, g, row_elements, WAITED: tl.cons
     begun = row(g, epoch, 0)
     if program < nodes.world - 1:
         _announce(program, begun, nodes, g, epoch)
-    elif tdl.wait_signals(begun, nodes.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+    elif tdl.wait_signals(begun, nodes.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2) != 0:
         out = memory.out
         size = tl.load(index.status + match.UNION)
         if lists.valid(index) == 0:
@@ -199,7 +199,7 @@ def forward(like, index, memory, tables, nodes, g, row_elements, WAITED: tl.cons
 
 
 @jit
-def meet_nodes(nodes, g, WAITED: tl.constexpr):
+def meet_nodes(nodes, g, WORLD_POW2: tl.constexpr):
     """All ranks are done with what they launched before. Thread blocks: ``world``."""
     program = tl.program_id(0)
     epoch, alive = start(g)
@@ -209,4 +209,4 @@ def meet_nodes(nodes, g, WAITED: tl.constexpr):
     if program < nodes.world - 1:
         _announce(program, begun, nodes, g, epoch)
     else:
-        tdl.wait_signals(begun, nodes.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
+        tdl.wait_signals(begun, nodes.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2)

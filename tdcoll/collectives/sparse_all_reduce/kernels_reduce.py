@@ -92,7 +92,7 @@ def _announce(i, begun, g, epoch):
 
 
 @jit
-def _meet(memory, g, WAITED: tl.constexpr):
+def _meet(memory, g, WORLD_POW2: tl.constexpr):
     """All ranks have stored what they reduce, when the last program of this launch returns. All call it in the end."""
     tdl.syncthreads()
     before = tl.atomic_add(memory.counters + lists.STORED, 1, sem="acq_rel", scope="sys")
@@ -100,19 +100,19 @@ def _meet(memory, g, WAITED: tl.constexpr):
         epoch = this_epoch(g.control)  # which all programs have counted by now; kept in registers, it is spilled
         stored = row(g, epoch, 1)
         stores.release_to_all(g, stored + g.rank, epoch)
-        tdl.wait_signals(stored, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
+        tdl.wait_signals(stored, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2)
 
 
 @jit(do_not_specialize_on_alignment=lists.ANY_ALIGNMENT)
 def reduce(
     source, order, begins, index, memory, tables, g, row_elements,
     REPEATED: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, WAITED: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, WORLD_POW2: tl.constexpr,
 ):  # fmt: skip
     """The rows that this rank reduces ``-> out[union position]`` of every rank, and a meeting of the ranks.
 
     Thread blocks: ``world - 1`` that announce, and any number that work. ``source``, ``order`` and ``begins`` are as in
-    ``kernels_values.combine``. ``WAITED`` is a power of two of at least ``world``.
+    ``kernels_values.combine``. ``WORLD_POW2`` is a power of two of at least ``world``.
     """
     in_stream_order()
     program = tl.program_id(0)
@@ -145,7 +145,7 @@ def reduce(
                 _store_everywhere(tile, at, inside[:, None] & there, columns, memory, g, source, row_elements, ALIGNED)
         n_contested = tl.load(memory.counters + lists.CONTESTED)
         if worker * ROWS < n_contested:
-            if tdl.wait_signals(begun, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) == 0:
+            if tdl.wait_signals(begun, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2) == 0:
                 return
             for k in tl.range(worker * ROWS, n_contested, workers * ROWS):
                 items = k + tl.arange(0, ROWS)
@@ -177,4 +177,4 @@ def reduce(
                     result = rounded(sum, source.dtype.element_ty, OP)
                     mask = inside[:, None] & there
                     _store_everywhere(result, at, mask, columns, memory, g, source, row_elements, ALIGNED)
-    _meet(memory, g, WAITED)
+    _meet(memory, g, WORLD_POW2)

@@ -118,9 +118,9 @@ def within(columns, width, tables):
 
 
 @jit
-def join(given, tables, joined, first: tl.int32, ITEM: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Ids of ``COUNT`` tables from table ``first`` on ``-> joined``, each with the first row of its table added, and
-    where their values are ``-> tables.sources``. Thread blocks: any number, times ``COUNT``.
+def join(given, tables, joined, first: tl.int32, ITEM: tl.constexpr, TENSORS: tl.constexpr, BLOCK: tl.constexpr):
+    """Ids of ``TENSORS`` tables from table ``first`` on ``-> joined``, each with the first row of its table added, and
+    where their values are ``-> tables.sources``. Thread blocks: any number, times ``TENSORS``.
 
     Args:
         given: made by :func:`given`.
@@ -129,12 +129,12 @@ def join(given, tables, joined, first: tl.int32, ITEM: tl.constexpr, COUNT: tl.c
     """
     in_stream_order()
     mine = tl.program_id(1)
-    ids, values, begin, end = given[0], given[COUNT], given[2 * COUNT], given[2 * COUNT + 1]
-    for i in tl.static_range(1, COUNT):
+    ids, values, begin, end = given[0], given[TENSORS], given[2 * TENSORS], given[2 * TENSORS + 1]
+    for i in tl.static_range(1, TENSORS):
         ids = tl.where(mine == i, given[i], ids)
-        values = tl.where(mine == i, given[COUNT + i], values)
-        begin = tl.where(mine == i, given[2 * COUNT + i], begin)
-        end = tl.where(mine == i, given[2 * COUNT + i + 1], end)
+        values = tl.where(mine == i, given[TENSORS + i], values)
+        begin = tl.where(mine == i, given[2 * TENSORS + i], begin)
+        end = tl.where(mine == i, given[2 * TENSORS + i + 1], end)
     table = first + mine
     begins_at = tl.load(tables.firsts + table)
     n_rows = tl.load(tables.firsts + table + 1) - begins_at

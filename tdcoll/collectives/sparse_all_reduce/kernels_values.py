@@ -20,7 +20,7 @@ from tdcoll.collectives.index_match import kernels as match
 from tdcoll.collectives.sparse_all_reduce import kernels_lists as lists
 from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_of
 from tdcoll.language.jit import jit
-from tdcoll.primitives.group import in_stream_order, leaves_last, say_done, still_alive, wait_until_done
+from tdcoll.primitives.group import in_stream_order, leaves_last, signal_done, still_alive, wait_until_done
 
 PIECE = tl.constexpr(128)
 """Rows of one id that one program sums; with more of them the work is divided."""
@@ -201,7 +201,7 @@ def combine_all(
             PLANS, BEHIND, REPEATED, ACC, ALIGNED, DEEP, WIDE,
         )  # fmt: skip
         if PIECES:
-            say_done(done)
+            signal_done(done)
     elif PIECES:
         adder = program - combiners
         if adder < adders:
@@ -210,7 +210,7 @@ def combine_all(
                 adder, adders, at_a_time, source, order, begins, partial, index, memory, tables, g, row_elements,
                 ACC, DEEP, WIDE,
             )  # fmt: skip
-            say_done(done + 1)
+            signal_done(done + 1)
         else:
             wait_until_done(done + 1, adders)
             sum_partial(
@@ -234,7 +234,7 @@ def pack(
     unsorted, ids, order, totals, begins, source, partial, index, memory, tables, g, before: tl.int32, blocks: tl.int32,
     wipers: tl.int32, combiners: tl.int32, adders: tl.int32, at_a_time: tl.int32, n: tl.int32, signature: tl.int64,
     row_bytes: tl.int64, row_elements,
-    PLACED: tl.constexpr, REPEATED: tl.constexpr, BEHIND: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
+    SORT_BLOCK: tl.constexpr, REPEATED: tl.constexpr, BEHIND: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
     ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
     """This rank's list, with ``BEHIND`` followed by its rows, and an empty directory.
@@ -242,15 +242,15 @@ def pack(
     Thread blocks, in this order:
 
     ============  ======================================================================================
-    ``before``    with ``REPEATED``: of *place_ids* if ``PLACED`` > 0, for so many ids each; else of *count_first*, as
+    ``before``    with ``REPEATED``: of *place_ids* if ``SORT_BLOCK`` > 0, for so many ids each; else of *count_first*, as
                   many as ``blocks``. Otherwise none
-    ``blocks``    of *write_list* (``REPEATED``) or *copy_list*, for ``BLOCK`` ids each; one with ``PLACED``
+    ``blocks``    of *write_list* (``REPEATED``) or *copy_list*, for ``BLOCK`` ids each; one with ``SORT_BLOCK``
     ``wipers``    of ``index_match.kernels.wipe``
     the others    with ``BEHIND`` those of :func:`combine_all`, otherwise none
     ============  ======================================================================================
 
     Args:
-        unsorted: the ids in any order, of which *place_ids* makes ``ids`` and ``order``. With ``PLACED`` only.
+        unsorted: the ids in any order, of which *place_ids* makes ``ids`` and ``order``. With ``SORT_BLOCK`` only.
         totals: int32 ``[blocks]``, from *count_first* to *write_list*.
         begins: as for :func:`combine_all`. With ``REPEATED`` only.
         partial, combiners, adders, at_a_time: as for :func:`combine_all`; with ``BEHIND`` only.
@@ -264,11 +264,11 @@ def pack(
     combiner = block - blocks - wipers
     values = tl.num_programs(0) - before - blocks - wipers
     if block < 0:
-        if PLACED:
-            lists.place_ids(program, unsorted, ids, order, n, PLACED)
+        if SORT_BLOCK:
+            lists.place_ids(program, unsorted, ids, order, n, SORT_BLOCK)
         elif REPEATED:
             lists.count_first(program, ids, totals, n, BLOCK)
-        say_done(packed)
+        signal_done(packed)
     elif block < blocks:
         if REPEATED:
             wait_until_done(packed, before)
@@ -276,7 +276,7 @@ def pack(
         else:
             lists.copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK)
         if BEHIND:
-            say_done(packed + 1)
+            signal_done(packed + 1)
         if REPEATED or BEHIND:
             _leave(packed, blocks + values)
     elif combiner < 0:
@@ -317,7 +317,7 @@ def prepare(
         if PLANS:
             match.wait_until_built(index)
             lists.plan(program, begins, index, memory, nodes, g, REPEATED, BLOCK)
-            say_done(planned)
+            signal_done(planned)
     else:
         if program < planners + combiners:  # the others wait for these
             if PLANS:

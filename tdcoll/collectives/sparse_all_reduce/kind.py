@@ -143,7 +143,7 @@ class SparseKind:
             "TABLES": triton.next_power_of_2(count),
             "FIRSTS": 0 if single else triton.next_power_of_2(count + 1),
             # At least 8, so that most groups share what was compiled.
-            "WAITED": max(8, triton.next_power_of_2(ctx.world_size)),
+            "WORLD_POW2": max(8, triton.next_power_of_2(ctx.world_size)),
         }
 
 

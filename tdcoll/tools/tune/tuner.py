@@ -162,7 +162,7 @@ class Tuner:
         found = self._spec.algorithm(algorithm)
         if found.words:
             return self._word_variations(found.words, nbytes)
-        if found.any_blocks:
+        if found.works_with_any_grid:
             warps = [count for count in self.warps if count >= _LEAST_BLOCK_WARPS]
             return _combinations("blocks", _BLOCK_COUNTS, warps)
         if found.copies is not None:

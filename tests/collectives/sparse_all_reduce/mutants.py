@@ -62,7 +62,7 @@ BUILT = "match.wait_until_built"
 
 def _late(where: str, call: str, of: str = "", ranks: str = "nodes") -> tuple[AnyChange, ...]:
     """The wait comes after a call, and not before all of it."""
-    wait = f"tdl.wait_signals(begun, {ranks}.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)"
+    wait = f"tdl.wait_signals(begun, {ranks}.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2)"
     return Call(where, "tdl.wait_signals", "1"), Inserted(where, call, wait, behind=True, of=of)
 
 

@@ -174,13 +174,15 @@ def test_plans_and_entries_say_how_many_thread_blocks(spec: Collective) -> None:
         free = replace(facts, max_blocks=MAX_BLOCKS)
         plan = spec.choose(free, name)
         how = spec.algorithm(name)
-        assert plan.blocks == (1 if not how.any_blocks else 32 if name == "ce" or spec.name == "all_reduce" else 64)
+        assert plan.blocks == (
+            1 if not how.works_with_any_grid else 32 if name == "ce" or spec.name == "all_reduce" else 64
+        )
         kind = ("", spec.name, 2, 1, False)
         for blocks, found in ((8, 8), (16, 16), (64, 23)):
             taken = spec.choose(facts, name, [Section(*kind, (Entry(None, name, blocks=blocks),))])
-            assert taken.blocks == (found if how.any_blocks else 1)
+            assert taken.blocks == (found if how.works_with_any_grid else 1)
             assert taken.num_warps <= SHARED_WARPS
-        if how.any_blocks:
+        if how.works_with_any_grid:
             for blocks in (1, 7, 23):
                 assert spec.choose(facts, replace(taken, blocks=blocks)).blocks == blocks
 
