@@ -175,13 +175,15 @@ class CallChecks:
         self.order = order or StreamOrder(self.device)
 
     def check(self) -> None:
-        """Wait for the context's last eager call, and raise if a wait in one of its kernels expired.
+        """Wait for the context's last eager call, and raise if a wait in one of its kernels
+        expired.
 
         The host doesn't see replays of CUDA graphs: synchronise their stream first.
 
         Raises:
             CollectiveTimeout: naming rank, peer, signal and epoch.
-            ContextError: A call has failed after it had begun, which has ended those that still ran.
+            ContextError: A call has failed after it had begun, which has ended those that still
+                ran.
         """
         stream = self.order.stream
         if stream is not None:
@@ -266,7 +268,8 @@ class CallChecks:
     # ------------------------------------------------------------------ before a call
 
     def check_fast(self) -> int | None:
-        """Return the handle of the stream to launch on (0 on CPUs), or None if there is an obstacle.
+        """Return the handle of the stream to launch on (0 on CPUs), or None if there is an
+        obstacle.
 
         With an obstacle nothing has been launched, and :meth:`overcome` says or does what is left.
         If the current stream is not the last call's, it waits for that.
@@ -354,9 +357,7 @@ class CallChecks:
             return self._compared.is_new(operation, facts)
         return self.debug
 
-    def compare(
-        self, operation: str, facts: Mapping[str, Any], problem: Exception | None
-    ) -> None:
+    def compare(self, operation: str, facts: Mapping[str, Any], problem: Exception | None) -> None:
         """Raise on all ranks if the call is wrong on one of them, or differs. Collective.
 
         Args:

@@ -120,7 +120,8 @@ class CopyEngines:
 
 
 def _stamp_words(spec: LaunchSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the context's ``stamps`` and ``summed``; see :func:`tdcoll.primitives.copies.enter`."""
+    """Return the context's ``stamps`` and ``summed``; see
+    :func:`tdcoll.primitives.copies.enter`."""
     ctx = spec.ctx
 
     def new_stamps() -> torch.Tensor:
@@ -160,7 +161,8 @@ class LocalCopyStep(_HostCopies):
 
 
 class HopStep:
-    """Queues the copies of a hop to or from all peers, and launches the kernel that waits for stamps.
+    """Queues the copies of a hop to or from all peers, and launches the kernel that waits for
+    stamps.
 
     Each peer's copies are on a stream that forks from the current one. Whatever stands before the
     step in the call is the producer of the data.
@@ -244,7 +246,9 @@ class CopySequence(StepSequence):
         words = {"stamps": engines.stamps, "summed": engines.summed}
         steps: list[Step] = [_signal_kernel(kernels.enter, {**group, **words})]
         for number, hop in enumerate(hops):
-            hear = _signal_kernel(kernels.wait_arrivals, {**group, "hop": number, "PULLED": hop.pulled})
+            hear = _signal_kernel(
+                kernels.wait_arrivals, {**group, "hop": number, "PULLED": hop.pulled}
+            )
             steps.append(HopStep(engines, number, hop, hear, spec.plan.chunk))
             if hop.reduce is not None:
                 steps.append(hop.reduce)
@@ -282,11 +286,15 @@ def exchange(spec: LaunchSpec, source_stride: int) -> CopySequence:
     pushes = {peer: Copy(peer * source_stride, own_segment, nbytes) for peer in peers}
     own_place = ctx.rank * spec.segment_stride
     local_copy = Copy(ctx.rank * source_stride, own_place, nbytes)
-    copy_out = [Copy(peer * ctx.capacity, peer * spec.segment_stride, nbytes) for peer in reversed(peers)]
+    copy_out = [
+        Copy(peer * ctx.capacity, peer * spec.segment_stride, nbytes) for peer in reversed(peers)
+    ]
     return CopySequence(spec, Hop(pushes, local_copy=local_copy, copy_out=copy_out))
 
 
-def sums(spec: LaunchSpec, stride: int, sizes: Sequence[int], whole: bool, pulled: bool = False) -> Hop:
+def sums(
+    spec: LaunchSpec, stride: int, sizes: Sequence[int], whole: bool, pulled: bool = False
+) -> Hop:
     """Return the hop that brings each rank its part of all tensors, and sums them.
 
     Args:
@@ -318,7 +326,9 @@ def sums(spec: LaunchSpec, stride: int, sizes: Sequence[int], whole: bool, pulle
         maxnreg=SHARED_REGISTERS if shares_gpu(spec.facts) else None,
     )
     own_segment = ctx.rank * ctx.capacity
-    pushes = {peer: Copy(peer * stride, own_segment, sizes[peer]) for peer in successors(ctx.topology)}
+    pushes = {
+        peer: Copy(peer * stride, own_segment, sizes[peer]) for peer in successors(ctx.topology)
+    }
     return Hop(pushes, reduce=reduce)
 
 

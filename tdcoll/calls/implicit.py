@@ -38,7 +38,8 @@ def on(device: torch.device) -> Any:
 
 
 def _generous_size(old: CollectiveContext | None, nbytes: int) -> int:
-    """Return the bytes per rank of a context that is made for ``nbytes``, with room for larger calls."""
+    """Return the bytes per rank of a context that is made for ``nbytes``, with room for larger
+    calls."""
     doubled = 0 if old is None else 2 * old.max_bytes_per_rank
     return max(_LEAST_BYTES_PER_RANK, nbytes, doubled)
 
@@ -101,8 +102,8 @@ class ImplicitContext:
         Collective when it is made. Without ``limit`` and ``budget`` it returns True or raises.
 
         Args:
-            call: The call's arguments that must be the same on all ranks, by name. The ranks compare
-                them when they make a context, because they exchange its arguments anyway.
+            call: The call's arguments that must be the same on all ranks, by name. The ranks
+                compare them when they make a context, because they exchange its arguments anyway.
 
         Raises:
             ContextError: It has to be made, and a CUDA graph is being captured.
@@ -170,7 +171,8 @@ class ImplicitContext:
             raise
 
     def _first_that_fits(self, size: int, least: int) -> CollectiveContext:
-        """Make a context for ``size`` bytes per rank or, if the heap is too small, for ``least``."""
+        """Make a context for ``size`` bytes per rank or, if the heap is too small, for
+        ``least``."""
         try:
             return self._new_context(size)
         except HeapExhaustedError:  # on all ranks
@@ -238,8 +240,8 @@ def implicit_context(
 
     Args:
         operation: The name of the calls. Each name has a context of its own.
-        call: More arguments that must be the same on all ranks; compared when the context is made or
-            grows.
+        call: More arguments that must be the same on all ranks; compared when the context is made
+            or grows.
 
     Raises:
         NotInitializedError: Before ``tdcoll.initialize()``.
@@ -286,7 +288,8 @@ class PlannedContext:
 def planned_context(
     spec: Collective, segment: int, group: runtime.Group, operation: str
 ) -> CollectiveContext | PlannedContext:
-    """Return the context of :func:`implicit_context` for segments of so many bytes, or its plan. Local."""
+    """Return the context of :func:`implicit_context` for segments of so many bytes, or its plan.
+    Local."""
     job = runtime.current()
     ranks = job.ranks_of(group)
     nbytes = spec.inbox(segment, len(ranks), job.heap.nbytes)

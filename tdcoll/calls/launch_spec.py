@@ -156,7 +156,8 @@ def arithmetic(spec: LaunchSpec) -> dict[str, Any]:
 
 
 def tiles(spec: LaunchSpec) -> dict[str, Any]:
-    """Return the constants of a reduction by chunks: :func:`arithmetic`, ``TILE`` and ``WORLD_POW2``.
+    """Return the constants of a reduction by chunks: :func:`arithmetic`, ``TILE`` and
+    ``WORLD_POW2``.
 
     A thread has 16 bytes of a tile, or 4 if elements have one byte: with 8 from each of 8 ranks, it
     would run out of registers. Where few thread blocks do all the work, a thread has up to 64
@@ -215,7 +216,9 @@ def refuse_capture(ctx: CollectiveContext, operation: str) -> None:
     )
 
 
-def device_table(ctx: CollectiveContext, operation: str, key: Hashable, make: Callable[[], _Table]) -> _Table:
+def device_table(
+    ctx: CollectiveContext, operation: str, key: Hashable, make: Callable[[], _Table]
+) -> _Table:
     """Return what ``make`` copies to the device, once for as long as the context lives."""
     if key not in ctx.tables:
         refuse_capture(ctx, operation)
@@ -225,7 +228,8 @@ def device_table(ctx: CollectiveContext, operation: str, key: Hashable, make: Ca
 
 
 def local_peers(topology: Topology) -> list[int]:
-    """Return the other ranks of this node, the successor first: no rank is everybody's first target."""
+    """Return the other ranks of this node, the successor first: no rank is everybody's first
+    target."""
     mates = topology.members[topology.node]
     return [mates[(topology.place + i) % len(mates)] for i in range(1, len(mates))]
 

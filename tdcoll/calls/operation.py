@@ -54,7 +54,8 @@ class PreparedCall(ABC):
             unknown, and such calls aren't repeated.
         complex: Whether the tensors are complex, so that they may be conjugate views.
         launch: ``(stream, *frame) -> None``: launches the steps, given the handle of the stream.
-        variant: What the compiled kernels depend on, the same on all ranks; None: nothing is loaded.
+        variant: What the compiled kernels depend on, the same on all ranks; None: nothing is
+            loaded.
     """
 
     __slots__ = ("complex", "launch", "record", "variant")

@@ -43,20 +43,23 @@ def explain(
     in_place: bool = False,
     symmetric: bool = False,
 ) -> Explanation:
-    """Say how a call would be made, and why: its algorithm, chunks, thread blocks, warps and epochs.
+    """Say how a call would be made, and why: its algorithm, chunks, thread blocks, warps and
+    epochs.
 
-    Local, and it makes no call and no context. Without ``ctx`` it uses the facts of tdcoll's own context of the group,
-    or of the one that the first such call would make, assuming that all ranks have the same GPUs.
+    Local, and it makes no call and no context. Without ``ctx`` it uses the facts of tdcoll's own
+    context of the group, or of the one that the first such call would make, assuming that all ranks
+    have the same GPUs.
 
     >>> print(tdcoll.explain("all_reduce", (4096, 8192), dtype=torch.bfloat16))  # on 8 H200s
     all_reduce of 64 MiB per rank on 8 rank(s) on 1 node(s): two_shot, 171 chunks of 8 KiB, ... (default: ...)
 
     Args:
         operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"``,
-            ``"all_reduce_rms_norm"``, whose chunks are pieces of a row (``"composed"``: an all-reduce and a kernel
-            more), or ``"sparse_all_reduce"``, whose chunks and thread blocks follow from the ids that ranks exchange.
-        tensor: the tensor of the call (``x`` of a fused one), or its shape; of a sparse all-reduce that of the rows of
-            this rank, or a list of tensors.
+            ``"all_reduce_rms_norm"``, whose chunks are pieces of a row (``"composed"``: an
+            all-reduce and a kernel more), or ``"sparse_all_reduce"``, whose chunks and thread
+            blocks follow from the ids that ranks exchange.
+        tensor: the tensor of the call (``x`` of a fused one), or its shape; of a sparse all-reduce
+            that of the rows of this rank, or a list of tensors.
         dtype: of the tensor, if a shape is given.
         group, ctx: as for the call.
         algorithm: as for the call. If it doesn't support the call, the explanation says why.
@@ -70,10 +73,13 @@ def explain(
         NotInitializedError: before ``tdcoll.initialize()``.
         TypeError, ValueError: the call's arguments are not as described.
     """
-    if operation not in (known := (*COLLECTIVES, FUSED, _SPARSE)):
-        raise ValueError(f"operation must be one of {', '.join(known)}; got {operation!r}")
+    operations = (*COLLECTIVES, FUSED, _SPARSE)
+    if operation not in operations:
+        raise ValueError(f"operation must be one of {', '.join(operations)}; got {operation!r}")
     if ctx is not None and group is not None:
-        raise ValueError(f"explain: group must be None with ctx, which has a group already; got {group!r}")
+        raise ValueError(
+            f"explain: group must be None with ctx, which has a group already; got {group!r}"
+        )
     arguments.instance("algorithm", algorithm, (str, Plan), "a str")
     if operation == _SPARSE:
         return _sparse(tensor, dtype, group, ctx, str(algorithm))
@@ -133,21 +139,32 @@ def _norm(
     return NORM.explain(Request((x,), options), context)
 
 
-def _sparse(given: Any, dtype: torch.dtype, group: runtime.Group, ctx: Any, algorithm: str) -> Explanation:
-    """Explain a sparse all-reduce, on its context, that of the group, or the one that the group would get."""
-    several = isinstance(given, (list, tuple)) and given and all(isinstance(one, torch.Tensor) for one in given)
+def _sparse(
+    given: Any, dtype: torch.dtype, group: runtime.Group, ctx: Any, algorithm: str
+) -> Explanation:
+    """Explain a sparse all-reduce, on its context, that of the group, or the one that the group
+    would get."""
+    several = (
+        isinstance(given, (list, tuple))
+        and given
+        and all(isinstance(one, torch.Tensor) for one in given)
+    )
     sizes: list[tuple[int, int]] = []
     for one in given if several else [given] * isinstance(given, torch.Tensor):
         if one.layout != torch.sparse_coo:
-            raise TypeError(f"tensor must be torch.sparse_coo, or the shape of this rank's rows; got {one.layout}")
+            raise TypeError(
+                f"tensor must be torch.sparse_coo, or the shape of this rank's rows; got {one.layout}"
+            )
         sizes.append((one._nnz(), one.shape[one.sparse_dim() :].numel() * one.element_size()))
     if not sizes:
         shape = (*arguments.shape("tensor", given), 0)
         sizes = [(shape[0], torch.Size(shape[1:-1]).numel() * dtype.itemsize)]
-    rows, row_bytes = sum(count for count, _ in sizes), max(nbytes for _, nbytes in sizes)
+    rows = sum(count for count, _ in sizes)
+    row_bytes = max(nbytes for _, nbytes in sizes)
     if ctx is not None:
         arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext or None")
-    job, ranks = runtime.current(), runtime.current().ranks_of(group)
+    job = runtime.current()
+    ranks = runtime.current().ranks_of(group)
     context = job.contexts.get(("sparse", ranks)) if ctx is None else ctx
     most = max(FEWEST_ROWS, rows)
     new = Capacities(job.topology(ranks), most, row_bytes, len(ranks) * most, True)
@@ -164,9 +181,12 @@ def _sparse(given: Any, dtype: torch.dtype, group: runtime.Group, ctx: Any, algo
     if algorithm in unsupported:
         why = unsupported[algorithm]
         return Explanation(*told, None, reason=UNSUPPORTED, why=why, unsupported=unsupported)
-    taken, why = choose(algorithm, capacities, row_bytes), ""
+    taken = choose(algorithm, capacities, row_bytes)
+    why = ""
     if algorithm == "auto":
         widest = byte_text(capacities.max_row_bytes)
         few = " and has max_blocks" if capacities.beside_others else ""
         why = f"the context holds {capacities.max_rows_per_rank} rows of {widest} per rank{few}; dense was never faster"
-    return Explanation(*told, taken, reason=REQUESTED if not why else DEFAULT, why=why, unsupported=unsupported)
+    return Explanation(
+        *told, taken, reason=REQUESTED if not why else DEFAULT, why=why, unsupported=unsupported
+    )

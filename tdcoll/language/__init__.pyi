@@ -138,7 +138,13 @@ def putmem_nbi_block(dest: _Pointer, source: _Pointer, bytes: _Number, pe: _Numb
     same arguments."""
 
 def putmem_signal(
-    dest: _Pointer, source: _Pointer, bytes: _Number, sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number
+    dest: _Pointer,
+    source: _Pointer,
+    bytes: _Number,
+    sig_addr: _Pointer,
+    signal: _Number,
+    sig_op: _Number,
+    pe: _Number,
 ) -> None:
     """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`, then updates a signal there.
     `source` may be any memory of this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric
@@ -148,7 +154,13 @@ def putmem_signal(
     `quiet` or a signal of its own. Each thread that calls makes a transfer of its own: call it from one thread."""
 
 def putmem_signal_warp(
-    dest: _Pointer, source: _Pointer, bytes: _Number, sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number
+    dest: _Pointer,
+    source: _Pointer,
+    bytes: _Number,
+    sig_addr: _Pointer,
+    signal: _Number,
+    sig_op: _Number,
+    pe: _Number,
 ) -> None:
     """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`, then updates a signal there.
     `source` may be any memory of this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric
@@ -158,7 +170,13 @@ def putmem_signal_warp(
     `quiet` or a signal of its own. All threads of a warp call it together, with the same arguments."""
 
 def putmem_signal_block(
-    dest: _Pointer, source: _Pointer, bytes: _Number, sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number
+    dest: _Pointer,
+    source: _Pointer,
+    bytes: _Number,
+    sig_addr: _Pointer,
+    signal: _Number,
+    sig_op: _Number,
+    pe: _Number,
 ) -> None:
     """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`, then updates a signal there.
     `source` may be any memory of this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric
@@ -168,7 +186,13 @@ def putmem_signal_block(
     `quiet` or a signal of its own. All threads of the block call it together, with the same arguments."""
 
 def putmem_signal_nbi(
-    dest: _Pointer, source: _Pointer, bytes: _Number, sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number
+    dest: _Pointer,
+    source: _Pointer,
+    bytes: _Number,
+    sig_addr: _Pointer,
+    signal: _Number,
+    sig_op: _Number,
+    pe: _Number,
 ) -> None:
     """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`, then updates a signal there.
     `source` may be any memory of this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric
@@ -178,7 +202,13 @@ def putmem_signal_nbi(
     calls makes a transfer of its own: call it from one thread."""
 
 def putmem_signal_nbi_warp(
-    dest: _Pointer, source: _Pointer, bytes: _Number, sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number
+    dest: _Pointer,
+    source: _Pointer,
+    bytes: _Number,
+    sig_addr: _Pointer,
+    signal: _Number,
+    sig_op: _Number,
+    pe: _Number,
 ) -> None:
     """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`, then updates a signal there.
     `source` may be any memory of this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric
@@ -188,7 +218,13 @@ def putmem_signal_nbi_warp(
     warp call it together, with the same arguments."""
 
 def putmem_signal_nbi_block(
-    dest: _Pointer, source: _Pointer, bytes: _Number, sig_addr: _Pointer, signal: _Number, sig_op: _Number, pe: _Number
+    dest: _Pointer,
+    source: _Pointer,
+    bytes: _Number,
+    sig_addr: _Pointer,
+    signal: _Number,
+    sig_op: _Number,
+    pe: _Number,
 ) -> None:
     """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`, then updates a signal there.
     `source` may be any memory of this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric
@@ -296,11 +332,15 @@ def st(ptr: _Pointer, val: _Value, scope: _Scope = "gpu", semantic: _Semantic = 
 def st_release(ptr: _Pointer, val: _Value, scope: _Scope = "gpu") -> None:
     """`st` with release order."""
 
-def atom_add(ptr: _Pointer, val: _Value, scope: _Scope = "gpu", semantic: _Semantic = "relaxed") -> Any:
+def atom_add(
+    ptr: _Pointer, val: _Value, scope: _Scope = "gpu", semantic: _Semantic = "relaxed"
+) -> Any:
     """Adds `val` to the integer of 32 or 64 bits at the scalar `ptr`, of this GPU or through `remote_ptr`; returns what
     was there before. Each thread that calls adds once (`tl.atomic_add` adds once for the block)."""
 
-def atom_cas(ptr: _Pointer, cmp: _Value, val: _Value, scope: _Scope = "gpu", semantic: _Semantic = "relaxed") -> Any:
+def atom_cas(
+    ptr: _Pointer, cmp: _Value, val: _Value, scope: _Scope = "gpu", semantic: _Semantic = "relaxed"
+) -> Any:
     """Writes `val` to the integer of 32 or 64 bits at the scalar `ptr`, of this GPU or through `remote_ptr`, if `cmp`
     is there; returns what was there before. Each thread that calls does so (`tl.atomic_cas` does once for the
     block)."""
@@ -368,20 +408,26 @@ def grid_barrier(counter: _Pointer, monitor: _Pointer) -> tl.tensor:
     memory, 0 at first, and never set back: launches that follow one another, and replays of a CUDA graph, may share it,
     whatever their grids. All thread blocks must be on the GPU at once: launch with `launch_cooperative_grid=True`."""
 
-def wait_flagged(words: _Pointer, flag: _Number, mask: _Value, monitor: _Pointer, peer: _Number = -1) -> Any:
+def wait_flagged(
+    words: _Pointer, flag: _Number, mask: _Value, monitor: _Pointer, peer: _Number = -1
+) -> Any:
     """Waits until every 128-bit word at the block of addresses `words`, where `mask` is true, has the flag (its last 32
     bits) `flag`, an int32; returns the blocks of first, second and third 32 bits, and a block of 1, or of 0 where a
     deadline has expired before the flag came, as for `wait_signal`. Each thread waits for its own words only. Another
     flag means other data, so this waits for equality: the protocol must not let a word be written again before it is
     read."""
 
-def store_flagged(words: _Pointer, first: _Value, second: _Value, third: _Value, flag: _Number, mask: _Value) -> None:
+def store_flagged(
+    words: _Pointer, first: _Value, second: _Value, third: _Value, flag: _Number, mask: _Value
+) -> None:
     """Stores the blocks of int32 `first`, `second` and `third`, element by element beside the int32 `flag` in one
     128-bit word, at the block of addresses `words` (multiples of 16), where `mask` is true; usually through a peer's
     pointer. A word arrives whole, so data and flag need no order, no fence and no signal: the LL protocol of NCCL, with
     128-bit words instead of 64-bit ones."""
 
-def wait_words(words: _Pointer, absent: _Number, mask: _Value, monitor: _Pointer, peer: _Number, call: _Number) -> Any:
+def wait_words(
+    words: _Pointer, absent: _Number, mask: _Value, monitor: _Pointer, peer: _Number, call: _Number
+) -> Any:
     """Waits until none of the four 32-bit parts of every 128-bit word at the block of addresses `words`, where `mask`
     is true, is the int32 `absent`; returns the blocks of first, second, third and fourth parts, and a block of 1, or of
     0 where a deadline has expired before all four were there, as for `wait_signal`. Each thread waits for its own words
@@ -407,7 +453,9 @@ def load_words(words: _Pointer, mask: _Value) -> Any:
     """Returns the blocks of first, second, third and fourth int32 of the 128-bit words at the block of addresses
     `words` (multiples of 16), zeros where `mask` is false. An ordinary load, which doesn't wait."""
 
-def store_words(words: _Pointer, first: _Value, second: _Value, third: _Value, fourth: _Value, mask: _Value) -> None:
+def store_words(
+    words: _Pointer, first: _Value, second: _Value, third: _Value, fourth: _Value, mask: _Value
+) -> None:
     """Stores the blocks of int32 `first` to `fourth`, element by element, as 128-bit words at the block of addresses
     `words` (multiples of 16), where `mask` is true. Each part of 32 bits arrives whole, and nothing orders one after
     another."""

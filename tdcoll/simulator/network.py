@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weak network: messages that arrive as late, and in as strange an order, as NVSHMEM and PTX permit.
+"""The weak network: messages that arrive as late, and in as strange an order, as NVSHMEM and PTX
+permit.
 
-Every PE has one *link* to each PE. Messages of its programs (puts, signals, stores through a peer pointer) wait there
-as operations, of which the pieces and then the signal arrive (``docs/simulator.md`` has the rules). A fence, by any
-program, opens a new *epoch* in each of the PE's links, and only operations of a link's oldest epoch arrive. Gets, and
-copies of streams, travel in separate links, which fences do not order; ``quiet`` does not wait for copies, nor for
-other programs' stores. An operation may be *held back* until no task can run but stragglers (:mod:`.policy`).
+Every PE has one *link* to each PE. Messages of its programs (puts, signals, stores through a peer
+pointer) wait there as operations, of which the pieces and then the signal arrive
+(``docs/simulator.md`` has the rules). A fence, by any program, opens a new *epoch* in each of the
+PE's links, and only operations of a link's oldest epoch arrive. Gets, and copies of streams, travel
+in separate links, which fences do not order; ``quiet`` does not wait for copies, nor for other
+programs' stores. An operation may be *held back* until no task can run but stragglers
+(:mod:`.policy`).
 
-Operations outlive the program that issued them, except stores, which are complete when the launch ends.
+Operations outlive the program that issued them, except stores, which are complete when the launch
+ends.
 """
 
 from __future__ import annotations
@@ -58,15 +62,21 @@ class Operation:
 class Network:
     """Messages in flight, from which ``policy`` chooses the next to arrive.
 
-    ``written`` is called with address and length of bytes that have arrived, and ``arrived`` with ``("arrived", PE)``
-    when an operation of that PE has.
+    ``written`` is called with address and length of bytes that have arrived, and ``arrived`` with
+    ``("arrived", PE)`` when an operation of that PE has.
     """
 
     def __init__(
-        self, policy: Policy, written: Callable[[int, int], None], arrived: Callable[[tuple[str, int]], None]
+        self,
+        policy: Policy,
+        written: Callable[[int, int], None],
+        arrived: Callable[[tuple[str, int]], None],
     ) -> None:
-        self._policy, self._written, self._arrived = policy, written, arrived
-        self._links: dict[tuple[int, int, bool], list[list[Operation]]] = {}  # epochs, the oldest first
+        self._policy = policy
+        self._written = written
+        self._arrived = arrived
+        # epochs, the oldest first
+        self._links: dict[tuple[int, int, bool], list[list[Operation]]] = {}
         self.eager: list[Operation] = []  # may arrive now
         self._late: list[Operation] = []  # may arrive when no task can run but stragglers
         self._released: dict[Operation, None] = {}  # stores, to the other programs of their PE
@@ -114,10 +124,13 @@ class Network:
                 epochs.append([])
 
     def outstanding(self, issuer: Task) -> list[Operation]:
-        """Return the operations that must arrive before ``quiet`` returns if ``issuer`` calls it now."""
+        """Return the operations that must arrive before ``quiet`` returns if ``issuer`` calls it
+        now."""
         sent = self._sent_by(issuer.pe)
         return [
-            operation for operation in sent if operation.issuer is issuer or operation.kind not in ("store", "copy")
+            operation
+            for operation in sent
+            if operation.issuer is issuer or operation.kind not in ("store", "copy")
         ]
 
     def _sent_by(self, source_pe: int) -> Iterator[Operation]:
@@ -125,7 +138,8 @@ class Network:
         return chain.from_iterable(chain.from_iterable(epochs))
 
     def deliver(self) -> bool:
-        """Let one piece or one signal of some operation arrive; return False if nothing is in flight."""
+        """Let one piece or one signal of some operation arrive; return False if nothing is in
+        flight."""
         queue = self.eager or self._late
         if not queue:
             return False
@@ -137,16 +151,22 @@ class Network:
             queue.append(operation)
         return True
 
-    def flush_stores(self, issuer: Task, touching: tuple[int, int] | None = None, to: int | None = None) -> None:
-        """Let stores of ``issuer`` arrive now, in the order of issue, behind operations that a fence orders first.
+    def flush_stores(
+        self, issuer: Task, touching: tuple[int, int] | None = None, to: int | None = None
+    ) -> None:
+        """Let stores of ``issuer`` arrive now, in the order of issue, behind operations that a
+        fence orders first.
 
-        Only those that have yet to write to addresses ``touching``, ``[first, end)``, and only those to the PE ``to``.
+        Only those that have yet to write to addresses ``touching``, ``[first, end)``, and only
+        those to the PE ``to``.
         """
 
         first, end = touching or (0, 1 << 64)
 
         def wanted(operation: Operation) -> bool:
-            inside = any(dest < end and first < dest + nbytes for dest, _, nbytes in operation.pieces)
+            inside = any(
+                dest < end and first < dest + nbytes for dest, _, nbytes in operation.pieces
+            )
             return inside and operation.issuer is issuer and operation.kind == "store"
 
         for link in list(self._links) if issuer.in_flight else ():
@@ -154,9 +174,12 @@ class Network:
                 self._flush(link, wanted)
 
     def release_stores(self, issuer: Task) -> None:
-        """Order the stores of ``issuer`` so far before later operations of its PE's programs that have heard of it."""
+        """Order the stores of ``issuer`` so far before later operations of its PE's programs that
+        have heard of it."""
         if issuer.in_flight:
-            stores = (op for op in self._sent_by(issuer.pe) if op.issuer is issuer and op.kind == "store")
+            stores = (
+                op for op in self._sent_by(issuer.pe) if op.issuer is issuer and op.kind == "store"
+            )
             self._released.update(dict.fromkeys(stores))
 
     def flush_released(self, source_pe: int) -> None:
@@ -196,11 +219,14 @@ class Network:
     def _deliver_part(self, operation: Operation, in_order: bool = False) -> None:
         pieces = operation.pieces
         if pieces:
-            dest, source, nbytes = pieces.pop(0) if in_order or len(pieces) == 1 else self._policy.take(pieces)
+            dest, source, nbytes = (
+                pieces.pop(0) if in_order or len(pieces) == 1 else self._policy.take(pieces)
+            )
             operation.move(dest, source, nbytes)
             self._written(dest, nbytes)
         elif operation.signal is not None:
-            signal, operation.signal = operation.signal, None
+            signal = operation.signal
+            operation.signal = None
             signal()
 
     def _open(self, operation: Operation) -> None:
@@ -212,7 +238,8 @@ class Network:
             queue.remove(operation)
 
     def _close(self, operation: Operation) -> None:
-        """Remove ``operation``, which has arrived; if it was the last of its epoch, open the next one."""
+        """Remove ``operation``, which has arrived; if it was the last of its epoch, open the next
+        one."""
         epochs = self._links[operation.link]
         next(epoch for epoch in epochs if operation in epoch).remove(operation)
         was_oldest = not epochs[0]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Something happens to one rank before one of the operations of a call: a case for each of these moments.
+"""Something happens to one rank before one of the operations of a call: a case for each of these
+moments.
 
-The ranks' hosts queue all their calls on a stream, as a CUDA graph does, or an eager host that doesn't look. The
-operations of a call are its launches, its copies, and the forks and joins of its side streams; then come ``check()``
-and the use of the result.
+The ranks' hosts queue all their calls on a stream, as a CUDA graph does, or an eager host that
+doesn't look. The operations of a call are its launches, its copies, and the forks and joins of its
+side streams; then come ``check()`` and the use of the result.
 """
 
 from __future__ import annotations
@@ -28,21 +29,25 @@ THIS_CALL = 1
 class Happens:
     """Calls of all ranks, in one of which something happens to one rank.
 
-    - ``"stops"``: the operation begins when all other ranks have given up, and have done all their calls.
-    - ``"fails"``: another thread of the host fails the context, as a later call that is interrupted does. The call goes
-      on, and is the rank's last one.
-    - ``"fails early"``: likewise, and the calls that are queued behind it go on as well, as in a graph.
-    - ``"interrupted"``: the host is interrupted before it queues the operation, when the GPU has done what the stream
-      holds so far. It makes no further call.
-    - ``"nothing"`` happens, except to a kernel that a test has changed. The call is the rank's last one.
+    - ``"stops"``: the operation begins when all other ranks have given up, and have done all their
+      calls.
+    - ``"fails"``: another thread of the host fails the context, as a later call that is interrupted
+      does. The call goes on, and is the rank's last one.
+    - ``"fails early"``: likewise, and the calls that are queued behind it go on as well, as in a
+      graph.
+    - ``"interrupted"``: the host is interrupted before it queues the operation, when the GPU has
+      done what the stream holds so far. It makes no further call.
+    - ``"nothing"`` happens, except to a kernel that a test has changed. The call is the rank's last
+      one.
 
-    Behind each call every rank looks for expired waits, as its next call does, uses the result, and writes
-    over all the memory of the call. If its look passes, the result must be right.
+    Behind each call every rank looks for expired waits, as its next call does, uses the result, and
+    writes over all the memory of the call. If its look passes, the result must be right.
 
     Args:
         calls: what the ranks do.
         what: one of these.
-        late: whose copies are late against everything that need not wait for them: ``"its"``, ``"others'"`` or ``""``.
+        late: whose copies are late against everything that need not wait for them: ``"its"``,
+            ``"others'"`` or ``""``.
         behind: whether ranks queue a call behind that one.
 
     Attributes:
@@ -63,7 +68,8 @@ class Happens:
         return f"{self.calls}, a rank {self.what}{late}{', in its last call' * (self.queued == THIS_CALL + 1)}"
 
     def moments(self, world: World) -> range:
-        """Return a seed for each rank and each moment. ``world``: for a run in which nothing happens."""
+        """Return a seed for each rank and each moment. ``world``: for a run in which nothing
+        happens."""
         self._run(world, None)
         assert self.last or self.raised == 0
         assert self.passed >= world.n_pes * (THIS_CALL + 1)
@@ -76,10 +82,13 @@ class Happens:
 
     def _run(self, world: World, seed: int | None) -> None:
         self.world, self.over = world, set[int]()
-        self.rank, self.moment = (0, -1) if seed is None else (seed % world.n_pes, seed // world.n_pes)
+        self.rank, self.moment = (
+            (0, -1) if seed is None else (seed % world.n_pes, seed // world.n_pes)
+        )
         self.operations = self.passed = self.raised = 0
         self.contexts: dict[int, Any] = {}
-        self.memory: list[Tensors] = []  # so that none is freed, and a copy reads what has replaced its source
+        # so that none is freed, and a copy reads what has replaced its source
+        self.memory: list[Tensors] = []
         self.watching = False
         with self._watched():
             world.run(self.host)
@@ -111,7 +120,8 @@ class Happens:
             Stream.queue = real  # type: ignore[method-assign]
 
     def _after_all_else(self, operation: Callable[[], Any]) -> None:
-        """Carry out an operation when nothing else can run but what waits for it, or for a deadline."""
+        """Carry out an operation when nothing else can run but what waits for it, or for a
+        deadline."""
         self.world.scheduler.wait(lambda: False, lambda: "is late", [], timeout_ns=1)
         operation()
 

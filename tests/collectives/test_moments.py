@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of several launches and copies, which a rank's host interrupts, or whose context it fails, at any moment.
+"""Calls of several launches and copies, which a rank's host interrupts, or whose context it fails,
+at any moment.
 
-No rank whose ``check()`` passes may have a wrong result, whatever leaves the other rank behind that moment.
+No rank whose ``check()`` passes may have a wrong result, whatever leaves the other rank behind that
+moment.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ KINDS = [
     by_copies("all_reduce", SYMMETRIC_IN_PLACE),
     slow_tier(by_copies("all_reduce", SYMMETRIC), id="all_reduce symmetric"),
     slow_tier(by_copies("all_gather", CALLER_BUFFER, (3,)), id="all_gather caller buffer 3"),
-    slow_tier(by_copies("all_reduce", SYMMETRIC_IN_PLACE, (3,)), id="all_reduce symmetric in place 3"),
+    slow_tier(
+        by_copies("all_reduce", SYMMETRIC_IN_PLACE, (3,)), id="all_reduce symmetric in place 3"
+    ),
 ]
 """Calls by copy engines, whose data lands in the inbox or in the caller's memory."""
 
@@ -118,7 +122,9 @@ def test_a_rank_that_is_late_at_any_moment_has_no_wrong_result_that_passes_a_che
         every_moment(Happens(calls, "stops", late, behind=behind), weak=weak)
 
 
-@pytest.mark.parametrize("what", ["stops", *map(slow_tier, ("fails", "fails early", "interrupted"))])
+@pytest.mark.parametrize(
+    "what", ["stops", *map(slow_tier, ("fails", "fails early", "interrupted"))]
+)
 @pytest.mark.parametrize("calls", LISTS, ids=str)
 def test_lists_that_are_exchanged_by_copy_engines(calls: Calls, what: str) -> None:
     with lists_by_copies():
@@ -137,8 +143,9 @@ STALLED = Change("exchange.kernels_direct.exchange_direct", OUT, f"{STALL}\n{OUT
 
 
 def copies_into_an_inbox_that_is_read(world: World) -> None:
-    """Rank 1 stalls in its second call, by stores, before it reads its inbox. The third call is by copy engines, and
-    has the same slot, because it leaves out an odd epoch. Rank 0 makes it when it has given up."""
+    """Rank 1 stalls in its second call, by stores, before it reads its inbox. The third call is by
+    copy engines, and has the same slot, because it leaves out an odd epoch. Rank 0 makes it when it
+    has given up."""
 
     raised: list[tuple[int, int | None, int | None]] = []
 
@@ -179,7 +186,9 @@ def test_copies_into_an_inbox_that_another_algorithm_still_reads(
     assert "call 1: wrong numbers" in failure.report
 
 
-def test_only_streams_that_were_forked_are_joined_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_streams_that_were_forked_are_joined_after_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In a capture, to join another one would be an error."""
     done: list[tuple[str, int]] = []
     x = torch.ones(4)
@@ -197,14 +206,17 @@ def test_only_streams_that_were_forked_are_joined_after_an_error(monkeypatch: py
 
     monkeypatch.setattr(KernelLaunch, "__call__", lambda *given: None)  # no rank waits for another
     monkeypatch.setattr(SimulatedSideStream, "fork", fork)
-    monkeypatch.setattr(SimulatedSideStream, "join", lambda self, stream: done.append(("join", self.handle)))
+    monkeypatch.setattr(
+        SimulatedSideStream, "join", lambda self, stream: done.append(("join", self.handle))
+    )
     World(3).run(host)
     assert [what for what, _ in done] == ["fork", "join"]
     assert len({stream for _, stream in done}) == 1
 
 
 class OneAtATime:
-    """Calls of all ranks on a stream, on GPUs that carry out one operation at a time, of any of their streams."""
+    """Calls of all ranks on a stream, on GPUs that carry out one operation at a time, of any of
+    their streams."""
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
@@ -215,7 +227,9 @@ class OneAtATime:
         def queue(stream: Stream, operation: Callable[[], Any]) -> None:
             def alone() -> None:
                 pe = stream._pe
-                world.scheduler.wait(lambda: pe not in busy, lambda: "waits for another operation", ["idle"])
+                world.scheduler.wait(
+                    lambda: pe not in busy, lambda: "waits for another operation", ["idle"]
+                )
                 busy.add(pe)
                 operation()
                 busy.remove(pe)
@@ -274,17 +288,34 @@ STAMPS = "self.stamps.data_ptr()"
 IN_TWO = by_copies("all_reduce", OUT_OF_PLACE, algorithm=Plan("ce", 1, 64, 1, 2))
 """All-reduces whose sums have two thread blocks."""
 
-NEVER = "tl.where((g.rank == 0) & (tl.program_id(0) == 1) & (this_epoch(g.control) == 4), 1 << 40, 0)"
+NEVER = (
+    "tl.where((g.rank == 0) & (tl.program_id(0) == 1) & (this_epoch(g.control) == 4), 1 << 40, 0)"
+)
 EXPIRES = (
     Argument(SUM, "reduce_chunk", "TILE", "4"),
-    Call(SUM, "still_alive", f"(tdl.wait_signal(g.entered, tdl.CMP_GE, {NEVER}, g.monitor, 0, 0) & {{call}})"),
+    Call(
+        SUM,
+        "still_alive",
+        f"(tdl.wait_signal(g.entered, tdl.CMP_GE, {NEVER}, g.monitor, 0, 0) & {{call}})",
+    ),
 )
-"""Each thread block of a sum has something to do. Rank 0's second one gives up in the second call, before it has."""
+"""Each thread block of a sum has something to do. Rank 0's second one gives up in the second call,
+before it has."""
 
 
-def _mutant(name: str, changes: AnyChange | tuple[AnyChange, ...], case: Happens, seeds: int = 40) -> Mutant:
+def _mutant(
+    name: str, changes: AnyChange | tuple[AnyChange, ...], case: Happens, seeds: int = 40
+) -> Mutant:
     changes = changes if isinstance(changes, tuple) else (changes,)
-    return Mutant(f"{name} ({case})", changes, "wrong numbers", case, where(case.calls), seeds=seeds, any_seed=True)
+    return Mutant(
+        f"{name} ({case})",
+        changes,
+        "wrong numbers",
+        case,
+        where(case.calls),
+        seeds=seeds,
+        any_seed=True,
+    )
 
 
 GATHER, PULL = by_copies("all_gather", OUT_OF_PLACE), by_copies("all_gather", CALLER_BUFFER)
@@ -315,6 +346,8 @@ def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     mutant.is_caught(tmp_path)
 
 
-def test_no_stamp_says_that_a_sum_is_complete_of_which_a_thread_block_has_given_up(tmp_path: Path) -> None:
+def test_no_stamp_says_that_a_sum_is_complete_of_which_a_thread_block_has_given_up(
+    tmp_path: Path,
+) -> None:
     with installed(EXPIRES, tmp_path):
         explore(Happens(IN_TWO, "nothing"), **where(IN_TWO), seeds=1)

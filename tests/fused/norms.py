@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residual and RMSNorm of an all-reduce's result, on plain tensors.
 
-The results are the kernels' to the bit, except for fp32, because GPUs do not round squares before they add them. The
-sum before is that of :func:`~tdcoll.collectives.reduce_scatter.reference.reduce_parts`.
+The results are the kernels' to the bit, except for fp32, because GPUs do not round squares before
+they add them. The sum before is that of
+:func:`~tdcoll.collectives.reduce_scatter.reference.reduce_parts`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ def _tree(values: torch.Tensor) -> torch.Tensor:
 
 
 def norm_reference(
-    reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | str | None
+    reduced: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | str | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return ``(normalized, new residual, scale)`` of ``[rows, hidden]``.
 
     Args:
-        scale: if None, the result has the dtype of the rows; if ``"row"``, fp8 with a scale for each row; or the scale.
+        scale: if None, the result has the dtype of the rows; if ``"row"``, fp8 with a scale for
+            each row; or the scale.
     """
     new = (reduced.float() + residual.float()).to(reduced.dtype)
     rows, hidden = new.shape

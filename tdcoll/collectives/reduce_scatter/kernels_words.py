@@ -7,9 +7,11 @@ Scope, protocols, signal map, bits and progress are those of one-shot in
     source[p] --words--> inbox[slot, r] on rank p, for every other rank p
     inbox[slot, 0], ..., source[r], ..., inbox[slot, world - 1] --sum in rank order--> out
 
-When a rank is done with a call, it has heard from all, because each rank sends at least one word to every other.
+When a rank is done with a call, it has heard from all, because each rank sends at least one word to
+every other.
 
-In place: ``out`` may be ``source[r]``, because a program stores only to words that it has loaded before.
+In place: ``out`` may be ``source[r]``, because a program stores only to words that it has loaded
+before.
 """
 
 import triton.language as tl
@@ -25,15 +27,14 @@ def reduce_scatter_words(
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``PERSISTENT`` any number up to
-    that.
+    """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with
+    ``PERSISTENT`` any number up to that.
 
     Args: those of ``reduce_scatter_direct``, except
-        inbox: of the words: :class:`~tdcoll.primitives.lamport.Lamport`, or :class:`~tdcoll.primitives.group.Inbox`.
-        blocks: of ``BLOCK`` words, which hold all words of a part; at least one.
-        LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise LL, with 12.
-        BLOCK: words of a block.
-        PERSISTENT: thread blocks take several blocks each.
+        inbox: of the words: :class:`~tdcoll.primitives.lamport.Lamport`, or
+        :class:`~tdcoll.primitives.group.Inbox`. blocks: of ``BLOCK`` words, which hold all words of
+        a part; at least one. LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise
+        LL, with 12. BLOCK: words of a block. PERSISTENT: thread blocks take several blocks each.
     """
     in_stream_order()
     total = g.world * source_stride

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sparse all-reduce on one rank: its launches, in the order that the package's docstring draws."""
+"""One sparse all-reduce on one rank: its launches, in the order that the package's docstring
+draws."""
 
 from __future__ import annotations
 
@@ -33,21 +34,29 @@ from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, REGISTERS
 from tdcoll.collectives.sparse_all_reduce.rows import Joined
 from tdcoll.primitives.reduce import ACCUMULATORS
 
-_IDS_BLOCK, _PLAN_BLOCK, _PLACED_BLOCK = 1024, 256, 32
-"""Ids of a program that does nothing else with them (so many are sorted by *pack*, more by PyTorch), of one that looks
-each of them up, and of one that compares each with all."""
+_IDS_BLOCK = 1024
+_PLAN_BLOCK = 256
+_PLACED_BLOCK = 32
+"""Ids of a program that does nothing else with them (so many are sorted by *pack*, more by
+PyTorch), of one that looks each of them up, and of one that compares each with all."""
 
 
 _parameters_of: dict[int, tuple[Any, list[str], list[str]]] = {}
-"""By the kernel's ``id``, since Triton takes long to find its hash: the kernel, lest another gets its id, and names."""
+"""By the kernel's ``id``, since Triton takes long to find its hash: the kernel, lest another gets
+its id, and names."""
 
 
 def _parameters(kernel: Any) -> tuple[list[str], list[str]]:
-    """Names of a kernel's parameters: those of its arguments, and of its constants, which are in capitals."""
+    """Names of a kernel's parameters: those of its arguments, and of its constants, which are in
+    capitals."""
     found = _parameters_of.get(id(kernel))
     if found is None:
         names = kernel.arg_names
-        found = kernel, [name for name in names if not name.isupper()], [name for name in names if name.isupper()]
+        found = (
+            kernel,
+            [name for name in names if not name.isupper()],
+            [name for name in names if name.isupper()],
+        )
         _parameters_of[id(kernel)] = found
     return found[1:]
 
@@ -75,7 +84,8 @@ _NO_COMBINING = _CombiningBlocks(combiners=0, adders=0, at_a_time=1, finishers=0
 
 
 _FORMS = (False, False, False), (True, True, False), (True, True, True), (True, False, True)
-"""Of a call: repeated, places, pieces. A rank's next call of the same kind may have any of these."""
+"""Of a call: repeated, places, pieces. A rank's next call of the same kind may have any of
+these."""
 
 
 class SparseCall:
@@ -93,7 +103,9 @@ class SparseCall:
         aligned: whether the values of all tensors begin at multiples of 16 bytes. None: look.
     """
 
-    def __init__(self, ctx: SparseContext, rows: Joined, op: str, algorithm: str, aligned: bool | None = None) -> None:
+    def __init__(
+        self, ctx: SparseContext, rows: Joined, op: str, algorithm: str, aligned: bool | None = None
+    ) -> None:
         self.ctx = ctx
         self.rows = rows
         self.op = op
@@ -136,9 +148,12 @@ class SparseCall:
     # ------------------------------------------------------------------ launches
 
     def load_forms(self, aligned: bool, padded: bool) -> None:
-        """Compile and load the kernels of calls of any form, whose values are at such an address."""
+        """Compile and load the kernels of calls of any form, whose values are at such an
+        address."""
         launcher = self.ctx.launch
-        room = torch.empty(self.kind.layout.elements + 16, dtype=self.rows.dtype, device=self.ctx.device)
+        room = torch.empty(
+            self.kind.layout.elements + 16, dtype=self.rows.dtype, device=self.ctx.device
+        )
         self._arguments["source"] = self._arguments["like"] = room if aligned else room[1:]
         launcher.only_loads = True
         try:
@@ -146,18 +161,23 @@ class SparseCall:
                 self.repeated, self.places, self.pieces = form
                 self._arguments["REPEATED"] = self.repeated
                 self.match()
-                if not self.kind.too_wide:  # otherwise they move no further, and there is no memory for them
+                # otherwise they move no further, and there is no memory for them
+                if not self.kind.too_wide:
                     out = self.move()
                     if padded:
                         self.pad(out)
         finally:
             launcher.only_loads = False
 
-    def launch(self, kernel: Any, grid: int | tuple[int, int], maxnreg: int | None = None, **more: Any) -> None:
-        """Launch ``kernel`` with what this call knows, and ``more``; constants are named in capitals."""
+    def launch(
+        self, kernel: Any, grid: int | tuple[int, int], maxnreg: int | None = None, **more: Any
+    ) -> None:
+        """Launch ``kernel`` with what this call knows, and ``more``; constants are named in
+        capitals."""
         value_of = {**self._arguments, **more}.__getitem__
         plain, constant = _parameters(kernel)
-        arguments, constants = tuple(map(value_of, plain)), tuple(map(value_of, constant))
+        arguments = tuple(map(value_of, plain))
+        constants = tuple(map(value_of, constant))
         self.ctx.launch(
             kernel, grid, arguments, constants, variant=self.variant, num_warps=NUM_WARPS, maxnreg=maxnreg
         )  # fmt: skip
@@ -167,19 +187,28 @@ class SparseCall:
         return max(1, min(self.ctx.most_blocks, tasks))
 
     def match(self) -> None:
-        """Own ids to everybody, everybody's ids into the directory, and own rows to where they are read."""
-        ctx, rows, kind = self.ctx, self.rows, self.kind
+        """Own ids to everybody, everybody's ids into the directory, and own rows to where they are
+        read."""
+        ctx = self.ctx
+        rows = self.rows
+        kind = self.kind
         unsorted = ids = rows.parts[0].indices if rows.single else self._join()
-        before, totals, blocks = 0, ctx.counters, max(1, -(-rows.n // _IDS_BLOCK))  # not all of which are looked at
+        # not all of which are looked at
+        before = 0
+        totals = ctx.counters
+        blocks = max(1, -(-rows.n // _IDS_BLOCK))
         with_rows = self.algorithm == "gather" and not kind.too_wide
         if self.repeated:
             self._arguments["begins"] = ctx.scratch("begins", rows.n + 1, torch.int64)
             if self.places:
-                ids, order = (ctx.scratch(name, _IDS_BLOCK, torch.int64) for name in ("sorted ids", "order"))
+                ids, order = (
+                    ctx.scratch(name, _IDS_BLOCK, torch.int64) for name in ("sorted ids", "order")
+                )
                 before = max(1, -(-rows.n // _PLACED_BLOCK))
             else:
                 ids, order = torch.sort(ids, stable=True)
-                before, totals = blocks, ctx.scratch("totals", blocks, torch.int32)
+                before = blocks
+                totals = ctx.scratch("totals", blocks, torch.int32)
             self._arguments["order"] = order
         combining = self._combining_blocks(with_rows)
         self.launch(
@@ -196,10 +225,13 @@ class SparseCall:
             stride = 8 * kind.lists.shape[1]
             kind.exchange(address + ctx.rank * stride, 0, address)
         if self.algorithm == "gather":
-            most, builders = ctx.max_union_rows, self._arguments["builders"]
+            most = ctx.max_union_rows
+            builders = self._arguments["builders"]
             if ctx.launch.only_loads or not with_rows:
                 most = 0
-            self._merged = torch.empty((most, kind.layout.elements), dtype=rows.dtype, device=ctx.device)
+            self._merged = torch.empty(
+                (most, kind.layout.elements), dtype=rows.dtype, device=ctx.device
+            )
             mergers = min(ctx.most_blocks, -(-most // kind.tiles.rows))
             self.launch(kernels_merge.merge, builders + mergers, REGISTERS, out=self._merged)
         else:
@@ -207,7 +239,8 @@ class SparseCall:
 
     def _join(self) -> torch.Tensor:
         """``-> [n]``: the ids of all tables."""
-        rows, most = self.rows, kernels_tables.MOST_GIVEN
+        rows = self.rows
+        most = kernels_tables.MOST_GIVEN
         ids = self.ctx.scratch("ids", rows.n, self.kind.layout.ids_type)[: rows.n]
         for first in range(0, len(rows.parts), most):
             last = min(first + most, len(rows.parts))
@@ -223,9 +256,10 @@ class SparseCall:
         return ids
 
     def _prepare(self) -> None:
-        """The directory, who reduces which row, and own rows to the stage, for dense all of them, otherwise those that
-        another rank needs."""
-        builders, plans = self._arguments["builders"], self.algorithm == "owner"
+        """The directory, who reduces which row, and own rows to the stage, for dense all of them,
+        otherwise those that another rank needs."""
+        builders = self._arguments["builders"]
+        plans = self.algorithm == "owner"
         kept = min(self.rows.n, self.ctx.max_rows_per_rank)
         planners = max(1, -(-kept // _PLAN_BLOCK)) if plans and not self.kind.too_wide else 0
         combining = self._combining_blocks(not self.kind.too_wide)
@@ -246,7 +280,9 @@ class SparseCall:
             return _NO_COMBINING._replace(combiners=combiners)
         pieces = self._most_pieces
         at_a_time = min(16, pieces)
-        return _CombiningBlocks(combiners, at_a_time * min(32, pieces), at_a_time, self.workers(pieces))
+        return _CombiningBlocks(
+            combiners, at_a_time * min(32, pieces), at_a_time, self.workers(pieces)
+        )
 
     @property
     def _most_pieces(self) -> int:
@@ -274,28 +310,37 @@ class SparseCall:
         return self.kind.out
 
     def reduce(self) -> None:
-        """Rows to those who reduce them, and the sums to all. The same epochs on all ranks, whatever their rows are;
-        nothing moves where the lists are not valid."""
-        ctx, announcers = self.ctx, self.ctx.world_size - 1
+        """Rows to those who reduce them, and the sums to all. The same epochs on all ranks,
+        whatever their rows are; nothing moves where the lists are not valid."""
+        ctx = self.ctx
+        announcers = self.ctx.world_size - 1
         n = min(self.rows.n, ctx.max_rows_per_rank)
         if ctx.topology.n_nodes == 1:
-            self.launch(kernels_reduce.reduce, announcers + self.workers(-(-n // self.kind.tiles.rows)))
+            self.launch(
+                kernels_reduce.reduce, announcers + self.workers(-(-n // self.kind.tiles.rows))
+            )
             return
-        kernel = kernels_nodes.reduce_nodes_of_single if self.kind.layout.elements == 1 else kernels_nodes.reduce_nodes
+        kernel = (
+            kernels_nodes.reduce_nodes_of_single
+            if self.kind.layout.elements == 1
+            else kernels_nodes.reduce_nodes
+        )
         for step in range(ctx.topology.n_nodes):
             self.launch(kernel, announcers + self.workers(n), step=step)
         self.launch(kernels_nodes.forward, announcers + self.workers(ctx.max_union_rows))
         self.launch(kernels_nodes.meet_nodes, ctx.world_size)
 
     def pad(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The form of fixed size: ``(indices [tables, max_union], count [tables, 1], values)``. The values of each
-        tensor have ``max_union`` rows of its own width, one tensor behind the other.
+        """The form of fixed size: ``(indices [tables, max_union], count [tables, 1], values)``. The
+        values of each tensor have ``max_union`` rows of its own width, one tensor behind the other.
 
         Args:
             out: what :meth:`move` returned.
         """
-        ctx, rows = self.ctx, self.rows
-        tables, most = len(rows.parts), 0 if ctx.launch.only_loads else ctx.max_union_rows
+        ctx = self.ctx
+        rows = self.rows
+        tables = len(rows.parts)
+        most = 0 if ctx.launch.only_loads else ctx.max_union_rows
         ids = torch.empty(tables, most, dtype=torch.int64, device=ctx.device)
         counts = torch.empty(tables, 1, dtype=torch.int64, device=ctx.device)
         values = out
@@ -310,8 +355,10 @@ class SparseCall:
         return ids, counts, values
 
     def status(self) -> list[int]:
-        """Wait for the copy of the status and the counts of the tables, and for nothing that was launched after it."""
-        if (event := self.ctx.status_event) is not None:
+        """Wait for the copy of the status and the counts of the tables, and for nothing that was
+        launched after it."""
+        event = self.ctx.status_event
+        if event is not None:
             event.synchronize()
         self.ctx.monitor.raise_if_expired()
         words: list[int] = self.kind.on_device.on_host.tolist()
@@ -321,7 +368,9 @@ class SparseCall:
 
     def densify(self, union: int) -> torch.Tensor:
         """``-> [union, elements]`` by a dense all-reduce of the whole table."""
-        ctx, kind, begin = self.ctx, self.kind, kernels_lists.HEADER.value
+        ctx = self.ctx
+        kind = self.kind
+        begin = kernels_lists.HEADER.value
         n = min(self.rows.n, ctx.max_rows_per_rank)
         own = kind.lists[ctx.rank]
         parts = rows_in(ctx.stage, n, kind.layout, self.rows.dtype)
@@ -331,13 +380,16 @@ class SparseCall:
         return self._out_of_table(table, ctx.directory.union[:union])
 
     def _table_options(self) -> tuple[torch.dtype, str]:
-        """Return dtype and operation of the all-reduce of a table: parts of a mean are divided before they are added,
-        as by the other algorithms."""
+        """Return dtype and operation of the all-reduce of a table: parts of a mean are divided
+        before they are added, as by the other algorithms."""
         dtype = self.rows.dtype
         return (ACCUMULATORS[dtype], "sum") if self.op == "mean" else (dtype, self.op)
 
-    def _in_table(self, parts: torch.Tensor, ids: torch.Tensor, count: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """``[n, elements], [n] -> [num_rows, elements]``: the first ``count`` rows at their places in a table."""
+    def _in_table(
+        self, parts: torch.Tensor, ids: torch.Tensor, count: torch.Tensor, num_rows: int
+    ) -> torch.Tensor:
+        """``[n, elements], [n] -> [num_rows, elements]``: the first ``count`` rows at their places
+        in a table."""
         dtype, op = self._table_options()
         if self.op == "mean":
             parts = parts.to(dtype) / self.ctx.world_size
@@ -348,33 +400,41 @@ class SparseCall:
         return table[:num_rows]
 
     def _out_of_table(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """``[num_rows, elements], [union] -> [union, elements]``: these rows, in the dtype of the call."""
-        reduced, dtype = table.index_select(0, ids), self.rows.dtype
+        """``[num_rows, elements], [union] -> [union, elements]``: these rows, in the dtype of the
+        call."""
+        reduced = table.index_select(0, ids)
+        dtype = self.rows.dtype
         return reduced if reduced.dtype == dtype else reduced.to(dtype).add_(0)  # -0.0 + 0 is +0.0
 
     def load_dense(self, numbers: Sequence[int]) -> None:
-        """Load PyTorch's kernels of :meth:`densify` for these numbers of rows, and its all-reduce's. Collective."""
-        ctx, kind = self.ctx, self.kind
+        """Load PyTorch's kernels of :meth:`densify` for these numbers of rows, and its
+        all-reduce's. Collective."""
+        ctx = self.ctx
+        kind = self.kind
         for n in numbers:
             ids = torch.zeros(n, dtype=torch.int64, device=ctx.device)
             parts = torch.zeros((n, kind.layout.elements), dtype=self.rows.dtype, device=ctx.device)
             self._out_of_table(self._in_table(parts, ids, ids[0], n), ids)
         dtype, op = self._table_options()
         reducer = ctx.for_tables()
-        facts = Facts.of(reducer, kind.layout.num_rows * kind.layout.elements * dtype.itemsize, dtype)
+        facts = Facts.of(
+            reducer, kind.layout.num_rows * kind.layout.elements * dtype.itemsize, dtype
+        )
         launches = launches_of(ALL_REDUCE.spec, reducer, facts, options=KernelOptions(dtype, op))
         reducer.wait_for_loads(ALL_REDUCE.name, launches.variant)
 
     def results(
         self, whole: torch.Tensor, status: Sequence[int], copies: bool
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """``(indices [1, n], values [n, *shape])`` of each tensor, by a few operations for each shape of rows.
+        """``(indices [1, n], values [n, *shape])`` of each tensor, by a few operations for each
+        shape of rows.
 
         Args:
-            whole: ``[at least union, elements]``: all rows of the union, in memory that the next call uses if
-                ``copies``.
+            whole: ``[at least union, elements]``: all rows of the union, in memory that the next
+                call uses if ``copies``.
         """
-        kind, union = self.kind, status[UNION.value]
+        kind = self.kind
+        union = status[UNION.value]
         # Where each table begins in the union, and where the last ends.
         bounds = [0, union] if self.rows.single else status[STATUS_WORDS.value :]
         sizes = list(map(operator.sub, bounds[1:], bounds))
@@ -384,8 +444,13 @@ class SparseCall:
             torch._foreach_sub_(ids, kind.layout.firsts)
         values: list[torch.Tensor] = []
         for first, last, elements, shape in kind.layout.widths:
-            begin, end = bounds[first], bounds[last]
-            rows = whole[begin:end] if elements == kind.layout.elements else whole[begin:end, :elements]
+            begin = bounds[first]
+            end = bounds[last]
+            rows = (
+                whole[begin:end]
+                if elements == kind.layout.elements
+                else whole[begin:end, :elements]
+            )
             if copies:
                 rows = rows.clone(memory_format=torch.contiguous_format)
             if len(shape) != 1:

@@ -63,7 +63,9 @@ class SparseKind:
         arguments: Of all kernels, by the names of their parameters, as far as they are the same.
     """
 
-    def __init__(self, ctx: SparseContext, rows: Joined, op: str, algorithm: str, aligned: bool) -> None:
+    def __init__(
+        self, ctx: SparseContext, rows: Joined, op: str, algorithm: str, aligned: bool
+    ) -> None:
         dtype = rows.dtype
         layout = TableLayout.of(rows.tables, dtype)
         self.layout = layout
@@ -147,7 +149,9 @@ class SparseKind:
         }
 
 
-def rows_in(memory: torch.Tensor, count: int, layout: TableLayout, dtype: torch.dtype) -> torch.Tensor:
+def rows_in(
+    memory: torch.Tensor, count: int, layout: TableLayout, dtype: torch.dtype
+) -> torch.Tensor:
     """``[count, elements]`` at the beginning of ``memory``."""
     return memory[: count * layout.row_bytes].view(dtype).view(count, layout.elements)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tables of a sparse all-reduce lie behind each other: :class:`TableLayout`. Host arithmetic only."""
+"""How the tables of a sparse all-reduce lie behind each other: :class:`TableLayout`. Host
+arithmetic only."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class SameWidth(NamedTuple):
 
 @dataclass(frozen=True)
 class TableLayout:
-    """Tables that follow each other in one space of ids, and whose rows are reduced at one distance.
+    """Tables that follow each other in one space of ids, and whose rows are reduced at one
+    distance.
 
     Attributes:
         shapes: Of a row of each table.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms of the sparse all-reduce as operations, which :func:`tdcoll.calls.run.make_call` makes."""
+"""The forms of the sparse all-reduce as operations, which :func:`tdcoll.calls.run.make_call`
+makes."""
 
 from __future__ import annotations
 
@@ -69,8 +70,8 @@ class SparseOptions(NamedTuple):
 
 
 class _SparseOperation(Operation):
-    """A form of the sparse all-reduce. The numbers of rows change from call to call, so each call is
-    checked, and the context remembers only what calls of one kind share
+    """A form of the sparse all-reduce. The numbers of rows change from call to call, so each call
+    is checked, and the context remembers only what calls of one kind share
     (:class:`~.call.SparseCall`)."""
 
     padded = False
@@ -89,7 +90,9 @@ class _SparseOperation(Operation):
         key = ("sparse", job.ranks_of(request.group))
         if key not in job.contexts:
             with on(job.device):  # the first call makes it as large as it needs
-                job.contexts[key] = SparseContext(key[1], max_rows_per_rank=FEWEST_ROWS, max_row_bytes=0, grow=True)
+                job.contexts[key] = SparseContext(
+                    key[1], max_rows_per_rank=FEWEST_ROWS, max_row_bytes=0, grow=True
+                )
         context: SparseContext = job.contexts[key]
         return context
 
@@ -270,7 +273,10 @@ class _OfTensors(_SparseOperation):
     def rows(self, request: Request, ctx: SparseContext) -> list[Rows]:
         if not request.options.listed:
             return [rows_of_tensor(request.tensors[0], ctx.device, "tensor")]
-        return [rows_of_tensor(tensor, ctx.device, f"tensor[{i}]") for i, tensor in enumerate(request.tensors)]
+        return [
+            rows_of_tensor(tensor, ctx.device, f"tensor[{i}]")
+            for i, tensor in enumerate(request.tensors)
+        ]
 
     def reduce(self, call: SparseCall, more: bool, copy: bool) -> Sequence[Any]:
         return _reduce_unpadded(self, call, more, copy)
@@ -320,7 +326,9 @@ class _Padded(_SparseOperation):
             for (ids, rows, num_rows), place in zip(triples, places, strict=True)
         ]
         if options.algorithm == "dense":
-            raise ValueError("algorithm must be 'owner', 'gather' or 'auto' in sparse_all_reduce_padded; got 'dense'")
+            raise ValueError(
+                "algorithm must be 'owner', 'gather' or 'auto' in sparse_all_reduce_padded; got 'dense'"
+            )
         row_bytes = [part.table[1].numel() * part.values.dtype.itemsize for part in parts]
         error = ctx.excess(self.name, row_bytes=max(row_bytes, default=0))
         if error is not None:

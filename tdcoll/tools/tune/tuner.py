@@ -112,7 +112,8 @@ class Tuner:
 
         Ranks of a node can store to each other.
         """
-        world, nodes = self.topology.world_size, self.topology.n_nodes
+        world = self.topology.world_size
+        nodes = self.topology.n_nodes
         return Facts(
             nbytes,
             self.topology,
