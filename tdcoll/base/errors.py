@@ -126,7 +126,8 @@ class CollectiveTimeout(TdcollError):
             whom = "a peer" if peer is None else f"peer {peer}"
             what = "a signal" if signal is None else f"signal {signal}"
             call = "" if epoch in (None, expected) else f" in epoch {epoch}"
-            more = f"peer{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+            peers = "peer" if len(others) == 1 else "peers"
+            more = f"{peers} {', '.join(map(str, others))}"
             also = f"It was also waiting for {more}. " if others else ""
             why = (
                 f"for {whom}: {what} had to reach {expected}{call} and is {seen}. "

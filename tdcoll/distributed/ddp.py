@@ -151,22 +151,31 @@ class _Pass:
         """Return the mean of each, on the current stream."""
         call = Call(gradients, gradients, "mean")
         why = self.sums.refuse(call)
-        if why is not None and len(gradients) > 1:
-            alone = {
-                id(one)
-                for one in gradients
-                if self.sums.refuse(Call([one], [one], "mean")) is not None
-            }
-            others = [one for one in gradients if id(one) not in alone]
-            means = iter(self._reduce(others) if others else ())
-            return [
-                self._reduce([one])[0] if id(one) in alone else next(means) for one in gradients
-            ]
-        why = why or self.sums.prepare(call)
         if why is None:
-            return self.sums.reduce(gradients, "mean")
+            why = self.sums.prepare(call)
+            if why is None:
+                return self.sums.reduce(gradients, "mean")
+        elif len(gradients) > 1:
+            return self._reduce_apart(gradients)
         _log.warning("sparse gradients go through the process group: %s", why)
         return [sparse_sum_by_gather(self.group, gradient, "mean") for gradient in gradients]
+
+    def _reduce_apart(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the mean of each, where the refused ones have calls of their own."""
+        together: list[int] = []
+        means = list(gradients)
+        for place, gradient in enumerate(gradients):
+            if self.sums.refuse(Call([gradient], [gradient], "mean")) is None:
+                together.append(place)
+        if len(together) == len(gradients):  # They are refused together only.
+            together = []
+        if together:
+            made = self._reduce([gradients[place] for place in together])
+            for place, mean in zip(together, made, strict=True):
+                means[place] = mean
+        for place in sorted(set(range(len(gradients))) - set(together)):
+            (means[place],) = self._reduce([gradients[place]])
+        return means
 
 
 def _stream_of(tensor: torch.Tensor) -> Any:

@@ -144,13 +144,13 @@ def _sparse(
 ) -> Explanation:
     """Explain a sparse all-reduce, on its context, that of the group, or the one that the group
     would get."""
-    several = (
-        isinstance(given, (list, tuple))
-        and given
-        and all(isinstance(one, torch.Tensor) for one in given)
-    )
+    tensors: list[torch.Tensor] = []
+    if isinstance(given, torch.Tensor):
+        tensors = [given]
+    elif isinstance(given, (list, tuple)) and all(isinstance(one, torch.Tensor) for one in given):
+        tensors = list(given)
     sizes: list[tuple[int, int]] = []
-    for one in given if several else [given] * isinstance(given, torch.Tensor):
+    for one in tensors:
         if one.layout != torch.sparse_coo:
             raise TypeError(
                 f"tensor must be torch.sparse_coo, or the shape of this rank's rows; got {one.layout}"

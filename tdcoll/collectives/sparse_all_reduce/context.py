@@ -281,7 +281,7 @@ class SparseContext(CollectiveContext):
 
     def _sizes(self) -> str:
         said = f"{self.max_rows_per_rank} rows of {self.max_row_bytes} bytes per rank, {self.max_union_rows} together"
-        return said + ", grows" * self.grow
+        return f"{said}, grows" if self.grow else said
 
     def for_tables(self) -> CollectiveContext:
         """Return the context of dense all-reduces of whole tables; the first call makes it.
