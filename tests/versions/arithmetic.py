@@ -32,7 +32,8 @@ def kernels(arch: int) -> dict[str, dict[str, int]]:
     for kernel, constants, world, _ in ALL_REDUCE:
         compile_kernels.compile_reduction(kernel, constants, world, arch)
     for kernel, constants, warps in COPIES:
-        compiling.record(kernel, arch, constants, tuples() | {"stamp": "*i64"}, {}, num_warps=warps)
+        types = tuples() | {"stamps": "*i64", "summed": "*i32"}
+        compiling.record(kernel, arch, constants, types, {}, num_warps=warps)
     for name, constants, rows, _ in SPARSE:
         compile_kernels.compile_sparse(name, arch, constants, rows)
     for rows, hidden, world, _, more in FUSED:
