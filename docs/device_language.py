@@ -106,14 +106,14 @@ def _stub(function: DeviceFunction) -> str:
         shown.append(f"{name}: {of}{given}")
     returns = _STUB_RETURNS.get(function.returns, "tl.tensor")
     head = f"def {function.name}({', '.join(shown)}) -> {returns}:"
-    if len(head) > 120:
+    if len(head) > 100:
         inner = (
             f"    {', '.join(shown)}\n"
-            if len(", ".join(shown)) <= 116
+            if len(", ".join(shown)) <= 96
             else "".join(f"    {s},\n" for s in shown)
         )
         head = f"def {function.name}(\n{inner}) -> {returns}:"
-    doc = "\n    ".join(textwrap.wrap(f'"""{function.doc}"""', 116))
+    doc = "\n    ".join(textwrap.wrap(f'"""{function.doc}"""', 96))
     return f"{head}\n    {doc}\n"
 
 

@@ -271,7 +271,7 @@ def test_no_file_is_too_long(tmp_path: Path) -> None:
     (tmp_path / "tests" / "docs").mkdir(parents=True)
     for lines in (600, 601):
         (tmp_path / "tests" / "docs" / f"of_{lines}.py").write_text("#\n" * lines)
-    assert too_long(tmp_path) == ["tests/docs/of_501.py"]
+    assert too_long(tmp_path) == ["tests/docs/of_601.py"]
 
 
 def test_no_two_classes_have_the_same_name() -> None:

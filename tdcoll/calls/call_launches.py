@@ -36,7 +36,7 @@ class CallLaunches:
         plan: Of the first epoch.
         record: The kind of call, under the collective's name.
         lands_in_caller_buffer: Whether peers write to the caller's buffer.
-        variant: What the compiled kernels depend on, the same on all ranks.
+        variant: All that the compiled kernels depend on, the same on all ranks.
         run: ``(stream, *addresses)``, which launches, given the handle of a stream. The addresses
             are those of source and result; or, if peers write to the caller's buffer, of the
             source, nothing and the buffer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls share of a context, and whether one may be made, here and now.
+"""State that the calls of a context share, and whether one may be made, here and now.
 
 Each rule stands once, in :meth:`CallChecks.check_fast`, which runs before every call and answers
 yes or no, because most of what a repeated call costs the host is spent there. If it answers no,
@@ -28,11 +28,11 @@ from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
 
 Debug = bool | Literal["first"]
-"""Which calls have their arguments compared by the ranks: all, none, or the first of each kind."""
+"""Calls whose arguments the ranks compare: all, none, or the first of each kind."""
 
 
 class Obstacle(Enum):
-    """What :meth:`CallChecks.check_fast` stopped at."""
+    """Why :meth:`CallChecks.check_fast` has stopped."""
 
     REFUSED = "the context refuses calls"
     JOB_ENDED = "the job has ended"
@@ -165,7 +165,7 @@ class CallChecks:
         self.max_blocks = MAX_BLOCKS
         """The most thread blocks that a launch on the context has; policies keep to it."""
         self.cache: dict[Hashable, Any] = {}
-        """What the host remembers of kinds of calls, by key; see :meth:`remember`."""
+        """Prepared calls and launches by key; see :meth:`remember`."""
         self._loaded: set[Hashable] = set()
         self._refusal: str | None = None
         self._obstacle: Obstacle | None = None
@@ -361,8 +361,8 @@ class CallChecks:
         """Raise on all ranks if the call is wrong on one of them, or differs. Collective.
 
         Args:
-            facts: What must be the same on all ranks, by name.
-            problem: What is wrong on this rank.
+            facts: Values that must be the same on all ranks, by name.
+            problem: The error of this rank's arguments, if they are wrong.
         """
         all_facts = {
             **facts,

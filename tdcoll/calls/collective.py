@@ -296,7 +296,7 @@ def call_trusted(
     """Make a call for a caller that has checked both tensors, which may have any shapes.
 
     Returns:
-        What :func:`~tdcoll.calls.run.repeat_call` makes such calls with, of tensors of the same
+        The prepared call for :func:`~tdcoll.calls.run.repeat_call`, of tensors of the same
         numbers of elements and dtypes.
     """
     request = Request((tensor, out), CollectiveOptions(op), ctx=ctx)

@@ -238,7 +238,7 @@ _UNSUPPORTED_METADATA = (
     "tensordesc_meta",
     "gsan",
 )
-"""What :class:`_LoadedKernel` doesn't give a launch, by its name in Triton's metadata."""
+"""Values that :class:`_LoadedKernel` doesn't give a launch, by name in Triton's metadata."""
 
 
 def _is_supported(compiled: CompiledKernel) -> bool:
@@ -425,7 +425,7 @@ class LaunchCache:
             arguments: Tensors, addresses, whole numbers and :class:`FlatTuple` of these, in the
                 kernel's order.
             constants: The kernel's last parameters, which are all ``tl.constexpr``.
-            variant: Whatever else the compiled code depends on: dtypes of tensors that may differ
+            variant: All else that the compiled code depends on: dtypes of tensors that may differ
                 from call to call, alignment, the values of integers that the kernel specialises on,
                 and constants in tuples.
         """

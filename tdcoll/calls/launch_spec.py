@@ -40,7 +40,7 @@ _Table = TypeVar("_Table")
 
 
 class KernelOptions(NamedTuple):
-    """What the kernels of a dense call depend on beside its facts.
+    """The options of the kernels of a dense call, beside its facts.
 
     Attributes:
         dtype: Of the elements that are reduced; None if bytes are moved as they are.

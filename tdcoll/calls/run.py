@@ -113,7 +113,7 @@ def make_call(
             call itself.
 
     Returns:
-        What :func:`repeat_call` repeats such calls with (None if the result has a gradient), and
+        The prepared call for :func:`repeat_call` (None if the result has a gradient), and
         the result.
 
     Raises:
@@ -144,7 +144,7 @@ def make_call(
     label = operation.label(request)
     facts = operation.agreement(request, ctx) if ctx.debug else {}
 
-    # What is wrong on one rank is an error on all ranks that compare the call.
+    # An error on one rank is an error on all ranks that compare the call.
     obstacle = ctx.find_obstacle(label)
     comparing = ctx.compares(label, facts)
     problem: Exception | None = None

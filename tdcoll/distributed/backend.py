@@ -175,7 +175,7 @@ class TdcollProcessGroup(ProcessGroup):
         return super()._get_backend(torch.device(device.type))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the deadline of later calls, whoever handles them."""
+        """Change the deadline of later calls, of tdcoll's as well as the fallback backend's."""
         super().set_timeout(timeout)
         self._take_timeout(timeout)
 

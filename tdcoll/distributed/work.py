@@ -263,7 +263,7 @@ class StreamWork(AsynchronousWork):
 @never_compiled
 class FallbackWork(AsynchronousWork):
     """The work of a call of the fallback backend whose results have to be written, or have another
-    form, when the backend has made it: by whoever waits first.
+    form, when the backend has made it: by the first that waits.
 
     Args:
         works: of the backend; the call is complete when all of them are.

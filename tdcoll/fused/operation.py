@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fused operations share: :class:`FusedOperation`, a collective with work before or behind
+"""The base of fused operations: :class:`FusedOperation`, a collective with work before or behind
 it."""
 
 from __future__ import annotations

@@ -56,13 +56,13 @@ on the stream.
 A rank that gives up, or whose host ends its waits: queued copies, also those of later calls, can't
 be held back.
 
-- What they push goes to inboxes. If ``enter`` finds that a wait has expired, or its own expires, it
+- Pushed data goes to inboxes. If ``enter`` finds that a wait has expired, or its own expires, it
   tells its peers before it ends, hence before the copies run, and leaves the stamp as it is. Peers
   then wait in vain for this epoch and time out as well. One that still takes data of the call
   before out of its inbox finds in ``check_peers_alive`` that it may have been overwritten: see
   :mod:`tdcoll.primitives.stores`. A rank that gives up between two hops need not tell: its second
   push is to memory that the peer, which has entered this call, reads only when the stamp has come.
-- What they pull goes to memory of the rank itself. But work behind the call may then overwrite what
+- Pulled data goes to memory of the rank itself. But work behind the call may then overwrite what
   a late peer still pulls, which has this rank's stamp already. ``wait_arrivals`` of a pulled hop
   therefore tells when it gives up, and looks when this rank's own pulls are over.
 

@@ -30,7 +30,7 @@ Piece = tuple[int, "int | bytes", int]
 
 
 @dataclass(slots=True, eq=False)
-class Operation:
+class Transfer:
     """One message in flight.
 
     Attributes:
@@ -76,10 +76,10 @@ class Network:
         self._written = written
         self._arrived = arrived
         # epochs, the oldest first
-        self._links: dict[tuple[int, int, bool], list[list[Operation]]] = {}
-        self.eager: list[Operation] = []  # may arrive now
-        self._late: list[Operation] = []  # may arrive when no task can run but stragglers
-        self._released: dict[Operation, None] = {}  # stores, to the other programs of their PE
+        self._links: dict[tuple[int, int, bool], list[list[Transfer]]] = {}
+        self.eager: list[Transfer] = []  # may arrive now
+        self._late: list[Transfer] = []  # may arrive when no task can run but stragglers
+        self._released: dict[Transfer, None] = {}  # stores, to the other programs of their PE
 
     def issue(
         self,
@@ -92,11 +92,11 @@ class Network:
         done: Callable[[], None] | None = None,
         move: Callable[[int, Any, int], Any] = ctypes.memmove,
         is_flag: bool = False,
-    ) -> Operation:
-        """Put a message of ``issuer`` into the link to ``pe``; other arguments as in Operation."""
+    ) -> Transfer:
+        """Put a message of ``issuer`` into the link to ``pe``; other arguments as in Transfer."""
         late = self._policy.holds_back(has_signal=signal is not None, is_flag=is_flag)
         link = issuer.pe, pe, kind in ("get", "copy")
-        operation = Operation(kind, issuer, link, list(pieces), signal, done, move, late)
+        operation = Transfer(kind, issuer, link, list(pieces), signal, done, move, late)
         issuer.in_flight += 1
         if operation.arrived:  # a put of no bytes
             self._finish(operation)
@@ -123,7 +123,7 @@ class Network:
             if sender == source_pe and not unordered and epochs[-1]:
                 epochs.append([])
 
-    def outstanding(self, issuer: Task) -> list[Operation]:
+    def outstanding(self, issuer: Task) -> list[Transfer]:
         """Return the operations that must arrive before ``quiet`` returns if ``issuer`` calls it
         now."""
         sent = self._sent_by(issuer.pe)
@@ -133,7 +133,7 @@ class Network:
             if operation.issuer is issuer or operation.kind not in ("store", "copy")
         ]
 
-    def _sent_by(self, source_pe: int) -> Iterator[Operation]:
+    def _sent_by(self, source_pe: int) -> Iterator[Transfer]:
         epochs = (epochs for (sender, *_), epochs in self._links.items() if sender == source_pe)
         return chain.from_iterable(chain.from_iterable(epochs))
 
@@ -163,7 +163,7 @@ class Network:
 
         first, end = touching or (0, 1 << 64)
 
-        def wanted(operation: Operation) -> bool:
+        def wanted(operation: Transfer) -> bool:
             inside = any(
                 dest < end and first < dest + nbytes for dest, _, nbytes in operation.pieces
             )
@@ -194,7 +194,7 @@ class Network:
         fenced = list(chain.from_iterable(self._links.get(link, [])[:-1]))
         self._flush(link, fenced.__contains__)
 
-    def _flush(self, link: tuple[int, int, bool], wanted: Callable[[Operation], bool]) -> None:
+    def _flush(self, link: tuple[int, int, bool], wanted: Callable[[Transfer], bool]) -> None:
         epochs = self._links.get(link, [])
         last = max((i for i, epoch in enumerate(epochs) if any(map(wanted, epoch))), default=-1)
         chosen = [
@@ -216,7 +216,7 @@ class Network:
             self._withdraw(operation)
             self._close(operation)
 
-    def _deliver_part(self, operation: Operation, in_order: bool = False) -> None:
+    def _deliver_part(self, operation: Transfer, in_order: bool = False) -> None:
         pieces = operation.pieces
         if pieces:
             dest, source, nbytes = (
@@ -229,15 +229,15 @@ class Network:
             operation.signal = None
             signal()
 
-    def _open(self, operation: Operation) -> None:
+    def _open(self, operation: Transfer) -> None:
         (self._late if operation.late else self.eager).append(operation)
 
-    def _withdraw(self, operation: Operation) -> None:
+    def _withdraw(self, operation: Transfer) -> None:
         queue = self._late if operation.late else self.eager
         if operation in queue:
             queue.remove(operation)
 
-    def _close(self, operation: Operation) -> None:
+    def _close(self, operation: Transfer) -> None:
         """Remove ``operation``, which has arrived; if it was the last of its epoch, open the next
         one."""
         epochs = self._links[operation.link]
@@ -252,7 +252,7 @@ class Network:
                 self._open(waiting)
         self._finish(operation)
 
-    def _finish(self, operation: Operation) -> None:
+    def _finish(self, operation: Transfer) -> None:
         self._released.pop(operation, None)
         operation.issuer.in_flight -= 1
         if operation.done is not None:

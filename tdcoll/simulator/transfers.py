@@ -13,7 +13,7 @@ import numpy as np
 
 from tdcoll.simulator.machine import Machine
 from tdcoll.simulator.memory import write_word
-from tdcoll.simulator.network import Operation
+from tdcoll.simulator.network import Transfer
 from tdcoll.simulator.places import kernel_place
 from tdcoll.simulator.pointers import PointerAccess, replace_word
 from tdcoll.spec import constants as c
@@ -33,9 +33,9 @@ def _send(
     done: Callable[[], None] | None = None,
     move: Callable[[int, Any, int], Any] | None = None,
     is_flag: bool = False,
-) -> Operation | None:
+) -> Transfer | None:
     """Give a message of the running program to the network, or without one deliver it. See
-    :class:`Operation`."""
+    :class:`Transfer`."""
     program = machine.program
     network = machine.network
     scheduler = machine.scheduler

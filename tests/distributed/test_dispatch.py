@@ -180,13 +180,13 @@ def test_a_call_whose_context_was_replaced_is_prepared_again(pe: int, captured: 
     """Also if the old context stays, because a graph uses it."""
     gathers = Gathers(new_group())
     gathers.call()
-    pool = gathers.group.handlers[KIND].pool
-    first = pool.context
+    implicit = gathers.group.handlers[KIND].implicit
+    first = implicit.context
     first.captured = captured
     larger = first.max_bytes_per_rank // 4 + 1
     gathers.call(larger)
     assert gathers.made(larger)
-    assert pool.context is not first
+    assert implicit.context is not first
     for _ in range(2):
         gathers.call()
         assert gathers.made()

@@ -19,7 +19,7 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.base.errors import ContextError, TdcollError
-from tdcoll.calls import pool
+from tdcoll.calls import budget
 from tdcoll.calls.budget import Budget
 from tdcoll.calls.implicit import ImplicitContext
 from tdcoll.calls.streams import copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
@@ -97,7 +97,7 @@ def test_contexts_that_do_not_fit_together_wait_crosswise() -> None:
 
 def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """As tdcoll makes them, each with a budget of its own."""
-    monkeypatch.setattr(pool, "_SIMULATED_MULTIPROCESSORS", 12)
+    monkeypatch.setattr(budget, "_SIMULATED_MULTIPROCESSORS", 12)
 
     def case(world: World) -> None:
         def host(pe: int) -> None:
@@ -113,9 +113,9 @@ def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -
             assert [context.max_blocks for context in contexts] == [8, 6, 6]
             assert owner.blocks_taken == 20
             at_once(world, contexts)
-            for kind, budget in zip(kinds, budgets, strict=True):
+            for kind, owned in zip(kinds, budgets, strict=True):
                 kind.close()
-                budget.give_back()
+                owned.give_back()
             assert owner.blocks_taken == 0
 
         world.run(host)
@@ -125,7 +125,7 @@ def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_context_for_which_no_blocks_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank only: all are told."""
-    monkeypatch.setattr(pool, "_SIMULATED_MULTIPROCESSORS", 8)
+    monkeypatch.setattr(budget, "_SIMULATED_MULTIPROCESSORS", 8)
 
     def host(pe: int) -> None:
         owner = runtime.current()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import tdcoll
-from tdcoll.calls import pool
+from tdcoll.calls import implicit
 from tdcoll.distributed import Options, explain
 
 
@@ -279,7 +279,10 @@ def contexts_that_grow_beside_allocations() -> None:
         return torch.sparse_coo_tensor(indices, torch.ones(rows, 4, device=device()), (9000, 4))
 
     dist.all_reduce(ones(2), group=group)
-    smallest, pool._SMALLEST = pool._SMALLEST, 1 << 14  # bytes of the pool's first context
+    smallest, implicit._LEAST_BYTES_PER_RANK = (
+        implicit._LEAST_BYTES_PER_RANK,
+        1 << 14,
+    )  # bytes of the pool's first context
     for n in (1, 5_001):  # CUDA loads no kernel of PyTorch's while another waits for a rank
         reduced = torch.ones(n, device=device())
         tdcoll.distributed.all_reduce(reduced)
@@ -301,5 +304,5 @@ def contexts_that_grow_beside_allocations() -> None:
         expect(tensor._nnz() == rows * world() and bool((tensor._values() == 1).all()), f"{tensor}")
         expect(bool((mine == 7).all()), "memory that was not given away")
         tdcoll.free(mine)
-    pool._SMALLEST = smallest
+    implicit._LEAST_BYTES_PER_RANK = smallest
     dist.destroy_process_group(group)

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 import tdcoll
-from tdcoll.calls import pool
+from tdcoll.calls import implicit
 from tdcoll.distributed import Options, explain
 from tdcoll.distributed import work as works
 from tdcoll.distributed.work import let_go
@@ -208,7 +208,10 @@ def deadlines_of_calls(group: Any) -> Iterator[list[float]]:
 @check
 def timeouts_that_are_set_late() -> None:
     """Of a group and of a call: contexts that exist and later ones, and no other call."""
-    smallest, pool._SMALLEST = pool._SMALLEST, 1 << 14  # bytes of the first contexts
+    smallest, implicit._LEAST_BYTES_PER_RANK = (
+        implicit._LEAST_BYTES_PER_RANK,
+        1 << 14,
+    )  # bytes of the first contexts
     group: Any = dist.new_group(timeout=timedelta(seconds=20), pg_options=Options(blocks=16))
     for work in calls_of(group, 4, False):
         work.wait()
@@ -237,7 +240,7 @@ def timeouts_that_are_set_late() -> None:
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
     ]
     expect(min(counts) >= 13, explain(group))
-    pool._SMALLEST = smallest
+    implicit._LEAST_BYTES_PER_RANK = smallest
     dist.destroy_process_group(group)
 
 

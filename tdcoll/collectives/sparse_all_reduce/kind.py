@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sparse all-reduces of one kind on a context have in common: :class:`SparseKind`."""
+"""The facts that sparse all-reduces of one kind on a context share: :class:`SparseKind`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_ONE_NUMBER = -2
 
 
 class _DeviceTables(NamedTuple):
-    """What kernels and the host read about the tables of a call.
+    """The tables of a call, as kernels and the host read them.
 
     Attributes:
         firsts, widths, sources: As :class:`~.kernels_tables.Tables` has them.
@@ -46,17 +46,17 @@ class _DeviceTables(NamedTuple):
 
 
 class SparseKind:
-    """What calls of one kind on a context have in common.
+    """The facts that calls of one kind on a context share.
 
     Attributes:
         layout: Of the tables.
         too_wide: Rows have more bytes than the context has room for. They move no further than the
             exchange, which tells all ranks.
-        algorithm: Which moves the rows.
+        algorithm: The one that moves the rows.
         lists: int64 ``[world, stride]``: every rank's list.
         exchange: Launches that bring each rank's list to all; None with one rank.
         union, out: The ids and rows of a result, ``[1, max_union]`` and ``[max_union, elements]``.
-        signature: What the ranks must agree on, 32 bits.
+        signature: 32 bits of all that the ranks must agree on.
         tiles: Sizes of the parts in which kernels move rows.
         alignment: Elements that a row of every table, and every address of one, is a multiple of.
         on_device: The tables on the device.
