@@ -17,9 +17,10 @@ import torch
 
 import tdcoll
 from tdcoll.simulator.streams import SimulatedSideStream, Stream, host_of
+from tdcoll.spec.constants import MONITOR_ABORTED
 from tdcoll.testing import World
 
-from .operations import LOST, Calls, Tensors, given
+from .operations import LOST, Calls, given
 
 THIS_CALL = 1
 """Number of the call in which something happens; one comes before it."""
@@ -37,7 +38,8 @@ class Happens:
     - ``"nothing"`` happens, except to a kernel that a test has changed. The call is the rank's last one.
 
     Behind each call every rank looks for expired waits, as its next call does, uses the result, and writes
-    over all the memory of the call. If its look passes, the result must be right.
+    over all the memory of the call. If its look passes, the result must be right. Nothing writes to the memory
+    afterwards, and no operation during or before which the rank's waits have ended sets a stamp.
 
     Args:
         calls: what the ranks do.
@@ -79,10 +81,11 @@ class Happens:
         self.rank, self.moment = (0, -1) if seed is None else (seed % world.n_pes, seed // world.n_pes)
         self.operations = self.passed = self.raised = 0
         self.contexts: dict[int, Any] = {}
-        self.memory: list[Tensors] = []  # so that none is freed, and a copy reads what has replaced its source
+        self.memory: list[torch.Tensor] = []  # so that none is freed, and a copy reads what has replaced its source
         self.watching = False
         with self._watched():
             world.run(self.host)
+        assert all(bool((tensor == LOST).all()) for tensor in self.memory), "memory is written to after the calls"
 
     # ------------------------------------------------------------------ the moment
 
@@ -91,10 +94,11 @@ class Happens:
         real = Stream.queue
 
         def queue(stream: Stream, operation: Callable[[], Any]) -> None:
-            if isinstance(stream, SimulatedSideStream) and self.late == (
-                "its" if stream._pe == self.rank else "others'"
-            ):
+            beside = isinstance(stream, SimulatedSideStream)
+            if beside and self.late == ("its" if stream._pe == self.rank else "others'"):
                 operation = functools.partial(self._after_all_else, operation)
+            if not beside:
+                operation = functools.partial(self._heeding, stream._pe, operation)
             if self.watching and stream._pe == self.rank and self.what != "nothing":
                 number, self.operations = self.operations, self.operations + 1
                 if number == self.moment:
@@ -114,6 +118,19 @@ class Happens:
         """Carry out an operation when nothing else can run but what waits for it, or for a deadline."""
         self.world.scheduler.wait(lambda: False, lambda: "is late", [], timeout_ns=1)
         operation()
+
+    def _heeding(self, pe: int, operation: Callable[[], Any]) -> None:
+        """Carry out an operation, which sets no stamp if a rank's waits have ended."""
+        ctx = self.contexts[pe]
+        before = self._stamps(ctx)
+        operation()
+        if ctx.monitor.words[MONITOR_ABORTED.value] != 0:
+            assert self._stamps(ctx) == before, f"rank {pe} has given up, and says that its data is good"
+
+    @staticmethod
+    def _stamps(ctx: Any) -> list[int]:
+        stamps = getattr(ctx, "tables", {}).get(("copies", "stamps"))
+        return [] if stamps is None else stamps.tolist()
 
     def _let_happen(self, operation: Callable[[], Any]) -> None:
         ctx = self.contexts[self.rank]
@@ -138,7 +155,7 @@ class Happens:
         ctx, monitor = self.calls.context(debug=False, timeout_s=20 if pe == self.rank else 30)
         self.contexts[pe] = ctx
         source, out, memories = operation.memory(ctx)
-        self.memory.append(memories)
+        self.memory += memories
         record, unseen = monitor.valid, memoryview(bytearray(1))
         passed = [False] * self.queued
 

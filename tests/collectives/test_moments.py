@@ -277,9 +277,13 @@ EXPIRES = (
 """Each thread block of a sum has something to do. Rank 0's second one gives up in the second call, before it has."""
 
 
+SPOILS = "wrong numbers|has given up, and says that its data is good|is written to after the calls"
+"""A result is wrong, or would be if a peer read it at the wrong moment."""
+
+
 def _mutant(name: str, changes: AnyChange | tuple[AnyChange, ...], case: Happens, seeds: int = 40) -> Mutant:
     changes = changes if isinstance(changes, tuple) else (changes,)
-    return Mutant(f"{name} ({case})", changes, "wrong numbers", case, where(case.calls), seeds=seeds, any_seed=True)
+    return Mutant(f"{name} ({case})", changes, SPOILS, case, where(case.calls), seeds=seeds, any_seed=True)
 
 
 GATHER, PULL = by_copies("all_gather", OUT_OF_PLACE), by_copies("all_gather", CALLER_BUFFER)
