@@ -48,15 +48,18 @@ class Checks:
 
     Attributes:
         any: whether an assertion has passed, or an exception is expected.
+        calling: whether the test itself runs, and not its fixtures.
     """
 
     any = False
+    calling = False
 
 
 def pytest_assertion_pass() -> None:
     Checks.any = True
-    # One is enough. Without this, pytest would describe the values of all that follow, which takes long.
-    util._assertion_pass = None
+    if Checks.calling:
+        # One is enough. Else pytest would describe the values of all that follow, which takes long.
+        util._assertion_pass = None
 
 
 def _expecting(expect: Any) -> Any:
@@ -77,7 +80,11 @@ pytest.warns = _expecting(pytest.warns)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Fail a test that has checked nothing."""
     Checks.any = False
-    result = yield
+    Checks.calling = True
+    try:
+        result = yield
+    finally:
+        Checks.calling = False
     if not Checks.any:
         pytest.fail(f"{item.name} checks nothing", pytrace=False)
     return result

@@ -13,6 +13,20 @@ TESTS = """
 import pytest
 
 
+@pytest.fixture
+def made():
+    assert True
+    return 1
+
+
+def test_whose_fixture_checks_something(made):
+    assert made
+
+
+def test_whose_fixture_alone_checks_something(made):
+    made
+
+
 @pytest.mark.parametrize("how", ["assertion", "error", "warning", "nothing", "skipped", "fails"])
 def test_it(how):
     if how == "assertion":
@@ -38,7 +52,8 @@ def test_a_parameter_set_that_checks_nothing_fails(tmp_path: Path) -> None:
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "conftest"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = python("-m", "pytest", "-q", *settings, str(file), PYTHONPATH=path)
-    assert "2 failed, 3 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "3 failed, 4 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "test_it[nothing] checks nothing" in done.stdout
+    assert "test_whose_fixture_alone_checks_something checks nothing" in done.stdout
     assert "ValueError: its own error" in done.stdout
     assert "test_it[fails] checks nothing" not in done.stdout

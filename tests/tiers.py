@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["parameters", "second", "seeds", "some"]
+__all__ = ["every_eighth", "parameters", "seeds", "slow_tier"]
 
 
 def parameters(*values: Any, slow: bool = False, id: str | None = None) -> Any:
@@ -18,7 +18,7 @@ def parameters(*values: Any, slow: bool = False, id: str | None = None) -> Any:
     return pytest.param(*values, marks=marks, id=id)
 
 
-def second(*values: Any, id: str | None = None) -> Any:
+def slow_tier(*values: Any, id: str | None = None) -> Any:
     """A parameter set of the second tier."""
     return parameters(*values, slow=True, id=id)
 
@@ -31,11 +31,11 @@ def seeds(first: int, second_tier: int) -> pytest.MarkDecorator:
     assert more > 0, "no seed for the second tier"
     sets = [
         parameters(range(first), id="first"),
-        second(range(first, first + more), id="more"),
+        slow_tier(range(first, first + more), id="more"),
     ]
     return pytest.mark.parametrize("seeds", sets)
 
 
-def some(values: Sequence[Any]) -> list[Any]:
+def every_eighth(values: Sequence[Any]) -> list[Any]:
     """Parameter sets: every eighth value in the first tier, the others in the second."""
     return [parameters(value, slow=place % 8 != 0, id=str(value)) for place, value in enumerate(values)]

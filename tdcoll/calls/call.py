@@ -22,6 +22,7 @@ from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.call_log import MOST, Made, kind_of
 from tdcoll.base.errors import NotSymmetricError
+from tdcoll.base.torch_internals import never_compiled
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.launches import Launches, launches_of
 from tdcoll.calls.pool import pooled, strided_bytes
@@ -219,6 +220,7 @@ def spec_of(name: str) -> Collective:
 # ---------------------------------------------------------------------- gradients
 
 
+@never_compiled  # a backward pass may begin within a compiled function
 class _Attached(torch.autograd.Function):
     """The node of the autograd graph for a result ``made``, which has been computed from ``tensor``.
 

@@ -80,6 +80,8 @@ class WaitMonitor:
         self._rank = self.job.rank if rank is None else rank
         words[c.MONITOR_RANK.value] = self._rank
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
+        self._deadlines: dict[int, torch.Tensor] = {}
+        """On a GPU: pinned words with the deadlines so far, which captured graphs may copy again."""
         self.reported = False
         """True once :class:`~tdcoll.CollectiveTimeout` has been raised for it."""
         self.failure: str | None = None
@@ -95,6 +97,18 @@ class WaitMonitor:
         """Each notice as it was seen last, and when it was first seen like this."""
         self.job.monitors[self.words.data_ptr()] = self
         watch.start(self.job)
+
+    def set_timeout(self, timeout_s: float, stream: Any = None) -> None:
+        """Change the deadline of the waits that begin behind the present work of a GPU's ``stream``, or from now on."""
+        self.timeout_s = timeout_s
+        nanoseconds, place = int(timeout_s * 1e9), c.MONITOR_TIMEOUT_NS.value
+        if not self.words.is_cuda:
+            self.words[place] = nanoseconds
+            return
+        if nanoseconds not in self._deadlines:
+            self._deadlines[nanoseconds] = torch.tensor([nanoseconds]).pin_memory()
+        with torch.cuda.stream(stream):
+            self.words[place : place + 1].copy_(self._deadlines[nanoseconds], non_blocking=True)
 
     @property
     def kernel_argument(self) -> torch.Tensor:

@@ -243,6 +243,12 @@ class Pool:
         """Whether there are contexts that captured graphs may still use, beside :attr:`context`."""
         return bool(self._kept)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of the waits of later calls."""
+        self._timeout_s = timeout_s
+        for context in self._all():
+            context.set_timeout(timeout_s)
+
     def check(self) -> None:
         """Raise the errors of finished kernels, also of graphs that use an outgrown context."""
         for context in self._all():

@@ -155,6 +155,10 @@ class Preconditions:
         with torch.cuda.stream(stream):  # which has nothing to do, unlike the caller's current one
             self.monitor.raise_if_wrong()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of the waits of later calls, behind the context's last eager one."""
+        self.monitor.set_timeout(timeout_s, self.lane.stream)
+
     def noted(self, call: Made | str) -> None:
         """Note a call, before it launches, by its kind or, if its epochs are not known, by its name."""
         log = self.calls.log
@@ -281,7 +285,7 @@ class Preconditions:
         if obstacle == _REFUSED:
             raise ContextError(f"{operation}: {self._refusal}")
         if obstacle == _JOB_ENDED:
-            raise NotInitializedError(f"{operation}: the context is of a job that tdcoll.finalize() has ended")
+            raise NotInitializedError(f"{operation}: {self.job.why_closed}")
         if obstacle == _EXPIRED:
             self.monitor.raise_if_expired()
         if obstacle == _ELSEWHERE:

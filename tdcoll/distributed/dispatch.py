@@ -9,24 +9,29 @@ the output), that costs a copy and never changes the decision.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import tdcoll
+from tdcoll.base import arguments
 from tdcoll.base.capture import capturing
-from tdcoll.base.errors import TdcollError
+from tdcoll.base.errors import CollectiveTimeout, TdcollError
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.call import Ready, again, spec_of
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.pool import Budget, on
 from tdcoll.distributed.agreement import Agreement
-from tdcoll.distributed.call import Call, is_plain
-from tdcoll.distributed.fallback import Fallback, Start
+from tdcoll.distributed.call import Call, has_no_values, is_plain, plain
+from tdcoll.distributed.fallback import Fallback
 from tdcoll.distributed.handlers import Barrier, Dense, Handler, Members
+from tdcoll.distributed.methods import BARRIER, UNSET_TIMEOUT, Method
+from tdcoll.distributed.observers import Hooks, dispatch_modes, inside_operator, profiled, registers_works, watched
 from tdcoll.distributed.options import KINDS
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
@@ -36,11 +41,15 @@ from tdcoll.distributed.work import (
     backend_errors,
     completed,
     error_of,
+    kept_by_cpp,
+    let_go,
     record_streams,
 )
 from tdcoll.runtime import Runtime
 
 _log = logging.getLogger("tdcoll")
+
+_Tensor = torch.Tensor
 
 _MOST_KNOWN = 4096
 """Calls of different sizes that a group remembers at a time."""
@@ -52,12 +61,14 @@ class _Known(NamedTuple):
     Attributes:
         counted: the kind, the implementation that handled it, and the reason: the key of ``counts``.
         ready: repeats such calls; None if the fallback backend makes them.
+        context, handler: of the repeated calls.
         fallback: makes them there, see :meth:`~.fallback.Fallback.single`.
     """
 
     counted: tuple[str, str, str]
     ready: Ready | None
     context: CollectiveContext | None
+    handler: Dense | None
     fallback: Callable[[torch.Tensor, torch.Tensor, Any], Any] | None = None
 
 
@@ -68,12 +79,14 @@ class Dispatcher:
         handlers: for each kind of call; empty without a job.
         device: of tdcoll's memory; None if there is no job.
         coalescing: whether calls belong to a block that the fallback backend launches as one.
+        hooks: called around each call, if there are any (``hooked``).
         counts: calls so far, by kind, implementation, and reason.
     """
 
     def __init__(self, agreed: Agreement, fallback: Fallback) -> None:
         self.agreed, self.fallback, self.job, self.ranks = agreed, fallback, agreed.job, agreed.ranks
-        self._closed = self.coalescing = False
+        self._closed = self.coalescing = self.hooked = False
+        self.hooks = Hooks()
         self.counts: dict[tuple[str, str, str], int] = {}
         self._known: dict[Hashable, _Known] = {}
         self.device: torch.device | None = None
@@ -164,7 +177,7 @@ class Dispatcher:
             self._drain()
         elif not asynchronous or handler.members.debug is True or (handler.members.debug and compares_first):
             handler.queue.drain()
-        with self._waiting(kind):
+        with self._waiting(kind, own_timeout(call)):
             if self.compares(kind, call):
                 handler.compare(call)
                 if (why := self._unsupported(kind, call)) is not None:
@@ -190,22 +203,25 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ calls
 
-    def call(
-        self,
-        kind: str,
-        call: Call,
-        asynchronous: bool,
-        start: Start,
-        key: Hashable | None = None,
-        *,
-        refused: str | None = None,
-    ) -> Any:
+    def call(self, call: Call, key: Hashable | None = None, *, refused: str | None = None) -> Any:
         """Make a call, with tdcoll or the fallback backend; return its work.
 
         Args:
             key: remember the call under this key for :meth:`call_one`; None for calls that aren't remembered.
             refused: why tdcoll doesn't handle it; None if it may.
         """
+        if self.hooked:
+            return self.hooks.around(call, lambda: self._make(call, None, refused))
+        return self._make(call, key, refused)
+
+    def _make(self, call: Call, key: Hashable | None, refused: str | None) -> Any:
+        kind = call.method.kind
+        if kind is None or not (call.inputs or call.method is BARRIER):
+            return self.fallback.make(call)
+        backend = self.fallback.name(call.device)
+        if any(map(has_no_values, call.touched)):
+            key, refused, backend = None, "a tensor without values", "no backend"
+        asynchronous = call.opts.asyncOp
         obstacle = self._obstacle()
         # In debug mode the ranks compare a call first, because a wrong argument may decide who handles it.
         skip = refused is None and obstacle is None and self.compares(kind, call)
@@ -215,12 +231,13 @@ class Dispatcher:
             why = self._prepare(kind, call, asynchronous)
         if why is None:
             self.handlers[kind].check_call(call)
-            return self.handle(kind, call, asynchronous=asynchronous, key=key)
-        backend = self.fallback.name(call.device)
+            handle = functools.partial(self.handle, kind, call, asynchronous=asynchronous, key=key)
+            return inside_operator(self.fallback.group, call, handle) if watched() else handle()
         self.count(kind, backend, why)
+        work = self.fallback.make(call)
         if key is not None and why is unsupported:  # an obstacle may go away
-            self._remember(key, _Known((kind, backend, why), None, None, self.fallback.single(kind, call.device)))
-        return self.fallback.make(call, start)
+            self._remember(key, _Known((kind, backend, why), None, None, None, self.fallback.single(call)))
+        return work
 
     def _remember(self, key: Hashable | None, known: _Known) -> None:
         if key is not None:
@@ -228,40 +245,50 @@ class Dispatcher:
                 self._known.clear()
             self._known[key] = known
 
-    def call_one(
-        self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, opts: Any, start: Start
-    ) -> Any:
+    def call_one(self, method: Method, out: torch.Tensor, tensor: torch.Tensor, op: str | None, opts: Any) -> Any:
         """Make a call of one tensor, by the fast path if a call like it was made before; return its work.
 
         The key decides whether tdcoll may ever handle such calls. If it may, the fast path checks the rest again, see
         :mod:`tdcoll.calls.call`. Shapes are no part of it, because only the numbers of elements matter.
         """
+        if type(tensor) is not _Tensor or type(out) is not _Tensor:
+            in_place, tensor = out is tensor, plain(tensor)
+            out = tensor if in_place else plain(out)
+            if has_no_values(tensor) or has_no_values(out):
+                return self.call(Call([out], [tensor], op, method=method, opts=opts))
+        if kept_by_cpp:
+            let_go()
+        if self.hooked or dispatch_modes() or profiled() or registers_works():  # as `watched` says, in less time
+            return self.call(Call([out], [tensor], op, method=method, opts=opts))
         try:
-            key: Hashable = kind, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
+            key: Hashable = method, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
+            nested = tensor.is_nested
             if out is not tensor:
                 key = key, out.dtype, out.layout, out.numel()
-            known = None if tensor.is_nested or out.is_nested else self._known.get(key)
+                nested = nested or out.is_nested
+            known = None if nested else self._known.get(key)
         except (RuntimeError, TypeError):  # a symbolic number is no key
             key = known = None
         if known is not None:
-            if known.fallback is not None:
+            if known.ready is None:
                 self.counts[known.counted] += 1
-                has_gradient = tensor.requires_grad or out.requires_grad  # of which PyTorch's dispatcher may complain
-                if not has_gradient and is_plain(tensor) and (out is tensor or is_plain(out)):
-                    return known.fallback(out, tensor, opts)  # Fallback.make does the same in more time
-                return self.fallback.make(Call([out], [tensor], op), start)
-            work = self._again(known, out, tensor, opts.asyncOp)
+                single = known.fallback
+                if single is not None and _takes_as_they_are(out, tensor):
+                    return single(out, tensor, opts)  # Fallback.make does the same in more time
+                return self.fallback.make(Call([out], [tensor], op, method=method, opts=opts))
+            own = opts.timeout != UNSET_TIMEOUT
+            work = None if own else self._again(known, out, tensor, opts.asyncOp)
             if work is not None:
                 self.counts[known.counted] += 1
                 return work
-        return self.call(kind, Call([out], [tensor], op), opts.asyncOp, start, key)
+        return self.call(Call([out], [tensor], op, method=method, opts=opts), key)
 
     def _again(self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool) -> Any:
         """Repeat an earlier call of a dense kind; return its work, or None if something has changed since."""
-        job, context, ready = self.job, known.context, known.ready
+        job, context, handler, ready = self.job, known.context, known.handler, known.ready
         assert context is not None
+        assert handler is not None
         assert ready is not None
-        handler: Any = self.handlers[known.counted[0]]
         if job is None or job.closed or self._closed or self.coalescing or context is not handler.pool.context:
             return None
         if handler.queue.busy:
@@ -271,10 +298,13 @@ class Dispatcher:
         if self._on_cpu:
             if asynchronous:
                 return None
-            with backend_errors:
+            try:
                 if again(context, ready, tensor, out) is None:
                     return None
                 handler.check()
+            except CollectiveTimeout:
+                with backend_errors:  # only here, because entering it for every call takes time
+                    raise
         elif asynchronous:
             queue, device = handler.queue, self.device
             if queue.run_beside(device, again, context, ready, tensor, out) is None:
@@ -320,16 +350,18 @@ class Dispatcher:
     def _run(self, kind: str, call: Call, key: Hashable | None = None) -> list[torch.Tensor]:
         """Make a call with tdcoll on the current stream, and remember it under ``key``; return its result."""
         handler = self.handlers[kind]
-        with self._waiting(kind), torch.no_grad():
+        timeout_s = own_timeout(call)
+        with self._waiting(kind, timeout_s), torch.no_grad():
             if len(self.ranks) > 1:
                 handler.compare_first(call)
             if handler.waits:
                 self._check()  # the host waits for the result anyway
-            result = handler.run(call)
-            if self._on_cpu:
-                self._check()  # of all kinds: a barrier has no context of its own
+            with handler.within(timeout_s):
+                result = handler.run(call)
+                if self._on_cpu:
+                    self._check()  # of all kinds: a barrier has no context of its own
         if call.ready is not None and isinstance(handler, Dense):
-            self._remember(key, _Known((kind, "tdcoll", ""), call.ready, handler.pool.context))
+            self._remember(key, _Known((kind, "tdcoll", ""), call.ready, handler.pool.context, handler))
         return result
 
     def _check(self) -> None:
@@ -343,13 +375,37 @@ class Dispatcher:
             handler.give_up()
 
     @contextlib.contextmanager
-    def _waiting(self, kind: str) -> Iterator[None]:
-        """Let exchanges inside use the queue's order and the group's deadline, whose error becomes torch's."""
+    def _waiting(self, kind: str, timeout_s: float | None) -> Iterator[None]:
+        """Let exchanges inside use the queue's order and the call's or the group's deadline, whose error becomes
+        torch's."""
         job = self.job
         assert job is not None
         control = self.handlers[kind].queue.control
-        with backend_errors, job.through(control, self._wait_s, self.agreed.agreed_name):
+        limit_s = self._wait_s if timeout_s is None else timeout_s
+        with backend_errors, job.through(control, limit_s, self.agreed.agreed_name):
             yield
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of later calls: of waits in kernels, and of exchanges on the host."""
+        job = self.job
+        if job is None or job.closed or self._closed:
+            return
+        self._wait_s = min(timeout.total_seconds(), arguments.MOST_SECONDS)
+        if self.agreed.default and job.of_backend:
+            job.timeout_s = self._wait_s  # of leaving, and of contexts that tdcoll makes for other calls
+        for handler in self.handlers.values():
+            if handler.queue.busy:  # behind the calls that were issued before
+                handler.queue.submit(QueuedCall(functools.partial(_limited, handler, self._wait_s)))
+            else:
+                handler.set_timeout(self._wait_s)
+
+    def hook(self, hooks: dict[int, Callable[[Any], None]], number: int, hook: Callable[[Any], None] | None) -> None:
+        """Register a hook under a number, or remove it if None is given."""
+        if hook is None:
+            hooks.pop(number, None)
+        else:
+            hooks[number] = hook
+        self.hooked = bool(self.hooks.before or self.hooks.behind)
 
     # ------------------------------------------------------------------ the end
 
@@ -359,6 +415,7 @@ class Dispatcher:
             return None
         self._closed = True
         self._drain()
+        let_go()
         expired: BaseException | None = None
         job = self.job
         if job is None or job.closed:
@@ -394,3 +451,30 @@ class Dispatcher:
         counted, self._whole = self._whole, False
         job.groups -= counted
         return counted and job.of_backend and (self.agreed.default or not job.groups)
+
+
+def own_timeout(call: Call) -> float | None:
+    """Return the deadline in seconds that a call has of its own; None if it has that of the group."""
+    timeout = call.opts.timeout
+    if timeout == UNSET_TIMEOUT or timeout.total_seconds() <= 0:
+        return None
+    return min(timeout.total_seconds(), arguments.MOST_SECONDS)
+
+
+def _limited(handler: Handler, timeout_s: float) -> list[Any]:
+    """Change a handler's deadline, as a call of its queue."""
+    handler.set_timeout(timeout_s)
+    return []
+
+
+def _takes_as_they_are(out: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return whether the fallback backend takes both tensors of a call as they are, and PyTorch's dispatcher, which may
+    complain about gradients, isn't needed."""
+    if tensor.requires_grad or not is_plain(tensor):
+        return False
+    if out is tensor:
+        return True
+    if out.requires_grad or not is_plain(out):
+        return False
+    begin, at = tensor.data_ptr(), out.data_ptr()
+    return begin + tensor.nbytes <= at or at + out.nbytes <= begin

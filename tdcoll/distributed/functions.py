@@ -131,5 +131,5 @@ def _call(
     if ctx.device.type == "cpu":
         with backend_errors:
             check()
-        return completed([output])
+        return completed([output], asynchronous=True)
     return StreamWork([output], torch.cuda.current_stream(ctx.device), blocks=False, check=check)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from kernel_mutants import AnyChange, Argument, Call, Change, Mutant, dropped, installed
-from tiers import second, seeds, some
+from tiers import every_eighth, seeds, slow_tier
 
 import tdcoll
 from tdcoll.base.limits import COLLECTIVES
@@ -159,7 +159,7 @@ if (g.rank == g.world - 1) & (epoch == {EPOCHS * STALLS + 2}):
 STALLED = Change("kernels_reduce.reduce", ITEMS, f"{STALL}\n{ITEMS}")
 
 
-@pytest.mark.parametrize("nodes", [(2,), second((3,))], ids=str)
+@pytest.mark.parametrize("nodes", [(2,), slow_tier((3,))], ids=str)
 def test_launches_after_an_expired_wait_leave_the_stage_alone(nodes: Nodes, tmp_path: Path) -> None:
     case = Stalled(Calls(SPARSE, "owner", (), nodes))
     with installed([STALLED], tmp_path):
@@ -308,6 +308,6 @@ MEETS = Mutant(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("mutant", [*some([*GO_ON, *HEEDLESS, *SPOILED, STAGE]), second(MEETS)], ids=str)
+@pytest.mark.parametrize("mutant", [*every_eighth([*GO_ON, *HEEDLESS, *SPOILED, STAGE]), slow_tier(MEETS)], ids=str)
 def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     mutant.is_caught(tmp_path)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_mutants import AnyChange, Argument, Call, Change, Mutant, dropped, installed
-from tiers import second
+from tiers import slow_tier
 
 import tdcoll
 from tdcoll.base.limits import COLLECTIVES
@@ -46,20 +46,20 @@ KINDS = [
     by_copies("all_gather", OUT_OF_PLACE),
     by_copies("reduce_scatter", OUT_OF_PLACE),
     by_copies("all_reduce", OUT_OF_PLACE),
-    second(by_copies("all_to_all", OUT_OF_PLACE), id="all_to_all"),
-    second(by_copies("all_reduce", IN_PLACE), id="all_reduce in place"),
-    second(by_copies("all_reduce", OUT_OF_PLACE, (3,)), id="all_reduce 3"),
+    slow_tier(by_copies("all_to_all", OUT_OF_PLACE), id="all_to_all"),
+    slow_tier(by_copies("all_reduce", IN_PLACE), id="all_reduce in place"),
+    slow_tier(by_copies("all_reduce", OUT_OF_PLACE, (3,)), id="all_reduce 3"),
     by_copies("all_gather", CALLER_BUFFER),
     by_copies("all_reduce", SYMMETRIC_IN_PLACE),
-    second(by_copies("all_reduce", SYMMETRIC), id="all_reduce symmetric"),
-    second(by_copies("all_gather", CALLER_BUFFER, (3,)), id="all_gather caller buffer 3"),
-    second(by_copies("all_reduce", SYMMETRIC_IN_PLACE, (3,)), id="all_reduce symmetric in place 3"),
+    slow_tier(by_copies("all_reduce", SYMMETRIC), id="all_reduce symmetric"),
+    slow_tier(by_copies("all_gather", CALLER_BUFFER, (3,)), id="all_gather caller buffer 3"),
+    slow_tier(by_copies("all_reduce", SYMMETRIC_IN_PLACE, (3,)), id="all_reduce symmetric in place 3"),
 ]
 """Calls by copy engines, whose data lands in the inbox or in the caller's memory."""
 
 LISTS = [
     Calls(SPARSE_BY_COPIES, "gather", ()),
-    *(second(Calls(operation, name, ()), id=f"{operation.name} {name}") for operation, name in (
+    *(slow_tier(Calls(operation, name, ()), id=f"{operation.name} {name}") for operation, name in (
         (SPARSE_BY_COPIES, "owner"), (SPARSE, "gather"), (SPARSE, "owner"),
     )),
 ]  # fmt: skip
@@ -82,10 +82,15 @@ def every_moment(case: Happens, **more: Any) -> None:
 LATE, WEAK = ("its", "others'", ""), (False, True)
 
 
-@pytest.mark.parametrize("weak", [False, second(True)], ids=["strong", "weak"])
+@pytest.mark.parametrize("weak", [False, slow_tier(True)], ids=["strong", "weak"])
 @pytest.mark.parametrize(
     ("what", "late"),
-    [("fails", "its"), ("fails", "others'"), second("fails", ""), *(second("fails early", late) for late in LATE)],
+    [
+        ("fails", "its"),
+        ("fails", "others'"),
+        slow_tier("fails", ""),
+        *(slow_tier("fails early", late) for late in LATE),
+    ],
 )
 @pytest.mark.parametrize("calls", KINDS, ids=str)
 def test_a_context_that_fails_at_any_moment_spoils_no_result_that_passes_a_check(
@@ -94,8 +99,8 @@ def test_a_context_that_fails_at_any_moment_spoils_no_result_that_passes_a_check
     every_moment(Happens(calls, what, late), weak=weak)
 
 
-@pytest.mark.parametrize("weak", [False, second(True)], ids=["strong", "weak"])
-@pytest.mark.parametrize("late", ["its", *map(second, LATE[1:])])
+@pytest.mark.parametrize("weak", [False, slow_tier(True)], ids=["strong", "weak"])
+@pytest.mark.parametrize("late", ["its", *map(slow_tier, LATE[1:])])
 @pytest.mark.parametrize("calls", KINDS, ids=str)
 def test_copies_of_an_interrupted_call_are_done_when_its_memory_is_used_again(
     calls: Calls, weak: bool, late: str
@@ -103,8 +108,8 @@ def test_copies_of_an_interrupted_call_are_done_when_its_memory_is_used_again(
     every_moment(Happens(calls, "interrupted", late), weak=weak)
 
 
-@pytest.mark.parametrize("weak", [False, second(True)], ids=["strong", "weak"])
-@pytest.mark.parametrize("late", ["", *map(second, LATE[:2])])
+@pytest.mark.parametrize("weak", [False, slow_tier(True)], ids=["strong", "weak"])
+@pytest.mark.parametrize("late", ["", *map(slow_tier, LATE[:2])])
 @pytest.mark.parametrize("calls", KINDS, ids=str)
 def test_a_rank_that_is_late_at_any_moment_has_no_wrong_result_that_passes_a_check(
     calls: Calls, weak: bool, late: str
@@ -113,7 +118,7 @@ def test_a_rank_that_is_late_at_any_moment_has_no_wrong_result_that_passes_a_che
         every_moment(Happens(calls, "stops", late, behind=behind), weak=weak)
 
 
-@pytest.mark.parametrize("what", ["stops", *map(second, ("fails", "fails early", "interrupted"))])
+@pytest.mark.parametrize("what", ["stops", *map(slow_tier, ("fails", "fails early", "interrupted"))])
 @pytest.mark.parametrize("calls", LISTS, ids=str)
 def test_lists_that_are_exchanged_by_copy_engines(calls: Calls, what: str) -> None:
     with lists_by_copies():

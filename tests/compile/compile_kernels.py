@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile tdcoll's kernels for GPUs that need not be here, and print what came out as JSON.
 
-Run as ``compile_kernels.py PART ARCHITECTURE``, without TRITON_INTERPRET: which language a process speaks is decided at
-import. The kernels of the language, of tutorials and of other styles are in ``compiling_language.py``.
+Run as ``compile_kernels.py PART ARCHITECTURE [--registers]``, without TRITON_INTERPRET: which language a process
+speaks is decided at import. With ``--registers``, kernels that link NVSHMEM are assembled as well. The kernels of the
+language, of tutorials and of other styles are in ``compiling_language.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from compiling import ORDER, WORLD, compile_for, compiled_forms, record, resources, tuples
 
+from benchmarks import kernels_signals
 from tdcoll.base.limits import SHARED_REGISTERS
 from tdcoll.calls.plan import Facts
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
@@ -51,7 +53,6 @@ from tdcoll.primitives.group import Nodes
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
 from tdcoll.runtime.topology import Topology
-from tdcoll.tools.bench import kernels as bench
 
 _FLOATS = {"DTYPE": tl.float32, "ACC": tl.float32}
 _TILES = {"WAITED": WORLD}
@@ -172,7 +173,7 @@ SIGNAL_TYPES = dict.fromkeys(("signals", "addresses", "counter", "monitor"), "*i
 
 def compile_signals(arch: int, name: str, direct: bool) -> dict[str, object]:
     constants = {**SIGNALS[name], "DIRECT": direct}
-    return record(getattr(bench, name), arch, constants, SIGNAL_TYPES, {"direct": direct})
+    return record(getattr(kernels_signals, name), arch, constants, SIGNAL_TYPES, {"direct": direct})
 
 
 def gathers(arch: int) -> dict[str, object]:

@@ -5,22 +5,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tdcoll import runtime
-from tdcoll.distributed import Options, fallback
+from tdcoll.distributed import Options
 from tdcoll.distributed.call import Call
 from tdcoll.distributed.dispatch import Dispatcher
 from tdcoll.distributed.fallback import Fallback
+from tdcoll.distributed.methods import ALL_GATHER_SINGLE, UNSET_TIMEOUT
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.testing import World
 
@@ -91,9 +90,10 @@ def new_group() -> Dispatcher:
         timeout_s=None,
         default=True,
     )
-    gloo = SimpleNamespace(_allgather_base=lambda out, tensor, opts: "fell back")
-    backends = SimpleNamespace(_get_backend=lambda device: gloo)
-    return Dispatcher(agreed, Fallback(backends, {"cpu": "gloo"}))
+    backends = SimpleNamespace(_get_backend=lambda device: None)
+    group = Dispatcher(agreed, Fallback(backends, {"cpu": "gloo"}))
+    group.fallback.make = lambda call: "fell back"  # type: ignore[method-assign]
+    return group
 
 
 class Gathers:
@@ -119,9 +119,9 @@ class Gathers:
     def call(self, n: int = 4, asynchronous: bool = False) -> Any:
         rank = runtime.current().rank
         self.out = torch.zeros(2 * n)
-        options = SimpleNamespace(asyncOp=asynchronous)
+        options = SimpleNamespace(asyncOp=asynchronous, timeout=UNSET_TIMEOUT)
         tensor = torch.full((n,), 1.0 + rank)
-        return self.group.call_one(KIND, self.out, tensor, None, options, lambda *_: "fell back")
+        return self.group.call_one(ALL_GATHER_SINGLE, self.out, tensor, None, options)
 
     def made(self, n: int = 4) -> bool:
         """Whether the last call, of ``n`` elements, has its result."""
@@ -222,9 +222,10 @@ def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | Non
     """A group whose tdcoll never handles what is large, a product or of fp64, and says ``now`` when it is prepared."""
     kinds = "all_gather", "all_reduce"
     agreed: Any = SimpleNamespace(kinds=kinds, reason="", job=None, rank=0, ranks=(0, 1), name="0", options=Options())
-    gloo = SimpleNamespace(_allgather_base=lambda out, tensor, opts: "fell back")
-    group = SimpleNamespace(_get_backend=lambda device: gloo)
-    dispatcher = Dispatcher(agreed, Fallback(group, {"cpu": "gloo"}))
+    nccl = SimpleNamespace(_allgather_base=lambda out, tensor, opts: "fell back")
+    group = SimpleNamespace(_get_backend=lambda device: nccl)
+    dispatcher = Dispatcher(agreed, Fallback(group, {"cpu": "nccl"}))
+    monkeypatch.setattr(dispatcher.fallback, "make", lambda call: "fell back")
 
     def never(kind: str, call: Call) -> str | None:
         tensor, out = call.inputs[0], call.outs[0]
@@ -245,7 +246,9 @@ def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | Non
 
 
 def call_one(dispatcher: Dispatcher, tensor: torch.Tensor, out: torch.Tensor, op: str | None = None) -> Any:
-    return dispatcher.call_one("all_gather", out, tensor, op, SimpleNamespace(asyncOp=False), lambda *_: "fell back")
+    return dispatcher.call_one(
+        ALL_GATHER_SINGLE, out, tensor, op, SimpleNamespace(asyncOp=False, timeout=UNSET_TIMEOUT)
+    )
 
 
 def test_a_call_like_one_that_fell_back_falls_back_by_the_fast_path(monkeypatch) -> None:
@@ -253,7 +256,7 @@ def test_a_call_like_one_that_fell_back_falls_back_by_the_fast_path(monkeypatch)
     dispatcher = dispatcher_that_asks(monkeypatch, asked, [])
     assert [call_one(dispatcher, torch.empty(8), torch.empty(16)) for _ in range(3)] == ["fell back"] * 3
     assert asked == [((8,), (16,), None)]
-    assert dispatcher.counts == {("all_gather", "gloo", "too large"): 3}
+    assert dispatcher.counts == {("all_gather", "nccl", "too large"): 3}
 
 
 @pytest.mark.parametrize(
@@ -284,13 +287,14 @@ def test_what_is_in_the_way_for_now_is_not_remembered(monkeypatch) -> None:
 
 
 def test_shapes_that_cannot_be_remembered(monkeypatch) -> None:
-    """A nested tensor has none, and a symbolic number is no key of a dictionary."""
+    """A nested tensor has none, and a symbolic number, of a tensor without values, is no key of a dictionary."""
     dispatcher = dispatcher_that_asks(monkeypatch, [], [])
     monkeypatch.setattr(dispatcher, "_unsupported", lambda kind, call: "never")
     symbolic = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(5, 7), static_shapes=False)
     for tensor in (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), symbolic):
         assert [call_one(dispatcher, tensor, tensor) for _ in range(2)] == ["fell back"] * 2
-    assert dispatcher.counts == {("all_gather", "gloo", "never"): 4}
+    without = ("all_gather", "no backend", "a tensor without values")
+    assert dispatcher.counts == {("all_gather", "nccl", "never"): 2, without: 2}
 
 
 def test_few_calls_are_remembered(monkeypatch) -> None:
@@ -300,21 +304,3 @@ def test_few_calls_are_remembered(monkeypatch) -> None:
     for n in (9, 10, 9, 10, 11, 9):  # 11 makes it forget the others
         call_one(dispatcher, torch.empty(n), torch.empty(n))
     assert [shape for (shape,), *_ in asked] == [9, 10, 11, 9]
-
-
-def test_a_parents_options_do_not_say_where_nccl_splits(monkeypatch) -> None:
-    """torch.distributed.split_group passes them, and the parent may itself have been split off another group."""
-
-    class Nccl:
-        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-            self.options = options
-
-        def _set_sequence_number_for_group(self) -> None:
-            pass
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    given = SimpleNamespace(split_from="the default group's communicator", is_high_priority_stream=True)
-    made = fallback._nccl(dist.HashStore(), 0, 1, timedelta(seconds=5), "child", [0], given, False)
-    assert made.options.split_from is None
-    assert made.options.is_high_priority_stream
-    assert given.split_from is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import second, seeds
+from tiers import seeds, slow_tier
 
 import tdcoll
 from tdcoll.simulator.memory import MemoryView
@@ -50,7 +50,7 @@ def test_clean_over_seeds(
     explore(case, n_pes=3, seeds=seeds, heap_bytes=HEAP)
 
 
-@pytest.mark.parametrize("n_pes", [1, 2, 4, second(5), second(8)])
+@pytest.mark.parametrize("n_pes", [1, 2, 4, slow_tier(5), slow_tier(8)])
 def test_every_world_size(n_pes: int) -> None:
     algorithms = BOTH if n_pes > 1 else (ONE,)
     kinds = (OUT_OF_PLACE, IN_PLACE, ROW_SCALES)
@@ -67,7 +67,7 @@ def test_dtypes_and_quantized_results(dtype: torch.dtype, weight: torch.dtype | 
         explore(case, n_pes=2, seeds=1, heap_bytes=HEAP)
 
 
-@pytest.mark.parametrize("hidden", [512, 8256, second(576), second(3008), second(16384), second(8192)])
+@pytest.mark.parametrize("hidden", [512, 8256, slow_tier(576), slow_tier(3008), slow_tier(16384), slow_tier(8192)])
 def test_hidden_sizes(hidden: int) -> None:
     """Odd multiples of 64 as well; rows of more words than a program has."""
     case = Norms(ALL, 3 * (OUT_OF_PLACE,), (2,), hidden=hidden, lamport_bytes=1 << 17)

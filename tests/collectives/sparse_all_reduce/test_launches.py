@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
-from tiers import second
+from tiers import slow_tier
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tdcoll
@@ -103,7 +103,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("coalesced", [False, second(True)])
+@pytest.mark.parametrize("coalesced", [False, slow_tier(True)])
 @on_ranks(2, heap_bytes=1 << 21)
 def test_operations_of_pytorch(pe: int, seen: Seen, coalesced: bool) -> None:
     """A table takes the two that give its indices and values, the question whether it is coalesced, and the one that

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ranks import on_ranks
-from tiers import parameters, second
+from tiers import parameters, slow_tier
 
 import tdcoll
 from tdcoll.collectives.sparse_all_reduce import kernels_tables
@@ -120,7 +120,7 @@ def each_call(calls: Sequence[ListCall]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("call", sets)
 
 
-each_layout = pytest.mark.parametrize("layout", [[3], [2, 1], second([1, 1, 1])], ids=str)
+each_layout = pytest.mark.parametrize("layout", [[3], [2, 1], slow_tier([1, 1, 1])], ids=str)
 
 
 def on_all_ranks(call: ListCall, layout: list[int], host: Callable[[int], None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_streams
-from tiers import second
+from tiers import slow_tier
 
 import tdcoll
 from tdcoll import runtime
@@ -140,7 +140,7 @@ SECOND = (("pair", "owner"), ("several", "gather"), ("fixed", "gather"), ("sever
         ("several", "owner"),
         ("fixed", "owner"),
         ("pair", "dense"),
-        *(second(*each) for each in SECOND),
+        *(slow_tier(*each) for each in SECOND),
     ],
 )
 def test_the_first_call_loads_what_later_calls_of_its_kind_need(kind: str, algorithm: str, loading: Loading) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import second, seeds
+from tiers import seeds, slow_tier
 
 import tdcoll
 from tdcoll.simulator.pointers import PointerAccess
@@ -216,7 +216,7 @@ def _having(layout: list[int]) -> list[tuple[int, int]]:
     return [(len(having), len({nodes[rank] for rank in having})) for having in ranks.values()]
 
 
-@pytest.mark.parametrize("world", [2, 4, second(6)])
+@pytest.mark.parametrize("world", [2, 4, slow_tier(6)])
 def test_rows_that_move_inside_a_node(world: int) -> None:
     """Each comes in from all that have it but one, and goes out to all but one."""
     having = _having([world])
@@ -227,7 +227,7 @@ def test_rows_that_move_inside_a_node(world: int) -> None:
     assert large - small == 4 * 4 * len(having) * (world - 1)
 
 
-@pytest.mark.parametrize("layout", [[2, 2], [1, 1, 1], *map(second, ([2, 2, 1], [3, 1], [1, 1, 1, 1]))], ids=str)
+@pytest.mark.parametrize("layout", [[2, 2], [1, 1, 1], *map(slow_tier, ([2, 2, 1], [3, 1], [1, 1, 1, 1]))], ids=str)
 def test_rows_that_cross_between_nodes(layout: list[int]) -> None:
     """(nodes that have the row - 1) + (nodes - 1) times each: what larger rows add to the bytes that cross."""
     having = _having(layout)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
-from tiers import second
+from tiers import slow_tier
 
 import tdcoll
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS, lamport_bytes
@@ -241,7 +241,7 @@ def test_how_all_gathers_are_cut(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "room", "chunks"), [((8,), 32, 32), ((8,) * 256, 512, 255), second((1,) * 16384, 512, 31)]
+    ("nodes", "room", "chunks"), [((8,), 32, 32), ((8,) * 256, 512, 255), slow_tier((1,) * 16384, 512, 31)]
 )
 def test_chunks_have_signals_and_all_blocks_a_share_of_the_epoch(nodes: Nodes, room: int, chunks: int) -> None:
     plan = choose(GATHER, G, nodes, "1d", chunks=room)
