@@ -25,7 +25,7 @@ import pytest
 import torch
 from _pytest.assertion import util
 
-HELPERS = ("checks", "collectives", "fused", "kernel_mutants", "ranks")
+HELPERS = ("cases", "checks", "collectives", "fused", "kernel_mutants", "ranks")
 """Modules and packages whose assertions count as a test's own."""
 
 pytest.register_assert_rewrite(*HELPERS)
