@@ -172,7 +172,7 @@ STALLED = Change("kernels_reduce.reduce", ITEMS, f"{STALL}\n{ITEMS}")
 def test_launches_after_an_expired_wait_leave_the_stage_alone(nodes: Nodes, tmp_path: Path) -> None:
     case = Stalled(Calls(SPARSE, "owner", (), nodes))
     with installed([STALLED], tmp_path):
-        explore(case, **{**job(nodes), **PATIENT}, seeds=1)
+        explore(case, **{**job(nodes), **PATIENT}, seeds=2)
 
 
 class Deserted:
@@ -300,7 +300,12 @@ HEEDLESS = [
     _heedless("two-shot sends rows of what has not come", "norm two_shot 2", ANY_ROW),
     _heedless("2d sums when the last rank has come", "all_reduce 2d 3+3", _last_alone, WAIT_FOR),
 ]
-"""A late peer would take for right what a rank sends that has given up within the launch."""
+"""A late peer would take for right what a rank sends that has given up within the launch.
+
+The other waits of kernels need not be heeded. What a rank that has given up then writes to its own
+result counts for nothing, because its host raises. And what launches of a sparse all-reduce on
+several nodes send is used behind a later launch of that call, which does not begin on that rank.
+(For one node, ``test_moments.py`` has the wait.)"""
 
 SPOILED = [
     Mutant(
@@ -324,14 +329,7 @@ STAGE = Mutant(
     r"rank 1, call 1: \d+ wrong numbers", Stalled(KNOWN["sparse owner 2"]), {**job((2,)), **PATIENT}, seeds=2,
 )  # fmt: skip
 
-MEETS = Mutant(
-    "ranks meet after an expired wait", (Call("kernels_reduce.reduce", "tdl.wait_signals", "({call} | 1)"),),
-    "wrong numbers", Queued(Calls(SPARSE, "owner", (), (3,))), {**job((3,)), **EARLY}, seeds=60, any_seed=True,
-)  # fmt: skip
 
-
-@pytest.mark.parametrize(
-    "mutant", [*every_eighth([*GO_ON, *HEEDLESS, *SPOILED, STAGE]), slow_tier(MEETS)], ids=str
-)
+@pytest.mark.parametrize("mutant", every_eighth([*GO_ON, *HEEDLESS, *SPOILED, STAGE]), ids=str)
 def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     mutant.is_caught(tmp_path)

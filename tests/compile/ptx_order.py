@@ -61,7 +61,8 @@ MEETINGS = {
 }
 """Functions in which thread blocks of a launch meet, and the accesses by which they do."""
 
-MEETS = r"\b(atom|red)\.|\bld\.(acquire|relaxed|volatile)\b"
+MEETS = r"(?<![.\w])(atom|red)\.|\bld\.(acquire|relaxed|volatile)\b"
+"""Atomic accesses of memory, which a barrier that reduces (``barrier.cta.red``) is not."""
 
 TABLES = {
     *("primitives.stores.release_to", "primitives.stores.release_to_all"),

@@ -103,6 +103,7 @@ NVSHMEM_3_9 = NVSHMEM_3_7.replace("7,", "9,")
         ((SAID, "atom.global.gpu.release.add.u32 %r1, [%rd1], 1;"), []),
         ((SAID, "atom.global.gpu.relaxed.add.u32 %r1, [%rd1], 1;"), [ptx_order.UNORDERED]),
         ((HEARD, "ld.acquire.gpu.global.b32 %r1, [%rd1];"), []),
+        ((HEARD, "barrier.cta.red.and.pred all, 0, mine;"), []),
         ((HEARD, "ld.relaxed.gpu.global.b32 %r1, [%rd1];"), [ptx_order.UNORDERED]),
         ((LEFT, "atom.global.gpu.acq_rel.add.u32 %r1, [%rd1], 1;"), []),
         ((LEFT, "atom.global.gpu.release.add.u32 %r1, [%rd1], 1;"), [ptx_order.UNORDERED]),
