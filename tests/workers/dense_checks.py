@@ -54,12 +54,12 @@ from harness import (
     simulated,
     world,
 )
-from landings import facts_on
 
 import tdcoll
 from tdcoll import runtime
 from tdcoll.calls.call_launches import launches_of
 from tdcoll.calls.launch_spec import KernelOptions
+from tdcoll.calls.plan import Facts
 from tdcoll.primitives.reduce import OPERATIONS_OF
 
 OTHERS = (torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
@@ -86,11 +86,11 @@ def sizes() -> str:
                         used.add(algorithm)
                         # more chunks and words than anything takes by itself
                         if n == 1000 and algorithm != "auto":
-                            facts = facts_on(
+                            facts = Facts.of(
                                 ctx,
                                 n * dtype.itemsize,
                                 dtype if spec.reduces else None,
-                                **kind.form,
+                                kind.landing,
                             )
                             if len(spec.epochs(facts, algorithm)) == 1:
                                 plan = in_pieces(spec, facts, algorithm, 7, warps=8)
@@ -178,7 +178,7 @@ def large_calls_by_words_are_several_epochs() -> str:
     mine, should = every[rank()], wanted(spec, every)
     few = wanted(spec, [tensor[:1000] for tensor in every])
     with tdcoll.CollectiveContext(max_bytes_per_rank=room) as ctx:
-        facts = facts_on(ctx, mine.nbytes, mine.dtype)
+        facts = Facts.of(ctx, mine.nbytes, mine.dtype)
         launch = launches_of(spec, ctx, facts, options=KernelOptions(mine.dtype, "sum"))
         out, inside, less = torch.empty_like(mine), mine.clone(), mine[:1000].clone()
 
@@ -411,7 +411,7 @@ def some_ranks_replay_what_others_call() -> str:
             out = torch.empty_like(mine)
             tdcoll.all_reduce(mine, ctx=ctx, out=out)
             plan = launches_of(
-                spec, ctx, facts_on(ctx, mine.nbytes, dtype), options=KernelOptions(dtype, "sum")
+                spec, ctx, Facts.of(ctx, mine.nbytes, dtype), options=KernelOptions(dtype, "sum")
             ).plan
             plans.append(f"{mine.nbytes >> 10} KB {plan.algorithm}")
             graph = torch.cuda.CUDAGraph()

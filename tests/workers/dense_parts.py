@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import device, expect, simulated, world
-from landings import facts_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,6 +31,7 @@ from primitives import cases
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.calls.plan import Facts
 from tdcoll.calls.spec import Collective
 
 __all__ = [
@@ -77,7 +77,7 @@ def served(
     kind: Kind = OUT_OF_PLACE,
 ) -> list[str]:
     """Algorithms that serve segments of so many bytes on all ranks of this context."""
-    facts = facts_on(ctx, nbytes, dtype if spec.reduces else None, **kind.form)
+    facts = Facts.of(ctx, nbytes, dtype if spec.reduces else None, kind.landing)
     return [each.name for each in spec.algorithms if each.supports(facts) is None]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from harness import check, device, expect, rank, scaled, simulated, world
-from landings import facts_on
 from tensors import given, same_bits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -16,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fused.norms import norm_reference
 
 import tdcoll
-from tdcoll.calls.plan import Plan
+from tdcoll.calls.plan import Facts, Plan
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.policy import ALGORITHMS, COMPOSED, NormRows, choose
 
@@ -47,7 +46,7 @@ def algorithms(
             pieces = [plan for plan in pieces if plan.chunks <= 8]
         for asked in (name, *pieces):
             try:
-                choose(shape, facts_on(ctx, 0, dtype), asked)
+                choose(shape, Facts.of(ctx, 0, dtype), asked)
             except ValueError:
                 continue
             found.append(asked)

@@ -59,7 +59,7 @@ def test_any_call_has_the_bits_of_the_reference(data: st.DataObject) -> None:
         stores=True,
         itemsize=dtype.itemsize if spec.reduces else 1,
     )
-    facts = [replace(usual, **kind.form) for kind in kinds]
+    facts = [replace(usual, landing=kind.landing) for kind in kinds]
     names = [how.name for how in spec.algorithms if not any(map(how.supports, facts))]
     case = Calls(
         spec,
@@ -427,8 +427,8 @@ def test_the_kernels_of_all_epochs_are_made_before_a_graph() -> None:
                 launches_of(REDUCE, ctx, facts_on(ctx, n, torch.float16), options=options)
                 for n in (40, 38, 66)
             )
-            assert [len(each._launches) for each in (one, same, two)] == [1, 1, 2]
-            assert one._variant == same._variant != two._variant
+            assert [len(each.steps) for each in (one, same, two)] == [1, 1, 2]
+            assert one.variant == same.variant != two.variant
 
     World(2).run(host)
 
