@@ -21,7 +21,14 @@ import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.simulator import transfers
 from tdcoll.simulator.bounds import MIXED, joined
-from tdcoll.simulator.floats import from_float32, is_fp8, is_narrow, narrowed, to_float32
+from tdcoll.simulator.floats import (
+    from_float32,
+    fused_multiply_add,
+    is_fp8,
+    is_narrow,
+    narrowed,
+    to_float32,
+)
 from tdcoll.simulator.machine import machine
 from tdcoll.simulator.memory import NULL_PAGE
 from tdcoll.simulator.pointers import pointers, replace_word
@@ -166,6 +173,10 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
         return _computed(op, arg) if is_narrow_handle(arg) else super().unary_op(arg, op)
 
     def create_fma(self, x: Any, y: Any, z: Any) -> Any:
+        if z.data.dtype in (np.float16, np.float32):
+            # Before Triton 3.9 its interpreter rounds twice.
+            rounded = fused_multiply_add(x.data, y.data, z.data)
+            return triton_interpreter.TensorHandle(rounded, z.dtype.scalar)
         if not is_narrow_handle(z):
             return super().create_fma(x, y, z)
         return _computed(lambda x, y, z: x.astype(np.float64) * y + z, x, y, z)

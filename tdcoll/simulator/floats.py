@@ -52,6 +52,28 @@ def from_float32(values: Array, kind: Any) -> Array:
     )
 
 
+def fused_multiply_add(x: Array, y: Array, z: Array) -> Array:
+    """Return ``x * y + z`` of fp16 or fp32 numbers, rounded once to the type of ``z``, as GPUs do.
+
+    The product is exact in fp64. The sum is rounded to odd there, which the second rounding needs
+    to be right (Boldo and Melquiond, "Emulation of FMA and Correctly Rounded Sums", 2008).
+    """
+    with np.errstate(all="ignore"):
+        product = x.astype(np.float64) * y.astype(np.float64)
+        added = z.astype(np.float64)
+        total = np.asarray(product + added)
+        # The rounding error of the sum (Knuth's TwoSum).
+        other = total - product
+        error = np.asarray((product - (total - other)) + (added - other))
+        bits = total.view(np.int64)
+        even = (bits & 1) == 0
+        inexact = np.isfinite(total) & (error != 0)
+        # One step away from zero if the exact sum is beyond, otherwise one step towards zero.
+        step = np.where((error > 0) == (total > 0), 1, -1)
+        odd = np.where(inexact & even, bits + step, bits).view(np.float64)
+        return np.asarray(odd.astype(z.dtype))
+
+
 def narrowed(values: Array, kind: Any) -> Array:
     """Return the bits of numbers of any numpy type rounded once to a narrow type."""
     if values.dtype != np.float64:

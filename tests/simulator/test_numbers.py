@@ -5,6 +5,7 @@ of CUDA's library."""
 from __future__ import annotations
 
 import operator
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -147,6 +148,36 @@ def test_casts_of_bf16(name):
     )
     back = computed(narrow, torch.zeros(N, dtype=BF16), wide)
     assert torch.equal(back, wide.float().to(BF16))
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+def test_a_fused_sum_is_the_nearest_number(kind):
+    """Also where the product nearly cancels, and where fp64 rounds the sum to a tie."""
+    chosen = np.random.default_rng(0)
+    x = chosen.standard_normal(2000).astype(kind)
+    y = chosen.standard_normal(2000).astype(kind)
+    z = chosen.standard_normal(2000).astype(kind)
+    z[:500] = (-x * y)[:500]
+    z[500:1000] = (z * kind(2.0**-12))[500:1000]
+    x[1000], y[1000] = kind(1) + np.finfo(kind).eps, kind(1)  # a tie but for the last addend
+    x[1001:1003], y[1001:1003] = kind(1), kind(1) + np.finfo(kind).eps
+    z[1000:1003] = np.finfo(kind).eps / 2, np.finfo(kind).eps / 2, 2.0**-24
+    got = floats.fused_multiply_add(x, y, z)
+    assert got.dtype == kind
+    for a, b, c, made in zip(x, y, z, got, strict=True):
+        exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+        distance = abs(Fraction(float(made)) - exact)
+        for neighbour in (np.nextafter(made, kind(np.inf)), np.nextafter(made, kind(-np.inf))):
+            assert distance <= abs(Fraction(float(neighbour)) - exact)
+
+
+def test_a_kernel_fuses_as_gpus_do():
+    x = torch.linspace(1, 2, 64)
+    y = torch.linspace(-3, -1, 64)
+    out = computed(lambda a, b: tl.fma(a, a, b), torch.zeros(64), x, y)
+    wanted = floats.fused_multiply_add(x.numpy(), x.numpy(), y.numpy())
+    assert torch.equal(out, torch.from_numpy(wanted))
+    assert not torch.equal(out, x * x + y)
 
 
 def test_fp32_is_rounded_to_nearest_even_and_fp64_once():
