@@ -141,7 +141,8 @@ def store_row(
         scales = scale.to(tl.pointer_type(tl.float32))
         if SCALE == PER_ROW:
             divisor = tl.div_rn(
-                tl.maximum(largest * factor, _LEAST), tl.full([], _LARGEST, tl.float32)
+                tl.maximum(largest * factor, _LEAST, propagate_nan=tl.PropagateNan.ALL),
+                tl.full([], _LARGEST, tl.float32),
             )
             tl.store(scales + row, divisor)
         else:

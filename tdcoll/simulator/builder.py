@@ -172,6 +172,13 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
     def unary_op(self, arg: Any, op: Any) -> Any:
         return _computed(op, arg) if is_narrow_handle(arg) else super().unary_op(arg, op)
 
+    # The one that is a number, as on GPUs. Before Triton 3.9 its interpreter returns NaN.
+    def create_maxnumf(self, lhs: Any, rhs: Any) -> Any:
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_minnumf(self, lhs: Any, rhs: Any) -> Any:
+        return self.binary_op(lhs, rhs, np.fmin)
+
     def create_fma(self, x: Any, y: Any, z: Any) -> Any:
         if z.data.dtype in (np.float16, np.float32):
             # Before Triton 3.9 its interpreter rounds twice.
