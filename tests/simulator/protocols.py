@@ -15,6 +15,8 @@ def order(HOW: tl.constexpr):
         tdl.fence()
     elif HOW == "quiet":
         tdl.quiet()
+    elif HOW == "wait":
+        tdl.wait_descriptor_stores()
 
 
 @jit
@@ -72,6 +74,9 @@ def gather(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, HOW: tl
             tdl.copy_block(tdl.remote_ptr(mine, peer), mine, nbytes)
         elif DATA == "store":
             tl.store(tdl.remote_ptr(mine, peer) + index, tl.load(mine + index))
+        elif DATA == "descriptor":
+            theirs = tl.make_tensor_descriptor(tdl.remote_ptr(mine, peer), [16], [tl.constexpr(1)], [16])
+            theirs.store([0], tl.load(mine + index))
         elif DATA == "words":
             words = mine.to(tl.pointer_type(tl.int64))
             tdl.st(tdl.remote_ptr(words, peer), tl.load(words), "sys")

@@ -27,6 +27,9 @@ CLEAN = [
     "copy//signal_block/",
     "store//atomic release/",
     "store/fence/signal/",
+    "descriptor/wait/release/",
+    "descriptor/wait/atomic release/",
+    "descriptor/wait/signal_block/",
 ]
 CAUGHT = [
     "nbi put//signal/quiet",
@@ -40,6 +43,10 @@ CAUGHT = [
     "store//signal/",
     "words//signal/",
     "half a store//put_signal/",
+    "descriptor//release/",  # which orders stores that are complete
+    "descriptor/wait/relaxed/",
+    "descriptor/fence/signal/",
+    "descriptor/quiet/signal/",
 ]
 
 
