@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of ``matmul_kernels.py``: results of one rank against PyTorch, and two ranks that run beside each other.
+"""Checks of ``matmul_kernels.py``: results of one rank against PyTorch, and two ranks that run
+beside each other.
 
-Numbers are whole and small, so sums are exact in fp32 in any order, and results are compared bit by bit.
+Numbers are whole and small, so sums are exact in fp32 in any order, and results are compared bit by
+bit.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import triton.language as tl
 from matmul_ranks import Heap, Launch, Report, compile_all, connected
 
 from tdcoll.fused.matmul import launches
+from tdcoll.fused.matmul.kernels_all_reduce import matmul_all_reduce
 from tdcoll.fused.matmul.kernels_gather import all_gather_matmul
-from tdcoll.fused.matmul.kernels_reduce import matmul_all_reduce
 from tdcoll.fused.matmul.kernels_scatter import matmul_reduce_scatter
 from tdcoll.fused.matmul.launches import Cut, Operands
 from tdcoll.language.jit import jit
@@ -84,8 +86,27 @@ CASES = [
     Case("bias, residual", WIDE, 200, 512, 1032, biased=True, residual=True),
     Case("fp16", SQUARE, 256, 512, 1024, torch.float16, torch.float16),
     Case("fp32", Cut(32, 64, 32, 3, 8), 96, 100, 200, torch.float32, torch.float32),
-    Case("tf32", Cut(128, 128, 32, 4, 8), 128, 256, 512, torch.float32, torch.float32, precision="tf32"),
-    Case("tf32 [K, N]", Cut(128, 128, 32, 4, 8), 128, 256, 512, torch.float32, torch.float32, True, precision="tf32"),
+    Case(
+        "tf32",
+        Cut(128, 128, 32, 4, 8),
+        128,
+        256,
+        512,
+        torch.float32,
+        torch.float32,
+        precision="tf32",
+    ),
+    Case(
+        "tf32 [K, N]",
+        Cut(128, 128, 32, 4, 8),
+        128,
+        256,
+        512,
+        torch.float32,
+        torch.float32,
+        True,
+        precision="tf32",
+    ),
     Case("fp8, scale", Cut(128, 128, 128, 4, 8), 128, 512, 512, FP8, scales="tensor"),
     Case("fp8, scales of rows", Cut(128, 256, 128, 3, 8), 200, 528, 512, FP8, scales="row"),
     Case("e5m2", Cut(128, 128, 128, 4, 8), 128, 512, 512, torch.float8_e5m2, scales="row"),
@@ -331,4 +352,11 @@ def run_pairs(report: Report) -> None:
             wrong_in_graphs += sum(not torch.equal(*both) for both in zip(pair.out, pair.wanted(), strict=True))
         expired = any(heap.expired() for heap in pair.heaps)
         made = f"{pair.name} {tuple(pair.x[0].shape)}"
-        report.add("pair", of=made, calls=CALLS, wrong=wrong, wrong_in_graphs=wrong_in_graphs, expired=expired)
+        report.add(
+            "pair",
+            of=made,
+            calls=CALLS,
+            wrong=wrong,
+            wrong_in_graphs=wrong_in_graphs,
+            expired=expired,
+        )

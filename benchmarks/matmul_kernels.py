@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of matmuls that communicate, without a job, on one GPU: are they right, and what do they cost?
+"""The kernels of matmuls that communicate, without a job, on one GPU: are they right, and what do
+they cost?
 
     python benchmarks/matmul_kernels.py [--json FILE] [--only SECTION,...] [--limit SECONDS]
 
-One rank of two runs on the whole GPU; its peer's memory is local and the peer's signals are set, so the time of the
-link and the wait for the peer are missing. All matmuls are of bf16 and in CUDA graphs; times are medians, us.
+One rank of two runs on the whole GPU; its peer's memory is local and the peer's signals are set, so
+the time of the link and the wait for the peer are missing. All matmuls are of bf16 and in CUDA
+graphs; times are medians, us.
 
-Sections:
-    predict   bytes, floating-point operations and waves, and the times that follow from them
-    pair      two ranks in this process, 66 thread blocks each on two streams, 200 calls with other data and skew
-    gather    all-gather + matmul: without sending, and by the number of thread blocks that send
-    scatter   matmul + reduce-scatter: by slices, stages and lag
-    reduce    matmul + all-reduce of few rows, which sends to itself
-    checks    dtypes, layouts, scales, ragged sizes, bias and epilogue against PyTorch
-    alone     a persistent matmul, with descriptors made by the host and by the kernel
+Sections: predict   bytes, floating-point operations and waves, and the times that follow from them
+    pair      two ranks in this process, 66 thread blocks each on two streams, 200 calls with other
+    data and skew gather    all-gather + matmul: without sending, and by the number of thread blocks
+    that send scatter   matmul + reduce-scatter: by slices, stages and lag reduce    matmul +
+    all-reduce of few rows, which sends to itself checks    dtypes, layouts, scales, ragged sizes,
+    bias and epilogue against PyTorch alone     a persistent matmul, with descriptors made by the
+    host and by the kernel
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from matmul_ranks import Heap, Launch, Report, compile_all, connected, verdict
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdcoll.fused.matmul import launches
+from tdcoll.fused.matmul.kernels_all_reduce import matmul_all_reduce
 from tdcoll.fused.matmul.kernels_gather import all_gather_matmul
-from tdcoll.fused.matmul.kernels_reduce import matmul_all_reduce
 from tdcoll.fused.matmul.kernels_scatter import matmul_reduce_scatter
 from tdcoll.fused.matmul.launches import Cut, Operands
 from tdcoll.fused.matmul.product import matrix, place, product
@@ -51,8 +52,20 @@ Times = list[tuple[float, str, str]]
 SIGNALLED = 1 << 40
 """An epoch that no call reaches, for signals of a peer that isn't there."""
 SMS = 132
-GATHERS = [(128, 8192, 3584), (512, 8192, 3584), (2048, 4096, 1792), (4096, 8192, 3584), (8192, 8192, 1280)]
-SCATTERS = [(128, 3584, 8192), (512, 3584, 8192), (2048, 1792, 4096), (4096, 3584, 8192), (8192, 1280, 8192)]
+GATHERS = [
+    (128, 8192, 3584),
+    (512, 8192, 3584),
+    (2048, 4096, 1792),
+    (4096, 8192, 3584),
+    (8192, 8192, 1280),
+]
+SCATTERS = [
+    (128, 3584, 8192),
+    (512, 3584, 8192),
+    (2048, 1792, 4096),
+    (4096, 3584, 8192),
+    (8192, 1280, 8192),
+]
 """Rows of all ranks, depth and columns of one rank's matmul."""
 CUTS = [  # and thread blocks that fit on the GPU
     (Cut(128, 256, 64, 3, 8), SMS),
@@ -118,7 +131,8 @@ def timed(call: Callable[[], Any], what: str, check: Callable[[], str]) -> tuple
 
 
 def predict(report: Report) -> None:
-    """Times from first principles, for 2 ranks: 790 TFLOP/s dense, 4.0 TB/s of HBM, 350 GB/s of a link's direction."""
+    """Times from first principles, for 2 ranks: 790 TFLOP/s dense, 4.0 TB/s of HBM, 350 GB/s of a
+    link's direction."""
     for name, shapes in (("gather", GATHERS), ("scatter", SCATTERS)):
         for rows, depth, columns in shapes:
             flops = 2 * rows * depth * columns
@@ -144,8 +158,8 @@ def predict(report: Report) -> None:
 
 @jit
 def alone(x, weights, out, shape, weight, tile, HOST: tl.constexpr):
-    """A persistent matmul; ``x`` and ``weights`` are descriptors, or addresses of ``[rows, depth]`` and ``[columns,
-    depth]``."""
+    """A persistent matmul; ``x`` and ``weights`` are descriptors, or addresses of ``[rows, depth]``
+    and ``[columns, depth]``."""
     if HOST:
         left = x
         right = weights
@@ -160,7 +174,11 @@ def alone(x, weights, out, shape, weight, tile, HOST: tl.constexpr):
         sums = product(left, right, row, column, shape, weight, tile, tl.bfloat16, "ieee")
         rows = (row + tl.arange(0, tile.rows)).to(tl.int64)[:, None]
         columns = (column + tl.arange(0, tile.columns)).to(tl.int64)[None, :]
-        tl.store(out + rows * width + columns, sums.to(tl.bfloat16), mask=(rows < shape.rows) & (columns < width))
+        tl.store(
+            out + rows * width + columns,
+            sums.to(tl.bfloat16),
+            mask=(rows < shape.rows) & (columns < width),
+        )
 
 
 class Matmul:
@@ -205,7 +223,12 @@ def time_alone(report: Report) -> None:
                 made.out.zero_()
                 call = partial(run_alone, made, cut, blocks, who == "host")
                 times.append(timed(call, label(cut, blocks), partial(verdict, made.out, wanted)))
-        report.add("alone", shape=shape, cublas=cublas, **{who: best(times) for who, times in measured.items()})
+        report.add(
+            "alone",
+            shape=shape,
+            cublas=cublas,
+            **{who: best(times) for who, times in measured.items()},
+        )
 
 
 def run_alone(made: Matmul, cut: Cut, blocks: int, host: bool, warmup: bool = False) -> None:
@@ -296,9 +319,22 @@ def time_scatter(report: Report) -> None:
             for form in FORMS:
                 slices, stages, lag = form
                 plan = launches.scatter(
-                    made.operands, cut, group, inbox, workers=workers, lag=lag, slices=slices, stages=stages
+                    made.operands,
+                    cut,
+                    group,
+                    inbox,
+                    workers=workers,
+                    lag=lag,
+                    slices=slices,
+                    stages=stages,
                 )
-                variants.append((form, label(cut, workers), Launch(matmul_reduce_scatter, cut, plan, made.operands)))
+                variants.append(
+                    (
+                        form,
+                        label(cut, workers),
+                        Launch(matmul_reduce_scatter, cut, plan, made.operands),
+                    )
+                )
         plans.append((made, variants))
     compile_all([launch for _, variants in plans for *_, launch in variants])
     for made, variants in plans:
@@ -306,7 +342,10 @@ def time_scatter(report: Report) -> None:
 
 
 def measure_scatter(
-    report: Report, heaps: list[Heap], made: Matmul, variants: list[tuple[tuple[int, ...], str, Launch]]
+    report: Report,
+    heaps: list[Heap],
+    made: Matmul,
+    variants: list[tuple[tuple[int, ...], str, Launch]],
 ) -> None:
     """Time a shape by form."""
     rows = made.out.shape[0]
@@ -334,7 +373,8 @@ def measure_scatter(
 
 
 def in_tiles(matrix: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Return a matrix as the kernel sends it: tile by tile, in the order in which they are numbered."""
+    """Return a matrix as the kernel sends it: tile by tile, in the order in which they are
+    numbered."""
     rows, columns = matrix.shape
     down, across = triton.cdiv(rows, cut.rows), triton.cdiv(columns, cut.columns)
     padded = torch.zeros(down * cut.rows, across * cut.columns, dtype=matrix.dtype, device=matrix.device)
@@ -385,7 +425,13 @@ def time_reduce(report: Report) -> None:
         for what, launch in variants:
             made.out.zero_()
             times.append(timed(launch, what, partial(verdict, made.out, wanted)))
-        report.add("reduce", shape=made.shape, cublas=cublas, one_shot=best(times, 3), expired=heap.expired())
+        report.add(
+            "reduce",
+            shape=made.shape,
+            cublas=cublas,
+            one_shot=best(times, 3),
+            expired=heap.expired(),
+        )
 
 
 SECTIONS: dict[str, Callable[[Report], None]] = {

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are emulated in one process on one GPU: memory, launches and a report, for ``matmul_kernels.py``."""
+"""Ranks that are emulated in one process on one GPU: memory, launches and a report, for
+``matmul_kernels.py``."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Heap:
         self.monitor = torch.tensor([0, 2_000_000_000, self.record.data_ptr(), rank], device="cuda")
 
     def group(self, deltas: torch.Tensor) -> Group:
-        """Return the group that kernels get, of ranks whose memory lies ``deltas`` bytes from this one's."""
+        """Return the group that kernels get, of ranks whose memory lies ``deltas`` bytes from this
+        one's."""
         words = (self.signals, self.entered, self.gave_up, self.control, self.monitor, deltas)
         return Group(*words, self.rank, tl.constexpr(CHUNKS), tl.constexpr(self.world))
 

@@ -26,7 +26,7 @@ __all__ = ["Argument", "Call", "Change", "Inserted", "Moved", "Mutant", "dropped
 MODULES = [  # each may import those before it
     *(
         f"tdcoll.primitives.{name}"
-        for name in ("group", "stores", "puts", "ll", "lamport", "reduce", "words", "sums", "copies")
+        for name in ("epilogue", "group", "stores", "puts", "ll", "lamport", "reduce", "words", "sums", "copies")
     ),
     "tdcoll.calls.copies",
     *(f"tdcoll.collectives.exchange.kernels_{name}" for name in ("direct", "ll", "loop")),
@@ -35,6 +35,8 @@ MODULES = [  # each may import those before it
     *(f"tdcoll.collectives.reduce_scatter.kernels_{name}" for name in ("direct", "loop", "puts", "words")),
     *(f"tdcoll.collectives.all_reduce.kernels_{name}" for name in ("words", "direct", "loop", "puts", "nodes")),
     *("tdcoll.fused.kernels_rows", "tdcoll.fused.kernels"),
+    "tdcoll.fused.matmul.product",
+    *(f"tdcoll.fused.matmul.kernels_{name}" for name in ("gather", "scatter", "all_reduce")),
     "tdcoll.collectives.index_match.kernels",
     *(
         f"tdcoll.collectives.sparse_all_reduce.kernels_{name}"

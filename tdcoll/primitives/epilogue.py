@@ -12,15 +12,14 @@ An epilogue is a Triton function that a kernel calls for every block of results,
         at = extra.address + rows * extra.stride + columns
         return sums + tl.load(at, mask=inside, other=0.0)
 
-Args of an epilogue:
-    sums: block of results in the accumulator's type (fp32, or fp64 for fp64), not rounded yet.
-    rows, columns: int64 blocks that broadcast to the shape of ``sums``: indices in this rank's result.
-    inside: bool, broadcasts likewise: whether there is such an element. Loads and stores need it as their mask.
-    extra: what the caller has passed for the epilogue: a tuple of pointers and numbers, or None.
+Args of an epilogue: sums: block of results in the accumulator's type (fp32, or fp64 for fp64), not
+    rounded yet. rows, columns: int64 blocks that broadcast to the shape of ``sums``: indices in
+    this rank's result. inside: bool, broadcasts likewise: whether there is such an element. Loads
+    and stores need it as their mask. extra: what the caller has passed for the epilogue: a tuple of
+    pointers and numbers, or None.
 
-It returns a block of that shape, which is rounded to the result's type and stored. Kernels call it for blocks of
-different shapes, of one dimension or two, so it has to work element by element.
-"""
+It returns a block of that shape, which is rounded to the result's type and stored. Kernels call it
+for blocks of different shapes, of one dimension or two, so it has to work element by element."""
 
 from tdcoll.language.jit import jit
 

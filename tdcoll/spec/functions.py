@@ -181,9 +181,9 @@ _FUNCTIONS = [
     declared(
         "wait_descriptor_stores()",
         "cp.async.bulk.wait_group 0",
-        "Waits until the block's earlier stores through tensor descriptors are complete. They are asynchronous: neither "
-        "`syncthreads()` nor a release orders them before that, and what Triton itself waits for is only that their "
-        "source may be reused. Put `syncthreads()`, and a release, between this and telling anybody.",
+        "Waits until the block's earlier stores through tensor descriptors are complete. They are asynchronous: "
+        "neither `syncthreads()` nor a release orders them before that. Triton itself only waits until their source "
+        "may be reused. Put `syncthreads()`, and a release, between this and telling anybody.",
     ),
     declared(
         "block_and(flag: int) -> int32",

@@ -21,7 +21,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
+from tdcoll.fused.matmul.product import Scales, Shape, Tile, Weight
+from tdcoll.language.jit import _with_plain_fields, bitcode_path, for_descriptors, needs_nvshmem
 from tdcoll.language.library import part_for_language
 from tdcoll.primitives.group import Group, Inbox, Nodes
 from tdcoll.primitives.lamport import Lamport
@@ -100,9 +101,10 @@ def compile_for(
         if aligned and isinstance(kind, tuple):
             hints |= {(place, i): [["tt.divisibility", 16]] for i, of in enumerate(kind) if of.startswith("*")}
     early = getattr(kernel, "begins_in_stream_order", False)
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+    source = ASTSource(kernel, signature, constants, hints)
+    with contextlib.redirect_stdout(io.StringIO()) as told, for_descriptors(source):
         compiled = triton.compile(
-            ASTSource(kernel, signature, constants, hints),
+            source,
             target=GPUTarget("cuda", arch, 32),
             options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early, **options},
         )
@@ -180,6 +182,11 @@ def compiled_forms(kernel) -> int:
             "inbox": Lamport(16 * rank, 1 + rank, word, word),
             "routes": Routes(table, rank, 31 - rank),
             "out_deltas": word,
+            "weight": Weight(16 * rank, 1 + rank, tl.constexpr(False), tl.constexpr(False)),
+            "scales": Scales(16 * rank, rank, 1 + rank, rank, tl.constexpr(False)),
+            "shape": Shape(1 + rank, 16 * rank, rank),
+            "tile": Tile(*map(tl.constexpr, (8, 8, 8, 8))),
+            "extra": None,
             "nodes": Nodes(table, table, table, table, rank, 1 + rank, 32 + rank),
             **{name: 8 for name in kernel.arg_names if name.isupper()},
         }

@@ -40,7 +40,11 @@ KINDS = {
     "control": r"\bld\.relaxed\.gpu\.global\.b64",
     "store": r"\bst\.(global|relaxed)\.",
     "load": r"\bld\.global\.(?!nc\b)",
-    "asynchronous": r"\bcp\.(async|reduce)|\bst\.async",
+    "asynchronous": r"\bcp\.(async\.(?!bulk\.(tensor|commit_group|wait_group))|reduce)|\bst\.async",
+    "descriptor load": r"\bcp\.async\.bulk\.tensor\.\S*\.global\.mbarrier",
+    "descriptor store": r"\bcp\.async\.bulk\.tensor\.\S*\.global\.shared",
+    "completion": r"\bcp\.async\.bulk\.wait_group\s+0\b",
+    "proxy": r"\bfence\.proxy\.async\.global\b",
 }
 """Kinds of an instruction or inline asm that is no polling loop; it may have several."""
 POLL = r"\bbra POLL\b"
@@ -67,6 +71,12 @@ RULES = {  # from, to: what it means if there is a path without a barrier
     ("wait", "put"): "a put follows a wait without a barrier, by threads that need not have waited",
     ("wait", "load"): "loads follow a wait without a barrier, in threads that need not have waited",
     ("control", "add"): "the epoch goes up before all threads have read it",
+    ("wait", "descriptor load"): "loads by descriptors follow a wait without a barrier",
+    ("completion", "release"): "a release follows completed stores of descriptors without a barrier",
+}
+ORDERS = {  # from, to: what must stand between, and what it means if there is a path without that
+    ("wait", "descriptor load"): ("proxy", "loads by descriptors follow a wait without the proxy fence"),
+    ("descriptor store", "release"): ("completion", "a release follows stores of descriptors that may be on their way"),
 }
 RELAXED = "a wait does not acquire at system scope"
 NARROW = "an access has a scope narrower than the system, where a peer may be at the other end"
@@ -218,15 +228,15 @@ def blocks_of(ptx: str) -> dict[str, Block]:
     return blocks
 
 
-def _reaches(blocks: dict[str, Block], label: str, place: int, wanted: str) -> bool:
-    """Whether an event ``wanted`` follows event ``place`` of a block, on some path without a barrier."""
+def _reaches(blocks: dict[str, Block], label: str, place: int, wanted: str, between: str = "barrier") -> bool:
+    """Whether an event ``wanted`` follows event ``place`` of a block, on some path without one of kind ``between``."""
     pending, seen = [(label, place + 1)], set()
     while pending:
         here, first = pending.pop()
         for kinds in blocks[here].events[first:]:
             if wanted in kinds:
                 return True
-            if "barrier" in kinds:
+            if between in kinds:
                 break
         else:
             following = blocks[here].following
@@ -266,9 +276,11 @@ def problems(ptx: str) -> list[str]:
     found = [RELAXED] if seen["poll"] else []
     found += [NARROW] if seen["narrow"] else []
     found += [ASYNCHRONOUS] if seen["asynchronous"] and seen["release"] + seen["put"] else []
-    for (origin, wanted), meaning in RULES.items():
+    rules = [(*rule, "barrier", meaning) for rule, meaning in RULES.items()]
+    rules += [(*rule, *between) for rule, between in ORDERS.items()]
+    for origin, wanted, between, meaning in rules:
         if any(
-            origin in kinds and _reaches(blocks, label, place, wanted)
+            origin in kinds and _reaches(blocks, label, place, wanted, between)
             for label, block in blocks.items()
             for place, kinds in enumerate(block.events)
         ):

@@ -36,6 +36,7 @@ def compiled_for(arch: int, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         drivers = [["compile_kernels.py", part, str(arch)] for part in ("collectives", "others")]
         drivers.append(["pipelined_loops.py", *["--few"] * (arch == 90)])
+        drivers.append(["compiling_matmuls.py", str(arch)])
         jobs = [  # at once: pytest's other worker most likely waits for them, too
             subprocess.Popen(
                 [sys.executable, str(HERE / script), *part],

@@ -36,6 +36,11 @@ PUT = (at("puts", "tdl.putmem_signal_nbi_block(landing"), BARRIER, "ld.b32 %r9, 
 PUBLISHED = at("group", "tdl.block_and(")
 ELSEWHERE = at("stores", "tdl.st_release(theirs")
 RULES = ptx_order.RULES
+ORDERS = {rule: meaning for rule, (_, meaning) in ptx_order.ORDERS.items()}
+BY_DESCRIPTOR = "@%p1 cp.async.bulk.tensor.2d.{} [%rd1, {{%r1, %r2}}], [%r3];"
+SENT = BY_DESCRIPTOR.format("global.shared::cta.bulk_group")
+FETCHED = BY_DESCRIPTOR.format("shared::cluster.global.mbarrier::complete_tx::bytes")
+COMPLETED, READ, FENCE = "cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;", "fence.proxy.async.global;"
 
 
 @pytest.mark.parametrize(
@@ -71,6 +76,15 @@ RULES = ptx_order.RULES
         ((ELSEWHERE, "st.release.gpu.global.b64 [%rd1], %rd2;"), [ptx_order.NARROW]),
         ((WAIT.replace(".sys", ".gpu"),), [ptx_order.RELAXED, ptx_order.NARROW]),
         (("cp.async.cg.shared.global [%r1], [%rd1], 16;", BARRIER, RELEASE), [ptx_order.ASYNCHRONOUS]),
+        ((SENT, "cp.async.bulk.commit_group;", COMPLETED, BARRIER, RELEASE), []),
+        ((SENT, BARRIER, RELEASE), [ORDERS["descriptor store", "release"]]),
+        ((SENT, READ, BARRIER, RELEASE), [ORDERS["descriptor store", "release"]]),
+        ((SENT, COMPLETED, RELEASE), [RULES["completion", "release"]]),
+        ((RELEASE, SENT), []),
+        ((WAIT, BARRIER, FENCE, FETCHED), []),
+        ((WAIT, BARRIER, FETCHED), [ORDERS["wait", "descriptor load"]]),
+        ((WAIT, FENCE, FETCHED), [RULES["wait", "descriptor load"]]),
+        ((FETCHED, BARRIER, RELEASE), []),
     ],
 )
 def test_order_is_seen(lines: tuple[str, ...], problems: list[str]) -> None:

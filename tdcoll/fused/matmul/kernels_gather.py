@@ -1,49 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gather + matmul in one kernel: tiles of own rows first, those of other ranks' rows when these have arrived.
+"""All-gather + matmul in one kernel: own rows first, rows of other ranks when they have arrived.
 
 Scope: 1 to 8 ranks of one node that can store to each other's memory; operands and shapes as in
-:mod:`tdcoll.fused.matmul.product`. Each rank has a shard of ``rows`` rows and a weight of its own, and gets the product
-of all ranks' rows with that weight. On several nodes, or without stores to peers, an all-gather and a matmul do the
-same. With few rows cuBLAS splits the depth, and a gather in one hop followed by cuBLAS is faster.
+:mod:`tdcoll.fused.matmul.product`. Each rank has a shard of ``rows`` rows and a weight of its own,
+and gets the product of all ranks' rows with that weight. On several nodes, or without stores to
+peers, an all-gather and a matmul do the same. With few rows cuBLAS splits the depth, and a gather
+in one hop followed by cuBLAS is faster.
 
-Data flow, seen from rank r. The inbox of a call is the gathered matrix ``[world * rows, depth]``, shard after shard::
+Data flow, seen from rank r. The inbox of a call is the gathered matrix ``[world * rows, depth]``,
+shard after shard::
 
     source, in pieces of ``piece`` bytes --stores--> shard r of the inbox on every other rank, then a release each
     source   @ weight --> rows of shard r of out                                   (no wait)
     shard s of the inbox @ weight --> rows of shard s of out, tile by tile         (when its pieces are here)
 
-With fp8 operands the scales of the rows travel with the rows. They lie behind the gathered matrix, fp32 ``[world *
-rows]``; a piece brings the scales of the rows that begin in it.
+With fp8 operands the scales of the rows travel with the rows. They lie behind the gathered matrix,
+fp32 ``[world * rows]``; a piece brings the scales of the rows that begin in it.
 
-Who sends: the first ``pushers`` thread blocks of the grid send pieces and leave; the next ones multiply; the last
-``keepers`` copy the gathered matrix out of the inbox, if the caller wants it. Few pushers fill a link (about 8 blocks of
-16 warps), so most of the GPU multiplies while the shard is on its way, and a pusher's multiprocessor is free for the
-thread block that comes after it. With ``COPIED`` copy engines send instead (:mod:`tdcoll.primitives.copies`, whose
-``enter`` has begun the epoch), with a stamp behind each piece, and there are no pushers.
+Who sends: the first ``pushers`` thread blocks of the grid send pieces and leave; the next ones
+multiply; the last ``keepers`` copy the gathered matrix out of the inbox, if the caller wants it.
+Few pushers fill a link, so most of the GPU multiplies while the shard is on its way, and a pusher's
+multiprocessor is free for the thread block that comes after it. With ``COPIED`` copy engines send
+instead (:mod:`tdcoll.primitives.copies`, whose ``enter`` has begun the epoch), with a stamp behind
+each piece, and there are no pushers.
 
-``WHOLE``: tiles span several shards, for shards of fewer rows than a tile. Then the own shard goes through the inbox,
-too, and every tile waits for all shards that it has rows of.
+``WHOLE``: tiles span several shards, for shards of fewer rows than a tile. Then the own shard goes
+through the inbox, too, and every tile waits for all shards that it has rows of.
 
-Signal map: ``arrived[slot, piece, s]`` on rank r is set to the epoch by rank s when that piece of its shard is here,
-and polled by the thread blocks whose tile has rows of the piece, and by keepers. Rank r sets its own if it also sends to
-itself (``SELF``). Every piece belongs to some tile, so a launch hears from every peer.
+Signal map: ``arrived[slot, piece, s]`` on rank r is set to the epoch by rank s when that piece of
+its shard is here. It is polled by the thread blocks whose tile has rows of the piece, and by
+keepers. Rank r sets its own if it also sends to itself (``SELF``). Every piece belongs to some
+tile, so a launch hears from every peer.
 
-Ordering: that of :mod:`tdcoll.primitives.stores`. The receiver acquires the signals and ends the wait with the proxy
-fence, because it then loads through descriptors. The loads of a tile stay behind its wait, because they belong to a
-loop of their own that begins after it.
+Ordering: that of :mod:`tdcoll.primitives.stores`. The receiver acquires the signals and ends the
+wait with the proxy fence, because it then loads through descriptors. The loads of a tile stay
+behind its wait, because they belong to a loop of their own that begins after it.
 
-Reuse of slots: :mod:`tdcoll.calls.context`. A launch ends when all tiles are computed, hence when it has read all that
-peers have sent for its epoch; a peer writes to this slot again two epochs later, after it has heard from this rank in
-the epoch between. If the inbox is a symmetric buffer of the caller's (one slot), thread block 0 first tells all peers
-that this rank has entered, and pushers write to a peer only when that has. With ``COPIED`` addresses are fixed and
-epochs even; ``enter`` has waited until all peers have entered.
+Reuse of slots: :mod:`tdcoll.calls.context`. A launch ends when all tiles are computed, hence when
+it has read all that peers have sent for its epoch; a peer writes to this slot again two epochs
+later, after it has heard from this rank in the epoch between. If the inbox is a symmetric buffer of
+the caller's (one slot), thread block 0 first tells all peers that this rank has entered, and
+pushers write to a peer only when that has. With ``COPIED`` addresses are fixed and epochs even;
+``enter`` has waited until all peers have entered.
 
-After an expired wait the tile isn't stored, and the monitor makes every later wait return at once, so the launch ends.
-With ``COPIED`` a thread block looks at its end whether a peer has given up, whose copies may have overwritten what was
-read.
+After an expired wait the tile isn't stored, and the monitor makes every later wait return at once,
+so the launch ends. With ``COPIED`` a thread block looks at its end whether a peer has given up,
+whose copies may have overwritten what was read.
 
-Order of thread blocks: pushers wait at most for thread block 0 of a peer (one slot). All others wait for pushers or
-copy engines of peers. No thread block waits for one of a higher index, so any number of resident ones makes progress.
+Order of thread blocks: pushers wait at most for thread block 0 of a peer (one slot). All others
+wait for pushers or copy engines of peers. No thread block waits for one of a higher index, so any
+number of resident ones makes progress.
 """
 
 import triton.language as tl
@@ -62,7 +68,15 @@ from tdcoll.fused.matmul.product import (
 )
 from tdcoll.language.jit import jit
 from tdcoll.primitives import elements, stores
-from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start, still_alive, this_epoch
+from tdcoll.primitives.group import (
+    chunk_bytes,
+    in_stream_order,
+    row,
+    segment,
+    start,
+    still_alive,
+    this_epoch,
+)
 
 
 @jit
@@ -88,9 +102,21 @@ def _copy_scales(target, source, step, first, end, WORDS: tl.constexpr):
 
 @jit
 def _push(
-    source, inbox, g, epoch, scales, shape, piece, pieces, pushers, row_bytes, SELF: tl.constexpr, WORDS: tl.constexpr
-):  # fmt: skip
-    """Send this program's pieces: those for the successor first, because it needs them first."""
+    pusher,
+    pushers,
+    source,
+    inbox,
+    g,
+    epoch,
+    scales,
+    shape,
+    piece,
+    pieces,
+    row_bytes,
+    SELF: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Send this pusher's pieces: those for the successor first, because it needs them first."""
     nbytes = shape.rows * row_bytes
     inbox_base = segment(inbox, g, epoch, 0)
     shard = inbox_base + g.rank * nbytes
@@ -98,7 +124,7 @@ def _push(
     receivers = g.world - 1
     if SELF:
         receivers = g.world
-    for item in tl.range(tl.program_id(0), receivers * pieces, pushers):
+    for item in tl.range(pusher, receivers * pieces, pushers):
         number = item % pieces
         to = (g.rank + 1 + item // pieces) % g.world
         delta = tl.load(inbox.deltas + to)
@@ -119,7 +145,8 @@ def _push(
 
 @jit
 def _wait_for_rows(first, end, g, epoch, shape, piece, row_bytes, WAITED: tl.constexpr):
-    """Return 1 when rows ``first`` to ``end`` of the gathered matrix are here; 0 if they did not come in time."""
+    """Return 1 when rows ``first`` to ``end`` of the gathered matrix are here; 0 if they did not
+    come in time."""
     came = tl.cast(1, tl.int32)
     for origin in tl.range(first // shape.rows, (end - 1) // shape.rows + 1):
         first_row = tl.maximum(first - origin * shape.rows, 0)
@@ -157,7 +184,8 @@ def _multiply(
     WHOLE: tl.constexpr,
     WAITED: tl.constexpr,
 ):
-    """Compute this worker's tiles: shard by shard, the own one first, then the predecessor's and so on."""
+    """Compute this worker's tiles: shard by shard, the own one first, then the predecessor's and so
+    on."""
     width = width_of(shape, OUT, ALIGNED)
     weights = weight_matrix(weight, shape, tile, DTYPE)
     inbox_base = segment(inbox, g, epoch, 0)
@@ -196,19 +224,21 @@ def _multiply(
                 sums = product(x, weights, row_of_part, column, shape, weight, tile, DTYPE, PRECISION)
                 if scales.used:
                     sums = descaled(sums, x_scale, x_step, scales, row_of_part, column, part_rows, shape, tile)
-                if arrived != 0:
-                    row_of_out = first_row + row_of_part
-                    end_row = first_row + part_rows
-                    rows, columns, inside = indices(row_of_out, column, end_row, width, tile.rows, tile.columns)
-                    made = EPILOGUE(with_bias(sums, weight, columns, width, OUT), rows, columns, inside, extra)
-                    store(out, made.to(OUT), rows, columns, inside, width, OUT, ALIGNED)
+                row_of_out = first_row + row_of_part
+                end_row = first_row + part_rows
+                if arrived == 0:  # store nothing
+                    end_row = tl.cast(0, tl.int32)
+                rows, columns, inside = indices(row_of_out, column, end_row, width, tile.rows, tile.columns)
+                made = EPILOGUE(with_bias(sums, weight, columns, width, OUT), rows, columns, inside, extra)
+                store(out, made.to(OUT), rows, columns, inside, width, OUT, ALIGNED)
 
 
 @jit
 def _keep(
     keeper, keepers, source, gathered, inbox, g, epoch, shape, piece, pieces, row_bytes, WORDS: tl.constexpr
 ):  # fmt: skip
-    """Copy this keeper's pieces to ``gathered``: those of the own shard, then those of others as they arrive."""
+    """Copy this keeper's pieces to ``gathered``: those of the own shard, then those of others as
+    they arrive."""
     nbytes = shape.rows * row_bytes
     inbox_base = segment(inbox, g, epoch, 0)
     for item in tl.range(keeper, g.world * pieces, keepers):
@@ -252,14 +282,18 @@ def all_gather_matmul(
     WAITED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """``[rows, depth], [depth, columns] -> [world * rows, columns]``. Thread blocks: pushers, any number, keepers.
+    """``[rows, depth], [depth, columns] -> [world * rows, columns]``. Thread blocks: pushers, any
+    number, keepers.
 
     Args:
-        source: address of this rank's shard, ``[rows, depth]``; a multiple of 16, rows of a multiple of 16 bytes.
+        source: address of this rank's shard, ``[rows, depth]``; a multiple of 16, rows of a
+        multiple of 16 bytes.
         out: address of the result.
-        gathered: address for the gathered matrix ``[world * rows, depth]``. Not used without keepers.
-        inbox: :class:`~tdcoll.primitives.group.Inbox` of at least ``rows * depth`` elements per rank, and with scales
-            4 bytes more per row. With one slot, a symmetric buffer that is the gathered matrix.
+        gathered: address for the gathered matrix ``[world * rows, depth]``. Not used without
+        keepers.
+        inbox: :class:`~tdcoll.primitives.group.Inbox` of at least ``rows * depth`` elements per
+            rank, and with scales 4 bytes more per row. With one slot, a symmetric buffer that
+            begins with the gathered matrix.
         g: :class:`~tdcoll.primitives.group.Group`.
         weight, scales, shape, tile: tuples of :mod:`tdcoll.fused.matmul.product`.
         piece: bytes of a piece of a shard, a multiple of 16.
@@ -274,7 +308,8 @@ def all_gather_matmul(
         WHOLE: tiles span several shards. It needs ``SELF``.
         SELF: this rank's shard goes to its own inbox, too.
         COPIED: copy engines send.
-        WAITED: a power of two of at least ``world``, and of the pieces that the rows of a tile may touch in one shard.
+        WAITED: a power of two of at least ``world``, and of the pieces that the rows of a tile may
+        touch in one shard.
         WORDS: 32-bit words that a pusher or keeper copies at a time, a power of two.
     """
     in_stream_order()
@@ -293,7 +328,21 @@ def all_gather_matmul(
         if program == 0:
             stores.release_to_all(g, g.entered + g.rank, epoch)
     if program < pushers:
-        _push(source, inbox, g, epoch, scales, shape, piece, pieces, pushers, row_bytes, SELF, WORDS)
+        _push(
+            program,
+            pushers,
+            source,
+            inbox,
+            g,
+            epoch,
+            scales,
+            shape,
+            piece,
+            pieces,
+            row_bytes,
+            SELF,
+            WORDS,
+        )
     elif program < pushers + workers:
         _multiply(
             program - pushers, workers, source, out, inbox, g, epoch, weight, scales, shape, piece, row_bytes, extra,
@@ -301,6 +350,19 @@ def all_gather_matmul(
         )  # fmt: skip
     else:
         keeper = program - pushers - workers
-        _keep(keeper, keepers, source, gathered, inbox, g, epoch, shape, piece, pieces, row_bytes, WORDS)
+        _keep(
+            keeper,
+            keepers,
+            source,
+            gathered,
+            inbox,
+            g,
+            epoch,
+            shape,
+            piece,
+            pieces,
+            row_bytes,
+            WORDS,
+        )
     if COPIED:
         stores.none_gave_up(g, WAITED)

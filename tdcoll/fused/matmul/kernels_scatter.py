@@ -1,44 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmul + reduce-scatter in one kernel: tiles go to their owner as they are finished, and owners add them.
+"""Matmul + reduce-scatter in one kernel: a finished tile goes to its owner, which adds it.
 
 Scope: 1 to 8 ranks of one node that can store to each other's memory; operands and shapes as in
-:mod:`tdcoll.fused.matmul.product`. Every rank has ``x [world * rows, depth]`` and a weight of its own, whose product is
-a *part* of the result; rank r gets the sum of rows ``r * rows`` to ``(r + 1) * rows`` of all ranks' parts. On several
-nodes, or without stores to peers, a matmul and a reduce-scatter do the same.
+:mod:`tdcoll.fused.matmul.product`. Every rank has ``x [world * rows, depth]`` and a weight of its
+own, whose product is a *part* of the result; rank r gets the sum of rows ``r * rows`` to ``(r + 1)
+* rows`` of all ranks' parts. On several nodes, or without stores to peers, a matmul and a
+reduce-scatter do the same.
 
 Data flow, seen from rank r. The result of a rank is cut into ``tiles`` tiles::
 
     x[rows of p] @ weight = part, rounded --descriptor store--> inbox[r, tile] on rank p, for every other rank p
     inbox[0, tile], ..., own part, rounded, ..., inbox[world - 1, tile] --sum in rank order, fp32--> epilogue --> out
 
-A tile in the inbox is a matrix ``[tile.rows, tile.columns]`` without gaps, whole even at the edges of the result, so
-one descriptor for each peer suffices, whatever the number of columns.
+A tile in the inbox is a matrix ``[tile.rows, tile.columns]`` without gaps, whole even at the edges
+of the result, so one descriptor for each peer suffices, whatever the number of columns.
 
-Bits: parts are rounded to the result's type before they are added, also the own one, so the result is that of
-``torch.mm`` on every rank and a sum in rank order, rounded once.
+Bits: parts are rounded to the result's type before they are added, also the own one, so the result
+is that of ``torch.mm`` on every rank and a sum in rank order, rounded once.
 
-Signal map: ``arrived[slot, tile, s]`` on rank r is set to the epoch by rank s when its part of that tile is here, and
-polled by the thread block that adds the tile. Every rank adds at least one tile, and waits there for all other ranks.
+Signal map: ``arrived[slot, tile, s]`` on rank r is set to the epoch by rank s when its part of that
+tile is here, and polled by the thread block that adds the tile. Every rank adds at least one tile,
+and waits there for all other ranks.
 
-Ordering: descriptor stores are asynchronous. A thread block therefore *defers* a signal: it computes the next tile while
-the store is on its way, then waits until its stores are complete, synchronizes its threads, and releases the signal at
-system scope. The receiver acquires the signals of a tile and ends the wait with the proxy fence, because it then loads
-through a descriptor.
+Ordering: descriptor stores are asynchronous. A thread block therefore *defers* a signal: it
+computes the next tile while the store is on its way, then waits until its stores are complete,
+synchronizes its threads, and releases the signal at system scope. The receiver acquires the signals
+of a tile and ends the wait with the proxy fence, because it then loads through a descriptor.
 
-Reuse of slots: :mod:`tdcoll.calls.context`. A peer writes to this slot again two epochs later, after it has heard from
-this rank in the epoch between, which this rank began when it had added all tiles of this one.
+Reuse of slots: :mod:`tdcoll.calls.context`. A peer writes to this slot again two epochs later,
+after it has heard from this rank in the epoch between, which this rank began when it had added all
+tiles of this one.
 
-Order of tiles: a thread block computes a tile for every other rank, the successor first, and ``lag`` such rounds later
-the own tile of that number. The link carries tiles during the whole launch, and a part has the time of ``lag`` rounds
-to arrive before it is needed. If ``lag`` is at least the number of rounds, own tiles come last.
+Order of tiles: a thread block computes a tile for every other rank, the successor first, and
+``lag`` such rounds later the own tile of that number. The link carries tiles during the whole
+launch, and a part has the time of ``lag`` rounds to arrive before it is needed. If ``lag`` is at
+least the number of rounds, own tiles come last.
 
-Which thread block computes which tile: :func:`_slot`. Own tile i waits for the tiles i of other ranks. These are
-computed by thread blocks of the same or a lower index, and there before any own tile that could wait for this rank. So
-no thread block waits for one of a higher index, and any number of resident ones makes progress. A thread block releases
-its deferred signal before it waits.
+Order of thread blocks: own tile i waits for the tiles i of other ranks. Each of these is sent by the
+thread block that adds tile i, or by one of a lower index (:func:`_work`). Before a thread block
+sends the tiles of a round, it only waits for own tiles of earlier rounds, and it releases its
+deferred signal before each wait. By induction over rounds and indices, every wait ends with any
+number of resident thread blocks.
 
-After an expired wait the tile isn't stored. The rest of the launch sends what peers of this epoch wait for, and every
-later wait returns at once.
+After an expired wait the tile isn't stored. The rest of the launch sends what peers of this epoch
+wait for, and every later wait returns at once.
 """
 
 import triton.language as tl
@@ -63,14 +68,15 @@ from tdcoll.primitives.reduce import SUM, accumulate, rounded
 
 @jit
 def _work(turn, lag, tiles, world):
-    """Return ``(any, tile, distance)``: what this program does in a turn, if anything. It computes a tile for the rank
-    at this distance, which is itself if the distance is ``world``.
+    """Return ``(any, tile, distance)``: what this program does in a turn, if anything. It computes
+    a tile for the rank at this distance, which is itself if the distance is ``world``.
 
-    ``world`` turns are a round: one for each distance. Own tiles come ``lag`` rounds late. Of the ``tiles`` tiles of
-    each rank, whole rounds are dealt out first: tile i to program ``i % programs``, for all ranks alike. The ``rest``
-    tiles of the last round would leave most programs without work. There, programs form groups of ``rest``, which take
-    different distances in turn; own tiles go to the last group, because the thread blocks of other ranks that compute
-    the same tile for this rank may be of any group, and must not have a higher index.
+    ``world`` turns are a round: one for each distance. Own tiles come ``lag`` rounds late. Of the
+    ``tiles`` tiles of each rank, whole rounds are dealt out first: tile i to program ``i %
+    programs``, for all ranks alike. The ``rest`` tiles of the last round would leave most programs
+    without work. There, programs form groups of ``rest``, which take different distances in turn;
+    own tiles go to the last group, because the thread blocks of other ranks that compute the same
+    tile for this rank may be of any group, and must not have a higher index.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -92,6 +98,15 @@ def _work(turn, lag, tiles, world):
 
 
 @jit
+def _release(deferred, epoch):
+    """Set a peer's signal, at address ``deferred``, when the tile that it announces is there; 0:
+    none."""
+    if deferred != 0:
+        tdl.wait_descriptor_stores()
+        stores.release(deferred, 0, epoch)
+
+
+@jit
 def _sum(
     part,
     parts,
@@ -103,8 +118,8 @@ def _sum(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Return the sum of all ranks' parts of tile ``number`` in rank order, fp32: of ``COLUMNS`` columns from ``column``
-    on, of which ``part`` is the own one."""
+    """Return the sum of all ranks' parts of tile ``number`` in rank order, fp32: of ``COLUMNS``
+    columns from ``column`` on, of which ``part`` is the own one."""
     sums = tl.zeros((tile.rows, COLUMNS), tl.float32)
     own = part.to(tl.float32)
     # One loop over the others, into which the own part is put: it has one layout, and nothing is loaded in vain.
@@ -138,7 +153,8 @@ def _add(
     SLICE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add all ranks' parts of tile ``number`` and store the result: slice ``SLICE`` of ``SLICES`` of its columns."""
+    """Add all ranks' parts of tile ``number`` and store the result: slice ``SLICE`` of ``SLICES``
+    of its columns."""
     count: tl.constexpr = tile.columns // SLICES
     first: tl.constexpr = SLICE * count
     sums = _sum(part, parts, tiles, number, first, g, tile, count, STAGES)
@@ -179,20 +195,23 @@ def matmul_reduce_scatter(
     """``[world * rows, depth], [depth, columns] -> [rows, columns]``. Any number of thread blocks.
 
     Args:
-        source: address of this rank's ``x``, ``[world * rows, depth]``; a multiple of 16, rows of a multiple of 16
-            bytes.
+        source: address of this rank's ``x``, ``[world * rows, depth]``; a multiple of 16, rows of a
+            multiple of 16 bytes.
         out: address of the result.
-        inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots, for ``tiles`` tiles of the result's type per rank.
+        inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots, for ``tiles`` tiles of the
+        result's type per rank.
         g: :class:`~tdcoll.primitives.group.Group`, with at least ``tiles`` chunks.
-        weight, scales, shape, tile: tuples of :mod:`tdcoll.fused.matmul.product`. The bias is added to the sum; pass
-            the same one on all ranks, or zeros on others than the owner of the rows.
+        weight, scales, shape, tile: tuples of :mod:`tdcoll.fused.matmul.product`. The bias is added
+            to the sum; pass the same one on all ranks, or zeros on others than the owner of the
+            rows.
         lag: rounds from sending a tile to adding the own one, at least 0.
         extra: of the epilogue; a tuple or None.
         DTYPE, OUT: types of the operands and of the result, in which parts travel.
         PRECISION: of fp32 operands, ``"ieee"`` or ``"tf32"``.
         EPILOGUE: function of :mod:`tdcoll.primitives.epilogue`, called for sums.
         ALIGNED: ``out`` and the bytes of its rows are multiples of 16.
-        SLICES: 1 or 2: slices of columns in which a tile is added, because half a tile needs fewer registers.
+        SLICES: 1 or 2: slices of columns in which a tile is added, because half a tile needs fewer
+        registers.
         STAGES: parts of other ranks that are loaded ahead while one is added.
         WAITED: a power of two of at least ``world``.
     """
@@ -235,10 +254,8 @@ def matmul_reduce_scatter(
                     product_of, scales.x, scales.x_step, scales, row_of_x, column, end_row, shape, tile
                 )  # fmt: skip
             part = product_of.to(OUT)
-            if deferred != 0:
-                tdl.wait_descriptor_stores()
-                stores.release(deferred, 0, epoch)
-                deferred = tl.cast(0, tl.int64)
+            _release(deferred, epoch)
+            deferred = tl.cast(0, tl.int64)
             if distance < g.world:
                 for step in tl.static_range(1, g.world):
                     if distance == step:
@@ -263,6 +280,4 @@ def matmul_reduce_scatter(
                             part, parts, out, tiles, number, row_of_tile, column, weight, shape, width, extra, g, tile,
                             OUT, EPILOGUE, ALIGNED, 1, 0, STAGES,
                         )  # fmt: skip
-    if deferred != 0:
-        tdl.wait_descriptor_stores()
-        stores.release(deferred, 0, epoch)
+    _release(deferred, epoch)

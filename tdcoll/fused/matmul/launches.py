@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From tensors to the grid and the arguments of a kernel's launch, by name. It decides nothing and checks nothing."""
+"""From tensors to the grid and the arguments of a kernel's launch, by name. It decides nothing and
+checks nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tdcoll.primitives.reduce import triton_dtype
 
 _FP8_STEP = 128
 _PIECES_OF_A_TILE = 128
-"""Pieces that the rows of a tile may touch in one shard: one for each thread of the smallest block."""
+"""Pieces that the rows of a tile may touch in one shard: one for each thread of the smallest
+block."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Cut:
 
     Attributes:
         rows, columns, depth: of a tile of the result, and the depth of a step.
-        num_stages: steps whose operands are on their way at the same time, and the step that is computed.
+        num_stages: steps whose operands are on their way at the same time, and the step that is
+        computed.
         num_warps: of a thread block.
         group: rows of tiles that are computed side by side.
     """
@@ -65,7 +68,8 @@ class Operands:
         weight: ``[columns, depth]``, or ``[depth, columns]`` if ``depth_first``; contiguous.
         out: contiguous.
         bias: ``[columns]`` in the type of ``out``, or None.
-        x_scale, weight_scale: fp32, of fp8 operands: ``[1]``, or ``[rows]`` and ``[columns]``; or None.
+        x_scale, weight_scale: fp32, of fp8 operands: ``[1]``, or ``[rows]`` and ``[columns]``; or
+        None.
         epilogue: function of :mod:`tdcoll.primitives.epilogue`, which gets ``extra``.
         precision: of fp32 operands, ``"ieee"`` or ``"tf32"``.
     """

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """One tile of a matmul, for the kernels that communicate beside it.
 
-A product ``x [rows, depth] @ weight [depth, columns]`` is cut into tiles of ``tile.rows`` times ``tile.columns``. A
-tile is one loop over the depth, in steps of ``tile.depth``, from the first to the last, in fp32. Nothing splits the
-depth, so a row has the same bits whatever the tile, the thread block and the other rows are, and the bits of
-``torch.mm`` where cuBLAS doesn't split the depth either.
+A product ``x [rows, depth] @ weight [depth, columns]`` is cut into tiles of ``tile.rows`` times
+``tile.columns``. A tile is one loop over the depth, in steps of ``tile.depth``, from the first to
+the last, in fp32. Nothing splits the depth, so a row has the same bits whatever the tile, the
+thread block and the other rows are, and the bits of ``torch.mm`` where cuBLAS doesn't split the
+depth either.
 
-Operands are loaded through tensor descriptors (TMA), which the kernels make from addresses. A row of an operand
-therefore has to begin at a multiple of 16 bytes: ``depth`` times the element's size, and for a weight ``[depth,
-columns]`` also ``columns`` times the element's size. The host pads or refuses other shapes. Rows and columns may end
-anywhere; a descriptor reads zeros beyond the matrix. Results are stored through pointers, so that they may have any
-number of columns.
+Operands are loaded through tensor descriptors (TMA), which the kernels make from addresses. A row
+of an operand therefore has to begin at a multiple of 16 bytes: ``depth`` times the element's size,
+and for a weight ``[depth, columns]`` also ``columns`` times the element's size. The host pads or
+refuses other shapes. Rows and columns may end anywhere; a descriptor reads zeros beyond the matrix.
+Results are stored through pointers, so that they may have any number of columns.
 
-fp8 operands (e4m3fn, e5m2) come with scales, as those of ``torch._scaled_mm``: one for all of ``x``, or one for each
-row, and one for all of the weight, or one for each column. The tensor cores of Hopper add fp8 products with about 14
-bits, so the partial sum of each step is added to the accumulator in fp32; a step has 128 elements for every tile.
+fp8 operands (e4m3fn, e5m2) come with scales, as those of ``torch._scaled_mm``: one for all of
+``x``, or one for each row, and one for all of the weight, or one for each column. The tensor cores
+of Hopper add fp8 products with about 14 bits, so the partial sum of each step is added to the
+accumulator in fp32; a step has 128 elements for every tile.
 """
 
 from typing import NamedTuple
@@ -29,7 +31,8 @@ class Shape(NamedTuple):
     """Sizes of a matmul on one rank.
 
     Attributes:
-        rows: of one rank's shard of the long matrix: ``x`` before an all-gather, the result of a reduce-scatter.
+        rows: of one rank's shard of the long matrix: ``x`` before an all-gather, the result of a
+        reduce-scatter.
         columns: of this rank's weight, and of the result.
         depth: of this rank's part of the inner dimension.
     """
@@ -42,8 +45,9 @@ class Shape(NamedTuple):
 class Weight(NamedTuple):
     """The weight on one rank, with its bias.
 
-    Several weights that share ``x`` (as of Q, K and V) are passed as one, concatenated along the columns: a descriptor
-    for each would cost every thread block a microsecond, and each weight would end with a partial wave of its own.
+    Several weights that share ``x`` (as of Q, K and V) are passed as one, concatenated along the
+    columns: a descriptor for each would cost every thread block a microsecond, and each weight
+    would end with a partial wave of its own.
 
     Attributes:
         base: address of ``[columns, depth]``, or of ``[depth, columns]`` if ``depth_first``.
@@ -60,8 +64,10 @@ class Scales(NamedTuple):
     """Scales of fp8 operands, fp32.
 
     Attributes:
-        x: address of the scale of row 0 of ``x``; the next row's is ``x_step`` elements behind it: 0 or 1.
-        weight: address of the scale of column 0 of the weight; the next column's is ``weight_step`` behind it: 0 or 1.
+        x: address of the scale of row 0 of ``x``; the next row's is ``x_step`` elements behind it:
+        0 or 1.
+        weight: address of the scale of column 0 of the weight; the next column's is ``weight_step``
+        behind it: 0 or 1.
         used: whether there are scales.
     """
 
@@ -78,7 +84,8 @@ class Tile(NamedTuple):
     Attributes:
         rows, columns: of a tile of the result.
         depth: of a step; for fp8 operands 128.
-        group: rows of tiles that are computed side by side, so that they find each other's operands in the L2 cache.
+        group: rows of tiles that are computed side by side, so that they find each other's operands
+        in the L2 cache.
     """
 
     rows: tl.constexpr
@@ -89,7 +96,8 @@ class Tile(NamedTuple):
 
 @jit
 def matrix(base, rows, columns, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a descriptor of the row-major matrix ``[rows, columns]`` at address ``base``, by blocks ``[ROWS, COLUMNS]``.
+    """Return a descriptor of the row-major matrix ``[rows, columns]`` at address ``base``, in
+    blocks.
 
     Making one costs a thread block about a microsecond.
     """
@@ -109,8 +117,8 @@ def weight_matrix(weight, shape, tile, DTYPE: tl.constexpr):
 
 @jit
 def place(index, row_tiles, column_tiles, tile):
-    """Return ``(row, column)`` of the first element of tile ``index``: down ``tile.group`` rows of tiles, column by
-    column, and then the next ``tile.group`` rows."""
+    """Return ``(row, column)`` of the first element of tile ``index``: down ``tile.group`` rows of
+    tiles, column by column, and then the next ``tile.group`` rows."""
     in_group = tile.group * column_tiles
     first = index // in_group * tile.group
     height = tl.minimum(row_tiles - first, tile.group)
@@ -154,8 +162,8 @@ def product(
 
 @jit
 def width_of(shape, OUT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return ``shape.columns``, int64; if ``ALIGNED``, the compiler learns that a row of the result is a multiple of 16
-    bytes, and loads and stores 16 at once."""
+    """Return ``shape.columns``, int64; if ``ALIGNED``, the compiler learns that a row of the result
+    is a multiple of 16 bytes, and loads and stores 16 at once."""
     width = tl.cast(shape.columns, tl.int64)
     if ALIGNED:
         per_word: tl.constexpr = 128 // OUT.primitive_bitwidth
@@ -165,8 +173,8 @@ def width_of(shape, OUT: tl.constexpr, ALIGNED: tl.constexpr):
 
 @jit
 def indices(row, column, end_row, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return ``(rows, columns, inside)`` of the block ``[ROWS, COLUMNS]`` at ``(row, column)``; inside are the elements
-    before row ``end_row`` and column ``width``."""
+    """Return ``(rows, columns, inside)`` of the block ``[ROWS, COLUMNS]`` at ``(row, column)``;
+    inside are the elements before row ``end_row`` and column ``width``."""
     rows = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = (column + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
     return rows, columns, (rows < end_row) & (columns < width)

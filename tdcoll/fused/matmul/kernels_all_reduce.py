@@ -1,48 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmul + all-reduce in one kernel for few rows (decoding), by the Lamport protocol: data without signals.
+"""Matmul + all-reduce in one kernel for few rows (decoding), by the Lamport protocol: data without
+signals.
 
 Scope: 1 to 8 ranks of one node that can store to each other's memory; operands and shapes as in
-:mod:`tdcoll.fused.matmul.product`; results in fp32, fp16 or bf16 that fit into the context's Lamport memory. Every rank
-has ``x [rows, depth]`` and a weight of its own, whose product is a *part* of the result, and gets the sum of all parts.
-For many rows, a matmul + reduce-scatter and an all-gather send fewer bytes beside the matmul.
+:mod:`tdcoll.fused.matmul.product`; results in fp32, fp16 or bf16 that fit into the context's
+Lamport memory. Every rank has ``x [rows, depth]`` and a weight of its own, whose product is a
+*part* of the result, and gets the sum of all parts. For many rows, a matmul + reduce-scatter and an
+all-gather send fewer bytes beside the matmul.
 
-Every rank computes all tiles of its part. A tile leaves the registers as 128-bit *words*, without a detour through
-memory, and the receiver polls the words themselves (:mod:`tdcoll.primitives.lamport`): one hop of about 2 us.
+Every rank computes all tiles of its part. A tile leaves the registers as 128-bit *words*, without a
+detour through memory, and the receiver polls the words themselves
+(:mod:`tdcoll.primitives.lamport`): one hop of about 2 us.
 
-**One-shot.** Every rank sends all words to all others and sums everything: one hop, ``world - 1`` times the data. ::
+**One-shot.** Every rank sends all words to all others and sums everything: one hop, ``world - 1``
+times the data. ::
 
     part, rounded --words--> inbox[slot, r] on every other rank
     inbox[slot, 0], ..., own part, ..., inbox[slot, world - 1] --sum in rank order--> epilogue --> out
 
-**Two-shot** (``TWO_SHOT``). The words of a tile are cut into a share for each rank, which sums it and sends the sum on:
-two hops, ``2 * (world - 1) / world`` times the data. With 2 ranks both send the same; with 4 or 8 two-shot wins from
-about 64 KB on. ::
+**Two-shot** (``TWO_SHOT``). The words of a tile are cut into a share for each rank, which sums it
+and sends the sum on: two hops, ``2 * (world - 1) / world`` times the data. With 2 ranks both send
+the same; with 4 or 8 two-shot wins from about 64 KB on. ::
 
     share p of a tile --words--> first half of inbox[slot, r] on rank p, for every rank p, also r itself
     first halves of inbox[slot, 0], ..., inbox[slot, world - 1] --sum in rank order--> epilogue --> share r of out
     share r of out --words--> second half of inbox[slot, r] on every other rank --> share r of their out
 
-The own part waits in the own segment of the inbox, which is never polled: registers hold one tile, and a thread block
-may have several.
+The own part waits in the own segment of the inbox, which is never polled: registers hold one tile,
+and a thread block may have several.
 
-Place of a word: words are numbered within a tile, row by row. A segment has ``stride`` words for each tile: of as many
-rows as the result or the tile has, whichever are fewer. In two-shot calls each half has ``share`` words for each tile.
-Words beyond the last row or column are neither sent nor awaited.
+Place of a word: words are numbered within a tile, row by row. A segment has ``stride`` words for
+each tile: of as many rows as the result or the tile has, whichever are fewer. In two-shot calls
+each half has ``share`` words for each tile. Words beyond the last row or column are neither sent
+nor awaited.
 
-Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s, and polled by the thread
-block of rank r that has the number of the one which sent them.
+Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s, and
+polled by the thread block of rank r that has the number of the one which sent them.
 
-Ordering and reuse of slots: those of :mod:`tdcoll.primitives.lamport`. The own words are stored and loaded by the same
-thread block, with a barrier between. Every tile has a word of every rank, and in two-shot calls a sum from every rank
-that has a share, so a launch hears from every peer.
+Ordering and reuse of slots: those of :mod:`tdcoll.primitives.lamport`. The own words are stored and
+loaded by the same thread block, with a barrier between. Every tile has a word of every rank, and in
+two-shot calls a sum from every rank that has a share, so a launch hears from every peer.
 
-Bits: parts are rounded to the result's type before they are added, also the own one; sums are in rank order, in fp32,
-rounded once. A part of -0.0 may travel as +0.0, which changes no sum.
+Bits: parts are rounded to the result's type before they are added, also the own one; sums are in
+rank order, in fp32, rounded once. A part of -0.0 may travel as +0.0, which changes no sum.
 
-Order of thread blocks: program i computes tiles i, i + programs, ... and sends their words; then it sums them, and then
-it takes over the sums of others, each for all of its tiles. It waits for programs i of other ranks only, for what these
-do in an earlier phase. Any number of resident thread blocks makes progress, and any number of thread blocks works, if it
-is the same on all ranks.
+Order of thread blocks: program i computes tiles i, i + programs, ... and sends their words. Then it
+sums the words of all of its tiles, and then it takes over the sums of other ranks. It waits for
+programs i of other ranks only, for what these do in an earlier phase. Any number of resident thread
+blocks makes progress. Any number of thread blocks works, if it is the same on all ranks.
 
 After an expired wait nothing is stored where words are missing, and nothing is sent on.
 """
@@ -68,9 +73,9 @@ def _pairs(block):
 
 @jit
 def words_of(tile):
-    """Return the words of a tile of 16 or 32 bits per element, row by row: a tuple of four int32 blocks of one dimension.
+    """Return the words of a tile, row by row: a tuple of four int32 blocks of one dimension.
 
-    The tile changes its layout once, through shared memory.
+    Elements have 16 or 32 bits. The tile changes its layout once, through shared memory.
     """
     elements: tl.constexpr = tile.shape[0] * tile.shape[1]
     if tile.dtype.primitive_bitwidth == 32:
@@ -87,7 +92,8 @@ def words_of(tile):
 
 @jit
 def _positions(word, row, column, shape, PER_ROW: tl.constexpr, OUT: tl.constexpr):
-    """Return ``(rows, columns, inside)`` of the first elements of words of the tile at ``(row, column)``."""
+    """Return ``(rows, columns, inside)`` of the first elements of words of the tile at ``(row,
+    column)``."""
     rows = row + word // PER_ROW
     columns = column + word % PER_ROW * (128 // OUT.primitive_bitwidth)
     return rows, columns, (rows < shape.rows) & (columns < shape.columns)
@@ -95,7 +101,8 @@ def _positions(word, row, column, shape, PER_ROW: tl.constexpr, OUT: tl.constexp
 
 @jit
 def _sum(found, rows, columns, weight, shape, extra, world, OUT: tl.constexpr, EPILOGUE: tl.constexpr):
-    """Return the words of the result: the sums of all ranks' words ``found``, with the bias, after the epilogue."""
+    """Return the words of the result: the sums of all ranks' words ``found``, with the bias, after
+    the epilogue."""
     made = ()
     for part in tl.static_range(4):
         word = tl.zeros_like(found[0][part])
@@ -116,7 +123,8 @@ def _sum(found, rows, columns, weight, shape, extra, world, OUT: tl.constexpr, E
 
 @jit
 def _store(out, made, rows, columns, mask, shape, OUT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Store words of the result, where ``mask`` is true, to the matrix ``[rows, columns]`` at address ``out``."""
+    """Store words of the result, where ``mask`` is true, to the matrix ``[rows, columns]`` at
+    address ``out``."""
     bits: tl.constexpr = OUT.primitive_bitwidth
     first = rows.to(tl.int64) * shape.columns + columns
     if ALIGNED:
@@ -126,7 +134,7 @@ def _store(out, made, rows, columns, mask, shape, OUT: tl.constexpr, ALIGNED: tl
         numbers = out.to(tl.pointer_type(kind))
         for part in tl.static_range(4):
             for place_in_part in tl.static_range(32 // bits):
-                offset: tl.constexpr = part * (32 // bits) + place_in_part
+                offset = part * (32 // bits) + place_in_part
                 number = (made[part] >> (bits * place_in_part)).to(kind)
                 tl.store(numbers + first + offset, number, mask=mask & (columns + offset < shape.columns))
 
@@ -150,23 +158,26 @@ def matmul_all_reduce(
     TWO_SHOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``[rows, depth], [depth, columns] -> [rows, columns]`` on every rank. Any number of thread blocks.
+    """``[rows, depth], [depth, columns] -> [rows, columns]`` on every rank. Any number of thread
+    blocks.
 
     Args:
         source: address of this rank's ``x``; a multiple of 16, rows of a multiple of 16 bytes.
         out: address of the result.
-        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, whose segments hold ``stride`` words for each tile, or twice
-            ``share`` for two-shot calls; see the module.
+        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, whose segments hold ``stride`` words for
+            each tile, or twice ``share`` for two-shot calls; see the module.
         g: :class:`~tdcoll.primitives.group.Group`.
-        weight, scales, shape, tile: tuples of :mod:`tdcoll.fused.matmul.product`; ``shape.rows`` are all rows. The bias
-            is added to the sum, and is the same on all ranks.
+        weight, scales, shape, tile: tuples of :mod:`tdcoll.fused.matmul.product`; ``shape.rows``
+            are all rows. The bias is added to the sum, and is the same on all ranks.
         extra: of the epilogue; a tuple or None. In two-shot calls, one rank computes what all get.
-        DTYPE, OUT: types of the operands and of the result, in which parts travel: fp32, fp16 or bf16.
+        DTYPE, OUT: types of the operands and of the result, in which parts travel: fp32, fp16 or
+        bf16.
         PRECISION: of fp32 operands, ``"ieee"`` or ``"tf32"``.
         EPILOGUE: function of :mod:`tdcoll.primitives.epilogue`.
         ALIGNED: ``out`` and the bytes of its rows are multiples of 16.
-        TWO_SHOT: send each word to the rank that sums it. The result has at least ``tile.columns`` columns, and the
-            ``stride`` words of a tile give every rank a share: ``(world - 1) * ceil(stride / world) < stride``.
+        TWO_SHOT: send each word to the rank that sums it. The result has at least ``tile.columns``
+            columns, and the ``stride`` words of a tile give every rank a share: ``(world - 1) *
+            ceil(stride / world) < stride``.
         BLOCK: words that are summed at a time, a power of two.
     """
     in_stream_order()
