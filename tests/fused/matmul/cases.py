@@ -323,11 +323,11 @@ class Gather(Matmuls):
         inbox = Inbox(ctx.inbox.data_ptr(), ctx.capacity, group.deltas, tl.constexpr(2))
         gathered = torch.zeros(world * rows, depth).to(self.dtype)
         if self.symmetric:
-            gathered = ctx.once(
-                "gathered",
-                lambda: ctx.job.allocate((world * rows, depth), self.dtype, group=ctx._group),
-            )
-            inbox = Inbox(gathered.data_ptr(), operands.x.nbytes, group.deltas, tl.constexpr(1))
+            nbytes = world * operands.x.nbytes
+            room = (nbytes + 4 * world * rows,)  # scales lie behind the matrix
+            buffer = ctx.once("gathered", lambda: ctx.job.allocate(room, torch.uint8, group=ctx._group))
+            inbox = Inbox(buffer.data_ptr(), operands.x.nbytes, group.deltas, tl.constexpr(1))
+            gathered = buffer[:nbytes].view(self.dtype).view(world * rows, depth)
         streams = self.copy(ctx, operands, inbox) if self.copied else []
         blocks, arguments = launches.gather(
             operands,
