@@ -417,9 +417,9 @@ def store_words(words: _Pointer, first: _Value, second: _Value, third: _Value, f
     another."""
 
 def wait_descriptor_stores() -> None:
-    """Waits until the block's earlier stores through tensor descriptors are complete. They are asynchronous. Neither
-    `syncthreads()` nor a release orders them before that, and Triton itself only waits until their source may be
-    reused. Put `syncthreads()`, and a release, between this and telling anybody."""
+    """Waits until the block's earlier stores through tensor descriptors are complete. They are asynchronous: neither
+    `syncthreads()` nor a release orders them before that. Triton itself only waits until their source may be reused.
+    Put `syncthreads()`, and a release, between this and telling anybody."""
 
 def block_and(flag: _Number) -> tl.tensor:
     """Barrier of the block's threads; 1 in all of them if `flag` is not 0 in all of them, else 0. Makes a value that

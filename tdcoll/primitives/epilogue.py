@@ -18,8 +18,9 @@ Args of an epilogue: sums: block of results in the accumulator's type (fp32, or 
     and stores need it as their mask. extra: what the caller has passed for the epilogue: a tuple of
     pointers and numbers, or None.
 
-It returns a block of that shape, which is rounded to the result's type and stored. Kernels call it
-for blocks of different shapes, of one dimension or two, so it has to work element by element."""
+It returns a block of that shape, which is rounded to the result's type and stored. It has to work
+element by element, because kernels call it for blocks of different shapes, of one dimension or
+two."""
 
 from tdcoll.language.jit import jit
 

@@ -5,8 +5,8 @@ signals.
 Scope: 1 to 8 ranks of one node that can store to each other's memory; operands and shapes as in
 :mod:`tdcoll.fused.matmul.product`; results in fp32, fp16 or bf16 that fit into the context's
 Lamport memory. Every rank has ``x [rows, depth]`` and a weight of its own, whose product is a
-*part* of the result, and gets the sum of all parts. For many rows, a matmul + reduce-scatter and an
-all-gather send fewer bytes beside the matmul.
+*part* of the result, and gets the sum of all parts. If there are many rows, a matmul +
+reduce-scatter and an all-gather send fewer bytes beside the matmul.
 
 Every rank computes all tiles of its part. A tile leaves the registers as 128-bit *words*, without a
 detour through memory, and the receiver polls the words themselves
@@ -19,15 +19,15 @@ times the data. ::
     inbox[slot, 0], ..., own part, ..., inbox[slot, world - 1] --sum in rank order--> epilogue --> out
 
 **Two-shot** (``TWO_SHOT``). The words of a tile are cut into a share for each rank, which sums it
-and sends the sum on: two hops, ``2 * (world - 1) / world`` times the data. With 2 ranks both send
-the same; with 4 or 8 two-shot wins from about 64 KB on. ::
+and sends the sum on: two hops, ``2 * (world - 1) / world`` times the data. If there are 2 ranks,
+both send the same. With 4 or 8, two-shot wins from about 64 KB on. ::
 
     share p of a tile --words--> first half of inbox[slot, r] on rank p, for every rank p, also r itself
     first halves of inbox[slot, 0], ..., inbox[slot, world - 1] --sum in rank order--> epilogue --> share r of out
     share r of out --words--> second half of inbox[slot, r] on every other rank --> share r of their out
 
-The own part waits in the own segment of the inbox, which is never polled: registers hold one tile,
-and a thread block may have several.
+The own part waits in the own segment of the inbox, which is never polled, because a thread block
+may have several tiles, and its registers hold one.
 
 Place of a word: words are numbered within a tile, row by row. A segment has ``stride`` words for
 each tile: of as many rows as the result or the tile has, whichever are fewer. In two-shot calls
@@ -38,8 +38,8 @@ Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are writ
 polled by the thread block of rank r that has the number of the one which sent them.
 
 Ordering and reuse of slots: those of :mod:`tdcoll.primitives.lamport`. The own words are stored and
-loaded by the same thread block, with a barrier between. Every tile has a word of every rank, and in
-two-shot calls a sum from every rank that has a share, so a launch hears from every peer.
+loaded by the same thread block, with a barrier between. A launch hears from every peer, because
+every tile has a word of every rank, and in two-shot calls a sum from every rank that has a share.
 
 Bits: parts are rounded to the result's type before they are added, also the own one; sums are in
 rank order, in fp32, rounded once. A part of -0.0 may travel as +0.0, which changes no sum.
@@ -49,7 +49,7 @@ sums the words of all of its tiles, and then it takes over the sums of other ran
 programs i of other ranks only, for what these do in an earlier phase. Any number of resident thread
 blocks makes progress. Any number of thread blocks works, if it is the same on all ranks.
 
-After an expired wait nothing is stored where words are missing, and nothing is sent on.
+If a wait expires, nothing is stored where words are missing, and nothing is sent on.
 """
 
 import triton.language as tl
@@ -169,9 +169,10 @@ def matmul_all_reduce(
         g: :class:`~tdcoll.primitives.group.Group`.
         weight, scales, shape, tile: tuples of :mod:`tdcoll.fused.matmul.product`; ``shape.rows``
             are all rows. The bias is added to the sum, and is the same on all ranks.
-        extra: of the epilogue; a tuple or None. In two-shot calls, one rank computes what all get.
+        extra: of the epilogue; a tuple or None. If the call is two-shot, one rank computes what all
+            get.
         DTYPE, OUT: types of the operands and of the result, in which parts travel: fp32, fp16 or
-        bf16.
+            bf16.
         PRECISION: of fp32 operands, ``"ieee"`` or ``"tf32"``.
         EPILOGUE: function of :mod:`tdcoll.primitives.epilogue`.
         ALIGNED: ``out`` and the bytes of its rows are multiples of 16.

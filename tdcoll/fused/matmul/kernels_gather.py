@@ -4,8 +4,8 @@
 Scope: 1 to 8 ranks of one node that can store to each other's memory; operands and shapes as in
 :mod:`tdcoll.fused.matmul.product`. Each rank has a shard of ``rows`` rows and a weight of its own,
 and gets the product of all ranks' rows with that weight. On several nodes, or without stores to
-peers, an all-gather and a matmul do the same. With few rows cuBLAS splits the depth, and a gather
-in one hop followed by cuBLAS is faster.
+peers, an all-gather and a matmul do the same. If there are few rows, a gather in one hop and cuBLAS
+are faster, because cuBLAS splits the depth.
 
 Data flow, seen from rank r. The inbox of a call is the gathered matrix ``[world * rows, depth]``,
 shard after shard::
@@ -19,37 +19,37 @@ fp32 ``[world * rows]``; a piece brings the scales of the rows that begin in it.
 
 Who sends: the first ``pushers`` thread blocks of the grid send pieces and leave; the next ones
 multiply; the last ``keepers`` copy the gathered matrix out of the inbox, if the caller wants it.
-Few pushers fill a link, so most of the GPU multiplies while the shard is on its way, and a pusher's
-multiprocessor is free for the thread block that comes after it. With ``COPIED`` copy engines send
-instead (:mod:`tdcoll.primitives.copies`, whose ``enter`` has begun the epoch), with a stamp behind
-each piece, and there are no pushers.
+Few pushers are enough, because few fill a link. Most of the GPU multiplies while the shard is on
+its way, and a pusher's multiprocessor is free for the thread block that comes after it. With
+``COPIED`` copy engines send instead (:mod:`tdcoll.primitives.copies`, whose ``enter`` has begun the
+epoch), with a stamp behind each piece, and there are no pushers.
 
-``WHOLE``: tiles span several shards, for shards of fewer rows than a tile. Then the own shard goes
-through the inbox, too, and every tile waits for all shards that it has rows of.
+``WHOLE``: tiles span several shards, because shards have fewer rows than a tile. The own shard then
+goes through the inbox, too, and every tile waits for all shards that it has rows of.
 
 Signal map: ``arrived[slot, piece, s]`` on rank r is set to the epoch by rank s when that piece of
 its shard is here. It is polled by the thread blocks whose tile has rows of the piece, and by
-keepers. Rank r sets its own if it also sends to itself (``SELF``). Every piece belongs to some
-tile, so a launch hears from every peer.
+keepers. Rank r sets its own if it also sends to itself (``SELF``). A launch hears from every peer,
+because every piece belongs to some tile.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`. The receiver acquires the signals and ends the
 wait with the proxy fence, because it then loads through descriptors. The loads of a tile stay
 behind its wait, because they belong to a loop of their own that begins after it.
 
 Reuse of slots: :mod:`tdcoll.calls.context`. A launch ends when all tiles are computed, hence when
-it has read all that peers have sent for its epoch; a peer writes to this slot again two epochs
-later, after it has heard from this rank in the epoch between. If the inbox is a symmetric buffer of
+it has read all that peers have sent for its epoch. A peer writes to this slot again two epochs
+later, when it has heard from this rank in the epoch between. If the inbox is a symmetric buffer of
 the caller's (one slot), thread block 0 first tells all peers that this rank has entered, and
 pushers write to a peer only when that has. With ``COPIED`` addresses are fixed and epochs even;
 ``enter`` has waited until all peers have entered.
 
-After an expired wait the tile isn't stored, and the monitor makes every later wait return at once,
-so the launch ends. With ``COPIED`` a thread block looks at its end whether a peer has given up,
+If a wait expires, the tile isn't stored. The launch ends, because the monitor makes every later
+wait return at once. With ``COPIED`` a thread block looks at its end whether a peer has given up,
 whose copies may have overwritten what was read.
 
 Order of thread blocks: pushers wait at most for thread block 0 of a peer (one slot). All others
-wait for pushers or copy engines of peers. No thread block waits for one of a higher index, so any
-number of resident ones makes progress.
+wait for pushers or copy engines of peers. Any number of resident thread blocks makes progress,
+because none waits for one of a higher index.
 """
 
 import triton.language as tl
@@ -287,10 +287,10 @@ def all_gather_matmul(
 
     Args:
         source: address of this rank's shard, ``[rows, depth]``; a multiple of 16, rows of a
-        multiple of 16 bytes.
+            multiple of 16 bytes.
         out: address of the result.
-        gathered: address for the gathered matrix ``[world * rows, depth]``. Not used without
-        keepers.
+        gathered: address for the gathered matrix ``[world * rows, depth]``; only used if there are
+            keepers.
         inbox: :class:`~tdcoll.primitives.group.Inbox` of at least ``rows * depth`` elements per
             rank, and with scales 4 bytes more per row. With one slot, a symmetric buffer that
             begins with the gathered matrix.
@@ -309,7 +309,7 @@ def all_gather_matmul(
         SELF: this rank's shard goes to its own inbox, too.
         COPIED: copy engines send.
         WAITED: a power of two of at least ``world``, and of the pieces that the rows of a tile may
-        touch in one shard.
+            touch in one shard.
         WORDS: 32-bit words that a pusher or keeper copies at a time, a power of two.
     """
     in_stream_order()

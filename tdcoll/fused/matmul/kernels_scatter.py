@@ -12,11 +12,11 @@ Data flow, seen from rank r. The result of a rank is cut into ``tiles`` tiles::
     x[rows of p] @ weight = part, rounded --descriptor store--> inbox[r, tile] on rank p, for every other rank p
     inbox[0, tile], ..., own part, rounded, ..., inbox[world - 1, tile] --sum in rank order, fp32--> epilogue --> out
 
-A tile in the inbox is a matrix ``[tile.rows, tile.columns]`` without gaps, whole even at the edges
-of the result, so one descriptor for each peer suffices, whatever the number of columns.
+One descriptor for each peer suffices, whatever the number of columns, because a tile in the inbox
+is a matrix ``[tile.rows, tile.columns]`` without gaps, whole even at the edges of the result.
 
-Bits: parts are rounded to the result's type before they are added, also the own one, so the result
-is that of ``torch.mm`` on every rank and a sum in rank order, rounded once.
+Bits: the result is that of ``torch.mm`` on every rank and a sum in rank order, rounded once,
+because parts are rounded to the result's type before they are added, also the own one.
 
 Signal map: ``arrived[slot, tile, s]`` on rank r is set to the epoch by rank s when its part of that
 tile is here, and polled by the thread block that adds the tile. Every rank adds at least one tile,
@@ -27,8 +27,8 @@ computes the next tile while the store is on its way, then waits until its store
 synchronizes its threads, and releases the signal at system scope. The receiver acquires the signals
 of a tile and ends the wait with the proxy fence, because it then loads through a descriptor.
 
-Reuse of slots: :mod:`tdcoll.calls.context`. A peer writes to this slot again two epochs later,
-after it has heard from this rank in the epoch between, which this rank began when it had added all
+Reuse of slots: :mod:`tdcoll.calls.context`. A peer writes to this slot again two epochs later, when
+it has heard from this rank in the epoch between. This rank began that one when it had added all
 tiles of this one.
 
 Order of tiles: a thread block computes a tile for every other rank, the successor first, and
@@ -36,14 +36,14 @@ Order of tiles: a thread block computes a tile for every other rank, the success
 launch, and a part has the time of ``lag`` rounds to arrive before it is needed. If ``lag`` is at
 least the number of rounds, own tiles come last.
 
-Order of thread blocks: own tile i waits for the tiles i of other ranks. Each of these is sent by the
-thread block that adds tile i, or by one of a lower index (:func:`_work`). Before a thread block
+Order of thread blocks: own tile i waits for the tiles i of other ranks. Each of these is sent by
+the thread block that adds tile i, or by one of a lower index (:func:`_work`). Before a thread block
 sends the tiles of a round, it only waits for own tiles of earlier rounds, and it releases its
 deferred signal before each wait. By induction over rounds and indices, every wait ends with any
 number of resident thread blocks.
 
-After an expired wait the tile isn't stored. The rest of the launch sends what peers of this epoch
-wait for, and every later wait returns at once.
+If a wait expires, the tile isn't stored. The rest of the launch sends what peers of this epoch wait
+for, and every later wait returns at once.
 """
 
 import triton.language as tl
@@ -199,19 +199,20 @@ def matmul_reduce_scatter(
             multiple of 16 bytes.
         out: address of the result.
         inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots, for ``tiles`` tiles of the
-        result's type per rank.
+            result's type per rank.
         g: :class:`~tdcoll.primitives.group.Group`, with at least ``tiles`` chunks.
         weight, scales, shape, tile: tuples of :mod:`tdcoll.fused.matmul.product`. The bias is added
             to the sum; pass the same one on all ranks, or zeros on others than the owner of the
             rows.
-        lag: rounds from sending a tile to adding the own one, at least 0.
+        lag: rounds from sending a tile to adding the own one, at least 0. If it is large, own tiles
+            come last.
         extra: of the epilogue; a tuple or None.
         DTYPE, OUT: types of the operands and of the result, in which parts travel.
         PRECISION: of fp32 operands, ``"ieee"`` or ``"tf32"``.
         EPILOGUE: function of :mod:`tdcoll.primitives.epilogue`, called for sums.
         ALIGNED: ``out`` and the bytes of its rows are multiples of 16.
         SLICES: 1 or 2: slices of columns in which a tile is added, because half a tile needs fewer
-        registers.
+            registers.
         STAGES: parts of other ranks that are loaded ahead while one is added.
         WAITED: a power of two of at least ``world``.
     """

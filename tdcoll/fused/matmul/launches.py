@@ -31,7 +31,7 @@ class Cut:
     Attributes:
         rows, columns, depth: of a tile of the result, and the depth of a step.
         num_stages: steps whose operands are on their way at the same time, and the step that is
-        computed.
+            computed.
         num_warps: of a thread block.
         group: rows of tiles that are computed side by side.
     """
@@ -69,7 +69,7 @@ class Operands:
         out: contiguous.
         bias: ``[columns]`` in the type of ``out``, or None.
         x_scale, weight_scale: fp32, of fp8 operands: ``[1]``, or ``[rows]`` and ``[columns]``; or
-        None.
+            None.
         epilogue: function of :mod:`tdcoll.primitives.epilogue`, which gets ``extra``.
         precision: of fp32 operands, ``"ieee"`` or ``"tf32"``.
     """

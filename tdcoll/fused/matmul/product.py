@@ -9,14 +9,15 @@ depth either.
 
 Operands are loaded through tensor descriptors (TMA), which the kernels make from addresses. A row
 of an operand therefore has to begin at a multiple of 16 bytes: ``depth`` times the element's size,
-and for a weight ``[depth, columns]`` also ``columns`` times the element's size. The host pads or
-refuses other shapes. Rows and columns may end anywhere; a descriptor reads zeros beyond the matrix.
-Results are stored through pointers, so that they may have any number of columns.
+and for a weight ``[depth, columns]`` also ``columns`` times the element's size. If a shape doesn't
+fit, the host pads or refuses it. Rows and columns may end anywhere, because a descriptor reads
+zeros beyond the matrix. Results are stored through pointers instead, and may have any number of
+columns.
 
 fp8 operands (e4m3fn, e5m2) come with scales, as those of ``torch._scaled_mm``: one for all of
 ``x``, or one for each row, and one for all of the weight, or one for each column. The tensor cores
 of Hopper add fp8 products with about 14 bits, so the partial sum of each step is added to the
-accumulator in fp32; a step has 128 elements for every tile.
+accumulator in fp32. A step always has 128 elements, because the bits depend on it.
 """
 
 from typing import NamedTuple
@@ -32,7 +33,7 @@ class Shape(NamedTuple):
 
     Attributes:
         rows: of one rank's shard of the long matrix: ``x`` before an all-gather, the result of a
-        reduce-scatter.
+            reduce-scatter.
         columns: of this rank's weight, and of the result.
         depth: of this rank's part of the inner dimension.
     """
@@ -46,12 +47,12 @@ class Weight(NamedTuple):
     """The weight on one rank, with its bias.
 
     Several weights that share ``x`` (as of Q, K and V) are passed as one, concatenated along the
-    columns: a descriptor for each would cost every thread block a microsecond, and each weight
-    would end with a partial wave of its own.
+    columns, because a descriptor for each would cost every thread block a microsecond, and each
+    weight would end with a partial wave of its own.
 
     Attributes:
         base: address of ``[columns, depth]``, or of ``[depth, columns]`` if ``depth_first``.
-        bias: address of ``[columns]`` in the result's type. Not used unless ``biased``.
+        bias: address of ``[columns]`` in the result's type; only read if ``biased``.
     """
 
     base: tl.int64
@@ -65,10 +66,10 @@ class Scales(NamedTuple):
 
     Attributes:
         x: address of the scale of row 0 of ``x``; the next row's is ``x_step`` elements behind it:
-        0 or 1.
+            0 or 1.
         weight: address of the scale of column 0 of the weight; the next column's is ``weight_step``
-        behind it: 0 or 1.
-        used: whether there are scales.
+            behind it: 0 or 1.
+        used: whether there are scales. If not, the other fields are not read.
     """
 
     x: tl.int64
@@ -84,8 +85,8 @@ class Tile(NamedTuple):
     Attributes:
         rows, columns: of a tile of the result.
         depth: of a step; for fp8 operands 128.
-        group: rows of tiles that are computed side by side, so that they find each other's operands
-        in the L2 cache.
+        group: rows of tiles that are computed side by side, because they then find each other's
+            operands in the L2 cache.
     """
 
     rows: tl.constexpr

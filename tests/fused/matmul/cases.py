@@ -78,10 +78,10 @@ class Matmuls:
         first: number of the first epoch, and of the first Lamport call.
         late: turns of the scheduler that a rank lets pass before each call, by rank.
         patient: waits don't expire. Otherwise a rank whose wait has expired may raise; all others
-        get right results.
+            get right results.
         looks: ranks other than the first check every call when it is done, and then use its result.
         ended: how many ranks ended with right results and how many gave up, and waits that expired
-        early.
+            early.
     """
 
     calls: str = "mmm"
