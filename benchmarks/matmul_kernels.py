@@ -246,7 +246,8 @@ def run_alone(made: Matmul, cut: Cut, blocks: int, host: bool, warmup: bool = Fa
 
 # ---------------------------------------------------------------------- one rank of two
 
-PUSHERS = (0, 4, 8, 16, 32, 64, 128)
+PUSHERS = [(0, False), *((count, False) for count in (4, 8, 16, 32, 64, 128)), (8, True), (16, True), (32, True)]
+"""Thread blocks that send, and whether they have multiprocessors of their own, so that so many fewer multiply."""
 
 
 def time_gather(report: Report) -> None:
@@ -255,14 +256,14 @@ def time_gather(report: Report) -> None:
     heaps = [Heap(rank, 2, capacity) for rank in range(2)]
     heaps[0].signals.fill_(SIGNALLED)
     group, inbox = connected(heaps)[0]
-    plans: list[tuple[Matmul, dict[int, list[tuple[str, Launch]]]]] = []
+    plans: list[tuple[Matmul, dict[tuple[int, bool], list[tuple[str, Launch]]]]] = []
     for shape in GATHERS:
         rows, depth, columns = shape
         made = Matmul(shape, rows // 2, rows)
-        variants: dict[int, list[tuple[str, Launch]]] = {pushers: [] for pushers in PUSHERS}
+        variants: dict[tuple[int, bool], list[tuple[str, Launch]]] = {form: [] for form in PUSHERS}
         for cut, most in CUTS:
-            workers = min(most, 2 * cut.tiles(rows // 2, columns))
-            for pushers, launched in variants.items():
+            for (pushers, beside), launched in variants.items():
+                workers = min(most - pushers * beside, 2 * cut.tiles(rows // 2, columns))
                 share = rows // 2 * depth * 2 // max(1, pushers)
                 piece = max(16384, min(1 << 19, share // 1024 * 1024))
                 plan = launches.gather(made.operands, cut, group, inbox, workers=workers, pushers=pushers, piece=piece)
@@ -274,7 +275,10 @@ def time_gather(report: Report) -> None:
 
 
 def measure_gather(
-    report: Report, heaps: list[Heap], made: Matmul, variants: dict[int, list[tuple[str, Launch]]]
+    report: Report,
+    heaps: list[Heap],
+    made: Matmul,
+    variants: dict[tuple[int, bool], list[tuple[str, Launch]]],
 ) -> None:
     """Time a shape by the number of pushers."""
     gathered = torch.cat([made.x, data(*made.x.shape)])
@@ -289,13 +293,13 @@ def measure_gather(
         return verdict(made.out, wanted) if right else "WRONG push"
 
     row = {}
-    for pushers, launched in variants.items():
+    for (pushers, beside), launched in variants.items():
         times = []
         for what, launch in launched:
             made.out.zero_()
             heaps[1].inbox.zero_()
             times.append(timed(launch, what, partial(check, pushers)))
-        row[f"push by {pushers}"] = best(times, 1 if pushers else 3)
+        row[f"push by {pushers}{' beside' if beside else ''}"] = best(times, 1 if pushers else 3)
     report.add("gather", shape=made.shape, cublas=cublas, **row)
 
 
