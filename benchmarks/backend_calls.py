@@ -1,172 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a call: of torch.distributed's on backend "tdcoll" and on NCCL, and of tdcoll's own on a context.
+"""The cost of a call: torch.distributed's on backend "tdcoll" and on NCCL, and tdcoll's own.
 
-    bash launch.sh --nproc 2 benchmarks/backend_calls.py [--sizes 4K,256K,4M] [--blocks 32,64,128] [--json FILE]
-    bash launch.sh --nproc 2 benchmarks/backend_calls.py --groups 1,3,10 --sizes 4K,64K,1M,16M,256M [--json FILE]
-    bash launch.sh --nproc 2 benchmarks/backend_calls.py --beside [--json FILE]
+\b
+    job="bash launch.sh --nproc 2 benchmarks/backend_calls.py"
+    $job [--sizes 4K,256K,4M] [--blocks 32,64,128] [--json FILE]
+    $job --groups 1,3,10 --sizes 4K,64K,1M,16M,256M [--json FILE]
+    $job --beside [--json FILE]
     python benchmarks/backend_calls.py --table FILE
 
-Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place), reduce-scatter and
-all-reduce. Calls of torch.distributed are synchronous, and with async_op=True and wait(), over the backend both handled
-and falling back. Each of tdcoll's own calls has its own context. Device times are of a graph of ten synchronous calls,
-by the number of thread blocks that a group requests, or of the groups with the given numbers, of as many in one
-process: later groups get fewer thread blocks, and fall back at smaller sizes. Bytes are what each rank brings to an
-all-gather and an all-reduce, what it gets from a reduce-scatter, and what goes to each rank of an all-to-all. The
-compared calls take turns for five rounds; the table has the median round of the slowest rank, and in brackets the
-fastest and the slowest round. `--beside` has device times of two matmuls and of all-gathers on another stream beside
-them, all in one graph.
+Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place),
+reduce-scatter and all-reduce. Calls of torch.distributed are synchronous, and with async_op=True
+and wait(), over the backend both handled and falling back. Each of tdcoll's own calls has its own
+context.
+
+Device times are of a graph of ten synchronous calls, by the number of thread blocks that a group
+requests, or of the groups with the given numbers, of as many in one process: later groups get fewer
+thread blocks, and fall back at smaller sizes. Bytes are what each rank brings to an all-gather and
+an all-reduce, what it gets from a reduce-scatter, and what goes to each rank of an all-to-all.
+
+The compared calls take turns for five rounds; the table has the median round of the slowest rank,
+and in brackets the fastest and the slowest round. `--beside` has device times of two matmuls and of
+all-gathers on another stream beside them, all in one graph.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 import torch.distributed as dist
 
 import tdcoll
-from tdcoll.base import arguments as checks
+from benchmarks import parsing
+from benchmarks.backend_timing import CALLS, Clock, Measures, captured, group_call, rounds, show
+from benchmarks.beside import WORK, beside_rows, measure_beside
+from benchmarks.grid import Column, grid
 from tdcoll.distributed import Options, explain
-from tdcoll.tools.bench.provenance import provenance
-from tdcoll.tools.bench.rows import Row, save
+from tdcoll.tools.measure.provenance import provenance
+from tdcoll.tools.measure.results import save
 
-ROUNDS, CALLS, CAPTURED = 5, 50, 10
-KINDS = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
-GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-Call = Callable[..., Any]
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+HOST_KINDS = ("all_gather", "all_gather in place", "reduce_scatter", "all_reduce")
+HOST_BYTES = 4096
 
 
-def call_of(kind: str, nbytes: int, group: Any) -> Call:
-    """Return a function that makes a call of ``nbytes``; it takes ``async_op``."""
-    world, n = dist.get_world_size(), max(1, nbytes // 2)
-    device = torch.device("cuda", torch.cuda.current_device())
-    if kind == "all_reduce":
-        tensor = torch.ones(n, dtype=torch.bfloat16, device=device)
-        return lambda async_op=False: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=async_op)
-    whole = torch.ones(world * n, dtype=torch.bfloat16, device=device)
-    part = torch.ones(n, dtype=torch.bfloat16, device=device)
-    out = torch.empty_like(whole) if kind == "all_to_all" else part
-    if kind == "all_to_all":  # of a rank's part for each other one
-        return lambda async_op=False: dist.all_to_all_single(out, whole, group=group, async_op=async_op)
-    if kind == "reduce_scatter":
-        return lambda async_op=False: SCATTER(part, whole, group=group, async_op=async_op)
-    if kind == "all_gather in place":
-        part = whole[dist.get_rank() * n : (dist.get_rank() + 1) * n]
-    return lambda async_op=False: GATHER(whole, part, group=group, async_op=async_op)
-
-
-def slowest(us: float) -> float:
-    """Return the largest of all ranks' times."""
-    found = torch.tensor([us], device="cuda")
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=PLAIN)
-    return float(found)
-
-
-def call_us(call: Call, asynchronous: bool = False) -> float:
-    """Return the microseconds of this rank's host per call."""
-    torch.cuda.synchronize()
-    dist.barrier(group=PLAIN)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    if asynchronous:
-        for _ in range(CALLS):
-            call(async_op=True).wait()
-    else:
-        for _ in range(CALLS):
-            call()
-    took = time.perf_counter() - began
-    torch.cuda.synchronize()
-    return 1e6 * took / CALLS
-
-
-def host_us(call: Call, asynchronous: bool = False) -> float:
-    """Return the microseconds of the slowest rank's host per call."""
-    return slowest(call_us(call, asynchronous))
-
-
-def device_us(graph: torch.cuda.CUDAGraph, calls: int = CAPTURED) -> float:
-    """Return the microseconds of the device per captured call."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    dist.barrier(group=PLAIN)
-    torch.cuda.synchronize()
-    graph.replay()
-    begin.record()
-    for _ in range(3):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return slowest(1e3 * begin.elapsed_time(end) / (3 * calls))
-
-
-def captured(call: Call, calls: int = CAPTURED) -> torch.cuda.CUDAGraph:
-    """Return a graph of so many calls, which keeps their tensors."""
-    side_stream = torch.cuda.Stream()
-    side_stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side_stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side_stream)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=side_stream):
-        for _ in range(calls):
-            call()
-    graph.kept = call
-    return graph
-
-
-def rounds(ways: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Return the times of every way; the ways take turns."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS + 1):  # the first warms up
-        for name, measure in ways.items():
-            found[name].append(measure())
-    return {name: times[1:] for name, times in found.items()}
-
-
-def words(times: list[float]) -> str:
-    return f"{statistics.median(times):.1f} [{min(times):.1f}, {max(times):.1f}]"
-
-
-def show(rows: Iterable[dict[str, Any]], what: str) -> None:
-    if dist.get_rank() == 0:
-        for row in rows:
-            cells = "  ".join(f"{name} {words(times)}" for name, times in row["us"].items())
-            print(f"{what:6s} {row['kind']:20s} {row['nbytes']:>9d} bytes  {cells}", flush=True)
-
-
-def host_rows(kinds: list[str]) -> list[dict[str, Any]]:
-    """Measure and show calls of 4 KB that tdcoll handles, and that fall back."""
+def host_rows(clock: Clock, kinds: Iterable[str]) -> list[dict[str, Any]]:
+    """Measure and show calls that tdcoll handles, and that fall back. Collective."""
     falling_back = dist.new_group(backend="tdcoll", pg_options=Options(max_bytes_per_rank=0))
+    groups = {"nccl": clock.nccl, "tdcoll": dist.group.WORLD, "falls back": falling_back}
     rows = []
     for kind in kinds:
-        ways: dict[str, Callable[[], float]] = {}
-        for name, group in (("nccl", PLAIN), ("tdcoll", dist.group.WORLD), ("falls back", falling_back)):
-            call = call_of(kind, 4096, group)
-            ways[name] = lambda call=call: host_us(call)
-            ways[f"{name} async"] = lambda call=call: host_us(call, True)
-        rows.append({"kind": kind, "nbytes": 4096, "us": rounds(ways)})
+        measures: Measures = {}
+        for name, group in groups.items():
+            call = group_call(kind, HOST_BYTES, group)
+            measures[name] = partial(clock.host_us, call)
+            measures[f"{name} async"] = partial(clock.host_us, call, asynchronous=True)
+        rows.append({"kind": kind, "nbytes": HOST_BYTES, "us": rounds(measures)})
         show(rows[-1:], "host")
     dist.destroy_process_group(falling_back)
     return rows
 
 
-class Waits:
+class TimedEvent:
     """An event of the device that counts the seconds in which the host waits for it."""
 
     def __init__(self, event: Any) -> None:
-        self.record, self._event, self.seconds = event.record, event, 0.0
+        self.record = event.record
+        self.seconds = 0.0
+        self._event = event
 
     def synchronize(self) -> None:
         began = time.perf_counter()
@@ -174,220 +86,265 @@ class Waits:
         self.seconds += time.perf_counter() - began
 
 
-def sparse_us(ctx: tdcoll.SparseContext) -> float:
-    """Return the microseconds of the host per sparse all-reduce of 1,000 rows, its wait for the device excluded."""
+def sparse_us(clock: Clock, ctx: tdcoll.SparseContext) -> float:
+    """Return the microseconds of the host per sparse all-reduce of 1,000 rows.
+
+    Its wait for the device doesn't count.
+    """
     torch.manual_seed(dist.get_rank())
-    ids, rows = torch.randint(0, 100_000, (1, 1000)), torch.ones(1000, 64)
-    tensor = torch.sparse_coo_tensor(ids, rows, (100_000, 64), device=ctx.device, check_invariants=False)
-    event, ctx.status_event = ctx.status_event, (waits := Waits(ctx.status_event))
+    ids = torch.randint(0, 100_000, (1, 1000))
+    rows = torch.ones(1000, 64)
+    tensor = torch.sparse_coo_tensor(
+        ids, rows, (100_000, 64), device=ctx.device, check_invariants=False
+    )
+    event = ctx.status_event
+    timed: Any = TimedEvent(event)
+    ctx.status_event = timed
     try:
-        took = call_us(lambda: tdcoll.sparse_all_reduce(tensor, ctx=ctx))
-        return slowest(took - 1e6 * waits.seconds / CALLS)
+        took = clock.call_us(lambda: tdcoll.sparse_all_reduce(tensor, ctx=ctx))
+        return clock.slowest(took - 1e6 * timed.seconds / CALLS)
     finally:
         ctx.status_event = event
 
 
-def own_row() -> dict[str, Any]:
-    """Measure and show tdcoll's own calls of 4 KB and a sparse one, beside each other."""
-    world, n = dist.get_world_size(), 1024
-    buffer, shared = tdcoll.zeros(world * n), tdcoll.zeros(n)
-    part, whole = torch.ones(n, device=shared.device), torch.ones(world * n, device=shared.device)
-    with contextlib.ExitStack() as stack:  # maxima, since a sum in place would grow from call to call
+def own_row(clock: Clock) -> dict[str, Any]:
+    """Measure and show tdcoll's own calls of 4 KB and a sparse one, in turns. Collective."""
+    world = dist.get_world_size()
+    n = HOST_BYTES // 4
+    buffer = tdcoll.zeros(world * n)
+    shared = tdcoll.zeros(n)
+    part = torch.ones(n, device=shared.device)
+    whole = torch.ones(world * n, device=shared.device)
+    with contextlib.ExitStack() as stack:
 
-        def on_a_context(call: Callable[..., torch.Tensor], tensor: torch.Tensor, **more: Any) -> Callable[[], float]:
-            ctx = stack.enter_context(tdcoll.CollectiveContext(max_bytes_per_rank=4 * n))
-            return lambda: host_us(lambda: call(tensor, ctx=ctx, **more))
+        def on_a_context(
+            call: Callable[..., torch.Tensor], tensor: torch.Tensor, **more: Any
+        ) -> Callable[[], float]:
+            ctx = stack.enter_context(tdcoll.CollectiveContext(max_bytes_per_rank=HOST_BYTES))
+            return lambda: clock.host_us(lambda: call(tensor, ctx=ctx, **more))
 
-        ways = {
+        # Maxima, since a sum in place would grow from call to call.
+        measures = {
             "all_gather": on_a_context(tdcoll.all_gather, part),
             "all_gather_": on_a_context(tdcoll.all_gather_, buffer),
             "reduce_scatter": on_a_context(tdcoll.reduce_scatter, whole, op="max"),
             "all_reduce": on_a_context(tdcoll.all_reduce, part, op="max"),
             "all_reduce_": on_a_context(tdcoll.all_reduce_, part, op="max"),
-            "all_reduce_ symmetric": on_a_context(tdcoll.all_reduce_, shared, op="max", symmetric=True),
+            "all_reduce_ symmetric": on_a_context(
+                tdcoll.all_reduce_, shared, op="max", symmetric=True
+            ),
         }
-        sparse = stack.enter_context(tdcoll.SparseContext(max_rows_per_rank=1000, max_row_bytes=256))
-        ways["sparse_all_reduce of 1,000 rows"] = lambda: sparse_us(sparse)
-        row = {"kind": "own calls", "nbytes": 4 * n, "us": rounds(ways)}
+        sparse = stack.enter_context(
+            tdcoll.SparseContext(max_rows_per_rank=1000, max_row_bytes=256)
+        )
+        measures["sparse_all_reduce of 1,000 rows"] = partial(sparse_us, clock, sparse)
+        row = {"kind": "own calls", "nbytes": HOST_BYTES, "us": rounds(measures)}
     tdcoll.free(buffer)
     tdcoll.free(shared)
     show([row], "host")
     return row
 
 
-def table(file: dict[str, Any]) -> str:
-    """Return the median times of a file as Markdown: the host's of tdcoll's own calls, then of torch.distributed's; the
-    device's if there are no others. A star is a call that tdcoll handles.
+def groups_by_number(numbers: list[int]) -> dict[str, Any]:
+    """Return the groups with these numbers, from 1, after making all groups up to the last number.
 
-    Files of older commits have other names for two of them.
+    They have default options. All of them hold thread blocks at once, so later ones get fewer.
+    Collective.
     """
-    if not file["host"]:
-        columns = list(file["device"][0]["us"])
-        lines = [f"| call | bytes | {' | '.join(columns)} |", f"|---|---:|{'---:|' * len(columns)}"]
-        for row in file["device"]:
-            stars = {name: "*" * (name in row["handled"]) for name in columns}
-            cells = [f"{statistics.median(row['us'][name]):.1f}{stars[name]}" for name in columns]
-            lines.append(f"| {row['kind']} | {row['nbytes']} | {' | '.join(cells)} |")
-        return "\n".join(lines)
-    own, *others = file["host"]
-    lines = ["| own call | µs |", "|---|---|"]
-    for name, times in own["us"].items():
-        lines.append(f"| `{name.replace('all_gather_in_place', 'all_gather_')}` | {statistics.median(times):.1f} |")
-    names = [name.replace("handed over", "falls back") for name in others[0]["us"]]  # older files say the former
-    lines += ["", f"| call | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    for row in others:
-        lines.append(f"| {row['kind']} | {' | '.join(f'{statistics.median(t):.1f}' for t in row['us'].values())} |")
-    return "\n".join(lines)
+    groups = [dist.new_group(backend="tdcoll") for _ in range(max(numbers))]
+    for group in groups:
+        for kind in KINDS:
+            group_call(kind, HOST_BYTES, group)()  # makes the context
+    torch.cuda.synchronize()
+    return {f"group {number}": groups[number - 1] for number in numbers}
 
 
-def groups_of(blocks: list[int], most: int, numbers: list[int]) -> dict[str, Any]:
-    """Return the groups to measure: by the thread blocks that they request, or those with these numbers (from 1) of as
-    many groups as a process may have, with default options.
+def groups_by_blocks(blocks: list[int], max_bytes: int) -> dict[str, Any]:
+    """Return a group for each number of thread blocks. Collective."""
+    groups = {}
+    for number in blocks:
+        options = Options(max_bytes_per_rank=max_bytes, blocks=number)
+        groups[f"{number} blocks"] = dist.new_group(backend="tdcoll", pg_options=options)
+    return groups
 
-    All of them hold thread blocks at once, so later ones get fewer.
+
+def _handled_calls(group: Any) -> int:
+    """Return how many calls of a group tdcoll has handled itself."""
+    return sum(count for (_, by, _), count in group.dispatcher.counts.items() if by == "tdcoll")
+
+
+def device_rows(
+    clock: Clock, kinds: Iterable[str], sizes: list[int], groups: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Measure and show calls in graphs, of NCCL and of groups of tdcoll. Collective.
+
+    Rows name the groups whose call tdcoll handles itself.
     """
-    if numbers:
-        made = [dist.new_group(backend="tdcoll") for _ in range(max(numbers))]
-        for group in made:
-            for kind in KINDS:
-                call_of(kind, 4096, group)()  # makes the context
-        torch.cuda.synchronize()
-        return {f"group {number}": made[number - 1] for number in numbers}
-    options = {number: Options(max_bytes_per_rank=most, blocks=number) for number in blocks}
-    return {f"{number} blocks": dist.new_group(backend="tdcoll", pg_options=options[number]) for number in blocks}
-
-
-def device_rows(kinds: Iterable[str], sizes: list[int], groups: dict[str, Any]) -> list[dict[str, Any]]:
-    """Measure and show calls in graphs, of NCCL and of groups of tdcoll; say what tdcoll handles of them itself."""
     rows = []
     for kind in kinds:
         for nbytes in sizes:
-            graphs, handled = {"nccl": captured(call_of(kind, nbytes, PLAIN))}, []
+            graphs = {"nccl": captured(group_call(kind, nbytes, clock.nccl))}
+            handled = []
             for name, group in groups.items():
-                before = sum(count for (_, by, _), count in group.dispatcher.counts.items() if by == "tdcoll")
-                graphs[name] = captured(call_of(kind, nbytes, group))
-                after = sum(count for (_, by, _), count in group.dispatcher.counts.items() if by == "tdcoll")
-                handled += [name] * (after > before)
-            ways = {name: (lambda graph=graph: device_us(graph)) for name, graph in graphs.items()}
-            rows.append({"kind": kind, "nbytes": nbytes, "us": rounds(ways), "handled": handled})
-            ways.clear()
-            graphs.clear()  # NCCL's group cannot be destroyed while one lives
+                before = _handled_calls(group)
+                graphs[name] = captured(group_call(kind, nbytes, group))
+                if _handled_calls(group) > before:
+                    handled.append(name)
+            measures: Measures = {
+                name: partial(clock.device_us, graph) for name, graph in graphs.items()
+            }
+            rows.append(
+                {"kind": kind, "nbytes": nbytes, "us": rounds(measures), "handled": handled}
+            )
+            # NCCL's group cannot be destroyed while a graph lives.
+            measures.clear()
+            graphs.clear()
             show(rows[-1:], "device")
     return rows
 
 
-def shares(rows: list[dict[str, Any]]) -> Iterable[str]:
-    """Yield, for each group, the share of rows that tdcoll handles, and the worst ratio to NCCL's time."""
-    for name in [name for name in rows[0]["us"] if name != "nccl"]:
-        ratios = {handled: [0.0] for handled in (True, False)}
+def shares(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield for each group the share of rows that tdcoll handles, and the worst ratio to NCCL."""
+    for name in rows[0]["us"]:
+        if name == "nccl":
+            continue
+        own: list[float] = []
+        others: list[float] = []
         for row in rows:
-            time, nccl = (statistics.median(row["us"][way]) for way in (name, "nccl"))
-            ratios[name in row["handled"]].append(time / nccl)
-        own, other = ratios[True], ratios[False]
+            ratio = statistics.median(row["us"][name]) / statistics.median(row["us"]["nccl"])
+            ratios = own if name in row["handled"] else others
+            ratios.append(ratio)
         yield (
-            f"{name}: handles {len(own) - 1} of {len(rows)} rows, at most {max(own):.2f} of NCCL's time; the others at "
-            f"most {max(other):.2f}"
+            f"{name}: handles {len(own)} of {len(rows)} rows, at most {max(own, default=0.0):.2f} "
+            f"of NCCL's time; the others at most {max(others, default=0.0):.2f}"
         )
 
 
-def beside_row(count: int, nbytes: int) -> dict[str, Any]:
-    """Measure and show two matmuls of 8192 x 8192 x 8192, alone and with ``count`` all-gathers on another stream."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    out, side_stream = torch.empty_like(a), torch.cuda.Stream(priority=-1)
-    part = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
-    whole = torch.empty(dist.get_world_size() * nbytes, dtype=torch.uint8, device="cuda")
-    shared = tdcoll.empty(whole.numel(), torch.uint8)
+def table(file: dict[str, Any]) -> str:
+    """Return the median times of a file as Markdown.
 
-    def step(gather: Call) -> None:
-        main = torch.cuda.current_stream()
-        side_stream.wait_stream(main)
-        with torch.cuda.stream(side_stream):
-            for _ in range(count):
-                gather()
-        for _ in range(2):
-            torch.mm(a, a, out=out)
-        main.wait_stream(side_stream)
-
-    with tdcoll.CollectiveContext(max_bytes_per_rank=nbytes, max_blocks=64) as ctx:
-
-        def ours(algorithm: str) -> Call:
-            return lambda: tdcoll.all_gather(part, ctx=ctx, out=whole, algorithm=algorithm)
-
-        gathers: dict[str, Call] = {
-            "alone": lambda: None,
-            "nccl": lambda: GATHER(whole, part, group=PLAIN),
-            "ce in place": lambda: tdcoll.all_gather_(shared, ctx=ctx, algorithm="ce"),
-            **{name: ours(name) for name in ("ce", "loop", "direct")},
-        }
-        graphs = {name: captured(lambda gather=gather: step(gather), 1) for name, gather in gathers.items()}
-        ways = {name: lambda graph=graph: device_us(graph, 1) for name, graph in graphs.items()}
-        row = {"kind": f"{count} all-gathers", "nbytes": nbytes, "us": rounds(ways)}
-        ways.clear()
-        graphs.clear()  # NCCL's group cannot be destroyed while one lives
-    tdcoll.free(shared)
-    show([row], "beside")
-    return row
+    They are the host's of tdcoll's own calls, then of torch.distributed's; the device's if there
+    are no others. A star is a call that tdcoll handles. Files of older commits have other names for
+    two of them.
+    """
+    if not file["host"]:
+        return _device_table(file["device"])
+    own, *others = file["host"]
+    names = [f"`{name.replace('all_gather_in_place', 'all_gather_')}`" for name in own["us"]]
+    own_table = grid(
+        [Column("own call", names, "left"), Column("µs", _medians(own["us"].values()))]
+    )
+    columns = [Column("call", [row["kind"] for row in others], "left")]
+    for name in others[0]["us"]:
+        heading = name.replace("handed over", "falls back")
+        columns.append(Column(heading, _medians(row["us"][name] for row in others)))
+    return f"{own_table}\n\n{grid(columns)}"
 
 
-def beside_rows(of: dict[str, Any], ranks: int) -> list[Row]:
-    """Return the rows of a file, for `report`; ``added`` is by how much each round took longer than that without
-    all-gathers."""
-    rows = []
-    for name, times in of["us"].items():
-        facts = {"gathers": of["kind"], "nbytes": of["nbytes"], "times": times}
-        facts["added"] = [time - least for time, least in zip(times, of["us"]["alone"], strict=True)]
-        kind: dict[str, Any] = {"algorithm": name, "peer": name in ("alone", "nccl"), "launch": "graph", "check": "ok"}
-        rows.append(Row(ranks=ranks, nodes=1, median_us=statistics.median(times), facts=facts, **kind))
-    return rows
+def _medians(times: Iterable[list[float]]) -> list[str]:
+    return [f"{statistics.median(rounds_us):.1f}" for rounds_us in times]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M", help="of the device times; '' for none")
-    parser.add_argument("--blocks", default="32,64", help="numbers with commas between them")
-    parser.add_argument("--groups", default="", help="numbers of groups of a process instead, such as 1,3,10")
-    parser.add_argument("--heap", default="4G", help="symmetric heap of each rank")
-    parser.add_argument("--json", help="write what was measured there")
-    parser.add_argument("--beside", action="store_true", help="measure only all-gathers beside matmuls")
-    parser.add_argument("--table", help="measure nothing, but print the times of such a file as Markdown")
-    arguments = parser.parse_args()
-    if arguments.table:
-        print(table(json.loads(Path(arguments.table).read_text())))
+def _device_table(rows: list[dict[str, Any]]) -> str:
+    columns = [
+        Column("call", [row["kind"] for row in rows], "left"),
+        Column("bytes", [str(row["nbytes"]) for row in rows]),
+    ]
+    for name in rows[0]["us"]:
+        medians = _medians(row["us"][name] for row in rows)
+        stars = ["*" if name in row["handled"] else "" for row in rows]
+        texts = [f"{median}{star}" for median, star in zip(medians, stars, strict=True)]
+        columns.append(Column(name, texts))
+    return grid(columns)
+
+
+def run_beside(clock: Clock, file: Path | None) -> None:
+    """Measure all-gathers beside matmuls, and write the rows. Collective."""
+    began = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    measured = [measure_beside(clock, count, nbytes) for count, nbytes in WORK]
+    facts = provenance()
+    if dist.get_rank() != 0 or file is None:
+        return
+    world = dist.get_world_size()
+    command = f"bash launch.sh --nproc {world} benchmarks/backend_calls.py --beside"
+    head = {"benchmark": "beside", "command": command, "started": began, "provenance": facts}
+    save(file, head, [row for result in measured for row in beside_rows(result, world)])
+
+
+def run_calls(
+    clock: Clock, sizes: list[int], blocks: list[int], numbers: list[int], file: Path | None
+) -> None:
+    """Measure calls, and write what was measured. Collective."""
+    host = []
+    if not numbers:
+        host = [own_row(clock), *host_rows(clock, HOST_KINDS)]
+    device: list[dict[str, Any]] = []
+    explanations: dict[str, Any] = {}
+    if sizes:
+        groups = groups_by_number(numbers) if numbers else groups_by_blocks(blocks, max(sizes))
+        device = device_rows(clock, KINDS, sizes, groups)
+        explanations = {name: explain(group) for name, group in groups.items()}
+    facts = provenance()
+    if dist.get_rank() != 0:
+        return
+    if device:
+        print(*shares(device), sep="\n")
+    if file is not None:
+        found = {**facts, "host": host, "device": device, "explain": explanations}
+        file.write_text(json.dumps(found, indent=1))
+
+
+@click.command(help=__doc__, context_settings={"show_default": True, "max_content_width": 120})
+@click.option(
+    "--sizes",
+    type=parsing.CommaList(parsing.ByteCount(), least=0),
+    default="4K,64K,256K,1M,4M,16M",
+    help="sizes of the device times; '' for none",
+)
+@click.option(
+    "--blocks",
+    type=parsing.CommaList(click.IntRange(min=1)),
+    default="32,64",
+    help="numbers of thread blocks",
+)
+@click.option(
+    "--groups",
+    type=parsing.CommaList(click.IntRange(min=1), least=0),
+    default="",
+    help="numbers of groups of a process instead, such as 1,3,10",
+)
+@click.option("--heap", default="4G", help="symmetric heap of each rank")
+@click.option("--json", "file", type=parsing.NewFile(), help="write what was measured there")
+@click.option("--beside", is_flag=True, help="measure only all-gathers beside matmuls")
+@click.option(
+    "--table",
+    "old_file",
+    type=click.Path(exists=True, path_type=Path),
+    help="measure nothing, but print the times of such a file as Markdown",
+)
+def main(
+    sizes: list[int],
+    blocks: list[int],
+    groups: list[int],
+    heap: str,
+    file: Path | None,
+    beside: bool,
+    old_file: Path | None,
+) -> None:
+    if old_file is not None:
+        print(table(json.loads(old_file.read_text())))
         return
     if not torch.cuda.is_available():
         sys.exit("backend_calls.py measures GPUs, and there is none")
-    began = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    sizes = [checks.byte_count("--sizes", size) for size in arguments.sizes.split(",") if size]
-    blocks = [int(number) for number in arguments.blocks.split(",")]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("tdcoll", pg_options=Options(heap_bytes=arguments.heap))
-    global PLAIN
-    PLAIN = dist.new_group(backend="nccl")
-    if arguments.beside:
-        beside, facts = [beside_row(4, 16 << 20), beside_row(18, 4 << 20)], provenance()
-        if dist.get_rank() == 0 and arguments.json:
-            command = f"bash launch.sh --nproc {dist.get_world_size()} benchmarks/backend_calls.py --beside"
-            head = {"benchmark": "beside", "command": command, "started": began, "provenance": facts}
-            save(Path(arguments.json), head, [row for one in beside for row in beside_rows(one, dist.get_world_size())])
-        dist.destroy_process_group()
-        return
-    numbers = [int(number) for number in arguments.groups.split(",") if number]
-    host = [] if numbers else [own_row(), *host_rows(["all_gather", "all_gather in place", *KINDS[1:3]])]
-    device: list[dict[str, Any]] = []
-    if sizes:
-        groups = groups_of(blocks, max(sizes), numbers)
-        device = device_rows(KINDS, sizes, groups)
-        explained = {name: explain(group) for name, group in groups.items()}
-    facts = provenance()
-    if dist.get_rank() == 0:
-        print(*(shares(device) if device else ()), sep="\n")
-        if arguments.json:
-            found = {**facts, "host": host, "device": device, "explain": explained if sizes else {}}
-            Path(arguments.json).write_text(json.dumps(found, indent=1))
+    dist.init_process_group("tdcoll", pg_options=Options(heap_bytes=heap))
+    clock = Clock(dist.new_group(backend="nccl"))
+    if beside:
+        run_beside(clock, file)
+    else:
+        run_calls(clock, sizes, blocks, groups, file)
     dist.destroy_process_group()
 
-
-PLAIN: Any = None
 
 if __name__ == "__main__":
     main()

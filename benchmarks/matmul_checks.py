@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
-from matmul_ranks import Heap, Launch, Report, compile_all, connected
 
+from matmul_ranks import Heap, Launch, Report, compile_all, connected
 from tdcoll.fused.matmul import launches
 from tdcoll.fused.matmul.kernels_all_reduce import matmul_all_reduce
 from tdcoll.fused.matmul.kernels_gather import all_gather_matmul
@@ -217,7 +217,9 @@ def check_alone(case: Case, kernel: Any) -> tuple[Launch, Callable[[], bool]]:
     else:
         plan = launches.reduce(operands, case.cut, group, heap.device_lamport(), workers=3)
     wanted = made.finished(made.product(0, 0).to(case.out).float(), residual)
-    return Launch(kernel, case.cut, plan, operands), lambda: torch.equal(out, wanted) and not heap.expired()
+    return Launch(
+        kernel, case.cut, plan, operands
+    ), lambda: torch.equal(out, wanted) and not heap.expired()
 
 
 def check(report: Report) -> None:
@@ -254,26 +256,36 @@ class Pair:
         wanted: the results of both ranks.
     """
 
-    def __init__(self, name: str, rows: int, depth: int, columns: int, cut: Cut, two_shot: bool = False) -> None:
+    def __init__(
+        self, name: str, rows: int, depth: int, columns: int, cut: Cut, two_shot: bool = False
+    ) -> None:
         self.name = name
         self.heaps = [Heap(rank, 2, rows * max(depth, columns) * 4, 4 << 20) for rank in range(2)]
         self.x = [whole(rows, depth, most=8) for _ in range(2)]
         self.weight = [whole(columns, depth) for _ in range(2)]
         tall = {"gather": 2 * rows, "scatter": rows // 2, "reduce": rows}[name.split()[0]]
-        self.out = [torch.zeros(tall, columns, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        self.out = [
+            torch.zeros(tall, columns, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        ]
         self.launches = []
         for rank, (group, inbox) in enumerate(connected(self.heaps)):
             operands = Operands(self.x[rank], self.weight[rank], self.out[rank])
             if name == "gather":
-                plan = launches.gather(operands, cut, group, inbox, workers=HALF_OF_THE_GPU - 8, pushers=8, piece=32768)
+                plan = launches.gather(
+                    operands, cut, group, inbox, workers=HALF_OF_THE_GPU - 8, pushers=8, piece=32768
+                )
                 kernel = all_gather_matmul
             elif name.startswith("scatter"):
                 lag = int(name.split()[1])
-                plan = launches.scatter(operands, cut, group, inbox, workers=HALF_OF_THE_GPU, lag=lag)
+                plan = launches.scatter(
+                    operands, cut, group, inbox, workers=HALF_OF_THE_GPU, lag=lag
+                )
                 kernel = matmul_reduce_scatter
             else:
                 words = self.heaps[rank].device_lamport()
-                plan = launches.reduce(operands, cut, group, words, workers=HALF_OF_THE_GPU, two_shot=two_shot)
+                plan = launches.reduce(
+                    operands, cut, group, words, workers=HALF_OF_THE_GPU, two_shot=two_shot
+                )
                 kernel = matmul_all_reduce
             self.launches.append(Launch(kernel, cut, plan, operands))
 
@@ -327,7 +339,9 @@ def run_pairs(report: Report) -> None:
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda._sleep(1)  # loads it
     for pair in pairs:
-        for launch in pair.launches:  # loads the kernel, which would have to wait for one that waits for it
+        for (
+            launch
+        ) in pair.launches:  # loads the kernel, which would have to wait for one that waits for it
             blocks, arguments = launch.made
             launch.kernel.warmup(**arguments, **launch.cut.options, grid=(blocks,))[blocks, 1, 1]
         wrong = 0
@@ -336,7 +350,9 @@ def run_pairs(report: Report) -> None:
             torch.cuda.synchronize()
             pair.run(streams, random.randrange(3), random.randrange(400_000))
             torch.cuda.synchronize()
-            wrong += sum(not torch.equal(*both) for both in zip(pair.out, pair.wanted(), strict=True))
+            wrong += sum(
+                not torch.equal(*both) for both in zip(pair.out, pair.wanted(), strict=True)
+            )
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             here = torch.cuda.current_stream()
@@ -349,7 +365,9 @@ def run_pairs(report: Report) -> None:
             pair.fill()
             graph.replay()
             torch.cuda.synchronize()
-            wrong_in_graphs += sum(not torch.equal(*both) for both in zip(pair.out, pair.wanted(), strict=True))
+            wrong_in_graphs += sum(
+                not torch.equal(*both) for both in zip(pair.out, pair.wanted(), strict=True)
+            )
         expired = any(heap.expired() for heap in pair.heaps)
         made = f"{pair.name} {tuple(pair.x[0].shape)}"
         report.add(

@@ -31,13 +31,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matmul_checks
 import torch
 import triton
 import triton.language as tl
-from matmul_ranks import Heap, Launch, Report, compile_all, connected, verdict
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import matmul_checks
+from matmul_ranks import Heap, Launch, Report, compile_all, connected, verdict
 from tdcoll.fused.matmul import launches
 from tdcoll.fused.matmul.kernels_all_reduce import matmul_all_reduce
 from tdcoll.fused.matmul.kernels_gather import all_gather_matmul
@@ -241,12 +241,20 @@ def run_alone(made: Matmul, cut: Cut, blocks: int, host: bool, warmup: bool = Fa
         left = made.x.data_ptr()
         right = made.weight.data_ptr()
     more = {name: arguments[name] for name in ("shape", "weight", "tile")}
-    alone.run(left, right, made.out, **more, HOST=host, **cut.options, grid=(blocks,), warmup=warmup)
+    alone.run(
+        left, right, made.out, **more, HOST=host, **cut.options, grid=(blocks,), warmup=warmup
+    )
 
 
 # ---------------------------------------------------------------------- one rank of two
 
-PUSHERS = [(0, False), *((count, False) for count in (4, 8, 16, 32, 64, 128)), (8, True), (16, True), (32, True)]
+PUSHERS = [
+    (0, False),
+    *((count, False) for count in (4, 8, 16, 32, 64, 128)),
+    (8, True),
+    (16, True),
+    (32, True),
+]
 """Thread blocks that send, and whether they have multiprocessors of their own, so that so many fewer multiply."""
 
 
@@ -266,10 +274,21 @@ def time_gather(report: Report) -> None:
                 workers = min(most - pushers * beside, 2 * cut.tiles(rows // 2, columns))
                 share = rows // 2 * depth * 2 // max(1, pushers)
                 piece = max(16384, min(1 << 19, share // 1024 * 1024))
-                plan = launches.gather(made.operands, cut, group, inbox, workers=workers, pushers=pushers, piece=piece)
-                launched.append((label(cut, workers), Launch(all_gather_matmul, cut, plan, made.operands)))
+                plan = launches.gather(
+                    made.operands, cut, group, inbox, workers=workers, pushers=pushers, piece=piece
+                )
+                launched.append(
+                    (label(cut, workers), Launch(all_gather_matmul, cut, plan, made.operands))
+                )
         plans.append((made, variants))
-    compile_all([launch for _, variants in plans for launched in variants.values() for _, launch in launched])
+    compile_all(
+        [
+            launch
+            for _, variants in plans
+            for launched in variants.values()
+            for _, launch in launched
+        ]
+    )
     for made, variants in plans:
         measure_gather(report, heaps, made, variants)
 
@@ -368,10 +387,14 @@ def measure_scatter(
     for form, what, launch in variants:
         came = in_tiles(theirs, launch.cut)
         for slot in range(2):
-            heaps[0].inbox[slot].view(-1)[came.nbytes : 2 * came.nbytes].copy_(came.view(torch.uint8).view(-1))
+            heaps[0].inbox[slot].view(-1)[came.nbytes : 2 * came.nbytes].copy_(
+                came.view(torch.uint8).view(-1)
+            )
         made.out.zero_()
         heaps[1].inbox.zero_()
-        by_form[form].append(timed(launch, what, partial(check, in_tiles(parts[rows:], launch.cut))))
+        by_form[form].append(
+            timed(launch, what, partial(check, in_tiles(parts[rows:], launch.cut)))
+        )
     row = {f"slices, stages, lag {form}": best(times) for form, times in by_form.items()}
     report.add("scatter", shape=made.shape, cublas=cublas, **row)
 
@@ -381,13 +404,17 @@ def in_tiles(matrix: torch.Tensor, cut: Cut) -> torch.Tensor:
     numbered."""
     rows, columns = matrix.shape
     down, across = triton.cdiv(rows, cut.rows), triton.cdiv(columns, cut.columns)
-    padded = torch.zeros(down * cut.rows, across * cut.columns, dtype=matrix.dtype, device=matrix.device)
+    padded = torch.zeros(
+        down * cut.rows, across * cut.columns, dtype=matrix.dtype, device=matrix.device
+    )
     padded[:rows, :columns] = matrix
     blocks = padded.view(down, cut.rows, across, cut.columns).transpose(1, 2)
     order = []
     for first in range(0, down, cut.group):
         height = min(down - first, cut.group)
-        order += [(first + down_in, column) for column in range(across) for down_in in range(height)]
+        order += [
+            (first + down_in, column) for column in range(across) for down_in in range(height)
+        ]
     places = torch.tensor(order, device=matrix.device)
     return blocks[places[:, 0], places[:, 1]].contiguous()
 
@@ -418,8 +445,12 @@ def time_reduce(report: Report) -> None:
             for cut, most in REDUCE_CUTS:
                 if cut.rows <= 2 * max(rows, 32):
                     workers = min(most, cut.tiles(rows, columns))
-                    plan = launches.reduce(made.operands, cut, group, heap.device_lamport(), workers=workers)
-                    variants.append((label(cut, workers), Launch(matmul_all_reduce, cut, plan, made.operands)))
+                    plan = launches.reduce(
+                        made.operands, cut, group, heap.device_lamport(), workers=workers
+                    )
+                    variants.append(
+                        (label(cut, workers), Launch(matmul_all_reduce, cut, plan, made.operands))
+                    )
             plans.append((made, variants))
     compile_all([launch for _, variants in plans for _, launch in variants])
     for made, variants in plans:
@@ -451,16 +482,24 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
 
 def main() -> None:
     """Run the sections that were asked for."""
-    parser = argparse.ArgumentParser(description="Check and time the kernels of matmuls that communicate.")
+    parser = argparse.ArgumentParser(
+        description="Check and time the kernels of matmuls that communicate."
+    )
     out = os.environ.get("OUT")
-    parser.add_argument("--json", type=Path, default=Path(out) / "matmul_kernels.json" if out else None)
+    parser.add_argument(
+        "--json", type=Path, default=Path(out) / "matmul_kernels.json" if out else None
+    )
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {','.join(SECTIONS)}")
-    parser.add_argument("--limit", type=float, default=290, help="seconds, after which the process ends")
+    parser.add_argument(
+        "--limit", type=float, default=290, help="seconds, after which the process ends"
+    )
     options = parser.parse_args()
     timer = threading.Timer(options.limit, lambda: os._exit(9))
     timer.daemon = True
     timer.start()
-    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    triton.set_allocator(
+        lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda")
+    )
     report = Report(options.json)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     report.add("machine", gpu=name, torch=torch.__version__, triton=triton.__version__)

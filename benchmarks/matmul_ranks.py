@@ -143,6 +143,8 @@ class Report:
     def add(self, section: str, **row: Any) -> None:
         """Print a row and write all rows."""
         self.rows.append({"section": section, **row})
-        print(f"{section:8}", "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        print(
+            f"{section:8}", "  ".join(f"{name} {value}" for name, value in row.items()), flush=True
+        )
         if self.file is not None:
             self.file.write_text(json.dumps(self.rows, indent=1))

@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of a training step on backend "tdcoll" and on "nccl", step by step in turns in one job, and their losses.
+"""Time of a training step on backend "tdcoll" and on "nccl", in turns in one job, and their losses.
 
-    bash launch.sh --nproc 2 benchmarks/training.py [--workloads fsdp-256,dlrm-4x500k] [--steps 30] [--json FILE]
+\b
+    bash launch.sh --nproc 2 benchmarks/training.py
+    bash launch.sh --nproc 2 benchmarks/training.py --workloads fsdp-256,dlrm-4x500k --steps 30
 
-Every workload is made once per backend, on a group of its own, with the same weights and the same data. The two then
-take turns: a step of one, a step of the other, and the next pair the other way round. Separate jobs differ by 20
-percent for reasons that have nothing to do with a backend; the two steps of a pair share the process, the clocks of the
-GPU and the host's caches. A step counts from a barrier until the slowest rank's GPU is idle.
+Every workload is made once per backend, on a group of its own, with the same weights and the same
+data. The two then take turns: a step of one, a step of the other, and the next pair the other way
+round. Separate jobs differ by 20 percent for reasons that have nothing to do with a backend; the
+two steps of a pair share the process, the clocks of the GPU and the host's caches. A step counts
+from a barrier until the slowest rank's GPU is idle.
 
-The ratio is the median over the pairs, with its quartiles in brackets. The column "alone" has the step without
-communication, for workloads that make sense without it. Losses of the two backends must be equal within the dtype's
-rounding, since they add in different orders; those of one backend, trained again, must be equal to the bit. Where there
-is no GPU, "gloo" is the baseline and tdcoll runs in the simulator with tiny models: this shows that the script works,
-and its times say nothing.
+The ratio is the median over the pairs, with its quartiles in brackets. The column "alone" has the
+step without communication, for workloads that make sense without it. Losses of the two backends
+must be equal within the dtype's rounding, since they add in different orders; those of one backend,
+trained again, must be equal to the bit. Where there is no GPU, "gloo" is the baseline and tdcoll
+runs in the simulator with tiny models: this shows that the script works, and its times say nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -28,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,22 +38,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tdcoll
 import tdcoll.distributed
+from benchmarks import parsing
 
 Step = Callable[[], torch.Tensor]
+"""Makes one step; returns the loss."""
+
 Group = dist.ProcessGroup | None
+"""None for a step without communication."""
 
 
-# ---------------------------------------------------------------------- workloads: a function that makes one step
+# ---------------------------------------------------------------------- workloads
 
 
 def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def blocks(width: int, number: int = 8) -> nn.Sequential:
     torch.manual_seed(1)
     layers = [
-        nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        nn.TransformerEncoderLayer(
+            width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
         for _ in range(number)
     ]
     return nn.Sequential(*layers).to(device())
@@ -58,7 +69,8 @@ def blocks(width: int, number: int = 8) -> nn.Sequential:
 
 def sequences(width: int, small: bool) -> torch.Tensor:
     torch.manual_seed(2 + dist.get_rank())
-    return torch.randn(2 if small else 8, 4 if small else 128, width, device=device())
+    shape = (2, 4, width) if small else (8, 128, width)
+    return torch.randn(shape, device=device())
 
 
 def trained(model: nn.Module, call: Callable[..., torch.Tensor], batch: torch.Tensor) -> Step:
@@ -85,8 +97,10 @@ def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
 
 def parallel(model: nn.Module, group: Group) -> nn.Module:
     """Wrap a model in DDP, unless the step goes without communication."""
+    if group is None:
+        return model
     where = [device().index] if device().type == "cuda" else None
-    return model if group is None else nn.parallel.DistributedDataParallel(model, where, process_group=group)
+    return nn.parallel.DistributedDataParallel(model, where, process_group=group)
 
 
 def fsdp(group: dist.ProcessGroup, width: int, compiled: bool, small: bool) -> Step:
@@ -108,14 +122,20 @@ def ddp(group: Group, width: int, compiled: bool, small: bool) -> Step:
 class Mlp(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+        y: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(x)))
+        return x + y
 
 
 def tensor_parallel(group: dist.ProcessGroup, width: int, compiled: bool, small: bool) -> Step:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = mesh_of(group)
     torch.manual_seed(1)
@@ -133,20 +153,25 @@ class Dlrm(nn.Module):
     def __init__(self, tables: int, rows: int, width: int, sparse: bool) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum", sparse=sparse) for _ in range(tables))
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(rows, width, mode="sum", sparse=sparse) for _ in range(tables)
+        )
         self.dense = nn.Sequential(nn.Linear(tables * width, 256), nn.ReLU(), nn.Linear(256, 1))
         for table in self.tables:
-            nn.init.normal_(table.weight, std=0.01)
+            torch.nn.init.normal_(table.get_parameter("weight"), std=0.01)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.dense(torch.cat([table(ids[i]) for i, table in enumerate(self.tables)], 1))
+        embedded = torch.cat([table(ids[i]) for i, table in enumerate(self.tables)], 1)
+        out: torch.Tensor = self.dense(embedded)
+        return out
 
 
 def dlrm(group: Group, tables: int, rows: int, width: int, bag: int, small: bool) -> Step:
     """Make a step with sparse gradients, except on NCCL and gloo: NCCL refuses sparse tensors."""
     sparse = group is None or dist.get_backend(group) == "tdcoll"
-    tables, rows, width = (2, 1000, 16) if small else (tables, rows, width)
-    model = parallel(Dlrm(tables, rows, width, sparse).to(device()), group)
+    if small:
+        tables, rows, width = 2, 1000, 16
+    model: Any = parallel(Dlrm(tables, rows, width, sparse).to(device()), group)
     if sparse and group is not None:
         model.register_comm_hook(group, tdcoll.distributed.sparse_hook)  # one call for all tables
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -164,8 +189,12 @@ def dlrm(group: Group, tables: int, rows: int, width: int, bag: int, small: bool
 
 
 def pipeline(group: dist.ProcessGroup, width: int, compiled: bool, small: bool) -> Step:
-    """Make a step that passes activations on and gradients back: point-to-point calls, for which tdcoll falls back."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Make a step of point-to-point calls, for which tdcoll falls back.
+
+    It passes activations on, and gradients back.
+    """
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     torch.manual_seed(1 + rank)
     model = nn.Sequential(*(Mlp(width) for _ in range(2))).to(device())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -188,6 +217,7 @@ def pipeline(group: dist.ProcessGroup, width: int, compiled: bool, small: bool) 
             loss = left.square().mean()
             loss.backward()
         if rank > 0:
+            assert entered.grad is not None
             dist.send(entered.grad, rank - 1, group)
         optimizer.step()
         return loss.detach()
@@ -199,8 +229,8 @@ def _dense(make: Callable[..., Step], width: int, compiled: bool = False) -> Cal
     return lambda group, small: make(group, 16 if small else width, compiled, small)
 
 
-def _sparse(*sizes: int) -> Callable[..., Step]:
-    return lambda group, small: dlrm(group, *sizes, small)
+def _sparse(tables: int, rows: int, width: int, bag: int) -> Callable[..., Step]:
+    return lambda group, small: dlrm(group, tables, rows, width, bag, small)
 
 
 WORKLOADS: dict[str, Callable[..., Step]] = {
@@ -219,7 +249,7 @@ WORKLOADS: dict[str, Callable[..., Step]] = {
     "pipeline-256": _dense(pipeline, 256),
 }
 ALONE = ("ddp", "dlrm")
-"""What the names of workloads begin with that can go without communication."""
+"""Beginnings of the names of workloads that can go without communication."""
 
 
 # ---------------------------------------------------------------------- in turns
@@ -230,30 +260,41 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def in_turns(ways: dict[str, Step], warm_up: int, steps: int) -> dict[str, dict[str, list[float]]]:
-    """Return the milliseconds of each timed step on the slowest rank, and the losses of all steps on this one."""
-    milliseconds: dict[str, list[float]] = {way: [] for way in ways}
-    losses: dict[str, list[torch.Tensor]] = {way: [] for way in ways}
+def in_turns(
+    compared: dict[str, Step],
+    warm_up: int,
+    steps: int,
+) -> dict[str, dict[str, list[float]]]:
+    """Return what was measured of each of the compared steps, by name.
+
+    It is ``ms``, the milliseconds of each timed step on the slowest rank, and ``losses``, of all
+    steps on this rank.
+    """
+    milliseconds: dict[str, list[float]] = {name: [] for name in compared}
+    losses: dict[str, list[torch.Tensor]] = {name: [] for name in compared}
     for number in range(warm_up + steps):
-        for way in sorted(ways, reverse=bool(number % 2)):
+        for name in sorted(compared, reverse=bool(number % 2)):
             dist.barrier()
             synchronize()
             began = time.perf_counter()
-            losses[way].append(ways[way]())
+            losses[name].append(compared[name]())
             synchronize()
-            milliseconds[way].append(1e3 * (time.perf_counter() - began))
-    mine = torch.tensor([milliseconds[way][warm_up:] for way in ways], device=device())
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
+            milliseconds[name].append(1e3 * (time.perf_counter() - began))
+    own = torch.tensor([milliseconds[name][warm_up:] for name in compared], device=device())
+    dist.all_reduce(own, dist.ReduceOp.MAX)
     return {
-        way: {"ms": slowest, "losses": [float(loss) for loss in losses[way]]}
-        for way, slowest in zip(ways, mine.tolist(), strict=True)
+        name: {"ms": slowest, "losses": [float(loss) for loss in losses[name]]}
+        for name, slowest in zip(compared, own.tolist(), strict=True)
     }
 
 
 def compare(ours: dict[str, list[float]], baseline: dict[str, list[float]]) -> dict[str, float]:
-    """Return what a row of the table says: medians, the ratio's quartiles, and the losses' greatest difference."""
+    """Return a row's facts: medians, the ratio's quartiles, the losses' greatest difference."""
     ratios = [a / b for a, b in zip(ours["ms"], baseline["ms"], strict=True)]
-    lower, ratio, upper = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
+    if len(ratios) == 1:
+        lower = ratio = upper = ratios[0]
+    else:
+        lower, ratio, upper = statistics.quantiles(ratios, n=4)
     pairs = zip(ours["losses"], baseline["losses"], strict=True)
     return {
         "tdcoll_ms": statistics.median(ours["ms"]),
@@ -265,66 +306,89 @@ def compare(ours: dict[str, list[float]], baseline: dict[str, list[float]]) -> d
     }
 
 
-def run(name: str, groups: dict[str, dist.ProcessGroup], arguments: argparse.Namespace) -> dict[str, Any]:
+def run(
+    name: str,
+    groups: dict[str, dist.ProcessGroup],
+    *,
+    warm_up: int,
+    steps: int,
+    small: bool,
+) -> dict[str, Any]:
     """Measure a workload, and return its row."""
-    # PyTorch's attention for fp32 otherwise adds in any order where heads are wide, so that losses don't repeat.
-    # Compiled models are narrow, and theirs do.
-    torch.use_deterministic_algorithms(name.startswith(("fsdp", "ddp")) and not name.endswith("compiled"))
-    ways: dict[str, Step] = {way: WORKLOADS[name](group, arguments.small) for way, group in groups.items()}
+    # PyTorch's attention for fp32 otherwise adds in any order where heads are wide, so that losses
+    # don't repeat. Compiled models are narrow, and their losses repeat.
+    attends = name.startswith(("fsdp", "ddp"))
+    torch.use_deterministic_algorithms(attends and not name.endswith("compiled"))
+    make = WORKLOADS[name]
+    compared: dict[str, Step] = {backend: make(group, small) for backend, group in groups.items()}
     if name.startswith(ALONE):
-        ways["alone"] = WORKLOADS[name](None, arguments.small)
-    found = in_turns(ways, arguments.warm_up, arguments.steps)
-    del ways
+        compared["alone"] = make(None, small)
+    found = in_turns(compared, warm_up, steps)
+    del compared
     repeat = {}
-    for way, group in groups.items():
-        step, losses = WORKLOADS[name](group, arguments.small), found[way]["losses"][: arguments.warm_up + 1]
-        repeat[way] = [float(step()) for _ in losses] == losses
+    for backend, group in groups.items():
+        step = make(group, small)
+        losses = found[backend]["losses"][: warm_up + 1]
+        repeat[backend] = [float(step()) for _ in losses] == losses
         del step
     torch._dynamo.reset()
     gc.collect()  # DDP and FSDP have circles, and the next workload needs the memory
-    row = {"workload": name, **compare(found["tdcoll"], found["baseline"]), "losses_repeat": repeat}
+    row: dict[str, Any] = {"workload": name, **compare(found["tdcoll"], found["baseline"])}
+    row["losses_repeat"] = repeat
     if "alone" in found:
         row["alone_ms"] = statistics.median(found["alone"]["ms"])
     return {**row, "steps": found}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="names with commas between them")
-    parser.add_argument("--warm-up", type=int, default=5, help="steps that are not timed")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--small", action="store_true", help="tiny models, as in the simulator")
-    parser.add_argument("--json", help="write what was measured there")
-    arguments = parser.parse_args()
-    names = arguments.workloads.split(",")
-    if unknown := [name for name in names if name not in WORKLOADS]:
-        sys.exit(f"--workloads: unknown {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
-    if arguments.steps < 1 or arguments.warm_up < 0:
-        sys.exit(f"--steps, --warm-up: expected at least 1 and 0; got {arguments.steps} and {arguments.warm_up}")
+def line(row: dict[str, Any]) -> str:
+    """Return a row's line on the terminal."""
+    alone = f"{row['alone_ms']:9.3f}" if "alone_ms" in row else " " * 9
+    spread = f"[{row['ratio_lower_quartile']:.3f}, {row['ratio_upper_quartile']:.3f}]"
+    text = (
+        f"{row['workload']:30s} {row['baseline_ms']:9.3f} {row['tdcoll_ms']:9.3f} {alone}  "
+        f"{row['ratio']:.3f} {spread} {row['losses_differ_by']:.1e}"
+    )
+    if not row["losses_repeat"]["tdcoll"]:
+        text += ", DIFFER WHEN REPEATED"
+    return text
+
+
+@click.command(help=__doc__, context_settings={"show_default": True, "max_content_width": 100})
+@click.option(
+    "--workloads",
+    type=parsing.CommaList(click.Choice(list(WORKLOADS))),
+    default=",".join(WORKLOADS),
+    metavar="A,B",
+    help="names of workloads",
+)
+@click.option("--warm-up", type=click.IntRange(min=0), default=5, help="steps that are not timed")
+@click.option("--steps", type=click.IntRange(min=1), default=30, help="timed steps")
+@click.option("--small", is_flag=True, help="tiny models, as in the simulator")
+@click.option("--json", "file", type=parsing.NewFile(), help="write what was measured there")
+def main(workloads: list[str], warm_up: int, steps: int, small: bool, file: Path | None) -> None:
     on_gpus = torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    arguments.small = arguments.small or not on_gpus
     torch.set_num_threads(1)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic algorithms need
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     backend = "nccl" if on_gpus else "gloo"
     dist.init_process_group(backend)
-    groups = {"baseline": dist.new_group(backend=backend), "tdcoll": dist.new_group(backend="tdcoll")}
-    first, rows = dist.get_rank() == 0, []
-    if first:
-        print(f"{'ms per step':30s} {backend:>9s} {'tdcoll':>9s} {'alone':>9s}  ratio                losses differ by")
-    for name in names:
-        rows.append(row := run(name, groups, arguments))
-        if first:
-            alone = f"{row['alone_ms']:9.3f}" if "alone_ms" in row else 9 * " "
-            spread = f"[{row['ratio_lower_quartile']:.3f}, {row['ratio_upper_quartile']:.3f}]"
-            print(
-                f"{name:30s} {row['baseline_ms']:9.3f} {row['tdcoll_ms']:9.3f} {alone}  {row['ratio']:.3f} {spread} "
-                f"{row['losses_differ_by']:.1e}{'' if row['losses_repeat']['tdcoll'] else ', DIFFER WHEN REPEATED'}",
-                flush=True,
-            )
-    if first and arguments.json:
+    groups = {
+        "baseline": dist.new_group(backend=backend),
+        "tdcoll": dist.new_group(backend="tdcoll"),
+    }
+    is_first = dist.get_rank() == 0
+    rows = []
+    if is_first:
+        headings = f"{'ms per step':30s} {backend:>9s} {'tdcoll':>9s} {'alone':>9s}"
+        print(f"{headings}  ratio                losses differ by")
+    for name in workloads:
+        row = run(name, groups, warm_up=warm_up, steps=steps, small=small or not on_gpus)
+        rows.append(row)
+        if is_first:
+            print(line(row), flush=True)
+    if is_first and file is not None:
         facts = {
             "command": sys.argv,
             "baseline": backend,
@@ -334,7 +398,7 @@ def main() -> None:
             "commit": os.environ.get("TDCOLL_COMMIT"),
             "explain": tdcoll.distributed.explain(groups["tdcoll"]),
         }
-        Path(arguments.json).write_text(json.dumps({**facts, "rows": rows}, indent=1))
+        file.write_text(json.dumps({**facts, "rows": rows}, indent=1))
     dist.destroy_process_group()
 
 

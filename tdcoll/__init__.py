@@ -12,6 +12,8 @@ the collectives that it calls, and ``python -m tdcoll`` runs even if PyTorch or 
 tdcoll also makes ``init_process_group("tdcoll")`` known to ``torch.distributed``.
 """
 
+import os as _os
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
@@ -98,12 +100,28 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
     }
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
     __all__ = ["__version__", *_MODULE_OF]
+    _NOT_TRACED = {
+        "all_gather": "all_gather all_gather_",
+        "all_reduce": "all_reduce all_reduce_",
+        "all_to_all": "all_to_all",
+        "reduce_scatter": "reduce_scatter",
+        "": (
+            "CollectiveContext SparseContext WaitMonitor barrier barrier_on_stream check copy_on_stream empty explain "
+            "finalize free heap_info initialize peer_tensor sparse_all_reduce sparse_all_reduce_padded "
+            "sparse_all_reduce_rows wait_on_stream write_on_stream zeros"
+        ),
+    }
+    """Names at which torch.compile breaks the graph, by the operator of ``tdcoll.ops`` that it can trace instead."""
+    _OPERATOR_OF = {name: operator or None for operator, names in _NOT_TRACED.items() for name in names.split()}
     _SUBMODULES = {"base", "calls", "collectives", "distributed", "fused", "job", "language", "ops", "runtime"}
 
     def __getattr__(name):
         """A public name or a module that belongs to one, imported now (PEP 562)."""
         if name in _MODULE_OF:
             value = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+            if name in _OPERATOR_OF:
+                breaks_graphs = _import_module(f"{__name__}.base.torch_internals").breaks_graphs
+                value = breaks_graphs(value, f"{__name__}.{name}", _OPERATOR_OF[name])
         elif name in _SUBMODULES:
             value = _import_module(f"{__name__}.{name}")
         else:
@@ -115,4 +133,11 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         return sorted({*globals(), *__all__, *_SUBMODULES})
 
 
+def _in_child() -> None:
+    """Have a forked child know which process group it was forked with."""
+    if "torch.distributed.distributed_c10d" in _sys.modules:
+        _import_module(f"{__name__}.base.forks").in_child()
+
+
+_os.register_at_fork(after_in_child=_in_child)
 _register()

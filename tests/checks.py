@@ -12,7 +12,8 @@ from typing import Any
 __all__ = ["DISTRIBUTED", "WORKERS", "checks_of", "program_of", "verdicts"]
 
 WORKERS = Path(__file__).with_name("workers")
-DISTRIBUTED = " ".join(f"distributed{part}" for part in ("_order", "", "_tensors", "_groups", "_training"))
+_PARTS = ("_order", "", "_forms", "_averages", "_works", "_observers", "_tensors", "_groups", "_training")
+DISTRIBUTED = " ".join(f"distributed{part}" for part in _PARTS)
 """The scripts of the backend, in the order of their job."""
 
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests run interpreted. Those marked `slow` are the second tier; those marked `gpu` start jobs of their own.
 
+A test that ends without a check fails: it has passed no assertion, in the test or in a module of ``HELPERS``, and has
+expected no exception. So every parameter set checks something.
+
 As on GPUs, ranks don't compare the arguments of first calls unless a test asks for it: a rank whose first call fails
 alone would tell the others, and one that makes none would be missed on the host, not in a kernel.
 """
@@ -11,13 +14,21 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is first imported
 os.environ.setdefault("TDCOLL_DEBUG", "0")
 
 import pytest
 import torch
+from _pytest.assertion import util
+
+HELPERS = ("checks", "collectives", "fused", "kernel_mutants", "ranks")
+"""Modules and packages whose assertions count as a test's own."""
+
+pytest.register_assert_rewrite(*HELPERS)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,6 +41,53 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for item in items if not any(item.get_closest_marker(marker) for marker in absent)]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
+
+
+class Checks:
+    """What the running test has checked.
+
+    Attributes:
+        any: whether an assertion has passed, or an exception is expected.
+        calling: whether the test itself runs, and not its fixtures.
+    """
+
+    any = False
+    calling = False
+
+
+def pytest_assertion_pass() -> None:
+    Checks.any = True
+    if Checks.calling:
+        # One is enough. Else pytest would describe the values of all that follow, which takes long.
+        util._assertion_pass = None
+
+
+def _expecting(expect: Any) -> Any:
+    """``pytest.raises`` or ``pytest.warns``, whose calls are checks."""
+
+    def expected(*arguments: Any, **options: Any) -> Any:
+        Checks.any = True
+        return expect(*arguments, **options)
+
+    return expected
+
+
+pytest.raises = _expecting(pytest.raises)
+pytest.warns = _expecting(pytest.warns)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that has checked nothing."""
+    Checks.any = False
+    Checks.calling = True
+    try:
+        result = yield
+    finally:
+        Checks.calling = False
+    if not Checks.any:
+        pytest.fail(f"{item.name} checks nothing", pytrace=False)
+    return result
 
 
 @pytest.fixture

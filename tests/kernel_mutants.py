@@ -23,29 +23,51 @@ from tdcoll.base.limits import COLLECTIVES
 
 __all__ = ["Argument", "Call", "Change", "Inserted", "Moved", "Mutant", "dropped", "installed", "missing", "no_wait"]
 
-MODULES = [  # each may import those before it
-    *(
-        f"tdcoll.primitives.{name}"
-        for name in ("epilogue", "group", "stores", "puts", "ll", "lamport", "reduce", "words", "sums", "copies")
-    ),
+MODULES = [
+    "tdcoll.primitives.epilogue",
+    "tdcoll.primitives.group",
+    "tdcoll.primitives.stores",
+    "tdcoll.primitives.puts",
+    "tdcoll.primitives.ll",
+    "tdcoll.primitives.lamport",
+    "tdcoll.primitives.reduce",
+    "tdcoll.primitives.words",
+    "tdcoll.primitives.sums",
+    "tdcoll.primitives.copies",
     "tdcoll.calls.copies",
-    *(f"tdcoll.collectives.exchange.kernels_{name}" for name in ("direct", "ll", "loop")),
-    *(f"tdcoll.collectives.all_gather.kernels_{name}" for name in ("ring", "puts")),
+    "tdcoll.collectives.exchange.kernels_direct",
+    "tdcoll.collectives.exchange.kernels_ll",
+    "tdcoll.collectives.exchange.kernels_loop",
+    "tdcoll.collectives.all_gather.kernels_ring",
+    "tdcoll.collectives.all_gather.kernels_puts",
     "tdcoll.collectives.all_to_all.kernels_puts",
-    *(f"tdcoll.collectives.reduce_scatter.kernels_{name}" for name in ("direct", "loop", "puts", "words")),
-    *(f"tdcoll.collectives.all_reduce.kernels_{name}" for name in ("words", "direct", "loop", "puts", "nodes")),
-    *("tdcoll.fused.kernels_rows", "tdcoll.fused.kernels"),
+    "tdcoll.collectives.reduce_scatter.kernels_direct",
+    "tdcoll.collectives.reduce_scatter.kernels_loop",
+    "tdcoll.collectives.reduce_scatter.kernels_puts",
+    "tdcoll.collectives.reduce_scatter.kernels_words",
+    "tdcoll.collectives.all_reduce.kernels_words",
+    "tdcoll.collectives.all_reduce.kernels_direct",
+    "tdcoll.collectives.all_reduce.kernels_loop",
+    "tdcoll.collectives.all_reduce.kernels_puts",
+    "tdcoll.collectives.all_reduce.kernels_nodes",
+    "tdcoll.fused.kernels_rows",
+    "tdcoll.fused.kernels",
     "tdcoll.fused.matmul.product",
-    *(f"tdcoll.fused.matmul.kernels_{name}" for name in ("gather", "scatter", "all_reduce")),
+    "tdcoll.fused.matmul.kernels_gather",
+    "tdcoll.fused.matmul.kernels_scatter",
+    "tdcoll.fused.matmul.kernels_all_reduce",
     "tdcoll.collectives.index_match.kernels",
-    *(
-        f"tdcoll.collectives.sparse_all_reduce.kernels_{name}"
-        for name in ("tables", "lists", "values", "reduce", "nodes", "merge")
-    ),
+    "tdcoll.collectives.sparse_all_reduce.kernels_tables",
+    "tdcoll.collectives.sparse_all_reduce.kernels_lists",
+    "tdcoll.collectives.sparse_all_reduce.kernels_values",
+    "tdcoll.collectives.sparse_all_reduce.kernels_reduce",
+    "tdcoll.collectives.sparse_all_reduce.kernels_nodes",
+    "tdcoll.collectives.sparse_all_reduce.kernels_merge",
 ]
+"""Of kernels; each may import those before it."""
 
 HOSTS = [f"tdcoll.collectives.{name}.op" for name in (*COLLECTIVES, "sparse_all_reduce", "index_match")]
-HOSTS += ["tdcoll.fused.op"]
+HOSTS += ["tdcoll.fused.rms_norm"]
 """They name kernels, and have to be imported before one is replaced."""
 
 
@@ -68,7 +90,8 @@ def _lists(function: ast.AST) -> Iterator[list[ast.stmt]]:
     """All lists of statements of a function, inner ones first."""
     for node in reversed(list(ast.walk(function))):
         for name in ("orelse", "body"):
-            if isinstance(statements := getattr(node, name, None), list):
+            statements = getattr(node, name, None)
+            if isinstance(statements, list):
                 yield statements
 
 
@@ -76,13 +99,15 @@ class _Replace(ast.NodeTransformer):
     """Puts expressions in the place of those for which ``new`` returns one."""
 
     def __init__(self, new: Callable[[ast.expr], ast.expr | None]) -> None:
-        self._new, self.found = new, 0
+        self._new = new
+        self.found = 0
 
     def visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.expr) and (new := self._new(node)) is not None:
-            self.found += 1
-            return new
-        return self.generic_visit(node)
+        new = self._new(node) if isinstance(node, ast.expr) else None
+        if new is None:
+            return self.generic_visit(node)
+        self.found += 1
+        return new
 
 
 def _replaced(function: ast.AST, new: Callable[[ast.expr], ast.expr | None]) -> int:
@@ -96,7 +121,8 @@ class Change:
     """Something else in the place of an expression, or of statements that follow each other.
 
     Attributes:
-        where: ``"module.function"``, the module with as many of its packages as tell it from others.
+        where: ``"module.function"``, the module with as many of its packages as tell it from others; or
+            ``"module.Class.method"``.
         old: what is replaced wherever it stands in that function; it must stand there.
         new: what stands there instead; an expression for an expression.
     """
@@ -107,14 +133,18 @@ class Change:
 
     def made(self, function: ast.AST) -> int:
         """Change a function; return how often."""
-        old, new = _parsed(self.old), _parsed(self.new)
+        old = _parsed(self.old)
+        new = _parsed(self.new)
         wanted = [ast.dump(node) for node in old]
-        if len(old) == len(new) == 1 and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr):
-            (before,), after = [ast.dump(old[0].value)], new[0].value
+        one_each = len(old) == len(new) == 1
+        if one_each and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr):
+            before = ast.dump(old[0].value)
+            after = new[0].value
             return _replaced(function, lambda node: after if ast.dump(node) == before else None)
         found = 0
         for statements in _lists(function):
-            dumps, place = [ast.dump(statement) for statement in statements], 0
+            dumps = [ast.dump(statement) for statement in statements]
+            place = 0
             while place < len(dumps):
                 if dumps[place : place + len(old)] == wanted:
                     statements[place : place + len(old)] = copy.deepcopy(new)
@@ -184,7 +214,8 @@ class Argument:
 
     def made(self, function: ast.AST) -> int:
         """Change a function; return how often."""
-        old, found = ast.dump(ast.parse(self.old, mode="eval").body), 0
+        old = ast.dump(ast.parse(self.old, mode="eval").body)
+        found = 0
         for node in list(ast.walk(function)):
             if _is(node, self.call, self.of):
                 assert isinstance(node, ast.Call)
@@ -222,7 +253,8 @@ class Inserted:
         for statements in _lists(function):
             for place, statement in reversed(list(enumerate(statements))):
                 if not hasattr(statement, "body") and _has(statement, self.call, self.of):
-                    statements[place + self.behind : place + self.behind] = _parsed(self.new)
+                    at = place + 1 if self.behind else place
+                    statements[at:at] = _parsed(self.new)
                     found += 1
         return found
 
@@ -246,9 +278,11 @@ class Moved:
         """Change a function; return how often."""
         found = 0
         for statements in _lists(function):
-            having = [[_has(each, name) for each in statements] for name in (self.call, self.behind)]
-            if all(map(any, having)):
-                old, to = (each.index(True) for each in having)
+            calls = [_has(statement, self.call) for statement in statements]
+            others = [_has(statement, self.behind) for statement in statements]
+            if any(calls) and any(others):
+                old = calls.index(True)
+                to = others.index(True)
                 if old < to:
                     statement = statements[old]
                     statements[old] = _parsed(self.instead)[0]
@@ -260,13 +294,29 @@ class Moved:
 AnyChange = Change | Call | Argument | Inserted | Moved
 
 
+def _place(where: str) -> tuple[str, list[str]]:
+    """Return the module that ``where`` names, and the names of class and function in it."""
+    parts = where.split(".")
+    inside = 2 if parts[-2][:1].isupper() else 1
+    return ".".join(parts[:-inside]), parts[-inside:]
+
+
+def _functions(tree: ast.Module, names: Sequence[str]) -> Iterator[ast.FunctionDef]:
+    """The functions of this name, or those of a class; of the simulator's and the GPU's, the simulator's first."""
+    *classes, name = names
+    for node in tree.body:
+        inner = node.body + node.orelse if isinstance(node, ast.If) else [node]
+        if classes:
+            inner = node.body if isinstance(node, ast.ClassDef) and node.name == classes[0] else []
+        yield from (each for each in inner if isinstance(each, ast.FunctionDef) and each.name == name)
+
+
 def _changed(module: ModuleType, changes: Sequence[AnyChange]) -> str:
     """The source of ``module`` with ``changes``."""
     tree = ast.parse(Path(str(module.__file__)).read_text())
     for change in changes:
-        name = change.where.rpartition(".")[2]
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
-        assert functions, f"{module.__name__} has no function {name}"
+        functions = list(_functions(tree, _place(change.where)[1]))
+        assert functions, f"{change.where} is no function"
         assert change.made(functions[0]), f"{change.where} does not hold what {change} is about"
     return ast.unparse(ast.fix_missing_locations(tree))
 
@@ -301,7 +351,7 @@ def installed(changes: Sequence[AnyChange], folder: Path, more: Sequence[str] = 
     names = [module.__name__ for module in modules]
     named: dict[str, list[AnyChange]] = {name: [] for name in names}
     for change in changes:
-        wanted = change.where.rpartition(".")[0]
+        wanted, _ = _place(change.where)
         meant = [name for name in names if f".{name}".endswith(f".{wanted}")]
         assert len(meant) == 1, f"{wanted} is not one of {names}, but {meant}"
         named[meant[0]].append(change)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import tdcoll
+from benchmarks.registry import SUBJECTS
 from tdcoll.__main__ import main
-from tdcoll.tools.bench.command import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,7 +28,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "command",
-    [["--help"], ["-h"], ["run", "--help"], ["doctor", "--help"], ["bench", "--help"], ["report", "--help"]],
+    [["--help"], ["-h"], ["run", "--help"], ["doctor", "--help"], ["bench", "--help"]],
     ids=" ".join,
 )
 def test_help_has_an_example_and_needs_nothing(command: list[str]) -> None:
@@ -47,12 +47,32 @@ def test_what_is_missing_is_said_in_a_line(command: list[str]) -> None:
     assert line.startswith(f"tdcoll {command[0]}: needs torch, which {sys.executable} lacks; `source setenv.sh`")
 
 
-@pytest.mark.parametrize("name", [*BENCHMARKS, "tune"])
-def test_each_benchmark_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package_of_an_extra_names_the_extra() -> None:
+    done = run("report", "--help")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"tdcoll report: needs click, which {sys.executable} lacks; the extra 'bench' has it: ")
+    assert line.endswith("pip install -e '.[bench]' in the checkout")
+
+
+@pytest.mark.parametrize("command", ["report", "tune", *(f"bench {name}" for name in SUBJECTS)])
+def test_commands_with_options_have_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["tune", "--help"] if name == "tune" else ["bench", name, "--help"])
+        main([*command.split(), "--help"])
     assert ended.value.code == 0
-    assert re.search(rf"example: bash launch.sh .*-m tdcoll\s+.*{name}", capsys.readouterr().out, re.S)
+    name = command.split()[-1]
+    assert re.search(rf"example:\s+bash launch.sh .*-m tdcoll\s+.*{name}", capsys.readouterr().out, re.S)
+
+
+def test_a_folder_of_the_same_name_elsewhere_is_not_imported(tmp_path: Path) -> None:
+    """Other projects have benchmarks, too, and the current folder comes first in Python's path."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("raise SystemExit('imported another project')")
+    command = [sys.executable, "-m", "tdcoll", "bench", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "all_gather" in done.stdout
 
 
 def run_without_a_reader(*command: str) -> tuple[int, str]:
@@ -71,7 +91,7 @@ def run_without_a_reader(*command: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     "command",
-    [["tdcoll", "--version"], ["tdcoll", "report", "--help"], ["tdcoll", "bench", "--help"]],
+    [["tdcoll", "--version"], ["tdcoll", "doctor", "--help"], ["tdcoll", "report", "--help"]],
     ids=" ".join,
 )
 def test_a_reader_that_goes_ends_a_command_quietly(command: list[str]) -> None:
@@ -92,7 +112,6 @@ def test_version() -> None:
         (["docter"], "expected run, doctor, hang, bench, tune, report or --help, got docter"),
         (["bench"], "expected all_gather, "),
         (["bench", "all_scatter"], "got all_scatter"),
-        (["report"], "expected either FILE.json or --write"),
     ],
 )
 def test_a_wrong_command_line_is_exit_status_2(arguments: list[str], said: str) -> None:

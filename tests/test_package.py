@@ -81,7 +81,7 @@ def test_anything_may_be_the_first() -> None:
             "job.lifecycle",
             "language.jit",
             "distributed",
-            "tools.bench.engine",
+            "tools.measure.engine",
         ),
         *("simulator.machine", "simulator.process", "collectives.sparse_all_reduce"),
         "collectives.all_gather.op",

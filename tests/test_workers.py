@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from checks import DISTRIBUTED, WORKERS, checks_of, program_of, verdicts
-from tiers import second
+from tiers import slow_tier
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 NODES = ("--emulate-nodes", "2")
@@ -22,15 +22,15 @@ NODES = ("--emulate-nodes", "2")
     [
         ("copies", 2, ()),
         (DISTRIBUTED, 2, ()),
-        second(DISTRIBUTED, 3, ()),
-        second("drop_ins", 2, ()),
-        second("dense", 4, NODES),
-        second("fused", 3, NODES),
-        second("operators", 3, NODES),
-        second("hang", 3, ()),
-        second("language stores_and_waits words", 3, ()),
-        second("sparse sparse_contexts", 2, ()),
-        second("stall", 2, ()),
+        slow_tier(DISTRIBUTED, 3, ()),
+        slow_tier("drop_ins", 2, ()),
+        slow_tier("dense", 4, NODES),
+        slow_tier("fused", 3, NODES),
+        slow_tier("operators", 3, NODES),
+        slow_tier("hang", 3, ()),
+        slow_tier("language stores_and_waits words", 3, ()),
+        slow_tier("sparse sparse_contexts", 2, ()),
+        slow_tier("stall", 2, ()),
     ],
 )
 def test_checks(launch: Launch, names: str, ranks: int, nodes: tuple[str, ...]) -> None:

@@ -9,22 +9,33 @@ from typing import Any
 
 import pytest
 
-__all__ = ["second", "seeds", "some"]
+__all__ = ["every_eighth", "parameters", "seeds", "slow_tier"]
 
 
-def second(*values: Any, id: str | None = None) -> Any:
+def parameters(*values: Any, slow: bool = False, id: str | None = None) -> Any:
+    """A parameter set; of the second tier if it is ``slow``."""
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(*values, marks=marks, id=id)
+
+
+def slow_tier(*values: Any, id: str | None = None) -> Any:
     """A parameter set of the second tier."""
-    return pytest.param(*values, marks=pytest.mark.slow, id=id)
+    return parameters(*values, slow=True, id=id)
 
 
 def seeds(first: int, second_tier: int) -> pytest.MarkDecorator:
-    """Parameter ``seeds``: ``first`` in the first tier; in the second ``second_tier`` more, or ``EXPLORE_SEEDS``."""
+    """Parameter ``seeds``: ``first`` in the first tier, and in the second tier ``second_tier`` more, or
+    ``EXPLORE_SEEDS``."""
     more = int(os.environ.get("EXPLORE_SEEDS", second_tier))
     assert first > 0, "no seed for the first tier"
     assert more > 0, "no seed for the second tier"
-    return pytest.mark.parametrize("seeds", [range(first), second(range(first, first + more))], ids=["first", "more"])
+    sets = [
+        parameters(range(first), id="first"),
+        slow_tier(range(first, first + more), id="more"),
+    ]
+    return pytest.mark.parametrize("seeds", sets)
 
 
-def some(values: Sequence[Any]) -> list[Any]:
-    """Every eighth in the first tier, the others in the second."""
-    return [second(value, id=str(value)) if number % 8 else value for number, value in enumerate(values)]
+def every_eighth(values: Sequence[Any]) -> list[Any]:
+    """Parameter sets: every eighth value in the first tier, the others in the second."""
+    return [parameters(value, slow=place % 8 != 0, id=str(value)) for place, value in enumerate(values)]

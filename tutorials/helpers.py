@@ -10,7 +10,7 @@ import traceback
 
 import tdcoll
 from tdcoll.language import INTERPRETED
-from tdcoll.tools.bench.arithmetic import FLOORS
+from tdcoll.tools.measure.floor import FLOORS
 
 
 def say(text):
@@ -95,7 +95,7 @@ def times_us(sent_bytes, calls):
     `graph_time_us` captures 20 calls in a graph and times its replays. A late rank makes the others wait, so each
     replay counts as long as it took on the slowest rank; the result is the median over the replays.
     """
-    from tdcoll.tools.bench.timing import graph_time_us
+    from tdcoll.tools.measure.timing import graph_time_us
 
     measured = {name: graph_time_us(call, calls=(20,)) for name, call in calls.items()}
     return {BOUND: H200.us(sent_bytes, tdcoll.topology().world_size), **measured}

@@ -46,6 +46,15 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     return value
 
 
+def number(name: str, value: Any, least: float, below: float) -> float:
+    """Return ``value`` if it is a number of at least ``least`` and less than ``below``; raise otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not least <= value < below:
+        raise ValueError(f"{name} must be at least {least:g} and less than {below:g}, got {value!r}")
+    return value
+
+
 def seconds(name: str, value: Any) -> float:
     """Return ``value``, a deadline of 0 to :data:`MOST_SECONDS` seconds, without 0, because every wait must end."""
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that a context remembers, to name the one in which a kernel waits. Needs neither torch nor triton.
+"""The calls that a context remembers, to name the one in which a kernel waits.
 
-A kernel knows the number of its epoch, or of its Lamport call (:mod:`tdcoll.primitives.lamport`), and no names. Each
-call is therefore noted before its launches, which costs the host a tenth of a microsecond; everything else is done when
-a name is wanted, by the thread of :mod:`tdcoll.runtime.watch`.
+A kernel knows the number of its epoch, or of its Lamport call (:mod:`tdcoll.primitives.lamport`),
+but no names. Each call is therefore noted before its launches, which costs the host a tenth of a
+microsecond. Everything else is done when a name is wanted, by the thread of
+:mod:`tdcoll.runtime.watch`. This module needs neither torch nor triton.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MOST = 2048
+MOST_CALLS = 2048
 """When a context remembers so many calls, it forgets the older half."""
 
 
-class Made(NamedTuple):
-    """A kind of call. :func:`kind_of` returns the same object for the same kind, because a context keeps many.
+class CallRecord(NamedTuple):
+    """A kind of call, as a context notes it. :func:`record_of` returns one object for each kind.
 
     Attributes:
-        epochs, lamport: how many epochs and Lamport calls it takes on the device.
-        even: the epochs are the next even ones (:mod:`tdcoll.primitives.copies`).
+        operation: The operation's name.
+        epochs: Epochs that it takes on the device.
+        lamport: Lamport calls that it takes on the device.
+        even: Its epochs are the next even ones (:mod:`tdcoll.primitives.copies`).
     """
 
     operation: str
@@ -30,11 +33,16 @@ class Made(NamedTuple):
     even: bool = False
 
 
-kind_of = functools.cache(Made)
+record_of = functools.cache(CallRecord)
+"""Return the :class:`CallRecord` with these fields: the same object for the same fields, because a
+context keeps many."""
 
 
 class _Progress(NamedTuple):
-    """How many calls there were, and the last epoch and Lamport call, which are ``known`` if those of all calls are."""
+    """The number of calls so far, and the last epoch and Lamport call.
+
+    ``known`` is False if the epochs of some call are unknown.
+    """
 
     calls: int = 0
     epoch: int = 0
@@ -42,78 +50,98 @@ class _Progress(NamedTuple):
     known: bool = True
 
 
-def _after(progress: _Progress, log: Sequence[Made | str]) -> _Progress:
+def _after(progress: _Progress, log: Sequence[CallRecord | str]) -> _Progress:
+    """Return the progress after more calls."""
     calls, epoch, lamport, known = progress
     for call in log:
         if isinstance(call, str):
             known = False
+            continue
+        if call.even:
+            epoch = 2 * (epoch // 2 + call.epochs)
         else:
-            _, epochs, more, even = call
-            epoch = 2 * (epoch // 2 + epochs) if even else epoch + epochs
-            lamport += more
+            epoch += call.epochs
+        lamport += call.lamport
     return _Progress(calls + len(log), epoch, lamport, known)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 2``, ``ranks 0-7``."""
-    several = len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
-    listed = f"{ranks[0]}-{ranks[-1]}" if several else ", ".join(map(str, ranks))
+    """Return ranks as text: ``rank 3``, ``ranks 0, 2``, ``ranks 0-7``."""
+    consecutive = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    if len(ranks) > 2 and consecutive:
+        listed = f"{ranks[0]}-{ranks[-1]}"
+    else:
+        listed = ", ".join(map(str, ranks))
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
-class Calls:
+class CallLog:
     """The calls of a context.
 
     Args:
-        ranks: global ranks of its group, in the group's order.
-        group: the name of the process group in ``torch.distributed``, if it has one.
+        ranks: Global ranks of the context's group, in the group's order.
+        group: The name of the process group in ``torch.distributed``, if it has one.
 
     Attributes:
-        exact: whether all epochs are those of noted calls; not after a capture, because replays aren't seen.
-        group: its name, for people.
-        log: the calls that are remembered, each appended before its launches: a :class:`Made`, or the name
-            alone if its epochs are not known.
+        exact: Whether all epochs are those of noted calls. False after a capture, because the host
+            doesn't see replays.
+        group: The group's name, for people.
+        log: The remembered calls, each appended before its launches: a :class:`CallRecord`, or the
+            operation's name if its epochs are unknown.
     """
 
     def __init__(self, ranks: Sequence[int], group: str | None) -> None:
-        self.ranks, self.exact = ranks, True
+        self.ranks = ranks
+        self.exact = True
         self.group = f"group {group}" if group is not None else ranks_text(ranks)
-        self.log: list[Made | str] = []
-        # Changed together, because another thread asks for names.
-        self._kept = _Progress(), self.log
+        self.log: list[CallRecord | str] = []
+        # One attribute, because another thread reads the two together.
+        self._state = _Progress(), self.log
 
-    def forget(self) -> None:
-        """Forget the older half of the calls, but for their number. For the thread that makes calls."""
+    def forget_older(self) -> None:
+        """Forget the older half of the calls, except their number. For the thread that makes calls."""
         half = len(self.log) // 2
-        progress, self.log = _after(self._kept[0], self.log[:half]), self.log[half:]
-        self._kept = progress, self.log
+        progress = _after(self._state[0], self.log[:half])
+        self.log = self.log[half:]
+        self._state = progress, self.log
 
     def name_of(self, epoch: int, lamport: bool) -> str:
         """Name the call of an epoch, or of a Lamport call: ``all_reduce, call 4 of group 0``.
 
-        If the number of the call isn't known, that of the epoch stands in its place, perhaps without the operation.
+        If the number of the call is unknown, the epoch stands there instead, perhaps without the
+        operation.
         """
-        progress, log = self._kept
-        log, number = list(log), "Lamport call" if lamport else "epoch"
-        names = {call if isinstance(call, str) else call.operation for call in log}
-        if self.exact and _after(progress, log).known and epoch > (progress.lamport if lamport else progress.epoch):
+        progress, shared_log = self._state
+        log = list(shared_log)
+        last = _after(progress, log)
+        last_number = last.lamport if lamport else last.epoch
+        first_number = progress.lamport if lamport else progress.epoch
+        if self.exact and last.known and first_number < epoch <= last_number:
             for call in log:
                 progress = _after(progress, [call])
                 if epoch <= (progress.lamport if lamport else progress.epoch):
-                    return f"{call.operation}, call {progress.calls} of {self.group}"  # type: ignore[union-attr]
-        what = f"{names.pop()}, " if len(names) == 1 else ""
-        return f"{what}{number} {epoch} of {self.group}"
+                    assert isinstance(call, CallRecord)
+                    return f"{call.operation}, call {progress.calls} of {self.group}"
+        names = {call if isinstance(call, str) else call.operation for call in log}
+        number = "Lamport call" if lamport else "epoch"
+        place = f"{number} {epoch} of {self.group}"
+        return f"{names.pop()}, {place}" if len(names) == 1 else place
 
     def describe(self) -> str:
-        """Say how many calls were made: ``group 0: 12 calls made, the last one all_reduce, up to epoch 14``."""
-        before, log = self._kept
-        log = list(log)
+        """Describe the calls: ``group 0: 12 calls made, the last one all_reduce, up to epoch 14``."""
+        before, shared_log = self._state
+        log = list(shared_log)
         if not log:
             return f"{self.group}: no call made"
-        calls, epoch, lamport, known = _after(before, log)
+        progress = _after(before, log)
         last = log[-1] if isinstance(log[-1], str) else log[-1].operation
-        text = f"{self.group}: {calls} call{'s' if calls > 1 else ''} made, the last one {last}"
-        if self.exact and known:
-            progress = ("epoch", epoch), ("Lamport call", lamport)
-            text += ", up to " + " and ".join(f"{number} {count}" for number, count in progress if count)
-        return text
+        plural = "s" if progress.calls > 1 else ""
+        text = f"{self.group}: {progress.calls} call{plural} made, the last one {last}"
+        if not (self.exact and progress.known):
+            return text
+        numbers = []
+        if progress.epoch:
+            numbers.append(f"epoch {progress.epoch}")
+        if progress.lamport:
+            numbers.append(f"Lamport call {progress.lamport}")
+        return text + ", up to " + " and ".join(numbers)

@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from typing import Any
 
 import torch
 
+from tdcoll.base import driver
 from tdcoll.base.errors import ContextError
+
+_CAPTURE_IS_ACTIVE = 1
+"""``CU_STREAM_CAPTURE_STATUS_ACTIVE``."""
 
 
 def capturing(device: torch.device) -> bool:
     """Return whether the current stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 def capture_of(stream: int) -> int:
@@ -29,12 +26,18 @@ def capture_of(stream: int) -> int:
     """
     if not stream:
         return 0
-    status, ident = ctypes.c_int(), ctypes.c_uint64()
-    given = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(ident), None, None, None
-    failed = _driver().cuStreamGetCaptureInfo_v2(*given)
-    if failed:
-        raise RuntimeError(f"cuStreamGetCaptureInfo failed: {failed}")
-    return ident.value if status.value == 1 else 0  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+    capture_status = ctypes.c_int()
+    identity = ctypes.c_uint64()
+    status = driver.driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream),
+        ctypes.byref(capture_status),
+        ctypes.byref(identity),
+        None,
+        None,
+        None,
+    )
+    driver.check("cuStreamGetCaptureInfo", status)
+    return identity.value if capture_status.value == _CAPTURE_IS_ACTIVE else 0
 
 
 def refuse(device: torch.device, operation: str, why: str) -> None:

@@ -22,24 +22,24 @@ before the bytes of e. In one row, "at least e" would take it for the signal of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import triton.language as tl
 
 from tdcoll import runtime
 from tdcoll.base import arguments
-from tdcoll.base.call_log import Calls
+from tdcoll.base.call_log import CallLog
 from tdcoll.base.errors import HeapExhaustedError
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS
+from tdcoll.calls.budget import StreamOrder, least_blocks
+from tdcoll.calls.checks import CallChecks, Debug, compare, exchangeable
 from tdcoll.calls.monitor import WaitMonitor
-from tdcoll.calls.preconditions import Debug, Lane, Preconditions, compare, shown
 from tdcoll.calls.sizes import Area, context_sizes
 from tdcoll.calls.tuning import Table, given
 from tdcoll.job.memory import barrier
-from tdcoll.language import INTERPRETED
 from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
 from tdcoll.runtime.control import require_equal
@@ -48,10 +48,6 @@ from tdcoll.runtime.topology import Topology
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_Made = TypeVar("_Made")
-
-KEPT = 2048
-"""Entries that a context remembers of call shapes: how to launch them, and what the arguments must look like."""
 
 
 def _group_name(group: runtime.Group, topology: Topology) -> str | None:
@@ -66,7 +62,7 @@ def _group_name(group: runtime.Group, topology: Topology) -> str | None:
     return str(group.group_name)
 
 
-class CollectiveContext(Preconditions):
+class CollectiveContext(CallChecks):
     """Symmetric slots, signals and the epoch for the collectives of one group.
 
     >>> with tdcoll.CollectiveContext() as ctx:
@@ -131,7 +127,7 @@ class CollectiveContext(Preconditions):
         debug: Debug | None = None,
         tuning: Any = None,
         _call: Mapping[str, Any] | None = None,
-        _lane: Lane | None = None,
+        _order: StreamOrder | None = None,
     ) -> None:
         self._given_sizes: dict[str, Any] = {
             "max_bytes_per_rank": max_bytes_per_rank,
@@ -149,22 +145,22 @@ class CollectiveContext(Preconditions):
             arguments.instance("debug", debug, bool, 'a bool, "first" or None')
         job = runtime.current()
         topology = job.topology(group)
-        if max_blocks is not None and max_blocks < (least := 2 * topology.world_size + 2):
+        if max_blocks is not None and max_blocks < (least := least_blocks(topology.world_size)):
             raise ValueError(
                 f"max_blocks must be at least {least}, as many as one chunk takes on {topology.describe()}; got "
                 f"{max_blocks}"
             )
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
-        monitor.calls = Calls(topology.pes, _group_name(group, topology))
-        super().__init__(job, topology, monitor, debug, _lane)
+        monitor.calls = CallLog(topology.pes, _group_name(group, topology))
+        super().__init__(job, topology, monitor, debug, _order)
         sizes = context_sizes(topology, job.heap.nbytes, **self._given_sizes)
         self.max_bytes_per_rank = sizes.max_bytes_per_rank
         """The most that one rank sends to another in one epoch, in bytes."""
         self.chunks = chunks
-        self.max_blocks = MAX_BLOCKS if max_blocks is None else max_blocks
-        """The most thread blocks that a launch on the context has; policies keep to it."""
+        if max_blocks is not None:
+            self.max_blocks = max_blocks
         self.early = max_blocks is None
-        """Whether a launch may begin before the launch ahead of it has ended (:mod:`tdcoll.calls.launch`)."""
+        """Whether a launch may begin before the launch ahead of it has ended (:mod:`tdcoll.calls.kernel_launch`)."""
         self.stores: bool
         """Whether the ranks of each node can store to each other's memory."""
         self.ll_bytes: int
@@ -180,9 +176,6 @@ class CollectiveContext(Preconditions):
         """Device tensors that launches and captured graphs refer to, for as long as the context lives."""
         self._group = topology.pes
         self._closed = False
-        self.known: dict[Hashable, Any] = {}
-        """Values that :meth:`once` has made and not forgotten, by key."""
-        self._loaded: set[Hashable] = set()
         self._symmetric: list[torch.Tensor] = []
         try:
             self._make(tuning, _call)
@@ -206,7 +199,7 @@ class CollectiveContext(Preconditions):
         mates = [self._group[rank] for rank in self.topology.members[self.topology.node]]
         accessible = all(owner.heap.peer_base(pe) != 0 for pe in mates)
         names = given.architectures(self.device)
-        mine = shown(call or {}), accessible, names
+        mine = exchangeable(call or {}), accessible, names
         purpose = "arguments of CollectiveContext" if call is None else f"{call['operation']}, which needs a context"
         answers = owner.exchange(self._group, purpose, mine)
         if call is not None:
@@ -228,6 +221,8 @@ class CollectiveContext(Preconditions):
         for area in zeroed:
             area.zero_()
         self.signals, self.ready, self.gave_up, self.flagged = zeroed
+        if self.stores and self.topology.n_nodes == 1:  # where calls can have copy engines
+            self.monitor.gave_up = self.gave_up
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.device_group = self._device_group()
         if sizes.lamport_bytes:
@@ -288,16 +283,6 @@ class CollectiveContext(Preconditions):
     # ------------------------------------------------------------------ facts
 
     @property
-    def rank(self) -> int:
-        """This process's group rank."""
-        return self.topology.rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the group."""
-        return self.topology.world_size
-
-    @property
     def closed(self) -> bool:
         """True after :meth:`close`."""
         return self._closed
@@ -309,34 +294,6 @@ class CollectiveContext(Preconditions):
 
     def _sizes(self) -> str:
         return f"{self.max_bytes_per_rank} bytes per rank"
-
-    def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
-        """Return what a collective's host side computes once per ``key``: its name and a call shape.
-
-        The oldest entry goes when there are more than :data:`KEPT`.
-        """
-        found: _Made | None = self.known.get(key)
-        if found is None:
-            if len(self.known) >= KEPT:
-                del self.known[next(iter(self.known))]
-            found = self.known[key] = make()
-        return found
-
-    @property
-    def loads_together(self) -> bool:
-        """Whether ranks wait for each other to load kernels: see :meth:`wait_for_loads`."""
-        return self.max_blocks != MAX_BLOCKS and not INTERPRETED
-
-    def wait_for_loads(self, operation: str, variant: Hashable) -> None:
-        """Wait, before the first launch of a kernel, until all ranks have loaded it. Collective, once per ``variant``.
-
-        CUDA loads a kernel only while none is running. With launches of several contexts in flight, this rank may have
-        to wait for one that waits for a peer, which in turn waits for this rank. Without ``max_blocks`` there are none.
-        """
-        if variant in self._loaded or not self.loads_together:
-            return
-        self.job.exchange(self._group, f"{operation}: its kernels are loaded")
-        self._loaded.add(variant)
 
     # ------------------------------------------------------------------ life
 
@@ -356,7 +313,7 @@ class CollectiveContext(Preconditions):
         if self._cuda and self.captured:
             torch.cuda.synchronize(self.device)  # replays may be anywhere
         elif self._cuda:
-            self.lane.stream.synchronize()
+            self.order.stream.synchronize()
         if self.monitor.expired and not self.monitor.reported:
             self.monitor.raise_if_expired()
         if self.job.failed:

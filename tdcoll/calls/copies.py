@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls whose data is moved by copy engines: the copies that the host issues, between the kernels of the protocol.
+"""Calls whose data is moved by copy engines: the copies that the host queues, as steps of a call.
 
-:mod:`tdcoll.primitives.copies` has the protocol.
+:mod:`tdcoll.primitives.copies` has the protocol and the kernels between the copies. A call consists
+of *hops*. In each hop a rank pushes something to every peer, or pulls something from every peer,
+and waits until every peer's stamp has arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from tdcoll.base.limits import SHARED_REGISTERS
-from tdcoll.calls.launch import Launch
-from tdcoll.calls.launches import Planned, on_device, successors, tiles
+from tdcoll.calls.kernel_launch import KernelLaunch
+from tdcoll.calls.launch_spec import LaunchSpec, device_table, successors, tiles
 from tdcoll.calls.plan import Facts, shares_gpu
+from tdcoll.calls.steps import Step, StepSequence, WithPlaces
 from tdcoll.primitives import copies as kernels
 from tdcoll.runtime.heap import SideStream
 
@@ -25,139 +30,319 @@ def kernel(facts: Facts) -> Any:
     return kernels.enter
 
 
-def lands_in_result(facts: Facts) -> bool:
-    """Return whether peers write into the result of an exchange rather than into the inbox."""
-    return facts.in_place or facts.symmetric
+class Memory(Enum):
+    """Memory of this rank that a copy reads."""
+
+    TENSOR = "tensor"
+    RESULT = "result"
+    INBOX = "inbox"
 
 
 class Copy(NamedTuple):
-    """``nbytes`` bytes, from ``begin`` bytes behind one address to ``at`` bytes behind another."""
+    """A copy between two places.
 
-    begin: int
-    at: int
+    Attributes:
+        source_offset: Where it begins in the memory that it reads, in bytes.
+        destination_offset: Where it begins in the memory that it writes, in bytes.
+        nbytes: How much it copies.
+    """
+
+    source_offset: int
+    destination_offset: int
     nbytes: int
 
 
-class Hop(NamedTuple):
-    """The copies to all peers, and what is done when those of all peers have arrived.
+@dataclass(frozen=True)
+class Hop:
+    """The copies for all peers, and what is done when the stamps of all peers have arrived.
 
     Attributes:
-        sent: by peer: from the tensor to the peer's inbox.
-        of_result: they come from the result instead.
-        into_result: they land in the peer's result instead.
-        kept: from the tensor to the result of this rank, meanwhile.
-        sum: launch that reduces what has arrived, given tensor and result.
-        taken: from the inbox to the result, when all has arrived.
+        copies: For each peer, a push from this rank's ``source`` to the peer's inbox.
+        source: This rank's memory that is pushed.
+        pulled: The copies are pulls from the peer's result to this rank's, which is symmetric.
+        local_copy: From the tensor to the result of this rank, while the copies run; None if there
+            is none.
+        reduce: Launch that reduces what has arrived, given the addresses of tensor and result.
+        copy_out: From the inbox to the result, when the data of all peers has arrived.
     """
 
-    sent: Mapping[int, Copy]
-    of_result: bool = False
-    into_result: bool = False
-    kept: Copy = Copy(0, 0, 0)
-    sum: Launch | None = None
-    taken: Sequence[Copy] = ()
+    copies: Mapping[int, Copy]
+    source: Memory = Memory.TENSOR
+    pulled: bool = False
+    local_copy: Copy | None = None
+    reduce: KernelLaunch | None = None
+    copy_out: Sequence[Copy] = ()
 
 
-class Copies:
-    """A call by copies, in the place of a :class:`~.launch.Launch`. For one thread at a time."""
+class CopyEngines:
+    """Streams and words that the copies of a context share, and addresses of its memory.
 
-    def __init__(self, call: Planned, *hops: Hop) -> None:
-        ctx, heap, self._call, self._hops = call.ctx, call.ctx.job.heap, call, hops
-        self._deltas = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
-        self._stamp = self._once("stamp", lambda: torch.zeros(1, dtype=torch.int64, device=ctx.device))
-        self._side_streams: dict[int, SideStream] = self._once(
-            "side streams", lambda: {peer: heap.side_stream() for peer in successors(ctx.topology)}
-        )
-        self._inbox, self._signals = ctx.inbox.data_ptr(), ctx.signals.data_ptr() + 8 * ctx.rank
-        group, last = {"g": ctx.device_group, "WAITED": triton.next_power_of_2(ctx.world_size)}, hops[-1]
-        self._enter = Launch(kernels.enter, 1, {**group, "stamp": self._stamp}, (), num_warps=1)
-        self._hear = []
-        for number, hop in enumerate(hops):
-            ends = {"LAST": hop is last, "LOOKS": hop is last and not (hop.taken or hop.sum)}
-            self._hear.append(Launch(kernels.hear, 1, {**group, "hop": number, **ends}, (), num_warps=1))
-        self._look = Launch(kernels.look, 1, group, (), num_warps=1) if last.taken else None
-        launches = [self._enter, *self._hear, *(hop.sum for hop in hops), self._look]
-        self._launches = [launch for launch in launches if launch is not None]
-        self.variant = ("copies", len(hops), self._look is None, call.options, call.plan.num_warps)
+    Attributes:
+        stamps, summed: On the device, see :func:`tdcoll.primitives.copies.enter`.
+        side_streams: For each peer, the stream of the copies to it or from it.
+        deltas: For each peer, how far its heap is from this rank's, in bytes.
+    """
 
-    def _once(self, key: Any, make: Any) -> Any:
-        return on_device(self._call.ctx, self._call.operation, ("copies", key), make)
+    def __init__(self, spec: LaunchSpec) -> None:
+        ctx = spec.ctx
+        heap = ctx.job.heap
+        self.stamps, self.summed = _stamp_words(spec)
+        self.inbox = ctx.inbox.data_ptr()
+        self.deltas = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
+        self._queue_copy = heap.stream_copy
+        self._own_signals = ctx.signals.data_ptr() + 8 * ctx.rank
+        self._world_size = ctx.world_size
+
+        def new_side_streams() -> dict[int, SideStream]:
+            return {peer: heap.side_stream() for peer in successors(ctx.topology)}
+
+        key = ("copies", "side streams")
+        self.side_streams = device_table(ctx, spec.operation, key, new_side_streams)
+
+    def address(self, memory: Memory, source: int, result: int) -> int:
+        """Return where this rank's memory begins, given the addresses of a call."""
+        if memory is Memory.INBOX:
+            return self.inbox
+        return source if memory is Memory.TENSOR else result
+
+    def queue(self, stream: int, source: int, destination: int, copy: Copy, chunk: int) -> None:
+        """Queue a copy as copies of at most ``chunk`` bytes."""
+        source += copy.source_offset
+        destination += copy.destination_offset
+        for begin in range(0, copy.nbytes, chunk):
+            nbytes = min(chunk, copy.nbytes - begin)
+            self._queue_copy(stream, destination + begin, source + begin, nbytes)
+
+    def queue_stamp(self, stream: int, peer: int, hop: int) -> None:
+        """Queue a copy of this rank's stamp of a hop to a peer, behind what the stream has."""
+        signal = self._own_signals + 8 * hop * self._world_size + self.deltas[peer]
+        self._queue_copy(stream, signal, self.stamps.data_ptr() + 8 * hop, 8)
+
+
+def _stamp_words(spec: LaunchSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the context's ``stamps`` and ``summed``; see :func:`tdcoll.primitives.copies.enter`."""
+    ctx = spec.ctx
+
+    def new_stamps() -> torch.Tensor:
+        return torch.zeros(2, dtype=torch.int64, device=ctx.device)
+
+    def new_summed() -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=ctx.device)
+
+    stamps = device_table(ctx, spec.operation, ("copies", "stamps"), new_stamps)
+    summed = device_table(ctx, spec.operation, ("copies", "summed"), new_summed)
+    return stamps, summed
+
+
+class _HostCopies:
+    """A step of copies, which have no kernels of tdcoll's."""
+
+    prepared = True
+
+    def prepare(self) -> None:
+        """Copy engines need no preparation."""
+
+
+class LocalCopyStep(_HostCopies):
+    """Queues copies from this rank's ``source`` to its result on the current stream."""
+
+    def __init__(self, engines: CopyEngines, source: Memory, copies: Sequence[Copy]) -> None:
+        self._engines = engines
+        self._source = source
+        self._copies = [copy for copy in copies if copy.nbytes]
+
+    def __call__(self, stream: int, source: int, *rest: int) -> None:
+        result = rest[-1]
+        begin = self._engines.address(self._source, source, result)
+        for copy in self._copies:
+            if begin + copy.source_offset != result + copy.destination_offset:
+                self._engines.queue(stream, begin, result, copy, copy.nbytes)
+
+
+class HopStep:
+    """Queues the copies of a hop to or from all peers, and launches the kernel that waits for stamps.
+
+    Each peer's copies are on a stream that forks from the current one. Whatever stands before the
+    step in the call is the producer of the data.
+
+    However the step ends, later work on the current stream comes after the copies that it has
+    queued, which read the caller's memory, and after those of peers that may pull from there. So
+    the caller may write to its memory and free it.
+
+    Args:
+        number: Of the hop in the call.
+        hear: Launch of :func:`tdcoll.primitives.copies.hear`.
+        chunk: The most bytes of one copy.
+    """
+
+    def __init__(self, engines: CopyEngines, number: int, hop: Hop, hear: Step, chunk: int) -> None:
+        self._engines = engines
+        self._number = number
+        self._hop = hop
+        self._hear = hear
+        self._chunk = chunk
+        local_copies = [] if hop.local_copy is None else [hop.local_copy]
+        self._local_copy = LocalCopyStep(engines, Memory.TENSOR, local_copies)
 
     @property
     def prepared(self) -> bool:
-        """True once all kernels are compiled and loaded."""
-        return all(launch.prepared for launch in self._launches)
+        return self._hear.prepared
 
     def prepare(self) -> None:
-        """Compile and load the kernels."""
-        for launch in self._launches:
-            launch.prepare()
+        self._hear.prepare()
 
-    def __call__(self, stream: int, source: int, *rest: int) -> None:
-        """Make the call on the stream of this handle, the current one. The last address is that of the result."""
-        result, copy = rest[-1], self._call.ctx.job.heap.stream_copy
-        self._enter(stream)
-        for number, hop in enumerate(self._hops):
-            self._send(number, hop, stream, result if hop.of_result else source, result)
-            kept = hop.kept
-            if kept.nbytes and source + kept.begin != result + kept.at:
-                copy(stream, result + kept.at, source + kept.begin, kept.nbytes)
-            # First, because graphs may put the kernel ahead of this rank's copies, for which the peers' kernels wait.
-            for side_stream in self._side_streams.values():
-                side_stream.join(stream)
-            self._hear[number](stream)
-            if hop.sum is not None:
-                hop.sum(stream, source, result)
-            for part in hop.taken:
-                if part.nbytes:
-                    copy(stream, result + part.at, self._inbox + part.begin, part.nbytes)
-        if self._look is not None:
-            self._look(stream)
+    def __call__(self, stream: int, *frame: int) -> None:
+        forked: list[SideStream] = []
+        try:
+            self._queue(stream, forked, frame[0], frame[-1])
+            self._local_copy(stream, *frame)
+            # Before the kernel, because a graph may put the kernel ahead of this rank's copies, for
+            # which the peers' kernels wait.
+            _join(forked, stream)
+            self._hear(stream)
+        except BaseException:
+            _join(forked, stream)  # Again, for those that an interrupt may have left out.
+            if self._hop.pulled and forked:
+                self._hear(stream)
+            raise
 
-    def _send(self, number: int, hop: Hop, stream: int, begin: int, result: int) -> None:
-        """Queue the copies to all peers, each on a stream of its own."""
-        ctx, chunk, stamp = self._call.ctx, self._call.plan.chunk, self._stamp.data_ptr()
-        signal = self._signals + 8 * number * ctx.world_size
-        for peer, side_stream in self._side_streams.items():
+    def _queue(self, stream: int, forked: list[SideStream], source: int, result: int) -> None:
+        """Queue the copies for all peers; add each stream to ``forked`` once it has forked."""
+        engines = self._engines
+        hop = self._hop
+        for peer, side_stream in engines.side_streams.items():
             side_stream.fork(stream)
-            part = hop.sent[peer]
-            landing = (result if hop.into_result else self._inbox) + self._deltas[peer]
-            moved = Copy(begin + part.begin, landing + part.at, part.nbytes)
-            _queue(ctx.job.heap.stream_copy, side_stream.handle, moved, chunk, signal + self._deltas[peer], stamp)
+            forked.append(side_stream)
+            delta = engines.deltas[peer]
+            begin = engines.address(hop.source, source, result)
+            landing = engines.inbox + delta
+            if hop.pulled:
+                begin = result + delta
+                landing = result
+            engines.queue(side_stream.handle, begin, landing, hop.copies[peer], self._chunk)
+            # Behind the data, so that it arrives after the data.
+            engines.queue_stamp(side_stream.handle, peer, self._number)
 
 
-def _queue(copy: Callable[..., None], stream: int, moved: Copy, chunk: int, signal: int, stamp: int) -> None:
-    """Queue copies of at most ``chunk`` bytes each, and behind them that of the stamp."""
-    for at in range(0, moved.nbytes, chunk):
-        copy(stream, moved.at + at, moved.begin + at, min(chunk, moved.nbytes - at))
-    copy(stream, signal, stamp, 8)
+def _join(side_streams: Sequence[SideStream], stream: int) -> None:
+    """Let later work on ``stream`` wait for what the other streams have."""
+    for side_stream in side_streams:
+        side_stream.join(stream)
 
 
-def exchange(call: Planned, source_stride: int) -> Copies:
-    """Every rank's segment for each rank goes to its place in that rank's result: all-gather and all-to-all.
+class CopySequence(StepSequence):
+    """The steps of a call by copies.
+
+    Attributes:
+        variant: What the compiled kernels depend on.
+    """
+
+    def __init__(self, spec: LaunchSpec, *hops: Hop) -> None:
+        ctx = spec.ctx
+        engines = CopyEngines(spec)
+        group = {"g": ctx.device_group, "WAITED": triton.next_power_of_2(ctx.world_size)}
+        words = {"stamps": engines.stamps, "summed": engines.summed}
+        steps: list[Step] = [_signal_kernel(kernels.enter, {**group, **words})]
+        for number, hop in enumerate(hops):
+            hear = _signal_kernel(kernels.hear, {**group, "hop": number, "PULLED": hop.pulled})
+            steps.append(HopStep(engines, number, hop, hear, spec.plan.chunk))
+            if hop.reduce is not None:
+                steps.append(hop.reduce)
+            if hop.copy_out:
+                steps.append(LocalCopyStep(engines, Memory.INBOX, hop.copy_out))
+        if hops[-1].copy_out:
+            steps.append(_signal_kernel(kernels.look, group))
+        super().__init__(steps)
+        pulled = tuple(hop.pulled for hop in hops)
+        self.variant = ("copies", pulled, spec.options, spec.plan.num_warps)
+
+
+def _signal_kernel(kernel: Any, arguments: Mapping[str, Any]) -> Step:
+    """Return the launch of a kernel of one thread block, which takes nothing of the frame."""
+    return WithPlaces(KernelLaunch(kernel, 1, arguments, (), num_warps=1), ())
+
+
+# ---------------------------------------------------------------------- hops of collectives
+
+
+def exchange(spec: LaunchSpec, source_stride: int) -> CopySequence:
+    """Bring every rank's segment for each rank to its place in that rank's result.
 
     Args:
-        source_stride: bytes from the segment for one rank to that for the next; 0 if there is one for all.
+        source_stride: Bytes from the segment for one rank to that for the next; 0 if there is one
+            segment for all.
     """
-    ctx, nbytes, room, direct = call.ctx, call.facts.nbytes, call.ctx.capacity, lands_in_result(call.facts)
-    peers, at = successors(ctx.topology), ctx.rank * (call.stride if direct else room)
-    sent = {peer: Copy(peer * source_stride, at, nbytes) for peer in peers}
-    kept = Copy(ctx.rank * source_stride, ctx.rank * call.stride, 0 if call.in_buffer else nbytes)
-    taken = [Copy(peer * room, peer * call.stride, nbytes) for peer in reversed(peers) if not direct]
-    return Copies(call, Hop(sent, into_result=direct, kept=kept, taken=taken))
+    ctx = spec.ctx
+    nbytes = spec.facts.nbytes
+    peers = successors(ctx.topology)
+    if spec.lands_in_caller_buffer:  # where each rank's own segment lies already
+        pulls = _in_place(peers, spec.segment_stride, dict.fromkeys(peers, nbytes))
+        return CopySequence(spec, Hop(pulls, pulled=True))
+    own_segment = ctx.rank * ctx.capacity
+    pushes = {peer: Copy(peer * source_stride, own_segment, nbytes) for peer in peers}
+    own_place = ctx.rank * spec.segment_stride
+    local_copy = Copy(ctx.rank * source_stride, own_place, nbytes)
+    copy_out = [
+        Copy(peer * ctx.capacity, peer * spec.segment_stride, nbytes) for peer in reversed(peers)
+    ]
+    return CopySequence(spec, Hop(pushes, local_copy=local_copy, copy_out=copy_out))
 
 
-def sums(call: Planned, stride: int, sizes: Sequence[int], whole: bool) -> Hop:
+def sums(
+    spec: LaunchSpec, stride: int, sizes: Sequence[int], whole: bool, pulled: bool = False
+) -> Hop:
     """Return the hop that brings each rank its part of all tensors, and sums them.
 
     Args:
-        stride: bytes from the part of one rank to that of the next.
-        whole: a part has the same place in the result as in the tensor; otherwise the result is this rank's part.
+        stride: Bytes from the part of one rank to the part of the next.
+        sizes: Bytes of each rank's part.
+        whole: Whether a part has the same place in the result as in the tensor. Otherwise the
+            result is this rank's part.
+        pulled: Whether peers then pull the sum.
     """
-    ctx, plan = call.ctx, call.plan
-    values = {**tiles(call), "inbox": call.inbox, "g": ctx.device_group, "WHOLE": whole}
-    values |= {"nbytes": sizes[ctx.rank], "at": ctx.rank * stride}
-    most = SHARED_REGISTERS if shares_gpu(call.facts) else None
-    sum = Launch(kernels.sum_copies, plan.blocks, values, ("source", "out"), num_warps=plan.num_warps, maxnreg=most)
-    at = ctx.rank * ctx.capacity
-    return Hop({peer: Copy(peer * stride, at, sizes[peer]) for peer in successors(ctx.topology)}, sum=sum)
+    ctx = spec.ctx
+    stamps, summed = _stamp_words(spec)
+    values = {
+        **tiles(spec),
+        "inbox": spec.inbox,
+        "g": ctx.device_group,
+        "WHOLE": whole,
+        "PULLED": pulled,
+        "stamps": stamps,
+        "summed": summed,
+        "nbytes": sizes[ctx.rank],
+        "at": ctx.rank * stride,
+    }
+    reduce = KernelLaunch(
+        kernels.sum_copies,
+        spec.plan.blocks,
+        values,
+        ("source", "out"),
+        num_warps=spec.plan.num_warps,
+        maxnreg=SHARED_REGISTERS if shares_gpu(spec.facts) else None,
+    )
+    own_segment = ctx.rank * ctx.capacity
+    pushes = {peer: Copy(peer * stride, own_segment, sizes[peer]) for peer in successors(ctx.topology)}
+    return Hop(pushes, reduce=reduce)
+
+
+def gathered(spec: LaunchSpec, stride: int, sizes: Sequence[int], second: int, pulled: bool) -> Hop:
+    """Return the hop that brings each rank the sums of all others.
+
+    Args:
+        stride, sizes: Of the parts, as for :func:`sums`.
+        second: Where sums that are pushed begin in a segment of the inbox, in bytes.
+        pulled: Whether peers pull them.
+    """
+    ctx = spec.ctx
+    peers = successors(ctx.topology)
+    if pulled:
+        return Hop(_in_place(peers, stride, dict(enumerate(sizes))), pulled=True)
+    push = Copy(ctx.rank * stride, ctx.rank * ctx.capacity + second, sizes[ctx.rank])
+    copy_out = [Copy(peer * ctx.capacity + second, peer * stride, sizes[peer]) for peer in peers]
+    return Hop(dict.fromkeys(peers, push), source=Memory.RESULT, copy_out=copy_out)
+
+
+def _in_place(peers: Sequence[int], stride: int, sizes: Mapping[int, int]) -> dict[int, Copy]:
+    """Return the pulls of each peer's segment from its place there to the same place here."""
+    return {peer: Copy(peer * stride, peer * stride, sizes[peer]) for peer in peers}

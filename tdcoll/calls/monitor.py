@@ -24,8 +24,8 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.base import arguments
-from tdcoll.base.call_log import Calls
-from tdcoll.base.errors import CollectiveTimeout
+from tdcoll.base.call_log import CallLog
+from tdcoll.base.errors import CollectiveTimeout, ContextError
 from tdcoll.runtime import watch
 from tdcoll.spec import constants as c
 
@@ -77,19 +77,38 @@ class WaitMonitor:
         words = [0] * c.MONITOR_WORDS.value
         words[c.MONITOR_TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
         words[c.MONITOR_RECORD.value] = self._record.data_ptr()
-        words[c.MONITOR_RANK.value] = self.job.rank if rank is None else rank
+        self._rank = self.job.rank if rank is None else rank
+        words[c.MONITOR_RANK.value] = self._rank
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
+        self._deadlines: dict[int, torch.Tensor] = {}
+        """On a GPU: pinned words with the deadlines so far, which captured graphs may copy again."""
         self.reported = False
         """True once :class:`~tdcoll.CollectiveTimeout` has been raised for it."""
+        self.failure: str | None = None
+        """Why the host has ended the kernels' waits, if it has: what they were to exchange is incomplete."""
+        self.gave_up: torch.Tensor | None = None
+        """int64 ``[world]``: what peers tell if they give up while copies are queued; None if there can be none."""
         # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
         self.job.held[id(self)] = self
-        self.calls: Calls | None = None
+        self.calls: CallLog | None = None
         """Those of the context whose monitor this is."""
         self._notices = self._host[c.RECORD_NOTICES.value :].reshape(2, c.NOTICES.value, 2)
         self._changed: dict[tuple[bool, int], tuple[list[int], float]] = {}
         """Each notice as it was seen last, and when it was first seen like this."""
         self.job.monitors[self.words.data_ptr()] = self
         watch.start(self.job)
+
+    def set_timeout(self, timeout_s: float, stream: Any = None) -> None:
+        """Change the deadline of the waits that begin behind the present work of a GPU's ``stream``, or from now on."""
+        self.timeout_s = timeout_s
+        nanoseconds, place = int(timeout_s * 1e9), c.MONITOR_TIMEOUT_NS.value
+        if not self.words.is_cuda:
+            self.words[place] = nanoseconds
+            return
+        if nanoseconds not in self._deadlines:
+            self._deadlines[nanoseconds] = torch.tensor([nanoseconds]).pin_memory()
+        with torch.cuda.stream(stream):
+            self.words[place : place + 1].copy_(self._deadlines[nanoseconds], non_blocking=True)
 
     @property
     def kernel_argument(self) -> torch.Tensor:
@@ -157,10 +176,38 @@ class WaitMonitor:
 
         Raises:
             CollectiveTimeout: naming rank, peer, signal and epoch.
+            ContextError: the monitor is of a context in which a call has failed after it had begun.
         """
         if self.words.is_cuda:
             torch.cuda.current_stream(self.words.device).synchronize()
+        self.raise_if_wrong()
+
+    def raise_if_wrong(self) -> None:
+        """:meth:`check` of kernels that have ended.
+
+        If a peer has given up while copies were queued, these may have overwritten an inbox that kernels of other
+        algorithms have read since, and such kernels don't look themselves (:mod:`tdcoll.primitives.copies`). The
+        context is of no more use then.
+        """
+        if self.gave_up is not None and not self.expired and self.failure is None:
+            told = [(peer, word) for peer, word in enumerate(self.gave_up.tolist()) if word and peer != self._rank]
+            if told:
+                self._record_peer(*told[0])
+                self.abort()
         self.raise_if_expired()
+
+    def _record_peer(self, peer: int, word: int) -> None:
+        """Leave the record that a kernel leaves if it finds that ``peer`` has given up, as its ``word`` says."""
+        for place, value in (
+            (c.RECORD_RANK, self._rank),
+            (c.RECORD_PEER, peer),
+            (c.RECORD_SIGNAL, -1),
+            (c.RECORD_EPOCH, word - c.GAVE_UP.value),
+            (c.RECORD_EXPECTED, c.GAVE_UP.value),
+            (c.RECORD_SEEN, word),
+            (c.RECORD_VALID, 1),
+        ):
+            self._host[place.value] = value
 
     def raise_if_expired(self) -> None:
         """As :meth:`check`, without waiting: a kernel that still runs may expire later."""
@@ -188,6 +235,8 @@ class WaitMonitor:
                 timeout_s=self.timeout_s,
                 others=tuple(sorted(self._waited_for(words[c.RECORD_EPOCH.value]) - {peer})),
             )
+        if self.failure is not None:
+            raise ContextError(self.failure)
 
 
 def check() -> None:
@@ -201,10 +250,11 @@ def check() -> None:
 
     Raises:
         CollectiveTimeout: naming rank, peer, signal and epoch.
+        ContextError: a call has failed after it had begun; those of its context that still ran are incomplete.
         NotInitializedError: before :func:`tdcoll.initialize`.
     """
     job = runtime.current()
     if job.device.type == "cuda":
         torch.cuda.current_stream(job.device).synchronize()
     for monitor in job.living_monitors():
-        monitor.raise_if_expired()
+        monitor.raise_if_wrong()

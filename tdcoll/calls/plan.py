@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS
 from tdcoll.calls.tuning import WARPS, Entry
@@ -97,20 +98,38 @@ class Plan:
     blocks: int = 0
 
 
+class Landing(Enum):
+    """Where the data that peers send lands; the same on all ranks."""
+
+    INBOX = "inbox"
+    """In the context's memory, from which the kernel takes it. It works for any tensors."""
+
+    CALLER_BUFFER = "caller's buffer"
+    """In symmetric memory of the caller's that has a segment for each rank: the tensor of a call in
+    place, such as :func:`tdcoll.all_gather_`, or ``out`` with ``symmetric=True``. Passing
+    ``out=tensor`` doesn't make a call land there, because one rank may do so and another not."""
+
+    PEER_RESULT = "peers' results"
+    """In the inbox until it is reduced. Then sums, or segments by copy engines, go straight to
+    ``out`` of all ranks, which is symmetric memory."""
+
+
 @dataclass(frozen=True)
 class Facts:
-    """The facts on which a choice may depend; the same on every rank of the group, but for the rank in ``topology``.
+    """The facts on which a choice may depend.
+
+    They are the same on every rank of the group, except the rank in ``topology``.
 
     Attributes:
-        nbytes: of one segment, which is what one rank sends to another.
-        capacity, ll_bytes, stores, lamport_bytes, chunks, max_blocks: of the :class:`~tdcoll.CollectiveContext`;
-            ``lamport_bytes`` is 0 also where the dtype has values that no Lamport word can be told from.
-        puts: whether the job has NVSHMEM's puts.
-        itemsize: bytes of an element; 1 where bytes are moved as they are.
-        in_place: whether peers write to the caller's buffer, as in :func:`tdcoll.all_gather_`. Passing
-            ``out=input`` doesn't set this, because one rank may do so while another doesn't.
-        symmetric: of a reduction: whether peers may write to the caller's tensor.
-        simulated: whether the kernels run in the simulator, where block operations cost the same for any size.
+        nbytes: Bytes of one segment, which is what one rank sends to another.
+        capacity, ll_bytes, stores, lamport_bytes, chunks, max_blocks: Of the
+            :class:`~tdcoll.CollectiveContext`. ``lamport_bytes`` is also 0 if the dtype has values
+            that look like an empty Lamport word.
+        puts: Whether the job has NVSHMEM's puts.
+        itemsize: Bytes of an element; 1 where bytes are moved as they are.
+        landing: Where peers' data lands.
+        simulated: Whether the kernels run in the simulator, where block operations cost the same
+            for any size.
     """
 
     nbytes: int
@@ -123,9 +142,45 @@ class Facts:
     chunks: int = MAX_CHUNKS
     max_blocks: int = MAX_BLOCKS
     itemsize: int = 1
-    in_place: bool = False
-    symmetric: bool = False
+    landing: Landing = Landing.INBOX
     simulated: bool = False
+
+    @property
+    def in_place(self) -> bool:
+        """Whether peers write to a buffer of the caller's that has a segment for each rank."""
+        return self.landing is Landing.CALLER_BUFFER
+
+    @property
+    def symmetric_result(self) -> bool:
+        """Whether results go straight to symmetric memory of all ranks' callers."""
+        return self.landing is Landing.PEER_RESULT
+
+    @staticmethod
+    def of(
+        ctx: Any, nbytes: int, dtype: Any = None, landing: Landing = Landing.INBOX
+    ) -> Facts:
+        """Return the facts of a call on a context, of ``nbytes`` per segment.
+
+        Args:
+            ctx: A context, or a :class:`~tdcoll.calls.implicit.PlannedContext`.
+            dtype: Of the elements, if they are reduced; else None.
+        """
+        # A Lamport word of these dtypes can be told from an empty one.
+        has_sentinel = dtype is not None and dtype.is_floating_point and dtype.itemsize <= 4
+        return Facts(
+            nbytes,
+            ctx.topology,
+            capacity=ctx.capacity,
+            ll_bytes=ctx.ll_bytes,
+            stores=ctx.stores,
+            puts=ctx.job.heap.puts,
+            lamport_bytes=ctx.lamport_bytes if has_sentinel else 0,
+            chunks=ctx.chunks,
+            max_blocks=ctx.max_blocks,
+            itemsize=1 if dtype is None else dtype.itemsize,
+            landing=landing,
+            simulated=ctx.job.simulated,
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tdcoll.base.errors import ContextError
 from tdcoll.base.limits import inbox_bytes
-from tdcoll.calls.plan import MOST_EPOCHS, Facts, Payload, Plan, shares_gpu
+from tdcoll.calls.plan import MOST_EPOCHS, Facts, Landing, Payload, Plan, shares_gpu
 from tdcoll.calls.tuning import Entry, Section
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ class Algorithm:
         kernel: made by :func:`tdcoll.jit`. Its parameters begin with the addresses ``source`` and ``out``.
         blocks: thread blocks of a plan.
         values: arguments beyond those that kernels of any collective may have, by name, of a
-            :class:`~tdcoll.calls.launches.Planned` call.
+            :class:`~tdcoll.calls.launch_spec.LaunchSpec`.
         words: bytes of data that a word may carry, for algorithms whose chunks are blocks of words without signals.
         payload: what the chunks of a call are cut from.
         epoch: bytes of a segment in each epoch; the last may be shorter. ``cut`` and ``payload`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
         any_blocks: whether any number of thread blocks works, with the same bits; a plan then says how many.
-        copies: makes a :class:`~tdcoll.calls.launches.Planned` call by copy engines, instead of a launch of ``kernel``.
+        copies: makes the steps of a call by copy engines, of a :class:`~tdcoll.calls.launch_spec.LaunchSpec`.
         differs: whether it does anything on these ranks that no other algorithm does, and needs to be measured.
     """
 
@@ -73,7 +73,7 @@ class Algorithm:
     cut: Callable[[Facts, Entry], Plan]
     kernel: Callable[[Facts], Any]
     blocks: Callable[[Facts, Plan], int]
-    values: Callable[[Any], Mapping[str, Any]] = lambda call: {}
+    values: Callable[[Any], Mapping[str, Any]] = lambda spec: {}
     words: tuple[int, ...] = ()
     payload: Callable[[Facts], Payload] = lambda facts: Payload(facts.nbytes, blocks=facts.topology.world_size)
     epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
@@ -176,6 +176,17 @@ class Collective:
         if self.scatters:
             return None if self.gathers else rank * segment
         return -rank * segment if self.gathers else 0
+
+    def landing(self, *, symmetric: bool, in_place: bool) -> Landing:
+        """Return where peers' data lands.
+
+        Args:
+            symmetric: Whether ``out`` is symmetric memory, which peers may write to.
+            in_place: Whether the tensor is, and has a segment for each rank.
+        """
+        if in_place or (symmetric and self.in_place):
+            return Landing.CALLER_BUFFER
+        return Landing.PEER_RESULT if symmetric else Landing.INBOX
 
     # ------------------------------------------------------------------ the choice
 

@@ -5,6 +5,7 @@
 ``docs/distributed.md``.
 """
 
+from tdcoll.base.torch_internals import breaks_graphs
 from tdcoll.distributed.backend import TdcollProcessGroup, explain
 from tdcoll.distributed.clip import clip_grad_norm_
 from tdcoll.distributed.ddp import SparseGradientReducer, sparse_hook
@@ -14,3 +15,14 @@ from tdcoll.distributed.work import BackendTimeout
 
 __all__ = ["BackendTimeout", "Options", "SparseGradientReducer", "TdcollProcessGroup", "all_gather_into_tensor"]
 __all__ += ["all_reduce", "all_to_all_single", "clip_grad_norm_", "explain", "reduce_scatter_tensor", "sparse_hook"]
+
+for _name, _operator in {
+    "all_gather_into_tensor": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "SparseGradientReducer": None,
+    "clip_grad_norm_": None,
+    "explain": None,
+}.items():
+    globals()[_name] = breaks_graphs(globals()[_name], f"{__name__}.{_name}", _operator)

@@ -20,7 +20,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import TdcollError
-from tdcoll.calls.pool import on
+from tdcoll.calls.implicit import on
 from tdcoll.distributed.options import Options
 from tdcoll.job import lifecycle
 from tdcoll.language import INTERPRETED
@@ -28,7 +28,7 @@ from tdcoll.language.jit import bitcode_path
 from tdcoll.runtime.control import StoreControlPlane, require_equal
 
 
-def _device_of_this_rank() -> torch.device:
+def device_of_this_rank() -> torch.device:
     """Return the GPU for the symmetric heap: the current one if the script has chosen it, else the launcher's."""
     current, local = torch.cuda.current_device(), arguments.decimal(os.environ.get("LOCAL_RANK", ""))
     if current == 0 and local is not None:
@@ -119,7 +119,7 @@ class Agreement:
         obstacle: str | None = None
         heap_bytes, timeout_s = self.options.heap_bytes, self.timeout_s
         try:
-            with on(torch.device("cpu") if INTERPRETED else _device_of_this_rank()):
+            with on(torch.device("cpu") if INTERPRETED else device_of_this_rank()):
                 lifecycle.join(store, self.rank, len(self.ranks), heap_bytes=heap_bytes, timeout_s=timeout_s)
             runtime.current().of_backend = True
         except TdcollError as error:

@@ -9,7 +9,7 @@ and C++ (DDP's reducer, functional collectives) calls them if PyTorch's trampoli
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
-    AllreduceCoalescedOptions,
     AllreduceOptions,
-    AllToAllOptions,
     BarrierOptions,
     ProcessGroup,
     ReduceScatterOptions,
@@ -28,24 +26,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tdcoll import runtime
 from tdcoll.base import arguments, capture
+from tdcoll.base.forks import refuse_inherited_group
 from tdcoll.base.torch_internals import batch_messages_of, never_compiled
+from tdcoll.distributed import methods
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, plain
 from tdcoll.distributed.dispatch import Dispatcher
-from tdcoll.distributed.fallback import (
-    Fallback,
-    Start,
-    add_backends,
-    exchange_parts,
-    gather_into,
-    gather_several,
-    scatter_from,
-    scatter_several,
-    sparse_sum_by_gather,
-)
+from tdcoll.distributed.fallback import Fallback, add_backends, sparse_sum_by_gather
+from tdcoll.distributed.forked import replaced_in_children, watch
+from tdcoll.distributed.methods import Method
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.sparse import refuse_wrong
-from tdcoll.distributed.work import backend_errors, completed
+from tdcoll.distributed.work import FallbackWork, backend_errors, completed
 from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
 from tdcoll.runtime.control import generation, keep
 
@@ -67,10 +59,13 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
     if torch.cuda.is_available() and dist.is_nccl_available():  # gloo has no batches
         batch_messages_of(TdcollProcessGroup)
     ranks, options = list(given.global_ranks_in_group), Options.of(pg_options)
+    if ranks:
+        refuse_inherited_group("new_group")
     store = _meeting_place(given.store, ranks)
+    device = getattr(getattr(given, "process_group", None), "bound_device_id", None)  # none before PyTorch 2.14
     with backend_errors, runtime.failing_with_the_store():
         return TdcollProcessGroup(
-            store, given.group_rank, given.group_size, ranks, given.timeout, given.group_id, options
+            store, given.group_rank, given.group_size, ranks, given.timeout, given.group_id, options, device=device
         )
 
 
@@ -100,6 +95,7 @@ class TdcollProcessGroup(ProcessGroup):
         name: of the group.
         options: which calls to handle.
         split: whether NCCL may split the default group's communicator, in which all of its ranks take part.
+        device: the GPU that ``init_process_group`` has bound the group to, if PyTorch says so here.
     """
 
     def __init__(
@@ -113,9 +109,11 @@ class TdcollProcessGroup(ProcessGroup):
         options: Options,
         *,
         split: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         make: Any = super().__init__  # with a store it makes an object that Python cannot subclass
         make(rank, size)
+        watch(self)
         self._members = tuple(ranks) or tuple(range(size))
         self._rank, self._size = rank, size
         if not ranks:
@@ -125,8 +123,10 @@ class TdcollProcessGroup(ProcessGroup):
         self._store, self._timeout, self._options, self._ranks = store, timeout, options, ranks
         plain = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without the methods overridden here."""
-        names = add_backends((self, plain), store, rank, size, timeout, name, ranks, options.nccl, split)
+        more = options.nccl, split, self._take_timeout, device
+        self._backends = add_backends((self, plain), store, rank, size, timeout, name, ranks, *more)
         agreed = Agreement(store, rank, members, options, timeout, name, default=not ranks)
+        names = {device: backend for device, (backend, _) in self._backends.items()}
         self.dispatcher = Dispatcher(agreed, Fallback(plain, names))
 
     # ------------------------------------------------------------------ queries of torch.distributed
@@ -144,6 +144,32 @@ class TdcollProcessGroup(ProcessGroup):
         if device.type == "cuda" and device.index is not None and not self._ranks and not dist.is_initialized():
             self.bound_device_id = device
         return super()._get_backend(torch.device(device.type))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of later calls, whoever handles them."""
+        super().set_timeout(timeout)
+        self._take_timeout(timeout)
+
+    def _take_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of what tdcoll handles, and of groups that are split off."""
+        self._timeout = timeout
+        self.dispatcher.set_timeout(timeout)
+
+    # Hooks of PyTorch 2.14. C++ calls those of a group from the operators of its own calls, which tdcoll doesn't make.
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Call ``hook`` before each call of the group; see :class:`~tdcoll.distributed.observers.BeforeCall`."""
+        self.dispatcher.hook(self.dispatcher.hooks.before, hook_id, hook)
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        self.dispatcher.hook(self.dispatcher.hooks.before, hook_id, None)
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Call ``hook`` behind each call of the group; see :class:`~tdcoll.distributed.observers.BehindCall`."""
+        self.dispatcher.hook(self.dispatcher.hooks.behind, hook_id, hook)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        self.dispatcher.hook(self.dispatcher.hooks.behind, hook_id, None)
 
     def split_group(
         self,
@@ -177,15 +203,36 @@ class TdcollProcessGroup(ProcessGroup):
         found: TdcollProcessGroup = made
         return found
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        super()._start_coalescing(device)
-        self.dispatcher.coalescing = True  # what is issued until the end belongs to the fallback backend's one launch
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether the fallback backend of this rank's device launches several calls as one."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return bool(self._plain._get_backend(device).supports_coalescing)
 
-    def _end_coalescing(self, device: torch.device) -> Any:
+    def start_coalescing(self, device: torch.device) -> None:
+        self._plain._start_coalescing(device)
+        self.dispatcher.coalescing = True  # what is issued until the end belongs to the fallback backend's one launch
+        self.dispatcher.fallback.block = []
+
+    def end_coalescing(self, device: torch.device) -> Any:
+        fallback = self.dispatcher.fallback
+        finishes, fallback.block = fallback.block, None
         try:
-            return super()._end_coalescing(device)
+            work = self._plain._end_coalescing(device)
         finally:
             self.dispatcher.coalescing = False
+        if not finishes:
+            return work
+
+        def finish() -> None:
+            for each in finishes:
+                each()
+
+        return FallbackWork([] if work is None else [work], finish, [])
+
+    # PyTorch's Python code calls these, and its C++ code those without underscores, from 2.15 on.
+    _start_coalescing: Any = start_coalescing
+    _end_coalescing: Any = end_coalescing
 
     def shutdown(self) -> None:
         expired = self.dispatcher.close()
@@ -202,10 +249,7 @@ class TdcollProcessGroup(ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[n, ...] -> [world * n, ...]``."""
         opts = AllgatherOptions() if opts is None else opts
-        return self.dispatcher.call_one(
-            "all_gather", plain(output), plain(input), None, opts,
-            lambda group, outs, inputs: gather_into(group, outs[0], inputs[0], opts),
-        )  # fmt: skip
+        return self.dispatcher.call_one(methods.ALL_GATHER_SINGLE, output, input, None, opts)
 
     _allgather_base = all_gather_single
 
@@ -215,62 +259,50 @@ class TdcollProcessGroup(ProcessGroup):
         """``[n_i, ...] -> [world * n_i, ...]`` for every i."""
         if len(outputs) == len(inputs) == 1:
             return self.all_gather_single(outputs[0], inputs[0], opts)
-        outputs, inputs = [plain(out) for out in outputs], [plain(tensor) for tensor in inputs]
-        opts = AllgatherOptions() if opts is None else opts
-        return self._several(
-            "all_gather", Call(outputs, inputs), opts, lambda group, *lists: gather_several(group, *lists, opts)
-        )
+        return self._call(methods.ALL_GATHER_SEVERAL, outputs, inputs, (opts,))
 
     allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
 
-    def _several(self, kind: str, call: Call, opts: Any, start: Start) -> Any:
-        """Make a call of several tensors, or of none."""
-        if not call.inputs:
-            return self.dispatcher.fallback.make(call, start)
-        return self.dispatcher.call(kind, call, opts.asyncOp, start)
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def allgather(self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
         """``[n_rank, ...] of every rank -> a list of all of them``; of one input."""
-        if isinstance(inputs, torch.Tensor):
-            outputs, inputs, opts = [outputs], [inputs], None
-        outputs, inputs = [[plain(out) for out in pieces] for pieces in outputs], [plain(tensor) for tensor in inputs]
-        opts = AllgatherOptions() if opts is None else opts
-        if len(inputs) != 1 or len(outputs) != 1:
-            return self._plain.allgather(outputs, inputs, opts)
-        call = Call(outputs[0], inputs, listed=True)
-        return self.dispatcher.call(
-            "all_gather", call, opts.asyncOp, lambda group, outs, inputs: group.allgather([outs], inputs, opts)
-        )
+        if isinstance(input_tensors, torch.Tensor):
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+        if len(input_tensors) == len(output_tensors) == 1:
+            return self._call(methods.ALL_GATHER, output_tensors[0], input_tensors, given, named)
+        return self._lists(output_tensors, input_tensors, False, given, named)
+
+    def allgather_coalesced(self, output_lists: Any, input_list: Any, *given: Any, **named: Any) -> Any:
+        return self._lists(output_lists, input_list, True, given, named)
+
+    def _lists(self, outputs: Any, inputs: Any, coalesced: bool, given: Any, named: Any) -> Any:
+        """Gather several tensors into lists, by the fallback backend."""
+        method = methods.all_gather_lists([len(pieces) for pieces in outputs], coalesced)
+        return self._call(method, [piece for pieces in outputs for piece in pieces], inputs, given, named)
 
     # ------------------------------------------------------------------ reductions
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+    def allreduce(  # type: ignore[override]
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> Any:
         """Reduce each element over the ranks, in place. A sparse COO tensor becomes coalesced."""
         if type(tensors) is not list:  # asking whether it is a tensor takes much longer
             tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if type(opts) is not AllreduceOptions and not hasattr(opts, "asyncOp"):
-            given, opts = opts, AllreduceOptions()
-            if given is not None:
-                opts.reduceOp = given
-            if timeout is not None:
-                opts.timeout = timeout
-        op, start = _operation(opts), lambda group, outs, _: group.allreduce(outs, opts)
+        if type(opts) is not AllreduceOptions:
+            opts = methods.ALL_REDUCE.options_of((opts if op is None else op, timeout))
         if len(tensors) != 1:
-            tensors = [plain(tensor) for tensor in tensors]
-            return self._several("all_reduce", Call(tensors, tensors, op), opts, start)
-        tensor = plain(tensors[0])
-        if tensor.layout is torch.sparse_coo:
-            return self._sparse(tensor, op, opts)
-        return self.dispatcher.call_one("all_reduce", tensor, tensor, op, opts, start)
+            return self._call(methods.ALL_REDUCE_SEVERAL, tensors, tensors, (opts,))
+        tensor = tensors[0]
+        if type(tensor) is not torch.Tensor:
+            tensor = plain(tensor)
+        if tensor.is_sparse:
+            return self._sparse(tensor, _operation(opts), opts)
+        return self.dispatcher.call_one(methods.ALL_REDUCE, tensor, tensor, _operation(opts), opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce each element of several dense tensors over the ranks, in place."""
-        opts = AllreduceCoalescedOptions() if opts is None else opts
         if len(tensors) == 1 and tensors[0].layout == torch.strided:
             return self.allreduce(tensors, opts)
-        tensors = [plain(tensor) for tensor in tensors]
-        call = Call(tensors, tensors, _operation(opts))
-        return self._several("all_reduce", call, opts, lambda group, outs, _: group.allreduce_coalesced(outs, opts))
+        return self._call(methods.ALL_REDUCE_SEVERAL, tensors, tensors, (opts,))
 
     def _sparse(self, tensor: torch.Tensor, op: str, opts: Any) -> Any:
         refuse_wrong(tensor, op)
@@ -279,24 +311,12 @@ class TdcollProcessGroup(ProcessGroup):
             "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
             "tdcoll.sparse_all_reduce_padded",
         )  # fmt: skip
-
-        def start(group: Any, *lists: Any) -> Any:
-            """Neither gloo, which has no means, nor NCCL has all of them: all rows go to all ranks."""
-            if op not in ("sum", "mean"):
-                return group.allreduce([tensor], opts)
-            tensor.data = sparse_sum_by_gather(group, tensor, op)
-            return completed([tensor])
-
-        call = Call([tensor], [tensor], op)
-        return self.dispatcher.call("sparse_all_reduce", call, opts.asyncOp, start)
+        return self.dispatcher.call(Call([tensor], [tensor], op, method=_SPARSE, opts=opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         opts = ReduceScatterOptions() if opts is None else opts
-        return self.dispatcher.call_one(
-            "reduce_scatter", plain(output), plain(input), _operation(opts), opts,
-            lambda group, outs, inputs: scatter_from(group, outs[0], inputs[0], opts),
-        )  # fmt: skip
+        return self.dispatcher.call_one(methods.REDUCE_SCATTER_SINGLE, output, input, _operation(opts), opts)
 
     _reduce_scatter_base: Any = reduce_scatter_single
 
@@ -304,33 +324,93 @@ class TdcollProcessGroup(ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         """``[world * n_i, ...] -> [n_i, ...]`` for every i."""
-        opts = ReduceScatterOptions() if opts is None else opts
         if len(outputs) == len(inputs) == 1:
             return self.reduce_scatter_single(outputs[0], inputs[0], opts)
-        outputs, inputs = [plain(out) for out in outputs], [plain(tensor) for tensor in inputs]
-        call = Call(outputs, inputs, _operation(opts))
-        return self._several("reduce_scatter", call, opts, lambda group, *lists: scatter_several(group, *lists, opts))
+        return self._call(methods.REDUCE_SCATTER_SEVERAL, outputs, inputs, (opts,))
 
     reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+        """``a list with [n_rank, ...] for every rank -> [n_rank, ...]``, reduced."""
+        output_tensors, input_tensors = _in_lists(output_tensors, input_tensors)
+        return self._call(methods.REDUCE_SCATTER, output_tensors, input_tensors, given, named)
+
+    def reduce(self, tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+        """Reduce each element over the ranks, to one of them."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        return self._call(methods.REDUCE, tensors, tensors, given, named)
+
     # ------------------------------------------------------------------ all-to-all
 
-    def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    def all_to_all_single(  # type: ignore[override]
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any,
+        input_split_sizes: Any,
+        *given: Any,
+        **named: Any,
     ) -> Any:
         """``[world * n, ...] -> [world * n, ...]``. Falls back if there are split sizes, because ranks' may differ."""
-        output, input, opts = plain(output), plain(input), AllToAllOptions() if opts is None else opts
-        splits = output_splits or [], input_splits or []
-
-        def start(group: Any, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
-            return exchange_parts(group, outs[0], inputs[0], *splits, opts)
-
-        if output_splits or input_splits:
-            call = Call([output], [input])
-            return self.dispatcher.call("all_to_all", call, opts.asyncOp, start, refused="split sizes")
-        return self.dispatcher.call_one("all_to_all", output, input, None, opts, start)
+        opts = methods.ALL_TO_ALL_SINGLE.options_of(given, named)
+        if not output_split_sizes and not input_split_sizes:
+            return self.dispatcher.call_one(methods.ALL_TO_ALL_SINGLE, output, input, None, opts)
+        method = methods.all_to_all_single(output_split_sizes or (), input_split_sizes or ())
+        call = Call([plain(output)], [plain(input)], method=method, opts=opts)
+        return self.dispatcher.call(call, refused="split sizes")
 
     alltoall_base: Any = all_to_all_single
+
+    def alltoall(self, output_tensor: Any, input_tensor: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+        """``a list with [n, ...] for every rank -> a list with [m, ...] of every rank``."""
+        return self._call(methods.ALL_TO_ALL, output_tensor, input_tensor, given, named)
+
+    # ------------------------------------------------------------------ one rank with the others
+
+    def broadcast(self, tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+        """Give all ranks the values of one of them."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        return self._call(methods.BROADCAST, tensors, tensors, given, named)
+
+    def gather(self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+        """``[n, ...] of every rank -> a list of all of them``, on one rank."""
+        input_tensors, output_tensors = _in_lists(input_tensors, output_tensors)
+        return self._call(methods.GATHER, output_tensors, input_tensors, given, named)
+
+    def gather_single(self, output: Any, input: torch.Tensor, *given: Any, **named: Any) -> Any:
+        """``[n, ...] of every rank -> [world * n, ...]``, on one rank; PyTorch has it from 2.14 on."""
+        opts = methods.GATHER.options_of(given, named)
+        pieces: Any = []
+        if opts.rootRank == self._rank:
+            stacked = output.shape == (self._size, *input.shape)
+            pieces = output.unbind() if stacked else output.split(max(1, output.shape[0] // self._size))
+        return self._call(methods.GATHER, pieces, [input], (opts,))
+
+    gather_into_tensor = gather_single
+
+    def scatter(self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+        """``a list with [n, ...] for every rank``, of one rank, ``-> [n, ...]``."""
+        output_tensors, input_tensors = _in_lists(output_tensors, input_tensors)
+        return self._call(methods.SCATTER, output_tensors, input_tensors, given, named)
+
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Any:
+        return self._call(methods.message("send", dstRank, tag), [], tensors)
+
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Any:
+        return self._call(methods.message("recv", srcRank, tag), tensors, [])
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
+        return self._call(methods.message("recv_anysource", tag), tensors, [])
+
+    recvAnysource = recv_anysource  # as C++ calls it
+
+    def _call(self, method: Method, outs: Any, inputs: Any, given: Any = (), named: Any = None) -> Any:
+        """Make a call of several tensors, of none, or of a method that tdcoll never handles."""
+        opts = None if method.options is None else method.options_of(given, named)
+        outs = [plain(out) for out in outs]
+        inputs = outs if method.in_place else [plain(tensor) for tensor in inputs]
+        op = _operation(opts) if method.reduces else None
+        return self.dispatcher.call(Call(outs, inputs, op, method=method, opts=opts))
 
     # ------------------------------------------------------------------ barrier
 
@@ -342,37 +422,35 @@ class TdcollProcessGroup(ProcessGroup):
         if timeout is not None:
             opts.timeout = timeout
         where = getattr(opts, "device", None) or torch.device("cpu")
-        refused = None if opts.timeout == BarrierOptions().timeout else "a timeout of its own"
-        call = Call([], [], device=where)
-        return self.dispatcher.call(
-            "barrier", call, opts.asyncOp, lambda group, *_: group.barrier(opts), refused=refused
-        )
+        return self.dispatcher.call(Call([], [], method=methods.BARRIER, opts=opts, device=where))
 
 
-def _pass_on(name: str, message: bool) -> Callable[..., Any]:
-    """Return a method that passes calls on to the plain group; of a ``message``, unless gloo would read GPU addresses.
-
-    It is one line of Python, which is needed because of a deadlock: if a Python class overrides nothing, PyTorch's
-    trampoline calls C++ with the GIL held (``PyProcessGroup.hpp``), and waits there for a lock of gloo's or NCCL's. The
-    lock's thread needs the GIL when it releases a tensor. Without these methods one call in a hundred thousand never
-    ended.
-    """
-
-    def pass_on(self: Any, *given: Any, **named: Any) -> Any:
-        where = given[0][0].device if message else None
-        if where is not None and where.type == "cuda" and self.dispatcher.fallback.name(where) == "gloo":
-            raise ValueError(
-                f"{name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU memory; got one "
-                f"on {where}. Pass a copy, tensor.cpu(), or run with a GPU for each rank"
-            )
-        return getattr(self._plain, name)(*given, **named)
-
-    return pass_on
+def _in_lists(one: Any, pieces: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return a tensor and a list of pieces, as two lists, of either form in which PyTorch takes them."""
+    if isinstance(one, torch.Tensor):
+        return [one], list(pieces)
+    return list(one), list(pieces[0]) if pieces else []
 
 
-for _name in ("broadcast", "reduce_scatter", "send", "recv", "recv_anysource"):
-    setattr(TdcollProcessGroup, _name, _pass_on(_name, message=_name[:4] in ("send", "recv")))
+def _start_sparse(group: Any, outs: methods.Tensors, inputs: methods.Tensors, opts: Any) -> Any:
+    """Neither gloo, which has no means, nor NCCL has all of them: all rows go to all ranks."""
+    op, tensor = _operation(opts), outs[0]
+    if op not in ("sum", "mean"):
+        return group.allreduce([tensor], opts)
+    tensor.data = sparse_sum_by_gather(group, tensor, op)
+    return completed([tensor])
+
+
+_SPARSE = dataclasses.replace(
+    methods.ALL_REDUCE,
+    start=_start_sparse,
+    operator=methods.ALL_REDUCE.start,
+    kind="sparse_all_reduce",
+    reduces=False,  # gloo and NCCL get dense tensors that are only moved
+)
+
 never_compiled(TdcollProcessGroup)
+replaced_in_children(TdcollProcessGroup)
 
 
 def explain(group: Any = None) -> str:

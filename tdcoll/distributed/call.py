@@ -1,26 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of ``torch.distributed``: its tensors, and the copies that stand for them."""
+"""A call of ``torch.distributed``: its tensors, and the copies that stand for them.
+
+Kernels, gloo and NCCL take a tensor for contiguous memory that begins with its first element. A
+tensor with strides, a view that negates or conjugates, and memory that a call both reads and writes
+therefore travel as copies (:func:`fit`), and results are written back (:func:`write`).
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from tdcoll.calls.call import Ready
+from tdcoll.calls.operation import PreparedCall
+from tdcoll.distributed.methods import ALL_GATHER, ALL_REDUCE_SEVERAL, Method
 
 
 class Call:
     """A call of ``torch.distributed``.
 
     Attributes:
-        outs, inputs: one tensor for each part of the call; for the user each part is a separate call.
+        outs, inputs: tensors that are written and read. For a coalesced collective each is a call
+            of its own, for one with a list each is a rank's part.
         op: tdcoll's name of the operation, or another name; None if nothing is reduced.
-        listed: an all-gather into a list. Then there is one input, and ``outs`` has a tensor for each rank.
-        ready: repeats calls like this one, after a dense call of one tensor.
+        method: the collective.
+        opts: its options; None for messages.
+        prepared: repeats calls like this one, after a dense call of one tensor.
     """
 
-    __slots__ = ("device", "inputs", "listed", "op", "outs", "ready")
+    __slots__ = ("device", "inputs", "method", "op", "opts", "outs", "prepared")
 
     def __init__(
         self,
@@ -28,17 +38,32 @@ class Call:
         inputs: Sequence[torch.Tensor],
         op: str | None = None,
         *,
-        listed: bool = False,
+        method: Method = ALL_REDUCE_SEVERAL,
+        opts: Any = None,
         device: torch.device | None = None,
     ) -> None:
-        self.outs, self.inputs, self.op, self.listed = outs, inputs, op, listed
-        self.ready: Ready | None = None
-        self.device = device if device is not None else inputs[0].device if inputs else torch.device("cpu")
+        self.outs, self.inputs, self.op = outs, inputs, op
+        self.method, self.opts = method, opts
+        self.prepared: PreparedCall | None = None
+        if device is None:
+            first = next(iter([*inputs, *outs]), None)
+            device = torch.device("cpu") if first is None else first.device
+        self.device = device
+
+    @property
+    def listed(self) -> bool:
+        """Whether it is an all-gather into a list, which has one input and an output for each rank."""
+        return self.method is ALL_GATHER
 
     @property
     def touched(self) -> list[torch.Tensor]:
         """Return all tensors that the call reads or writes."""
         return [*self.outs, *self.inputs]
+
+    @property
+    def result(self) -> list[Any]:
+        """Return the value of the call's work and future, which has the form that NCCL's has."""
+        return [list(self.outs)] if self.listed else list(self.outs)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,12 +80,20 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     if isinstance(tensor, AsyncCollectiveTensor):
         return plain(tensor.trigger_wait())
-    if tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.nbytes and not tensor.data_ptr():
+    if has_no_values(tensor):
+        return tensor
+    if tensor.layout == torch.strided and tensor.nbytes and not tensor.data_ptr():
         raise NotImplementedError(
             f"tensor must have memory of its own; got {type(tensor).__name__}, which wraps other tensors. Pass one of "
             "those, for example DTensor.to_local()"
         )
     return tensor
+
+
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is on the meta device, or a fake one, so that no call has anything to do for it."""
+    fake: Any = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
+    return tensor.device.type == "meta" or isinstance(tensor, fake)
 
 
 def write(out: torch.Tensor, values: torch.Tensor) -> None:
@@ -71,16 +104,8 @@ def write(out: torch.Tensor, values: torch.Tensor) -> None:
     """
     with torch.inference_mode():  # because only there a tensor that was made in that mode may be written to
         out.data.copy_(values)
-
-
-def plain_memory(call: Call) -> Call:
-    """Return a call whose dense tensors are contiguous memory: the call itself, or one of copies where needed."""
-    if all(map(is_plain, call.touched)):
-        return call
-    in_place = bool(call.outs) and call.outs[0] is call.inputs[0]
-    outs = [contiguous(out, in_place) for out in call.outs]
-    inputs = outs if in_place else [contiguous(tensor, True) for tensor in call.inputs]
-    return Call(outs, inputs, call.op, listed=call.listed, device=call.device)
+    if values.is_cuda:  # it may have been made for another stream, where its memory is given away when it is dropped
+        values.record_stream(torch.cuda.current_stream(values.device))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping by the norm of all gradients, if some of them are sparse."""
+"""Clipping by the norm of all gradients, if some of them are sparse, or DTensors of several meshes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip gradients by their norm, as ``torch.nn.utils.clip_grad_norm_`` does, even if some of them are sparse.
 
-    torch's function refuses sparse gradients, such as those of ``nn.Embedding(sparse=True)``. This one treats each as
-    the dense tensor that it represents: if a row occurs twice, it is summed before it counts, and missing rows are
-    zero. A sparse gradient that is not coalesced is coalesced in place, and on a GPU the host waits for that. Gradients
-    that tdcoll has reduced are coalesced. Otherwise the host waits only when it waits in torch's function, which does
-    all the arithmetic.
+    torch's function refuses sparse gradients, such as those of ``nn.Embedding(sparse=True)``, before PyTorch 2.15.
+    Later it refuses those without rows for some orders, and ignores missing rows for negative orders. It refuses
+    DTensors beside other tensors or DTensors of another mesh. This function takes all of them together, and treats a
+    sparse gradient as the dense tensor that it represents: if a row occurs twice, it is summed before it counts, and
+    missing rows are zero. A sparse gradient that is not coalesced is coalesced in place, and on a GPU the host waits
+    for that. Gradients that tdcoll has reduced are coalesced. Otherwise the host waits only when it waits in torch's
+    function, which does all the arithmetic.
 
     Collective only if some gradients are DTensors, whose norm is that of all their parts. Other gradients must be the
     same on all ranks, because then their norm is. As with torch's function, each rank needs a part of every DTensor for
@@ -61,31 +63,37 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = [parameter.grad for parameter in given if parameter.grad is not None]
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # it takes long to import
-    of_both_kinds = len({isinstance(grad, kind) for grad in grads}) > 1
-    if not of_both_kinds and not any(grad.is_sparse for grad in grads):
+    meshes = {grad.device_mesh if isinstance(grad, kind) else None for grad in grads}
+    if len(meshes) <= 1 and not any(grad.is_sparse for grad in grads):
         return utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    held = [_values(grad) if grad.is_sparse else grad for grad in grads]
-    counted = [
-        _with_a_zero(values, float(norm_type)) if values.numel() < grad.numel() else values
-        for values, grad in zip(held, grads, strict=True)
-    ]
-    # torch takes DTensors, or other tensors, but not both.
-    sharded = [grad for grad in counted if isinstance(grad, kind)]
-    plain = [grad for grad in counted if not isinstance(grad, kind)]
-    norm = utils.get_total_norm(plain, norm_type, error_if_nonfinite and not sharded, foreach)
-    if sharded:
-        from torch.distributed.tensor import Replicate
+    # torch takes DTensors of one mesh, or other tensors, but not both.
+    counted: dict[Any, list[torch.Tensor]] = {}
+    scaled: dict[Any, list[torch.Tensor]] = {}
+    for grad in grads:
+        mesh = grad.device_mesh if isinstance(grad, kind) else None
+        values = _values(grad) if grad.is_sparse else grad
+        scaled.setdefault(mesh, []).append(values)
+        fewer = values.numel() < grad.numel()
+        counted.setdefault(mesh, []).append(_with_a_zero(values, float(norm_type)) if fewer else values)
+    norms = []
+    for mesh, part in counted.items():
+        norm: Any = utils.get_total_norm(part, norm_type, error_if_nonfinite and len(counted) == 1, foreach)
+        norms.append(norm if mesh is None else norm.full_tensor())
+    if len(norms) > 1:
+        together = [sum(norms)] if norm_type == 0 else norms
+        norms = [utils.get_total_norm(together, 1.0 if norm_type == 0 else norm_type, error_if_nonfinite, foreach)]
+    for mesh, part in scaled.items():
+        norm = norms[0] if mesh is None else _everywhere(norms[0], mesh)
+        utils.clip_grads_with_norm_(_holders(part), max_norm, norm, foreach)
+    total: torch.Tensor = norms[0]
+    return total
 
-        theirs: Any = utils.get_total_norm(sharded, norm_type, False, foreach)
-        both = [norm, theirs.full_tensor()]
-        norm = sum(both) if norm_type == 0 else utils.get_total_norm(both, norm_type, error_if_nonfinite, foreach)
-        everywhere = [Replicate()] * theirs.device_mesh.ndim
-        norm_of_all = kind.from_local(norm, theirs.device_mesh, everywhere, run_check=False)
-        utils.clip_grads_with_norm_(_holders(sharded), max_norm, norm_of_all, foreach)
-    utils.clip_grads_with_norm_(
-        _holders([grad for grad in held if not isinstance(grad, kind)]), max_norm, norm, foreach
-    )
-    return norm
+
+def _everywhere(norm: torch.Tensor, mesh: Any) -> Any:
+    """Return a norm, which all ranks have, as a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _holders(grads: Iterable[torch.Tensor]) -> Any:

@@ -17,7 +17,7 @@ from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import NotInitializedError
 from tdcoll.base.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
-from tdcoll.distributed.call import Call
+from tdcoll.distributed.call import Call, contiguous, is_plain, write
 from tdcoll.distributed.fallback import sparse_sum_by_gather
 from tdcoll.distributed.handlers import Members
 from tdcoll.distributed.options import Options
@@ -362,7 +362,10 @@ class SparseGradientReducer:
         _reducers.add(self)
         first = dist.get_global_rank(group, 0)
         for parameter in tables:
-            dist.broadcast(parameter.detach(), first, group=group)
+            weights = contiguous(parameter.detach(), True)  # other backends read and write memory from its address on
+            dist.broadcast(weights, first, group=group)
+            if not is_plain(parameter):
+                write(parameter, weights)
         parameters = module.named_parameters(remove_duplicate=False)
         tell_ddp_to_ignore(module, [name for name, parameter in parameters if parameter in tables])
 

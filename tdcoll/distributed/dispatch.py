@@ -9,24 +9,32 @@ the output), that costs a copy and never changes the decision.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import tdcoll
+from tdcoll.base import arguments
 from tdcoll.base.capture import capturing
-from tdcoll.base.errors import TdcollError
+from tdcoll.base.errors import CollectiveTimeout, TdcollError
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.call import Ready, again, spec_of
+from tdcoll.calls.budget import Budget
+from tdcoll.calls.collective import operation_of
 from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.pool import Budget, on
+from tdcoll.calls.implicit import on
+from tdcoll.calls.operation import PreparedCall
+from tdcoll.calls.run import repeat_call
 from tdcoll.distributed.agreement import Agreement
-from tdcoll.distributed.call import Call, is_plain
-from tdcoll.distributed.fallback import Fallback, Start
+from tdcoll.distributed.call import Call, has_no_values, is_plain, plain
+from tdcoll.distributed.fallback import Fallback
 from tdcoll.distributed.handlers import Barrier, Dense, Handler, Members
+from tdcoll.distributed.methods import BARRIER, UNSET_TIMEOUT, Method
+from tdcoll.distributed.observers import Hooks, dispatch_modes, inside_operator, profiled, registers_works, watched
 from tdcoll.distributed.options import KINDS
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
@@ -35,14 +43,16 @@ from tdcoll.distributed.work import (
     StreamWork,
     backend_errors,
     completed,
-    current_stream,
     error_of,
-    new_event,
+    kept_by_cpp,
+    let_go,
     record_streams,
 )
 from tdcoll.runtime import Runtime
 
 _log = logging.getLogger("tdcoll")
+
+_Tensor = torch.Tensor
 
 _MOST_KNOWN = 4096
 """Calls of different sizes that a group remembers at a time."""
@@ -53,13 +63,15 @@ class _Known(NamedTuple):
 
     Attributes:
         counted: the kind, the implementation that handled it, and the reason: the key of ``counts``.
-        ready: repeats such calls; None if the fallback backend makes them.
+        prepared: repeats such calls; None if the fallback backend makes them.
+        context, handler: of the repeated calls.
         fallback: makes them there, see :meth:`~.fallback.Fallback.single`.
     """
 
     counted: tuple[str, str, str]
-    ready: Ready | None
+    prepared: PreparedCall | None
     context: CollectiveContext | None
+    handler: Dense | None
     fallback: Callable[[torch.Tensor, torch.Tensor, Any], Any] | None = None
 
 
@@ -70,12 +82,14 @@ class Dispatcher:
         handlers: for each kind of call; empty without a job.
         device: of tdcoll's memory; None if there is no job.
         coalescing: whether calls belong to a block that the fallback backend launches as one.
+        hooks: called around each call, if there are any (``hooked``).
         counts: calls so far, by kind, implementation, and reason.
     """
 
     def __init__(self, agreed: Agreement, fallback: Fallback) -> None:
         self.agreed, self.fallback, self.job, self.ranks = agreed, fallback, agreed.job, agreed.ranks
-        self._closed = self.coalescing = False
+        self._closed = self.coalescing = self.hooked = False
+        self.hooks = Hooks()
         self.counts: dict[tuple[str, str, str], int] = {}
         self._known: dict[Hashable, _Known] = {}
         self.device: torch.device | None = None
@@ -93,7 +107,7 @@ class Dispatcher:
             # Debug mode compares the order of all calls.
             of_sparse = Queue(job.control.part(f"{agreed.token}/{SparseAllReduce.kind}"))
             sparse = SparseAllReduce(members, queue if members.debug is True else of_sparse)
-            dense = {kind: Dense(members, queue, spec_of(kind), self.budget) for kind in COLLECTIVES}
+            dense = {kind: Dense(members, queue, operation_of(kind), self.budget) for kind in COLLECTIVES}
             gathers = next(handler for handler in dense.values() if not handler.spec.reduces)
             self.handlers = {**dense, sparse.kind: sparse, Barrier.kind: Barrier(members, gathers)}
         elif agreed.options.kinds and agreed.rank == 0:
@@ -166,7 +180,7 @@ class Dispatcher:
             self._drain()
         elif not asynchronous or handler.members.debug is True or (handler.members.debug and compares_first):
             handler.queue.drain()
-        with self._waiting(kind):
+        with self._waiting(kind, own_timeout(call)):
             if self.compares(kind, call):
                 handler.compare(call)
                 if (why := self._unsupported(kind, call)) is not None:
@@ -192,22 +206,25 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ calls
 
-    def call(
-        self,
-        kind: str,
-        call: Call,
-        asynchronous: bool,
-        start: Start,
-        key: Hashable | None = None,
-        *,
-        refused: str | None = None,
-    ) -> Any:
+    def call(self, call: Call, key: Hashable | None = None, *, refused: str | None = None) -> Any:
         """Make a call, with tdcoll or the fallback backend; return its work.
 
         Args:
             key: remember the call under this key for :meth:`call_one`; None for calls that aren't remembered.
             refused: why tdcoll doesn't handle it; None if it may.
         """
+        if self.hooked:
+            return self.hooks.around(call, lambda: self._make(call, None, refused))
+        return self._make(call, key, refused)
+
+    def _make(self, call: Call, key: Hashable | None, refused: str | None) -> Any:
+        kind = call.method.kind
+        if kind is None or not (call.inputs or call.method is BARRIER):
+            return self.fallback.make(call)
+        backend = self.fallback.name(call.device)
+        if any(map(has_no_values, call.touched)):
+            key, refused, backend = None, "a tensor without values", "no backend"
+        asynchronous = call.opts.asyncOp
         obstacle = self._obstacle()
         # In debug mode the ranks compare a call first, because a wrong argument may decide who handles it.
         skip = refused is None and obstacle is None and self.compares(kind, call)
@@ -217,12 +234,13 @@ class Dispatcher:
             why = self._prepare(kind, call, asynchronous)
         if why is None:
             self.handlers[kind].check_call(call)
-            return self.handle(kind, call, asynchronous=asynchronous, key=key)
-        backend = self.fallback.name(call.device)
+            handle = functools.partial(self.handle, kind, call, asynchronous=asynchronous, key=key)
+            return inside_operator(self.fallback.group, call, handle) if watched() else handle()
         self.count(kind, backend, why)
+        work = self.fallback.make(call)
         if key is not None and why is unsupported:  # an obstacle may go away
-            self._remember(key, _Known((kind, backend, why), None, None, self.fallback.single(kind, call.device)))
-        return self.fallback.make(call, start)
+            self._remember(key, _Known((kind, backend, why), None, None, None, self.fallback.single(call)))
+        return work
 
     def _remember(self, key: Hashable | None, known: _Known) -> None:
         if key is not None:
@@ -230,41 +248,51 @@ class Dispatcher:
                 self._known.clear()
             self._known[key] = known
 
-    def call_one(
-        self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, opts: Any, start: Start
-    ) -> Any:
+    def call_one(self, method: Method, out: torch.Tensor, tensor: torch.Tensor, op: str | None, opts: Any) -> Any:
         """Make a call of one tensor, by the fast path if a call like it was made before; return its work.
 
         The key decides whether tdcoll may ever handle such calls. If it may, the fast path checks the rest again, see
-        :mod:`tdcoll.calls.call`. Shapes are no part of it, because only the numbers of elements matter.
+        :mod:`tdcoll.calls.run`. Shapes are no part of it, because only the numbers of elements matter.
         """
+        if type(tensor) is not _Tensor or type(out) is not _Tensor:
+            in_place, tensor = out is tensor, plain(tensor)
+            out = tensor if in_place else plain(out)
+            if has_no_values(tensor) or has_no_values(out):
+                return self.call(Call([out], [tensor], op, method=method, opts=opts))
+        if kept_by_cpp:
+            let_go()
+        if self.hooked or dispatch_modes() or profiled() or registers_works():  # as `watched` says, in less time
+            return self.call(Call([out], [tensor], op, method=method, opts=opts))
         try:
-            key: Hashable = kind, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
+            key: Hashable = method, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
+            nested = tensor.is_nested
             if out is not tensor:
                 key = key, out.dtype, out.layout, out.numel()
-            known = None if tensor.is_nested or out.is_nested else self._known.get(key)
+                nested = nested or out.is_nested
+            known = None if nested else self._known.get(key)
         except (RuntimeError, TypeError):  # a symbolic number is no key
             key = known = None
         if known is not None:
-            if known.fallback is not None:
+            if known.prepared is None:
                 self.counts[known.counted] += 1
-                has_gradient = tensor.requires_grad or out.requires_grad  # of which PyTorch's dispatcher may complain
-                if not has_gradient and is_plain(tensor) and (out is tensor or is_plain(out)):
-                    return known.fallback(out, tensor, opts)  # Fallback.make does the same in more time
-                return self.fallback.make(Call([out], [tensor], op), start)
-            work = self._again(known, out, tensor, opts.asyncOp)
+                single = known.fallback
+                if single is not None and _takes_as_they_are(out, tensor):
+                    return single(out, tensor, opts)  # Fallback.make does the same in more time
+                return self.fallback.make(Call([out], [tensor], op, method=method, opts=opts))
+            own = opts.timeout != UNSET_TIMEOUT
+            work = None if own else self._again(known, out, tensor, opts.asyncOp)
             if work is not None:
                 self.counts[known.counted] += 1
                 return work
-        return self.call(kind, Call([out], [tensor], op), opts.asyncOp, start, key)
+        return self.call(Call([out], [tensor], op, method=method, opts=opts), key)
 
     def _again(self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool) -> Any:
         """Repeat an earlier call of a dense kind; return its work, or None if something has changed since."""
-        job, context, ready = self.job, known.context, known.ready
+        job, context, handler, prepared = self.job, known.context, known.handler, known.prepared
         assert context is not None
-        assert ready is not None
-        handler: Any = self.handlers[known.counted[0]]
-        if job is None or job.closed or self._closed or self.coalescing or context is not handler.pool.context:
+        assert handler is not None
+        assert prepared is not None
+        if job is None or job.closed or self._closed or self.coalescing or context is not handler.implicit.context:
             return None
         if handler.queue.busy:
             if asynchronous:
@@ -273,43 +301,24 @@ class Dispatcher:
         if self._on_cpu:
             if asynchronous:
                 return None
-            with backend_errors:
-                if again(context, ready, tensor, out) is None:
+            try:
+                if repeat_call(context, prepared, (tensor, out)) is None:
                     return None
                 handler.check()
+            except CollectiveTimeout:
+                with backend_errors:  # only here, because entering it for every call takes time
+                    raise
         elif asynchronous:
-            return self._again_beside(handler, context, ready, out, tensor)
-        elif again(context, ready, tensor, out) is None:
+            queue, device = handler.queue, self.device
+            if queue.run_beside(device, repeat_call, context, prepared, (tensor, out)) is None:
+                return None
+            keep = (out, tensor)
+            return StreamWork([out], queue.stream, blocks=False, check=self._check, keep=keep, events=queue.events)
+        elif repeat_call(context, prepared, (tensor, out)) is None:
             return None
         work = CompletedWork()
         work.tensors = (out,)
         return work
-
-    def _again_beside(
-        self, handler: Dense, context: CollectiveContext, ready: Ready, out: torch.Tensor, tensor: torch.Tensor
-    ) -> Any:
-        """Repeat it on the queue's own stream, behind the work of the current stream."""
-        queue, device = handler.queue, self.device
-        stream = queue.stream
-        if stream is None or device is None or torch._C._cuda_getDevice() != device.index:
-            return None
-        current = current_stream(device.index)
-        if current.stream_id and capturing(device):  # the default stream, 0, cannot be captured
-            return None
-        if queue.before is None:
-            queue.before = new_event()
-        queue.before.record(current)
-        queue.before.wait(stream)
-        # torch.cuda.stream() does the same in three times the time.
-        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
-        try:
-            made = again(context, ready, tensor, out)
-        finally:
-            torch._C._cuda_setStream(current.stream_id, current.device_index, current.device_type)
-        if made is None:
-            return None
-        keep = (out, tensor)
-        return StreamWork([out], stream, blocks=False, check=self._check, keep=keep, events=queue.events)
 
     def handle(self, kind: str, call: Call, *, asynchronous: bool, key: Hashable | None = None) -> Any:
         """Make a call with tdcoll, now or by its queue, and count it; return its work."""
@@ -344,16 +353,18 @@ class Dispatcher:
     def _run(self, kind: str, call: Call, key: Hashable | None = None) -> list[torch.Tensor]:
         """Make a call with tdcoll on the current stream, and remember it under ``key``; return its result."""
         handler = self.handlers[kind]
-        with self._waiting(kind), torch.no_grad():
+        timeout_s = own_timeout(call)
+        with self._waiting(kind, timeout_s), torch.no_grad():
             if len(self.ranks) > 1:
                 handler.compare_first(call)
             if handler.waits:
                 self._check()  # the host waits for the result anyway
-            result = handler.run(call)
-            if self._on_cpu:
-                self._check()  # of all kinds: a barrier has no context of its own
-        if call.ready is not None and isinstance(handler, Dense):
-            self._remember(key, _Known((kind, "tdcoll", ""), call.ready, handler.pool.context))
+            with handler.within(timeout_s):
+                result = handler.run(call)
+                if self._on_cpu:
+                    self._check()  # of all kinds: a barrier has no context of its own
+        if call.prepared is not None and isinstance(handler, Dense):
+            self._remember(key, _Known((kind, "tdcoll", ""), call.prepared, handler.implicit.context, handler))
         return result
 
     def _check(self) -> None:
@@ -367,13 +378,37 @@ class Dispatcher:
             handler.give_up()
 
     @contextlib.contextmanager
-    def _waiting(self, kind: str) -> Iterator[None]:
-        """Let exchanges inside use the queue's order and the group's deadline, whose error becomes torch's."""
+    def _waiting(self, kind: str, timeout_s: float | None) -> Iterator[None]:
+        """Let exchanges inside use the queue's order and the call's or the group's deadline, whose error becomes
+        torch's."""
         job = self.job
         assert job is not None
         control = self.handlers[kind].queue.control
-        with backend_errors, job.through(control, self._wait_s, self.agreed.agreed_name):
+        limit_s = self._wait_s if timeout_s is None else timeout_s
+        with backend_errors, job.through(control, limit_s, self.agreed.agreed_name):
             yield
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of later calls: of waits in kernels, and of exchanges on the host."""
+        job = self.job
+        if job is None or job.closed or self._closed:
+            return
+        self._wait_s = min(timeout.total_seconds(), arguments.MOST_SECONDS)
+        if self.agreed.default and job.of_backend:
+            job.timeout_s = self._wait_s  # of leaving, and of contexts that tdcoll makes for other calls
+        for handler in self.handlers.values():
+            if handler.queue.busy:  # behind the calls that were issued before
+                handler.queue.submit(QueuedCall(functools.partial(_limited, handler, self._wait_s)))
+            else:
+                handler.set_timeout(self._wait_s)
+
+    def hook(self, hooks: dict[int, Callable[[Any], None]], number: int, hook: Callable[[Any], None] | None) -> None:
+        """Register a hook under a number, or remove it if None is given."""
+        if hook is None:
+            hooks.pop(number, None)
+        else:
+            hooks[number] = hook
+        self.hooked = bool(self.hooks.before or self.hooks.behind)
 
     # ------------------------------------------------------------------ the end
 
@@ -383,6 +418,7 @@ class Dispatcher:
             return None
         self._closed = True
         self._drain()
+        let_go()
         expired: BaseException | None = None
         job = self.job
         if job is None or job.closed:
@@ -418,3 +454,30 @@ class Dispatcher:
         counted, self._whole = self._whole, False
         job.groups -= counted
         return counted and job.of_backend and (self.agreed.default or not job.groups)
+
+
+def own_timeout(call: Call) -> float | None:
+    """Return the deadline in seconds that a call has of its own; None if it has that of the group."""
+    timeout = call.opts.timeout
+    if timeout == UNSET_TIMEOUT or timeout.total_seconds() <= 0:
+        return None
+    return min(timeout.total_seconds(), arguments.MOST_SECONDS)
+
+
+def _limited(handler: Handler, timeout_s: float) -> list[Any]:
+    """Change a handler's deadline, as a call of its queue."""
+    handler.set_timeout(timeout_s)
+    return []
+
+
+def _takes_as_they_are(out: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return whether the fallback backend takes both tensors of a call as they are, and PyTorch's dispatcher, which may
+    complain about gradients, isn't needed."""
+    if tensor.requires_grad or not is_plain(tensor):
+        return False
+    if out is tensor:
+        return True
+    if out.requires_grad or not is_plain(out):
+        return False
+    begin, at = tensor.data_ptr(), out.data_ptr()
+    return begin + tensor.nbytes <= at or at + out.nbytes <= begin

@@ -21,8 +21,9 @@ from torch.distributed import ReduceOp, Work
 
 from tdcoll import runtime
 from tdcoll.base import arguments
-from tdcoll.calls.call import make, spec_of
-from tdcoll.calls.pool import pooled
+from tdcoll.calls.collective import CollectiveOptions, operation_of
+from tdcoll.calls.operation import Request
+from tdcoll.calls.run import run
 from tdcoll.distributed.call import plain
 from tdcoll.distributed.work import StreamWork, backend_errors, completed
 
@@ -121,15 +122,18 @@ def _call(
     for argument, tensor in zip(names, (input, output), strict=True):
         arguments.tensor(argument, tensor)
     output, input = plain(output), plain(input)
-    spec = spec_of(name)
-    ctx = pooled(spec, input, group)
+    operation = operation_of(name)
     # Detached, because autograd doesn't see a kernel's stores.
-    make(spec, input.detach(), op=op, out=output.detach(), ctx=ctx, names=names)
+    request = Request(
+        (input.detach(), output.detach()), CollectiveOptions(op), group, names=names
+    )
+    ctx = operation.own_context(request)
+    run(operation, request.tensors, request.options, ctx=ctx, names=names)
     if not async_op:
         return None
     check = ctx.monitor.raise_if_expired
     if ctx.device.type == "cpu":
         with backend_errors:
             check()
-        return completed([output])
+        return completed([output], asynchronous=True)
     return StreamWork([output], torch.cuda.current_stream(ctx.device), blocks=False, check=check)

@@ -10,18 +10,26 @@ A handler refuses a call only because of facts that are the same on all ranks, i
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from tdcoll.calls.call import Ready, overlap, unchecked
-from tdcoll.calls.launches import is_prepared
-from tdcoll.calls.pool import Budget, Pool
-from tdcoll.calls.preconditions import Compared, compare, debugging
-from tdcoll.calls.spec import Collective
+from tdcoll.calls.budget import Budget
+from tdcoll.calls.call_launches import is_prepared
+from tdcoll.calls.checks import ComparedKinds, compare, debug_mode
+from tdcoll.calls.collective import CollectiveOperation, call_trusted
+from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.implicit import ImplicitContext
+from tdcoll.calls.operation import PreparedCall
+from tdcoll.calls.plan import Facts
+from tdcoll.calls.tensors import overlap
 from tdcoll.distributed.call import Call, contiguous, write
+from tdcoll.distributed.fit import check_sizes, kind_of, refuse_shared_elements
+from tdcoll.distributed.gloo import stacked
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue
 from tdcoll.primitives.reduce import OPERATIONS_OF
@@ -37,8 +45,9 @@ class Members:
 
     Attributes:
         ranks: global ranks, in the order of the group.
-        timeout_s: deadline of waits in kernels, seconds.
+        timeout_s: deadline of waits in the kernels of later contexts, seconds.
         debug: the calls that the ranks compare, as ``TDCOLL_DEBUG`` asks for when the group is made.
+        rank: this process's, in the group.
     """
 
     job: Runtime
@@ -47,7 +56,8 @@ class Members:
     options: Options
 
     def __post_init__(self) -> None:
-        self.debug = debugging("first" if self.job.simulated else False)
+        self.debug = debug_mode("first" if self.job.simulated else False)
+        self.rank = self.ranks.index(self.job.rank)
 
 
 class Handler(ABC):
@@ -70,7 +80,7 @@ class Handler(ABC):
     def __init__(self, members: Members, queue: Queue) -> None:
         self.members, self.queue = members, queue
         self.problem: str | None = None
-        self.compared = Compared()
+        self.compared = ComparedKinds()
 
     def refuse(self, call: Call) -> str | None:
         """Return why this call cannot be handled, or None if it can, from facts that are the same on all ranks."""
@@ -104,22 +114,50 @@ class Handler(ABC):
 
     def compare_first(self, call: Call) -> None:
         """:meth:`compare`, if no call with such arguments was made before and the ranks are asked to compare those."""
-        if self.members.debug == "first":
-            with self.compared.first(self.kind, self.facts(call)) as new:
-                if new:
-                    self.compare(call)
+        if self.members.debug != "first":
+            return
+        facts = self.facts(call)
+        if self.compared.is_new(self.kind, facts):
+            self.compare(call)
+            self.compared.add(self.kind, facts)
 
     def loaded(self, call: Call) -> bool:
         """Return whether nothing has to be compiled or loaded before the call is launched."""
         return True
 
     @abstractmethod
-    def run(self, call: Call) -> list[torch.Tensor]:
+    def run(self, call: Call) -> list[Any]:
         """Make the call on the current stream, after :meth:`prepare`, under ``torch.no_grad()``; return its result."""
 
     @abstractmethod
     def describe(self) -> str:
         """Return a description of the handled calls, for people."""
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of the waits of later calls."""
+        return
+
+    @property
+    def used(self) -> CollectiveContext | None:
+        """The context of the next call; None as long as there is none."""
+        return None
+
+    @contextlib.contextmanager
+    def within(self, timeout_s: float | None) -> Iterator[None]:
+        """Let the waits of the call inside, which has been prepared, have a deadline of their own; None: as others."""
+        context = self.used
+        if timeout_s is None or context is None:
+            yield
+            return
+        monitor, stream, before = context.monitor, None, context.monitor.timeout_s
+        if context.device.type == "cuda":
+            stream = torch.cuda.current_stream(context.device)
+            context.check_fast()  # the stream waits for the last call, which keeps its deadline
+        monitor.set_timeout(timeout_s, stream)
+        try:
+            yield
+        finally:
+            monitor.set_timeout(before, stream)
 
     def check(self) -> None:
         """Raise :class:`~tdcoll.CollectiveTimeout` if a wait of finished kernels has expired."""
@@ -137,12 +175,17 @@ class Handler(ABC):
 class Dense(Handler):
     """Makes the calls of one dense collective, on a context that grows."""
 
-    def __init__(self, members: Members, queue: Queue, spec: Collective, budget: Budget) -> None:
+    def __init__(
+        self, members: Members, queue: Queue, operation: CollectiveOperation, budget: Budget
+    ) -> None:
         super().__init__(members, queue)
-        self.kind, self.spec, self._budget = spec.name, spec, budget
+        self.operation = operation
+        self.spec = spec = operation.spec
+        self.kind = spec.name
+        self._budget = budget
         given = members.options.max_bytes_per_rank
         self._most = spec.handled(len(members.ranks)) if given is None else given
-        self.pool = Pool(
+        self.implicit = ImplicitContext(
             members.job,
             members.ranks,
             self.kind,
@@ -192,67 +235,45 @@ class Dense(Handler):
 
     def prepare(self, call: Call) -> str | None:
         nbytes = self._inbox(self._packed(call) or max(self._segments(call)))
-        if not self.pool.holds(nbytes):
+        if not self.implicit.holds(nbytes):
             self.queue.drain()  # its calls use the context that is replaced
-        made = self.pool.holds(nbytes) or self.pool.prepare(nbytes, self.facts(call))
-        self.problem = None if self.pool.context is not None else self.pool.problem
-        return self._too_large(call) if made else self.pool.problem
+        made = self.implicit.holds(nbytes) or self.implicit.prepare(nbytes, self.facts(call))
+        self.problem = None if self.implicit.context is not None else self.implicit.problem
+        return self._too_large(call) if made else self.implicit.problem
 
     def check_call(self, call: Call) -> None:
-        world, spec, device = len(self.members.ranks), self.spec, call.device
-        if call.listed:
-            self._check_list(call)
-            return
-        for out, tensor in zip(call.outs, call.inputs, strict=True):
-            if not (spec.scatters or spec.gathers):
-                _same_kind(f"{self.kind}: tensor", tensor, call.inputs[0], device, tensor.numel())
-            elif spec.gathers:
-                elements = tensor.numel() if spec.scatters else world * tensor.numel()
-                _same_kind(f"{self.kind}: output", out, tensor, device, elements)
-            else:
-                _same_kind(f"{self.kind}: input", tensor, out, device, world * out.numel())
-            if spec.scatters and tensor.numel() % world:
-                raise ValueError(
-                    f"{self.kind}: input must have {world} parts of one size; got {tensor.numel()} elements"
-                )
-
-    def _check_list(self, call: Call) -> None:
-        (tensor,), pieces = call.inputs, call.outs
-        if len(pieces) != len(self.members.ranks):
-            raise ValueError(
-                f"{self.kind}: the list must have {len(self.members.ranks)} tensors, one per rank; got {len(pieces)}"
-            )
-        own = pieces[self.members.ranks.index(self.members.job.rank)]
-        if any(_kind(piece) != _kind(tensor) for piece in pieces) or own.numel() != tensor.numel():
-            raise ValueError(
-                f"{self.kind}: all tensors must be {tensor.dtype} on {tensor.device}, and the input ({tensor.numel()} "
-                f"elements) as large as its own place in the list ({own.numel()})"
-            )
+        refuse_shared_elements(call)
+        check_sizes(call, self.members.rank, len(self.members.ranks))
 
     def loaded(self, call: Call) -> bool:
-        context, packed = self.pool.context, self._packed(call)
+        context, packed = self.implicit.context, self._packed(call)
         sizes = [packed] if packed else self._segments(call)
-        options = (call.inputs[0].dtype, call.op) if self.spec.reduces else None
-        return context is not None and all(is_prepared(self.spec, context, size, options) for size in sizes)
+        if context is None:
+            return False
+        options = self.operation.kernel_options(call.inputs[0].dtype, call.op)
+        facts = [Facts.of(context, size, options.dtype) for size in sizes]
+        return all(is_prepared(self.spec, context, each, options) for each in facts)
 
     def _packed(self, call: Call) -> int:
         """Return the bytes of a segment of all tensors of the call if one launch has them all, otherwise 0."""
         sizes = self._segments(call)
         total = sum(sizes)
-        together = len(sizes) > 1 and total <= min(PACKED_BYTES, self.limit) and len(set(map(_kind, call.inputs))) == 1
+        together = (
+            len(sizes) > 1 and total <= min(PACKED_BYTES, self.limit) and len(set(map(kind_of, call.inputs))) == 1
+        )
         return total if together else 0
 
-    def run(self, call: Call) -> list[torch.Tensor]:
+    def run(self, call: Call) -> list[Any]:
         if call.listed:
-            self._run_list(call)
-        elif self._packed(call):
+            return self._run_list(call)
+        if self._packed(call):
             self._run_packed(call)
         else:
             for out, tensor in zip(call.outs, call.inputs, strict=True):
-                call.ready = self._launch(out, tensor, call.op)
-        return list(call.outs)
+                call.prepared = self._launch(out, tensor, call.op)
+        return call.result
 
-    def _run_list(self, call: Call) -> None:
+    def _run_list(self, call: Call) -> list[Any]:
         """Make an all-gather into a list of tensors of any sizes."""
         (tensor,), pieces = call.inputs, call.outs
         most = max(piece.numel() for piece in pieces)
@@ -264,12 +285,14 @@ class Dense(Handler):
         self._launch(out, own, None)
         for piece, row in zip(pieces, out, strict=True):
             write(piece, row[: piece.numel()].view(piece.shape))
+        return stacked(call, out)
 
     def _run_packed(self, call: Call) -> None:
         """Make a call of several tensors with one launch: the segments for a rank follow each other."""
         world, spec = len(self.members.ranks), self.spec
-        rows = (world, -1) if spec.scatters else (-1,)
-        given = torch.cat([tensor.reshape(rows) for tensor in call.inputs], -1)
+        rows = (world,) if spec.scatters else ()
+        parts = [tensor.reshape(*rows, tensor.numel() // (world if rows else 1)) for tensor in call.inputs]
+        given = torch.cat(parts, -1)
         made = given
         if spec.scatters or spec.gathers:
             made = given.new_empty((world, given.shape[-1]) if spec.gathers else given.shape[-1:])
@@ -278,21 +301,21 @@ class Dense(Handler):
         for out, part in zip(call.outs, made.split(sizes, -1), strict=True):
             write(out, part.reshape(out.shape))
 
-    def _launch(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> Ready:
+    def _launch(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> PreparedCall:
         """Launch a call of tensors that fit each other, once or for each epoch, with the copies that it takes."""
-        context, spec = self.pool.context, self.spec
+        context, spec = self.implicit.context, self.spec
         assert context is not None
         source, target = contiguous(tensor, True), contiguous(out, False)
         at = spec.may_overlap_at(spec.segment_bytes(source.nbytes, context.world_size), context.rank)
         if overlap(source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes, at):
             source = source.clone()
-        ready = unchecked(spec, source, context, target, op)
+        prepared = call_trusted(self.operation, source, target, context, op)
         if target is not out:
             write(out, target)
-        return ready
+        return prepared
 
     def describe(self) -> str:
-        context = self.pool.context
+        context = self.implicit.context
         held = (
             "no context yet"
             if context is None
@@ -302,14 +325,21 @@ class Dense(Handler):
         few = f" ({self._most} with more thread blocks)" if self.limit < self._most else ""
         return f"up to {self.limit} bytes per rank{few}, {held}"
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self.implicit.set_timeout(timeout_s)
+
+    @property
+    def used(self) -> CollectiveContext | None:
+        return self.implicit.context
+
     def check(self) -> None:
-        self.pool.check()
+        self.implicit.check()
 
     def give_up(self) -> None:
-        self.pool.give_up()
+        self.implicit.abort()
 
     def close(self) -> None:
-        self.pool.close()
+        self.implicit.close()
 
 
 class Barrier(Handler):
@@ -323,28 +353,19 @@ class Barrier(Handler):
         self._gathers = gathers
 
     def prepare(self, call: Call) -> str | None:
-        self.problem = None if self._gathers.pool.prepare(0) else self._gathers.pool.problem
+        self.problem = None if self._gathers.implicit.prepare(0) else self._gathers.implicit.problem
         return self.problem
 
-    def run(self, call: Call) -> list[torch.Tensor]:
-        gathers, context = self._gathers, self._gathers.pool.context
+    def run(self, call: Call) -> list[Any]:
+        gathers, context = self._gathers, self._gathers.implicit.context
         assert context is not None
         nothing = torch.empty(0, dtype=torch.uint8, device=context.device)
-        unchecked(gathers.spec, nothing, context, nothing)
+        call_trusted(gathers.operation, nothing, nothing, context)
         return []
+
+    @property
+    def used(self) -> CollectiveContext | None:
+        return self._gathers.used
 
     def describe(self) -> str:
         return f"on the context of {self._gathers.kind}"
-
-
-def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
-    return tensor.dtype, tensor.device
-
-
-def _same_kind(name: str, tensor: torch.Tensor, other: torch.Tensor, device: torch.device, elements: int) -> None:
-    """Raise unless ``tensor`` is of the dtype of ``other``, on ``device``, and has so many elements."""
-    if _kind(tensor) != (other.dtype, device) or tensor.numel() != elements:
-        raise ValueError(
-            f"{name} must be {other.dtype} of {elements} elements on {device}; got {tensor.dtype} of {tensor.numel()} "
-            f"on {tensor.device}"
-        )

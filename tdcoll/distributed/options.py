@@ -53,7 +53,8 @@ class Options:
             are taken.
         heap_bytes: symmetric heap of each rank, bytes or a text such as ``"2G"``, for the group that joins the job. If
             tdcoll is initialised already, a group uses the existing heap. None: as for :func:`tdcoll.initialize`.
-        nccl: ``ProcessGroupNCCL.Options`` of the fallback backend for CUDA tensors.
+        nccl: ``ProcessGroupNCCL.Options`` of the fallback backend for CUDA tensors, whichever of PyTorch's
+            implementations of NCCL it is.
 
     Raises:
         TypeError, ValueError: a value is not as described.

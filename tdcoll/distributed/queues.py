@@ -12,7 +12,8 @@ once. All ranks therefore make the calls of callbacks in the same order, too, if
 next call of its kind is issued.
 
 All calls end before the interpreter does, because a thread that Python stops inside of C++, where a call waits, aborts
-the process. A forked child has none of the threads.
+the process. A forked child has none of the threads: calls that are outstanding when the process is forked have failed
+there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -34,8 +34,19 @@ from typing import Any
 
 import torch
 
+from tdcoll.base.capture import capturing
+from tdcoll.base.errors import NotInitializedError
 from tdcoll.base.torch_internals import never_compiled
-from tdcoll.distributed.work import Work, as_backend_error, current_stream, expired, record_streams, seconds_of
+from tdcoll.distributed.work import (
+    AsynchronousWork,
+    as_backend_error,
+    current_stream,
+    expired,
+    new_event,
+    not_complete,
+    record_streams,
+    seconds_of,
+)
 from tdcoll.runtime.control import ControlPlane
 
 _LAST_S = 3.0
@@ -66,13 +77,13 @@ class QueuedCall:
     error: BaseException | None = None
 
     def __init__(
-        self, make: Callable[[], list[torch.Tensor]], stream: Any = None, *, give_up: Callable[[], None] = lambda: None
+        self, make: Callable[[], list[Any]], stream: Any = None, *, give_up: Callable[[], None] = lambda: None
     ) -> None:
-        self._make: Callable[[], list[torch.Tensor]] | None = make
+        self._make: Callable[[], list[Any]] | None = make
         self.stream, self.give_up = stream, give_up
         self._before = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
         self.done = threading.Event()
-        self.result: list[torch.Tensor] = []
+        self.result: list[Any] = []
         self.undelivered: list[BaseException] = []
         self._dropped = False
         self._future: Any = None
@@ -185,11 +196,46 @@ class Queue:
         """Whether the caller is a callback of one of this queue's calls."""
         return threading.current_thread() is self.thread
 
+    def fail(self, why: str) -> None:
+        """Let all tasks fail, in a process without the queue's thread. Locks may be held by threads that are gone."""
+        for task in (self._current, *self._tasks):
+            if task is not None and not task.done.is_set():
+                task.error = NotInitializedError(f"asynchronous call: {why}")
+                task.done = threading.Event()
+                task.done.set()
+        self._changed = threading.Condition()
+        self._tasks.clear()
+        self.busy, self.thread = False, None
+
     def drain(self, at_most_s: float | None = None) -> None:
         """Return when all tasks have succeeded or failed, and their callbacks have run; at once in such a callback."""
         if not self.calls_back:
             with self._changed:
                 self._changed.wait_for(lambda: not self.busy, at_most_s)
+
+    def run_beside(self, device: torch.device | None, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function with the queue's own stream as the current one, behind the work of the current stream.
+
+        Returns:
+            What the function returns; None, without a call of it, if there is no such stream yet, if another device is
+            the current one, because setting a stream sets the device, or if the current stream is captured.
+        """
+        stream = self.stream
+        if stream is None or device is None or torch._C._cuda_getDevice() != device.index:
+            return None
+        current = current_stream(device.index)
+        if current.stream_id and capturing(device):  # the default stream, 0, cannot be captured
+            return None
+        if self.before is None:
+            self.before = new_event()
+        self.before.record(current)
+        self.before.wait(stream)
+        # torch.cuda.stream() does the same in three times the time.
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+        try:
+            return function(*arguments)
+        finally:
+            torch._C._cuda_setStream(current.stream_id, current.device_index, current.device_type)
 
     def give_up(self) -> None:
         """Stop waiting for missing ranks, in this task and in those behind it."""
@@ -217,7 +263,16 @@ class Queue:
 
 
 _queues: weakref.WeakSet[Queue] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_queues.clear)
+
+
+def _in_child() -> None:
+    """Let calls fail that the parent's threads go on to make, because a child that waits for one would never end."""
+    for queue in _queues:
+        queue.fail("this process was forked while the call was outstanding, and the parent makes it")
+    _queues.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 _waiting: dict[Queue, Queue] = {}
 """Queues whose callback waits for a call of another one."""
@@ -260,16 +315,15 @@ def _end_the_calls_at_exit() -> None:
 
 
 @never_compiled
-class TaskWork(Work):
+class TaskWork(AsynchronousWork):
     """The work of a call that a queue makes."""
 
     def __init__(self, task: QueuedCall) -> None:
         super().__init__()
         self._task = task
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._task.drop()
+    def _drop(self) -> None:
+        self._task.drop()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         task, seconds = self._task, seconds_of(timeout)
@@ -294,7 +348,9 @@ class TaskWork(Work):
         self._task.undelivered.clear()
         return self._task.error
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Any]:
+        if not self._task.done.is_set():
+            raise not_complete()
         return self._task.result
 
     def get_future(self) -> Any:

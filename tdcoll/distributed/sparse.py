@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from tdcoll.base.errors import ContextError, HeapExhaustedError
-from tdcoll.calls.pool import Budget, on
+from tdcoll.calls.budget import Budget
+from tdcoll.calls.implicit import on
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
@@ -118,7 +119,7 @@ class SparseAllReduce(Handler):
                         self._budget.give_back()
                         raise
 
-    def run(self, call: Call) -> list[torch.Tensor]:
+    def run(self, call: Call) -> list[Any]:
         for tensor, result in zip(call.inputs, self.reduce(call.inputs, str(call.op)), strict=True):
             tensor.data = result
         return list(call.inputs)
@@ -150,6 +151,15 @@ class SparseAllReduce(Handler):
         if context is None:
             return "sum and mean, no context yet"
         return f"sum and mean, context of {context.max_rows_per_rank} rows of {context.max_row_bytes} bytes per rank"
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self.members.timeout_s = timeout_s
+        if self.context is not None:
+            self.context.set_timeout(timeout_s)
+
+    @property
+    def used(self) -> SparseContext | None:
+        return self.context
 
     def check(self) -> None:
         if self.context is not None:

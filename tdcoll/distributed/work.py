@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from tdcoll.base.capture import capturing
 from tdcoll.base.errors import CollectiveTimeout, restored
-from tdcoll.base.torch_internals import never_compiled
+from tdcoll.base.torch_internals import counts_references, never_compiled, references
 
 
 class BackendTimeout(CollectiveTimeout, dist.DistBackendError):
@@ -94,6 +96,41 @@ class Work(dist.Work):
         self.wait()
 
 
+kept_by_cpp: list[AsynchronousWork] = []
+"""Works that C++ has and Python doesn't."""
+
+
+@never_compiled
+class AsynchronousWork(Work):
+    """A work that C++ may keep, whose Python object therefore lives as long as C++ has it.
+
+    C++ calls a work's methods through that object. If nobody in Python refers to it any more, it stays in
+    :data:`kept_by_cpp`, until C++ has let go as well; the next work that is dropped finds out.
+    """
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        if kept_by_cpp:
+            let_go()
+        if counts_references() and references(self) > 1:
+            kept_by_cpp.append(self)
+        else:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Clean up, when neither Python nor C++ has the work."""
+
+
+def let_go() -> None:
+    """Drop the works that C++ doesn't have any more."""
+    for work in list(kept_by_cpp):
+        if references(work) == 1:
+            with contextlib.suppress(ValueError):  # another thread has done it
+                kept_by_cpp.remove(work)
+                work._drop()
+
+
 @never_compiled
 class CompletedWork(Work):
     """The work of a synchronous call: ``wait()`` waits only for the current stream. See :func:`completed`."""
@@ -111,9 +148,13 @@ class CompletedWork(Work):
         return future
 
 
-def completed(tensors: Sequence[torch.Tensor]) -> CompletedWork:
-    """Return the work of a synchronous call that has written these tensors."""
-    work = CompletedWork()
+class CompletedAsynchronousWork(AsynchronousWork, CompletedWork):
+    """The work of an asynchronous call that is complete when it returns."""
+
+
+def completed(tensors: Sequence[Any], asynchronous: bool = False) -> CompletedWork:
+    """Return the work of a call that has written these tensors."""
+    work = CompletedAsynchronousWork() if asynchronous else CompletedWork()
     work.tensors = tensors
     return work
 
@@ -125,7 +166,7 @@ def new_event() -> Any:
 
 
 @never_compiled
-class StreamWork(Work):
+class StreamWork(AsynchronousWork):
     """The work of a call that is queued on a CUDA stream: ``wait()`` makes the current stream wait for it.
 
     Args:
@@ -157,7 +198,8 @@ class StreamWork(Work):
         self._event.record(stream)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if (seconds := seconds_of(timeout)) is not None:
+        seconds = None if timeout is None else seconds_of(timeout)
+        if seconds is not None:
             deadline = time.monotonic() + seconds
             while not self._event.query():
                 if time.monotonic() > deadline:
@@ -172,9 +214,9 @@ class StreamWork(Work):
         self._keep = ()
         return True
 
-    def __del__(self) -> None:
+    def _drop(self) -> None:
         # Because no one has waited, the allocator has to, as it does for tensors that another stream uses.
-        if self._keep and not sys.is_finalizing() and not capturing(self._stream.device):
+        if self._keep and not capturing(self._stream.device):
             record_streams(self._keep, self._stream)
         if self._events is not None:
             self._events.append(self._event)
@@ -194,6 +236,78 @@ class StreamWork(Work):
         with torch.cuda.stream(self._stream):  # its event is recorded there
             future.set_result(self.result())
         return future
+
+
+@never_compiled
+class FallbackWork(AsynchronousWork):
+    """The work of a call of the fallback backend whose results have to be written, or have another form, when the
+    backend has made it: by whoever waits first.
+
+    Args:
+        works: of the backend; the call is complete when all of them are.
+        finish: writes the results; None if the backend does.
+        result: the value of the work and of its future.
+    """
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], None] | None, result: list[Any]) -> None:
+        super().__init__()
+        self._works, self._finish, self._result = list(works), finish, result
+        self._finishing = threading.Lock()
+        self._complete = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            if seconds_of(timeout) is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+        self._write()
+        return True
+
+    def _write(self) -> None:
+        """Write the results, once. The works are complete, or the current stream waits for them."""
+        with self._finishing:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+            self._complete = True
+
+    def is_completed(self) -> bool:
+        if not self._complete and all(work.is_completed() for work in self._works):
+            with contextlib.suppress(Exception):  # whoever waits gets it
+                self.wait()
+            return True
+        return self._complete
+
+    def exception(self) -> Any:
+        return next(filter(None, (work.exception() for work in self._works)), None)
+
+    def result(self) -> list[Any]:
+        if not self.is_completed():
+            raise not_complete()
+        return self._result
+
+    def source_rank(self) -> int:
+        found: int = self._works[0]._source_rank()
+        return found
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        futures = [work.get_future() for work in self._works]
+        together = torch.futures.collect_all(futures)
+
+        def value(done: Any) -> list[Any]:
+            for each in done.value():
+                each.value()  # which raises the error of a call that has failed
+            self._write()
+            return self._result
+
+        return together.then(value)
+
+
+def not_complete() -> RuntimeError:
+    return RuntimeError("result() of a call that is not complete: call wait() first")
 
 
 _current: Any = None

@@ -12,18 +12,19 @@ from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.arguments import byte_text
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.call import check_context, spec_of
+from tdcoll.calls.collective import CollectiveOptions, check_dense_context, operation_of
 from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.explain import UNSUPPORTED, Explanation, explain_call
-from tdcoll.calls.launches import facts_of
+from tdcoll.calls.explain import UNSUPPORTED, Explanation
+from tdcoll.calls.implicit import PlannedContext, planned_context
+from tdcoll.calls.operation import Request
 from tdcoll.calls.plan import Plan
-from tdcoll.calls.pool import Prospect, prospect
 from tdcoll.calls.spec import DEFAULT, REQUESTED
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, FEWEST_ROWS, Capacities, choose
-from tdcoll.fused.op import DTYPES
 from tdcoll.fused.policy import NAME as FUSED
-from tdcoll.fused.policy import NormRows, explain_rows, takes
+from tdcoll.fused.policy import takes
+from tdcoll.fused.rms_norm import DTYPES, NormOptions
+from tdcoll.fused.rms_norm import OPERATION as NORM
 from tdcoll.primitives.reduce import check_dtype
 
 __all__ = ["Explanation", "explain"]
@@ -78,27 +79,58 @@ def explain(
         return _sparse(tensor, dtype, group, ctx, str(algorithm))
     if not isinstance(tensor, torch.Tensor):
         tensor = torch.empty(arguments.shape("tensor", tensor), dtype=dtype, device="meta")
-    spec = spec_of("all_reduce" if operation == FUSED else operation)
     if ctx is not None:
-        check_context(ctx)
+        check_dense_context(ctx)
+    if operation == FUSED:
+        return _norm(tensor, group, ctx, algorithm)
+    return _dense(operation, tensor, group, ctx, algorithm, in_place, symmetric)
+
+
+def _dense(
+    operation: str,
+    tensor: torch.Tensor,
+    group: runtime.Group,
+    ctx: CollectiveContext | None,
+    algorithm: str | Plan,
+    in_place: bool,
+    symmetric: bool,
+) -> Explanation:
+    """Explain a dense collective by the operation that makes its calls."""
+    collective = operation_of(operation)
+    spec = collective.spec
     if spec.reduces:
         check_dtype("tensor", tensor)
+    in_place = in_place and spec.in_place
     world = len(runtime.current().ranks_of(group)) if ctx is None else ctx.world_size
-    in_buffer, shape = in_place and spec.in_place, tensor.shape
-    if not spec.results(shape, world) or (in_buffer and (not shape or shape[0] % world)):
-        raise ValueError(f"tensor's first dimension must be divisible by the {world} rank(s); got shape {list(shape)}")
-    segment = tensor.nbytes // world if in_buffer else spec.segment_bytes(tensor.nbytes, world)
-    context: CollectiveContext | Prospect = prospect(spec, segment, group, operation) if ctx is None else ctx
-    if operation == FUSED:
-        hidden = shape[-1] if shape else 1
-        if tensor.dtype not in DTYPES or not takes(hidden, tensor.itemsize):
-            raise ValueError(f"tensor must have rows that {FUSED} takes; got {tensor.dtype} of shape {list(shape)}")
-        rows = NormRows(tensor.numel() // hidden, hidden, tensor.itemsize)
-        return explain_rows(rows, facts_of(context, 0, tensor.dtype), algorithm)
-    reduced = tensor.dtype if spec.reduces else None
-    facts = facts_of(context, segment, reduced, in_place=in_buffer, symmetric=symmetric)
-    tuning = context.tuning
-    return explain_call(spec, facts, algorithm, spec.sections(tuning.sections, tuning.name), tuning.name)
+    shape = tensor.shape
+    if not spec.results(shape, world) or (in_place and (not shape or shape[0] % world)):
+        raise ValueError(
+            f"tensor's first dimension must be divisible by the {world} rank(s); got shape "
+            f"{list(shape)}"
+        )
+    options = CollectiveOptions("sum", algorithm, symmetric, in_place)
+    context: CollectiveContext | PlannedContext | None = ctx
+    if context is None:
+        # As `implicit_context` does, which doesn't know whether a call is in place.
+        segment = spec.segment_bytes(tensor.nbytes, world)
+        context = planned_context(spec, segment, group, operation)
+    return collective.explain(Request((tensor,), options), context)
+
+
+def _norm(
+    x: torch.Tensor, group: runtime.Group, ctx: CollectiveContext | None, algorithm: str | Plan
+) -> Explanation:
+    """Explain an all-reduce with residual and RMSNorm."""
+    hidden = x.shape[-1] if x.dim() else 1
+    if x.dtype not in DTYPES or not takes(hidden, x.itemsize):
+        raise ValueError(
+            f"tensor must have rows that {FUSED} takes; got {x.dtype} of shape {list(x.shape)}"
+        )
+    context: CollectiveContext | PlannedContext | None = ctx
+    if context is None:
+        context = planned_context(NORM.collective, x.nbytes, group, FUSED)
+    options = NormOptions(1e-6, False, None, algorithm)
+    return NORM.explain(Request((x,), options), context)
 
 
 def _sparse(given: Any, dtype: torch.dtype, group: runtime.Group, ctx: Any, algorithm: str) -> Explanation:

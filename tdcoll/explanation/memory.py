@@ -10,8 +10,8 @@ from typing import Any
 from tdcoll.base import arguments, environment
 from tdcoll.base.arguments import byte_text
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.call import spec_of
-from tdcoll.calls.pool import sizes_for
+from tdcoll.calls.collective import spec_of
+from tdcoll.calls.implicit import sizes_for
 from tdcoll.calls.sizes import ContextSizes, context_sizes
 from tdcoll.collectives.sparse_all_reduce.context import sparse_sizes
 from tdcoll.fused.policy import NAME as FUSED

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import weakref
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tdcoll.base import driver
 from tdcoll.base.errors import TdcollError
 from tdcoll.runtime.heap import SymmetricHeap
 
@@ -20,17 +20,11 @@ _WAIT_GEQ, _WAIT_EQ = 0, 1
 """``CUstreamWaitValue_flags``."""
 
 
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def _call(function: str, *arguments: Any) -> None:
     """Call a function of CUDA's driver, and raise its error."""
-    if failed := getattr(_driver(), function)(*arguments):
-        name = ctypes.c_char_p()
-        _driver().cuGetErrorName(failed, ctypes.byref(name))
-        raise TdcollError(f"{function} failed: {(name.value or b'').decode() or failed}")
+    status = getattr(driver.driver(), function)(*arguments)
+    if status:
+        raise TdcollError(f"{function} failed: {driver.error_name(status)}")
 
 
 @contextlib.contextmanager
@@ -71,10 +65,10 @@ def multiprocessors(device: torch.device) -> int:
     torch.cuda.current_stream(device).query()  # CUDA's runtime makes the context at a thread's first call
     context, resource = ctypes.c_void_p(), _Resource()
     try:
-        driver = _driver()
-        if driver.cuCtxGetCurrent(ctypes.byref(context)) or not context:
+        library = driver.driver()
+        if library.cuCtxGetCurrent(ctypes.byref(context)) or not context:
             return whole
-        if driver.cuCtxGetDevResource(context, ctypes.byref(resource), _RESOURCE_OF_SMS):
+        if library.cuCtxGetDevResource(context, ctypes.byref(resource), _RESOURCE_OF_SMS):
             return whole
     except AttributeError:  # of an older driver
         return whole
@@ -112,8 +106,8 @@ class CudaSideStream:
 
 
 def _destroy(stream: ctypes.c_void_p, event: ctypes.c_void_p) -> None:
-    _driver().cuEventDestroy_v2(event)
-    _driver().cuStreamDestroy_v2(stream)
+    driver.driver().cuEventDestroy_v2(event)
+    driver.driver().cuStreamDestroy_v2(stream)
 
 
 class CudaHeap(SymmetricHeap):

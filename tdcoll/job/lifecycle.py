@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tdcoll import runtime
 from tdcoll.base import arguments, environment
 from tdcoll.base.errors import AlreadyInitializedError, CollectiveTimeout, RankMismatchError, TdcollError
+from tdcoll.base.forks import refuse_inherited_group
 from tdcoll.base.torch_internals import name_groups_anew, watch_ddp
 from tdcoll.job import last_words
 from tdcoll.language import INTERPRETED
@@ -110,10 +111,12 @@ _own_group: Any = None
 def is_initialized() -> bool:
     """True between :func:`initialize` and :func:`finalize` (on the calling PE, inside a simulation).
 
+    Also in a forked child of such a process, which isn't a rank: see ``docs/distributed.md#forked-children``.
+
     >>> tdcoll.is_initialized()
     False
     """
-    return runtime.current_or_none() is not None
+    return runtime.current_or_none() is not None or runtime.inherited() is not None
 
 
 def may_share_gpus() -> bool:
@@ -181,6 +184,11 @@ def initialize(
         }
         _refuse_other_job(existing, asked)
         return
+    if (job := runtime.inherited()) is not None:
+        raise AlreadyInitializedError(
+            f"initialize: {job.why_closed}. To join another job, call tdcoll.finalize() first, which forgets this one"
+        )
+    refuse_inherited_group("initialize")
     options = _JobOptions.read(heap_bytes, timeout_s, emulate_nodes, share_gpus, heap)
     _be_ready()
     global _own_group
@@ -407,9 +415,9 @@ def finalize() -> None:
     """Leave the job: close tdcoll's own contexts, free the symmetric heap, stop NVSHMEM if it runs. Collective.
 
     Tensors made by :func:`tdcoll.empty` and open contexts are invalid afterwards. The default process group is
-    destroyed if :func:`initialize` made it. Does nothing when not initialised. After a
-    :class:`~tdcoll.base.errors.CollectiveTimeout` nothing collective is tried, because a peer may be gone: the process
-    only forgets the job, and the process group stays. If no peer is gone, all ranks may join again; on GPUs the
+    destroyed if :func:`initialize` made it. Does nothing when not initialised. A forked child only forgets the job.
+    After a :class:`~tdcoll.base.errors.CollectiveTimeout` nothing collective is tried, because a peer may be gone: the
+    process only forgets the job, and the process group stays. If no peer is gone, all ranks may join again; on GPUs the
     memory of the job that has failed stays taken.
 
     >>> tdcoll.initialize()
@@ -418,7 +426,10 @@ def finalize() -> None:
     Raises:
         CollectiveTimeout: a wait in one of tdcoll's own contexts has expired, which hasn't been reported yet.
     """
-    global _options, _own_group
+    global _options
+    if runtime.inherited() is not None:
+        runtime.install(None)
+        _destroy_own_group()
     if _options is None:
         return
     leaving = runtime.current()
@@ -444,6 +455,21 @@ def finalize() -> None:
     with contextlib.suppress(TdcollError):  # one rank's process holds the store: it goes when no other needs it
         everyone, at_most_s = range(leaving.world_size), min(leaving.timeout_s, _FAREWELL_S)
         leaving.control.all_gather(everyone, "leave", None, at_most_s)
+    _destroy_own_group()
+
+
+def _destroy_own_group() -> None:
+    """Destroy the default process group if :func:`initialize` has made it."""
+    global _own_group
     if _own_group is not None and dist.is_initialized() and dist.group.WORLD is _own_group:
         dist.destroy_process_group()
         _own_group = None
+
+
+def _in_child() -> None:
+    """Forget the settings of the rank's job, which :mod:`tdcoll.runtime` leaves."""
+    global _options
+    _options = None
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -79,7 +79,7 @@ def device() -> torch.device:
 
     >>> x = torch.ones(4, device=tdcoll.device())
     """
-    return runtime.current().device
+    return runtime.facts().device
 
 
 def free(tensor: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ def heap_info() -> HeapInfo:
     >>> tdcoll.heap_info().allocations
     0
     """
-    return runtime.current().arena.info
+    return runtime.facts().arena.info
 
 
 def rank(group: runtime.Group = None) -> int:
@@ -119,7 +119,7 @@ def rank(group: runtime.Group = None) -> int:
         NotInitializedError: before ``tdcoll.initialize()``.
         TypeError, ValueError: ``group`` is not as :func:`tdcoll.all_gather` takes it, or this process is not in it.
     """
-    owner = runtime.current()
+    owner = runtime.facts()
     return owner.rank if group is None else owner.ranks_of(group).index(owner.rank)
 
 
@@ -132,7 +132,7 @@ def world_size(group: runtime.Group = None) -> int:
     Raises:
         NotInitializedError: before :func:`tdcoll.initialize`.
     """
-    owner = runtime.current()
+    owner = runtime.facts()
     return owner.world_size if group is None else len(owner.ranks_of(group))
 
 
@@ -142,4 +142,4 @@ def topology(group: runtime.Group = None) -> Topology:
     >>> tdcoll.topology().n_nodes
     1
     """
-    return runtime.current().topology(group)
+    return runtime.facts().topology(group)

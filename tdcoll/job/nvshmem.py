@@ -35,6 +35,25 @@ _NO_NCCL = "NVSHMEM_DISABLE_NCCL"
 communicator doubles the time that NVSHMEM takes to start and the GPU memory of the process."""
 
 
+_TMA_POLICY = "NVSHMEM_TMA_POLICY"
+"""Turned off, which is NVSHMEM's default: copies by TMA inside puts, from NVSHMEM 3.7 on."""
+
+
+def _refuse_tma() -> None:
+    """Raise ``ValueError`` if NVSHMEM may copy by TMA.
+
+    Such a copy goes through shared memory that a thread block has registered, which tdcoll's kernels
+    never do. Up to 3.7, NVSHMEM doesn't ask which kernel has registered it. Nothing shows that
+    tdcoll's signals come after such copies.
+    """
+    policy = os.environ.get(_TMA_POLICY, "")
+    if policy.strip().upper() not in ("", "DISABLE"):
+        raise ValueError(
+            f"{_TMA_POLICY} must be unset or DISABLE, got {policy!r}: tdcoll's protocols are not made for NVSHMEM's "
+            "asynchronous copies"
+        )
+
+
 def _bindings() -> Any:
     """Return ``nvshmem.bindings.nvshmem`` with the host library loaded."""
     try:
@@ -60,6 +79,7 @@ class NvshmemHeap(CudaHeap):
 
     def __init__(self, *, pe: int, n_pes: int, nbytes: int, device: torch.device, control: ControlPlane) -> None:
         super().__init__(pe, n_pes, nbytes, device)
+        _refuse_tma()
         with warm_up(device):
             self._bindings = bindings = _bindings()
             self._owns_library = bindings.init_status() < _IS_INITIALIZED

@@ -31,11 +31,14 @@ import torch
 import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tdcoll import runtime
 from tdcoll.base import environment
+from tdcoll.base.device_library import device_library
 from tdcoll.base.errors import NotInitializedError, TdcollError
+from tdcoll.base.torch_internals import breaks_graphs
 from tdcoll.language import INTERPRETED, LOWERING
 from tdcoll.language.library import part_for_language
 from tdcoll.spec import functions
@@ -53,18 +56,36 @@ _LAUNCH_OPTIONS = frozenset(
 )
 
 
+OWN_OPTIONS = {"enable_fp_fusion": True}
+"""Launch options of all tdcoll's own kernels. If a product is fused with a sum, the result is
+rounded once, and may have other bits. Triton up to 3.9 fuses by default, 3.10 will not, and
+``TRITON_DEFAULT_FP_FUSION`` changes the default. tdcoll's results have the same bits in every case.
+Kernels of yours have Triton's default."""
+
+
+def bitcode_path(arch: int | None = None) -> str:
+    """Path of NVSHMEM's device library: in ``$NVSHMEM_HOME/lib``, or in NVIDIA's wheel ``nvidia-nvshmem-cu*``.
+
+    Args:
+        arch: the GPU's architecture, 90 for sm_90; None: the current device's.
+
+    Raises:
+        FileNotFoundError: no library is installed, or none for that architecture.
+    """
+    if arch is None:
+        arch = _architecture(driver.active.get_current_device())
+    return _bitcode_path(arch)
+
+
 @functools.cache
-def bitcode_path() -> str:
-    """Path of NVSHMEM's device bitcode: ``$NVSHMEM_HOME/lib``, or NVIDIA's wheel ``nvidia-nvshmem-cu*``."""
-    places = environment.nvshmem_folders(os.environ.get("NVSHMEM_HOME"))
-    for place in places:
-        if (place / f"{LIBRARY}.bc").is_file():
-            return str(place / f"{LIBRARY}.bc")
-    raise FileNotFoundError(
-        f"{LIBRARY}.bc, NVSHMEM's device library, was not found in {[str(p) for p in places]}. Install "
-        "tdcoll[cu12] or tdcoll[cu13] (which bring nvidia-nvshmem), or set NVSHMEM_HOME. NVSHMEM 3.7 and later have a "
-        "library for each architecture instead, which tdcoll doesn't use."
-    )
+def _bitcode_path(arch: int) -> str:
+    return str(device_library(environment.nvshmem_folders(os.environ.get("NVSHMEM_HOME")), arch))
+
+
+@functools.cache
+def _architecture(device: int) -> int:
+    """Return the architecture that Triton compiles for on ``device``, which is the current one."""
+    return int(driver.active.get_current_target().arch)
 
 
 # ---------------------------------------------------------------------- which kernels need NVSHMEM
@@ -277,6 +298,11 @@ class TdcollJITFunction(JITFunction):
         return tuple(_used_by(self))
 
     @functools.cached_property
+    def _is_own(self) -> bool:
+        """Whether this kernel is part of tdcoll."""
+        return str(self.__module__).startswith("tdcoll.")
+
+    @functools.cached_property
     def calls_nvshmem(self) -> bool:
         """Whether this kernel needs NVSHMEM's bitcode whatever its arguments are."""
         return _marked(self._used, "needs_nvshmem")
@@ -315,6 +341,8 @@ class TdcollJITFunction(JITFunction):
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         args, kwargs = _as_arguments(args, kwargs)
+        if self._is_own:
+            kwargs = {**OWN_OPTIONS, **kwargs}
         self._check_monitor(args, kwargs)
         if not _LEFT_TO_TRITON_DISTRIBUTED and (
             self.calls_nvshmem or _arguments_need_nvshmem(args) or _arguments_need_nvshmem(kwargs.values())
@@ -369,7 +397,7 @@ def _checked_interpreted(function: Any) -> Any:
                 ) from None
             raise
 
-    function.run = run
+    function.run = breaks_graphs(run, f"kernel {name}")
     return function
 
 

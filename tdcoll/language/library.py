@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of NVSHMEM's device library that the language calls.
 
-Triton parses the libraries that a kernel links anew for each kernel. NVSHMEM's has 31 MB, and reading it takes 4 s of
-the 4.5 that a kernel takes to compile. The part that the language's functions need has 0.8 MB. It is cut out once,
-with Triton's own linker, and kept in Triton's cache as text. The kernels come out the same to the byte.
+Triton parses the libraries that a kernel links anew for each kernel. NVSHMEM 3.4.5 has one of 31 MB, and
+reading it takes 4 s of the 4.5 that a kernel takes to compile. The part that the language's functions
+need has 0.8 MB. Later versions have their transports inside: of 3.8.0's library of 54 MB, 14 MB are
+needed, and reading these takes 0.4 s. The part is cut out once, with Triton's own linker, and kept in
+Triton's cache as text. The kernels come out the same to the byte.
 """
 
 from __future__ import annotations

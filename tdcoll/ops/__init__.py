@@ -21,11 +21,11 @@ from torch import fx
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.call import derivative, make, spec_of
-from tdcoll.calls.spec import Collective
-from tdcoll.fused.op import DTYPES
+from tdcoll.calls.collective import CollectiveOptions, derivative, operation_of
+from tdcoll.calls.run import run
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
+from tdcoll.fused.rms_norm import DTYPES
 from tdcoll.primitives.reduce import operation_name
 
 __all__ = ["all_reduce_rms_norm", "fuse", "fusing", "group_name", "operators"]
@@ -75,7 +75,8 @@ def _world(name: str) -> int:
 
 def _operator(name: str) -> Any:
     """Make the operator of a dense collective: its call, the shape of its result, and its derivative."""
-    spec = spec_of(name)
+    operation = operation_of(name)
+    spec = operation.spec
     options, defaults = ("str op='sum', ", ("sum", "")) if spec.reduces else ("", ("",))
 
     def op_and_group(*given: str) -> tuple[str | None, str]:
@@ -85,7 +86,8 @@ def _operator(name: str) -> Any:
     def call(x: torch.Tensor, *given: str) -> torch.Tensor:
         op, group = op_and_group(*given)
         x = x.detach().contiguous()  # the operator has the derivative
-        return make(spec, x, op=op, group=_named(group))
+        result: torch.Tensor = run(operation, (x,), CollectiveOptions(op), _named(group))
+        return result
 
     def shaped(x: torch.Tensor, *given: str) -> torch.Tensor:
         world = _world(op_and_group(*given)[1])
@@ -94,11 +96,11 @@ def _operator(name: str) -> Any:
         return x.new_empty(shapes[0])
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        def adjoint(spec: Collective, grad: torch.Tensor, op: str | None) -> torch.Tensor:
-            made: torch.Tensor = operators[spec.name](grad, *([op] if op else []), ctx.group)
+        def call_adjoint(name: str, grad: torch.Tensor, op: str | None) -> torch.Tensor:
+            made: torch.Tensor = operators[name](grad, *([op] if op else []), ctx.group)
             return made
 
-        return derivative(spec, grad, ctx.op, _world(ctx.group), adjoint), *ctx.others
+        return derivative(spec, grad, ctx.op, _world(ctx.group), call_adjoint), *ctx.others
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         op, ctx.group = op_and_group(*inputs[1:])

@@ -123,7 +123,7 @@ in_stream_order.__doc__ = """Wait until all earlier launches on the stream have 
 The first statement of a kernel that may use programmatic dependent launch (PDL): its blocks then start while the last
 ones of the launch before still run, and wait here until that is over and its stores are visible. Then they let the next
 launch begin likewise. Protocols are the same with it and without, because no access to memory comes before.
-:mod:`tdcoll.calls.launch` lists the kernels, and explains why none waits forever.
+:mod:`tdcoll.calls.kernel_launch` lists the kernels, and explains why none waits forever.
 """
 
 

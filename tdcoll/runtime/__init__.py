@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
 import sys
 import threading
@@ -80,19 +81,23 @@ class Runtime:
     failed: bool = field(init=False, default=False)
     """A wait has expired: no collective operation is tried any more, because peers may be gone."""
     closed: bool = field(init=False, default=False)
-    """``finalize`` has been called."""
+    """``finalize`` has been called, or the process is a forked child of a rank."""
+    forked_from: int | None = field(init=False, default=None)
+    """Process of the rank that a forked child has inherited the job from; None in the rank itself."""
     of_backend: bool = field(init=False, default=False)
     """The torch.distributed backend has joined the job, and leaves it with its default group or the last of all."""
     groups: int = field(init=False, default=0)
     """The backend's process groups of all ranks."""
     exchanging: dict[int, tuple[float, str, Sequence[int], float]] = field(init=False, default_factory=dict)
     """Exchanges that go on, by thread: since when (``time.monotonic``), tag, ranks, deadline in seconds."""
-    accounts: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
+    budget_lock: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
     """Held when a thread changes ``blocks_taken``; never while it waits for other ranks."""
+    _all_ranks: tuple[int, ...] = field(init=False, repr=False, default=())
     _given: threading.local = field(init=False, repr=False, default_factory=threading.local)
 
     def __post_init__(self) -> None:
         self.arena = Arena(self.heap.nbytes)
+        self._all_ranks = tuple(range(self.world_size))
 
     def living_monitors(self) -> list[Any]:
         """Return the monitors that exist now, from any thread, while others make more."""
@@ -102,6 +107,17 @@ class Runtime:
     def device(self) -> torch.device:
         """The device of symmetric tensors."""
         return self.heap.device
+
+    @property
+    def why_closed(self) -> str:
+        """Why a call on a job that is ``closed`` is refused, as text."""
+        if self.forked_from is None:
+            return "made before tdcoll.finalize(), which has ended that job"
+        return (
+            f"this process was forked from rank {self.rank} (process {self.forked_from}) and is no rank itself: it "
+            "shares that rank's memory and connections. Make the call in the rank; docs/distributed.md#forked-children "
+            "says what a child may do"
+        )
 
     # ------------------------------------------------------------------ groups
 
@@ -113,7 +129,7 @@ class Runtime:
             ValueError: ranks out of range or repeated, or this process is not a member.
         """
         if group is None:
-            return tuple(range(self.world_size))
+            return self._all_ranks
         group = group_of(group)
         if isinstance(group, torch.distributed.ProcessGroup):
             ranks = tuple(torch.distributed.get_process_group_ranks(group))
@@ -148,7 +164,7 @@ class Runtime:
             TdcollError: a wait has expired before.
         """
         if self.closed:
-            raise NotInitializedError(f"{tag}: made before tdcoll.finalize(), which has ended that job")
+            raise NotInitializedError(f"{tag}: {self.why_closed}")
         if self.failed:
             raise TdcollError(
                 f"{tag}: a wait has expired in this process, so other ranks may be gone and nothing collective is "
@@ -277,22 +293,36 @@ class Runtime:
 
 
 _runtime: Runtime | None = None
+_inherited: Runtime | None = None
+"""In a forked child, the runtime of the rank that it was forked from, until the child calls ``finalize``."""
 _resolver: Callable[[], Runtime | None] | None = None
 
 
 def current_or_none() -> Runtime | None:
-    """Return the runtime of the calling PE, or None outside a job."""
+    """Return the runtime of the calling PE, or None outside a job and in a forked child."""
     return _resolver() if _resolver is not None else _runtime
+
+
+def inherited() -> Runtime | None:
+    """Return the runtime that this forked child has inherited, or None. It has facts, and refuses all calls."""
+    return _inherited
 
 
 def current() -> Runtime:
     """Return the runtime of the calling PE; raise ``NotInitializedError`` if there is none."""
     runtime = current_or_none()
     if runtime is None:
+        if _inherited is not None:
+            raise NotInitializedError(_inherited.why_closed)
         raise NotInitializedError(
             "call tdcoll.initialize() first, on every rank; after tdcoll.finalize() call it again"
         )
     return runtime
+
+
+def facts() -> Runtime:
+    """Return the runtime that has ranks, sizes and the topology, also in a forked child; raise if there is none."""
+    return _inherited if _inherited is not None else current()
 
 
 @contextlib.contextmanager
@@ -307,9 +337,26 @@ def failing_with_the_store() -> Iterator[None]:
 
 
 def install(runtime: Runtime | None) -> None:
-    """Make ``runtime`` this process's runtime; None removes it."""
-    global _runtime
-    _runtime = runtime
+    """Make ``runtime`` this process's runtime; None removes it. A forked child forgets what it has inherited."""
+    global _runtime, _inherited
+    _runtime, _inherited = runtime, None
+
+
+_rank_process = os.getpid()
+
+
+def _in_child() -> None:
+    """Leave the job to the rank: its kernels' signals, its exchanges and its memory are those of the parent."""
+    global _runtime, _inherited, _rank_process
+    parent, _rank_process = _rank_process, os.getpid()
+    if _runtime is not None:
+        _inherited, _runtime = _runtime, None
+        _inherited.closed = True
+        _inherited.forked_from = parent
+        _inherited.heap.abandon()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def install_resolver(resolver: Callable[[], Runtime | None] | None) -> None:

@@ -9,6 +9,7 @@ simulator's scheduler. No collective of the user's process group is ever called.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import uuid
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from tdcoll.base.errors import CollectiveTimeout, RankMismatchError
+from tdcoll.base.forks import never_destroy
 from tdcoll.runtime.store import ask, decode, encode
 
 
@@ -222,3 +224,6 @@ def keep(store: Any) -> None:
     """
     global _kept
     _kept = store
+
+
+os.register_at_fork(after_in_child=lambda: never_destroy(_kept))

@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-LIBRARY = "libnvshmem_device"
-"""NVSHMEM's bitcode library, as its file and Triton's ``extern_libs`` name it."""
+from tdcoll.base.device_library import LIBRARY as LIBRARY
 
 LINKED = "linked_by_tdcoll_jit"
 """A launch option by which ``tdcoll.jit`` tells the simulator that a compiled kernel would have NVSHMEM linked in."""

@@ -63,6 +63,8 @@ _VALUES = {
 
 _SPREAD = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 
+_TEST_MODULES = ("pytest", "pytest_timeout", "xdist", "hypothesis", "psutil", "click", "pandas", "tabulate")
+
 
 def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll run") -> int:
     """Replace this process by the requested job. With ``--setenv``, print the commands that ``setenv.sh`` evaluates.
@@ -127,7 +129,7 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
         for option in ("--share-gpus", *_VALUES):
             if option != "--timeout" and getattr(given, option[2:].replace("-", "_")):
                 raise ValueError(f"{option}: expected only with a script or module, got it with tests")
-        job = prepare(variables, modules=("pytest", "pytest_timeout", "xdist", "hypothesis"), dry_run=given.dry_run)
+        job = prepare(variables, modules=_TEST_MODULES, dry_run=given.dry_run)
         os.chdir(ROOT)
         # GPU tests take the whole machine. The user's own -n comes after this one, and wins.
         spread = job.simulated and not {"--pdb", "--trace", "-s", "--capture=no", "no:xdist"} & set(rest)

@@ -15,7 +15,6 @@ import importlib.util
 import itertools
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import NamedTuple
 from tdcoll.base import arguments
 from tdcoll.base.child import run
 from tdcoll.base.environment import nvshmem_folders
+from tdcoll.base.versions import INSTALLED_ON_GPUS, OLDEST_TORCH, OLDEST_TRITON, TRITON_BELOW, text_of, version_of
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_CHECKOUT = all((ROOT / name).is_file() for name in ("setenv.sh", "launch.sh", "constraints-cpu.txt"))
@@ -207,17 +207,12 @@ def _problem(modules: Sequence[str], versions: Mapping[str, str]) -> str:
     torch, triton = map(version_of, versions.values())  # (0, 0): not known
     if missing := list(filter(lacks, modules)):
         return f"lacks {', '.join(missing)}"
-    if (0, 0) < torch < (2, 10):
-        return f"has torch {versions['torch']}, needs 2.10 or newer"
-    if (0, 0) < triton < (3, 6) or triton >= (4, 0):
-        return f"has triton {versions['triton']}, needs 3.6 or newer, below 4"
+    if (0, 0) < torch < OLDEST_TORCH:
+        return f"has torch {versions['torch']}, needs {text_of(OLDEST_TORCH)} or newer"
+    if (0, 0) < triton < OLDEST_TRITON or triton >= TRITON_BELOW:
+        needs = f"{text_of(OLDEST_TRITON)} or newer, below {text_of(TRITON_BELOW)}"
+        return f"has triton {versions['triton']}, needs {needs}"
     return ""
-
-
-def version_of(text: object) -> tuple[int, int]:
-    """``"3.7.1+cpu"`` -> (3, 7); (0, 0) if there is no such number."""
-    match = re.match(r"(\d+)(?:\.(\d+))?", str(text))
-    return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
 
 
 def _text(file: Path) -> str:
@@ -247,8 +242,8 @@ def _make_venv(extra: Sequence[str], stamp: str, before: str) -> None:
         venv.create(_VENV, clear=bool(now) and not fits, symlinks=True, with_pip=True)
         if kind == "cpu":
             pip("-c", "constraints-cpu.txt", "-e", ".[sim,compile,bench,test,dev]")
-        else:  # first the PyTorch that pip would give, then NVSHMEM for its CUDA
-            pip("torch", "numpy")
+        else:  # first PyTorch, then NVSHMEM for its CUDA
+            pip(*INSTALLED_ON_GPUS, "numpy")
             code = "import torch; print((torch.version.cuda or 'none').partition('.')[0])"
             cuda = subprocess.run([_OWN, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
             if cuda not in ("12", "13"):

@@ -12,8 +12,8 @@ import torch
 import tdcoll
 from tdcoll.base import ranges
 from tdcoll.base.capture import capturing, refuse
-from tdcoll.calls.launch import Launch
-from tdcoll.calls.launches import Launches
+from tdcoll.calls.call_launches import CallLaunches
+from tdcoll.calls.kernel_launch import KernelLaunch
 from tdcoll.collectives.index_match.op import Directory
 from tdcoll.fused import all_reduce_rms_norm
 from tdcoll.testing import World
@@ -87,8 +87,8 @@ def test_without_the_variable_nothing_is_in_the_way(
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
             CALLS["all_reduce[one_shot, 64 B]"](ctx)
-            (launches,) = [made for made in ctx.known.values() if isinstance(made, Launches)]
-            assert launches.run.__func__ is Launch.__call__  # type: ignore[attr-defined]
+            (launches,) = [made for made in ctx.cache.values() if isinstance(made, CallLaunches)]
+            assert launches.run.__func__ is KernelLaunch.__call__  # type: ignore[attr-defined]
 
     World(1).run(host)
     assert pushed == []

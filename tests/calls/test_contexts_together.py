@@ -21,8 +21,9 @@ from ranks import on_streams
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.calls import context, pool
-from tdcoll.calls.launch import Launch
+from tdcoll.calls import budget as budgets
+from tdcoll.calls import checks
+from tdcoll.calls.kernel_launch import KernelLaunch
 from tdcoll.job import cuda
 from tdcoll.testing import World
 
@@ -66,17 +67,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def test_budgets_are_of_the_part_of_the_gpu_that_the_process_has(
     driver: Any, multiprocessors: int, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "_driver", lambda: driver)
+    monkeypatch.setattr("tdcoll.base.driver.driver", lambda: driver)
     assert cuda.multiprocessors(gpu) == multiprocessors
-    assert pool._room(gpu) == 2 * multiprocessors
+    assert budgets._room(gpu) == 2 * multiprocessors
     taken: list[int] = []
     owner: Any = SimpleNamespace(
-        device=gpu, blocks_taken=0, accounts=threading.Lock(), exchange=lambda ranks, what, mine: [mine]
+        device=gpu, blocks_taken=0, budget_lock=threading.Lock(), exchange=lambda ranks, what, mine: [mine]
     )
 
     def take_all() -> None:
         while True:
-            budget = pool.Budget(owner, range(2), 64)
+            budget = budgets.Budget(owner, range(2), 64)
             budget.take("all_reduce")
             taken.append(budget.blocks)
 
@@ -95,16 +96,16 @@ class Loading:
         self.running: Counter[int] = Counter()
         self.loaded: set[tuple[int, int]] = set()
         self.world: World
-        real = Launch.__call__
+        real = KernelLaunch.__call__
 
-        def launch(this: Launch, *given: Any) -> None:
+        def launch(this: KernelLaunch, *given: Any) -> None:
             rank = runtime.current().rank
             assert (rank, id(this)) in self.loaded, "kernels are loaded before a call begins"
             self.running[rank] += 1
             real(this, *given)
             self.running[rank] -= 1
 
-        def prepare(this: Launch) -> None:
+        def prepare(this: KernelLaunch) -> None:
             rank = runtime.current().rank
             for _ in range(2000):
                 if not self.running[rank] or this.prepared:
@@ -113,11 +114,11 @@ class Loading:
                 self.world.pause(1)
             raise TimeoutError(f"rank {rank} cannot load a kernel: one that is running does not end")
 
-        monkeypatch.setattr(Launch, "__call__", launch)
-        monkeypatch.setattr(Launch, "prepare", prepare)
+        monkeypatch.setattr(KernelLaunch, "__call__", launch)
+        monkeypatch.setattr(KernelLaunch, "prepare", prepare)
         is_loaded = property(lambda this: (runtime.current().rank, id(this)) in self.loaded)
-        monkeypatch.setattr(Launch, "prepared", is_loaded)
-        monkeypatch.setattr(context, "INTERPRETED", False)
+        monkeypatch.setattr(KernelLaunch, "prepared", is_loaded)
+        monkeypatch.setattr(checks, "INTERPRETED", False)
 
 
 def _on_two_streams(loading: Loading) -> None:
@@ -153,6 +154,6 @@ def test_no_rank_launches_what_another_has_yet_to_load(monkeypatch: pytest.Monke
 
 
 def test_without_the_wait_they_wait_crosswise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context.CollectiveContext, "wait_for_loads", lambda *_: None)
+    monkeypatch.setattr(checks.CallChecks, "wait_for_loads", lambda *_: None)
     with pytest.raises(TimeoutError, match="cannot load a kernel"):
         _on_two_streams(Loading(monkeypatch))

@@ -16,9 +16,9 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.base import environment
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.call import spec_of
+from tdcoll.calls.call_launches import CallLaunches
+from tdcoll.calls.collective import spec_of
 from tdcoll.calls.explain import explain_call
-from tdcoll.calls.launches import Launches
 from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.tuning import Entry, Section, Table
 from tdcoll.fused import all_reduce_rms_norm
@@ -31,7 +31,7 @@ PLAN = ("algorithm", "chunks", "chunk_bytes", "blocks", "warps")
 
 def launched(ctx: Any) -> list[tuple[Any, ...]]:
     """The plans of all calls that a context has prepared."""
-    plans = [made.plan for made in ctx.known.values() if isinstance(made, Launches)]
+    plans = [made.plan for made in ctx.cache.values() if isinstance(made, CallLaunches)]
     return [(plan.algorithm, plan.chunks, plan.chunk, plan.blocks, plan.num_warps) for plan in plans]
 
 

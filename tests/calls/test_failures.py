@@ -12,14 +12,16 @@ from ranks import Wrapped, on_ranks
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.calls.launch import Launch, Launcher
-from tdcoll.calls.launches import launches_of
+from tdcoll.calls.budget import StreamOrder
+from tdcoll.calls.call_launches import launches_of
+from tdcoll.calls.checks import CallChecks
+from tdcoll.calls.kernel_launch import KernelLaunch, LaunchCache
+from tdcoll.calls.launch_spec import KernelOptions
 from tdcoll.calls.plan import Facts
-from tdcoll.calls.preconditions import Preconditions
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
-from tdcoll.fused import op as fused
+from tdcoll.fused import rms_norm as fused
 from tdcoll.spec.constants import RECORD_VALID
 from tdcoll.testing import World
 
@@ -131,7 +133,7 @@ TIMED_OUT = "CollectiveTimeout, CollectiveTimeout, CollectiveTimeout"
 class Interrupted:
     """Launches, one of which is interrupted on one rank: the one of this number, while :attr:`now` is set."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, victim: int, number: int, kind: type = Launch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, victim: int, number: int, kind: type = KernelLaunch) -> None:
         self.now = False
         real = kind.__call__
         made = [0]
@@ -181,7 +183,9 @@ def test_graphs_do_nothing_after_an_interrupted_call(monkeypatch: pytest.MonkeyP
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES)
         given, out = tensor(pe, 0, n), torch.empty(n)
         tdcoll.all_reduce(given, ctx=ctx, out=out, algorithm="direct")
-        captured = launches_of(ALL_REDUCE, ctx, given.nbytes, "direct", options=(torch.float32, "sum"))
+        captured = launches_of(
+            ALL_REDUCE, ctx, Facts.of(ctx, given.nbytes, torch.float32), "direct", KernelOptions(torch.float32, "sum")
+        )
         interrupted.now = True
         other = tensor(pe, 1, n)
         try:
@@ -214,6 +218,26 @@ def test_an_interrupted_launch_ends_the_context(
     assert peer == TIMED_OUT
 
 
+def test_a_check_after_an_interrupted_call_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt has ended the kernels of earlier calls that still ran, whose results are incomplete."""
+    interrupted = Interrupted(monkeypatch, victim=1, number=1)
+
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES)
+        assert reduce(ctx, pe, 0).tolist() == expected(reduce, pe, 0)
+        ctx.check()
+        interrupted.now = True
+        if pe == 0:
+            return
+        with pytest.raises(KeyboardInterrupt):
+            reduce(ctx, pe, 1)
+        for check in (ctx.check, ctx.monitor.check, tdcoll.check):
+            with pytest.raises(tdcoll.ContextError, match="an earlier all_reduce ended with KeyboardInterrupt"):
+                check()
+
+    World(WORLD, on_timeout="expire").run(host)
+
+
 @pytest.mark.parametrize(("algorithm", "number"), [("gather", 1), ("gather", 2), *(("owner", n) for n in (1, 2, 3))])
 def test_an_interrupted_sparse_call_ends_the_context(
     algorithm: str, number: int, monkeypatch: pytest.MonkeyPatch
@@ -226,7 +250,7 @@ def test_an_interrupted_sparse_call_ends_the_context(
 
     peer, victim = after_an_interrupt(
         call_of,
-        Interrupted(monkeypatch, victim=1, number=number, kind=Launcher),
+        Interrupted(monkeypatch, victim=1, number=number, kind=LaunchCache),
         lambda: tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=64),
     )
     assert victim == ENDED
@@ -237,12 +261,12 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_context_open(monkeypatch: p
     """On a GPU, kernels are compiled before a call begins."""
     fails = [True]
 
-    def prepare(launch: Launch) -> None:
+    def prepare(launch: KernelLaunch) -> None:
         if fails[0] and tdcoll.runtime.current().rank == 1:
             raise RuntimeError("ptxas says no")
 
-    monkeypatch.setattr(Launch, "prepared", property(lambda launch: not fails[0]))
-    monkeypatch.setattr(Launch, "prepare", prepare)
+    monkeypatch.setattr(KernelLaunch, "prepared", property(lambda launch: not fails[0]))
+    monkeypatch.setattr(KernelLaunch, "prepare", prepare)
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
@@ -273,8 +297,8 @@ def test_tensors_without_memory_are_refused(pe: int) -> None:
             for _ in range(2):
                 wrong = {**right, name: Wrapped(right[name])}
                 with pytest.raises(TypeError, match=rf"{name} must be a tensor with memory of its own; got Wrapped"):
-                    fused.all_reduce_rms_norm(torch.ones(1, 16), **wrong, out_dtype=torch.float8_e4m3fn, ctx=ctx)
-                fused.all_reduce_rms_norm(torch.ones(1, 16), **right, out_dtype=torch.float8_e4m3fn, ctx=ctx)
+                    tdcoll.fused.all_reduce_rms_norm(torch.ones(1, 16), **wrong, out_dtype=torch.float8_e4m3fn, ctx=ctx)
+                tdcoll.fused.all_reduce_rms_norm(torch.ones(1, 16), **right, out_dtype=torch.float8_e4m3fn, ctx=ctx)
 
 
 @on_ranks(WORLD)
@@ -346,9 +370,10 @@ def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.M
 
     note(Collective, "decide_call")
     note(fused, "choose")
-    capturing = property(lambda preconditions: preconditions.topology.rank == 1, lambda preconditions, value: None)
-    monkeypatch.setattr(Preconditions, "capturing", capturing, raising=False)
-    monkeypatch.setattr(Preconditions, "_follow_in_capture", lambda preconditions: None)
+    capturing = property(lambda checks: checks.topology.rank == 1, lambda checks, value: None)
+    monkeypatch.setattr(CallChecks, "capturing", capturing, raising=False)
+    monkeypatch.setattr(StreamOrder, "follow_in_capture", lambda order, stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES, tuning=table) as ctx:

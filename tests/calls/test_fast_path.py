@@ -93,12 +93,12 @@ class Spy:
     """Counts the calls on a context that don't take the fast path."""
 
     def __init__(self, ctx: Any) -> None:
-        self.slow, self._begin = 0, ctx.begin
-        ctx.begin = self
+        self.slow, self._find_obstacle = 0, ctx.find_obstacle
+        ctx.find_obstacle = self
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         self.slow += 1
-        return self._begin(*given, **named)
+        return self._find_obstacle(*given, **named)
 
 
 def context(**options: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from ranks import on_ranks
 
 import tdcoll
-from tdcoll.calls.preconditions import debugging
+from tdcoll.calls.checks import debug_mode
 from tdcoll.fused import all_reduce_rms_norm
 from tdcoll.runtime import Runtime
 from tdcoll.testing import Deadlock, World
@@ -91,7 +91,7 @@ def test_unless_it_is_set_only_the_simulator_compares(
 ) -> None:
     if value is not None:
         monkeypatch.setenv("TDCOLL_DEBUG", value)
-    assert debugging(simulated) == wanted
+    assert debug_mode(simulated) == wanted
 
 
 @pytest.mark.parametrize(("value", "debug", "calls"), [("0", False, 0), ("first", "first", 1), ("1", True, 3)])

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton.language as tl
+from landings import facts_on
 from ranks import on_ranks
 from triton import knobs
 from triton.compiler import CompiledKernel
 
 import tdcoll
-from tdcoll.calls import launch as launches
-from tdcoll.calls.launch import Launch, Launcher, Packed
-from tdcoll.calls.launches import launches_of
+from tdcoll.calls import kernel_launch as launches
+from tdcoll.calls.call_launches import launches_of
+from tdcoll.calls.kernel_launch import FlatTuple, KernelLaunch, LaunchCache
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 
 STREAM = 77
@@ -123,7 +124,8 @@ class Kernel:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(launches, "_driver", lambda: made)
+    monkeypatch.setattr("tdcoll.base.driver.driver", lambda: made)
+    monkeypatch.setattr("tdcoll.base.driver.launching_driver", lambda: made)
     monkeypatch.setattr(launches, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
@@ -141,7 +143,7 @@ ARGUMENTS = {"tensor": TENSOR, "flag": True, "pair": PAIR, "BLOCK": 64}
 
 
 def test_a_launch_brings_the_driver_what_changes_and_what_does_not(kernel: Kernel, driver: Driver) -> None:
-    launch = Launch(kernel, (5, 6), ARGUMENTS, ("number", "pair.near"), num_warps=2)
+    launch = KernelLaunch(kernel, (5, 6), ARGUMENTS, ("number", "pair.near"), num_warps=2)
     assert not launch.prepared
     launch(STREAM, -2, OTHER.data_ptr())
     launch(STREAM + 1, 16, 32)
@@ -168,17 +170,17 @@ def test_launches_are_early_if_everything_allows_it(
     capability = (8, 0) if missing == "a GPU that can" else (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setenv("TDCOLL_PDL", "0" if missing == "the environment's" else "1")
-    monkeypatch.setattr(launches, "_hooked", lambda: hooked)
-    monkeypatch.setattr(launches, "_early_launches", launches._early_launches.__wrapped__)
+    monkeypatch.setattr(launches, "_is_hooked", lambda: hooked)
+    monkeypatch.setattr(launches, "_supports_early_launches", launches._supports_early_launches.__wrapped__)
     kernel.begins_in_stream_order = missing != "the wait"  # type: ignore[attr-defined]
     allowed, expected = missing != "the owner's permission", missing is None
-    Launch(kernel, 1, ARGUMENTS, ("number", "pair.near"), early=allowed)(STREAM, 16, 32)
+    KernelLaunch(kernel, 1, ARGUMENTS, ("number", "pair.near"), early=allowed)(STREAM, 16, 32)
     if hooked:
         assert kernel.by_triton_early == expected
     else:  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         assert driver.launches[0]["attributes"] == ([(6, 1)] if expected else [])
-    launch = Launcher(early=allowed)
-    launch(kernel, 1, (TENSOR, True, 7, Packed(PAIR)), (64,))
+    launch = LaunchCache(early=allowed)
+    launch(kernel, 1, (TENSOR, True, 7, FlatTuple(PAIR)), (64,))
     if hooked:
         assert kernel.by_triton_early == expected
     else:
@@ -196,9 +198,9 @@ def test_a_launch_that_the_driver_refuses_is_an_error(kernel: Kernel, driver: Dr
 )
 def test_defaults_are_not_relied_on(kernel: Kernel, arguments: dict[str, Any], changing: tuple[str, ...]) -> None:
     with pytest.raises(TypeError, match=r"kernel has parameters .* and was given arguments"):
-        Launch(kernel, 1, arguments, changing)
+        KernelLaunch(kernel, 1, arguments, changing)
     with pytest.raises(ValueError, match="argument 2 is shorter"):
-        Launcher()(kernel, 1, (TENSOR, True))
+        LaunchCache()(kernel, 1, (TENSOR, True))
     assert kernel.notes == []
 
 
@@ -209,7 +211,7 @@ def test_a_thread_without_a_context_gets_that_of_its_gpu(kernel: Kernel, driver:
 
 
 def launch_once(kernel: Kernel) -> None:
-    Launch(kernel, 1, ARGUMENTS, ("number", "pair.near"))(STREAM, 16, 32)
+    KernelLaunch(kernel, 1, ARGUMENTS, ("number", "pair.near"))(STREAM, 16, 32)
 
 
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
@@ -232,9 +234,41 @@ def test_profilers_see_every_launch(
         assert driver.launches == []
 
 
+def test_a_kernel_that_makes_descriptors_gets_memory_for_each_thread_block(
+    kernel: Kernel, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.empty
+    made: list[torch.Tensor] = []
+
+    def empty(size: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
+        assert device == "cuda"
+        made.append(real(size, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", empty)
+    kernel.metadata = {"global_scratch_size": 256, "global_scratch_align": 128}
+    launch = KernelLaunch(kernel, (5, 6), ARGUMENTS, ("number", "pair.near"))
+    launch(STREAM, 16, 32)
+    launch(STREAM, 16, 32)
+    (memory,) = made
+    *_, scratch, profile = driver.launches[0]["values"]
+    assert driver.launches[1]["values"][-2:] == [scratch, profile]
+    assert profile == 0
+    assert scratch % 128 == 0
+    assert memory.data_ptr() <= scratch
+    assert scratch + 5 * 6 * 256 <= memory.data_ptr() + memory.nbytes
+
+
+def test_parameters_that_change_need_not_be_neighbours(kernel: Kernel, driver: Driver) -> None:
+    launch = KernelLaunch(kernel, 1, {**ARGUMENTS, "number": 3}, ("tensor", "pair.near"))
+    launch(STREAM, 16, 32)
+    launch(STREAM, 48, 64)
+    assert [each["values"][:4] for each in driver.launches] == [[16, 1, 3, 32], [48, 1, 3, 64]]
+
+
 @pytest.mark.parametrize(
     "metadata",
-    [{"global_scratch_size": 8}, {"profile_scratch_size": 8}, {"launch_cooperative_grid": True}, {"num_ctas": 2}],
+    [{"profile_scratch_size": 8}, {"launch_cooperative_grid": True}, {"num_ctas": 2}],
 )
 def test_kernels_that_want_more_of_a_launch_are_left_to_triton(
     kernel: Kernel, driver: Driver, metadata: dict[str, Any]
@@ -246,7 +280,7 @@ def test_kernels_that_want_more_of_a_launch_are_left_to_triton(
 
 
 def test_a_launcher_gives_the_driver_all_arguments(kernel: Kernel, driver: Driver) -> None:
-    launch = Launcher()
+    launch = LaunchCache()
     kernel.signature["pair"] = "constexpr"
     launch(kernel, 5, (TENSOR, True, 7, None), (64,), num_warps=2)
     launch(kernel, (5, 6), (OTHER, False, -8, None), (64,), num_warps=2)
@@ -258,9 +292,9 @@ def test_a_launcher_gives_the_driver_all_arguments(kernel: Kernel, driver: Drive
 
 
 def test_a_launcher_takes_tuples_apart_once_and_leaves_their_constants_out(kernel: Kernel, driver: Driver) -> None:
-    launch = Launcher()
+    launch = LaunchCache()
     near, far = torch.zeros(4), torch.ones(4)
-    first, second = Packed(Pair(near, 1 << 40, tl.constexpr(8))), Packed(Pair(far, -1, tl.constexpr(8)))
+    first, second = FlatTuple(Pair(near, 1 << 40, tl.constexpr(8))), FlatTuple(Pair(far, -1, tl.constexpr(8)))
     assert first.numbers == [near.data_ptr(), 1 << 40]
     launch(kernel, 5, (TENSOR, True, 7, first), (64,), num_warps=2)
     launch(kernel, 6, (OTHER, False, 16, second), (64,), num_warps=2)
@@ -274,10 +308,10 @@ def test_a_launcher_takes_tuples_apart_once_and_leaves_their_constants_out(kerne
 
 def test_a_constant_beside_a_tuple_does_not_shift_its_fields(kernel: Kernel, driver: Driver) -> None:
     """Triton makes a constant of a 1 among the arguments, and of nothing in the tuple."""
-    launch = Launcher()
+    launch = LaunchCache()
     kernel.signature["number"] = "constexpr"
     kernel.parameters, driver.widths = 6, [kind for i, kind in enumerate(driver.widths) if i != 2]
-    pair = Packed(Pair(OTHER, 1, tl.constexpr(8)))
+    pair = FlatTuple(Pair(OTHER, 1, tl.constexpr(8)))
     for _ in range(2):
         launch(kernel, 5, (TENSOR, True, 1, pair), (64,))
     assert [each["values"] for each in driver.launches] == [[TENSOR.data_ptr(), 1, OTHER.data_ptr(), 1, 0, 0]] * 2
@@ -287,9 +321,9 @@ def test_a_constant_beside_a_tuple_does_not_shift_its_fields(kernel: Kernel, dri
 def test_other_kinds_of_launches_are_compiled_for_themselves(
     kernel: Kernel, driver: Driver, change: dict[str, Any]
 ) -> None:
-    launch, usual = Launcher(), {"constants": (64,), "variant": None, "num_warps": 4}
+    launch, usual = LaunchCache(), {"constants": (64,), "variant": None, "num_warps": 4}
     for given in (usual, usual | change, usual):
-        launch(kernel, 1, (TENSOR, True, 7, Packed(PAIR)), **given)
+        launch(kernel, 1, (TENSOR, True, 7, FlatTuple(PAIR)), **given)
     assert ([note[0] for note in kernel.notes], len(driver.launches)) == (["warmup", "warmup"], 3)
 
 
@@ -297,6 +331,7 @@ def test_other_kinds_of_launches_are_compiled_for_themselves(
 def test_calls_that_are_launched_early_and_as_usual_are_of_two_kinds(pe: int) -> None:
     """Their kernels are compiled with and without ``launch_pdl``: each needs a first call before a graph."""
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-        kinds = [launches_of(ALL_GATHER, ctx, n << 20, "direct", in_place=True) for n in (1, 2, 3)]
-        assert [kind._launches[0]._arguments["nbytes"] for kind in kinds] == [1 << 20, 2 << 20, 3 << 20]
-        assert kinds[0]._variant == kinds[1]._variant != kinds[2]._variant
+        facts = [facts_on(ctx, n << 20, in_place=True) for n in (1, 2, 3)]
+        kinds = [launches_of(ALL_GATHER, ctx, each, "direct") for each in facts]
+        assert [kind.steps[0]._arguments["nbytes"] for kind in kinds] == [1 << 20, 2 << 20, 3 << 20]
+        assert kinds[0].variant == kinds[1].variant != kinds[2].variant

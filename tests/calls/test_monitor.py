@@ -15,7 +15,7 @@ from ranks import on_ranks
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
-from tdcoll.base.call_log import Calls
+from tdcoll.base.call_log import CallLog
 from tdcoll.job import last_words
 from tdcoll.runtime import watch
 from tdcoll.testing import Deadlock, World
@@ -201,7 +201,7 @@ def test_a_peer_that_has_given_up_is_named_without_an_epoch(pe: int) -> None:
     waits = list(monitor.waits())
     assert [(wait.peer, wait.epoch, wait.lamport) for wait in waits] == [(1, None, False)]
     assert watch._described(monitor, waits) == "a kernel has waited 30 s: rank 1 has given up"
-    monitor.calls = Calls((4, 6), "7")
+    monitor.calls = CallLog((4, 6), "7")
     assert watch._described(monitor, waits) == "a kernel of group 7 has waited 30 s: rank 6 has given up"
     assert caught(monitor).epoch == 3
 

@@ -93,7 +93,7 @@ def test_ranks_that_disagree_on_a_context_take_nothing(pe: int, name: str, value
 PARTS_OF_MAKING = [
     (tdcoll.CollectiveContext, "tdcoll.calls.context.CollectiveContext._device_group"),
     (tdcoll.CollectiveContext, "tdcoll.calls.context.barrier"),
-    (tdcoll.SparseContext, "tdcoll.collectives.sparse_all_reduce.context.Launcher"),
+    (tdcoll.SparseContext, "tdcoll.collectives.sparse_all_reduce.context.LaunchCache"),
     (tdcoll.SparseContext, "tdcoll.collectives.sparse_all_reduce.context.RowMemory"),
 ]
 
@@ -237,42 +237,48 @@ class Driver:
         return self.captures
 
 
+def begin(ctx: Any) -> None:
+    """Do what a call does before its arguments are looked at."""
+    ctx.overcome(ctx.find_obstacle("call"), "call")
+
+
 @pytest.mark.parametrize("bound", [0, 640])
 def test_the_fast_path_is_for_the_last_stream_outside_of_graphs(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Driver(monkeypatch)
-    monkeypatch.setattr("tdcoll.calls.preconditions.capture_of", lambda stream: 0)
+    for module in ("budget", "checks"):
+        monkeypatch.setattr(f"tdcoll.calls.{module}.capture_of", lambda stream: 0)
 
     def host(pe: int) -> None:
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
-        ctx._cuda, ctx._index, ctx.lane.handle = True, 1, bound
+        ctx._cuda, ctx._index, ctx.order.handle = True, 1, bound
         cuda.stream = bound
-        assert ctx.enter() == bound
+        assert ctx.check_fast() == bound
         assert (ctx.capturing, ctx.captured) == (False, False)
         assert cuda.asked == (bound != 0)  # CUDA's default stream cannot be captured
         cuda.device = 0
-        assert ctx.enter() is None
+        assert ctx.check_fast() is None
         with pytest.raises(tdcoll.ContextError, match="the current device is cuda:0"):
-            ctx.begin("call", 0)
+            begin(ctx)
         cuda.device, cuda.stream = 1, 320
-        last = ctx.lane.stream
-        assert (ctx.enter(), cuda.waited) == (320, [last])
+        last = ctx.order.stream
+        assert (ctx.check_fast(), cuda.waited) == (320, [last])
         cuda.captures = True
         for cuda.stream in (320, bound) if bound else (320,):
             ctx.captured = False
-            assert ctx.enter() is None
-            ctx.begin("call", 0)
+            assert ctx.check_fast() is None
+            begin(ctx)
             assert (ctx.capturing, ctx.captured) == (True, True)
         cuda.captures, cuda.stream = False, 320
-        assert ctx.enter() == 320
+        assert ctx.check_fast() == 320
         assert (ctx.capturing, ctx.captured) == (False, True)
         ctx.debug = True
-        assert ctx.enter() is None
+        assert ctx.check_fast() is None
         ctx.debug, ctx._cuda = False, False
         ctx.monitor._record[RECORD_VALID.value] = 1
-        assert ctx.enter() is None
+        assert ctx.check_fast() is None
         ctx.monitor._record[RECORD_VALID.value] = 0
         ctx.close()
-        assert ctx.enter() is None
+        assert ctx.check_fast() is None
 
     World(1, heap_bytes=HEAP).run(host)
 
@@ -280,21 +286,21 @@ def test_the_fast_path_is_for_the_last_stream_outside_of_graphs(bound: int, monk
 def test_contexts_of_one_lane_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Driver(monkeypatch)
     captured: set[int] = set()
-    monkeypatch.setattr("tdcoll.calls.preconditions.capture_of", captured.__contains__)
+    monkeypatch.setattr("tdcoll.calls.checks.capture_of", captured.__contains__)
 
     def host(pe: int) -> None:
         first = tdcoll.CollectiveContext(max_bytes_per_rank=64)
-        second = tdcoll.CollectiveContext(max_bytes_per_rank=64, _lane=first.lane)
+        second = tdcoll.CollectiveContext(max_bytes_per_rank=64, _order=first.order)
         for ctx in (first, second):
             ctx._cuda, ctx._index = True, 1
         for ctx, cuda.stream in ((first, 320), (second, 640), (first, 320)):
-            assert ctx.enter() == first.enter() == second.enter() == cuda.stream
+            assert ctx.check_fast() == first.check_fast() == second.check_fast() == cuda.stream
         assert [stream and stream.cuda_stream for stream in cuda.waited] == [None, 320, 640]
         captured.add(320)
         cuda.stream = 640
         with pytest.raises(tdcoll.ContextError, match="is being captured now"):
-            second.begin("call", 0)
-        assert first.lane.handle == 320
+            begin(second)
+        assert first.order.handle == 320
         for ctx in (first, second):
             ctx._cuda = False
             ctx.close()

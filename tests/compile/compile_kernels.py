@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile tdcoll's kernels for GPUs that need not be here, and print what came out as JSON.
 
-Run as ``compile_kernels.py PART ARCHITECTURE``, without TRITON_INTERPRET: which language a process speaks is decided at
-import. The kernels of the language, of tutorials and of other styles are in ``compiling_language.py``.
+Run as ``compile_kernels.py PART ARCHITECTURE [--registers]``, without TRITON_INTERPRET: which language a process
+speaks is decided at import. With ``--registers``, kernels that link NVSHMEM are assembled as well. The kernels of the
+language, of tutorials and of other styles are in ``compiling_language.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from compiling import ORDER, WORLD, compile_for, compiled_forms, record, resources, tuples
 
+from benchmarks import kernels_signals
 from tdcoll.base.limits import SHARED_REGISTERS
 from tdcoll.calls.plan import Facts
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
@@ -43,15 +45,14 @@ from tdcoll.collectives.sparse_all_reduce import (
 from tdcoll.collectives.sparse_all_reduce.policy import REGISTERS as SPARSE_REGISTERS
 from tdcoll.fused import kernels as fused
 from tdcoll.fused.kernels_rows import NONE, PER_ROW
-from tdcoll.fused.op import _REGISTERS as REGISTERS
 from tdcoll.fused.policy import NormRows, choose
+from tdcoll.fused.rms_norm import _REGISTERS as REGISTERS
 from tdcoll.language.jit import needs_nvshmem, typed_fields
 from tdcoll.primitives import copies, reduce
 from tdcoll.primitives.group import Nodes
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
 from tdcoll.runtime.topology import Topology
-from tdcoll.tools.bench import kernels as bench
 
 _FLOATS = {"DTYPE": tl.float32, "ACC": tl.float32}
 _TILES = {"WAITED": WORLD}
@@ -121,12 +122,12 @@ def compile_reduction(kernel, constants: dict[str, Any], world: int, arch: int) 
 
 COPIES = [  # kernel, constants, warps
     (copies.enter, {"WAITED": WORLD}, 1),
-    *(
-        (copies.hear, {"WAITED": WORLD, "LAST": last, "LOOKS": looks}, 1)
-        for last, looks in ((False, False), (True, False), (True, True))
-    ),
+    *((copies.hear, {"WAITED": WORLD, "PULLED": pulled}, 1) for pulled in (False, True)),
     (copies.look, {"WAITED": WORLD}, 1),
-    (copies.sum_copies, {**_FP32, "DTYPE": tl.bfloat16, "COUNT": 4096, "WHOLE": True, "WAITED": WORLD}, 16),
+    *(
+        (copies.sum_copies, {**_BF16, "COUNT": 4096, "WHOLE": True, "PULLED": pulled, "WAITED": WORLD}, 16)
+        for pulled in (False, True)
+    ),
 ]
 
 
@@ -172,7 +173,7 @@ SIGNAL_TYPES = dict.fromkeys(("signals", "addresses", "counter", "monitor"), "*i
 
 def compile_signals(arch: int, name: str, direct: bool) -> dict[str, object]:
     constants = {**SIGNALS[name], "DIRECT": direct}
-    return record(getattr(bench, name), arch, constants, SIGNAL_TYPES, {"direct": direct})
+    return record(getattr(kernels_signals, name), arch, constants, SIGNAL_TYPES, {"direct": direct})
 
 
 def gathers(arch: int) -> dict[str, object]:
@@ -211,7 +212,7 @@ def collectives(arch: int) -> dict[str, object]:
         "all_reduce": [compile_reduction(k, c, world, arch) for k, c, world, archs in ALL_REDUCE if arch in archs],
         "forms": {name: compiled_forms(kernel) for name, kernel in reductions.items()},
         "copies": [
-            record(kernel, arch, constants, tuples() | {"stamp": "*i64"}, {}, num_warps=warps)
+            record(kernel, arch, constants, tuples() | {"stamps": "*i64", "summed": "*i32"}, {}, num_warps=warps)
             for kernel, constants, warps in COPIES
         ],
         "order": list(ORDER),
@@ -294,7 +295,7 @@ SPARSE_TYPES = {
     "totals": "*i32",
     "partial": "*fp32",
     "g": tuples()["g"],
-    "memory": kernels_lists.RowMemory("i64", "i64", "*i32", "*i32", "*i32"),
+    "memory": kernels_lists.RowMemory("i64", "i64", "*i32", "*i32", "*i64", "*i32"),
     "nodes": Nodes("*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"),
 }
 

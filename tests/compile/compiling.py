@@ -7,6 +7,7 @@ import contextlib
 import io
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tdcoll.fused.matmul.product import Scales, Shape, Tile, Weight
-from tdcoll.language.jit import _with_plain_fields, bitcode_path, for_descriptors, needs_nvshmem
+from tdcoll.language.jit import OWN_OPTIONS, _with_plain_fields, bitcode_path, for_descriptors, needs_nvshmem
 from tdcoll.language.library import part_for_language
 from tdcoll.primitives.group import Group, Inbox, Nodes
 from tdcoll.primitives.lamport import Lamport
@@ -43,6 +44,21 @@ def tuples(slots: int = 2) -> dict[str, Any]:
     }
 
 
+_add_stages = CUDABackend.add_stages
+_assembles = True
+
+
+def _stages(backend: Any, stages: dict[str, Any], *rest: Any) -> None:
+    _add_stages(backend, stages, *rest)
+    if not _assembles:
+        stages["cubin"] = lambda source, metadata: b""
+
+
+CUDABackend.add_stages = _stages
+REGISTERS = "--registers" in sys.argv
+"""Whether kernels that link NVSHMEM are assembled as well. It takes ptxas up to 7 s for each, because
+NVSHMEM's transports are in them."""
+
 knobs.nvidia.dump_ptxas_log = True
 knobs.compilation.always_compile = True  # a kernel of Triton's cache has no report
 _REPORTS: dict[str, str] = {}
@@ -60,7 +76,9 @@ def instructions(cubin: bytes, arch: int) -> str:
 
 
 def resources(ptx: str) -> dict[str, int]:
-    """Return the registers and spilled bytes of the kernel, from ptxas -v."""
+    """Return the registers and spilled bytes of the kernel, from ptxas -v; nothing if it was not assembled."""
+    if ptx not in _REPORTS:
+        return {}
     report = _REPORTS[ptx]
     entry = report.split("Compiling entry function", 1)[1]
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
@@ -77,10 +95,13 @@ def compile_for(
     types: dict[str, str],
     aligned: bool = False,
     library: str = "",
+    assembled: bool = True,
     **options: int,
 ):
     """``aligned``: pointers, and the elements of a row, are multiples of 16, as they usually are. ``library``: which
-    NVSHMEM's functions come from; by default, that which ``tdcoll.jit`` links."""
+    NVSHMEM's functions come from; by default, that which ``tdcoll.jit`` links. ``assembled``: also by ptxas, unless the
+    kernel links NVSHMEM and :data:`REGISTERS` is false."""
+    global _assembles
     declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
     types = declared | types
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -90,7 +111,7 @@ def compile_for(
             fixed = (int, tl.constexpr)  # also a default that is a constant
             constants |= {(place, i): getattr(of, "value", of) for i, of in enumerate(kind) if isinstance(of, fixed)}
             signature[name] = type(kind)(*("constexpr" if isinstance(of, fixed) else of for of in kind))
-    library = library or part_for_language(bitcode_path())
+    library = library or part_for_language(bitcode_path(arch))
     libraries = {"libnvshmem_device": library} if needs_nvshmem(kernel) else {}
     hints = {
         (i,): [["tt.divisibility", 16]]
@@ -102,21 +123,43 @@ def compile_for(
             hints |= {(place, i): [["tt.divisibility", 16]] for i, of in enumerate(kind) if of.startswith("*")}
     early = getattr(kernel, "begins_in_stream_order", False)
     source = ASTSource(kernel, signature, constants, hints)
+    _assembles = assembled and (REGISTERS or not libraries)
     with contextlib.redirect_stdout(io.StringIO()) as told, for_descriptors(source):
         compiled = triton.compile(
             source,
             target=GPUTarget("cuda", arch, 32),
-            options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early, **options},
+            options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early, **OWN_OPTIONS, **options},
         )
     ptx = compiled.asm["ptx"]
-    _REPORTS[ptx] = told.getvalue()
+    if _assembles:
+        _REPORTS[ptx] = told.getvalue()
     problems = [*ptx_order.problems(ptx), *ptx_order.divergence(ptx)]
     seen = {"problems": problems, "of_this_gpu": ptx_order.of_this_gpu(ptx), **ptx_order.count(ptx)}
+    seen["arithmetic"] = arithmetic(ptx)
     early = {"launched_early": compiled.metadata.launch_pdl, "waits_first": ptx_order.early(ptx)}
     names = {"module": kernel.__module__, "kernel": kernel.__name__, "name": compiled.metadata.name}
     ORDER.append({**names, "arch": arch, **early, **seen})
     return compiled
 
+
+def arithmetic(ptx: str) -> dict[str, int]:
+    """Return how often the kernel rounds by each operation on floating-point numbers. Those on pairs count twice.
+
+    Two compilers that make the same numbers of them give the same bits. LLVM and ptxas may fuse a product with a sum,
+    which changes these numbers. Without fast-math flags, which Triton doesn't set, they keep the order of the rest.
+    """
+    body = ptx[ptx.index(".entry") :]
+    found: dict[str, int] = {}
+    for name, kind, pair in ROUNDS.findall(body[: body.index("// -- End function")]):
+        name = f"{name.split('.')[0]}.{kind}"
+        found[name] = found.get(name, 0) + (2 if pair else 1)
+    return dict(sorted(found.items()))
+
+
+ROUNDS = re.compile(
+    r"\b((?:add|sub|mul|fma|div|rcp|sqrt|rsqrt|ex2|lg2)(?:\.\w+)*?|cvt\.r[nzmpa]\w*(?:\.\w+)*?)\.(f16|bf16|f32|f64|e4m3|e5m2)(x2)?\b"
+)
+"""Instructions that round: operation, type of the result, and whether it is a pair."""
 
 ORDER: list[dict[str, object]] = []
 """What :mod:`ptx_order` finds in each kernel that was compiled."""
@@ -131,15 +174,17 @@ def record(
     ptx = compiled.asm["ptx"]
     seen = {name: len(re.findall(pattern, ptx)) for name, pattern in SEEN.items()}
     needed = resources(ptx)
+    needs = needs_nvshmem(kernel)
+    looks = needed.get("spilled_bytes") and not needs  # which takes nvdisasm and this process long for NVSHMEM's code
     return {
         "kernel": kernel.__name__,
         "arch": arch,
-        "needs": needs_nvshmem(kernel),
+        "needs": needs,
         "links": "nvshmemi_device_state" in ptx,
         # A definition that the linker inlined leaves no call: its callee does.
         "calls": sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx))),
         "maxima": sorted(set(re.findall(r"\b(?:max|min)\.\S*f\d\d", ptx))),
-        "hot_spills": hot_spills(compiled.asm["cubin"], arch) if needed["spilled_bytes"] else [],
+        "hot_spills": hot_spills(compiled.asm["cubin"], arch) if looks else [],
         **about,
         **seen,
         **needed,

@@ -42,7 +42,7 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
         types = LANGUAGE_TYPES | ({"data": "*i32"} if name == "store_through_pointer" else {})
         # FORM, STEP and SEMANTIC as values known at run time only: one compilation holds all forms.
         constants = {name: 8 for name in ("BLOCK", "PARTS") if name in kernel.arg_names}
-        ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
+        ptx = compile_for(kernel, arch, constants, types, assembled=False).asm["ptx"]
         links, needs = "nvshmemi_device_state" in ptx, needs_nvshmem(kernel)
         done.append({"kernel": name, "arch": arch, "links": links, "needs": needs})
     return done
@@ -51,7 +51,7 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
 def compile_with_all_of_nvshmem() -> dict[str, str]:
     """The code of a kernel that calls much of NVSHMEM, linked with its library and with the part that kernels get."""
     ptx = {}
-    for name, library in (("whole", bitcode_path()), ("part", part_for_language(bitcode_path()))):
+    for name, library in (("whole", bitcode_path(90)), ("part", part_for_language(bitcode_path(90)))):
         whole = compile_for(language_checks.put_signal, 90, {}, LANGUAGE_TYPES, library=library).asm["ptx"]
         ptx[name] = whole.partition("\n\t.file\t")[0]  # not where its source lies
         ORDER.pop()

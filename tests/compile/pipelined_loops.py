@@ -31,7 +31,7 @@ from triton.compiler import ASTSource
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll.language import waits
-from tdcoll.language.jit import bitcode_path, for_descriptors, needs_nvshmem
+from tdcoll.language.jit import OWN_OPTIONS, bitcode_path, for_descriptors, needs_nvshmem
 from tdcoll.language.library import part_for_language
 from tdcoll.spec.functions import FUNCTIONS, LIBRARY
 
@@ -185,8 +185,8 @@ def lower(kernel: Any, arch: int, num_stages: int, until: str = "ptx") -> dict[s
     constants = {**CONSTANTS, "K": num_stages} if kernel.__name__ == "stream" else CONSTANTS
     signature = {name: "constexpr" if name in constants else TYPES[name] for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in TYPES}
-    libraries = {LIBRARY: part_for_language(bitcode_path())} if needs_nvshmem(kernel) else {}
-    options = {"num_warps": 4, "num_stages": num_stages, "extern_libs": libraries}
+    libraries = {LIBRARY: part_for_language(bitcode_path(arch))} if needs_nvshmem(kernel) else {}
+    options = {"num_warps": 4, "num_stages": num_stages, "extern_libs": libraries, **OWN_OPTIONS}
     try:
         source = ASTSource(kernel, signature, constants, aligned)
         with for_descriptors(source):

@@ -5,6 +5,16 @@ The simulator runs a program as one thread, at one scope and with its loads in o
 barrier, a wait that does not acquire, or a release that stops at this GPU. Each inline asm is one event, because the
 device language and Triton emit one for an access. The line in the source that an instruction comes from (its *site*)
 tells NVSHMEM's own instructions from the kernel's, and memory of this GPU from a peer's.
+
+**NVSHMEM's asynchronous copies.** From 3.7 on, NVSHMEM's puts inside a node contain copies by TMA, and block barriers
+around them that some threads of a block don't reach. Nothing here looks at the completion of such copies. A kernel of
+tdcoll's cannot reach them, for two reasons. First, NVSHMEM tests the word ``tma_policy`` of its device state before all
+of them, and leaves them out if it is 0 (``NVSHMEMX_TMA_DISABLE``). That is its value unless ``NVSHMEM_TMA_POLICY`` says
+otherwise, and ``tdcoll.initialize`` refuses other values. The state is in constant memory, so the word does not change
+while a kernel runs. Second, a block also needs shared memory that it has registered by ``nvshmemx_give_smem``, which
+the device language does not have. The rules use only the first reason, because PTX shows it: they assume that the
+word is 0, and look at the part of a kernel that can still be reached (:func:`_without_tma`). An asynchronous copy that
+does not stand behind that test is reported like any other.
 """
 
 from __future__ import annotations
@@ -25,12 +35,21 @@ OF_THIS_GPU = {
     "workers.language_checks.put_by_another",
     "workers.stores_and_waits_checks.sum_of_late_parts",
     *(f"index_match.kernels.{name}" for name in ("_read_header", "_read_ids", "mark", "number_leaders")),
-    *(f"sparse_all_reduce.kernels_{name}" for name in ("lists._append", "values.combine")),
+    *(f"sparse_all_reduce.kernels_{name}" for name in ("lists._append", "lists._write_header", "values.combine")),
     *(f"primitives.group.{name}" for name in ("say_done", "wait_until_done", "leaves_last")),
 }
 """Functions whose words only programs of this GPU touch: there, and nowhere else, GPU scope is enough."""
 
-TABLES = {*("primitives.stores.release_to", "primitives.stores.release_to_all"), "bench.kernels.ping_pong"}
+MEETINGS = {
+    "primitives.group.say_done": r"\b(atom|red)\.\S*\brelease\b",
+    "primitives.group.wait_until_done": r"\bld\.acquire\.",
+    "primitives.group.leaves_last": r"\batom\.\S*\bacq_rel\b",
+}
+"""Functions in which thread blocks of a launch meet, and the accesses by which they do."""
+
+MEETS = r"\b(atom|red)\.|\bld\.(acquire|relaxed|volatile)\b"
+
+TABLES = {*("primitives.stores.release_to", "primitives.stores.release_to_all"), "benchmarks.kernels_signals.ping_pong"}
 """Functions that load addresses between their barrier and their release. Those never change while a kernel runs."""
 
 KINDS = {
@@ -59,6 +78,8 @@ ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|bar|barrier|membar|fence)\.|\bcall\
 NVSHMEM = frozenset(name for name, function in FUNCTIONS.items() if function.symbol)
 BLOCK_BARRIERS = {"barrier_all_block", "sync_all_block"}
 SENDS = r"(putmem|signal_op|int_p$|p$)"
+# Words of this GPU that NVSHMEM looks at in a put. Neither Triton nor the device language loads like this.
+OF_NVSHMEM = r"\bld\.relaxed\.gpu\.(b\d|global\.L1::no_allocate)"
 TOUCHES = r"\bbar\.sync|\bmembar|\bcall\b|\bld\.[bsu]\d|\bst\.(?!param|shared|local)"  # what NVSHMEM begins a put with
 
 RULES = {  # from, to: what it means if there is a path without a barrier
@@ -79,8 +100,21 @@ ORDERS = {  # from, to: what must stand between, and what it means if there is a
     ("descriptor store", "release"): ("completion", "a release follows stores of descriptors that may be on their way"),
 }
 RELAXED = "a wait does not acquire at system scope"
+UNORDERED = "thread blocks of a launch meet by an access that orders nothing"
 NARROW = "an access has a scope narrower than the system, where a peer may be at the other end"
 ASYNCHRONOUS = "an asynchronous copy is in a kernel that releases, and its completion is not looked at here"
+
+
+TMA_POLICY = {(3, 7): 776, (3, 8): 776}
+"""Offset of ``tma_policy`` in NVSHMEM's device state, in bytes, by NVSHMEM's version: that which
+``device_host/nvshmem_types.h`` of the wheels 3.7.2 and 3.8.0 gives. Versions that are not here have
+no such argument."""
+_VERSION = re.compile(r"nvshmemi_device_lib_version_d\[12\] = \{(\d+), 0, 0, 0, (\d+)\b")
+_STATE = re.compile(r"ld\.const\.[bsu]32\s+(%r\d+), \[nvshmemi_device_state_d\+(\d+)\];")
+_MOVED = re.compile(r"mov\.[bsu]32\s+(%r\d+), (-?\d+|%r\d+);")
+_COMPARED = re.compile(r"setp\.(eq|ne)\.[bsu]32\s+(%p\d+), (%r\d+), (-?\d+);")
+_NEGATED = re.compile(r"not\.pred\s+(%p\d+), (%p\d+);")
+_CONDITION = re.compile(r"@(!?)(%p\d+) bra(?:\.uni)?\s+\$L__BB")
 
 
 class Block(NamedTuple):
@@ -104,7 +138,7 @@ def _source(file: str) -> Path | None:
     """Return where the source is that PTX names: in this checkout, although another with the same text may have filled
     Triton's cache. None for Triton's own."""
     path = Path(file)
-    for top in ("tdcoll", "tests"):
+    for top in ("tdcoll", "tests", "benchmarks"):
         if top in path.parts:
             here = ROOT.joinpath(*path.parts[len(path.parts) - 1 - path.parts[::-1].index(top) :])
             if here.is_file():
@@ -133,6 +167,12 @@ def _sites_of(file: str) -> tuple[dict[int, str], dict[int, str]]:
     return _sites(f"{source.parent.name}.{source.stem}", source.read_text())
 
 
+def _body(ptx: str) -> str:
+    """The text of the kernel, without the functions that it calls, which follow."""
+    body = ptx[ptx.index(".entry") :]
+    return body[: body.index("// -- End function")]
+
+
 @lru_cache(1)  # looked at several times
 def _instructions(ptx: str) -> tuple[Instruction, ...]:
     """Instructions and labels of the kernel's body; an inline asm is one."""
@@ -142,11 +182,9 @@ def _instructions(ptx: str) -> tuple[Instruction, ...]:
 def _parsed(ptx: str) -> Iterator[Instruction]:
     files = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, flags=re.MULTILINE)
     sites = {number: _sites_of(file) for number, file in files}
-    body = ptx[ptx.index(".entry") :]
-    body = body[: body.index("// -- End function")]  # what follows are functions that it calls
     asm: list[str] | None = None
     site = called = ""
-    for line in body.splitlines():
+    for line in _body(ptx).splitlines():
         if "// begin inline asm" in line:
             asm = []
         elif "// end inline asm" in line:
@@ -163,7 +201,8 @@ def _parsed(ptx: str) -> Iterator[Instruction]:
 
 def _narrow(instruction: Instruction) -> str | None:
     """The scope of an access that orders or is atomic, if that is narrower than the system; None if it is not."""
-    for access in re.findall(ORDERED, re.sub(MONITOR, "", instruction.text)):
+    text = re.sub(OF_NVSHMEM, "", instruction.text) if instruction.called else instruction.text
+    for access in re.findall(ORDERED, re.sub(MONITOR, "", text)):
         words = set(re.split(r"[.:]+", access))
         strong = words & {"acquire", "release", "acq_rel", "relaxed", "sc", "atom", "red", "fence", "membar"}
         if strong and not words & {"sys", "shared", "proxy"}:
@@ -196,11 +235,16 @@ def _kinds(instruction: Instruction) -> frozenset[str]:
 
 @lru_cache(1)
 def blocks_of(ptx: str) -> dict[str, Block]:
-    """The kernel's basic blocks by label."""
+    """The kernel's basic blocks by label, but for those that are reached only if NVSHMEM may use TMA."""
+    return _without_tma(ptx, _all_blocks(ptx))
+
+
+def _all_blocks(ptx: str) -> dict[str, Block]:
+    """The kernel's basic blocks by label. The branch at the end of one goes to the first of those that may follow."""
     blocks: dict[str, Block] = {}
     tables = {  # of jumps
         name: re.findall(r"\$L__BB\w+", labels)
-        for name, labels in re.findall(r"(\$L_\w+):\s*\.branchtargets([^;]*);", ptx)
+        for name, labels in re.findall(r"(\$L_\w+):\s*\.branchtargets([^;]*);", _body(ptx))
     }
     block, label, count = Block([], [], []), "begin", 0
     for instruction in _instructions(ptx):
@@ -226,6 +270,59 @@ def blocks_of(ptx: str) -> dict[str, Block]:
             block.events.append(kinds)
     blocks[label] = block
     return blocks
+
+
+def _without_tma(ptx: str, blocks: dict[str, Block]) -> dict[str, Block]:
+    """Return the blocks that a kernel can reach if the word ``tma_policy`` of NVSHMEM's device state is 0."""
+    version = _VERSION.search(ptx)
+    offset = TMA_POLICY.get((int(version[1]), int(version[2]))) if version else None
+    if offset is None:
+        return blocks
+    begin: dict[str, dict[str, int]] = {"begin": {}}
+    """Registers and predicates with a known value at the beginning of a block that can be reached."""
+    following: dict[str, list[str]] = {}
+    pending = ["begin"]
+    while pending:
+        label = pending.pop()
+        block = blocks[label]
+        known = _known_after(block.texts, begin[label], offset)
+        following[label] = block.following
+        condition = _CONDITION.match(block.texts[-1]) if block.texts else None
+        if condition and condition[2] in known:
+            taken = known[condition[2]] != (condition[1] == "!")
+            following[label] = block.following[:1] if taken else block.following[1:]
+        for after in following[label]:
+            before = begin.get(after)
+            # Where paths meet, only what they agree on is known.
+            both = known if before is None else dict(before.items() & known.items())
+            if both != before:
+                begin[after] = both
+                pending.append(after)
+    return {label: blocks[label]._replace(following=following[label]) for label in blocks if label in following}
+
+
+def _known_after(texts: list[str], known: dict[str, int], offset: int) -> dict[str, int]:
+    """Return the registers and predicates with a known value after some instructions, if ``tma_policy`` is 0."""
+    known = dict(known)
+    for text in texts:
+        if "%" not in text:
+            continue
+        value: int | None = None
+        loaded, moved = _STATE.match(text), _MOVED.match(text)
+        compared, negated = _COMPARED.match(text), _NEGATED.match(text)
+        if loaded and int(loaded[2]) == offset:
+            value = 0
+        elif moved:
+            value = known.get(moved[2]) if moved[2].startswith("%") else int(moved[2])
+        elif compared and compared[3] in known:
+            value = (known[compared[3]] == int(compared[4])) == (compared[1] == "eq")
+        elif negated and negated[2] in known:
+            value = not known[negated[2]]
+        for register in _flows(text)[0]:
+            known.pop(register, None)
+            if value is not None:
+                known[register] = int(value)
+    return known
 
 
 def _reaches(blocks: dict[str, Block], label: str, place: int, wanted: str, between: str = "barrier") -> bool:
@@ -270,11 +367,20 @@ def of_this_gpu(ptx: str) -> list[str]:
     return sorted({instruction.site for instruction in accesses if _narrow(instruction)})
 
 
+def _meets_unordered(ptx: str) -> bool:
+    """Whether thread blocks of the launch meet by accesses that aren't those of :data:`MEETINGS`."""
+    return any(
+        site in MEETINGS and re.search(MEETS, text) and not re.search(MEETINGS[site], text)
+        for text, site, _ in _instructions(ptx)
+    )
+
+
 def problems(ptx: str) -> list[str]:
     """Return what is not in order; empty: nothing."""
     blocks, seen = blocks_of(ptx), count(ptx)
     found = [RELAXED] if seen["poll"] else []
     found += [NARROW] if seen["narrow"] else []
+    found += [UNORDERED] if _meets_unordered(ptx) else []
     found += [ASYNCHRONOUS] if seen["asynchronous"] and seen["release"] + seen["put"] else []
     rules = [(*rule, "barrier", meaning) for rule, meaning in RULES.items()]
     rules += [(*rule, *between) for rule, between in ORDERS.items()]
@@ -300,6 +406,7 @@ REGISTER = re.compile(r"%[a-z]+\d+\b")
 RESULTS = re.compile(r"(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^,]+)")
 
 
+@cache
 def _flows(text: str) -> tuple[list[str], list[str], bool]:
     """Registers that an instruction or inline asm writes and reads, and whether its result is divergent in any case."""
     lines = [line for line in re.split(r"[;\n]", text.removeprefix("asm ")) if line.strip()]

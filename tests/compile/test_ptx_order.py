@@ -35,12 +35,16 @@ def jump(targets: str) -> tuple[str, ...]:
 PUT = (at("puts", "tdl.putmem_signal_nbi_block(landing"), BARRIER, "ld.b32 %r9, [%rd9];", ".loc 9 0 0")
 PUBLISHED = at("group", "tdl.block_and(")
 ELSEWHERE = at("stores", "tdl.st_release(theirs")
+SAID, HEARD, LEFT = (at("group", f"def {name}(") for name in ("say_done", "wait_until_done", "leaves_last"))
 RULES = ptx_order.RULES
 ORDERS = {rule: meaning for rule, (_, meaning) in ptx_order.ORDERS.items()}
 BY_DESCRIPTOR = "@%p1 cp.async.bulk.tensor.2d.{} [%rd1, {{%r1, %r2}}], [%r3];"
 SENT = BY_DESCRIPTOR.format("global.shared::cta.bulk_group")
 FETCHED = BY_DESCRIPTOR.format("shared::cluster.global.mbarrier::complete_tx::bytes")
 COMPLETED, READ, FENCE = "cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;", "fence.proxy.async.global;"
+NVSHMEM_3_7 = ".visible .const .align 4 .b8 nvshmemi_device_lib_version_d[12] = {3, 0, 0, 0, 7, 0, 0, 0, 2};\n"
+NVSHMEM_3_8 = NVSHMEM_3_7.replace("7, 0, 0, 0, 2", "8")  # trailing zeros are left out
+NVSHMEM_3_9 = NVSHMEM_3_7.replace("7,", "9,")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,12 @@ COMPLETED, READ, FENCE = "cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_grou
         ((PUBLISHED, "st.release.cta.global.b64 [%rd1], %rd2;"), [ptx_order.NARROW]),
         ((ELSEWHERE, "st.release.gpu.global.b64 [%rd1], %rd2;"), [ptx_order.NARROW]),
         ((WAIT.replace(".sys", ".gpu"),), [ptx_order.RELAXED, ptx_order.NARROW]),
+        ((SAID, "atom.global.gpu.release.add.u32 %r1, [%rd1], 1;"), []),
+        ((SAID, "atom.global.gpu.relaxed.add.u32 %r1, [%rd1], 1;"), [ptx_order.UNORDERED]),
+        ((HEARD, "ld.acquire.gpu.global.b32 %r1, [%rd1];"), []),
+        ((HEARD, "ld.relaxed.gpu.global.b32 %r1, [%rd1];"), [ptx_order.UNORDERED]),
+        ((LEFT, "atom.global.gpu.acq_rel.add.u32 %r1, [%rd1], 1;"), []),
+        ((LEFT, "atom.global.gpu.release.add.u32 %r1, [%rd1], 1;"), [ptx_order.UNORDERED]),
         (("cp.async.cg.shared.global [%r1], [%rd1], 16;", BARRIER, RELEASE), [ptx_order.ASYNCHRONOUS]),
         ((SENT, "cp.async.bulk.commit_group;", COMPLETED, BARRIER, RELEASE), []),
         ((SENT, BARRIER, RELEASE), [ORDERS["descriptor store", "release"]]),
@@ -89,6 +99,15 @@ COMPLETED, READ, FENCE = "cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_grou
 )
 def test_order_is_seen(lines: tuple[str, ...], problems: list[str]) -> None:
     assert ptx_order.problems(kernel(*lines)) == problems
+
+
+def test_tables_of_functions_that_are_called_are_others() -> None:
+    """Each function counts its own from 0, and their labels are not the kernel's."""
+    text = kernel(*jump("$L__BB0_1, $L__BB0_1"), "$L__BB0_1:", RELEASE)
+    called = ".func called()\n{\n$L_brx_0: .branchtargets $L__BB1_7, $L__BB1_8;\n}\n// -- End function\n"
+    assert ptx_order.problems(text) == [RULES["store", "release"]]
+    assert ptx_order.problems(text + "\n" + called) == [RULES["store", "release"]]
+    assert ptx_order.problems(NVSHMEM_3_7 + text + "\n" + called) == [RULES["store", "release"]]
 
 
 THREAD = "mov.u32 %r1, %tid.x;\nsetp.eq.s32 %p1, %r1, 0;"
@@ -120,3 +139,72 @@ CHOICE = ("mov.b32 %r3, 0;", "@%p1 bra $L__BB0_1;", "mov.b32 %r3, 1;", "$L__BB0_
 def test_barriers_that_some_threads_do_not_reach_are_seen(lines: tuple[str, ...], seen: bool) -> None:
     text = kernel(*"\n".join(lines).splitlines())
     assert ptx_order.divergence(text) == ([ptx_order.DIVERGENT] if seen else [])
+
+
+# ---------------------------------------------------------------------- NVSHMEM's asynchronous copies
+
+POLICY = "ld.const.b32 %r5, [nvshmemi_device_state_d+776];"
+COPY = "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], %r2;"
+OFF = (POLICY, "setp.eq.b32 %p2, %r5, 0;", "@%p2 bra $L__BB0_1;", COPY, "$L__BB0_1:", BARRIER, RELEASE)
+ON = (
+    *(POLICY, "setp.ne.b32 %p2, %r5, 0;", "@%p2 bra $L__BB0_1;", BARRIER, RELEASE, "ret;"),
+    *("$L__BB0_1:", COPY, BARRIER, RELEASE),
+)
+INVERTED = (POLICY, "setp.ne.b32 %p1, %r5, 0;", "not.pred %p2, %p1;", *OFF[2:])
+SHARED = (  # a register that has the policy, or 1 on a path that is left out with it
+    *(POLICY, "@%p3 bra $L__BB0_4;", "setp.eq.b32 %p2, %r5, 0;", "@%p2 bra $L__BB0_4;", "mov.b32 %r5, 1;"),
+    *("$L__BB0_4:", "setp.eq.b32 %p4, %r5, 0;", "@%p4 bra $L__BB0_1;", COPY, "$L__BB0_1:", BARRIER, RELEASE),
+)
+NOT_TAKEN = (POLICY, "setp.ne.b32 %p2, %r5, 0;", "@!%p2 bra $L__BB0_1;", *OFF[3:])
+
+
+def changed(lines: tuple[str, ...], given: str, other: str) -> tuple[str, ...]:
+    assert any(given in line for line in lines)
+    return tuple(line.replace(given, other) for line in lines)
+
+
+@pytest.mark.parametrize("version", [NVSHMEM_3_7, NVSHMEM_3_8])
+@pytest.mark.parametrize("lines", [OFF, ON, INVERTED, NOT_TAKEN, SHARED])
+def test_copies_behind_nvshmems_policy_are_not_reached(version: str, lines: tuple[str, ...]) -> None:
+    assert ptx_order.problems(version + kernel(*lines)) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "lines"),
+    [
+        (NVSHMEM_3_7, (COPY, *OFF)),
+        (NVSHMEM_3_7, (*OFF[:4], "$L__BB0_1:", COPY, BARRIER, RELEASE)),
+        (NVSHMEM_3_7, changed(OFF, "+776", "+772")),  # another word of the state
+        (NVSHMEM_3_7, changed(OFF, "setp.eq", "setp.ne")),
+        (NVSHMEM_3_7, changed(OFF, "@%p2", "@!%p2")),
+        (NVSHMEM_3_7, (*OFF[:2], "setp.eq.b32 %p2, %r6, 0;", *OFF[2:])),  # the predicate may be another
+        (NVSHMEM_3_7, (OFF[0], "mov.b32 %r5, %r6;", *OFF[1:])),
+        (NVSHMEM_3_7, (OFF[0], "mov.b32 %r5, 1;", *OFF[1:])),
+        (NVSHMEM_3_7, (OFF[0], "add.s32 %r5, %r5, %r6;", *OFF[1:])),
+        (NVSHMEM_3_7, (OFF[0], "@%p7 bra $L__BB0_5;", "mov.b32 %r5, 2;", "$L__BB0_5:", *OFF[1:])),  # on some path
+        (NVSHMEM_3_9, OFF),  # nobody has looked where its policy is
+        ("", OFF),
+    ],
+)
+def test_other_copies_are_reported(version: str, lines: tuple[str, ...]) -> None:
+    assert ptx_order.problems(version + kernel(*lines)) == [ptx_order.ASYNCHRONOUS]
+
+
+def test_barriers_around_copies_that_are_not_reached() -> None:
+    lines = (*OFF[:3], THREAD, *(line.replace("_1", "_9") for line in INSIDE), COPY, *OFF[4:])
+    assert ptx_order.divergence(NVSHMEM_3_7 + kernel(*lines)) == []
+    assert ptx_order.divergence(NVSHMEM_3_9 + kernel(*lines)) == [ptx_order.DIVERGENT]
+
+
+@pytest.mark.parametrize(
+    ("lines", "problems"),
+    [
+        ((PUT[0], "ld.relaxed.gpu.b32 %r7, [%rd5];"), []),
+        ((PUT[0], "ld.relaxed.gpu.global.L1::no_allocate.b64 %rd7, [%rd5];"), []),
+        ((PUT[0], "ld.relaxed.gpu.global.b64 %rd7, [%rd5];"), [ptx_order.NARROW]),
+        ((PUT[0], "st.relaxed.gpu.b32 [%rd5], %r7;"), [ptx_order.NARROW]),
+        (("ld.relaxed.gpu.b32 %r7, [%rd5];",), [ptx_order.NARROW]),
+    ],
+)
+def test_loads_of_nvshmems_own_words_of_this_gpu(lines: tuple[str, ...], problems: list[str]) -> None:
+    assert ptx_order.problems(kernel(*lines)) == problems

@@ -228,7 +228,7 @@ def test_one_thread_at_a_time_uses_the_context(monkeypatch: pytest.MonkeyPatch) 
         return tensors
 
     monkeypatch.setattr(sparse, "sparse_all_reduce", reduce)
-    job: Any = SimpleNamespace(through=lambda control: contextlib.nullcontext(), simulated=False)
+    job: Any = SimpleNamespace(through=lambda control: contextlib.nullcontext(), simulated=False, rank=0)
     queue = Queue(SimpleNamespace())  # type: ignore[arg-type]
     sums = SparseAllReduce(Members(job, (0,), 1.0, Options()), queue)
     sums.context = SimpleNamespace(device=torch.device("meta"))  # type: ignore[assignment]

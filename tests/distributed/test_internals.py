@@ -16,12 +16,13 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from tdcoll.base import torch_internals
+from tdcoll.distributed.work import CompletedWork
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_this_pytorch_has_them() -> None:
-    assert torch_internals._batches()
+    assert torch_internals._batches() != torch_internals.batches_subclasses()
     count: Any = type(c10d._world).group_count
     assert count.fset is not None
     assert isinstance(c10d._world.group_count, int)
@@ -33,6 +34,7 @@ def test_this_pytorch_has_them() -> None:
     frames: Any = torch._C._dynamo.eval_frame
     assert frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP) is not None
     assert callable(frames.set_code_exec_strategy)
+    assert torch_internals.counts_references()
 
 
 def test_nothing_else_replaces_or_resets_what_is_pytorchs() -> None:
@@ -70,21 +72,39 @@ def test_functions_are_not_compiled_where_dynamo_has_changed(monkeypatch) -> Non
     assert disabled == [Methods.one, Methods.one]
 
 
+def test_a_pytorch_that_counts_references_in_another_way_is_said(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(torch_internals, "references", lambda work: 1)
+    assert not torch_internals.counts_references.__wrapped__()
+    assert ["counts references in another way" in line for line in caplog.messages] == [True]
+
+
+def test_references_of_a_work() -> None:
+    work = CompletedWork()
+    assert torch_internals.references(work) == 1
+    held = work.boxed()
+    assert torch_internals.references(work) == 2
+    del held
+    assert torch_internals.references(work) == 1
+
+
 @pytest.mark.parametrize("batches", [True, False])
 def test_messages_are_one_batch_where_the_backend_has_batches(batches: bool, monkeypatch) -> None:
-    """PyTorch looks at a group's very type. The checks of groups in tests/workers have messages that arrive."""
+    """PyTorch before 2.14 looks at a group's very type. In checks of groups in tests/workers messages arrive."""
     asked: list[str] = []
 
-    class Group:
+    class Group(dist.ProcessGroup):
         def _get_backend(self, device: torch.device) -> Any:
             return SimpleNamespace(supports_coalescing=batches)
 
-        def __getattr__(self, name: str) -> Any:
-            return lambda *given: asked.append(name) or f"work of {name}"
+    def noting(name: str) -> Any:
+        return lambda self, *given: asked.append(name) or f"work of {name}"
 
+    for name in ("_start_coalescing", "_end_coalescing", "send", "recv"):
+        setattr(Group, name, noting(name))
     function: Any = inspect.unwrap(dist.batch_isend_irecv)
     before = function.__code__, function.__globals__.get("_tdcoll_batch")
-    group: Any = Group()
+    make: Any = Group
+    group = make(0, 8)
     monkeypatch.setitem(c10d._world.pg_group_ranks, group, {rank: rank for rank in range(8)})
     messages = [dist.P2POp(call, torch.ones(1), group=group, group_peer=3) for call in (dist.isend, dist.irecv)]
     try:
@@ -103,20 +123,26 @@ def test_wrappers_are_found_without_a_walk(monkeypatch) -> None:
     """Those that were made since the watch began, those in the module, and none whose making has failed."""
 
     class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module, fails: bool = False) -> None:
+        def __init__(self, name: str, module: nn.Module, fails: bool = False) -> None:
             super().__init__()
+            self.name = name
             self.module = module
             if not fails:
                 self.reducer = "made"
 
+    def living(module: nn.Module) -> set[str]:
+        """Names, because pytest's assertions keep the values that they compare."""
+        return {wrapper.name for wrapper in torch_internals.living_ddp(module)}  # type: ignore[attr-defined]
+
     monkeypatch.setattr(torch_internals, "DDP", Wrapper)
     model = nn.Linear(1, 1)
-    early = Wrapper(nn.Linear(1, 1))
+    early = Wrapper("early", nn.Linear(1, 1))
     torch_internals._ddp.discard(early)
     torch_internals.watch_ddp()
-    late, failed = Wrapper(model), Wrapper(model, fails=True)
-    assert torch_internals.living_ddp(model) == [late]
-    assert set(torch_internals.living_ddp(nn.Sequential(early))) == {early, late}
-    del late
-    assert torch_internals.living_ddp(model) == []
+    wrappers = [Wrapper("late", model)]  # in a list, because assertions also keep the values of local variables
+    failed = Wrapper("failed", model, fails=True)
+    assert living(model) == {"late"}
+    assert living(nn.Sequential(early)) == {"early", "late"}
+    wrappers.clear()
+    assert living(model) == set()
     assert failed in torch_internals._ddp

@@ -20,15 +20,15 @@ import torch
 
 import tdcoll
 import tdcoll.language as tdl
+from benchmarks import pages
 from tdcoll.base import environment, errors
-from tdcoll.calls.call import spec_of
+from tdcoll.calls.collective import spec_of
 from tdcoll.calls.explain import explain_call
+from tdcoll.calls.implicit import sizes_for
 from tdcoll.calls.plan import Facts
-from tdcoll.calls.pool import sizes_for
 from tdcoll.runtime.topology import Topology
 from tdcoll.spec.functions import FUNCTIONS
 from tdcoll.testing import Deadlock, World, explore, first_failure
-from tdcoll.tools.bench import report
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/results/README.md"])
@@ -209,7 +209,7 @@ def test_the_profiling_page_has_what_is_printed():
 
 
 def test_tables_are_what_the_results_say():
-    made = report.pages(ROOT)
+    made = pages.pages(ROOT)
     assert {page.name for page in made} == {"README.md", "performance.md", "tables.md"}
     stale = [page.name for page, text in made.items() if text != page.read_text(encoding="utf-8")]
     assert stale == [], "run python -m tdcoll report --write"
@@ -225,7 +225,7 @@ def test_every_result_is_on_a_page():
     assert [name for name in sorted(results) if f"<!-- report: {name} -->" not in text] == []
     assert [name for name in sorted(found) if f"`{name}`" not in listed] == []
     pictures = {path.stem for path in (ROOT / "docs/results").glob("*.png")}
-    assert pictures == set(report.pictures(ROOT)) <= results
+    assert pictures == set(pages.pictures(ROOT)) <= results
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ GPUS = MachineFacts(
         "numpy": {"version": "2.4.6"},
         "greenlet": {"version": "3.5.6"},
         "nvshmem": {"library": "/venv/nvshmem/lib/libnvshmem_host.so.3"},
+        "device library": {"sm_90": "/venv/nvshmem/lib/libnvshmem_device_sm_90.bc"},
         "driver": {"cuda": [13, 0]},
         "gpus": {"gpus": [{"name": "NVIDIA H200", "capability": [9, 0]}] * 3, "no_peer_access": []},
     },

@@ -41,6 +41,8 @@ FAULTS = [
     ("problem", GPUS, installed(triton="3.6.0", nvshmem4py_cu12="0.4.1"), "NVSHMEM", "nvshmem4py-cu12 and torch, for CUDA 13.0", "then pip install -e '.[cu13]'"),
     ("problem", GPUS, installed(triton="3.6.0", nvidia_nvshmem_cu12="3.4.5", nvidia_nvshmem_cu13="3.4.5"), "NVSHMEM", "nvidia-nvshmem-cu12 and torch", "pip uninstall nvidia-nvshmem-cu12 nvidia-nvshmem-cu13"),
     ("problem", GPUS, found(GPUS, nvshmem={"error": "DynamicLibNotFoundError: nvshmem_host"}), "NVSHMEM", "DynamicLibNotFoundError", ".[cu13]"),
+    ("problem", GPUS, found(GPUS, **{"device library": {"error": "FileNotFoundError: NVSHMEM's device library in /lib has no file for sm_70"}}), "NVSHMEM", "3.4.5; FileNotFoundError: NVSHMEM's device library in /lib has no file for sm_70", ".[cu13]"),
+    ("problem", GPUS, environment(GPUS, NVSHMEM_TMA_POLICY="enable"), "NVSHMEM", "NVSHMEM_TMA_POLICY=enable lets", "unset"),
     ("problem", GPUS, {**found(GPUS, nvshmem=MISSING), **environment(GPUS, TDCOLL_HEAP="nvshmem")}, "NVSHMEM", "nvshmem4py not installed", ".[cu13]"),
     ("note", GPUS, found(GPUS, nvshmem=MISSING), "NVSHMEM", "not installed: PyTorch makes the symmetric heap", ".[cu13]"),
     ("note", GPUS, environment(GPUS, TDCOLL_HEAP="torch"), "NVSHMEM", "TDCOLL_HEAP=torch: PyTorch makes", "several hosts"),
@@ -92,6 +94,7 @@ OF_A_SHELL = 'launch.sh runs kernels in the simulator; `torchrun script.py` rais
         (SIMULATOR, {"environment": BY_SETENV}, "GPUs", "note", f"none: {OF_A_SHELL}"),
         (SIMULATOR, {"environment": {**BY_SETENV, "TDCOLL_SETENV": "X=2"}}, "GPUs", "ok", "not used: TRITON_INTERPRET=1 asks for the simulator"),
         (GPUS, {}, "variables", "ok", "none of tdcoll's is misspelt"),
+        (GPUS, environment(GPUS, NVSHMEM_TMA_POLICY="Disable"), "NVSHMEM", "ok", "nvshmem4py-cu13 0.4.1, nvidia-nvshmem-cu13 3.4.5; /venv/nvshmem/lib/libnvshmem_host.so.3; sm_90: /venv/nvshmem/lib/libnvshmem_device_sm_90.bc"),
         (GPUS, {**environment(GPUS, TDCOLL_COMPILER="triton_dist"), **installed(triton_dist="0.0.1")}, "triton", "ok", "3.6.0"),
     ],
 )  # fmt: skip

@@ -59,7 +59,7 @@ TWO_GPUS = """
 import types
 card = types.SimpleNamespace(name="H200", major=9, minor=0)
 cuda = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda i: card,
-                             can_device_access_peer=lambda i, j: i < j)
+                             get_device_capability=lambda i: (9 + i, 0), can_device_access_peer=lambda i, j: i < j)
 """
 H200 = {"name": "H200", "capability": [9, 0]}
 
@@ -87,6 +87,21 @@ def test_a_child_says_what_it_finds(monkeypatch, tmp_path, step, module, source,
     monkeypatch.setattr(facts, "_TIMEOUT_S", 4 if "sleep" in source else 60)
     monkeypatch.setattr(facts, "run", run_without_packages)
     assert facts._probed(step, {**SHELL, "PYTHONPATH": f"{tmp_path}:{ROOT}"}) == found
+
+
+@pytest.mark.parametrize("newest", [90, 100])
+def test_a_child_finds_the_device_library_of_each_gpu(monkeypatch, tmp_path, newest):
+    """In a folder that serves sm_90 on, or sm_100 only: these GPUs are of both architectures."""
+    (tmp_path / "torch.py").write_text(TWO_GPUS)
+    (tmp_path / "lib").mkdir()
+    library = tmp_path / "lib" / f"libnvshmem_device_sm_{newest}.bc"
+    library.touch()
+    variables = {**SHELL, "PYTHONPATH": f"{tmp_path}:{ROOT}", "NVSHMEM_HOME": str(tmp_path)}
+    found = facts._probed("device library", variables)
+    if newest == 90:
+        assert found == {"sm_90": str(library), "sm_100": str(library)}
+    else:
+        assert "has no file for sm_90 or an older architecture, only libnvshmem_device_sm_100.bc" in found["error"]
 
 
 def test_ranks_have_the_environment_of_setenv(monkeypatch):

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
-from collectives.suite.calls import different
-from collectives.suite.calls import values as numbers
+from collectives.suite.data import different
+from collectives.suite.data import values as numbers
 
 import tdcoll
 from tdcoll.calls.plan import Plan
@@ -32,15 +33,45 @@ def plan(algorithm: str, hidden: int, dtype: torch.dtype, block: int) -> Plan:
     return Plan(algorithm, -(-words // block), 16 * block, 1)
 
 
-@dataclass(frozen=True)
-class Norms:
-    """Runs ``calls`` on every rank, without a synchronisation, and then looks at all results.
-
-    A call is ``o`` out of place, ``i`` in place; ``8`` fp8 with a scale per row, ``s`` with a given one, ``z`` of no
-    rows; ``a`` is an all-reduce on the same context and ``g`` an all-gather.
+class Kind(Enum):
+    """How a call is made.
 
     Attributes:
-        algorithms: of the calls in turn, separated by spaces.
+        ROW_SCALES: the result is fp8, with a scale for each row.
+        GIVEN_SCALE: the result is fp8, with a scale that the caller gives.
+        NO_ROWS: out of place, of tensors without rows.
+        ALL_REDUCE, ALL_GATHER: not of the norm, but on the same context.
+    """
+
+    OUT_OF_PLACE = "out of place"
+    IN_PLACE = "in place"
+    ROW_SCALES = "row scales"
+    GIVEN_SCALE = "given scale"
+    NO_ROWS = "no rows"
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+OUT_OF_PLACE = Kind.OUT_OF_PLACE
+IN_PLACE = Kind.IN_PLACE
+ROW_SCALES = Kind.ROW_SCALES
+GIVEN_SCALE = Kind.GIVEN_SCALE
+NO_ROWS = Kind.NO_ROWS
+ALL_REDUCE = Kind.ALL_REDUCE
+ALL_GATHER = Kind.ALL_GATHER
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Makes calls on every rank, one of each of ``kinds`` in order, without a synchronisation, and
+    then looks at all results.
+
+    Attributes:
+        algorithms: of the calls in turn.
+        kinds: of all calls, in order.
         rows: of the calls in turn.
         blocks: words of a piece, in turn; 0: as the policy says.
         hidden: of all calls.
@@ -49,8 +80,8 @@ class Norms:
         first: number of the first epoch, and of the first Lamport call.
     """
 
-    algorithms: str
-    calls: str = "oio"
+    algorithms: Sequence[str]
+    kinds: Sequence[Kind] = (OUT_OF_PLACE, IN_PLACE, OUT_OF_PLACE)
     rows: Sequence[int] = (3,)
     blocks: Sequence[int] = (0,)
     hidden: int = 72
@@ -74,48 +105,58 @@ class Norms:
             ctx.control.fill_((self.first - 1) << EPOCH_SHIFT.value)
             if ctx.device_lamport is not None:
                 ctx.device_lamport.control.fill_((self.first - 1) << EPOCH_SHIFT.value)
-            results = [self.call(ctx, call, kind) for call, kind in enumerate(self.calls)]
+            results = [self.call(ctx, call, kind) for call, kind in enumerate(self.kinds)]
             ctx.check()
             for call, pairs in enumerate(results):
                 for name, got, wanted in pairs:
                     wrong = int(different(got, wanted))
-                    where = f"rank {ctx.rank}, call {call} ({self.calls[call]}), {name}"
+                    where = f"rank {ctx.rank}, call {call} ({self.kinds[call]}), {name}"
                     assert wrong == 0, f"{where}: {wrong} wrong elements"
         assert tdcoll.heap_info().used == 0
 
-    def call(self, ctx: tdcoll.CollectiveContext, call: int, kind: str) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    def call(
+        self,
+        ctx: tdcoll.CollectiveContext,
+        call: int,
+        kind: Kind,
+    ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """Make a call; return each result's name, what came out and what should."""
         pes, nodes = ctx.topology.pes, ctx.topology.nodes
-        if kind in "ag":
-            mine = [self.given(pe, call, 1) for pe in pes]
-            if kind == "g":
-                return [("gathered", tdcoll.all_gather(mine[ctx.rank], ctx=ctx), torch.cat(mine))]
-            return [("reduced", tdcoll.all_reduce(mine[ctx.rank], ctx=ctx), reduce_parts(mine, nodes))]
-        rows = 0 if kind == "z" else self.rows[call % len(self.rows)]
-        turns = self.algorithms.split()
-        name, block = turns[call % len(turns)], self.blocks[call % len(self.blocks)]
+        if kind is ALL_GATHER:
+            every = [self.given(pe, call, 1) for pe in pes]
+            gathered = tdcoll.all_gather(every[ctx.rank], ctx=ctx)
+            return [("gathered", gathered, torch.cat(every))]
+        if kind is ALL_REDUCE:
+            every = [self.given(pe, call, 1) for pe in pes]
+            reduced = tdcoll.all_reduce(every[ctx.rank], ctx=ctx)
+            return [("reduced", reduced, reduce_parts(every, nodes))]
+        rows = 0 if kind is NO_ROWS else self.rows[call % len(self.rows)]
+        name = self.algorithms[call % len(self.algorithms)]
+        block = self.blocks[call % len(self.blocks)]
         every = [self.given(pe, call, rows) for pe in pes]
-        residual, weight = self.given(-1, call, rows), values(7, (self.hidden,), self.weight or self.dtype)
-        scale = torch.tensor([0.03]) if kind == "s" else None
-        x, old = every[ctx.rank].clone(), residual.clone()
+        residual = self.given(-1, call, rows)
+        weight = values(7, (self.hidden,), self.weight or self.dtype)
+        scale = torch.tensor([0.03]) if kind is GIVEN_SCALE else None
+        x = every[ctx.rank].clone()
+        old = residual.clone()
         made = tdcoll.fused.all_reduce_rms_norm(
             x,
             old,
             weight,
             ctx=ctx,
             eps=1e-3,
-            in_place=kind == "i",
-            out_dtype=FP8 if kind in "8s" else None,
+            in_place=kind is IN_PLACE,
+            out_dtype=FP8 if kind in (ROW_SCALES, GIVEN_SCALE) else None,
             scale=scale,
             algorithm=plan(name, self.hidden, self.dtype, block) if block else name,
         )
-        assert (made[1] is old) == (kind == "i")
+        assert (made[1] is old) == (kind is IN_PLACE)
         if not rows:
             return []
-        asked = "row" if kind == "8" else scale
+        asked = "row" if kind is ROW_SCALES else scale
         wanted = norm_reference(reduce_parts(every, nodes), residual, weight, 1e-3, asked)
         pairs = [(what, *pair) for what, *pair in zip(NAMES, made, wanted, strict=False)]
         pairs.append(("x, which must stay", x, every[ctx.rank]))
-        if kind != "i":
+        if kind is not IN_PLACE:
             pairs.append(("the residual, which must stay", old, residual))
         return pairs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from collectives.suite.calls import different
+from collectives.suite.data import different
 
 import tdcoll
 from tdcoll.base.errors import RankMismatchError
@@ -109,7 +109,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"weight": torch.zeros(64, dtype=torch.bfloat16)}, ValueError, r"weight must be torch.float32 of shape \[64\]"),
     ({"weight": torch.zeros(32)}, ValueError, "weight must be"),
     ({"eps": "small"}, TypeError, "eps must be a number, got 'small'"),
-    ({"eps": -1.0}, ValueError, "eps must be at least 0 and finite, got -1.0"),
+    ({"eps": -1.0}, ValueError, "eps must be at least 0 and less than 1e.30, got -1.0"),
     ({"eps": float("nan")}, ValueError, "eps must be"),
     ({"in_place": 1}, TypeError, "in_place must be a bool, got 1"),
     ({"residual": X, "in_place": True}, ValueError, "residual must not overlap x for a call in place"),

@@ -13,7 +13,7 @@ from tdcoll.fused.policy import NormRows, blocks_of, choose
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import explore
 
-from .cases import Norms
+from .cases import IN_PLACE, OUT_OF_PLACE, ROW_SCALES, Norms
 
 
 @settings(max_examples=5, deadline=None)
@@ -24,7 +24,8 @@ def test_a_row_has_the_bits_of_the_reference_in_every_batch_and_by_every_algorit
     hidden, fewest = draw(st.sampled_from([(24, 2), (64, 2), (200, 8), (576, 16)]))  # more pieces take a minute here
     blocks = draw(st.lists(st.sampled_from([0, fewest, 32, 256]), min_size=1, max_size=3))
     case = Norms(
-        " ".join(draw(st.lists(st.sampled_from(names), min_size=2, max_size=3))), draw(st.sampled_from(["o8", "8i"])),
+        draw(st.lists(st.sampled_from(names), min_size=2, max_size=3)),
+        draw(st.sampled_from([(OUT_OF_PLACE, ROW_SCALES), (ROW_SCALES, IN_PLACE)])),
         draw(st.lists(st.integers(3, 5), min_size=1, max_size=2)), blocks, hidden,
         draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32])), lamport_bytes=1 << 16,
     )  # fmt: skip

@@ -22,8 +22,8 @@ import pytest
 import torch
 from checks import DISTRIBUTED, WORKERS, checks_of, program_of, verdicts
 
-from tdcoll.tools.bench.peers import PEERS
-from tdcoll.tools.bench.rows import load
+from benchmarks.dense_baselines import BASELINES
+from tdcoll.tools.measure.results import load
 
 HERE = Path(__file__).resolve().parent
 GPUS = torch.cuda.device_count()
@@ -123,7 +123,7 @@ def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
 )
 def test_baselines_of_benchmarks_are_right(launch: Launch, operation: str, options: str, tmp_path: Path) -> None:
     """Eagerly and in graphs; or they say what they lack."""
-    names = [name for name, peer in PEERS.items() if peer.of in (None, operation)]
+    names = [name for name, one in BASELINES.items() if one.collective in (None, operation)]
     if operation == "all_reduce_rms_norm":
         names = ["nccl", "tdcoll-torch"]
     file, given = tmp_path / "result.json", f"{options} --iterations 4 --warmup 1 --peers {','.join(names)}"

@@ -300,6 +300,20 @@ def test_starts_without_a_communicator_of_nccls_unless_the_user_wants_one(
     assert library.found["NVSHMEM_DISABLE_NCCL"] == os.environ["NVSHMEM_DISABLE_NCCL"] == found
 
 
+@pytest.mark.parametrize("policy", ["ENABLE", "force", "1"])
+def test_asynchronous_copies_of_nvshmems_are_refused(
+    monkeypatch: pytest.MonkeyPatch, library: Library, policy: str
+) -> None:
+    """Also if another library has started NVSHMEM."""
+    monkeypatch.setenv("NVSHMEM_TMA_POLICY", policy)
+    for library.running in (False, True):
+        with pytest.raises(ValueError, match=f"NVSHMEM_TMA_POLICY must be unset or DISABLE, got '{policy}'"):
+            heap()
+    assert library.calls == []
+    monkeypatch.setenv("NVSHMEM_TMA_POLICY", "disable")
+    heap()
+
+
 @pytest.mark.parametrize("wanted", [None, "3G"])
 def test_starts_and_stops(monkeypatch: pytest.MonkeyPatch, library: Library, wanted: str | None) -> None:
     if wanted is not None:

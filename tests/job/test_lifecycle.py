@@ -22,7 +22,7 @@ from tdcoll.base import environment
 from tdcoll.base.arguments import parse_bytes
 from tdcoll.base.errors import TdcollError
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.call import spec_of
+from tdcoll.calls.collective import spec_of
 from tdcoll.job import lifecycle
 
 INITIALIZE = """

@@ -243,12 +243,28 @@ def options() -> dict[str, Any]:
     }
 
 
+def fused_by_default() -> dict[str, bool]:
+    """Whether products are fused with sums in a kernel of tdcoll's and in one of a user's, by Triton's default."""
+    out = MockTensor(triton.language.int32, (4,))
+    seen = {}
+    for fused in (True, False):
+        with triton.knobs.language.scope():
+            triton.knobs.language.default_fp_fusion = fused
+            own = warm_up._nothing_of_nvshmem.warmup(out, False, grid=(1,), num_warps=1 + fused)
+            users = kernels.only_mentions.warmup(out, grid=(1,), num_warps=1 + fused)
+            given = kernels.only_mentions.warmup(out, grid=(1,), num_warps=1 + fused, enable_fp_fusion=not fused)
+        for name, made in (("own", own), ("user's", users), ("user's, the other asked for", given)):
+            seen[f"{name}, default {fused}"] = made.metadata.enable_fp_fusion
+    return seen
+
+
 def main() -> None:
     driver = NotingDriver()
     triton.runtime.driver.set_active(driver)
     language = {name: getattr(tdl, name) for name in FUNCTIONS}
     report = {
         "warming up": warming_up(driver),
+        "fused by default": fused_by_default(),
         "parameters": {name: kernels.parameters_of(function) for name, function in language.items()},
         "described": {
             name: [inspect.getdoc(function), [p for p in inspect.signature(function).parameters if p[0] != "_"]]

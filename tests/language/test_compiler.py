@@ -92,18 +92,18 @@ def _forgotten():
 
 
 def test_it_has_what_the_language_calls_and_little_else() -> None:
-    whole = Path(bitcode_path())
+    whole = Path(bitcode_path(90))
     part = Path(part_for_language(str(whole)))
-    assert part.stat().st_size < whole.stat().st_size / 10
+    assert part.stat().st_size < whole.stat().st_size / 3
     defined = set(re.findall(r"^define .*@(nvshmemx?_\w+)\(", part.read_text(), re.MULTILINE))
     assert defined == SYMBOLS
 
 
 def test_it_is_cut_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = part_for_language(bitcode_path())
+    part = part_for_language(bitcode_path(90))
     part_for_language.cache_clear()
     monkeypatch.delattr(library, "_cut")
-    assert part_for_language(bitcode_path()) == part != bitcode_path()
+    assert part_for_language(bitcode_path(90)) == part != bitcode_path(90)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,17 @@ def test_a_kernel_after_the_warm_up_finds_everything_done(compiled: dict[str, An
     assert all(seen["after"].values())
     assert seen["after"]["hashes of libraries"] == 2  # Triton's and NVSHMEM's
     assert seen["later"] == seen["after"]
+
+
+def test_bits_of_tdcolls_kernels_do_not_depend_on_tritons_default(compiled: dict[str, Any]) -> None:
+    assert compiled["fused by default"] == {
+        "own, default True": True,
+        "own, default False": True,
+        "user's, default True": True,
+        "user's, default False": False,
+        "user's, the other asked for, default True": False,
+        "user's, the other asked for, default False": True,
+    }
 
 
 def test_the_warm_up_launches_nothing(compiled: dict[str, Any]) -> None:

@@ -159,16 +159,16 @@ def test_unknown_option_is_refused() -> None:
 
 @pytest.fixture
 def fresh_path():
-    jit.bitcode_path.cache_clear()
+    jit._bitcode_path.cache_clear()
     yield
-    jit.bitcode_path.cache_clear()
+    jit._bitcode_path.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_path")
 @pytest.mark.parametrize("folder", ["home", "site/nvidia/nvshmem"])
 def test_bitcode_of_nvshmem_home_and_of_the_wheel(monkeypatch: Any, tmp_path: Path, folder: str) -> None:
     """NVSHMEM_HOME comes first."""
-    library = tmp_path / folder / "lib" / "libnvshmem_device.bc"
+    library = tmp_path / folder / "lib" / "libnvshmem_device_sm_90.bc"
     for path in (library, tmp_path / "site/nvidia/nvshmem/lib/libnvshmem_device.bc"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -177,14 +177,31 @@ def test_bitcode_of_nvshmem_home_and_of_the_wheel(monkeypatch: Any, tmp_path: Pa
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path / "home"))
     if folder != "home":
         monkeypatch.delenv("NVSHMEM_HOME")
-    assert jit.bitcode_path() == str(library)
+    assert jit.bitcode_path(90) == str(library)
 
 
 @pytest.mark.usefixtures("fresh_path")
 def test_bitcode_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match=r"libnvshmem_device\.bc") as raised:
-        jit.bitcode_path()
-    for part in (str(tmp_path / "lib"), "tdcoll[cu12] or tdcoll[cu13]", "NVSHMEM_HOME"):
-        assert part in str(raised.value)
+    with pytest.raises(FileNotFoundError, match=f"for sm_80 .* was not found in {tmp_path / 'lib'}"):
+        jit.bitcode_path(80)
+
+
+@pytest.mark.usefixtures("fresh_path")
+def test_bitcode_of_the_current_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    for arch in (80, 90):
+        (tmp_path / "lib" / f"libnvshmem_device_sm_{arch}.bc").touch()
+    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+    devices = {0: 90, 1: 80}
+    current = 0
+    target = lambda: SimpleNamespace(arch=devices[current])  # noqa: E731
+    active = SimpleNamespace(get_current_device=lambda: current, get_current_target=target)
+    monkeypatch.setattr(jit, "driver", SimpleNamespace(active=active))
+    jit._architecture.cache_clear()
+    try:
+        for current, arch in (*devices.items(), *devices.items()):  # noqa: B007
+            assert jit.bitcode_path() == str(tmp_path / "lib" / f"libnvshmem_device_sm_{arch}.bc")
+    finally:
+        jit._architecture.cache_clear()

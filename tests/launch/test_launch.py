@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 from tdcoll.tools import launch
@@ -356,13 +357,6 @@ def test_two_launches_on_one_host_make_one_job(shell: Shell, script: Path) -> No
     assert found == [["0", "0", "4"], ["0", "1", "4"], ["1", "0", "4"], ["1", "1", "4"]]
 
 
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_the_job_and_leaves_nothing(shell: Shell, number: signal.Signals) -> None:
     """Also before ranks have called anything of tdcoll's, and ranks that ignore the signal that torchrun passes on. It
@@ -382,18 +376,14 @@ def test_a_signal_ends_the_job_and_leaves_nothing(shell: Shell, number: signal.S
         assert child.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    ranks = [int(file.read_text().rstrip(".")) for file in files]
-    assert all(map(runs, ranks))
+    ranks = [psutil.Process(int(file.read_text().rstrip("."))) for file in files]
     child.send_signal(number)
     assert child.wait(timeout=20) != 0
-    deadline = time.monotonic() + 5
-    try:
-        while any(map(runs, ranks)):
-            assert time.monotonic() < deadline, "the ranks outlived their launcher"
-            time.sleep(0.05)
-    finally:
-        for rank in filter(runs, ranks):
-            os.kill(rank, signal.SIGKILL)
+    _, left = psutil.wait_procs(ranks, timeout=5)
+    alive = [rank for rank in left if rank.status() != psutil.STATUS_ZOMBIE]  # if nobody reaps them
+    for rank in alive:
+        rank.kill()
+    assert not alive, "the ranks outlived their launcher"
     said = child.communicate()[1]
     assert "tdcoll: died" not in said
     assert (number == signal.SIGINT) == said.endswith("tdcoll: Ctrl-C has ended the job\n")

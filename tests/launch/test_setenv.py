@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tdcoll.base.versions import INSTALLED_ON_GPUS
 from tdcoll.tools import setenv
 from tdcoll.tools.setenv import _default_interface
 
@@ -233,7 +234,10 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clone:
 
 MADE = {
     "cpu": ["pip install --extra -c constraints-cpu.txt -e .[sim,compile,bench,test,dev]"],
-    "gpu": ["pip install --extra torch numpy", "pip install --extra -e .[cu12,sim,bench,test,dev]"],
+    "gpu": [
+        f"pip install --extra {' '.join(INSTALLED_ON_GPUS)} numpy",
+        "pip install --extra -e .[cu12,sim,bench,test,dev]",
+    ],
 }
 CHANGES: dict[str, Callable[[Clone], object]] = {
     "nothing changes": lambda clone: None,
@@ -446,8 +450,7 @@ def test_it_says_what_to_install(shell: Shell, installed: Path, interpret: str, 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("bench --help", "  python -m tdcoll run -m tdcoll bench all_gather --json"),
-        ("report --help", "  python -m tdcoll run -m tdcoll bench"),
+        ("tune --help", "example: python -m tdcoll run -m tdcoll tune -b 1K"),
         ("doctor --help", "without torchrun\nand tdcoll run."),
     ],
 )
@@ -459,3 +462,17 @@ def test_its_advice_names_tdcoll_run(shell: Shell, installed: Path, words: str, 
     assert expected in text
     assert "launch.sh" not in text
     assert "setenv.sh" not in text
+
+
+@pytest.mark.parametrize("name", ["bench", "report"])
+def test_benchmarks_are_in_a_checkout(shell: Shell, installed: Path, name: str) -> None:
+    """Even if another package beside it has a folder of that name."""
+    other = installed / "benchmarks"
+    other.mkdir(exist_ok=True)
+    (other / "__init__.py").write_text("raise SystemExit('imported another package')")
+    done = shell.run("-c", f"cd '{installed}' && '{sys.executable}' -m tdcoll {name} --help", PYTHONPATH=str(installed))
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"tdcoll {name}: expected a checkout of tdcoll, which has this command in its folder ")
+    assert f"got the package installed in {installed}" in line
+    assert line.endswith(f"run `bash launch.sh -m tdcoll {name} --help`")

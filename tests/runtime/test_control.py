@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import second
+from tiers import slow_tier
 
 from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout, ContextError, HeapExhaustedError, RankMismatchError, TdcollError
-from tdcoll.calls.pool import Budget
+from tdcoll.calls.budget import Budget
 from tdcoll.runtime.control import StoreControlPlane, generation, require_equal
 from tdcoll.runtime.heap import ALIGNMENT
 from tdcoll.runtime.store import encode
@@ -281,7 +281,7 @@ def jobs_of(planes: list[StoreControlPlane], nbytes: int) -> list[runtime.Runtim
     return [runtime.Runtime(r, 2, heap(), plane, (0, 0), True, PLENTY_S) for r, plane in enumerate(planes)]
 
 
-@pytest.mark.parametrize("seeds", [range(3), second(range(3, 40))], ids=["first", "more"])
+@pytest.mark.parametrize("seeds", [range(3), slow_tier(range(3, 40))], ids=["first", "more"])
 def test_threads_that_allocate_beside_each_other(seeds: range, planes: list[StoreControlPlane]) -> None:
     """In any order: each gets the same offset on both ranks, and memory that nobody else has."""
     for seed in seeds:

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from hang_job import FIRST_S, SECOND_S
 from processes import python
 
 from tdcoll.base import hang
-from tdcoll.base.call_log import Calls, Made, kind_of, ranks_text
+from tdcoll.base.call_log import CallLog, CallRecord, ranks_text, record_of
 from tdcoll.runtime import watch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,8 +76,8 @@ def processes(job: Job) -> list[int]:
     """Return the processes of the job's ranks, found by the command: other jobs may run beside this one."""
     found = {}
     for pid, rank in re.findall(r"^ *(\d+)  rank (\d)", ask().stdout, re.MULTILINE):
-        with contextlib.suppress(OSError):
-            if str(job.folder) in Path(f"/proc/{pid}/cmdline").read_text():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if str(job.folder) in psutil.Process(int(pid)).cmdline():
                 found[int(rank)] = int(pid)
     assert sorted(found) == [0, 1]
     return [found[0], found[1]]
@@ -161,14 +162,14 @@ def test_ranks_as_text() -> None:
     ]  # fmt: skip
 
 
-def calls(*several: Made | str) -> Calls:
-    found = Calls((0, 1), "7")
+def calls(*several: CallRecord | str) -> CallLog:
+    found = CallLog((0, 1), "7")
     found.log += several
     return found
 
 
 def test_names_of_calls() -> None:
-    of = calls(Made("a"), Made("b", 3), Made("c", 0, 1), Made("d"), Made("e", 0, 2))
+    of = calls(CallRecord("a"), CallRecord("b", 3), CallRecord("c", 0, 1), CallRecord("d"), CallRecord("e", 0, 2))
     epochs = [of.name_of(epoch, False) for epoch in range(1, 7)]
     names = ("a, call 1", "b, call 2", "b, call 2", "b, call 2", "d, call 4", "epoch 6")
     assert epochs == [f"{name} of group 7" for name in names]
@@ -176,48 +177,49 @@ def test_names_of_calls() -> None:
     assert lamport == [f"{name} of group 7" for name in ("c, call 3", "e, call 5", "e, call 5", "Lamport call 4")]
     assert of.describe() == "group 7: 5 calls made, the last one e, up to epoch 5 and Lamport call 3"
     assert calls().describe() == "group 7: no call made"
-    assert Calls((0, 2), None).describe() == "ranks 0, 2: no call made"
+    assert CallLog((0, 2), None).describe() == "ranks 0, 2: no call made"
 
 
 def test_names_that_are_not_known() -> None:
     """The host sees no replays of graphs, and does not count the epochs of some calls: then it gives no number."""
-    captured = calls(Made("a"), Made("a"))
+    captured = calls(CallRecord("a"), CallRecord("a"))
     captured.exact = False
     assert captured.name_of(2, False) == "a, epoch 2 of group 7"
-    captured.log.append(Made("b"))
+    captured.log.append(CallRecord("b"))
     assert captured.name_of(2, False) == "epoch 2 of group 7"
     assert calls("s", "s").name_of(2, False) == "s, epoch 2 of group 7"
-    assert calls("s", Made("t")).name_of(1, False) == "epoch 1 of group 7"
+    assert calls("s", CallRecord("t")).name_of(1, False) == "epoch 1 of group 7"
     assert calls("s", "s").describe() == "group 7: 2 calls made, the last one s"
 
 
 def test_calls_of_a_kind_are_one_object() -> None:
-    assert kind_of("a", 2) is kind_of("a", 2)
-    assert kind_of("a", 2) == Made("a", 2, 0, False) != kind_of("a", 2, 0, True)
+    assert record_of("a", 2) is record_of("a", 2)
+    assert record_of("a", 2) == CallRecord("a", 2, 0, False) != record_of("a", 2, 0, True)
 
 
 def test_calls_that_take_even_epochs() -> None:
-    of = calls(Made("a"), Made("by copies", even=True), Made("b"), Made("by copies", 2, even=True), Made("c"))
+    copies = [CallRecord("by copies", even=True), CallRecord("by copies", 2, even=True)]
+    of = calls(CallRecord("a"), copies[0], CallRecord("b"), copies[1], CallRecord("c"))
     names = {1: "a, call 1", 2: "by copies, call 2", 3: "b, call 3", 4: "by copies, call 4", 6: "by copies, call 4"}
     assert {epoch: of.name_of(epoch, False) for epoch in names} == {k: f"{v} of group 7" for k, v in names.items()}
     assert of.name_of(7, False) == "c, call 5 of group 7"
     assert of.describe() == "group 7: 5 calls made, the last one c, up to epoch 7"
-    first = calls(Made("by copies", even=True))
+    first = calls(CallRecord("by copies", even=True))
     assert first.name_of(2, False) == "by copies, call 1 of group 7"
     assert first.describe().endswith("up to epoch 2")
 
 
 def test_old_calls_are_forgotten_and_still_counted() -> None:
-    of = calls(*(1000 * [Made("a", 2), Made("b", 0, 1), Made("c", even=True)]))
-    of.forget()
-    of.forget()
+    of = calls(*(1000 * [CallRecord("a", 2), CallRecord("b", 0, 1), CallRecord("c", even=True)]))
+    of.forget_older()
+    of.forget_older()
     assert len(of.log) == 750
     assert of.describe() == "group 7: 3000 calls made, the last one c, up to epoch 4000 and Lamport call 1000"
     assert of.name_of(3998, False) == "a, call 2998 of group 7"
     assert of.name_of(4000, False) == "c, call 3000 of group 7"
     assert of.name_of(1000, True) == "b, call 2999 of group 7"
     assert of.name_of(1, False) == "epoch 1 of group 7"
-    unknown = calls("s", *(3000 * [Made("a")]))
-    unknown.forget()
+    unknown = calls("s", *(3000 * [CallRecord("a")]))
+    unknown.forget_older()
     assert unknown.describe() == "group 7: 3001 calls made, the last one a"
     assert unknown.name_of(3000, False) == "a, epoch 3000 of group 7"

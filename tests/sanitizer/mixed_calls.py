@@ -18,7 +18,7 @@ import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "workers"))
 
-from dense_parts import SPECS, data, kind_of, make, right, served, wanted
+from dense_parts import OUT_OF_PLACE, SPECS, data, kind_of, make_call, right, served, wanted
 from harness import check, device, expect, rank, run, scaled, simulated, world
 
 import tdcoll
@@ -47,9 +47,8 @@ def dense() -> str:
                     should = wanted(spec, every)
                     for name in served(spec, ctx, count * should.itemsize, should.dtype):
                         out = torch.empty_like(should)
-                        right(
-                            make(spec, "o", every[rank()], out, ctx, name), should, f"{spec.name} by {name} of {count}"
-                        )
+                        got = make_call(spec, OUT_OF_PLACE, every[rank()], out, ctx, name)
+                        right(got, should, f"{spec.name} by {name} of {count}")
                         used.add(name)
             ctx.check()
         expect(used, f"no algorithm of {spec.name} was to be had")

@@ -254,21 +254,26 @@ def show(verdict: Verdict, took_s: float) -> bool:
     return verdict.ok
 
 
+def positive_seconds(text: str) -> float:
+    """Parse a number of seconds, greater than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     sys.path.append(str(HERE.parents[1]))
-    from tdcoll.tools.bench.options import (  # here, since a rank's program need not wait for it
-        at_least,
-        each,
-        number,
-        one_of,
-    )
+    from tdcoll.tools.options import comma_list, one_of, whole  # here, since a rank's program need not wait for it
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc", type=at_least(1), default=2, help="ranks, one per GPU (default: 2)")
-    parser.add_argument("--tools", type=each(one_of(TOOLS)), default=TOOLS, help=f"some of {','.join(TOOLS)}")
-    time_s = number(float, lambda value: 0 < value < float("inf"), "a positive number of seconds")
+    parser.add_argument("--nproc", type=whole(1), default=2, help="ranks, one per GPU (default: 2)")
+    parser.add_argument("--tools", type=comma_list(one_of(TOOLS)), default=TOOLS, help=f"some of {','.join(TOOLS)}")
     parser.add_argument(
-        "--deadline", type=time_s, default=DEADLINE_S, metavar="S", help="seconds in all (default: 150)"
+        "--deadline", type=positive_seconds, default=DEADLINE_S, metavar="S", help="seconds in all (default: 150)"
     )
     options = parser.parse_args(argv)
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=TOOLKIT)

@@ -9,6 +9,7 @@ from typing import Any
 import protocols
 import torch
 import triton.language as tl
+from protocols import Steps
 
 import tdcoll
 import tdcoll.language as tdl
@@ -112,11 +113,15 @@ def gathering(
     return case
 
 
-def gather(how: str = "//put_signal/", compare: int = tdl.CMP_GE.value, **options: int) -> Case:
-    """The case for ``protocols.gather``; ``how``: DATA/ORDER/TELL/END."""
+PUT_SIGNAL = Steps(notify="put_signal")
+FORGETFUL = Steps("PE 2 forgets PE 0", notify="put_signal")
+
+
+def gather(steps: Steps = PUT_SIGNAL, compare: int = tdl.CMP_GE.value, **options: int) -> Case:
+    """The case for ``protocols.gather``."""
 
     def launch(buffer: Any, signals: Any, nbytes: int, call: int, monitor: Any, n: int) -> None:
-        protocols.gather[(n,)](buffer, signals, nbytes, call, monitor, n, how.split("/"), compare)
+        protocols.gather[(n,)](buffer, signals, nbytes, call, monitor, n, steps, compare)
 
     return gathering(launch, **options)
 

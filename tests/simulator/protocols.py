@@ -1,10 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Protocols that the simulator is tested with: right ones, and ones with a single protection left out."""
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
+
+
+class Steps(NamedTuple):
+    """What a program does to send data, and to notify the peer. A step of no name is left out.
+
+    Attributes:
+        data: how the data is sent or stored.
+        order: what orders the data before the notification.
+        notify: how the peer is notified; ``put_signal`` sends the data as well.
+        end: what the program does at last.
+        count: the order of the atomic by which a program says to others that it has stored.
+    """
+
+    data: str = ""
+    order: str = ""
+    notify: str = ""
+    end: str = ""
+    count: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.count, *self[:4])))
 
 
 @jit
@@ -20,7 +43,7 @@ def order(HOW: tl.constexpr):
 
 
 @jit
-def tell(signal, value, peer, HOW: tl.constexpr):
+def notify(signal, value, peer, HOW: tl.constexpr):
     """The peer's copy of ``signal`` becomes ``value``."""
     tdl.syncthreads()
     theirs = tdl.remote_ptr(signal, peer)
@@ -52,46 +75,54 @@ def add_by_one_thread(signals):
 
 
 @jit
-def gather(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, HOW: tl.constexpr, COMPARE: tl.constexpr):
+def gather(
+    buffer,
+    signals,
+    nbytes,
+    epoch,
+    monitor,
+    WORLD: tl.constexpr,
+    STEPS: tl.constexpr,
+    COMPARE: tl.constexpr,
+):
     """A 1D all-gather: program p of rank r pushes r's segment to rank p; program r itself waits for everybody.
 
-    ``HOW``: what is sent, what orders it, and what tells; ``put_signal`` does all of it. At the end a quiet, or none.
+    ``STEPS``: of the program that pushes (:class:`Steps`).
     """
-    DATA, ORDER, TELL, END = HOW
     rank, peer = tdl.my_pe(), tl.program_id(0)
     mine, signal, index = buffer + rank * nbytes, signals + rank, tl.arange(0, 16)
     if peer == rank:
         tdl.wait_signals(signals, WORLD, rank, COMPARE, epoch, monitor, WORLD)
-    elif (rank != 2) | (peer != 0) | (DATA != "PE 2 forgets PE 0"):
-        if ORDER == "signal first":
+    elif (rank != 2) | (peer != 0) | (STEPS.data != "PE 2 forgets PE 0"):
+        if STEPS.order == "signal first":
             tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, peer)
             tdl.fence()
-        if DATA == "put":
+        if STEPS.data == "put":
             tdl.putmem_block(mine, mine, nbytes, peer)
-        elif DATA == "nbi put":
+        elif STEPS.data == "nbi put":
             tdl.putmem_nbi_block(mine, mine, nbytes, peer)
-        elif DATA == "copy":
+        elif STEPS.data == "copy":
             tdl.copy_block(tdl.remote_ptr(mine, peer), mine, nbytes)
-        elif DATA == "store":
+        elif STEPS.data == "store":
             tl.store(tdl.remote_ptr(mine, peer) + index, tl.load(mine + index))
-        elif DATA == "descriptor":
+        elif STEPS.data == "descriptor":
             theirs = tl.make_tensor_descriptor(tdl.remote_ptr(mine, peer), [16], [tl.constexpr(1)], [16])
             theirs.store([0], tl.load(mine + index))
-        elif DATA == "words":
+        elif STEPS.data == "words":
             words = mine.to(tl.pointer_type(tl.int64))
             tdl.st(tdl.remote_ptr(words, peer), tl.load(words), "sys")
             tdl.st(tdl.remote_ptr(words + 1, peer), tl.load(words + 1), "sys")
-        elif DATA == "half a store":  # the put says nothing of it
+        elif STEPS.data == "half a store":  # the put says nothing of it
             tl.store(tdl.remote_ptr(mine, peer) + index, tl.load(mine + index), mask=index < 8)
             mine, nbytes = mine + 8, 8
-        order(ORDER)
-        if TELL == "put_signal":
+        order(STEPS.order)
+        if STEPS.notify == "put_signal":
             tdl.putmem_signal_block(mine, mine, nbytes, signal, epoch, tdl.SIGNAL_SET, peer)
-        elif TELL == "put_signal_nbi":
+        elif STEPS.notify == "put_signal_nbi":
             tdl.putmem_signal_nbi_block(mine, mine, nbytes, signal, epoch, tdl.SIGNAL_SET, peer)
         else:
-            tell(signal, epoch, peer, TELL)
-        order(END)
+            notify(signal, epoch, peer, STEPS.notify)
+        order(STEPS.end)
 
 
 @jit
@@ -167,7 +198,7 @@ def put_by_another_program(dest, source, nbytes, done, flag, WORLD: tl.constexpr
             tdl.sync_all_block()
         else:
             order(HOW)
-            tell(flag, 1, following, "store" if HOW == "quiet" else "signal")
+            notify(flag, 1, following, "store" if HOW == "quiet" else "signal")
             tdl.signal_wait_until(flag, tdl.CMP_EQ, 1)
 
 
@@ -192,18 +223,29 @@ def flagged(words, flag, monitor, torn, WHOLE: tl.constexpr):
 
 
 @jit
-def pull_stored(mine, source, out, told, monitor, WORLD: tl.constexpr, HOW: tl.constexpr, GET: tl.constexpr):
-    """Each rank stores 8 words to its own memory, tells the others, and reads theirs: ``out[rank]``, 8 words each."""
-    DATA, ORDER, TELL = HOW
+def pull_stored(
+    mine,
+    source,
+    out,
+    told,
+    monitor,
+    WORLD: tl.constexpr,
+    STEPS: tl.constexpr,
+    GET: tl.constexpr,
+):
+    """Each rank stores 8 words to its own memory, notifies the others, and reads theirs.
+
+    ``out[rank]``: 8 words each.
+    """
     rank, index = tdl.my_pe(), tl.arange(0, 8)
-    if DATA == "copy":
+    if STEPS.data == "copy":
         tdl.copy_block(mine, source, 64)
     else:
         tl.store(mine + index, tl.load(source + index))
-    order(ORDER)
+    order(STEPS.order)
     for step in range(1, WORLD):
         peer = (rank + step) % WORLD
-        tell(told + rank, 1, peer, TELL)
+        notify(told + rank, 1, peer, STEPS.notify)
     for step in range(1, WORLD):
         peer = (rank + step) % WORLD
         tdl.wait_signal(told + peer, tdl.CMP_GE, 1, monitor, peer, peer)
@@ -231,15 +273,14 @@ def count_up_and_watch(word, out):
 
 
 @jit
-def clear_and_tell(box, told, answered, monitor, HOW: tl.constexpr, REPLY: tl.constexpr):
-    """PE 0 clears two words of its own and tells PE 1, which fills them by REPLY, and answers."""
-    ORDER, TELL = HOW
+def clear_and_notify(box, told, answered, monitor, STEPS: tl.constexpr, REPLY: tl.constexpr):
+    """PE 0 clears two words of its own and notifies PE 1, which fills them by REPLY, and answers."""
     index = tl.arange(0, 2)
     seven = tl.full([2], 7, tl.int64)
     if tdl.my_pe() == 0:
         tl.store(box + index, tl.zeros([2], tl.int64))
-        order(ORDER)
-        tell(told, 1, 1, TELL)
+        order(STEPS.order)
+        notify(told, 1, 1, STEPS.notify)
         tdl.wait_signal(answered, tdl.CMP_EQ, 1, monitor, 1, 1)
     else:
         tdl.wait_signal(told, tdl.CMP_EQ, 1, monitor, 0, 0)
@@ -258,16 +299,23 @@ def clear_and_tell(box, told, answered, monitor, HOW: tl.constexpr, REPLY: tl.co
 
 
 @jit
-def last_one_tells(mine, counter, signal, out, monitor, PUSH: tl.constexpr, HOW: tl.constexpr):
+def last_one_notifies(
+    mine,
+    counter,
+    signal,
+    out,
+    monitor,
+    PUSH: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """Each of PE 0's programs stores a word, in its own memory or to PE 1, and counts; the last signals to PE 1, which
     reads the words into ``out`` and answers; until then the launch goes on."""
-    COUNT, ORDER, TELL = HOW
     place, index = tl.program_id(0), tl.arange(0, 4)
     if tdl.my_pe() == 0:
         tl.store((tdl.remote_ptr(mine, 1) if PUSH else mine) + place, 7)
-        if tl.atomic_add(counter, 1, sem=COUNT, scope="gpu") == tl.num_programs(0) - 1:
-            order(ORDER)
-            tell(signal, 1, 1, TELL)
+        if tl.atomic_add(counter, 1, sem=STEPS.count, scope="gpu") == tl.num_programs(0) - 1:
+            order(STEPS.order)
+            notify(signal, 1, 1, STEPS.notify)
         tdl.wait_signal(signal + 1, tdl.CMP_EQ, 1, monitor, 1, 1)
     elif place == 0:
         tdl.wait_signal(signal, tdl.CMP_EQ, 1, monitor, 0, 0)

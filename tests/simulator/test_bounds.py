@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -120,24 +122,74 @@ def test_into_the_next_tensor(how):
         on_rows(lambda rows, _: device(lambda p: tl.store(THROUGH[how](p), 7), rows))
 
 
+class Within(NamedTuple):
+    """Stores and copies of nothing that stay within the tensors ``p`` and ``q``, which is behind it.
+
+    Attributes:
+        rows, after: the words of ``p`` and ``q`` that change.
+        peer: the words of PE 1's ``p`` that change.
+    """
+
+    device: Callable[[Any, Any], Any]
+    rows: Sequence[int] = ()
+    after: Sequence[int] = ()
+    peer: Sequence[int] = ()
+
+
+def masked_off(p, q):
+    tl.store(p + tl.arange(0, 16), 1, mask=tl.arange(0, 16) < 8)
+
+
+def rounded_up(p, q):
+    tl.store((p.to(tl.int64) + 1 + (15 - p.to(tl.int64) % 16)).to(INT64), 1)
+
+
+def to_either(p, q):
+    tl.store(tl.where(tl.arange(0, 4) < 2, p, q) + tl.arange(0, 4), 1)
+
+
+def from_memory(p, q):
+    tl.store(p, q.to(tl.int64))
+    tl.store(tl.load(p).to(INT64) + 7, 1)
+
+
+def by_distance(p, q):
+    tl.store((p.to(tl.int64) + 8 + distance(p, q)).to(INT64), 1)
+
+
+def to_a_peer(p, q):
+    tl.store((p.to(tl.int64) + distance(q, tdl.remote_ptr(q, 1))).to(INT64) + 7, 1)
+
+
 WITHIN = {
-    "the end": lambda p, q: tl.store(p + 7, 1),
-    "lanes that are masked off": lambda p, q: tl.store(p + tl.arange(0, 16), 1, mask=tl.arange(0, 16) < 8),
-    "a put of nothing from the end": lambda p, q: tdl.putmem_block(p + 8, p + 8, 0, 1),
-    "a copy of nothing": lambda p, q: tdl.copy_block(p + 8, p + 8, 0),
-    "an address rounded down": lambda p, q: tl.store((p.to(tl.int64) - p.to(tl.int64) % 16).to(INT64), 1),
-    "an address rounded up": lambda p, q: tl.store((p.to(tl.int64) + 1 + (15 - p.to(tl.int64) % 16)).to(INT64), 1),
-    "an offset in the other tensor": lambda p, q: tl.store(p + distance(q, q + 3) // 8, 1),
-    "two tensors": lambda p, q: tl.store(tl.where(tl.arange(0, 4) < 2, p, q) + tl.arange(0, 4), 1),
-    "a pointer from memory": lambda p, q: (tl.store(p, q.to(tl.int64)), tl.store(tl.load(p).to(INT64) + 7, 1)),
-    "a distance between tensors": lambda p, q: tl.store((p.to(tl.int64) + 8 + distance(p, q)).to(INT64), 1),
-    "a peer by distance": lambda p, q: tl.store((p.to(tl.int64) + distance(q, tdl.remote_ptr(q, 1))).to(INT64) + 7, 1),
+    "the end": Within(lambda p, q: tl.store(p + 7, 1), rows=[7]),
+    "lanes that are masked off": Within(masked_off, rows=range(8)),
+    "a put of nothing from the end": Within(lambda p, q: tdl.putmem_block(p + 8, p + 8, 0, 1)),
+    "a copy of nothing": Within(lambda p, q: tdl.copy_block(p + 8, p + 8, 0)),
+    "an address rounded down": Within(
+        lambda p, q: tl.store((p.to(tl.int64) - p.to(tl.int64) % 16).to(INT64), 1), rows=[0]
+    ),
+    "an address rounded up": Within(rounded_up, rows=[2]),
+    "an offset in the other tensor": Within(lambda p, q: tl.store(p + distance(q, q + 3) // 8, 1), rows=[3]),
+    "two tensors": Within(to_either, rows=[0, 1], after=[2, 3]),
+    "a pointer from memory": Within(from_memory, rows=[0], after=[7]),
+    "a distance between tensors": Within(by_distance, after=[1]),
+    "a peer by distance": Within(to_a_peer, peer=[7]),
 }
 
 
-@pytest.mark.parametrize("what", WITHIN)
-def test_what_stays_within_is_no_error(what):
-    on_rows(lambda rows, after: device(WITHIN[what], rows, after))
+@pytest.mark.parametrize("within", WITHIN.values(), ids=WITHIN)
+def test_what_stays_within_is_no_error(within):
+    def body(rows, after):
+        device(within.device, rows, after)
+        for tensor, words in (
+            (rows, within.rows),
+            (after, within.after),
+            (tdcoll.peer_tensor(rows, 1), within.peer),
+        ):
+            assert tensor.nonzero().flatten().tolist() == list(words)
+
+    on_rows(body)
 
 
 def test_views_reach_all_of_what_they_view():

@@ -9,7 +9,7 @@ import protocols
 import pytest
 import torch
 import triton.language as tl
-from cases import add_to_0, device, wait_once
+from cases import PUT_SIGNAL, add_to_0, device, wait_once
 
 import tdcoll
 import tdcoll.language as tdl
@@ -55,8 +55,7 @@ def test_wait_expires_or_raises_as_asked():
 
 
 def gather(buffer, signals, call, monitor, grid=4):
-    how = "", "", "put_signal", ""
-    protocols.gather[(grid,)](buffer, signals, 16, call, monitor.words, 4, how, tdl.CMP_GE.value)
+    protocols.gather[(grid,)](buffer, signals, 16, call, monitor.words, 4, PUT_SIGNAL, tdl.CMP_GE.value)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -10,7 +10,18 @@ import protocols
 import pytest
 import torch
 import triton.language as tl
-from cases import Case, case, device, expect, gather, gathering, segment, spinning
+from cases import (
+    FORGETFUL,
+    Case,
+    case,
+    device,
+    expect,
+    gather,
+    gathering,
+    segment,
+    spinning,
+)
+from protocols import Steps
 from tiers import seeds
 
 import tdcoll
@@ -18,35 +29,36 @@ import tdcoll.language as tdl
 from tdcoll.testing import Deadlock, ExplorationFailed, explore, first_failure
 
 CLEAN = [
-    "//put_signal/",
-    "//put_signal_nbi/quiet",
-    "nbi put/fence/signal/quiet",
-    "nbi put//signal_block/quiet",
-    "nbi put/quiet/store/",
-    "copy//release/",
-    "copy//signal_block/",
-    "store//atomic release/",
-    "store/fence/signal/",
-    "descriptor/wait/release/",
-    "descriptor/wait/atomic release/",
-    "descriptor/wait/signal_block/",
+    Steps(notify="put_signal"),
+    Steps(notify="put_signal_nbi", end="quiet"),
+    Steps("nbi put", order="fence", notify="signal", end="quiet"),
+    Steps("nbi put", notify="signal_block", end="quiet"),
+    Steps("nbi put", order="quiet", notify="store"),
+    Steps("copy", notify="release"),
+    Steps("copy", notify="signal_block"),
+    Steps("store", notify="atomic release"),
+    Steps("store", order="fence", notify="signal"),
+    Steps("descriptor", order="wait", notify="release"),
+    Steps("descriptor", order="wait", notify="atomic release"),
+    Steps("descriptor", order="wait", notify="signal_block"),
 ]
+UNORDERED = Steps("nbi put", notify="signal", end="quiet")
 CAUGHT = [
-    "nbi put//signal/quiet",
-    "put//signal/",  # blocking is not delivered
-    "put/signal first//",
-    "put//release/",  # which orders stores, not puts
-    "copy//gpu release/",
-    "copy//relaxed/",
-    "copy//signal/",
-    "store//atomic relaxed/",
-    "store//signal/",
-    "words//signal/",
-    "half a store//put_signal/",
-    "descriptor//release/",  # which orders stores that are complete
-    "descriptor/wait/relaxed/",
-    "descriptor/fence/signal/",
-    "descriptor/quiet/signal/",
+    UNORDERED,
+    Steps("put", notify="signal"),  # blocking is not delivered
+    Steps("put", order="signal first"),
+    Steps("put", notify="release"),  # which orders stores, not puts
+    Steps("copy", notify="gpu release"),
+    Steps("copy", notify="relaxed"),
+    Steps("copy", notify="signal"),
+    Steps("store", notify="atomic relaxed"),
+    Steps("store", notify="signal"),
+    Steps("words", notify="signal"),
+    Steps("half a store", notify="put_signal"),
+    Steps("descriptor", notify="release"),  # which orders stores that are complete
+    Steps("descriptor", order="wait", notify="relaxed"),
+    Steps("descriptor", order="fence", notify="signal"),
+    Steps("descriptor", order="quiet", notify="signal"),
 ]
 
 
@@ -59,19 +71,19 @@ def deadlock(case: Case, seeds: int = 1, **options: Any) -> Deadlock:
 
 
 @seeds(10, 30)  # as many as catch the wrong ones
-@pytest.mark.parametrize("how", CLEAN)
-def test_right_kernels_are_clean(how: str, seeds: range) -> None:
-    explore(gather(how), n_pes=4, seeds=seeds)
+@pytest.mark.parametrize("steps", CLEAN, ids=str)
+def test_right_kernels_are_clean(steps: Steps, seeds: range) -> None:
+    explore(gather(steps), n_pes=4, seeds=seeds)
 
 
-@pytest.mark.parametrize("how", CAUGHT)
-def test_data_that_no_signal_orders_is_caught(how: str) -> None:
-    expect(gather(how), False, "bytes of rank", n_pes=4, seeds=10)
+@pytest.mark.parametrize("steps", CAUGHT, ids=str)
+def test_data_that_no_signal_orders_is_caught(steps: Steps) -> None:
+    expect(gather(steps), False, "bytes of rank", n_pes=4, seeds=10)
 
 
 def test_strong_delivery_hides_a_missing_fence() -> None:
     """Which is why exploration is weak by default."""
-    assert first_failure(gather("nbi put//signal/quiet"), n_pes=4, seeds=10, weak=False) is None
+    assert first_failure(gather(UNORDERED), n_pes=4, seeds=10, weak=False) is None
 
 
 @pytest.mark.parametrize(
@@ -80,7 +92,8 @@ def test_strong_delivery_hides_a_missing_fence() -> None:
         ({"slots": 1, "signal_slots": 2}, True),
         ({"slots": 1, "signal_slots": 2}, False),  # weak delivery is not needed to see it
         ({"signal_slots": 1}, True),  # >= is satisfied by the call after, which says nothing of this call's bytes
-        ({"how": "//put_signal_nbi/", "slots": 1, "signal_slots": 2}, True),  # overwritten before quiet
+        # Overwritten before quiet:
+        ({"steps": Steps(notify="put_signal_nbi"), "slots": 1, "signal_slots": 2}, True),
     ],
 )
 def test_too_few_slots_are_caught(options: dict[str, Any], weak: bool) -> None:
@@ -94,7 +107,7 @@ def test_equal_wait_is_overtaken() -> None:
 
 
 def test_deadlocks_name_what_is_missing() -> None:
-    error = deadlock(gather("PE 2 forgets PE 0//put_signal/"))
+    error = deadlock(gather(FORGETFUL))
     assert "pe0 gather(0,0,0) waits for pe0.signals[6] >= 1, is 0" in str(error)  # row 1 of two rows of four
     assert re.search(r"signals\[6\] >= 1, is 0 \(from rank 2; .*protocols\.py:\d+\)", str(error))
     assert "waits for its launch of gather" in str(error)
@@ -115,7 +128,7 @@ def test_grid_that_waits_first_deadlocks_with_one_resident_program() -> None:
 
 
 def test_failure_says_how_to_see_it_again() -> None:
-    wrong = gather("nbi put//signal/quiet")
+    wrong = gather(UNORDERED)
     with pytest.raises(ExplorationFailed, match=r"replay\(case, \d+, n_pes=4, resident=4\)") as raised:
         explore(wrong, n_pes=4, seeds=10, resident=4)
     failure = raised.value.failure
@@ -134,9 +147,13 @@ def test_seeds_may_be_any_iterable_but_not_none(try_seeds: Any, seeds: Any) -> N
     assert seen == [3, 1]
 
 
-def controls(clean: list[str], caught: list[str]) -> pytest.MarkDecorator:
-    """Ways with all protections, and ways that lack one."""
-    return pytest.mark.parametrize(("how", "clean"), [(how, how in clean) for how in (*clean, *caught)])
+def controls(clean: list[Steps], caught: list[Steps]) -> pytest.MarkDecorator:
+    """Steps with all protections, and steps that lack one."""
+    sets = [
+        *(pytest.param(steps, True, id=f"{steps}-clean") for steps in clean),
+        *(pytest.param(steps, False, id=f"{steps}-caught") for steps in caught),
+    ]
+    return pytest.mark.parametrize(("steps", "clean"), sets)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -188,10 +205,22 @@ def test_a_broadcast_with_acknowledgement_is_clean(stragglers: bool | None, seed
 
 @pytest.mark.parametrize("get", [False, True])
 @controls(
-    ["//release", "//signal_block", "copy//signal_block", "/fence/signal", "/quiet/signal"],
-    ["//signal", "copy//signal", "//relaxed", "//gpu release", "//put_signal"],
+    [
+        Steps(notify="release"),
+        Steps(notify="signal_block"),
+        Steps("copy", notify="signal_block"),
+        Steps(order="fence", notify="signal"),
+        Steps(order="quiet", notify="signal"),
+    ],
+    [
+        Steps(notify="signal"),
+        Steps("copy", notify="signal"),
+        Steps(notify="relaxed"),
+        Steps(notify="gpu release"),
+        Steps(notify="put_signal"),
+    ],
 )
-def test_own_stores_that_peers_read(how: str, clean: bool, get: bool) -> None:
+def test_own_stores_that_peers_read(steps: Steps, clean: bool, get: bool) -> None:
     """A signal, of a call or of a put, says nothing of what its sender has stored to its own memory."""
 
     @case
@@ -202,7 +231,7 @@ def test_own_stores_that_peers_read(how: str, clean: bool, get: bool) -> None:
             words = torch.arange(8) + 10 * torch.arange(n)[:, None] + 100 * (call + 1)
             out = torch.zeros(n, 8, dtype=torch.int64)
             given = mine[call], words[pe], out, signals[call], monitor.words, n
-            protocols.pull_stored[(1,)](*given, how.split("/"), get)
+            protocols.pull_stored[(1,)](*given, steps, get)
             monitor.check()
             assert torch.equal(out, words), f"call {call}: {out.tolist()} should be {words.tolist()}"
 
@@ -211,10 +240,20 @@ def test_own_stores_that_peers_read(how: str, clean: bool, get: bool) -> None:
 
 @pytest.mark.parametrize("reply", ["store", "put", "atomic", "signal"])
 @controls(
-    ["/release", "fence/relaxed", "quiet/relaxed", "/signal_block"],
-    ["/relaxed", "/gpu release", "/signal", "/put_signal"],
+    [
+        Steps(notify="release"),
+        Steps(order="fence", notify="relaxed"),
+        Steps(order="quiet", notify="relaxed"),
+        Steps(notify="signal_block"),
+    ],
+    [
+        Steps(notify="relaxed"),
+        Steps(notify="gpu release"),
+        Steps(notify="signal"),
+        Steps(notify="put_signal"),
+    ],
 )
-def test_own_stores_that_land_before_a_peer_is_told(how: str, clean: bool, reply: str) -> None:
+def test_own_stores_that_land_before_a_peer_is_told(steps: Steps, clean: bool, reply: str) -> None:
     """Nothing orders a store to the own memory before a later message to a peer, nor before what the peer writes."""
 
     @case
@@ -223,7 +262,7 @@ def test_own_stores_that_land_before_a_peer_is_told(how: str, clean: bool, reply
         monitor = tdcoll.WaitMonitor()
         box[:2] = 3
         tdcoll.barrier()
-        protocols.clear_and_tell[(1,)](box, told, answered, monitor.words, how.split("/"), reply)
+        protocols.clear_and_notify[(1,)](box, told, answered, monitor.words, steps, reply)
         monitor.check()
         tdcoll.barrier()
         assert pe or box[:2].tolist() == [7, 7], f"{box[:2].tolist()} should be 7, 7"
@@ -233,17 +272,26 @@ def test_own_stores_that_land_before_a_peer_is_told(how: str, clean: bool, reply
 
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 @controls(
-    ["acq_rel/fence/signal", "acq_rel/quiet/signal", "acq_rel//release", "acq_rel//signal_block"],
-    ["relaxed//release", "acq_rel//signal"],
+    [
+        Steps(count="acq_rel", order="fence", notify="signal"),
+        Steps(count="acq_rel", order="quiet", notify="signal"),
+        Steps(count="acq_rel", notify="release"),
+        Steps(count="acq_rel", notify="signal_block"),
+    ],
+    [Steps(count="relaxed", notify="release"), Steps(count="acq_rel", notify="signal")],
 )
-def test_a_release_carries_what_other_programs_have_released_to_this_one(how: str, clean: bool, push: bool) -> None:
+def test_a_release_carries_what_other_programs_have_released_to_this_one(
+    steps: Steps,
+    clean: bool,
+    push: bool,
+) -> None:
     """Order is cumulative: a release on the GPU, seen by a program that releases to the system."""
 
     @case
     def told(pe: int, n: int) -> None:
         mine, counter, signals = (tdcoll.zeros(4, torch.int64) for _ in range(3))
         monitor, out = tdcoll.WaitMonitor(), torch.zeros(4, dtype=torch.int64)
-        protocols.last_one_tells[(4,)](mine, counter, signals, out, monitor.words, push, how.split("/"))
+        protocols.last_one_notifies[(4,)](mine, counter, signals, out, monitor.words, push, steps)
         monitor.check()
         assert pe == 0 or (out == 7).all(), f"{out.tolist()} should be all 7"
 

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from cases import gather
+from cases import FORGETFUL, gather
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from protocols import Steps
 
 from tdcoll.simulator.network import Network
 from tdcoll.simulator.policy import Policy, RandomPolicy
@@ -143,7 +144,7 @@ def test_one_schedule_for_each_seed_on_both_backends_and_again(weak):
         for backend in (*BACKENDS, "greenlet"):
             world = World(4, seed=seed, weak=weak, backend=backend)
             gather(calls=2)(World(4, seed=seed))  # other work in between changes nothing
-            gather("nbi put/fence/signal/quiet", calls=2)(world)
+            gather(Steps("nbi put", order="fence", notify="signal", end="quiet"), calls=2)(world)
             fingerprints.append((world.scheduler.fingerprint, world.scheduler.steps))
         assert len(set(fingerprints[-3:])) == 1
     assert len(set(fingerprints)) == 2
@@ -152,7 +153,7 @@ def test_one_schedule_for_each_seed_on_both_backends_and_again(weak):
 def test_no_threads_are_left_behind():
     before = threading.active_count()
     with pytest.raises(Deadlock):
-        gather("PE 2 forgets PE 0//put_signal/")(World(4, backend="thread"))
+        gather(FORGETFUL)(World(4, backend="thread"))
     for thread in threading.enumerate():
         if thread.name.startswith("pe"):
             thread.join(timeout=5)

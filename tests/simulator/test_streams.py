@@ -19,7 +19,8 @@ import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.base.errors import ContextError, TdcollError
 from tdcoll.calls import pool
-from tdcoll.calls.pool import Budget, Pool
+from tdcoll.calls.budget import Budget
+from tdcoll.calls.implicit import ImplicitContext
 from tdcoll.calls.streams import copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
 from tdcoll.testing import Deadlock, World, explore, first_failure
 
@@ -90,7 +91,10 @@ def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -
         def host(pe: int) -> None:
             owner = runtime.current()
             budgets = [Budget(owner, range(N_PES), 20) for _ in range(3)]
-            kinds = [Pool(owner, range(N_PES), f"kind {i}", limit=NBYTES, budget=own) for i, own in enumerate(budgets)]
+            kinds = [
+                ImplicitContext(owner, range(N_PES), f"kind {i}", limit=NBYTES, budget=own)
+                for i, own in enumerate(budgets)
+            ]
             for kind in kinds:
                 assert kind.prepare(NBYTES), kind.problem
             contexts = [kind.context for kind in kinds]
@@ -115,7 +119,7 @@ def test_a_context_for_which_no_blocks_are_left(monkeypatch: pytest.MonkeyPatch)
         owner = runtime.current()
         owner.blocks_taken += 12 * pe
         budget = Budget(owner, range(N_PES), 20)
-        kind = Pool(owner, range(N_PES), "kind", limit=NBYTES, budget=budget)
+        kind = ImplicitContext(owner, range(N_PES), "kind", limit=NBYTES, budget=budget)
         assert not kind.prepare(64)
         assert kind.problem == "a context of 2 ranks needs 6 thread blocks, and other contexts have left 4"
         assert owner.blocks_taken == 12 * pe

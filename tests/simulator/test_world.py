@@ -14,6 +14,7 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from cases import case, device, expect, gather
+from protocols import Steps
 
 import tdcoll
 import tdcoll.language as tdl
@@ -267,7 +268,7 @@ def test_counts():
     assert (first.puts, first.put_bytes, first.signals, first.inter_node_bytes) == (6, 96, 6, 32)
     assert last.inter_node_bytes == 96
     stores = World(4, weak=True)
-    gather("copy//release/", calls=1)(stores)
+    gather(Steps("copy", notify="release"), calls=1)(stores)
     assert (stores.counts[0].puts, stores.counts[0].store_bytes) == (0, 3 * (16 + 8))
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from loading import TUTORIALS, load
-from tiers import second, seeds
+from tiers import seeds, slow_tier
 
 from tdcoll.testing import World, explore
-from tdcoll.tools.bench import timing
+from tdcoll.tools.measure import timing
 
 helpers = load("helpers")
 NOTIFY, ALL_GATHER, ALL_REDUCE = load("01-notify-and-wait"), load("02-all-gather"), load("05-all-reduce")
@@ -34,20 +34,20 @@ REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
 @pytest.mark.parametrize(
     ("module", "ranks", "nodes", "told"),
     [
-        second(NOTIFY, 2, 1, ["hello", "queue", "deadline"]),
+        slow_tier(NOTIFY, 2, 1, ["hello", "queue", "deadline"]),
         (
             ALL_GATHER,
             4,
             1,
             ["4 rank(s) on 1 node(s)", "my_all_gather", "2d", "all_gather ll", "all_gather 1d", *GATHERED],
         ),
-        second(
+        slow_tier(
             ALL_GATHER,
             4,
             2,
             ["4 rank(s) on 2 node(s) (2 + 2)", "my_all_gather", "all_gather 1d", "all_gather 2d", *GATHERED],
         ),
-        second(ALL_REDUCE, 3, 2, ["3 rank(s) on 2 node(s) (2 + 1)", *REDUCED]),
+        slow_tier(ALL_REDUCE, 3, 2, ["3 rank(s) on 2 node(s) (2 + 1)", *REDUCED]),
     ],
     ids=name,
 )

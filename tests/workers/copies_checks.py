@@ -20,7 +20,7 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.call import spec_of
+from tdcoll.calls.collective import spec_of
 
 ROUNDS = 16
 """Rounds of the litmus test between two barriers. Each has data and a stamp of its own."""

@@ -9,29 +9,35 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from dense_parts import (
+    CALLER_BUFFER,
+    IN_PLACE,
+    OUT_OF_PLACE,
     SPECS,
+    SYMMETRIC,
     Calls,
     Watched,
     cases,
     data,
-    had,
     in_pieces,
+    in_turn,
     kind_of,
     kinds_of,
     left_alone,
-    make,
+    make_call,
     place,
     reference,
     replay_captured,
     right,
     served,
     sizes_of,
+    supported,
     wanted,
 )
 from harness import (
@@ -47,10 +53,12 @@ from harness import (
     simulated,
     world,
 )
+from landings import facts_on
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.calls.launches import facts_of, launches_of
+from tdcoll.calls.call_launches import launches_of
+from tdcoll.calls.launch_spec import KernelOptions
 from tdcoll.primitives.reduce import OPERATIONS_OF
 
 OTHERS = (torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
@@ -75,8 +83,7 @@ def sizes() -> str:
                         watched.call(ctx, kind, every, n, algorithm, should, offset=3 * (call % 2))
                         used.add(algorithm)
                         if n == 1000 and algorithm != "auto":  # more chunks and words than anything takes by itself
-                            form = {"in_place": kind == "p", "symmetric": kind in "st"}
-                            facts = facts_of(ctx, n * dtype.itemsize, dtype if spec.reduces else None, **form)
+                            facts = facts_on(ctx, n * dtype.itemsize, dtype if spec.reduces else None, **kind.form)
                             if len(spec.epochs(facts, algorithm)) == 1:
                                 plan = in_pieces(spec, facts, algorithm, 7, warps=8)
                                 watched.call(ctx, kind, every, n, plan, should)
@@ -111,7 +118,7 @@ def dtypes_and_operations() -> str:
                     ways += [(flagged, name) for _, name in ways if spec.algorithm(name).words]
                 for (ctx, algorithm), op in covering(ways, ops, call):
                     out = torch.empty_like(wanted(spec, every, op))
-                    make(spec, "o", every[rank()], out, ctx, algorithm, op)
+                    make_call(spec, OUT_OF_PLACE, every[rank()], out, ctx, algorithm, op)
                     right(out, wanted(spec, every, op), f"{spec.name}, {algorithm}, {op} of {dtype}")
                     done += 1
             usual.check()
@@ -134,7 +141,9 @@ def larger_calls_are_several_epochs() -> None:
                     for algorithm in ("auto", *served(spec, ctx, n * dtype.itemsize, dtype, kind)):
                         watched.call(ctx, kind, every, n, algorithm, should)
             far = torch.zeros(world() << 20, dtype=dtype, device=device())
-            refused = partial(make, spec, "o", far, far.new_zeros(spec.results(far.shape, world())[0]), ctx)
+            refused = partial(
+                make_call, spec, OUT_OF_PLACE, far, far.new_zeros(spec.results(far.shape, world())[0]), ctx
+            )
             expect_raises(tdcoll.ContextError, refused, "epochs of", "max_bytes_per_rank=")
             ctx.check()
         watched.done("larger calls")
@@ -149,7 +158,8 @@ def large_calls_by_words_are_several_epochs() -> str:
     mine, should = every[rank()], wanted(spec, every)
     few = wanted(spec, [tensor[:1000] for tensor in every])
     with tdcoll.CollectiveContext(max_bytes_per_rank=room) as ctx:
-        launch = launches_of(spec, ctx, mine.nbytes, "auto", options=(mine.dtype, "sum"))
+        facts = facts_on(ctx, mine.nbytes, mine.dtype)
+        launch = launches_of(spec, ctx, facts, options=KernelOptions(mine.dtype, "sum"))
         out, inside, less = torch.empty_like(mine), mine.clone(), mine[:1000].clone()
 
         def calls() -> None:
@@ -207,10 +217,12 @@ def many_calls_with_a_straggler() -> str:
             if rank() == late and cycles and not simulated():
                 torch.cuda._sleep(cycles)
             names = served(spec, ctx, 4 * n, torch.int32)
-            should, kind = wanted(spec, every, "max"), "oi"[call % 2] if "i" in kinds_of(spec) else "o"
+            should = wanted(spec, every, "max")
+            kinds = supported((OUT_OF_PLACE, IN_PLACE), kinds_of(spec))
+            kind = kinds[call % len(kinds)]
             placed = place(spec, kind, n, 0, ctx, torch.int32, None)
             placed.tensor.copy_(every[rank()])
-            make(spec, kind, placed.tensor, placed.out, ctx, names[chooser.randrange(len(names))], "max")
+            make_call(spec, kind, placed.tensor, placed.out, ctx, names[chooser.randrange(len(names))], "max")
             wrong += (placed.out != should).sum()
         ctx.check()
     expect(int(wrong) == 0, f"{int(wrong)} wrong numbers in {calls} calls")
@@ -222,11 +234,19 @@ def epochs_of_more_than_32_bits() -> None:
     """LL's flags are 32 of them: the second call has words that were never written, and whose flag would be zero."""
     for spec in SPECS:
         for words in (None, 0) if spec.reduces else (None,):
-            case = Calls(spec, "auto", first=(1 << 32) - 1, lamport_bytes=words, counts=(1000,))
-            with case.context() as ctx:
-                names = served(spec, ctx, 1000, case.kind)
+            calls = Calls(
+                spec,
+                ("auto",),
+                4 * (OUT_OF_PLACE,),
+                counts=(100, 1000),
+                first=(1 << 32) - 1,
+                lamport_bytes=words,
+                pieces=0,
+            )
+            with calls.context() as ctx:
+                names = served(spec, ctx, 1000, calls.tensor_dtype)
             for name in names:
-                Calls(spec, name, "oooo", (100, 1000), first=(1 << 32) - 1, lamport_bytes=words, pieces=0).host(rank())
+                replace(calls, algorithms=(name,)).host(rank())
 
 
 @check
@@ -245,14 +265,15 @@ def subgroups() -> None:
                 every = data(spec, 2, 40, kind_of(spec), len(order))
                 should = reference(spec, every, ctx.topology)
                 out = torch.empty_like(should)
-                make(spec, "o", every[ctx.rank], out, ctx)
+                make_call(spec, OUT_OF_PLACE, every[ctx.rank], out, ctx)
                 right(out, should, f"{spec.name} in {order}")
             ctx.check()
         if world() > 1:
             outside = partial(tdcoll.CollectiveContext, halves[1 - mine], max_bytes_per_rank=1)
             expect_raises(ValueError, outside, "does not contain")
     for spec in SPECS:  # all ranks, whose heaps differ
-        Calls(spec, "auto", had(spec, "oi"), (100,)).host(rank())
+        kinds = in_turn(supported((OUT_OF_PLACE, IN_PLACE), kinds_of(spec)), 2)
+        Calls(spec, ("auto",), kinds, counts=(100,)).host(rank())
     if extra is not None:
         tdcoll.free(extra)
 
@@ -267,9 +288,9 @@ def other_devices() -> None:
         for spec in SPECS:
             call, x = partial(getattr(tdcoll, spec.name), ctx=ctx), torch.zeros(4 * world(), device=device())
             expect_raises(ValueError, partial(call, x.cpu()), "tensor", "cuda")
-            for form in set(kinds_of(spec)) & {*"sp"}:
-                ordinary = place(spec, "i", 4, 0, ctx, torch.float32, None)
-                refused = partial(make, spec, form, ordinary.tensor, ordinary.out, ctx)
+            for kind in supported((SYMMETRIC, CALLER_BUFFER), kinds_of(spec)):
+                ordinary = place(spec, IN_PLACE, 4, 0, ctx, torch.float32, None)
+                refused = partial(make_call, spec, kind, ordinary.tensor, ordinary.out, ctx)
                 expect_raises(tdcoll.NotSymmetricError, refused, "symmetric heap")
             call(x)
         ctx.check()
@@ -312,7 +333,7 @@ def streams_in_turn() -> None:
                 for number in range(first, first + 4):
                     with torch.cuda.stream(streams[number % 2]):
                         torch.cuda._sleep(200_000 * (1 + number % 3))
-                        make(spec, "o", every[number][rank()], outs[number], ctx)  # noqa: B023
+                        make_call(spec, OUT_OF_PLACE, every[number][rank()], outs[number], ctx)  # noqa: B023
 
             calls(0, (here, side_stream))
             graph = torch.cuda.CUDAGraph()
@@ -342,7 +363,7 @@ def some_ranks_replay_what_others_call() -> str:
             should, mine = wanted(spec, every), every[rank()]
             out = torch.empty_like(mine)
             tdcoll.all_reduce(mine, ctx=ctx, out=out)
-            plan = launches_of(spec, ctx, mine.nbytes, "auto", options=(dtype, "sum")).plan
+            plan = launches_of(spec, ctx, facts_on(ctx, mine.nbytes, dtype), options=KernelOptions(dtype, "sum")).plan
             plans.append(f"{mine.nbytes >> 10} KB {plan.algorithm}")
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()

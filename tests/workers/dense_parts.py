@@ -10,31 +10,57 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import device, expect, simulated, world
+from landings import facts_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from collectives.suite.calls import (
-    SPECS,
-    Calls,
-    different,
-    had,
-    in_pieces,
+from collectives.suite.calls import Calls, in_pieces
+from collectives.suite.data import SPECS, different, pattern, reference, values
+from collectives.suite.kinds import (
+    CALLER_BUFFER,
+    IN_PLACE,
+    OUT_OF_PLACE,
+    SYMMETRIC,
+    Kind,
+    in_turn,
     kinds_of,
-    make,
-    pattern,
+    make_call,
     place,
-    reference,
-    values,
+    supported,
 )
 from primitives import cases
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.calls.launches import facts_of
 from tdcoll.calls.spec import Collective
 
-__all__ = ["SIZES", "SPECS", "Calls", "Watched", "cases", "data", "had", "in_pieces", "kind_of", "kinds_of"]
-__all__ += ["left_alone", "make", "place", "reference", "replay_captured", "right", "served", "sizes_of", "wanted"]
+__all__ = [
+    "CALLER_BUFFER",
+    "IN_PLACE",
+    "OUT_OF_PLACE",
+    "SIZES",
+    "SPECS",
+    "SYMMETRIC",
+    "Calls",
+    "Kind",
+    "Watched",
+    "cases",
+    "data",
+    "in_pieces",
+    "in_turn",
+    "kind_of",
+    "kinds_of",
+    "left_alone",
+    "make_call",
+    "place",
+    "reference",
+    "replay_captured",
+    "right",
+    "served",
+    "sizes_of",
+    "supported",
+    "wanted",
+]
 
 SIZES = [0, 7, 1000] if simulated() else [0, 1, 2, 7, 255, 1000, 4096, 65536 + 3, 1 << 18, 3 << 20]
 
@@ -44,11 +70,14 @@ def kind_of(spec: Collective) -> torch.dtype:
 
 
 def served(
-    spec: Collective, ctx: tdcoll.CollectiveContext, nbytes: int, dtype: torch.dtype, kind: str = "o"
+    spec: Collective,
+    ctx: tdcoll.CollectiveContext,
+    nbytes: int,
+    dtype: torch.dtype,
+    kind: Kind = OUT_OF_PLACE,
 ) -> list[str]:
     """Algorithms that serve segments of so many bytes on all ranks of this context."""
-    form = {"in_place": kind == "p", "symmetric": kind in "st"}
-    facts = facts_of(ctx, nbytes, dtype if spec.reduces else None, **form)
+    facts = facts_on(ctx, nbytes, dtype if spec.reduces else None, **kind.form)
     return [each.name for each in spec.algorithms if each.supports(facts) is None]
 
 
@@ -84,17 +113,16 @@ class Watched:
         self.wrong = torch.zeros((), dtype=torch.int64, device=device())
 
     def call(
-        self, ctx: tdcoll.CollectiveContext, kind: str, every: list[torch.Tensor], n: int, how: Any,
+        self, ctx: tdcoll.CollectiveContext, kind: Kind, every: list[torch.Tensor], n: int, how: Any,
         should: torch.Tensor, offset: int = 0, op: str = "sum",
     ) -> None:  # fmt: skip
         """Make a call, and look at everything around its result as well."""
         placed = place(self.spec, kind, n, offset, ctx, self.dtype, self.shared)
         placed.tensor.copy_(every[ctx.rank])
-        expect(
-            make(self.spec, kind, placed.tensor, placed.out, ctx, how, op) is placed.out, "a call returns its result"
-        )
+        got = make_call(self.spec, kind, placed.tensor, placed.out, ctx, how, op)
+        expect(got is placed.out, "a call returns its result")
         for memory in placed.memories:
-            self.wrong += different(memory, placed.should(memory, every[ctx.rank], should))
+            self.wrong += different(memory, placed.expected(memory, every[ctx.rank], should))
 
     def done(self, what: str) -> None:
         """Raise if anything was wrong; give the memory back."""

@@ -9,8 +9,10 @@ import logging
 from backend_job import join
 from harness import run
 
-for part in ("order_checks", "checks", "tensors_checks", "groups_checks", "training_checks"):
-    importlib.import_module(f"distributed_{part}")
+PARTS = ("order_", "", "forms_", "averages_", "works_", "observers_", "tensors_", "groups_", "training_")
+
+for part in PARTS:
+    importlib.import_module(f"distributed_{part}checks")
 
 if __name__ == "__main__":
     from distributed_groups_checks import Remember, again

@@ -135,7 +135,7 @@ def debug_mode_compares_before_it_decides() -> None:
 
         wrong(gather, "elements", f"rank {n - 1} cannot make this call: all_gather: output must be")
         wrong(scatter, "elements", f"rank {n - 1} cannot make this call: reduce_scatter: input must be")
-        wrong(into_a_list, "as large as", f"rank {n - 1} cannot make this call: all_gather: all tensors")
+        wrong(into_a_list, "as large as", f"rank {n - 1} cannot make this call: all_gather: the input")
         wrong(into_a_short_list, "one per rank", f"rank {n - 1} cannot make this call: all_gather: the list must")
         for call, words in ((reduce_more, "bytes"), (reduce_other, "op"), (another_kind, "the same collective calls")):
             wrong(call, words, words)

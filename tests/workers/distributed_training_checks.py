@@ -12,7 +12,7 @@ from harness import check, device, everyone, expect, expect_raises, rank, shared
 from torch import nn
 from torch._dynamo import convert_frame
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tdcoll
 from tdcoll import runtime
@@ -135,6 +135,29 @@ def clipping_of_sharded_beside_sparse_and_other_gradients() -> None:
             torch.testing.assert_close(got, wanted)
 
 
+@check
+def clipping_of_gradients_of_several_meshes() -> None:
+    """DTensors of two meshes, which torch's function doesn't take together, with and without other gradients."""
+    meshes = init_device_mesh(device().type, (world(),)), init_device_mesh(device().type, (1, world()))
+    shards = [Shard(0)], [Replicate(), Shard(0)]
+    for order, beside in ((1.0, False), (2.0, True), (0.0, True), (float("inf"), False), (float("-inf"), True)):
+        sharded, dense = [], []
+        for place, (mesh, placements) in enumerate(zip(meshes, shards, strict=True)):
+            whole = torch.arange(1.0, 1 + 4 * world(), device=device()).view(2 * world(), 2) * (place + 1)
+            for list_, grad in ((sharded, distribute_tensor(whole, mesh, placements)), (dense, whole.clone())):
+                list_.append(nn.Parameter(torch.zeros_like(grad)))
+                list_[-1].grad = grad
+        if beside:
+            for list_ in (sharded, dense):
+                list_.append(nn.Parameter(torch.zeros(3, device=device())))
+                list_[-1].grad = torch.full((3,), 5.0, device=device())
+        expect_raises(RuntimeError, lambda s=sharded, o=order: nn.utils.clip_grad_norm_(s, 2.0, o))
+        got = [tdcoll.distributed.clip_grad_norm_(sharded, 2.0, order)]
+        got += [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in sharded]
+        wanted = [nn.utils.clip_grad_norm_(dense, 2.0, order), *(parameter.grad for parameter in dense)]
+        torch.testing.assert_close(got, wanted)
+
+
 def other_group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo" if device().type == "cpu" or shared() else "cpu:gloo,cuda:nccl")
 
@@ -142,7 +165,7 @@ def other_group() -> dist.ProcessGroup:
 def exchanges() -> int:
     """How many calls the hook and the reducers have made by tdcoll."""
     sums = runtime.current().contexts.get(("tdcoll.distributed", tuple(everyone())))
-    return 0 if sums is None or sums.context is None else sums.context.exchanges
+    return 0 if sums is None or sums.context is None else int(sums.context.lists_made)
 
 
 @check
@@ -264,6 +287,18 @@ def reducer() -> None:
     expect(exchanges() - before <= len(batches) + 2, "a call for each step, and two that grow the context at most")
     grads = [table.weight.grad is None for table in model.tables]
     expect(grads == [False, True, True], f"a table that nobody used has no gradient: {grads}")
+    sums.close()
+
+
+@check
+def reducer_of_strided_weights() -> None:
+    """The weights become rank 0's, and what lies between them stays."""
+    whole = torch.full((16, 8), 7.0 + rank(), device=device())
+    table = nn.Embedding(16, 4, sparse=True, device=device())
+    table.weight = nn.Parameter(whole[:, ::2])
+    sums = SparseGradientReducer(table, other_group())
+    expect(bool((whole[:, ::2] == 7).all()), f"weights: {whole}")
+    expect(bool((whole[:, 1::2] == 7 + rank()).all()), f"between the weights: {whole}")
     sums.close()
 
 

@@ -14,8 +14,9 @@ from harness import check, device, expect, rank, scaled, simulated, world
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import tdcoll
-from tdcoll.calls import launch as launches
-from tdcoll.calls.launch import Launch
+from tdcoll.calls import kernel_launch as launches
+from tdcoll.calls.call_launches import CallLaunches
+from tdcoll.calls.kernel_launch import KernelLaunch
 
 N = 3000
 """How many numbers a tensor has. They are whole ones, so that sums are exact in any order."""
@@ -77,14 +78,14 @@ def launches_are_early() -> str:
     with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
         expect(ctx.early, "a context of the usual kind")
         tdcoll.all_reduce(torch.ones(4, device=device()), ctx=ctx)
-        made = [run_of for run_of in ctx.known.values() if hasattr(run_of, "_launches")]
+        made = [made for made in ctx.cache.values() if isinstance(made, CallLaunches)]
         expect(made, "nothing was launched")
-        first: Launch = made[0]._launches[0]
+        first: KernelLaunch = made[0].steps[0]
         early = "launch_pdl" in first._options
-        expect(early == launches._early_launches(), f"early: {early}")
+        expect(early == launches._supports_early_launches(), f"early: {early}")
         if early:
-            assert first._prepared is not None
-            expect(first._prepared.config.n_attributes == 1, "the driver is not asked for it")
+            assert first._loaded is not None
+            expect(first._loaded.config.n_attributes == 1, "the driver is not asked for it")
         ctx.check()
     with tdcoll.CollectiveContext(max_bytes_per_rank=1024, max_blocks=64) as ctx:
         expect(not ctx.early, "a context with a budget of thread blocks")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from harness import check, device, expect, rank, scaled, simulated, world
+from landings import facts_on
 from tensors import given, same_bits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -15,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fused.norms import norm_reference
 
 import tdcoll
-from tdcoll.calls.launches import facts_of
 from tdcoll.calls.plan import Plan
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.policy import ALGORITHMS, COMPOSED, NormRows, choose
@@ -41,7 +41,7 @@ def algorithms(ctx: tdcoll.CollectiveContext, rows: int, hidden: int, dtype: tor
             pieces = [plan for plan in pieces if plan.chunks <= 8]  # its code is repeated for each; 64 take minutes
         for asked in (name, *pieces):
             try:
-                choose(shape, facts_of(ctx, 0, dtype), asked)
+                choose(shape, facts_on(ctx, 0, dtype), asked)
             except ValueError:
                 continue
             found.append(asked)

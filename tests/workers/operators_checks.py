@@ -160,6 +160,32 @@ def compiled_like_eager(**how: Any) -> None:
         torch.testing.assert_close(ours, theirs, atol=3e-2, rtol=3e-2)
 
 
+@check
+def own_calls_in_compiled_code() -> None:
+    """The graph breaks at each, on every rank alike; ``tests/calls/test_compiled.py`` has all kinds."""
+
+    def step(x: torch.Tensor, ctx: tdcoll.CollectiveContext | None) -> torch.Tensor:
+        y = tdcoll.all_reduce(x * 2, ctx=ctx) + 1
+        return tdcoll.all_gather(y.relu())
+
+    def with_gradient(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        tdcoll.reduce_scatter(x * (rank() + 1)).sum().backward()
+        return x.grad
+
+    x = torch.arange(2.0 * world(), device=device()) + rank()
+    with tdcoll.CollectiveContext() as ctx:
+        for call in (lambda f: f(x, None), lambda f: f(x, ctx)):
+            wanted = call(step)
+            torch._dynamo.reset()
+            made = torch.compile(step, backend="aot_eager")
+            for _ in range(3):
+                expect(torch.equal(call(made), wanted), "a compiled step")
+        wanted = with_gradient(x)
+        expect(torch.equal(torch.compile(with_gradient, backend="aot_eager")(x), wanted), "a compiled backward pass")
+        ctx.check()
+
+
 @check(gpu_only=True)
 def compiled_by_inductor() -> None:
     graphs, fused = {"mode": "reduce-overhead"}, {"backend": ops.fusing}

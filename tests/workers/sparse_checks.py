@@ -146,8 +146,14 @@ def sparse_many_calls_with_a_straggler() -> str:
 # ---------------------------------------------------------------------- results of fixed size
 
 
-def _replay(captured: int, replays: int, algorithm: str, coalesced: bool, dtype: torch.dtype, rows: int) -> None:
-    """``captured`` calls as one graph, with other rows and values in every replay, and eager calls in between."""
+def _replay(
+    captured: int, replays: int, algorithm: str, coalesced: bool, dtype: torch.dtype, rows: int, alone: bool = False
+) -> None:
+    """``captured`` calls as one graph, with other rows and values in every replay, and eager calls in between.
+
+    ``alone``: on rank 0 only, which also captures a graph that it doesn't replay; the other ranks make all calls
+    eagerly.
+    """
     num_rows, dim = 40 * rows, 64
     ctx = tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=dim * dtype.itemsize)
     step = torch.zeros((), dtype=torch.int64, device=device())
@@ -180,16 +186,21 @@ def _replay(captured: int, replays: int, algorithm: str, coalesced: bool, dtype:
 
     one()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(captured):
-            one()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(1 + alone)] if rank() == 0 or not alone else []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            for _ in range(captured):
+                one()
     for replay in range(replays):
-        graph.replay()
+        if graphs:
+            graphs[-1].replay()
+        else:
+            for _ in range(captured):
+                one()
         if replay % 7 == 3:
             one()
     ctx.check()
-    what = f"{captured} calls captured, {algorithm}, {dtype}, coalesced {coalesced}"
+    what = f"{captured} calls captured{' on rank 0' * alone}, {algorithm}, {dtype}, coalesced {coalesced}"
     expect(int(wrong) == 0, f"{int(wrong)} wrong elements, {what}")
     expect(int(step) >= replays * captured, f"the graph did not run, {what}")
     ctx.close()
@@ -203,6 +214,15 @@ def sparse_graphs() -> None:
         _replay(captured, replays, "owner", False, torch.float32, 300)
         _replay(captured, replays, "gather", False, torch.float32, 20)
         _replay(captured, replays, "owner", True, torch.bfloat16, 300)
+
+
+@check(gpu_only=True)
+def sparse_graphs_on_one_rank() -> None:
+    """A rank replays while the others call, and has captured a graph that it doesn't use."""
+    replays = scaled(50, 0, shared_gpus=11)
+    for captured in (1, 2):
+        _replay(captured, replays, "owner", False, torch.float32, 300, alone=True)
+        _replay(captured, replays, "gather", False, torch.float32, 20, alone=True)
 
 
 # ---------------------------------------------------------------------- streams

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 
 from tdcoll import runtime
-from tdcoll.calls.call import make
+from tdcoll.calls.collective import CollectiveOptions
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
-from tdcoll.collectives.all_gather.spec import SPEC
+from tdcoll.calls.run import run
+from tdcoll.collectives.all_gather.spec import OPERATION
 
 
 def all_gather(
@@ -42,8 +43,7 @@ def all_gather(
             uses a context of tdcoll's own. To make it, and to enlarge it, is collective and synchronises.
         ctx: a context of yours, instead of ``group``.
         algorithm: ``"ll"``, ``"direct"``, ``"loop"`` (any number of thread blocks), ``"ce"`` (copy engines),
-            ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table, size and topology. With
-            ``"ce"`` peers write into symmetric memory even after a timeout, so that it is undefined then.
+            ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table, size and topology.
         symmetric: ``out`` is symmetric memory that peers may write to, as for :func:`all_gather_`.
 
     Returns:
@@ -61,7 +61,9 @@ def all_gather(
     Algorithms: one-sided puts, each with a signal (NVSHMEM documentation, *Signaling Operations*), or stores with a
     released flag inside a node; a hierarchical exchange between nodes; LL (after NCCL's protocol) for small sizes.
     """
-    return make(SPEC, tensor, out=out, group=group, ctx=ctx, algorithm=algorithm, symmetric=symmetric)
+    tensors = (tensor,) if out is None else (tensor, out)
+    options = CollectiveOptions(None, algorithm, symmetric)
+    return run(OPERATION, tensors, options, group, ctx)
 
 
 def all_gather_(
@@ -94,4 +96,5 @@ def all_gather_(
         NotSymmetricError: ``tensor`` is not symmetric memory of the group.
         Others: as for :func:`all_gather`.
     """
-    return make(SPEC, tensor, group=group, ctx=ctx, algorithm=algorithm, in_place=True, names=("tensor", "tensor"))
+    options = CollectiveOptions(None, algorithm, in_place=True)
+    return run(OPERATION, (tensor,), options, group, ctx, names=("tensor", "tensor"))

@@ -9,19 +9,19 @@ from typing import Any
 
 import triton
 
+from tdcoll.calls.call_launches import CallLaunches, launches_by
+from tdcoll.calls.collective import CollectiveOperation
 from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.launches import (
-    Launches,
-    Planned,
-    facts_of,
-    launches_by,
+from tdcoll.calls.launch_spec import (
+    KernelOptions,
+    LaunchSpec,
+    device_table,
     local_peers,
     make_routes,
-    on_device,
     rail_routes,
     successors,
 )
-from tdcoll.calls.plan import cut_chunks, needs_puts, needs_rails, needs_stores, per_segment
+from tdcoll.calls.plan import Facts, Landing, cut_chunks, needs_puts, needs_rails, needs_stores, per_segment
 from tdcoll.calls.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_gather.policy import blocks_of_puts, default, epoch
@@ -29,25 +29,25 @@ from tdcoll.collectives.exchange.spec import algorithms, early
 from tdcoll.primitives.puts import Routes
 
 
-def _routes(call: Planned) -> Routes:
+def _routes(call: LaunchSpec) -> Routes:
     """Return the ranks that this rank sends to."""
     ctx, topology = call.ctx, call.ctx.topology
     if call.plan.algorithm == "2d":
         return rail_routes(ctx, "all_gather")
     remote = [rank for rank in successors(topology) if topology.nodes[rank] != topology.node]
-    return on_device(ctx, "all_gather", "to all", lambda: make_routes(ctx, local_peers(topology), remote))
+    return device_table(ctx, "all_gather", "to all", lambda: make_routes(ctx, local_peers(topology), remote))
 
 
-def _puts(call: Planned) -> dict[str, Any]:
+def _puts(call: LaunchSpec) -> dict[str, Any]:
     block = triton.next_power_of_2(call.ctx.world_size)
-    return {"routes": _routes(call), "BLOCK": block, "COUNTED": bool(call.options)}
+    return {"routes": _routes(call), "BLOCK": block, "COUNTED": call.options.device_counted}
 
 
 SPEC = Collective(
     name="all_gather",
     segments=(1, WORLD),
     algorithms=(
-        *algorithms(same=True),
+        *algorithms(one_segment=True),
         Algorithm(
             "ring",
             supports=needs_stores,
@@ -87,8 +87,11 @@ SPEC = Collective(
     in_place=True,
 )
 
+OPERATION = CollectiveOperation(SPEC)
+"""Makes the calls."""
 
-def counted_launches(ctx: CollectiveContext, nbytes: int) -> Launches:
+
+def counted_launches(ctx: CollectiveContext, nbytes: int) -> CallLaunches:
     """Return prepared launches of all-gathers in place whose sizes are counted on the device, for other collectives.
 
     A call, ``launches(segment, segments)``, is one epoch of ``ctx``, which the caller has begun. Afterwards every rank
@@ -99,9 +102,12 @@ def counted_launches(ctx: CollectiveContext, nbytes: int) -> Launches:
             rank's own is filled, and begins with an int64: the bytes that it uses, itself included.
     """
 
-    def make() -> Launches:
-        facts = facts_of(ctx, nbytes, in_place=True)
+    key = ("all_gather", "device counted", nbytes)
+    launches: CallLaunches | None = ctx.cache.get(key)
+    if launches is None:
+        facts = Facts.of(ctx, nbytes, landing=Landing.CALLER_BUFFER)
         plan = SPEC.choose(dataclasses.replace(facts, ll_bytes=-1))
-        return launches_by(SPEC, ctx, facts, plan, "counted")
-
-    return ctx.once(("all_gather", "counted", nbytes), make)
+        options = KernelOptions(device_counted=True)
+        launches = launches_by(SPEC, ctx, facts, plan, options)
+        ctx.remember(key, launches)
+    return launches

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 
 from tdcoll import runtime
-from tdcoll.calls.call import make
+from tdcoll.calls.collective import CollectiveOptions
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
-from tdcoll.collectives.all_reduce.spec import SPEC
+from tdcoll.calls.run import run
+from tdcoll.collectives.all_reduce.spec import OPERATION
 
 
 def all_reduce(
@@ -56,7 +57,9 @@ def all_reduce(
     Algorithms: one-shot and two-shot (Rabenseifner, 2004) by the Lamport protocol (TensorRT-LLM) or LL (NCCL); stores
     or puts with a signal per chunk; between nodes, the sums of nodes are exchanged by rails.
     """
-    return make(SPEC, tensor, op=op, out=out, group=group, ctx=ctx, algorithm=algorithm, symmetric=symmetric)
+    tensors = (tensor,) if out is None else (tensor, out)
+    options = CollectiveOptions(op, algorithm, symmetric)
+    return run(OPERATION, tensors, options, group, ctx)
 
 
 def all_reduce_(
@@ -82,14 +85,5 @@ def all_reduce_(
     Raises:
         Errors as :func:`all_reduce`.
     """
-    return make(
-        SPEC,
-        tensor,
-        op=op,
-        out=tensor,
-        group=group,
-        ctx=ctx,
-        algorithm=algorithm,
-        symmetric=symmetric,
-        names=("tensor", "tensor"),
-    )
+    options = CollectiveOptions(op, algorithm, symmetric)
+    return run(OPERATION, (tensor, tensor), options, group, ctx, names=("tensor", "tensor"))

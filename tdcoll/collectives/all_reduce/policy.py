@@ -89,7 +89,7 @@ def pieces(facts: Facts, algorithm: str) -> int:
         return 1 + max(1, 4 // facts.itemsize)
     if needs_stores(facts) is not None:  # an outbox between the two, if a rank has to put
         return 3
-    return 1 if algorithm in ("direct", "loop", "ce") and facts.symmetric else 2
+    return 1 if algorithm in ("direct", "loop", "ce") and facts.symmetric_result else 2
 
 
 def piece_bytes(facts: Facts, algorithm: str) -> int:
@@ -121,7 +121,7 @@ def default(facts: Facts) -> str:
         if fits and not (loops and facts.max_blocks < _MANY_BLOCKS):
             return "one_shot"
         epoch = TWO_SHOT.epoch(facts) if two else 0
-        several = epoch >= _LEAST_EPOCH and not facts.symmetric  # where stores are zero-copy
+        several = epoch >= _LEAST_EPOCH and not facts.symmetric_result  # where stores are zero-copy
         if two and not loops and (epoch == facts.nbytes or several):
             return "two_shot"
     for name, needs in (

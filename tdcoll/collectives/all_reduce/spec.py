@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tdcoll.calls.copies import Copies, Copy, Hop, kernel, sums
-from tdcoll.calls.launches import Planned, by_words, on_device, rail_routes, routes_beside_stores, tiles
+from tdcoll.calls import copies
+from tdcoll.calls.collective import CollectiveOperation
+from tdcoll.calls.launch_spec import LaunchSpec, by_words, device_table, rail_routes, routes_beside_stores, tiles
 from tdcoll.calls.plan import Facts, Plan, loop_blocks, needs_puts, needs_rails, needs_stores, summing_blocks
 from tdcoll.calls.spec import Algorithm, Collective
 from tdcoll.collectives.all_reduce import kernels_direct, kernels_loop, kernels_nodes, kernels_puts, kernels_words
@@ -28,23 +29,23 @@ from tdcoll.collectives.all_reduce.policy import (
 from tdcoll.primitives.group import nodes_of
 
 
-def _parts(call: Planned) -> dict[str, Any]:
+def _parts(call: LaunchSpec) -> dict[str, Any]:
     facts, algorithm = call.facts, call.plan.algorithm
     part, piece = part_bytes(facts.nbytes, parts(facts.topology, algorithm)), piece_bytes(facts, algorithm)
     second = (pieces(facts, algorithm) - 1) * piece
-    return {**tiles(call), "part": part, "outbox": piece, "second": second, "ZERO_COPY": facts.symmetric}
+    return {**tiles(call), "part": part, "outbox": piece, "second": second, "ZERO_COPY": facts.symmetric_result}
 
 
-def _by_puts(call: Planned) -> dict[str, Any]:
+def _by_puts(call: LaunchSpec) -> dict[str, Any]:
     ctx, topology = call.ctx, call.ctx.topology
     routes = (rail_routes if call.plan.algorithm == "2d" else routes_beside_stores)(ctx, "all_reduce")
-    nodes = on_device(ctx, "all_reduce", "nodes", lambda: nodes_of(topology, ctx.device))
+    nodes = device_table(ctx, "all_reduce", "nodes", lambda: nodes_of(topology, ctx.device))
     return {**_parts(call), "routes": routes, "nodes": nodes, "place": topology.place}
 
 
 def _direct_blocks(facts: Facts, plan: Plan) -> int:
     world = facts.topology.world_size
-    return plan.chunks * (world + 1 if facts.symmetric else 2 * world - 1)
+    return plan.chunks * (world + 1 if facts.symmetric_result else 2 * world - 1)
 
 
 def _by_parts(
@@ -66,15 +67,16 @@ def _by_parts(
     )
 
 
-def _copies(call: Planned) -> Copies:
-    """Two hops, as ``direct``: parts to the first half of the inbox, sums to the second or into the result."""
-    ctx, room, values, direct = call.ctx, call.ctx.capacity, _parts(call), call.facts.symmetric
-    part, second = values["part"], values["second"]
-    sizes = [min(part, max(0, call.facts.nbytes - rank * part)) for rank in range(ctx.world_size)]
-    parts, mine = sums(call, part, sizes, whole=True), ctx.rank * part
-    sent = dict.fromkeys(parts.sent, Copy(mine, mine if direct else ctx.rank * room + second, sizes[ctx.rank]))
-    taken = [Copy(peer * room + second, peer * part, sizes[peer]) for peer in sent if not direct]
-    return Copies(call, parts, Hop(sent, of_result=True, into_result=direct, taken=taken))
+def _copies(spec: LaunchSpec) -> copies.CopySequence:
+    """Two hops, as ``direct``: parts to the first half of the inbox, then sums to the second half, or
+    into the result."""
+    values = _parts(spec)
+    part = values["part"]
+    pulled = spec.facts.symmetric_result
+    sizes = [min(part, max(0, spec.facts.nbytes - rank * part)) for rank in range(spec.ctx.world_size)]
+    parts = copies.sums(spec, part, sizes, whole=True, pulled=pulled)
+    results = copies.gathered(spec, part, sizes, values["second"], pulled)
+    return copies.CopySequence(spec, parts, results)
 
 
 SPEC = Collective(
@@ -85,7 +87,7 @@ SPEC = Collective(
         by_words(TWO_SHOT, lambda facts: kernels_words.all_reduce_two_shot),
         _by_parts("direct", needs_stores, lambda facts: kernels_direct.all_reduce_direct, _direct_blocks),
         _by_parts("loop", needs_stores, lambda facts: kernels_loop.all_reduce_loop, loop_blocks, any_blocks=True),
-        _by_parts("ce", needs_stores, kernel, summing_blocks, any_blocks=True, copies=_copies),
+        _by_parts("ce", needs_stores, copies.kernel, summing_blocks, any_blocks=True, copies=_copies),
         _by_parts(
             "1d",
             needs_puts,
@@ -109,3 +111,6 @@ SPEC = Collective(
     reduces=True,
     handled_bytes_of_more=1 << 20,
 )
+
+OPERATION = CollectiveOperation(SPEC)
+"""Makes the calls."""

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 
 from tdcoll import runtime
-from tdcoll.calls.call import make
+from tdcoll.calls.collective import CollectiveOptions
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
-from tdcoll.collectives.all_to_all.spec import SPEC
+from tdcoll.calls.run import run
+from tdcoll.collectives.all_to_all.spec import OPERATION
 
 
 def all_to_all(
@@ -34,7 +35,7 @@ def all_to_all(
         out: the result: of the same shape and dtype, contiguous, apart from ``tensor``. Made if None. Gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
         algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"`` or ``"auto"``.
-        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. ``"ce"`` then copies into it.
+        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. No algorithm makes use of it today.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -45,4 +46,6 @@ def all_to_all(
     Algorithms: every rank sends each segment to the rank that it is for (pairwise exchange; Thakur, Rabenseifner and
     Gropp, 2005): by LL (after NCCL's protocol of that name), by stores with a signal per chunk, or by puts.
     """
-    return make(SPEC, tensor, out=out, group=group, ctx=ctx, algorithm=algorithm, symmetric=symmetric)
+    tensors = (tensor,) if out is None else (tensor, out)
+    options = CollectiveOptions(None, algorithm, symmetric)
+    return run(OPERATION, tensors, options, group, ctx)

@@ -6,7 +6,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tdcoll.calls.launches import Planned, routes_beside_stores
+from tdcoll.calls.collective import CollectiveOperation
+from tdcoll.calls.launch_spec import LaunchSpec, routes_beside_stores
 from tdcoll.calls.plan import cut_chunks, half, inbox_epoch, needs_puts
 from tdcoll.calls.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_to_all import kernels_puts
@@ -14,7 +15,7 @@ from tdcoll.collectives.all_to_all.policy import blocks_of_puts, default
 from tdcoll.collectives.exchange.spec import algorithms
 
 
-def _puts(call: Planned) -> dict[str, Any]:
+def _puts(call: LaunchSpec) -> dict[str, Any]:
     return {"routes": routes_beside_stores(call.ctx, "all_to_all"), "outbox": half(call.ctx.capacity)}
 
 
@@ -22,7 +23,7 @@ SPEC = Collective(
     name="all_to_all",
     segments=(WORLD, WORLD),
     algorithms=(
-        *algorithms(same=False),
+        *algorithms(one_segment=False),
         Algorithm(
             "1d",
             supports=needs_puts,
@@ -39,3 +40,6 @@ SPEC = Collective(
     adjoint="all_to_all",
     handled_bytes=4 << 20,
 )
+
+OPERATION = CollectiveOperation(SPEC)
+"""Makes the calls."""

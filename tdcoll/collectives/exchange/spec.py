@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tdcoll.calls import copies
-from tdcoll.calls.launches import Planned
+from tdcoll.calls.launch_spec import LaunchSpec
 from tdcoll.calls.plan import (
     LL_WORD_BYTES,
     Facts,
@@ -33,16 +31,22 @@ def early(facts: Facts) -> bool:
     return not (facts.in_place and facts.nbytes > _EARLY_BYTES)
 
 
-def algorithms(same: bool) -> tuple[Algorithm, ...]:
-    """Return ``ll``, ``direct``, ``loop`` and ``ce``. ``same``: a rank has one segment for all, as in an all-gather."""
+def algorithms(one_segment: bool) -> tuple[Algorithm, ...]:
+    """Return ``ll``, ``direct``, ``loop`` and ``ce``.
 
-    def epoch(facts: Facts, in_place: bool | None = None) -> int:
-        """Return the bytes of a segment in each epoch: the inbox's, or all of it if it lands in the result."""
-        whole = facts.in_place if in_place is None else in_place
-        return facts.nbytes if whole else facts.capacity if same else inbox_epoch(facts)
+    Args:
+        one_segment: A rank sends the same segment to all, as in an all-gather. Otherwise it has a
+            segment for each rank.
+    """
 
-    def given(call: Planned, **more: Any) -> dict[str, Any]:
-        return {"source_stride": 0 if same else call.stride, **more}
+    def epoch(facts: Facts) -> int:
+        """Return the bytes of a segment in each epoch: all of it if it lands in the buffer."""
+        if facts.in_place:
+            return facts.nbytes
+        return facts.capacity if one_segment else inbox_epoch(facts)
+
+    def source_stride(spec: LaunchSpec) -> int:
+        return 0 if one_segment else spec.segment_stride
 
     return (
         Algorithm(
@@ -51,7 +55,10 @@ def algorithms(same: bool) -> tuple[Algorithm, ...]:
             cut=lambda facts, entry: cut_words(facts, entry, "ll"),
             kernel=lambda facts: kernels_ll.exchange_ll,
             blocks=per_segment,
-            values=lambda call: given(call, BLOCK=call.plan.chunk // LL_WORD_BYTES),
+            values=lambda spec: {
+                "source_stride": source_stride(spec),
+                "BLOCK": spec.plan.chunk // LL_WORD_BYTES,
+            },
             words=(LL_WORD_BYTES,),
         ),
         Algorithm(
@@ -61,7 +68,10 @@ def algorithms(same: bool) -> tuple[Algorithm, ...]:
             cut=lambda facts, entry: cut_chunks(facts, entry, "direct", large=facts.in_place),
             kernel=lambda facts: kernels_direct.exchange_direct,
             blocks=per_segment,
-            values=lambda call: given(call, COUNTED=bool(call.options)),
+            values=lambda spec: {
+                "source_stride": source_stride(spec),
+                "COUNTED": spec.options.device_counted,
+            },
             epoch=epoch,
             early=early,
         ),
@@ -71,7 +81,11 @@ def algorithms(same: bool) -> tuple[Algorithm, ...]:
             cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
             kernel=lambda facts: kernels_loop.exchange_loop,
             blocks=loop_blocks,
-            values=lambda call: given(call, SAME=same, WORDS=16 * 32 * call.plan.num_warps),  # 64 bytes for each thread
+            values=lambda spec: {
+                "source_stride": source_stride(spec),
+                "SAME": one_segment,
+                "WORDS": 16 * 32 * spec.plan.num_warps,  # 64 bytes for each thread
+            },
             epoch=epoch,
             early=early,
             any_blocks=True,
@@ -82,7 +96,7 @@ def algorithms(same: bool) -> tuple[Algorithm, ...]:
             cut=cut_copies,
             kernel=copies.kernel,
             blocks=lambda facts, plan: 1,
-            epoch=lambda facts: epoch(facts, copies.lands_in_result(facts)),
-            copies=lambda call: copies.exchange(call, 0 if same else call.stride),
+            epoch=epoch,
+            copies=lambda spec: copies.exchange(spec, source_stride(spec)),
         ),
     )

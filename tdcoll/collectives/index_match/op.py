@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tdcoll.base import arguments
 from tdcoll.base.capture import capturing, refuse
-from tdcoll.calls.launch import Packed
+from tdcoll.calls.kernel_launch import FlatTuple
 from tdcoll.collectives.index_match import kernels
 from tdcoll.collectives.index_match.policy import bitmap_words, searches
 from tdcoll.language import INTERPRETED
@@ -99,7 +99,7 @@ class Directory:
             self._scratch[name] = torch.empty(size, dtype=dtype, device=self.device)
         return self._scratch[name][:size]
 
-    def index(self, lists: torch.Tensor) -> Packed:
+    def index(self, lists: torch.Tensor) -> FlatTuple:
         """Return the directory of ``lists`` as kernels see it, which ``kernels.wipe`` and ``kernels.build`` make valid.
 
         Args:
@@ -113,7 +113,7 @@ class Directory:
             tensors = lists, self.entries, self.union, self.status, leaders, self._totals, self._progress
             sizes = self.num_rows, lists.stride(0), self.capacity, self.words, self.world, self.max_union
             constants = map(tl.constexpr, (self.search, _BLOCK, _TOTALS_BLOCK))
-            self._key, self._packed = key, Packed(kernels.Index(*tensors, *sizes, *self._grid, *constants))
+            self._key, self._packed = key, FlatTuple(kernels.Index(*tensors, *sizes, *self._grid, *constants))
         return self._packed
 
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 
 from tdcoll import runtime
-from tdcoll.calls.call import make
+from tdcoll.calls.collective import CollectiveOptions
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
-from tdcoll.collectives.reduce_scatter.spec import SPEC
+from tdcoll.calls.run import run
+from tdcoll.collectives.reduce_scatter.spec import OPERATION
 
 
 def reduce_scatter(
@@ -50,4 +51,5 @@ def reduce_scatter(
     Algorithms: every rank sends each segment to the rank that reduces it (pairwise exchange; Thakur, Rabenseifner and
     Gropp, 2005), by the Lamport protocol or LL, by stores with a signal per chunk, or by puts.
     """
-    return make(SPEC, tensor, op=op, out=out, group=group, ctx=ctx, algorithm=algorithm)
+    tensors = (tensor,) if out is None else (tensor, out)
+    return run(OPERATION, tensors, CollectiveOptions(op, algorithm), group, ctx)

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from tdcoll.calls import copies
-from tdcoll.calls.launches import Planned, by_words, on_device, routes_beside_stores, tiles
+from tdcoll.calls.collective import CollectiveOperation
+from tdcoll.calls.launch_spec import LaunchSpec, by_words, device_table, routes_beside_stores, tiles
 from tdcoll.calls.plan import (
     cut_chunks,
     cut_copies,
@@ -25,19 +26,20 @@ from tdcoll.collectives.reduce_scatter.policy import WORDS, blocks, default, red
 from tdcoll.primitives.group import nodes_of
 
 
-def _sums(call: Planned) -> dict[str, Any]:
+def _sums(call: LaunchSpec) -> dict[str, Any]:
     return {**tiles(call), "reducers": reducers(call.facts, call.plan)}
 
 
-def _tables(call: Planned) -> dict[str, Any]:
+def _tables(call: LaunchSpec) -> dict[str, Any]:
     ctx = call.ctx
-    nodes = on_device(ctx, "reduce_scatter", "nodes", lambda: nodes_of(ctx.topology, ctx.device))
+    nodes = device_table(ctx, "reduce_scatter", "nodes", lambda: nodes_of(ctx.topology, ctx.device))
     return {"routes": routes_beside_stores(ctx, "reduce_scatter"), "nodes": nodes}
 
 
-def _copies(call: Planned) -> copies.Copies:
-    sizes = [call.facts.nbytes] * call.ctx.world_size
-    return copies.Copies(call, copies.sums(call, call.stride, sizes, whole=False))
+def _copies(spec: LaunchSpec) -> copies.CopySequence:
+    sizes = [spec.facts.nbytes] * spec.ctx.world_size
+    parts = copies.sums(spec, spec.segment_stride, sizes, whole=False)
+    return copies.CopySequence(spec, parts)
 
 
 SPEC = Collective(
@@ -91,3 +93,6 @@ SPEC = Collective(
     reduces=True,
     handled_bytes_of_more=1 << 20,
 )
+
+OPERATION = CollectiveOperation(SPEC)
+"""Makes the calls."""

@@ -15,11 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tdcoll.calls.call import make
-from tdcoll.calls.launch import Packed
-from tdcoll.calls.launches import on_device
+from tdcoll.calls.call_launches import launches_of
+from tdcoll.calls.collective import CollectiveOptions
+from tdcoll.calls.kernel_launch import FlatTuple
+from tdcoll.calls.launch_spec import KernelOptions, device_table
+from tdcoll.calls.plan import Facts
+from tdcoll.calls.run import run
 from tdcoll.collectives.all_gather.spec import counted_launches
-from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
+from tdcoll.collectives.all_reduce.spec import OPERATION as ALL_REDUCE
 from tdcoll.collectives.index_match.kernels import STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import CLEAR_BLOCK
 from tdcoll.collectives.sparse_all_reduce import (
@@ -68,7 +71,7 @@ class _Kind:
         too_wide: rows are over the context's bytes. They move no further than the exchange, which tells all ranks.
         lists: int64 ``[world, stride]``: every rank's list.
         union, out: the ids and rows of a result, ``[1, max_union]`` and ``[max_union, elements]``.
-        seed: of the signature.
+        signature: what the ranks must agree on, 32 bits.
         widths: tables with one shape of rows, which follow each other: ``(first, last, elements, shape)``.
         firsts: id of the first row of each table.
         ids_type: of the ids that are sorted: of several tables 32 bits if all rows fit, which takes half as long.
@@ -89,14 +92,14 @@ class _Kind:
             last = first + len(list(same))
             self.widths.append((first, last, shape.numel(), shape))
             first = last
-        self.too_wide, self.loaded = self.row_bytes > ctx.max_row_bytes, False
+        self.too_wide = self.row_bytes > ctx.max_row_bytes
         self.algorithm = choose(wanted, ctx.capacities, self.row_bytes)
         if ctx.rank == 0 and not self.too_wide and _log.isEnabledFor(logging.DEBUG):
             how = self.algorithm, wanted, self.row_bytes, ctx.max_rows_per_rank, ctx.max_row_bytes
             _log.debug("sparse_all_reduce: %s (%s), rows of %d bytes, context of %d rows of %d bytes per rank", *how)
         self.lists = ctx.lists(with_rows=self.algorithm == "gather")
         self.exchange = counted_launches(ctx, 8 * self.lists.shape[1]) if ctx.world_size > 1 else None
-        self.seed = zlib.crc32(repr((rows.order, rows.tables, str(dtype), op, wanted)).encode())
+        self.signature = zlib.crc32(repr((rows.order, rows.tables, str(dtype), op, wanted)).encode())
         self.tiles = cut = tiles(self.elements, dtype.itemsize)
         in_16_bytes = all(shape.numel() * dtype.itemsize % 16 == 0 for shape in shapes)
         self.aligned = 16 // dtype.itemsize if aligned and in_16_bytes else 1
@@ -108,12 +111,14 @@ class _Kind:
         else:
             # They stay as long as the context, since a graph may refer to them.
             key = "sparse", "tables", rows.tables
-            tensors = on_device(ctx, "sparse_all_reduce_padded", key, lambda: _tables(ctx, self.firsts, ends, shapes))
+            tensors = device_table(
+                ctx, "sparse_all_reduce_padded", key, lambda: _tables(ctx, self.firsts, ends, shapes)
+            )
             self.device_firsts, widths, sources, self.counts, self.on_host = tensors
         aligned = tl.constexpr(1 if single else self.aligned)
         tables = kernels_tables.Tables(self.device_firsts, widths, sources, len(shapes), tl.constexpr(single), aligned)
         self.arguments = {
-            "tables": Packed(tables),
+            "tables": FlatTuple(tables),
             "counts": self.counts,
             "memory": ctx.memory,
             "nodes": ctx.nodes,
@@ -148,46 +153,53 @@ class SparseCall:
         pieces: rows of one id may be too many for one program.
         moves_late: the host must read the counts before rows are moved.
         variant: what Triton specialises kernels on, besides the constants that are parameters.
+
+    Args:
+        aligned: whether the values of all tensors begin at multiples of 16 bytes. None: look.
     """
 
-    def __init__(self, ctx: SparseContext, rows: Joined, op: str, algorithm: str) -> None:
-        self.ctx, self.rows, self.op = ctx, rows, op
-        aligned = rows.single or functools.reduce(operator.or_, rows.values) % 16 == 0
+    def __init__(
+        self, ctx: SparseContext, rows: Joined, op: str, algorithm: str, aligned: bool | None = None
+    ) -> None:
+        self.ctx = ctx
+        self.rows = rows
+        self.op = op
+        self.wanted = algorithm
+        if aligned is None:
+            aligned = functools.reduce(operator.or_, rows.values) % 16 == 0
         self.repeated = not rows.coalesced
         self.places = self.repeated and rows.n <= _IDS_BLOCK
         self.pieces = self.repeated and rows.n > kernels_values.PIECE.value
-        key = "sparse", rows.order, rows.tables, rows.dtype, op, algorithm, aligned
-        self.kind = kind = ctx.once(key, lambda: _Kind(ctx, rows, op, algorithm, aligned))
+        key = "sparse", rows.order, rows.tables, rows.dtype, op, algorithm, rows.single or aligned
+        self.kind = kind = ctx.cached(key, lambda: _Kind(ctx, rows, op, algorithm, aligned))
         self.algorithm = kind.algorithm
         self.moves_late = kind.too_wide or self.algorithm == "dense"
         ctx.directory.prepare(kind.num_rows)
-        place = rows.values[0] % 16 if rows.single else kind.aligned
-        self.variant = rows.dtype, kind.elements, rows.single, place, ctx.directory.search, kind.ids_type
+        alignment = aligned if rows.single else kind.aligned
+        self.variant = rows.dtype, kind.elements, rows.single, alignment, ctx.directory.search, kind.ids_type
         like = rows.parts[0].values
         self._arguments = {
             **kind.arguments,
             "source": like,
             "like": like,
             "n": rows.n,
-            # With the exchange's number: ranks that look for lists at different places find those of an earlier one.
-            "signature": zlib.crc32(b"%d" % ctx.exchanges, kind.seed) >> 1,
+            "signature": kind.signature,
             "index": ctx.directory.index(kind.lists),
             "builders": ctx.directory.builders + (not rows.single),
             "REPEATED": self.repeated,
         }
 
+    def again(self) -> SparseCall:
+        """Return the same call on the context as it is now, after it has grown."""
+        return SparseCall(self.ctx, self.rows, self.op, self.wanted)
+
     # ------------------------------------------------------------------ launches
 
-    def load(self) -> None:
-        """Compile and load the kernels of such calls, PyTorch's among them, and launch none that a peer notices.
-
-        CUDA loads a kernel only while none is running, see :meth:`~tdcoll.CollectiveContext.wait_for_loads`.
-        """
-        if self.kind.loaded:
-            return
+    def load_forms(self, aligned: bool, padded: bool) -> None:
+        """Compile and load the kernels of calls of any form, whose values are at such an address."""
         launcher = self.ctx.launch
-        for many in (4096, 4097):  # beyond that PyTorch sorts by other kernels
-            torch.sort(torch.zeros(many, dtype=self.kind.ids_type, device=self.ctx.device), stable=True)
+        room = torch.empty(self.kind.elements + 16, dtype=self.rows.dtype, device=self.ctx.device)
+        self._arguments["source"] = self._arguments["like"] = room if aligned else room[1:]
         launcher.only_loads = True
         try:
             for form in _FORMS:
@@ -195,10 +207,11 @@ class SparseCall:
                 self._arguments["REPEATED"] = self.repeated
                 self.match()
                 if not self.kind.too_wide:  # otherwise they move no further, and there is no memory for them
-                    self.move()
+                    out = self.move()
+                    if padded:
+                        self.pad(out)
         finally:
             launcher.only_loads = False
-        self.kind.loaded = True
 
     def launch(self, kernel: Any, grid: int | tuple[int, int], maxnreg: int | None = None, **more: Any) -> None:
         """Launch ``kernel`` with what this call knows, and ``more``; constants are named in capitals."""
@@ -237,13 +250,14 @@ class SparseCall:
             row_bytes=kind.row_bytes if with_rows else 0,
             PLACED=_PLACED_BLOCK if self.places else 0, BEHIND=with_rows, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK, **more,
         )  # fmt: skip
-        if not ctx.launch.only_loads:
-            ctx.exchanges += 1
-            if kind.exchange is not None:
-                address, stride = kind.lists.data_ptr(), 8 * kind.lists.shape[1]
-                kind.exchange(address + ctx.rank * stride, address)
+        if kind.exchange is not None and not ctx.launch.only_loads:
+            address = kind.lists.data_ptr()
+            stride = 8 * kind.lists.shape[1]
+            kind.exchange(address + ctx.rank * stride, 0, address)
         if self.algorithm == "gather":
-            most, builders = ctx.max_union_rows if with_rows else 0, self._arguments["builders"]
+            most, builders = ctx.max_union_rows, self._arguments["builders"]
+            if ctx.launch.only_loads or not with_rows:
+                most = 0
             self._merged = torch.empty((most, kind.elements), dtype=rows.dtype, device=ctx.device)
             mergers = min(ctx.most_blocks, -(-most // kind.tiles.rows))
             self.launch(kernels_merge.merge, builders + mergers, REGISTERS, out=self._merged)
@@ -262,7 +276,7 @@ class SparseCall:
             self.launch(
                 kernels_tables.join,
                 (self.workers(-(-longest // _IDS_BLOCK)), last - first),
-                given=Packed(given, list(given)), joined=ids, first=first,
+                given=FlatTuple(given, list(given)), joined=ids, first=first,
                 ITEM=rows.dtype.itemsize, COUNT=last - first, BLOCK=_IDS_BLOCK,
             )  # fmt: skip
         return ids
@@ -284,7 +298,7 @@ class SparseCall:
     def _combining(self, wanted: bool) -> tuple[int, dict[str, Any]]:
         """Thread blocks of ``kernels_values.combine_all``, and arguments of the launch that has them."""
         combiners, adders, at_a_time, finishers = self.workers(self.rows.n) if wanted else 0, 0, 1, 0
-        partial = self.rows.parts[0].values  # which is not looked at
+        partial = self._arguments["source"]  # which is not looked at
         if has_pieces := wanted and self.pieces:
             pieces = self.rows.n // kernels_values.PIECE.value + 1
             at_a_time, finishers = min(16, pieces), self.workers(pieces)
@@ -314,6 +328,28 @@ class SparseCall:
         self.launch(kernels_nodes.forward, announcers + self.workers(ctx.max_union_rows))
         self.launch(kernels_nodes.meet_nodes, ctx.world_size)
 
+    def pad(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The form of fixed size: ``(indices [tables, max_union], count [tables, 1], values)``. The values of each
+        tensor have ``max_union`` rows of its own width, one tensor behind the other.
+
+        Args:
+            out: what :meth:`move` returned.
+        """
+        ctx, rows = self.ctx, self.rows
+        tables, most = len(rows.parts), 0 if ctx.launch.only_loads else ctx.max_union_rows
+        ids = torch.empty(tables, most, dtype=torch.int64, device=ctx.device)
+        counts = torch.empty(tables, 1, dtype=torch.int64, device=ctx.device)
+        values = out
+        if not rows.single:
+            size = most * sum(shape.numel() for _, shape in rows.tables)
+            values = torch.empty(size, dtype=rows.dtype, device=ctx.device)
+        self.launch(
+            kernels_merge.pad,
+            (self.workers(-(-most // self.kind.tiles.rows)), tables),
+            indices=ids, values=values, count=counts, out=out, remembered=ctx.remembered,
+        )  # fmt: skip
+        return ids, counts, values
+
     def status(self) -> list[int]:
         """Wait for the copy of the status and the counts of the tables, and for nothing that was launched after it."""
         if (event := self.ctx.status_event) is not None:
@@ -326,21 +362,49 @@ class SparseCall:
 
     def densify(self, union: int) -> torch.Tensor:
         """``-> [union, elements]`` by a dense all-reduce of the whole table."""
-        ctx, kind, dtype, reducer = self.ctx, self.kind, self.rows.dtype, self.ctx.for_tables()
+        ctx, kind, begin = self.ctx, self.kind, kernels_lists.HEADER.value
         n = min(self.rows.n, ctx.max_rows_per_rank)
-        parts, op = _rows_in(ctx.stage, n, kind, dtype), self.op
-        if op == "mean":  # divided before they are added, as by the other algorithms
-            parts, op = parts.to(ACCUMULATORS[dtype]) / ctx.world_size, "sum"
-        table = parts.new_full((kind.num_rows + 1, kind.elements), _neutral(op, parts.dtype))
         own = kind.lists[ctx.rank]
-        begin = kernels_lists.HEADER.value
+        parts = _rows_in(ctx.stage, n, kind, self.rows.dtype)
+        table = self._in_table(parts, own[begin : begin + n], own[1], kind.num_rows)
+        _, op = self._table_options()
+        run(ALL_REDUCE, (table, table), CollectiveOptions(op), ctx=ctx.for_tables())
+        return self._out_of_table(table, ctx.directory.union[:union])
+
+    def _table_options(self) -> tuple[torch.dtype, str]:
+        """Return dtype and operation of the all-reduce of a table: parts of a mean are divided before they are added,
+        as by the other algorithms."""
+        dtype = self.rows.dtype
+        return (ACCUMULATORS[dtype], "sum") if self.op == "mean" else (dtype, self.op)
+
+    def _in_table(self, parts: torch.Tensor, ids: torch.Tensor, count: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """``[n, elements], [n] -> [num_rows, elements]``: the first ``count`` rows at their places in a table."""
+        dtype, op = self._table_options()
+        if self.op == "mean":
+            parts = parts.to(dtype) / self.ctx.world_size
+        table = parts.new_full((num_rows + 1, self.kind.elements), _neutral(op, dtype))
         # Past the end of the list, what earlier calls have left goes to a row of its own.
-        there = torch.arange(n, device=ctx.device) < own[1]
-        table.index_copy_(0, own[begin : begin + n].where(there, kind.num_rows), parts)
-        table = table[: kind.num_rows]
-        make(ALL_REDUCE, table, op=op, out=table, ctx=reducer)
-        reduced = table.index_select(0, ctx.directory.union[:union])
+        there = torch.arange(len(ids), device=ids.device) < count
+        table.index_copy_(0, ids.where(there, num_rows), parts)
+        return table[:num_rows]
+
+    def _out_of_table(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, elements], [union] -> [union, elements]``: these rows, in the dtype of the call."""
+        reduced, dtype = table.index_select(0, ids), self.rows.dtype
         return reduced if reduced.dtype == dtype else reduced.to(dtype).add_(0)  # -0.0 + 0 is +0.0
+
+    def load_dense(self, numbers: Sequence[int]) -> None:
+        """Load PyTorch's kernels of :meth:`densify` for these numbers of rows, and its all-reduce's. Collective."""
+        ctx, kind = self.ctx, self.kind
+        for n in numbers:
+            ids = torch.zeros(n, dtype=torch.int64, device=ctx.device)
+            parts = torch.zeros((n, kind.elements), dtype=self.rows.dtype, device=ctx.device)
+            self._out_of_table(self._in_table(parts, ids, ids[0], n), ids)
+        dtype, op = self._table_options()
+        reducer = ctx.for_tables()
+        facts = Facts.of(reducer, kind.num_rows * kind.elements * dtype.itemsize, dtype)
+        launches = launches_of(ALL_REDUCE.spec, reducer, facts, options=KernelOptions(dtype, op))
+        reducer.wait_for_loads(ALL_REDUCE.name, launches.variant)
 
     def results(
         self, whole: torch.Tensor, status: Sequence[int], copies: bool

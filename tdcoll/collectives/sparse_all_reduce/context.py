@@ -12,9 +12,9 @@ from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.base.limits import MAX_BLOCKS
+from tdcoll.calls.checks import Debug
 from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.launch import Launcher, Packed
-from tdcoll.calls.preconditions import Debug
+from tdcoll.calls.kernel_launch import FlatTuple, LaunchCache
 from tdcoll.calls.sizes import Area, ContextSizes, context_sizes
 from tdcoll.collectives.index_match.kernels import BAD_ORDER, BAD_RANGE, BAD_SIGNATURE, MAX_ROWS, STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
@@ -58,7 +58,7 @@ class SparseContext(CollectiveContext):
             Copies of results are not affected; views (``copy=False``) of earlier calls are.
         max_blocks: the most thread blocks of one launch that waits for other ranks, and no fewer than
             ``2 * world_size + 2``. Default: as many as pay, 4 per SM. With fewer than there are SMs, what runs beside
-            them goes on meanwhile; and no launch is early (:mod:`tdcoll.calls.launch`). The exchange of ids
+            them goes on meanwhile; and no launch is early (:mod:`tdcoll.calls.kernel_launch`). The exchange of ids
             keeps to the least that a rank asks for.
         timeout_s, debug: as for :class:`~tdcoll.CollectiveContext`. In debug mode the ranks also compare
             shapes, dtypes and operations on every call.
@@ -111,11 +111,9 @@ class SparseContext(CollectiveContext):
                 )
             device, words = self.device, STATUS_WORDS.value
             cuda = device.type == "cuda"
-            self.exchanges = 0
-            """Exchanges of lists so far, which the ranks make together."""
             self.last_algorithm = ""
-            self.launch = Launcher(early=self.early)
-            self.group, self.nodes = Packed(self.device_group), Packed(nodes_of(self.topology, device))
+            self.launch = LaunchCache(early=self.early)
+            self.group, self.nodes = FlatTuple(self.device_group), FlatTuple(nodes_of(self.topology, device))
             """The ranks, the epoch and the signals, for kernels; who is where."""
             most = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
             self.most_blocks = most if max_blocks is None else min(most, max_blocks)
@@ -127,6 +125,8 @@ class SparseContext(CollectiveContext):
             self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
             self.counters = torch.zeros(COUNTERS.value + 4, dtype=torch.int32, device=device)
             """Lengths of the work lists, and progress of launches."""
+            self.lists_made = torch.zeros(1, dtype=torch.int64, device=device)
+            """How many lists this rank has made, as every other rank has."""
             self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
             union = self.world_size * rows if max_union_rows is None else max_union_rows
             self._make_area(Capacities(self.topology, rows, row_bytes, union, self.grow, bool(limits)))
@@ -145,19 +145,21 @@ class SparseContext(CollectiveContext):
                 f"and {union}"
             )
         lists, out, _ = capacities.areas
-        self.known.clear()
+        self.cache.clear()
+        self._loaded.clear()
         self.area = self._allocate(_area(capacities))
         """``[nbytes]`` uint8, symmetric: lists, then out, then stage."""
         try:
             self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows = rows, row_bytes, union
             self.capacities = capacities
             self.out, self.stage = self.area[lists : lists + out], self.area[lists + out :]
-            self.memory = Packed(
+            self.memory = FlatTuple(
                 RowMemory(
                     self.stage.data_ptr(),
                     self.out.data_ptr(),
                     torch.empty((LISTS.value, rows), dtype=torch.int32, device=self.device),
                     self.counters,
+                    self.lists_made,
                     torch.empty(rows, dtype=torch.int32, device=self.device),
                 )
             )

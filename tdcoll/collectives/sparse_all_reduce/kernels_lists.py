@@ -48,6 +48,7 @@ class RowMemory(NamedTuple):
         stage, out: addresses of this rank's ``stage`` and ``out``; plus ``g.deltas[q]``, those of rank q of this node.
         work: int32 ``[LISTS, capacity]``: the work lists.
         counters: int32 ``[COUNTERS + 4]``: their lengths, and progress.
+        lists_made: int64 ``[1]``: how often this rank has made its list, which is the same on all ranks.
         targets: int32 ``[capacity]``: place in the union of each row of this rank's list.
     """
 
@@ -55,6 +56,7 @@ class RowMemory(NamedTuple):
     out: tl.int64
     work: Any
     counters: Any
+    lists_made: Any
     targets: Any
 
 
@@ -68,17 +70,28 @@ def work_list(memory, index, kind):
 
 
 @jit
+def numbered(signature, number):
+    """Return the signature of the lists of this call, given that of its kind, of 32 bits, and the lists' number.
+
+    Ranks that look for lists at different places may find those of an earlier call there, which have another number. It
+    is counted on the device, because a replay of a graph makes lists, and a capture makes none.
+    """
+    return (number << 32) | signature
+
+
+@jit
 def _write_header(index, memory, g, count, signature, row_bytes):
     """Header of this rank's list: bytes used, ids, signature. Empties the work lists.
 
     ``row_bytes``: of the rows that follow the ids; 0 if none do.
     """
     own = match.list_of(index, g.rank)
+    number = tl.atomic_add(memory.lists_made, 1, sem="relaxed", scope="gpu") + 1
     kept = tl.minimum(count, tl.cast(index.capacity, tl.int64))
     ids_bytes = 8 * (HEADER + kept)
     tl.store(own, (ids_bytes + 15) // 16 * 16 + kept * row_bytes)
     tl.store(own + 1, count)
-    tl.store(own + 2, signature)
+    tl.store(own + 2, numbered(signature, number))
     tl.store(own + 3, tl.cast(0, tl.int64))
     tl.store(memory.counters + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
 

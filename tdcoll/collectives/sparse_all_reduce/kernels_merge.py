@@ -12,7 +12,7 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import valid
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import numbered, valid
 from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_of, within
 from tdcoll.collectives.sparse_all_reduce.kernels_values import end_of_ids
 from tdcoll.language.jit import jit
@@ -22,7 +22,7 @@ from tdcoll.primitives.reduce import accumulate, rounded, share
 
 @jit
 def merge(
-    out, index, tables, counts, g, signature: tl.int64, builders: tl.int32, row_elements,
+    out, index, memory, tables, counts, g, signature: tl.int64, builders: tl.int32, row_elements,
     OP: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
     FIRSTS: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +34,8 @@ def merge(
     in_stream_order()
     program = tl.program_id(0) - builders
     if program < 0:
-        match.build(program + builders, index, tables.firsts, tables.count + 1, counts, signature, FIRSTS)
+        of_lists = numbered(signature, tl.load(memory.lists_made))
+        match.build(program + builders, index, tables.firsts, tables.count + 1, counts, of_lists, FIRSTS)
         return
     match.wait_until_built(index)
     if valid(index):

@@ -254,6 +254,7 @@ def pack(
         totals: int32 ``[blocks]``, from *count_first* to *write_list*.
         begins: as for :func:`combine_all`. With ``REPEATED`` only.
         partial, combiners, adders, at_a_time: as for :func:`combine_all`; with ``BEHIND`` only.
+        signature: of such calls, 32 bits: what the ranks must agree on.
         row_bytes: of the rows that follow the ids; 0 without ``BEHIND``.
     """
     in_stream_order()
@@ -301,7 +302,8 @@ def prepare(
 
     Args:
         partial, combiners, adders, at_a_time: as for :func:`combine_all`.
-        counts, signature, FIRSTS: ``places`` and others of ``index_match.kernels.build``, for all tables.
+        counts, FIRSTS: ``places`` and others of ``index_match.kernels.build``, for all tables.
+        signature: as for :func:`pack`.
         builders: of the directory.
         planners: of :func:`plan`, as many as it has programs, with ``PLANS``; otherwise 0.
     """
@@ -309,7 +311,8 @@ def prepare(
     program = tl.program_id(0) - builders
     planned = memory.counters + lists.LISTS
     if program < 0:
-        match.build(program + builders, index, tables.firsts, tables.count + 1, counts, signature, FIRSTS)
+        of_lists = lists.numbered(signature, tl.load(memory.lists_made))
+        match.build(program + builders, index, tables.firsts, tables.count + 1, counts, of_lists, FIRSTS)
     elif program < planners:
         if PLANS:
             match.wait_until_built(index)

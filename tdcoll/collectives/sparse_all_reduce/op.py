@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,14 +17,22 @@ from tdcoll.base.arguments import byte_text
 from tdcoll.base.capture import refuse
 from tdcoll.base.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.base.ranges import range_of
-from tdcoll.calls.launches import on_device
-from tdcoll.calls.pool import on
+from tdcoll.calls.implicit import on
+from tdcoll.calls.launch_spec import device_table
+from tdcoll.calls.operation import Bound, Operation, PreparedCall, Request
+from tdcoll.calls.run import make_call
 from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, UNION
-from tdcoll.collectives.sparse_all_reduce import kernels_merge
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
+from tdcoll.collectives.sparse_all_reduce.loads import load, wait_for_loads
 from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
-from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, joined, rows_of_pair, rows_of_tensor
+from tdcoll.collectives.sparse_all_reduce.rows import (
+    Joined,
+    Rows,
+    joined,
+    rows_of_pair,
+    rows_of_tensor,
+)
 from tdcoll.primitives.reduce import check_operation, operation_name
 
 _Tensors = TypeVar("_Tensors", torch.Tensor, Sequence[torch.Tensor])
@@ -45,119 +53,316 @@ class PaddedRows:
     count: torch.Tensor
 
 
-def _context(given: SparseContext | None, group: runtime.Group, operation: str) -> SparseContext:
-    """Return the given context, or tdcoll's own of the group, which grows and follows the stream until ``finalize``."""
-    if given is not None:
-        if group is not None:
-            raise ValueError(f"{operation}: group must be None with ctx, which has a group already; got {group!r}")
-        arguments.instance("ctx", given, SparseContext, "a tdcoll.SparseContext or None")
-    refuse(
-        runtime.current().device if given is None else given.device,
-        operation,
-        "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
-        "sparse_all_reduce_padded",
-    )
-    if given is not None:
-        return given
-    owner = runtime.current()
-    key = ("sparse", owner.ranks_of(group))
-    if key not in owner.contexts:
-        with on(owner.device):  # the first call makes it as large as it needs
-            owner.contexts[key] = SparseContext(key[1], max_rows_per_rank=FEWEST_ROWS, max_row_bytes=0, grow=True)
-    found: SparseContext = owner.contexts[key]
-    return found
+class SparseOptions(NamedTuple):
+    """Arguments of the public functions beside tensors, as the caller passed them.
 
-
-def _reduce(
-    ctx: SparseContext,
-    operation: str,
-    prepare: Callable[[], list[Rows]],
-    op: Any,
-    algorithm: str,
-    run: Callable[..., Sequence[Any]],
-    facts: Callable[[], dict[str, Any]],
-) -> list[Any]:
-    """Check a call, make it, and return the result of each tensor, in the order in which they were given.
-
-    After an error that ranks do not raise alike, the context refuses calls.
-
-    Args:
-        run: makes the call of one dtype: :func:`_run` or :func:`_run_padded`.
+    Attributes:
+        num_rows: Of the table, or of each table; None if the tensors say it.
+        coalesced: Whether ids are ascending and different; None if the tensors say it.
+        listed: Whether the caller passed lists of tensors.
+        copy: Whether results have memory of their own.
     """
-    name = operation_name(op)
 
-    def checked() -> list[Joined]:
-        arguments.instance("algorithm", algorithm, str, "a str")
-        given = prepare()
-        calls = joined(given)
-        for rows in calls:
-            check_operation(op, rows.dtype)
-            begin, end = ctx.area.data_ptr(), ctx.area.data_ptr() + ctx.area.nbytes
-            if rows.n and any(begin <= address < end for address in (*rows.ids, *rows.values)):
-                raise ValueError(
-                    f"{operation}: rows that are reduced must not lie in the memory of the context that reduces them, "
-                    "as results of copy=False do; clone() them"
+    op: Any
+    algorithm: Any
+    num_rows: Any = None
+    coalesced: Any = None
+    listed: bool = False
+    copy: bool = True
+
+
+class _SparseOperation(Operation):
+    """A form of the sparse all-reduce. The numbers of rows change from call to call, so each call is
+    checked, and the context remembers only what calls of one kind share
+    (:class:`~.call.SparseCall`)."""
+
+    padded = False
+    """Whether results have a fixed size."""
+
+    errors_alike = (ContextError, HeapExhaustedError, RankMismatchError, ValueError)
+    """The lists of all ranks show what is wrong, after the same launches."""
+
+    def key(self, tensors: tuple[Any, ...], options: Any, ctx: Any) -> None:
+        return None
+
+    def own_context(self, request: Request) -> SparseContext:
+        """Return tdcoll's own context, which grows and follows the stream until ``finalize``."""
+        job = runtime.current()
+        self._refuse_capture(job.device)
+        key = ("sparse", job.ranks_of(request.group))
+        if key not in job.contexts:
+            with on(job.device):  # the first call makes it as large as it needs
+                job.contexts[key] = SparseContext(
+                    key[1], max_rows_per_rank=FEWEST_ROWS, max_row_bytes=0, grow=True
                 )
-            if ctx.loads_together:
-                SparseCall(ctx, rows, name, algorithm).load()
-        return calls
+        context: SparseContext = job.contexts[key]
+        return context
 
-    compared = {"op": name, "algorithm": algorithm, **facts()} if ctx.debug else {}
-    alike = (ContextError, HeapExhaustedError, RankMismatchError, ValueError)  # which the lists of all ranks show
-    with ctx.calling(operation, compared, checked, alike) as calls:
-        kind = *((rows.tables, rows.dtype) for rows in calls), name, algorithm  # the same on all ranks
-        ctx.wait_for_loads(operation, kind)
-        ctx.noted(operation)
+    def check_context(self, ctx: Any) -> None:
+        arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext or None")
+        self._refuse_capture(ctx.device)
 
-        def span() -> AbstractContextManager[None]:
-            widest = sum(max(shape.numel() for _, shape in rows.tables) * rows.dtype.itemsize for rows in calls)
-            return range_of(f"tdcoll.{operation}[{algorithm}, rows of {byte_text(widest)}]")
+    def _refuse_capture(self, device: torch.device) -> None:
+        refuse(
+            device,
+            self.name,
+            "the size of the result must be known on the host, which a CUDA graph cannot wait for; "
+            "use sparse_all_reduce_padded",
+        )
 
-        made: dict[int, Any] = {}
-        with ctx.once(("range", operation, *kind), span):
-            for number, rows in enumerate(calls, 1):
-                results = run(ctx, operation, rows, name, algorithm, number < len(calls))
-                made.update(zip(rows.order, results, strict=True))
-    return [made[place] for place in range(len(made))]
+    def agreement(self, request: Request, ctx: Any) -> dict[str, Any]:
+        options: SparseOptions = request.options
+        facts = {"op": operation_name(options.op), "algorithm": options.algorithm}
+        return {**facts, **self._shapes(request)}
+
+    @abstractmethod
+    def _shapes(self, request: Request) -> dict[str, Any]:
+        """Return dtypes and shapes, for debug mode."""
+
+    def check(self, request: Request, ctx: Any) -> None:
+        arguments.instance("algorithm", request.options.algorithm, str, "a str")
+
+    @abstractmethod
+    def rows(self, request: Request, ctx: SparseContext) -> list[Rows]:
+        """Return the rows of each tensor, checked."""
+
+    @abstractmethod
+    def reduce(self, call: SparseCall, more: bool, copy: bool) -> Sequence[Any]:
+        """Make one call, of the tensors of one dtype, and return the result of each.
+
+        Args:
+            more: Whether another call follows, which reuses the context's memory.
+            copy: Whether results have memory of their own.
+        """
+
+    def prepare(self, request: Request, ctx: Any) -> PreparedCall:
+        options: SparseOptions = request.options
+        calls = joined(self.rows(request, ctx))
+        for rows in calls:
+            check_operation(options.op, rows.dtype)
+            self._check_memory(rows, ctx)
+        return _PreparedSparse(self, ctx, calls, options)
+
+    def _check_memory(self, rows: Joined, ctx: SparseContext) -> None:
+        begin = ctx.area.data_ptr()
+        end = begin + ctx.area.nbytes
+        if rows.n and any(begin <= address < end for address in (*rows.ids, *rows.values)):
+            raise ValueError(
+                f"{self.name}: rows that are reduced must not lie in the memory of the context that "
+                "reduces them, as results of copy=False do; clone() them"
+            )
 
 
-def _facts(name: str, tensors: Any, first: int = 0, **more: Any) -> dict[str, Any]:
-    """Return the facts that debug mode compares: shapes from the ``first`` dimension on, by ``name``, and ``more``."""
+class _PreparedSparse(PreparedCall):
+    """The calls of one request: one for the tensors of each dtype."""
+
+    complex = False
+
+    def __init__(
+        self,
+        operation: _SparseOperation,
+        ctx: SparseContext,
+        calls: list[Joined],
+        options: SparseOptions,
+    ) -> None:
+        self.record = operation.name  # its epochs are unknown
+        self.launch = self._launch
+        self._operation = operation
+        self._ctx = ctx
+        self._calls = calls
+        self._algorithm = options.algorithm
+        self._copy = options.copy
+        self._op = operation_name(options.op)
+        tables = [(rows.tables, rows.dtype) for rows in calls]
+        self._kind = (*tables, self._op, self._algorithm)
+        self.variant = None  # The ranks wait for loads before each of the calls.
+        if ctx.loads_together:
+            for rows in calls:
+                load(ctx, operation.name, rows, self._op, self._algorithm, operation.padded)
+
+    def _call_of(self, rows: Joined) -> SparseCall:
+        return SparseCall(self._ctx, rows, self._op, self._algorithm)
+
+    def _wait_for_loads(self, rows: Joined) -> None:
+        operation = self._operation
+        wait_for_loads(
+            self._ctx, operation.name, rows, self._op, self._algorithm, operation.padded
+        )
+
+    def bind(self, *tensors: Any) -> Bound:
+        results: list[Any] = [None] * sum(len(rows.order) for rows in self._calls)
+        return results, (results,)
+
+    def _launch(self, stream: int, results: list[Any]) -> None:
+        """Make the calls, and put the result of each tensor to its place."""
+        key = ("range", self._operation.name, *self._kind)
+        with self._ctx.cached(key, self._range):
+            for number, rows in enumerate(self._calls, 1):
+                self._wait_for_loads(rows)
+                more = number < len(self._calls)
+                made = self._operation.reduce(self._call_of(rows), more, self._copy)
+                for place, result in zip(rows.order, made, strict=True):
+                    results[place] = result
+
+    def _range(self) -> AbstractContextManager[None]:
+        row_bytes = 0
+        for rows in self._calls:
+            widest = max(shape.numel() for _, shape in rows.tables)
+            row_bytes += widest * rows.dtype.itemsize
+        name = f"tdcoll.{self._operation.name}"
+        return range_of(f"{name}[{self._algorithm}, rows of {byte_text(row_bytes)}]")
+
+
+def _shape_facts(name: str, tensors: Any, first: int = 0) -> dict[str, Any]:
+    """Return dtypes, and by ``name`` the shapes from dimension ``first`` on, for debug mode."""
 
     def shape(tensor: Any) -> tuple[int, ...]:
         return tuple(getattr(tensor, "shape", ()))[first:]
 
     if isinstance(tensors, (list, tuple)):
-        return {"dtype": [getattr(one, "dtype", None) for one in tensors], name: list(map(shape, tensors)), **more}
-    return {"dtype": getattr(tensors, "dtype", None), name: shape(tensors), **more}
+        dtypes = [getattr(tensor, "dtype", None) for tensor in tensors]
+        return {"dtype": dtypes, name: list(map(shape, tensors))}
+    return {"dtype": getattr(tensors, "dtype", None), name: shape(tensors)}
 
 
-def _run(
-    ctx: SparseContext, operation: str, rows: Joined, op: str, algorithm: str, more: bool, *, copy: bool
+def _reduce_unpadded(
+    operation: _SparseOperation, call: SparseCall, more: bool, copy: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``(indices [1, U], values [U, *shape])`` of each tensor. ``more``: the next call reuses the context's memory."""
+    """Return ``(indices [1, U], values [U, *shape])`` of each tensor; see :meth:`.reduce`."""
+    ctx = call.ctx
     while True:
-        call = SparseCall(ctx, rows, op, algorithm)
         call.match()
         call.kind.on_host.copy_(call.kind.counts, non_blocking=True)
         if ctx.status_event is not None:
-            ctx.status_event.record(ctx.lane.stream)  # PyTorch takes long to find the current one
+            # PyTorch takes long to find the current stream.
+            ctx.status_event.record(ctx.order.stream)
         whole = None if call.moves_late else call.move()
         status = call.status()
-        if whole is None and status[BAD_SIGNATURE.value] and call.algorithm != "gather":
-            call.reduce()  # moves nothing: a rank that passes something else may have launched this already
-        ctx.raise_if_wrong(operation, status, call.kind.num_rows if rows.single else None)
-        most, union, row_bytes = status[MAX_ROWS.value], status[UNION.value], call.kind.row_bytes
-        error = ctx.excess(operation, most, row_bytes, union)
+        wrong_arguments = status[BAD_SIGNATURE.value]
+        if whole is None and wrong_arguments and call.algorithm != "gather":
+            # Moves nothing. A rank that passes something else may have launched this already.
+            call.reduce()
+        num_rows = call.kind.num_rows if call.rows.single else None
+        ctx.raise_if_wrong(operation.name, status, num_rows)
+        most_rows = status[MAX_ROWS.value]
+        union = status[UNION.value]
+        row_bytes = call.kind.row_bytes
+        error = ctx.excess(operation.name, most_rows, row_bytes, union)
         if error is None:
             break
         if not ctx.grow:
             raise error
-        ctx.enlarge(most, row_bytes, union)
-    whole = call.densify(union) if whole is None else whole
+        ctx.enlarge(most_rows, row_bytes, union)
+        wait_for_loads(ctx, operation.name, call.rows, call.op, call.wanted, operation.padded)
+        call = call.again()
+    if whole is None:
+        whole = call.densify(union)
     ctx.last_algorithm = call.algorithm
-    copies = (copy or more) and (call.algorithm == "owner" or 2 * union < len(whole))  # nor is much more kept alive
+    in_shared_memory = call.algorithm == "owner"
+    # A view would keep much more memory alive than it needs.
+    mostly_unused = 2 * union < len(whole)
+    copies = (copy or more) and (in_shared_memory or mostly_unused)
     return call.results(whole, status, copies)
+
+
+class _OfTensors(_SparseOperation):
+    """:func:`sparse_all_reduce`. Requests have the sparse tensors."""
+
+    name = "sparse_all_reduce"
+
+    def _shapes(self, request: Request) -> dict[str, Any]:
+        tensors: Any = request.tensors if request.options.listed else request.tensors[0]
+        return _shape_facts("shape", tensors)
+
+    def rows(self, request: Request, ctx: SparseContext) -> list[Rows]:
+        if not request.options.listed:
+            return [rows_of_tensor(request.tensors[0], ctx.device, "tensor")]
+        return [
+            rows_of_tensor(tensor, ctx.device, f"tensor[{i}]")
+            for i, tensor in enumerate(request.tensors)
+        ]
+
+    def reduce(self, call: SparseCall, more: bool, copy: bool) -> Sequence[Any]:
+        return _reduce_unpadded(self, call, more, copy)
+
+
+class _OfRows(_SparseOperation):
+    """:func:`sparse_all_reduce_rows`. Requests have ``(indices, values)``."""
+
+    name = "sparse_all_reduce_rows"
+
+    def _shapes(self, request: Request) -> dict[str, Any]:
+        facts = _shape_facts("row_shape", request.tensors[1], 1)
+        return {**facts, "num_rows": request.options.num_rows}
+
+    def rows(self, request: Request, ctx: SparseContext) -> list[Rows]:
+        indices, values = request.tensors
+        options = request.options
+        return [rows_of_pair(indices, values, options.num_rows, options.coalesced, ctx.device)]
+
+    def reduce(self, call: SparseCall, more: bool, copy: bool) -> Sequence[Any]:
+        return _reduce_unpadded(self, call, more, copy)
+
+
+class _Padded(_SparseOperation):
+    """:func:`sparse_all_reduce_padded`. Requests have ``(indices, values)``, or lists of them."""
+
+    name = "sparse_all_reduce_padded"
+    padded = True
+
+    def check_context(self, ctx: Any) -> None:
+        arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext")
+
+    def _shapes(self, request: Request) -> dict[str, Any]:
+        facts = _shape_facts("row_shape", request.tensors[1], 1)
+        return {**facts, "num_rows": request.options.num_rows}
+
+    def rows(self, request: Request, ctx: SparseContext) -> list[Rows]:
+        indices, values = request.tensors
+        options: SparseOptions = request.options
+        triples = [(indices, values, options.num_rows)]
+        places = [""]
+        if options.listed:
+            triples = list(zip(indices, values, options.num_rows, strict=True))
+            places = [f"[{i}]" for i in range(len(triples))]
+        parts = [
+            rows_of_pair(ids, rows, num_rows, options.coalesced, ctx.device, place)
+            for (ids, rows, num_rows), place in zip(triples, places, strict=True)
+        ]
+        if options.algorithm == "dense":
+            raise ValueError(
+                "algorithm must be 'owner', 'gather' or 'auto' in sparse_all_reduce_padded; got "
+                "'dense'"
+            )
+        row_bytes = [part.table[1].numel() * part.values.dtype.itemsize for part in parts]
+        error = ctx.excess(self.name, row_bytes=max(row_bytes, default=0))
+        if error is not None:
+            raise error
+        return parts
+
+    def reduce(self, call: SparseCall, more: bool, copy: bool) -> Sequence[Any]:
+        """Return :class:`PaddedRows` of each tensor."""
+        ctx = call.ctx
+        rows = call.rows
+        tables = len(rows.parts)
+        most = ctx.max_union_rows
+        form = (call.variant, call.op, call.algorithm, rows.coalesced, call.places, call.pieces)
+        device_table(ctx, self.name, (self.name, *form, tables), lambda: True)
+        call.match()
+        ids, counts, padded = call.pad(call.move())
+        if more and rows.single:
+            padded = padded.clone()
+        sizes = [most * shape.numel() for _, shape in rows.tables]
+        values = padded.view(-1).split(sizes)
+        return [
+            PaddedRows(own, part.view(most, *shape), count)
+            for own, part, count, (_, shape) in zip(ids, values, counts, rows.tables, strict=True)
+        ]
+
+
+_TENSORS = _OfTensors()
+_ROWS = _OfRows()
+_PADDED = _Padded()
 
 
 # ---------------------------------------------------------------------- public
@@ -218,22 +423,17 @@ def sparse_all_reduce(
     Algorithm: reduction of each row by one of its contributors, chosen by hash; see
     :mod:`tdcoll.collectives.sparse_all_reduce`.
     """
-    name = "sparse_all_reduce"
-    several = isinstance(tensor, (list, tuple))
-    given: list[Any] = list(tensor) if several else [tensor]
-    context = _context(ctx, group, name)
-
-    def prepare() -> list[Rows]:
-        names = [f"tensor[{i}]" for i in range(len(given))] if several else ["tensor"]
-        return [rows_of_tensor(one, context.device, called) for one, called in zip(given, names, strict=True)]
-
-    run = partial(_run, copy=copy)
-    results = _reduce(context, name, prepare, op, algorithm, run, partial(_facts, "shape", tensor))
+    listed = isinstance(tensor, (list, tuple))
+    tensors: tuple[Any, ...] = tuple(tensor) if listed else (tensor,)
+    options = SparseOptions(op, algorithm, listed=listed, copy=copy)
+    _, results = make_call(_TENSORS, Request(tensors, options, group, ctx))
     made: Any = [
-        torch.sparse_coo_tensor(ids, values, one.shape, is_coalesced=True, check_invariants=False)
-        for (ids, values), one in zip(results, given, strict=True)
+        torch.sparse_coo_tensor(
+            ids, values, given.shape, is_coalesced=True, check_invariants=False
+        )
+        for (ids, values), given in zip(results, tensors, strict=True)
     ]
-    return made if several else made[0]
+    return made if listed else made[0]
 
 
 def sparse_all_reduce_rows(
@@ -267,15 +467,9 @@ def sparse_all_reduce_rows(
     Raises:
         As :func:`sparse_all_reduce`.
     """
-    name = "sparse_all_reduce_rows"
-    context = _context(ctx, group, name)
-
-    def prepare() -> list[Rows]:
-        return [rows_of_pair(indices, values, num_rows, coalesced, context.device)]
-
-    run, facts = partial(_run, copy=copy), partial(_facts, "row_shape", values, 1, num_rows=num_rows)
-    ((found, rows),) = _reduce(context, name, prepare, op, algorithm, run, facts)
-    return found.view(-1), rows
+    options = SparseOptions(op, algorithm, num_rows, coalesced, copy=copy)
+    _, ((ids, rows),) = make_call(_ROWS, Request((indices, values), options, group, ctx))
+    return ids.view(-1), rows
 
 
 def sparse_all_reduce_padded(
@@ -316,57 +510,14 @@ def sparse_all_reduce_padded(
     Raises:
         As :func:`sparse_all_reduce`; and ContextError for the first call of its kind while a graph is captured.
     """
-    name = "sparse_all_reduce_padded"
     arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext")
-
-    several = isinstance(values, (list, tuple))
-    given: list[tuple[Any, ...]] = [(indices, values, num_rows)]
-    if several:
-        for called, argument in (("indices", indices), ("num_rows", num_rows)):
+    listed = isinstance(values, (list, tuple))
+    if listed:
+        for name, argument in (("indices", indices), ("num_rows", num_rows)):
             if not isinstance(argument, (list, tuple)) or len(argument) != len(values):
-                raise ValueError(f"{called} must be a list of {len(values)} like values, got {argument!r}")
-        given = list(zip(indices, values, num_rows, strict=True))  # type: ignore[arg-type]
-
-    def prepare() -> list[Rows]:
-        places = [f"[{i}]" if several else "" for i in range(len(given))]
-        parts = [
-            rows_of_pair(ids, rows, count, coalesced, ctx.device, place)
-            for (ids, rows, count), place in zip(given, places, strict=True)
-        ]
-        if algorithm == "dense":
-            raise ValueError("algorithm must be 'owner', 'gather' or 'auto' in sparse_all_reduce_padded; got 'dense'")
-        widest = max((part.table[1].numel() * part.values.dtype.itemsize for part in parts), default=0)
-        if error := ctx.excess(name, row_bytes=widest):
-            raise error
-        return parts
-
-    facts = partial(_facts, "row_shape", values, 1, num_rows=num_rows)
-    results = _reduce(ctx, name, prepare, op, algorithm, _run_padded, facts)
-    return results if several else results[0]
-
-
-def _run_padded(
-    ctx: SparseContext, operation: str, rows: Joined, op: str, algorithm: str, more: bool
-) -> list[PaddedRows]:
-    """The padded results of each tensor; ``more`` as for :func:`_run`."""
-    call, tables, most = SparseCall(ctx, rows, op, algorithm), len(rows.parts), ctx.max_union_rows
-    kernels = operation, call.variant, op, call.algorithm, rows.coalesced, call.places, call.pieces, tables
-    on_device(ctx, operation, kernels, lambda: True)
-    ids = torch.empty(tables, most, dtype=torch.int64, device=ctx.device)
-    counts = torch.empty(tables, 1, dtype=torch.int64, device=ctx.device)
-    call.match()
-    out = call.move()
-    sizes = [most * shape.numel() for _, shape in rows.tables]
-    padded = out if rows.single else torch.empty(sum(sizes), dtype=rows.dtype, device=ctx.device)
-    call.launch(
-        kernels_merge.pad,
-        (call.workers(-(-most // call.kind.tiles.rows)), tables),
-        indices=ids, values=padded, count=counts, out=out, remembered=ctx.remembered,
-    )  # fmt: skip
-    if more and rows.single:
-        padded = padded.clone()
-    values = padded.view(-1).split(sizes)
-    return [
-        PaddedRows(own, part.view(most, *shape), count)
-        for own, part, count, (_, shape) in zip(ids, values, counts, rows.tables, strict=True)
-    ]
+                raise ValueError(
+                    f"{name} must be a list of {len(values)} like values, got {argument!r}"
+                )
+    options = SparseOptions(op, algorithm, num_rows, coalesced, listed=listed)
+    _, results = make_call(_PADDED, Request((indices, values), options, ctx=ctx))
+    return results if listed else results[0]

@@ -7,8 +7,9 @@ from collections import Counter
 from typing import NamedTuple
 
 from tdcoll.base import environment
+from tdcoll.base.versions import OLDEST_TORCH, OLDEST_TRITON, TRITON_BELOW, text_of, version_of
 from tdcoll.tools.doctor.facts import MachineFacts
-from tdcoll.tools.setenv import COMMAND, IN_CHECKOUT, LAUNCHER, version_of
+from tdcoll.tools.setenv import COMMAND, IN_CHECKOUT, LAUNCHER
 
 
 class Line(NamedTuple):
@@ -59,12 +60,12 @@ def _failure(facts: MachineFacts, package: str) -> str:
 
 
 def _torch(facts: MachineFacts) -> list[Line]:
-    name, found, install = "torch", facts.found["torch"], "pip install -U 'torch>=2.10'"
+    name, found, install = "torch", facts.found["torch"], f"pip install -U 'torch>={text_of(OLDEST_TORCH)}'"
     if failure := _failure(facts, name):
         return [problem(name, failure, f"{install}, or let launch.sh make an environment" if IN_CHECKOUT else install)]
     text = f"{found['version']}, " + (f"for CUDA {found['cuda']}" if found["cuda"] else "without CUDA")
-    if version_of(found["version"]) < (2, 10):
-        return [problem(name, text, f"tdcoll needs 2.10 or newer: {install}")]
+    if version_of(found["version"]) < OLDEST_TORCH:
+        return [problem(name, text, f"tdcoll needs {text_of(OLDEST_TORCH)} or newer: {install}")]
     if not found["cuda"] and not facts.simulated:
         advice = "install a CUDA build of PyTorch (pytorch.org), or set TRITON_INTERPRET=1 to use the simulator"
         return [problem(name, text, advice)]
@@ -74,7 +75,8 @@ def _torch(facts: MachineFacts) -> list[Line]:
 def _triton(facts: MachineFacts) -> list[Line]:
     name, version = "triton", facts.found["triton"].get("version", "")
     installed = facts.distributions.get("triton")
-    which = f"triton=={installed}" if installed else "'triton>=3.6,<4'"
+    oldest, below = text_of(OLDEST_TRITON), text_of(TRITON_BELOW)
+    which = f"triton=={installed}" if installed else f"'triton>={oldest},<{below}'"
     reinstall = f"pip install --force-reinstall --no-deps {which}"
     fork = facts.distributions.get("triton-dist")
     if fork and (facts.simulated or facts.environment.get("TDCOLL_COMPILER") != "triton_dist"):
@@ -85,8 +87,8 @@ def _triton(facts: MachineFacts) -> list[Line]:
     if installed and version_of(version) != version_of(installed):
         text = f"Python finds {version}, and pip has installed {installed}"
         return [problem(name, text, f"another Triton has overwritten it or comes first in PYTHONPATH: {reinstall}")]
-    if not (3, 6) <= version_of(version) < (4, 0):
-        return [problem(name, version, "tdcoll needs 3.6 or newer, below 4: pip install -U torch")]
+    if not OLDEST_TRITON <= version_of(version) < TRITON_BELOW:
+        return [problem(name, version, f"tdcoll needs {oldest} or newer, below {below}: pip install -U torch")]
     return [ok(name, version)]
 
 
@@ -121,7 +123,15 @@ def _nvshmem(facts: MachineFacts) -> list[Line]:
         return [problem(name, f"{text}: {', '.join(wrong)} and torch, for CUDA {cuda}, don't fit together", advice)]
     if failure := _failure(facts, "nvshmem"):
         return [problem(name, f"{text}; nvshmem4py {failure}", extra)]
-    return [ok(name, f"{text}; {found['library'] or 'its library loads'}")]
+    libraries = facts.found["device library"]
+    if "error" in libraries:
+        return [problem(name, f"{text}; {libraries['error']}", extra)]
+    if policy := facts.environment.get("NVSHMEM_TMA_POLICY"):
+        if policy.strip().upper() != "DISABLE":
+            text = f"NVSHMEM_TMA_POLICY={policy} lets NVSHMEM copy asynchronously, which tdcoll refuses"
+            return [problem(name, text, "unset NVSHMEM_TMA_POLICY")]
+    files = [f"{arch}: {path}" for arch, path in libraries.items()]
+    return [ok(name, "; ".join([text, found["library"] or "its library loads", *files]))]
 
 
 def _driver(facts: MachineFacts) -> list[Line]:

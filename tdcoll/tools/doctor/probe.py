@@ -13,6 +13,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from tdcoll.base.device_library import device_library
+from tdcoll.base.environment import nvshmem_folders
+
 _Found = Iterator[dict[str, Any]]
 
 
@@ -40,12 +43,25 @@ def _nvshmem() -> _Found:
     yield {"library": load_nvidia_dynamic_lib("nvshmem_host").abs_path}
 
 
+def _device_library() -> _Found:
+    """Find NVSHMEM's device library for the GPUs that PyTorch sees."""
+    import torch
+
+    folders = nvshmem_folders(os.environ.get("NVSHMEM_HOME"))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for major, minor in sorted({torch.cuda.get_device_capability(i) for i in range(count)}):
+        yield {f"sm_{major}{minor}": str(device_library(folders, 10 * major + minor))}
+
+
 def _driver() -> _Found:
     """Ask for the newest CUDA version that the driver supports, (major, minor). Touches no GPU."""
     import ctypes
 
+    from tdcoll.base import driver
+
     number = ctypes.c_int()
-    if status := ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
+    status = driver.driver().cuDriverGetVersion(ctypes.byref(number))
+    if status:
         raise OSError(f"cuDriverGetVersion failed with CUDA error {status}")
     yield {"cuda": [number.value // 1000, number.value % 1000 // 10]}
 
@@ -69,6 +85,7 @@ STEPS = {
     "numpy": lambda: _version_of("numpy"),
     "greenlet": lambda: _version_of("greenlet"),
     "nvshmem": _nvshmem,
+    "device library": _device_library,
     "driver": _driver,
     "gpus": _gpus,
 }

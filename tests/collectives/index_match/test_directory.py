@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiers import second
+from tiers import slow_tier
 
 from tdcoll.collectives.index_match import kernels
 from tdcoll.collectives.index_match.op import Directory
@@ -83,7 +83,7 @@ def test_special_lists(method: str, name: str) -> None:
     in_world(lambda: check_valid(method, lists, num_rows))
 
 
-@pytest.mark.parametrize("method", ["bitmap", second("search")])
+@pytest.mark.parametrize("method", ["bitmap", slow_tier("search")])
 def test_seventy_ranks(method: str) -> None:
     random.seed(2)
     lists = [sorted(random.sample(range(300), q % 4)) for q in range(70)]

@@ -26,9 +26,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 FLOATS = DTYPES[:4]
 OPS = ("sum", "mean", "max", "min", "prod")
 HUGE = 1 << 40
-BOTH = pytest.mark.parametrize("algorithm", ["owner", "gather"])
-EACH = pytest.mark.parametrize("algorithm", ["owner", "gather", "dense"])
-NAMES = {"o": "owner", "g": "gather", "d": "dense"}
+OWNER = "owner"
+GATHER = "gather"
+DENSE = "dense"
+BOTH = pytest.mark.parametrize("algorithm", [OWNER, GATHER])
+EACH = pytest.mark.parametrize("algorithm", [OWNER, GATHER, DENSE])
 
 
 @contextmanager
@@ -63,10 +65,11 @@ TABLES = ((9, (3,)), (1, ()), (40, (5, 2)), (3, (1,)))
 
 
 class Reduces:
-    """Runs ``calls`` on every rank, in small pieces, each with other rows; compares them at once and at the end.
+    """Makes calls on every rank, in small pieces, each with other rows; compares them at once and at
+    the end.
 
     Args:
-        algorithms: of the calls, in order: ``o`` owner, ``g`` gather, ``d`` dense.
+        algorithms: of the calls, in order.
         rows: how many each rank brings in the first call; they go around from call to call, and from table to table.
         num_rows: of the table.
         shape, dtype: as for ``sparse_all_reduce_rows``.
@@ -78,7 +81,7 @@ class Reduces:
 
     def __init__(
         self,
-        algorithms: str = "ooo",
+        algorithms: Sequence[str] = 3 * (OWNER,),
         rows: Sequence[int] = (4, 0, 6, 1),
         num_rows: int = 9,
         *,
@@ -89,9 +92,13 @@ class Reduces:
         coalesced: bool = False,
         tables: Sequence[tuple[int, tuple[int, ...]]] | None = None,
     ) -> None:
-        self.algorithms, self.rows, self.several = algorithms, tuple(rows), tables is not None
-        self.dtype, self.exact = dtype, exact
-        self.group, self.coalesced = group, coalesced
+        self.algorithms = tuple(algorithms)
+        self.rows = tuple(rows)
+        self.several = tables is not None
+        self.dtype = dtype
+        self.exact = exact
+        self.group = group
+        self.coalesced = coalesced
         self.tables = tables or ((num_rows, tuple(shape)),)
         self._wanted: dict[object, Rows] = {}
 
@@ -111,7 +118,7 @@ class Reduces:
 
     def wanted(self, topology: Topology, call: int, table: int) -> Rows:
         """The rows of a table that every rank has to get in ``call``."""
-        nodes = topology.nodes if self.algorithms[call] == "o" else None
+        nodes = topology.nodes if self.algorithms[call] == OWNER else None
         key = (topology.world_size, nodes, call, table)
         if key not in self._wanted:
             parts = [self.part(rank, call, table) for rank in range(topology.world_size)]
@@ -130,7 +137,7 @@ class Reduces:
     def call(self, ctx: tdcoll.SparseContext, call: int, **options: Any) -> list[Rows]:
         """Make a call, and return its result for each table."""
         parts = [self.part(ctx.rank, call, table) for table in range(len(self.tables))]
-        options |= {"ctx": ctx, "algorithm": NAMES[self.algorithms[call]]}
+        options |= {"ctx": ctx, "algorithm": self.algorithms[call]}
         if not self.several:
             ((num_rows, _),) = self.tables
             options["coalesced"] = self.coalesced

@@ -10,10 +10,10 @@ import torch
 from kernel_mutants import AnyChange, Argument, Call, Change, Inserted, Mutant, dropped, missing, no_wait
 
 from ..suite.all_gather import RELEASED_FIRST
-from .cases import HEAP, Reduces
+from .cases import GATHER, HEAP, OWNER, Reduces
 
-WRONG_ROWS = r"AssertionError: rank \d+, call \d+ \([og]\): \d+ wrong rows"
-WRONG_INDICES = r"AssertionError: rank \d+, call \d+ \([og]\): .* are wrong indices"
+WRONG_ROWS = r"AssertionError: rank \d+, call \d+ \(\w+\): \d+ wrong rows"
+WRONG_INDICES = r"AssertionError: rank \d+, call \d+ \(\w+\): .* are wrong indices"
 REFUSED = r"RankMismatchError: |ValueError: .* indices of rank|ContextError: .* different rows"
 UNSIGNALLED = missing("signals")
 STUCK_IN_PACK = r"[Dd]eadlock[\s\S]*pack\(\S+ spins on address"
@@ -23,15 +23,15 @@ ANYTHING = f"{BAD_LISTS}|{UNSIGNALLED}"
 """Where ranks get so far ahead that signals of one epoch stand for those of another."""
 
 
-GATHERS = Reduces("gggg", (6, 0, 4, 5))
-LONG_LISTS = Reduces("oo", (1, 28, 30, 0, 2, 29), 40, shape=(1,))
+GATHERS = Reduces(4 * (GATHER,), (6, 0, 4, 5))
+LONG_LISTS = Reduces(2 * (OWNER,), (1, 28, 30, 0, 2, 29), 40, shape=(1,))
 """Lists of several chunks, beside ranks that have one."""
 
-LONG_GATHERS = Reduces("gg", (1, 28, 30, 0, 2, 29), 40, shape=(1,))
+LONG_GATHERS = Reduces(2 * (GATHER,), (1, 28, 30, 0, 2, 29), 40, shape=(1,))
 
 ANY = Reduces()
-IN_ORDER = Reduces("oo", (8,), 3, exact=False)
-FLOAT_LISTS = Reduces("oo", (20,), tables=((9, (2,)), (9, (4,))), dtype=torch.float16, exact=False)
+IN_ORDER = Reduces(2 * (OWNER,), (8,), 3, exact=False)
+FLOAT_LISTS = Reduces(2 * (OWNER,), (20,), tables=((9, (2,)), (9, (4,))), dtype=torch.float16, exact=False)
 
 
 def _mutant(
@@ -45,17 +45,18 @@ def _mutant(
 
 
 ONE = _mutant
-TWO, THREE = partial(_mutant, nodes=(2, 2)), partial(_mutant, nodes=(1, 1, 1))
+TWO = partial(_mutant, nodes=(2, 2))
+THREE = partial(_mutant, nodes=(1, 1, 1))
 
 # ---------------------------------------------------------------------- changes
 
-REDUCE, MEET, REDUCE_NODES, FORWARD, MEET_NODES, GATHER, RAILS = (
-    *("kernels_reduce.reduce", "kernels_reduce._meet", "kernels_nodes.reduce_nodes", "kernels_nodes.forward"),
-    *("kernels_nodes.meet_nodes", "kernels_direct.exchange_direct"),
-    "all_gather.kernels_puts.all_gather_2d",
-)
-REDUCE_NODES, FORWARD, MEET_NODES = (f"sparse_all_reduce.{name}" for name in (REDUCE_NODES, FORWARD, MEET_NODES))
-GATHER = f"exchange.{GATHER}"
+REDUCE = "kernels_reduce.reduce"
+MEET = "kernels_reduce._meet"
+REDUCE_NODES = "sparse_all_reduce.kernels_nodes.reduce_nodes"
+FORWARD = "sparse_all_reduce.kernels_nodes.forward"
+MEET_NODES = "sparse_all_reduce.kernels_nodes.meet_nodes"
+EXCHANGE = "exchange.kernels_direct.exchange_direct"
+RAILS = "all_gather.kernels_puts.all_gather_2d"
 BUILT = "match.wait_until_built"
 
 
@@ -100,7 +101,7 @@ MUTANTS = (
     TWO("meet_nodes does not wait", no_wait(MEET_NODES, "tdl.wait_signals")),
     # ------------------------------------------------------------------ the exchange, counted
     ONE("exchange: a rank is written to before it has entered", no_wait("stores.may_write"), BAD_LISTS, GATHERS),
-    ONE("exchange: the receiver does not wait", no_wait(GATHER), BAD_LISTS, LONG_LISTS),
+    ONE("exchange: the receiver does not wait", no_wait(EXCHANGE), BAD_LISTS, LONG_LISTS),
     ONE("exchange: the signal does not order the list", RELEASED_FIRST, BAD_LISTS, LONG_LISTS),
     TWO(
         "exchange, nodes: the receiver waits for the first chunk only",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiers import second
+from tiers import slow_tier
 
 from .cases import DTYPES, FLOATS, HUGE, OPS, Options, check_all, some_values
 from .cases import small_pieces as small
@@ -74,9 +74,9 @@ SEVERAL = [[1, 1], [2, 1], [2, 2], [1, 3], [1, 1, 1], [2, 2, 1], [1, 1, 1, 1], [
     ("layouts", "most", "examples"),
     [
         pytest.param(ONE_NODE, 9, 8, id="one node"),
-        second(SEVERAL, 6, 8, id="several nodes"),
-        second(ONE_NODE, 30, 24, id="one node, more"),
-        second(SEVERAL, 6, 24, id="several nodes, more"),
+        slow_tier(SEVERAL, 6, 8, id="several nodes"),
+        slow_tier(ONE_NODE, 30, 24, id="one node, more"),
+        slow_tier(SEVERAL, 6, 24, id="several nodes, more"),
     ],
 )
 def test_any_case(layouts: list[list[int]], most: int, examples: int) -> None:

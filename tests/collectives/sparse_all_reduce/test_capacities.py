@@ -11,7 +11,7 @@ from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.calls.launch import Launcher
+from tdcoll.calls.kernel_launch import LaunchCache
 
 from .calls import (
     ROWS,
@@ -135,14 +135,14 @@ def test_growing(pe: int, algorithm: str) -> None:
 def dtypes(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """Of the tensors of each launch. A launch with the key of an earlier one takes what that has compiled."""
     found: dict[Any, Any] = {}
-    launch = Launcher.__call__
+    launch = LaunchCache.__call__
 
-    def noted(self: Launcher, kernel: Any, blocks: Any, given: Any, constants: Any = (), **more: Any) -> None:
+    def noted(self: LaunchCache, kernel: Any, blocks: Any, given: Any, constants: Any = (), **more: Any) -> None:
         kinds = [one.dtype for one in given if isinstance(one, torch.Tensor)]
         assert found.setdefault((self, kernel.__name__, constants, *more.values()), kinds) == kinds, kernel.__name__
         launch(self, kernel, blocks, given, constants, **more)
 
-    monkeypatch.setattr(Launcher, "__call__", noted)
+    monkeypatch.setattr(LaunchCache, "__call__", noted)
     return found
 
 

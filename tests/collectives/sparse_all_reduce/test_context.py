@@ -173,10 +173,10 @@ def test_without_a_context(pe: int) -> None:
     kept = []
     for call, pair in enumerate(counts):
         for shape in ((2,), (), (64,)) if call < 2 else ((2,),):
-            parts = [
-                sparse(ids := [(3 * i + call) % 1000 for i in range(n)], rows_of(rank, ids, shape), 1000)
-                for rank, n in enumerate(pair)
-            ]
+            parts = []
+            for rank, n in enumerate(pair):
+                ids = [(3 * i + call) % 1000 for i in range(n)]
+                parts.append(sparse(ids, rows_of(rank, ids, shape), 1000))
             kept.append((tdcoll.sparse_all_reduce(parts[pe]), total(parts)))
             found, rows = tdcoll.sparse_all_reduce_rows(parts[pe]._indices()[0], parts[pe]._values(), 1000)
             assert torch.equal(found, kept[-1][1].indices()[0])

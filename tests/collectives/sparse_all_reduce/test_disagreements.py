@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
-from tiers import second
+from tiers import slow_tier
 
 import tdcoll
 from tdcoll.testing import World
@@ -43,7 +43,7 @@ BAD_LISTS = [
 
 @pytest.mark.parametrize(("ids", "coalesced", "text"), BAD_LISTS)
 @pytest.mark.parametrize("algorithm", ["owner", "gather"])
-@pytest.mark.parametrize("ranks_per_node", [None, second(2)])
+@pytest.mark.parametrize("ranks_per_node", [None, slow_tier(2)])
 def test_indices_that_are_wrong_on_one_rank(
     ids: list[int], coalesced: bool, text: str, algorithm: str, ranks_per_node: int | None
 ) -> None:
@@ -74,9 +74,9 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("wrong", DIFFERENT.values(), ids=DIFFERENT)
-@pytest.mark.parametrize("odd", [0, second(2)])
+@pytest.mark.parametrize("odd", [0, slow_tier(2)])
 @pytest.mark.parametrize(
-    ("algorithm", "debug"), [("auto", False), ("owner", False), second("gather", False), ("auto", True)]
+    ("algorithm", "debug"), [("auto", False), ("owner", False), slow_tier("gather", False), ("auto", True)]
 )
 def test_ranks_that_disagree(wrong: dict[str, Any], odd: int, algorithm: str, debug: bool) -> None:
     """Without debug mode, too, all ranks are told, and the context goes on; with it, they are told what."""

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
-from tiers import second
+from tiers import slow_tier
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.launch import Launch, Launcher
+from tdcoll.calls.kernel_launch import KernelLaunch
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 
 from .calls import DIM, make, sparse
@@ -35,7 +34,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         found[runtime.current().rank].append(name)
 
     def launching(real: Any) -> Any:
-        def launch(self: Launch, *arguments: Any) -> Any:
+        def launch(self: KernelLaunch, *arguments: Any) -> Any:
             note(self._kernel.__name__)
             with _disable_current_modes():  # the simulator's operations are none of the host's
                 return real(self, *arguments)
@@ -50,7 +49,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         return wait
 
     for name in ("__call__", "with_arguments"):
-        monkeypatch.setattr(Launch, name, launching(getattr(Launch, name)))
+        monkeypatch.setattr(KernelLaunch, name, launching(getattr(KernelLaunch, name)))
     monkeypatch.setattr(SparseCall, "status", waiting(SparseCall.status, "wait"))
     for name in ("item", "tolist", "nonzero", "cpu", "__bool__", "__int__"):
         monkeypatch.setattr(torch.Tensor, name, waiting(getattr(torch.Tensor, name), name))
@@ -94,29 +93,6 @@ def test_a_padded_call_waits_for_nothing(pe: int, seen: Seen) -> None:
     assert made == ["join", *OWNER, "pad"]
 
 
-@pytest.mark.parametrize("algorithm", [second("owner"), "gather"])
-@on_ranks(2, heap_bytes=1 << 22)
-def test_kernels_of_all_numbers_of_rows_are_loaded_before_the_first_call(
-    pe: int, monkeypatch: pytest.MonkeyPatch, algorithm: str
-) -> None:
-    """A context with ``max_blocks`` can load no kernel once others' are in flight."""
-    real, late = Launcher.__call__, set()
-
-    def launch(self: Launcher, kernel: Any, *arguments: Any, **options: Any) -> None:
-        before = len(self._launches)
-        real(self, kernel, *arguments, **options)
-        if len(self._launches) > before and not self.only_loads:
-            late.add(kernel.__name__)
-
-    monkeypatch.setattr(Launcher, "__call__", launch)
-    monkeypatch.setattr(CollectiveContext, "loads_together", True)
-    with make(max_rows_per_rank=1500, max_row_bytes=16, max_blocks=8) as ctx:
-        for n, coalesced in ((3, False), (3, True), (150, False), (0, False), (1100, False)):
-            ids = torch.arange(n) + pe
-            tdcoll.sparse_all_reduce(sparse(ids, torch.ones(n, DIM), 1200, coalesced), ctx=ctx, algorithm=algorithm)
-    assert late == set()
-
-
 class Operations(TorchDispatchMode):
     """Counts PyTorch's operations; each takes the host 5 to 10 us beside a GPU."""
 
@@ -127,7 +103,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("coalesced", [False, second(True)])
+@pytest.mark.parametrize("coalesced", [False, slow_tier(True)])
 @on_ranks(2, heap_bytes=1 << 21)
 def test_operations_of_pytorch(pe: int, seen: Seen, coalesced: bool) -> None:
     """A table takes the two that give its indices and values, the question whether it is coalesced, and the one that

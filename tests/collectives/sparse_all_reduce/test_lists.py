@@ -4,42 +4,105 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from ranks import on_ranks
-from tiers import second
+from tiers import parameters, slow_tier
 
 import tdcoll
 from tdcoll.collectives.sparse_all_reduce import kernels_tables
 
 from .calls import DIM, ROWS, N, everywhere, make, refused_everywhere, sparse
-from .cases import DTYPES, OPS, small_pieces, some_part
+from .cases import DENSE, DTYPES, GATHER, OPS, OWNER, small_pieces, some_part
 
 SHAPES = [(), (1,), (3,), (4,), (8,), (16,), (2, 3), (5, 1, 2), (0,)]
 
 
-def _tables(chosen: random.Random) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-    """Rows of tables, shapes of their rows, and dtypes: the same on all ranks."""
+class Table(NamedTuple):
+    """The table of one tensor; the same on all ranks.
+
+    Attributes:
+        shape: of a row.
+    """
+
+    num_rows: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ListCall:
+    """A call of several tensors.
+
+    Attributes:
+        grow: the context is too small for the call, and may grow.
+        seed: of the rows.
+    """
+
+    tables: Sequence[Table]
+    op: str
+    algorithm: str
+    copy: bool
+    grow: bool
+    seed: int
+
+    def context(self) -> tdcoll.SparseContext:
+        if self.grow:
+            return make(max_rows_per_rank=8, max_row_bytes=8, grow=True)
+        return make(max_rows_per_rank=64, max_row_bytes=128)
+
+    def tensors(self, rank: int) -> list[torch.Tensor]:
+        """Those of a rank: random rows, some of them many times, none at all, or coalesced."""
+        chosen = random.Random(1000 * self.seed + rank)
+        made = []
+        for number, (num_rows, shape, dtype) in enumerate(self.tables):
+            n = 0 if num_rows == 0 else chosen.choice((0, 1, 3, 8, 140))
+            seed = 100 * self.seed + 10 * number + rank
+            ids, values = some_part(seed, n, num_rows, shape, dtype, exact=False)
+            if n == 140:
+                ids = ids % 2  # more often than one program sums
+            tensor = sparse(ids % max(1, num_rows), values, num_rows)
+            coalesces = chosen.random() < 0.3 and dtype != torch.bfloat16
+            made.append(tensor.coalesce() if coalesces else tensor)
+        return made
+
+
+def list_call(seed: int) -> ListCall:
+    """Any call."""
+    chosen = random.Random(seed)
     dtypes = chosen.sample(DTYPES, chosen.choice((1, 1, 2)))
-    rows = (0, 1, 2, 31, 32, 33, 100, 1000)
-    return [(chosen.choice(rows), chosen.choice(SHAPES), chosen.choice(dtypes)) for _ in range(chosen.randint(2, 5))]
+    sizes = (0, 1, 2, 31, 32, 33, 100, 1000)
+    tables = [
+        Table(chosen.choice(sizes), chosen.choice(SHAPES), chosen.choice(dtypes)) for _ in range(chosen.randint(2, 5))
+    ]
+    op = chosen.choice(OPS)
+    if not all(table.dtype.is_floating_point for table in tables):
+        op = chosen.choice(("sum", "max", "min"))
+    grow = chosen.random() < 0.3
+    copy = chosen.random() < 0.5
+    algorithm = chosen.choice((OWNER, GATHER, DENSE))
+    return ListCall(tables, op, algorithm, copy, grow, seed)
 
 
-def _tensors(tables: Sequence[tuple[int, tuple[int, ...], torch.dtype]], seed: int, rank: int) -> list[torch.Tensor]:
-    """Those of a rank: random rows, some of them many times, none at all, or coalesced."""
-    chosen, made = random.Random(1000 * seed + rank), []
-    for number, (num_rows, shape, dtype) in enumerate(tables):
-        n = 0 if num_rows == 0 else chosen.choice((0, 1, 3, 8, 140))
-        ids, values = some_part(100 * seed + 10 * number + rank, n, num_rows, shape, dtype, exact=False)
-        if n == 140:
-            ids = ids % 2  # more often than one program sums
-        tensor = sparse(ids % max(1, num_rows), values, num_rows)
-        made.append(tensor.coalesce() if chosen.random() < 0.3 and dtype != torch.bfloat16 else tensor)
-    return made
+def padded_call(seed: int) -> ListCall:
+    """Any call that has a padded form: it isn't dense, and its context doesn't grow."""
+    call = list_call(seed)
+    if call.algorithm == DENSE:
+        call = replace(call, algorithm=(OWNER, GATHER)[seed // 2 % 2])
+    return replace(call, grow=False)
+
+
+SEEDS = range(16)
+CALLS = [list_call(seed) for seed in SEEDS]
+assert {call.algorithm for call in CALLS} == {OWNER, GATHER, DENSE}
+assert 0 < sum(call.grow for call in CALLS) < len(CALLS)
+PADDED = [padded_call(seed) for seed in SEEDS]
+assert {call.algorithm for call in PADDED} == {OWNER, GATHER}
 
 
 def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -51,41 +114,63 @@ def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     )
 
 
-def _compare(pe: int, seed: int) -> None:
-    """A list, in all forms, with calls of their own."""
-    chosen = random.Random(seed)
-    tables, op = _tables(chosen), chosen.choice(OPS)
-    if not all(dtype.is_floating_point for *_, dtype in tables):
-        op = chosen.choice(("sum", "max", "min"))
-    grow, copy, algorithm = chosen.random() < 0.3, chosen.random() < 0.5, chosen.choice(("owner", "gather", "dense"))
-    given = _tensors(tables, seed, pe)
-    with make(max_rows_per_rank=8 if grow else 64, max_row_bytes=8 if grow else 128, grow=grow) as ctx:
-        got = tdcoll.sparse_all_reduce(given, op, ctx=ctx, algorithm=algorithm, copy=copy)
-        got = [one.clone() for one in got]
-        for one, tensor in zip(got, given, strict=True):
-            wanted = tdcoll.sparse_all_reduce(tensor, op, ctx=ctx, algorithm=algorithm)
-            assert same_bits(one, wanted), (one, wanted)
-        if grow:
-            return
-        parts = [tensor._indices()[0] for tensor in given], [tensor._values() for tensor in given]
-        rows = [num_rows for num_rows, *_ in tables]
-        if algorithm == "dense":
-            return
-        padded = tdcoll.sparse_all_reduce_padded(*parts, rows, op, ctx=ctx, algorithm=algorithm)
-        ctx.check()
-        for fixed, one in zip(padded, got, strict=True):
-            n = int(fixed.count)
-            assert fixed.values.shape == (ctx.max_union_rows, *one.shape[1:])
-            assert same_bits(sparse(fixed.indices[:n], fixed.values[:n], len(one), True), one)
-            assert not fixed.indices[n:].any()
-            assert not fixed.values[n:].any()
+def each_call(calls: Sequence[ListCall]) -> pytest.MarkDecorator:
+    """Parametrize ``call``: one in the first tier, and the others in the second."""
+    sets = [parameters(call, slow=call.seed > 0, id=str(call.seed)) for call in calls]
+    return pytest.mark.parametrize("call", sets)
 
 
-@pytest.mark.parametrize("seed", [0, *map(second, range(1, 16))])
-@pytest.mark.parametrize("layout", [[3], [2, 1], second([1, 1, 1])], ids=str)
-def test_lists_are_calls_of_their_own(layout: list[int], seed: int) -> None:
-    with small_pieces() if seed % 2 else nullcontext():
-        everywhere(lambda pe: _compare(pe, seed), sum(layout), ranks_per_node=layout, heap_bytes=1 << 21)
+each_layout = pytest.mark.parametrize("layout", [[3], [2, 1], slow_tier([1, 1, 1])], ids=str)
+
+
+def on_all_ranks(call: ListCall, layout: list[int], host: Callable[[int], None]) -> None:
+    """Run, in small pieces for every other call."""
+    with small_pieces() if call.seed % 2 else nullcontext():
+        everywhere(host, sum(layout), ranks_per_node=layout, heap_bytes=1 << 21)
+
+
+@each_call(CALLS)
+@each_layout
+def test_lists_are_calls_of_their_own(layout: list[int], call: ListCall) -> None:
+    def host(pe: int) -> None:
+        tensors = call.tensors(pe)
+        with call.context() as ctx:
+            options = {"ctx": ctx, "algorithm": call.algorithm}
+            got = tdcoll.sparse_all_reduce(tensors, call.op, copy=call.copy, **options)
+            got = [result.clone() for result in got]
+            for result, tensor in zip(got, tensors, strict=True):
+                alone = tdcoll.sparse_all_reduce(tensor, call.op, **options)
+                assert same_bits(result, alone), (result, alone)
+
+    on_all_ranks(call, layout, host)
+
+
+@each_call(PADDED)
+@each_layout
+def test_padded_lists_have_the_rows_of_lists(layout: list[int], call: ListCall) -> None:
+    def host(pe: int) -> None:
+        tensors = call.tensors(pe)
+        with call.context() as ctx:
+            options = {"ctx": ctx, "algorithm": call.algorithm}
+            wanted = tdcoll.sparse_all_reduce(tensors, call.op, copy=call.copy, **options)
+            wanted = [result.clone() for result in wanted]
+            padded = tdcoll.sparse_all_reduce_padded(
+                [tensor._indices()[0] for tensor in tensors],
+                [tensor._values() for tensor in tensors],
+                [table.num_rows for table in call.tables],
+                call.op,
+                **options,
+            )
+            ctx.check()
+            for fixed, result in zip(padded, wanted, strict=True):
+                n = int(fixed.count)
+                rows = sparse(fixed.indices[:n], fixed.values[:n], len(result), True)
+                assert fixed.values.shape == (ctx.max_union_rows, *result.shape[1:])
+                assert same_bits(rows, result)
+                assert not fixed.indices[n:].any()
+                assert not fixed.values[n:].any()
+
+    on_all_ranks(call, layout, host)
 
 
 def test_more_tensors_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:

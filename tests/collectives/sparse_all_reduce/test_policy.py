@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, TILE_BYTES, Capacities, choose, tiles
 from tdcoll.runtime.topology import Topology
 
-from ..suite.ways import topology_of
+from ..suite.algorithm_cases import topology_of
 
 TABLE = 100_000
 

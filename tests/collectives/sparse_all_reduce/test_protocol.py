@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import second, seeds
+from tiers import seeds, slow_tier
 
 import tdcoll
 from tdcoll.simulator.pointers import PointerAccess
 from tdcoll.testing import World, explore
 
-from .cases import HEAP, TABLES, Reduces, small_pieces, some_part
+from .cases import GATHER, HEAP, OWNER, TABLES, Reduces, small_pieces, some_part
 from .reference import Rows, coalesce
 
 
@@ -29,26 +29,40 @@ def pieces() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("algorithms", "layout", "tables"),
     [
-        *(("ooo", [4], None), ("oo", [2, 2], None), ("oo", [1, 1, 1], None), ("oo", [2, 2, 1], None)),
-        *(("ggg", [4], None), ("ggg", [2, 2], None), ("ogoggo", [3], None)),
-        *(("oogo", [4], TABLES), ("oogo", [2, 2], TABLES), ("oogo", [1, 1, 1], TABLES)),
+        ((OWNER, OWNER, OWNER), [4], None),
+        ((OWNER, OWNER), [2, 2], None),
+        ((OWNER, OWNER), [1, 1, 1], None),
+        ((OWNER, OWNER), [2, 2, 1], None),
+        ((GATHER, GATHER, GATHER), [4], None),
+        ((GATHER, GATHER, GATHER), [2, 2], None),
+        ((OWNER, GATHER, OWNER, GATHER, GATHER, OWNER), [3], None),
+        ((OWNER, OWNER, GATHER, OWNER), [4], TABLES),
+        ((OWNER, OWNER, GATHER, OWNER), [2, 2], TABLES),
+        ((OWNER, OWNER, GATHER, OWNER), [1, 1, 1], TABLES),
     ],
     ids=str,
 )
-def test_clean_over_seeds(algorithms: str, layout: list[int], tables: Any, seeds: Sequence[int]) -> None:
+def test_clean_over_seeds(algorithms: tuple[str, ...], layout: list[int], tables: Any, seeds: Sequence[int]) -> None:
     """Ranks with many rows, few and none, and who has which changes from call to call."""
     case = Reduces(algorithms, tables=tables)
     explore(case, n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
 
 
-FURTHER = [
-    *((Reduces("oog", rows), 4, layout) for rows in ((0,), (0, 0, 0, 5), (5, 0, 0, 0)) for layout in ([4], [2, 2])),
-    # Index spaces so large that nothing is shared, searched by bisection.
-    *((Reduces("oo", rows, 1 << 40, coalesced=True), 3, None) for rows in ((12,), (0, 12, 1))),
-    *((Reduces("oog", group=group), 6, 2) for group in ([1, 3], [5, 0, 3])),
-    # Repeated rows of fp16, so that every rounding shows; the reference knows no schedule.
-    *((Reduces("og", (12,), dtype=torch.float16, exact=False), 3, layout) for layout in ([3], [2, 1], [1, 1, 1])),
+MIXED = (OWNER, OWNER, GATHER)
+FEW_ROWS = [
+    (Reduces(MIXED, rows), sum(layout), layout)
+    for rows in ((0,), (0, 0, 0, 5), (5, 0, 0, 0))
+    for layout in ([4], [2, 2])
 ]
+# Index spaces so large that nothing is shared, searched by bisection.
+HUGE_SPACES = [(Reduces((OWNER, OWNER), rows, 1 << 40, coalesced=True), 3, None) for rows in ((12,), (0, 12, 1))]
+SUBGROUPS = [(Reduces(MIXED, group=group), 6, 2) for group in ([1, 3], [5, 0, 3])]
+# Repeated rows of fp16, so that every rounding shows; the reference knows no schedule.
+ROUNDED = [
+    (Reduces((OWNER, GATHER), (12,), dtype=torch.float16, exact=False), 3, layout)
+    for layout in ([3], [2, 1], [1, 1, 1])
+]
+FURTHER = [*FEW_ROWS, *HUGE_SPACES, *SUBGROUPS, *ROUNDED]
 
 
 @seeds(1, 4)
@@ -61,14 +75,14 @@ def test_special_rows_and_subgroups(case: Reduces, n_pes: int, layout: Any, seed
 @pytest.mark.parametrize("layout", [[4], [2, 2], [2, 1]], ids=["4", "2+2", "2+1"])
 @pytest.mark.parametrize("tables", [None, TABLES], ids=["", "tables"])
 def test_one_resident_block_is_enough(layout: list[int], tables: Any, seeds: Sequence[int]) -> None:
-    case = Reduces("oog", tables=tables)
+    case = Reduces(MIXED, tables=tables)
     explore(case, n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP, resident=1)
 
 
 @seeds(1, 2)
 @pytest.mark.parametrize("layout", [[3], [2, 1]], ids=["3", "2+1"])
 def test_many_calls_with_stragglers(layout: list[int], seeds: Sequence[int]) -> None:
-    case = Reduces("oogogoo", (2, 0, 5))
+    case = Reduces((OWNER, OWNER, GATHER, OWNER, GATHER, OWNER, OWNER), (2, 0, 5))
     explore(case, n_pes=3, seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP, stragglers=True)
 
 
@@ -120,14 +134,14 @@ class Killed:
 
 
 @pytest.mark.parametrize("layout", [[4], [2, 2], [1, 1, 1, 1]], ids=["4", "2+2", "1+1+1+1"])
-@pytest.mark.parametrize("algorithm", ["owner", "gather"])
+@pytest.mark.parametrize("algorithm", [OWNER, GATHER])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_killed_peer_is_named_by_all_others(algorithm: str, layout: list[int], padded: bool) -> None:
     case = Killed(algorithm, padded=padded)
     case(World(4, ranks_per_node=layout, heap_bytes=HEAP, on_timeout="expire"))
     assert sorted(case.told) == [0, 1, 3]
     epochs = 1  # exchange
-    if algorithm == "owner":  # the steps, and with several nodes handing on and meeting
+    if algorithm == OWNER:  # the steps, and with several nodes handing on and meeting
         epochs += len(layout) + 2 * (len(layout) > 1)
     for rank, error in case.told.items():
         assert (error.rank, error.peer, error.timeout_s) == (rank, case.victim, 5.0)
@@ -156,7 +170,7 @@ def test_a_peer_that_stays_away_is_named() -> None:
 @pytest.mark.parametrize("after_turns", [3, 10, 30, 60, 90])
 @pytest.mark.parametrize("layout", [[4], [2, 2]], ids=["4", "2+2"])
 def test_a_peer_that_dies_in_the_middle_hangs_nobody(layout: list[int], after_turns: int, seeds: Sequence[int]) -> None:
-    case = Killed("owner", after_turns)
+    case = Killed(OWNER, after_turns)
     for seed in seeds:
         case(World(4, ranks_per_node=layout, heap_bytes=HEAP, on_timeout="expire", seed=seed, weak=True))
         assert case.told, "everybody got through, so nobody died in the middle"
@@ -202,7 +216,7 @@ def _having(layout: list[int]) -> list[tuple[int, int]]:
     return [(len(having), len({nodes[rank] for rank in having})) for having in ranks.values()]
 
 
-@pytest.mark.parametrize("world", [2, 4, second(6)])
+@pytest.mark.parametrize("world", [2, 4, slow_tier(6)])
 def test_rows_that_move_inside_a_node(world: int) -> None:
     """Each comes in from all that have it but one, and goes out to all but one."""
     having = _having([world])
@@ -213,7 +227,7 @@ def test_rows_that_move_inside_a_node(world: int) -> None:
     assert large - small == 4 * 4 * len(having) * (world - 1)
 
 
-@pytest.mark.parametrize("layout", [[2, 2], [1, 1, 1], *map(second, ([2, 2, 1], [3, 1], [1, 1, 1, 1]))], ids=str)
+@pytest.mark.parametrize("layout", [[2, 2], [1, 1, 1], *map(slow_tier, ([2, 2, 1], [3, 1], [1, 1, 1, 1]))], ids=str)
 def test_rows_that_cross_between_nodes(layout: list[int]) -> None:
     """(nodes that have the row - 1) + (nodes - 1) times each: what larger rows add to the bytes that cross."""
     having = _having(layout)

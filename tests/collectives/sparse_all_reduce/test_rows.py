@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiers import second
+from tiers import slow_tier
 
 from .cases import BOTH, HUGE, Options, check_all, some_part, some_values
 from .reference import Rows
@@ -36,7 +36,7 @@ def test_no_rows(layout: list[int], form: str, algorithm: str) -> None:
         assert got[0].rows.values.shape == (0, *shape)
 
 
-@pytest.mark.parametrize("algorithm", ["owner", second("gather")])
+@pytest.mark.parametrize("algorithm", ["owner", slow_tier("gather")])
 def test_more_rows_than_a_block_handles(algorithm: str) -> None:
     """With the tiles and blocks of real use."""
     parts = [some_part(rank, 1300 - 500 * rank, 1500, (3,), torch.float32) for rank in range(2)]

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from tiers import second
+from tiers import slow_tier
 
 import tdcoll
 from tdcoll.collectives.sparse_all_reduce.rows import rows_of_pair
@@ -24,7 +24,7 @@ LAYOUTS = pytest.mark.parametrize("layout", [[3], [2, 1], [1, 1, 1]], ids=str)
 @LAYOUTS
 @pytest.mark.parametrize("op", ["sum", "mean", "prod"])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, *map(second, (torch.bfloat16, torch.float16, torch.float64))], ids=str
+    "dtype", [torch.float32, *map(slow_tier, (torch.bfloat16, torch.float16, torch.float64))], ids=str
 )
 def test_floats_have_the_bits_of_the_documented_order(
     dtype: torch.dtype, op: str, layout: list[int], algorithm: str
@@ -40,7 +40,7 @@ ODD = (float("nan"), float("inf"), float("-inf"), -0.0, 1.5)
 @EACH
 @pytest.mark.parametrize("layout", [[2], [1, 1]], ids=str)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", [torch.float16, *map(second, (torch.float32, torch.float64))], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, *map(slow_tier, (torch.float32, torch.float64))], ids=str)
 def test_numbers_that_are_none(dtype: torch.dtype, op: str, layout: list[int], algorithm: str) -> None:
     """Every pair of NaN, infinities, -0 and 1.5; and each of them where one rank alone has the row."""
     pairs = [(a, b) for a in ODD for b in ODD]
@@ -55,7 +55,7 @@ def test_numbers_that_are_none(dtype: torch.dtype, op: str, layout: list[int], a
 @EACH
 @pytest.mark.parametrize("layout", [[3], [2, 1]], ids=str)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", [torch.float16, second(torch.float32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, slow_tier(torch.float32)], ids=str)
 def test_no_result_is_a_negative_zero(dtype: torch.dtype, op: str, layout: list[int], algorithm: str) -> None:
     """Of a row that one rank has once, or several times, of zeros of both signs, of what is rounded to zero."""
     ids = [[0, 1, 1, 2, 3, 3, 5], [2, 3, 4, 5], [2, 5, 6]]
@@ -73,7 +73,9 @@ def test_no_result_is_a_negative_zero(dtype: torch.dtype, op: str, layout: list[
 
 
 @EACH
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, *map(second, (torch.float32, torch.int32))], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, *map(slow_tier, (torch.float32, torch.int32))], ids=str
+)
 @pytest.mark.parametrize(("times", "value"), [(2, 3), (100, 3), (128, 3), (129, 4), (300, 1)])
 def test_a_row_that_is_many_times_there(times: int, value: int, dtype: torch.dtype, algorithm: str) -> None:
     """Sums that fit into every dtype, while a sum of ones in bf16 stops growing at 256."""

@@ -9,19 +9,32 @@ from kernel_mutants import Argument, Call, Change, Moved, dropped, missing, no_w
 
 from tdcoll.collectives.all_gather.spec import SPEC
 
+from .algorithm_cases import WRONG, Dense, Grid, job, mutant
 from .calls import Calls
-from .ways import WRONG, Dense, job, mutant
+from .kinds import CALLER_BUFFER, OUT_OF_PLACE, Kinds
 
-M = partial(mutant, SPEC, algorithm="1d")
-NODES = partial(M, nodes=(2, 2))
-TWO = partial(NODES, algorithm="2d")
-LL, DIRECT, LOOP, RING = (partial(M, algorithm=name) for name in ("ll", "direct", "loop", "ring"))
+ONE_D = partial(mutant, SPEC, algorithm="1d")
+ONE_D_NODES = partial(ONE_D, nodes=(2, 2))
+TWO_D = partial(ONE_D_NODES, algorithm="2d")
+LL = partial(mutant, SPEC, algorithm="ll")
+DIRECT = partial(mutant, SPEC, algorithm="direct")
+LOOP = partial(mutant, SPEC, algorithm="loop")
+RING = partial(mutant, SPEC, algorithm="ring")
+
 WAITS_FIRST = {"world": {"resident": 1}}
 """With one resident block, programs that wait must come after those that they wait for."""
 
-PUTS, RAILS, RECEIVE = (f"all_gather.kernels_puts.{name}" for name in ("all_gather_1d", "all_gather_2d", "_receive"))
-AROUND, LOOPS = "kernels_ring.all_gather_ring", "exchange.kernels_loop.exchange_loop"
-STORES, RECEIVED = (f"exchange.kernels_direct.{name}" for name in ("exchange_direct", "receive_chunk"))
+INTO_BUFFERS: dict[str, Kinds] = {"kinds": 4 * (CALLER_BUFFER,)}
+
+PUTS = "all_gather.kernels_puts.all_gather_1d"
+RAILS = "all_gather.kernels_puts.all_gather_2d"
+RECEIVE = "all_gather.kernels_puts._receive"
+TASK = "all_gather.kernels_puts._task"
+AROUND = "kernels_ring.all_gather_ring"
+LOOPS = "exchange.kernels_loop.exchange_loop"
+STORES = "exchange.kernels_direct.exchange_direct"
+RECEIVED = "exchange.kernels_direct.receive_chunk"
+
 SIGNAL_FIRST = "tdl.signal_block({3}, {4}, {5}, {6})\ntdl.fence()\n"
 LOADED = """
 part = {0}.to(tl.pointer_type(tl.int32))
@@ -40,76 +53,111 @@ SHARES = (
     Change("group.begin_epoch", "share = _EPOCH - share * (programs - 1)", "pass"),
 )
 RELEASED_FIRST = Moved("stores.push", "tdl.copy_block", behind="release")
-UNSIGNALLED, UNRELEASED, FLAGLESS = map(missing, ("signals", "signals", "flagged"))
+UNSIGNALLED = missing("signals")
+UNRELEASED = missing("signals")
+FLAGLESS = missing("flagged")
 
 MUTANTS = (
     # ------------------------------------------------------------------ slots and signals
-    M("one slot", ONE_SLOT),
-    M("one row of signals", Change("group.row", "slot(epoch)", "0")),
-    M(
+    ONE_D("one slot", ONE_SLOT),
+    ONE_D("one row of signals", Change("group.row", "slot(epoch)", "0")),
+    ONE_D(
         "no fence between data and signal",  # which signal_block has
         Call(
-            "puts.push", "tdl.putmem_signal_block",
+            "puts.push",
+            "tdl.putmem_signal_block",
             "tdl.putmem_block({0}, {1}, {2}, {6})\ntdl.signal_op({3}, {4}, {5}, {6})",
         ),
     ),
-    M("the receiver does not wait", no_wait(RECEIVED)),
-    M("the receiver waits for the first chunk only", Argument(RECEIVED, "row", "chunk_index", "0")),
-    M(
+    ONE_D("the receiver does not wait", no_wait(RECEIVED)),
+    ONE_D(
+        "the receiver waits for the first chunk only",
+        Argument(RECEIVED, "row", "chunk_index", "0"),
+    ),
+    ONE_D(
         "receivers before senders",
-        Change("all_gather.kernels_puts._task", "inside % per_chunk", "per_chunk - 1 - inside % per_chunk"),
-        UNSIGNALLED, **WAITS_FIRST,
+        Change(TASK, "inside % per_chunk", "per_chunk - 1 - inside % per_chunk"),
+        UNSIGNALLED,
+        **WAITS_FIRST,
     ),
     # ------------------------------------------------------------------ the epoch
-    M("the epoch is read after it was added to", READ_LATE, f"{WRONG}|{UNSIGNALLED}"),
-    M("the epoch is raised by the first program", SHARES, f"{WRONG}|{UNSIGNALLED}"),
-    M("the epoch is not raised", dropped("group.begin_epoch", "tl.atomic_add")),
+    ONE_D("the epoch is read after it was added to", READ_LATE, f"{WRONG}|{UNSIGNALLED}"),
+    ONE_D("the epoch is raised by the first program", SHARES, f"{WRONG}|{UNSIGNALLED}"),
+    ONE_D("the epoch is not raised", dropped("group.begin_epoch", "tl.atomic_add")),
     # ------------------------------------------------------------------ between nodes
-    NODES(
+    ONE_D_NODES(
         "remote: signal before data",
         Call(
-            "puts.push_remote", "tdl.putmem_signal_nbi_block",
+            "puts.push_remote",
+            "tdl.putmem_signal_nbi_block",
             SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})",
         ),
     ),
-    TWO("2d: the forwarder does not wait", no_wait(RAILS, of="signals + origin")),
-    TWO("2d: inside the node the signal goes before the data", RELEASED_FIRST),
+    TWO_D("2d: the forwarder does not wait", no_wait(RAILS, of="signals + origin")),
+    TWO_D("2d: inside the node the signal goes before the data", RELEASED_FIRST),
     # ------------------------------------------------------------------ in place
     *(
-        each("in place: a rank is written to before it has entered", no_wait("stores.may_write"), calls="pppp")
-        for each in (M, DIRECT, RING)
+        algorithm(
+            "in place: a rank is written to before it has entered",
+            no_wait("stores.may_write"),
+            **INTO_BUFFERS,
+        )
+        for algorithm in (ONE_D, DIRECT, RING)
     ),
-    TWO(
+    TWO_D(
         "in place: a rank of this node is written to before it has entered",
-        Call(RAILS, "stores.may_write", "1"), calls="pppp",
+        Call(RAILS, "stores.may_write", "1"),
+        **INTO_BUFFERS,
     ),
-    TWO(
+    TWO_D(
         "in place: a rank of another node is written to before it has entered",
-        Call("puts.push_remote", "may_write", "1"), calls="pppp",
+        Call("puts.push_remote", "may_write", "1"),
+        **INTO_BUFFERS,
     ),
-    M("in place: the receiver waits for chunk 0 only", Argument(RECEIVE, "row", "chunk_index", "0"), calls="pppp"),
-    TWO("in place: the caller's segment is still being read", dropped("puts.push_remote", "tdl.quiet"), calls="pppp"),
+    ONE_D(
+        "in place: the receiver waits for chunk 0 only",
+        Argument(RECEIVE, "row", "chunk_index", "0"),
+        **INTO_BUFFERS,
+    ),
+    TWO_D(
+        "in place: the caller's segment is still being read",
+        dropped("puts.push_remote", "tdl.quiet"),
+        **INTO_BUFFERS,
+    ),
     # ------------------------------------------------------------------ LL
     LL("one slot", ONE_SLOT, FLAGLESS),
     LL("the flags are not looked at", UNSEEN),
     LL(
         "an epoch has the flag of words that were never written",
-        Change("ll.flag", "tl.maximum(epoch.to(tl.uint32), 1)", "epoch.to(tl.uint32)"), first=(1 << 32) - 1,
+        Change("ll.flag", "tl.maximum(epoch.to(tl.uint32), 1)", "epoch.to(tl.uint32)"),
+        first=(1 << 32) - 1,
     ),
     LL(
         "the first flag stands for all words",
         Call(
-            "ll.receive", "tdl.wait_flagged",
-            "first, second, third, arrived = tdl.wait_flagged({0}, {1}, {2} & (word == 0), {3}, {4})\n"
-            + LOADED + "return first, second, third, arrived",
+            "ll.receive",
+            "tdl.wait_flagged",
+            "first, second, third, arrived = "
+            "tdl.wait_flagged({0}, {1}, {2} & (word == 0), {3}, {4})\n"
+            + LOADED
+            + "return first, second, third, arrived",
         ),
     ),
-    LL("a call of no bytes hears from nobody", NO_BYTES, FLAGLESS, calls="ooooooo", counts=(50, 0)),
+    LL(
+        "a call of no bytes hears from nobody",
+        NO_BYTES,
+        FLAGLESS,
+        kinds=7 * (OUT_OF_PLACE,),
+        counts=(50, 0),
+    ),
     LL("the epoch is read after it was added to", READ_LATE, f"{WRONG}|{FLAGLESS}"),
     # ------------------------------------------------------------------ direct stores
     DIRECT("one slot", Change("group.segment", "slot(epoch)", "0")),
     DIRECT("the receiver does not wait", no_wait(STORES)),
-    DIRECT("the signal does not order the data", Call("stores.release", "tdl.st_release", "tdl.st({0}, {1}, {2})")),
+    DIRECT(
+        "the signal does not order the data",
+        Call("stores.release", "tdl.st_release", "tdl.st({0}, {1}, {2})"),
+    ),
     DIRECT(
         "the signal orders the data for this GPU only",
         Argument("stores.release", "tdl.st_release", "'sys'", "'gpu'"),
@@ -121,23 +169,71 @@ MUTANTS = (
         "the signal does not order the data",
         Call("stores.release_to_all", "tdl.st_release", "tdl.st({0}, {1}, {2})"),
     ),
-    LOOP("the second chunk has the signal of the first", Argument(LOOPS, "row", "sent", "0"), UNRELEASED),
-    LOOP("in place: a rank is written to before it has entered", no_wait("stores.may_write"), calls="pppp"),
-    LOOP("in place: nobody waits for what arrives", no_wait(LOOPS), calls="pppp"),
+    LOOP(
+        "the second chunk has the signal of the first",
+        Argument(LOOPS, "row", "sent", "0"),
+        UNRELEASED,
+    ),
+    LOOP(
+        "in place: a rank is written to before it has entered",
+        no_wait("stores.may_write"),
+        **INTO_BUFFERS,
+    ),
+    LOOP("in place: nobody waits for what arrives", no_wait(LOOPS), **INTO_BUFFERS),
     # ------------------------------------------------------------------ the ring
     RING("one slot", Change("group.segment", "slot(epoch)", "0")),
     RING("passed on before it is there", no_wait(AROUND)),
-    RING("the first chunk's signal stands for all", Argument(AROUND, "row", "chunk_index", "0")),
+    RING(
+        "the first chunk's signal stands for all",
+        Argument(AROUND, "row", "chunk_index", "0"),
+    ),
     RING("signal before data", RELEASED_FIRST),
     RING(
         "those that wait come first",
-        Change(AROUND, "step = tl.program_id(0) % g.world", "step = g.world - 1 - tl.program_id(0) % g.world"),
-        UNRELEASED, calls="opoo", **WAITS_FIRST,
+        Change(
+            AROUND,
+            "step = tl.program_id(0) % g.world",
+            "step = g.world - 1 - tl.program_id(0) % g.world",
+        ),
+        UNRELEASED,
+        kinds=(OUT_OF_PLACE, CALLER_BUFFER, OUT_OF_PLACE, OUT_OF_PLACE),
+        **WAITS_FIRST,
     ),
     RING(
         "in place: nobody waits for the last hop",
-        Argument(AROUND, "tdl.wait_signal", "epoch", "epoch * (step < g.world - 1)"), calls="pppp",
+        Argument(AROUND, "tdl.wait_signal", "epoch", "epoch * (step < g.world - 1)"),
+        **INTO_BUFFERS,
     ),
+)
+
+# On one context: who hears from whom differs from call to call, in place and not; LL waits for
+# nobody to enter.
+RING_AMONG_OTHERS = Calls(
+    SPEC,
+    ("ring", "direct", "1d", "ring", "ring"),
+    (
+        OUT_OF_PLACE, CALLER_BUFFER, OUT_OF_PLACE, CALLER_BUFFER, CALLER_BUFFER, CALLER_BUFFER,
+        CALLER_BUFFER, OUT_OF_PLACE, OUT_OF_PLACE, OUT_OF_PLACE, CALLER_BUFFER,
+    ),
+    counts=(50, 50, 0),
+)  # fmt: skip
+LL_AMONG_OTHERS = Calls(
+    SPEC,
+    ("ll", "direct", "1d", "ll", "ring"),
+    (
+        CALLER_BUFFER, CALLER_BUFFER, OUT_OF_PLACE, CALLER_BUFFER, CALLER_BUFFER, CALLER_BUFFER,
+        CALLER_BUFFER, OUT_OF_PLACE, OUT_OF_PLACE, CALLER_BUFFER,
+    ),
+    counts=(50, 50, 0),
+)  # fmt: skip
+RAILS_AND_PUTS = Calls(
+    SPEC,
+    ("2d", "1d"),
+    (
+        CALLER_BUFFER, CALLER_BUFFER, OUT_OF_PLACE, CALLER_BUFFER, CALLER_BUFFER, CALLER_BUFFER,
+        OUT_OF_PLACE, CALLER_BUFFER, OUT_OF_PLACE,
+    ),
+    counts=(50, 50, 0),
 )  # fmt: skip
 
 DENSE = Dense(
@@ -154,10 +250,9 @@ DENSE = Dense(
     counts=50,
     relays={"ring": 1, "2d": 2},
     grids=(
-        # On one context: who hears from whom differs from call to call, in place and not; LL waits for nobody to enter.
-        (Calls(SPEC, "ring direct 1d ring ring", "opoppppooop", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),
-        (Calls(SPEC, "ll direct 1d ll ring", "ppoppppoop", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),
-        (Calls(SPEC, "2d 1d", "ppopppopo", (50, 50, 0)), job((2, 2), seeds=2, stragglers=True)),
+        Grid(RING_AMONG_OTHERS, job((3,), seeds=2, stragglers=True)),
+        Grid(LL_AMONG_OTHERS, job((3,), seeds=2, stragglers=True)),
+        Grid(RAILS_AND_PUTS, job((2, 2), seeds=2, stragglers=True)),
     ),
     mutants=MUTANTS,
 )

@@ -9,10 +9,11 @@ from kernel_mutants import Argument, Change, missing, no_wait
 
 from tdcoll.collectives.all_to_all.spec import SPEC
 
+from .algorithm_cases import Dense, Grid, job, mutant, mutants_of_copies
 from .all_gather import WAITS_FIRST
 from .calls import Calls
+from .kinds import OTHER, OUT_OF_PLACE
 from .reduce_scatter import PUT_LATE
-from .ways import Dense, job, mutant, mutants_of_copies
 
 PUTS = partial(mutant, SPEC, algorithm="1d")
 RECEIVE = "exchange.kernels_direct.receive_chunk"
@@ -21,13 +22,25 @@ UNSIGNALLED = missing("signals")
 MUTANTS = (  # inside a node the kernels are the all-gather's
     PUTS("one slot", Change("group.segment", "slot(epoch)", "0")),
     PUTS("the receiver does not wait", no_wait(RECEIVE)),
-    PUTS("the first chunk's signal stands for all", Argument(RECEIVE, "row", "chunk_index", "0")),
+    PUTS(
+        "the first chunk's signal stands for all",
+        Argument(RECEIVE, "row", "chunk_index", "0"),
+    ),
     PUTS("signal before data", PUT_LATE, nodes=(2, 2)),
     PUTS(
-        "receivers before senders", Change("puts.task", "inside % per_chunk", "per_chunk - 1 - inside % per_chunk"),
-        UNSIGNALLED, **WAITS_FIRST,
+        "receivers before senders",
+        Change("puts.task", "inside % per_chunk", "per_chunk - 1 - inside % per_chunk"),
+        UNSIGNALLED,
+        **WAITS_FIRST,
     ),
-)  # fmt: skip
+)
+
+AMONG_OTHERS = Calls(
+    SPEC,
+    ("direct", "ll", "1d", "ll"),
+    (OUT_OF_PLACE, OTHER, OUT_OF_PLACE, OUT_OF_PLACE, OTHER, OUT_OF_PLACE, OUT_OF_PLACE),
+    counts=(50, 50, 0),
+)
 
 DENSE = Dense(
     SPEC,
@@ -39,6 +52,6 @@ DENSE = Dense(
         "1d": ((2, 1), (2, 2), (1, 2, 1), (4,)),
     },
     counts=50,
-    grids=((Calls(SPEC, "direct ll 1d ll", "oxooxoo", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),),
+    grids=(Grid(AMONG_OTHERS, job((3,), seeds=2, stragglers=True)),),
     mutants=(*MUTANTS, *mutants_of_copies(SPEC)),
 )

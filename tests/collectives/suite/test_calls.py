@@ -3,32 +3,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from landings import facts_on, make_facts
 from ranks import on_ranks
 from torch.distributed import ReduceOp
 
 import tdcoll
 import tdcoll.distributed
-from tdcoll.base.call_log import MOST, kind_of
-from tdcoll.calls.call import spec_of
-from tdcoll.calls.launches import launches_of
-from tdcoll.calls.plan import MOST_EPOCHS, Facts
+from tdcoll.base.call_log import MOST_CALLS, record_of
+from tdcoll.calls.call_launches import launches_of
+from tdcoll.calls.collective import spec_of
+from tdcoll.calls.launch_spec import KernelOptions
+from tdcoll.calls.plan import MOST_EPOCHS
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.primitives.reduce import ALIASES, OPERATIONS_OF, TORCH_OPERATIONS
 from tdcoll.testing import World, explore
 
-from .calls import SPECS, Calls, different, kinds_of, reference, values
-from .ways import topology_of
+from .algorithm_cases import topology_of
+from .calls import Calls
+from .data import SPECS, different, reference, values
+from .kinds import kinds_of
 
 FP8 = torch.float8_e5m2
-GATHER, SCATTER, REDUCE = map(spec_of, ("all_gather", "reduce_scatter", "all_reduce"))
+GATHER = spec_of("all_gather")
+SCATTER = spec_of("reduce_scatter")
+REDUCE = spec_of("all_reduce")
 REDUCING = [spec for spec in SPECS if spec.reduces]
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 
@@ -36,23 +43,36 @@ each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_call_has_the_bits_of_the_reference(data: st.DataObject) -> None:
-    """By any algorithm, in one epoch or several, with chunks cut anyhow: so a row has the bits that it has alone."""
-    spec, world = data.draw(st.sampled_from(SPECS)), data.draw(st.integers(1, 4))
+    """By any algorithm, in one epoch or several, with chunks cut anyhow: so a row has the bits that
+    it has alone."""
+    spec = data.draw(st.sampled_from(SPECS))
+    world = data.draw(st.integers(1, 4))
     dtype, ops = data.draw(st.sampled_from(sorted(OPERATIONS_OF.items(), key=str)))
-    count, most = data.draw(st.integers(0, 120)), data.draw(st.sampled_from([96, 256, 4096]))
-    kinds = data.draw(st.text(kinds_of(spec), min_size=1, max_size=3))
-    facts = [
-        Facts(
-            count * dtype.itemsize, topology_of((world,)), most, most, True, in_place="p" in kinds,
-            itemsize=dtype.itemsize if spec.reduces else 1, symmetric=not set(kinds) & set("oip"),
-        )
-        for kinds in kinds
-    ]  # fmt: skip
-    names = [how.name for how in spec.algorithms if all(how.supports(each) is None for each in facts)]
+    count = data.draw(st.integers(0, 120))
+    room = data.draw(st.sampled_from([96, 256, 4096]))
+    kinds = data.draw(st.lists(st.sampled_from(kinds_of(spec)), min_size=1, max_size=3))
+    usual = make_facts(
+        count * dtype.itemsize,
+        topology_of((world,)),
+        capacity=room,
+        ll_bytes=room,
+        stores=True,
+        itemsize=dtype.itemsize if spec.reduces else 1,
+    )
+    facts = [replace(usual, **kind.form) for kind in kinds]
+    names = [how.name for how in spec.algorithms if not any(map(how.supports, facts))]
     case = Calls(
-        spec, data.draw(st.sampled_from(["auto", *names])), kinds, (count,), dtype, data.draw(st.permutations(ops)),
-        data.draw(st.integers(0, 5)), most=most, pieces=0, lamport_bytes=data.draw(st.sampled_from([0, 64, 4096])),
-    )  # fmt: skip
+        spec,
+        (data.draw(st.sampled_from(["auto", *names])),),
+        kinds,
+        counts=(count,),
+        dtype=dtype,
+        ops=data.draw(st.permutations(ops)),
+        offset=data.draw(st.integers(0, 5)),
+        max_bytes_per_rank=room,
+        pieces=0,
+        lamport_bytes=data.draw(st.sampled_from([0, 64, 4096])),
+    )
     explore(case, n_pes=world, seeds=[data.draw(st.integers(0, 9))], heap_bytes=1 << 20)
 
 
@@ -61,7 +81,8 @@ def test_any_call_has_the_bits_of_the_reference(data: st.DataObject) -> None:
 
 def refused_by_all(spec: Collective, ctx: Any) -> list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]]:
     """Wrong arguments of any collective: error, message, arguments."""
-    x, out = torch.zeros(8), torch.zeros(spec.results((8,), 2)[0])
+    x = torch.zeros(8)
+    out = torch.zeros(spec.results((8,), 2)[0])
     n = out.numel()
     shape = rf"out must be torch.float32 of shape \[{n}\].*; got"
     found: list[Any] = [
@@ -138,7 +159,8 @@ def test_tensors_overlap_only_where_they_may(pe: int, spec: Collective) -> None:
 @each_spec
 @on_ranks(2)
 def test_debug_mode_compares_arguments(pe: int, spec: Collective) -> None:
-    call, x = getattr(tdcoll, spec.name), torch.ones(6)
+    call = getattr(tdcoll, spec.name)
+    x = torch.ones(6)
     with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
         bad: list[dict[str, Any]] = [{"algorithm": "1d" if pe else "direct"}]
         bad += [{"op": "sum" if pe else "max"}, {"op": "min" if pe else ReduceOp.MAX}] * spec.reduces
@@ -159,7 +181,9 @@ def test_debug_mode_compares_arguments(pe: int, spec: Collective) -> None:
 
 @on_ranks(2)
 def test_symmetric_tensors_are_as_they_should_be_on_all_ranks(pe: int) -> None:
-    x, call, here = torch.ones(64), tdcoll.all_reduce, tdcoll.empty((128,))
+    x = torch.ones(64)
+    call = tdcoll.all_reduce
+    here = tdcoll.empty((128,))
     with tdcoll.CollectiveContext(max_bytes_per_rank=256, debug=True) as ctx:
         for kind, message, out in (
             (ValueError, r"out must be given with symmetric=True: one that tdcoll\.empty\(\) has made", None),
@@ -184,17 +208,32 @@ def test_symmetric_tensors_are_as_they_should_be_on_all_ranks(pe: int) -> None:
 
 
 @on_ranks(3, seed=1, weak=True)
-def test_an_all_to_all_goes_directly_into_symmetric_memory_by_copies(pe: int) -> None:
-    """However small the context, and again by the fast path."""
-    out = tdcoll.empty((96,), torch.int32)
+def test_copies_go_directly_into_symmetric_memory(pe: int) -> None:
+    """However small the context: one epoch each, and again by the fast path."""
+    out, sums = tdcoll.empty((96,), torch.int32), tdcoll.empty((12,), torch.int32)
     with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
         for turn in range(4):
+            x = torch.arange(32, dtype=torch.int32) + 1000 * pe + turn
+            tdcoll.all_gather(x, ctx=ctx, out=out, algorithm="ce", symmetric=True)
+            assert out.tolist() == torch.cat([x + 1000 * (rank - pe) for rank in range(3)]).tolist()
+            tdcoll.all_reduce(x[:12], ctx=ctx, out=sums, algorithm="ce", symmetric=True)
+            assert sums.tolist() == (3 * x[:12] - 3000 * pe + 3000).tolist()
+            tdcoll.barrier()  # before a peer writes there again
+        assert int(ctx.control) >> EPOCH_SHIFT.value == 16, "even epochs only"
+        ctx.check()
+
+
+@on_ranks(3, seed=1, weak=True)
+def test_an_all_to_all_into_symmetric_memory_is_as_into_any_other(pe: int) -> None:
+    """Copies that are queued may not write into memory of a peer that may be late."""
+    out = tdcoll.empty((96,), torch.int32)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
+        for turn in range(2):
             x = torch.arange(96, dtype=torch.int32) + 1000 * pe + turn
             tdcoll.all_to_all(x, ctx=ctx, out=out, algorithm="ce", symmetric=True)
             parts = [torch.arange(32 * pe, 32 * pe + 32) + 1000 * rank + turn for rank in range(3)]
             assert out.tolist() == torch.cat(parts).tolist()
-            tdcoll.barrier()  # before a peer writes there again
-        assert int(ctx.control) >> EPOCH_SHIFT.value == 8, "even epochs only"
+        assert int(ctx.control) >> EPOCH_SHIFT.value == 2 * 2 * 8, "epochs of 16 bytes"
         ctx.check()
 
 
@@ -218,10 +257,10 @@ def test_a_context_remembers_so_many_calls_and_an_object_of_each_kind(pe: int) -
             tdcoll.all_reduce(torch.ones(shape), ctx=ctx)
         noted = ctx.calls.log
         assert (len(noted), len({id(each) for each in noted})) == (4, 1)
-        for number in range(4, 5 * MOST):
-            ctx.noted(kind_of("all_reduce"))
-            assert len(ctx.calls.log) < MOST, number
-        made = f"{5 * MOST} calls made, the last one all_reduce, up to epoch {5 * MOST}"
+        for number in range(4, 5 * MOST_CALLS):
+            ctx.note(record_of("all_reduce"))
+            assert len(ctx.calls.log) < MOST_CALLS, number
+        made = f"{5 * MOST_CALLS} calls made, the last one all_reduce, up to epoch {5 * MOST_CALLS}"
         assert ctx.calls.describe().endswith(made)
 
 
@@ -230,7 +269,7 @@ def test_a_first_call_by_copies_in_a_graph_is_an_error_that_names_the_operation(
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
         monkeypatch.setattr("tdcoll.base.capture.capturing", lambda device: True)
         with pytest.raises(tdcoll.ContextError, match=r"^all_gather: the first call of a kind"):
-            launches_of(GATHER, ctx, 16, "ce")
+            launches_of(GATHER, ctx, facts_on(ctx, 16), "ce")
         monkeypatch.undo()
 
 
@@ -255,7 +294,7 @@ def test_a_context_says_what_it_must_be_made_with(pe: int) -> None:
         assert int(ctx.control) >> EPOCH_SHIFT.value == 2 * len(SPECS) + 4
         ctx.check()
     with tdcoll.CollectiveContext(max_bytes_per_rank=1064) as ctx:
-        launches_of(REDUCE, ctx, x.nbytes, options=(torch.float32, "sum"))
+        launches_of(REDUCE, ctx, facts_on(ctx, x.nbytes, x.dtype), options=KernelOptions(x.dtype, "sum"))
 
 
 @on_ranks(2)
@@ -263,7 +302,8 @@ def test_a_call_by_words_is_as_many_lamport_calls_as_epochs(pe: int) -> None:
     """Also in place, and by the fast path, which the second call takes. One of no bytes is one."""
     with tdcoll.CollectiveContext(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=32) as ctx:
         assert ctx.device_lamport is not None
-        control, made = ctx.device_lamport.control, 0
+        control = ctx.device_lamport.control
+        made = 0
         for n, several in ((0, 1), (8, 1), (9, 2), (97, 13)):  # of 32 bytes, at most
             every = [values(rank, n, n, torch.float32) for rank in range(2)]
             for in_place in (False, False, True, True):
@@ -277,7 +317,8 @@ def test_a_call_by_words_is_as_many_lamport_calls_as_epochs(pe: int) -> None:
         x = torch.ones(97)
         with pytest.raises(ValueError, match="'one_shot' needs fewer bytes, or a context with more lamport_bytes"):
             tdcoll.all_reduce(x, ctx=ctx, algorithm="one_shot")
-        far, integers = torch.ones(8 * MOST_EPOCHS + 1), x.int()
+        far = torch.ones(8 * MOST_EPOCHS + 1)
+        integers = x.int()
         for wrong in (far, integers):
             with pytest.raises(ValueError, match="'two_shot' needs fewer bytes, or a context with more"):
                 tdcoll.all_reduce(wrong, ctx=ctx, algorithm="two_shot")
@@ -292,7 +333,10 @@ def test_the_kernels_of_all_epochs_are_made_before_a_graph() -> None:
     def host(pe: int) -> None:
         make = tdcoll.CollectiveContext
         with make(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=64, tuning=table) as ctx:
-            one, same, two = (launches_of(REDUCE, ctx, n, options=(torch.float16, "sum")) for n in (40, 38, 66))
+            options = KernelOptions(torch.float16, "sum")
+            one, same, two = (
+                launches_of(REDUCE, ctx, facts_on(ctx, n, torch.float16), options=options) for n in (40, 38, 66)
+            )
             assert [len(each._launches) for each in (one, same, two)] == [1, 1, 2]
             assert one._variant == same._variant != two._variant
 
@@ -338,9 +382,13 @@ def test_operations_of_torch_are_the_named_ones(pe: int, op: Any) -> None:
 @on_ranks(2)
 def test_drop_ins_name_their_own_arguments(pe: int) -> None:
     own = tdcoll.distributed
-    gather, scatter, reduce = own.all_gather_into_tensor, own.reduce_scatter_tensor, own.all_reduce
+    gather = own.all_gather_into_tensor
+    scatter = own.reduce_scatter_tensor
+    reduce = own.all_reduce
     exchange = own.all_to_all_single
-    x, y, z = torch.zeros(2), torch.zeros(4), torch.ones(4)
+    x = torch.zeros(2)
+    y = torch.zeros(4)
+    z = torch.ones(4)
     for kind, message, call, arguments in (
         (TypeError, r"output must be a torch\.Tensor", scatter, (None, x)),
         (ValueError, "input's first dimension must be divisible by the 2", scatter, (x, x[:1])),

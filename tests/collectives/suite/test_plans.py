@@ -13,23 +13,26 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from landings import make_facts
 from ranks import on_ranks
 
 import tdcoll
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, lamport_bytes
 from tdcoll.calls import plan as plans
 from tdcoll.calls import spec as specs
-from tdcoll.calls.call import spec_of
+from tdcoll.calls.collective import spec_of
 from tdcoll.calls.plan import CHUNK_ALIGNMENT, LL_MOST_WORDS, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts, Plan, power
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import Entry, Section
 from tdcoll.collectives.all_reduce.policy import part_bytes
 from tdcoll.runtime.topology import Topology
 
-from .calls import SPECS, values
-from .ways import Nodes, topology_of
+from .algorithm_cases import Nodes, topology_of
+from .data import SPECS, values
 
-K, M, G = 1 << 10, 1 << 20, 1 << 30
+K = 1 << 10
+M = 1 << 20
+G = 1 << 30
 REDUCE = spec_of("all_reduce")
 USUAL: dict[str, Any] = {"stores": True, "lamport_bytes": 512 * K, "ll_bytes": 340 * K, "itemsize": 4}
 
@@ -66,10 +69,12 @@ def test_all_ranks_choose_the_same(
     """In any order of ranks, for any PEs, seen from any rank; but for the thread blocks of uneven nodes."""
     node_ids = data.draw(st.permutations([node for node, size in enumerate(nodes) for _ in range(size)]))
     pes = data.draw(st.permutations(range(100, 100 + len(node_ids))))
-    algorithm, answers, blocks = data.draw(st.sampled_from(("auto", *spec.names))), set(), set()
+    algorithm = data.draw(st.sampled_from(("auto", *spec.names)))
+    answers = set()
+    blocks = set()
     for rank in range(len(node_ids)):
         try:
-            plan = spec.choose(Facts(nbytes, Topology.of(rank, pes, node_ids), **facts), algorithm)
+            plan = spec.choose(make_facts(nbytes, Topology.of(rank, pes, node_ids), **facts), algorithm)
             answers.add(replace(plan, blocks=0))
             blocks.add(plan.blocks)
         except ValueError as error:
@@ -91,7 +96,7 @@ def test_plans_cover_the_data_and_can_be_launched(
     spec: Collective, nbytes: int, nodes: Nodes, facts: Any, target: int, entry: dict[str, int]
 ) -> None:
     """Also with chunks near their alignment, where rounding up leaves whole ones without work, and with a table's."""
-    known = Facts(nbytes, topology_of(nodes), **facts)
+    known = make_facts(nbytes, topology_of(nodes), **facts)
     kind = ("", spec.name, known.topology.ranks_per_node, len(nodes), known.in_place)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "TARGET_CHUNK_BYTES", target)
@@ -102,7 +107,8 @@ def test_plans_cover_the_data_and_can_be_launched(
                 continue
             said = {name: min(value, LL_MOST_WORDS * 8) if how.words else value for name, value in entry.items()}
             table = [Section(*kind, (Entry(None, how.name, **said),))]
-            plan, whole = spec.choose(known, how.name, table), how.payload(known).nbytes
+            plan = spec.choose(known, how.name, table)
+            whole = how.payload(known).nbytes
             assert plan.algorithm == how.name
             assert plan.chunks * plan.chunk >= whole
             assert (plan.chunks - 1) * plan.chunk < max(whole, 1), "the last chunk has nothing to carry"
@@ -123,7 +129,7 @@ def test_plans_cover_the_data_and_can_be_launched(
 @example(0, (1, 1), {"puts": False, "stores": True, "ll_bytes": 0})
 def test_auto_takes_what_can_be_had(nbytes: int, nodes: Nodes, facts: Any) -> None:
     for spec in SPECS:
-        known = Facts(nbytes, topology_of(nodes), **facts)
+        known = make_facts(nbytes, topology_of(nodes), **facts)
         had = [how.name for how in spec.algorithms if how.supports(known) is None]
         if had:
             assert spec.choose(known).algorithm in had
@@ -135,7 +141,8 @@ def test_auto_takes_what_can_be_had(nbytes: int, nodes: Nodes, facts: Any) -> No
 def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
     """But for the number of thread blocks, of which each rank has what its own node needs."""
     modules = [plans, specs, *(import_module(f"tdcoll.collectives.{spec.name}.policy") for spec in SPECS)]
-    allowed = {"__future__", "collections.abc", "dataclasses", "typing", "tdcoll.base.errors", "tdcoll.base.limits"}
+    allowed = {"__future__", "collections.abc", "dataclasses", "enum", "typing"}
+    allowed |= {"tdcoll.base.errors", "tdcoll.base.limits"}
     allowed |= {"tdcoll.calls.tuning", "tdcoll.calls", "tdcoll.calls.plan", "tdcoll.runtime.topology"}
     for module in modules:
         tree = ast.parse(inspect.getsource(module))
@@ -162,12 +169,13 @@ def epochs(facts: Facts) -> list[int]:
 def test_an_all_gather_that_the_inbox_holds_is_one_epoch(algorithm: str) -> None:
     gather = spec_of("all_gather")
     for nbytes in (1000, 3 * M + 7 * K + 832, 6_000_016):
-        facts = Facts(nbytes, topology_of((4,)), stores=True, capacity=-(-nbytes // 16) * 16)
+        facts = make_facts(nbytes, topology_of((4,)), stores=True, capacity=-(-nbytes // 16) * 16)
         assert gather.epochs(facts, algorithm) == [nbytes]
 
 
 def test_a_plan_covers_a_call_of_one_epoch() -> None:
-    gather, facts = spec_of("all_gather"), Facts(4096, topology_of((4,)), stores=True, capacity=4096)
+    gather = spec_of("all_gather")
+    facts = make_facts(4096, topology_of((4,)), stores=True, capacity=4096)
     assert gather.decide_call(facts, Plan("direct", 4, 1024, 8))[0].plan.chunks == 4
     for nbytes, plan in ((4096, Plan("direct", 1, 16, 8)), (10_000, Plan("direct", 4, 4096, 8))):
         with pytest.raises(ValueError, match=r"^a Plan must cover \d+ bytes in one epoch; got"):
@@ -176,12 +184,12 @@ def test_a_plan_covers_a_call_of_one_epoch() -> None:
 
 def test_words_are_for_less_than_half_of_what_32_bits_count() -> None:
     huge = {**USUAL, "lamport_bytes": 4 * G, "ll_bytes": 4 * G}
-    assert REDUCE.choose(Facts(G - 1, topology_of((2,)), **huge), "two_shot").algorithm == "two_shot"
+    assert REDUCE.choose(make_facts(G - 1, topology_of((2,)), **huge), "two_shot").algorithm == "two_shot"
     for nbytes, several in ((G, [G // 2] * 2), (3 * G, [3 * G // 4] * 4)):
-        assert epochs(Facts(nbytes, topology_of((2,)), **huge)) == several
+        assert epochs(make_facts(nbytes, topology_of((2,)), **huge)) == several
         for name, facts in (("one_shot", huge), ("two_shot", {**huge, "lamport_bytes": 0})):
             with pytest.raises(ValueError, match=f"algorithm='{name}' needs less than {G} bytes"):
-                REDUCE.choose(Facts(nbytes, topology_of((2,)), **facts), name)
+                REDUCE.choose(make_facts(nbytes, topology_of((2,)), **facts), name)
 
 
 @given(
@@ -191,7 +199,7 @@ def test_words_are_for_less_than_half_of_what_32_bits_count() -> None:
     flagged=st.sampled_from([-1, 0, 100, 4 * K]),
 )
 def test_two_shot_is_as_few_equal_epochs_as_can_be(nbytes: int, world: int, lamport: int, flagged: int) -> None:
-    facts = Facts(nbytes, topology_of((world,)), flagged, stores=True, lamport_bytes=lamport, itemsize=1)
+    facts = make_facts(nbytes, topology_of((world,)), flagged, stores=True, lamport_bytes=lamport, itemsize=1)
     room = -(-lamport // 16) // 2 * world * 16
     if REDUCE.algorithm("two_shot").supports(facts) is not None:
         assert nbytes > MOST_EPOCHS * room
@@ -215,13 +223,14 @@ def test_two_shot_is_as_few_equal_epochs_as_can_be(nbytes: int, world: int, lamp
 def test_words_fit_the_memory_of_the_context(
     nbytes: int, world: int, lamport: int, flagged: int, itemsize: int
 ) -> None:
-    facts = Facts(
+    facts = make_facts(
         nbytes, topology_of((world,)), ll_bytes=flagged, stores=True, lamport_bytes=lamport, itemsize=itemsize
     )
     for name, parts, phases in (("one_shot", 1, 1), ("two_shot", world, 2)):
         how = REDUCE.algorithm(name)
         if how.supports(facts) is None:
-            epoch, width = how.epoch(facts), how.payload(facts).width
+            epoch = how.epoch(facts)
+            width = how.payload(facts).width
             room = -(-lamport // 16) if width == 16 else max(1, -(-flagged // 12))
             assert phases * -(-max(1, -(-epoch // width)) // parts) <= room
             assert epoch == nbytes or name == "two_shot"

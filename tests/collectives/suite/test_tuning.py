@@ -12,19 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from landings import make_facts
 from ranks import on_ranks
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.calls.call import spec_of
-from tdcoll.calls.plan import Facts, Plan
+from tdcoll.calls.collective import spec_of
+from tdcoll.calls.plan import Plan
 from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table, given, shipped
 from tdcoll.testing import World
 
-from .ways import Nodes, topology_of
+from .algorithm_cases import Nodes, topology_of
 
 ROOT = Path(__file__).resolve().parents[3]
-GATHER, REDUCE = spec_of("all_gather"), spec_of("all_reduce")
+GATHER = spec_of("all_gather")
+REDUCE = spec_of("all_reduce")
 
 
 def section(
@@ -40,7 +42,7 @@ def table_of(*entries: Entry) -> Table:
 
 
 def choose(nbytes: int, algorithm: Any = "auto", sections: Any = (), nodes: Nodes = (4,), **facts: Any) -> Plan:
-    return replace(GATHER.choose(Facts(nbytes, topology_of(nodes), **facts), algorithm, sections), blocks=0)
+    return replace(GATHER.choose(make_facts(nbytes, topology_of(nodes), **facts), algorithm, sections), blocks=0)
 
 
 FILE = (
@@ -69,7 +71,8 @@ def changed(path: tuple[Any, ...], value: Any) -> str:
     return json.dumps(document)
 
 
-FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)
+FIRST = ("tables", 0)
+ENTRY = (*FIRST, "entries", 1)
 
 
 # ---------------------------------------------------------------------- files
@@ -160,7 +163,8 @@ def test_the_shipped_table_says_what_was_measured() -> None:
     shown = json.loads((ROOT / "tdcoll/calls/tuning/shipped.json").read_text())["tables"]
     assert len(shown) == len(shipped().sections) > 0
     for each in shown:
-        entries, source = each.pop("entries"), each.pop("source")
+        entries = each.pop("entries")
+        source = each.pop("source")
         measured = [{"operation": "all_gather", **made} for made in json.loads((ROOT / source).read_text())["tables"]]
         (found,) = [made for made in measured if made | each == made and made.get("launch", "graph") == "graph"]
         assert entries
@@ -169,13 +173,14 @@ def test_the_shipped_table_says_what_was_measured() -> None:
 
 def test_with_a_budget_only_entries_hold_that_state_their_thread_blocks() -> None:
     """The others were measured with the whole GPU."""
-    stated, free = section(Entry(None, "loop", blocks=16)), section(Entry(None, "1d", chunks=2))
+    stated = section(Entry(None, "loop", blocks=16))
+    free = section(Entry(None, "1d", chunks=2))
     given = {"stores": True, "max_blocks": 64}
     assert choose(4 << 20, sections=[free], stores=True).algorithm == "1d"
     assert choose(4 << 20, sections=[free], **given) == choose(4 << 20, **given)
-    assert GATHER.choose(Facts(4 << 20, topology_of((4,)), **given), sections=[stated]).blocks == 16
+    assert GATHER.choose(make_facts(4 << 20, topology_of((4,)), **given), sections=[stated]).blocks == 16
     both = section(Entry(8 << 20, "1d", chunks=2), Entry(None, "loop", blocks=16))
-    assert GATHER.choose(Facts(4 << 20, topology_of((4,)), **given), sections=[both]).blocks == 16
+    assert GATHER.choose(make_facts(4 << 20, topology_of((4,)), **given), sections=[both]).blocks == 16
     assert choose(4 << 20, sections=[section(Entry(None, "ce"))], **given).algorithm == "ce"
 
 
@@ -219,7 +224,8 @@ def reduced(entry: Entry, nbytes: int = 100 << 10, **facts: Any) -> Plan:
     table = Table((Section(SIMULATOR, "all_reduce", 4, 1, False, (entry,)),))
     sections = REDUCE.sections(Table.parse(table.text()).sections, "t.json")
     usual: dict[str, Any] = {"stores": True, "lamport_bytes": 512 << 10, "ll_bytes": 340 << 10, "itemsize": 4}
-    return replace(REDUCE.choose(Facts(nbytes, topology_of((4,)), **{**usual, **facts}), "auto", sections), blocks=0)
+    made = make_facts(nbytes, topology_of((4,)), **{**usual, **facts})
+    return replace(REDUCE.choose(made, "auto", sections), blocks=0)
 
 
 def test_entries_for_words_of_two_kinds_and_for_several_epochs() -> None:

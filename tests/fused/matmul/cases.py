@@ -303,8 +303,8 @@ class Gather(Matmuls):
         return True
 
     def release(self, ctx: tdcoll.CollectiveContext) -> None:
-        if "gathered" in ctx.known:
-            ctx.job.release(ctx.known.pop("gathered"))
+        if "gathered" in ctx.cache:
+            ctx.job.release(ctx.cache.pop("gathered"))
 
     def rows_of_result(self, rows: int, world: int) -> int:
         return rows * world
@@ -325,7 +325,7 @@ class Gather(Matmuls):
         if self.symmetric:
             nbytes = world * operands.x.nbytes
             room = (nbytes + 4 * world * rows,)  # scales lie behind the matrix
-            buffer = ctx.once("gathered", lambda: ctx.job.allocate(room, torch.uint8, group=ctx._group))
+            buffer = ctx.cached("gathered", lambda: ctx.job.allocate(room, torch.uint8, group=ctx._group))
             inbox = Inbox(buffer.data_ptr(), operands.x.nbytes, group.deltas, tl.constexpr(1))
             gathered = buffer[:nbytes].view(self.dtype).view(world * rows, depth)
         streams = self.copy(ctx, operands, inbox) if self.copied else []
@@ -356,9 +356,10 @@ class Gather(Matmuls):
         """Begin the call, and queue copies of pieces, scales and stamps to all peers; return their
         streams."""
         group, heap, world = ctx.device_group, ctx.job.heap, ctx.world_size
-        stamp = ctx.once("stamp", lambda: torch.zeros(1, dtype=torch.int64))
+        stamp = ctx.cached("stamp", lambda: torch.zeros(1, dtype=torch.int64))
         kernels = tdcoll.primitives.copies
-        kernels.enter[(1,)](group, stamp, WAITED=triton.next_power_of_2(world))
+        summed = torch.zeros(1, dtype=torch.int32)  # of kernels that sum copies, of which there is none here
+        kernels.enter[(1,)](group, stamp, summed, WAITED=triton.next_power_of_2(world))
         source, nbytes = operands.x, operands.x.nbytes
         streams = []
         for step in range(1, world):

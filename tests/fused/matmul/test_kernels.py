@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import second, seeds
+from tiers import seeds, slow_tier
 
 import tdcoll
 from tdcoll.fused.matmul.launches import Cut
@@ -53,13 +53,13 @@ def test_clean_over_seeds(kind: str, seeds: range) -> None:
 
 
 @ALL
-@pytest.mark.parametrize("n_pes", [1, 4, second(2), second(5), second(8)])
+@pytest.mark.parametrize("n_pes", [1, 4, slow_tier(2), slow_tier(5), slow_tier(8)])
 def test_every_number_of_ranks(kind: str, n_pes: int) -> None:
     explore(varied(kind, calls="mm"), n_pes=n_pes, seeds=1, heap_bytes=4 * HEAP)
 
 
 @ALL
-@pytest.mark.parametrize("resident", [1, second(2)])
+@pytest.mark.parametrize("resident", [1, slow_tier(2)])
 def test_few_resident_thread_blocks(kind: str, resident: int) -> None:
     """No thread block waits for one of a higher index, on any rank."""
     case = varied(kind, calls="mm", blocks=(5, 2))
@@ -67,7 +67,7 @@ def test_few_resident_thread_blocks(kind: str, resident: int) -> None:
 
 
 @ALL
-@pytest.mark.parametrize(("late", "seeds"), [((0, 40), 1), second((60, 0, 5), 6)], ids=["one late", "in turn"])
+@pytest.mark.parametrize(("late", "seeds"), [((0, 40), 1), slow_tier((60, 0, 5), 6)], ids=["one late", "in turn"])
 def test_late_ranks_and_stragglers(kind: str, late: tuple[int, ...], seeds: int) -> None:
     case = varied(kind, calls="mmm", late=late)
     explore(case, n_pes=3, seeds=seeds, heap_bytes=HEAP, stragglers=True)
@@ -76,9 +76,9 @@ def test_late_ranks_and_stragglers(kind: str, late: tuple[int, ...], seeds: int)
 DTYPES = [
     (torch.float16, None),
     (torch.float32, None),
-    second(torch.bfloat16, torch.float32),
-    second(torch.float16, torch.bfloat16),
-    second(torch.float32, torch.bfloat16),
+    slow_tier(torch.bfloat16, torch.float32),
+    slow_tier(torch.float16, torch.bfloat16),
+    slow_tier(torch.float32, torch.bfloat16),
 ]
 
 
@@ -95,7 +95,7 @@ FP8_FORMS = [  # in the first tier, types, scales
     (False, FP8[0], ""),
 ]
 FP8_CASES = [
-    (kind, dtype, scales) if first else second(kind, dtype, scales)
+    (kind, dtype, scales) if first else slow_tier(kind, dtype, scales)
     for kind in KINDS
     for first, dtype, scales in FP8_FORMS
     if (kind, scales) != ("gather, copied", "tensor")  # a copy engine needs a scale for each row
@@ -113,9 +113,9 @@ def test_fp8(kind: str, dtype: torch.dtype, scales: str) -> None:
 SIZES = [  # rows, depth, columns, cut
     (1, 8, 16, Cut(4, 16, 8, 1, 1, group=2)),
     (9, 40, 19, Cut(4, 16, 16, 1, 1, group=2)),  # nothing is a multiple of anything
-    second(6, 16, 72, Cut(8, 8, 8, 1, 1, group=8)),
-    second(17, 56, 33, WIDE),
-    second(13, 8, 130, Cut(16, 64, 8, 1, 1, group=3)),
+    slow_tier(6, 16, 72, Cut(8, 8, 8, 1, 1, group=8)),
+    slow_tier(17, 56, 33, WIDE),
+    slow_tier(13, 8, 130, Cut(16, 64, 8, 1, 1, group=3)),
 ]
 
 
@@ -138,8 +138,8 @@ def test_ragged_sizes(kind: str, rows: int, depth: int, columns: int, cut: Cut) 
     [
         {"depth_first": True},
         {"biased": True, "residual": True},
-        second({"biased": True, "columns": 19}),
-        second({"depth_first": True, "residual": True, "dtype": torch.float32}),
+        slow_tier({"biased": True, "columns": 19}),
+        slow_tier({"depth_first": True, "residual": True, "dtype": torch.float32}),
     ],
     ids=str,
 )
@@ -153,20 +153,20 @@ FIRST = ("gather, kept", "scatter", "reduce in two shots")
 FURTHER = [
     *((varied(kind, calls="mm", group=(3, 0, 2)), 4, {}) for kind in FIRST),
     *((varied(kind, first=(1 << 32) - 2), 2, {}) for kind in FIRST),
-    *(second(varied(kind, group=(3, 0, 2)), 4, {}) for kind in KINDS if kind not in FIRST),
+    *(slow_tier(varied(kind, group=(3, 0, 2)), 4, {}) for kind in KINDS if kind not in FIRST),
     *(
-        second(varied(kind, calls="mmmm", first=(1 << 32) - 2), 2, {})
+        slow_tier(varied(kind, calls="mmmm", first=(1 << 32) - 2), 2, {})
         for kind in KINDS
         if kind not in (*FIRST, "gather, copied")  # which has even epochs only
     ),
     (Scatter(lags=(0, 2, 9), rows=(9,), blocks=(2, 3)), 3, {}),
     (Scatter(slices=1, stages=1), 2, {}),
-    second(Scatter(blocks=(1, 20, 7, 4), calls="mmmm"), 4, {"stragglers": True}),
+    slow_tier(Scatter(blocks=(1, 20, 7, 4), calls="mmmm"), 4, {"stragglers": True}),
     (Gather(pushers=1, blocks=(1,), calls="mm"), 3, {"resident": 1}),
     (Gather(pushers=9, keepers=5, piece=16, calls="mm"), 2, {}),
-    second(Gather(piece=1 << 12), 3, {}),
-    second(Gather(whole=True, rows=(1, 5), keepers=1), 4, {}),
-    second(
+    slow_tier(Gather(piece=1 << 12), 3, {}),
+    slow_tier(Gather(whole=True, rows=(1, 5), keepers=1), 4, {}),
+    slow_tier(
         Reduce(two_shot=(False, True, True, False), calls="mmmmmm", rows=(4, 3)),
         3,
         {"stragglers": True},

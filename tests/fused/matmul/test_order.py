@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 import triton.language as tl
-from tiers import second
+from tiers import slow_tier
 
 from tdcoll.fused.matmul.kernels_scatter import _work
 from tdcoll.fused.matmul.launches import Cut
@@ -61,7 +61,7 @@ def cases(count: int) -> list[tuple[int, int, int, int]]:
     return made
 
 
-@pytest.mark.parametrize("count", [20, second(300)])
+@pytest.mark.parametrize("count", [20, slow_tier(300)])
 def test_every_tile_is_computed_once_and_waits_for_no_later_thread_block(count: int) -> None:
     """Own tile i waits for tile i of every other rank, which the program of that tile sends there."""
 

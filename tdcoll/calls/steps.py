@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a call: what the host queues on a stream, one after the other.
+
+A step is called with the handle of the stream, which is the current one, and the *frame* of the
+call (:class:`~tdcoll.calls.operation.Bound`): addresses, and tensors for steps of the host. A
+:class:`~tdcoll.calls.kernel_launch.KernelLaunch` is a step, and most calls have no other. Copies by
+copy engines (:mod:`tdcoll.calls.copies`) fork from the stream where they stand in a sequence, so
+the step before them may be their producer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tdcoll.calls.monitor import WaitMonitor
+
+
+class Step(Protocol):
+    """One thing that a call does on its stream."""
+
+    @property
+    def prepared(self) -> bool:
+        """True once the step's kernels are compiled and loaded."""
+
+    def prepare(self) -> None:
+        """Compile and load the step's kernels."""
+
+    def __call__(self, stream: int, *frame: Any) -> None:
+        """Queue the step on the stream of this handle, which is the current one."""
+
+
+class StepSequence:
+    """Steps that follow each other, each with the same frame."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = tuple(steps)
+
+    @property
+    def prepared(self) -> bool:
+        return all(step.prepared for step in self._steps)
+
+    def prepare(self) -> None:
+        for step in self._steps:
+            step.prepare()
+
+    def __call__(self, stream: int, *frame: Any) -> None:
+        for step in self._steps:
+            step(stream, *frame)
+
+
+class AtOffset:
+    """A step whose addresses lie behind those of the frame: one epoch of a larger call.
+
+    Args:
+        offset: Bytes that are added to each address.
+    """
+
+    def __init__(self, step: Step, offset: int) -> None:
+        self._step = step
+        self._offset = offset
+
+    @property
+    def prepared(self) -> bool:
+        return self._step.prepared
+
+    def prepare(self) -> None:
+        self._step.prepare()
+
+    def __call__(self, stream: int, *frame: int) -> None:
+        self._step(stream, *[address + self._offset for address in frame])
+
+
+class WithPlaces:
+    """A step that takes the entries of the frame at these places, in this order."""
+
+    def __init__(self, step: Step, places: Sequence[int]) -> None:
+        self._step = step
+        self._places = tuple(places)
+
+    @property
+    def prepared(self) -> bool:
+        return self._step.prepared
+
+    def prepare(self) -> None:
+        self._step.prepare()
+
+    def __call__(self, stream: int, *frame: Any) -> None:
+        self._step(stream, *[frame[place] for place in self._places])
+
+
+class HostStep:
+    """A function of PyTorch's, which queues its work on the current stream: a matmul, a sort, a copy.
+
+    Args:
+        function: Takes the frame.
+    """
+
+    prepared = True
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def prepare(self) -> None:
+        """PyTorch loads its own kernels."""
+
+    def __call__(self, stream: int, *frame: Any) -> None:
+        self._function(*frame)
+
+
+class ReadbackStep:
+    """Copies words that kernels have written to the host, which may wait for them later.
+
+    Args:
+        words: int64 ``[n]`` on the device.
+        on_host: int64 ``[n]`` in pinned memory; on CPUs in ordinary memory.
+        monitor: Of the kernels before this step.
+    """
+
+    prepared = True
+
+    def __init__(
+        self, words: torch.Tensor, on_host: torch.Tensor, monitor: WaitMonitor, event: Any = None
+    ) -> None:
+        self._words = words
+        self._on_host = on_host
+        self._monitor = monitor
+        self._event = event
+
+    def prepare(self) -> None:
+        """A copy has no kernel."""
+
+    def __call__(self, stream: int, *frame: Any) -> None:
+        self._on_host.copy_(self._words, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> list[int]:
+        """Wait for the copy, and for nothing that was queued after it; return the words.
+
+        Raises:
+            CollectiveTimeout: A wait in a kernel before the copy has expired.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        self._monitor.raise_if_expired()
+        words: list[int] = self._on_host.tolist()
+        return words
