@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests run interpreted. Those marked `slow` are the second tier; those marked `gpu` start jobs of their own.
 
-A test that ends without a check fails: it has passed no assertion, in the test or in a module of ``HELPERS``, and has
-expected no exception. So every parameter set checks something.
+A test that ends without a check fails: it has passed no assertion, in the test or in a module of ``HELPERS``, has
+compared no tensors, and has expected no exception. So every parameter set checks something.
 
 As on GPUs, ranks don't compare the arguments of first calls unless a test asks for it: a rank whose first call fails
 alone would tell the others, and one that makes none would be missed on the host, not in a kernel.
@@ -25,7 +25,7 @@ import pytest
 import torch
 from _pytest.assertion import util
 
-HELPERS = ("checks", "collectives", "fused", "kernel_mutants", "ranks")
+HELPERS = ("cases", "checks", "collectives", "fused", "kernel_mutants", "ranks")
 """Modules and packages whose assertions count as a test's own."""
 
 pytest.register_assert_rewrite(*HELPERS)
@@ -47,7 +47,7 @@ class Checks:
     """What the running test has checked.
 
     Attributes:
-        any: whether an assertion has passed, or an exception is expected.
+        any: whether an assertion has passed, tensors are compared, or an exception is expected.
         calling: whether the test itself runs, and not its fixtures.
     """
 
@@ -63,7 +63,7 @@ def pytest_assertion_pass() -> None:
 
 
 def _expecting(expect: Any) -> Any:
-    """``pytest.raises`` or ``pytest.warns``, whose calls are checks."""
+    """``pytest.raises``, or another function whose calls are checks."""
 
     def expected(*arguments: Any, **options: Any) -> Any:
         Checks.any = True
@@ -74,6 +74,7 @@ def _expecting(expect: Any) -> Any:
 
 pytest.raises = _expecting(pytest.raises)
 pytest.warns = _expecting(pytest.warns)
+torch.testing.assert_close = _expecting(torch.testing.assert_close)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 try:
     import greenlet
 except ImportError:  # the threads below do the same, slower
@@ -58,6 +60,7 @@ class Task:
     handle: Any = None  # the switch's own
     thread: int | None = None  # of the host, that runs it
     streams: list[Any] = field(default_factory=list)  # that a host has entered, by `with stream:`
+    records_gradients: bool | None = None  # autograd's mode of a host between its turns
     polls: int = 0
     polled: set[Hashable] = field(default_factory=set)
     progress_seen: int = -1
@@ -167,7 +170,15 @@ class _Greenlets:
 
     def resume(self, task: Task) -> None:
         """Run the task until it suspends or ends; called by the scheduler."""
+        if task.grid_idx is not None:
+            task.handle.switch()
+            return
+        # Autograd's mode belongs to the thread, which all tasks share. Hosts change it, as by no_grad().
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(before if task.records_gradients is None else task.records_gradients)
         task.handle.switch()
+        task.records_gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(before)
 
     def suspend(self, task: Task) -> None:
         """Go back to the scheduler; called by the running task. Raises TaskKilled if unwound meanwhile."""
@@ -177,7 +188,9 @@ class _Greenlets:
         """End a task where it is; called by the scheduler, or by another task."""
         if not task.done and task.handle:  # a greenlet that has not started is False
             task.handle.parent = greenlet.getcurrent()  # come back here when it is dead
+            before = torch.is_grad_enabled()
             task.handle.throw(TaskKilled)
+            torch.set_grad_enabled(before)
         task.done = True
 
 

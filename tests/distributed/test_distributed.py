@@ -184,7 +184,7 @@ def test_device_of_a_rank(monkeypatch, current: int, local_rank: str, share: str
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setenv("TDCOLL_SHARE_GPUS", share)
-    assert agreement._device_of_this_rank() == torch.device("cuda", device)
+    assert agreement.device_of_this_rank() == torch.device("cuda", device)
 
 
 def test_a_heap_of_pytorchs_needs_no_nvshmem(monkeypatch) -> None:

@@ -49,7 +49,7 @@ def _no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(
     plain: Any = None, given: Any = None, split: bool = False, ranks: tuple[int, ...] = (0, 5), device=None
 ) -> Any:
-    return fallback._nccl(plain, dist.HashStore(), 1, 2, TIMEOUT, "child", list(ranks), given, split, device)
+    return fallback._nccl(plain, dist.HashStore(), 1, 2, TIMEOUT, "child", list(ranks), given, split, print, device)
 
 
 @pytest.fixture

@@ -38,6 +38,27 @@ def test_host_results_and_runtimes():
     assert runtime.current_or_none() is None
 
 
+def test_autograds_mode_is_each_hosts_own():
+    """Although hosts share a thread, and one leaves ``no_grad`` while another is inside."""
+
+    def host(pe):
+        tdcoll.barrier()
+        with torch.set_grad_enabled(pe != 1):
+            for _ in range(pe + 1):
+                tdcoll.barrier()
+                assert torch.is_grad_enabled() == (pe != 1)
+            if pe == 2:
+                raise ValueError("while the others are inside")
+        while True:
+            tdcoll.barrier()
+            assert torch.is_grad_enabled()
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="while the others"):
+            World(3).run(host)
+        assert torch.is_grad_enabled()
+
+
 def test_exchanges_are_collective_over_any_group():
     def host(pe):
         job = runtime.current()
