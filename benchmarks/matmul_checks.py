@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from matmul_ranks import Heap, Launch, Report, compile_all, connected
+from benchmarks.matmul_ranks import Heap, Launch, Report, compile_all, connected
 from tdcoll.fused.matmul import launches
 from tdcoll.fused.matmul.kernels_all_reduce import matmul_all_reduce
 from tdcoll.fused.matmul.kernels_gather import all_gather_matmul

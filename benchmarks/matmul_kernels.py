@@ -36,8 +36,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-import matmul_checks
-from matmul_ranks import Heap, Launch, Report, compile_all, connected, verdict
+from benchmarks import matmul_checks
+from benchmarks.matmul_ranks import Heap, Launch, Report, compile_all, connected, verdict
 from tdcoll.fused.matmul import launches
 from tdcoll.fused.matmul.kernels_all_reduce import matmul_all_reduce
 from tdcoll.fused.matmul.kernels_gather import all_gather_matmul

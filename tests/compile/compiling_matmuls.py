@@ -18,7 +18,7 @@ from compiling import ORDER, compile_for, compiled_forms, resources, tuples
 from tdcoll.fused.matmul.kernels_all_reduce import matmul_all_reduce
 from tdcoll.fused.matmul.kernels_gather import all_gather_matmul
 from tdcoll.fused.matmul.kernels_scatter import matmul_reduce_scatter
-from tdcoll.fused.matmul.launches import Cut
+from tdcoll.fused.matmul.launches import Cut, tile_of
 from tdcoll.fused.matmul.product import Scales, Shape, Weight
 from tdcoll.language.jit import jit
 from tdcoll.primitives.epilogue import identity
@@ -83,7 +83,7 @@ def compile_matmul(kernel: Any, cut: Cut, world: int, arch: int, constants: dict
         "weight": Weight("i64", "i64", tl.constexpr(flags["depth_first"]), tl.constexpr(flags["biased"])),
         "scales": Scales("i64", "i32", "i64", "i32", tl.constexpr(flags["scaled"])),
         "shape": Shape("i32", "i32", "i32"),
-        "tile": cut.tile,
+        "tile": tile_of(cut),
     }
     if kernel is matmul_all_reduce:
         types["inbox"] = Lamport("i64", "i64", "*i64", "*i64")

@@ -12,51 +12,25 @@ import torch
 import triton
 import triton.language as tl
 
+from tdcoll.fused.matmul.policy import FP8_STEP, Cut
 from tdcoll.fused.matmul.product import Scales, Shape, Tile, Weight
 from tdcoll.primitives.epilogue import identity
 from tdcoll.primitives.group import Group, Inbox
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.reduce import triton_dtype
 
-_FP8_STEP = 128
+TWO_SLOTS = tl.constexpr(2)
+"""Of an inbox of the context's own."""
+
 _PIECES_OF_A_TILE = 128
 """Pieces that the rows of a tile may touch in one shard: one for each thread of the smallest
 block."""
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a matmul is cut and compiled.
-
-    Attributes:
-        rows, columns, depth: of a tile of the result, and the depth of a step.
-        num_stages: steps whose operands are on their way at the same time, and the step that is
-            computed.
-        num_warps: of a thread block.
-        group: rows of tiles that are computed side by side.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    num_stages: int
-    num_warps: int
-    group: int = 8
-
-    def tiles(self, rows: int, columns: int) -> int:
-        """Return the number of tiles of a result of this size."""
-        return triton.cdiv(rows, self.rows) * triton.cdiv(columns, self.columns)
-
-    @property
-    def tile(self) -> Tile:
-        """The tuple of constants that kernels take."""
-        sizes = (self.rows, self.columns, self.depth, self.group)
-        return Tile(*map(tl.constexpr, sizes))
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Launch options."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+def tile_of(cut: Cut) -> Tile:
+    """Return the tuple of constants that kernels take."""
+    sizes = (cut.rows, cut.columns, cut.depth, cut.group)
+    return Tile(*map(tl.constexpr, sizes))
 
 
 @dataclass(frozen=True)
@@ -92,7 +66,7 @@ class Operands:
 
     def arguments(self, cut: Cut, rows: int) -> dict[str, Any]:
         """Return the arguments that all three kernels have; ``rows`` is what ``shape`` counts."""
-        assert self.x.dtype.itemsize > 1 or cut.depth == _FP8_STEP
+        assert self.x.dtype.itemsize > 1 or cut.depth == FP8_STEP
         row_bytes = self.columns * self.out.itemsize
         return {
             "source": self.x.data_ptr(),
@@ -112,7 +86,7 @@ class Operands:
             ),
             "shape": Shape(rows, self.columns, self.x.shape[1]),
             "extra": self.extra,
-            "tile": cut.tile,
+            "tile": tile_of(cut),
             "DTYPE": triton_dtype(self.x.dtype),
             "OUT": triton_dtype(self.out.dtype),
             "PRECISION": self.precision,
@@ -197,11 +171,6 @@ def scatter(
     return workers, operands.arguments(cut, operands.x.shape[0] // world) | more
 
 
-def scatter_bytes(cut: Cut, rows: int, columns: int, itemsize: int) -> int:
-    """Return the bytes that the parts of one rank take in the inbox of another."""
-    return cut.tiles(rows, columns) * cut.rows * cut.columns * itemsize
-
-
 def reduce(
     operands: Operands,
     cut: Cut,
@@ -217,8 +186,15 @@ def reduce(
     return workers, operands.arguments(cut, operands.x.shape[0]) | more
 
 
-def reduce_bytes(cut: Cut, rows: int, columns: int, itemsize: int, world: int, *, two_shot: bool) -> int:
-    """Return the bytes that the words of one rank take in the Lamport memory of another."""
-    stride = min(rows, cut.rows) * cut.columns * itemsize // 16
-    words = 2 * triton.cdiv(stride, world) if two_shot else stride
-    return 16 * words * cut.tiles(rows, columns)
+def local(operands: Operands, cut: Cut, *, workers: int) -> tuple[int, dict[str, Any]]:
+    """Return thread blocks and arguments of ``matmul``."""
+    return workers, operands.arguments(cut, operands.x.shape[0])
+
+
+def finish(operands: Operands, rows: int) -> tuple[int, dict[str, Any]]:
+    """Return thread blocks and arguments of ``finish``, of which ``source`` is left to the launch."""
+    height, width = 4, 512
+    arguments = operands.arguments(Cut(16, 16, FP8_STEP, 1, 4), rows)
+    kept = ("source", "out", "weight", "shape", "extra", "OUT", "EPILOGUE", "ALIGNED")
+    blocks = triton.cdiv(rows, height) * triton.cdiv(operands.columns, width)
+    return blocks, {name: arguments[name] for name in kept} | {"ROWS": height, "COLUMNS": width}

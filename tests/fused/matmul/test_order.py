@@ -11,7 +11,7 @@ import triton.language as tl
 from tiers import slow_tier
 
 from tdcoll.fused.matmul.kernels_scatter import _work
-from tdcoll.fused.matmul.launches import Cut
+from tdcoll.fused.matmul.launches import Cut, tile_of
 from tdcoll.fused.matmul.product import place
 from tdcoll.language.jit import jit
 from tdcoll.testing import World
@@ -96,7 +96,7 @@ def test_every_place_has_a_tile(rows: int, columns: int, group: int) -> None:
     def host(pe: int) -> None:
         cut = Cut(8, 32, 16, 1, 1, group)
         places = torch.full((rows * columns, 2), -1, dtype=torch.int32)
-        note_places[(rows * columns,)](places, rows, columns, cut.tile)
+        note_places[(rows * columns,)](places, rows, columns, tile_of(cut))
         found = {(row, column) for row, column in places.tolist()}
         assert found == {(8 * row, 32 * column) for row in range(rows) for column in range(columns)}
         for number in range(rows * columns):
