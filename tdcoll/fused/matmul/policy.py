@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tdcoll.base.limits import MOST_CHUNKS
+from tdcoll.base.limits import MAX_CHUNKS, MOST_CHUNKS
 from tdcoll.calls.explain import UNSUPPORTED, Explanation
 from tdcoll.calls.plan import Facts, needs_stores, shares_gpu
 from tdcoll.calls.spec import DEFAULT, REQUESTED
@@ -204,7 +204,8 @@ def plan_of(shape: MatmulShape, world: int, algorithm: str, keeps: bool) -> Matm
     if shape.name != GATHER or algorithm != FUSED:
         return MatmulPlan(algorithm, cut, blocks, lag=entry.lag, stages=entry.stages)
     shard = shape.nbytes // world
-    least = max(_LEAST_PIECE, -(-cut.rows * shape.depth * shape.itemsize // _TILE_PIECES))
+    row_bytes = shape.depth * shape.itemsize
+    least = max(_LEAST_PIECE, cut.rows * row_bytes // _TILE_PIECES, shard // MAX_CHUNKS)
     piece = max(least, min(_MOST_PIECE, shard // (4 * entry.pushers))) // 1024 * 1024 + 1024
     pieces = max(1, -(-shard // piece))
     senders = min(entry.pushers, pieces * max(1, world - 1))
