@@ -15,59 +15,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
-from tdcoll import runtime
-from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.collective import CollectiveOptions, derivative, operation_of
 from tdcoll.calls.run import run
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
 from tdcoll.fused.rms_norm import DTYPES
+from tdcoll.ops.groups import group_name, named_group, world_of
+from tdcoll.ops.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tdcoll.primitives.reduce import operation_name
 
-__all__ = ["all_reduce_rms_norm", "fuse", "fusing", "group_name", "operators"]
-
-
-# ---------------------------------------------------------------------- groups
-
-
-def group_name(group: runtime.Group = None) -> str:
-    """Return the string that names a group in calls of the operators.
-
-    Args:
-        group: None: all ranks. For a ProcessGroup, PyTorch's name. For global ranks, these with a comma after each.
-
-    Raises:
-        NotInitializedError: (of ranks) before ``tdcoll.initialize()``.
-        TypeError, ValueError: it is none of these, or this process is not a member.
-    """
-    if group is None:
-        return ""
-    if isinstance(group, dist.ProcessGroup):
-        return str(group.group_name)
-    return ",".join(map(str, runtime.current().ranks_of(group))) + ","
-
-
-def _named(name: str) -> runtime.Group:
-    """Return the group of a name."""
-    arguments.instance("group", name, str, "a str, see tdcoll.ops.group_name")
-    if not name:
-        return None
-    ranks = name.rstrip(",").split(",")
-    if name.endswith(",") and all(rank.isdecimal() for rank in ranks):
-        return [int(rank) for rank in ranks]
-    try:
-        found: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-        return found
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"group must be what tdcoll.ops.group_name returns; got {name!r}: {error}") from None
-
-
-def _world(name: str) -> int:
-    return len(runtime.current().ranks_of(_named(name)))
+__all__ = [
+    "all_gather_matmul",
+    "all_reduce_rms_norm",
+    "fuse",
+    "fusing",
+    "group_name",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "operators",
+]
 
 
 # ---------------------------------------------------------------------- operators
@@ -86,11 +55,11 @@ def _operator(name: str) -> Any:
     def call(x: torch.Tensor, *given: str) -> torch.Tensor:
         op, group = op_and_group(*given)
         x = x.detach().contiguous()  # the operator has the derivative
-        result: torch.Tensor = run(operation, (x,), CollectiveOptions(op), _named(group))
+        result: torch.Tensor = run(operation, (x,), CollectiveOptions(op), named_group(group))
         return result
 
     def shaped(x: torch.Tensor, *given: str) -> torch.Tensor:
-        world = _world(op_and_group(*given)[1])
+        world = world_of(op_and_group(*given)[1])
         if not (shapes := spec.results(x.shape, world)):
             raise ValueError(f"x's first dimension must be divisible by the {world} rank(s); got {list(x.shape)}")
         return x.new_empty(shapes[0])
@@ -100,7 +69,7 @@ def _operator(name: str) -> Any:
             made: torch.Tensor = operators[name](grad, *([op] if op else []), ctx.group)
             return made
 
-        return derivative(spec, grad, ctx.op, _world(ctx.group), call_adjoint), *ctx.others
+        return derivative(spec, grad, ctx.op, world_of(ctx.group), call_adjoint), *ctx.others
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         op, ctx.group = op_and_group(*inputs[1:])
@@ -127,7 +96,7 @@ def all_reduce_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[..., hidden] -> (normalized, new residual)``; see :func:`tdcoll.fused.all_reduce_rms_norm`."""
     x, residual, weight = (tensor.detach().contiguous() for tensor in (x, residual, weight))
-    normalized, new = _all_reduce_rms_norm(x, residual, weight, eps=eps, group=_named(group))
+    normalized, new = _all_reduce_rms_norm(x, residual, weight, eps=eps, group=named_group(group))
     return normalized, new
 
 
