@@ -144,11 +144,15 @@ def _of_weight(grad: torch.Tensor, x: torch.Tensor, depth_first: bool) -> torch.
 
 
 def _of_bias(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
-    return grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+    # Without a bias, PyTorch may leave the argument out.
+    if not ctx.biased or not ctx.needs_input_grad[2]:
+        return None
+    return grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
 def _remember_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, weight, _, ctx.depth_first, ctx.kept, ctx.group = inputs
+    x, weight, bias, ctx.depth_first, ctx.kept, ctx.group = inputs
+    ctx.biased = bias is not None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1] if ctx.kept else x, weight)
 
@@ -176,7 +180,8 @@ def _of_gather(ctx: Any, grad: torch.Tensor | None, of_gathered: torch.Tensor | 
 
 
 def _remember_scatter(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, _, ctx.depth_first, ctx.group = inputs
+    x, weight, bias, ctx.depth_first, ctx.group = inputs
+    ctx.biased = bias is not None
     ctx.save_for_backward(x, weight)
 
 
