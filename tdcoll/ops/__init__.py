@@ -5,7 +5,8 @@
 tensors and write to no argument. The group is a string (:func:`group_name`). See ``docs/fused.md``.
 
 :func:`fusing` is a backend for ``torch.compile`` which replaces an all-reduce, the addition of a residual and an
-RMSNorm by ``all_reduce_rms_norm``, and leaves the rest to Inductor.
+RMSNorm by ``all_reduce_rms_norm``, matmuls beside collectives by one operator each, and leaves the rest to Inductor.
+:func:`parallelize` does the same with the linear layers of a model that isn't compiled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
 from tdcoll.fused.rms_norm import DTYPES
 from tdcoll.ops.groups import group_name, named_group, world_of
+from tdcoll.ops.layers import parallelize
 from tdcoll.ops.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from tdcoll.ops.patterns import fuse_matmuls, seen
 from tdcoll.primitives.reduce import operation_name
 
 __all__ = [
@@ -36,6 +39,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "operators",
+    "parallelize",
 ]
 
 
@@ -137,7 +141,8 @@ _NORMS = (torch.nn.functional.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.
 
 
 def fuse(module: fx.GraphModule) -> fx.GraphModule:
-    """Replace ``rms_norm(all_reduce(x) + residual)`` by ``all_reduce_rms_norm`` wherever a graph has it.
+    """Replace ``rms_norm(all_reduce(x) + residual)`` by ``all_reduce_rms_norm`` wherever a graph has it, and matmuls
+    beside collectives by :mod:`tdcoll.ops.matmuls`, as :mod:`tdcoll.ops.patterns` describes.
 
     The norm is over the last dimension, with a weight of the dtype of ``x``; residual and ``x`` have one shape and
     dtype; the sum of the ranks is used for nothing else. (The sum with the residual may be.) Nothing else is computed
@@ -174,6 +179,7 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
             old.replace_all_uses_with(made)
         for old in (norm, add, reduce):
             graph.erase_node(old)
+    fuse_matmuls(graph)  # behind the norms, which save more
     graph.lint()
     module.recompile()
     return module
@@ -181,12 +187,6 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
 
 def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
-def _seen(node: Any) -> torch.Tensor | None:
-    """Return the example that the graph has of a node's value; None if that is no tensor."""
-    value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | None:
@@ -208,7 +208,7 @@ def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | 
     if reduce.args[1:2] not in ((), ("sum",)):
         return None
     residual = addends[1] if addends[0] is reduce else addends[0]
-    summed, old, gain = _seen(reduce), _seen(residual), _seen(weight)
+    summed, old, gain = seen(reduce), seen(residual), seen(weight)
     if summed is None or old is None or gain is None or len(shape) != 1:
         return None
     if summed.shape != old.shape or not summed.dtype == old.dtype == gain.dtype or summed.shape[-1] != shape[0]:
@@ -218,6 +218,10 @@ def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | 
         return None
     eps = _argument(norm, 3, "eps")
     return add, reduce, residual, weight, torch.finfo(torch.float32).eps if eps is None else float(eps)
+
+
+def _fuse_behind_autograd(graph: fx.Graph) -> None:
+    fuse_matmuls(graph, functional=True)
 
 
 def fusing(
@@ -236,5 +240,7 @@ def fusing(
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+    # Collectives of DTensor only appear behind Dynamo, and those of the backward pass as well.
+    patches.setdefault("post_grad_custom_pre_pass", _fuse_behind_autograd)
     compiled: Any = compile_fx(fuse(module), list(inputs), config_patches=patches)
     return compiled

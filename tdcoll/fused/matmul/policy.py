@@ -78,7 +78,7 @@ class Cut:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-class Entry(NamedTuple):
+class MeasuredCut(NamedTuple):
     """How matmuls of a number of rows are made, as measured.
 
     Attributes:
@@ -97,22 +97,22 @@ class Entry(NamedTuple):
 
 TABLE = {
     GATHER: (
-        Entry(256, Cut(64, 128, 128, 4, 4), pushers=8),
-        Entry(1024, Cut(128, 128, 64, 4, 8), pushers=16),
-        Entry(3072, Cut(128, 256, 64, 4, 8), pushers=8),
-        Entry(6144, Cut(128, 256, 64, 3, 8), pushers=16),
-        Entry(None, Cut(128, 256, 64, 4, 8), pushers=32),
+        MeasuredCut(256, Cut(64, 128, 128, 4, 4), pushers=8),
+        MeasuredCut(1024, Cut(128, 128, 64, 4, 8), pushers=16),
+        MeasuredCut(3072, Cut(128, 256, 64, 4, 8), pushers=8),
+        MeasuredCut(6144, Cut(128, 256, 64, 3, 8), pushers=16),
+        MeasuredCut(None, Cut(128, 256, 64, 4, 8), pushers=32),
     ),
     SCATTER: (
-        Entry(256, Cut(64, 128, 128, 4, 4)),
-        Entry(3072, Cut(128, 256, 64, 3, 8)),
-        Entry(6144, Cut(128, 256, 64, 3, 8), lag=2),
-        Entry(None, Cut(128, 256, 64, 3, 8)),
+        MeasuredCut(256, Cut(64, 128, 128, 4, 4)),
+        MeasuredCut(3072, Cut(128, 256, 64, 3, 8)),
+        MeasuredCut(6144, Cut(128, 256, 64, 3, 8), lag=2),
+        MeasuredCut(None, Cut(128, 256, 64, 3, 8)),
     ),
     REDUCE: (
-        Entry(16, Cut(16, 64, 256, 4, 4)),
-        Entry(128, Cut(64, 64, 128, 4, 4)),
-        Entry(None, Cut(128, 128, 128, 3, 8)),
+        MeasuredCut(16, Cut(16, 64, 256, 4, 4)),
+        MeasuredCut(128, Cut(64, 64, 128, 4, 4)),
+        MeasuredCut(None, Cut(128, 128, 128, 3, 8)),
     ),
 }
 """Of each operation."""
@@ -152,7 +152,7 @@ class MatmulShape:
         return self.rows * (self.depth * self.itemsize if self.name == GATHER else self.columns * self.out_itemsize)
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> MeasuredCut:
         """What the table has for it."""
         return next(entry for entry in TABLE[self.name] if entry.up_to is None or self.rows <= entry.up_to)
 
