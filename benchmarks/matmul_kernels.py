@@ -255,7 +255,8 @@ PUSHERS = [
     (16, True),
     (32, True),
 ]
-"""Thread blocks that send, and whether they have multiprocessors of their own, so that so many fewer multiply."""
+"""Thread blocks that send, and whether they have multiprocessors of their own, so that so many
+fewer multiply."""
 
 
 def time_gather(report: Report) -> None:
