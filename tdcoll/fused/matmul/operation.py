@@ -69,7 +69,7 @@ def columns_of(weight: torch.Tensor, depth_first: bool) -> int:
     return columns
 
 
-def precision_of(dtype: torch.dtype) -> str:
+def precision_of(dtype: torch.dtype | None) -> str:
     """Return how fp32 operands are multiplied, as PyTorch's own matmuls do it."""
     return "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
@@ -104,6 +104,7 @@ class MatmulOperation(FusedOperation):
         facts["epilogue"] = getattr(request.options.epilogue, "__name__", None)
         others = [name for name in request.options.names[2:] if name != "out" and not name.startswith("extra.")]
         facts["tensors"] = ", ".join(others)  # `out` may be given on one rank only
+        facts["precision"] = precision_of(getattr(request.tensors[0], "dtype", None))
         facts["multiprocessors"] = _machine(ctx.device)[0]
         return facts
 
@@ -201,7 +202,8 @@ class MatmulOperation(FusedOperation):
             rows *= world
         out_itemsize = result_dtype(x, request.options.out_dtype).itemsize
         columns = columns_of(weight, request.options.depth_first)
-        return MatmulShape(self.name, rows, columns, depth, x.itemsize, out_itemsize, *_machine(device))
+        full = x.dtype is torch.float32 and precision_of(x.dtype) == "ieee"
+        return MatmulShape(self.name, rows, columns, depth, x.itemsize, out_itemsize, full, *_machine(device))
 
     def _decision(self, request: Request, ctx: Any) -> tuple[MatmulShape, Facts, Any, bool, bool]:
         """Return what the policy decides by, for a call or an explanation of one."""

@@ -133,6 +133,7 @@ class MatmulShape:
         rows: of the long matrix: of all ranks' shards.
         columns, depth: of this rank's matmul.
         itemsize, out_itemsize: bytes of an element of ``x`` and of the result.
+        full_precision: operands are fp32, and not multiplied in TF32.
         multiprocessors: of the GPU, the same on all ranks.
         has_descriptors: whether the GPU has asynchronous stores by descriptors (Hopper and later).
     """
@@ -143,6 +144,7 @@ class MatmulShape:
     depth: int
     itemsize: int
     out_itemsize: int
+    full_precision: bool = False
     multiprocessors: int = 132
     has_descriptors: bool = True
 
@@ -184,8 +186,12 @@ def cut_of(shape: MatmulShape) -> Cut:
     cut = shape.entry.cut
     if shape.itemsize == 1:
         return Cut(cut.rows, min(cut.columns, 128), FP8_STEP, 3, cut.num_warps)
+    if shape.full_precision:  # without tensor cores, a thread has to keep all operands of its part in registers
+        return Cut(min(cut.rows, 32), 64, 32, 3, 8)
     if shape.itemsize == 4:
         return Cut(cut.rows, min(cut.columns, 128), max(16, cut.depth // 2), 3, cut.num_warps)
+    if shape.out_itemsize == 4 and cut.columns > 128:  # a tile of the result takes shared memory beside the operands
+        return Cut(cut.rows, 128, cut.depth, 3, cut.num_warps)
     return cut
 
 
