@@ -32,6 +32,7 @@ from tdcoll.fused.matmul.policy import (
     choose,
     inbox_bytes,
 )
+from tdcoll.fused.matmul.prepared import PreparedMatmul
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 
@@ -352,6 +353,24 @@ def test_tensors_at_odd_addresses(name: str) -> None:
                 y = getattr(tdcoll.fused, name)(x, weight, out=out, ctx=ctx, **more)
                 assert y is out
                 assert (y == 2 * 64 + 5).all()
+                prepared = [made for made in ctx.cache.values() if isinstance(made, PreparedMatmul)]
+                _, (frame,) = prepared[-1].bind(x, weight, out, residual)
+                assert all(frame[operand].data_ptr() % 16 == 0 for operand in ("x", "weight"))
+            assert len(prepared) == 2
+
+    run(host)
+
+
+def test_a_result_that_overlaps_later() -> None:
+    """The fast path looks, too."""
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(debug=False) as ctx:
+            x = torch.ones(4, 8)
+            for _ in range(2):
+                tdcoll.fused.matmul_all_reduce(x, torch.ones(8, 8), out=torch.ones(4, 8), ctx=ctx)
+                with pytest.raises(ValueError, match="out must not overlap x"):
+                    tdcoll.fused.matmul_all_reduce(x, torch.ones(8, 8), out=x, ctx=ctx)
 
     run(host)
 
