@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells ``torch.distributed`` of backend ``"tdcoll"``, and imports tdcoll when a group of that backend is made.
+"""Tells ``torch.distributed`` of backend ``"tdcoll"``, and imports tdcoll when a group of that
+backend is made.
 
-Where tdcoll is installed, ``import torch`` calls :func:`register`, an entry point of the group ``torch.backends``.
-Elsewhere ``import tdcoll`` does. It is outside of the package because a process that only imports PyTorch is to
-import neither tdcoll nor Triton. For the same reason it does not import PyTorch.
+Where tdcoll is installed, ``import torch`` calls :func:`register`, an entry point of the group
+``torch.backends``. Elsewhere ``import tdcoll`` does. It is outside of the package because a process
+that only imports PyTorch is to import neither tdcoll nor Triton. For the same reason it does not
+import PyTorch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _MODULE = "torch.distributed.distributed_c10d"
 
 
 def register() -> None:
-    """Register the backend: now, or as soon as ``torch.distributed`` is imported. Once, however often it is called."""
+    """Register the backend: now, or as soon as ``torch.distributed`` is imported. Once, however
+    often it is called."""
     module = sys.modules.get(_MODULE)
     if hasattr(module, "Backend"):
         _register(module)
@@ -34,12 +37,16 @@ def register() -> None:
 
 def _register(module: Any) -> None:
     if "tdcoll" not in module.Backend.backend_list:
-        module.Backend.register_backend("tdcoll", _create, extended_api=True, devices=["cpu", "cuda"])
+        module.Backend.register_backend(
+            "tdcoll", _create, extended_api=True, devices=["cpu", "cuda"]
+        )
         try:  # as tdcoll.distributed.work.never_compiled does: a compiled model may make a group
             frames: Any = module.torch._C._dynamo.eval_frame
             skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
             frames.set_code_exec_strategy(_create.__code__, skip)
-        except AttributeError:  # another PyTorch: `import torch` has to go on, and a model may not make a group
+        except (
+            AttributeError
+        ):  # another PyTorch: `import torch` has to go on, and a model may not make a group
             pass
 
 
@@ -51,7 +58,8 @@ def _create(given: Any, pg_options: Any) -> Any:
 
 
 class _Finder:
-    """Finds ``torch.distributed``'s module where everybody does, and registers the backend when it is executed."""
+    """Finds ``torch.distributed``'s module where everybody does, and registers the backend when it
+    is executed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -189,7 +189,7 @@ class DenseBenchmark(Benchmark):
                 variants.append(Variant(name, False, make, options.launches, facts))
             for name, blocks in itertools.product(options.algorithms, options.blocks):
                 spec = self.call.spec
-                if name in spec.names and spec.algorithm(name).any_blocks:
+                if name in spec.names and spec.algorithm(name).works_with_any_grid:
                     make = partial(self._blocks_workload, name, blocks, nbytes, calls)
                     facts = self._sms(blocks)
                     variants.append(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation site: ``python -m sphinx -W docs build/site``. It needs the extra ``docs`` and no network."""
+"""The documentation site: ``python -m sphinx -W docs build/site``. It needs the extra ``docs`` and
+no network."""
 
 import os
 import re
@@ -7,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: autodoc imports tdcoll on machines without a GPU
+# before Triton is imported: autodoc imports tdcoll on machines without a GPU
+os.environ["TRITON_INTERPRET"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -34,7 +36,12 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_templates", "tutorials/*.ipynb", "tutorials/sg_execution_times.rst", "sg_execution_times.rst"]
+exclude_patterns = [
+    "_templates",
+    "tutorials/*.ipynb",
+    "tutorials/sg_execution_times.rst",
+    "sg_execution_times.rst",
+]
 templates_path = ["_templates"]
 default_role = "code"
 html_theme = "furo"
@@ -51,7 +58,8 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 copybutton_prompt_text = "$ "
 
-# The tutorials are jobs of several processes, so the site shows them and doesn't run them; the tests run them.
+# The tutorials are jobs of several processes, so the site shows them and doesn't run them; the
+# tests run them.
 sphinx_gallery_conf = {
     "examples_dirs": "../tutorials",
     "gallery_dirs": "tutorials",
@@ -66,7 +74,11 @@ sphinx_gallery_conf = {
 
 _PAGES = {
     ROOT / f"{name}.md": ROOT / f"docs/{page}.md"
-    for name, page in [("README", "index"), ("CONTRIBUTING", "contributing"), ("CHANGELOG", "changelog")]
+    for name, page in [
+        ("README", "index"),
+        ("CONTRIBUTING", "contributing"),
+        ("CHANGELOG", "changelog"),
+    ]
 }
 """Pages of the site that show a file of the repository's root."""
 
@@ -74,7 +86,8 @@ _END = "<!-- the file's text ends here -->\n"
 
 
 def _link(found: "re.Match[str]", base: Path, page: Path) -> str:
-    """Point a link at a page of the site. Source files, which the site doesn't have, are named and not linked."""
+    """Point a link at a page of the site. Source files, which the site doesn't have, are named and
+    not linked."""
     text, target = found[1], found[2]
     path, _, anchor = target.partition("#")
     if not path or re.match(r"\w+:", target):
@@ -99,7 +112,9 @@ def _links(app: Any, name: str, source: list[str]) -> None:
         return
     (original,) = [file for file, shown in _PAGES.items() if shown == page] or [page]
     text = original.read_text(encoding="utf-8")
-    text = re.sub(r"(!?\[[^]]*\])\(([^)\s]+)\)", lambda found: _link(found, original.parent, page), text)
+    text = re.sub(
+        r"(!?\[[^]]*\])\(([^)\s]+)\)", lambda found: _link(found, original.parent, page), text
+    )
     source[0] = text if original == page else f"{text}\n{source[0].partition(_END)[2]}"
 
 
@@ -117,7 +132,9 @@ def _named(found: "re.Match[str]") -> str:
     return re.sub(r"(?:``)?\bdocs/([\w-]+)\.md(?:#[\w-]+)?(?:``)?", r":doc:`/\1`", found[0])
 
 
-def _name_pages(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+def _name_pages(
+    app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]
+) -> None:
     """Make links of the pages that docstrings name."""
     lines[:] = [re.sub(r".*", _named, line, count=1) for line in lines]
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the device language: ``python docs/device_language.py`` has the tables of ``docs/language.md``.
+"""Print the device language: ``python docs/device_language.py`` has the tables of
+``docs/language.md``.
 
-With ``--full`` the table of ``docs/functions.md``, with ``--stubs`` what type checkers read: ``language/__init__.pyi``.
+With ``--full`` the table of ``docs/functions.md``, with ``--stubs`` what type checkers read:
+``language/__init__.pyi``.
 """
 
 from __future__ import annotations
@@ -23,26 +25,38 @@ _TOPICS = {
     "Loads, stores and copies": "ld ld_acquire st st_release wait_descriptor_stores copy_block tid ntid",
     "LL and Lamport words": "store_flagged wait_flagged store_words load_words wait_words wait_words_of_all",
 }
-"""The functions by topic, without the forms that end with _nbi, _warp and _block of functions that have them."""
+"""The functions by topic, without the forms that end with _nbi, _warp and _block of functions that
+have them."""
 
 
 def overview() -> str:
-    """Return the tables of ``docs/language.md``: a line for each function and its forms, by topic."""
+    """Return the tables of ``docs/language.md``: a line for each function and its forms, by
+    topic."""
     parts = []
     for topic, names in _TOPICS.items():
         lines = [f"**{topic}**", "", "| function | meaning |", "|---|---|"]
         for name in names.split():
             function = FUNCTIONS[name]
-            forms = [end for end in ("_nbi", "_warp", "_block") if not name.endswith(end) and name + end in FUNCTIONS]
+            forms = [
+                end
+                for end in ("_nbi", "_warp", "_block")
+                if not name.endswith(end) and name + end in FUNCTIONS
+            ]
             also = f", also {', '.join(f'`{end}`' for end in forms)}" if forms else ""
-            first = function.doc.partition(". ")[0].partition("; ")[0].removesuffix(".").replace("|", "\\|")
+            first = (
+                function.doc.partition(". ")[0]
+                .partition("; ")[0]
+                .removesuffix(".")
+                .replace("|", "\\|")
+            )
             lines.append(f"| `{function.signature}`{also} | {first} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
 def table() -> str:
-    """Return the table of ``docs/functions.md``: each function's signature, what it stands for, and its meaning."""
+    """Return the table of ``docs/functions.md``: each function's signature, what it stands for, and
+    its meaning."""
     lines = ["| in a kernel | stands for | meaning |", "|---|---|---|"]
     for function in FUNCTIONS.values():
         cells = (f"`{function.signature}`", f"`{function.prototype}`", function.doc)
@@ -68,7 +82,12 @@ INTERPRETED: bool
 LOWERING: str
 '''
 
-_STUB_TYPES = {"ptr": "_Pointer", "ptr64": "_Pointer", "value": "_Value", "constant": "tl.constexpr | int"}
+_STUB_TYPES = {
+    "ptr": "_Pointer",
+    "ptr64": "_Pointer",
+    "value": "_Value",
+    "constant": "tl.constexpr | int",
+}
 _STUB_RETURNS = {None: "None", "value": "Any"}
 """Some functions return several blocks."""
 
@@ -76,22 +95,31 @@ _STUB_RETURNS = {None: "None", "value": "Any"}
 def _stub(function: DeviceFunction) -> str:
     """Return the declaration of a function for type checkers."""
     shown = []
-    for (name, kind), parameter in zip(function.parameters, function.call.parameters.values(), strict=True):
-        of = {"scope": "_Scope", "semantic": "_Semantic"}.get(name, _STUB_TYPES.get(kind, "_Number"))
+    for (name, kind), parameter in zip(
+        function.parameters, function.call.parameters.values(), strict=True
+    ):
+        of = {"scope": "_Scope", "semantic": "_Semantic"}.get(
+            name, _STUB_TYPES.get(kind, "_Number")
+        )
         default = parameter.default
         given = "" if default is parameter.empty else f" = {json.dumps(default)}"
         shown.append(f"{name}: {of}{given}")
     returns = _STUB_RETURNS.get(function.returns, "tl.tensor")
     head = f"def {function.name}({', '.join(shown)}) -> {returns}:"
-    if len(head) > 120:
-        inner = f"    {', '.join(shown)}\n" if len(", ".join(shown)) <= 116 else "".join(f"    {s},\n" for s in shown)
+    if len(head) > 100:
+        inner = (
+            f"    {', '.join(shown)}\n"
+            if len(", ".join(shown)) <= 96
+            else "".join(f"    {s},\n" for s in shown)
+        )
         head = f"def {function.name}(\n{inner}) -> {returns}:"
-    doc = "\n    ".join(textwrap.wrap(f'"""{function.doc}"""', 116))
+    doc = "\n    ".join(textwrap.wrap(f'"""{function.doc}"""', 96))
     return f"{head}\n    {doc}\n"
 
 
 def stubs() -> str:
-    """Return ``tdcoll/language/__init__.pyi``: the device language for type checkers and editors."""
+    """Return ``tdcoll/language/__init__.pyi``: the device language for type checkers and
+    editors."""
     names = [f"{name}: tl.constexpr" for name in constants.__all__]
     return "\n".join([_STUBS + "\n".join(names) + "\n", *map(_stub, FUNCTIONS.values())])
 
@@ -99,8 +127,12 @@ def stubs() -> str:
 def main() -> None:
     """Print one of them."""
     parser = argparse.ArgumentParser(description="Print the device language.")
-    parser.add_argument("--full", action="store_true", help="one table with the full text, for docs/functions.md")
-    parser.add_argument("--stubs", action="store_true", help="for type checkers, instead of tables for docs")
+    parser.add_argument(
+        "--full", action="store_true", help="one table with the full text, for docs/functions.md"
+    )
+    parser.add_argument(
+        "--stubs", action="store_true", help="for type checkers, instead of tables for docs"
+    )
     options = parser.parse_args()
     print(stubs() if options.stubs else f"{table() if options.full else overview()}\n", end="")
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the protocols in the simulator, and turn its traces into the events that ``docs/figures.py`` draws.
+"""Run the protocols in the simulator, and turn its traces into the events that ``docs/figures.py``
+draws.
 
 To add a figure, add an entry to :data:`PROTOCOLS`.
 """
@@ -32,7 +33,8 @@ class Event:
     """Something that a figure shows.
 
     Attributes:
-        kind: "call", "wait" or "read" (of a slot), all of one rank, or "data" or "signal", from a rank to another.
+        kind: "call", "wait" or "read" (of a slot), all of one rank, or "data" or "signal", from a
+            rank to another.
         call: number of the call, or of the item of a queue, from 1.
         rank: the rank, or the sender.
         begin: scheduler step; of a message: when it is sent.
@@ -53,7 +55,9 @@ class Event:
 
     def __str__(self) -> str:
         to = f" -> rank {self.to}" if self.to >= 0 else ""
-        return f"{self.kind} {self.call}: rank {self.rank}{to}" + (f", slot {self.slot}" if self.slot >= 0 else "")
+        return f"{self.kind} {self.call}: rank {self.rank}{to}" + (
+            f", slot {self.slot}" if self.slot >= 0 else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,10 @@ class Protocol:
         reason: why rank 0 may use a slot again, in three numbered steps.
         world: arguments of :class:`tdcoll.testing.World`.
         lanes: headings of the ranks.
-        rows: rank to the number of the thread block that is shown, of one launch whose waits begin items; if empty, a
-            call is a launch, and all of its thread blocks are shown.
-        pieces: whether colours are those of the ranks whose data it is. Otherwise they are those of the slots.
+        rows: rank to the number of the thread block that is shown, of one launch whose waits begin
+            items; if empty, a call is a launch, and all of its thread blocks are shown.
+        pieces: whether colours are those of the ranks whose data it is. Otherwise they are those of
+            the slots.
         cleared: whether a slot is cleared in the call after it was read.
         launches: of a call.
     """
@@ -93,16 +98,20 @@ class Protocol:
 
 def tutorial(name: str) -> ModuleType:
     """Import a tutorial."""
-    spec = importlib.util.spec_from_file_location(name.replace("-", "_"), ROOT / f"tutorials/{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name.replace("-", "_"), ROOT / f"tutorials/{name}.py"
+    )
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # Triton looks the module up
+    # Triton looks the module up
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def two_slots(world: World, **changes: Any) -> None:
-    """Three calls of tutorial 02. Rank 1 reads each result until the next message of rank 0 is there."""
+    """Three calls of tutorial 02. Rank 1 reads each result until the next message of rank 0 is
+    there."""
     module = tutorial("02-all-gather")
 
     def host(pe: int) -> None:
@@ -121,11 +130,26 @@ def queue(world: World) -> None:
     module = tutorial("01-notify-and-wait")
 
     def host(pe: int) -> None:
-        slots, outbox = tdcoll.empty((2, 8), torch.int64, name="slots"), tdcoll.empty(8, torch.int64, name="outbox")
-        arrived, credits = tdcoll.zeros(2, torch.int64), tdcoll.zeros(1, torch.int64, name="credits")
+        slots, outbox = (
+            tdcoll.empty((2, 8), torch.int64, name="slots"),
+            tdcoll.empty(8, torch.int64, name="outbox"),
+        )
+        arrived, credits = (
+            tdcoll.zeros(2, torch.int64),
+            tdcoll.zeros(1, torch.int64, name="credits"),
+        )
         received, monitor = torch.zeros((4, 8), dtype=torch.int64), tdcoll.WaitMonitor()
-        constants = {"WORDS": 8, "SLOTS": 2, "SIGNALS": 2, "AT_LEAST": True, "AHEAD": 2, "BLOCKING": True}
-        module.queue[(2,)](slots, outbox, received, arrived, credits, monitor.words, 0, 4, **constants)
+        constants = {
+            "WORDS": 8,
+            "SLOTS": 2,
+            "SIGNALS": 2,
+            "AT_LEAST": True,
+            "AHEAD": 2,
+            "BLOCKING": True,
+        }
+        module.queue[(2,)](
+            slots, outbox, received, arrived, credits, monitor.words, 0, 4, **constants
+        )
         monitor.check()
 
     world.run(host)
@@ -138,7 +162,9 @@ def collective(function: str, algorithm: str, calls: int) -> Callable[[World], N
         def host(pe: int) -> None:
             with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 10) as ctx:
                 for call in range(calls):
-                    getattr(tdcoll, function)(torch.full((8,), float(pe + call)), ctx=ctx, algorithm=algorithm)
+                    getattr(tdcoll, function)(
+                        torch.full((8,), float(pe + call)), ctx=ctx, algorithm=algorithm
+                    )
                     ctx.check()
 
         world.run(host)
@@ -187,7 +213,9 @@ PROTOCOLS = {
         collective("all_gather", "ce", 2),
         "inbox",
         lambda event: (
-            "data" if event.slot >= 0 else f"{'entered' if event.tensor == 'ready' else 'arrived'} = {2 * event.call}"
+            "data"
+            if event.slot >= 0
+            else f"{'entered' if event.tensor == 'ready' else 'arrived'} = {2 * event.call}"
         ),
         "Rank 1 has read call 1 (1) and then enters call 2 (2), so rank 0 may copy to the slot again (3).",
         {"n_pes": 2, "seed": 1, "stragglers": 1},
@@ -197,7 +225,9 @@ PROTOCOLS = {
         "2D all-gather: a put along the rail, then stores inside the node",
         collective("all_gather", "2d", 1),
         "inbox",
-        lambda event: "" if event.slot else "put + signal" if abs(event.rank - event.to) > 1 else "store",
+        lambda event: (
+            "" if event.slot else "put + signal" if abs(event.rank - event.to) > 1 else "store"
+        ),
         "",
         {"n_pes": 4, "seed": 5, "ranks_per_node": 2},
         lanes=("node 0: rank 0", "node 0: rank 1", "node 1: rank 2", "node 1: rank 3"),
@@ -209,24 +239,37 @@ PROTOCOLS = {
 
 
 def events(protocol: Protocol, case: Callable[[World], None] | None = None) -> list[Event]:
-    """Run a protocol, or another ``case`` of it, and return what the figure shows, in the order of time."""
+    """Run a protocol, or another ``case`` of it, and return what the figure shows, in the order of
+    time."""
     world = World(weak=True, trace=True, late_data=False, **protocol.world)
     (case or protocol.case)(world)
     trace = [one for one in json.loads(world.trace.to_json())["traceEvents"] if one["ph"] != "M"]
     found: list[Event] = []
     spans = [one for one in trace if one["ph"] == "X"]
-    credits = [one["ts"] for one in trace if one["ph"] == "i" and re.match(r"pe0\.credits.* \+= 1", one["name"])]
+    credits = [
+        one["ts"]
+        for one in trace
+        if one["ph"] == "i" and re.match(r"pe0\.credits.* \+= 1", one["name"])
+    ]
     for rank in range(world.n_pes):
-        mine = sorted((one for one in spans if one["pid"] == rank), key=lambda one: (one["ts"], -one["dur"]))
+        mine = sorted(
+            (one for one in spans if one["pid"] == rank), key=lambda one: (one["ts"], -one["dur"])
+        )
         if protocol.rows:
-            found += _items(rank, [one for one in mine if one["tid"] == protocol.rows[rank] + 1], rank * credits)
+            found += _items(
+                rank, [one for one in mine if one["tid"] == protocol.rows[rank] + 1], rank * credits
+            )
         else:
             found += _calls(rank, mine, protocol.launches)
-    return sorted([*found, *_messages(protocol, trace, found)], key=lambda event: (event.begin, event.rank, event.kind))
+    return sorted(
+        [*found, *_messages(protocol, trace, found)],
+        key=lambda event: (event.begin, event.rank, event.kind),
+    )
 
 
 def _calls(rank: int, spans: Sequence[dict[str, Any]], launches: int) -> list[Event]:
-    """Return the calls of a rank, of so many launches each, its waits for other ranks and the host's reads."""
+    """Return the calls of a rank, of so many launches each, its waits for other ranks and the
+    host's reads."""
     ends = {id(one): one["ts"] + one["dur"] for one in spans}
     launched = [one for one in spans if one["tid"] == 0 and one["name"] != "read"]
     found = []
@@ -235,19 +278,27 @@ def _calls(rank: int, spans: Sequence[dict[str, Any]], launches: int) -> list[Ev
         found.append(Event("call", number, rank, first["ts"], ends[id(its[-1])]))
         for launch in its:
             begin, end = launch["ts"], ends[id(launch)]
-            waits = [one for one in spans if re.match(r"wait (?!.*gave_up)", one["name"]) and begin <= one["ts"] <= end]
+            waits = [
+                one
+                for one in spans
+                if re.match(r"wait (?!.*gave_up)", one["name"]) and begin <= one["ts"] <= end
+            ]
             if waits:
-                found.append(Event("wait", number, rank, waits[0]["ts"], max(ends[id(one)] for one in waits)))
+                found.append(
+                    Event("wait", number, rank, waits[0]["ts"], max(ends[id(one)] for one in waits))
+                )
     reads = [one for one in spans if one["tid"] == 0 and one["name"] == "read"]
-    found += [Event("read", number, rank, one["ts"], ends[id(one)]) for number, one in enumerate(reads, 1)]
+    found += [
+        Event("read", number, rank, one["ts"], ends[id(one)]) for number, one in enumerate(reads, 1)
+    ]
     return found
 
 
 def _items(rank: int, spans: Sequence[dict[str, Any]], credits: Sequence[float]) -> list[Event]:
     """Return the items of a thread block, each of which begins with a wait.
 
-    A consumer then reads and sends a credit. The trace has only the arrival of ``credits``, so a read ends there at the
-    latest.
+    A consumer then reads and sends a credit. The trace has only the arrival of ``credits``, so a
+    read ends there at the latest.
     """
     (program, *waits) = spans
     begins = [one["ts"] for one in waits] + [program["ts"] + program["dur"]]
@@ -263,14 +314,22 @@ def _items(rank: int, spans: Sequence[dict[str, Any]], credits: Sequence[float])
     return found
 
 
-def _messages(protocol: Protocol, trace: Sequence[dict[str, Any]], calls: Sequence[Event]) -> list[Event]:
-    """Return data and signals between ranks, and copies out of slots. The calls say to which of them each belongs."""
+def _messages(
+    protocol: Protocol, trace: Sequence[dict[str, Any]], calls: Sequence[Event]
+) -> list[Event]:
+    """Return data and signals between ranks, and copies out of slots. The calls say to which of
+    them each belongs."""
 
     def call_of(rank: int, time: float) -> int:
-        return max(event.call for event in calls if (event.kind, event.rank) == ("call", rank) and event.begin <= time)
+        return max(
+            event.call
+            for event in calls
+            if (event.kind, event.rank) == ("call", rank) and event.begin <= time
+        )
 
     begun: dict[str, Any] = {}
-    sent: list[tuple[str, int, int, int, float, float]] = []  # tensor, sender, receiver, offset, begin, end
+    # tensor, sender, receiver, offset, begin, end
+    sent: list[tuple[str, int, int, int, float, float]] = []
     made = []
     for one in trace:
         if one["ph"] == "b":
@@ -285,8 +344,8 @@ def _messages(protocol: Protocol, trace: Sequence[dict[str, Any]], calls: Sequen
                 sent.append((found[2], rank, int(found[1]), int(found[3]), first["ts"], one["ts"]))
     for tensor, rank, to, offset, begin, end in sent:
         kind = "data" if tensor == protocol.memory else "signal"
-        offsets = sorted({at for its, frm, there, at, *_ in sent if (its, there) == (protocol.memory, to) and
-                          (protocol.pieces or frm == rank)})  # fmt: skip
+        offsets = sorted({at for its, src_rank, there, at, *_ in sent if (its, there) == (protocol.memory, to) and
+                          (protocol.pieces or src_rank == rank)})  # fmt: skip
         slot = offsets.index(offset) if kind == "data" else -1
         if protocol.pieces and slot >= to:
             slot += 1  # its own piece doesn't travel
@@ -295,14 +354,16 @@ def _messages(protocol: Protocol, trace: Sequence[dict[str, Any]], calls: Sequen
 
 
 def summary(found: Sequence[Event]) -> list[str]:
-    """Return the events as text without their times, sorted: this is the same if only the schedule differs."""
+    """Return the events as text without their times, sorted: this is the same if only the schedule
+    differs."""
     return sorted(map(str, found))
 
 
 def held(protocol: Protocol, found: Sequence[Event], data: Event) -> tuple[float, float, float]:
     """Return when data arrives, when its receiver has read it, and when its slot is free.
 
-    It was read at the end of the receiver's read or call, and its slot is free then, or when it has been cleared.
+    It was read at the end of the receiver's read or call, and its slot is free then, or when it has
+    been cleared.
     """
     ends = {(event.kind, event.call): event.end for event in found if event.rank == data.to}
     read = ends.get(("read", data.call), ends["call", data.call])
@@ -313,14 +374,20 @@ def overwritten(protocol: Protocol, found: Sequence[Event]) -> list[Event]:
     """Return the data that is sent to a slot before the slot is free."""
     sent = [event for event in found if event.kind == "data"]
     pairs = [(one, two) for i, two in enumerate(sent) for one in sent[:i]]
-    same = [(one, two) for one, two in pairs if (one.rank, one.to, one.slot) == (two.rank, two.to, two.slot)]
+    same = [
+        (one, two)
+        for one, two in pairs
+        if (one.rank, one.to, one.slot) == (two.rank, two.to, two.slot)
+    ]
     return [later for earlier, later in same if later.begin < held(protocol, found, earlier)[2]]
 
 
 def reason(protocol: Protocol, found: Sequence[Event]) -> tuple[Event, Event, Event]:
-    """Return the first data of rank 0 whose slot is used again, the first message that its receiver sends when the slot
-    is free, and the data that replaces it."""
+    """Return the first data of rank 0 whose slot is used again, the first message that its receiver
+    sends when the slot is free, and the data that replaces it."""
     sent = [event for event in found if event.kind == "data" and event.rank == 0]
-    earlier, later = next((one, two) for i, two in enumerate(sent) for one in sent[:i] if one.slot == two.slot)
+    earlier, later = next(
+        (one, two) for i, two in enumerate(sent) for one in sent[:i] if one.slot == two.slot
+    )
     free = held(protocol, found, earlier)[2]
     return earlier, next(event for event in found if event.to == 0 and event.begin >= free), later

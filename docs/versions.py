@@ -34,7 +34,13 @@ def outcome(found: dict[str, Any] | None) -> str:
 def rows_of(results: dict[str, Any]) -> str:
     """A row for each PyTorch: what was run with it, and what came out."""
     versions = sorted({version for row in results.values() for version in row.get("compile", {})})
-    heads = ["PyTorch", "Triton", "NVSHMEM that it brings", "first tier", *(f"kernels, NVSHMEM {v}" for v in versions)]
+    heads = [
+        "PyTorch",
+        "Triton",
+        "NVSHMEM that it brings",
+        "first tier",
+        *(f"kernels, NVSHMEM {v}" for v in versions),
+    ]
     rows = []
     for name in sorted(results):
         row = results[name]
@@ -53,25 +59,33 @@ def failures_of(results: dict[str, Any]) -> str:
     for name in sorted(results):
         row = results[name]
         runs = {"first tier": row.get("tests")}
-        runs |= {f"kernels with NVSHMEM {version}": found for version, found in row.get("compile", {}).items()}
+        runs |= {
+            f"kernels with NVSHMEM {version}": found
+            for version, found in row.get("compile", {}).items()
+        }
         for what, found in runs.items():
             lines += [f"- {name}, {what}: `{test}`\n" for test in (found or {}).get("failures", [])]
     return "".join(lines) or "No test failed.\n"
 
 
 def kernels_of(results: dict[str, Any]) -> str:
-    """Registers and spilled bytes of kernels that put, for each Triton and NVSHMEM that were run."""
+    """Registers and spilled bytes of kernels that put, for each Triton and NVSHMEM that were
+    run."""
     columns = [
         (f"Triton {results[name]['triton']}, {version}", found["registers and spilled bytes"])
         for name in sorted(results)
         for version, found in sorted(results[name].get("compile", {}).items())
         if found["registers and spilled bytes"]
     ]
-    kernels = sorted({kernel for _, needed in columns for kernel in needed if kernel.endswith("sm_90")})
+    kernels = sorted(
+        {kernel for _, needed in columns for kernel in needed if kernel.endswith("sm_90")}
+    )
     rows = []
     for kernel in kernels:
         cells = [kernel.partition(", ")[0]]
-        cells += [", ".join(map(str, needed[kernel])) if kernel in needed else "" for _, needed in columns]
+        cells += [
+            ", ".join(map(str, needed[kernel])) if kernel in needed else "" for _, needed in columns
+        ]
         rows.append(cells)
     return table(["kernel", *(head for head, _ in columns)], rows)
 
@@ -120,4 +134,6 @@ def written(text: str, results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), json.loads(RESULTS.read_text())), encoding="utf-8")
+    PAGE.write_text(
+        written(PAGE.read_text(encoding="utf-8"), json.loads(RESULTS.read_text())), encoding="utf-8"
+    )

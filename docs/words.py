@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the words that docs/style.md is about: ``python docs/words.py [--list]`` prints counts, or the sentences.
+"""Count the words that docs/style.md is about: ``python docs/words.py [--list]`` prints counts, or
+the sentences.
 
-Looks at pages and tutorials, and at docstrings and comments of the package. Code blocks, tables, headings and names in
-backticks don't count.
+Looks at pages and tutorials, and at docstrings and comments of the package. Code blocks, tables,
+headings and names in backticks don't count.
 """
 
 from __future__ import annotations
@@ -36,17 +37,24 @@ def of_page(text: str) -> str:
 
 
 def of_code(text: str) -> str:
-    """Return the docstrings of a Python file, and its comments, of which lines that follow each other are one text."""
+    """Return the docstrings of a Python file, and its comments, of which lines that follow each
+    other are one text."""
     parts = []
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             found = re.sub(r"::\n\n(?:(?: +.*)?\n)+", "\n\n", node.value.value + "\n")
             found = re.sub(r"^ *(?:Args|Returns|Raises|Attributes):$", "\n", found, flags=re.M)
             found = re.sub(r"^[=-]{3,}$", "\n", found, flags=re.M)
             parts.append(re.sub(r"^ *(?:[-*] |\d+\. |\w+(?:, \w+)*: )", "\n\n", found, flags=re.M))
     last = -2
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and not re.match(r"# (?:SPDX|type:|noqa|%%|-{3,}|fmt:|ruff)", token.string):
+        if token.type == tokenize.COMMENT and not re.match(
+            r"# (?:SPDX|type:|noqa|%%|-{3,}|fmt:|ruff)", token.string
+        ):
             line, comment = token.start[0], token.string.lstrip("# ")
             joined = line == last + 1 and token.line.lstrip().startswith("#")
             if joined and parts:
@@ -68,7 +76,10 @@ def sentences(text: str) -> Iterator[str]:
 
 def files() -> list[Path]:
     """Return all files whose texts count."""
-    pages = [*ROOT.glob("*.md"), *(page for page in ROOT.glob("docs/**/*.md") if page.name != "functions.md")]
+    pages = [
+        *ROOT.glob("*.md"),
+        *(page for page in ROOT.glob("docs/**/*.md") if page.name != "functions.md"),
+    ]
     code = [*(ROOT / "tutorials").glob("*.py"), *(ROOT / "tdcoll").rglob("*.py")]
     return sorted([*pages, *code])
 
@@ -97,7 +108,9 @@ def main() -> None:
     """Print the counts."""
     kinds = found()
     total = len(kinds[""])
-    print(f"{total} sentences; with if, when, because, for example, instead: {len(kinds['connectives']) / total:.1%}")
+    print(
+        f"{total} sentences; with if, when, because, for example, instead: {len(kinds['connectives']) / total:.1%}"
+    )
     for name in (*OPENINGS, *WORDS):
         print(f"{name}: {len(kinds[name])}")
         if "--list" in sys.argv[1:]:

@@ -7,9 +7,10 @@
 >>> tdcoll.check()  # calls are asynchronous: raises CollectiveTimeout if a rank didn't answer
 >>> tdcoll.finalize()
 
-Every public name is imported when it is first used. ``import tdcoll`` therefore costs nothing, a process pays only for
-the collectives that it calls, and ``python -m tdcoll`` runs even if PyTorch or Triton cannot be imported. Importing
-tdcoll also makes ``init_process_group("tdcoll")`` known to ``torch.distributed``.
+Every public name is imported when it is first used. ``import tdcoll`` therefore costs nothing, a
+process pays only for the collectives that it calls, and ``python -m tdcoll`` runs even if PyTorch
+or Triton cannot be imported. Importing tdcoll also makes ``init_process_group("tdcoll")`` known to
+``torch.distributed``.
 """
 
 import os as _os
@@ -45,10 +46,14 @@ if TYPE_CHECKING:
     from tdcoll.collectives.index_match.op import match_indices as match_indices
     from tdcoll.collectives.reduce_scatter.op import reduce_scatter as reduce_scatter
     from tdcoll.collectives.sparse_all_reduce.context import SparseContext as SparseContext
-    from tdcoll.collectives.sparse_all_reduce.op import PaddedRows as PaddedRows
     from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce as sparse_all_reduce
-    from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce_padded as sparse_all_reduce_padded
-    from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce_rows as sparse_all_reduce_rows
+    from tdcoll.collectives.sparse_all_reduce.op import (
+        sparse_all_reduce_padded as sparse_all_reduce_padded,
+    )
+    from tdcoll.collectives.sparse_all_reduce.op import (
+        sparse_all_reduce_rows as sparse_all_reduce_rows,
+    )
+    from tdcoll.collectives.sparse_all_reduce.operation import PaddedRows as PaddedRows
     from tdcoll.explanation.call import Explanation as Explanation
     from tdcoll.explanation.call import explain as explain
     from tdcoll.explanation.memory import MemoryPlan as MemoryPlan
@@ -79,9 +84,8 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "collectives.index_match.op": "match_indices",
         "collectives.reduce_scatter.op": "reduce_scatter",
         "collectives.sparse_all_reduce.context": "SparseContext",
-        "collectives.sparse_all_reduce.op": (
-            "PaddedRows sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows"
-        ),
+        "collectives.sparse_all_reduce.op": "sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows",
+        "collectives.sparse_all_reduce.operation": "PaddedRows",
         "calls.context": "CollectiveContext",
         "base.errors": (
             "AlreadyInitializedError CollectiveTimeout ContextError HeapExhaustedError NotInitializedError "
@@ -111,9 +115,22 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
             "sparse_all_reduce_rows wait_on_stream write_on_stream zeros"
         ),
     }
-    """Names at which torch.compile breaks the graph, by the operator of ``tdcoll.ops`` that it can trace instead."""
-    _OPERATOR_OF = {name: operator or None for operator, names in _NOT_TRACED.items() for name in names.split()}
-    _SUBMODULES = {"base", "calls", "collectives", "distributed", "fused", "job", "language", "ops", "runtime"}
+    """Names at which torch.compile breaks the graph, by the operator of ``tdcoll.ops`` that it can
+    trace instead."""
+    _OPERATOR_OF = {
+        name: operator or None for operator, names in _NOT_TRACED.items() for name in names.split()
+    }
+    _SUBMODULES = {
+        "base",
+        "calls",
+        "collectives",
+        "distributed",
+        "fused",
+        "job",
+        "language",
+        "ops",
+        "runtime",
+    }
 
     def __getattr__(name):
         """A public name or a module that belongs to one, imported now (PEP 562)."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tdcoll`` and ``python -m tdcoll``: the commands.
 
-Only the requested command is imported, so that the doctor runs where PyTorch or Triton is missing or broken.
+Only the requested command is imported, so that the doctor runs where PyTorch or Triton is missing
+or broken.
 """
 
 from __future__ import annotations
@@ -14,11 +15,23 @@ from tdcoll import __version__
 from tdcoll.base.output import unless_the_reader_goes
 
 _COMMANDS = {
-    "run": ("tdcoll.tools.launch", "start a script or module as a job, one process per GPU, or on the simulator"),
-    "doctor": ("tdcoll.tools.doctor.command", "what a job needs, and whether it is here: for when one does not start"),
-    "hang": ("tdcoll.base.hang", "what ranks on this host wait for, and for whom: for a job that stands still"),
+    "run": (
+        "tdcoll.tools.launch",
+        "start a script or module as a job, one process per GPU, or on the simulator",
+    ),
+    "doctor": (
+        "tdcoll.tools.doctor.command",
+        "what a job needs, and whether it is here: for when one does not start",
+    ),
+    "hang": (
+        "tdcoll.base.hang",
+        "what ranks on this host wait for, and for whom: for a job that stands still",
+    ),
     "bench": ("benchmarks.command", "measure the collectives against their peers, on this machine"),
-    "tune": ("tdcoll.tools.tune.command", "measure which algorithm is the fastest at which size; write a table of it"),
+    "tune": (
+        "tdcoll.tools.tune.command",
+        "measure which algorithm is the fastest at which size; write a table of it",
+    ),
     "report": ("benchmarks.report", "tables and pictures of what bench wrote"),
 }
 
@@ -71,14 +84,19 @@ def _run(arguments: Sequence[str]) -> int:
     if name in ("-h", "--help", "--version"):
         print(f"tdcoll {__version__}" if name == "--version" else _HELP)
         return 0
-    print(f"{_USAGE}\ntdcoll: expected {', '.join(_COMMANDS)} or --help, got {name or 'nothing'}", file=sys.stderr)
+    print(
+        f"{_USAGE}\ntdcoll: expected {', '.join(_COMMANDS)} or --help, got {name or 'nothing'}",
+        file=sys.stderr,
+    )
     return 2
 
 
 def _add_checkout_to_path(name: str) -> bool:
-    """Make the checkout the first place for imports, because other projects have a folder ``benchmarks`` too.
+    """Make the checkout the first place for imports, because other projects have a folder
+    ``benchmarks`` too.
 
-    Return False, after printing why the command ``name`` isn't here, if this is an installed package.
+    Return False, after printing why the command ``name`` isn't here, if this is an installed
+    package.
     """
     from tdcoll.tools.setenv import IN_CHECKOUT, ROOT
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test kernels on a machine with no GPU: all PEs in one process, with schedules that are hard to get on GPUs.
+"""Test kernels on a machine with no GPU: all PEs in one process, with schedules that are hard to
+get on GPUs.
 
-A test is a function that takes a :class:`World`, runs a host function on each of its PEs and checks the results.
-:func:`explore` runs it with many seeds; each seed is another schedule, another order of deliveries, other stragglers.
-If a test fails, the error names its seed, and :func:`replay` runs exactly that again, with a timeline if requested::
+A test is a function that takes a :class:`World`, runs a host function on each of its PEs and checks
+the results. :func:`explore` runs it with many seeds; each seed is another schedule, another order
+of deliveries, other stragglers. If a test fails, the error names its seed, and :func:`replay` runs
+exactly that again, with a timeline if requested::
 
     def case(world):
         def host(pe):
@@ -13,7 +15,8 @@ If a test fails, the error names its seed, and :func:`replay` runs exactly that 
     explore(case, n_pes=4, seeds=200)
     replay(case, 17, n_pes=4, trace="seed17.json")
 
-Set ``TRITON_INTERPRET=1`` before triton is first imported. ``docs/simulator.md`` describes the model.
+Set ``TRITON_INTERPRET=1`` before triton is first imported. ``docs/simulator.md`` describes the
+model.
 """
 
 from __future__ import annotations
@@ -80,7 +83,8 @@ class ExplorationFailed(AssertionError):
 def first_failure(
     case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: bool = True, **world: Any
 ) -> Failure | None:
-    """Return the first of ``seeds`` for which ``case`` raises, or None. For tests that a broken kernel *is* caught.
+    """Return the first of ``seeds`` for which ``case`` raises, or None. For tests that a broken
+    kernel *is* caught.
 
     Args:
         case: runs something in the world it is given.
@@ -101,18 +105,23 @@ def first_failure(
             case(made)
         except Exception as error:
             notes = "; ".join(getattr(error, "__notes__", ()))
-            report = f"{made.describe()}: {type(error).__name__}: {error}" + (f" [{notes}]" if notes else "")
+            report = f"{made.describe()}: {type(error).__name__}: {error}" + (
+                f" [{notes}]" if notes else ""
+            )
             options = {"n_pes": n_pes, **({} if weak else {"weak": weak}), **world}
             return Failure(seed, error, report, options)
     return None
 
 
-def explore(case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: bool = True, **world: Any) -> None:
+def explore(
+    case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: bool = True, **world: Any
+) -> None:
     """Run ``case`` for each of ``seeds``. Arguments as for :func:`first_failure`.
 
     Raises:
         ValueError: there are no seeds.
-        ExplorationFailed: the case failed; the message has the seed, the error, and how to replay it.
+        ExplorationFailed: the case failed; the message has the seed, the error, and how to replay
+            it.
     """
     failure = first_failure(case, n_pes=n_pes, seeds=seeds, weak=weak, **world)
     if failure is not None:
@@ -120,7 +129,13 @@ def explore(case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: b
 
 
 def replay(
-    case: Case, seed: int, *, n_pes: int, weak: bool = True, trace: str | Path | None = None, **world: Any
+    case: Case,
+    seed: int,
+    *,
+    n_pes: int,
+    weak: bool = True,
+    trace: str | Path | None = None,
+    **world: Any,
 ) -> World:
     """Run ``case`` once more with the schedule of ``seed``; its errors are raised.
 

@@ -12,7 +12,17 @@ from typing import Any
 __all__ = ["DISTRIBUTED", "WORKERS", "checks_of", "program_of", "verdicts"]
 
 WORKERS = Path(__file__).with_name("workers")
-_PARTS = ("_order", "", "_forms", "_averages", "_works", "_observers", "_tensors", "_groups", "_training")
+_PARTS = (
+    "_order",
+    "",
+    "_forms",
+    "_averages",
+    "_works",
+    "_observers",
+    "_tensors",
+    "_groups",
+    "_training",
+)
 DISTRIBUTED = " ".join(f"distributed{part}" for part in _PARTS)
 """The scripts of the backend, in the order of their job."""
 
@@ -26,7 +36,9 @@ def program_of(names: str) -> list[str]:
 
 def checks_of(names: str, options: str = r"(?:\(.*\))?") -> list[str]:
     """Names of the checks in these scripts, in order: of all, or of those with these options."""
-    text = "\n".join((WORKERS / f"{name}_checks.py").read_text(encoding="utf-8") for name in names.split())
+    text = "\n".join(
+        (WORKERS / f"{name}_checks.py").read_text(encoding="utf-8") for name in names.split()
+    )
     return re.findall(rf"^@check{options}\ndef (\w+)", text, re.MULTILINE)
 
 

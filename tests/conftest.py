@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests run interpreted. Those marked `slow` are the second tier; those marked `gpu` start jobs of their own.
+"""Tests run interpreted. Those marked `slow` are the second tier; those marked `gpu` start jobs of
+their own.
 
-A test that ends without a check fails: it has passed no assertion, in the test or in a module of ``HELPERS``, has
-compared no tensors, and has expected no exception. So every parameter set checks something.
+A test that ends without a check fails: it has passed no assertion, in the test or in a module of
+``HELPERS``, has compared no tensors, and has expected no exception. So every parameter set checks
+something.
 
-As on GPUs, ranks don't compare the arguments of first calls unless a test asks for it: a rank whose first call fails
-alone would tell the others, and one that makes none would be missed on the host, not in a kernel.
+As on GPUs, ranks don't compare the arguments of first calls unless a test asks for it: a rank whose
+first call fails alone would tell the others, and one that makes none would be missed on the host,
+not in a kernel.
 """
 
 from __future__ import annotations
@@ -34,11 +37,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what ``-m`` does not speak of: tests of the second tier, and of GPUs where there are none."""
+    """Leave out what ``-m`` does not speak of: tests of the second tier, and of GPUs where there
+    are none."""
     expression = config.getoption("markexpr") or ""
     absent = {"slow"} if torch.cuda.is_available() else {"slow", "gpu"}
     absent = {marker for marker in absent if marker not in expression}
-    chosen = [item for item in items if not any(item.get_closest_marker(marker) for marker in absent)]
+    chosen = [
+        item for item in items if not any(item.get_closest_marker(marker) for marker in absent)
+    ]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
 
@@ -93,7 +99,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture
 def launch():
-    """``launch(*arguments, timeout=..., env=...)``: run launch.sh; its CompletedProcess. Children never survive it."""
+    """``launch(*arguments, timeout=..., env=...)``: run launch.sh; its CompletedProcess. Children
+    never survive it."""
 
     def run(*arguments: str, timeout: float = 120, env: dict[str, str] | None = None):
         surroundings = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET",)}
@@ -109,7 +116,9 @@ def launch():
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as error:
-            told = b"".join(part or b"" for part in (error.output, error.stderr)).decode(errors="replace")
+            told = b"".join(part or b"" for part in (error.output, error.stderr)).decode(
+                errors="replace"
+            )
             pytest.fail(f"launch.sh {' '.join(arguments)} did not end in {timeout:g} s:\n{told}")
         finally:
             with contextlib.suppress(ProcessLookupError):

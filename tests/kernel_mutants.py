@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels with one protection switched off, for tests of what must catch that.
 
-A change is bound to a function and to its syntax tree: comments and line breaks in the sources may change at will, and
-a parameter that a kernel gets concerns only the changes that name it.
+A change is bound to a function and to its syntax tree: comments and line breaks in the sources may
+change at will, and a parameter that a kernel gets concerns only the changes that name it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ from typing import Any
 
 from tdcoll.base.limits import COLLECTIVES
 
-__all__ = ["Argument", "Call", "Change", "Inserted", "Moved", "Mutant", "dropped", "installed", "missing", "no_wait"]
+__all__ = [
+    "Argument",
+    "Call",
+    "Change",
+    "Inserted",
+    "Moved",
+    "Mutant",
+    "dropped",
+    "installed",
+    "missing",
+    "no_wait",
+]
 
 MODULES = [
     "tdcoll.primitives.epilogue",
@@ -66,7 +77,9 @@ MODULES = [
 ]
 """Of kernels; each may import those before it."""
 
-HOSTS = [f"tdcoll.collectives.{name}.op" for name in (*COLLECTIVES, "sparse_all_reduce", "index_match")]
+HOSTS = [
+    f"tdcoll.collectives.{name}.op" for name in (*COLLECTIVES, "sparse_all_reduce", "index_match")
+]
 HOSTS += ["tdcoll.fused.rms_norm"]
 """They name kernels, and have to be imported before one is replaced."""
 
@@ -121,8 +134,8 @@ class Change:
     """Something else in the place of an expression, or of statements that follow each other.
 
     Attributes:
-        where: ``"module.function"``, the module with as many of its packages as tell it from others; or
-            ``"module.Class.method"``.
+        where: ``"module.function"``, the module with as many of its packages as tell it from
+            others; or ``"module.Class.method"``.
         old: what is replaced wherever it stands in that function; it must stand there.
         new: what stands there instead; an expression for an expression.
     """
@@ -161,8 +174,8 @@ class Call:
     Attributes:
         where: as for :class:`Change`.
         call: the function, as it is called there.
-        new: what stands there instead: an expression, or statements for a statement, in which ``{0}`` is the first
-            argument, and so on, and ``{call}`` the whole call.
+        new: what stands there instead: an expression, or statements for a statement, in which
+            ``{0}`` is the first argument, and so on, and ``{call}`` the whole call.
         of: an argument of the calls that are meant; all, if not given.
     """
 
@@ -177,7 +190,10 @@ class Call:
         def new(node: ast.Call) -> list[ast.stmt]:
             return _parsed(self.new.format(*map(ast.unparse, node.args), call=ast.unparse(node)))
 
-        if isinstance(_parsed(self.new.format(*["x"] * 9, call="x"))[0], ast.Expr) and "\n" not in self.new:
+        if (
+            isinstance(_parsed(self.new.format(*["x"] * 9, call="x"))[0], ast.Expr)
+            and "\n" not in self.new
+        ):
             return _replaced(
                 function,
                 lambda node: new(node)[0].value if _is(node, self.call, self.of) else None,  # type: ignore
@@ -261,7 +277,8 @@ class Inserted:
 
 @dataclass(frozen=True)
 class Moved:
-    """The statement in which a function is called stands behind one in which another is, which used to follow it.
+    """The statement in which a function is called stands behind one in which another is, which used
+    to follow it.
 
     Attributes:
         where: as for :class:`Change`.
@@ -302,13 +319,16 @@ def _place(where: str) -> tuple[str, list[str]]:
 
 
 def _functions(tree: ast.Module, names: Sequence[str]) -> Iterator[ast.FunctionDef]:
-    """The functions of this name, or those of a class; of the simulator's and the GPU's, the simulator's first."""
+    """The functions of this name, or those of a class; of the simulator's and the GPU's, the
+    simulator's first."""
     *classes, name = names
     for node in tree.body:
         inner = node.body + node.orelse if isinstance(node, ast.If) else [node]
         if classes:
             inner = node.body if isinstance(node, ast.ClassDef) and node.name == classes[0] else []
-        yield from (each for each in inner if isinstance(each, ast.FunctionDef) and each.name == name)
+        yield from (
+            each for each in inner if isinstance(each, ast.FunctionDef) and each.name == name
+        )
 
 
 def _changed(module: ModuleType, changes: Sequence[AnyChange]) -> str:
@@ -324,8 +344,12 @@ def _changed(module: ModuleType, changes: Sequence[AnyChange]) -> str:
 def _uses(module: ModuleType, others: Iterable[ModuleType]) -> bool:
     """Whether a module has imported one of the others, or something out of it."""
     names = {other.__name__ for other in others}
-    found = [getattr(each, "fn", each) for each in vars(module).values()]  # of kernels, the function
-    return any(getattr(each, "__module__", "") in names or getattr(each, "__name__", "") in names for each in found)
+    # of kernels, the function
+    found = [getattr(each, "fn", each) for each in vars(module).values()]
+    return any(
+        getattr(each, "__module__", "") in names or getattr(each, "__name__", "") in names
+        for each in found
+    )
 
 
 def _owners() -> list[ModuleType]:
@@ -338,12 +362,16 @@ def _owners() -> list[ModuleType]:
 
 
 @contextmanager
-def installed(changes: Sequence[AnyChange], folder: Path, more: Sequence[str] = ()) -> Iterator[None]:
-    """Changed copies of the modules of kernels, and of those that import them, in the place of all of them.
+def installed(
+    changes: Sequence[AnyChange], folder: Path, more: Sequence[str] = ()
+) -> Iterator[None]:
+    """Changed copies of the modules of kernels, and of those that import them, in the place of all
+    of them.
 
     Args:
         folder: for the sources.
-        more: names of further modules that may be changed; each may import those before it, and all the usual ones.
+        more: names of further modules that may be changed; each may import those before it, and all
+            the usual ones.
     """
     for name in HOSTS:
         import_module(name)
@@ -404,7 +432,8 @@ class Mutant:
     Attributes:
         name: what is missing.
         changes: to kernels, or to device functions that they call.
-        expect: regular expression that the failure's report must match: what goes wrong, and not just that it does.
+        expect: regular expression that the failure's report must match: what goes wrong, and not
+            just that it does.
         case: what shows it, for :func:`tdcoll.testing.explore`.
         world: arguments of ``World``.
         seeds: how many are tried.

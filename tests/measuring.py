@@ -21,7 +21,8 @@ __all__ = ["Clock", "clock", "measured", "on_gpus", "rows_of"]
 
 
 class Clock:
-    """Stands in for the GPU: a call says how long it took, and events tell the time that has passed.
+    """Stands in for the GPU: a call says how long it took, and events tell the time that has
+    passed.
 
     Each rank is a PE of a World, which runs one PE at a time; so each PE has a clock of its own.
     """
@@ -74,7 +75,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def on_gpus() -> Callable[..., list[Any]]:
-    """``on_gpus(function, n_pes, **world)``: run it on all ranks, which say that they aren't simulated."""
+    """``on_gpus(function, n_pes, **world)``: run it on all ranks, which say that they aren't
+    simulated."""
 
     def run(function: Callable[[int], Any], n_pes: int, **world: Any) -> list[Any]:
         made = World(n_pes, **world)

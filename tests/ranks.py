@@ -18,7 +18,8 @@ Test = Callable[..., None]
 
 
 def on_ranks(n_pes: int, **world: Any) -> Callable[[Test], Test]:
-    """Run a test on each rank of a ``World``. Its first parameter is the rank; the others are pytest's."""
+    """Run a test on each rank of a ``World``. Its first parameter is the rank; the others are
+    pytest's."""
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
@@ -49,5 +50,7 @@ class Wrapped(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
         raise NotImplementedError(function)

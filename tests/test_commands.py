@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``python -m tdcoll`` where nothing is installed: neither torch nor triton nor numpy can be imported."""
+    """``python -m tdcoll`` where nothing is installed: neither torch nor triton nor numpy can be
+    imported."""
     command = [sys.executable, "-S", "-m", "tdcoll", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
@@ -44,14 +45,18 @@ def test_what_is_missing_is_said_in_a_line(command: list[str]) -> None:
     done = run(*command)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"tdcoll {command[0]}: needs torch, which {sys.executable} lacks; `source setenv.sh`")
+    assert line.startswith(
+        f"tdcoll {command[0]}: needs torch, which {sys.executable} lacks; `source setenv.sh`"
+    )
 
 
 def test_a_missing_package_of_an_extra_names_the_extra() -> None:
     done = run("report", "--help")
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"tdcoll report: needs click, which {sys.executable} lacks; the extra 'bench' has it: ")
+    assert line.startswith(
+        f"tdcoll report: needs click, which {sys.executable} lacks; the extra 'bench' has it: "
+    )
     assert line.endswith("pip install -e '.[bench]' in the checkout")
 
 
@@ -61,16 +66,22 @@ def test_commands_with_options_have_help(command: str, capsys: pytest.CaptureFix
         main([*command.split(), "--help"])
     assert ended.value.code == 0
     name = command.split()[-1]
-    assert re.search(rf"example:\s+bash launch.sh .*-m tdcoll\s+.*{name}", capsys.readouterr().out, re.S)
+    assert re.search(
+        rf"example:\s+bash launch.sh .*-m tdcoll\s+.*{name}", capsys.readouterr().out, re.S
+    )
 
 
 def test_a_folder_of_the_same_name_elsewhere_is_not_imported(tmp_path: Path) -> None:
     """Other projects have benchmarks, too, and the current folder comes first in Python's path."""
     (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "__init__.py").write_text("raise SystemExit('imported another project')")
+    (tmp_path / "benchmarks" / "__init__.py").write_text(
+        "raise SystemExit('imported another project')"
+    )
     command = [sys.executable, "-m", "tdcoll", "bench", "--help"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=environment, cwd=tmp_path
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "all_gather" in done.stdout
 
@@ -80,10 +91,13 @@ def run_without_a_reader(*command: str) -> tuple[int, str]:
     reader, writer = os.pipe()
     os.close(reader)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    environment.pop("PYTHONUNBUFFERED", None)  # with it, the first print fails, and without it the flush in the end
+    # with it, the first print fails, and without it the flush in the end
+    environment.pop("PYTHONUNBUFFERED", None)
     try:
         words = [sys.executable, "-m", *command]
-        done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
+        done = subprocess.run(
+            words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, env=environment
+        )
     finally:
         os.close(writer)
     return done.returncode, done.stderr

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports point one way, along the table :data:`LAYERS`, without circles; policies need neither torch nor triton."""
+"""Imports point one way, along the table :data:`LAYERS`, without circles; policies need neither
+torch nor triton."""
 
 from __future__ import annotations
 
@@ -38,11 +39,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tools",),
     ("__main__",),
 )
-"""Parts of the package, the lowest first. A module belongs to the longest name that it begins with. It may import its
-own part and those of lower rows, but no other part of its row."""
+"""Parts of the package, the lowest first. A module belongs to the longest name that it begins with.
+It may import its own part and those of lower rows, but no other part of its row."""
 
-FACES = {("collectives.sparse_all_reduce", f"collectives.{name}") for name in COLLECTIVES if name != "index_match"}
-"""Of the second, the first may import the ``spec``, which has what other collectives use, and no other module."""
+FACES = {
+    ("collectives.sparse_all_reduce", f"collectives.{name}")
+    for name in COLLECTIVES
+    if name != "index_match"
+}
+"""Of the second, the first may import the ``spec``, which has what other collectives use, and no
+other module."""
 
 
 def modules(root: Path) -> dict[str, str]:
@@ -50,7 +56,9 @@ def modules(root: Path) -> dict[str, str]:
     found = {}
     for path in sorted((root / "tdcoll").rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(
+            encoding="utf-8"
+        )
     return found
 
 
@@ -58,8 +66,8 @@ SOURCES = modules(ROOT)
 
 
 def imports(source: str, known: Mapping[str, str]) -> set[str]:
-    """The modules of ``known`` that ``source`` imports, at once, in functions or for type checkers, or names in a
-    string, as ``importlib`` may be given it."""
+    """The modules of ``known`` that ``source`` imports, at once, in functions or for type checkers,
+    or names in a string, as ``importlib`` may be given it."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -68,7 +76,11 @@ def imports(source: str, known: Mapping[str, str]) -> set[str]:
             assert not node.level, "imports are absolute"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in known else str(node.module) for name in names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value != "tdcoll":
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value != "tdcoll"
+        ):
             found.add(node.value)
     return found & known.keys()
 
@@ -97,7 +109,12 @@ def allowed(module: str, target: str) -> bool:
 
 
 def test_imports_point_one_way() -> None:
-    edges = {(module, target) for module, found in IMPORTS.items() for target in found if target != module}
+    edges = {
+        (module, target)
+        for module, found in IMPORTS.items()
+        for target in found
+        if target != module
+    }
     assert len(SOURCES) > 90
     assert len(edges) > 400
     assert {edge for edge in edges if not allowed(*edge)} == set()
@@ -106,8 +123,8 @@ def test_imports_point_one_way() -> None:
 def circle(found: Mapping[str, set[str]]) -> set[str]:
     """Modules that import each other in a circle, or none.
 
-    Importing a module imports the packages around it first, so these count, but for those already around. The package
-    itself does not: it gives out the names of all.
+    Importing a module imports the packages around it first, so these count, but for those already
+    around. The package itself does not: it gives out the names of all.
     """
 
     def around(module: str) -> set[str]:
@@ -115,7 +132,9 @@ def circle(found: Mapping[str, set[str]]) -> set[str]:
         return {".".join(parts[:end]) for end in range(1, len(parts))} & found.keys()
 
     graph = {
-        module: {name for target in targets for name in {target} | around(target)} - {module, "tdcoll"} - around(module)
+        module: {name for target in targets for name in {target} | around(target)}
+        - {module, "tdcoll"}
+        - around(module)
         for module, targets in found.items()
     }
     try:
@@ -127,9 +146,15 @@ def circle(found: Mapping[str, set[str]]) -> set[str]:
 
 def test_there_are_no_circles() -> None:
     assert circle(IMPORTS) == set()
-    found = {"tdcoll": {"tdcoll.a"}, "tdcoll.a": {"tdcoll.b.c"}, "tdcoll.b": set(), "tdcoll.b.c": {"tdcoll"}}
+    found = {
+        "tdcoll": {"tdcoll.a"},
+        "tdcoll.a": {"tdcoll.b.c"},
+        "tdcoll.b": set(),
+        "tdcoll.b.c": {"tdcoll"},
+    }
     assert circle(found) == set()
-    assert circle(found | {"tdcoll.b": {"tdcoll.a"}}) == {"tdcoll.a", "tdcoll.b"}  # the package around
+    # the package around
+    assert circle(found | {"tdcoll.b": {"tdcoll.a"}}) == {"tdcoll.a", "tdcoll.b"}
 
 
 ALONE = """
@@ -149,9 +174,19 @@ def test_policies_import_nothing_of_the_gpu() -> None:
     light = [name for name in SOURCES if name.endswith(".policy") and ".simulator." not in name]
     assert len(light) >= 4
     light += [name for name in ("tdcoll.calls.plan", "tdcoll.calls.tuning") if name in SOURCES]
-    light += ["tdcoll.base.arguments", "tdcoll.base.environment", "tdcoll.base.errors", "tdcoll.base.limits"]
+    light += [
+        "tdcoll.base.arguments",
+        "tdcoll.base.environment",
+        "tdcoll.base.errors",
+        "tdcoll.base.limits",
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, *light], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+        [sys.executable, "-c", ALONE, *light],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = [line.split() for line in done.stdout.splitlines()]
@@ -160,12 +195,17 @@ def test_policies_import_nothing_of_the_gpu() -> None:
 
 
 def test_what_an_import_is() -> None:
-    known = dict.fromkeys(["tdcoll", "tdcoll.errors", "tdcoll.runtime", "tdcoll.runtime.heap", "tdcoll.bench"], "")
+    known = dict.fromkeys(
+        ["tdcoll", "tdcoll.errors", "tdcoll.runtime", "tdcoll.runtime.heap", "tdcoll.bench"], ""
+    )
     cases: list[tuple[str, set[str]]] = [
         ("import tdcoll, os", {"tdcoll"}),
         ("def f():\n import tdcoll.errors", {"tdcoll.errors"}),
         ("from tdcoll import errors, empty", {"tdcoll.errors", "tdcoll"}),
-        ("if x:\n from tdcoll.runtime import heap, Runtime", {"tdcoll.runtime.heap", "tdcoll.runtime"}),
+        (
+            "if x:\n from tdcoll.runtime import heap, Runtime",
+            {"tdcoll.runtime.heap", "tdcoll.runtime"},
+        ),
         ("if TYPE_CHECKING:\n import tdcoll.bench", {"tdcoll.bench"}),
         ("def name():\n return 'tdcoll.bench'\nimport_module(name(), 'tdcoll')", {"tdcoll.bench"}),
     ]
@@ -180,7 +220,11 @@ def test_what_is_allowed() -> None:
         (*both, False),
         (*reversed(both), False),
         ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.all_gather.spec", True),
-        ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.all_gather.kernels_ring", False),
+        (
+            "tdcoll.collectives.sparse_all_reduce.op",
+            "tdcoll.collectives.all_gather.kernels_ring",
+            False,
+        ),
         ("tdcoll.job.memory", "tdcoll", False),
         ("tdcoll.distributed.ddp", "tdcoll", True),
     ]

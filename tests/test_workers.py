@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks that every rank of a job runs, with one simulated process per rank as `launch.sh` starts them."""
+"""The checks that every rank of a job runs, with one simulated process per rank as `launch.sh`
+starts them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ NODES = ("--emulate-nodes", "2")
 )
 def test_checks(launch: Launch, names: str, ranks: int, nodes: tuple[str, ...]) -> None:
     heap = {"NVSHMEM_SYMMETRIC_SIZE": "256M"}  # for the contexts of many operators
-    found = verdicts(launch("--simulate", "--nproc", str(ranks), *nodes, *program_of(names), timeout=240, env=heap))
+    found = verdicts(
+        launch(
+            "--simulate", "--nproc", str(ranks), *nodes, *program_of(names), timeout=240, env=heap
+        )
+    )
     assert list(found) == checks_of(names)
     skipped = {name for name, verdict in found.items() if "skipped" in verdict}
     assert skipped == set(checks_of(names, r"\(gpu_only=True\)"))
@@ -43,10 +48,13 @@ def test_checks(launch: Launch, names: str, ranks: int, nodes: tuple[str, ...]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["dense", "drop_ins early fused operators", "sparse sparse_contexts"])
+@pytest.mark.parametrize(
+    "names", ["dense", "drop_ins early fused operators", "sparse sparse_contexts"]
+)
 def test_checks_on_a_heap_without_puts(launch: Launch, names: str) -> None:
     """Every collective, on one node, where NVSHMEM's functions are refused."""
-    heap = {"TDCOLL_HEAP": "torch", "NVSHMEM_SYMMETRIC_SIZE": "256M"}  # for the contexts of several scripts
+    # for the contexts of several scripts
+    heap = {"TDCOLL_HEAP": "torch", "NVSHMEM_SYMMETRIC_SIZE": "256M"}
     done = launch("--simulate", "--nproc", "2", *program_of(names), env=heap)
     assert list(verdicts(done)) == checks_of(names)
 
@@ -62,7 +70,8 @@ def test_killed_rank_is_named(launch: Launch) -> None:
 
 @pytest.mark.slow
 def test_killed_rank_is_named_by_the_others_and_the_job_ends(launch: Launch) -> None:
-    # torchrun looks once, this long after it started the ranks: they must have started, and timed out, by then.
+    # torchrun looks once, this long after it started the ranks: they must have started, and timed
+    # out, by then.
     options = ("--nproc", "3", "--timeout", "2", "--monitor-interval", "20")
     done = launch("--simulate", *options, str(WORKERS / "killed_rank.py"), "calls", "1")
     assert done.returncode != 0
@@ -71,7 +80,9 @@ def test_killed_rank_is_named_by_the_others_and_the_job_ends(launch: Launch) -> 
     # Whichever of the three torchrun calls the root cause, in the end it is said who was.
     died, noticed = done.stderr.splitlines()[-2:]
     assert died == "tdcoll: died: rank 1 (SIGKILL)"
-    assert noticed.startswith("tdcoll: only noticed: ranks 0, 2 (CollectiveTimeout: rank 0 waited 2 s for peer 1")
+    assert noticed.startswith(
+        "tdcoll: only noticed: ranks 0, 2 (CollectiveTimeout: rank 0 waited 2 s for peer 1"
+    )
 
 
 def test_failing_check_ends_the_job(tmp_path: Path) -> None:
@@ -85,7 +96,9 @@ def test_failing_check_ends_the_job(tmp_path: Path) -> None:
         "@check\ndef never_reached(): pass\n"
         "run()\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 1
     assert [json.loads(line)["check"] for line in done.stdout.splitlines()] == ["right", "wrong"]
     assert json.loads(done.stdout.splitlines()[1])["ok"] is False

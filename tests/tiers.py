@@ -24,8 +24,8 @@ def slow_tier(*values: Any, id: str | None = None) -> Any:
 
 
 def seeds(first: int, second_tier: int) -> pytest.MarkDecorator:
-    """Parameter ``seeds``: ``first`` in the first tier, and in the second tier ``second_tier`` more, or
-    ``EXPLORE_SEEDS``."""
+    """Parameter ``seeds``: ``first`` in the first tier, and in the second tier ``second_tier``
+    more, or ``EXPLORE_SEEDS``."""
     more = int(os.environ.get("EXPLORE_SEEDS", second_tier))
     assert first > 0, "no seed for the first tier"
     assert more > 0, "no seed for the second tier"
@@ -38,4 +38,6 @@ def seeds(first: int, second_tier: int) -> pytest.MarkDecorator:
 
 def every_eighth(values: Sequence[Any]) -> list[Any]:
     """Parameter sets: every eighth value in the first tier, the others in the second."""
-    return [parameters(value, slow=place % 8 != 0, id=str(value)) for place, value in enumerate(values)]
+    return [
+        parameters(value, slow=place % 8 != 0, id=str(value)) for place, value in enumerate(values)
+    ]

@@ -17,7 +17,8 @@ Run it with the following command, or :doc:`from an installed wheel <index>`::
 
 On GPUs it also prints times, and `--plot times.png` draws them.
 
-It builds on puts, signals, slots and epochs, which the first two tutorials explain. To leave out a rule::
+It builds on puts, signals, slots and epochs, which the first two tutorials explain. To leave out a
+rule::
 
     bash launch.sh --simulate --nproc 1 tutorials/05-all-reduce.py --break rank-order
 """
@@ -40,8 +41,9 @@ import tdcoll.language as tdl
 # A prediction
 # ------------
 #
-# Two things take time: the hop from GPU to GPU, and the bytes. On H200s the launch of a kernel takes 0.8 µs, a hop
-# about 1, and at most 390 GB/s leave a GPU. With n bytes on each of W ranks there are two ways to go::
+# Two things take time: the hop from GPU to GPU, and the bytes. On H200s the launch of a kernel
+# takes 0.8 µs, a hop about 1, and at most 390 GB/s leave a GPU. With n bytes on each of W ranks
+# there are two ways to go::
 #
 #     one-shot:    every rank  ---- its vector ---->  all others    and all ranks add up all of it
 #                  1 hop, (W - 1) n bytes from each rank
@@ -50,9 +52,10 @@ import tdcoll.language as tdl
 #                  rank p      ---- its sum ------->  all others
 #                  2 hops, 2 (W - 1) / W n bytes from each rank
 #
-# One-shot is therefore faster for small vectors and two-shot for large ones. With two ranks the bytes are the same, and
-# by this count one-shot always wins. No all-reduce sends fewer bytes than two-shot or takes fewer hops than one-shot,
-# unless the switch does the adding. The lower bound follows from that, as in the second tutorial.
+# One-shot is therefore faster for small vectors and two-shot for large ones. With two ranks the
+# bytes are the same, and by this count one-shot always wins. No all-reduce sends fewer bytes than
+# two-shot or takes fewer hops than one-shot, unless the switch does the adding. The lower bound
+# follows from that, as in the second tutorial.
 
 
 def predicted_us(nbytes, world, steps):
@@ -64,11 +67,13 @@ def predicted_us(nbytes, world, steps):
 # One-shot
 # ---------
 #
-# This is the all-gather of the second tutorial, followed by a sum. Row r of `inbox` is for rank r to fill. The rules:
+# This is the all-gather of the second tutorial, followed by a sum. Row r of `inbox` is for rank r
+# to fill. The rules:
 #
 # 1. **two-slots: calls use two slots in turn**, for the reason that the second tutorial gives.
 # 2. **wait: a rank adds up only after all others have signalled.**
-# 3. **rank-order: all ranks add in the order of ranks.** The last bits of a floating-point sum depend on its order. If
+# 3. **rank-order: all ranks add in the order of ranks.** The last bits of a floating-point sum
+# depend on its order. If
 #    each rank began with its own row, the copies of a model that the ranks train would drift apart.
 
 
@@ -106,7 +111,9 @@ def one_shot(
     epoch = next_epoch(epochs)
     if block < world - 1:
         peer = (me + 1 + block) % world
-        tdl.putmem_signal_block(inbox + me * count, source, 4 * count, signals + me, epoch, tdl.SIGNAL_SET, peer)
+        tdl.putmem_signal_block(
+            inbox + me * count, source, 4 * count, signals + me, epoch, tdl.SIGNAL_SET, peer
+        )
     elif tdl.wait_signals(signals, world, me, tdl.CMP_GE, epoch * WAITS, monitor, WIDTH) != 0:
         add_up(source, inbox, sums, count, me, world, BLOCK, RANK_ORDER)
 
@@ -115,9 +122,11 @@ def one_shot(
 # Two-shot
 # ----------
 #
-# Part p of every vector goes to rank p, which adds the parts up and puts the sum to all others. There is one more rule:
+# Part p of every vector goes to rank p, which adds the parts up and puts the sum to all others.
+# There is one more rule:
 #
-# 4. **own-signals: the second step has signals of its own**, because a quick peer sends its sum while we still wait
+# 4. **own-signals: the second step has signals of its own**, because a quick peer sends its sum
+# while we still wait
 #    for the parts of others.
 
 
@@ -135,7 +144,9 @@ def two_shot(
     if block < world - 1:
         peer = (me + 1 + block) % world
         theirs = source + peer * part
-        tdl.putmem_signal_block(inbox + me * part, theirs, 4 * part, signals + me, epoch, tdl.SIGNAL_SET, peer)
+        tdl.putmem_signal_block(
+            inbox + me * part, theirs, 4 * part, signals + me, epoch, tdl.SIGNAL_SET, peer
+        )
     elif tdl.wait_signals(signals, world, me, tdl.CMP_GE, epoch * WAITS, monitor, WIDTH) != 0:
         add_up(source + me * part, inbox, mine, part, me, world, BLOCK, RANK_ORDER)
         tdl.syncthreads()  # all threads have stored before any of the sum leaves
@@ -184,7 +195,9 @@ RULES = {
 
 
 def make(rank, call, count, device):
-    return torch.randn(count, generator=torch.Generator().manual_seed(1000 * call + rank)).to(device)
+    return torch.randn(count, generator=torch.Generator().manual_seed(1000 * call + rank)).to(
+        device
+    )
 
 
 def reference(call, count, world, device):
@@ -214,19 +227,22 @@ def run_mine(count, calls, world, rank, device, **changes):
 
 def case(changes=()):
     """Return a case for `tdcoll.testing.explore`."""
-    return lambda world: world.run(lambda pe: run_mine(70, 4, world.n_pes, pe, "cpu", **dict(changes)))
+    return lambda world: world.run(
+        lambda pe: run_mine(70, 4, world.n_pes, pe, "cpu", **dict(changes))
+    )
 
 
 # %%
 # A model
 # -------
 #
-# In a tensor-parallel transformer, attention and MLP both end with the same three steps: an all-reduce of the ranks'
-# partial results, the addition of the residual, and a norm. When the model decodes a token or a few, each step is a
-# kernel of a few microseconds for some kilobytes, and most of that is launches and hops.
-# `tdcoll.fused.all_reduce_rms_norm` is one kernel for all three.
+# In a tensor-parallel transformer, attention and MLP both end with the same three steps: an
+# all-reduce of the ranks' partial results, the addition of the residual, and a norm. When the model
+# decodes a token or a few, each step is a kernel of a few microseconds for some kilobytes, and most
+# of that is launches and hops. `tdcoll.fused.all_reduce_rms_norm` is one kernel for all three.
 #
-# To stay short, the blocks below are MLPs. Each rank holds a share of the matrices, and all ranks draw the same token.
+# To stay short, the blocks below are MLPs. Each rank holds a share of the matrices, and all ranks
+# draw the same token.
 
 
 def make_block(hidden, rank, world, seed, device):
@@ -284,25 +300,33 @@ def decoders(ctx, blocks, embedding):
 # Times
 # -----
 #
-# As in the second tutorial, calls are captured in CUDA graphs, an even number of them because of the two slots. Your
-# kernels are above the prediction: a put with a signal takes three hops instead of one, and a single block adds up.
+# As in the second tutorial, calls are captured in CUDA graphs, an even number of them because of
+# the two slots. Your kernels are above the prediction: a put with a signal takes three hops instead
+# of one, and a single block adds up.
 
 
 def time_calls(rank, world, blocks, embedding, plot):
     rows, device = {}, embedding.device
     # On the default stream, NCCL's graphs were seen to take twice as long.
-    with torch.cuda.stream(torch.cuda.Stream()), tdcoll.CollectiveContext(max_bytes_per_rank=4 << 20) as ctx:
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),
+        tdcoll.CollectiveContext(max_bytes_per_rank=4 << 20) as ctx,
+    ):
         for nbytes in (8 << 10, 64 << 10, 256 << 10, 1 << 20):
             x = make(rank, 0, nbytes // 4, device)
             mine, out = MyAllReduce(len(x)), x.clone()
             calls = {"one-shot": partial(mine, x, 1), "two-shot": partial(mine, x, 2)}
-            calls |= {"tdcoll": partial(tdcoll.all_reduce, x, ctx=ctx), "NCCL": partial(dist.all_reduce, out)}
+            calls |= {
+                "tdcoll": partial(tdcoll.all_reduce, x, ctx=ctx),
+                "NCCL": partial(dist.all_reduce, out),
+            }
             rows[nbytes] = helpers.times_us(2 * (world - 1) / world * nbytes, calls)
             rows[nbytes] |= {f"predicted, {n}": predicted_us(nbytes, world, n) for n in (1, 2)}
             wanted = reference(0, len(x), world, device)
             for name in ("one-shot", "two-shot"):
                 check(f"{name} after it was timed", calls[name](), wanted)
-            torch.testing.assert_close(calls["tdcoll"](), wanted)  # over several nodes it has another fixed order
+            # over several nodes it has another fixed order
+            torch.testing.assert_close(calls["tdcoll"](), wanted)
             mine.monitor.check()
             ctx.check()
         steps = {name: decoder.step for name, decoder in decoders(ctx, blocks, embedding).items()}
@@ -319,7 +343,9 @@ def time_calls(rank, world, blocks, embedding, plot):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--plot", metavar="FILE.png", help="on GPUs: draw the times (needs matplotlib)")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="on GPUs: draw the times (needs matplotlib)"
+    )
     options = helpers.parse(parser, arguments, RULES, case, n_pes=3)
 
     tdcoll.initialize()
@@ -329,11 +355,13 @@ def main(arguments=None):
     say(topology.describe())
 
     run_mine(1000, 6, world, rank, device)
-    say("my all-reduce: 6 one-shot and 6 two-shot calls have the bits of a sum in the order of ranks")
+    say(
+        "my all-reduce: 6 one-shot and 6 two-shot calls have the bits of a sum in the order of ranks"
+    )
 
-    # tdcoll's all-reduce has both forms, and sends small vectors without signals: a word has arrived when it is no
-    # longer the pattern that the inbox was cleared with (the Lamport protocol). Both forms give the same bits, and so
-    # does a row of any batch.
+    # tdcoll's all-reduce has both forms, and sends small vectors without signals: a word has
+    # arrived when it is no longer the pattern that the inbox was cleared with (the Lamport
+    # protocol). Both forms give the same bits, and so does a row of any batch.
     hidden, rows = (4096, 8) if on_gpus else (128, 5)
     lamport_bytes = (4 << 20) if on_gpus else 1 << 14
     with tdcoll.CollectiveContext(max_bytes_per_rank=4 << 20, lamport_bytes=lamport_bytes) as ctx:
@@ -342,22 +370,33 @@ def main(arguments=None):
         weight = make(9, 3, hidden, device)
         total = tdcoll.all_reduce(x, ctx=ctx)
         out, new = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx)
-        alone = tdcoll.fused.all_reduce_rms_norm(x[2:3].clone(), residual[2:3].clone(), weight, ctx=ctx)
+        alone = tdcoll.fused.all_reduce_rms_norm(
+            x[2:3].clone(), residual[2:3].clone(), weight, ctx=ctx
+        )
         ctx.check()
         check("the new residual", new, total + residual)
-        torch.testing.assert_close(out, nn.functional.rms_norm(new, (hidden,), weight, 1e-6), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            out, nn.functional.rms_norm(new, (hidden,), weight, 1e-6), atol=1e-4, rtol=1e-4
+        )
         check("a row alone, normalized", alone[0], out[2:3])
         check("a row alone, the new residual", alone[1], new[2:3])
-        say("all_reduce_rms_norm: an all-reduce, an addition and a norm; a row alone has the same bits")
+        say(
+            "all_reduce_rms_norm: an all-reduce, an addition and a norm; a row alone has the same bits"
+        )
 
         width, layers, length, words = (4096, 8, 64, 1000) if on_gpus else (64, 3, 6, 50)
         blocks = [make_block(width, rank, world, seed, device) for seed in range(layers)]
         embedding = make(0, 7, words * width, device).view(words, width)
-        tokens = {name: decoder.decode(1, length) for name, decoder in decoders(ctx, blocks, embedding).items()}
+        tokens = {
+            name: decoder.decode(1, length)
+            for name, decoder in decoders(ctx, blocks, embedding).items()
+        }
         ctx.check()
         for name, theirs in tokens.items():
             if theirs != tokens["tdcoll, fused"]:
-                raise AssertionError(f"decoding: {theirs} by {name}, and {tokens['tdcoll, fused']} by the fused kernel")
+                raise AssertionError(
+                    f"decoding: {theirs} by {name}, and {tokens['tdcoll, fused']} by the fused kernel"
+                )
         say(f"decoding: {length} tokens are equal, by {', '.join(tokens)}")
 
     if why := helpers.untimed():

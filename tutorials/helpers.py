@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the tutorials share: output, `--break RULE` in the simulator, and times on GPUs."""
+"""Functions that the tutorials share: output, `--break RULE` in the simulator, and times on
+GPUs."""
 
 import argparse
 import importlib.util
@@ -24,7 +25,8 @@ def say(text):
 
 
 def parse(parser, arguments, rules, case, **world):
-    """Parse `arguments`, with `--break RULE` added. If it is given, show how the simulator catches that, and exit.
+    """Parse `arguments`, with `--break RULE` added. If it is given, show how the simulator catches
+    that, and exit.
 
     Args:
         rules: `{name: (explanation, changes)}`.
@@ -32,9 +34,15 @@ def parse(parser, arguments, rules, case, **world):
         world: arguments of `tdcoll.testing.World`.
     """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "rules:\n" + "\n".join(f"  {rule:12} {explanation}" for rule, (explanation, _) in rules.items())
-    parser.add_argument("--break", dest="broken", choices=rules, metavar="RULE", help="simulate without this rule")
-    parser.add_argument("--seed", type=int, metavar="N", help="with --break: replay this seed and write a timeline")
+    parser.epilog = "rules:\n" + "\n".join(
+        f"  {rule:12} {explanation}" for rule, (explanation, _) in rules.items()
+    )
+    parser.add_argument(
+        "--break", dest="broken", choices=rules, metavar="RULE", help="simulate without this rule"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="with --break: replay this seed and write a timeline"
+    )
     options = parser.parse_args(arguments)
     if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot: matplotlib is not installed")
@@ -45,20 +53,29 @@ def parse(parser, arguments, rules, case, **world):
         parser.error(f"--break: expected the simulator, but TRITON_INTERPRET isn't 1; {start}")
     if options.broken:
         # A World holds all ranks in one process, so one process of a launch is enough.
-        sys.exit(show_broken(options, rules, case, **world) if os.environ.get("RANK", "0") == "0" else 0)
+        sys.exit(
+            show_broken(options, rules, case, **world) if os.environ.get("RANK", "0") == "0" else 0
+        )
     return options
 
 
 def show_broken(options, rules, case, **world):
-    """Run the case in the simulator without one rule, seed after seed until it fails. Return the exit status."""
+    """Run the case in the simulator without one rule, seed after seed until it fails. Return the
+    exit status."""
     from tdcoll.testing import first_failure, replay
 
     rule, seed = options.broken, options.seed
     explanation, changes = rules[rule]
-    print(f"without {rule}: {explanation}\nchanged: {', '.join(f'{k}={v}' for k, v in changes.items())}", flush=True)
+    print(
+        f"without {rule}: {explanation}\nchanged: {', '.join(f'{k}={v}' for k, v in changes.items())}",
+        flush=True,
+    )
     if seed is not None:
         trace = f"{rule}-{seed}.json"
-        print(f"seed {seed} again, with its timeline in {trace} for https://ui.perfetto.dev", flush=True)
+        print(
+            f"seed {seed} again, with its timeline in {trace} for https://ui.perfetto.dev",
+            flush=True,
+        )
         try:
             replay(case(changes), seed, trace=trace, **world)
         except Exception:
@@ -76,7 +93,8 @@ def show_broken(options, rules, case, **world):
 # ---------------------------------------------------------------------- times
 
 H200 = FLOORS["NVIDIA H200"]
-"""GPUs with NVLink: the launch of an empty kernel, one hop, and the highest rate at which bytes leave a GPU."""
+"""GPUs with NVLink: the launch of an empty kernel, one hop, and the highest rate at which bytes
+leave a GPU."""
 BOUND = "lower bound (H200)"
 
 
@@ -89,11 +107,13 @@ def untimed():
 
 
 def times_us(sent_bytes, calls):
-    """Return the microseconds of each of `calls {name: function}` in CUDA graphs, and their lower bound. Collective.
+    """Return the microseconds of each of `calls {name: function}` in CUDA graphs, and their lower
+    bound. Collective.
 
-    The bound is a launch and a hop, or the time in which `sent_bytes` leave a GPU, if that is longer.
-    `graph_time_us` captures 20 calls in a graph and times its replays. A late rank makes the others wait, so each
-    replay counts as long as it took on the slowest rank; the result is the median over the replays.
+    The bound is a launch and a hop, or the time in which `sent_bytes` leave a GPU, if that is
+    longer. `graph_time_us` captures 20 calls in a graph and times its replays. A late rank makes
+    the others wait, so each replay counts as long as it took on the slowest rank; the result is the
+    median over the replays.
     """
     from tdcoll.tools.measure.timing import graph_time_us
 
@@ -102,7 +122,8 @@ def times_us(sent_bytes, calls):
 
 
 def show_times(title, rows, plot=None):
-    """Print `rows {bytes: {name: microseconds}}`, and draw them into the file `plot` if it is given. Collective."""
+    """Print `rows {bytes: {name: microseconds}}`, and draw them into the file `plot` if it is
+    given. Collective."""
     names = list(next(iter(rows.values())))
     say(f"{title}, µs per call, lower is better:")
     widths = {name: max(10, len(name) + 2) for name in names}
@@ -117,7 +138,12 @@ def show_times(title, rows, plot=None):
             style = {"color": "black", "linestyle": ":"} if name == BOUND else {"marker": "o"}
             axes.plot(list(rows), [row[name] for row in rows.values()], label=name, **style)
         axes.set_xscale("log", base=2)
-        axes.set(title=title, xlabel="bytes per rank", ylabel="µs per call (lower is better)", yscale="log")
+        axes.set(
+            title=title,
+            xlabel="bytes per rank",
+            ylabel="µs per call (lower is better)",
+            yscale="log",
+        )
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
         axes.legend()

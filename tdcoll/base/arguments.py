@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of arguments. Each names the argument, what was expected and what came.
 
-A wrong kind of value is a ``TypeError``, a value out of range a ``ValueError``. ``name`` is the argument as the caller
-knows it: the name of a parameter, or of an environment variable. This module imports nothing but the standard library,
-because the doctor must run when PyTorch is missing, and policies need not import it.
+A wrong kind of value is a ``TypeError``, a value out of range a ``ValueError``. ``name`` is the
+argument as the caller knows it: the name of a parameter, or of an environment variable. This module
+imports nothing but the standard library, because the doctor must run when PyTorch is missing, and
+policies need not import it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from numbers import Real
 from typing import Any
 
 MOST_SECONDS = 1e9
-"""The longest deadline. Kernels and stores count nanoseconds in 64 bits; ten times as much would overflow them."""
+"""The longest deadline. Kernels and stores count nanoseconds in 64 bits; ten times as much would
+overflow them."""
 
 _LONGEST_QUOTE = 60
 """Characters of a text that a message shows."""
@@ -23,10 +25,14 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def instance(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
-    """Raise unless ``value`` is of this ``kind``, which ``expected`` says in words: "a tdcoll.SparseContext"."""
+    """Raise unless ``value`` is of this ``kind``, which ``expected`` says in words: "a
+    tdcoll.SparseContext"."""
     if not isinstance(value, kind):
-        plain = isinstance(value, (str, int, float, bytes))  # others may have no better text than their type
-        raise TypeError(f"{name} must be {expected}, got {repr(value) if plain else type(value).__name__}")
+        # others may have no better text than their type
+        plain = isinstance(value, (str, int, float, bytes))
+        raise TypeError(
+            f"{name} must be {expected}, got {repr(value) if plain else type(value).__name__}"
+        )
 
 
 def tensor(name: str, value: Any) -> None:
@@ -47,20 +53,26 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def number(name: str, value: Any, least: float, below: float) -> float:
-    """Return ``value`` if it is a number of at least ``least`` and less than ``below``; raise otherwise."""
+    """Return ``value`` if it is a number of at least ``least`` and less than ``below``; raise
+    otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not least <= value < below:
-        raise ValueError(f"{name} must be at least {least:g} and less than {below:g}, got {value!r}")
+        raise ValueError(
+            f"{name} must be at least {least:g} and less than {below:g}, got {value!r}"
+        )
     return value
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return ``value``, a deadline of 0 to :data:`MOST_SECONDS` seconds, without 0, because every wait must end."""
+    """Return ``value``, a deadline of 0 to :data:`MOST_SECONDS` seconds, without 0, because every
+    wait must end."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, got {value!r}")
     if not 0 < float(value) <= MOST_SECONDS:  # nor NaN
-        raise ValueError(f"{name} must be greater than 0 and at most {MOST_SECONDS:.0f} seconds, got {value!r}")
+        raise ValueError(
+            f"{name} must be greater than 0 and at most {MOST_SECONDS:.0f} seconds, got {value!r}"
+        )
     return float(value)
 
 
@@ -70,15 +82,18 @@ def _quoted(text: str) -> str:
 
 
 def decimal(text: str) -> int | None:
-    """Return the number that ``text`` writes in the digits 0 to 9, or None if it does not write one.
+    """Return the number that ``text`` writes in the digits 0 to 9, or None if it does not write
+    one.
 
-    ``str.isdigit`` also accepts digits that ``int`` refuses, such as "²", and ``int`` refuses thousands of digits.
+    ``str.isdigit`` also accepts digits that ``int`` refuses, such as "²", and ``int`` refuses
+    thousands of digits.
     """
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def parse_whole(text: str, name: str, least: int) -> int:
-    """``"08"`` -> 8: the number that ``text`` writes, of at least ``least``. For environment variables."""
+    """``"08"`` -> 8: the number that ``text`` writes, of at least ``least``. For environment
+    variables."""
     number = decimal(text)
     if number is None or number < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {_quoted(text)}")
@@ -89,8 +104,13 @@ def parse_bytes(text: str, name: str) -> int:
     """``"64M"`` -> 67108864: NVSHMEM's notation (K, M, G, T are powers of 1024)."""
     number = r"[0-9]{1,30}(?:\.[0-9]{1,30})?"  # int and Fraction refuse thousands of digits
     match = re.fullmatch(rf"\s*({number})\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
-    if match is None or not 0 < (nbytes := int(Fraction(match[1]) * _UNITS[match[2].lower()])) < 1 << 63:
-        raise ValueError(f"{name} must be a positive number of bytes such as 67108864, 64M or 2G; got {_quoted(text)}")
+    nbytes = 0
+    if match is not None:
+        nbytes = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    if not 0 < nbytes < 1 << 63:
+        raise ValueError(
+            f"{name} must be a positive number of bytes such as 67108864, 64M or 2G; got {_quoted(text)}"
+        )
     return nbytes
 
 
@@ -113,7 +133,8 @@ def byte_text(nbytes: int) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """4096 -> "4 KB": exact, in the largest unit (powers of 1024) that divides it; :func:`parse_bytes` reads it."""
+    """4096 -> "4 KB": exact, in the largest unit (powers of 1024) that divides it;
+    :func:`parse_bytes` reads it."""
     for shift, unit in ((30, "GB"), (20, "MB"), (10, "KB")):
         if nbytes and nbytes % (1 << shift) == 0:
             return f"{nbytes >> shift} {unit}"

@@ -99,7 +99,8 @@ class CallLog:
         self._state = _Progress(), self.log
 
     def forget_older(self) -> None:
-        """Forget the older half of the calls, except their number. For the thread that makes calls."""
+        """Forget the older half of the calls, except their number. For the thread that makes
+        calls."""
         half = len(self.log) // 2
         progress = _after(self._state[0], self.log[:half])
         self.log = self.log[half:]
@@ -128,7 +129,8 @@ class CallLog:
         return f"{names.pop()}, {place}" if len(names) == 1 else place
 
     def describe(self) -> str:
-        """Describe the calls: ``group 0: 12 calls made, the last one all_reduce, up to epoch 14``."""
+        """Describe the calls: ``group 0: 12 calls made, the last one all_reduce, up to epoch
+        14``."""
         before, shared_log = self._state
         log = list(shared_log)
         if not log:

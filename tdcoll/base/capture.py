@@ -20,7 +20,8 @@ def capturing(device: torch.device) -> bool:
 
 
 def capture_of(stream: int) -> int:
-    """Return the id of the capture that a stream, given by its handle, takes part in; 0 if it isn't captured.
+    """Return the id of the capture that a stream, given by its handle, takes part in; 0 if it isn't
+    captured.
 
     CUDA Driver API, ``cuStreamGetCaptureInfo``. CUDA's default stream can't be captured.
     """
@@ -41,6 +42,7 @@ def capture_of(stream: int) -> int:
 
 
 def refuse(device: torch.device, operation: str, why: str) -> None:
-    """Raise if a CUDA graph is being captured, because it cannot hold the next step of ``operation``."""
+    """Raise if a CUDA graph is being captured, because it cannot hold the next step of
+    ``operation``."""
     if capturing(device):
         raise ContextError(f"{operation}: {why}")

@@ -24,10 +24,18 @@ class Ended(NamedTuple):
     reason: str = ""
 
 
-def run(command: Sequence[str], timeout_s: float, environment: Mapping[str, str], *, with_stderr: bool = True) -> Ended:
-    """Run ``command`` and kill its process group after ``timeout_s`` seconds. Raise no error of its own.
+def run(
+    command: Sequence[str],
+    timeout_s: float,
+    environment: Mapping[str, str],
+    *,
+    with_stderr: bool = True,
+) -> Ended:
+    """Run ``command`` and kill its process group after ``timeout_s`` seconds. Raise no error of its
+    own.
 
-    The output goes through a file, because a pipe stays open as long as any descendant of the command holds it.
+    The output goes through a file, because a pipe stays open as long as any descendant of the
+    command holds it.
     """
     with tempfile.TemporaryFile() as output:
         try:
@@ -48,10 +56,13 @@ def run(command: Sequence[str], timeout_s: float, environment: Mapping[str, str]
         finally:
             if process.returncode is None:  # also if the user interrupts
                 os.killpg(process.pid, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in the kernel stays
+                # a process that hangs in the kernel stays
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(3)
         descriptor = output.fileno()
-        return Ended(os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace"), reason)
+        return Ended(
+            os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace"), reason
+        )
 
 
 def _describe(status: int) -> str:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVSHMEM's device library, which kernels link: the file of an installation that serves a GPU's architecture.
+"""NVSHMEM's device library, which kernels link: the file of an installation that serves a GPU's
+architecture.
 
 Up to 3.6, NVSHMEM has one file, ``libnvshmem_device.bc``. From 3.7 on it has one for each of some
 architectures, ``libnvshmem_device_sm_90.bc`` for example. A GPU can run the code of every older
@@ -26,12 +27,14 @@ _INSTALL = (
 
 
 def device_libraries(folder: Path) -> dict[int, Path]:
-    """Return the device libraries in ``folder`` by the oldest architecture that each serves; 0: all of them."""
+    """Return the device libraries in ``folder`` by the oldest architecture that each serves; 0: all
+    of them."""
     found = {}
     for path in folder.glob(f"{LIBRARY}*.bc"):
+        match = _OF_ARCHITECTURE.fullmatch(path.name)
         if path.name == f"{LIBRARY}.bc":
             found[0] = path
-        elif match := _OF_ARCHITECTURE.fullmatch(path.name):
+        elif match:
             found[int(match[1])] = path
     return found
 
@@ -57,7 +60,10 @@ def device_library(folders: Sequence[Path], arch: int) -> Path:
                 f"architecture, only {names}. Install another version of NVSHMEM, or set "
                 "NVSHMEM_HOME to one"
             )
-    places = ", ".join(map(str, folders)) or "no folder, because neither NVSHMEM_HOME nor NVIDIA's wheel is there"
+    places = (
+        ", ".join(map(str, folders))
+        or "no folder, because neither NVSHMEM_HOME nor NVIDIA's wheel is there"
+    )
     raise FileNotFoundError(
         f"NVSHMEM's device library for sm_{arch} ({LIBRARY}_sm_*.bc, or {LIBRARY}.bc before NVSHMEM 3.7) was not found "
         f"in {places}. {_INSTALL}"

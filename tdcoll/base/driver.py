@@ -16,8 +16,8 @@ def driver() -> Any:
 
 @functools.cache
 def launching_driver() -> Any:
-    """Return the driver's library with functions that keep the GIL, for launches: a launch takes less
-    time than releasing the GIL and getting it back."""
+    """Return the driver's library with functions that keep the GIL, for launches: a launch takes
+    less time than releasing the GIL and getting it back."""
     return ctypes.PyDLL("libcuda.so.1")
 
 

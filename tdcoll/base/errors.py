@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every exception that tdcoll raises on purpose.
 
-All of them derive from :class:`TdcollError`, so ``except tdcoll.TdcollError`` catches what the library itself found
-wrong and nothing else. Bad argument *values* are plain ``ValueError`` and ``TypeError``, as everywhere in Python.
+All of them derive from :class:`TdcollError`, so ``except tdcoll.TdcollError`` catches what the
+library itself found wrong and nothing else. Bad argument *values* are plain ``ValueError`` and
+``TypeError``, as everywhere in Python.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class TdcollError(RuntimeError):
     """Base class of tdcoll's own errors. Message and attributes survive pickle and copy."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # BaseException would call the class with the message alone; a CollectiveTimeout, for example, takes more.
+        # BaseException would call the class with the message alone; a CollectiveTimeout, for
+        # example, takes more.
         return restored, (type(self), self.args, self.__dict__)
 
 
@@ -40,7 +42,8 @@ def restored(kind: type[Error], args: tuple[Any, ...], attributes: dict[str, Any
 
 
 class NotInitializedError(TdcollError):
-    """A call that needs a job came before ``tdcoll.initialize()`` or after ``tdcoll.finalize()``."""
+    """A call that needs a job came before ``tdcoll.initialize()`` or after
+    ``tdcoll.finalize()``."""
 
 
 class AlreadyInitializedError(TdcollError):
@@ -48,7 +51,8 @@ class AlreadyInitializedError(TdcollError):
 
 
 class HeapExhaustedError(TdcollError):
-    """The symmetric heap is too small; the message has the requested and free bytes, and the setting to raise."""
+    """The symmetric heap is too small; the message has the requested and free bytes, and the
+    setting to raise."""
 
 
 class NotSymmetricError(TdcollError, ValueError):
@@ -56,25 +60,27 @@ class NotSymmetricError(TdcollError, ValueError):
 
 
 class RankMismatchError(TdcollError):
-    """Ranks called the same collective with arguments that must agree and do not. Raised on all of them."""
+    """Ranks called the same collective with arguments that must agree and do not. Raised on all of
+    them."""
 
 
 class ContextError(TdcollError):
     """A context can't be made, or can't make a call.
 
-    It is closed, its last stream is being captured, the device is another one, ranks lack peer access or thread blocks,
-    or the call exceeds its capacity.
+    It is closed, its last stream is being captured, the device is another one, ranks lack peer
+    access or thread blocks, or the call exceeds its capacity.
     """
 
 
 class CollectiveTimeout(TdcollError):
     """A deadline has passed while this rank waited for another one.
 
-    Every expired wait of tdcoll raises this class or one derived from it. A wait in a kernel, for a peer's signal, sets
-    all attributes. If the peer has itself timed out, and this rank may have read its memory too late, ``signal``,
-    ``expected`` and ``seen`` are None. A wait in ``grid_barrier`` sets ``rank``, ``peer`` (this rank) and
-    ``timeout_s``. A wait on the host (joining, making a context, ``Work.wait``) sets ``timeout_s`` and, if it is known,
-    ``rank``; the others are None, and the message names the operation.
+    Every expired wait of tdcoll raises this class or one derived from it. A wait in a kernel, for a
+    peer's signal, sets all attributes. If the peer has itself timed out, and this rank may have
+    read its memory too late, ``signal``, ``expected`` and ``seen`` are None. A wait in
+    ``grid_barrier`` sets ``rank``, ``peer`` (this rank) and ``timeout_s``. A wait on the host
+    (joining, making a context, ``Work.wait``) sets ``timeout_s`` and, if it is known, ``rank``; the
+    others are None, and the message names the operation.
 
     Attributes:
         rank: rank that waited: of the group for a wait in a kernel, of the job for one on the host.
@@ -84,8 +90,8 @@ class CollectiveTimeout(TdcollError):
         expected: value that the signal had to reach.
         seen: value that it had.
         timeout_s: the deadline, in seconds.
-        others: further group ranks for which this rank had waited as long. The rank that is missing may be one
-            of them, because ``peer`` may itself have waited for it.
+        others: further group ranks for which this rank had waited as long. The rank that is missing
+            may be one of them, because ``peer`` may itself have waited for it.
     """
 
     def __init__(
@@ -101,9 +107,16 @@ class CollectiveTimeout(TdcollError):
         seen: int | None = None,
         others: tuple[int, ...] = (),
     ) -> None:
-        """``host_wait``: words behind "waited 30 s", the host's operation and whom it waited for; None for a kernel."""
-        self.rank, self.peer, self.signal, self.epoch = rank, peer, signal, epoch
-        self.expected, self.seen, self.timeout_s, self.others = expected, seen, timeout_s, others
+        """``host_wait``: words behind "waited 30 s", the host's operation and whom it waited for;
+        None for a kernel."""
+        self.rank = rank
+        self.peer = peer
+        self.signal = signal
+        self.epoch = epoch
+        self.expected = expected
+        self.seen = seen
+        self.timeout_s = timeout_s
+        self.others = others
         if expected is None:
             why = (
                 f"for peer {peer}, which had itself given up in epoch {epoch}: its queued copies may have "
@@ -113,14 +126,17 @@ class CollectiveTimeout(TdcollError):
             whom = "a peer" if peer is None else f"peer {peer}"
             what = "a signal" if signal is None else f"signal {signal}"
             call = "" if epoch in (None, expected) else f" in epoch {epoch}"
-            more = f"peer{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+            peers = "peer" if len(others) == 1 else "peers"
+            more = f"{peers} {', '.join(map(str, others))}"
             also = f"It was also waiting for {more}. " if others else ""
             why = (
                 f"for {whom}: {what} had to reach {expected}{call} and is {seen}. "
                 f"{also}The peer has died, hangs, did not make this call or made it with "
                 "other arguments (TDCOLL_DEBUG=1 compares them). "
             )
-        end = "The exchange is incomplete, and later calls will raise this error: start the job again"
+        end = (
+            "The exchange is incomplete, and later calls will raise this error: start the job again"
+        )
         waited = host_wait or why + end
         # PyTorch's tests, and people who grep logs, look for the word with a space on both sides.
         super().__init__(

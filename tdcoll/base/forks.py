@@ -17,8 +17,8 @@ _inherited_group: Any = None
 def never_destroy(*objects: Any) -> None:
     """Keep objects until the process is gone, beyond the end of the interpreter.
 
-    For a forked child's objects whose destructors wait for a thread that only the parent has. A reference from a module
-    is not enough, because the interpreter drops those when it ends.
+    For a forked child's objects whose destructors wait for a thread that only the parent has. A
+    reference from a module is not enough, because the interpreter drops those when it ends.
     """
     import ctypes
 
@@ -44,9 +44,12 @@ def _default_group() -> Any:
 
 
 def in_child() -> None:
-    """Leave the process groups to the parent: here, destroying one or its store waits without end, or aborts."""
+    """Leave the process groups to the parent: here, destroying one or its store waits without end,
+    or aborts."""
     global _inherited_group
     _inherited_group = _default_group()
     if _inherited_group is not None:
-        for group, (_, store) in sys.modules["torch.distributed.distributed_c10d"]._world.pg_map.items():
+        for group, (_, store) in sys.modules[
+            "torch.distributed.distributed_c10d"
+        ]._world.pg_map.items():
             never_destroy(group, store)

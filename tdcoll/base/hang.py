@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m tdcoll hang``: ask ranks of this host what they wait for, without stopping them.
 
-Imports nothing but the standard library. :mod:`tdcoll.runtime.watch` answers, from a thread of each rank.
+Imports nothing but the standard library. :mod:`tdcoll.runtime.watch` answers, from a thread of each
+rank.
 """
 
 from __future__ import annotations
@@ -32,21 +33,27 @@ _ANSWER_S = 5.0
 
 
 def address(pid: int) -> str:
-    """Return the name of the socket of a process of this user: user, process, and the namespace of its number."""
+    """Return the name of the socket of a process of this user: user, process, and the namespace of
+    its number."""
     return f"\0tdcoll-{os.geteuid()}-{pid}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def user_of(connection: socket.socket) -> int:
     """Return the user at the other end of a connection."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
     return int(struct.unpack("3i", credentials)[1])
 
 
 def ranks() -> dict[int, str]:
-    """Return the sockets of this user's ranks on this host, by process; root's are those of all users."""
+    """Return the sockets of this user's ranks on this host, by process; root's are those of all
+    users."""
     user = r"\d+" if os.geteuid() == 0 else str(os.geteuid())
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    names = re.findall(rf"@(tdcoll-{user}-(\d+)-{namespace})$", Path("/proc/net/unix").read_text(), re.MULTILINE)
+    names = re.findall(
+        rf"@(tdcoll-{user}-(\d+)-{namespace})$", Path("/proc/net/unix").read_text(), re.MULTILINE
+    )
     return {int(pid): f"\0{name}" for name, pid in sorted(names, key=lambda found: int(found[1]))}
 
 
@@ -69,7 +76,8 @@ def ask(name: str) -> dict[str, Any]:
 
 
 def _started(pid: int) -> tuple[int, str]:
-    """Return the process that started a rank, the same for all of a job, and the rank's command; 0 if it has ended."""
+    """Return the process that started a rank, the same for all of a job, and the rank's command; 0
+    if it has ended."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
         parent = re.search(r"^PPid:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
@@ -91,9 +99,13 @@ def main(argv: Sequence[str]) -> int:
     wanted = parser.parse_args(argv).pids
     known = ranks()
     if not known and not wanted:
-        print("no rank of this user runs on this host, or none has made a context yet", file=sys.stderr)
+        print(
+            "no rank of this user runs on this host, or none has made a context yet",
+            file=sys.stderr,
+        )
         return 1
-    failed, job = False, 0
+    failed = False
+    job = 0
     for pid in wanted or sorted(known, key=lambda pid: (_started(pid)[0], pid)):
         try:
             if pid not in known:
@@ -107,7 +119,9 @@ def main(argv: Sequence[str]) -> int:
             continue
         except OSError as error:
             failed = True
-            stopped = re.search(r"^State:\s*[Tt]", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+            stopped = re.search(
+                r"^State:\s*[Tt]", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+            )
             why = f"the process is stopped; `kill -CONT {pid}` lets it go on" if stopped else error
             print(f"process {pid} does not answer: {why}", file=sys.stderr)
             continue
@@ -119,5 +133,7 @@ def main(argv: Sequence[str]) -> int:
                 job = parent
                 print(f"{command} (started by process {parent}):")
             frames = [line for line in answer["lines"] if line.startswith("main thread")]
-            print(f"{pid:8}  {answer['rank']}: {'; '.join(answer['waits'] or ['no wait', *frames[:1]])}")
+            print(
+                f"{pid:8}  {answer['rank']}: {'; '.join(answer['waits'] or ['no wait', *frames[:1]])}"
+            )
     return int(failed)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVTX ranges of calls, for profilers: ``TDCOLL_NVTX=1``.
 
-Whether there are any is decided when a call is prepared, so without the variable calls don't take longer.
+Whether there are any is decided when a call is prepared, so without the variable calls don't take
+longer.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class _Range(contextlib.ContextDecorator):
 
 
 def range_of(name: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager, for any number of uses, that is an NVTX range if ``TDCOLL_NVTX`` asks for it."""
+    """Return a context manager, for any number of uses, that is an NVTX range if ``TDCOLL_NVTX``
+    asks for it."""
     return _Range(name) if _wanted() else contextlib.nullcontext()
 
 

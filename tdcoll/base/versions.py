@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of PyTorch, Triton and NVSHMEM that tdcoll works with. ``docs/versions.md`` says why and what was tried.
+"""The versions of PyTorch, Triton and NVSHMEM that tdcoll works with. ``docs/versions.md`` says why
+and what was tried.
 
 This module imports only the standard library, because launch.sh and the doctor use it before they
 know what is installed.
@@ -13,10 +14,12 @@ OLDEST_TORCH = (2, 10)
 """Oldest PyTorch: the first one that brings Triton 3.6."""
 
 OLDEST_TRITON = (3, 6)
-"""Oldest Triton: the first one with programmatic dependent launch and the form of launch that tdcoll prepares."""
+"""Oldest Triton: the first one with programmatic dependent launch and the form of launch that
+tdcoll prepares."""
 
 TRITON_BELOW = (4, 0)
-"""First Triton that is refused, because a new major version changes the compiler's internals that tdcoll uses."""
+"""First Triton that is refused, because a new major version changes the compiler's internals that
+tdcoll uses."""
 
 TESTED_TORCH = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 """PyTorch of the rows of ``tests/versions/matrix.py``."""
@@ -28,9 +31,9 @@ TESTED_NVSHMEM = ("3.4.5", "3.6.5", "3.7.2", "3.8.0")
 """NVSHMEM with which kernels are compiled in each row."""
 
 INSTALLED_ON_GPUS = ('torch==2.11.*; python_version < "3.15"', 'torch; python_version >= "3.15"')
-"""What ``launch.sh`` installs on a machine with GPUs and without a Python that has PyTorch: the one with
-which tdcoll's tests and benchmarks have run on GPUs. It brings Triton 3.6 and NVSHMEM 3.4.5. Where a
-Python is too new for it, the newest."""
+"""What ``launch.sh`` installs on a machine with GPUs and without a Python that has PyTorch: the one
+with which tdcoll's tests and benchmarks have run on GPUs. It brings Triton 3.6 and NVSHMEM 3.4.5.
+Where a Python is too new for it, the newest."""
 
 
 def version_of(text: object) -> tuple[int, int]:

@@ -14,7 +14,13 @@ from tdcoll.base.call_log import record_of
 from tdcoll.base.ranges import ranged
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.explain import explain_call
-from tdcoll.calls.launch_spec import NO_OPTIONS, KernelOptions, LaunchSpec, epoch_step, refuse_capture
+from tdcoll.calls.launch_spec import (
+    NO_OPTIONS,
+    KernelOptions,
+    LaunchSpec,
+    epoch_step,
+    refuse_capture,
+)
 from tdcoll.calls.plan import LAMPORT_WORD_BYTES, Facts, Plan
 from tdcoll.calls.spec import Algorithm, Collective
 from tdcoll.calls.steps import AtOffset, Step, StepSequence
@@ -30,10 +36,10 @@ class CallLaunches:
         plan: Of the first epoch.
         record: The kind of call, under the collective's name.
         lands_in_caller_buffer: Whether peers write to the caller's buffer.
-        variant: What the compiled kernels depend on, the same on all ranks.
-        run: ``(stream, *addresses)``, which launches, given the handle of a stream. The addresses are
-            those of source and result; or, if peers write to the caller's buffer, of the source,
-            nothing and the buffer.
+        variant: All that the compiled kernels depend on, the same on all ranks.
+        run: ``(stream, *addresses)``, which launches, given the handle of a stream. The addresses
+            are those of source and result; or, if peers write to the caller's buffer, of the
+            source, nothing and the buffer.
     """
 
     def __init__(self, algorithm: Algorithm, epochs: list[LaunchSpec]) -> None:
@@ -117,8 +123,8 @@ def launches_of(
 
     Raises:
         TypeError, ValueError: ``algorithm`` is not one that such a call can have.
-        ContextError: The context is far too small; or a CUDA graph is being captured before any such
-            call was made.
+        ContextError: The context is far too small; or a CUDA graph is being captured before any
+            such call was made.
     """
     if not isinstance(algorithm, (str, Plan)):
         arguments.instance("algorithm", algorithm, (str, Plan), "a str")
@@ -135,9 +141,7 @@ def launches_of(
     return launches
 
 
-def _key(
-    spec: Collective, facts: Facts, algorithm: str | Plan, options: KernelOptions
-) -> Hashable:
+def _key(spec: Collective, facts: Facts, algorithm: str | Plan, options: KernelOptions) -> Hashable:
     return (spec.name, facts.nbytes, facts.landing, algorithm, options)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls share of a context, and whether one may be made, here and now.
+"""State that the calls of a context share, and whether one may be made, here and now.
 
 Each rule stands once, in :meth:`CallChecks.check_fast`, which runs before every call and answers
 yes or no, because most of what a repeated call costs the host is spent there. If it answers no,
@@ -28,11 +28,11 @@ from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
 
 Debug = bool | Literal["first"]
-"""Which calls have their arguments compared by the ranks: all, none, or the first of each kind."""
+"""Calls whose arguments the ranks compare: all, none, or the first of each kind."""
 
 
 class Obstacle(Enum):
-    """What :meth:`CallChecks.check_fast` stopped at."""
+    """Why :meth:`CallChecks.check_fast` has stopped."""
 
     REFUSED = "the context refuses calls"
     JOB_ENDED = "the job has ended"
@@ -165,7 +165,7 @@ class CallChecks:
         self.max_blocks = MAX_BLOCKS
         """The most thread blocks that a launch on the context has; policies keep to it."""
         self.cache: dict[Hashable, Any] = {}
-        """What the host remembers of kinds of calls, by key; see :meth:`remember`."""
+        """Prepared calls and launches by key; see :meth:`remember`."""
         self._loaded: set[Hashable] = set()
         self._refusal: str | None = None
         self._obstacle: Obstacle | None = None
@@ -175,13 +175,15 @@ class CallChecks:
         self.order = order or StreamOrder(self.device)
 
     def check(self) -> None:
-        """Wait for the context's last eager call, and raise if a wait in one of its kernels expired.
+        """Wait for the context's last eager call, and raise if a wait in one of its kernels
+        expired.
 
         The host doesn't see replays of CUDA graphs: synchronise their stream first.
 
         Raises:
             CollectiveTimeout: naming rank, peer, signal and epoch.
-            ContextError: A call has failed after it had begun, which has ended those that still ran.
+            ContextError: A call has failed after it had begun, which has ended those that still
+                ran.
         """
         stream = self.order.stream
         if stream is not None:
@@ -266,7 +268,8 @@ class CallChecks:
     # ------------------------------------------------------------------ before a call
 
     def check_fast(self) -> int | None:
-        """Return the handle of the stream to launch on (0 on CPUs), or None if there is an obstacle.
+        """Return the handle of the stream to launch on (0 on CPUs), or None if there is an
+        obstacle.
 
         With an obstacle nothing has been launched, and :meth:`overcome` says or does what is left.
         If the current stream is not the last call's, it waits for that.
@@ -354,14 +357,12 @@ class CallChecks:
             return self._compared.is_new(operation, facts)
         return self.debug
 
-    def compare(
-        self, operation: str, facts: Mapping[str, Any], problem: Exception | None
-    ) -> None:
+    def compare(self, operation: str, facts: Mapping[str, Any], problem: Exception | None) -> None:
         """Raise on all ranks if the call is wrong on one of them, or differs. Collective.
 
         Args:
-            facts: What must be the same on all ranks, by name.
-            problem: What is wrong on this rank.
+            facts: Values that must be the same on all ranks, by name.
+            problem: The error of this rank's arguments, if they are wrong.
         """
         all_facts = {
             **facts,

@@ -137,7 +137,8 @@ class CollectiveOperation(Operation):
         check_symmetric(names[0] if options.in_place else names[1], landing_tensor, ctx)
 
     def _check_shapes(self, request: Request, ctx: Any) -> None:
-        """Raise unless the tensor has a result, and ``out``, if it is given, can take the result."""
+        """Raise unless the tensor has a result, and ``out``, if it is given, can take the
+        result."""
         spec = self.spec
         world = ctx.world_size
         tensor = request.tensors[0]
@@ -163,14 +164,16 @@ class CollectiveOperation(Operation):
         tensor, out = request.tensors
         segment = spec.segment_bytes(tensor.nbytes, ctx.world_size)
         allowed = spec.may_overlap_at(segment, ctx.rank)
-        if not overlap(
-            tensor.data_ptr(), tensor.nbytes, out.data_ptr(), out.nbytes, allowed
-        ):
+        if not overlap(tensor.data_ptr(), tensor.nbytes, out.data_ptr(), out.nbytes, allowed):
             return
         tensor_name, out_name = _names(request)
-        part, whole, begin = out_name, tensor_name, out.data_ptr() - tensor.data_ptr()
+        part = out_name
+        whole = tensor_name
+        begin = out.data_ptr() - tensor.data_ptr()
         if spec.gathers:
-            part, whole, begin = tensor_name, out_name, -begin
+            part = tensor_name
+            whole = out_name
+            begin = -begin
         exception = ""
         if not (spec.gathers or spec.scatters):
             exception = f", except to be {whole}"
@@ -183,7 +186,8 @@ class CollectiveOperation(Operation):
     # ------------------------------------------------------------------ plans
 
     def facts(self, request: Request, ctx: CollectiveContext | PlannedContext) -> Facts:
-        """Return the facts on which the call's plan depends, for a call or an explanation of one."""
+        """Return the facts on which the call's plan depends, for a call or an explanation of
+        one."""
         options = request.options
         tensor = request.tensors[0]
         world = ctx.world_size
@@ -292,7 +296,7 @@ def call_trusted(
     """Make a call for a caller that has checked both tensors, which may have any shapes.
 
     Returns:
-        What :func:`~tdcoll.calls.run.repeat_call` makes such calls with, of tensors of the same
+        The prepared call for :func:`~tdcoll.calls.run.repeat_call`, of tensors of the same
         numbers of elements and dtypes.
     """
     request = Request((tensor, out), CollectiveOptions(op), ctx=ctx)
@@ -334,7 +338,8 @@ class _IntoNewResult(_PreparedCollective):
         shape = spec.results(tensor.shape, ctx.world_size)[0]
         # empty_like takes half the time of empty.
         self._of_same_shape = shape == tensor.shape
-        # Sizes one by one take half the time of a tuple. A scalar has none, and is made of the tuple.
+        # Sizes one by one take half the time of a tuple. A scalar has none, and is made of the
+        # tuple.
         sizes = shape or [()]
         self._new_result = functools.partial(
             torch.empty, *sizes, dtype=tensor.dtype, device=ctx.device
@@ -351,7 +356,8 @@ class _IntoNewResult(_PreparedCollective):
 
 
 class _IntoOut(_PreparedCollective):
-    """The caller passes ``out``, in any memory, and peers don't write there unless it is symmetric."""
+    """The caller passes ``out``, in any memory, and peers don't write there unless it is
+    symmetric."""
 
     __slots__ = ("_may_overlap_at", "_out_bytes", "_tensor_bytes")
 

@@ -30,7 +30,7 @@ def kernel(facts: Facts) -> Any:
     return kernels.enter
 
 
-class Memory(Enum):
+class LocalMemory(Enum):
     """Memory of this rank that a copy reads."""
 
     TENSOR = "tensor"
@@ -67,7 +67,7 @@ class Hop:
     """
 
     copies: Mapping[int, Copy]
-    source: Memory = Memory.TENSOR
+    source: LocalMemory = LocalMemory.TENSOR
     pulled: bool = False
     local_copy: Copy | None = None
     reduce: KernelLaunch | None = None
@@ -99,11 +99,11 @@ class CopyEngines:
         key = ("copies", "side streams")
         self.side_streams = device_table(ctx, spec.operation, key, new_side_streams)
 
-    def address(self, memory: Memory, source: int, result: int) -> int:
+    def address(self, memory: LocalMemory, source: int, result: int) -> int:
         """Return where this rank's memory begins, given the addresses of a call."""
-        if memory is Memory.INBOX:
+        if memory is LocalMemory.INBOX:
             return self.inbox
-        return source if memory is Memory.TENSOR else result
+        return source if memory is LocalMemory.TENSOR else result
 
     def queue(self, stream: int, source: int, destination: int, copy: Copy, chunk: int) -> None:
         """Queue a copy as copies of at most ``chunk`` bytes."""
@@ -120,7 +120,8 @@ class CopyEngines:
 
 
 def _stamp_words(spec: LaunchSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the context's ``stamps`` and ``summed``; see :func:`tdcoll.primitives.copies.enter`."""
+    """Return the context's ``stamps`` and ``summed``; see
+    :func:`tdcoll.primitives.copies.enter`."""
     ctx = spec.ctx
 
     def new_stamps() -> torch.Tensor:
@@ -146,7 +147,7 @@ class _HostCopies:
 class LocalCopyStep(_HostCopies):
     """Queues copies from this rank's ``source`` to its result on the current stream."""
 
-    def __init__(self, engines: CopyEngines, source: Memory, copies: Sequence[Copy]) -> None:
+    def __init__(self, engines: CopyEngines, source: LocalMemory, copies: Sequence[Copy]) -> None:
         self._engines = engines
         self._source = source
         self._copies = [copy for copy in copies if copy.nbytes]
@@ -160,9 +161,10 @@ class LocalCopyStep(_HostCopies):
 
 
 class HopStep:
-    """Queues the copies of a hop to or from all peers, and launches the kernel that waits for stamps.
+    """Queues the copies of a hop to or from all peers, and launches the kernel that waits for
+    stamps.
 
-    Each peer's copies are on a stream that forks from the current one. Whatever stands before the
+    Each peer's copies are on a stream that forks from the current one. The step before the
     step in the call is the producer of the data.
 
     However the step ends, later work on the current stream comes after the copies that it has
@@ -171,7 +173,7 @@ class HopStep:
 
     Args:
         number: Of the hop in the call.
-        hear: Launch of :func:`tdcoll.primitives.copies.hear`.
+        hear: Launch of :func:`tdcoll.primitives.copies.wait_arrivals`.
         chunk: The most bytes of one copy.
     """
 
@@ -182,7 +184,7 @@ class HopStep:
         self._hear = hear
         self._chunk = chunk
         local_copies = [] if hop.local_copy is None else [hop.local_copy]
-        self._local_copy = LocalCopyStep(engines, Memory.TENSOR, local_copies)
+        self._local_copy = LocalCopyStep(engines, LocalMemory.TENSOR, local_copies)
 
     @property
     def prepared(self) -> bool:
@@ -234,24 +236,26 @@ class CopySequence(StepSequence):
     """The steps of a call by copies.
 
     Attributes:
-        variant: What the compiled kernels depend on.
+        variant: All that the compiled kernels depend on.
     """
 
     def __init__(self, spec: LaunchSpec, *hops: Hop) -> None:
         ctx = spec.ctx
         engines = CopyEngines(spec)
-        group = {"g": ctx.device_group, "WAITED": triton.next_power_of_2(ctx.world_size)}
+        group = {"g": ctx.device_group, "WORLD_POW2": triton.next_power_of_2(ctx.world_size)}
         words = {"stamps": engines.stamps, "summed": engines.summed}
         steps: list[Step] = [_signal_kernel(kernels.enter, {**group, **words})]
         for number, hop in enumerate(hops):
-            hear = _signal_kernel(kernels.hear, {**group, "hop": number, "PULLED": hop.pulled})
+            hear = _signal_kernel(
+                kernels.wait_arrivals, {**group, "hop": number, "PULLED": hop.pulled}
+            )
             steps.append(HopStep(engines, number, hop, hear, spec.plan.chunk))
             if hop.reduce is not None:
                 steps.append(hop.reduce)
             if hop.copy_out:
-                steps.append(LocalCopyStep(engines, Memory.INBOX, hop.copy_out))
+                steps.append(LocalCopyStep(engines, LocalMemory.INBOX, hop.copy_out))
         if hops[-1].copy_out:
-            steps.append(_signal_kernel(kernels.look, group))
+            steps.append(_signal_kernel(kernels.check_peers_alive, group))
         super().__init__(steps)
         pulled = tuple(hop.pulled for hop in hops)
         self.variant = ("copies", pulled, spec.options, spec.plan.num_warps)
@@ -322,7 +326,9 @@ def sums(
         maxnreg=SHARED_REGISTERS if shares_gpu(spec.facts) else None,
     )
     own_segment = ctx.rank * ctx.capacity
-    pushes = {peer: Copy(peer * stride, own_segment, sizes[peer]) for peer in successors(ctx.topology)}
+    pushes = {
+        peer: Copy(peer * stride, own_segment, sizes[peer]) for peer in successors(ctx.topology)
+    }
     return Hop(pushes, reduce=reduce)
 
 
@@ -340,7 +346,7 @@ def gathered(spec: LaunchSpec, stride: int, sizes: Sequence[int], second: int, p
         return Hop(_in_place(peers, stride, dict(enumerate(sizes))), pulled=True)
     push = Copy(ctx.rank * stride, ctx.rank * ctx.capacity + second, sizes[ctx.rank])
     copy_out = [Copy(peer * ctx.capacity + second, peer * stride, sizes[peer]) for peer in peers]
-    return Hop(dict.fromkeys(peers, push), source=Memory.RESULT, copy_out=copy_out)
+    return Hop(dict.fromkeys(peers, push), source=LocalMemory.RESULT, copy_out=copy_out)
 
 
 def _in_place(peers: Sequence[int], stride: int, sizes: Mapping[int, int]) -> dict[int, Copy]:

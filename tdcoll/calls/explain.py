@@ -17,12 +17,13 @@ UNSUPPORTED = "unsupported"
 
 @dataclass(frozen=True)
 class Explanation:
-    """How a call is made, and why. ``str()`` is for people: :attr:`line`, and a line for each unsupported algorithm.
+    """How a call is made, and why. ``str()`` is for people: :attr:`line`, and a line for each
+    unsupported algorithm.
 
     Attributes:
         operation: the collective.
-        nbytes: of a segment, which is what one rank sends to another; of all rows of a fused call, and of
-            this rank's for a sparse all-reduce.
+        nbytes: of a segment, which is what one rank sends to another; of all rows of a fused call,
+            and of this rank's for a sparse all-reduce.
         group: the ranks, in words.
         algorithm: the one that is taken; None if the call is refused.
         chunks: pieces that a segment is cut into.
@@ -73,7 +74,11 @@ def _count(number: int, what: str) -> str:
 
 
 def explain_call(
-    spec: Collective, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = (), table: str = ""
+    spec: Collective,
+    facts: Facts,
+    algorithm: str | Plan = "auto",
+    sections: Sequence[Section] = (),
+    table: str = "",
 ) -> Explanation:
     """Explain a call of a dense collective."""
     group = facts.topology.describe()
@@ -85,7 +90,15 @@ def explain_call(
         if isinstance(algorithm, Plan) or algorithm not in ("auto", *spec.names):
             raise
         why = str(error)
-        return Explanation(spec.name, facts.nbytes, group, None, reason=UNSUPPORTED, why=why, unsupported=unsupported)
+        return Explanation(
+            spec.name,
+            facts.nbytes,
+            group,
+            None,
+            reason=UNSUPPORTED,
+            why=why,
+            unsupported=unsupported,
+        )
     plan = decision.plan
     return Explanation(
         spec.name, facts.nbytes, group, plan.algorithm, plan.chunks, plan.chunk, plan.blocks, plan.num_warps,

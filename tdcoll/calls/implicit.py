@@ -38,7 +38,8 @@ def on(device: torch.device) -> Any:
 
 
 def _generous_size(old: CollectiveContext | None, nbytes: int) -> int:
-    """Return the bytes per rank of a context that is made for ``nbytes``, with room for larger calls."""
+    """Return the bytes per rank of a context that is made for ``nbytes``, with room for larger
+    calls."""
     doubled = 0 if old is None else 2 * old.max_bytes_per_rank
     return max(_LEAST_BYTES_PER_RANK, nbytes, doubled)
 
@@ -103,8 +104,8 @@ class ImplicitContext:
         Collective when it is made. Without ``limit`` and ``budget`` it returns True or raises.
 
         Args:
-            call: The call's arguments that must be the same on all ranks, by name. The ranks compare
-                them when they make a context, because they exchange its arguments anyway.
+            call: The call's arguments that must be the same on all ranks, by name. The ranks
+                compare them when they make a context, because they exchange its arguments anyway.
 
         Raises:
             ContextError: It has to be made, and a CUDA graph is being captured.
@@ -172,7 +173,8 @@ class ImplicitContext:
             raise
 
     def _first_that_fits(self, size: int, least: int) -> CollectiveContext:
-        """Make a context for ``size`` bytes per rank or, if the heap is too small, for ``least``."""
+        """Make a context for ``size`` bytes per rank or, if the heap is too small, for
+        ``least``."""
         try:
             return self._new_context(size)
         except HeapExhaustedError:  # on all ranks
@@ -254,8 +256,8 @@ def implicit_context(
 
     Args:
         operation: The name of the calls. Each name has a context of its own.
-        call: More arguments that must be the same on all ranks; compared when the context is made or
-            grows.
+        call: More arguments that must be the same on all ranks; compared when the context is made
+            or grows.
         size: Of the context. None: as the collective needs it for the tensor.
 
     Raises:
@@ -268,7 +270,9 @@ def implicit_context(
     own: ImplicitContext | None = job.contexts.get((operation, ranks))
     if own is None:
         chunks = MAX_CHUNKS if size is None else size.chunks
-        own = ImplicitContext(job, ranks, operation, lamport_bytes=spec.lamport_bytes, chunks=chunks)
+        own = ImplicitContext(
+            job, ranks, operation, lamport_bytes=spec.lamport_bytes, chunks=chunks
+        )
         job.contexts[operation, ranks] = own
     segment = spec.segment_bytes(strided_bytes(tensor), len(ranks))
     nbytes = spec.inbox(segment, len(ranks), job.heap.nbytes) if size is None else size.inbox_bytes
@@ -302,9 +306,14 @@ class PlannedContext:
 
 
 def planned_context(
-    spec: Collective, segment: int, group: runtime.Group, operation: str, size: ContextSize | None = None
+    spec: Collective,
+    segment: int,
+    group: runtime.Group,
+    operation: str,
+    size: ContextSize | None = None,
 ) -> CollectiveContext | PlannedContext:
-    """Return the context of :func:`implicit_context` for segments of so many bytes, or its plan. Local."""
+    """Return the context of :func:`implicit_context` for segments of so many bytes, or its plan.
+    Local."""
     job = runtime.current()
     ranks = job.ranks_of(group)
     nbytes = spec.inbox(segment, len(ranks), job.heap.nbytes) if size is None else size.inbox_bytes
@@ -316,7 +325,9 @@ def planned_context(
     topology = job.topology(ranks)
     old = None if own is None else own.context
     stores = all(job.heap.peer_base(topology.pes[rank]) for rank in topology.members[topology.node])
-    sizes = sizes_for(spec, nbytes, topology, job.heap.nbytes, job.arena.info.free, old, stores, chunks)
+    sizes = sizes_for(
+        spec, nbytes, topology, job.heap.nbytes, job.arena.info.free, old, stores, chunks
+    )
     architectures = given.architectures(job.device)
     table = given.read(None).of(architectures, topology.ranks_per_node, topology.n_nodes)
     return PlannedContext(

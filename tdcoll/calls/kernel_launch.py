@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of kernels, prepared once and made again with other addresses.
 
-Triton looks up a kernel and its launcher at every launch, 15 us a time, and the C function below still takes all
-arguments apart. Here the parameters of a kernel lie in one block of memory, as the CUDA driver reads them: a launch
-writes those that change and calls ``cuLaunchKernelEx`` (CUDA Driver API, *Execution Control*). The signature that
-Triton compiled says which arguments are parameters, and the PTX how many the driver expects.
+Triton looks up a kernel and its launcher at every launch, 15 us a time, and the C function below
+still takes all arguments apart. Here the parameters of a kernel lie in one block of memory, as the
+CUDA driver reads them: a launch writes those that change and calls ``cuLaunchKernelEx`` (CUDA
+Driver API, *Execution Control*). The signature that Triton compiled says which arguments are
+parameters, and the PTX how many the driver expects.
 
-**Launches that begin early** (programmatic dependent launch). Such a launch may be brought onto the GPU while the last
-blocks of the one before it on the stream still run. Its kernel begins with
-:func:`tdcoll.primitives.group.in_stream_order`, which waits until that one is over, and only then lets the next begin
-likewise. A kernel whose text begins so is compiled with ``launch_pdl`` (:class:`Launch`), which makes the function a
-wait, and for which the driver is then asked.
+**Launches that begin early** (programmatic dependent launch). Such a launch may be brought onto the
+GPU while the last blocks of the one before it on the stream still run. Its kernel begins with
+:func:`tdcoll.primitives.group.in_stream_order`, which waits until that one is over, and only then
+lets the next begin likewise. A kernel whose text begins so is compiled with ``launch_pdl``
+(:class:`Launch`), which makes the function a wait, and for which the driver is then asked.
 
-Why nothing waits for ever. A launch lets the next begin when *all* of its blocks have said so or ended. By then all of
-them have been on the GPU, so blocks that come early take no place which a block of the launch before needs. The wait
-comes before the permission, so when blocks of launch k + 1 are there, all launches up to k - 1 have ended: a stream
-holds the places of at most two launches. The second may be another library's and as large as the GPU. If launches of
-several contexts are in flight together and wait for peers, what waits behind one could keep out the other, on each rank
-another one. Contexts with a budget of thread blocks (``max_blocks``), and those of the backend, therefore launch as
-usual. So do other libraries' kernels: before or behind ours, one begins when the other has ended.
+Why nothing waits for ever. A launch lets the next begin when *all* of its blocks have said so or
+ended. By then all of them have been on the GPU, so blocks that come early take no place which a
+block of the launch before needs. The wait comes before the permission, so when blocks of launch k +
+1 are there, all launches up to k - 1 have ended: a stream holds the places of at most two launches.
+The second may be another library's and as large as the GPU. If launches of several contexts are in
+flight together and wait for peers, what waits behind one could keep out the other, on each rank
+another one. Contexts with a budget of thread blocks (``max_blocks``), and those of the backend,
+therefore launch as usual. So do other libraries' kernels: before or behind ours, one begins when
+the other has ended.
 """
 
 from __future__ import annotations
@@ -131,7 +134,8 @@ class _LoadedKernel:
     Not for two threads at once, because they would share the parameters.
 
     Attributes:
-        slots: The parameters, 64 bits each. The driver reads the low bits, as wide as the parameter.
+        slots: The parameters, 64 bits each. The driver reads the low bits, as wide as the
+            parameter.
         place: The index in ``slots`` of a parameter, by name: ``tuple.field`` for one of a tuple.
         passed: For each argument (tuples flattened, without their constants) whether it is a
             parameter. The others are constants in the compiled code.
@@ -234,11 +238,12 @@ _UNSUPPORTED_METADATA = (
     "tensordesc_meta",
     "gsan",
 )
-"""What :class:`_LoadedKernel` doesn't give a launch, by its name in Triton's metadata."""
+"""Values that :class:`_LoadedKernel` doesn't give a launch, by name in Triton's metadata."""
 
 
 def _is_supported(compiled: CompiledKernel) -> bool:
-    """Return whether :class:`_LoadedKernel` gives a launch of this kernel everything that it needs."""
+    """Return whether :class:`_LoadedKernel` gives a launch of this kernel everything that it
+    needs."""
     metadata = compiled.metadata
     if getattr(metadata, "num_ctas", 1) != 1:
         return False
@@ -278,8 +283,8 @@ class KernelLaunch:
         maxnreg: The most registers of a thread. None: ptxas decides, and may spill a little.
 
     Raises:
-        TypeError: A parameter has no argument (a compiled kernel has no defaults), or an argument no
-            parameter.
+        TypeError: A parameter has no argument (a compiled kernel has no defaults), or an argument
+            no parameter.
     """
 
     def __init__(
@@ -304,7 +309,9 @@ class KernelLaunch:
         self._arguments = {name: by_name[name] for name in kernel.arg_names}
         self._kernel = kernel
         self._changing = tuple(changing)
-        leaves = {leaf: value for name, whole in by_name.items() for leaf, value in _leaves(name, whole)}
+        leaves = {
+            leaf: value for name, whole in by_name.items() for leaf, value in _leaves(name, whole)
+        }
         self._brings_tensors = any(isinstance(leaves.get(name), torch.Tensor) for name in changing)
         self._options: dict[str, Any] = {"num_warps": num_warps}
         if num_stages is not None:
@@ -391,9 +398,7 @@ class KernelLaunch:
             else:
                 values.append(argument)
         if not loaded.all_passed:
-            values = [
-                value for value, passed in zip(values, loaded.passed, strict=False) if passed
-            ]
+            values = [value for value, passed in zip(values, loaded.passed, strict=False) if passed]
         loaded.slots[: len(values)] = values
         loaded.config.grid = _grid(blocks)
         loaded.launch(torch._C._cuda_getCurrentRawStream(self._device))
@@ -431,7 +436,7 @@ class LaunchCache:
             arguments: Tensors, addresses, whole numbers and :class:`FlatTuple` of these, in the
                 kernel's order.
             constants: The kernel's last parameters, which are all ``tl.constexpr``.
-            variant: Whatever else the compiled code depends on: dtypes of tensors that may differ
+            variant: All else that the compiled code depends on: dtypes of tensors that may differ
                 from call to call, alignment, the values of integers that the kernel specialises on,
                 and constants in tuples.
         """

@@ -40,7 +40,7 @@ _Table = TypeVar("_Table")
 
 
 class KernelOptions(NamedTuple):
-    """What the kernels of a dense call depend on beside its facts.
+    """The options of the kernels of a dense call, beside its facts.
 
     Attributes:
         dtype: Of the elements that are reduced; None if bytes are moved as they are.
@@ -156,7 +156,8 @@ def arithmetic(spec: LaunchSpec) -> dict[str, Any]:
 
 
 def tiles(spec: LaunchSpec) -> dict[str, Any]:
-    """Return the constants of a reduction by chunks: :func:`arithmetic`, ``COUNT`` and ``WAITED``.
+    """Return the constants of a reduction by chunks: :func:`arithmetic`, ``TILE`` and
+    ``WORLD_POW2``.
 
     A thread has 16 bytes of a tile, or 4 if elements have one byte: with 8 from each of 8 ranks, it
     would run out of registers. Where few thread blocks do all the work, a thread has up to 64
@@ -170,8 +171,8 @@ def tiles(spec: LaunchSpec) -> dict[str, Any]:
         per_thread *= max(1, 8 // max(2, triton.next_power_of_2(world)))
     return {
         **arithmetic(spec),
-        "COUNT": 32 * spec.plan.num_warps * per_thread,
-        "WAITED": triton.next_power_of_2(world),
+        "TILE": 32 * spec.plan.num_warps * per_thread,
+        "WORLD_POW2": triton.next_power_of_2(world),
     }
 
 
@@ -183,7 +184,7 @@ def _values_of_words(spec: LaunchSpec) -> dict[str, Any]:
         "inbox": spec.ctx.device_lamport if by_lamport else spec.flagged_words,
         "LAMPORT": by_lamport,
         "BLOCK": spec.plan.chunk // spec.word_bytes,
-        "LOOPED": spec.plan.blocks < spec.plan.chunks,
+        "PERSISTENT": spec.plan.blocks < spec.plan.chunks,
     }
 
 
@@ -227,7 +228,8 @@ def device_table(
 
 
 def local_peers(topology: Topology) -> list[int]:
-    """Return the other ranks of this node, the successor first: no rank is everybody's first target."""
+    """Return the other ranks of this node, the successor first: no rank is everybody's first
+    target."""
     mates = topology.members[topology.node]
     return [mates[(topology.place + i) % len(mates)] for i in range(1, len(mates))]
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounded waits, host side: the deadline that kernels read and the record that they leave behind.
 
-A kernel's ``wait_signal(..., monitor, ...)`` reads its deadline from words in device memory. When it expires,
-the first wait to do so sets the *aborted* word, which ends every other wait on the same monitor at once, and writes
-one record (rank, peer, signal, epoch, expected, seen) to pinned host memory. The host can read that without a
-synchronisation, so looking at it before every call costs next to nothing.
+A kernel's ``wait_signal(..., monitor, ...)`` reads its deadline from words in device memory. When
+it expires, the first wait to do so sets the *aborted* word, which ends every other wait on the same
+monitor at once, and writes one record (rank, peer, signal, epoch, expected, seen) to pinned host
+memory. The host can read that without a synchronisation, so looking at it before every call costs
+next to nothing.
 
-A wait that lasts for more than 134 ms leaves a *notice* behind the record, and another each 134 ms: its peer and epoch,
-and how long it has lasted. It does so when it has read the clock and found time left, so short waits execute the same
-instructions as without notices. There are 16 places for them, so that thread blocks which wait for different peers
-usually don't overwrite each other's. The thread of :mod:`tdcoll.runtime.watch` reads them: the wait goes on if its
-notice has changed a moment ago.
+A wait that lasts for more than 134 ms leaves a *notice* behind the record, and another each 134 ms:
+its peer and epoch, and how long it has lasted. It does so when it has read the clock and found time
+left, so short waits execute the same instructions as without notices. There are 16 places for them,
+so that thread blocks which wait for different peers usually don't overwrite each other's. The
+thread of :mod:`tdcoll.runtime.watch` reads them: the wait goes on if its notice has changed a
+moment ago.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ _ALIVE_S = 0.8
 class WaitMonitor:
     """The deadline and the record of the bounded waits of some kernels. Local to one rank.
 
-    Pass it to a kernel of :func:`tdcoll.jit` as the ``monitor`` of its waits, and call :meth:`check` before using what
-    the kernel produced. (Kernels of ``triton.jit``, and tuples, take its :attr:`words`.) Every
-    :class:`~tdcoll.CollectiveContext` has one.
+    Pass it to a kernel of :func:`tdcoll.jit` as the ``monitor`` of its waits, and call
+    :meth:`check` before using what the kernel produced. (Kernels of ``triton.jit``, and tuples,
+    take its :attr:`words`.) Every :class:`~tdcoll.CollectiveContext` has one.
 
     >>> monitor = tdcoll.WaitMonitor(timeout_s=5)
     >>> monitor.check()
@@ -64,11 +66,15 @@ class WaitMonitor:
     def __init__(self, *, timeout_s: float | None = None, rank: int | None = None) -> None:
         self.job = runtime.current()
         """The job whose kernels it is for."""
-        self.timeout_s = self.job.timeout_s if timeout_s is None else arguments.seconds("timeout_s", timeout_s)
+        self.timeout_s = (
+            self.job.timeout_s if timeout_s is None else arguments.seconds("timeout_s", timeout_s)
+        )
         if rank is not None:
             arguments.whole("rank", rank, 0)
         device = self.job.device
-        self._record = torch.zeros(c.RECORD_WORDS.value, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._record = torch.zeros(
+            c.RECORD_WORDS.value, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
         self._host = self._record.numpy()
         valid = c.RECORD_VALID.value
         host: Any = self._host
@@ -81,13 +87,16 @@ class WaitMonitor:
         words[c.MONITOR_RANK.value] = self._rank
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
         self._deadlines: dict[int, torch.Tensor] = {}
-        """On a GPU: pinned words with the deadlines so far, which captured graphs may copy again."""
+        """On a GPU: pinned words with the deadlines so far, which captured graphs may copy
+        again."""
         self.reported = False
         """True once :class:`~tdcoll.CollectiveTimeout` has been raised for it."""
         self.failure: str | None = None
-        """Why the host has ended the kernels' waits, if it has: what they were to exchange is incomplete."""
+        """Why the host has ended the kernels' waits, if it has: what they were to exchange is
+        incomplete."""
         self.gave_up: torch.Tensor | None = None
-        """int64 ``[world]``: what peers tell if they give up while copies are queued; None if there can be none."""
+        """int64 ``[world]``: what peers tell if they give up while copies are queued; None if there
+        can be none."""
         # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
         self.job.held[id(self)] = self
         self.calls: CallLog | None = None
@@ -99,9 +108,11 @@ class WaitMonitor:
         watch.start(self.job)
 
     def set_timeout(self, timeout_s: float, stream: Any = None) -> None:
-        """Change the deadline of the waits that begin behind the present work of a GPU's ``stream``, or from now on."""
+        """Change the deadline of the waits that begin behind the present work of a GPU's
+        ``stream``, or from now on."""
         self.timeout_s = timeout_s
-        nanoseconds, place = int(timeout_s * 1e9), c.MONITOR_TIMEOUT_NS.value
+        nanoseconds = int(timeout_s * 1e9)
+        place = c.MONITOR_TIMEOUT_NS.value
         if not self.words.is_cuda:
             self.words[place] = nanoseconds
             return
@@ -121,9 +132,11 @@ class WaitMonitor:
         return bool(self.valid[0])
 
     def abort(self) -> None:
-        """End the waits of kernels that run, and all later ones, as if another had expired. From any thread.
+        """End the waits of kernels that run, and all later ones, as if another had expired. From
+        any thread.
 
-        What the kernels were to exchange is incomplete then, of which there is no record: for a process that ends.
+        What the kernels were to exchange is incomplete then, of which there is no record: for a
+        process that ends.
         """
         if not self.words.is_cuda:
             self.words[c.MONITOR_ABORTED.value] = 1
@@ -137,7 +150,8 @@ class WaitMonitor:
         stream.synchronize()  # `one` lives until then
 
     def waits(self) -> Iterator[watch.PendingWait]:
-        """Waits in kernels that go on, as the notices say. For one thread, which looks more often than they are left.
+        """Waits in kernels that go on, as the notices say. For one thread, which looks more often
+        than they are left.
 
         Of waits that share a place, one at a time.
         """
@@ -149,22 +163,30 @@ class WaitMonitor:
                 self._changed[lamport, place] = notice, now
             if any(notice) and now - since < _ALIVE_S:
                 numbered = notice[1] != c.GAVE_UP.value and peer != c.OWN_GRID.value
-                yield watch.PendingWait(peer if peer >= 0 else None, notice[1] if numbered else None, lamport, waited_s)
+                yield watch.PendingWait(
+                    peer if peer >= 0 else None, notice[1] if numbered else None, lamport, waited_s
+                )
 
     def _told(self) -> Iterator[tuple[bool, int, list[int], int, float]]:
-        """All notices: of a Lamport call?, their place, their words, the peer, and how long the wait had lasted."""
+        """All notices: of a Lamport call?, their place, their words, the peer, and how long the
+        wait had lasted."""
         for lamport, place in itertools.product((False, True), range(c.NOTICES.value)):
             notice = self._notices[int(lamport), place].tolist()
             peer, waited = divmod(notice[0], 1 << 32)
             yield lamport, place, notice, peer, (waited << c.NOTICE_SHIFT.value) / 1e9
 
     def _waited_for(self, epoch: int) -> set[int]:
-        """Return the peers for which waits in this epoch or Lamport call lasted nearly until a deadline over 0.27 s."""
+        """Return the peers for which waits in this epoch or Lamport call lasted nearly until a
+        deadline over 0.27 s."""
         least_s = self.timeout_s - 2 * (c.NOTICE_EVERY.value << c.NOTICE_SHIFT.value) / 1e9
         if least_s <= 0:
             return set()
         told = self._told()
-        return {peer for *_, notice, peer, waited_s in told if peer >= 0 and notice[1] == epoch and waited_s >= least_s}
+        return {
+            peer
+            for *_, notice, peer, waited_s in told
+            if peer >= 0 and notice[1] == epoch and waited_s >= least_s
+        }
 
     @property
     def open(self) -> bool:
@@ -185,19 +207,24 @@ class WaitMonitor:
     def raise_if_wrong(self) -> None:
         """:meth:`check` of kernels that have ended.
 
-        If a peer has given up while copies were queued, these may have overwritten an inbox that kernels of other
-        algorithms have read since, and such kernels don't look themselves (:mod:`tdcoll.primitives.copies`). The
-        context is of no more use then.
+        If a peer has given up while copies were queued, these may have overwritten an inbox that
+        kernels of other algorithms have read since, and such kernels don't look themselves
+        (:mod:`tdcoll.primitives.copies`). The context is of no more use then.
         """
         if self.gave_up is not None and not self.expired and self.failure is None:
-            told = [(peer, word) for peer, word in enumerate(self.gave_up.tolist()) if word and peer != self._rank]
+            told = [
+                (peer, word)
+                for peer, word in enumerate(self.gave_up.tolist())
+                if word and peer != self._rank
+            ]
             if told:
                 self._record_peer(*told[0])
                 self.abort()
         self.raise_if_expired()
 
     def _record_peer(self, peer: int, word: int) -> None:
-        """Leave the record that a kernel leaves if it finds that ``peer`` has given up, as its ``word`` says."""
+        """Leave the record that a kernel leaves if it finds that ``peer`` has given up, as its
+        ``word`` says."""
         for place, value in (
             (c.RECORD_RANK, self._rank),
             (c.RECORD_PEER, peer),
@@ -214,7 +241,8 @@ class WaitMonitor:
         if self.expired:
             self.job.failed = self.reported = True
             words = [int(word) for word in self._host]
-            rank, seen = words[c.RECORD_RANK.value], words[c.RECORD_SEEN.value]
+            rank = words[c.RECORD_RANK.value]
+            seen = words[c.RECORD_SEEN.value]
             if words[c.RECORD_PEER.value] == c.OWN_GRID.value:
                 what = (
                     "in grid_barrier for other thread blocks of its launch: they don't call it, wait for another rank, "
@@ -222,9 +250,13 @@ class WaitMonitor:
                 )
                 raise CollectiveTimeout(what, rank=rank, peer=rank, timeout_s=self.timeout_s)
             # -1: the kernel has not told its wait.
-            peer, signal = (number if (number := words[place.value]) >= 0 else None for place in _TOLD)
+            peer, signal = (
+                words[place.value] if words[place.value] >= 0 else None for place in _TOLD
+            )
             if words[c.RECORD_EXPECTED.value] == c.GAVE_UP.value:  # stores.none_gave_up
-                raise CollectiveTimeout(rank=rank, peer=peer, epoch=seen - c.GAVE_UP.value, timeout_s=self.timeout_s)
+                raise CollectiveTimeout(
+                    rank=rank, peer=peer, epoch=seen - c.GAVE_UP.value, timeout_s=self.timeout_s
+                )
             raise CollectiveTimeout(
                 rank=rank,
                 peer=peer,
@@ -240,17 +272,19 @@ class WaitMonitor:
 
 
 def check() -> None:
-    """Wait for the current stream, and raise if a wait has expired in a kernel of this job on this rank.
+    """Wait for the current stream, and raise if a wait has expired in a kernel of this job on this
+    rank.
 
-    It looks at all contexts and monitors, tdcoll's own included. Without it, the next call of the kind raises, or
-    ``finalize()``.
+    It looks at all contexts and monitors, tdcoll's own included. Without it, the next call of the
+    kind raises, or ``finalize()``.
 
     >>> y = tdcoll.all_reduce(torch.ones(4))
     >>> tdcoll.check()
 
     Raises:
         CollectiveTimeout: naming rank, peer, signal and epoch.
-        ContextError: a call has failed after it had begun; those of its context that still ran are incomplete.
+        ContextError: a call has failed after it had begun; those of its context that still ran are
+            incomplete.
         NotInitializedError: before :func:`tdcoll.initialize`.
     """
     job = runtime.current()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tdcoll launches, in the terms of :func:`tdcoll.calls.run.run`, which makes every call.
+"""Everything that tdcoll launches, in the terms of :func:`tdcoll.calls.run.run`, which makes every
+call.
 
 An :class:`Operation` is a dense collective, a fused operator or a sparse all-reduce. A
 :class:`Request` is a call as its caller asked for it. A :class:`PreparedCall` is what a context
@@ -54,7 +55,8 @@ class PreparedCall(ABC):
             unknown, and such calls aren't repeated.
         complex: Whether the tensors are complex, so that they may be conjugate views.
         launch: ``(stream, *frame) -> None``: launches the steps, given the handle of the stream.
-        variant: What the compiled kernels depend on, the same on all ranks; None: nothing is loaded.
+        variant: All that the compiled kernels depend on, the same on all ranks; None: nothing is
+            loaded.
     """
 
     __slots__ = ("complex", "launch", "record", "variant")

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a call is cut: pure functions of facts that are the same on every rank.
 
-Two ranks that choose differently wait for signals that no rank sends. A choice may therefore look at :class:`Facts`, at
-the requested algorithm and at the sections of a tuning table, which the ranks have compared, and at nothing else: not
-at the rank, the clock, the device or an environment variable, nor at whether this rank captures a CUDA graph.
+Two ranks that choose differently wait for signals that no rank sends. A choice may therefore look
+at :class:`Facts`, at the requested algorithm and at the sections of a tuning table, which the ranks
+have compared, and at nothing else: not at the rank, the clock, the device or an environment
+variable, nor at whether this rank captures a CUDA graph.
 
-:mod:`.spec` chooses between the algorithms of a collective. Here are preconditions (``needs_*``), and ways to cut
-segments into chunks or into words (``cut_*``).
+:mod:`.spec` chooses between the algorithms of a collective. Here are preconditions (``needs_*``),
+and ways to cut segments into chunks or into words (``cut_*``).
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ USUAL_CHUNKS = 64, 32
 """Chunks are made larger before there are more of them than this, in one node and between nodes."""
 
 LARGE_CHUNKS = 8, 32
-"""Times :data:`TARGET_CHUNK_BYTES`, likewise: no larger while there are signals for more chunks, so that a large
-message is used, or forwarded, while it arrives. A put between nodes costs more than one inside."""
+"""Times :data:`TARGET_CHUNK_BYTES`, likewise: no larger while there are signals for more chunks, so
+that a large message is used, or forwarded, while it arrives. A put between nodes costs more than
+one inside."""
 
 MANY_WARPS_FROM = 128 << 10
-"""Bytes. Larger chunks are moved by 16 warps, smaller ones by 8, if the message is not :data:`LARGE`."""
+"""Bytes. Larger chunks are moved by 16 warps, smaller ones by 8, if the message is not
+:data:`LARGE`."""
 
 LARGE = 8 << 20
 """Bytes per rank. Messages from here on are moved by 16 warps."""
@@ -45,7 +48,8 @@ LL_BLOCK = 128
 """128-bit words that one LL program moves: one for each thread of 4 warps."""
 
 LL_MOST_WORDS = 1024
-"""The most 128-bit words that one LL program moves, because each word of a thread is a separate loop in the code."""
+"""The most 128-bit words that one LL program moves, because each word of a thread is a separate
+loop in the code."""
 
 LL_WORD_BYTES = 12
 """Data of such a word; the rest is its flag."""
@@ -59,17 +63,21 @@ MOST_EPOCHS = 1024
 REDUCING_BLOCKS = 128
 """Blocks of words that are reduced: about one for each SM."""
 
-LOOP_BLOCKS, LOOP_BYTES = (32, 64), 128 << 10
-"""Thread blocks that loop over chunks, at least and at most, and bytes for each between the two, if nothing else is
-measured: so many reach 90 percent of the speed that more of them have on 2 H100s."""
+LOOP_BLOCKS = (32, 64)
+LOOP_BYTES = 128 << 10
+"""Thread blocks that loop over chunks, at least and at most, and bytes for each between the two,
+if nothing else is measured: so many reach 90 percent of the speed that more of them have on 2
+H100s."""
 
 LOOPS_FROM = 256 << 10
-"""Bytes of a rank's data from which a context with a budget of thread blocks takes loops rather than words or chunks
-with a thread block each: on 2 H100s with 30 thread blocks, an all-gather of 256 KB takes 5.8 us by loops and 7.6 by
-direct stores, and an all-reduce of 16 MB takes 68 us by loops and 240 by words."""
+"""Bytes of a rank's data from which a context with a budget of thread blocks takes loops rather
+than words or chunks with a thread block each: on 2 H100s with 30 thread blocks, an all-gather of
+256 KB takes 5.8 us by loops and 7.6 by direct stores, and an all-reduce of 16 MB takes 68 us by
+loops and 240 by words."""
 
 LOOPED_BYTES = 8 << 10
-"""Bytes for each thread block from which a small budget takes loops, if that is less than :data:`LOOPS_FROM`."""
+"""Bytes for each thread block from which a small budget takes loops, if that is less than
+:data:`LOOPS_FROM`."""
 
 SUMMING_BLOCKS = 32
 """Thread blocks that sum what copy engines have brought, at most."""
@@ -83,12 +91,14 @@ _REDUCED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call is launched: each segment in ``chunks`` chunks of ``chunk`` bytes, of which the last may be shorter.
+    """How one call is launched: each segment in ``chunks`` chunks of ``chunk`` bytes, of which the
+    last may be shorter.
 
     Attributes:
         algorithm: one of its operation's, not ``"auto"``.
         num_warps: warps of each thread block.
-        blocks: thread blocks; only they may differ between ranks, on nodes of different sizes. 0: the algorithm's own.
+        blocks: thread blocks; only they may differ between ranks, on nodes of different sizes. 0:
+            the algorithm's own.
     """
 
     algorithm: str
@@ -156,9 +166,7 @@ class Facts:
         return self.landing is Landing.PEER_RESULT
 
     @staticmethod
-    def of(
-        ctx: Any, nbytes: int, dtype: Any = None, landing: Landing = Landing.INBOX
-    ) -> Facts:
+    def of(ctx: Any, nbytes: int, dtype: Any = None, landing: Landing = Landing.INBOX) -> Facts:
         """Return the facts of a call on a context, of ``nbytes`` per segment.
 
         Args:
@@ -205,18 +213,23 @@ class Payload:
 
 def needs_words(facts: Facts) -> str | None:
     """Return why a call cannot use LL, or None if it can."""
-    if (problem := needs_stores(facts)) is not None:
+    problem = needs_stores(facts)
+    if problem is not None:
         return problem
     limit = f"at most {facts.ll_bytes} bytes per rank"
     if facts.nbytes <= facts.ll_bytes:
-        if _fewest_words(Payload(facts.nbytes, blocks=facts.topology.world_size), facts.max_blocks) <= LL_MOST_WORDS:
+        if (
+            _fewest_words(Payload(facts.nbytes, blocks=facts.topology.world_size), facts.max_blocks)
+            <= LL_MOST_WORDS
+        ):
             return None
         limit = f"more than {facts.max_blocks} thread blocks"
     return f"needs {limit}; got {facts.nbytes} bytes on "
 
 
 def shares_gpu(facts: Facts) -> bool:
-    """Return whether launches of other contexts need room on the GPU, so that few thread blocks have to do."""
+    """Return whether launches of other contexts need room on the GPU, so that few thread blocks
+    have to do."""
     return facts.max_blocks != MAX_BLOCKS
 
 
@@ -229,25 +242,32 @@ def needs_stores(facts: Facts) -> str | None:
 
 def needs_puts(facts: Facts) -> str | None:
     """Return why a call cannot use puts, or None if it can."""
-    return None if facts.puts else "needs NVSHMEM's puts, which memory of PyTorch's does not have; got "
+    return (
+        None
+        if facts.puts
+        else "needs NVSHMEM's puts, which memory of PyTorch's does not have; got "
+    )
 
 
 def needs_rails(facts: Facts) -> str | None:
     """Return why a call cannot use rails, or None if it can."""
     topology = facts.topology
     if topology.n_nodes < 2 or (topology.ranks_per_node or 1) < 2 or not facts.stores:
-        return "needs several nodes of the same number of ranks, which can store to each other; got "
+        return (
+            "needs several nodes of the same number of ranks, which can store to each other; got "
+        )
     return needs_puts(facts)
 
 
 def half(capacity: int) -> int:
-    """Return the bytes of the inbox, and of the outbox, of a segment where a rank has to put from the context."""
+    """Return the bytes of the inbox, and of the outbox, of a segment where a rank has to put from
+    the context."""
     return capacity // 32 * 16
 
 
 def inbox_epoch(facts: Facts) -> int:
-    """Return the bytes of a segment in each epoch of a call whose segments land in the inbox, and leave from the outbox
-    where a rank has to put."""
+    """Return the bytes of a segment in each epoch of a call whose segments land in the inbox, and
+    leave from the outbox where a rank has to put."""
     room = facts.capacity if needs_stores(facts) is None else half(facts.capacity)
     return room // 128 * 128 or room // 16 * 16
 
@@ -258,12 +278,14 @@ def per_segment(facts: Facts, plan: Plan) -> int:
 
 
 def per_chunk(facts: Facts, plan: Plan) -> int:
-    """Thread blocks of a reduction by words: one for each block of words, or as many as the context allows."""
+    """Thread blocks of a reduction by words: one for each block of words, or as many as the context
+    allows."""
     return min(plan.chunks, facts.max_blocks - 1)
 
 
 def most_chunks(facts: Facts) -> int:
-    """Most chunks of a segment: each has up to ``2 * world + 1`` thread blocks, all with a share of one epoch."""
+    """Most chunks of a segment: each has up to ``2 * world + 1`` thread blocks, all with a share of
+    one epoch."""
     return max(1, min(facts.chunks, (facts.max_blocks - 1) // (2 * facts.topology.world_size + 1)))
 
 
@@ -273,7 +295,8 @@ def warps(nbytes: int, chunk: int) -> int:
 
 
 def most_warps(facts: Facts) -> int:
-    """Return how many warps a program may have: fewer where launches of other contexts need room on the GPU."""
+    """Return how many warps a program may have: fewer where launches of other contexts need room on
+    the GPU."""
     return SHARED_WARPS if shares_gpu(facts) else max(WARPS)
 
 
@@ -281,7 +304,8 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
     """Chunks with a signal each.
 
     Args:
-        large: chunks may be as large as they get, since nothing is done with one before all are there.
+        large: chunks may be as large as they get, since nothing is done with one before all are
+            there.
     """
     several = facts.topology.n_nodes > 1
     usual = max(TARGET_CHUNK_BYTES, -(-facts.nbytes // USUAL_CHUNKS[several]))
@@ -297,25 +321,32 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
 
 
 def cut_copies(facts: Facts, entry: Entry, sums: bool = False) -> Plan:
-    """One copy of a segment, because copy engines are faster the more they move at once; thread blocks only sum."""
+    """One copy of a segment, because copy engines are faster the more they move at once; thread
+    blocks only sum."""
     whole = facts.nbytes
-    chunks = min(most_chunks(facts), entry.chunks or -(-whole // (entry.chunk or max(1, whole))) or 1)
+    chunks = min(
+        most_chunks(facts), entry.chunks or -(-whole // (entry.chunk or max(1, whole))) or 1
+    )
     chunk = max(1, -(-whole // (chunks * CHUNK_ALIGNMENT))) * CHUNK_ALIGNMENT
     plan = Plan("ce", max(1, -(-whole // chunk)), chunk, 1, 1)
     if sums:
-        num_warps, blocks = min(entry.num_warps or 16, most_warps(facts)), min(entry.blocks or 0, facts.max_blocks - 1)
+        num_warps = min(entry.num_warps or 16, most_warps(facts))
+        blocks = min(entry.blocks or 0, facts.max_blocks - 1)
         plan = replace(plan, num_warps=num_warps, blocks=blocks or summing_blocks(facts, plan))
     return plan
 
 
 def summing_blocks(facts: Facts, plan: Plan) -> int:
-    """Return the thread blocks that sum what copy engines have brought, if the plan doesn't state them: few."""
-    return max(1, min(SUMMING_BLOCKS, facts.max_blocks - 1, plan.chunks * plan.chunk // SUMMED_BYTES))
+    """Return the thread blocks that sum what copy engines have brought, if the plan doesn't state
+    them: few."""
+    return max(
+        1, min(SUMMING_BLOCKS, facts.max_blocks - 1, plan.chunks * plan.chunk // SUMMED_BYTES)
+    )
 
 
 def cut_loop(facts: Facts, entry: Entry, whole: int, signals: int = 1) -> Plan:
-    """One chunk for each thread block, if nothing else is measured: on 2 H100s with 8 to 64 thread blocks, more and
-    smaller chunks were slower, because a barrier and a release follow each."""
+    """One chunk for each thread block, if nothing else is measured: on 2 H100s with 8 to 64 thread
+    blocks, more and smaller chunks were slower, because a barrier and a release follow each."""
     least, most = LOOP_BLOCKS
     wanted = entry.blocks or max(least, min(most, whole // LOOP_BYTES))
     blocks = min(wanted, facts.max_blocks - 1)
@@ -329,25 +360,30 @@ def cut_loop(facts: Facts, entry: Entry, whole: int, signals: int = 1) -> Plan:
 
 
 def loop_blocks(facts: Facts, plan: Plan) -> int:
-    """Return the thread blocks of a plan whose thread blocks loop over chunks, if it doesn't state them."""
+    """Return the thread blocks of a plan whose thread blocks loop over chunks, if it doesn't state
+    them."""
     return min(plan.chunks, LOOP_BLOCKS[1], facts.max_blocks - 1)
 
 
 def prefers_loops(facts: Facts, nbytes: int) -> bool:
-    """Return whether a call takes loops before words, see :data:`LOOPS_FROM`. Not with larger budgets than they use.
+    """Return whether a call takes loops before words, see :data:`LOOPS_FROM`. Not with larger
+    budgets than they use.
 
     Args:
-        nbytes: of a rank's data; of twice a part where ranks exchange parts, as in the measurements of 2 ranks.
+        nbytes: of a rank's data; of twice a part where ranks exchange parts, as in the measurements
+            of 2 ranks.
     """
     least = min(LOOPS_FROM, LOOPED_BYTES * facts.max_blocks)
     return facts.max_blocks <= LOOP_BLOCKS[1] and nbytes >= least and needs_stores(facts) is None
 
 
 def node_default(facts: Facts, nbytes: int, words: Callable[[Facts], str | None]) -> str | None:
-    """Return the algorithm that is taken inside a node if nothing was measured; None without stores inside one node.
+    """Return the algorithm that is taken inside a node if nothing was measured; None without stores
+    inside one node.
 
-    Words if they are supported, but for what loops are better at; otherwise loops if the context has a budget of thread
-    blocks, and else chunks with a thread block each. In the simulator never words, which take some 20 ms per program.
+    Words if they are supported, but for what loops are better at; otherwise loops if the context
+    has a budget of thread blocks, and else chunks with a thread block each. In the simulator never
+    words, which take some 20 ms per program.
 
     Args:
         nbytes: as for :func:`prefers_loops`.
@@ -377,7 +413,11 @@ def _fewest_words(payload: Payload, max_blocks: int) -> int:
 
 
 def cut_words(
-    facts: Facts, entry: Entry, algorithm: str, payload: Payload | None = None, usual: int = LL_BLOCK
+    facts: Facts,
+    entry: Entry,
+    algorithm: str,
+    payload: Payload | None = None,
+    usual: int = LL_BLOCK,
 ) -> Plan:
     """Blocks of words that need no signal.
 
@@ -389,25 +429,30 @@ def cut_words(
     fewest = _fewest_words(payload, facts.max_blocks) if payload.blocks else 1
     words = words_of(payload.nbytes, payload.width)
     if entry.chunk is not None:
-        block = max(32, min(LL_MOST_WORDS, power(entry.chunk // payload.width + 1) // 2))  # at most so much
+        # at most so much
+        block = max(32, min(LL_MOST_WORDS, power(entry.chunk // payload.width + 1) // 2))
     elif entry.chunks is not None:
         block = min(LL_MOST_WORDS, max(LL_BLOCK, power(-(-words // entry.chunks))))
     else:
         # The interpreter takes as long for a block of few words as for one of many.
         block = LL_MOST_WORDS if facts.simulated else usual
     block = max(block, fewest)
-    # Threads beyond a program's words would send them again. Threads with several words would wait for them in turn.
-    warps = max(1, min(entry.num_warps or (8 if payload.blocks else 16), most_warps(facts), block // 32))
+    # Threads beyond a program's words would send them again. Threads with several words would wait
+    # for them in turn.
+    warps = max(
+        1, min(entry.num_warps or (8 if payload.blocks else 16), most_warps(facts), block // 32)
+    )
     return Plan(algorithm, -(-words // block), payload.width * block, warps)
 
 
 @dataclass(frozen=True)
 class Words:
-    """How a reduction by words is cut. They use the Lamport protocol where the context has memory for it, and else LL.
-    Thread blocks take several blocks of words where there are too many.
+    """How a reduction by words is cut. They use the Lamport protocol where the context has memory
+    for it, and else LL. Thread blocks take several blocks of words where there are too many.
 
     Attributes:
-        shots: 1 if a rank sends a whole segment to each other; 2 if a part to each, and then the sum of its own to all.
+        shots: 1 if a rank sends a whole segment to each other; 2 if a part to each, and then the
+            sum of its own to all.
     """
 
     name: str
@@ -422,7 +467,10 @@ class Words:
     def _whole(self, facts: Facts) -> Payload:
         """Return what a call of one epoch is cut from."""
         width = LAMPORT_WORD_BYTES
-        if width * self.shots * self._words(facts, width) > -(-facts.lamport_bytes // width) * width:
+        if (
+            width * self.shots * self._words(facts, width)
+            > -(-facts.lamport_bytes // width) * width
+        ):
             width = LL_WORD_BYTES
         return Payload(width * self._words(facts, width), width, blocks=0)
 
@@ -430,7 +478,8 @@ class Words:
         """Return why a call of one epoch can't use words, or None if it can."""
         if facts.itemsize > 4:
             return f"needs elements of at most 4 bytes; got elements of {facts.itemsize} bytes on "
-        if (problem := needs_stores(facts)) is not None:
+        problem = needs_stores(facts)
+        if problem is not None:
             return problem
         if facts.nbytes >= _REDUCED_BYTES:
             return f"needs less than {_REDUCED_BYTES} bytes; got {facts.nbytes} bytes on "
@@ -442,11 +491,16 @@ class Words:
     def epoch(self, facts: Facts) -> int:
         """Return the bytes of a segment in each epoch.
 
-        A call of two shots that fits into no words at once takes as few epochs of Lamport words as possible, of equal
-        size, but for the last. Instead of more than :data:`MOST_EPOCHS` it has one, which :meth:`supports` refuses.
+        A call of two shots that fits into no words at once takes as few epochs of Lamport words as
+        possible, of equal size, but for the last. Instead of more than :data:`MOST_EPOCHS` it has
+        one, which :meth:`supports` refuses.
         """
-        width, nbytes = LAMPORT_WORD_BYTES, facts.nbytes
-        room = min(width * self._parts(facts) * (-(-facts.lamport_bytes // width) // 2), _REDUCED_BYTES - width)
+        width = LAMPORT_WORD_BYTES
+        nbytes = facts.nbytes
+        room = min(
+            width * self._parts(facts) * (-(-facts.lamport_bytes // width) // 2),
+            _REDUCED_BYTES - width,
+        )
         if self.shots == 1 or not 0 < nbytes <= MOST_EPOCHS * room or self._problem(facts) is None:
             return nbytes
         epochs = -(-nbytes // room)
@@ -461,8 +515,10 @@ class Words:
         return self._problem(replace(facts, nbytes=self.epoch(facts)))
 
     def cut(self, facts: Facts, entry: Entry) -> Plan:
-        """Return the plan of the first epoch: a word for each thread, in about :data:`REDUCING_BLOCKS` blocks, and then
-        in larger ones, of up to 16 warps."""
+        """Return the plan of the first epoch: a word for each thread, in about
+        :data:`REDUCING_BLOCKS` blocks, and then in larger ones, of up to 16 warps."""
         payload = self.payload(facts)
-        usual = max(64, min(512, power(-(-words_of(payload.nbytes, payload.width) // REDUCING_BLOCKS))))
+        usual = max(
+            64, min(512, power(-(-words_of(payload.nbytes, payload.width) // REDUCING_BLOCKS)))
+        )
         return cut_words(facts, entry, self.name, payload, usual)

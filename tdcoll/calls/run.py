@@ -74,9 +74,7 @@ def repeat_call(ctx: Any, prepared: PreparedCall, tensors: tuple[torch.Tensor, .
     device = ctx.device
     conjugates = prepared.complex
     for tensor in tensors:  # as `tensors.usable` checks, without the time of a call
-        if not (
-            tensor.device == device and tensor.layout is _STRIDED and tensor.is_contiguous()
-        ):
+        if not (tensor.device == device and tensor.layout is _STRIDED and tensor.is_contiguous()):
             return None
         if tensor.is_neg() or (conjugates and tensor.is_conj()):
             return None
@@ -115,8 +113,8 @@ def make_call(
             call itself.
 
     Returns:
-        What :func:`repeat_call` repeats such calls with (None if the result has a gradient), and the
-        result.
+        The prepared call for :func:`repeat_call` (None if the result has a gradient), and
+        the result.
 
     Raises:
         ContextError, NotInitializedError, CollectiveTimeout: See :meth:`.CallChecks.overcome`.
@@ -146,7 +144,7 @@ def make_call(
     label = operation.label(request)
     facts = operation.agreement(request, ctx) if ctx.debug else {}
 
-    # What is wrong on one rank is an error on all ranks that compare the call.
+    # An error on one rank is an error on all ranks that compare the call.
     obstacle = ctx.find_obstacle(label)
     comparing = ctx.compares(label, facts)
     problem: Exception | None = None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symmetric memory of a context: one place for allocating it and for reporting its size in advance."""
+"""The symmetric memory of a context: one place for allocating it and for reporting its size in
+advance."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class ContextSizes:
 
     @property
     def areas(self) -> tuple[Area, ...]:
-        """All symmetric tensors, in the order of their allocation; :mod:`tdcoll.calls.context` describes them."""
+        """All symmetric tensors, in the order of their allocation; :mod:`tdcoll.calls.context`
+        describes them."""
         world = self.world_size
         # A call of no bytes sends one word.
         words = 0 if self.ll_bytes < 0 else max(1, -(-self.ll_bytes // 12))
@@ -85,10 +87,12 @@ def context_sizes(
 
     Args:
         stores: whether the ranks of each node can store to each other's memory.
-        max_bytes_per_rank, chunks, flagged_bytes, lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
+        max_bytes_per_rank, chunks, flagged_bytes, lamport_bytes: as for
+            :class:`~tdcoll.CollectiveContext`.
         free: of the heap. If the usual ``lamport_bytes`` don't fit, there are fewer. None: enough.
     """
-    world, nodes = topology.world_size, topology.n_nodes
+    world = topology.world_size
+    nodes = topology.n_nodes
     if max_bytes_per_rank is None:
         max_bytes_per_rank = limits.inbox_bytes(world, heap_bytes)
     usual = min(max_bytes_per_rank, limits.lamport_bytes(world, nodes), heap_bytes // (12 * world))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dense collective as data: one :class:`Collective`, which its folder exports as ``SPEC``.
 
-Everything that is not the same for all dense collectives stands in that record: calls, the backend, operators, tuning,
-benchmarks and tests read it there, and name no collective. This module needs neither torch nor triton.
+Everything that is not the same for all dense collectives stands in that record: calls, the backend,
+operators, tuning, benchmarks and tests read it there, and name no collective. This module needs
+neither torch nor triton.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
 FEW_BLOCKS = (30, 4 << 20), (13, 1 << 20), (8, 256 << 10)
-"""``(blocks, bytes)``: on a context with fewer thread blocks, the backend handles no more than so many bytes."""
+"""``(blocks, bytes)``: on a context with fewer thread blocks, the backend handles no more than so
+many bytes."""
 
 WORLD = "world"
 """In :attr:`Collective.segments`: one segment for each rank of the group."""
@@ -30,7 +32,9 @@ Shape = tuple[int, ...]
 _NOTHING_MEASURED = Entry(None, "")
 
 
-REQUESTED, TABLE, DEFAULT = "requested", "table", "default"
+REQUESTED = "requested"
+TABLE = "table"
+DEFAULT = "default"
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,11 @@ class Decision:
     """The plan of a call, and why it was made.
 
     Attributes:
-        reason: of its algorithm: ``"requested"``, ``"table"`` (measured to be the fastest) or ``"default"``.
-        found: the section and the entry of the tuning table that hold for the call, if there are any. The entry's
-            algorithm is another one if it was not requested, or doesn't support the call.
+        reason: of its algorithm: ``"requested"``, ``"table"`` (measured to be the fastest) or
+            ``"default"``.
+        found: the section and the entry of the tuning table that hold for the call, if there are
+            any. The entry's algorithm is another one if it was not requested, or doesn't support
+            the call.
     """
 
     plan: Plan
@@ -53,19 +59,27 @@ class Algorithm:
     """One way to make the calls of a collective.
 
     Attributes:
-        supports: why such a call can't have it, as a sentence that begins with ``needs``; None if it can.
+        supports: why such a call can't have it, as a sentence that begins with ``needs``; None if
+            it can.
         cut: the plan of such a call, given what an entry of a table says.
-        kernel: made by :func:`tdcoll.jit`. Its parameters begin with the addresses ``source`` and ``out``.
+        kernel: made by :func:`tdcoll.jit`. Its parameters begin with the addresses ``source`` and
+            ``out``.
         blocks: thread blocks of a plan.
         values: arguments beyond those that kernels of any collective may have, by name, of a
             :class:`~tdcoll.calls.launch_spec.LaunchSpec`.
-        words: bytes of data that a word may carry, for algorithms whose chunks are blocks of words without signals.
+        words: bytes of data that a word may carry, for algorithms whose chunks are blocks of words
+            without signals.
         payload: what the chunks of a call are cut from.
-        epoch: bytes of a segment in each epoch; the last may be shorter. ``cut`` and ``payload`` are of the first.
-        early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
-        any_blocks: whether any number of thread blocks works, with the same bits; a plan then says how many.
-        copies: makes the steps of a call by copy engines, of a :class:`~tdcoll.calls.launch_spec.LaunchSpec`.
-        differs: whether it does anything on these ranks that no other algorithm does, and needs to be measured.
+        epoch: bytes of a segment in each epoch; the last may be shorter. ``cut`` and ``payload``
+            are of the first.
+        early: whether launches may begin before the one ahead of them has ended (programmatic
+            dependent launch).
+        works_with_any_grid: whether any number of thread blocks works, with the same bits; a plan
+            then says how many.
+        copies: makes the steps of a call by copy engines, of a
+            :class:`~tdcoll.calls.launch_spec.LaunchSpec`.
+        differs: whether it does anything on these ranks that no other algorithm does, and needs to
+            be measured.
     """
 
     name: str
@@ -75,10 +89,12 @@ class Algorithm:
     blocks: Callable[[Facts, Plan], int]
     values: Callable[[Any], Mapping[str, Any]] = lambda spec: {}
     words: tuple[int, ...] = ()
-    payload: Callable[[Facts], Payload] = lambda facts: Payload(facts.nbytes, blocks=facts.topology.world_size)
+    payload: Callable[[Facts], Payload] = lambda facts: Payload(
+        facts.nbytes, blocks=facts.topology.world_size
+    )
     epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
     early: Callable[[Facts], bool] = lambda facts: True
-    any_blocks: bool = False
+    works_with_any_grid: bool = False
     copies: Callable[[Any], Any] | None = None
     differs: Callable[[Topology], bool] = lambda topology: True
 
@@ -89,15 +105,21 @@ class Collective:
 
     Attributes:
         name: of its public function, its folder, and its sections of tuning tables.
-        segments: how many segments the caller's tensor and the result have, ``(given, result)``: 1 or :data:`WORLD`.
-        default: the name of the one to take if nothing was measured. If it doesn't support the call, none does.
+        segments: how many segments the caller's tensor and the result have, ``(given, result)``: 1
+            or :data:`WORLD`.
+        default: the name of the one to take if nothing was measured. If it doesn't support the
+            call, none does.
         torch: the name of the same function in ``torch.distributed``.
-        capacity: ``(bytes of a segment, ranks) ->`` the ``max_bytes_per_rank`` with which a call is always one epoch.
-        adjoint: the name of the collective that takes the gradient of the result to that of the tensor.
-        reduces: whether elements are reduced: calls then have an operation, and a dtype that matters.
+        capacity: ``(bytes of a segment, ranks) ->`` the ``max_bytes_per_rank`` with which a call is
+            always one epoch.
+        adjoint: the name of the collective that takes the gradient of the result to that of the
+            tensor.
+        reduces: whether elements are reduced: calls then have an operation, and a dtype that
+            matters.
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
-        handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed`` handles by default: up
-            to there, calls of 2 GPUs take no longer than NCCL's (``benchmarks/backend_calls.py`` measures it).
+        handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed``
+            handles by default: up to there, calls of 2 GPUs take no longer than NCCL's
+            (``benchmarks/backend_calls.py`` measures it).
         handled_bytes_of_more: the same for more than 2 ranks, by measurements on 4 GPUs.
     """
 
@@ -124,10 +146,13 @@ class Collective:
 
     def handled(self, world: int) -> int:
         """Return the largest segment that the backend handles by default with so many ranks."""
-        return min(self.handled_bytes, self.handled_bytes_of_more) if world > 2 else self.handled_bytes
+        return (
+            min(self.handled_bytes, self.handled_bytes_of_more) if world > 2 else self.handled_bytes
+        )
 
     def handled_with(self, blocks: int, world: int) -> int:
-        """Return the largest segment that the backend handles by default with so many thread blocks and ranks."""
+        """Return the largest segment that the backend handles by default with so many thread blocks
+        and ranks."""
         limits = [nbytes for least, nbytes in FEW_BLOCKS if blocks < least]
         return min([self.handled(world), *limits])
 
@@ -148,13 +173,16 @@ class Collective:
         return nbytes // world if self.scatters else nbytes
 
     def results(self, shape: Shape, world: int) -> tuple[Shape, ...]:
-        """Return the shapes that the result of a tensor may have, of which the first is made; none if the tensor's
-        first dimension must be divisible by the number of ranks and isn't."""
+        """Return the shapes that the result of a tensor may have, of which the first is made; none
+        if the tensor's first dimension must be divisible by the number of ranks and isn't."""
         segments = [shape]
         if self.scatters:
             if not shape or shape[0] % world:
                 return ()
-            segments = [(shape[0] // world, *shape[1:]), *([shape[1:]] if shape[0] == world else [])]
+            segments = [
+                (shape[0] // world, *shape[1:]),
+                *([shape[1:]] if shape[0] == world else []),
+            ]
         if not self.gathers:
             return tuple(segments)
         first = segments[0]
@@ -162,7 +190,8 @@ class Collective:
         return shape if self.scatters else whole, (world, *first)
 
     def inbox(self, segment: int, world: int, heap_bytes: int) -> int:
-        """Return the ``max_bytes_per_rank`` of a context that tdcoll makes by itself for such calls."""
+        """Return the ``max_bytes_per_rank`` of a context that tdcoll makes by itself for such
+        calls."""
         return min(self.capacity(segment, world), inbox_bytes(world, heap_bytes))
 
     @property
@@ -171,8 +200,9 @@ class Collective:
         return None if self.reduces else 0
 
     def may_overlap_at(self, segment: int, rank: int) -> int | None:
-        """Return how many bytes behind the caller's tensor the result may begin if the two share memory: the smaller is
-        this rank's segment of the larger, or both are the same. None: they must not overlap."""
+        """Return how many bytes behind the caller's tensor the result may begin if the two share
+        memory: the smaller is this rank's segment of the larger, or both are the same. None: they
+        must not overlap."""
         if self.scatters:
             return None if self.gathers else rank * segment
         return -rank * segment if self.gathers else 0
@@ -191,38 +221,55 @@ class Collective:
     # ------------------------------------------------------------------ the choice
 
     def supported(self, name: str, facts: Facts) -> Algorithm:
-        """Return the algorithm of this name; raise ``ValueError``, which says why, if it doesn't support the call."""
+        """Return the algorithm of this name; raise ``ValueError``, which says why, if it doesn't
+        support the call."""
         algorithm = self.algorithm(name)
-        if (problem := algorithm.supports(facts)) is not None:
-            raise ValueError(f"algorithm={name!r} {problem}{facts.topology.describe()}. Use algorithm='auto'.")
+        problem = algorithm.supports(facts)
+        if problem is not None:
+            raise ValueError(
+                f"algorithm={name!r} {problem}{facts.topology.describe()}. Use algorithm='auto'."
+            )
         return algorithm
 
-    def choose(self, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = ()) -> Plan:
+    def choose(
+        self, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = ()
+    ) -> Plan:
         """Return the plan of a call of one epoch, as :meth:`decide` makes it."""
         return self.decide(facts, algorithm, sections).plan
 
-    def decide(self, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = ()) -> Decision:
-        """Decide about a call, or the first epoch of a larger one; the same on all ranks of the group.
+    def decide(
+        self, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = ()
+    ) -> Decision:
+        """Decide about a call, or the first epoch of a larger one; the same on all ranks of the
+        group.
 
         Args:
-            algorithm: ``"auto"``, or one of ``self.names``; or, from measurements and tests, a plan, which is taken as
-                it is. ``"auto"`` takes what the table says if that supports the call, and the default otherwise.
-            sections: of a tuning table, for these GPUs; its chunks and warps count if its algorithm is taken.
+            algorithm: ``"auto"``, or one of ``self.names``; or, from measurements and tests, a
+                plan, which is taken as it is. ``"auto"`` takes what the table says if that supports
+                the call, and the default otherwise.
+            sections: of a tuning table, for these GPUs; its chunks and warps count if its algorithm
+                is taken.
         """
         if isinstance(algorithm, Plan):
             self.supported(algorithm.algorithm, facts)
             return Decision(self._with_blocks(facts, algorithm), REQUESTED)
         if algorithm not in ("auto", *self.names):
-            raise ValueError(f"algorithm must be one of auto, {', '.join(self.names)}; got {algorithm!r}")
+            raise ValueError(
+                f"algorithm must be one of auto, {', '.join(self.names)}; got {algorithm!r}"
+            )
         found = self._entry(facts, sections)
         entry = None if found is None else found[1]
         if algorithm != "auto":
-            reason, chosen = REQUESTED, self.supported(algorithm, facts)
-        elif entry is not None and (measured := self.algorithm(entry.algorithm)).supports(facts) is None:
-            reason, chosen = TABLE, measured
+            reason = REQUESTED
+            chosen = self.supported(algorithm, facts)
+        elif entry is not None and self.algorithm(entry.algorithm).supports(facts) is None:
+            reason = TABLE
+            chosen = self.algorithm(entry.algorithm)
         else:
-            reason, chosen = DEFAULT, self.algorithm(self.default(facts))
-            if (problem := chosen.supports(facts)) is not None:
+            reason = DEFAULT
+            chosen = self.algorithm(self.default(facts))
+            problem = chosen.supports(facts)
+            if problem is not None:
                 raise ValueError(f"{self.name} {problem}{facts.topology.describe()}")
         if entry is None or entry.algorithm != chosen.name:
             entry = _NOTHING_MEASURED
@@ -234,7 +281,8 @@ class Collective:
         """Decide about a call of any size.
 
         Returns:
-            The decision about its first epoch, whose algorithm is that of the whole, and the :meth:`epochs`.
+            The decision about its first epoch, whose algorithm is that of the whole, and the
+            :meth:`epochs`.
 
         Raises:
             ValueError: an unknown algorithm, or one that doesn't support the call.
@@ -246,7 +294,9 @@ class Collective:
             nbytes = self.algorithm(algorithm.algorithm).payload(facts).nbytes
             covered = algorithm.chunks * algorithm.chunk
             if len(epochs) > 1 or covered < nbytes:
-                raise ValueError(f"a Plan must cover {nbytes} bytes in one epoch; got {covered} in {len(epochs)}")
+                raise ValueError(
+                    f"a Plan must cover {nbytes} bytes in one epoch; got {covered} in {len(epochs)}"
+                )
         if len(epochs) == 1:
             return decision, epochs
         first = self.choose(replace(facts, nbytes=epochs[0]), decision.plan.algorithm, sections)
@@ -254,7 +304,8 @@ class Collective:
 
     def epochs(self, facts: Facts, algorithm: str) -> list[int]:
         """Return the bytes of a segment in each epoch of a call."""
-        nbytes, capacity = facts.nbytes, self.algorithm(algorithm).epoch(facts)
+        nbytes = facts.nbytes
+        capacity = self.algorithm(algorithm).epoch(facts)
         if nbytes > MOST_EPOCHS * capacity:
             raise ContextError(
                 f"{self.name}: {nbytes} bytes would take more than {MOST_EPOCHS} epochs of {capacity} bytes. "
@@ -264,17 +315,26 @@ class Collective:
         return [*(n - 1) * [capacity], nbytes - (n - 1) * capacity]
 
     def _with_blocks(self, facts: Facts, plan: Plan) -> Plan:
-        return plan if plan.blocks else replace(plan, blocks=self.algorithm(plan.algorithm).blocks(facts, plan))
+        return (
+            plan
+            if plan.blocks
+            else replace(plan, blocks=self.algorithm(plan.algorithm).blocks(facts, plan))
+        )
 
     def _entry(self, facts: Facts, sections: Sequence[Section]) -> tuple[Section, Entry] | None:
-        """The first entry that holds for such a call, and its section. On a context with a budget of thread blocks only
-        those hold that state how many, or that need none, because the others were measured with the whole GPU."""
+        """The first entry that holds for such a call, and its section. On a context with a budget
+        of thread blocks only those hold that state how many, or that need none, because the others
+        were measured with the whole GPU."""
         topology = facts.topology
         kind = (self.name, topology.ranks_per_node, topology.n_nodes, facts.in_place)
         for section in sections:
             if section.kind[1:] == kind:
                 for entry in section.entries:
-                    holds = not shares_gpu(facts) or entry.blocks or self.algorithm(entry.algorithm).copies
+                    holds = (
+                        not shares_gpu(facts)
+                        or entry.blocks
+                        or self.algorithm(entry.algorithm).copies
+                    )
                     if holds and (entry.up_to is None or facts.nbytes <= entry.up_to):
                         return section, entry
         return None

@@ -92,7 +92,8 @@ class WithPlaces:
 
 
 class HostStep:
-    """A function of PyTorch's, which queues its work on the current stream: a matmul, a sort, a copy.
+    """A function of PyTorch's, which queues its work on the current stream: a matmul, a sort, a
+    copy.
 
     Args:
         function: Takes the frame.

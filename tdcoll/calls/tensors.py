@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of calls: what kernels can take, where they lie in the symmetric heap, and whether two overlap."""
+"""Tensors of calls: what kernels can take, where they lie in the symmetric heap, and whether two
+overlap."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def check_fits(
     dtypes: Sequence[torch.dtype],
     shapes: Sequence[Sequence[int]],
 ) -> None:
-    """Raise unless kernels on ``device`` can take ``tensor``, and it has one of the dtypes and shapes."""
+    """Raise unless kernels on ``device`` can take ``tensor``, and it has one of the dtypes and
+    shapes."""
     check_tensor(name, tensor, device)
     sizes = [list(shape) for shape in shapes]
     if tensor.dtype in dtypes and list(tensor.shape) in sizes:
@@ -79,7 +81,8 @@ def check_fits(
 
 
 def check_symmetric(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> None:
-    """Raise unless the peers of a context can access a tensor. The caller vouches that all ranks pass the same one."""
+    """Raise unless the peers of a context can access a tensor. The caller vouches that all ranks
+    pass the same one."""
     if not tensor.nbytes:
         return
     owners = ctx.job.arena.owners_around(ctx.job.offset_of(tensor, name), tensor.nbytes)
@@ -93,7 +96,8 @@ def check_symmetric(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> 
 
 
 def heap_offset(tensor: Any, ctx: CollectiveContext) -> int | str:
-    """Return the offset of a tensor in the symmetric heap, for ranks to compare; 0 if it has no address."""
+    """Return the offset of a tensor in the symmetric heap, for ranks to compare; 0 if it has no
+    address."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not _STRIDED or not tensor.nbytes:
         return 0
     offset = tensor.data_ptr() - ctx.job.heap.base
@@ -111,7 +115,8 @@ def overlap(source: int, source_bytes: int, out: int, out_bytes: int, allowed: i
     """Return whether a tensor and a result overlap, given the address and the bytes of each.
 
     Args:
-        allowed: The result may begin this many bytes behind the tensor. None: no overlap is allowed.
+        allowed: The result may begin this many bytes behind the tensor. None: no overlap is
+            allowed.
     """
     if out >= source + source_bytes or source >= out + out_bytes:
         return False

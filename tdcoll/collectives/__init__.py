@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One folder per collective: kernels (device), ``op`` (what users call), ``policy`` (pure choice), ``reference``."""
+"""One folder per collective: kernels (device), ``op`` (what users call), ``policy`` (pure choice),
+``reference``."""

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs written for Triton-distributed, on stock Triton: ``import triton_dist`` resolves to tdcoll.
+"""Programs written for Triton-distributed, on stock Triton: ``import triton_dist`` resolves to
+tdcoll.
 
-Either start them by ``python -m tdcoll.compat script.py``, also with ``launch.sh``, or call :func:`activate` before
-the first ``import triton_dist``. ``docs/triton-distributed.md`` lists what is the same, what differs, and what
-is missing. Names and behaviour follow ByteDance-Seed/Triton-distributed at commit
-1512a81189315eca7ba38f884aaf239469a88ba3; the code is tdcoll's own.
+Either start them by ``python -m tdcoll.compat script.py``, also with ``launch.sh``, or call
+:func:`activate` before the first ``import triton_dist``. ``docs/triton-distributed.md`` lists what
+is the same, what differs, and what is missing. Names and behaviour follow
+ByteDance-Seed/Triton-distributed at commit 1512a81189315eca7ba38f884aaf239469a88ba3; the code is
+tdcoll's own.
 """
 
 from __future__ import annotations
@@ -51,10 +53,13 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """A finder of ``triton_dist``, of modules below it, and of the parts of ``nvshmem`` that tdcoll replaces."""
+    """A finder of ``triton_dist``, of modules below it, and of the parts of ``nvshmem`` that tdcoll
+    replaces."""
 
     def __init__(self, without_nvshmem: bool) -> None:
-        packages = ("nvshmem", "nvshmem.bindings", "nvshmem.bindings.nvshmem") if without_nvshmem else ()
+        packages = (
+            ("nvshmem", "nvshmem.bindings", "nvshmem.bindings.nvshmem") if without_nvshmem else ()
+        )
         self._nvshmem = {"nvshmem.core", *packages}
 
     def find_spec(
@@ -80,14 +85,17 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def activate() -> None:
-    """Let ``import triton_dist`` and its submodules resolve to tdcoll in this process, and ``nvshmem.core`` as well.
+    """Let ``import triton_dist`` and its submodules resolve to tdcoll in this process, and
+    ``nvshmem.core`` as well.
 
-    Idempotent. On the simulator it also puts stand-ins for ``torch.cuda`` in place, and lets the device ``"cuda"`` be
-    the CPU. There, and if ranks share GPUs, collectives of process groups are complete when they return. If
-    ``TDCOLL_EMULATE_NODES`` is set, ``LOCAL_WORLD_SIZE`` and ``LOCAL_RANK`` become those of the emulated node.
+    Idempotent. On the simulator it also puts stand-ins for ``torch.cuda`` in place, and lets the
+    device ``"cuda"`` be the CPU. There, and if ranks share GPUs, collectives of process groups are
+    complete when they return. If ``TDCOLL_EMULATE_NODES`` is set, ``LOCAL_WORLD_SIZE`` and
+    ``LOCAL_RANK`` become those of the emulated node.
 
     Raises:
-        ImportError: a real Triton-distributed is imported already, or installed; the message has its path.
+        ImportError: a real Triton-distributed is imported already, or installed; the message has
+            its path.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tdcoll.compat script.py [arguments...]``: runs a program of Triton-distributed's on tdcoll."""
+"""``python -m tdcoll.compat script.py [arguments...]``: runs a program of Triton-distributed's on
+tdcoll."""
 
 from __future__ import annotations
 

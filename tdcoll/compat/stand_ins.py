@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins on the simulator, or if ranks share GPUs: nodes, process groups, ``torch.cuda``, CUDA's driver.
+"""Stand-ins on the simulator, or if ranks share GPUs: nodes, process groups, ``torch.cuda``, CUDA's
+driver.
 
-Because a launch on the simulator returns when the kernel has ended, there is one stream, work on it is done at once,
-and waiting for it does nothing. The device ``"cuda"`` is the CPU. gloo stands in for NCCL.
+Because a launch on the simulator returns when the kernel has ended, there is one stream, work on it
+is done at once, and waiting for it does nothing. The device ``"cuda"`` is the CPU. gloo stands in
+for NCCL.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ _device: int | None = None
 
 
 def emulate_nodes() -> None:
-    """Let ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` be those of the emulated node, if nodes are emulated.
+    """Let ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` be those of the emulated node, if nodes are
+    emulated.
 
     Raises:
-        ValueError: a variable is no number, or nodes would not be of one size, as such programs expect.
+        ValueError: a variable is no number, or nodes would not be of one size, as such programs
+            expect.
     """
     global _device
     _device = device_index()
-    nodes, processes = _number("TDCOLL_EMULATE_NODES", 1), _number("LOCAL_WORLD_SIZE", 1)
+    nodes = _number("TDCOLL_EMULATE_NODES", 1)
+    processes = _number("LOCAL_WORLD_SIZE", 1)
     if nodes == 1:
         return
     if processes % nodes:
@@ -66,10 +71,12 @@ _COLLECTIVES = re.compile("_?(all|barrier|broadcast|gather|reduce|scatter)")
 
 @functools.cache
 def wait_for_collectives() -> None:
-    """Let the collectives of all process groups return when they are complete, for the rest of this process.
+    """Let the collectives of all process groups return when they are complete, for the rest of this
+    process.
 
-    Programs don't wait for a collective's ``Work`` on the host, because NCCL orders it on the GPU. gloo runs it on
-    another thread, and the program would read old data. Sends are left alone, because two ranks may begin with one.
+    Programs don't wait for a collective's ``Work`` on the host, because NCCL orders it on the GPU.
+    gloo runs it on another thread, and the program would read old data. Sends are left alone,
+    because two ranks may begin with one.
     """
 
     def completed(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,9 +124,15 @@ class Event(torch.cpu.Event):
 _STREAM = FinishedStream()
 
 _PROPERTIES = SimpleNamespace(
-    name="tdcoll's simulator", major=9, minor=0, multi_processor_count=32, total_memory=1 << 40, warp_size=32
+    name="tdcoll's simulator",
+    major=9,
+    minor=0,
+    multi_processor_count=32,
+    total_memory=1 << 40,
+    warp_size=32,
 )
-"""An H100's capability, because programs may request descriptors, and few multiprocessors, so that grids are small."""
+"""An H100's capability, because programs may request descriptors, and few multiprocessors, so that
+grids are small."""
 
 _STAND_INS: dict[str, Any] = {
     "Stream": FinishedStream,
@@ -148,7 +161,11 @@ class _OnTheCpu(TorchFunctionMode):
     """A mode in which the device ``"cuda"`` is the CPU wherever PyTorch is given one."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
@@ -162,7 +179,8 @@ class _OnTheCpu(TorchFunctionMode):
 
 @functools.cache
 def replace_cuda() -> TorchFunctionMode:
-    """Put the stand-ins for ``torch.cuda`` in place, for the rest of this process and for this thread."""
+    """Put the stand-ins for ``torch.cuda`` in place, for the rest of this process and for this
+    thread."""
     for name, stand_in in _STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
     mode = _OnTheCpu()
@@ -203,7 +221,8 @@ cuda = SimpleNamespace(
     cuStreamWriteValue32=functools.partial(_write, 32),
     cuStreamWriteValue64=functools.partial(_write, 64),
 )
-"""``cuda.bindings.driver`` as far as such programs use it. Errors are exceptions, so every call returns success."""
+"""``cuda.bindings.driver`` as far as such programs use it. Errors are exceptions, so every call
+returns success."""
 
 cudart = SimpleNamespace(
     cudaMemcpyKind=SimpleNamespace(cudaMemcpyDeviceToDevice=3, cudaMemcpyDefault=4),

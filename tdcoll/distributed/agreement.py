@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agreement of the ranks of a new group, which also joins the job if it hasn't been joined.
 
-The result is the same on all ranks, because an obstacle on one of them is an obstacle for the group.
+The result is the same on all ranks, because an obstacle on one of them is an obstacle for the
+group.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from tdcoll.runtime.control import StoreControlPlane, require_equal
 
 
 def device_of_this_rank() -> torch.device:
-    """Return the GPU for the symmetric heap: the current one if the script has chosen it, else the launcher's."""
-    current, local = torch.cuda.current_device(), arguments.decimal(os.environ.get("LOCAL_RANK", ""))
+    """Return the GPU for the symmetric heap: the current one if the script has chosen it, else the
+    launcher's."""
+    current = torch.cuda.current_device()
+    local = arguments.decimal(os.environ.get("LOCAL_RANK", ""))
     if current == 0 and local is not None:
         index = lifecycle.device_index(local, lifecycle.may_share_gpus())
         current = index if index < torch.cuda.device_count() else current
@@ -79,12 +82,19 @@ class Agreement:
         name: str,
         default: bool,
     ) -> None:
-        self.rank, self.ranks, self.options, self.name, self.default = rank, ranks, options, name, default
+        self.rank = rank
+        self.ranks = ranks
+        self.options = options
+        self.name = name
+        self.default = default
         self.kinds = options.kinds
-        of_job = timeout == dist.distributed_c10d.default_pg_timeout and os.environ.get("TDCOLL_TIMEOUT_S")
+        of_job = timeout == dist.distributed_c10d.default_pg_timeout and os.environ.get(
+            "TDCOLL_TIMEOUT_S"
+        )
         self.timeout_s = None if of_job else min(timeout.total_seconds(), arguments.MOST_SECONDS)
         self.reason: str | None = None
-        store, self._everyone = dist.PrefixStore("tdcoll/", store), range(len(ranks))
+        store = dist.PrefixStore("tdcoll/", store)
+        self._everyone = range(len(ranks))
         self._control = StoreControlPlane(store, rank, timeout.total_seconds())
         configured = {
             "handles": options.kinds,
@@ -99,7 +109,8 @@ class Agreement:
         gathered = self._control.all_gather(self._everyone, "backend tdcoll", mine)
         given, obstacles, names, tokens = zip(*gathered, strict=True)
         require_equal(given, self._everyone, "the options of backend tdcoll")
-        self.agreed_name, self.token = f"group {names[0]}", tokens[0]
+        self.agreed_name = f"group {names[0]}"
+        self.token = tokens[0]
         self._give_up(obstacles)
         if self.kinds and runtime.current_or_none() is None:  # then these are all ranks
             self._join(store)
@@ -117,10 +128,13 @@ class Agreement:
     def _join(self, store: Any) -> None:
         """Initialise tdcoll for a group of all ranks. Collective."""
         obstacle: str | None = None
-        heap_bytes, timeout_s = self.options.heap_bytes, self.timeout_s
+        heap_bytes = self.options.heap_bytes
+        timeout_s = self.timeout_s
         try:
             with on(torch.device("cpu") if INTERPRETED else device_of_this_rank()):
-                lifecycle.join(store, self.rank, len(self.ranks), heap_bytes=heap_bytes, timeout_s=timeout_s)
+                lifecycle.join(
+                    store, self.rank, len(self.ranks), heap_bytes=heap_bytes, timeout_s=timeout_s
+                )
             runtime.current().of_backend = True
         except TdcollError as error:
             obstacle = str(error)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions that a fallback backend lacks, or has with another arithmetic than tdcoll's kernels.
 
-A mean is the sum of all ranks in the accumulator, divided once and then rounded (``docs/architecture.md``), so that a
-sum which the dtype has no number for is still averaged, whether a call is small enough for tdcoll's kernels or not.
-``PREMUL_SUM`` multiplies in the accumulator, too. Means of integers are as NCCL has them: the sum in the dtype itself,
-which wraps around, divided and truncated.
+A mean is the sum of all ranks in the accumulator, divided once and then rounded
+(``docs/architecture.md``), so that a sum which the dtype has no number for is still averaged,
+whether a call is small enough for tdcoll's kernels or not. ``PREMUL_SUM`` multiplies in the
+accumulator, too. Means of integers are as NCCL has them: the sum in the dtype itself, which wraps
+around, divided and truncated.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ PREMULTIPLIED = "RedOpType.PREMUL_SUM"
 
 
 def operation(reduce_op: Any) -> str:
-    """Return tdcoll's name of a ``ReduceOp``, or torch's name if tdcoll doesn't have the operation."""
+    """Return tdcoll's name of a ``ReduceOp``, or torch's name if tdcoll doesn't have the
+    operation."""
     return str(operation_name(reduce_op))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which floating-point numbers of ``dtype`` are added; other dtypes as they are."""
+    """Return the dtype in which floating-point numbers of ``dtype`` are added; other dtypes as they
+    are."""
     return ACCUMULATORS.get(dtype, dtype) if dtype.is_floating_point else dtype
 
 
 def mean_of(total: torch.Tensor, world: int) -> torch.Tensor:
-    """Return a sum over ``world`` ranks divided by their number: correctly rounded, or truncated for integers."""
+    """Return a sum over ``world`` ranks divided by their number: correctly rounded, or truncated
+    for integers."""
     if total.is_floating_point():
         return total / world + 0.0  # no result is -0.0
     return total.div(world, rounding_mode="trunc")
@@ -54,12 +58,14 @@ class Arithmetic(NamedTuple):
     after: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that gloo reduces: ``tensor`` itself, if nothing has to be converted."""
+        """Return the tensor that gloo reduces: ``tensor`` itself, if nothing has to be
+        converted."""
         part = tensor.to(self.dtype)
         return part if self.before is None else self.before(part)
 
     def result(self, reduced: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the result in the call's ``dtype``: ``reduced`` itself, if nothing has to be converted."""
+        """Return the result in the call's ``dtype``: ``reduced`` itself, if nothing has to be
+        converted."""
         if self.after is not None:
             reduced = self.after(reduced)
         return reduced.to(dtype)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process group of backend ``tdcoll``: torch.distributed's calls, and the forms of their arguments.
+"""The process group of backend ``tdcoll``: torch.distributed's calls, and the forms of their
+arguments.
 
-``torch.distributed`` lets Python subclass ``ProcessGroup``, not ``Backend``. Python calls the methods overridden here,
-and C++ (DDP's reducer, functional collectives) calls them if PyTorch's trampoline has the method. Every other method is
-``ProcessGroup``'s own, which finds gloo and NCCL registered with this object.
+``torch.distributed`` lets Python subclass ``ProcessGroup``, not ``Backend``. Python calls the
+methods overridden here, and C++ (DDP's reducer, functional collectives) calls them if PyTorch's
+trampoline has the method. Every other method is ``ProcessGroup``'s own, which finds gloo and NCCL
+registered with this object.
 """
 
 from __future__ import annotations
@@ -43,12 +45,14 @@ from tdcoll.runtime.control import generation, keep
 
 
 def _operation(opts: Any) -> str:
-    """Return tdcoll's name of the operation in a call's options, or torch's name if tdcoll does not have it."""
+    """Return tdcoll's name of the operation in a call's options, or torch's name if tdcoll does not
+    have it."""
     return NAMES_BY_HASH.get(hash(opts.reduceOp)) or str(operation_name(opts.reduceOp))
 
 
 def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
-    """Make a process group of backend ``"tdcoll"``, for ``torch.distributed``. Collective over its ranks.
+    """Make a process group of backend ``"tdcoll"``, for ``torch.distributed``. Collective over its
+    ranks.
 
     Raises:
         RankMismatchError: ranks of the group have been given different options.
@@ -58,34 +62,48 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
     """
     if torch.cuda.is_available() and dist.is_nccl_available():  # gloo has no batches
         batch_messages_of(TdcollProcessGroup)
-    ranks, options = list(given.global_ranks_in_group), Options.of(pg_options)
+    ranks = list(given.global_ranks_in_group)
+    options = Options.of(pg_options)
     if ranks:
         refuse_inherited_group("new_group")
     store = _meeting_place(given.store, ranks)
-    device = getattr(getattr(given, "process_group", None), "bound_device_id", None)  # none before PyTorch 2.14
+    # none before PyTorch 2.14
+    device = getattr(getattr(given, "process_group", None), "bound_device_id", None)
     with backend_errors, runtime.failing_with_the_store():
         return TdcollProcessGroup(
-            store, given.group_rank, given.group_size, ranks, given.timeout, given.group_id, options, device=device
+            store,
+            given.group_rank,
+            given.group_size,
+            ranks,
+            given.timeout,
+            given.group_id,
+            options,
+            device=device,
         )
 
 
 def _meeting_place(store: Any, ranks: list[int]) -> Any:
     """``store`` without the prefixes of the group's name and device.
 
-    PyTorch's names are numbers that each process counts, and they differ from rank to rank when init_process_group has
-    failed on some of them. The ranks that take part are enough: see :func:`tdcoll.runtime.control.generation`.
+    PyTorch's names are numbers that each process counts, and they differ from rank to rank when
+    init_process_group has failed on some of them. The ranks that take part are enough: see
+    :func:`tdcoll.runtime.control.generation`.
     """
-    if ranks and isinstance(default := dist.distributed_c10d._get_default_group(), TdcollProcessGroup):
-        return default._store
+    if ranks:
+        default = dist.distributed_c10d._get_default_group()
+        if isinstance(default, TdcollProcessGroup):
+            return default._store
     for _ in ("device", "name"):
         store = store.underlying_store
     return store
 
 
 class TdcollProcessGroup(ProcessGroup):
-    """A process group that handles some calls with tdcoll's kernels and falls back to gloo and NCCL for the rest.
+    """A process group that handles some calls with tdcoll's kernels and falls back to gloo and NCCL
+    for the rest.
 
-    Made by ``init_process_group("tdcoll")`` and ``new_group``; :func:`tdcoll.distributed.explain` describes it.
+    Made by ``init_process_group("tdcoll")`` and ``new_group``; :func:`tdcoll.distributed.explain`
+    describes it.
 
     Args:
         store: where its ranks meet; the group takes a part of it.
@@ -94,7 +112,8 @@ class TdcollProcessGroup(ProcessGroup):
         timeout: of the group; also the deadline of waits in kernels.
         name: of the group.
         options: which calls to handle.
-        split: whether NCCL may split the default group's communicator, in which all of its ranks take part.
+        split: whether NCCL may split the default group's communicator, in which all of its ranks
+            take part.
         device: the GPU that ``init_process_group`` has bound the group to, if PyTorch says so here.
     """
 
@@ -115,12 +134,16 @@ class TdcollProcessGroup(ProcessGroup):
         make(rank, size)
         watch(self)
         self._members = tuple(ranks) or tuple(range(size))
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
         if not ranks:
             keep(store)
         members = self._members
         store = generation(store, members[rank], members, "backend tdcoll", timeout.total_seconds())
-        self._store, self._timeout, self._options, self._ranks = store, timeout, options, ranks
+        self._store = store
+        self._timeout = timeout
+        self._options = options
+        self._ranks = ranks
         plain = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without the methods overridden here."""
         more = options.nccl, split, self._take_timeout, device
@@ -139,14 +162,20 @@ class TdcollProcessGroup(ProcessGroup):
 
     def _get_backend(self, device: Any) -> Any:
         device = torch.device(device)
-        # While it makes the default group, init_process_group(device_id=...) only requests the backend of that device
-        # and connects it. Take note of the device, because split_group and new_group need it.
-        if device.type == "cuda" and device.index is not None and not self._ranks and not dist.is_initialized():
+        # While it makes the default group, init_process_group(device_id=...) only requests the
+        # backend of that device and connects it. Take note of the device, because split_group and
+        # new_group need it.
+        if (
+            device.type == "cuda"
+            and device.index is not None
+            and not self._ranks
+            and not dist.is_initialized()
+        ):
             self.bound_device_id = device
         return super()._get_backend(torch.device(device.type))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the deadline of later calls, whoever handles them."""
+        """Change the deadline of later calls, of tdcoll's as well as the fallback backend's."""
         super().set_timeout(timeout)
         self._take_timeout(timeout)
 
@@ -155,17 +184,20 @@ class TdcollProcessGroup(ProcessGroup):
         self._timeout = timeout
         self.dispatcher.set_timeout(timeout)
 
-    # Hooks of PyTorch 2.14. C++ calls those of a group from the operators of its own calls, which tdcoll doesn't make.
+    # Hooks of PyTorch 2.14. C++ calls those of a group from the operators of its own calls, which
+    # tdcoll doesn't make.
 
     def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Call ``hook`` before each call of the group; see :class:`~tdcoll.distributed.observers.BeforeCall`."""
+        """Call ``hook`` before each call of the group; see
+        :class:`~tdcoll.distributed.observers.BeforeCall`."""
         self.dispatcher.hook(self.dispatcher.hooks.before, hook_id, hook)
 
     def unregister_pre_hook(self, hook_id: int) -> None:
         self.dispatcher.hook(self.dispatcher.hooks.before, hook_id, None)
 
     def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Call ``hook`` behind each call of the group; see :class:`~tdcoll.distributed.observers.BehindCall`."""
+        """Call ``hook`` behind each call of the group; see
+        :class:`~tdcoll.distributed.observers.BehindCall`."""
         self.dispatcher.hook(self.dispatcher.hooks.behind, hook_id, hook)
 
     def unregister_post_hook(self, hook_id: int) -> None:
@@ -180,13 +212,15 @@ class TdcollProcessGroup(ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> TdcollProcessGroup | None:
-        """Return a group of ``new_ranks`` (ranks of this group), with its own communicators; None if not in it."""
+        """Return a group of ``new_ranks`` (ranks of this group), with its own communicators; None
+        if not in it."""
         if self._rank not in new_ranks:
             return None
         name = group_name if group_name is not None else "-".join(map(str, new_ranks))
         members = [self._members[rank] for rank in new_ranks]
         options = self._options if opts is None else Options.of(opts)
-        if not isinstance(opts, Options):  # NCCL's, which torch.distributed.split_group always passes
+        # NCCL's, which torch.distributed.split_group always passes
+        if not isinstance(opts, Options):
             options = dataclasses.replace(self._options, nccl=options.nccl)
         made: Any = TdcollProcessGroup(
             self._store,
@@ -211,12 +245,14 @@ class TdcollProcessGroup(ProcessGroup):
 
     def start_coalescing(self, device: torch.device) -> None:
         self._plain._start_coalescing(device)
-        self.dispatcher.coalescing = True  # what is issued until the end belongs to the fallback backend's one launch
+        # what is issued until the end belongs to the fallback backend's one launch
+        self.dispatcher.coalescing = True
         self.dispatcher.fallback.block = []
 
     def end_coalescing(self, device: torch.device) -> Any:
         fallback = self.dispatcher.fallback
-        finishes, fallback.block = fallback.block, None
+        finishes = fallback.block
+        fallback.block = None
         try:
             work = self._plain._end_coalescing(device)
         finally:
@@ -266,18 +302,23 @@ class TdcollProcessGroup(ProcessGroup):
     def allgather(self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
         """``[n_rank, ...] of every rank -> a list of all of them``; of one input."""
         if isinstance(input_tensors, torch.Tensor):
-            output_tensors, input_tensors = [output_tensors], [input_tensors]
+            output_tensors = [output_tensors]
+            input_tensors = [input_tensors]
         if len(input_tensors) == len(output_tensors) == 1:
             return self._call(methods.ALL_GATHER, output_tensors[0], input_tensors, given, named)
         return self._lists(output_tensors, input_tensors, False, given, named)
 
-    def allgather_coalesced(self, output_lists: Any, input_list: Any, *given: Any, **named: Any) -> Any:
+    def allgather_coalesced(
+        self, output_lists: Any, input_list: Any, *given: Any, **named: Any
+    ) -> Any:
         return self._lists(output_lists, input_list, True, given, named)
 
     def _lists(self, outputs: Any, inputs: Any, coalesced: bool, given: Any, named: Any) -> Any:
         """Gather several tensors into lists, by the fallback backend."""
         method = methods.all_gather_lists([len(pieces) for pieces in outputs], coalesced)
-        return self._call(method, [piece for pieces in outputs for piece in pieces], inputs, given, named)
+        return self._call(
+            method, [piece for pieces in outputs for piece in pieces], inputs, given, named
+        )
 
     # ------------------------------------------------------------------ reductions
 
@@ -313,10 +354,14 @@ class TdcollProcessGroup(ProcessGroup):
         )  # fmt: skip
         return self.dispatcher.call(Call([tensor], [tensor], op, method=_SPARSE, opts=opts))
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Any:
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         opts = ReduceScatterOptions() if opts is None else opts
-        return self.dispatcher.call_one(methods.REDUCE_SCATTER_SINGLE, output, input, _operation(opts), opts)
+        return self.dispatcher.call_one(
+            methods.REDUCE_SCATTER_SINGLE, output, input, _operation(opts), opts
+        )
 
     _reduce_scatter_base: Any = reduce_scatter_single
 
@@ -330,7 +375,9 @@ class TdcollProcessGroup(ProcessGroup):
 
     reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+    def reduce_scatter(  # type: ignore[override]
+        self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any
+    ) -> Any:
         """``a list with [n_rank, ...] for every rank -> [n_rank, ...]``, reduced."""
         output_tensors, input_tensors = _in_lists(output_tensors, input_tensors)
         return self._call(methods.REDUCE_SCATTER, output_tensors, input_tensors, given, named)
@@ -351,7 +398,8 @@ class TdcollProcessGroup(ProcessGroup):
         *given: Any,
         **named: Any,
     ) -> Any:
-        """``[world * n, ...] -> [world * n, ...]``. Falls back if there are split sizes, because ranks' may differ."""
+        """``[world * n, ...] -> [world * n, ...]``. Falls back if there are split sizes, because
+        ranks' may differ."""
         opts = methods.ALL_TO_ALL_SINGLE.options_of(given, named)
         if not output_split_sizes and not input_split_sizes:
             return self.dispatcher.call_one(methods.ALL_TO_ALL_SINGLE, output, input, None, opts)
@@ -378,12 +426,15 @@ class TdcollProcessGroup(ProcessGroup):
         return self._call(methods.GATHER, output_tensors, input_tensors, given, named)
 
     def gather_single(self, output: Any, input: torch.Tensor, *given: Any, **named: Any) -> Any:
-        """``[n, ...] of every rank -> [world * n, ...]``, on one rank; PyTorch has it from 2.14 on."""
+        """``[n, ...] of every rank -> [world * n, ...]``, on one rank; PyTorch has it from 2.14
+        on."""
         opts = methods.GATHER.options_of(given, named)
         pieces: Any = []
         if opts.rootRank == self._rank:
             stacked = output.shape == (self._size, *input.shape)
-            pieces = output.unbind() if stacked else output.split(max(1, output.shape[0] // self._size))
+            pieces = (
+                output.unbind() if stacked else output.split(max(1, output.shape[0] // self._size))
+            )
         return self._call(methods.GATHER, pieces, [input], (opts,))
 
     gather_into_tensor = gather_single
@@ -404,7 +455,9 @@ class TdcollProcessGroup(ProcessGroup):
 
     recvAnysource = recv_anysource  # as C++ calls it
 
-    def _call(self, method: Method, outs: Any, inputs: Any, given: Any = (), named: Any = None) -> Any:
+    def _call(
+        self, method: Method, outs: Any, inputs: Any, given: Any = (), named: Any = None
+    ) -> Any:
         """Make a call of several tensors, of none, or of a method that tdcoll never handles."""
         opts = None if method.options is None else method.options_of(given, named)
         outs = [plain(out) for out in outs]
@@ -426,7 +479,8 @@ class TdcollProcessGroup(ProcessGroup):
 
 
 def _in_lists(one: Any, pieces: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return a tensor and a list of pieces, as two lists, of either form in which PyTorch takes them."""
+    """Return a tensor and a list of pieces, as two lists, of either form in which PyTorch takes
+    them."""
     if isinstance(one, torch.Tensor):
         return [one], list(pieces)
     return list(one), list(pieces[0]) if pieces else []
@@ -434,7 +488,8 @@ def _in_lists(one: Any, pieces: Any) -> tuple[list[torch.Tensor], list[torch.Ten
 
 def _start_sparse(group: Any, outs: methods.Tensors, inputs: methods.Tensors, opts: Any) -> Any:
     """Neither gloo, which has no means, nor NCCL has all of them: all rows go to all ranks."""
-    op, tensor = _operation(opts), outs[0]
+    op = _operation(opts)
+    tensor = outs[0]
     if op not in ("sum", "mean"):
         return group.allreduce([tensor], opts)
     tensor.data = sparse_sum_by_gather(group, tensor, op)
@@ -454,7 +509,8 @@ replaced_in_children(TdcollProcessGroup)
 
 
 def explain(group: Any = None) -> str:
-    """Return a text for people: the backend of each kind of call of a process group, the reasons, and numbers of calls.
+    """Return a text for people: the backend of each kind of call of a process group, the reasons,
+    and numbers of calls.
 
     >>> torch.distributed.init_process_group("tdcoll")
     >>> print(tdcoll.distributed.explain())
@@ -470,7 +526,9 @@ def explain(group: Any = None) -> str:
     if isinstance(group, DeviceMesh):
         group = group.get_group()  # which says what to do if there are several dimensions
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("explain needs a process group of this process, made by torch.distributed.init_process_group")
+        raise ValueError(
+            "explain needs a process group of this process, made by torch.distributed.init_process_group"
+        )
     arguments.instance("group", group, dist.ProcessGroup, "a process group, a DeviceMesh or None")
     if isinstance(group, TdcollProcessGroup):
         heading = f"process group {group.group_name}: backend tdcoll, rank {group.rank()} of {group.size()}"

@@ -42,8 +42,11 @@ class Call:
         opts: Any = None,
         device: torch.device | None = None,
     ) -> None:
-        self.outs, self.inputs, self.op = outs, inputs, op
-        self.method, self.opts = method, opts
+        self.outs = outs
+        self.inputs = inputs
+        self.op = op
+        self.method = method
+        self.opts = opts
         self.prepared: PreparedCall | None = None
         if device is None:
             first = next(iter([*inputs, *outs]), None)
@@ -52,7 +55,8 @@ class Call:
 
     @property
     def listed(self) -> bool:
-        """Whether it is an all-gather into a list, which has one input and an output for each rank."""
+        """Whether it is an all-gather into a list, which has one input and an output for each
+        rank."""
         return self.method is ALL_GATHER
 
     @property
@@ -91,25 +95,31 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on the meta device, or a fake one, so that no call has anything to do for it."""
+    """Return whether a tensor is on the meta device, or a fake one, so that no call has anything to
+    do for it."""
     fake: Any = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
     return tensor.device.type == "meta" or isinstance(tensor, fake)
 
 
 def write(out: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy ``values`` into ``out`` as a collective writes its result: autograd neither records nor counts it.
+    """Copy ``values`` into ``out`` as a collective writes its result: autograd neither records nor
+    counts it.
 
-    A kernel stores through addresses, which autograd does not see; gloo and NCCL do the same. A copy that replaces such
-    a store must not be seen either, because it would give ``out`` a history, and be refused if ``out`` is a parameter.
+    A kernel stores through addresses, which autograd does not see; gloo and NCCL do the same. A
+    copy that replaces such a store must not be seen either, because it would give ``out`` a
+    history, and be refused if ``out`` is a parameter.
     """
-    with torch.inference_mode():  # because only there a tensor that was made in that mode may be written to
+    # because only there a tensor that was made in that mode may be written to
+    with torch.inference_mode():
         out.data.copy_(values)
-    if values.is_cuda:  # it may have been made for another stream, where its memory is given away when it is dropped
+    # it may have been made for another stream, where its memory is given away when it is dropped
+    if values.is_cuda:
         values.record_stream(torch.cuda.current_stream(values.device))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values are contiguous memory. Tensors that aren't dense count as such."""
+    """Return whether a tensor's values are contiguous memory. Tensors that aren't dense count as
+    such."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return True
     conjugate = tensor.is_complex() and tensor.is_conj()  # which takes longer to ask
@@ -118,7 +128,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def contiguous(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
-    """Return the tensor if it is contiguous, otherwise a contiguous one of its shape, with its values if ``filled``."""
+    """Return the tensor if it is contiguous, otherwise a contiguous one of its shape, with its
+    values if ``filled``."""
     if is_plain(tensor):
         return tensor
     if filled:

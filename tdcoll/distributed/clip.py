@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping by the norm of all gradients, if some of them are sparse, or DTensors of several meshes."""
+"""Clipping by the norm of all gradients, if some of them are sparse, or DTensors of several
+meshes."""
 
 from __future__ import annotations
 
@@ -22,26 +23,30 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Clip gradients by their norm, as ``torch.nn.utils.clip_grad_norm_`` does, even if some of them are sparse.
+    """Clip gradients by their norm, as ``torch.nn.utils.clip_grad_norm_`` does, even if some of
+    them are sparse.
 
-    torch's function refuses sparse gradients, such as those of ``nn.Embedding(sparse=True)``, before PyTorch 2.15.
-    Later it refuses those without rows for some orders, and ignores missing rows for negative orders. It refuses
-    DTensors beside other tensors or DTensors of another mesh. This function takes all of them together, and treats a
-    sparse gradient as the dense tensor that it represents: if a row occurs twice, it is summed before it counts, and
-    missing rows are zero. A sparse gradient that is not coalesced is coalesced in place, and on a GPU the host waits
-    for that. Gradients that tdcoll has reduced are coalesced. Otherwise the host waits only when it waits in torch's
-    function, which does all the arithmetic.
+    torch's function refuses sparse gradients, such as those of ``nn.Embedding(sparse=True)``,
+    before PyTorch 2.15. Later it refuses those without rows for some orders, and ignores missing
+    rows for negative orders. It refuses DTensors beside other tensors or DTensors of another mesh.
+    This function takes all of them together, and treats a sparse gradient as the dense tensor that
+    it represents: if a row occurs twice, it is summed before it counts, and missing rows are zero.
+    A sparse gradient that is not coalesced is coalesced in place, and on a GPU the host waits for
+    that. Gradients that tdcoll has reduced are coalesced. Otherwise the host waits only when it
+    waits in torch's function, which does all the arithmetic.
 
-    Collective only if some gradients are DTensors, whose norm is that of all their parts. Other gradients must be the
-    same on all ranks, because then their norm is. As with torch's function, each rank needs a part of every DTensor for
-    ``inf``. Call it after all of them are reduced, and with a ``GradScaler`` after ``scaler.unscale_(optimizer)``.
+    Collective only if some gradients are DTensors, whose norm is that of all their parts. Other
+    gradients must be the same on all ranks, because then their norm is. As with torch's function,
+    each rank needs a part of every DTensor for ``inf``. Call it after all of them are reduced, and
+    with a ``GradScaler`` after ``scaler.unscale_(optimizer)``.
 
     >>> table = torch.nn.Embedding(4, 2, sparse=True)
     >>> table(torch.tensor([1])).sum().backward()
     >>> norm = tdcoll.distributed.clip_grad_norm_(table.parameters(), 1.0)
 
     Args:
-        parameters: a tensor, or several, whose ``grad`` is scaled in place; those without one are left out.
+        parameters: a tensor, or several, whose ``grad`` is scaled in place; those without one are
+            left out.
         max_norm: the largest norm that the gradients keep.
         norm_type: the order of the norm, ``float("inf")`` for the maximum.
         error_if_nonfinite: raise if the norm is NaN or infinite. The host waits for the norm then.
@@ -62,7 +67,8 @@ def clip_grad_norm_(
             arguments.tensor(f"parameters[{i}]", parameter)
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = [parameter.grad for parameter in given if parameter.grad is not None]
-    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # it takes long to import
+    # it takes long to import
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     meshes = {grad.device_mesh if isinstance(grad, kind) else None for grad in grads}
     if len(meshes) <= 1 and not any(grad.is_sparse for grad in grads):
         return utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -74,14 +80,22 @@ def clip_grad_norm_(
         values = _values(grad) if grad.is_sparse else grad
         scaled.setdefault(mesh, []).append(values)
         fewer = values.numel() < grad.numel()
-        counted.setdefault(mesh, []).append(_with_a_zero(values, float(norm_type)) if fewer else values)
+        counted.setdefault(mesh, []).append(
+            _with_a_zero(values, float(norm_type)) if fewer else values
+        )
     norms = []
     for mesh, part in counted.items():
-        norm: Any = utils.get_total_norm(part, norm_type, error_if_nonfinite and len(counted) == 1, foreach)
+        norm: Any = utils.get_total_norm(
+            part, norm_type, error_if_nonfinite and len(counted) == 1, foreach
+        )
         norms.append(norm if mesh is None else norm.full_tensor())
     if len(norms) > 1:
         together = [sum(norms)] if norm_type == 0 else norms
-        norms = [utils.get_total_norm(together, 1.0 if norm_type == 0 else norm_type, error_if_nonfinite, foreach)]
+        norms = [
+            utils.get_total_norm(
+                together, 1.0 if norm_type == 0 else norm_type, error_if_nonfinite, foreach
+            )
+        ]
     for mesh, part in scaled.items():
         norm = norms[0] if mesh is None else _everywhere(norms[0], mesh)
         utils.clip_grads_with_norm_(_holders(part), max_norm, norm, foreach)
@@ -109,7 +123,8 @@ def _values(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _with_a_zero(values: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return values with the norm, of any order, of a tensor that has these rows and others that are zero."""
+    """Return values with the norm, of any order, of a tensor that has these rows and others that
+    are zero."""
     if values.numel() and norm_type >= 0:  # a zero changes nothing
         return values
     return torch.cat([values.flatten(), values.new_zeros(1)])

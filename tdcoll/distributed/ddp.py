@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse gradients over tdcoll for training code that keeps its process group: a DDP hook and a reducer of its own."""
+"""Sparse gradients over tdcoll for training code that keeps its process group: a DDP hook and a
+reducer of its own."""
 
 import contextlib
 import gc
@@ -19,7 +20,7 @@ from tdcoll.base.errors import NotInitializedError
 from tdcoll.base.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
 from tdcoll.distributed.call import Call, contiguous, is_plain, write
 from tdcoll.distributed.fallback import sparse_sum_by_gather
-from tdcoll.distributed.handlers import Members
+from tdcoll.distributed.handlers import GroupInfo
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
@@ -31,13 +32,16 @@ _FIRST_ROWS = 1024
 """Rows of a table per rank that a reducer's context begins with."""
 
 _making = threading.Lock()
-"""Held by the thread that looks for the object of a group, because two of one group would need two contexts."""
+"""Held by the thread that looks for the object of a group, because two of one group would need two
+contexts."""
 
 
 def _group(given: Any) -> Any:
     group = dist.group.WORLD if given is None else given
     if group is None:
-        raise ValueError("there is no default process group; call init_process_group first, or pass a group")
+        raise ValueError(
+            "there is no default process group; call init_process_group first, or pass a group"
+        )
     return group
 
 
@@ -49,7 +53,7 @@ def _sums(group: Any) -> SparseAllReduce:
         found: SparseAllReduce | None = owner.contexts.get(key)
         if found is None:
             queue = Queue(owner.control.part("sparse gradients of " + "-".join(map(str, key[1]))))
-            found = SparseAllReduce(Members(owner, key[1], owner.timeout_s, Options()), queue)
+            found = SparseAllReduce(GroupInfo(owner, key[1], owner.timeout_s, Options()), queue)
             if owner.device.type == "cuda":
                 queue.stream = torch.cuda.Stream(owner.device)
             owner.contexts[key] = found
@@ -69,7 +73,8 @@ class _Pass:
     task: QueuedCall | None = None
 
     def __init__(self, group: Any) -> None:
-        self.sums, self.group = _sums(group), group
+        self.sums = _sums(group)
+        self.group = group
         self._gradients: list[torch.Tensor] = []
         self._streams: dict[int, Any] = {}
         """On a GPU: the streams of gradients."""
@@ -91,21 +96,26 @@ class _Pass:
     def end(self) -> None:
         """Reduce the gradients, and set their futures.
 
-        The futures know of no streams, which takes the host less time: the current stream is behind all results, and at
-        the end of a backward pass PyTorch orders the caller's stream behind that one.
+        The futures know of no streams, which takes the host less time: the current stream is behind
+        all results, and at the end of a backward pass PyTorch orders the caller's stream behind
+        that one.
         """
-        for future, gradient, mean in zip(self._futures, self._gradients, self.reduce(), strict=True):
-            gradient.data = mean  # DDP copies a result into the gradient, unless it is the gradient itself
+        for future, gradient, mean in zip(
+            self._futures, self._gradients, self.reduce(), strict=True
+        ):
+            # DDP copies a result into the gradient, unless it is the gradient itself
+            gradient.data = mean
             future.set_result(gradient)
 
     def submit(self) -> None:
-        """Let the queue's thread make the call beside the backward pass. If the process group has to make it,
-        :meth:`reduce` does, since the backward pass makes other calls of the group."""
+        """Let the queue's thread make the call beside the backward pass. If the process group has
+        to make it, :meth:`reduce` does, since the backward pass makes other calls of the group."""
         queue = self.sums.queue
         if self.sums.refuse(Call(self._gradients, self._gradients, "mean")) is None:
             events = [stream.record_event() for stream in self._streams.values()]
             if queue.stream is not None:
-                record_streams(self._gradients, queue.stream)  # a reducer may be dropped before it waits
+                # a reducer may be dropped before it waits
+                record_streams(self._gradients, queue.stream)
 
             def make() -> list[torch.Tensor]:
                 for event in events:
@@ -116,10 +126,11 @@ class _Pass:
             queue.submit(self.task)
 
     def reduce(self) -> list[torch.Tensor]:
-        """Return the mean of each gradient. On a GPU the current stream waits for them, and the gradients' streams for
-        what reads these."""
+        """Return the mean of each gradient. On a GPU the current stream waits for them, and the
+        gradients' streams for what reads these."""
         if self.task is not None:
-            stream, others = self.sums.queue.stream, list(self._streams.values())
+            stream = self.sums.queue.stream
+            others = list(self._streams.values())
         else:
             self.sums.queue.drain()
             stream = _stream_of(self._gradients[0])
@@ -139,15 +150,32 @@ class _Pass:
     def _reduce(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the mean of each, on the current stream."""
         call = Call(gradients, gradients, "mean")
-        if (why := self.sums.refuse(call)) is not None and len(gradients) > 1:
-            alone = {id(one) for one in gradients if self.sums.refuse(Call([one], [one], "mean")) is not None}
-            others = [one for one in gradients if id(one) not in alone]
-            means = iter(self._reduce(others) if others else ())
-            return [self._reduce([one])[0] if id(one) in alone else next(means) for one in gradients]
-        if (why := why or self.sums.prepare(call)) is None:
-            return self.sums.reduce(gradients, "mean")
+        why = self.sums.refuse(call)
+        if why is None:
+            why = self.sums.prepare(call)
+            if why is None:
+                return self.sums.reduce(gradients, "mean")
+        elif len(gradients) > 1:
+            return self._reduce_apart(gradients)
         _log.warning("sparse gradients go through the process group: %s", why)
         return [sparse_sum_by_gather(self.group, gradient, "mean") for gradient in gradients]
+
+    def _reduce_apart(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the mean of each, where the refused ones have calls of their own."""
+        together: list[int] = []
+        means = list(gradients)
+        for place, gradient in enumerate(gradients):
+            if self.sums.refuse(Call([gradient], [gradient], "mean")) is None:
+                together.append(place)
+        if len(together) == len(gradients):  # They are refused together only.
+            together = []
+        if together:
+            made = self._reduce([gradients[place] for place in together])
+            for place, mean in zip(together, made, strict=True):
+                means[place] = mean
+        for place in sorted(set(range(len(gradients))) - set(together)):
+            (means[place],) = self._reduce([gradients[place]])
+        return means
 
 
 def _stream_of(tensor: torch.Tensor) -> Any:
@@ -156,27 +184,29 @@ def _stream_of(tensor: torch.Tensor) -> Any:
 
 
 class _Model:
-    """A model that a DistributedDataParallel wraps. ``now``: its backward pass, from the first sparse gradient to DDP's
-    last bucket."""
+    """A model that a DistributedDataParallel wraps. ``now``: its backward pass, from the first
+    sparse gradient to DDP's last bucket."""
 
     now: _Pass | None = None
 
 
 _models: "weakref.WeakKeyDictionary[nn.Module, _Model]" = weakref.WeakKeyDictionary()
 _by_parameter: dict[int, tuple[Any, Any]] = {}
-"""``id -> (parameter, its model)``, as weak references: PyTorch's dictionary of tensors takes several times as long.
-There is no model for a wrapper whose last bucket may not be told: then no call can wait for it."""
+"""``id -> (parameter, its model)``, as weak references: PyTorch's dictionary of tensors takes
+several times as long. There is no model for a wrapper whose last bucket may not be told: then no
+call can wait for it."""
 
 
 def _model_of(parameter: torch.Tensor) -> _Model | None:
-    """Return the model that a parameter of a DDP bucket is of, since backward passes of several may run at the same
-    time; None if it isn't known, or has no model."""
+    """Return the model that a parameter of a DDP bucket is of, since backward passes of several may
+    run at the same time; None if it isn't known, or has no model."""
     for scan in (True, False):
         of, model = _by_parameter.get(id(parameter), (_nothing, _nothing))
         if of() is parameter:
             if model is None:
                 return None
-            if (found := model()) is not None:
+            found = model()
+            if found is not None:
                 return found
         if scan:
             _scan()
@@ -193,24 +223,31 @@ def _scan() -> None:
     found: dict[int, tuple[Any, Any]] = {}
     with _making:
         for wrapper in living_ddp(nn.Module()):
-            # In its first pass such a graph calls every bucket the first one, and the others may leave out the last.
-            odd = getattr(wrapper, "static_graph", False) or getattr(wrapper, "skip_all_reduce_unused_params", False)
+            # In its first pass such a graph calls every bucket the first one, and the others may
+            # leave out the last.
+            odd = getattr(wrapper, "static_graph", False) or getattr(
+                wrapper, "skip_all_reduce_unused_params", False
+            )
             model = None if odd else weakref.ref(_models.setdefault(wrapper.module, _Model()))
-            found.update((id(one), (weakref.ref(one), model)) for one in wrapper.module.parameters())
+            found.update(
+                (id(one), (weakref.ref(one), model)) for one in wrapper.module.parameters()
+            )
         _by_parameter = found
 
 
 # DDP looks at these annotations themselves: no `from __future__ import annotations` in this file.
 @never_compiled
 def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Communication hook for ``DistributedDataParallel``: sparse gradients by tdcoll, dense ones as without a hook.
+    """Communication hook for ``DistributedDataParallel``: sparse gradients by tdcoll, dense ones as
+    without a hook.
 
-    ``model.register_comm_hook(None, tdcoll.distributed.sparse_hook)`` after ``tdcoll.initialize()``, with any backend.
-    Gradients are averaged. DDP gives every sparse gradient a bucket of its own; the hook keeps them until the last
-    bucket of the pass is there, and reduces all of them by one call (or a few, if the heap is too small for all). With
-    ``static_graph``, ``skip_all_reduce_unused_params`` or a wrapper that is older than the job, each has a call of its
-    own. Every rank has to use every sparse table in every backward pass; see :class:`SparseGradientReducer` where that
-    does not hold.
+    ``model.register_comm_hook(None, tdcoll.distributed.sparse_hook)`` after
+    ``tdcoll.initialize()``, with any backend. Gradients are averaged. DDP gives every sparse
+    gradient a bucket of its own; the hook keeps them until the last bucket of the pass is there,
+    and reduces all of them by one call (or a few, if the heap is too small for all). With
+    ``static_graph``, ``skip_all_reduce_unused_params`` or a wrapper that is older than the job,
+    each has a call of its own. Every rank has to use every sparse table in every backward pass; see
+    :class:`SparseGradientReducer` where that does not hold.
 
     >>> torch.distributed.init_process_group("tdcoll")
     >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
@@ -227,7 +264,8 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
     """
-    gradient, parameters = bucket.buffer(), bucket.parameters()
+    gradient = bucket.buffer()
+    parameters = bucket.parameters()
     model = _model_of(parameters[0]) if parameters else None
     if model is not None and bucket.index() == 0:  # those of a pass that was aborted are of no use
         model.now = None
@@ -246,7 +284,8 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
         else:
             model.now = gathered
     if model is not None and bucket.is_last() and model.now is not None:
-        ready, model.now = model.now, None
+        ready = model.now
+        model.now = None
         ready.end()  # DDP has all gradients, so the wait for the sizes of results holds up nothing
     return future
 
@@ -258,7 +297,8 @@ class _Table:
     """One table and what becomes of its gradient in the current step."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        self.name, self.parameter = name, parameter
+        self.name = name
+        self.parameter = parameter
         self.hook: Any = None
         self.taken: Any = None
         """This rank's gradient; None until it is there."""
@@ -266,7 +306,8 @@ class _Table:
         """On a GPU: the stream of ``taken``."""
 
     def watch(self, take: Callable[[Any], None]) -> None:
-        """Call ``take`` with this table whenever a backward pass has left a gradient, also if it is frozen now."""
+        """Call ``take`` with this table whenever a backward pass has left a gradient, also if it is
+        frozen now."""
         frozen = self.frozen
         self.parameter.requires_grad_()  # PyTorch refuses hooks on what has no gradients
         self.hook = self.parameter.register_post_accumulate_grad_hook(lambda _: take(self))
@@ -290,9 +331,11 @@ class _Table:
 
 
 class SparseGradientReducer:
-    """Averages the gradients of a module's sparse embedding tables over the ranks, while the backward pass runs.
+    """Averages the gradients of a module's sparse embedding tables over the ranks, while the
+    backward pass runs.
 
-    For users who keep their backend, with ``DistributedDataParallel`` for the rest of the module or without::
+    For users who keep their backend, with ``DistributedDataParallel`` for the rest of the module or
+    without::
 
         tdcoll.initialize()
         reducer = SparseGradientReducer(model)  # before DDP: DDP then leaves the tables alone
@@ -301,10 +344,10 @@ class SparseGradientReducer:
         reducer.finish()                        # before clipping, GradScaler.unscale_ or step, optimizer.step
         optimizer.step()
 
-    One call reduces all that the heap has room for: on a stream of its own as soon as all tables have gradients, or in
-    :meth:`finish` if a table was not used. A rank on which a table was not used, has no rows or is frozen brings none.
-    A table that no rank has rows of keeps no gradient. Tables may be frozen and unfrozen between steps. A table that
-    two modules share is one table.
+    One call reduces all that the heap has room for: on a stream of its own as soon as all tables
+    have gradients, or in :meth:`finish` if a table was not used. A rank on which a table was not
+    used, has no rows or is frozen brings none. A table that no rank has rows of keeps no gradient.
+    Tables may be frozen and unfrozen between steps. A table that two modules share is one table.
 
     The weights are made equal to those of rank 0.
 
@@ -318,17 +361,21 @@ class SparseGradientReducer:
     Args:
         module: whose ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` are meant.
         group: the process group; None for the default one.
-        rows_per_rank: different rows of all tables that one rank brings, as far as is known; memory grows if needed.
+        rows_per_rank: different rows of all tables that one rank brings, as far as is known; memory
+            grows if needed.
 
     Raises:
         TypeError: ``module`` is no module.
-        ValueError: there are no such tables, or another reducer has one of them already, or a DistributedDataParallel
-            that is part of the module or was made after ``tdcoll.initialize()``.
+        ValueError: there are no such tables, or another reducer has one of them already, or a
+            DistributedDataParallel that is part of the module or was made after
+            ``tdcoll.initialize()``.
         NotInitializedError: before ``tdcoll.initialize()``.
         HeapExhaustedError: no room in the symmetric heap.
     """
 
-    def __init__(self, module: nn.Module, group: Any = None, *, rows_per_rank: int = _FIRST_ROWS) -> None:
+    def __init__(
+        self, module: nn.Module, group: Any = None, *, rows_per_rank: int = _FIRST_ROWS
+    ) -> None:
         arguments.instance("module", module, nn.Module, "an nn.Module")
         arguments.whole("rows_per_rank", rows_per_rank, 1)
         group = _group(group)
@@ -342,7 +389,9 @@ class SparseGradientReducer:
         self._tables = [_Table(name, parameter) for parameter, name in reversed(tables.items())]
         _refuse_those_of_ddp(module, tables)
         for other in list(_reducers):
-            shared = sorted(tables[table.parameter] for table in other._tables if table.parameter in tables)
+            shared = sorted(
+                tables[table.parameter] for table in other._tables if table.parameter in tables
+            )
             if shared and not other._sums.members.job.closed:
                 raise ValueError(
                     f"SparseGradientReducer: {', '.join(shared)} has a reducer already; close() that one before you "
@@ -362,7 +411,8 @@ class SparseGradientReducer:
         _reducers.add(self)
         first = dist.get_global_rank(group, 0)
         for parameter in tables:
-            weights = contiguous(parameter.detach(), True)  # other backends read and write memory from its address on
+            # other backends read and write memory from its address on
+            weights = contiguous(parameter.detach(), True)
             dist.broadcast(weights, first, group=group)
             if not is_plain(parameter):
                 write(parameter, weights)
@@ -371,8 +421,10 @@ class SparseGradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the next one outside is reduced together with them."""
-        before, self._synchronising = self._synchronising, False
+        """Backward passes inside only accumulate; the next one outside is reduced together with
+        them."""
+        before = self._synchronising
+        self._synchronising = False
         try:
             yield
         finally:
@@ -396,7 +448,8 @@ class SparseGradientReducer:
             self._begin().submit()  # the backward pass may have more to do than these tables
 
     def _hold(self, table: _Table) -> None:
-        """Take this rank's gradient away from the table, or one without rows if there is none or it is frozen."""
+        """Take this rank's gradient away from the table, or one without rows if there is none or it
+        is frozen."""
         gradient = None if table.frozen else table.parameter.grad
         if gradient is not None and gradient.layout != torch.sparse_coo:
             raise TypeError(
@@ -409,14 +462,16 @@ class SparseGradientReducer:
         table.stream = _stream_of(table.taken)
 
     def _begin(self) -> _Pass:
-        """Return the call of this step: tables in the same order on all ranks, whatever order gradients come in."""
+        """Return the call of this step: tables in the same order on all ranks, whatever order
+        gradients come in."""
         self._pass = made = _Pass(self._group)
         for table in self._tables:
             made.add(table.taken, table.stream)
         return made
 
     def finish(self) -> None:
-        """Wait until every table's ``grad`` is the average over the ranks. Collective, once per step.
+        """Wait until every table's ``grad`` is the average over the ranks. Collective, once per
+        step.
 
         On a GPU the current stream waits, and the host only for the sizes of the results.
 
@@ -449,7 +504,8 @@ class SparseGradientReducer:
             )
 
     def close(self) -> None:
-        """Take the hooks off: gradients stay this rank's, and tables may have another reducer. Local, idempotent."""
+        """Take the hooks off: gradients stay this rank's, and tables may have another reducer.
+        Local, idempotent."""
         _reducers.discard(self)
         for table in self._tables:
             table.hook.remove()

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide whether tdcoll's kernels or the fallback backend handle a call of a process group, and make the call there.
+"""Decide whether tdcoll's kernels or the fallback backend handle a call of a process group, and
+make the call there.
 
-The decision uses only facts that are the same on all ranks: the kind of call, device type, dtype, sizes, and what the
-ranks agreed on when they made the group. If this rank alone knows something (its input isn't contiguous, or overlaps
-the output), that costs a copy and never changes the decision.
+The decision uses only facts that are the same on all ranks: the kind of call, device type, dtype,
+sizes, and what the ranks agreed on when they made the group. If this rank alone knows something
+(its input isn't contiguous, or overlaps the output), that costs a copy and never changes the
+decision.
 """
 
 from __future__ import annotations
@@ -32,9 +34,16 @@ from tdcoll.calls.run import repeat_call
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, has_no_values, is_plain, plain
 from tdcoll.distributed.fallback import Fallback
-from tdcoll.distributed.handlers import Barrier, Dense, Handler, Members
+from tdcoll.distributed.handlers import Barrier, Dense, GroupInfo, Handler
 from tdcoll.distributed.methods import BARRIER, UNSET_TIMEOUT, Method
-from tdcoll.distributed.observers import Hooks, dispatch_modes, inside_operator, profiled, registers_works, watched
+from tdcoll.distributed.observers import (
+    Hooks,
+    dispatch_modes,
+    inside_operator,
+    profiled,
+    registers_works,
+    watched,
+)
 from tdcoll.distributed.options import KINDS
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
@@ -62,7 +71,8 @@ class _Known(NamedTuple):
     """A call that a group remembers.
 
     Attributes:
-        counted: the kind, the implementation that handled it, and the reason: the key of ``counts``.
+        counted: the kind, the implementation that handled it, and the reason: the key of
+            ``counts``.
         prepared: repeats such calls; None if the fallback backend makes them.
         context, handler: of the repeated calls.
         fallback: makes them there, see :meth:`~.fallback.Fallback.single`.
@@ -87,7 +97,10 @@ class Dispatcher:
     """
 
     def __init__(self, agreed: Agreement, fallback: Fallback) -> None:
-        self.agreed, self.fallback, self.job, self.ranks = agreed, fallback, agreed.job, agreed.ranks
+        self.agreed = agreed
+        self.fallback = fallback
+        self.job = agreed.job
+        self.ranks = agreed.ranks
         self._closed = self.coalescing = self.hooked = False
         self.hooks = Hooks()
         self.counts: dict[tuple[str, str, str], int] = {}
@@ -95,19 +108,22 @@ class Dispatcher:
         self.device: torch.device | None = None
         self.handlers: dict[str, Handler] = {}
         self._on_cpu = self._whole = False
-        if (job := self.job) is not None:
+        job = self.job
+        if job is not None:
             self.device = job.device
             self._on_cpu = job.device.type == "cpu"
             self._whole = len(self.ranks) == job.world_size
             job.groups += self._whole
             self._wait_s = job.timeout_s if agreed.timeout_s is None else agreed.timeout_s
-            members = Members(job, self.ranks, self._wait_s, agreed.options)
+            members = GroupInfo(job, self.ranks, self._wait_s, agreed.options)
             self.budget = Budget(job, self.ranks, agreed.options.blocks)
             queue = Queue(job.control.part(agreed.token))
             # Debug mode compares the order of all calls.
             of_sparse = Queue(job.control.part(f"{agreed.token}/{SparseAllReduce.kind}"))
             sparse = SparseAllReduce(members, queue if members.debug is True else of_sparse)
-            dense = {kind: Dense(members, queue, operation_of(kind), self.budget) for kind in COLLECTIVES}
+            dense = {
+                kind: Dense(members, queue, operation_of(kind), self.budget) for kind in COLLECTIVES
+            }
             gathers = next(handler for handler in dense.values() if not handler.spec.reduces)
             self.handlers = {**dense, sparse.kind: sparse, Barrier.kind: Barrier(members, gathers)}
         elif agreed.options.kinds and agreed.rank == 0:
@@ -117,13 +133,18 @@ class Dispatcher:
     # ------------------------------------------------------------------ who handles a call
 
     def handled_by(self, kind: str) -> tuple[str, str]:
-        """Return which backend handles calls of a kind now, and its limits or the reason, as text."""
+        """Return which backend handles calls of a kind now, and its limits or the reason, as
+        text."""
         why = self._never(kind) or self._obstacle() or self.handlers[kind].problem
-        return ("tdcoll", self.handlers[kind].describe()) if why is None else ("fallback backend", why)
+        return (
+            ("tdcoll", self.handlers[kind].describe()) if why is None else ("fallback backend", why)
+        )
 
     def describe(self) -> Iterator[str]:
-        """Yield lines for people: the backend of each kind of call, the reasons, and the calls so far."""
-        if (job := self.job) is not None:
+        """Yield lines for people: the backend of each kind of call, the reasons, and the calls so
+        far."""
+        job = self.job
+        if job is not None:
             where = "simulator" if job.simulated else str(self.device)
             yield f"  ranks: {job.topology(self.ranks).describe()}, symmetric memory: {where}"
         yield f"  fallback backend: {self.fallback}"
@@ -142,9 +163,11 @@ class Dispatcher:
 
     def _unsupported(self, kind: str, call: Call) -> str | None:
         """Return why tdcoll never handles such calls; None if it may."""
-        if (why := self._never(kind)) is not None:
+        why = self._never(kind)
+        if why is not None:
             return why
-        own, device = self.device, call.device
+        own = self.device
+        device = call.device
         assert own is not None
         if call.inputs and device.type != own.type:
             return f"a {device.type.upper()} tensor, and tdcoll's memory is on {own.type.upper()}"
@@ -156,9 +179,16 @@ class Dispatcher:
         return self.handlers[kind].refuse(call)
 
     def compares(self, kind: str, call: Call) -> bool:
-        """Return whether the ranks compare a call like this one: in debug mode, of a kind that tdcoll may handle."""
-        handler, own = self.handlers.get(kind), self.device
-        if handler is None or kind not in self.agreed.kinds or handler.members.debug is not True or own is None:
+        """Return whether the ranks compare a call like this one: in debug mode, of a kind that
+        tdcoll may handle."""
+        handler = self.handlers.get(kind)
+        own = self.device
+        if (
+            handler is None
+            or kind not in self.agreed.kinds
+            or handler.members.debug is not True
+            or own is None
+        ):
             return False
         return len(self.ranks) > 1 and (not call.inputs or call.device.type == own.type)
 
@@ -172,18 +202,24 @@ class Dispatcher:
         return "inside a coalescing block of the fallback backend" if self.coalescing else None
 
     def _prepare(self, kind: str, call: Call, asynchronous: bool) -> str | None:
-        """Prepare tdcoll for a call, behind the outstanding ones if it needs that; return why it can't be handled now,
-        or None if it can; equal on all ranks."""
+        """Prepare tdcoll for a call, behind the outstanding ones if it needs that; return why it
+        can't be handled now, or None if it can; equal on all ranks."""
         handler = self.handlers[kind]
-        compares_first = len(self.ranks) > 1 and not (asynchronous and self._on_cpu)  # else when it is made
+        # else when it is made
+        compares_first = len(self.ranks) > 1 and not (asynchronous and self._on_cpu)
         if handler.blocks:
             self._drain()
-        elif not asynchronous or handler.members.debug is True or (handler.members.debug and compares_first):
+        elif (
+            not asynchronous
+            or handler.members.debug is True
+            or (handler.members.debug and compares_first)
+        ):
             handler.queue.drain()
         with self._waiting(kind, own_timeout(call)):
             if self.compares(kind, call):
                 handler.compare(call)
-                if (why := self._unsupported(kind, call)) is not None:
+                why = self._unsupported(kind, call)
+                if why is not None:
                     return why
             elif compares_first:
                 handler.compare_first(call)
@@ -201,7 +237,11 @@ class Dispatcher:
         self.counts[key] = count + 1
         if count == 0 and self.agreed.rank == 0:
             _log.info(
-                "backend tdcoll: %s handles %s of group %s%s", by, kind, self.agreed.name, f" ({why})" if why else ""
+                "backend tdcoll: %s handles %s of group %s%s",
+                by,
+                kind,
+                self.agreed.name,
+                f" ({why})" if why else "",
             )
 
     # ------------------------------------------------------------------ calls
@@ -210,7 +250,8 @@ class Dispatcher:
         """Make a call, with tdcoll or the fallback backend; return its work.
 
         Args:
-            key: remember the call under this key for :meth:`call_one`; None for calls that aren't remembered.
+            key: remember the call under this key for :meth:`call_one`; None for calls that aren't
+                remembered.
             refused: why tdcoll doesn't handle it; None if it may.
         """
         if self.hooked:
@@ -223,10 +264,13 @@ class Dispatcher:
             return self.fallback.make(call)
         backend = self.fallback.name(call.device)
         if any(map(has_no_values, call.touched)):
-            key, refused, backend = None, "a tensor without values", "no backend"
+            key = None
+            refused = "a tensor without values"
+            backend = "no backend"
         asynchronous = call.opts.asyncOp
         obstacle = self._obstacle()
-        # In debug mode the ranks compare a call first, because a wrong argument may decide who handles it.
+        # In debug mode the ranks compare a call first, because a wrong argument may decide who
+        # handles it.
         skip = refused is None and obstacle is None and self.compares(kind, call)
         unsupported = refused or (None if skip else self._unsupported(kind, call))
         why = unsupported or obstacle
@@ -239,7 +283,9 @@ class Dispatcher:
         self.count(kind, backend, why)
         work = self.fallback.make(call)
         if key is not None and why is unsupported:  # an obstacle may go away
-            self._remember(key, _Known((kind, backend, why), None, None, None, self.fallback.single(call)))
+            self._remember(
+                key, _Known((kind, backend, why), None, None, None, self.fallback.single(call))
+            )
         return work
 
     def _remember(self, key: Hashable | None, known: _Known) -> None:
@@ -248,20 +294,26 @@ class Dispatcher:
                 self._known.clear()
             self._known[key] = known
 
-    def call_one(self, method: Method, out: torch.Tensor, tensor: torch.Tensor, op: str | None, opts: Any) -> Any:
-        """Make a call of one tensor, by the fast path if a call like it was made before; return its work.
+    def call_one(
+        self, method: Method, out: torch.Tensor, tensor: torch.Tensor, op: str | None, opts: Any
+    ) -> Any:
+        """Make a call of one tensor, by the fast path if a call like it was made before; return its
+        work.
 
-        The key decides whether tdcoll may ever handle such calls. If it may, the fast path checks the rest again, see
-        :mod:`tdcoll.calls.run`. Shapes are no part of it, because only the numbers of elements matter.
+        The key decides whether tdcoll may ever handle such calls. If it may, the fast path checks
+        the rest again, see :mod:`tdcoll.calls.run`. Shapes are no part of it, because only the
+        numbers of elements matter.
         """
         if type(tensor) is not _Tensor or type(out) is not _Tensor:
-            in_place, tensor = out is tensor, plain(tensor)
+            in_place = out is tensor
+            tensor = plain(tensor)
             out = tensor if in_place else plain(out)
             if has_no_values(tensor) or has_no_values(out):
                 return self.call(Call([out], [tensor], op, method=method, opts=opts))
         if kept_by_cpp:
             let_go()
-        if self.hooked or dispatch_modes() or profiled() or registers_works():  # as `watched` says, in less time
+        # as `watched` says, in less time
+        if self.hooked or dispatch_modes() or profiled() or registers_works():
             return self.call(Call([out], [tensor], op, method=method, opts=opts))
         try:
             key: Hashable = method, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
@@ -286,13 +338,25 @@ class Dispatcher:
                 return work
         return self.call(Call([out], [tensor], op, method=method, opts=opts), key)
 
-    def _again(self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool) -> Any:
-        """Repeat an earlier call of a dense kind; return its work, or None if something has changed since."""
-        job, context, handler, prepared = self.job, known.context, known.handler, known.prepared
+    def _again(
+        self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool
+    ) -> Any:
+        """Repeat an earlier call of a dense kind; return its work, or None if something has changed
+        since."""
+        job = self.job
+        context = known.context
+        handler = known.handler
+        prepared = known.prepared
         assert context is not None
         assert handler is not None
         assert prepared is not None
-        if job is None or job.closed or self._closed or self.coalescing or context is not handler.implicit.context:
+        if (
+            job is None
+            or job.closed
+            or self._closed
+            or self.coalescing
+            or context is not handler.implicit.context
+        ):
             return None
         if handler.queue.busy:
             if asynchronous:
@@ -309,21 +373,27 @@ class Dispatcher:
                 with backend_errors:  # only here, because entering it for every call takes time
                     raise
         elif asynchronous:
-            queue, device = handler.queue, self.device
+            queue = handler.queue
+            device = self.device
             if queue.run_beside(device, repeat_call, context, prepared, (tensor, out)) is None:
                 return None
             keep = (out, tensor)
-            return StreamWork([out], queue.stream, blocks=False, check=self._check, keep=keep, events=queue.events)
+            return StreamWork(
+                [out], queue.stream, blocks=False, check=self._check, keep=keep, events=queue.events
+            )
         elif repeat_call(context, prepared, (tensor, out)) is None:
             return None
         work = CompletedWork()
         work.tensors = (out,)
         return work
 
-    def handle(self, kind: str, call: Call, *, asynchronous: bool, key: Hashable | None = None) -> Any:
+    def handle(
+        self, kind: str, call: Call, *, asynchronous: bool, key: Hashable | None = None
+    ) -> Any:
         """Make a call with tdcoll, now or by its queue, and count it; return its work."""
         self.count(kind, "tdcoll", "")
-        device, handler = self.device, self.handlers[kind]
+        device = self.device
+        handler = self.handlers[kind]
         assert device is not None
         with on(device):
             if not asynchronous:
@@ -339,7 +409,8 @@ class Dispatcher:
             stream = queue.stream
             waits = self._on_cpu or handler.waits
             if waits or not (capturing(device) or (handler.loaded(call) and not queue.busy)):
-                # The host has to wait: for the size of the result, or until all ranks have loaded the kernels.
+                # The host has to wait: for the size of the result, or until all ranks have loaded
+                # the kernels.
                 if stream is not None:
                     record_streams(call.touched, stream)
                 task = QueuedCall(lambda: self._run(kind, call, key), stream, give_up=self._give_up)
@@ -348,10 +419,13 @@ class Dispatcher:
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 result = self._run(kind, call, key)
-            return StreamWork(result, stream, blocks=handler.blocks, check=self._check, keep=call.touched)
+            return StreamWork(
+                result, stream, blocks=handler.blocks, check=self._check, keep=call.touched
+            )
 
     def _run(self, kind: str, call: Call, key: Hashable | None = None) -> list[torch.Tensor]:
-        """Make a call with tdcoll on the current stream, and remember it under ``key``; return its result."""
+        """Make a call with tdcoll on the current stream, and remember it under ``key``; return its
+        result."""
         handler = self.handlers[kind]
         timeout_s = own_timeout(call)
         with self._waiting(kind, timeout_s), torch.no_grad():
@@ -364,7 +438,9 @@ class Dispatcher:
                 if self._on_cpu:
                     self._check()  # of all kinds: a barrier has no context of its own
         if call.prepared is not None and isinstance(handler, Dense):
-            self._remember(key, _Known((kind, "tdcoll", ""), call.prepared, handler.implicit.context, handler))
+            self._remember(
+                key, _Known((kind, "tdcoll", ""), call.prepared, handler.implicit.context, handler)
+            )
         return result
 
     def _check(self) -> None:
@@ -379,8 +455,8 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _waiting(self, kind: str, timeout_s: float | None) -> Iterator[None]:
-        """Let exchanges inside use the queue's order and the call's or the group's deadline, whose error becomes
-        torch's."""
+        """Let exchanges inside use the queue's order and the call's or the group's deadline, whose
+        error becomes torch's."""
         job = self.job
         assert job is not None
         control = self.handlers[kind].queue.control
@@ -395,14 +471,20 @@ class Dispatcher:
             return
         self._wait_s = min(timeout.total_seconds(), arguments.MOST_SECONDS)
         if self.agreed.default and job.of_backend:
-            job.timeout_s = self._wait_s  # of leaving, and of contexts that tdcoll makes for other calls
+            # of leaving, and of contexts that tdcoll makes for other calls
+            job.timeout_s = self._wait_s
         for handler in self.handlers.values():
             if handler.queue.busy:  # behind the calls that were issued before
                 handler.queue.submit(QueuedCall(functools.partial(_limited, handler, self._wait_s)))
             else:
                 handler.set_timeout(self._wait_s)
 
-    def hook(self, hooks: dict[int, Callable[[Any], None]], number: int, hook: Callable[[Any], None] | None) -> None:
+    def hook(
+        self,
+        hooks: dict[int, Callable[[Any], None]],
+        number: int,
+        hook: Callable[[Any], None] | None,
+    ) -> None:
         """Register a hook under a number, or remove it if None is given."""
         if hook is None:
             hooks.pop(number, None)
@@ -413,7 +495,8 @@ class Dispatcher:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> BaseException | None:
-        """Free this group's memory, after an error as far as possible; return a wait's unreported error. Collective."""
+        """Free this group's memory, after an error as far as possible; return a wait's unreported
+        error. Collective."""
         if self._closed:
             return None
         self._closed = True
@@ -429,13 +512,16 @@ class Dispatcher:
             expired = error_of(self._check)
         try:
             if self._ends(job):
-                tdcoll.finalize()  # frees all memory without closing our contexts; of a failed job it does neither
+                # frees all memory without closing our contexts; of a failed job it does neither
+                tdcoll.finalize()
             elif not job.failed:
                 for handler in self.handlers.values():
                     handler.close()
                 self.budget.give_back()
         except (TdcollError, dist.DistError) as error:
-            _log.warning("backend tdcoll: rank %d left without the others: %s", self.agreed.rank, error)
+            _log.warning(
+                "backend tdcoll: rank %d left without the others: %s", self.agreed.rank, error
+            )
         return expired
 
     def abort(self) -> None:
@@ -451,13 +537,15 @@ class Dispatcher:
 
         It ends when the default group or the last group of all ranks ends.
         """
-        counted, self._whole = self._whole, False
+        counted = self._whole
+        self._whole = False
         job.groups -= counted
         return counted and job.of_backend and (self.agreed.default or not job.groups)
 
 
 def own_timeout(call: Call) -> float | None:
-    """Return the deadline in seconds that a call has of its own; None if it has that of the group."""
+    """Return the deadline in seconds that a call has of its own; None if it has that of the
+    group."""
     timeout = call.opts.timeout
     if timeout == UNSET_TIMEOUT or timeout.total_seconds() <= 0:
         return None
@@ -471,13 +559,14 @@ def _limited(handler: Handler, timeout_s: float) -> list[Any]:
 
 
 def _takes_as_they_are(out: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return whether the fallback backend takes both tensors of a call as they are, and PyTorch's dispatcher, which may
-    complain about gradients, isn't needed."""
+    """Return whether the fallback backend takes both tensors of a call as they are, and PyTorch's
+    dispatcher, which may complain about gradients, isn't needed."""
     if tensor.requires_grad or not is_plain(tensor):
         return False
     if out is tensor:
         return True
     if out.requires_grad or not is_plain(out):
         return False
-    begin, at = tensor.data_ptr(), out.data_ptr()
+    begin = tensor.data_ptr()
+    at = out.data_ptr()
     return begin + tensor.nbytes <= at or at + out.nbytes <= begin

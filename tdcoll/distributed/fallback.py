@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fallback backend of a group: gloo for CPU tensors, NCCL (gloo where ranks share GPUs) for CUDA tensors.
+"""The fallback backend of a group: gloo for CPU tensors, NCCL (gloo where ranks share GPUs) for
+CUDA tensors.
 
 It makes the calls that tdcoll doesn't handle, on contiguous memory.
 """
@@ -36,11 +37,13 @@ class Fallback:
 
     Attributes:
         group: a process group with gloo and NCCL, without tdcoll's methods.
-        block: writes the results of calls in a block of coalesced calls, at its end; None outside of blocks.
+        block: writes the results of calls in a block of coalesced calls, at its end; None outside
+            of blocks.
     """
 
     def __init__(self, group: Any, names: dict[str, str]) -> None:
-        self.group, self._names = group, names
+        self.group = group
+        self._names = names
         self.block: list[Callable[[], None]] | None = None
 
     def name(self, device: torch.device) -> str:
@@ -51,8 +54,8 @@ class Fallback:
         return " and ".join(f"{name} ({device})" for device, name in self._names.items())
 
     def single(self, call: Call) -> Any:
-        """Return ``call(out, input, options)``, which makes calls like this one of contiguous tensors without the cost
-        of PyTorch's dispatcher; None if they need more than that."""
+        """Return ``call(out, input, options)``, which makes calls like this one of contiguous
+        tensors without the cost of PyTorch's dispatcher; None if they need more than that."""
         moves = not call.method.reduces
         if self.name(call.device) != "nccl" or (moves and call.inputs[0].dtype not in gloo.MOVED):
             return None
@@ -64,10 +67,12 @@ class Fallback:
         return method
 
     def make(self, call: Call) -> Any:
-        """Make a call, inside of PyTorch's operator for it if somebody watches, and return its work.
+        """Make a call, inside of PyTorch's operator for it if somebody watches, and return its
+        work.
 
-        Backends take a tensor for contiguous memory that begins with its first element. If it isn't, they get a copy of
-        it. Results that go through copies are written when somebody has waited for the work.
+        Backends take a tensor for contiguous memory that begins with its first element. If it
+        isn't, they get a copy of it. Results that go through copies are written when somebody has
+        waited for the work.
 
         Raises:
             TypeError, ValueError: the tensors don't fit each other, or the backend.
@@ -85,14 +90,19 @@ class Fallback:
                 f"{call.method.name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU "
                 f"memory; got one on {call.device}. Pass a copy, tensor.cpu(), or run with a GPU for each rank"
             )
-        rank, world = self.group.rank(), self.group.size()
-        dense = all(tensor.layout is torch.strided and not tensor.is_nested for tensor in call.touched)
+        rank = self.group.rank()
+        world = self.group.size()
+        dense = all(
+            tensor.layout is torch.strided and not tensor.is_nested for tensor in call.touched
+        )
         if dense:
             refuse_shared_elements(call)
             check_sizes(call, rank, world)
         fitted = fit(call, rank, world)
         if dense and self.name(call.device) == "gloo":
-            started = gloo.start(self.group._get_backend(call.device), call, fitted.outs, fitted.inputs)
+            started = gloo.start(
+                self.group._get_backend(call.device), call, fitted.outs, fitted.inputs
+            )
         else:
             outs, inputs = _movable(call, fitted)
             work = call.method.start(self.group, outs, inputs, call.opts)
@@ -117,11 +127,14 @@ class Fallback:
 
 
 def _movable(call: Call, fitted: Fitted) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the tensors of a call, or their bytes if they are only moved and backends don't move their dtype."""
+    """Return the tensors of a call, or their bytes if they are only moved and backends don't move
+    their dtype."""
     if call.method.reduces or any(tensor.layout is not torch.strided for tensor in call.touched):
         return fitted.outs, fitted.inputs
     outs = [gloo.as_moved(tensor) for tensor in fitted.outs]
-    return outs, outs if call.method.in_place else [gloo.as_moved(tensor) for tensor in fitted.inputs]
+    return outs, outs if call.method.in_place else [
+        gloo.as_moved(tensor) for tensor in fitted.inputs
+    ]
 
 
 def add_backends(
@@ -140,17 +153,23 @@ def add_backends(
     """Make gloo and, where there are GPUs, NCCL, and register them with ``groups``. Collective.
 
     Args:
-        groups: the last is a plain ``ProcessGroup``, which is bound to a GPU if NCCL is to connect at once.
+        groups: the last is a plain ``ProcessGroup``, which is bound to a GPU if NCCL is to connect
+            at once.
         name, ranks: of the group; ``ranks`` is empty for the default group.
         split: whether NCCL may split the default group's communicator, as ``new_group`` does.
-        tell: called with the timeout that somebody sets for a backend, as PyTorch does for that of a group.
-        device: this rank's GPU, as the caller of ``init_process_group`` has bound it; None: tdcoll's.
+        tell: called with the timeout that somebody sets for a backend, as PyTorch does for that of
+            a group.
+        device: this rank's GPU, as the caller of ``init_process_group`` has bound it; None:
+            tdcoll's.
 
     Returns:
-        The backend's name, and the backend, for each type of device. It tells as long as somebody holds it.
+        The backend's name, and the backend, for each type of device. It tells as long as somebody
+        holds it.
     """
     if not dist.is_gloo_available():
-        raise RuntimeError('backend "tdcoll" needs gloo for CPU tensors, which this PyTorch was built without')
+        raise RuntimeError(
+            'backend "tdcoll" needs gloo for CPU tensors, which this PyTorch was built without'
+        )
     kinds = ProcessGroup.BackendType
 
     def connect() -> Any:
@@ -165,15 +184,21 @@ def add_backends(
     made = {"cpu": (kinds.GLOO, gloo)}
     if torch.cuda.is_available():
         made["cuda"] = made["cpu"]
-        if dist.is_nccl_available() and not lifecycle.may_share_gpus():  # NCCL refuses ranks that share one
-            backend = _nccl(groups[-1], store, rank, size, timeout, name, ranks, nccl, split, tell, device)
+        # NCCL refuses ranks that share one
+        if dist.is_nccl_available() and not lifecycle.may_share_gpus():
+            backend = _nccl(
+                groups[-1], store, rank, size, timeout, name, ranks, nccl, split, tell, device
+            )
             made["cuda"] = kinds.NCCL, backend
     default = made.get("cuda", made["cpu"])[0]
     for group in groups:
         group._set_default_backend(default)
         for where, (kind, backend) in made.items():
             group._register_backend(torch.device(where), kind, backend)
-    return {where: ("nccl" if kind == kinds.NCCL else "gloo", each) for where, (kind, each) in made.items()}
+    return {
+        where: ("nccl" if kind == kinds.NCCL else "gloo", each)
+        for where, (kind, each) in made.items()
+    }
 
 
 def _number(backend: Any) -> None:
@@ -207,22 +232,31 @@ def _nccl(
     tell: Callable[[timedelta], None],
     device: torch.device | None,
 ) -> Any:
-    """Make what backend ``"nccl"`` is in this PyTorch, splitting the default group's communicator if torch does.
+    """Make what backend ``"nccl"`` is in this PyTorch, splitting the default group's communicator
+    if torch does.
 
-    PyTorch has several implementations from 2.14 on. From 2.15 on ``"nccl"`` is ``ProcessGroupNCCL2``, unless
-    ``TORCH_DIST_USE_NCCL2`` is 0. All of them take ``ProcessGroupNCCL.Options``. From 2.14 on PyTorch's function makes
-    it, and it doesn't ``tell``. That isn't necessary, because PyTorch sets the timeout of a group for gloo as well.
+    PyTorch has several implementations from 2.14 on. From 2.15 on ``"nccl"`` is
+    ``ProcessGroupNCCL2``, unless ``TORCH_DIST_USE_NCCL2`` is 0. All of them take
+    ``ProcessGroupNCCL.Options``. From 2.14 on PyTorch's function makes it, and it doesn't ``tell``.
+    That isn't necessary, because PyTorch sets the timeout of a group for gloo as well.
 
     Args:
-        plain: the group of the fallback backend. It is bound to this rank's GPU if NCCL is to connect at once.
+        plain: the group of the fallback backend. It is bound to this rank's GPU if NCCL is to
+            connect at once.
         given: ``ProcessGroupNCCL.Options``, or None.
     """
     c10d: Any = dist.distributed_c10d
-    # Ranks outside of a new group split the default group's communicator if it is bound to a device: so must we.
-    source = _split_source(c10d._get_default_group()) if split and ranks and dist.is_initialized() else None
+    # Ranks outside of a new group split the default group's communicator if it is bound to a
+    # device: so must we.
+    source = (
+        _split_source(c10d._get_default_group())
+        if split and ranks and dist.is_initialized()
+        else None
+    )
     options = copy.deepcopy(given) if given is not None else dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    if getattr(given, "split_from", None) is not None:  # split_group passes the options of another group
+    # split_group passes the options of another group
+    if getattr(given, "split_from", None) is not None:
         options.split_from = None
     store = dist.PrefixStore("nccl/", store)
     creator = _creator_of_nccl()
@@ -251,7 +285,8 @@ def _nccl(
 
 
 def _creator_of_nccl() -> Any:
-    """Return PyTorch's function that makes backend ``"nccl"``; None before 2.14, where it is no function."""
+    """Return PyTorch's function that makes backend ``"nccl"``; None before 2.14, where it is no
+    function."""
     backends: Any = dist.distributed_c10d.Backend
     if not hasattr(backends, "_ensure_backend_registered"):
         return None
@@ -260,7 +295,8 @@ def _creator_of_nccl() -> Any:
 
 
 def _split_source(default: Any) -> Any:
-    """Return the backend of the default group that PyTorch splits for a new group of backend tdcoll; None: it doesn't.
+    """Return the backend of the default group that PyTorch splits for a new group of backend
+    tdcoll; None: it doesn't.
 
     From 2.15 on, PyTorch only splits a group of the same backend.
     """
@@ -273,18 +309,22 @@ def _split_source(default: Any) -> Any:
 
 
 def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Tensor:
-    """Return the sum or mean of a COO tensor by dense all-gathers, if a group has none of sparse tensors.
+    """Return the sum or mean of a COO tensor by dense all-gathers, if a group has none of sparse
+    tensors.
 
-    Every rank gets all indices and values, padded to the longest, and sums them in the accumulator. A mean divides
-    each part, as tdcoll's sparse all-reduce does. The host waits for the number of rows.
+    Every rank gets all indices and values, padded to the longest, and sums them in the accumulator.
+    A mean divides each part, as tdcoll's sparse all-reduce does. The host waits for the number of
+    rows.
 
     Raises:
         TypeError: fallback backends don't move elements of the dtype.
     """
-    world, dtype = group.size(), tensor.dtype
+    world = group.size()
+    dtype = tensor.dtype
     gloo.refuse_other_dtypes("all_reduce", accumulator(dtype))
     tensor = tensor.detach().to(accumulator(dtype)).coalesce()
-    indices, values = tensor.indices(), tensor.values()
+    indices = tensor.indices()
+    values = tensor.values()
     counts = torch.empty(world, dtype=torch.int64, device=values.device)
     gather_into(group, counts, counts.new_full((1,), indices.shape[1])).wait()
     number = [int(count) for count in counts.tolist()]
@@ -301,6 +341,9 @@ def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Ten
     per_rank = zip(all_indices.chunk(world), parts.chunk(world), number, strict=True)
     pieces = [(i[:, :n], v[:n]) for i, v, n in per_rank]
     gathered = torch.sparse_coo_tensor(
-        torch.cat([i for i, _ in pieces], 1), torch.cat([v for _, v in pieces]), tensor.shape, check_invariants=False
+        torch.cat([i for i, _ in pieces], 1),
+        torch.cat([v for _, v in pieces]),
+        tensor.shape,
+        check_invariants=False,
     )
     return gathered.coalesce().to(dtype)

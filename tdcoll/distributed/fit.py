@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the tensors of a call fit for a receiver that takes each for contiguous memory of its own."""
+"""Makes the tensors of a call fit for a receiver that takes each for contiguous memory of its
+own."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Fitted(NamedTuple):
 
 
 def fit(call: Call, rank: int, world: int) -> Fitted:
-    """Return contiguous tensors with the values of a call's, none of which is read where another is written.
+    """Return contiguous tensors with the values of a call's, none of which is read where another is
+    written.
 
     Args:
         rank, world: of this process in the group, and the number of ranks.
@@ -47,13 +49,17 @@ def fit(call: Call, rank: int, world: int) -> Fitted:
     method = call.method
     filled = method.in_place or not method.fills
     outs = [contiguous(out, filled) for out in call.outs]
-    copies = [(asked, made) for asked, made in zip(call.outs, outs, strict=True) if asked is not made]
+    copies = [
+        (asked, made) for asked, made in zip(call.outs, outs, strict=True) if asked is not made
+    ]
     if method.in_place:
         return Fitted(outs, outs, copies)
     inputs = []
     for place, given in enumerate(call.inputs):
         tensor = contiguous(given, True)
-        written = outs[place : place + 1] if method.kind in COLLECTIVES and not call.listed else outs
+        written = (
+            outs[place : place + 1] if method.kind in COLLECTIVES and not call.listed else outs
+        )
         if tensor is given and any(_clash(call, tensor, out, rank, world) for out in written):
             tensor = tensor.detach().clone()
         inputs.append(tensor)
@@ -89,7 +95,9 @@ def _shares_elements(tensor: torch.Tensor) -> bool:
     """Return whether two elements of a dense tensor have the same address."""
     if not tensor.numel():
         return False
-    dimensions = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    dimensions = sorted(
+        (step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    )
     reach = 0  # of the dimensions so far, in elements
     for step, size in dimensions:
         if step == 0:
@@ -106,9 +114,12 @@ def _shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def check_sizes(call: Call, rank: int, world: int) -> None:
-    """Raise ``ValueError`` unless the dtypes, devices and sizes of a call's tensors fit each other, on this rank."""
-    method, name = call.method, call.method.kind or call.method.name
-    outs, inputs = call.outs, call.inputs
+    """Raise ``ValueError`` unless the dtypes, devices and sizes of a call's tensors fit each other,
+    on this rank."""
+    method = call.method
+    name = call.method.kind or call.method.name
+    outs = call.outs
+    inputs = call.inputs
     if call.listed or (method is GATHER and outs):
         _check_list(name, outs, "input", inputs[0], rank, world, alike=method is GATHER)
     elif method in (SCATTER, REDUCE_SCATTER) and inputs:
@@ -116,7 +127,9 @@ def check_sizes(call: Call, rank: int, world: int) -> None:
     elif method is ALL_TO_ALL:
         for what, tensors in (("output", outs), ("input", inputs)):
             if len(tensors) != world:
-                raise ValueError(f"{name}: the list of {what}s must have {world} tensors; got {len(tensors)}")
+                raise ValueError(
+                    f"{name}: the list of {what}s must have {world} tensors; got {len(tensors)}"
+                )
             for tensor in tensors:
                 _same_kind(f"{name}: {what}", tensor, inputs[0], call.device, tensor.numel())
     elif method.kind in COLLECTIVES and not any(method.sizes):
@@ -124,8 +137,10 @@ def check_sizes(call: Call, rank: int, world: int) -> None:
 
 
 def _check_segments(call: Call, world: int) -> None:
-    """Raise unless each output has as many elements as the segments of a dense collective's input make."""
-    name, spec = str(call.method.kind), spec_of(str(call.method.kind))
+    """Raise unless each output has as many elements as the segments of a dense collective's input
+    make."""
+    name = str(call.method.kind)
+    spec = spec_of(str(call.method.kind))
     for out, tensor in zip(call.outs, call.inputs, strict=True):
         if not (spec.scatters or spec.gathers):
             _same_kind(f"{name}: tensor", tensor, call.inputs[0], call.device, tensor.numel())
@@ -135,15 +150,27 @@ def _check_segments(call: Call, world: int) -> None:
         else:
             _same_kind(f"{name}: input", tensor, out, call.device, world * out.numel())
         if spec.scatters and tensor.numel() % world:
-            raise ValueError(f"{name}: input must have {world} parts of one size; got {tensor.numel()} elements")
+            raise ValueError(
+                f"{name}: input must have {world} parts of one size; got {tensor.numel()} elements"
+            )
 
 
 def _check_list(
-    name: str, pieces: Sequence[torch.Tensor], what: str, tensor: torch.Tensor, rank: int, world: int, *, alike: bool
+    name: str,
+    pieces: Sequence[torch.Tensor],
+    what: str,
+    tensor: torch.Tensor,
+    rank: int,
+    world: int,
+    *,
+    alike: bool,
 ) -> None:
-    """Raise unless a list has a piece for each rank, and this rank's (all, if ``alike``) is as large as ``tensor``."""
+    """Raise unless a list has a piece for each rank, and this rank's (all, if ``alike``) is as
+    large as ``tensor``."""
     if len(pieces) != world:
-        raise ValueError(f"{name}: the list must have {world} tensors, one per rank; got {len(pieces)}")
+        raise ValueError(
+            f"{name}: the list must have {world} tensors, one per rank; got {len(pieces)}"
+        )
     for place, piece in enumerate(pieces):
         if kind_of(piece) != kind_of(tensor):
             raise ValueError(
@@ -161,8 +188,11 @@ def kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
     return tensor.dtype, tensor.device
 
 
-def _same_kind(name: str, tensor: torch.Tensor, other: torch.Tensor, device: torch.device, elements: int) -> None:
-    """Raise unless ``tensor`` is of the dtype of ``other``, on ``device``, and has so many elements."""
+def _same_kind(
+    name: str, tensor: torch.Tensor, other: torch.Tensor, device: torch.device, elements: int
+) -> None:
+    """Raise unless ``tensor`` is of the dtype of ``other``, on ``device``, and has so many
+    elements."""
     if kind_of(tensor) != (other.dtype, device) or tensor.numel() != elements:
         raise ValueError(
             f"{name} must be {other.dtype} of {elements} elements on {device}; got {tensor.dtype} of {tensor.numel()} "

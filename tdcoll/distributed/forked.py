@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups in a forked child, which has a rank's connections and none of its threads.
 
-A call there would send over the rank's connections, write into its memory, or wait for a thread that isn't there. When
-a process is forked, the class of each of its groups is therefore replaced in the child. Every method that communicates
-raises an error, for Python and for C++, and calls in a rank cost nothing.
+A call there would send over the rank's connections, write into its memory, or wait for a thread
+that isn't there. When a process is forked, the class of each of its groups is therefore replaced in
+the child. Every method that communicates raises an error, for Python and for C++, and calls in a
+rank cost nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +21,33 @@ from tdcoll.base.errors import NotInitializedError
 
 _LOCAL = frozenset(
     (
-        *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "boxed", "unbox"),
-        *("rank", "size", "name", "group_name", "group_desc", "get_group_store", "bound_device_id", "set_timeout"),
+        *(
+            "BackendType",
+            "CUSTOM",
+            "GLOO",
+            "MPI",
+            "NCCL",
+            "UCC",
+            "UNDEFINED",
+            "XCCL",
+            "boxed",
+            "unbox",
+        ),
+        *(
+            "rank",
+            "size",
+            "name",
+            "group_name",
+            "group_desc",
+            "get_group_store",
+            "bound_device_id",
+            "set_timeout",
+        ),
         *("abort", "shutdown"),
     )
 )
-"""Members of ``ProcessGroup`` that don't communicate, besides those with an underscore. The last two are replaced."""
+"""Members of ``ProcessGroup`` that don't communicate, besides those with an underscore. The last
+two are replaced."""
 
 _UNDERSCORED = ("_allgather_base", "_reduce_scatter_base", "_start_coalescing", "_end_coalescing")
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions with torch.distributed's signatures, in the order of the current stream.
 
-Each uses a context that tdcoll makes for the group at the first call and replaces when a larger message comes. Make the
-first and the largest call before you capture a CUDA graph, because making a context is collective and synchronises.
+Each uses a context that tdcoll makes for the group at the first call and replaces when a larger
+message comes. Make the first and the largest call before you capture a CUDA graph, because making a
+context is collective and synchronises.
 
-All take ``group``, which is a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for all
-ranks, and ``async_op``. With ``async_op=True`` they return a ``torch.distributed.Work``, otherwise None. The call is
-queued on the current stream in any case; ``wait()`` makes the stream that is current then wait for it. A wait that has
-expired is raised as :class:`~tdcoll.distributed.BackendTimeout` by ``Work.wait(timeout)``, and in the simulator by the
+All take ``group``, which is a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global
+ranks, or None for all ranks, and ``async_op``. With ``async_op=True`` they return a
+``torch.distributed.Work``, otherwise None. The call is queued on the current stream in any case;
+``wait()`` makes the stream that is current then wait for it. A wait that has expired is raised as
+:class:`~tdcoll.distributed.BackendTimeout` by ``Work.wait(timeout)``, and in the simulator by the
 call. Other errors are those of the function of :mod:`tdcoll` that has the same kernels.
 """
 
@@ -29,30 +31,41 @@ from tdcoll.distributed.work import StreamWork, backend_errors, completed
 
 
 def all_gather_into_tensor(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: runtime.Group = None, async_op: bool = False
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: runtime.Group = None,
+    async_op: bool = False,
 ) -> Work | None:
     """Gather ``input_tensor`` of all ranks into ``output_tensor``; see :func:`tdcoll.all_gather`.
 
     >>> tdcoll.distributed.all_gather_into_tensor(gathered, x)
 
     Args:
-        output_tensor: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype as ``input_tensor``.
+        output_tensor: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype as
+            ``input_tensor``.
         input_tensor: ``[n, ...]``, contiguous.
-        group: a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for all ranks.
-        async_op: return a ``torch.distributed.Work``, whose ``wait()`` makes the current stream wait.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for
+            all ranks.
+        async_op: return a ``torch.distributed.Work``, whose ``wait()`` makes the current stream
+            wait.
     """
     names = ("input_tensor", "output_tensor")
     return _call("all_gather", output_tensor, input_tensor, None, group, async_op, names)
 
 
 def all_reduce(
-    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: runtime.Group = None, async_op: bool = False
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: runtime.Group = None,
+    async_op: bool = False,
 ) -> Work | None:
-    """Reduce ``tensor``, which is contiguous, over all ranks, in place; see :func:`tdcoll.all_reduce_`.
+    """Reduce ``tensor``, which is contiguous, over all ranks, in place; see
+    :func:`tdcoll.all_reduce_`.
 
     >>> tdcoll.distributed.all_reduce(x, torch.distributed.ReduceOp.AVG)
 
-    ``op`` is ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``; or its name, ``"sum"`` for instance.
+    ``op`` is ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``; or its name, ``"sum"`` for
+    instance.
     """
     return _call("all_reduce", tensor, tensor, op, group, async_op, ("tensor", "tensor"))
 
@@ -64,7 +77,8 @@ def reduce_scatter_tensor(
     group: runtime.Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduce ``input`` over all ranks, and put this rank's segment into ``output``; see :func:`tdcoll.reduce_scatter`.
+    """Reduce ``input`` over all ranks, and put this rank's segment into ``output``; see
+    :func:`tdcoll.reduce_scatter`.
 
     >>> tdcoll.distributed.reduce_scatter_tensor(mine, whole)
 
@@ -85,22 +99,27 @@ def all_to_all_single(
     group: runtime.Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send segment r of ``input`` to rank r, with segments of one size; see :func:`tdcoll.all_to_all`.
+    """Send segment r of ``input`` to rank r, with segments of one size; see
+    :func:`tdcoll.all_to_all`.
 
     >>> tdcoll.distributed.all_to_all_single(received, x)
 
     Args:
         output: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype as ``input``.
         input: ``[world * n, ...]``, contiguous.
-        output_split_sizes, input_split_sizes: None, or an int for each rank, all the same, which add up to the first
-            dimension of the tensor.
+        output_split_sizes, input_split_sizes: None, or an int for each rank, all the same, which
+            add up to the first dimension of the tensor.
         group, async_op: as for :func:`all_gather_into_tensor`.
     """
-    for name, sizes, tensor in (("output", output_split_sizes, output), ("input", input_split_sizes, input)):
+    for name, sizes, tensor in (
+        ("output", output_split_sizes, output),
+        ("input", input_split_sizes, input),
+    ):
         if not sizes:
             continue
         arguments.tensor(name, tensor)
-        world, rows = len(runtime.current().ranks_of(group)), [*tensor.shape, 1][0]
+        world = len(runtime.current().ranks_of(group))
+        rows = [*tensor.shape, 1][0]
         if [*sizes] != world * [rows // world]:
             raise ValueError(
                 f"{name}_split_sizes must be None or {world} equal sizes, which add up to dimension 0 of {name}; got "
@@ -121,12 +140,11 @@ def _call(
     """Make a call of the collective ``name``; ``names`` are the caller's, of input and output."""
     for argument, tensor in zip(names, (input, output), strict=True):
         arguments.tensor(argument, tensor)
-    output, input = plain(output), plain(input)
+    output = plain(output)
+    input = plain(input)
     operation = operation_of(name)
     # Detached, because autograd doesn't see a kernel's stores.
-    request = Request(
-        (input.detach(), output.detach()), CollectiveOptions(op), group, names=names
-    )
+    request = Request((input.detach(), output.detach()), CollectiveOptions(op), group, names=names)
     ctx = operation.own_context(request)
     run(operation, request.tensors, request.options, ctx=ctx, names=names)
     if not async_op:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a process group by gloo, with the meaning that they have with tdcoll's kernels and with NCCL.
+"""Calls of a process group by gloo, with the meaning that they have with tdcoll's kernels and with
+NCCL.
 
-gloo alone moves and reduces fewer dtypes, wants parts of one shape where sizes are enough, has no lists of parts of
-different sizes, and averages in the dtype itself. The rest is made of what it has: bytes in place of numbers that
-are only moved, one exchange for a list, and :mod:`~tdcoll.distributed.arithmetic`.
+gloo alone moves and reduces fewer dtypes, wants parts of one shape where sizes are enough, has no
+lists of parts of different sizes, and averages in the dtype itself. The rest is made of what it
+has: bytes in place of numbers that are only moved, one exchange for a list, and
+:mod:`~tdcoll.distributed.arithmetic`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,17 @@ from tdcoll.distributed.methods import (
 
 MOVED = frozenset(
     getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int8",
+        "uint8",
+        "bool",
+    )
 )
 """The dtypes that gloo and NCCL move and that gloo reduces."""
 
@@ -62,7 +74,8 @@ def start(gloo: Any, call: Call, outs: Tensors, inputs: Tensors) -> Started:
     if call.method is ALL_TO_ALL:
         return _start_exchange(gloo, call, outs, inputs)
     if not any(tensor.numel() for tensor in [*outs, *inputs]) and call.opts is None:
-        return Started([], None, call.result)  # a message of nothing, for which gloo would wait forever
+        # a message of nothing, for which gloo would wait forever
+        return Started([], None, call.result)
     sizes = call.method.sizes
     by_rows = any(sizes)
     parts = [_as_moved(tensor, by_rows) for tensor in outs]
@@ -86,7 +99,8 @@ def as_moved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_moved(tensor: torch.Tensor, by_rows: bool) -> torch.Tensor:
-    """Return a contiguous tensor in one dimension, or in two ``by_rows``; as bytes if gloo doesn't move its dtype."""
+    """Return a contiguous tensor in one dimension, or in two ``by_rows``; as bytes if gloo doesn't
+    move its dtype."""
     tensor = tensor.detach()
     rows = tensor.shape[:1] if by_rows else ()
     flat = tensor.view(*rows, -1) if tensor.numel() else tensor.new_empty((*rows, 0))
@@ -95,7 +109,8 @@ def _as_moved(tensor: torch.Tensor, by_rows: bool) -> torch.Tensor:
 
 def _start_list(gloo: Any, call: Call, outs: Tensors, tensor: torch.Tensor) -> Started:
     """Start an all-gather into a list of tensors of any sizes: of one size, with padding."""
-    world, most = gloo.size(), max(out.numel() for out in outs)
+    world = gloo.size()
+    most = max(out.numel() for out in outs)
     own = tensor.detach().view(-1)
     if own.numel() != most:
         own = tensor.new_empty(most)
@@ -111,8 +126,8 @@ def _start_list(gloo: Any, call: Call, outs: Tensors, tensor: torch.Tensor) -> S
 
 
 def stacked(call: Call, whole: torch.Tensor) -> list[Any]:
-    """Return the value of an all-gather into a list: as NCCL's one tensor ``[world, ...]``, of ``whole``, or, if the
-    parts have different shapes, as one list."""
+    """Return the value of an all-gather into a list: as NCCL's one tensor ``[world, ...]``, of
+    ``whole``, or, if the parts have different shapes, as one list."""
     shape = call.outs[0].shape
     if all(out.shape == shape for out in call.outs):
         return [whole.view(len(call.outs), *shape)]
@@ -120,7 +135,8 @@ def stacked(call: Call, whole: torch.Tensor) -> list[Any]:
 
 
 def _start_exchange(gloo: Any, call: Call, outs: Tensors, inputs: Tensors) -> Started:
-    """Start an all-to-all of lists: of one tensor with sizes, because gloo's lists have parts of one shape."""
+    """Start an all-to-all of lists: of one tensor with sizes, because gloo's lists have parts of
+    one shape."""
     sizes = [[tensor.numel() for tensor in tensors] for tensors in (outs, inputs)]
     given = torch.cat([tensor.detach().view(-1) for tensor in inputs])
     made = outs[0].new_empty(sum(sizes[0]))
@@ -143,7 +159,9 @@ def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def _start_reduction(gloo: Any, call: Call, outs: Tensors, inputs: Tensors) -> Started:
     """Start a reduction: an all-reduce for each of its tensors, or a reduction to one rank."""
-    method, world, rank = call.method, gloo.size(), gloo.rank()
+    method = call.method
+    world = gloo.size()
+    rank = gloo.rank()
     works: list[Any] = []
     back: list[Callable[[], None]] = []
     if method is REDUCE_SCATTER:
@@ -173,7 +191,9 @@ def _start_reduction(gloo: Any, call: Call, outs: Tensors, inputs: Tensors) -> S
     return Started(works, finish if back else None, call.result)
 
 
-def _write_reduction(out: torch.Tensor, part: torch.Tensor, begin: int, arithmetic: Arithmetic) -> Callable[[], None]:
+def _write_reduction(
+    out: torch.Tensor, part: torch.Tensor, begin: int, arithmetic: Arithmetic
+) -> Callable[[], None]:
     """Return a function that writes the elements of a reduction from ``begin`` on into ``out``."""
 
     def write_reduction() -> None:
@@ -187,4 +207,6 @@ def refuse_other_dtypes(name: str, dtype: torch.dtype) -> None:
     """Raise ``TypeError`` unless the fallback backends can reduce elements of ``dtype``."""
     if dtype not in MOVED:
         allowed = ", ".join(sorted(str(each).removeprefix("torch.") for each in MOVED))
-        raise TypeError(f"{name}: a tensor that is reduced must be of {allowed} or fp8; got {dtype}")
+        raise TypeError(
+            f"{name}: a tensor that is reduced must be of {allowed} or fp8; got {dtype}"
+        )

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handlers: for each kind of call and group, an object that makes such calls with tdcoll's kernels.
 
-A :class:`Handler` refuses a call or returns None, prepares it (contexts, which the ranks make together), runs it, and
-describes itself. :mod:`tdcoll.distributed.dispatch` does everything that is the same for all kinds: it picks the
-implementation and the stream, queues asynchronous calls, and counts. Dense collectives differ by their specs.
+A :class:`Handler` refuses a call or returns None, prepares it (contexts, which the ranks make
+together), runs it, and describes itself. :mod:`tdcoll.distributed.dispatch` does everything that is
+the same for all kinds: it picks the implementation and the stream, queues asynchronous calls, and
+counts. Dense collectives differ by their specs.
 
-A handler refuses a call only because of facts that are the same on all ranks, in the order of the calls.
+A handler refuses a call only because of facts that are the same on all ranks, in the order of the
+calls.
 """
 
 from __future__ import annotations
@@ -36,17 +38,19 @@ from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime import Runtime
 
 PACKED_BYTES = 256 << 10
-"""Up to so many bytes, several tensors of one call are packed for one launch, because a copy is cheaper than one."""
+"""Up to so many bytes, several tensors of one call are packed for one launch, because a copy is
+cheaper than one."""
 
 
 @dataclass
-class Members:
+class GroupInfo:
     """The ranks of a process group, and what its handlers share.
 
     Attributes:
         ranks: global ranks, in the order of the group.
         timeout_s: deadline of waits in the kernels of later contexts, seconds.
-        debug: the calls that the ranks compare, as ``TDCOLL_DEBUG`` asks for when the group is made.
+        debug: the calls that the ranks compare, as ``TDCOLL_DEBUG`` asks for when the group is
+            made.
         rank: this process's, in the group.
     """
 
@@ -68,7 +72,8 @@ class Handler(ABC):
         alone: whether it handles groups of one rank, too.
         waits: whether a call waits on the host, so that a queue has to make asynchronous ones.
         blocks: whether ``wait()`` of an asynchronous call waits on the host.
-        problem: why it has no context and can't get one, the same on all ranks; None if it may have one.
+        problem: why it has no context and can't get one, the same on all ranks; None if it may have
+            one.
         compared: the calls whose arguments the ranks have compared in debug mode of first calls.
     """
 
@@ -77,21 +82,25 @@ class Handler(ABC):
     waits: ClassVar[bool] = False
     blocks: ClassVar[bool] = False
 
-    def __init__(self, members: Members, queue: Queue) -> None:
-        self.members, self.queue = members, queue
+    def __init__(self, members: GroupInfo, queue: Queue) -> None:
+        self.members = members
+        self.queue = queue
         self.problem: str | None = None
         self.compared = ComparedKinds()
 
     def refuse(self, call: Call) -> str | None:
-        """Return why this call cannot be handled, or None if it can, from facts that are the same on all ranks."""
+        """Return why this call cannot be handled, or None if it can, from facts that are the same
+        on all ranks."""
         return None
 
     @abstractmethod
     def prepare(self, call: Call) -> str | None:
-        """Prepare the call; return why it cannot be handled, or None, the same on all ranks. Collective."""
+        """Prepare the call; return why it cannot be handled, or None, the same on all ranks.
+        Collective."""
 
     def check_call(self, call: Call) -> None:
-        """Raise ``TypeError`` or ``ValueError`` unless the call's tensors fit each other, on this rank."""
+        """Raise ``TypeError`` or ``ValueError`` unless the call's tensors fit each other, on this
+        rank."""
         return  # there may be nothing to check
 
     def facts(self, call: Call) -> dict[str, Any]:
@@ -99,7 +108,8 @@ class Handler(ABC):
         return {"op": call.op, "dtypes": [str(tensor.dtype) for tensor in call.inputs]}
 
     def compare(self, call: Call) -> None:
-        """Raise on all ranks if the call is wrong on one of them, or differs. Collective; for debug mode.
+        """Raise on all ranks if the call is wrong on one of them, or differs. Collective; for debug
+        mode.
 
         Raises:
             RankMismatchError: something differs, or another rank's tensors do not fit each other.
@@ -113,7 +123,8 @@ class Handler(ABC):
         compare(self.members.job, self.members.ranks, self.kind, self.facts(call), problem)
 
     def compare_first(self, call: Call) -> None:
-        """:meth:`compare`, if no call with such arguments was made before and the ranks are asked to compare those."""
+        """:meth:`compare`, if no call with such arguments was made before and the ranks are asked
+        to compare those."""
         if self.members.debug != "first":
             return
         facts = self.facts(call)
@@ -127,7 +138,8 @@ class Handler(ABC):
 
     @abstractmethod
     def run(self, call: Call) -> list[Any]:
-        """Make the call on the current stream, after :meth:`prepare`, under ``torch.no_grad()``; return its result."""
+        """Make the call on the current stream, after :meth:`prepare`, under ``torch.no_grad()``;
+        return its result."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -144,12 +156,15 @@ class Handler(ABC):
 
     @contextlib.contextmanager
     def within(self, timeout_s: float | None) -> Iterator[None]:
-        """Let the waits of the call inside, which has been prepared, have a deadline of their own; None: as others."""
+        """Let the waits of the call inside, which has been prepared, have a deadline of their own;
+        None: as others."""
         context = self.used
         if timeout_s is None or context is None:
             yield
             return
-        monitor, stream, before = context.monitor, None, context.monitor.timeout_s
+        monitor = context.monitor
+        stream = None
+        before = context.monitor.timeout_s
         if context.device.type == "cuda":
             stream = torch.cuda.current_stream(context.device)
             context.check_fast()  # the stream waits for the last call, which keeps its deadline
@@ -176,7 +191,7 @@ class Dense(Handler):
     """Makes the calls of one dense collective, on a context that grows."""
 
     def __init__(
-        self, members: Members, queue: Queue, operation: CollectiveOperation, budget: Budget
+        self, members: GroupInfo, queue: Queue, operation: CollectiveOperation, budget: Budget
     ) -> None:
         super().__init__(members, queue)
         self.operation = operation
@@ -198,7 +213,8 @@ class Dense(Handler):
 
     @property
     def limit(self) -> int:
-        """The largest segment that it handles, in bytes: by default as the group's thread blocks allow."""
+        """The largest segment that it handles, in bytes: by default as the group's thread blocks
+        allow."""
         if not self._budget.blocks or self.members.options.max_bytes_per_rank is not None:
             return self._most
         return self.spec.handled_with(self._budget.blocks, len(self.members.ranks))
@@ -211,10 +227,15 @@ class Dense(Handler):
         """Return the bytes of a segment of each part of the call."""
         if call.listed:
             return [max((piece.nbytes for piece in call.outs), default=0)]
-        return [self.spec.segment_bytes(tensor.nbytes, len(self.members.ranks)) for tensor in call.inputs]
+        return [
+            self.spec.segment_bytes(tensor.nbytes, len(self.members.ranks))
+            for tensor in call.inputs
+        ]
 
     def facts(self, call: Call) -> dict[str, Any]:
-        strided = all(tensor.layout == torch.strided and not tensor.is_nested for tensor in call.touched)
+        strided = all(
+            tensor.layout == torch.strided and not tensor.is_nested for tensor in call.touched
+        )
         return {**super().facts(call), "bytes": self._segments(call) if strided else "not strided"}
 
     def refuse(self, call: Call) -> str | None:
@@ -246,7 +267,8 @@ class Dense(Handler):
         check_sizes(call, self.members.rank, len(self.members.ranks))
 
     def loaded(self, call: Call) -> bool:
-        context, packed = self.implicit.context, self._packed(call)
+        context = self.implicit.context
+        packed = self._packed(call)
         sizes = [packed] if packed else self._segments(call)
         if context is None:
             return False
@@ -255,11 +277,14 @@ class Dense(Handler):
         return all(is_prepared(self.spec, context, each, options) for each in facts)
 
     def _packed(self, call: Call) -> int:
-        """Return the bytes of a segment of all tensors of the call if one launch has them all, otherwise 0."""
+        """Return the bytes of a segment of all tensors of the call if one launch has them all,
+        otherwise 0."""
         sizes = self._segments(call)
         total = sum(sizes)
         together = (
-            len(sizes) > 1 and total <= min(PACKED_BYTES, self.limit) and len(set(map(kind_of, call.inputs))) == 1
+            len(sizes) > 1
+            and total <= min(PACKED_BYTES, self.limit)
+            and len(set(map(kind_of, call.inputs))) == 1
         )
         return total if together else 0
 
@@ -288,10 +313,15 @@ class Dense(Handler):
         return stacked(call, out)
 
     def _run_packed(self, call: Call) -> None:
-        """Make a call of several tensors with one launch: the segments for a rank follow each other."""
-        world, spec = len(self.members.ranks), self.spec
+        """Make a call of several tensors with one launch: the segments for a rank follow each
+        other."""
+        world = len(self.members.ranks)
+        spec = self.spec
         rows = (world,) if spec.scatters else ()
-        parts = [tensor.reshape(*rows, tensor.numel() // (world if rows else 1)) for tensor in call.inputs]
+        parts = [
+            tensor.reshape(*rows, tensor.numel() // (world if rows else 1))
+            for tensor in call.inputs
+        ]
         given = torch.cat(parts, -1)
         made = given
         if spec.scatters or spec.gathers:
@@ -302,11 +332,16 @@ class Dense(Handler):
             write(out, part.reshape(out.shape))
 
     def _launch(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> PreparedCall:
-        """Launch a call of tensors that fit each other, once or for each epoch, with the copies that it takes."""
-        context, spec = self.implicit.context, self.spec
+        """Launch a call of tensors that fit each other, once or for each epoch, with the copies
+        that it takes."""
+        context = self.implicit.context
+        spec = self.spec
         assert context is not None
-        source, target = contiguous(tensor, True), contiguous(out, False)
-        at = spec.may_overlap_at(spec.segment_bytes(source.nbytes, context.world_size), context.rank)
+        source = contiguous(tensor, True)
+        target = contiguous(out, False)
+        at = spec.may_overlap_at(
+            spec.segment_bytes(source.nbytes, context.world_size), context.rank
+        )
         if overlap(source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes, at):
             source = source.clone()
         prepared = call_trusted(self.operation, source, target, context, op)
@@ -343,12 +378,13 @@ class Dense(Handler):
 
 
 class Barrier(Handler):
-    """Barriers: all-gathers of no bytes, on the queue and the context of the group's all-gathers."""
+    """Barriers: all-gathers of no bytes, on the queue and the context of the group's
+    all-gathers."""
 
     kind = "barrier"
     blocks = True
 
-    def __init__(self, members: Members, gathers: Dense) -> None:
+    def __init__(self, members: GroupInfo, gathers: Dense) -> None:
         super().__init__(members, gathers.queue)
         self._gathers = gathers
 
@@ -357,7 +393,8 @@ class Barrier(Handler):
         return self.problem
 
     def run(self, call: Call) -> list[Any]:
-        gathers, context = self._gathers, self._gathers.implicit.context
+        gathers = self._gathers
+        context = self._gathers.implicit.context
         assert context is not None
         nothing = torch.empty(0, dtype=torch.uint8, device=context.device)
         call_trusted(gathers.operation, nothing, nothing, context)

@@ -54,8 +54,8 @@ class Method:
         reduces: whether elements are combined; if not, they are only moved.
         fills: whether all elements of a written tensor are replaced. Otherwise a copy that stands
             for the tensor begins with its values.
-        sizes: of the parts of an all-to-all of one tensor, in rows of dimension 0, of the output and the input; empty
-            if all have one size.
+        sizes: of the parts of an all-to-all of one tensor, in rows of dimension 0, of the output
+            and the input; empty if all have one size.
         operator: calls PyTorch's operator, if ``start`` calls others.
     """
 
@@ -167,7 +167,9 @@ REDUCE_SCATTER_SEVERAL = Method(
     kind="reduce_scatter",
     reduces=True,
 )
-BARRIER = Method("barrier", lambda group, outs, inputs, opts: group.barrier(opts), BarrierOptions, kind="barrier")
+BARRIER = Method(
+    "barrier", lambda group, outs, inputs, opts: group.barrier(opts), BarrierOptions, kind="barrier"
+)
 
 
 def all_to_all_single(output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Method:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The view that tools have of the calls that tdcoll handles: PyTorch's operators, and hooks of process groups.
+"""The view that tools have of the calls that tdcoll handles: PyTorch's operators, and hooks of
+process groups.
 
-PyTorch makes a collective by an operator such as ``c10d::allreduce_``, which profilers record and dispatch modes
-(``CommDebugMode``, for instance) get. tdcoll's calls need none, because it would cost more than the rest of their host
-time. If a tool watches, a call is therefore made inside of the operator, below all modes.
+PyTorch makes a collective by an operator such as ``c10d::allreduce_``, which profilers record and
+dispatch modes (``CommDebugMode``, for instance) get. tdcoll's calls need none, because it would
+cost more than the rest of their host time. If a tool watches, a call is therefore made inside of
+the operator, below all modes.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class _InPlaceOfKernel(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # `never_compiled` does it, without an import that takes seconds
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
         if function.namespace != "c10d":
             return function(*given, **(named or {}))  # such as the tensor of a barrier
         self.work = self._make()
@@ -53,10 +57,11 @@ class _InPlaceOfKernel(TorchDispatchMode):
 
 
 def inside_operator(group: Any, call: Call, make: Callable[[], Any]) -> Any:
-    """Make a call by ``make``, inside of PyTorch's operator for it on a process group; return its work.
+    """Make a call by ``make``, inside of PyTorch's operator for it on a process group; return its
+    work.
 
-    If a mode doesn't pass the operator on, the call isn't made. While PyTorch traces (``make_fx``, ``FakeTensorMode``),
-    it gets the operator as it is.
+    If a mode doesn't pass the operator on, the call isn't made. While PyTorch traces (``make_fx``,
+    ``FakeTensorMode``), it gets the operator as it is.
     """
     operator = call.method.operator or call.method.start
     if traces():
@@ -65,7 +70,9 @@ def inside_operator(group: Any, call: Call, make: Callable[[], Any]) -> Any:
         except _without_kernels():
             return make()
     outs = [_without_derivative(tensor) for tensor in call.outs]
-    inputs = outs if call.method.in_place else [_without_derivative(tensor) for tensor in call.inputs]
+    inputs = (
+        outs if call.method.in_place else [_without_derivative(tensor) for tensor in call.inputs]
+    )
     mode = _InPlaceOfKernel(make)
     with below_all_modes(mode):
         work = operator(group, outs, inputs, call.opts)
@@ -138,7 +145,8 @@ class Hooks:
 
     def around(self, call: Call, make: Callable[[], Any]) -> Any:
         """Make a call between the hooks, and return its work."""
-        name, asynchronous = hook_name(call.method.name), call.opts is None or bool(call.opts.asyncOp)
+        name = hook_name(call.method.name)
+        asynchronous = call.opts is None or bool(call.opts.asyncOp)
         number = next(self._numbers)
         outs = [] if call.method.in_place else list(call.outs)
         root = getattr(call.opts, "rootRank", -1)

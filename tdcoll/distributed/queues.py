@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queues of calls that have to wait on the host, the threads that make them, and their ``Work``.
 
-A call has to wait on the host when it runs in the simulator, or when the size of its result must be known (the sparse
-all-reduce). If such a call is asynchronous, a :class:`Queue` makes it on its own thread. Calls of one queue are made in
-the order in which they were issued, which is the same on all ranks. Ranks may issue those of different queues in
-different orders, because they do not wait for each other.
+A call has to wait on the host when it runs in the simulator, or when the size of its result must be
+known (the sparse all-reduce). If such a call is asynchronous, a :class:`Queue` makes it on its own
+thread. Calls of one queue are made in the order in which they were issued, which is the same on all
+ranks. Ranks may issue those of different queues in different orders, because they do not wait for
+each other.
 
-Callbacks of futures run on the queue's thread, right behind their call and before the next one of the queue, as they do
-on NCCL's futures. A callback may issue calls and wait for them, because calls that it issues to that queue are made at
-once. All ranks therefore make the calls of callbacks in the same order, too, if each callback is attached before the
-next call of its kind is issued.
+Callbacks of futures run on the queue's thread, right behind their call and before the next one of
+the queue, as they do on NCCL's futures. A callback may issue calls and wait for them, because calls
+that it issues to that queue are made at once. All ranks therefore make the calls of callbacks in
+the same order, too, if each callback is attached before the next call of its kind is issued.
 
-All calls end before the interpreter does, because a thread that Python stops inside of C++, where a call waits, aborts
-the process. A forked child has none of the threads: calls that are outstanding when the process is forked have failed
-there.
+All calls end before the interpreter does, because a thread that Python stops inside of C++, where a
+call waits, aborts the process. A forked child has none of the threads: calls that are outstanding
+when the process is forked have failed there.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class QueuedCall:
 
     Args:
         make: makes the call; its result is that of the work, a list of tensors.
-        stream: CUDA stream that it is made on, behind the present work of the calling stream; None without a GPU.
+        stream: CUDA stream that it is made on, behind the present work of the calling stream; None
+            without a GPU.
         give_up: ends the waits of its kernels, so that the call fails soon; from another thread.
 
     Attributes:
@@ -77,11 +79,18 @@ class QueuedCall:
     error: BaseException | None = None
 
     def __init__(
-        self, make: Callable[[], list[Any]], stream: Any = None, *, give_up: Callable[[], None] = lambda: None
+        self,
+        make: Callable[[], list[Any]],
+        stream: Any = None,
+        *,
+        give_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._make: Callable[[], list[Any]] | None = make
-        self.stream, self.give_up = stream, give_up
-        self._before = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
+        self.stream = stream
+        self.give_up = give_up
+        self._before = (
+            None if stream is None else torch.cuda.current_stream(stream.device).record_event()
+        )
         self.done = threading.Event()
         self.result: list[Any] = []
         self.undelivered: list[BaseException] = []
@@ -93,7 +102,8 @@ class QueuedCall:
     def future(self) -> Any:
         """A ``torch.futures.Future`` of the result."""
         with self._finishing:
-            found, late = self._future, self.done.is_set()
+            found = self._future
+            late = self.done.is_set()
             if found is None:
                 devices = None if self.stream is None else [self.stream.device]
                 self._future = found = torch.futures.Future(devices=devices)
@@ -103,7 +113,8 @@ class QueuedCall:
 
     def run(self) -> None:
         """Make the call, and then run the callbacks of its future."""
-        make, self._make = self._make, None
+        make = self._make
+        self._make = None
         assert make is not None
         try:
             with self._on_its_stream():
@@ -124,7 +135,8 @@ class QueuedCall:
             self._tell()
 
     def drop(self) -> None:
-        """Log its error, now or when it fails, unless that was raised or returned. Takes no lock, for ``__del__``."""
+        """Log its error, now or when it fails, unless that was raised or returned. Takes no lock,
+        for ``__del__``."""
         self._dropped = True
         if self.done.is_set():
             self._report()
@@ -150,11 +162,13 @@ class QueuedCall:
                 self._future.set_result(self.result)
 
     def _on_its_stream(self) -> Any:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)  # and its device
+        # and its device
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
 class Queue:
-    """Makes calls that use one context, on a thread of its own, which ends when there was no call for a while.
+    """Makes calls that use one context, on a thread of its own, which ends when there was no call
+    for a while.
 
     Attributes:
         control: numbers the exchanges of these calls.
@@ -165,7 +179,8 @@ class Queue:
     """
 
     def __init__(self, control: ControlPlane) -> None:
-        self.control, self.busy = control, False
+        self.control = control
+        self.busy = False
         self.stream: Any = None
         self.before: Any = None
         self.events: list[Any] = []
@@ -177,7 +192,8 @@ class Queue:
         _queues.add(self)
 
     def submit(self, task: QueuedCall) -> None:
-        """Let the thread make ``task`` after the earlier ones; at once if it is a callback that asks."""
+        """Let the thread make ``task`` after the earlier ones; at once if it is a callback that
+        asks."""
         if self.calls_back:
             task.run()
             return
@@ -188,7 +204,9 @@ class Queue:
             self.busy = True
             self._changed.notify_all()
             if self.thread is None:
-                self.thread = threading.Thread(target=self._run, name="tdcoll.distributed", daemon=True)
+                self.thread = threading.Thread(
+                    target=self._run, name="tdcoll.distributed", daemon=True
+                )
                 self.thread.start()
 
     @property
@@ -197,7 +215,8 @@ class Queue:
         return threading.current_thread() is self.thread
 
     def fail(self, why: str) -> None:
-        """Let all tasks fail, in a process without the queue's thread. Locks may be held by threads that are gone."""
+        """Let all tasks fail, in a process without the queue's thread. Locks may be held by threads
+        that are gone."""
         for task in (self._current, *self._tasks):
             if task is not None and not task.done.is_set():
                 task.error = NotInitializedError(f"asynchronous call: {why}")
@@ -205,20 +224,26 @@ class Queue:
                 task.done.set()
         self._changed = threading.Condition()
         self._tasks.clear()
-        self.busy, self.thread = False, None
+        self.busy = False
+        self.thread = None
 
     def drain(self, at_most_s: float | None = None) -> None:
-        """Return when all tasks have succeeded or failed, and their callbacks have run; at once in such a callback."""
+        """Return when all tasks have succeeded or failed, and their callbacks have run; at once in
+        such a callback."""
         if not self.calls_back:
             with self._changed:
                 self._changed.wait_for(lambda: not self.busy, at_most_s)
 
-    def run_beside(self, device: torch.device | None, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function with the queue's own stream as the current one, behind the work of the current stream.
+    def run_beside(
+        self, device: torch.device | None, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """Call a function with the queue's own stream as the current one, behind the work of the
+        current stream.
 
         Returns:
-            What the function returns; None, without a call of it, if there is no such stream yet, if another device is
-            the current one, because setting a stream sets the device, or if the current stream is captured.
+            What the function returns; None, without a call of it, if there is no such stream yet,
+            if another device is the current one, because setting a stream sets the device, or if
+            the current stream is captured.
         """
         stream = self.stream
         if stream is None or device is None or torch._C._cuda_getDevice() != device.index:
@@ -239,7 +264,8 @@ class Queue:
 
     def give_up(self) -> None:
         """Stop waiting for missing ranks, in this task and in those behind it."""
-        self._giving_up, current = True, self._current
+        self._giving_up = True
+        current = self._current
         if current is not None:
             current.give_up()
 
@@ -258,17 +284,25 @@ class Queue:
                 self._current.give_up()
             try:
                 self._current.run()
-            except BaseException:  # the thread has to go on: of a future that can't be set, for example
-                _log.error("backend tdcoll: what comes behind an asynchronous call has failed", exc_info=True)
+            except (
+                BaseException
+            ):  # the thread has to go on: of a future that can't be set, for example
+                _log.error(
+                    "backend tdcoll: what comes behind an asynchronous call has failed",
+                    exc_info=True,
+                )
 
 
 _queues: weakref.WeakSet[Queue] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """Let calls fail that the parent's threads go on to make, because a child that waits for one would never end."""
+    """Let calls fail that the parent's threads go on to make, because a child that waits for one
+    would never end."""
     for queue in _queues:
-        queue.fail("this process was forked while the call was outstanding, and the parent makes it")
+        queue.fail(
+            "this process was forked while the call was outstanding, and the parent makes it"
+        )
     _queues.clear()
 
 
@@ -281,7 +315,8 @@ _waiting_lock = threading.Lock()
 
 @contextlib.contextmanager
 def _waits_of_callback(task: QueuedCall) -> Iterator[None]:
-    """The body waits for a task. Raise RuntimeError if a callback does so whose end is what the task waits for."""
+    """The body waits for a task. Raise RuntimeError if a callback does so whose end is what the
+    task waits for."""
     mine = next((queue for queue in list(_queues) if queue.calls_back), None)
     if mine is None or task.queue is None or task.done.is_set():
         yield
@@ -291,7 +326,9 @@ def _waits_of_callback(task: QueuedCall) -> Iterator[None]:
         while behind is not None and behind is not mine:
             behind = _waiting.get(behind)
         if behind is mine:
-            raise RuntimeError("a callback cannot wait for a call that is made when the callback has ended")
+            raise RuntimeError(
+                "a callback cannot wait for a call that is made when the callback has ended"
+            )
         _waiting[mine] = task.queue
     try:
         yield
@@ -301,11 +338,13 @@ def _waits_of_callback(task: QueuedCall) -> Iterator[None]:
 
 @functools.cache
 def _end_the_calls_at_exit() -> None:
-    """At the process's end, make remaining calls, then give up. Registered late, to run before PyTorch's own end."""
+    """At the process's end, make remaining calls, then give up. Registered late, to run before
+    PyTorch's own end."""
 
     def end() -> None:
         for given_up in (False, True):
-            queues, deadline = list(_queues), time.monotonic() + _LAST_S
+            queues = list(_queues)
+            deadline = time.monotonic() + _LAST_S
             for queue in queues if given_up else ():
                 queue.give_up()
             for queue in queues:
@@ -326,7 +365,8 @@ class TaskWork(AsynchronousWork):
         self._task.drop()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        task, seconds = self._task, seconds_of(timeout)
+        task = self._task
+        seconds = seconds_of(timeout)
         with _waits_of_callback(task):
             if not task.done.wait(seconds):
                 assert seconds is not None
@@ -354,6 +394,6 @@ class TaskWork(AsynchronousWork):
         return self._task.result
 
     def get_future(self) -> Any:
-        # If an exception is *set*, C++ treats it as a value (DDP's reducer would take it for the gradient); if a
-        # callback raises it, it is an error.
+        # If an exception is *set*, C++ treats it as a value (DDP's reducer would take it for the
+        # gradient); if a callback raises it, it is an error.
         return self._task.future.then(lambda done: done.value())

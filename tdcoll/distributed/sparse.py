@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse all-reduces of one set of ranks as ``torch.distributed`` means them: for the backend and for DDP's hook."""
+"""Sparse all-reduces of one set of ranks as ``torch.distributed`` means them: for the backend and
+for DDP's hook."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.distributed.call import Call
-from tdcoll.distributed.handlers import Handler, Members
+from tdcoll.distributed.handlers import GroupInfo, Handler
 from tdcoll.distributed.queues import Queue
 
 
 def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
     """Raise if neither tdcoll nor the fallback backend supports the request.
 
-    ``torch.distributed`` passes a complex tensor as its real view. A view of a dense tensor shares its
-    memory; the result for a sparse one has other indices, which the complex tensor would never see.
+    ``torch.distributed`` passes a complex tensor as its real view. A view of a dense tensor shares
+    its memory; the result for a sparse one has other indices, which the complex tensor would never
+    see.
 
     Raises:
         TypeError: the tensor is such a view, or the mean is no number of its dtype.
@@ -41,7 +43,9 @@ def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
             "torch.view_as_real(tensor).clone() outside of inference mode, and take torch.view_as_complex() of it"
         )
     if op == "mean" and not tensor.dtype.is_floating_point:
-        raise TypeError(f"all_reduce: AVG of a sparse tensor needs a floating-point dtype, got {tensor.dtype}")
+        raise TypeError(
+            f"all_reduce: AVG of a sparse tensor needs a floating-point dtype, got {tensor.dtype}"
+        )
 
 
 class SparseAllReduce(Handler):
@@ -55,12 +59,13 @@ class SparseAllReduce(Handler):
     alone = True
     waits = True
 
-    def __init__(self, members: Members, queue: Queue) -> None:
+    def __init__(self, members: GroupInfo, queue: Queue) -> None:
         super().__init__(members, queue)
         self.context: SparseContext | None = None
         self._budget = Budget(members.job, members.ranks, members.options.blocks)
         self._in_use = threading.RLock()
-        """Held by the thread that makes or uses the context, and never while it waits for the queue."""
+        """Held by the thread that makes or uses the context, and never while it waits for the
+        queue."""
         self._most: int | None = None
         """Tensors of one call, if the heap had no room for a longer list; the same on all ranks."""
 
@@ -82,7 +87,8 @@ class SparseAllReduce(Handler):
             rows = [tensor.detach()._values() for tensor in call.inputs]
             widest = max(values.shape[1:].numel() * values.dtype.itemsize for values in rows)
             try:
-                self.open(max(values.shape[0] for values in rows), widest)  # it grows if the heap has room for all
+                # it grows if the heap has room for all
+                self.open(max(values.shape[0] for values in rows), widest)
             except HeapExhaustedError:  # on all ranks
                 self.problem = "the symmetric heap has no room for it"
             except ContextError as error:  # likewise
@@ -92,7 +98,8 @@ class SparseAllReduce(Handler):
     def open(self, rows_per_rank: int, row_bytes: int) -> None:
         """Make the context, if there is none, with room for what any rank says here. Collective.
 
-        If the heap has no room for so many rows, it begins with fewer, since they may not all be different.
+        If the heap has no room for so many rows, it begins with fewer, since they may not all be
+        different.
 
         Raises:
             HeapExhaustedError: on all ranks.
@@ -100,14 +107,22 @@ class SparseAllReduce(Handler):
         """
         if self.context is None:
             self.queue.drain()
-        job, ranks = self.members.job, self.members.ranks
+        job = self.members.job
+        ranks = self.members.ranks
         with self._in_use, job.through(self.queue.control):
             if self.context is not None:
                 return
             self._budget.take(self.kind)
-            asked = job.exchange(ranks, "sparse all-reduce: rows, row bytes", (rows_per_rank, row_bytes))
-            most, widest = max(n for n, _ in asked), max(nbytes for _, nbytes in asked)
-            options = {"max_blocks": self._budget.blocks, "timeout_s": self.members.timeout_s, "max_row_bytes": widest}
+            asked = job.exchange(
+                ranks, "sparse all-reduce: rows, row bytes", (rows_per_rank, row_bytes)
+            )
+            most = max(n for n, _ in asked)
+            widest = max(nbytes for _, nbytes in asked)
+            options = {
+                "max_blocks": self._budget.blocks,
+                "timeout_s": self.members.timeout_s,
+                "max_row_bytes": widest,
+            }
             options |= {"debug": self.members.debug, "grow": True}
             for rows in (max(FEWEST_ROWS, most), FEWEST_ROWS):
                 try:
@@ -125,17 +140,21 @@ class SparseAllReduce(Handler):
         return list(call.inputs)
 
     def reduce(self, tensors: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
-        """Return the sum or mean over the ranks of each COO tensor, coalesced. After :meth:`prepare`.
+        """Return the sum or mean over the ranks of each COO tensor, coalesced. After
+        :meth:`prepare`.
 
-        One call reduces all tensors, or half as many until the heap has room for its context. Later calls take no more.
+        One call reduces all tensors, or half as many until the heap has room for its context. Later
+        calls take no more.
 
         Raises:
-            HeapExhaustedError: one tensor needs a larger context than the heap has room for; on all ranks.
+            HeapExhaustedError: one tensor needs a larger context than the heap has room for; on all
+                ranks.
         """
         made: list[torch.Tensor] = []
         with self._in_use, self.members.job.through(self.queue.control):  # the context may grow
             assert self.context is not None
-            while some := list(tensors[len(made) :][: self._most]):
+            while len(made) < len(tensors):
+                some = list(tensors[len(made) :][: self._most])
                 try:
                     made += sparse_all_reduce(some, op, ctx=self.context)
                 except HeapExhaustedError:  # on all ranks, because they allocate together

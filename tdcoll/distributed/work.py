@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.distributed.Work`` of calls that are complete when they return, or queued on a CUDA stream; their errors."""
+"""``torch.distributed.Work`` of calls that are complete when they return, or queued on a CUDA
+stream; their errors."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ from tdcoll.base.torch_internals import counts_references, never_compiled, refer
 
 
 class BackendTimeout(CollectiveTimeout, dist.DistBackendError):
-    """:class:`tdcoll.CollectiveTimeout`, as ``torch.distributed`` wants it: also a ``DistBackendError``."""
+    """:class:`tdcoll.CollectiveTimeout`, as ``torch.distributed`` wants it: also a
+    ``DistBackendError``."""
 
 
 def as_backend_error(error: BaseException) -> BaseException:
-    """Return a :class:`~tdcoll.CollectiveTimeout` as :class:`BackendTimeout`; any other error as it is."""
+    """Return a :class:`~tdcoll.CollectiveTimeout` as :class:`BackendTimeout`; any other error as it
+    is."""
     if not isinstance(error, CollectiveTimeout) or isinstance(error, BackendTimeout):
         return error
     raised = restored(BackendTimeout, error.args, error.__dict__)
@@ -34,15 +37,22 @@ def as_backend_error(error: BaseException) -> BaseException:
 
 
 class _BackendErrors:
-    """``with backend_errors:`` raises :class:`BackendTimeout` for a :class:`~tdcoll.CollectiveTimeout` inside."""
+    """``with backend_errors:`` raises :class:`BackendTimeout` for a
+    :class:`~tdcoll.CollectiveTimeout` inside."""
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        if error is not None and (raised := as_backend_error(error)) is not error:
+        if error is None:
+            return
+        raised = as_backend_error(error)
+        if raised is not error:
             raise raised from error
 
 
@@ -57,7 +67,9 @@ def seconds_of(timeout: timedelta | None) -> float | None:
 
 def expired(seconds: float) -> BackendTimeout:
     rank = dist.get_rank() if dist.is_initialized() else None
-    return BackendTimeout("in Work.wait for a call that is not complete", rank=rank, timeout_s=seconds)
+    return BackendTimeout(
+        "in Work.wait for a call that is not complete", rank=rank, timeout_s=seconds
+    )
 
 
 def error_of(check: Callable[[], None]) -> BaseException | None:
@@ -71,7 +83,8 @@ def error_of(check: Callable[[], None]) -> BaseException | None:
 
 @never_compiled
 class Work(dist.Work):
-    """The methods that ``torch.distributed.Work`` documents, for calls that write ``tensors`` on one device."""
+    """The methods that ``torch.distributed.Work`` documents, for calls that write ``tensors`` on
+    one device."""
 
     tensors: Sequence[torch.Tensor] = ()
 
@@ -104,8 +117,9 @@ kept_by_cpp: list[AsynchronousWork] = []
 class AsynchronousWork(Work):
     """A work that C++ may keep, whose Python object therefore lives as long as C++ has it.
 
-    C++ calls a work's methods through that object. If nobody in Python refers to it any more, it stays in
-    :data:`kept_by_cpp`, until C++ has let go as well; the next work that is dropped finds out.
+    C++ calls a work's methods through that object. If nobody in Python refers to it any more, it
+    stays in :data:`kept_by_cpp`, until C++ has let go as well; the next work that is dropped finds
+    out.
     """
 
     def __del__(self) -> None:
@@ -133,7 +147,8 @@ def let_go() -> None:
 
 @never_compiled
 class CompletedWork(Work):
-    """The work of a synchronous call: ``wait()`` waits only for the current stream. See :func:`completed`."""
+    """The work of a synchronous call: ``wait()`` waits only for the current stream. See
+    :func:`completed`."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -160,20 +175,24 @@ def completed(tensors: Sequence[Any], asynchronous: bool = False) -> CompletedWo
 
 
 def new_event() -> Any:
-    """Return an event as C++ has it, whose methods want a stream: ``torch.cuda.Event`` finds one, in twice the time."""
+    """Return an event as C++ has it, whose methods want a stream: ``torch.cuda.Event`` finds one,
+    in twice the time."""
     base: Any = torch.cuda.Event.__base__
     return base()
 
 
 @never_compiled
 class StreamWork(AsynchronousWork):
-    """The work of a call that is queued on a CUDA stream: ``wait()`` makes the current stream wait for it.
+    """The work of a call that is queued on a CUDA stream: ``wait()`` makes the current stream wait
+    for it.
 
     Args:
         stream: on which it is queued, last.
         blocks: ``wait()`` blocks the host as well, as a barrier's does.
-        keep: tensors of the call, if it is on another stream: kept until ``wait()``, because the call uses them.
-        events: free events, of which the work takes one and gives it back, because making an event takes microseconds.
+        keep: tensors of the call, if it is on another stream: kept until ``wait()``, because the
+            call uses them.
+        events: free events, of which the work takes one and gives it back, because making an event
+            takes microseconds.
     """
 
     def __init__(
@@ -188,7 +207,9 @@ class StreamWork(AsynchronousWork):
     ) -> None:
         super().__init__()
         self.tensors = result
-        self._stream, self._blocks, self._check = stream, blocks, check
+        self._stream = stream
+        self._blocks = blocks
+        self._check = check
         self._keep: Sequence[torch.Tensor] = keep
         self._events = events
         try:
@@ -215,7 +236,8 @@ class StreamWork(AsynchronousWork):
         return True
 
     def _drop(self) -> None:
-        # Because no one has waited, the allocator has to, as it does for tensors that another stream uses.
+        # Because no one has waited, the allocator has to, as it does for tensors that another
+        # stream uses.
         if self._keep and not capturing(self._stream.device):
             record_streams(self._keep, self._stream)
         if self._events is not None:
@@ -240,8 +262,8 @@ class StreamWork(AsynchronousWork):
 
 @never_compiled
 class FallbackWork(AsynchronousWork):
-    """The work of a call of the fallback backend whose results have to be written, or have another form, when the
-    backend has made it: by whoever waits first.
+    """The work of a call of the fallback backend whose results have to be written, or have another
+    form, when the backend has made it: by the first that waits.
 
     Args:
         works: of the backend; the call is complete when all of them are.
@@ -249,9 +271,13 @@ class FallbackWork(AsynchronousWork):
         result: the value of the work and of its future.
     """
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], None] | None, result: list[Any]) -> None:
+    def __init__(
+        self, works: Sequence[Any], finish: Callable[[], None] | None, result: list[Any]
+    ) -> None:
         super().__init__()
-        self._works, self._finish, self._result = list(works), finish, result
+        self._works = list(works)
+        self._finish = finish
+        self._result = result
         self._finishing = threading.Lock()
         self._complete = False
 
@@ -267,7 +293,8 @@ class FallbackWork(AsynchronousWork):
     def _write(self) -> None:
         """Write the results, once. The works are complete, or the current stream waits for them."""
         with self._finishing:
-            finish, self._finish = self._finish, None
+            finish = self._finish
+            self._finish = None
             if finish is not None:
                 finish()
             self._complete = True
@@ -315,7 +342,8 @@ _current: Any = None
 
 
 def current_stream(index: int) -> Any:
-    """Return ``torch.cuda.current_stream(index)``, in a fifth of its time if it is the same as the last."""
+    """Return ``torch.cuda.current_stream(index)``, in a fifth of its time if it is the same as the
+    last."""
     global _current
     stream, (name, device, kind) = _current, torch._C._cuda_getCurrentStream(index)
     if stream is None or stream.stream_id != name or stream.device_index != device:
@@ -324,10 +352,15 @@ def current_stream(index: int) -> Any:
 
 
 def record_streams(tensors: Sequence[torch.Tensor], stream: Any) -> None:
-    """Tell the allocator that ``stream`` uses these tensors, once for each allocation that they are parts of."""
+    """Tell the allocator that ``stream`` uses these tensors, once for each allocation that they are
+    parts of."""
     allocations: dict[int, torch.Tensor] = {}
     for tensor in tensors:
-        parts = (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+        parts = (
+            (tensor._indices(), tensor._values())
+            if tensor.layout is torch.sparse_coo
+            else (tensor,)
+        )
         for part in parts:
             allocations[part.untyped_storage().data_ptr()] = part
     for part in allocations.values():

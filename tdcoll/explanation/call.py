@@ -48,22 +48,25 @@ def explain(
     depth_first: bool = False,
     batch_invariant: bool = False,
 ) -> Explanation:
-    """Say how a call would be made, and why: its algorithm, chunks, thread blocks, warps and epochs.
+    """Say how a call would be made, and why: its algorithm, chunks, thread blocks, warps and
+    epochs.
 
-    Local, and it makes no call and no context. Without ``ctx`` it uses the facts of tdcoll's own context of the group,
-    or of the one that the first such call would make, assuming that all ranks have the same GPUs.
+    Local, and it makes no call and no context. Without ``ctx`` it uses the facts of tdcoll's own
+    context of the group, or of the one that the first such call would make, assuming that all ranks
+    have the same GPUs.
 
     >>> print(tdcoll.explain("all_reduce", (4096, 8192), dtype=torch.bfloat16))  # on 8 H200s
     all_reduce of 64 MiB per rank on 8 rank(s) on 1 node(s): two_shot, 171 chunks of 8 KiB, ... (default: ...)
 
     Args:
         operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"``,
-            ``"all_reduce_rms_norm"``, whose chunks are pieces of a row (``"composed"``: an all-reduce and a kernel
-            more), ``"all_gather_matmul"``, ``"matmul_reduce_scatter"`` or ``"matmul_all_reduce"``, whose chunks are
-            tiles or pieces of a shard, or ``"sparse_all_reduce"``, whose chunks and thread blocks follow from the ids
-            that ranks exchange.
-        tensor: the tensor of the call (``x`` of a fused one), or its shape; of a sparse all-reduce that of the rows of
-            this rank, or a list of tensors.
+            ``"all_reduce_rms_norm"``, whose chunks are pieces of a row (``"composed"``: an
+            all-reduce and a kernel more), ``"all_gather_matmul"``,
+            ``"matmul_reduce_scatter"`` or ``"matmul_all_reduce"``, whose chunks are tiles or pieces
+            of a shard, or ``"sparse_all_reduce"``, whose chunks and thread blocks follow from the
+            ids that ranks exchange.
+        tensor: the tensor of the call (``x`` of a fused one), or its shape; of a sparse all-reduce
+            that of the rows of this rank, or a list of tensors.
         dtype: of the tensor, if a shape is given.
         group, ctx: as for the call.
         algorithm: as for the call. If it doesn't support the call, the explanation says why.
@@ -79,10 +82,13 @@ def explain(
         NotInitializedError: before ``tdcoll.initialize()``.
         TypeError, ValueError: the call's arguments are not as described.
     """
-    if operation not in (known := (*COLLECTIVES, FUSED, *MATMULS, _SPARSE)):
-        raise ValueError(f"operation must be one of {', '.join(known)}; got {operation!r}")
+    operations = (*COLLECTIVES, FUSED, *MATMULS, _SPARSE)
+    if operation not in operations:
+        raise ValueError(f"operation must be one of {', '.join(operations)}; got {operation!r}")
     if ctx is not None and group is not None:
-        raise ValueError(f"explain: group must be None with ctx, which has a group already; got {group!r}")
+        raise ValueError(
+            f"explain: group must be None with ctx, which has a group already; got {group!r}"
+        )
     arguments.instance("algorithm", algorithm, (str, Plan), "a str")
     if operation == _SPARSE:
         return _sparse(tensor, dtype, group, ctx, str(algorithm))
@@ -91,7 +97,9 @@ def explain(
     if ctx is not None:
         check_dense_context(ctx)
     if operation in MATMULS:
-        options = MatmulOptions(depth_first=depth_first, batch_invariant=batch_invariant, algorithm=algorithm)
+        options = MatmulOptions(
+            depth_first=depth_first, batch_invariant=batch_invariant, algorithm=algorithm
+        )
         return _matmul(MATMULS[operation], tensor, weight, options, group, ctx)
     if operation == FUSED:
         return _norm(tensor, group, ctx, algorithm)
@@ -116,7 +124,9 @@ def _dense(
     world = len(runtime.current().ranks_of(group)) if ctx is None else ctx.world_size
     shape = tensor.shape
     if not spec.results(shape, world) or (in_place and (not shape or shape[0] % world)):
-        raise ValueError(f"tensor's first dimension must be divisible by the {world} rank(s); got shape {list(shape)}")
+        raise ValueError(
+            f"tensor's first dimension must be divisible by the {world} rank(s); got shape {list(shape)}"
+        )
     options = CollectiveOptions("sum", algorithm, symmetric, in_place)
     context: CollectiveContext | PlannedContext | None = ctx
     if context is None:
@@ -137,7 +147,9 @@ def _matmul(
     """Explain a matmul that communicates by the operation that makes its calls."""
     if not isinstance(weight, torch.Tensor):
         if weight is None:
-            raise TypeError(f"weight must be a tensor or a shape to explain {operation.name}; got None")
+            raise TypeError(
+                f"weight must be a tensor or a shape to explain {operation.name}; got None"
+            )
         weight = torch.empty(arguments.shape("weight", weight), dtype=x.dtype, device="meta")
     request = Request((x, weight), options, group)
     operation.check_early(request)
@@ -147,11 +159,15 @@ def _matmul(
     return operation.explain(request, context)
 
 
-def _norm(x: torch.Tensor, group: runtime.Group, ctx: CollectiveContext | None, algorithm: str | Plan) -> Explanation:
+def _norm(
+    x: torch.Tensor, group: runtime.Group, ctx: CollectiveContext | None, algorithm: str | Plan
+) -> Explanation:
     """Explain an all-reduce with residual and RMSNorm."""
     hidden = x.shape[-1] if x.dim() else 1
     if x.dtype not in DTYPES or not takes(hidden, x.itemsize):
-        raise ValueError(f"tensor must have rows that {FUSED} takes; got {x.dtype} of shape {list(x.shape)}")
+        raise ValueError(
+            f"tensor must have rows that {FUSED} takes; got {x.dtype} of shape {list(x.shape)}"
+        )
     context: CollectiveContext | PlannedContext | None = ctx
     if context is None:
         context = planned_context(NORM.collective, x.nbytes, group, FUSED)
@@ -159,21 +175,32 @@ def _norm(x: torch.Tensor, group: runtime.Group, ctx: CollectiveContext | None, 
     return NORM.explain(Request((x,), options), context)
 
 
-def _sparse(given: Any, dtype: torch.dtype, group: runtime.Group, ctx: Any, algorithm: str) -> Explanation:
-    """Explain a sparse all-reduce, on its context, that of the group, or the one that the group would get."""
-    several = isinstance(given, (list, tuple)) and given and all(isinstance(one, torch.Tensor) for one in given)
+def _sparse(
+    given: Any, dtype: torch.dtype, group: runtime.Group, ctx: Any, algorithm: str
+) -> Explanation:
+    """Explain a sparse all-reduce, on its context, that of the group, or the one that the group
+    would get."""
+    tensors: list[torch.Tensor] = []
+    if isinstance(given, torch.Tensor):
+        tensors = [given]
+    elif isinstance(given, (list, tuple)) and all(isinstance(one, torch.Tensor) for one in given):
+        tensors = list(given)
     sizes: list[tuple[int, int]] = []
-    for one in given if several else [given] * isinstance(given, torch.Tensor):
+    for one in tensors:
         if one.layout != torch.sparse_coo:
-            raise TypeError(f"tensor must be torch.sparse_coo, or the shape of this rank's rows; got {one.layout}")
+            raise TypeError(
+                f"tensor must be torch.sparse_coo, or the shape of this rank's rows; got {one.layout}"
+            )
         sizes.append((one._nnz(), one.shape[one.sparse_dim() :].numel() * one.element_size()))
     if not sizes:
         shape = (*arguments.shape("tensor", given), 0)
         sizes = [(shape[0], torch.Size(shape[1:-1]).numel() * dtype.itemsize)]
-    rows, row_bytes = sum(count for count, _ in sizes), max(nbytes for _, nbytes in sizes)
+    rows = sum(count for count, _ in sizes)
+    row_bytes = max(nbytes for _, nbytes in sizes)
     if ctx is not None:
         arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext or None")
-    job, ranks = runtime.current(), runtime.current().ranks_of(group)
+    job = runtime.current()
+    ranks = runtime.current().ranks_of(group)
     context = job.contexts.get(("sparse", ranks)) if ctx is None else ctx
     most = max(FEWEST_ROWS, rows)
     new = Capacities(job.topology(ranks), most, row_bytes, len(ranks) * most, True)
@@ -190,9 +217,12 @@ def _sparse(given: Any, dtype: torch.dtype, group: runtime.Group, ctx: Any, algo
     if algorithm in unsupported:
         why = unsupported[algorithm]
         return Explanation(*told, None, reason=UNSUPPORTED, why=why, unsupported=unsupported)
-    taken, why = choose(algorithm, capacities, row_bytes), ""
+    taken = choose(algorithm, capacities, row_bytes)
+    why = ""
     if algorithm == "auto":
         widest = byte_text(capacities.max_row_bytes)
         few = " and has max_blocks" if capacities.beside_others else ""
         why = f"the context holds {capacities.max_rows_per_rank} rows of {widest} per rank{few}; dense was never faster"
-    return Explanation(*told, taken, reason=REQUESTED if not why else DEFAULT, why=why, unsupported=unsupported)
+    return Explanation(
+        *told, taken, reason=REQUESTED if not why else DEFAULT, why=why, unsupported=unsupported
+    )

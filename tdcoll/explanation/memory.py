@@ -74,11 +74,15 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         rows = [["context", "inbox", "signals", "LL", "Lamport", "rows", "total"]]
-        rows += [[c.name, *map(byte_text, (*list(vars(c).values())[1:], c.total))] for c in self.contexts]
+        rows += [
+            [c.name, *map(byte_text, (*list(vars(c).values())[1:], c.total))] for c in self.contexts
+        ]
         rows.append(["total", "", "", "", "", "", byte_text(self.total)])
         first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
         lines = [f"symmetric memory of each of {self.world_size} ranks on {self.nodes} node(s)"]
-        lines += ["  ".join([name.ljust(first), *map(str.rjust, parts, widths)]) for name, *parts in rows]
+        lines += [
+            "  ".join([name.ljust(first), *map(str.rjust, parts, widths)]) for name, *parts in rows
+        ]
         fits = "fits into" if self.fits else "does not fit into"
         return "\n".join([*lines, f"{fits} a heap of {byte_text(self.heap_bytes)}"])
 
@@ -92,7 +96,8 @@ def memory_plan(
 ) -> MemoryPlan:
     """Say how much symmetric memory a job will take on each rank, by context, without a job.
 
-    The formulas are those of the allocation. The ranks of each node are assumed to store to each other's memory.
+    The formulas are those of the allocation. The ranks of each node are assumed to store to each
+    other's memory.
 
     >>> plan = tdcoll.memory_plan({"all_reduce": "64M", "all_gather": "1M"}, world_size=8, heap_bytes="384M")
     >>> print(plan.total, plan.fits)
@@ -101,15 +106,19 @@ def memory_plan(
     Args:
         contexts: for each context its name, and either
 
-            - the bytes of the largest tensor, if the name is that of a dense collective or ``"all_reduce_rms_norm"``
-              and the context is the one that tdcoll makes by itself when the first call comes;
-            - the sizes that :class:`~tdcoll.CollectiveContext` is made with: ``max_bytes_per_rank``, ``chunks``,
-              ``flagged_bytes``, ``lamport_bytes``; those that are left out have their defaults;
-            - or those of :class:`~tdcoll.SparseContext`: ``max_rows_per_rank``, ``max_row_bytes``, ``max_union_rows``.
-        world_size: ranks of the job, all of them in every context. For subgroups, such as those of a 2 x 2 mesh,
+            - the bytes of the largest tensor, if the name is that of a dense collective or
+              ``"all_reduce_rms_norm"`` and the context is the one that tdcoll makes by itself when
+              the first call comes;
+            - the sizes that :class:`~tdcoll.CollectiveContext` is made with:
+              ``max_bytes_per_rank``, ``chunks``, ``flagged_bytes``, ``lamport_bytes``; those that
+              are left out have their defaults;
+            - or those of :class:`~tdcoll.SparseContext`: ``max_rows_per_rank``, ``max_row_bytes``,
+        ``max_union_rows``. world_size: ranks of the job, all of them in every context. For
+        subgroups, such as those of a 2 x 2 mesh,
             make a plan for each group of a rank with its size, and add the totals.
         nodes: that the ranks are on, in blocks of (nearly) the same size.
-        heap_bytes: of the symmetric heap of a rank. Default: ``NVSHMEM_SYMMETRIC_SIZE``, else tdcoll's default on GPUs.
+        heap_bytes: of the symmetric heap of a rank. Default: ``NVSHMEM_SYMMETRIC_SIZE``, else
+            tdcoll's default on GPUs.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -117,9 +126,16 @@ def memory_plan(
     arguments.whole("world_size", world_size, 1)
     arguments.whole("nodes", nodes, 1, world_size)
     arguments.instance("contexts", contexts, Mapping, "a dict of names and sizes")
-    heap = environment.heap_bytes(False) if heap_bytes is None else arguments.byte_count("heap_bytes", heap_bytes)
-    topology = Topology.of(0, range(world_size), [rank * nodes // world_size for rank in range(world_size)])
-    made, used = [], 0
+    heap = (
+        environment.heap_bytes(False)
+        if heap_bytes is None
+        else arguments.byte_count("heap_bytes", heap_bytes)
+    )
+    topology = Topology.of(
+        0, range(world_size), [rank * nodes // world_size for rank in range(world_size)]
+    )
+    made = []
+    used = 0
     for name, given in contexts.items():
         sizes = _sizes(name, given, topology, heap, heap - used)
         used += sizes.heap_bytes
@@ -141,12 +157,16 @@ def _sizes(name: str, given: Any, topology: Topology, heap: int, free: int) -> C
         nbytes = arguments.byte_count(f"contexts[{name!r}]", given)
         spec = spec_of("all_reduce" if name == FUSED else name)
         world = topology.world_size
-        return sizes_for(spec, spec.inbox(spec.segment_bytes(nbytes, world), world, heap), topology, heap, free)
+        return sizes_for(
+            spec, spec.inbox(spec.segment_bytes(nbytes, world), world, heap), topology, heap, free
+        )
     sparse = "max_rows_per_rank" in given
     allowed = _SPARSE_ARGUMENTS if sparse else _ARGUMENTS
     for argument, value in given.items():
         if argument not in allowed:
-            raise ValueError(f"contexts[{name!r}] must have no sizes but {', '.join(allowed)}; got {argument!r}")
+            raise ValueError(
+                f"contexts[{name!r}] must have no sizes but {', '.join(allowed)}; got {argument!r}"
+            )
         arguments.whole(f"contexts[{name!r}][{argument!r}]", value, 0)
     if sparse:
         if "max_row_bytes" not in given:

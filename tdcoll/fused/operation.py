@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fused operations share: :class:`FusedOperation`, a collective with work before or behind it."""
+"""The base of fused operations: :class:`FusedOperation`, a collective with work before or behind
+it."""
 
 from __future__ import annotations
 
@@ -44,9 +45,7 @@ class FusedOperation(Operation):
         arguments.tensor(self.names[0], request.tensors[0])
 
     def own_context(self, request: Request) -> CollectiveContext:
-        return implicit_context(
-            self.collective, request.tensors[0], request.group, self.name
-        )
+        return implicit_context(self.collective, request.tensors[0], request.group, self.name)
 
     def check_context(self, ctx: Any) -> None:
         check_dense_context(ctx)

@@ -136,11 +136,15 @@ class _PreparedNorm(PreparedCall):
         self.record = record_of(NAME, 0, 1)
         if plan.algorithm == COMPOSED:
             facts = Facts.of(ctx, x.nbytes, x.dtype)
-            self._all_reduce = launches_of(ALL_REDUCE, ctx, facts, options=KernelOptions(x.dtype, "sum"))
+            self._all_reduce = launches_of(
+                ALL_REDUCE, ctx, facts, options=KernelOptions(x.dtype, "sum")
+            )
             _, *counts = self._all_reduce.record
             self.record = record_of(NAME, *counts)
         self._kernel = self._kernel_launch(x, weight, plan)
-        self.launch = ranged(f"tdcoll.{NAME}[{plan.algorithm}, {byte_text(x.nbytes)}]", self._launch)
+        self.launch = ranged(
+            f"tdcoll.{NAME}[{plan.algorithm}, {byte_text(x.nbytes)}]", self._launch
+        )
 
     def _kernel_launch(self, x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> KernelLaunch:
         scaling = arithmetic.NONE

@@ -16,7 +16,8 @@ from tdcoll.base import driver
 from tdcoll.base.errors import TdcollError
 from tdcoll.runtime.heap import SymmetricHeap
 
-_WAIT_GEQ, _WAIT_EQ = 0, 1
+_WAIT_GEQ = 0
+_WAIT_EQ = 1
 """``CUstreamWaitValue_flags``."""
 
 
@@ -56,14 +57,18 @@ class _Resource(ctypes.Structure):
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors the current CUDA context can use, if ``device`` is the current one.
+    """Return how many multiprocessors the current CUDA context can use, if ``device`` is the
+    current one.
 
-    A green context has a part of the GPU, and so has a process under MPS with ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE``
-    (CUDA Driver API, ``cuCtxGetDevResource``, from CUDA 12.4 on). Older drivers know of the whole GPU alone.
+    A green context has a part of the GPU, and so has a process under MPS with
+    ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`` (CUDA Driver API, ``cuCtxGetDevResource``, from CUDA 12.4
+    on). Older drivers know of the whole GPU alone.
     """
     whole = int(torch.cuda.get_device_properties(device).multi_processor_count)
-    torch.cuda.current_stream(device).query()  # CUDA's runtime makes the context at a thread's first call
-    context, resource = ctypes.c_void_p(), _Resource()
+    # CUDA's runtime makes the context at a thread's first call
+    torch.cuda.current_stream(device).query()
+    context = ctypes.c_void_p()
+    resource = _Resource()
     try:
         library = driver.driver()
         if library.cuCtxGetCurrent(ctypes.byref(context)) or not context:
@@ -75,20 +80,30 @@ def multiprocessors(device: torch.device) -> int:
     return min(whole, int(resource.sm_count)) or whole
 
 
-_NON_BLOCKING, _DISABLE_TIMING = 1, 2
+_NON_BLOCKING = 1
+_DISABLE_TIMING = 2
 """``CU_STREAM_NON_BLOCKING`` and ``CU_EVENT_DISABLE_TIMING``."""
 
 
 class CudaSideStream:
-    """A CUDA stream of the highest priority with an event for forks and joins: :class:`~.heap.SideStream`.
+    """A CUDA stream of the highest priority with an event for forks and joins:
+    :class:`~.heap.SideStream`.
 
     It is not one of PyTorch's, because these come from a small pool and may be the caller's own.
     """
 
     def __init__(self) -> None:
-        lowest, highest, stream, self._event = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        lowest = ctypes.c_int()
+        highest = ctypes.c_int()
+        stream = ctypes.c_void_p()
+        self._event = ctypes.c_void_p()
         _call("cuCtxGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest))
-        _call("cuStreamCreateWithPriority", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING), highest)
+        _call(
+            "cuStreamCreateWithPriority",
+            ctypes.byref(stream),
+            ctypes.c_uint(_NON_BLOCKING),
+            highest,
+        )
         _call("cuEventCreate", ctypes.byref(self._event), ctypes.c_uint(_DISABLE_TIMING))
         self.handle = int(stream.value or 0)
         weakref.finalize(self, _destroy, stream, self._event).atexit = False
@@ -100,7 +115,8 @@ class CudaSideStream:
         self._order(self.handle, stream)
 
     def _order(self, first: int, then: int) -> None:
-        """Let later work on ``then`` wait for the work on ``first`` so far. In a capture this adds ``then`` to it."""
+        """Let later work on ``then`` wait for the work on ``first`` so far. In a capture this adds
+        ``then`` to it."""
         _call("cuEventRecord", self._event, ctypes.c_void_p(first))
         _call("cuStreamWaitEvent", ctypes.c_void_p(then), self._event, ctypes.c_uint(0))
 
@@ -116,7 +132,10 @@ class CudaHeap(SymmetricHeap):
     _bytes: torch.Tensor
 
     def __init__(self, pe: int, n_pes: int, nbytes: int, device: torch.device) -> None:
-        self.pe, self.n_pes, self.nbytes, self.device = pe, n_pes, nbytes, device
+        self.pe = pe
+        self.n_pes = n_pes
+        self.nbytes = nbytes
+        self.device = device
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         return self._bytes[offset : offset + nbytes]
@@ -129,19 +148,28 @@ class CudaHeap(SymmetricHeap):
         storage = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
-    def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
+    def stream_wait(
+        self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float
+    ) -> None:
         self._on_word("Wait", stream, address, bits, value, _WAIT_GEQ if at_least else _WAIT_EQ)
 
     def stream_write(self, stream: int, address: int, bits: int, value: int) -> None:
         self._on_word("Write", stream, address, bits, value, 0)
 
-    def _on_word(self, what: str, stream: int, address: int, bits: int, value: int, flags: int) -> None:
+    def _on_word(
+        self, what: str, stream: int, address: int, bits: int, value: int, flags: int
+    ) -> None:
         word = ctypes.c_uint32(value) if bits == 32 else ctypes.c_uint64(value)
         to = ctypes.c_void_p(stream), ctypes.c_uint64(address), word, ctypes.c_uint(flags)
         _call(f"cuStream{what}Value{bits}_v2", *to)
 
     def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
-        to = ctypes.c_uint64(dest), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
+        to = (
+            ctypes.c_uint64(dest),
+            ctypes.c_uint64(source),
+            ctypes.c_size_t(nbytes),
+            ctypes.c_void_p(stream),
+        )
         _call("cuMemcpyAsync", *to)
 
     def side_stream(self) -> CudaSideStream:

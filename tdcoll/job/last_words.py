@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error that ended this rank, for :mod:`tdcoll.tools.torchrun`, which tells who died and who only noticed."""
+"""The error that ended this rank, for :mod:`tdcoll.tools.torchrun`, which tells who died and who
+only noticed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|gloo/transport
 
 @functools.cache
 def watch() -> None:
-    """From now on, write down an error that ends this process. Nothing where no launcher reads it."""
+    """From now on, write down an error that ends this process. Nothing where no launcher reads
+    it."""
     file = os.environ.get("TDCOLL_LAST_WORDS")
     if not file:
         return
@@ -38,13 +40,16 @@ def watch() -> None:
         said.add(os.getpid())
         _write(file, error, noticed)
 
-    def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def on_error(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, Exception):
             say(f"{kind.__name__}: {error}", noticed(error) or _has_given_up())
         before(kind, error, trace)
 
     def at_exit() -> None:
-        if _has_given_up() and os.getpid() not in said:  # it has caught the error, and called sys.exit
+        # it has caught the error, and called sys.exit
+        if _has_given_up() and os.getpid() not in said:
             say("a wait for another rank had expired", True)
 
     sys.excepthook = on_error
@@ -53,7 +58,8 @@ def watch() -> None:
 
 @functools.cache
 def report_at_exit() -> None:
-    """From now on, print a timeout that has not been raised when this process ends: its results are undefined."""
+    """From now on, print a timeout that has not been raised when this process ends: its results are
+    undefined."""
     atexit.register(_report)
 
 
@@ -64,7 +70,11 @@ def _report() -> None:
             try:
                 monitor.raise_if_expired()
             except CollectiveTimeout as error:
-                print(f"tdcoll: nothing has raised this error: CollectiveTimeout: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"tdcoll: nothing has raised this error: CollectiveTimeout: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def noticed(error: BaseException) -> bool:
@@ -87,7 +97,8 @@ def _has_given_up() -> bool:
 
 
 def _write(file: str, error: str, noticed: bool) -> None:
-    """Append a line, in one write: all ranks of the host share the file. It exists; only the launcher makes it."""
+    """Append a line, in one write: all ranks of the host share the file. It exists; only the
+    launcher makes it."""
     line = json.dumps({"pid": os.getpid(), "error": error, "noticed": noticed, "time": time.time()})
     with contextlib.suppress(OSError):
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)

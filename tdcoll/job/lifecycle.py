@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tdcoll.initialize`` and ``tdcoll.finalize``: joining and leaving a job, explicit and collective."""
+"""``tdcoll.initialize`` and ``tdcoll.finalize``: joining and leaving a job, explicit and
+collective."""
 
 from __future__ import annotations
 
@@ -19,13 +20,24 @@ import torch.distributed as dist
 
 from tdcoll import runtime
 from tdcoll.base import arguments, environment
-from tdcoll.base.errors import AlreadyInitializedError, CollectiveTimeout, RankMismatchError, TdcollError
+from tdcoll.base.errors import (
+    AlreadyInitializedError,
+    CollectiveTimeout,
+    RankMismatchError,
+    TdcollError,
+)
 from tdcoll.base.forks import refuse_inherited_group
 from tdcoll.base.torch_internals import name_groups_anew, watch_ddp
 from tdcoll.job import last_words
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import watch
-from tdcoll.runtime.control import StoreControlPlane, another_connection, generation, keep, require_equal
+from tdcoll.runtime.control import (
+    StoreControlPlane,
+    another_connection,
+    generation,
+    keep,
+    require_equal,
+)
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.store import ask
 from tdcoll.runtime.topology import emulated_node
@@ -40,7 +52,8 @@ _HEAPS = ("auto", "nvshmem", "torch")
 
 
 def heap_of(heap: str | None = None) -> str:
-    """Return ``"nvshmem"`` or ``"torch"``: the heap that is asked for, or the one that ``"auto"`` means here."""
+    """Return ``"nvshmem"`` or ``"torch"``: the heap that is asked for, or the one that ``"auto"``
+    means here."""
     name = "heap" if heap is not None else "TDCOLL_HEAP"
     asked = heap if heap is not None else os.environ.get(name) or "auto"
     arguments.instance(name, asked, str, "a string")
@@ -86,7 +99,9 @@ class _JobOptions:
                 timeout_s = float(env.get("TDCOLL_TIMEOUT_S", "") or DEFAULT_TIMEOUT_S)
             except ValueError:
                 text = env["TDCOLL_TIMEOUT_S"]
-                raise ValueError(f"TDCOLL_TIMEOUT_S must be a number of seconds, got {text!r}") from None
+                raise ValueError(
+                    f"TDCOLL_TIMEOUT_S must be a number of seconds, got {text!r}"
+                ) from None
             arguments.seconds("TDCOLL_TIMEOUT_S", timeout_s)
         if emulate_nodes is None:
             text = env.get("TDCOLL_EMULATE_NODES", "") or "1"
@@ -105,13 +120,16 @@ class _JobOptions:
 _options: _JobOptions | None = None
 """Those of the job that this process has joined."""
 _own_group: Any = None
-"""The default process group, if tdcoll made it: it stays when a job has failed, and goes with the next."""
+"""The default process group, if tdcoll made it: it stays when a job has failed, and goes with the
+next."""
 
 
 def is_initialized() -> bool:
-    """True between :func:`initialize` and :func:`finalize` (on the calling PE, inside a simulation).
+    """True between :func:`initialize` and :func:`finalize` (on the calling PE, inside a
+    simulation).
 
-    Also in a forked child of such a process, which isn't a rank: see ``docs/distributed.md#forked-children``.
+    Also in a forked child of such a process, which isn't a rank: see
+    ``docs/distributed.md#forked-children``.
 
     >>> tdcoll.is_initialized()
     False
@@ -120,13 +138,15 @@ def is_initialized() -> bool:
 
 
 def may_share_gpus() -> bool:
-    """Return whether ranks may share GPUs: in this process's job, else in one that it would join now."""
+    """Return whether ranks may share GPUs: in this process's job, else in one that it would join
+    now."""
     share_gpus = _options.share_gpus if _options is not None else _asks_to_share_gpus()
     return share_gpus and not INTERPRETED
 
 
 def device_index(local_rank: int, share_gpus: bool) -> int:
-    """The number of the GPU that the launcher's ``LOCAL_RANK`` means; shared GPUs are dealt out in turn."""
+    """The number of the GPU that the launcher's ``LOCAL_RANK`` means; shared GPUs are dealt out in
+    turn."""
     return local_rank % torch.cuda.device_count() if share_gpus else local_rank
 
 
@@ -140,43 +160,55 @@ def initialize(
 ) -> None:
     """Join the job: find the ranks and nodes, make the symmetric heap. Collective.
 
-    Under torchrun (or any launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``) the
-    default process group is made when there is none; beside one that the user made, that one is used, whatever
-    its backend. With neither, the job is this process alone. Where kernels run interpreted
-    (``TRITON_INTERPRET=1``), the symmetric heap is shared memory and no GPU is touched.
+    Under torchrun (or any launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT``) the default process group is made when there is none; beside one that the user
+    made, that one is used, whatever its backend. With neither, the job is this process alone. Where
+    kernels run interpreted (``TRITON_INTERPRET=1``), the symmetric heap is shared memory and no GPU
+    is touched.
 
-    A second call does nothing, unless it asks for other ranks or settings. After :func:`finalize` the ranks may join
-    again, as often as they like; so they may when a call of this has failed, on all of them or on some.
+    A second call does nothing, unless it asks for other ranks or settings. After :func:`finalize`
+    the ranks may join again, as often as they like; so they may when a call of this has failed, on
+    all of them or on some.
 
     >>> tdcoll.initialize(heap_bytes="64M")
 
     Args:
-        heap_bytes: symmetric heap of each rank, bytes, or a text such as ``"2G"``. It is taken from the GPU at once and
-            does not grow; rank 0 logs its size (logger ``tdcoll``, level INFO), and :func:`tdcoll.heap_info` has it.
-            Default: ``NVSHMEM_SYMMETRIC_SIZE``, else 384 MiB (64 MiB in the simulator).
-        timeout_s: deadline of every wait, in kernels and on the host, in seconds; also for the other ranks to come. (A
-            process group that is made here has PyTorch's own timeout.) Default: ``TDCOLL_TIMEOUT_S``, else 30.
-        emulate_nodes: treat each host as this many nodes. Default: ``TDCOLL_EMULATE_NODES``, else 1.
-        share_gpus: ranks may use the same GPU, for tests of correctness: a GPU runs one process at a time, so that a
-            call takes milliseconds. The device is ``LOCAL_RANK`` modulo the number of GPUs, and a process group that is
-            made here has gloo for CUDA tensors, because NCCL refuses two ranks on one GPU. Without effect in the
-            simulator. Default: whether ``TDCOLL_SHARE_GPUS`` is something other than 0.
-        heap: who makes the symmetric heap on GPUs. ``"nvshmem"``: NVSHMEM. ``"torch"``: PyTorch's symmetric memory, for
-            one node, where NVSHMEM need not be installed; kernels and algorithms that put (``"1d"``, ``"2d"``) raise an
-            error, and ``"auto"`` never chooses one. ``"auto"``: NVSHMEM where nvshmem4py is installed, else PyTorch.
-            Default: ``TDCOLL_HEAP``, else ``"auto"``. With ``"torch"`` the simulator refuses the same.
+        heap_bytes: symmetric heap of each rank, bytes, or a text such as ``"2G"``. It is taken from
+            the GPU at once and does not grow; rank 0 logs its size (logger ``tdcoll``, level INFO),
+            and :func:`tdcoll.heap_info` has it. Default: ``NVSHMEM_SYMMETRIC_SIZE``, else 384 MiB
+            (64 MiB in the simulator).
+        timeout_s: deadline of every wait, in kernels and on the host, in seconds; also for the
+            other ranks to come. (A process group that is made here has PyTorch's own timeout.)
+            Default: ``TDCOLL_TIMEOUT_S``, else 30.
+        emulate_nodes: treat each host as this many nodes. Default: ``TDCOLL_EMULATE_NODES``, else
+            1.
+        share_gpus: ranks may use the same GPU, for tests of correctness: a GPU runs one process at
+            a time, so that a call takes milliseconds. The device is ``LOCAL_RANK`` modulo the
+            number of GPUs, and a process group that is made here has gloo for CUDA tensors, because
+            NCCL refuses two ranks on one GPU. Without effect in the simulator. Default: whether
+            ``TDCOLL_SHARE_GPUS`` is something other than 0.
+        heap: who makes the symmetric heap on GPUs. ``"nvshmem"``: NVSHMEM. ``"torch"``: PyTorch's
+            symmetric memory, for one node, where NVSHMEM need not be installed; kernels and
+            algorithms that put (``"1d"``, ``"2d"``) raise an error, and ``"auto"`` never chooses
+            one. ``"auto"``: NVSHMEM where nvshmem4py is installed, else PyTorch. Default:
+            ``TDCOLL_HEAP``, else ``"auto"``. With ``"torch"`` the simulator refuses the same.
 
     Raises:
-        AlreadyInitializedError: initialised before with other ranks or settings, or NVSHMEM has other PEs.
-        RankMismatchError: ranks pass different settings, or two ranks use one GPU without ``share_gpus``.
+        AlreadyInitializedError: initialised before with other ranks or settings, or NVSHMEM has
+            other PEs.
+        RankMismatchError: ranks pass different settings, or two ranks use one GPU without
+            ``share_gpus``.
         CollectiveTimeout: a rank did not come, or the store where ranks meet does not answer.
-        TdcollError: the store is gone; there is neither a GPU nor the simulator; NVSHMEM's bindings are missing; or
-            PyTorch cannot provide symmetric memory to these ranks.
+        TdcollError: the store is gone; there is neither a GPU nor the simulator; NVSHMEM's bindings
+            are missing; or PyTorch cannot provide symmetric memory to these ranks.
         TypeError, ValueError: an argument or environment variable is not as described.
     """
-    if (existing := runtime.current_or_none()) is not None:
+    existing = runtime.current_or_none()
+    if existing is not None:
         asked = {
-            "heap_bytes": None if heap_bytes is None else arguments.byte_count("heap_bytes", heap_bytes),
+            "heap_bytes": None
+            if heap_bytes is None
+            else arguments.byte_count("heap_bytes", heap_bytes),
             "timeout_s": timeout_s,
             "emulate_nodes": emulate_nodes,
             "share_gpus": share_gpus,
@@ -184,7 +216,8 @@ def initialize(
         }
         _refuse_other_job(existing, asked)
         return
-    if (job := runtime.inherited()) is not None:
+    job = runtime.inherited()
+    if job is not None:
         raise AlreadyInitializedError(
             f"initialize: {job.why_closed}. To join another job, call tdcoll.finalize() first, which forgets this one"
         )
@@ -197,7 +230,9 @@ def initialize(
         store, rank, world_size = _make_process_group(options)
         _own_group = dist.group.WORLD
     else:  # the default group's store: present with every backend, and used by no collective of the user's
-        store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
     try:
         store = _connection(store, rank, options.timeout_s)
         if not makes_group:
@@ -210,9 +245,15 @@ def initialize(
 
 
 def join(
-    store: Any, rank: int, world_size: int, *, heap_bytes: int | str | None = None, timeout_s: float | None = None
+    store: Any,
+    rank: int,
+    world_size: int,
+    *,
+    heap_bytes: int | str | None = None,
+    timeout_s: float | None = None,
 ) -> None:
-    """:func:`initialize` for the making of the default process group, when there is a store and no group yet.
+    """:func:`initialize` for the making of the default process group, when there is a store and no
+    group yet.
 
     Args:
         store: of ``torch.distributed``, the same for all ranks, and of this generation alone.
@@ -224,7 +265,8 @@ def join(
 
 
 def _be_ready() -> None:
-    """Write down an error that ends this process, from now on. Raise if it has neither GPU nor simulator."""
+    """Write down an error that ends this process, from now on. Raise if it has neither GPU nor
+    simulator."""
     last_words.watch()
     last_words.report_at_exit()
     if not INTERPRETED and not torch.cuda.is_available():
@@ -235,7 +277,8 @@ def _be_ready() -> None:
 
 
 def _connection(store: Any, rank: int, timeout_s: float) -> Any:
-    """``store`` by a connection of our own: a wait of ours must not hold up what PyTorch asks of it meanwhile."""
+    """``store`` by a connection of our own: a wait of ours must not hold up what PyTorch asks of it
+    meanwhile."""
     return ask(lambda: another_connection(store), rank, "initialize", timeout_s)
 
 
@@ -251,12 +294,15 @@ def _install(options: _JobOptions, store: Any, rank: int, world_size: int) -> No
             "sets the size",
             round(options.heap_bytes / 2**20, 3),
             world_size,
-            "the simulator" if INTERPRETED else {"nvshmem": "NVSHMEM", "torch": "PyTorch"}[options.heap],
+            "the simulator"
+            if INTERPRETED
+            else {"nvshmem": "NVSHMEM", "torch": "PyTorch"}[options.heap],
         )
 
 
 def _refuse_other_job(existing: runtime.Runtime, asked: dict[str, Any]) -> None:
-    """Raise unless the job that this process has joined is the one asked for; None asks for nothing."""
+    """Raise unless the job that this process has joined is the one asked for; None asks for
+    nothing."""
     if _options is None:  # a simulated PE: its World has joined for it
         return
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
@@ -266,16 +312,19 @@ def _refuse_other_job(existing: runtime.Runtime, asked: dict[str, Any]) -> None:
             f"rank {ranks[0]} of {ranks[1]}. NVSHMEM is one per process: call tdcoll.finalize() first."
         )
     for name, value in asked.items():
-        if value is not None and value != (given := getattr(_options, name)):
+        current = getattr(_options, name)
+        if value is not None and value != current:
             raise AlreadyInitializedError(
-                f"tdcoll is initialised with {name}={given}; got {value}. Call tdcoll.finalize() first."
+                f"tdcoll is initialised with {name}={current}; got {value}. Call tdcoll.finalize() first."
             )
 
 
 def _make_process_group(options: _JobOptions) -> tuple[Any, int, int]:
-    """Make the default process group. Return its store, which is of this generation alone, its rank and its size."""
-    # With share_gpus always gloo, also where ranks do not really share: whether another host's do is not known here.
-    # Ranks that disagree still meet, because NCCL connects at its first use only, and are told so by _join.
+    """Make the default process group. Return its store, which is of this generation alone, its rank
+    and its size."""
+    # With share_gpus always gloo, also where ranks do not really share: whether another host's do
+    # is not known here. Ranks that disagree still meet, because NCCL connects at its first use
+    # only, and are told so by _join.
     on_gpus = "cpu:gloo,cuda:gloo" if options.share_gpus else "cpu:gloo,cuda:nccl"
     backend = "gloo" if INTERPRETED else on_gpus
     if not INTERPRETED and "LOCAL_RANK" in os.environ:
@@ -284,7 +333,9 @@ def _make_process_group(options: _JobOptions) -> tuple[Any, int, int]:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         store, rank, world_size = _rendezvous(options.timeout_s)
     else:
-        store, rank, world_size = dist.HashStore(), 0, 1
+        store = dist.HashStore()
+        rank = 0
+        world_size = 1
     keep(store)
     store = generation(store, rank, range(world_size), "initialize", options.timeout_s)
     name_groups_anew()  # a default group is the first of all
@@ -292,13 +343,21 @@ def _make_process_group(options: _JobOptions) -> tuple[Any, int, int]:
     def make() -> None:  # ranks find each other's addresses in the store, and then connect
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
-    ask(make, rank, "initialize", options.timeout_s, "the other ranks, or the store, to make the process group")
+    ask(
+        make,
+        rank,
+        "initialize",
+        options.timeout_s,
+        "the other ranks, or the store, to make the process group",
+    )
     return store, rank, world_size
 
 
 def _rendezvous(timeout_s: float) -> tuple[Any, int, int]:
-    """Return what the launcher's variables say: the store where ranks meet, this rank, and how many there are."""
-    rank, where = int(os.environ["RANK"]), f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    """Return what the launcher's variables say: the store where ranks meet, this rank, and how many
+    there are."""
+    rank = int(os.environ["RANK"])
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     whom = f"the store at {where}, where the ranks meet: the process that serves it, or a rank, did not come"
 
     def meet() -> tuple[Any, int, int]:
@@ -311,7 +370,9 @@ def _rendezvous(timeout_s: float) -> tuple[Any, int, int]:
         raise
     except (TdcollError, dist.DistStoreError) as error:
         waited = round(time.monotonic() - began, 2)
-        raise CollectiveTimeout(f"in 'initialize' for {whom} ({error})", rank=rank, timeout_s=waited) from error
+        raise CollectiveTimeout(
+            f"in 'initialize' for {whom} ({error})", rank=rank, timeout_s=waited
+        ) from error
 
 
 def _node_name() -> str:
@@ -325,7 +386,9 @@ def _node_name() -> str:
 def _gpu_name() -> Any:
     if INTERPRETED:
         return None
-    return socket.gethostname(), str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return socket.gethostname(), str(
+        torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    )
 
 
 def _refuse_impossible(options: _JobOptions, answers: Sequence[tuple[Any, str, Any]]) -> None:
@@ -341,7 +404,10 @@ def _refuse_impossible(options: _JobOptions, answers: Sequence[tuple[Any, str, A
     hosts = sorted({host for host, _ in gpus})
     if options.heap == "nvshmem" and len(hosts) > 1:
         # Settings that setenv.sh makes for one host, with which NVSHMEM would hang.
-        for variable, value in (("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo"), ("NVSHMEM_REMOTE_TRANSPORT", "none")):
+        for variable, value in (
+            ("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo"),
+            ("NVSHMEM_REMOTE_TRANSPORT", "none"),
+        ):
             if os.environ.get(variable) == value:
                 raise TdcollError(
                     f"{variable}={value} is for one host, and the job has {len(hosts)} ({', '.join(hosts)}). Start "
@@ -354,29 +420,45 @@ def _refuse_impossible(options: _JobOptions, answers: Sequence[tuple[Any, str, A
             f"emulate_nodes={options.emulate_nodes} needs puts, which heap='torch' does not have; use heap='nvshmem'"
         )
     # Two agents of torchrun on one host are two nodes, between which algorithms put.
-    nodes = sorted({name if gpu is None or name == gpu[0] else f"{name} on {gpu[0]}" for _, name, gpu in answers})
+    nodes = sorted(
+        {
+            name if gpu is None or name == gpu[0] else f"{name} on {gpu[0]}"
+            for _, name, gpu in answers
+        }
+    )
     if len(nodes) > 1:
         raise TdcollError(
             f"heap='torch' is for one node, and the job has {len(nodes)} ({', '.join(nodes)}): install tdcoll[cu12] or "
             "tdcoll[cu13] on all of them, which bring NVSHMEM's Python bindings, and use heap='nvshmem'"
         )
     if shared is not None:
-        raise TdcollError("share_gpus needs heap='nvshmem': PyTorch's symmetric memory wants a GPU for each rank")
+        raise TdcollError(
+            "share_gpus needs heap='nvshmem': PyTorch's symmetric memory wants a GPU for each rank"
+        )
 
 
 def _join(
     options: _JobOptions, control: StoreControlPlane, heap_store: Any, rank: int, world_size: int
 ) -> runtime.Runtime:
     everyone = range(world_size)
-    answers = control.all_gather(everyone, "initialize", (asdict(options), _node_name(), _gpu_name()))
-    require_equal([given for given, _, _ in answers], everyone, "the settings of tdcoll.initialize()")
+    answers = control.all_gather(
+        everyone, "initialize", (asdict(options), _node_name(), _gpu_name())
+    )
+    require_equal(
+        [given for given, _, _ in answers], everyone, "the settings of tdcoll.initialize()"
+    )
     _refuse_impossible(options, answers)
     names = [name for _, name, _ in answers]
     node_ids = tuple(
         (name, emulated_node(names[:r].count(name), names.count(name), options.emulate_nodes))
         for r, name in enumerate(names)
     )
-    of_all: dict[str, Any] = {"pe": rank, "n_pes": world_size, "nbytes": options.heap_bytes, "control": control}
+    of_all: dict[str, Any] = {
+        "pe": rank,
+        "n_pes": world_size,
+        "nbytes": options.heap_bytes,
+        "control": control,
+    }
     heap: SymmetricHeap
     if INTERPRETED:
         from tdcoll.simulator.process import ProcessHeap
@@ -391,7 +473,10 @@ def _join(
 
         heap = NvshmemHeap(**of_all, device=_device())
         host = answers[rank][2][0]
-        if inaccessible := [r for r, (*_, gpu) in enumerate(answers) if gpu[0] == host and heap.peer_base(r) == 0]:
+        inaccessible = [
+            r for r, (*_, gpu) in enumerate(answers) if gpu[0] == host and heap.peer_base(r) == 0
+        ]
+        if inaccessible:
             raise TdcollError(
                 f"rank {rank}'s GPU cannot reach the memory of rank(s) {inaccessible} on the same host: peer-to-peer "
                 "access is missing (see `nvidia-smi topo -p2p r`), and tdcoll needs it inside a host"
@@ -412,19 +497,22 @@ def _device() -> torch.device:
 
 
 def finalize() -> None:
-    """Leave the job: close tdcoll's own contexts, free the symmetric heap, stop NVSHMEM if it runs. Collective.
+    """Leave the job: close tdcoll's own contexts, free the symmetric heap, stop NVSHMEM if it runs.
+    Collective.
 
-    Tensors made by :func:`tdcoll.empty` and open contexts are invalid afterwards. The default process group is
-    destroyed if :func:`initialize` made it. Does nothing when not initialised. A forked child only forgets the job.
-    After a :class:`~tdcoll.base.errors.CollectiveTimeout` nothing collective is tried, because a peer may be gone: the
-    process only forgets the job, and the process group stays. If no peer is gone, all ranks may join again; on GPUs the
-    memory of the job that has failed stays taken.
+    Tensors made by :func:`tdcoll.empty` and open contexts are invalid afterwards. The default
+    process group is destroyed if :func:`initialize` made it. Does nothing when not initialised. A
+    forked child only forgets the job. After a :class:`~tdcoll.base.errors.CollectiveTimeout`
+    nothing collective is tried, because a peer may be gone: the process only forgets the job, and
+    the process group stays. If no peer is gone, all ranks may join again; on GPUs the memory of the
+    job that has failed stays taken.
 
     >>> tdcoll.initialize()
     >>> tdcoll.finalize()
 
     Raises:
-        CollectiveTimeout: a wait in one of tdcoll's own contexts has expired, which hasn't been reported yet.
+        CollectiveTimeout: a wait in one of tdcoll's own contexts has expired, which hasn't been
+            reported yet.
     """
     global _options
     if runtime.inherited() is not None:
@@ -452,8 +540,10 @@ def finalize() -> None:
         return
     leaving.held.clear()
     leaving.heap.close()
-    with contextlib.suppress(TdcollError):  # one rank's process holds the store: it goes when no other needs it
-        everyone, at_most_s = range(leaving.world_size), min(leaving.timeout_s, _FAREWELL_S)
+    # one rank's process holds the store: it goes when no other needs it
+    with contextlib.suppress(TdcollError):
+        everyone = range(leaving.world_size)
+        at_most_s = min(leaving.timeout_s, _FAREWELL_S)
         leaving.control.all_gather(everyone, "leave", None, at_most_s)
     _destroy_own_group()
 

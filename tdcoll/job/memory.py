@@ -15,12 +15,18 @@ from tdcoll.runtime.topology import Topology
 
 
 def empty(
-    shape: Sequence[int] | int, dtype: torch.dtype = torch.float32, *, group: runtime.Group = None, name: str = "tensor"
+    shape: Sequence[int] | int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    group: runtime.Group = None,
+    name: str = "tensor",
 ) -> torch.Tensor:
-    """``-> [*shape]`` uninitialised tensor in symmetric memory: at the same offset on every rank of ``group``.
+    """``-> [*shape]`` uninitialised tensor in symmetric memory: at the same offset on every rank of
+    ``group``.
 
-    Collective over ``group``. Python's garbage collector doesn't free such a tensor, because it cannot act on all ranks
-    at once: pass it to :func:`free`, or let :func:`tdcoll.finalize` release the whole heap.
+    Collective over ``group``. Python's garbage collector doesn't free such a tensor, because it
+    cannot act on all ranks at once: pass it to :func:`free`, or let :func:`tdcoll.finalize` release
+    the whole heap.
 
     >>> inbox = tdcoll.empty((2, 1024), torch.float32, name="inbox")
     >>> inbox.shape
@@ -35,7 +41,8 @@ def empty(
     Raises:
         TypeError, ValueError: an argument is not as described.
         NotInitializedError: before :func:`tdcoll.initialize`.
-        HeapExhaustedError: the heap is too small; the message has the bytes, and the setting to raise.
+        HeapExhaustedError: the heap is too small; the message has the bytes, and the setting to
+            raise.
         RankMismatchError: ranks ask for different sizes. Nothing is allocated on any of them.
     """
     sizes = arguments.shape("shape", shape)
@@ -46,11 +53,17 @@ def empty(
 
 
 def zeros(
-    shape: Sequence[int] | int, dtype: torch.dtype = torch.float32, *, group: runtime.Group = None, name: str = "tensor"
+    shape: Sequence[int] | int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    group: runtime.Group = None,
+    name: str = "tensor",
 ) -> torch.Tensor:
-    """``-> [*shape]`` symmetric tensor of zeros, on every rank when this returns: for signals and counters.
+    """``-> [*shape]`` symmetric tensor of zeros, on every rank when this returns: for signals and
+    counters.
 
-    Because it calls :func:`empty` and then :func:`barrier`, a peer may put to the tensor, or signal it, at once.
+    Because it calls :func:`empty` and then :func:`barrier`, a peer may put to the tensor, or signal
+    it, at once.
 
     >>> signals = tdcoll.zeros(tdcoll.world_size(), torch.int64, name="signals")
     """
@@ -61,7 +74,8 @@ def zeros(
 
 
 def barrier(group: runtime.Group = None) -> None:
-    """Wait for this rank's GPU, then for all ranks of ``group``. Collective; on the host, so not for the fast path.
+    """Wait for this rank's GPU, then for all ranks of ``group``. Collective; on the host, so not
+    for the fast path.
 
     >>> tdcoll.barrier()
 
@@ -83,7 +97,8 @@ def device() -> torch.device:
 
 
 def free(tensor: torch.Tensor) -> None:
-    """Free a tensor of :func:`empty`. Collective over the ranks that made it; waits for this rank's GPU.
+    """Free a tensor of :func:`empty`. Collective over the ranks that made it; waits for this rank's
+    GPU.
 
     >>> scratch = tdcoll.empty(16)
     >>> tdcoll.free(scratch)
@@ -96,12 +111,15 @@ def free(tensor: torch.Tensor) -> None:
     owner = runtime.current()
     arguments.tensor("tensor", tensor)
     if tensor.layout != torch.strided:
-        raise NotSymmetricError(f"tensor must be one that tdcoll.empty() returned, got one of layout {tensor.layout}")
+        raise NotSymmetricError(
+            f"tensor must be one that tdcoll.empty() returned, got one of layout {tensor.layout}"
+        )
     owner.release(tensor)
 
 
 def heap_info() -> HeapInfo:
-    """Return the use of this rank's symmetric heap: total, used and free bytes, largest free piece, and allocations.
+    """Return the use of this rank's symmetric heap: total, used and free bytes, largest free piece,
+    and allocations.
 
     >>> tdcoll.heap_info().allocations
     0
@@ -110,14 +128,16 @@ def heap_info() -> HeapInfo:
 
 
 def rank(group: runtime.Group = None) -> int:
-    """Return this process's rank in ``group``, from 0 to ``world_size(group) - 1``; in the job if it is None.
+    """Return this process's rank in ``group``, from 0 to ``world_size(group) - 1``; in the job if
+    it is None.
 
     >>> tdcoll.rank()  # on the second of two ranks
     1
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
-        TypeError, ValueError: ``group`` is not as :func:`tdcoll.all_gather` takes it, or this process is not in it.
+        TypeError, ValueError: ``group`` is not as :func:`tdcoll.all_gather` takes it, or this
+            process is not in it.
     """
     owner = runtime.facts()
     return owner.rank if group is None else owner.ranks_of(group).index(owner.rank)

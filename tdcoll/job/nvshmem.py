@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The symmetric heap on GPUs: one NVSHMEM allocation per PE, made through nvshmem4py's bindings.
 
-A process has one NVSHMEM. If another library in the process, for example PyTorch's symmetric memory, has initialised it
-already, that instance is used if its PEs are numbered like the ranks, and is not finalised here.
+A process has one NVSHMEM. If another library in the process, for example PyTorch's symmetric
+memory, has initialised it already, that instance is used if its PEs are numbered like the ranks,
+and is not finalised here.
 
-``nvshmem.core``, the Python layer above the bindings, is not used, because it imports CuPy and mpi4py if they are
-installed, which takes longer than the start of NVSHMEM, and the latter starts MPI. If a program calls it as well, it
-initialises NVSHMEM by ``nvshmem.core.init`` before tdcoll.
+``nvshmem.core``, the Python layer above the bindings, is not used, because it imports CuPy and
+mpi4py if they are installed, which takes longer than the start of NVSHMEM, and the latter starts
+MPI. If a program calls it as well, it initialises NVSHMEM by ``nvshmem.core.init`` before tdcoll.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _IS_INITIALIZED = 2
 
 
 _NO_NCCL = "NVSHMEM_DISABLE_NCCL"
-"""Turned off: NVSHMEM's NCCL communicator, for its collectives on the host, because tdcoll calls none of them, and the
-communicator doubles the time that NVSHMEM takes to start and the GPU memory of the process."""
+"""Turned off: NVSHMEM's NCCL communicator, for its collectives on the host, because tdcoll calls
+none of them, and the communicator doubles the time that NVSHMEM takes to start and the GPU memory
+of the process."""
 
 
 _TMA_POLICY = "NVSHMEM_TMA_POLICY"
@@ -42,9 +44,9 @@ _TMA_POLICY = "NVSHMEM_TMA_POLICY"
 def _refuse_tma() -> None:
     """Raise ``ValueError`` if NVSHMEM may copy by TMA.
 
-    Such a copy goes through shared memory that a thread block has registered, which tdcoll's kernels
-    never do. Up to 3.7, NVSHMEM doesn't ask which kernel has registered it. Nothing shows that
-    tdcoll's signals come after such copies.
+    Such a copy goes through shared memory that a thread block has registered, which tdcoll's
+    kernels never do. Up to 3.7, NVSHMEM doesn't ask which kernel has registered it. Nothing shows
+    that tdcoll's signals come after such copies.
     """
     policy = os.environ.get(_TMA_POLICY, "")
     if policy.strip().upper() not in ("", "DISABLE"):
@@ -77,7 +79,9 @@ class NvshmemHeap(CudaHeap):
 
     puts = True
 
-    def __init__(self, *, pe: int, n_pes: int, nbytes: int, device: torch.device, control: ControlPlane) -> None:
+    def __init__(
+        self, *, pe: int, n_pes: int, nbytes: int, device: torch.device, control: ControlPlane
+    ) -> None:
         super().__init__(pe, n_pes, nbytes, device)
         _refuse_tma()
         with warm_up(device):
@@ -104,7 +108,8 @@ class NvshmemHeap(CudaHeap):
         bindings = self._bindings
         if not os.environ.get(_NO_NCCL):
             os.environ[_NO_NCCL] = "1"
-        torch.cuda.synchronize(self.device)  # make a CUDA context, because NVSHMEM takes the current one
+        # make a CUDA context, because NVSHMEM takes the current one
+        torch.cuda.synchronize(self.device)
         unique_id = bindings.uniqueid()
         if self.pe == 0:
             bindings.get_uniqueid(unique_id.ptr)
@@ -130,5 +135,6 @@ class NvshmemHeap(CudaHeap):
             self._bindings.hostlib_finalize()
 
     def abandon(self) -> None:
-        """Keep NVSHMEM and the block for another heap here, because NVSHMEM stops on all PEs or on none."""
+        """Keep NVSHMEM and the block for another heap here, because NVSHMEM stops on all PEs or on
+        none."""
         set_module_init(None)

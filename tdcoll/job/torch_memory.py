@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symmetric heap on the GPUs of one host, without NVSHMEM: a block of PyTorch's symmetric memory per PE.
+"""The symmetric heap on the GPUs of one host, without NVSHMEM: a block of PyTorch's symmetric
+memory per PE.
 
-PyTorch makes the memory and maps it into the peers' address spaces (``torch.distributed._symmetric_memory``). tdcoll
-uses nothing else of it: signals and protocols are tdcoll's, and so are the words that they use. No process group of the
-user's is needed, because the ranks meet through the job's store. Loads and stores reach all PEs; there are no puts.
+PyTorch makes the memory and maps it into the peers' address spaces
+(``torch.distributed._symmetric_memory``). tdcoll uses nothing else of it: signals and protocols are
+tdcoll's, and so are the words that they use. No process group of the user's is needed, because the
+ranks meet through the job's store. Loads and stores reach all PEs; there are no puts.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class TorchHeap(CudaHeap):
     """This PE's block of symmetric GPU memory. Collective to make.
 
     Args:
-        pe, n_pes, nbytes, device: as for :class:`~.heap.SymmetricHeap`; all PEs are on one host, each on another GPU.
+        pe, n_pes, nbytes, device: as for :class:`~.heap.SymmetricHeap`; all PEs are on one host,
+            each on another GPU.
         store: of ``torch.distributed``, which the ranks meet through; for this heap alone.
         control: tells the ranks of each other's failures.
         timeout_s: how long to wait for the other ranks, seconds.
@@ -60,8 +63,11 @@ class TorchHeap(CudaHeap):
                 self._allocate(store, timeout_s)
             except (ImportError, RuntimeError) as error:
                 problem = str(error)
-            # All ranks come or none, because PyTorch waits for all when they meet, and each process counts meetings.
-            for other, theirs in enumerate(control.all_gather(range(n_pes), "symmetric memory", problem)):
+            # All ranks come or none, because PyTorch waits for all when they meet, and each process
+            # counts meetings.
+            for other, theirs in enumerate(
+                control.all_gather(range(n_pes), "symmetric memory", problem)
+            ):
                 if theirs is not None:
                     raise self._error(other, theirs)
             try:
@@ -76,11 +82,14 @@ class TorchHeap(CudaHeap):
             return
         from torch._C._distributed_c10d import ProcessGroup, _SymmetricMemory
 
-        self._name = name = f"tdcoll heap {next(_numbers)}"  # PyTorch forgets no group, and takes each name once
+        # PyTorch forgets no group, and takes each name once
+        self._name = name = f"tdcoll heap {next(_numbers)}"
         store.set_timeout(timedelta(seconds=timeout_s))
         _SymmetricMemory.set_group_info(name, self.pe, self.n_pes, store)
         self._group = ProcessGroup(store, self.pe, self.n_pes)
-        self._bytes = _SymmetricMemory.empty_strided_p2p((self.nbytes,), (1,), torch.uint8, self.device, name)
+        self._bytes = _SymmetricMemory.empty_strided_p2p(
+            (self.nbytes,), (1,), torch.uint8, self.device, name
+        )
 
     def _meet(self) -> None:
         """Have PyTorch map the blocks of the peers."""
@@ -93,7 +102,8 @@ class TorchHeap(CudaHeap):
         # PyTorch finds the store by the name, or in newer versions by a process group of that name.
         c10d._register_process_group(self._name, self._group)
         try:
-            # tdcoll has no use for a multicast object, and on some hosts asking for one fails or hangs.
+            # tdcoll has no use for a multicast object, and on some hosts asking for one fails or
+            # hangs.
             with variable("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"):
                 self._handle = c10d._SymmetricMemory.rendezvous(self._bytes)
         finally:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication functions for Triton kernels: ``import tdcoll.language as tdl``.
 
-The functions of :data:`tdcoll.spec.functions.FUNCTIONS`, implemented three ways. The choice is made here, once, at
-import, because Triton makes its own at that moment:
+The functions of :data:`tdcoll.spec.functions.FUNCTIONS`, implemented three ways. The choice is made
+here, once, at import, because Triton makes its own at that moment:
 
 - ``TRITON_INTERPRET=1`` (before triton is first imported): the simulator;
-- ``TDCOLL_COMPILER=triton_dist``: NVSHMEM's functions through an installed Triton-distributed compiler;
+- ``TDCOLL_COMPILER=triton_dist``: NVSHMEM's functions through an installed Triton-distributed
+  compiler;
 - otherwise: stock Triton and NVSHMEM's bitcode.
 """
 

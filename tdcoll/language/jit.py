@@ -3,14 +3,16 @@
 
 Two things must happen to a kernel that calls NVSHMEM, and to no other:
 
-1. it is compiled with the part of NVSHMEM's bitcode library that the language calls (:mod:`tdcoll.language.library`),
-   unless its launch names another (``extern_libs={"libnvshmem_device": ...}``);
-2. its loaded module is given to NVSHMEM (``nvshmemx_cumodule_init``) before the first launch, so that the
-   library's device state in that module points at this process's heap.
+1. it is compiled with the part of NVSHMEM's bitcode library that the language calls
+   (:mod:`tdcoll.language.library`), unless its launch names another
+   (``extern_libs={"libnvshmem_device": ...}``);
+2. its loaded module is given to NVSHMEM (``nvshmemx_cumodule_init``) before the first launch, so
+   that the library's device state in that module points at this process's heap.
 
-Both are done in subclasses of Triton's own classes. A process-wide Triton hook would do it too, and would touch
-every other library's kernels. (Triton-distributed's compiler does both by itself; with it this module does neither.)
-Launch options are checked, because Triton's interpreter drops what it does not know, such as ``num_warsp=8``.
+Both are done in subclasses of Triton's own classes. A process-wide Triton hook would do it too, and
+would touch every other library's kernels. (Triton-distributed's compiler does both by itself; with
+it this module does neither.) Launch options are checked, because Triton's interpreter drops what it
+does not know, such as ``num_warsp=8``.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from tdcoll.spec import functions
 from tdcoll.spec.functions import LIBRARY, LINKED, no_puts, not_a_monitor
 
 _DEVICE_STATE = "nvshmemi_device_state"
-"""Symbol that modules with NVSHMEM code define; the bare name also occurs in paths of debug information."""
+"""Symbol that modules with NVSHMEM code define; the bare name also occurs in paths of debug
+information."""
 
 _LEFT_TO_TRITON_DISTRIBUTED = LOWERING == "tdcoll.language.triton_dist"
 """Its backend links the library, and its CompiledKernel initialises the module."""
@@ -64,7 +67,8 @@ Kernels of yours have Triton's default."""
 
 
 def bitcode_path(arch: int | None = None) -> str:
-    """Path of NVSHMEM's device library: in ``$NVSHMEM_HOME/lib``, or in NVIDIA's wheel ``nvidia-nvshmem-cu*``.
+    """Path of NVSHMEM's device library: in ``$NVSHMEM_HOME/lib``, or in NVIDIA's wheel
+    ``nvidia-nvshmem-cu*``.
 
     Args:
         arch: the GPU's architecture, 90 for sm_90; None: the current device's.
@@ -92,7 +96,8 @@ def _architecture(device: int) -> int:
 
 
 def _referenced(function: JITFunction) -> Iterator[Any]:
-    """Every object that a Triton function can reach: globals that its source names, dotted or not, and defaults."""
+    """Every object that a Triton function can reach: globals that its source names, dotted or not,
+    and defaults."""
     yield from function.fn.__defaults__ or ()
     yield from (function.fn.__kwdefaults__ or {}).values()
     yield from _named(function, ast.parse(inspect.cleandoc("\n" + function.src)))
@@ -104,12 +109,14 @@ def _named(function: JITFunction, tree: ast.AST) -> Iterator[Any]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Name, ast.Attribute)):
             first, *rest = ast.unparse(node).split(".")
-            yield functools.reduce(lambda found, name: getattr(found, name, None), rest, scope.get(first))
+            yield functools.reduce(
+                lambda found, name: getattr(found, name, None), rest, scope.get(first)
+            )
 
 
 def _used_by(value: Any) -> Iterator[Any]:
-    """``value`` and whatever a Triton function reaches from there: functions of the device language and Triton
-    functions, also inside tuples, lists, dicts and ``constexpr``."""
+    """``value`` and whatever a Triton function reaches from there: functions of the device language
+    and Triton functions, also inside tuples, lists, dicts and ``constexpr``."""
     seen: dict[int, Any] = {}  # holds on to the values: the id of one that is gone may come again
     stack = [value]
     while stack:
@@ -129,7 +136,8 @@ def _used_by(value: Any) -> Iterator[Any]:
 
 
 def _marked(used: Iterable[Any], mark: str) -> bool:
-    """Return whether a function of the device language is among ``used`` that has the attribute ``mark``."""
+    """Return whether a function of the device language is among ``used`` that has the attribute
+    ``mark``."""
     return any(getattr(one, mark, False) is True for one in used)
 
 
@@ -147,7 +155,8 @@ _function_needs_nvshmem = functools.lru_cache(needs_nvshmem)
 
 
 def _arguments_need_nvshmem(values: Iterable[Any]) -> bool:
-    """Return whether an argument of a launch brings a function that calls NVSHMEM, in 1 us where none can."""
+    """Return whether an argument of a launch brings a function that calls NVSHMEM, in 1 us where
+    none can."""
     for value in values:
         kind = type(value)
         if kind in _data_types:
@@ -172,7 +181,8 @@ _initialized: weakref.WeakSet[Any] = weakref.WeakSet()
 def set_module_init(init: Callable[[Any], None] | None) -> None:
     """Say how a loaded module is given to NVSHMEM; None when the process leaves its job.
 
-    Modules that are loaded already are given again: after a second ``initialize`` their device state is stale.
+    Modules that are loaded already are given again: after a second ``initialize`` their device
+    state is stale.
     """
     global _module_init
     _module_init = init
@@ -198,7 +208,8 @@ class _NvshmemKernel(CompiledKernel):
 
     @property
     def run(self) -> Any:
-        self._refuse_outside_a_job()  # a module that is loaded already points at a heap that is gone
+        # a module that is loaded already points at a heap that is gone
+        self._refuse_outside_a_job()
         return super().run
 
     def _init_handles(self) -> None:
@@ -213,7 +224,8 @@ class _NvshmemKernel(CompiledKernel):
 
 
 def _retyped(compile: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton's ``compile``, for kernels that get NVSHMEM's library. It may run in another thread, at any time."""
+    """Triton's ``compile``, for kernels that get NVSHMEM's library. It may run in another thread,
+    at any time."""
 
     def compile_for_nvshmem(src: Any, *args: Any, **kwargs: Any) -> Any:
         with for_descriptors(src):
@@ -228,11 +240,14 @@ def _retyped(compile: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def for_descriptors(src: Any) -> Iterator[None]:
-    """Waits that are lowered in here are right for loads by descriptors, if the kernel is given one or makes one."""
+    """Waits that are lowered in here are right for loads by descriptors, if the kernel is given one
+    or makes one."""
     from tdcoll.language.ptx import descriptors
 
     given = any("tensordesc" in str(kind) for kind in src.signature.values())
-    makes = any(one is tl.make_tensor_descriptor for one in _used_by([src.fn, *src.constants.values()]))
+    makes = any(
+        one is tl.make_tensor_descriptor for one in _used_by([src.fn, *src.constants.values()])
+    )
     token = descriptors.set(given or makes)
     try:
         yield
@@ -245,34 +260,46 @@ _FOLDERS = Path(__file__).parent, Path(functions.__file__).parent
 
 @functools.cache
 def _lowering_digest() -> str:
-    """Return what Triton's own cache keys leave out: the text of the lowering, whose extern functions write PTX."""
+    """Return what Triton's own cache keys leave out: the text of the lowering, whose extern
+    functions write PTX."""
     files = sorted(file for folder in _FOLDERS for file in folder.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def typed_fields(kind: type) -> dict[str, tl.dtype]:
     """The integer fields of a ``NamedTuple`` that say their type, by name."""
-    return {name: of for name, of in getattr(kind, "__annotations__", {}).items() if isinstance(of, tl.dtype)}
+    return {
+        name: of
+        for name, of in getattr(kind, "__annotations__", {}).items()
+        if isinstance(of, tl.dtype)
+    }
 
 
 def _with_plain_fields(bind: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton's binder of arguments, which here leaves integer fields of tuples as they are annotated. By itself it
-    makes a constant of a 1 and notes what 16 divides, so that each rank would compile a kernel of its own."""
+    """Triton's binder of arguments, which here leaves integer fields of tuples as they are
+    annotated. By itself it makes a constant of a 1 and notes what 16 divides, so that each rank
+    would compile a kernel of its own."""
 
     def bound(*args: Any, **kwargs: Any) -> Any:
         parameters, specialization, options = bind(*args, **kwargs)
         for place, value in enumerate(parameters.values()):
-            if fields := typed_fields(type(value)) if isinstance(value, tuple) else None:
+            fields = typed_fields(type(value)) if isinstance(value, tuple) else None
+            if fields:
                 types, notes = specialization[place]
-                types = types._replace(**{name: of.name.replace("int", "i") for name, of in fields.items()})
+                types = types._replace(
+                    **{name: of.name.replace("int", "i") for name, of in fields.items()}
+                )
                 specialization[place] = (types, notes._replace(**dict.fromkeys(fields)))
         return parameters, specialization, options
 
     return bound
 
 
-def _as_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a launch, those that have a ``kernel_argument`` replaced by it, in 1 us where none has."""
+def _as_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a launch, those that have a ``kernel_argument`` replaced by it, in 1 us where
+    none has."""
     for value in (*args, *kwargs.values()):
         kind = type(value)
         if kind not in _plain_types:
@@ -309,7 +336,8 @@ class TdcollJITFunction(JITFunction):
 
     @functools.cached_property
     def begins_in_stream_order(self) -> bool:
-        """True if the kernel begins with :func:`tdcoll.primitives.group.in_stream_order`, so it may launch early."""
+        """True if the kernel begins with :func:`tdcoll.primitives.group.in_stream_order`, so it may
+        launch early."""
         function = ast.parse(inspect.cleandoc("\n" + self.src)).body[0]
         assert isinstance(function, ast.FunctionDef)
         statements = function.body[ast.get_docstring(function) is not None :]
@@ -322,14 +350,18 @@ class TdcollJITFunction(JITFunction):
         return _marked(self._used, "bounded")
 
     def _check_monitor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise ``ValueError`` unless what is called ``monitor``, an argument or a field of one, is a monitor's. The
-        waits cannot tell: to look would cost each of them an instruction."""
+        """Raise ``ValueError`` unless what is called ``monitor``, an argument or a field of one, is
+        a monitor's. The waits cannot tell: to look would cost each of them an instruction."""
         job = runtime.current_or_none()
         if job is None or not self._waits:
             return
         for name, value in (*zip(self.arg_names, args, strict=False), *kwargs.items()):
             given = (
-                value if name == "monitor" else getattr(value, "monitor", None) if isinstance(value, tuple) else None
+                value
+                if name == "monitor"
+                else getattr(value, "monitor", None)
+                if isinstance(value, tuple)
+                else None
             )
             if isinstance(given, torch.Tensor) and given.data_ptr() not in job.monitors:
                 raise ValueError(f"{self.__name__}: {not_a_monitor(given.data_ptr())}")
@@ -345,16 +377,22 @@ class TdcollJITFunction(JITFunction):
             kwargs = {**OWN_OPTIONS, **kwargs}
         self._check_monitor(args, kwargs)
         if not _LEFT_TO_TRITON_DISTRIBUTED and (
-            self.calls_nvshmem or _arguments_need_nvshmem(args) or _arguments_need_nvshmem(kwargs.values())
+            self.calls_nvshmem
+            or _arguments_need_nvshmem(args)
+            or _arguments_need_nvshmem(kwargs.values())
         ):
             job = runtime.current_or_none()
             if job is not None and not job.heap.puts:
                 raise TdcollError(no_puts(f"kernel {self.__name__}"))
-            kwargs["extern_libs"] = {LIBRARY: part_for_language(bitcode_path()), **kwargs.get("extern_libs", {})}
+            kwargs["extern_libs"] = {
+                LIBRARY: part_for_language(bitcode_path()),
+                **kwargs.get("extern_libs", {}),
+            }
         return super().run(*args, grid=grid, warmup=warmup, **kwargs)
 
     def _refuse_calls_that_wait(self) -> None:
-        """Raise ``ValueError`` if a helper acquires that Triton does not inline: it moves loads above calls."""
+        """Raise ``ValueError`` if a helper acquires that Triton does not inline: it moves loads
+        above calls."""
         for helper in self._used:
             called = helper is not self and isinstance(helper, JITFunction) and helper.noinline
             if called and _marked(_used_by(helper), "acquires"):
@@ -372,13 +410,15 @@ class TdcollJITFunction(JITFunction):
 
 
 def _checked_interpreted(function: Any) -> Any:
-    """An interpreted kernel that may call NVSHMEM. It refuses unknown launch options and calls outside a simulation."""
+    """An interpreted kernel that may call NVSHMEM. It refuses unknown launch options and calls
+    outside a simulation."""
     from triton.runtime.errors import InterpreterError
 
     from tdcoll.simulator.launcher import root_cause
 
     launch = function.run
-    name, parameters = function.__name__, frozenset(function.arg_names)
+    name = function.__name__
+    parameters = frozenset(function.arg_names)
 
     def run(*args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
         unknown = sorted(set(kwargs) - parameters - _LAUNCH_OPTIONS)
@@ -404,19 +444,24 @@ def _checked_interpreted(function: Any) -> Any:
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Like ``triton.jit``, for kernels that call :mod:`tdcoll.language`.
 
-    Helpers called by a kernel may be decorated with this or with ``triton.jit``; the kernel that is launched wants
-    this one. A :class:`~tdcoll.WaitMonitor` may be passed as it is. Options are ``triton.jit``'s. Integers that are
-    annotated with their type (``rank: tl.int32``), as parameters or fields of a ``NamedTuple``, are not specialised.
+    Helpers called by a kernel may be decorated with this or with ``triton.jit``; the kernel that is
+    launched wants this one. A :class:`~tdcoll.WaitMonitor` may be passed as it is. Options are
+    ``triton.jit``'s. Integers that are annotated with their type (``rank: tl.int32``), as
+    parameters or fields of a ``NamedTuple``, are not specialised.
 
     >>> @tdcoll.jit
     ... def whoami(out):
     ...     tl.store(out, tdl.my_pe())
     """
-    inspect.signature(triton.jit).bind(fn, **options)  # raises TypeError for an option that there is not
+    # raises TypeError for an option that there is not
+    inspect.signature(triton.jit).bind(fn, **options)
 
     def decorate(function: Callable[..., Any]) -> Any:
         typed = [name for name, of in function.__annotations__.items() if isinstance(of, tl.dtype)]
-        given = {**options, "do_not_specialize": [*(options.get("do_not_specialize") or ()), *typed]}
+        given = {
+            **options,
+            "do_not_specialize": [*(options.get("do_not_specialize") or ()), *typed],
+        }
         if function.__module__.startswith("tdcoll."):  # a profiler shows kernels of many libraries
             given.setdefault("repr", lambda _: f"tdcoll_{function.__name__.lstrip('_')}")
         if INTERPRETED:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device language compiled by stock Triton: NVSHMEM's device functions as extern calls, and what is made of them.
+"""The device language compiled by stock Triton: NVSHMEM's device functions as extern calls, and
+what is made of them.
 
-Stock Triton knows nothing of NVSHMEM. ``extern_elementwise`` with scalar arguments becomes one LLVM call that
-every thread of the block makes, which is what NVSHMEM's ``_block`` functions want; the definitions come from the
-bitcode library in NVIDIA's wheel, which :mod:`tdcoll.language.jit` adds to the compilation. Pointers travel as
-int64, so that one signature serves all. Functions made of PTX are in ``ptx``, ``waits`` and ``words``.
+Stock Triton knows nothing of NVSHMEM. ``extern_elementwise`` with scalar arguments becomes one LLVM
+call that every thread of the block makes, which is what NVSHMEM's ``_block`` functions want; the
+definitions come from the bitcode library in NVIDIA's wheel, which :mod:`tdcoll.language.jit` adds
+to the compilation. Pointers travel as int64, so that one signature serves all. Functions made of
+PTX are in ``ptx``, ``waits`` and ``words``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from tdcoll.spec.checks import WORDS, require_64_bits, require_scalar, word_type
 from tdcoll.spec.entry import LIBRARY, DeviceFunction, not_linked
 from tdcoll.spec.nvshmem import NVSHMEM_FUNCTIONS
 
-_TYPES = {"ptr": tl.int64, "ptr64": tl.int64, "size": tl.int64, "pe": tl.int32, "int": tl.int32, "u64": tl.uint64}
+_TYPES = {
+    "ptr": tl.int64,
+    "ptr64": tl.int64,
+    "size": tl.int64,
+    "pe": tl.int32,
+    "int": tl.int32,
+    "u64": tl.uint64,
+}
 _RETURNS = {"int32": tl.int32, "uint64": tl.uint64, "pointer": tl.int64, None: tl.int32}
 _PURE = {"my_pe", "n_pes", "remote_ptr"}
 
@@ -39,10 +48,13 @@ def _lowered(spec: DeviceFunction) -> Any:
         given = signature.bind(*args, **kwargs).args
         if LIBRARY not in dict(_semantic.builder.options.extern_libs):
             raise ValueError(not_linked(name))
-        kinds, symbol, returns = dict(_TYPES), str(spec.symbol), _RETURNS.get(spec.returns)
+        kinds = dict(_TYPES)
+        symbol = str(spec.symbol)
+        returns = _RETURNS.get(spec.returns)
         if spec.types:
             word = word_type(spec, given[0])
-            kinds["value"], symbol = word, symbol.replace("TYPE", WORDS[word])
+            kinds["value"] = word
+            symbol = symbol.replace("TYPE", WORDS[word])
             returns = word if spec.returns else tl.int32
         lowered = []
         for (parameter, kind), value in zip(spec.parameters, given, strict=True):
@@ -64,7 +76,10 @@ def _lowered(spec: DeviceFunction) -> Any:
     call.__name__ = call.__qualname__ = name
     call.__doc__ = spec.doc
     # Triton passes these only to functions whose signature names them.
-    own = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ("_semantic", "_generator")]
+    own = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for n in ("_semantic", "_generator")
+    ]
     extern = core.extern(call)
     extern.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *own])
     extern.needs_nvshmem = True
@@ -74,7 +89,8 @@ def _lowered(spec: DeviceFunction) -> Any:
 
 _functions = {function.name: _lowered(function) for function in NVSHMEM_FUNCTIONS}
 globals().update(_functions)
-_fence, _signal_op = _functions["fence"], _functions["signal_op"]
+_fence = _functions["fence"]
+_signal_op = _functions["signal_op"]
 
 
 # ---------------------------------------------------------------------- by the block
@@ -95,7 +111,8 @@ def _copy_as(dst, src, nbytes, dtype: tl.constexpr, BLOCK: tl.constexpr, ALIGNED
     target = dst.to(tl.pointer_type(dtype))
     source = src.to(tl.pointer_type(dtype))
     count = nbytes // size
-    if ALIGNED:  # on the pointers, because Triton forgets hints on the addresses that they are made from
+    # on the pointers, because Triton forgets hints on the addresses that they are made from
+    if ALIGNED:
         target = tl.multiple_of(target, 16)
         source = tl.multiple_of(source, 16)
         count = tl.multiple_of(count, 16 // size)
@@ -110,8 +127,9 @@ def _copy_as(dst, src, nbytes, dtype: tl.constexpr, BLOCK: tl.constexpr, ALIGNED
 
 @core.extern
 def _size_of_copy(nbytes, _semantic=None):
-    """``nbytes`` as int64. Triton 3.6 crashes over a loop whose constant mask lets nothing pass, as that of a copy of
-    0 or 1 bytes does, and it makes constants of arguments that are 1: so a small constant is made a value."""
+    """``nbytes`` as int64. Triton 3.6 crashes over a loop whose constant mask lets nothing pass, as
+    that of a copy of 0 or 1 bytes does, and it makes constants of arguments that are 1: so a small
+    constant is made a value."""
     size = core.cast(_semantic.to_tensor(nbytes), tl.int64, _semantic=_semantic)
     constant = core._unwrap_if_constexpr(nbytes)
     if not isinstance(constant, int) or constant >= 16:
@@ -122,15 +140,16 @@ def _size_of_copy(nbytes, _semantic=None):
 @triton.jit
 def copy_block(dst, src, nbytes):
     to = dst.to(tl.int64)
-    frm = src.to(tl.int64)
+    src_rank = src.to(tl.int64)
     size = _size_of_copy(nbytes)
-    odd = to | frm | size
+    odd = to | src_rank | size
     if odd % 16 == 0:
-        # Each thread has 64 bytes on the way, because a few thread blocks can't fill a link with less.
+        # Each thread has 64 bytes on the way, because a few thread blocks can't fill a link with
+        # less.
         words: tl.constexpr = 16 * num_threads()
-        _copy_as(to, frm, size, tl.int32, words if words > 4096 else 4096, True)
+        _copy_as(to, src_rank, size, tl.int32, words if words > 4096 else 4096, True)
     else:
         if odd % 4 == 0:
-            _copy_as(to, frm, size, tl.int32, 2048, False)
+            _copy_as(to, src_rank, size, tl.int32, 2048, False)
         else:
-            _copy_as(to, frm, size, tl.int8, 2048, False)
+            _copy_as(to, src_rank, size, tl.int8, 2048, False)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device language compiled by stock Triton: threads, loads and stores with an order, and what acquiring means.
+"""The device language compiled by stock Triton: threads, loads and stores with an order, and what
+acquiring means.
 
-Loads that follow a wait, or anything else that acquires, must stay behind it. For Triton's software pipeliner an asm or
-an extern call is no obstacle: it takes the loads of later iterations above it. But it leaves a loop alone that holds a
-barrier of Triton's, wherever in its body. Each function that acquires therefore ends with one that is never reached
-(:func:`_hold_loads`); the compiler finds that out when the pipeliner is done, and nothing of it is left in the PTX.
+Loads that follow a wait, or anything else that acquires, must stay behind it. For Triton's software
+pipeliner an asm or an extern call is no obstacle: it takes the loads of later iterations above it.
+But it leaves a loop alone that holds a barrier of Triton's, wherever in its body. Each function
+that acquires therefore ends with one that is never reached (:func:`_hold_loads`); the compiler
+finds that out when the pipeliner is done, and nothing of it is left in the PTX.
 :func:`~tdcoll.language.waits.wait_token` is for loops that are to be pipelined.
 """
 
@@ -20,23 +22,42 @@ from triton.language import core
 
 from tdcoll.spec.checks import axis_letter, choice, integer_pointee, require_64_bits, require_scalar
 
-__all__ = ["acquired", "asm", "atom_add", "atom_cas", "descriptors", "ld", "ld_acquire", "ntid", "proxy_fence"]
-__all__ += ["require_ptr64", "st", "st_release", "stream_order", "syncthreads", "tid", "wait_descriptor_stores"]
+__all__ = [
+    "acquired",
+    "asm",
+    "atom_add",
+    "atom_cas",
+    "descriptors",
+    "ld",
+    "ld_acquire",
+    "ntid",
+    "proxy_fence",
+]
+__all__ += ["require_ptr64", "st", "st_release", "stream_order", "syncthreads", "tid"]
+__all__ += ["wait_descriptor_stores"]
 
 
-def asm(semantic: Any, text: str, results: Any = tl.int32, pure: bool = False, /, **operands: Any) -> Any:
+def asm(
+    semantic: Any, text: str, results: Any = tl.int32, pure: bool = False, /, **operands: Any
+) -> Any:
     """Let every thread execute PTX, and return its results.
 
     Args:
         text: in which ``$0``, ``$1`` and so on are the results, and ``$name`` is an operand.
         results: a type, or a tuple of types.
         pure: without effects, and a function of the operands.
-        operands: ``(value, type)`` by name. A value is a scalar or a block, of which each thread has its elements.
+        operands: ``(value, type)`` by name. A value is a scalar or a block, of which each thread
+            has its elements.
     """
     kinds = results if isinstance(results, tuple) else (results,)
     places = {name: f"${len(kinds) + place}" for place, name in enumerate(operands)}
-    given = [core.cast(semantic.to_tensor(value), kind, _semantic=semantic) for value, kind in operands.values()]
-    registers = [f"=&{_register(kind)}" for kind in kinds] + [_register(kind) for _, kind in operands.values()]
+    given = [
+        core.cast(semantic.to_tensor(value), kind, _semantic=semantic)
+        for value, kind in operands.values()
+    ]
+    registers = [f"=&{_register(kind)}" for kind in kinds] + [
+        _register(kind) for _, kind in operands.values()
+    ]
     return core.inline_asm_elementwise(
         re.sub(r"\$([a-z]\w*)", lambda name: places[name[1]], text),
         ",".join(registers if pure else [*registers, "~{memory}"]),
@@ -57,8 +78,9 @@ def _register(kind: tl.dtype) -> str:
 
 @triton.jit
 def _hold_loads():
-    """A barrier that is never reached, for the pipeliner to find. Only MLIR's SCCP sees that it is never reached,
-    because no other pass follows a value around a loop, and Triton runs it after the pipeliner."""
+    """A barrier that is never reached, for the pipeliner to find. Only MLIR's SCCP sees that it is
+    never reached, because no other pass follows a value around a loop, and Triton runs it after the
+    pipeliner."""
     never = tl.cast(0, tl.int32)
     while never != 0:
         never += 1
@@ -83,7 +105,8 @@ def proxy_fence(semantic: Any) -> str:
 @core.extern
 def acquired(_semantic=None, _generator=None):
     """End a function that acquires: loads that follow see what it has seen, and stay behind it."""
-    if fence := proxy_fence(_semantic):
+    fence = proxy_fence(_semantic)
+    if fence:
         asm(_semantic, f"{fence}mov.u32 $0, 0;")
     _generator.call_JitFunction(_hold_loads, (), {})
 
@@ -91,7 +114,9 @@ def acquired(_semantic=None, _generator=None):
 @core.extern
 def require_ptr64(function, parameter, value, _semantic=None):
     """Refuse a pointer to anything but 64-bit integers; an address is as good."""
-    require_64_bits(core._unwrap_if_constexpr(function), core._unwrap_if_constexpr(parameter), value)
+    require_64_bits(
+        core._unwrap_if_constexpr(function), core._unwrap_if_constexpr(parameter), value
+    )
 
 
 # ---------------------------------------------------------------------- threads
@@ -114,7 +139,8 @@ def syncthreads(_semantic=None):
 
 @core.extern
 def stream_order(_semantic=None):
-    """Make :func:`tdcoll.primitives.group.in_stream_order`: a wait if the kernel is compiled with ``launch_pdl``."""
+    """Make :func:`tdcoll.primitives.group.in_stream_order`: a wait if the kernel is compiled with
+    ``launch_pdl``."""
     if getattr(_semantic.builder.options, "launch_pdl", False):
         asm(_semantic, "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
@@ -128,7 +154,8 @@ _SCOPES = ("gpu", "sys")
 
 @core.extern
 def ld(ptr, scope="gpu", semantic="relaxed", _semantic=None, _generator=None):
-    scope, order = choice("scope", scope, _SCOPES), choice("semantic", semantic, ("relaxed", "acquire"))
+    scope = choice("scope", scope, _SCOPES)
+    order = choice("semantic", semantic, ("relaxed", "acquire"))
     kind = integer_pointee("ld", ptr)
     text = f"ld.{order}.{scope}.global.b{kind.primitive_bitwidth} $0, [$ptr];"
     value = asm(_semantic, text, kind, ptr=(ptr, ptr.dtype))
@@ -144,9 +171,12 @@ def ld_acquire(ptr, scope="gpu", _semantic=None, _generator=None):
 
 @core.extern
 def st(ptr, val, scope="gpu", semantic="relaxed", _semantic=None):
-    scope, order = choice("scope", scope, _SCOPES), choice("semantic", semantic, ("relaxed", "release"))
+    scope = choice("scope", scope, _SCOPES)
+    order = choice("semantic", semantic, ("relaxed", "release"))
     kind = integer_pointee("st", ptr)
-    text = f"{{ st.{order}.{scope}.global.b{kind.primitive_bitwidth} [$ptr], $val; mov.u32 $0, 0; }}"
+    text = (
+        f"{{ st.{order}.{scope}.global.b{kind.primitive_bitwidth} [$ptr], $val; mov.u32 $0, 0; }}"
+    )
     asm(_semantic, text, ptr=(ptr, ptr.dtype), val=(val, kind))
 
 
@@ -155,7 +185,16 @@ def st_release(ptr, val, scope="gpu", _semantic=None):
     return st(ptr, val, scope, "release", _semantic=_semantic)
 
 
-def _atom(name: str, operation: str, ptr: Any, scope: Any, order: Any, _semantic: Any, _generator: Any, **values: Any):
+def _atom(
+    name: str,
+    operation: str,
+    ptr: Any,
+    scope: Any,
+    order: Any,
+    _semantic: Any,
+    _generator: Any,
+    **values: Any,
+):
     """Have every thread that gets here make an ``atom``; return what was there before."""
     scope = choice("scope", scope, _SCOPES)
     order = choice("semantic", order, ("relaxed", "acquire", "release", "acq_rel"))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device language compiled by Triton-distributed, where its compiler is installed.
 
-NVSHMEM's functions are taken from its ``libshmem_device``; everything that is PTX or plain Triton is tdcoll's own
-and compiles there as it does with stock Triton. The compiler is a fork that replaces the ``triton`` package, so it
-is never a dependency: the wheel of version 0.0.0 on PyPI holds Python sources only.
+NVSHMEM's functions are taken from its ``libshmem_device``; everything that is PTX or plain Triton
+is tdcoll's own and compiles there as it does with stock Triton. The compiler is a fork that
+replaces the ``triton`` package, so it is never a dependency: the wheel of version 0.0.0 on PyPI
+holds Python sources only.
 """
 
 from __future__ import annotations

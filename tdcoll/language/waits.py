@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device language compiled by stock Triton: waits that end.
 
-Waits are polling loops in PTX rather than in Triton: a loop per thread, no cross-warp traffic while waiting, and
-the clock is read on every 256th miss only. A signal wait's result is AND-ed over the block by ``bar.red``, because
-threads may disagree at the deadline and a block-wide branch on a value that differs between warps is undefined; the
-result for a flagged word belongs to its thread.
+Waits are polling loops in PTX rather than in Triton: a loop per thread, no cross-warp traffic while
+waiting, and the clock is read on every 256th miss only. A signal wait's result is AND-ed over the
+block by ``bar.red``, because threads may disagree at the deadline and a block-wide branch on a
+value that differs between warps is undefined; the result for a flagged word belongs to its thread.
 """
 
 from __future__ import annotations
@@ -20,16 +20,25 @@ from tdcoll.language.ptx import acquired, asm, proxy_fence, require_ptr64, synct
 from tdcoll.spec import constants
 from tdcoll.spec.checks import comparison, consumed, integer_pointee, require_scalar
 
-__all__ = ["block_and", "consume_token", "grid_barrier", "test_signal", "wait_signal", "wait_signals", "wait_token"]
+__all__ = [
+    "block_and",
+    "consume_token",
+    "grid_barrier",
+    "test_signal",
+    "wait_signal",
+    "wait_signals",
+    "wait_token",
+]
 __all__ += ["wait_word"]
 
-# A thread polls until `look` has set the predicate `done`, or another wait of the monitor has expired, or its own
-# deadline has passed: the first of all threads for which it has leaves the record. A thread that has waited for long
-# leaves a notice now and then, on the path that has read the clock anyway and where the fewest registers are in use.
-# `ok` is a result, `active`, `peer`, `index`, `epoch` and `expected` are operands or registers; `prepare`, `look`,
-# `whose`, which finds the peer of a notice, and `see`, which leaves in `word` what was seen last, are PTX. `notices` is
-# where those of such a wait lie, and `place` distinguishes threads that wait for different peers. (Which number does it
-# decides how many registers ptxas gives to a kernel.)
+# A thread polls until `look` has set the predicate `done`, or another wait of the monitor has
+# expired, or its own deadline has passed: the first of all threads for which it has leaves the
+# record. A thread that has waited for long leaves a notice now and then, on the path that has read
+# the clock anyway and where the fewest registers are in use. `ok` is a result, `active`, `peer`,
+# `index`, `epoch` and `expected` are operands or registers; `prepare`, `look`, `whose`, which finds
+# the peer of a notice, and `see`, which leaves in `word` what was seen last, are PTX. `notices` is
+# where those of such a wait lie, and `place` distinguishes threads that wait for different peers.
+# (Which number does it decides how many registers ptxas gives to a kernel.)
 _POLL = """
 .reg .pred done, again;
 .reg .b32 misses, phase, flag, number;
@@ -97,7 +106,11 @@ mov.b32 {ok}, 0;
 END:
 """
 
-_PLACES = {name: 8 * word.value for name, word in vars(constants).items() if re.match("MONITOR_|RECORD_", name)}
+_PLACES = {
+    name: 8 * word.value
+    for name, word in vars(constants).items()
+    if re.match("MONITOR_|RECORD_", name)
+}
 """Bytes from the start of the monitor's words, and of the record."""
 
 _NUMBERS = {"NOTICE_SHIFT": constants.NOTICE_SHIFT.value, "UNITS": constants.NOTICE_EVERY.value - 1}
@@ -105,7 +118,8 @@ _NUMBERS["PLACES"] = constants.NOTICES.value - 1
 
 
 def _polling(**pieces: str) -> str:
-    """Return PTX that polls. Operands are called as the pieces that are left out; ``$monitor`` is always one."""
+    """Return PTX that polls. Operands are called as the pieces that are left out; ``$monitor`` is
+    always one."""
     usual: dict[str, str] = {name: f"${name}" for name in ("active", "peer", "index")}
     usual |= {"ok": "$0", "prepare": "", "see": "", "epoch": pieces["expected"]}
     lamport = "epoch" in pieces  # or the number of a Lamport call
@@ -129,19 +143,27 @@ def _report(monitor: Any, peer: Any, index: Any) -> dict[str, tuple[Any, Any]]:
 
 @core.extern
 def _poll(signal, compare, value, monitor, active, peer, index, _semantic=None):
-    """Per element: 1 once ``*signal compare value`` holds (or ``active`` is 0), 0 after the monitor's deadline."""
+    """Per element: 1 once ``*signal compare value`` holds (or ``active`` is 0), 0 after the
+    monitor's deadline."""
     look = f"ld.acquire.sys.global.b64 word, [$signal];\nsetp.{comparison(compare)}.u64 done, word, $value;"
-    operands = {"signal": (signal, tl.int64), "value": (value, tl.uint64), "active": (active, tl.int32)}
+    operands = {
+        "signal": (signal, tl.int64),
+        "value": (value, tl.uint64),
+        "active": (active, tl.int32),
+    }
     text = _polling(look=look, expected="$value", place="$peer" if _is_block(peer) else "%ctaid.x")
     return asm(_semantic, text, **operands, **_report(monitor, peer, index))
 
 
 @core.extern
 def _poll_word(word, compare, value, monitor, peer, index, _semantic=None):
-    """Return 1 once ``*word compare value`` holds, as integers of the pointee's type; 0 after the deadline."""
-    number, pointee = comparison(compare), integer_pointee("wait_word", word)
+    """Return 1 once ``*word compare value`` holds, as integers of the pointee's type; 0 after the
+    deadline."""
+    number = comparison(compare)
+    pointee = integer_pointee("wait_word", word)
     require_scalar("wait_word", "word", word)
-    bits, sign = pointee.primitive_bitwidth, "s" if pointee.is_int_signed() else "u"
+    bits = pointee.primitive_bitwidth
+    sign = "s" if pointee.is_int_signed() else "u"
     seen, convert = ("half", f"cvt.{sign}64.{sign}32") if bits == 32 else ("word", "mov.b64")
     text = _polling(
         prepare=f".reg .b64 wanted;\n.reg .b32 half;\n{convert} wanted, $value;",
@@ -150,7 +172,11 @@ def _poll_word(word, compare, value, monitor, peer, index, _semantic=None):
         active="1",
         expected="wanted",
     )
-    operands = {"word": (word, tl.int64), "value": (value, pointee), **_report(monitor, peer, index)}
+    operands = {
+        "word": (word, tl.int64),
+        "value": (value, pointee),
+        **_report(monitor, peer, index),
+    }
     return asm(_semantic, text, **operands)
 
 
@@ -158,7 +184,8 @@ _poll.bounded = _poll_word.bounded = True
 
 
 def _all_threads(flag: Any, then: str, semantic: Any) -> Any:
-    """A barrier of the block's threads, which then execute ``then``: 1 if ``flag`` is not 0 in all of them, else 0."""
+    """A barrier of the block's threads, which then execute ``then``: 1 if ``flag`` is not 0 in all
+    of them, else 0."""
     text = "{ .reg .pred mine, all; setp.ne.u32 mine, $flag, 0; barrier.cta.red.and.pred all, 0, mine; "
     return asm(semantic, f"{text}{then}selp.u32 $0, 1, 0, all; }}", flag=(flag, tl.int32))
 
@@ -196,7 +223,9 @@ def wait_signals(
     wanted = (number < count) & (number != skip)
     mine = signals.to(tl.pointer_type(tl.int64)) + tl.where(wanted, number, 0) * stride
     whose = tl.where(number * 0 + peer < 0, number, peer)
-    return block_and(tl.min(_poll(mine, compare, value, monitor, wanted.to(tl.int32), whose, index + number)))
+    return block_and(
+        tl.min(_poll(mine, compare, value, monitor, wanted.to(tl.int32), whose, index + number))
+    )
 
 
 @triton.jit
@@ -230,7 +259,9 @@ def grid_barrier(counter, monitor):
         share = (tl.cast(1, tl.int64) << 32) - (programs - 1)
     syncthreads()
     before = tl.atomic_add(word, share, sem="acq_rel", scope="gpu")
-    return wait_word(word, constants.CMP_GE, ((before >> 32) + 1) << 32, monitor, constants.OWN_GRID)
+    return wait_word(
+        word, constants.CMP_GE, ((before >> 32) + 1) << 32, monitor, constants.OWN_GRID
+    )
 
 
 @triton.jit
@@ -238,8 +269,8 @@ def wait_token(signal, compare: tl.constexpr, value, monitor, peer=-1, index=-1)
     require_ptr64("wait_token", "signal", signal)
     require_ptr64("wait_token", "monitor", monitor)
     token = tl.cast(0, tl.int32)
-    # Always true, which the compiler does not know. The pipeliner can make a branch, and what it returns, part of an
-    # earlier iteration; an asm it leaves where it is.
+    # Always true, which the compiler does not know. The pipeliner can make a branch, and what it
+    # returns, part of an earlier iteration; an asm it leaves where it is.
     if tl.cast(signal, tl.int64) != 0:
         token = _block_and_for_descriptors(_poll(signal, compare, value, monitor, 1, peer, index))
     return token
@@ -248,9 +279,12 @@ def wait_token(signal, compare: tl.constexpr, value, monitor, peer=-1, index=-1)
 @core.extern
 def consume_token(value, token, _semantic=None):
     value, token = consumed(value, token, _semantic)
-    # A token is 0 or 1, which the compiler does not know either. It still has to know a pointer's alignment.
+    # A token is 0 or 1, which the compiler does not know either. It still has to know a pointer's
+    # alignment.
     nothing = core.cast(
-        token.__rshift__(1, _semantic=_semantic), tl.int64 if value.dtype.is_ptr() else value.dtype, _semantic=_semantic
+        token.__rshift__(1, _semantic=_semantic),
+        tl.int64 if value.dtype.is_ptr() else value.dtype,
+        _semantic=_semantic,
     )
     step = nothing.__mul__(16, _semantic=_semantic) if value.dtype.is_ptr() else nothing
     return value.__add__(step, _semantic=_semantic)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tdcoll's collectives as operators of PyTorch's, which ``torch.compile`` traces: ``import tdcoll.ops``.
+"""tdcoll's collectives as operators of PyTorch's, which ``torch.compile`` traces: ``import
+tdcoll.ops``.
 
-``torch.ops.tdcoll.all_gather``, the other dense collectives and ``all_reduce_rms_norm`` are functional: they return new
-tensors and write to no argument. The group is a string (:func:`group_name`). See ``docs/fused.md``.
+``torch.ops.tdcoll.all_gather``, the other dense collectives and ``all_reduce_rms_norm`` are
+functional: they return new tensors and write to no argument. The group is a string
+(:func:`group_name`). See ``docs/fused.md``.
 
 :func:`fusing` is a backend for ``torch.compile`` which replaces an all-reduce, the addition of a residual and an
 RMSNorm by ``all_reduce_rms_norm``, matmuls beside collectives by one operator each, and leaves the rest to Inductor.
@@ -47,13 +49,15 @@ __all__ = [
 
 
 def _operator(name: str) -> Any:
-    """Make the operator of a dense collective: its call, the shape of its result, and its derivative."""
+    """Make the operator of a dense collective: its call, the shape of its result, and its
+    derivative."""
     operation = operation_of(name)
     spec = operation.spec
     options, defaults = ("str op='sum', ", ("sum", "")) if spec.reduces else ("", ("",))
 
     def op_and_group(*given: str) -> tuple[str | None, str]:
-        *op, group = (*given, *defaults[len(given) :])  # PyTorch leaves out arguments that equal their defaults
+        # PyTorch leaves out arguments that equal their defaults
+        *op, group = (*given, *defaults[len(given) :])
         return op[0] if op else None, group
 
     def call(x: torch.Tensor, *given: str) -> torch.Tensor:
@@ -64,8 +68,11 @@ def _operator(name: str) -> Any:
 
     def shaped(x: torch.Tensor, *given: str) -> torch.Tensor:
         world = world_of(op_and_group(*given)[1])
-        if not (shapes := spec.results(x.shape, world)):
-            raise ValueError(f"x's first dimension must be divisible by the {world} rank(s); got {list(x.shape)}")
+        shapes = spec.results(x.shape, world)
+        if not shapes:
+            raise ValueError(
+                f"x's first dimension must be divisible by the {world} rank(s); got {list(x.shape)}"
+            )
         return x.new_empty(shapes[0])
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -88,7 +95,8 @@ def _operator(name: str) -> Any:
 
 
 operators = {name: _operator(name) for name in COLLECTIVES}
-"""The operators of the dense collectives, by name: ``(x, group="")``, of reductions ``(x, op="sum", group="")``.
+"""The operators of the dense collectives, by name: ``(x, group="")``, of reductions ``(x, op="sum",
+group="")``.
 
 They return the same as the functions of ``tdcoll`` of the same name.
 """
@@ -96,9 +104,14 @@ They return the same as the functions of ``tdcoll`` of the same name.
 
 @torch.library.custom_op("tdcoll::all_reduce_rms_norm", mutates_args=())
 def all_reduce_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, group: str = ""
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    group: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[..., hidden] -> (normalized, new residual)``; see :func:`tdcoll.fused.all_reduce_rms_norm`."""
+    """``[..., hidden] -> (normalized, new residual)``; see
+    :func:`tdcoll.fused.all_reduce_rms_norm`."""
     x, residual, weight = (tensor.detach().contiguous() for tensor in (x, residual, weight))
     normalized, new = _all_reduce_rms_norm(x, residual, weight, eps=eps, group=named_group(group))
     return normalized, new
@@ -106,7 +119,11 @@ def all_reduce_rms_norm(
 
 @all_reduce_rms_norm.register_fake
 def _(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, group: str = ""
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    group: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
@@ -114,20 +131,29 @@ def _(
 # ---------------------------------------------------------------------- derivatives
 
 
-def _remember_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _remember_norm(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     _, _, weight, ctx.eps, ctx.group = inputs
     ctx.save_for_backward(output[1], weight)
 
 
 def _of_norm(ctx: Any, of_normalized: torch.Tensor, of_new: torch.Tensor) -> tuple[Any, ...]:
     new, weight = ctx.saved_tensors
-    value, grad = new.float(), of_normalized.float()
+    value = new.float()
+    grad = of_normalized.float()
     factor = torch.rsqrt(value.square().mean(-1, keepdim=True) + ctx.eps)
     along = grad * weight.float()
     slope = factor * (along - value * factor.square() * (along * value).mean(-1, keepdim=True))
     of_residual = (slope + of_new.float()).to(new.dtype)
     of_weight = (grad * value * factor).reshape(-1, *weight.shape).sum(0).to(weight.dtype)
-    return operators["all_reduce"](of_residual, "sum", ctx.group), of_residual, of_weight, None, None
+    return (
+        operators["all_reduce"](of_residual, "sum", ctx.group),
+        of_residual,
+        of_weight,
+        None,
+        None,
+    )
 
 
 all_reduce_rms_norm.register_autograd(_of_norm, setup_context=_remember_norm)
@@ -144,11 +170,11 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
     """Replace ``rms_norm(all_reduce(x) + residual)`` by ``all_reduce_rms_norm`` wherever a graph has it, and matmuls
     beside collectives by :mod:`tdcoll.ops.matmuls`, as :mod:`tdcoll.ops.patterns` describes.
 
-    The norm is over the last dimension, with a weight of the dtype of ``x``; residual and ``x`` have one shape and
-    dtype; the sum of the ranks is used for nothing else. (The sum with the residual may be.) Nothing else is computed
-    between the three, because it might write in place; ``total += residual`` is fused, ``residual += total`` is not. As
-    for the operator, the residual has to be the same on all ranks. The new residual keeps its bits; the norm is rounded
-    once.
+    The norm is over the last dimension, with a weight of the dtype of ``x``; residual and ``x``
+    have one shape and dtype; the sum of the ranks is used for nothing else. (The sum with the
+    residual may be.) Nothing else is computed between the three, because it might write in place;
+    ``total += residual`` is fused, ``residual += total`` is not. As for the operator, the residual
+    has to be the same on all ranks. The new residual keeps its bits; the norm is rounded once.
 
     Args:
         module: as ``torch.compile`` gives it to a backend; it is changed.
@@ -166,7 +192,9 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
         add, reduce, residual, weight, eps = found
         between = [node for node in nodes[place[reduce] + 1 : place[norm]] if node is not add]
         # The inputs of the three move to the place of the addition.
-        if place.get(weight, len(nodes)) > place[add] or any(node.op.startswith("call") for node in between):
+        if place.get(weight, len(nodes)) > place[add] or any(
+            node.op.startswith("call") for node in between
+        ):
             continue
         x = reduce.args[0]
         group = reduce.args[2] if len(reduce.args) > 2 else ""
@@ -190,34 +218,56 @@ def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
 
 
 def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | None:
-    """Return ``(add, all-reduce, residual, weight, eps)`` of a norm that can be fused; None of any other node."""
+    """Return ``(add, all-reduce, residual, weight, eps)`` of a norm that can be fused; None of any
+    other node."""
     if norm.op != "call_function" or norm.target not in _NORMS:
         return None
-    add, shape, weight = (_argument(norm, i, name) for i, name in enumerate(("input", "normalized_shape", "weight")))
+    add, shape, weight = (
+        _argument(norm, i, name) for i, name in enumerate(("input", "normalized_shape", "weight"))
+    )
     if not isinstance(add, fx.Node) or add.op != "call_function" or add.target not in _ADDS:
         return None
     if len(add.args) != 2 or add.kwargs.get("alpha", 1) != 1 or "out" in add.kwargs:
         return None
     addends = [node for node in add.args if isinstance(node, fx.Node)]
-    reduces = [n for n in addends if n.op == "call_function" and n.target in _REDUCES and len(n.users) == 1]
+    reduces = [
+        n for n in addends if n.op == "call_function" and n.target in _REDUCES and len(n.users) == 1
+    ]
     if len(addends) != 2 or not reduces or addends[0] is addends[1] or reduces[0].kwargs:
         return None
     reduce = reduces[0]
-    if add.target is operator.iadd and add.args[0] is not reduce:  # the old residual becomes the new one
+    # the old residual becomes the new one
+    if add.target is operator.iadd and add.args[0] is not reduce:
         return None
     if reduce.args[1:2] not in ((), ("sum",)):
         return None
     residual = addends[1] if addends[0] is reduce else addends[0]
-    summed, old, gain = seen(reduce), seen(residual), seen(weight)
+    summed = seen(reduce)
+    old = seen(residual)
+    gain = seen(weight)
     if summed is None or old is None or gain is None or len(shape) != 1:
         return None
-    if summed.shape != old.shape or not summed.dtype == old.dtype == gain.dtype or summed.shape[-1] != shape[0]:
+    if (
+        summed.shape != old.shape
+        or not summed.dtype == old.dtype == gain.dtype
+        or summed.shape[-1] != shape[0]
+    ):
         return None
     hidden = summed.shape[-1]
-    if summed.dtype not in DTYPES or not isinstance(hidden, int) or not takes(hidden, summed.dtype.itemsize):
+    if (
+        summed.dtype not in DTYPES
+        or not isinstance(hidden, int)
+        or not takes(hidden, summed.dtype.itemsize)
+    ):
         return None
     eps = _argument(norm, 3, "eps")
-    return add, reduce, residual, weight, torch.finfo(torch.float32).eps if eps is None else float(eps)
+    return (
+        add,
+        reduce,
+        residual,
+        weight,
+        torch.finfo(torch.float32).eps if eps is None else float(eps),
+    )
 
 
 def _fuse_behind_autograd(graph: fx.Graph) -> None:
@@ -231,7 +281,8 @@ def fusing(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile by Inductor after :func:`fuse`: a backend, for ``torch.compile(model, backend=tdcoll.ops.fusing)``.
+    """Compile by Inductor after :func:`fuse`: a backend, for ``torch.compile(model,
+    backend=tdcoll.ops.fusing)``.
 
     Args:
         mode, options: those of ``torch.compile``.

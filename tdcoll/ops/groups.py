@@ -38,7 +38,9 @@ def named_group(name: str) -> runtime.Group:
         found: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
         return found
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"group must be what tdcoll.ops.group_name returns; got {name!r}: {error}") from None
+        raise ValueError(
+            f"group must be what tdcoll.ops.group_name returns; got {name!r}: {error}"
+        ) from None
 
 
 def world_of(name: str) -> int:

@@ -25,7 +25,9 @@ class ParallelLinear(nn.Module):
 
     bias: torch.Tensor | None
 
-    def __init__(self, linear: nn.Linear, kind: str, group: str, rank: int, world: int, keep_gathered: bool) -> None:
+    def __init__(
+        self, linear: nn.Linear, kind: str, group: str, rank: int, world: int, keep_gathered: bool
+    ) -> None:
         super().__init__()
         self._group = group
         self._keep_gathered = keep_gathered
@@ -42,7 +44,9 @@ class ParallelLinear(nn.Module):
         self.register_parameter("bias", None)
         if linear.bias is not None:
             bias = linear.bias.detach()
-            self.bias = nn.Parameter((bias.chunk(world)[rank] if self._by_columns else bias).clone())
+            self.bias = nn.Parameter(
+                (bias.chunk(world)[rank] if self._by_columns else bias).clone()
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[n, ..., depth] -> [world * n, ..., columns / world]``, or the other way round."""
@@ -90,7 +94,9 @@ def parallelize(
     name_of_group = group_name(group)
     for pattern, kind in plan.items():
         if kind not in (COLUMNS, ROWS):
-            raise ValueError(f"plan must have values {COLUMNS!r} and {ROWS!r}; got {kind!r} for {pattern!r}")
+            raise ValueError(
+                f"plan must have values {COLUMNS!r} and {ROWS!r}; got {kind!r} for {pattern!r}"
+            )
         found = [name for name, module in model.named_modules() if fnmatchcase(name, pattern)]
         layers = [name for name in found if isinstance(model.get_submodule(name), nn.Linear)]
         if not layers:

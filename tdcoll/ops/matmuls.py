@@ -43,7 +43,12 @@ def all_gather_matmul(
     """
     x, weight, bias = _plain(x, weight, bias)
     made = op.all_gather_matmul(
-        x, weight, bias=bias, depth_first=depth_first, gathered=keep_gathered, group=named_group(group)
+        x,
+        weight,
+        bias=bias,
+        depth_first=depth_first,
+        gathered=keep_gathered,
+        group=named_group(group),
     )
     if keep_gathered:
         result, gathered = made
@@ -64,7 +69,9 @@ def matmul_reduce_scatter(
     See :func:`tdcoll.fused.matmul_reduce_scatter`.
     """
     x, weight, bias = _plain(x, weight, bias)
-    return op.matmul_reduce_scatter(x, weight, bias=bias, depth_first=depth_first, group=named_group(group))
+    return op.matmul_reduce_scatter(
+        x, weight, bias=bias, depth_first=depth_first, group=named_group(group)
+    )
 
 
 @torch.library.custom_op("tdcoll::matmul_all_reduce", mutates_args=())
@@ -77,7 +84,9 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """``[n, ..., depth], [columns, depth] -> [n, ..., columns]``. See :func:`tdcoll.fused.matmul_all_reduce`."""
     x, weight, bias = _plain(x, weight, bias)
-    return op.matmul_all_reduce(x, weight, bias=bias, depth_first=depth_first, group=named_group(group))
+    return op.matmul_all_reduce(
+        x, weight, bias=bias, depth_first=depth_first, group=named_group(group)
+    )
 
 
 # ---------------------------------------------------------------------- shapes
@@ -105,7 +114,9 @@ def _(
     depth_first: bool = False,
     group: str = "",
 ) -> torch.Tensor:
-    return x.new_empty((x.shape[0] // world_of(group), *x.shape[1:-1], columns_of(weight, depth_first)))
+    return x.new_empty(
+        (x.shape[0] // world_of(group), *x.shape[1:-1], columns_of(weight, depth_first))
+    )
 
 
 @matmul_all_reduce.register_fake
@@ -150,14 +161,18 @@ def _of_bias(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
     return grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
-def _remember_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _remember_gather(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     x, weight, bias, ctx.depth_first, ctx.kept, ctx.group = inputs
     ctx.biased = bias is not None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1] if ctx.kept else x, weight)
 
 
-def _of_gather(ctx: Any, grad: torch.Tensor | None, of_gathered: torch.Tensor | None) -> tuple[Any, ...]:
+def _of_gather(
+    ctx: Any, grad: torch.Tensor | None, of_gathered: torch.Tensor | None
+) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     of_x: torch.Tensor | None = None
     of_weight: torch.Tensor | None = None

@@ -75,7 +75,9 @@ class _Product(NamedTuple):
 
 def seen(node: Any) -> torch.Tensor | None:
     """Return the example that the graph has of a node's value; None if that is no tensor."""
-    value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+    value = (
+        node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+    )
     return value if isinstance(value, torch.Tensor) else None
 
 
@@ -121,7 +123,9 @@ def _collective(node: Any, kind: str) -> _Collective | None:
 def _through_views(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
     """Return what a node is a view of, all of whose last dimension stays, and the views."""
     views: list[fx.Node] = []
-    while _is_call(node, _VIEWS) or (isinstance(node, fx.Node) and (node.op, node.target) in _METHODS):
+    while _is_call(node, _VIEWS) or (
+        isinstance(node, fx.Node) and (node.op, node.target) in _METHODS
+    ):
         before = seen(node.args[0])
         after = seen(node)
         if before is None or after is None or before.dim() < 2 or after.dim() < 2:
@@ -135,7 +139,9 @@ def _through_views(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
 
 def _transposed(node: Any) -> fx.Node | None:
     """Return the matrix whose transpose a node is; None if it is none."""
-    if _is_call(node, _TRANSPOSES) or (isinstance(node, fx.Node) and (node.op, node.target) == ("call_method", "t")):
+    if _is_call(node, _TRANSPOSES) or (
+        isinstance(node, fx.Node) and (node.op, node.target) == ("call_method", "t")
+    ):
         matrix: fx.Node = node.args[0]
         return matrix
     if _is_call(node, _PERMUTES) and list(node.args[1]) == [1, 0]:
@@ -221,7 +227,14 @@ def _fuse_gather(node: fx.Node, functional: bool) -> bool:
         user not in own for view in views for user in view.users
     )
     with graph.inserting_before(node):
-        arguments = (gather.source, product.weight, product.bias, product.depth_first, kept, gather.group)
+        arguments = (
+            gather.source,
+            product.weight,
+            product.bias,
+            product.depth_first,
+            kept,
+            gather.group,
+        )
         both = graph.call_function(_tdcoll.all_gather_matmul.default, arguments)
         result = graph.call_function(operator.getitem, (both, 0))
         made = _viewed(graph, result, node)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data of any alignment and length as 32-bit words, and those as elements, for LL and the Lamport protocol."""
+"""Data of any alignment and length as 32-bit words, and those as elements, for LL and the Lamport
+protocol."""
 
 import triton.language as tl
 
@@ -9,7 +10,8 @@ from tdcoll.primitives import fp8
 
 @jit
 def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return ``address`` as a pointer to elements, for fp8 to their codes. ``ALIGNED``: it is a multiple of 16."""
+    """Return ``address`` as a pointer to elements, for fp8 to their codes. ``ALIGNED``: it is a
+    multiple of 16."""
     kind: tl.constexpr = tl.uint8 if DTYPE.is_fp8() else DTYPE
     made = tl.cast(address, tl.int64).to(tl.pointer_type(kind))
     if ALIGNED:
@@ -19,7 +21,8 @@ def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @jit
 def count(nbytes, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the elements of ``nbytes`` bytes; if ``ALIGNED``, the compiler learns that these are a multiple of 16."""
+    """Return the elements of ``nbytes`` bytes; if ``ALIGNED``, the compiler learns that these are a
+    multiple of 16."""
     width: tl.constexpr = DTYPE.primitive_bitwidth // 8
     if ALIGNED:
         number = nbytes // 16 * (16 // width)
@@ -30,8 +33,9 @@ def count(nbytes, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @jit
 def load_words(source, index, nbytes):
-    """Load 32-bit words ``index`` of ``nbytes`` bytes at ``source``, zeros past the end; all zeros unless both are
-    multiples of 4. Without a branch, because that would wait for the data before it is needed."""
+    """Load 32-bit words ``index`` of ``nbytes`` bytes at ``source``, zeros past the end; all zeros
+    unless both are multiples of 4. Without a branch, because that would wait for the data before it
+    is needed."""
     mask = (index < nbytes // 4) & ((source | nbytes) % 4 == 0)
     return tl.load(source.to(tl.pointer_type(tl.int32)) + index, mask=mask, other=0)
 
@@ -49,15 +53,21 @@ def load_bytes(source, index, nbytes):
 
 @jit
 def store_any(out, index, nbytes, words, mask):
-    """Store words ``index``, where ``mask`` is true, to ``nbytes`` bytes at ``out``, any alignment; none past the
-    end."""
+    """Store words ``index``, where ``mask`` is true, to ``nbytes`` bytes at ``out``, any alignment;
+    none past the end."""
     if (out | nbytes) % 4 == 0:
-        tl.store(out.to(tl.pointer_type(tl.int32)) + index, words, mask=mask & (index < nbytes // 4))
+        tl.store(
+            out.to(tl.pointer_type(tl.int32)) + index, words, mask=mask & (index < nbytes // 4)
+        )
     else:
         bytes = out.to(tl.pointer_type(tl.uint8))
         for byte in tl.static_range(4):
             place = index * 4 + byte
-            tl.store(bytes + place, ((words >> (8 * byte)) & 0xFF).to(tl.uint8), mask=mask & (place < nbytes))
+            tl.store(
+                bytes + place,
+                ((words >> (8 * byte)) & 0xFF).to(tl.uint8),
+                mask=mask & (place < nbytes),
+            )
 
 
 @jit
@@ -72,15 +82,18 @@ def widened(values, DTYPE: tl.constexpr, ACC: tl.constexpr):
 
 @jit
 def element(words, PLACE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr):
-    """Return the element ``PLACE`` of 32-bit words, each of one, two or four elements, in ``ACC``: ``[n] -> [n]``.
+    """Return the element ``PLACE`` of 32-bit words, each of one, two or four elements, in ``ACC``:
+    ``[n] -> [n]``.
 
-    One at a time, because the compiler changes the layout when blocks are joined or split, and repeats waits for words.
+    One at a time, because the compiler changes the layout when blocks are joined or split, and
+    repeats waits for words.
     """
     kind: tl.constexpr = tl.uint8 if DTYPE.is_fp8() else DTYPE
     if DTYPE.primitive_bitwidth == 32:
         value = words.to(kind, bitcast=True)
     elif DTYPE.primitive_bitwidth == 16:
-        value = (words >> (16 * PLACE)).to(tl.int16).to(kind, bitcast=True)  # which keeps the low 16 bits
+        # which keeps the low 16 bits
+        value = (words >> (16 * PLACE)).to(tl.int16).to(kind, bitcast=True)
     else:
         value = (words >> (8 * PLACE)).to(tl.int8).to(kind, bitcast=True)
     return widened(value, DTYPE, ACC)

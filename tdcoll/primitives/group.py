@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A context as kernels see it: the ranks, the number of this call, the signals, and the memory that peers write to.
+"""A context as kernels see it: the ranks, the number of this call, the signals, and the memory that
+peers write to.
 
-Every launch of a protocol calls :func:`start` once in each of its programs, which returns the epoch and counts it. The
-epoch selects one of two *slots* of signals and memory, which :mod:`tdcoll.calls.context` says when to reuse.
+Every launch of a protocol calls :func:`start` once in each of its programs, which returns the epoch
+and counts it. The epoch selects one of two *slots* of signals and memory, which
+:mod:`tdcoll.calls.context` says when to reuse.
 
-Signals are named by their role. ``arrived[slot, chunk, r]`` is set to the epoch by the rank that delivers chunk
-``chunk_index`` of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call
-in which peers write to memory of the caller's, and polled here before that memory of rank r is written. ``gave_up[r]``
-is set by rank r, once and for all, if it gives up while copies are queued, and checked here when what they may
-overwrite has been read; see :mod:`tdcoll.primitives.stores`.
+Signals are named by their role. ``arrived[slot, chunk, r]`` is set to the epoch by the rank that
+delivers chunk ``chunk_index`` of rank r here, and polled here. ``entered[r]`` is set to the epoch
+by rank r when it has begun a call in which peers write to memory of the caller's, and polled here
+before that memory of rank r is written. ``gave_up[r]`` is set by rank r, once and for all, if it
+gives up while copies are queued, and checked here when what they may overwrite has been read; see
+:mod:`tdcoll.primitives.stores`.
 """
 
 from collections.abc import Iterable
@@ -25,7 +28,8 @@ from tdcoll.language.jit import jit
 from tdcoll.runtime.topology import Topology
 
 EPOCH_SHIFT = tl.constexpr(MAX_BLOCKS.bit_length() - 1)
-"""The control word holds the number of finished epochs above this bit, and the progress of the next one below it."""
+"""The control word holds the number of finished epochs above this bit, and the progress of the next
+one below it."""
 _EPOCH = tl.constexpr(1 << EPOCH_SHIFT.value)
 
 
@@ -35,10 +39,12 @@ class Group(NamedTuple):
     Attributes:
         arrived: int64 ``[2, chunks, world]``, symmetric.
         entered: int64 ``[world]``, symmetric.
-        gave_up: int64 ``[world]``, symmetric: 0, or ``GAVE_UP`` plus the epoch in which that rank gave up.
+        gave_up: int64 ``[world]``, symmetric: 0, or ``GAVE_UP`` plus the epoch in which that rank
+            gave up.
         control: int64 ``[1]``: the epoch.
         monitor: int64 ``[4]``: deadline of waits.
-        deltas: int64 ``[world]``: from an address in the context's memory to the same on each peer-accessible rank.
+        deltas: int64 ``[world]``: from an address in the context's memory to the same on each
+            peer-accessible rank.
         rank: group rank.
         chunks, world: sizes of ``arrived``.
     """
@@ -55,14 +61,15 @@ class Group(NamedTuple):
 
 
 class Inbox(NamedTuple):
-    """Symmetric memory of every rank that its peers write to: rank r fills its segment ``[slot, r]``.
+    """Symmetric memory of every rank that its peers write to: rank r fills its segment ``[slot,
+    r]``.
 
     Attributes:
         base: its address here.
         stride: bytes from the segment of one rank to that of the next.
         deltas: int64 ``[world]``: from an address in it to the same on each peer-accessible rank.
-        slots: 2 of the context's own memory; 1 of a buffer of the caller's, ``[r]``, which peers may write to only when
-            its owner has entered the call.
+        slots: 2 of the context's own memory; 1 of a buffer of the caller's, ``[r]``, which peers
+            may write to only when its owner has entered the call.
     """
 
     base: tl.int64
@@ -77,10 +84,12 @@ class Nodes(NamedTuple):
     Attributes:
         pes: int32 ``[world]``: PE of each rank.
         of: int32 ``[world]``: node of each rank.
-        begins, ranks: int32 ``[n_nodes + 1]``, ``[world]``: the ranks of node n are ``ranks[begins[n]:begins[n + 1]]``.
+        begins, ranks: int32 ``[n_nodes + 1]``, ``[world]``: the ranks of node n are
+            ``ranks[begins[n]:begins[n + 1]]``.
         node: this rank's.
         n_nodes: how many.
-        world: ranks; not a constant as in the group, because unrolled loops over ranks would take twice the registers.
+        world: ranks; not a constant as in the group, because unrolled loops over ranks would take
+            twice the registers.
     """
 
     pes: Any
@@ -129,15 +138,19 @@ launch begin likewise. Protocols are the same with it and without, because no ac
 
 @jit
 def this_program():
-    """Return ``(program, programs)``: this program's number and the number of all, over all dimensions of the grid."""
+    """Return ``(program, programs)``: this program's number and the number of all, over all
+    dimensions of the grid."""
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-    program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
+    program = tl.program_id(0) + tl.num_programs(0) * (
+        tl.program_id(1) + tl.num_programs(1) * tl.program_id(2)
+    )
     return program, programs
 
 
 @jit
 def still_alive(monitor):
-    """Return 1 until a wait of the context has expired; then 0, and the program must do nothing that peers may notice.
+    """Return 1 until a wait of the context has expired; then 0, and the program must do nothing
+    that peers may notice.
 
     A barrier of the block, whose threads all get the same answer.
     """
@@ -147,7 +160,7 @@ def still_alive(monitor):
 if INTERPRETED:  # by functions of Triton alone, because index matching needs no job
 
     @jit
-    def say_done(word):
+    def signal_done(word):
         tl.atomic_add(word, 1, sem="release", scope="gpu")
 
     @jit
@@ -162,7 +175,7 @@ if INTERPRETED:  # by functions of Triton alone, because index matching needs no
 else:
 
     @jit
-    def say_done(word):
+    def signal_done(word):
         tdl.syncthreads()
         tl.atomic_add(word, 1, sem="release", scope="gpu")
 
@@ -177,8 +190,9 @@ else:
         return tl.atomic_add(word, 1, sem="acq_rel", scope="gpu") == programs - 1
 
 
-say_done.__doc__ = """This program has done its part of a phase of the launch: what it has stored is seen by those that
-:func:`wait_until_done` lets go on. ``word``: int32, 0 before the launch; one for each phase."""
+signal_done.__doc__ = """This program has done its part of a phase of the launch: what it has stored
+is seen by those that :func:`wait_until_done` lets go on. ``word``: int32, 0 before the launch; one
+for each phase."""
 wait_until_done.__doc__ = """Return when so many programs of this launch have done their part of the phase that ``word``
 counts.
 
@@ -187,25 +201,26 @@ others wait for are there first, and any number of resident blocks makes progres
 so there is no deadline.
 """
 leaves_last.__doc__ = """Return whether all others of so many programs have been here. What they did before, such
-as reading the words of other phases, is over then. ``word`` as for :func:`say_done`."""
+as reading the words of other phases, is over then. ``word`` as for :func:`signal_done`."""
 
 
 @jit
 def begin_epoch(control, monitor):
-    """Return ``(epoch, alive)``: this call, counted from 1. Every program of the launch calls it exactly once.
+    """Return ``(epoch, alive)``: this call, counted from 1. Every program of the launch calls it
+    exactly once.
 
-    Every program adds its share of one epoch to the control word after it has read it, so the next launch on the stream
-    finds the next epoch. A barrier is needed, because all threads read the word, and one adds. Nothing waits for the
-    addition.
+    Every program adds its share of one epoch to the control word after it has read it, so the next
+    launch on the stream finds the next epoch. A barrier is needed, because all threads read the
+    word, and one adds. Nothing waits for the addition.
 
     Args:
         control: int64 ``[1]`` of zeros, of this rank, for this kernel alone.
         monitor: a :class:`tdcoll.WaitMonitor`, or its ``words``.
 
     Returns:
-        The epoch, int64, and 1, or 0 if a wait of this monitor has expired. The program must then do nothing that
-        peers may notice: if a rank gave up on a peer and continued to send, it would overwrite data that a late peer
-        has yet to read.
+        The epoch, int64, and 1, or 0 if a wait of this monitor has expired. The program must then
+        do nothing that peers may notice: if a rank gave up on a peer and continued to send, it
+        would overwrite data that a late peer has yet to read.
     """
     program, programs = this_program()
     word = tdl.ld(control, "gpu", "relaxed")
@@ -219,10 +234,12 @@ def begin_epoch(control, monitor):
 
 @jit
 def begin_even_epoch(control, monitor):
-    """Return ``(epoch, alive)`` as :func:`begin_epoch` does, for a launch of one program: the next even epoch.
+    """Return ``(epoch, alive)`` as :func:`begin_epoch` does, for a launch of one program: the next
+    even epoch.
 
-    Signals and memory of even epochs always lie in the first slot, which is why copies can be captured with their
-    addresses. An odd epoch is left out if it would have been the next one; the same on all ranks.
+    Signals and memory of even epochs always lie in the first slot, which is why copies can be
+    captured with their addresses. An odd epoch is left out if it would have been the next one; the
+    same on all ranks.
     """
     word = tdl.ld(control, "gpu", "relaxed")
     alive = still_alive(monitor)
@@ -267,6 +284,7 @@ def segment(inbox, g, epoch, origin):
 
 @jit
 def chunk_bytes(nbytes, chunk, chunk_index):
-    """Return the bytes of chunk ``chunk_index`` when ``nbytes`` are cut into pieces of ``chunk``: 0 past the end."""
+    """Return the bytes of chunk ``chunk_index`` when ``nbytes`` are cut into pieces of ``chunk``: 0
+    past the end."""
     left = tl.maximum(tl.cast(nbytes, tl.int64) - tl.cast(chunk_index, tl.int64) * chunk, 0)
     return tl.minimum(left, tl.cast(chunk, tl.int64))

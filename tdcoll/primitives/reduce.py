@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic of reductions: the accumulator, the operations, and how the result is rounded.
 
-A reduction goes over its parts in an order that its caller fixes, in an *accumulator* that is wider than types of less
-than 32 bits (:data:`ACCUMULATORS`), and begins with zeros::
+A reduction goes over its parts in an order that its caller fixes, in an *accumulator* that is wider
+than types of less than 32 bits (:data:`ACCUMULATORS`), and begins with zeros::
 
     sum = zeros in the accumulator's type
     sum = accumulate(sum, part, first, OP)     for every part; ``first`` where nothing was added before
     out = rounded(sum, out's type, OP)
 
-A mean divides by the number of ranks, in one of two places, and the bits differ. A dense collective divides the sum
-once (:func:`finish`, before :func:`rounded`). The sparse all-reduce divides each part (:func:`share`), because no rank
-adds all parts of a row. Both divisions are correctly rounded.
+A mean divides by the number of ranks, in one of two places, and the bits differ. A dense collective
+divides the sum once (:func:`finish`, before :func:`rounded`). The sparse all-reduce divides each
+part (:func:`share`), because no rank adds all parts of a row. Both divisions are correctly rounded.
 
-No floating-point result is -0.0. A sum that began at +0.0 is never -0.0; if a product, a maximum of zeros of both signs
-or a value rounded to zero is, it is replaced by 0. NaN propagates through maximum and minimum.
+No floating-point result is -0.0. A sum that began at +0.0 is never -0.0; if a product, a maximum of
+zeros of both signs or a value rounded to zero is, it is replaced by 0. NaN propagates through
+maximum and minimum.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,13 @@ from tdcoll.primitives import fp8
 
 SUM, MEAN, MAX, MIN, PROD = (tl.constexpr(i) for i in range(5))
 
-OPERATIONS = {"sum": SUM.value, "mean": MEAN.value, "max": MAX.value, "min": MIN.value, "prod": PROD.value}
+OPERATIONS = {
+    "sum": SUM.value,
+    "mean": MEAN.value,
+    "max": MAX.value,
+    "min": MIN.value,
+    "prod": PROD.value,
+}
 """The constant ``OP`` of every operation, by its name."""
 
 TORCH_OPERATIONS = {
@@ -44,7 +51,8 @@ ALIASES = {**dict(zip(OPERATIONS, OPERATIONS, strict=True)), "avg": "mean", "pro
 """tdcoll's names of operations, by those names and by torch's."""
 
 NAMES_BY_HASH = {hash(ReduceOp(kind)): name for kind, name in TORCH_OPERATIONS.items()}
-"""Maps an operation's hash, which is its number, to tdcoll's name. Comparing operations takes three times as long."""
+"""Maps an operation's hash, which is its number, to tdcoll's name. Comparing operations takes three
+times as long."""
 
 ACCUMULATORS = {
     torch.float16: torch.float32,
@@ -68,7 +76,8 @@ _EIGHT_BITS: Mapping[torch.dtype, tuple[str, ...]] = {
 }
 
 OPERATIONS_OF: Mapping[torch.dtype, tuple[str, ...]] = {
-    dtype: _EIGHT_BITS.get(dtype) or tuple(op for op in OPERATIONS if op != "mean" or dtype.is_floating_point)
+    dtype: _EIGHT_BITS.get(dtype)
+    or tuple(op for op in OPERATIONS if op != "mean" or dtype.is_floating_point)
     for dtype in ACCUMULATORS
 }
 """The names of the operations of each dtype."""
@@ -88,14 +97,16 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
 
 
 def check_dtype(name: str, tensor: torch.Tensor) -> None:
-    """Raise ``TypeError`` unless the argument ``name`` has one of the dtypes of :data:`ACCUMULATORS`."""
+    """Raise ``TypeError`` unless the argument ``name`` has one of the dtypes of
+    :data:`ACCUMULATORS`."""
     if tensor.dtype not in ACCUMULATORS:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCUMULATORS)
         raise TypeError(f"{name} must be of {allowed}; got {tensor.dtype}")
 
 
 def operation_name(op: Any) -> Any:
-    """Return tdcoll's name of an operation that is given by a name or as a ``ReduceOp``; other values as they are."""
+    """Return tdcoll's name of an operation that is given by a name or as a ``ReduceOp``; other
+    values as they are."""
     if type(op) is str:
         return ALIASES.get(op, op)
     if type(op) is ReduceOp or type(op) is ReduceOp.RedOpType:
@@ -107,7 +118,8 @@ def check_operation(op: Any, dtype: torch.dtype) -> str:
     """Return the name of ``op``, which must be an operation that ``dtype`` has.
 
     Args:
-        op: a name of :data:`OPERATIONS`, or a ``torch.distributed.ReduceOp``. Errors name operations in the same way.
+        op: a name of :data:`OPERATIONS`, or a ``torch.distributed.ReduceOp``. Errors name
+            operations in the same way.
 
     Raises:
         ValueError: there is no such operation, or not of this dtype (:data:`OPERATIONS_OF`).
@@ -124,13 +136,15 @@ def check_operation(op: Any, dtype: torch.dtype) -> str:
         allowed, got = [spelled[name] for name in allowed], spelled.get(name) or name.name
     named = isinstance(op, (str, ReduceOp, ReduceOp.RedOpType))
     hint = "" if named else ". Arguments behind op are passed by name, such as ctx="
-    raise ValueError(f"op must be one of {', '.join(allowed)}{f' for {dtype}' if known else ''}; got {got}{hint}")
+    raise ValueError(
+        f"op must be one of {', '.join(allowed)}{f' for {dtype}' if known else ''}; got {got}{hint}"
+    )
 
 
 @jit
 def accumulate(sum, part, first, OP: tl.constexpr):
-    """Combine ``sum`` and one more ``part``. If nothing was added yet, ``sum`` is zeros and ``part`` is the
-    ``first``."""
+    """Combine ``sum`` and one more ``part``. If nothing was added yet, ``sum`` is zeros and
+    ``part`` is the ``first``."""
     if OP == MAX:
         both = tl.where(first, part, tl.maximum(sum, part, propagate_nan=tl.PropagateNan.ALL))
     elif OP == MIN:
@@ -154,7 +168,8 @@ def _divided(value, world):
 
 @jit
 def share(values, world, ACC: tl.constexpr, OP: tl.constexpr):
-    """Return a rank's part of a sparse reduction, in ``ACC``: its ``values``, or its share of the mean."""
+    """Return a rank's part of a sparse reduction, in ``ACC``: its ``values``, or its share of the
+    mean."""
     part = values.to(ACC)
     if OP == MEAN:
         part = _divided(part, world)
@@ -163,7 +178,8 @@ def share(values, world, ACC: tl.constexpr, OP: tl.constexpr):
 
 @jit
 def finish(sum, world, OP: tl.constexpr):
-    """Return a dense reduction of all ``world`` parts, still in the accumulator: their ``sum``, or its mean."""
+    """Return a dense reduction of all ``world`` parts, still in the accumulator: their ``sum``, or
+    its mean."""
     if OP == MEAN:
         sum = _divided(sum, world) + 0.0  # a small negative sum may be divided to -0.0
     return sum
@@ -171,7 +187,8 @@ def finish(sum, world, OP: tl.constexpr):
 
 @jit
 def rounded(sum, DTYPE: tl.constexpr, OP: tl.constexpr):
-    """Return ``sum`` as a result of type ``DTYPE`` is stored: rounded, -0.0 as +0.0; for fp8, its codes."""
+    """Return ``sum`` as a result of type ``DTYPE`` is stored: rounded, -0.0 as +0.0; for fp8, its
+    codes."""
     if DTYPE.is_fp8():
         result = fp8.encode(sum, DTYPE)
         result = tl.where(result == 0x80, tl.zeros_like(result), result)
@@ -180,6 +197,7 @@ def rounded(sum, DTYPE: tl.constexpr, OP: tl.constexpr):
     if sum.dtype.is_floating() and not DTYPE.is_fp8():
         if (OP != SUM and OP != MEAN) or sum.dtype != DTYPE:
             value = result.to(sum.dtype)
-            # Adding 0 wouldn't do: fused with a product that is about to be rounded to -0.0, it would change nothing.
+            # Adding 0 wouldn't do: fused with a product that is about to be rounded to -0.0, it
+            # would change nothing.
             result = tl.where(value == 0, tl.zeros_like(value), value).to(DTYPE)
     return result

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tile of every rank's data, reduced in the order that all dense reductions keep.
 
-The parts of other ranks have landed in the segments of an inbox; a rank's own is in the caller's tensor. The ranks of
-a node are taken in rank order, then the nodes in node order (:mod:`tdcoll.primitives.reduce` has the arithmetic). All
-functions but :func:`reduce_chunk` work on the tile whose elements are ``index`` of the chunk at byte ``offset``.
+The parts of other ranks have landed in the segments of an inbox; a rank's own is in the caller's
+tensor. The ranks of a node are taken in rank order, then the nodes in node order
+(:mod:`tdcoll.primitives.reduce` has the arithmetic). All functions but :func:`reduce_chunk` work on
+the tile whose elements are ``index`` of the chunk at byte ``offset``.
 """
 
 import triton.language as tl
@@ -18,7 +19,8 @@ from tdcoll.primitives.reduce import accumulate, finish, rounded
 def load_part(
     r, own, inbox, g, epoch, offset, index, mask, DTYPE: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Load rank ``r``'s part, in ``ACC``: from its segment of the inbox, or this rank's from ``own``."""
+    """Load rank ``r``'s part, in ``ACC``: from its segment of the inbox, or this rank's from
+    ``own``."""
     at = tl.where(r == g.rank, own, segment(inbox, g, epoch, r))
     source = elements.pointer(at + offset, DTYPE, ALIGNED) + index
     return elements.widened(tl.load(source, mask=mask, other=0), DTYPE, ACC)
@@ -45,7 +47,8 @@ def sum_of_ranks(
     own, inbox, g, nodes, epoch, offset, index, mask,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the parts of all ranks. ``nodes`` is None if all are on one node; their parts are loaded at once."""
+    """Reduce the parts of all ranks. ``nodes`` is None if all are on one node; their parts are
+    loaded at once."""
     total = tl.zeros(index.shape, ACC)
     if nodes is None:
         for r in tl.static_range(g.world):
@@ -53,7 +56,9 @@ def sum_of_ranks(
             total = accumulate(total, part, r == 0, OP)
     else:
         for node in tl.range(0, nodes.n_nodes):
-            sum = sum_of_node(node, own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
+            sum = sum_of_node(
+                node, own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED
+            )
             total = accumulate(total, sum, node == 0, OP)
     return total
 
@@ -61,13 +66,17 @@ def sum_of_ranks(
 @jit
 def _reduce_tiles(
     worker, workers, own, out, offset, size, inbox, g, nodes, epoch,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     count = elements.count(size, DTYPE, ALIGNED)
-    for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
-        index = begin + tl.arange(0, COUNT)
+    for begin in tl.range(
+        tl.cast(worker, tl.int64) * TILE, count, tl.cast(workers, tl.int64) * TILE
+    ):
+        index = begin + tl.arange(0, TILE)
         mask = index < count
-        sum = sum_of_ranks(own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
+        sum = sum_of_ranks(
+            own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED
+        )
         result = rounded(finish(sum, g.world, OP), DTYPE, OP)
         tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
 
@@ -75,13 +84,47 @@ def _reduce_tiles(
 @jit
 def reduce_chunk(
     worker, workers, own, out, offset, size, inbox, g, nodes, epoch, aligned,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Reduce this worker's tiles, of ``COUNT`` elements, of the chunk at ``offset`` to the same place in ``out``.
+    """Reduce this worker's tiles, of ``TILE`` elements, of the chunk at ``offset`` to the same
+    place in ``out``.
 
-    ``nodes`` is None if all ranks are on one. ``aligned``: all addresses and sizes are multiples of 16.
+    ``nodes`` is None if all ranks are on one. ``aligned``: all addresses and sizes are multiples of
+    16.
     """
     if aligned:
-        _reduce_tiles(worker, workers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, True, COUNT)
+        _reduce_tiles(
+            worker,
+            workers,
+            own,
+            out,
+            offset,
+            size,
+            inbox,
+            g,
+            nodes,
+            epoch,
+            DTYPE,
+            ACC,
+            OP,
+            True,
+            TILE,
+        )
     else:
-        _reduce_tiles(worker, workers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, False, COUNT)
+        _reduce_tiles(
+            worker,
+            workers,
+            own,
+            out,
+            offset,
+            size,
+            inbox,
+            g,
+            nodes,
+            epoch,
+            DTYPE,
+            ACC,
+            OP,
+            False,
+            TILE,
+        )

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Words of the Lamport protocol or LL, for kernels that reduce their contents.
 
-If ``LAMPORT`` is true, they use the Lamport protocol (:mod:`tdcoll.primitives.lamport`) and hold 16 bytes, otherwise LL
-(:mod:`tdcoll.primitives.ll`), with 12. Their memory is called the *inbox*: a
+If ``LAMPORT`` is true, they use the Lamport protocol (:mod:`tdcoll.primitives.lamport`) and hold 16
+bytes, otherwise LL (:mod:`tdcoll.primitives.ll`), with 12. Their memory is called the *inbox*: a
 :class:`~tdcoll.primitives.lamport.Lamport` or a :class:`~tdcoll.primitives.group.Inbox`.
 
-Slow loads begin before they are needed. If a kernel sends each rank a share of its data, it loads the shares for all
-(:func:`load_shares`), and the addresses of the peers (:func:`deltas_of`), before the number of the call is known; and
-it loads all of a block before it sends any (:func:`send_shares`), because a load behind a store would wait its turn.
+Slow loads begin before they are needed. If a kernel sends each rank a share of its data, it loads
+the shares for all (:func:`load_shares`), and the addresses of the peers (:func:`deltas_of`), before
+the number of the call is known; and it loads all of a block before it sends any
+(:func:`send_shares`), because a load behind a store would wait its turn.
 
-With the Lamport protocol, one wait polls the words of several ranks, so that their loads are on their way at the same
-time. They are added in rank order, whichever come first.
+With the Lamport protocol, one wait polls the words of several ranks, so that their loads are on
+their way at the same time. They are added in rank order, whichever come first.
 
-Blocks have one dimension throughout, and so do the elements of words (:func:`tdcoll.primitives.elements.element`),
-because if a wait's result is needed in another layout, the compiler makes two waits.
+Blocks have one dimension throughout, and so do the elements of words
+(:func:`tdcoll.primitives.elements.element`), because if a wait's result is needed in another
+layout, the compiler makes two waits.
 """
 
 import triton.language as tl
@@ -31,14 +33,19 @@ RANKS_OF_ONE_WAIT = tl.constexpr(8)
 
 @jit
 def load(source, word, nbytes, LAMPORT: tl.constexpr):
-    """Return the contents of the words ``word`` of ``nbytes`` at ``source``, if all is aligned: see :func:`repair`."""
+    """Return the contents of the words ``word`` of ``nbytes`` at ``source``, if all is aligned: see
+    :func:`repair`."""
     return lamport.load(source, word, nbytes) if LAMPORT else ll.load(source, word, nbytes)
 
 
 @jit
 def repair(source, word, nbytes, parts, LAMPORT: tl.constexpr):
     """Return the result of :func:`load`, loaded again if it was not aligned."""
-    return lamport.repair(source, word, nbytes, parts) if LAMPORT else ll.repair(source, word, nbytes, parts)
+    return (
+        lamport.repair(source, word, nbytes, parts)
+        if LAMPORT
+        else ll.repair(source, word, nbytes, parts)
+    )
 
 
 @jit
@@ -58,7 +65,8 @@ def carry(word, nbytes, LAMPORT: tl.constexpr):
 
 @jit
 def start(g, inbox, LAMPORT: tl.constexpr):
-    """Return ``(number of this call, alive)``. Every program of the launch calls it exactly once."""
+    """Return ``(number of this call, alive)``. Every program of the launch calls it exactly
+    once."""
     return lamport.start(g, inbox) if LAMPORT else group_start(g)
 
 
@@ -89,15 +97,16 @@ def send_to_all(g, inbox, deltas, word, parts, call, mask, LAMPORT: tl.constexpr
 
 @jit
 def _share(source, stride, total, most, g, step):
-    """Return ``(address, bytes)`` of the share for the ``step``-th successor: shares begin ``stride`` bytes apart, have
-    at most ``most`` bytes, and end with the ``total`` bytes."""
+    """Return ``(address, bytes)`` of the share for the ``step``-th successor: shares begin
+    ``stride`` bytes apart, have at most ``most`` bytes, and end with the ``total`` bytes."""
     begin = tl.cast((g.rank + step) % g.world, tl.int64) * stride
     return source + begin, tl.minimum(tl.maximum(total - begin, 0), most).to(tl.int32)
 
 
 @jit
 def load_shares(source, stride, total, most, word, g, LAMPORT: tl.constexpr):
-    """Load words ``word`` of the share for every other rank, the successor's first, and then of this rank's own."""
+    """Load words ``word`` of the share for every other rank, the successor's first, and then of
+    this rank's own."""
     shares = ()
     for step in tl.static_range(1, g.world + 1):
         at, size = _share(source, stride, total, most, g, step)
@@ -128,7 +137,9 @@ def receive(g, inbox, word, mine, call, mask, LAMPORT: tl.constexpr):
     arrived = mask
     if LAMPORT and g.world > 1 and g.world <= RANKS_OF_ONE_WAIT:
         landed = lamport.segment(g, inbox, call, 0) + 16 * tl.cast(word, tl.int64)
-        came = tdl.wait_words_of_all(landed, inbox.stride, g.world, g.rank, lamport.SENTINEL, mask, g.monitor, call)
+        came = tdl.wait_words_of_all(
+            landed, inbox.stride, g.world, g.rank, lamport.SENTINEL, mask, g.monitor, call
+        )
         arrived = mask & (came[4 * g.world] != 0)
         for r in tl.static_range(g.world):
             theirs = ()
@@ -140,7 +151,9 @@ def receive(g, inbox, word, mine, call, mask, LAMPORT: tl.constexpr):
             first, second, third, fourth = mine
             if r != g.rank:
                 if LAMPORT:
-                    first, second, third, fourth, here = lamport.receive(g, inbox, r, word, call, mask)
+                    first, second, third, fourth, here = lamport.receive(
+                        g, inbox, r, word, call, mask
+                    )
                 else:
                     first, second, third, here = ll.receive(g, inbox, r, word, call, mask)
                     fourth = first
@@ -150,7 +163,9 @@ def receive(g, inbox, word, mine, call, mask, LAMPORT: tl.constexpr):
 
 
 @jit
-def _reduced(words, PART: tl.constexpr, world, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr):
+def _reduced(
+    words, PART: tl.constexpr, world, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr
+):
     """Return the part ``PART`` of the result, from the same part of all ranks' words."""
     result = tl.zeros_like(words[0][PART])
     for place in tl.static_range(32 // DTYPE.primitive_bitwidth):
@@ -162,8 +177,11 @@ def _reduced(words, PART: tl.constexpr, world, DTYPE: tl.constexpr, ACC: tl.cons
 
 
 @jit
-def reduce(words, world, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr):
-    """Return the words of the result: those of all ranks, from :func:`receive`, added in rank order."""
+def reduce(
+    words, world, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr
+):
+    """Return the words of the result: those of all ranks, from :func:`receive`, added in rank
+    order."""
     first = _reduced(words, 0, world, DTYPE, ACC, OP)
     second = _reduced(words, 1, world, DTYPE, ACC, OP)
     third = _reduced(words, 2, world, DTYPE, ACC, OP)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joining a job: ranks, nodes, PEs, and the symmetric heap.
 
-:func:`tdcoll.job.lifecycle.initialize` builds one :class:`Runtime` per process and installs it here; an in-process
-simulation installs a resolver instead, because every PE has its own runtime. The rest of tdcoll calls :func:`current`.
+:func:`tdcoll.job.lifecycle.initialize` builds one :class:`Runtime` per process and installs it
+here; an in-process simulation installs a resolver instead, because every PE has its own runtime.
+The rest of tdcoll calls :func:`current`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from tdcoll.base.errors import NotInitializedError, NotSymmetricError, RankMismatchError, TdcollError
+from tdcoll.base.errors import (
+    NotInitializedError,
+    NotSymmetricError,
+    RankMismatchError,
+    TdcollError,
+)
 from tdcoll.runtime.control import ControlPlane, require_equal
 from tdcoll.runtime.heap import Arena, SymmetricHeap, agree
 from tdcoll.runtime.store import StoreLost
 from tdcoll.runtime.topology import Topology
 
 Group = Any
-"""A ``torch.distributed.ProcessGroup``, a one-dimensional ``DeviceMesh``, a sequence of global ranks, or None for all
-ranks of the job."""
+"""A ``torch.distributed.ProcessGroup``, a one-dimensional ``DeviceMesh``, a sequence of global
+ranks, or None for all ranks of the job."""
 
 
 _PAUSE_S = 0.005
@@ -73,23 +79,30 @@ class Runtime:
     contexts: dict[Any, Any] = field(init=False, default_factory=dict)
     """Contexts that tdcoll made for the drop-in calls; closed by ``finalize``."""
     held: dict[int, Any] = field(init=False, default_factory=dict)
-    """Open contexts and monitors, by id, kept until ``finalize`` because kernels and graphs may still use them."""
+    """Open contexts and monitors, by id, kept until ``finalize`` because kernels and graphs may
+    still use them."""
     monitors: WeakValueDictionary[int, Any] = field(init=False, default_factory=WeakValueDictionary)
     """Monitors by the addresses of their words, which bounded waits accept."""
     blocks_taken: int = field(init=False, default=0)
-    """Thread blocks that tdcoll's own contexts may have in flight at once, all launches together."""
+    """Thread blocks that tdcoll's own contexts may have in flight at once, all launches
+    together."""
     failed: bool = field(init=False, default=False)
     """A wait has expired: no collective operation is tried any more, because peers may be gone."""
     closed: bool = field(init=False, default=False)
     """``finalize`` has been called, or the process is a forked child of a rank."""
     forked_from: int | None = field(init=False, default=None)
-    """Process of the rank that a forked child has inherited the job from; None in the rank itself."""
+    """Process of the rank that a forked child has inherited the job from; None in the rank
+    itself."""
     of_backend: bool = field(init=False, default=False)
-    """The torch.distributed backend has joined the job, and leaves it with its default group or the last of all."""
+    """The torch.distributed backend has joined the job, and leaves it with its default group or the
+    last of all."""
     groups: int = field(init=False, default=0)
     """The backend's process groups of all ranks."""
-    exchanging: dict[int, tuple[float, str, Sequence[int], float]] = field(init=False, default_factory=dict)
-    """Exchanges that go on, by thread: since when (``time.monotonic``), tag, ranks, deadline in seconds."""
+    exchanging: dict[int, tuple[float, str, Sequence[int], float]] = field(
+        init=False, default_factory=dict
+    )
+    """Exchanges that go on, by thread: since when (``time.monotonic``), tag, ranks, deadline in
+    seconds."""
     budget_lock: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
     """Held when a thread changes ``blocks_taken``; never while it waits for other ranks."""
     _all_ranks: tuple[int, ...] = field(init=False, repr=False, default=())
@@ -101,7 +114,8 @@ class Runtime:
 
     def living_monitors(self) -> list[Any]:
         """Return the monitors that exist now, from any thread, while others make more."""
-        return [monitor for found in self.monitors.valuerefs() if (monitor := found()) is not None]
+        monitors = [reference() for reference in self.monitors.valuerefs()]
+        return [monitor for monitor in monitors if monitor is not None]
 
     @property
     def device(self) -> torch.device:
@@ -140,12 +154,18 @@ class Runtime:
                 "group must be a ProcessGroup that this rank belongs to, a DeviceMesh, a sequence of global ranks, or "
                 f"None; got {group!r}"
             )
-        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.world_size for r in ranks):
+        if (
+            not ranks
+            or len(set(ranks)) != len(ranks)
+            or not all(0 <= r < self.world_size for r in ranks)
+        ):
             raise ValueError(
                 f"group must name distinct ranks in 0..{self.world_size - 1}, at least one; got {list(ranks)}"
             )
         if self.rank not in ranks:
-            raise ValueError(f"group {list(ranks)} does not contain this process, which is rank {self.rank}")
+            raise ValueError(
+                f"group {list(ranks)} does not contain this process, which is rank {self.rank}"
+            )
         return ranks
 
     def topology(self, group: Group = None) -> Topology:
@@ -160,7 +180,8 @@ class Runtime:
 
         Raises:
             NotInitializedError: after ``finalize``.
-            CollectiveTimeout: a rank does not come, within the job's deadline or that of :meth:`through`.
+            CollectiveTimeout: a rank does not come, within the job's deadline or that of
+                :meth:`through`.
             TdcollError: a wait has expired before.
         """
         if self.closed:
@@ -171,7 +192,9 @@ class Runtime:
                 "tried any more; end the job"
             )
         given = vars(self._given)
-        control, timeout_s, who = given.get("control", self.control), given.get("timeout_s"), given.get("who", "")
+        control = given.get("control", self.control)
+        timeout_s = given.get("timeout_s")
+        who = given.get("who", "")
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         self.exchanging[threading.get_ident()] = time.monotonic(), tag, ranks, limit_s
         try:
@@ -185,17 +208,23 @@ class Runtime:
             self.exchanging.pop(threading.get_ident(), None)
 
     @contextlib.contextmanager
-    def through(self, control: ControlPlane, timeout_s: float | None = None, who: str = "") -> Iterator[None]:
-        """Let exchanges that this thread makes inside go through ``control``, a part of the job's control plane.
+    def through(
+        self, control: ControlPlane, timeout_s: float | None = None, who: str = ""
+    ) -> Iterator[None]:
+        """Let exchanges that this thread makes inside go through ``control``, a part of the job's
+        control plane.
 
-        Exchanges of one part have an order, which must be the same on all ranks. If threads exchange values beside each
-        other, each needs its own part, because exchanges of different parts have no order.
+        Exchanges of one part have an order, which must be the same on all ranks. If threads
+        exchange values beside each other, each needs its own part, because exchanges of different
+        parts have no order.
 
         Args:
             timeout_s: how long they wait, seconds; None for what holds outside, also for ``who``.
-            who: part of each exchange's tag. If tags differ, ranks raise :class:`RankMismatchError`.
+            who: part of each exchange's tag. If tags differ, ranks raise
+                :class:`RankMismatchError`.
         """
-        given, before = vars(self._given), dict(vars(self._given))
+        given = vars(self._given)
+        before = dict(vars(self._given))
         given["control"] = control
         if timeout_s is not None:
             given.update(timeout_s=timeout_s, who=who)
@@ -206,41 +235,55 @@ class Runtime:
             given.update(before)
 
     def agree(self, ranks: Sequence[int], what: str, value: Any) -> None:
-        """Raise :class:`RankMismatchError` on every rank of ``ranks`` unless all of them pass the same value."""
+        """Raise :class:`RankMismatchError` on every rank of ``ranks`` unless all of them pass the
+        same value."""
         require_equal(self.exchange(ranks, what, value), ranks, what)
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, *, group: Group = None, name: str = "tensor"
     ) -> torch.Tensor:
-        """``-> [*shape]`` symmetric tensor, uninitialised. Collective over ``group``: see :func:`tdcoll.empty`."""
+        """``-> [*shape]`` symmetric tensor, uninitialised. Collective over ``group``: see
+        :func:`tdcoll.empty`."""
         shape = tuple(shape)
         ranks = self.ranks_of(group)
         nbytes = math.prod(shape) * dtype.itemsize
         offset = self._place(ranks, nbytes, name)
-        if offset is None:  # it takes no memory in the heap, because PyTorch gives such a tensor no address
+        # it takes no memory in the heap, because PyTorch gives such a tensor no address
+        if offset is None:
             return torch.empty(shape, dtype=dtype, device=self.device)
         self.heap.label(offset, nbytes, name, dtype.itemsize, ranks)
         return self.heap.view(offset, nbytes).view(dtype).view(shape)
 
     def _place(self, ranks: Sequence[int], nbytes: int, name: str) -> int | None:
-        """Take ``nbytes`` at an offset that is free on all of ``ranks``, and return it; None for no bytes. Collective.
+        """Take ``nbytes`` at an offset that is free on all of ``ranks``, and return it; None for no
+        bytes. Collective.
 
-        A rank holds the place that it proposes, because another thread may take memory for other ranks meanwhile,
-        before this one here and after it on another rank. If all propose the same place, all have it; otherwise they
-        move to the lowest place that is free on all, which one of them may find taken, and propose again.
+        A rank holds the place that it proposes, because another thread may take memory for other
+        ranks meanwhile, before this one here and after it on another rank. If all propose the same
+        place, all have it; otherwise they move to the lowest place that is free on all, which one
+        of them may find taken, and propose again.
         """
         held = self.arena.hold(nbytes, ranks) if nbytes else None
         try:
             while True:
-                answers = self.exchange(ranks, f"allocate {name}", (nbytes, held, self.arena.free(held)))
+                answers = self.exchange(
+                    ranks, f"allocate {name}", (nbytes, held, self.arena.free(held))
+                )
                 if any(theirs != nbytes for theirs, _, _ in answers):
-                    sizes = ", ".join(f"rank {r}: {a[0]}" for r, a in zip(ranks, answers, strict=True))
-                    raise RankMismatchError(f"all ranks must ask for the same number of bytes of {name}; got {sizes}")
-                if nbytes == 0 or (held is not None and all(theirs == held for _, theirs, _ in answers)):
+                    sizes = ", ".join(
+                        f"rank {r}: {a[0]}" for r, a in zip(ranks, answers, strict=True)
+                    )
+                    raise RankMismatchError(
+                        f"all ranks must ask for the same number of bytes of {name}; got {sizes}"
+                    )
+                if nbytes == 0 or (
+                    held is not None and all(theirs == held for _, theirs, _ in answers)
+                ):
                     return held
                 wanted = agree([free for _, _, free in answers], nbytes, self.heap.nbytes)
                 moved = self.arena.hold(nbytes, ranks, held, wanted)
-                if moved != wanted:  # if two allocations want each other's places, one of them pauses for longer
+                # if two allocations want each other's places, one of them pauses for longer
+                if moved != wanted:
                     time.sleep(random.uniform(0, _PAUSE_S))
                 held = moved
         except BaseException:
@@ -249,7 +292,8 @@ class Runtime:
             raise
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Free a tensor of :meth:`allocate`. Collective over the ranks that allocated it; waits until all are here."""
+        """Free a tensor of :meth:`allocate`. Collective over the ranks that allocated it; waits
+        until all are here."""
         if tensor.nbytes == 0:
             return
         offset = self.offset_of(tensor, "tensor")
@@ -265,14 +309,16 @@ class Runtime:
         self.take_back(tensor)
 
     def take_back(self, tensor: torch.Tensor) -> None:
-        """Undo :meth:`allocate` on this rank alone, if the memory was never used and never will be."""
+        """Undo :meth:`allocate` on this rank alone, if the memory was never used and never will
+        be."""
         if tensor.nbytes:
             offset = self.offset_of(tensor, "tensor")
             self.arena.release(offset)
             self.heap.unlabel(offset)
 
     def offset_of(self, tensor: torch.Tensor, argument: str) -> int:
-        """Return the offset of ``tensor``'s first byte in the symmetric heap (0 if it has no bytes).
+        """Return the offset of ``tensor``'s first byte in the symmetric heap (0 if it has no
+        bytes).
 
         ``argument`` names the tensor in the error.
 
@@ -294,7 +340,8 @@ class Runtime:
 
 _runtime: Runtime | None = None
 _inherited: Runtime | None = None
-"""In a forked child, the runtime of the rank that it was forked from, until the child calls ``finalize``."""
+"""In a forked child, the runtime of the rank that it was forked from, until the child calls
+``finalize``."""
 _resolver: Callable[[], Runtime | None] | None = None
 
 
@@ -304,7 +351,8 @@ def current_or_none() -> Runtime | None:
 
 
 def inherited() -> Runtime | None:
-    """Return the runtime that this forked child has inherited, or None. It has facts, and refuses all calls."""
+    """Return the runtime that this forked child has inherited, or None. It has facts, and refuses
+    all calls."""
     return _inherited
 
 
@@ -321,36 +369,44 @@ def current() -> Runtime:
 
 
 def facts() -> Runtime:
-    """Return the runtime that has ranks, sizes and the topology, also in a forked child; raise if there is none."""
+    """Return the runtime that has ranks, sizes and the topology, also in a forked child; raise if
+    there is none."""
     return _inherited if _inherited is not None else current()
 
 
 @contextlib.contextmanager
 def failing_with_the_store() -> Iterator[None]:
-    """Mark this PE's job as failed if the store is lost inside, because leaving must not use the store again."""
+    """Mark this PE's job as failed if the store is lost inside, because leaving must not use the
+    store again."""
     try:
         yield
     except StoreLost:
-        if (job := current_or_none()) is not None:
+        job = current_or_none()
+        if job is not None:
             job.failed = True
         raise
 
 
 def install(runtime: Runtime | None) -> None:
-    """Make ``runtime`` this process's runtime; None removes it. A forked child forgets what it has inherited."""
+    """Make ``runtime`` this process's runtime; None removes it. A forked child forgets what it has
+    inherited."""
     global _runtime, _inherited
-    _runtime, _inherited = runtime, None
+    _runtime = runtime
+    _inherited = None
 
 
 _rank_process = os.getpid()
 
 
 def _in_child() -> None:
-    """Leave the job to the rank: its kernels' signals, its exchanges and its memory are those of the parent."""
+    """Leave the job to the rank: its kernels' signals, its exchanges and its memory are those of
+    the parent."""
     global _runtime, _inherited, _rank_process
-    parent, _rank_process = _rank_process, os.getpid()
+    parent = _rank_process
+    _rank_process = os.getpid()
     if _runtime is not None:
-        _inherited, _runtime = _runtime, None
+        _inherited = _runtime
+        _runtime = None
         _inherited.closed = True
         _inherited.forked_from = parent
         _inherited.heap.abandon()
@@ -360,6 +416,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def install_resolver(resolver: Callable[[], Runtime | None] | None) -> None:
-    """Let ``resolver`` return the calling PE's runtime, for in-process simulations; None removes it."""
+    """Let ``resolver`` return the calling PE's runtime, for in-process simulations; None removes
+    it."""
     global _resolver
     _resolver = resolver

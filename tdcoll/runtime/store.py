@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to ``torch.distributed``'s key-value store: each ends, and no answer is ever run as code.
+"""Requests to ``torch.distributed``'s key-value store: each ends, and no answer is ever run as
+code.
 
-All of tdcoll's traffic with a store goes through :func:`ask`, and its values through :func:`encode` and :func:`decode`.
+All of tdcoll's traffic with a store goes through :func:`ask`, and its values through :func:`encode`
+and :func:`decode`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from tdcoll.base.errors import CollectiveTimeout, TdcollError
 Answer = TypeVar("Answer")
 
 _SLACK_S = 1.0
-"""How much longer than its own deadline a question may take, because there are round trips before and after a wait."""
+"""How much longer than its own deadline a question may take, because there are round trips before
+and after a wait."""
 
 _LONGEST_SHOWN = 60
 
@@ -31,7 +34,8 @@ class StoreLost(TdcollError):
 
 
 class StoreSilent(CollectiveTimeout, StoreLost):
-    """The store's server has not answered in time. The connection stays with the question, and is lost."""
+    """The store's server has not answered in time. The connection stays with the question, and is
+    lost."""
 
 
 def ask(
@@ -44,8 +48,9 @@ def ask(
 ) -> Answer:
     """Return ``question()``, which asks a store. It may take ``timeout_s`` and a second.
 
-    The question runs on a separate thread, which is lost if it never ends. PyTorch's client of a TCPStore gives up
-    waiting for a key, but it waits without end for the server's next word, for example if the server is stopped.
+    The question runs on a separate thread, which is lost if it never ends. PyTorch's client of a
+    TCPStore gives up waiting for a key, but it waits without end for the server's next word, for
+    example if the server is stopped.
 
     Args:
         question: bounds its own waits for other ranks by ``timeout_s``.
@@ -81,9 +86,11 @@ def ask(
 
 
 def encode(tag: str, value: Any) -> bytes:
-    """Return bytes for :func:`decode`: JSON, in which an object names a type that JSON does not have.
+    """Return bytes for :func:`decode`: JSON, in which an object names a type that JSON does not
+    have.
 
-    Values are None, bool, int, float, str, bytes, and lists, tuples and dicts of values. The decoded value is equal.
+    Values are None, bool, int, float, str, bytes, and lists, tuples and dicts of values. The
+    decoded value is equal.
 
     Raises:
         TypeError: the value, or a part of it, is something else.
@@ -102,16 +109,23 @@ def _plain(value: Any) -> Any:
         return {"tuple": [_plain(item) for item in value]}
     if isinstance(value, dict):
         return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
-    raise TypeError(f"ranks exchange numbers, texts, bytes, and lists, tuples and dicts of them; got {value!r}")
+    raise TypeError(
+        f"ranks exchange numbers, texts, bytes, and lists, tuples and dicts of them; got {value!r}"
+    )
 
 
 def decode(data: bytes, where: str) -> tuple[str, Any]:
-    """Return the tag and value of which :func:`encode` has made ``data``; ``TdcollError`` for any other data."""
+    """Return the tag and value of which :func:`encode` has made ``data``; ``TdcollError`` for any
+    other data."""
     try:
         found = json.loads(data, object_hook=_of_type)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)):
             raise ValueError("a rank writes a pair of a tag and a value")
-    except (ValueError, TypeError, RecursionError) as error:  # data that is not JSON, or not UTF-8, raises ValueError
+    except (
+        ValueError,
+        TypeError,
+        RecursionError,
+    ) as error:  # data that is not JSON, or not UTF-8, raises ValueError
         raise TdcollError(
             f"{where} holds {len(data)} bytes that no rank of this job writes, beginning with "
             f"{bytes(data[:_LONGEST_SHOWN])!r}: another process writes to the job's store. Nothing of it was run. See "

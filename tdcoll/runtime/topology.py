@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The places of a group's ranks: group rank -> PE, node, place inside the node. Pure, no GPU, no torch.
+"""The places of a group's ranks: group rank -> PE, node, place inside the node. Pure, no GPU, no
+torch.
 
 Three numberings are kept apart everywhere:
 
@@ -31,7 +32,8 @@ class Topology:
 
     @classmethod
     def of(cls, rank: int, pes: Sequence[int], node_ids: Sequence[object]) -> Topology:
-        """Return the topology of ``pes``, whose i-th member runs on the node named ``node_ids[i]`` (any hashable)."""
+        """Return the topology of ``pes``, whose i-th member runs on the node named ``node_ids[i]``
+        (any hashable)."""
         numbers: dict[object, int] = {}
         nodes = tuple(numbers.setdefault(node, len(numbers)) for node in node_ids)
         return cls(rank, tuple(pes), nodes)
@@ -50,7 +52,8 @@ class Topology:
     def members(self) -> tuple[tuple[int, ...], ...]:
         """Group ranks on each node, ascending, as ``members[node][place]``."""
         return tuple(
-            tuple(rank for rank, node in enumerate(self.nodes) if node == wanted) for wanted in range(self.n_nodes)
+            tuple(rank for rank, node in enumerate(self.nodes) if node == wanted)
+            for wanted in range(self.n_nodes)
         )
 
     @property
@@ -71,12 +74,17 @@ class Topology:
 
     def describe(self) -> str:
         """One line for messages: "6 rank(s) on 2 node(s) (4 + 2)"."""
-        sizes = f" ({' + '.join(str(len(ranks)) for ranks in self.members)})" if self.n_nodes > 1 else ""
+        sizes = (
+            f" ({' + '.join(str(len(ranks)) for ranks in self.members)})"
+            if self.n_nodes > 1
+            else ""
+        )
         return f"{self.world_size} rank(s) on {self.n_nodes} node(s){sizes}"
 
 
 def emulated_node(local_rank: int, local_world_size: int, n_nodes: int) -> int:
-    """Return the node of a local rank when one host emulates ``n_nodes`` nodes: contiguous, near-equal blocks."""
+    """Return the node of a local rank when one host emulates ``n_nodes`` nodes: contiguous,
+    near-equal blocks."""
     if not 1 <= n_nodes <= local_world_size:
         raise ValueError(
             f"emulate_nodes must be between 1 and the {local_world_size} rank(s) of this host, got {n_nodes}"

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long waits, said aloud: a thread that logs them, and answers ``python -m tdcoll hang``.
 
-Kernels that wait leave notices in memory of the host (:mod:`tdcoll.calls.monitor`). One daemon thread of the process
-looks at those of all monitors of its job twice a second. It makes no call of CUDA, so it goes on while the main thread
-waits for the GPU. (A thread that holds Python's global lock keeps it from running, for example one that launches while
-the GPU's queue of launches is full.) The thread starts with the first monitor of a job and ends with
-:func:`tdcoll.finalize`; a simulated :class:`~tdcoll.testing.World` has none, and a forked child begins without one.
+Kernels that wait leave notices in memory of the host (:mod:`tdcoll.calls.monitor`). One daemon
+thread of the process looks at those of all monitors of its job twice a second. It makes no call of
+CUDA, so it goes on while the main thread waits for the GPU. (A thread that holds Python's global
+lock keeps it from running, for example one that launches while the GPU's queue of launches is
+full.) The thread starts with the first monitor of a job and ends with :func:`tdcoll.finalize`; a
+simulated :class:`~tdcoll.testing.World` has none, and a forked child begins without one.
 
-Those who ask come to a socket in Linux's abstract namespace, whose name holds user, process and PID namespace: no file
-is left behind, however a process ends. Both ends check that the other is the same user, or root. ``SIGUSR1`` has the
-thread log the same report, unless the process has a handler for that signal. The handler is faulthandler's, which
-doesn't wait for the interpreter: it writes to a pipe, and the thread reads that.
+Those who ask come to a socket in Linux's abstract namespace, whose name holds user, process and PID
+namespace: no file is left behind, however a process ends. Both ends check that the other is the
+same user, or root. ``SIGUSR1`` has the thread log the same report, unless the process has a handler
+for that signal. The handler is faulthandler's, which doesn't wait for the interpreter: it writes to
+a pipe, and the thread reads that.
 """
 
 from __future__ import annotations
@@ -42,15 +44,21 @@ from tdcoll.base.hang import address, user_of
 _log = logging.getLogger("tdcoll")
 
 _PERIOD_S = 0.5
-_FIRST_S, _SECOND_S = 10.0, 60.0
+_FIRST_S = 10.0
+_SECOND_S = 60.0
 _FRAMES = 4
-"""Innermost frames of the main thread's stack that a report has: the caller's own, if there are any."""
-_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (runtime.__path__[0], torch.__file__, triton.__file__))
+"""Innermost frames of the main thread's stack that a report has: the caller's own, if there are
+any."""
+_LIBRARIES = tuple(
+    f"{Path(file).parent}{os.sep}"
+    for file in (runtime.__path__[0], torch.__file__, triton.__file__)
+)
 
 
 class PendingWait(NamedTuple):
-    """A wait that goes on, for a rank of the group, if the kernel has named one. ``epoch`` is what the
-    signal has to reach, or the number of a Lamport call; None if the peer has given up, or in a barrier of the grid."""
+    """A wait that goes on, for a rank of the group, if the kernel has named one. ``epoch`` is what
+    the signal has to reach, or the number of a Lamport call; None if the peer has given up, or in a
+    barrier of the grid."""
 
     peer: int | None
     epoch: int | None
@@ -68,8 +76,10 @@ def _seconds(waited_s: float) -> str:
 
 
 def _described(monitor: Any, waits: Sequence[PendingWait]) -> str:
-    """``all_reduce, call 4 of group 0, has waited 60 s for rank 2``: waits of one launch with this WaitMonitor."""
-    longest, calls = max(waits, key=lambda wait: wait.waited_s), monitor.calls
+    """``all_reduce, call 4 of group 0, has waited 60 s for rank 2``: waits of one launch with this
+    WaitMonitor."""
+    longest = max(waits, key=lambda wait: wait.waited_s)
+    calls = monitor.calls
     peers = sorted({wait.peer for wait in waits if wait.peer is not None})
     if calls is not None:
         peers = sorted(calls.ranks[peer] if peer < len(calls.ranks) else peer for peer in peers)
@@ -94,7 +104,8 @@ def _by_launch(monitor: Any) -> dict[Hashable, list[PendingWait]]:
 
 
 def _exchanges(job: runtime.Runtime) -> Iterator[tuple[Hashable, float, float, str]]:
-    """Yield the host's waits for values of other ranks: a key, the deadline, how long each has lasted, in words."""
+    """Yield the host's waits for values of other ranks: a key, the deadline, how long each has
+    lasted, in words."""
     for begin, tag, ranks, timeout_s in list(job.exchanging.values()):
         waited_s = time.monotonic() - begin
         what = f"'{tag}', which {ranks_text(ranks)} make together, has waited {_seconds(waited_s)}"
@@ -164,23 +175,29 @@ class _Watch:
         for monitor in self._open():
             for launch, waits in _by_launch(monitor).items():
                 longest = max(wait.waited_s for wait in waits)
-                found.append(((id(monitor), launch), monitor.timeout_s, longest, _described(monitor, waits)))
+                found.append(
+                    ((id(monitor), launch), monitor.timeout_s, longest, _described(monitor, waits))
+                )
         for key, timeout_s, waited_s, what in found:
-            due, said = sum(waited_s >= at for at in lines_at(timeout_s)), self._said.get(key, 0)
+            due = sum(waited_s >= at for at in lines_at(timeout_s))
+            said = self._said.get(key, 0)
             if due > said:
                 _log.warning("rank %d: %s", self._job.rank, what)
             said_now[key] = max(due, said)
         self._said = said_now
 
     def _report(self) -> dict[str, Any]:
-        """Return what to tell those who ask: ``rank``, a line; ``waits`` and ``lines``, of which each wait is one."""
-        waits, lines = list[str](), list[str]()
+        """Return what to tell those who ask: ``rank``, a line; ``waits`` and ``lines``, of which
+        each wait is one."""
+        waits = list[str]()
+        lines = list[str]()
         for monitor in self._open():
             mine = []
             for of_launch in _by_launch(monitor).values():
                 waits.append(_described(monitor, of_launch))
                 _, epoch, lamport, _ = of_launch[0]
-                known = epoch is not None and monitor.calls is not None  # a kernel of the user's may count otherwise
+                # a kernel of the user's may count otherwise
+                known = epoch is not None and monitor.calls is not None
                 number = f"in {'Lamport call' if lamport else 'epoch'} {epoch}: " if known else ""
                 mine.append(number + waits[-1])
             if monitor.expired:
@@ -193,7 +210,10 @@ class _Watch:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         stack = [at for at in stack if not at.filename.startswith(_LIBRARIES)] or stack
-        where = [f"main thread: {at.filename}:{at.lineno} in {at.name}" for at in reversed(stack[-_FRAMES:])]
+        where = [
+            f"main thread: {at.filename}:{at.lineno} in {at.name}"
+            for at in reversed(stack[-_FRAMES:])
+        ]
         rank = f"rank {self._job.rank} of {self._job.world_size}"
         return {"rank": rank, "waits": waits + exchanges, "lines": lines + exchanges + where}
 
@@ -208,11 +228,13 @@ class _Watch:
 _current: _Watch | None = None
 _starting = threading.Lock()
 _pipe: tuple[int, int] | None = None
-"""Where faulthandler writes when the signal comes: for the life of the process, as it may come at any time."""
+"""Where faulthandler writes when the signal comes: for the life of the process, as it may come at
+any time."""
 
 
 def _signals() -> int | None:
-    """Return what becomes readable when ``SIGUSR1`` comes; None if the process has a handler of its own."""
+    """Return what becomes readable when ``SIGUSR1`` comes; None if the process has a handler of its
+    own."""
     global _pipe
     if _pipe is None:
         with open("/proc/self/status", encoding="ascii") as status:
@@ -250,17 +272,20 @@ def stop() -> None:
 
 
 def _in_child() -> None:
-    """Leave the parent's sockets and pipes to it: a forked child has got them, and not the thread."""
+    """Leave the parent's sockets and pipes to it: a forked child has got them, and not the
+    thread."""
     global _current, _starting, _pipe
     if _current is not None:
         _current.close()
-    if _pipe is not None:  # the signal's handler stays, and a later thread of the child reads what it writes
+    # the signal's handler stays, and a later thread of the child reads what it writes
+    if _pipe is not None:
         ends = os.pipe()
         for new, old in zip(ends, _pipe, strict=True):
             os.dup2(new, old, inheritable=False)
             os.close(new)
             os.set_blocking(old, False)
-    _current, _starting = None, threading.Lock()
+    _current = None
+    _starting = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_in_child)

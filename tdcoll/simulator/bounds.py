@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes that a kernel's pointers may reach: those of the tensor that each was derived from.
 
-A pointer, or an integer that was made of one, carries its *origin*: the storage of an ordinary tensor, or a symmetric
-allocation, whose copies on all PEs that made it count as one. The interpreter's handles pass it on (see
-:mod:`.interpreter`). Views reach the whole storage.
+A pointer, or an integer that was made of one, carries its *origin*: the storage of an ordinary
+tensor, or a symmetric allocation, whose copies on all PEs that made it count as one. The
+interpreter's handles pass it on (see :mod:`.interpreter`). Views reach the whole storage.
 
-If the origin is not known (an address given as an integer, or loaded from memory, or chosen among several origins), an
-access has to lie within one tensor that is alive.
+If the origin is not known (an address given as an integer, or loaded from memory, or chosen among
+several origins), an access has to lie within one tensor that is alive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tdcoll.simulator.memory import NULL_PAGE, Allocation, Memory
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """The bytes ``[begin, end)`` of an ordinary tensor's storage; ``name`` is that of the kernel's argument."""
+    """The bytes ``[begin, end)`` of an ordinary tensor's storage; ``name`` is that of the kernel's
+    argument."""
 
     begin: int
     end: int
@@ -62,8 +63,8 @@ def joined(one: Origin, other: Origin) -> Origin:
 class _Storages:
     """Storages of ordinary tensors by address, for addresses without a tensor.
 
-    It remembers storages whose address was requested. Python's garbage collector knows all the others, but is asked
-    only before an access is refused, because that takes milliseconds.
+    It remembers storages whose address was requested. Python's garbage collector knows all the
+    others, but is asked only before an access is refused, because that takes milliseconds.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,8 @@ class _Storages:
         """Take note that the running program knows an address of ``tensor``."""
         try:
             storage = tensor.untyped_storage()
-            begin, nbytes = storage.data_ptr(), storage.nbytes()
+            begin = storage.data_ptr()
+            nbytes = storage.nbytes()
         except Exception:  # a tensor without memory of its own
             return
         if storage.device.type == "cpu" and nbytes:
@@ -88,12 +90,17 @@ class _Storages:
                     return
                 self._seen[begin] = begin + nbytes, StorageWeakRef(storage)
                 if len(self._begins) > self._most:  # the dead are forgotten
-                    self._seen = {begin: entry for begin, entry in self._seen.items() if not entry[1].expired()}
+                    self._seen = {
+                        begin: entry
+                        for begin, entry in self._seen.items()
+                        if not entry[1].expired()
+                    }
                     self._begins = sorted(self._seen)
                     self._most = max(1024, 2 * len(self._begins))
 
     def around(self, begin: int, end: int) -> tuple[int, int] | None:
-        """Return the live storage that holds bytes ``[begin, end)``, or else one that holds the first of them."""
+        """Return the live storage that holds bytes ``[begin, end)``, or else one that holds the
+        first of them."""
         with self._lock:
             found = self._lookup(begin)
             if found is None or found[1] < end:
@@ -129,7 +136,8 @@ class Bounds:
 
     def of_tensor(self, tensor: torch.Tensor, name: str) -> Origin:
         """Return the origin of a kernel's argument ``name``."""
-        first, memory = tensor.data_ptr(), self._memory
+        first = tensor.data_ptr()
+        memory = self._memory
         if memory.owns(first):
             return memory.allocations[memory.pe_of(first)].at((first - memory.base) % memory.nbytes)
         storage = tensor.untyped_storage()
@@ -137,14 +145,15 @@ class Bounds:
         return Storage(begin, begin + storage.nbytes(), name)
 
     def remember(self, tensor: torch.Tensor, first: int) -> int:
-        """Return ``first``, an address of ``tensor``, and note it, because it may reach a kernel as a number."""
+        """Return ``first``, an address of ``tensor``, and note it, because it may reach a kernel as
+        a number."""
         if first and not self._memory.owns(first):
             self._storages.remember(tensor)
         return first
 
     def problem(self, begin: int, end: int, origin: Origin, pe: int) -> str | None:
-        """Return why a program of ``pe`` may not access bytes ``[begin, end)`` by a pointer from ``origin``, for
-        example ``bytes 320..328 of pe0.a, which has 8 bytes``; None if it may."""
+        """Return why a program of ``pe`` may not access bytes ``[begin, end)`` by a pointer from
+        ``origin``, for example ``bytes 320..328 of pe0.a, which has 8 bytes``; None if it may."""
         memory = self._memory
         if begin < NULL_PAGE:
             return "a null pointer: remote_ptr() gives one for PEs on other nodes, which only puts and gets access"
@@ -168,7 +177,13 @@ class Bounds:
         if there not in allocation.pes:
             return f"pe{there}, which has no part in {allocation.name}: PEs {sorted(allocation.pes)} made it"
         first = begin - memory.block(there)
-        return _beyond(first, first + end - begin, allocation.begin, allocation.end, f"pe{there}.{allocation.name}")
+        return _beyond(
+            first,
+            first + end - begin,
+            allocation.begin,
+            allocation.end,
+            f"pe{there}.{allocation.name}",
+        )
 
 
 def _beyond(begin: int, end: int, first: int, last: int, name: str) -> str | None:

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that rewritten kernels (:mod:`.rewrite`) call: the truth of tensors, and branches on the thread index.
+"""Functions that rewritten kernels (:mod:`.rewrite`) call: the truth of tensors, and branches on
+the thread index.
 
-Python's ``and``, ``or`` and ``not`` ask for the truth of a tensor; compiled Triton computes with it, and so do these:
-every tensor is evaluated, and only compile-time values cut an expression short.
+Python's ``and``, ``or`` and ``not`` ask for the truth of a tensor; compiled Triton computes with
+it, and so do these: every tensor is evaluated, and only compile-time values cut an expression
+short.
 
-A test on the thread index cannot branch, because a program is one thread of control. Instead the body of ``if tid(0) <
-n: ... else: ...`` runs once for each thread that the test selects, and ``tid(0)`` in it is that thread's index.
+A test on the thread index cannot branch, because a program is one thread of control. Instead the
+body of ``if tid(0) < n: ... else: ...`` runs once for each thread that the test selects, and
+``tid(0)`` in it is that thread's index.
 
-If the value of a name differs from thread to thread, for example ``t = tid(0) // 32``, the name has a block of all
-values, of a shape that no other block has. Each thread that runs gets its own value. A branch assigns no names.
+If the value of a name differs from thread to thread, for example ``t = tid(0) // 32``, the name has
+a block of all values, of a shape that no other block has. Each thread that runs gets its own value.
+A branch assigns no names.
 
-Not possible: ``tid``, or a name that depends on it, anywhere else; and races between threads of one block.
+Not possible: ``tid``, or a name that depends on it, anywhere else; and races between threads of one
+block.
 """
 
 from __future__ import annotations
@@ -64,13 +69,18 @@ def differs(value: Any) -> bool:
 
 def _tensor(data: Any, kind: Any, origin: Any = None) -> Any:
     """Return a scalar, or the values of all threads."""
-    handle = triton_interpreter.TensorHandle(data if data.size == 1 else data.reshape(-1, *_EACH), kind)
+    handle = triton_interpreter.TensorHandle(
+        data if data.size == 1 else data.reshape(-1, *_EACH), kind
+    )
     handle.origin = origin
-    return tl.tensor(handle, kind if data.size == 1 else tl.block_type(kind, list(handle.data.shape)))
+    return tl.tensor(
+        handle, kind if data.size == 1 else tl.block_type(kind, list(handle.data.shape))
+    )
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return the value of a name that may differ from thread to thread: that of the thread that runs."""
+    """Return the value of a name that may differ from thread to thread: that of the thread that
+    runs."""
     lane = machine().program.lane
     if lane is None and of_threads(value):
         raise one_value(name)
@@ -80,7 +90,8 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _assigned(evaluate: Callable[[], Any]) -> Any:
-    """Return the value of an expression: of all threads, outside of branches on the thread index."""
+    """Return the value of an expression: of all threads, outside of branches on the thread
+    index."""
     task = machine().program
     if task.lane is not None:
         return evaluate()
@@ -95,10 +106,14 @@ def _assigned(evaluate: Callable[[], Any]) -> Any:
 
 
 def _split(test: Callable[[], Any]) -> Callable[[bool], Iterator[None]]:
-    """Return a function that runs, one after another, the threads for which the test is what it is given."""
-    task, held = machine().program, _assigned(test)
+    """Return a function that runs, one after another, the threads for which the test is what it is
+    given."""
+    task = machine().program
+    held = _assigned(test)
     if task.lane is None and differs(held):
-        holds: dict[int | None, bool] = dict(enumerate(held.handle.data.reshape(-1).astype(bool).tolist()))
+        holds: dict[int | None, bool] = dict(
+            enumerate(held.handle.data.reshape(-1).astype(bool).tolist())
+        )
     else:
         holds = {task.lane: _truth(held)}
 
@@ -125,8 +140,10 @@ def _truth(value: Any) -> bool:
 
 
 def _logical(sign: str, ends: bool, *values: Callable[[], Any]) -> Any:
-    """Evaluate ``and`` and ``or``: a compile-time value that is ``ends`` decides; tensors are all combined."""
-    tensors, last = [], None
+    """Evaluate ``and`` and ``or``: a compile-time value that is ``ends`` decides; tensors are all
+    combined."""
+    tensors = []
+    last = None
     for evaluate in values:
         last = evaluate()
         if isinstance(last, tl.tensor):
@@ -152,7 +169,8 @@ def _not(value: Any) -> Any:
 
 
 def _require_truth(operand: Any, sign: str) -> None:
-    """Raise ``TypeError`` unless ``operand`` is boolean, or a pointer, which is true if it isn't null."""
+    """Raise ``TypeError`` unless ``operand`` is boolean, or a pointer, which is true if it isn't
+    null."""
     kind = operand.type.scalar
     if not (kind.is_int1() or kind.is_ptr()):
         raise TypeError(
@@ -165,7 +183,8 @@ FUNCTIONS: dict[str, Any] = {
     "or": partial(_logical, "or", True),
     "not": _not,
     "truth": _truth,
-    "every": lambda value: bool(value.handle.data.all() if isinstance(value, tl.tensor) else value),  # of an `assert`
+    # of an `assert`
+    "every": lambda value: bool(value.handle.data.all() if isinstance(value, tl.tensor) else value),
     "read": _read,
     "assigned": _assigned,
     "split": _split,

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interpreter's builder on a simulated machine: the operations that it sees, and their effect on values.
+"""The interpreter's builder on a simulated machine: the operations that it sees, and their effect
+on values.
 
-Switching tasks has nothing to save or restore, because the position in the grid is read from the running task, and
-loads, stores and atomics are shown to the machine. Handles carry the origin of their values (:mod:`.bounds`), in an
-attribute that :class:`.interpreter.Installed` gives them. Arithmetic on bf16, and casts to and from bf16 and fp8, which
-Triton's interpreter gets wrong, are done here (:mod:`.floats`).
+Switching tasks has nothing to save or restore, because the position in the grid is read from the
+running task, and loads, stores and atomics are shown to the machine. Handles carry the origin of
+their values (:mod:`.bounds`), in an attribute that :class:`.interpreter.Installed` gives them.
+Arithmetic on bf16, and casts to and from bf16 and fp8, which Triton's interpreter gets wrong, are
+done here (:mod:`.floats`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.simulator import transfers
 from tdcoll.simulator.bounds import MIXED, joined
-from tdcoll.simulator.floats import from_float32, is_fp8, is_narrow, narrowed, to_float32
+from tdcoll.simulator.floats import (
+    from_float32,
+    fused_multiply_add,
+    is_fp8,
+    is_narrow,
+    narrowed,
+    to_float32,
+)
 from tdcoll.simulator.machine import machine
 from tdcoll.simulator.memory import NULL_PAGE
 from tdcoll.simulator.pointers import pointers, replace_word, store_now
@@ -40,7 +49,8 @@ def _flat(handle: Any) -> np.ndarray[Any, Any]:
 
 
 def _flat_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    data = mask if isinstance(mask, np.ndarray) else mask.data  # triton passes a handle or, for descriptors, an array
+    # triton passes a handle or, for descriptors, an array
+    data = mask if isinstance(mask, np.ndarray) else mask.data
     if data.shape != shape:
         data = np.broadcast_to(data, shape)
     return np.ascontiguousarray(data).reshape(-1).astype(bool, copy=False)
@@ -57,13 +67,20 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
     def grid_dim(self) -> Any:
         return machine().program.grid_dim
 
-    def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *options: Any, **named: Any) -> Any:
+    def create_masked_load(
+        self, ptrs: Any, mask: Any, other: Any, *options: Any, **named: Any
+    ) -> Any:
         volatile = named.get("is_volatile", options[-1] if options else False)
-        addresses, wanted = _flat(ptrs), _flat_mask(mask, ptrs.data.shape)
-        with pointers().loading(addresses, wanted, _itemsize(ptrs), ptrs.origin, polls=volatile is True):
+        addresses = _flat(ptrs)
+        wanted = _flat_mask(mask, ptrs.data.shape)
+        with pointers().loading(
+            addresses, wanted, _itemsize(ptrs), ptrs.origin, polls=volatile is True
+        ):
             return super().create_masked_load(ptrs, mask, other, *options, **named)
 
-    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *options: Any, **named: Any) -> None:
+    def create_masked_store(
+        self, ptrs: Any, value: Any, mask: Any, *options: Any, **named: Any
+    ) -> None:
         _store(ptrs, value, mask, "store")
 
     def create_descriptor_store(self, desc: Any, value: Any, indices: Any) -> None:
@@ -74,19 +91,23 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
         with self._atomic(ptr, np.ones(ptr.data.size, dtype=bool), sem, scope):
             return super().create_atomic_cas(ptr, cmp, val, sem, scope)
 
-    def create_atomic_rmw(self, rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    def create_atomic_rmw(
+        self, rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
+    ) -> Any:
         wanted = _flat_mask(mask, ptr.data.shape)
         with self._atomic(ptr, wanted, sem, scope):
             if is_narrow_handle(val):
                 return _add_narrow(ptr, val, wanted)
             return super().create_atomic_rmw(rmw, ptr, val, mask, sem, scope)
 
-    def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> None:  # triton >= 3.9
+    # triton >= 3.9
+    def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> None:
         self._release(sem, scope)
         super().create_atomic_store(ptr, val, mask, sem, scope)
 
     def _atomic(self, ptr: Any, wanted: Any, sem: Any, scope: Any) -> AbstractContextManager[None]:
-        addresses, nbytes = _flat(ptr), _itemsize(ptr)
+        addresses = _flat(ptr)
+        nbytes = _itemsize(ptr)
         symmetric = pointers().check(addresses, wanted, nbytes, ptr.origin, "store to")
         self._release(sem, scope)
         return pointers().atomic(addresses, wanted, nbytes, symmetric=symmetric)
@@ -109,7 +130,9 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
         if not (is_narrow_handle(src) or is_narrow(target)):
             return super().create_fp_to_fp(src, dst_type, rounding_mode)
         if rounding_mode == triton_interpreter._ir.ROUNDING_MODE.RTZ:
-            raise ValueError(f"fp_downcast_rounding='rtz' to {target} is not simulated; leave it out")
+            raise ValueError(
+                f"fp_downcast_rounding='rtz' to {target} is not simulated; leave it out"
+            )
         return self.cast_impl(src, dst_type)
 
     def binary_op(self, lhs: Any, rhs: Any, op: Any) -> Any:
@@ -121,7 +144,9 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
         if lhs.origin is not None or rhs.origin is not None:
             # A distance within one tensor is no address, nor is the remainder of one.
             distance = op is np.subtract and lhs.origin is rhs.origin
-            remainder = op is np.fmod or (op is np.bitwise_and and result.data.max(initial=0) < NULL_PAGE)
+            remainder = op is np.fmod or (
+                op is np.bitwise_and and result.data.max(initial=0) < NULL_PAGE
+            )
             if not distance and not remainder:
                 result.origin = joined(lhs.origin, rhs.origin)
         return result
@@ -129,25 +154,38 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
     def ternary_op(self, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
         if op is np.where:
             return _either(rhs, other, super().ternary_op(lhs, rhs, other, op))
-        return _computed(op, lhs, rhs, other) if is_narrow_handle(other) else super().ternary_op(lhs, rhs, other, op)
+        return (
+            _computed(op, lhs, rhs, other)
+            if is_narrow_handle(other)
+            else super().ternary_op(lhs, rhs, other, op)
+        )
 
     def unary_op(self, arg: Any, op: Any) -> Any:
         return _computed(op, arg) if is_narrow_handle(arg) else super().unary_op(arg, op)
 
     def create_fma(self, x: Any, y: Any, z: Any) -> Any:
+        if z.data.dtype in (np.float16, np.float32):
+            # Before Triton 3.9 its interpreter rounds twice.
+            rounded = fused_multiply_add(x.data, y.data, z.data)
+            return triton_interpreter.TensorHandle(rounded, z.dtype.scalar)
         if not is_narrow_handle(z):
             return super().create_fma(x, y, z)
         return _computed(lambda x, y, z: x.astype(np.float64) * y + z, x, y, z)
 
     def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        wide = (self.cast_impl(operand, tl.float32) if is_narrow_handle(operand) else operand for operand in (a, b))
+        wide = (
+            self.cast_impl(operand, tl.float32) if is_narrow_handle(operand) else operand
+            for operand in (a, b)
+        )
         return super().create_dot(*wide, d, *options)
 
     def get_block_ty(self, dtype: Any, shape: Any) -> Any:
         return block_type(dtype, shape)
 
     def get_bf16(self, value: float) -> Any:
-        return triton_interpreter.TensorHandle(narrowed(np.array([value], np.float64), tl.bfloat16), tl.bfloat16)
+        return triton_interpreter.TensorHandle(
+            narrowed(np.array([value], np.float64), tl.bfloat16), tl.bfloat16
+        )
 
     def create_splat(self, ret_ty: Any, arg: Any) -> Any:
         return moved_from(arg, super().create_splat(ret_ty, arg))
@@ -215,7 +253,9 @@ def _computed(op: Callable[..., Any], *operands: Any) -> Any:
     """Return ``op`` of bf16, computed in fp32 and rounded."""
     kind = operands[-1].dtype.scalar
     if is_fp8(kind):
-        raise TypeError(f"Triton has no arithmetic on {kind}: cast to a wider type first, such as .to(tl.float32)")
+        raise TypeError(
+            f"Triton has no arithmetic on {kind}: cast to a wider type first, such as .to(tl.float32)"
+        )
     result = op(*(to_float32(operand.data, kind) for operand in operands))
     if result.dtype == np.bool_:
         return triton_interpreter.TensorHandle(result, tl.int1)
@@ -224,7 +264,9 @@ def _computed(op: Callable[..., Any], *operands: Any) -> Any:
 
 def _add_narrow(ptr: Any, val: Any, wanted: Any) -> Any:
     """Add bf16 atomically, because the interpreter cannot; return the old value."""
-    kind, addresses, before = val.dtype.scalar, _flat(ptr), np.zeros(ptr.data.size, np.uint16)
+    kind = val.dtype.scalar
+    addresses = _flat(ptr)
+    before = np.zeros(ptr.data.size, np.uint16)
     summands = to_float32(np.broadcast_to(val.data, ptr.data.shape).reshape(-1), kind)
     for place in np.flatnonzero(wanted).tolist():
 
@@ -240,7 +282,8 @@ _uncached_numpy_dtype = triton_interpreter._get_np_dtype
 
 
 def numpy_dtype(dtype: Any) -> Any:
-    """Return the numpy type of a Triton type. Triton's own function builds a table of all types for every operation."""
+    """Return the numpy type of a Triton type. Triton's own function builds a table of all types for
+    every operation."""
     found = _numpy_dtypes.get(dtype.name)
     if found is None:
         found = _numpy_dtypes[dtype.name] = _uncached_numpy_dtype(dtype)

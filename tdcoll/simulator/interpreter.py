@@ -5,9 +5,10 @@ While a machine is installed:
 
 - launches go to the machine, which runs the programs as tasks (:mod:`.launcher`);
 - operations of kernels are shown to the machine (:mod:`.builder`);
-- Triton's language is patched once, not at every launch and at every call of a nested function; functions of
-  ``libdevice``, which the interpreter takes for empty ones, raise an error;
-- kernels are rewritten (:mod:`.rewrite`): tensors in ``and``, ``or``, ``not``, and branches on ``tid``.
+- Triton's language is patched once, not at every launch and at every call of a nested function;
+  functions of ``libdevice``, which the interpreter takes for empty ones, raise an error;
+- kernels are rewritten (:mod:`.rewrite`): tensors in ``and``, ``or``, ``not``, and branches on
+  ``tid``.
 
 Everything is put back by :meth:`Installed.remove`, also after errors.
 """
@@ -40,7 +41,9 @@ from tdcoll.simulator.shortcuts import shortcuts
 _rewritten: dict[Any, Any] = {}  # kernels rewritten with KernelTransformer
 
 
-def _called_directly(owner: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
+def _called_directly(
+    owner: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any
+) -> None:
     """Let kernels call a function of Triton's language without Triton's two wrappers around it."""
     function = getattr(member, "__wrapped__", member)
 
@@ -52,7 +55,8 @@ def _called_directly(owner: Any, name: str, member: Callable[..., Any], builder:
 
 
 def _reducing(original: Callable[..., Any], element_by_element: str) -> Callable[..., Any]:
-    """Return a reduction or scan that leaves bf16 to the combining function, because numpy cannot add it."""
+    """Return a reduction or scan that leaves bf16 to the combining function, because numpy cannot
+    add it."""
 
     def apply_impl(self: Any, input: Any) -> Any:
         if any(map(of_threads, input)):
@@ -75,7 +79,8 @@ def _materializing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let threads rewrite functions in turn: ``ast.parse`` in several at once raises SystemError in Python 3.11."""
+    """Let threads rewrite functions in turn: ``ast.parse`` in several at once raises SystemError in
+    Python 3.11."""
     lock = threading.Lock()
 
     def rewrite(self: Any) -> Any:
@@ -98,7 +103,8 @@ def _refused(*args: Any, _refuse: Callable[..., None], **named: Any) -> None:
 
 
 def _without_libdevice() -> Iterator[tuple[Any, str, Any]]:
-    """Yield function, attribute and value: functions get other code, because programs also import them by name."""
+    """Yield function, attribute and value: functions get other code, because programs also import
+    them by name."""
     for name, stub in vars(libdevice).items():
         if isinstance(stub, types.FunctionType):
             yield stub, "__code__", _refused.__code__
@@ -114,38 +120,57 @@ class Installed:
                 "the simulator needs TRITON_INTERPRET=1 in the environment before triton is first imported"
             )
         put(wanted)
-        module, stock = triton_interpreter, triton_interpreter._patch_attr
+        module = triton_interpreter
+        stock = triton_interpreter._patch_attr
         module._patch_attr = _called_directly
         try:
-            self._scope = scope = module._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+            self._scope = scope = module._patch_lang(
+                types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+            )
         finally:
             module._patch_attr = stock
-        # triton 3.6 with numpy >= 2.4: int() of a one-element array fails, and with it range(runtime value)
+        # triton 3.6 with numpy >= 2.4: int() of a one-element array fails, and with it
+        # range(runtime value)
         scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
-        for owner, name, function in chain(shortcuts(check_overflow=wanted.check_overflow), _without_libdevice()):
+        for owner, name, function in chain(
+            shortcuts(check_overflow=wanted.check_overflow), _without_libdevice()
+        ):
             scope.set_attr(owner, name, function)
         nothing = module._LangPatchScope()
         scope.set_attr(module, "GridExecutor", MachineLauncher)
         scope.set_attr(module, "_patch_lang", lambda fn: nothing)
         scope.set_attr(module, "_get_np_dtype", numpy_dtype)
-        remember, address = wanted.bounds.remember, torch.Tensor.data_ptr
+        remember = wanted.bounds.remember
+        address = torch.Tensor.data_ptr
         scope.set_attr(torch.Tensor, "data_ptr", lambda tensor: remember(tensor, address(tensor)))
         scope.set_attr(module.TensorHandle, "origin", None)
         for handle in ("BlockPointerHandle", "TensorDescHandle"):
-            if owner := getattr(module, handle, None):  # triton 3.9 has no block pointers
-                scope.set_attr(owner, "materialize_pointers", _materializing(owner.materialize_pointers))
-        for owner, generic in ((module.ReduceOps, "generic_reduce"), (module.ScanOps, "generic_scan")):
+            owner = getattr(module, handle, None)
+            if owner:  # triton 3.9 has no block pointers
+                scope.set_attr(
+                    owner, "materialize_pointers", _materializing(owner.materialize_pointers)
+                )
+        for owner, generic in (
+            (module.ReduceOps, "generic_reduce"),
+            (module.ScanOps, "generic_scan"),
+        ):
             scope.set_attr(owner, "apply_impl", _reducing(owner.apply_impl, generic))
-        # Each function gets a transformer of its own, which has state: threads may launch kernels at the same time.
+        # Each function gets a transformer of its own, which has state: threads may launch kernels
+        # at the same time.
         fresh = types.SimpleNamespace(visit=lambda tree: KernelTransformer().visit(tree))
         scope.set_attr(module.FunctionRewriter, "ast_transformer", fresh)
         scope.set_attr(module.InterpretedFunction, "rewritten_fn", _rewritten)
-        scope.set_attr(module.InterpretedFunction, "rewrite", _one_at_a_time(module.InterpretedFunction.rewrite))
+        scope.set_attr(
+            module.InterpretedFunction,
+            "rewrite",
+            _one_at_a_time(module.InterpretedFunction.rewrite),
+        )
         call = lambda function, *args, **named: function.rewrite()(*args, **named)  # noqa: E731  lets errors through
         scope.set_attr(module.InterpretedFunction, "__call__", call)
         for name, value in branches.FUNCTIONS.items():
             scope.set_attr(module, f"_tdcoll_{name}", value)
-        # By default Triton's interpreter computes every int32 result in int64 too, and does nothing with it.
+        # By default Triton's interpreter computes every int32 result in int64 too, and does nothing
+        # with it.
         check = wanted.check_overflow
         options = replace(module.interpreter_builder.options, sanitize_overflow=check, debug=check)
         scope.set_attr(module.interpreter_builder, "options", options)

@@ -50,14 +50,17 @@ class _Signature:
         return {name: value for name, value in kwargs.items() if name in self.signature.parameters}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments by name, tensors as pointers. Raises TypeError as a Python call would."""
+        """Return arguments by name, tensors as pointers. Raises TypeError as a Python call
+        would."""
         try:
             bound = self.signature.bind(*args, **self.known(kwargs))
         except TypeError as error:
             raise TypeError(f"{self.name}(): {error}") from None
         bound.apply_defaults()
         return {
-            name: value if name in self.constexprs else _to_device(name, value, self.types.get(name))
+            name: value
+            if name in self.constexprs
+            else _to_device(name, value, self.types.get(name))
             for name, value in bound.arguments.items()
         }
 
@@ -66,22 +69,32 @@ _signature = functools.cache(_Signature)
 
 
 def _to_device(name: str, value: Any, kind: Any = None) -> Any:
-    """Return a kernel's argument as the interpreter needs it, with its origin; of the type ``kind`` if that is one."""
+    """Return a kernel's argument as the interpreter needs it, with its origin; of the type ``kind``
+    if that is one."""
     if isinstance(value, tuple):
-        fields, kinds = getattr(value, "_fields", None), getattr(type(value), "__annotations__", {})
+        fields = getattr(value, "_fields", None)
+        kinds = getattr(type(value), "__annotations__", {})
         if fields is None:
-            return type(value)(_to_device(f"{name}[{place}]", inner) for place, inner in enumerate(value))
+            return type(value)(
+                _to_device(f"{name}[{place}]", inner) for place, inner in enumerate(value)
+            )
         inner = zip(fields, value, strict=True)
-        return type(value)(*(_to_device(f"{name}.{field}", one, kinds.get(field)) for field, one in inner))
+        return type(value)(
+            *(_to_device(f"{name}.{field}", one, kinds.get(field)) for field, one in inner)
+        )
     if isinstance(value, tl.constexpr):
         return value.value
     device = getattr(value, "device", None)
     if getattr(device, "type", "cpu") != "cpu":
-        raise ValueError(f"{name} must be a CPU tensor: kernels run in the simulator; got one on {device}")
+        raise ValueError(
+            f"{name} must be a CPU tensor: kernels run in the simulator; got one on {device}"
+        )
     if isinstance(value, bool):
         kind = tl.int1  # triton before 3.9 makes 32 bits of it
     if isinstance(value, int) and kind in (tl.int1, *_INTEGERS.values()):
-        return tl.tensor(triton_interpreter.TensorHandle(np.array([value], numpy_dtype(kind)), kind), kind)
+        return tl.tensor(
+            triton_interpreter.TensorHandle(np.array([value], numpy_dtype(kind)), kind), kind
+        )
     converted = triton_interpreter._implicit_cvt(value)
     is_descriptor = isinstance(value, TensorDescriptor)
     tensor = triton_interpreter._unwrap_tensor(value.base if is_descriptor else value)
@@ -95,20 +108,26 @@ class MachineLauncher(triton_interpreter.GridExecutor):
     """The result of ``kernel[grid]``, which passes the launch to the machine."""
 
     def __init__(self, fn: Any, arg_names: Any, grid: Any, pre_run_hooks: Any = ()) -> None:
-        self.fn, self.grid, self.pre_run_hooks = fn, grid, pre_run_hooks
+        self.fn = fn
+        self.grid = grid
+        self.pre_run_hooks = pre_run_hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        fn, signature = self.fn, _signature(self.fn)
+        fn = self.fn
+        signature = _signature(self.fn)
         for hook in self.pre_run_hooks:
             hook(*args, **signature.known(kwargs))
         linked = bool(kwargs.get(LINKED))
         bound = signature.bind(args, kwargs)
         grid = tuple(int(size) for size in (self.grid(bound) if callable(self.grid) else self.grid))
         if not 1 <= len(grid) <= 3 or any(size < 0 for size in grid):
-            raise ValueError(f"the grid of {signature.name} must have 1 to 3 sizes of at least 0, got {grid}")
+            raise ValueError(
+                f"the grid of {signature.name} must have 1 to 3 sizes of at least 0, got {grid}"
+            )
 
         def program(keep_alive: object = (args, kwargs)) -> None:
-            # Keep the tensors, because messages, which hold their program, may use them after the kernel's end.
+            # Keep the tensors, because messages, which hold their program, may use them after the
+            # kernel's end.
             machine().program.linked = linked
             fn(**bound)
 

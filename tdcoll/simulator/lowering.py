@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device language under Triton's interpreter: each function works on the simulated machine.
 
-Arguments are as the interpreter passes them: tensors of one element, constexprs, ints. Every function takes
-the ``_semantic`` that Triton passes to its own, and has no use for it. Meanings are in
-:data:`tdcoll.spec.functions.FUNCTIONS`.
+Arguments are as the interpreter passes them: tensors of one element, constexprs, ints. Every
+function takes the ``_semantic`` that Triton passes to its own, and has no use for it. Meanings are
+in :data:`tdcoll.spec.functions.FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ from tdcoll.simulator.lowering_waits import *  # noqa: F403
 from tdcoll.simulator.machine import BARRIERS, Machine
 from tdcoll.simulator.pointers import pointers
 from tdcoll.spec import constants as c
-from tdcoll.spec.checks import axis_letter, choice, comparison, integer_pointee, require_scalar, word_type
+from tdcoll.spec.checks import (
+    axis_letter,
+    choice,
+    comparison,
+    integer_pointee,
+    require_scalar,
+    word_type,
+)
 from tdcoll.spec.functions import FUNCTIONS
 
 # ---------------------------------------------------------------------- PEs and addresses
@@ -69,7 +76,9 @@ def int_p(running, dest, value, pe):
     transfers.put(running, dest, (value & 0xFFFF_FFFF).to_bytes(4, "little"), 4, pe, nbi=True)
 
 
-def _put(running: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool, scope: str) -> None:
+def _put(
+    running: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool, scope: str
+) -> None:
     running.check_symmetric(dest, nbytes, "dest", pe)
     running.check_local(source, nbytes, "source", pe)
     transfers.put(running, dest, source, nbytes, pe, nbi=nbi)
@@ -87,7 +96,9 @@ def _put_signal(
     transfers.put(running, dest, source, nbytes, pe, nbi=nbi, signal=(sig_addr, signal, sig_op))
 
 
-def _get(running: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool, scope: str) -> None:
+def _get(
+    running: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool, scope: str
+) -> None:
     running.check_symmetric(source, nbytes, "source", pe)
     running.check_local(dest, nbytes, "dest", pe)
     transfers.get(running, dest, source, nbytes, pe, nbi=nbi)
@@ -131,8 +142,8 @@ def signal_wait_until(running, sig_addr, cmp_, cmp_val):
 
 
 def _typed(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function ``name`` of words, whose type is that of the first argument's pointee. ``operation`` is given
-    the machine, the address, the type, the PE and the values."""
+    """Return the function ``name`` of words, whose type is that of the first argument's pointee.
+    ``operation`` is given the machine, the address, the type, the PE and the values."""
     spec = FUNCTIONS[name]
     first = spec.parameters[0][0]
 
@@ -144,7 +155,9 @@ def _typed(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         address = Address(number_of(name, first, pointer))
         address.origin = pointer.handle.origin
         if address % of.itemsize:
-            raise ValueError(f"{name}: {first} must be a multiple of {of.itemsize}, got {address:#x}")
+            raise ValueError(
+                f"{name}: {first} must be a multiple of {of.itemsize}, got {address:#x}"
+            )
         running.check_symmetric(address, of.itemsize, first, pe)
         found = operation(running, address, of, pe, *values)
         return scalar(found, of, pointee) if spec.returns else None
@@ -174,7 +187,9 @@ def _atomic(change: Callable[..., Any], fetches: bool = True) -> Callable[..., A
     """Return an operation that makes ``change(old, *values)`` of a word and returns ``old``."""
 
     def operation(running: Machine, address: int, kind: Any, pe: int, *values: Any) -> Any:
-        return transfers.atomic(running, address, kind, pe, lambda old: change(old, *values), fetches=fetches)
+        return transfers.atomic(
+            running, address, kind, pe, lambda old: change(old, *values), fetches=fetches
+        )
 
     return operation
 
@@ -189,7 +204,9 @@ atomic_fetch = _typed("atomic_fetch", _atomic(lambda old: old))
 atomic_set = _typed("atomic_set", _atomic(lambda old, value: value, fetches=False))
 atomic_fetch_add = _typed("atomic_fetch_add", _atomic(_sum))
 atomic_swap = _typed("atomic_swap", _atomic(lambda old, value: value))
-atomic_compare_swap = _typed("atomic_compare_swap", _atomic(lambda old, cond, value: value if old == cond else old))
+atomic_compare_swap = _typed(
+    "atomic_compare_swap", _atomic(lambda old, cond, value: value if old == cond else old)
+)
 
 
 def _add(running: Machine, address: int, kind: Any, pe: int, value: Any) -> None:
@@ -235,7 +252,9 @@ def ntid(running, axis):
 @device
 def syncthreads(running):
     if running.program.lane is not None:
-        raise ValueError("syncthreads() inside a branch on tid(): threads that do not take it would wait for ever")
+        raise ValueError(
+            "syncthreads() inside a branch on tid(): threads that do not take it would wait for ever"
+        )
 
 
 # ---------------------------------------------------------------------- loads and stores with an order
@@ -287,7 +306,9 @@ def _atom(running: Machine, name: str, ptr: Any, scope: Any, semantic: Any, *val
     interpreter = triton_interpreter.interpreter_semantic
     given = [tl.cast(value, kind, _semantic=interpreter) for value in values]
     atomic = getattr(tl, name.replace("atom", "atomic"))
-    return atomic(ptr, *given, sem=order, scope=choice("scope", scope, ("gpu", "sys")), _semantic=interpreter)
+    return atomic(
+        ptr, *given, sem=order, scope=choice("scope", scope, ("gpu", "sys")), _semantic=interpreter
+    )
 
 
 @blocks

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments and results of the simulated device language, converted from and to those of Triton's interpreter."""
+"""Arguments and results of the simulated device language, converted from and to those of Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -29,17 +30,23 @@ def number_of(function: str, parameter: str, value: Any) -> int:
         if differs(value):
             raise one_value(f"{function}: {parameter}")
         if data.size != 1 or value.type.is_block():
-            raise ValueError(f"{function}: {parameter} must be a scalar, got a block of shape {list(data.shape)}")
+            raise ValueError(
+                f"{function}: {parameter} must be a scalar, got a block of shape {list(data.shape)}"
+            )
         value = data.reshape(-1)[0].item()
     if not isinstance(value, int):
         hint = "; pass its words" if hasattr(value, "words") else ""  # of a WaitMonitor
-        raise TypeError(f"{function}: {parameter} must be an integer or a pointer, got {value!r}{hint}")
+        raise TypeError(
+            f"{function}: {parameter} must be an integer or a pointer, got {value!r}{hint}"
+        )
     return int(value)
 
 
 def scalar(value: Any, numpy_type: Any, triton_type: Any) -> Any:
     """Return ``value`` as a scalar of a kernel."""
-    return tl.tensor(triton_interpreter.TensorHandle(np.array([value], numpy_type), triton_type), triton_type)
+    return tl.tensor(
+        triton_interpreter.TensorHandle(np.array([value], numpy_type), triton_type), triton_type
+    )
 
 
 def int32(value: int) -> Any:
@@ -47,12 +54,15 @@ def int32(value: int) -> Any:
     return scalar(value, np.int32, tl.int32)
 
 
-def device(implementation: Callable[..., Any], name: str = "", *, as_given: tuple[str, ...] = ()) -> Callable[..., Any]:
+def device(
+    implementation: Callable[..., Any], name: str = "", *, as_given: tuple[str, ...] = ()
+) -> Callable[..., Any]:
     """Make a function of the language from ``implementation(machine, *arguments)``.
 
     Args:
         name: of the function; default: the implementation's.
-        as_given: kinds of parameters whose arguments it takes as the interpreter gives them; others are numbers.
+        as_given: kinds of parameters whose arguments it takes as the interpreter gives them; others
+            are numbers.
     """
     name = name or implementation.__name__
     spec = FUNCTIONS[name]
@@ -79,7 +89,10 @@ def device(implementation: Callable[..., Any], name: str = "", *, as_given: tupl
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             args = bound.args
-        given = [argument(running, *what, value) for what, value in zip(spec.parameters, args, strict=True)]
+        given = [
+            argument(running, *what, value)
+            for what, value in zip(spec.parameters, args, strict=True)
+        ]
         return implementation(running, *given)
 
     call.__name__ = call.__qualname__ = name
@@ -101,7 +114,8 @@ def require_nvshmem(running: Machine, function: str) -> None:
 
 
 def multiplicity(running: Machine, scope: str) -> int:
-    """Return how many times a GPU makes a call that the program makes once: per thread, per warp or per block."""
+    """Return how many times a GPU makes a call that the program makes once: per thread, per warp or
+    per block."""
     program = running.program
     if program.lane is not None or scope == "_block":
         return 1

@@ -20,7 +20,14 @@ from tdcoll.simulator.waits import Monitor
 from tdcoll.spec import constants as c
 from tdcoll.spec.checks import comparison, consumed, integer_pointee, require_scalar
 
-__all__ = ["consume_token", "grid_barrier", "load_words", "store_flagged", "store_words", "test_signal"]
+__all__ = [
+    "consume_token",
+    "grid_barrier",
+    "load_words",
+    "store_flagged",
+    "store_words",
+    "test_signal",
+]
 __all__ += ["wait_flagged", "wait_signal", "wait_signals", "wait_token", "wait_word", "wait_words"]
 __all__ += ["wait_words_of_all"]
 
@@ -29,7 +36,9 @@ __all__ += ["wait_words_of_all"]
 def wait_signal(running, signal, compare, value, monitor, peer, index):
     running.check_signal(signal, "signal")
     comparison(compare)
-    _, came = waits.signals(running, [signal], compare, value, threads=[(peer, index)], monitor=Monitor(monitor))
+    _, came = waits.signals(
+        running, [signal], compare, value, threads=[(peer, index)], monitor=Monitor(monitor)
+    )
     return int32(came.all())
 
 
@@ -45,9 +54,13 @@ def consume_token(running, value, token):
 
 
 @device
-def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK, peer, index, stride):
+def wait_signals(
+    running, signals, count, skip, compare, value, monitor, BLOCK, peer, index, stride
+):
     if count > BLOCK or BLOCK & (BLOCK - 1) or BLOCK < 1:
-        raise ValueError(f"wait_signals: BLOCK must be a power of two of at least count={count}, got {BLOCK}")
+        raise ValueError(
+            f"wait_signals: BLOCK must be a power of two of at least count={count}, got {BLOCK}"
+        )
     if stride < 1:
         raise ValueError(f"wait_signals: stride must be at least 1, got {stride}")
     running.check_signal(signals, "signals")
@@ -56,7 +69,9 @@ def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK, 
     numbers = [number for number in range(count) if number != skip]
     threads = [(number if peer < 0 else peer, index + number) for number in numbers]
     places = [signals + 8 * stride * number for number in numbers]
-    _, came = waits.signals(running, places, compare, value, threads=threads, monitor=Monitor(monitor))
+    _, came = waits.signals(
+        running, places, compare, value, threads=threads, monitor=Monitor(monitor)
+    )
     return int32(came.all())
 
 
@@ -71,7 +86,9 @@ def wait_word(running, word, compare, value, monitor, peer, index):
     number = number_of("wait_word", "compare", compare)
     comparison(number)
     held = Monitor(monitor)
-    _, came = waits.word(running, address, kind, number, wanted, threads=[(peer, index)], monitor=held)
+    _, came = waits.word(
+        running, address, kind, number, wanted, threads=[(peer, index)], monitor=held
+    )
     return int32(bool(came[0]))
 
 
@@ -84,14 +101,18 @@ def test_signal(running, signal, compare, value):
 
 @device
 def grid_barrier(running, counter, monitor):
-    held, kind = Monitor(monitor), np.dtype(np.int64)
+    held = Monitor(monitor)
+    kind = np.dtype(np.int64)
     pointers().check_bytes(counter, 8, origin_of(counter), "store to")
     x, y, z = running.program.grid_dim
     share = (1 << 32) - (x * y * z - 1) if running.program.grid_idx == (0, 0, 0) else 1
     transfers.release(running, system=False)
     before = pointers().change_word(running.program.pe, counter, kind, lambda old: old + share)
-    thread, wanted = (c.OWN_GRID.value, -1), ((int(before) >> 32) + 1) << 32
-    _, came = waits.word(running, counter, kind, c.CMP_GE.value, wanted, threads=[thread], monitor=held)
+    thread = (c.OWN_GRID.value, -1)
+    wanted = ((int(before) >> 32) + 1) << 32
+    _, came = waits.word(
+        running, counter, kind, c.CMP_GE.value, wanted, threads=[thread], monitor=held
+    )
     return int32(came.all())
 
 
@@ -105,13 +126,16 @@ def _wait_for_words(
     running: Machine, words: Any, mask: Any, monitor: int, senders: Sequence[tuple[int, int]], n_parts: int,
     wait: Callable[..., Any], *wanted: int,
 ) -> Any:  # fmt: skip
-    """Wait for words of several senders; return blocks of their parts, and then 1 where they came in time.
+    """Wait for words of several senders; return blocks of their parts, and then 1 where they came
+    in time.
 
-    Each of ``senders`` is a rank and how many bytes after ``words`` its words lie. The first ``n_parts`` of the four
-    parts of a word are returned. ``wait`` takes the machine, addresses and what is ``wanted``.
+    Each of ``senders`` is a rank and how many bytes after ``words`` its words lie. The first
+    ``n_parts`` of the four parts of a word are returned. ``wait`` takes the machine, addresses and
+    what is ``wanted``.
     """
     addresses, active = _words(words, mask)
-    places, pending = np.flatnonzero(active), []
+    places = np.flatnonzero(active)
+    pending = []
     for _, offset in senders:
         theirs = addresses + np.uint64(offset)
         pointers().check_words(theirs, active, words.handle.origin, "load from")
@@ -128,17 +152,23 @@ def _wait_for_words(
     blocks[-1, places] = arrived.reshape(len(senders), places.size).all(axis=0)
     shaped = blocks.view(np.int32).reshape(len(blocks), *words.handle.data.shape)
     kind = tl.block_type(tl.int32, words.shape)
-    return tuple(tl.tensor(triton_interpreter.TensorHandle(block, tl.int32), kind) for block in shaped)
+    return tuple(
+        tl.tensor(triton_interpreter.TensorHandle(block, tl.int32), kind) for block in shaped
+    )
 
 
 @blocks
 def wait_flagged(running, words, flag, mask, monitor, peer):
-    return _wait_for_words(running, words, mask, monitor, [(peer, 0)], 3, waits.flagged, flag & 0xFFFF_FFFF)
+    return _wait_for_words(
+        running, words, mask, monitor, [(peer, 0)], 3, waits.flagged, flag & 0xFFFF_FFFF
+    )
 
 
 @blocks
 def wait_words(running, words, absent, mask, monitor, peer, call):
-    return _wait_for_words(running, words, mask, monitor, [(peer, 0)], 4, waits.words, absent & 0xFFFF_FFFF, call)
+    return _wait_for_words(
+        running, words, mask, monitor, [(peer, 0)], 4, waits.words, absent & 0xFFFF_FFFF, call
+    )
 
 
 @blocks
@@ -148,7 +178,9 @@ def wait_words_of_all(running, words, stride, count, skip, absent, mask, monitor
         raise ValueError(f"wait_words_of_all: count must be a constant of at least 2, got {ranks}")
     polled = [rank if rank != skip else (rank + 1) % ranks for rank in range(ranks)]
     senders = [(rank, rank * stride) for rank in polled]
-    return _wait_for_words(running, words, mask, monitor, senders, 4, waits.words, absent & 0xFFFF_FFFF, call)
+    return _wait_for_words(
+        running, words, mask, monitor, senders, 4, waits.words, absent & 0xFFFF_FFFF, call
+    )
 
 
 @blocks

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated machine: its memory, network and scheduler together, and which addresses a program may give it.
+"""The simulated machine: its memory, network and scheduler together, and which addresses a program
+may give it.
 
-What programs do on it is in :mod:`.transfers` (puts, gets, signals, order), :mod:`.pointers` (loads, stores, atomics)
-and :mod:`.waits`, which :mod:`tdcoll.simulator.lowering` calls for the device language and :mod:`.builder` for Triton's
-operations. The same code serves the in-process :class:`~.world.World` and one process per rank; they differ in the
-scheduler, and in that only a World may have a weak network. Without one everything arrives at once.
+What programs do on it is in :mod:`.transfers` (puts, gets, signals, order), :mod:`.pointers`
+(loads, stores, atomics) and :mod:`.waits`, which :mod:`tdcoll.simulator.lowering` calls for the
+device language and :mod:`.builder` for Triton's operations. The same code serves the in-process
+:class:`~.world.World` and one process per rank; they differ in the scheduler, and in that only a
+World may have a weak network. Without one everything arrives at once.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ BARRIERS = ("barrier_all", "sync_all")
 
 @dataclass
 class Counts:
-    """What one PE did since the machine was made. Bytes are payload; a put with a signal counts as both."""
+    """What one PE did since the machine was made. Bytes are payload; a put with a signal counts as
+    both."""
 
     puts: int = 0
     put_bytes: int = 0
@@ -45,7 +48,8 @@ class Machine:
         node_ids: name of each PE's node; pointers reach PEs of the same node only.
         arrivals: how often each PE has arrived at each of :data:`BARRIERS`.
         trace: timeline to record, or None.
-        check_overflow: integers of 32 bits that overflow are errors, and so are failed ``tl.device_assert``.
+        check_overflow: integers of 32 bits that overflow are errors, and so are failed
+            ``tl.device_assert``.
 
     Attributes:
         network: weak delivery, or None.
@@ -63,11 +67,16 @@ class Machine:
         trace: Trace | None = None,
         check_overflow: bool = False,
     ) -> None:
-        self.memory, self.scheduler, self.trace = memory, scheduler, trace
+        self.memory = memory
+        self.scheduler = scheduler
+        self.trace = trace
         self.node_ids = tuple(node_ids)
-        self.launch, self.arrivals, self.check_overflow = launch, arrivals, check_overflow
+        self.launch = launch
+        self.arrivals = arrivals
+        self.check_overflow = check_overflow
         self.network: Network | None = None
-        self.bounds, self.unseen = Bounds(memory), Unseen()
+        self.bounds = Bounds(memory)
+        self.unseen = Unseen()
         self.counts = [Counts() for _ in self.node_ids]
 
     @property
@@ -75,7 +84,9 @@ class Machine:
         """The running program; ``TdcollError`` if device code runs outside a kernel."""
         task = self.scheduler.current
         if task is None or task.grid_idx is None:
-            raise TdcollError("the device language was called on the host: call it inside a @tdcoll.jit kernel")
+            raise TdcollError(
+                "the device language was called on the host: call it inside a @tdcoll.jit kernel"
+            )
         return task
 
     def on(self, pe: int, address: int) -> int:
@@ -93,12 +104,16 @@ class Machine:
             raise ValueError(f"pe must be in 0..{self.memory.n_pes - 1}, got {pe}")
         return pe
 
-    def check_symmetric(self, address: int, nbytes: int, argument: str, pe: int | None = None) -> None:
-        """Refuse bytes that are not the running PE's part of a symmetric tensor, or in which ``pe`` has no part.
+    def check_symmetric(
+        self, address: int, nbytes: int, argument: str, pe: int | None = None
+    ) -> None:
+        """Refuse bytes that are not the running PE's part of a symmetric tensor, or in which ``pe``
+        has no part.
 
         No bytes may lie anywhere in the running PE's block.
         """
-        me, memory = self.program.pe, self.memory
+        me = self.program.pe
+        memory = self.memory
         if nbytes < 0:
             raise ValueError(f"bytes must be at least 0, got {nbytes}")
         if not memory.owns(address):
@@ -119,12 +134,16 @@ class Machine:
     def check_signal(self, address: int, argument: str, pe: int | None = None) -> None:
         """As :meth:`check_symmetric`, for an aligned word of 64 bits."""
         if address % 8:
-            raise ValueError(f"{argument} must be 8-byte aligned (a 64-bit signal), got {address:#x}")
+            raise ValueError(
+                f"{argument} must be 8-byte aligned (a 64-bit signal), got {address:#x}"
+            )
         self.check_symmetric(address, 8, argument, pe)
 
     def check_local(self, address: int, nbytes: int, argument: str, pe: int) -> None:
-        """Refuse bytes, if there are any, that transfers with ``pe`` may not use as their local side."""
-        me, memory = self.program.pe, self.memory
+        """Refuse bytes, if there are any, that transfers with ``pe`` may not use as their local
+        side."""
+        me = self.program.pe
+        memory = self.memory
         if not nbytes:
             return
         if memory.owns(address):
@@ -143,7 +162,8 @@ class Machine:
         self._check_bounds(address, nbytes, address, argument)
 
     def _check_bounds(self, begin: int, nbytes: int, address: int, argument: str) -> None:
-        """``nbytes`` from ``begin`` on must be where ``argument``, which is ``address``, may point."""
+        """``nbytes`` from ``begin`` on must be where ``argument``, which is ``address``, may
+        point."""
         problem = self.bounds.problem(begin, begin + nbytes, origin_of(address), self.program.pe)
         if problem is not None:
             raise ValueError(f"{argument} must stay within one tensor; got {problem}")
@@ -153,13 +173,21 @@ class Machine:
         program = self.program
         return slice_of(self.trace, program.pe, program.track, name)
 
-    def span(self, what: str, pe: int, nbytes: int, to: int, source: int = 0) -> Callable[[], None] | None:
-        """Begin a transfer of the running task to ``to`` on the timeline, if there is one; the result ends it."""
+    def span(
+        self, what: str, pe: int, nbytes: int, to: int, source: int = 0
+    ) -> Callable[[], None] | None:
+        """Begin a transfer of the running task to ``to`` on the timeline, if there is one; the
+        result ends it."""
         task = self.scheduler.current
         if self.trace is None or task is None:
             return None
-        memory, name = self.memory, f"{what} {self.memory.describe_range(to, nbytes)} -> pe{pe}"
-        details = {"bytes": nbytes, "to": memory.describe(to), "from": memory.describe(source) if source else ""}
+        memory = self.memory
+        name = f"{what} {self.memory.describe_range(to, nbytes)} -> pe{pe}"
+        details = {
+            "bytes": nbytes,
+            "to": memory.describe(to),
+            "from": memory.describe(source) if source else "",
+        }
         return self.trace.transfer(task.pe, task.track, name, details)
 
 
@@ -177,7 +205,8 @@ def machine() -> Machine:
 
 
 def put(wanted: Machine | None) -> None:
-    """Let kernels run on this machine, or on none if it is None; ``TdcollError`` if they run on another one."""
+    """Let kernels run on this machine, or on none if it is None; ``TdcollError`` if they run on
+    another one."""
     global _machine
     if wanted is not None and _machine is not None:
         raise TdcollError("a simulated machine is active in this process already; only one can be")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a simulated machine: the symmetric blocks of all PEs in one buffer, and each PE's allocations."""
+"""The bytes of a simulated machine: the symmetric blocks of all PEs in one buffer, and each PE's
+allocations."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.runtime.heap import ALIGNMENT
 
 NULL_PAGE = 4096
-"""If a pointer is below this address, it is null, or null plus an offset, because no memory lies there."""
+"""If a pointer is below this address, it is null, or null plus an offset, because no memory lies
+there."""
 
 
 def aligned(nbytes: int) -> int:
@@ -31,13 +33,15 @@ def read_word(address: int) -> int:
 
 
 def write_word(address: int, value: int) -> None:
-    """Write a 64-bit word at any address of this process; as one store if the address is aligned."""
+    """Write a 64-bit word at any address of this process; as one store if the address is
+    aligned."""
     ctypes.c_uint64.from_address(address).value = value & 0xFFFF_FFFF_FFFF_FFFF
 
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """Symmetric memory that ranks have allocated together: bytes ``[begin, end)`` of the block of each.
+    """Symmetric memory that ranks have allocated together: bytes ``[begin, end)`` of the block of
+    each.
 
     Attributes:
         begin, end: offsets; ``end - begin`` bytes were requested, without padding.
@@ -69,18 +73,23 @@ class _Allocations:
 
     def at(self, offset: int) -> Allocation | None:
         """Return the allocation at ``offset``, if there is one."""
-        found = self._held[place - 1] if (place := bisect_right(self._begins, offset)) else None
-        return found if found is not None and offset < found.end else None
+        place = bisect_right(self._begins, offset)
+        if place == 0:
+            return None
+        found = self._held[place - 1]
+        return found if offset < found.end else None
 
 
 class Memory:
-    """The symmetric blocks of ``n_pes`` PEs, one after another in a buffer that starts page-aligned.
+    """The symmetric blocks of ``n_pes`` PEs, one after another in a buffer that starts
+    page-aligned.
 
     Args:
         buffer: writable, at least ``begin + n_pes * nbytes`` bytes.
         begin: where the first block starts.
         nbytes: size of one block, a multiple of the alignment of allocations.
-        one_view: take one PE's allocations for those of all, because a process that is one PE knows only its own.
+        one_view: take one PE's allocations for those of all, because a process that is one PE knows
+            only its own.
         puts: whether NVSHMEM's functions work in kernels.
 
     Attributes:
@@ -88,9 +97,19 @@ class Memory:
     """
 
     def __init__(
-        self, buffer: memoryview, begin: int, nbytes: int, n_pes: int, *, one_view: bool = False, puts: bool = True
+        self,
+        buffer: memoryview,
+        begin: int,
+        nbytes: int,
+        n_pes: int,
+        *,
+        one_view: bool = False,
+        puts: bool = True,
     ) -> None:
-        self.nbytes, self.n_pes, self.total, self.puts = nbytes, n_pes, nbytes * n_pes, puts
+        self.nbytes = nbytes
+        self.n_pes = n_pes
+        self.total = nbytes * n_pes
+        self.puts = puts
         self.tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=self.total, offset=begin)
         self.base = self.tensor.data_ptr()
         self._words = np.frombuffer(buffer, np.uint64, self.total // 8, begin)
@@ -110,11 +129,13 @@ class Memory:
         return self.base + pe * self.nbytes
 
     def words(self, addresses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the unsigned 64-bit words at aligned symmetric addresses (uint64), each as one load."""
+        """Return the unsigned 64-bit words at aligned symmetric addresses (uint64), each as one
+        load."""
         return self._words[(addresses - np.uint64(self.base)) >> np.uint64(3)]
 
     def describe(self, address: int) -> str:
-        """Return ``pe3.signals[0]`` if an address is in an allocation, otherwise the PE and the offset."""
+        """Return ``pe3.signals[0]`` if an address is in an allocation, otherwise the PE and the
+        offset."""
         if not self.owns(address):
             return f"address {address:#x}"
         pe, offset = divmod(address - self.base, self.nbytes)
@@ -125,7 +146,8 @@ class Memory:
         return f"pe{pe}.{found.name}[{index}]" + (f"+{rest}" if rest else "")
 
     def describe_range(self, address: int, nbytes: int) -> str:
-        """``slots[24:48]`` for the elements in ``[address, address + nbytes)`` of an allocation, of any PE."""
+        """``slots[24:48]`` for the elements in ``[address, address + nbytes)`` of an allocation, of
+        any PE."""
         pe, offset = divmod(address - self.base, self.nbytes)
         found = self.allocations[pe].at(offset) if self.owns(address) else None
         if found is None:
@@ -150,9 +172,13 @@ class MemoryView:
     """One PE's view of a :class:`Memory`: the symmetric heap that tdcoll's host code works with."""
 
     def __init__(self, memory: Memory, pe: int, accessible: tuple[bool, ...]) -> None:
-        self._memory, self._accessible = memory, accessible
-        self.pe, self.n_pes, self.nbytes = pe, memory.n_pes, memory.nbytes
-        self.base, self.puts = memory.block(pe), memory.puts
+        self._memory = memory
+        self._accessible = accessible
+        self.pe = pe
+        self.n_pes = memory.n_pes
+        self.nbytes = memory.nbytes
+        self.base = memory.block(pe)
+        self.puts = memory.puts
         self.device = torch.device("cpu")
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -167,16 +193,22 @@ class MemoryView:
         begin = pe * self.nbytes + offset
         return self._memory.tensor[begin : begin + nbytes]
 
-    def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
+    def stream_wait(
+        self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float
+    ) -> None:
         word = (ctypes.c_uint32 if bits == 32 else ctypes.c_uint64).from_address(address)
         what = f"{self._memory.describe(address)} {'>=' if at_least else '=='} {value}"
 
         def ready() -> bool:
             return word.value >= value if at_least else word.value == value
 
-        if not self.wait_on_host(address, ready, lambda: f"waits for {what}, is {word.value}", timeout_s):
+        if not self.wait_on_host(
+            address, ready, lambda: f"waits for {what}, is {word.value}", timeout_s
+        ):
             raise CollectiveTimeout(
-                f"in a stream's wait for {what}, which is {word.value}", rank=self.pe, timeout_s=timeout_s
+                f"in a stream's wait for {what}, which is {word.value}",
+                rank=self.pe,
+                timeout_s=timeout_s,
             )
 
     def stream_write(self, stream: int, address: int, bits: int, value: int) -> None:
@@ -194,7 +226,8 @@ class MemoryView:
     def wait_on_host(
         self, address: int, ready: Callable[[], bool], describe: Callable[[], str], timeout_s: float
     ) -> bool:
-        """Wait on the host, by polling, until ``ready()`` (of the word at ``address``); False after ``timeout_s``."""
+        """Wait on the host, by polling, until ``ready()`` (of the word at ``address``); False after
+        ``timeout_s``."""
         end = time.monotonic() + timeout_s
         while not ready():
             if time.monotonic() > end:
@@ -203,7 +236,8 @@ class MemoryView:
         return True
 
     def written_by_host(self, address: int, nbytes: int) -> None:
-        """Tell waits on the host that it has written these bytes. Waits that poll need no notice."""
+        """Tell waits on the host that it has written these bytes. Waits that poll need no
+        notice."""
 
     def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
         made = Allocation(offset, offset + nbytes, name, itemsize, frozenset(pes))

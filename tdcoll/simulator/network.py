@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weak network: messages that arrive as late, and in as strange an order, as NVSHMEM and PTX permit.
+"""The weak network: messages that arrive as late, and in as strange an order, as NVSHMEM and PTX
+permit.
 
-Every PE has one *link* to each PE. Messages of its programs (puts, signals, stores through a peer pointer) wait there
-as operations, of which the pieces and then the signal arrive (``docs/simulator.md`` has the rules). A fence, by any
-program, opens a new *epoch* in each of the PE's links, and only operations of a link's oldest epoch arrive. Gets, and
-copies of streams, travel in separate links, which fences do not order; ``quiet`` does not wait for copies, nor for
-other programs' stores. An operation may be *held back* until no task can run but stragglers (:mod:`.policy`).
+Every PE has one *link* to each PE. Messages of its programs (puts, signals, stores through a peer
+pointer) wait there as operations, of which the pieces and then the signal arrive
+(``docs/simulator.md`` has the rules). A fence, by any program, opens a new *epoch* in each of the
+PE's links, and only operations of a link's oldest epoch arrive. Gets, and copies of streams, travel
+in separate links, which fences do not order; ``quiet`` does not wait for copies, nor for other
+programs' stores. An operation may be *held back* until no task can run but stragglers
+(:mod:`.policy`).
 
 Stores through tensor descriptors travel there, too: no fence, release or quiet orders them until their program has
 waited for them, which makes stores of them.
@@ -32,7 +35,7 @@ Piece = tuple[int, "int | bytes", int]
 
 
 @dataclass(slots=True, eq=False)
-class Operation:
+class Transfer:
     """One message in flight.
 
     Attributes:
@@ -64,18 +67,24 @@ class Operation:
 class Network:
     """Messages in flight, from which ``policy`` chooses the next to arrive.
 
-    ``written`` is called with address and length of bytes that have arrived, and ``arrived`` with ``("arrived", PE)``
-    when an operation of that PE has.
+    ``written`` is called with address and length of bytes that have arrived, and ``arrived`` with
+    ``("arrived", PE)`` when an operation of that PE has.
     """
 
     def __init__(
-        self, policy: Policy, written: Callable[[int, int], None], arrived: Callable[[tuple[str, int]], None]
+        self,
+        policy: Policy,
+        written: Callable[[int, int], None],
+        arrived: Callable[[tuple[str, int]], None],
     ) -> None:
-        self._policy, self._written, self._arrived = policy, written, arrived
-        self._links: dict[tuple[int, int, bool], list[list[Operation]]] = {}  # epochs, the oldest first
-        self.eager: list[Operation] = []  # may arrive now
-        self._late: list[Operation] = []  # may arrive when no task can run but stragglers
-        self._released: dict[Operation, None] = {}  # stores, to the other programs of their PE
+        self._policy = policy
+        self._written = written
+        self._arrived = arrived
+        # epochs, the oldest first
+        self._links: dict[tuple[int, int, bool], list[list[Transfer]]] = {}
+        self.eager: list[Transfer] = []  # may arrive now
+        self._late: list[Transfer] = []  # may arrive when no task can run but stragglers
+        self._released: dict[Transfer, None] = {}  # stores, to the other programs of their PE
 
     def issue(
         self,
@@ -88,11 +97,11 @@ class Network:
         done: Callable[[], None] | None = None,
         move: Callable[[int, Any, int], Any] = ctypes.memmove,
         is_flag: bool = False,
-    ) -> Operation:
-        """Put a message of ``issuer`` into the link to ``pe``; other arguments as in Operation."""
+    ) -> Transfer:
+        """Put a message of ``issuer`` into the link to ``pe``; other arguments as in Transfer."""
         late = self._policy.holds_back(has_signal=signal is not None, is_flag=is_flag)
         link = issuer.pe, pe, kind in ("get", "copy", "descriptor store")
-        operation = Operation(kind, issuer, link, list(pieces), signal, done, move, late)
+        operation = Transfer(kind, issuer, link, list(pieces), signal, done, move, late)
         issuer.in_flight += 1
         if operation.arrived:  # a put of no bytes
             self._finish(operation)
@@ -119,19 +128,26 @@ class Network:
             if sender == source_pe and not unordered and epochs[-1]:
                 epochs.append([])
 
-    def outstanding(self, issuer: Task) -> list[Operation]:
-        """Return the operations that must arrive before ``quiet`` returns if ``issuer`` calls it now."""
+    def outstanding(self, issuer: Task) -> list[Transfer]:
+        """Return the operations that must arrive before ``quiet`` returns if ``issuer`` calls it
+        now."""
         sent = self._sent_by(issuer.pe)
         of_others = ("put", "get", "signal")
         own = (*of_others, "store", "copy")
-        return [operation for operation in sent if operation.kind in (own if operation.issuer is issuer else of_others)]
+        found = []
+        for operation in sent:
+            kinds = own if operation.issuer is issuer else of_others
+            if operation.kind in kinds:
+                found.append(operation)
+        return found
 
-    def _sent_by(self, source_pe: int) -> Iterator[Operation]:
+    def _sent_by(self, source_pe: int) -> Iterator[Transfer]:
         epochs = (epochs for (sender, *_), epochs in self._links.items() if sender == source_pe)
         return chain.from_iterable(chain.from_iterable(epochs))
 
     def deliver(self) -> bool:
-        """Let one piece or one signal of some operation arrive; return False if nothing is in flight."""
+        """Let one piece or one signal of some operation arrive; return False if nothing is in
+        flight."""
         queue = self.eager or self._late
         if not queue:
             return False
@@ -164,8 +180,10 @@ class Network:
 
         first, end = touching or (0, 1 << 64)
 
-        def wanted(operation: Operation) -> bool:
-            inside = any(dest < end and first < dest + nbytes for dest, _, nbytes in operation.pieces)
+        def wanted(operation: Transfer) -> bool:
+            inside = any(
+                dest < end and first < dest + nbytes for dest, _, nbytes in operation.pieces
+            )
             return inside and operation.issuer is issuer and operation.kind in kinds
 
         for link in list(self._links) if issuer.in_flight else ():
@@ -173,9 +191,12 @@ class Network:
                 self._flush(link, wanted)
 
     def release_stores(self, issuer: Task) -> None:
-        """Order the stores of ``issuer`` so far before later operations of its PE's programs that have heard of it."""
+        """Order the stores of ``issuer`` so far before later operations of its PE's programs that
+        have heard of it."""
         if issuer.in_flight:
-            stores = (op for op in self._sent_by(issuer.pe) if op.issuer is issuer and op.kind == "store")
+            stores = (
+                op for op in self._sent_by(issuer.pe) if op.issuer is issuer and op.kind == "store"
+            )
             self._released.update(dict.fromkeys(stores))
 
     def flush_released(self, source_pe: int) -> None:
@@ -190,7 +211,7 @@ class Network:
         fenced = list(chain.from_iterable(self._links.get(link, [])[:-1]))
         self._flush(link, fenced.__contains__)
 
-    def _flush(self, link: tuple[int, int, bool], wanted: Callable[[Operation], bool]) -> None:
+    def _flush(self, link: tuple[int, int, bool], wanted: Callable[[Transfer], bool]) -> None:
         epochs = self._links.get(link, [])
         last = max((i for i, epoch in enumerate(epochs) if any(map(wanted, epoch))), default=-1)
         chosen = [
@@ -212,26 +233,30 @@ class Network:
             self._withdraw(operation)
             self._close(operation)
 
-    def _deliver_part(self, operation: Operation, in_order: bool = False) -> None:
+    def _deliver_part(self, operation: Transfer, in_order: bool = False) -> None:
         pieces = operation.pieces
         if pieces:
-            dest, source, nbytes = pieces.pop(0) if in_order or len(pieces) == 1 else self._policy.take(pieces)
+            dest, source, nbytes = (
+                pieces.pop(0) if in_order or len(pieces) == 1 else self._policy.take(pieces)
+            )
             operation.move(dest, source, nbytes)
             self._written(dest, nbytes)
         elif operation.signal is not None:
-            signal, operation.signal = operation.signal, None
+            signal = operation.signal
+            operation.signal = None
             signal()
 
-    def _open(self, operation: Operation) -> None:
+    def _open(self, operation: Transfer) -> None:
         (self._late if operation.late else self.eager).append(operation)
 
-    def _withdraw(self, operation: Operation) -> None:
+    def _withdraw(self, operation: Transfer) -> None:
         queue = self._late if operation.late else self.eager
         if operation in queue:
             queue.remove(operation)
 
-    def _close(self, operation: Operation) -> None:
-        """Remove ``operation``, which has arrived; if it was the last of its epoch, open the next one."""
+    def _close(self, operation: Transfer) -> None:
+        """Remove ``operation``, which has arrived; if it was the last of its epoch, open the next
+        one."""
         epochs = self._links[operation.link]
         next(epoch for epoch in epochs if operation in epoch).remove(operation)
         was_oldest = not epochs[0]
@@ -244,7 +269,7 @@ class Network:
                 self._open(waiting)
         self._finish(operation)
 
-    def _finish(self, operation: Operation) -> None:
+    def _finish(self, operation: Transfer) -> None:
         self._released.pop(operation, None)
         operation.issuer.in_flight -= 1
         if operation.done is not None:

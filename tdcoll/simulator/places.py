@@ -13,7 +13,10 @@ from typing import Any
 import triton
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_FOLDERS = (*(_PACKAGE / name for name in ("runtime", "simulator", "language", "spec")), Path(triton.__file__).parent)
+_FOLDERS = (
+    *(_PACKAGE / name for name in ("runtime", "simulator", "language", "spec")),
+    Path(triton.__file__).parent,
+)
 _INSIDE = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 
 
@@ -25,9 +28,14 @@ class Place:
     line: int
 
     def note(self, *words: str) -> str:
-        """Return what stands behind a line of a report: `` (from rank 3; kernels.py:45)``, with ``words`` first."""
+        """Return what stands behind a line of a report: `` (from rank 3; kernels.py:45)``, with
+        ``words`` first."""
         inside = self.file.startswith(f"{os.getcwd()}{os.sep}")
-        where = [f"{os.path.relpath(self.file) if inside else self.file}:{self.line}"] if self.file else []
+        where = (
+            [f"{os.path.relpath(self.file) if inside else self.file}:{self.line}"]
+            if self.file
+            else []
+        )
         found = "; ".join(filter(None, [*words, *where]))
         return f" ({found})" if found else ""
 
@@ -42,5 +50,7 @@ def kernel_place() -> Place:
 
 def place_of(error: BaseException) -> Place:
     """Return the line of the kernel, or of its helper, where an error began."""
-    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    frames = (
+        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    )
     return Place(*([at for at in frames if not at[0].startswith(_INSIDE)] or [("", 0)])[-1])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads, stores and atomics through pointers, as the machine sees them.
 
-Stores through a peer pointer travel through the network as puts do, element by element at the finest. Those to the
-PE's own memory do as well until other PEs see them (:mod:`.unseen`). Atomics take effect at once on every PE.
+Stores through a peer pointer travel through the network as puts do, element by element at the
+finest. Those to the PE's own memory do as well until other PEs see them (:mod:`.unseen`). Atomics
+take effect at once on every PE.
 """
 
 from __future__ import annotations
@@ -36,17 +37,23 @@ class PointerAccess:
         self._machine = machine
 
     def check(self, addresses: Array, mask: Array, nbytes: int, origin: Origin, what: str) -> bool:
-        """Refuse an access to memory that the program may not reach; return whether it is to symmetric memory.
+        """Refuse an access to memory that the program may not reach; return whether it is to
+        symmetric memory.
 
-        ``what``, "load from" or "store to", accesses elements of ``nbytes`` bytes at flat ``addresses``, where ``mask``
-        is true, by pointers from ``origin``. Raises ValueError if one lies outside.
+        ``what``, "load from" or "store to", accesses elements of ``nbytes`` bytes at flat
+        ``addresses``, where ``mask`` is true, by pointers from ``origin``. Raises ValueError if one
+        lies outside.
         """
         if not mask.all():
             addresses = addresses[mask]
         if not addresses.size:
             return False
         machine = self._machine
-        first, last = (int(addresses.min()), int(addresses.max())) if addresses.size > 1 else (int(addresses[0]),) * 2
+        first, last = (
+            (int(addresses.min()), int(addresses.max()))
+            if addresses.size > 1
+            else (int(addresses[0]),) * 2
+        )
         if machine.bounds.problem(first, last + nbytes, origin, machine.program.pe) is None:
             return machine.memory.owns(first)
         elements = np.unique(addresses).tolist()  # on several PEs, or of several origins, or wrong
@@ -70,21 +77,27 @@ class PointerAccess:
     def loading(
         self, addresses: Array, mask: Array, nbytes: int, origin: Origin, *, polls: bool
     ) -> AbstractContextManager[None]:
-        """:meth:`check` a load, and make it in the context that this returns. See :meth:`before_load`."""
+        """:meth:`check` a load, and make it in the context that this returns. See
+        :meth:`before_load`."""
         symmetric = self.check(addresses, mask, nbytes, origin, "load from")
         self.before_load(addresses, mask, polls=polls, symmetric=symmetric)
         if not symmetric or self._machine.network is None:
             return nullcontext()
         touched = addresses[mask]
-        pe, begin, end = self._machine.program.pe, int(touched.min()), int(touched.max()) + nbytes
+        pe = self._machine.program.pe
+        begin = int(touched.min())
+        end = int(touched.max()) + nbytes
         return self._machine.unseen.as_seen_by(pe, begin, end)
 
     def before_load(self, addresses: Array, mask: Array, *, polls: bool, symmetric: bool) -> None:
-        """Prepare a load of the running program; a schedule point if others could have written there.
+        """Prepare a load of the running program; a schedule point if others could have written
+        there.
 
-        ``polls``: it reads memory that others write (volatile, atomic, ``ld``). ``symmetric``: of :meth:`check`.
+        ``polls``: it reads memory that others write (volatile, atomic, ``ld``). ``symmetric``: of
+        :meth:`check`.
         """
-        machine, program = self._machine, self._machine.program
+        machine = self._machine
+        program = self._machine.program
         inside = self._symmetric(addresses, mask) if symmetric else None
         if inside is None:
             program.quiet_loads += 1
@@ -94,9 +107,13 @@ class PointerAccess:
         else:
             first = int(addresses[int(inside.argmax())])
         program.quiet_loads = 0
-        place, describe = kernel_place(), machine.memory.describe
+        place = kernel_place()
+        describe = machine.memory.describe
         machine.scheduler.poll(
-            first, lambda: f"spins on {describe(first)}, is {read_word(first & ~7) if first else 0}{place.note()}"
+            first,
+            lambda: (
+                f"spins on {describe(first)}, is {read_word(first & ~7) if first else 0}{place.note()}"
+            ),
         )
         if inside is not None and machine.network is not None and program.in_flight:
             remote = addresses[inside & (self._pes(addresses) != program.pe)]
@@ -104,26 +121,32 @@ class PointerAccess:
                 machine.network.flush_stores(program, (int(remote.min()), int(remote.max()) + 8))
 
     def stored(self, addresses: Array, mask: Array) -> None:
-        """Wake tasks that wait for memory that the running program has stored to. A schedule point."""
+        """Wake tasks that wait for memory that the running program has stored to. A schedule
+        point."""
         scheduler = self._machine.scheduler
         inside = self._symmetric(addresses, mask)
         if inside is None:
             scheduler.progress += 1
             return
         touched = addresses[inside]
-        first, last = int(touched.min()), int(touched.max())
+        first = int(touched.min())
+        last = int(touched.max())
         scheduler.notify_words(first, last - first + 8)
         scheduler.turn()
 
-    def store_weakly(self, addresses: Array, values: Array, mask: Array, kind: str = "store") -> Array:
+    def store_weakly(
+        self, addresses: Array, values: Array, mask: Array, kind: str = "store"
+    ) -> Array:
         """Send the elements on other PEs through the network; return the mask of those that the caller has to store.
 
         ``kind``: ``"store"`` or ``"descriptor store"``.
         """
-        inside, network = self._symmetric(addresses, mask), self._machine.network
+        inside = self._symmetric(addresses, mask)
+        network = self._machine.network
         if inside is None or network is None:
             return mask
-        program, unit = self._machine.program, values.itemsize
+        program = self._machine.program
+        unit = values.itemsize
         pes = np.where(inside, self._pes(addresses), program.pe)
         for pe in np.unique(pes[inside]).tolist():
             chosen = np.flatnonzero(inside & (pes == pe))
@@ -131,25 +154,33 @@ class PointerAccess:
             gaps = np.flatnonzero(np.diff(addresses[chosen].astype(np.int64)) != unit) + 1
             runs = np.split(chosen, gaps)  # neighbours travel together
             if pe == program.pe:
-                self._store_here(network, [(int(addresses[run[0]]), unit * run.size) for run in runs], unit, kind)
+                self._store_here(
+                    network, [(int(addresses[run[0]]), unit * run.size) for run in runs], unit, kind
+                )
             else:
                 for run in runs:
-                    self._store(network, pe, int(addresses[run[0]]), values[run].tobytes(), unit, kind)
+                    self._store(
+                        network, pe, int(addresses[run[0]]), values[run].tobytes(), unit, kind
+                    )
         return mask & (pes == program.pe)
 
     def store_words(self, addresses: Array, words: Array, mask: Array, *, whole: bool) -> None:
-        """Store 128-bit words, ``[n, 4]`` uint32: ``whole``, or in parts that arrive one by one. A schedule point.
+        """Store 128-bit words, ``[n, 4]`` uint32: ``whole``, or in parts that arrive one by one. A
+        schedule point.
 
-        Other processes see a whole word's upper half after its lower one, or with it (because x86 orders stores).
+        Other processes see a whole word's upper half after its lower one, or with it (because x86
+        orders stores).
         """
         if not whole:
             places = (addresses[:, None] + np.arange(0, 16, 4, dtype=np.uint64)).reshape(-1)
-            wanted, values = np.repeat(mask, 4), words.reshape(-1)
+            wanted = np.repeat(mask, 4)
+            values = words.reshape(-1)
             _interpreter.store(places, values, self.store_weakly(places, values, wanted))
             self.stored(places, wanted)
             return
         here = np.flatnonzero(self.store_weakly(addresses, words.view("V16").reshape(-1), mask))
-        halves, present = words.view(np.uint64)[here], np.ones(here.size, bool)
+        halves = words.view(np.uint64)[here]
+        present = np.ones(here.size, bool)
         for half in (0, 1):
             places = addresses[here] + np.uint64(8 * half)
             _interpreter.store(places, np.ascontiguousarray(halves[:, half]), present)
@@ -157,7 +188,9 @@ class PointerAccess:
 
     def copy(self, dest: int, source: int, nbytes: int) -> None:
         """Copy bytes by loads and stores."""
-        machine, program, network = self._machine, self._machine.program, self._machine.network
+        machine = self._machine
+        program = self._machine.program
+        network = self._machine.network
         if nbytes < 0:
             raise ValueError(f"nbytes must be at least 0, got {nbytes}")
         if not nbytes:
@@ -179,28 +212,41 @@ class PointerAccess:
             machine.scheduler.notify_words(dest, nbytes)
         machine.scheduler.turn()
 
-    def _store(self, network: Network, pe: int, dest: int, data: bytes, unit: int, kind: str = "store") -> None:
-        machine, program = self._machine, self._machine.program
+    def _store(
+        self, network: Network, pe: int, dest: int, data: bytes, unit: int, kind: str = "store"
+    ) -> None:
+        machine = self._machine
+        program = self._machine.program
         counts = machine.counts[program.pe]
         counts.stores += 1
         counts.store_bytes += len(data)
         pieces = network.cut(dest, data, len(data), unit)
-        move, done = partial(machine.unseen.write_from, program.pe), machine.span("store", pe, len(data), dest)
+        move = partial(machine.unseen.write_from, program.pe)
+        done = machine.span("store", pe, len(data), dest)
         is_flag = kind == "store" and len(data) <= max(8, unit)
         network.issue(program, pe, kind, pieces, done=done, move=move, is_flag=is_flag)
 
-    def _store_here(self, network: Network, runs: list[tuple[int, int]], unit: int, kind: str = "store") -> None:
+    def _store_here(
+        self, network: Network, runs: list[tuple[int, int]], unit: int, kind: str = "store"
+    ) -> None:
         """Prepare a store of the program to its own PE's memory; the store lands when it has arrived.
 
-        ``runs``: address and length of each stretch of bytes, ascending. ``unit``: bytes of an element.
+        ``runs``: address and length of each stretch of bytes, ascending. ``unit``: bytes of an
+        element.
         """
-        machine, program = self._machine, self._machine.program
+        machine = self._machine
+        program = self._machine.program
         if machine.memory.n_pes == 1:
             return
-        first, end = runs[0][0], runs[-1][0] + runs[-1][1]
+        first = runs[0][0]
+        end = runs[-1][0] + runs[-1][1]
         self._show(network, first, end)
         store = machine.unseen.hide(program, runs)
-        pieces, reveal = [(first, 0, end - first)], lambda *piece: machine.unseen.reveal(store)
+        pieces = [(first, 0, end - first)]
+
+        def reveal(*piece: Any) -> None:
+            machine.unseen.reveal(store)
+
         is_flag = kind == "store" and end - first <= max(8, unit)
         network.issue(program, program.pe, kind, pieces, move=reveal, is_flag=is_flag)
 
@@ -210,8 +256,11 @@ class PointerAccess:
             network.flush_stores(issuer, (begin, end), kinds=STORES)
 
     @contextmanager
-    def atomic(self, addresses: Array, mask: Array, nbytes: int, *, symmetric: bool) -> Iterator[None]:
-        """Let the caller make an atomic read-modify-write of words of ``nbytes`` inside, after a schedule point."""
+    def atomic(
+        self, addresses: Array, mask: Array, nbytes: int, *, symmetric: bool
+    ) -> Iterator[None]:
+        """Let the caller make an atomic read-modify-write of words of ``nbytes`` inside, after a
+        schedule point."""
         self.before_load(addresses, mask, polls=True, symmetric=symmetric)
         with self._changing(self._machine.program.pe, addresses[mask], nbytes):
             yield
@@ -223,17 +272,22 @@ class PointerAccess:
 
     @contextmanager
     def _changing(self, pe: int, addresses: Array, nbytes: int) -> Iterator[None]:
-        """Let the memory have ``pe``'s view of these words inside, for its atomics; then wake waiting tasks.
+        """Let the memory have ``pe``'s view of these words inside, for its atomics; then wake
+        waiting tasks.
 
-        Its own programs' earlier stores to them land before, because all PEs see the same word from then on.
+        Its own programs' earlier stores to them land before, because all PEs see the same word from
+        then on.
         """
         if not addresses.size:
             yield
             return
-        network, own = self._machine.network, addresses[self._pes(addresses) == pe]
+        network = self._machine.network
+        own = addresses[self._pes(addresses) == pe]
         if network is not None and own.size:
             self._show(network, int(own.min()), int(own.max()) + nbytes)
-        with self._machine.unseen.as_seen_by(pe, int(addresses.min()), int(addresses.max()) + nbytes):
+        with self._machine.unseen.as_seen_by(
+            pe, int(addresses.min()), int(addresses.max()) + nbytes
+        ):
             before = _words(addresses, nbytes)
             yield
             changed = addresses[before != _words(addresses, nbytes)]
@@ -269,12 +323,16 @@ def store_now(addresses: Array, values: Array, mask: Array) -> None:
 def _words(addresses: Array, nbytes: int) -> Array:
     """Return the words of ``nbytes`` bytes at any addresses, as unsigned integers."""
     kind = np.dtype(f"u{nbytes}")
-    return _interpreter.load(addresses, np.ones(addresses.size, bool), np.zeros(addresses.size, kind), kind)
+    return _interpreter.load(
+        addresses, np.ones(addresses.size, bool), np.zeros(addresses.size, kind), kind
+    )
 
 
 def replace_word(address: int, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Replace the word of numpy type ``kind`` at any address by ``change(word)``, atomically; return the old word."""
-    at, order = np.array([address], np.uint64), _interpreter.MEM_SEMANTIC.ACQUIRE_RELEASE
+    """Replace the word of numpy type ``kind`` at any address by ``change(word)``, atomically;
+    return the old word."""
+    at = np.array([address], np.uint64)
+    order = _interpreter.MEM_SEMANTIC.ACQUIRE_RELEASE
     while True:
         old = _interpreter.load(at, np.ones(1, bool), np.zeros(1, kind), kind)
         new = np.asarray(change(old[0])).astype(kind).reshape(1)

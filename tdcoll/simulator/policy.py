@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies: every choice that a simulated machine leaves open, in one object.
 
-A policy chooses the ready task that runs next, when a message arrives and in what pieces, and which of them are late.
-Without a seed the choices are fair: tasks take turns and messages arrive last, in the order in which they were sent.
-With a seed they are random, with two habits of real machines, because uniform choice seldom drives one part far behind:
+A policy chooses the ready task that runs next, when a message arrives and in what pieces, and which
+of them are late. Without a seed the choices are fair: tasks take turns and messages arrive last, in
+the order in which they were sent. With a seed they are random, with two habits of real machines,
+because uniform choice seldom drives one part far behind:
 
-- *late data*: bytes without a signal arrive only when no task can run but stragglers. If a kernel signals without
-  ordering the data first, nearly every run shows it.
-- *stragglers*: one PE, or some programs, hardly ever get their turn when another task can run or a message can arrive.
-  This shows kernels that rely on ranks being about equally fast.
+- *late data*: bytes without a signal arrive only when no task can run but stragglers. If a kernel
+  signals without ordering the data first, nearly every run shows it.
+- *stragglers*: one PE, or some programs, hardly ever get their turn when another task can run or a
+  message can arrive. This shows kernels that rely on ranks being about equally fast.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class Policy:
         return False
 
     def holds_back(self, *, has_signal: bool, is_flag: bool) -> bool:
-        """Return whether a new message is held back until no task can run but stragglers. A flag is one word."""
+        """Return whether a new message is held back until no task can run but stragglers. A flag is
+        one word."""
         return False
 
     def cuts(self, units: int) -> list[int]:
-        """Return where to cut a message of ``units`` indivisible parts: ascending, each in ``1..units - 1``."""
+        """Return where to cut a message of ``units`` indivisible parts: ascending, each in
+        ``1..units - 1``."""
         return []
 
     def is_slow(self, pe: int) -> bool:
@@ -62,7 +65,8 @@ class RandomPolicy(Policy):
     Args:
         late_data: True, False, or None if the seed decides.
         stragglers: True, False, a PE, or None if the seed decides.
-        impatient: waits of kernels may expire at any time. Until then the seed's choices are the same as without.
+        impatient: waits of kernels may expire at any time. Until then the seed's choices are the
+            same as without.
     """
 
     def __init__(
@@ -74,12 +78,15 @@ class RandomPolicy(Policy):
         stragglers: bool | int | None = None,
         impatient: bool = False,
     ) -> None:
-        self._random, self._patience = random.Random(seed), random.Random(f"patience {seed}")
+        self._random = random.Random(seed)
+        self._patience = random.Random(f"patience {seed}")
         self.gives_up_rate = self._patience.choice((0.001, 0.005, 0.02)) if impatient else 0.0
         # always draw the same numbers, because fixing one habit must not change the others
-        which, self.rate = int(self._random.random() * n_pes), (0.1, 0.3, 0.6)[int(self._random.random() * 3)]
+        which = int(self._random.random() * n_pes)
+        self.rate = (0.1, 0.3, 0.6)[int(self._random.random() * 3)]
         self.late_data = seed % 4 in (0, 2) if late_data is None else late_data
-        self.slow_pe, self.slow_share = None, 0.0
+        self.slow_pe = None
+        self.slow_share = 0.0
         if stragglers is not None and not isinstance(stragglers, bool):
             self.slow_pe = stragglers
         elif seed % 4 in (1, 2) if stragglers is None else stragglers:
@@ -93,7 +100,8 @@ class RandomPolicy(Policy):
         last = items.pop()
         if index == len(items):
             return last
-        item, items[index] = items[index], last
+        item = items[index]
+        items[index] = last
         return item
 
     def deliver_now(self) -> bool:
@@ -112,7 +120,9 @@ class RandomPolicy(Policy):
         return sorted({1 + int(draw() * (units - 1)) for _ in range(wanted)})
 
     def is_slow(self, pe: int) -> bool:
-        return pe == self.slow_pe or (self.slow_share > 0 and self._random.random() < self.slow_share)
+        return pe == self.slow_pe or (
+            self.slow_share > 0 and self._random.random() < self.slow_share
+        )
 
     def slow_now(self) -> bool:
         return self._random.random() < 0.02
@@ -127,4 +137,6 @@ class RandomPolicy(Policy):
             "some programs slow": self.slow_share,
             "impatient": self.gives_up_rate,
         }
-        return ", ".join([f"delivery rate {self.rate}", *(habit for habit, has in habits.items() if has)])
+        return ", ".join(
+            [f"delivery rate {self.rate}", *(habit for habit, has in habits.items() if has)]
+        )

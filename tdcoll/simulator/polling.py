@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler of one process among several: other processes write to the memory that its programs wait on.
+"""The scheduler of one process among several: other processes write to the memory that its programs
+wait on.
 
-Waits poll, because writes of other processes come without notice. In between the process gives up its core, first for a
-moment, then for up to a millisecond, so that eight processes can share two cores. Deadlines are wall time.
+Waits poll, because writes of other processes come without notice. In between the process gives up
+its core, first for a moment, then for up to a millisecond, so that eight processes can share two
+cores. Deadlines are wall time.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _LONGEST_SLEEP_S = 1e-3
 
 
 class PollingScheduler:
-    """Runs the programs of launches in turns. Launches of several threads of the host run beside each other.
+    """Runs the programs of launches in turns. Launches of several threads of the host run beside
+    each other.
 
     Args:
         timeout_s: seconds after which waits without a deadline, and spin loops, raise an error.
@@ -39,10 +42,13 @@ class PollingScheduler:
         """Run these programs until all are done.
 
         Raises:
-            CollectiveTimeout: a program waits for longer than the timeout; the message names it and the awaited word.
+            CollectiveTimeout: a program waits for longer than the timeout; the message names it and
+                the awaited word.
             Exception: any error of a program, with a note that names it.
         """
-        switch, left, idle = make_switch(None), list(tasks), 0
+        switch = make_switch(None)
+        left = list(tasks)
+        idle = 0
         for task in tasks:
             switch.start(task)
         try:
@@ -69,7 +75,8 @@ class PollingScheduler:
         return task is not None and task.thread == threading.get_ident()
 
     def _round(self, switch: Switch, left: list[Task]) -> bool:
-        """Resume every task that is left and does not wait; return whether one of them made progress."""
+        """Resume every task that is left and does not wait; return whether one of them made
+        progress."""
         busy = False
         for task in list(left):
             if task.wait is not None and not (task.wait.ready() or self._over(task.wait)):
@@ -105,17 +112,25 @@ class PollingScheduler:
     ) -> bool:
         task = self._running()
         task.polls = 0
-        task.wait = Wait(ready, describe, keys, self.now_ns + (self._timeout_ns if timeout_ns is None else timeout_ns))
+        task.wait = Wait(
+            ready,
+            describe,
+            keys,
+            self.now_ns + (self._timeout_ns if timeout_ns is None else timeout_ns),
+        )
         self._switch.suspend(task)
-        while not (came := ready()) and not self._over(task.wait):
+        came = ready()
+        while not came and not self._over(task.wait):
             self._switch.suspend(task)
+            came = ready()
         task.wait = None
         if not came and timeout_ns is None:
             raise self._gave_up(task, describe)
         return came
 
     def poll(self, key: Hashable, describe: Callable[[], str]) -> None:
-        task, now = self._running(), self.now_ns
+        task = self._running()
+        now = self.now_ns
         if count_poll(task, key, self.progress) == 0:
             self._spinning_since[task] = now
         elif now - self._spinning_since[task] > self._timeout_ns:
@@ -137,4 +152,6 @@ class PollingScheduler:
         return wait.deadline_ns is not None and self.now_ns >= wait.deadline_ns
 
     def _gave_up(self, task: Task, describe: Callable[[], str]) -> CollectiveTimeout:
-        return CollectiveTimeout(f"in {task.name}, which {describe()}", rank=task.pe, timeout_s=self._timeout_ns / 1e9)
+        return CollectiveTimeout(
+            f"in {task.name}, which {describe()}", rank=task.pe, timeout_s=self._timeout_ns / 1e9
+        )

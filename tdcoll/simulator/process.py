@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process per rank: the simulator under ``launch.sh`` and torchrun.
 
-The symmetric blocks of all ranks are one sparse file in memory that never has a name: rank 0 makes it, and the others
-open it through rank 0's descriptor (``/proc/PID/fd``). The kernel therefore frees it with the last process that maps
-it, even if a job crashes. A launch runs its programs as tasks (:mod:`.polling`) until all are done.
+The symmetric blocks of all ranks are one sparse file in memory that never has a name: rank 0 makes
+it, and the others open it through rank 0's descriptor (``/proc/PID/fd``). The kernel therefore
+frees it with the last process that maps it, even if a job crashes. A launch runs its programs as
+tasks (:mod:`.polling`) until all are done.
 
-Messages arrive at once and in order here: delivery is not weakened, schedules are the operating system's, and a
-deadlock is found by timeout. If you need exact reports or adverse orders, use :class:`tdcoll.testing.World`.
+Messages arrive at once and in order here: delivery is not weakened, schedules are the operating
+system's, and a deadlock is found by timeout. If you need exact reports or adverse orders, use
+:class:`tdcoll.testing.World`.
 
-Layout: one cache line per PE with how often it has arrived at each barrier, then the blocks. Every counter has
-one writer, a signal is one aligned 8-byte store, and additions use the interpreter's atomic operations, which
-are the processor's. Nothing more is needed, because on x86 stores are seen in program order.
+Layout: one cache line per PE with how often it has arrived at each barrier, then the blocks. Every
+counter has one writer, a signal is one aligned 8-byte store, and additions use the interpreter's
+atomic operations, which are the processor's. Nothing more is needed, because on x86 stores are seen
+in program order.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _LINE_WORDS = 8
 
 
 class ProcessHeap(MemoryView):
-    """This process's view of the shared symmetric heap, and the machine that runs its kernels. Collective.
+    """This process's view of the shared symmetric heap, and the machine that runs its kernels.
+    Collective.
 
     From construction to :meth:`close` every interpreted kernel of the process runs on it.
 
@@ -44,7 +48,14 @@ class ProcessHeap(MemoryView):
     """
 
     def __init__(
-        self, *, pe: int, n_pes: int, nbytes: int, control: ControlPlane, timeout_s: float, puts: bool = True
+        self,
+        *,
+        pe: int,
+        n_pes: int,
+        nbytes: int,
+        control: ControlPlane,
+        timeout_s: float,
+        puts: bool = True,
     ) -> None:
         everyone = range(n_pes)
         what = "the size of the symmetric heap"
@@ -56,7 +67,8 @@ class ProcessHeap(MemoryView):
         whole = memoryview(buffer)
         memory = Memory(whole, header, block, n_pes, one_view=True, puts=puts)
         super().__init__(memory, pe, (True,) * n_pes)
-        self._everyone, self._control = everyone, control
+        self._everyone = everyone
+        self._control = control
         lines = whole[:header].cast("Q")
         self._scheduler = PollingScheduler(timeout_s)
         self.machine = Machine(
@@ -64,12 +76,15 @@ class ProcessHeap(MemoryView):
             scheduler=self._scheduler,
             node_ids=(0,) * n_pes,
             launch=self._launch,
-            arrivals={barrier: lines[place::_LINE_WORDS][:n_pes] for place, barrier in enumerate(BARRIERS)},
+            arrivals={
+                barrier: lines[place::_LINE_WORDS][:n_pes] for place, barrier in enumerate(BARRIERS)
+            },
         )
         self._hooks = Installed(self.machine)
 
     def close(self) -> None:
-        """Remove the hooks. Collective. The memory goes with the last tensor that views it. Idempotent."""
+        """Remove the hooks. Collective. The memory goes with the last tensor that views it.
+        Idempotent."""
         if not self._hooks.installed:
             return
         try:
@@ -82,7 +97,8 @@ class ProcessHeap(MemoryView):
         self._hooks.remove()
 
     def _launch(self, launch: GridLaunch) -> None:
-        machine, pe = self.machine, self.pe
+        machine = self.machine
+        pe = self.pe
         if self._scheduler.in_a_kernel():
             raise TdcollError(f"{launch.kernel} was launched by a kernel")
         job = runtime.current_or_none()
@@ -127,10 +143,13 @@ def _share(pe: int, everyone: Sequence[int], nbytes: int, control: ControlPlane)
 
 
 def _map(place: Sequence[Any], nbytes: int) -> mmap.mmap:
-    """Map the file at ``place``: its path, and the device and inode that it has in rank 0's process."""
+    """Map the file at ``place``: its path, and the device and inode that it has in rank 0's
+    process."""
     path, *identity = place
     with open(path, "r+b") as file:
         found = os.fstat(file.fileno())
         if [found.st_dev, found.st_ino] != identity:
-            raise OSError(f"{path} is another file here; do the ranks have PID namespaces of their own?")
+            raise OSError(
+                f"{path} is another file here; do the ranks have PID namespaces of their own?"
+            )
         return mmap.mmap(file.fileno(), nbytes)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of kernels, rewritten for the interpreter: truth of tensors, and branches on the thread index.
+"""The source of kernels, rewritten for the interpreter: truth of tensors, and branches on the
+thread index.
 
 Both call functions of :mod:`.branches`, where the meaning is explained.
 """
@@ -64,15 +65,30 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        self._function, self._threaded, self._splits = node.name, set(), 0
-        made = [(one, one.value) for one in ast.walk(node) if isinstance(one, _ASSIGNMENTS) and one.value]
-        while found := {n for one, value in made if self._depends(value) for n in _bound(one)} - self._threaded:
+        self._function = node.name
+        self._threaded = set()
+        self._splits = 0
+        made = [
+            (one, one.value)
+            for one in ast.walk(node)
+            if isinstance(one, _ASSIGNMENTS) and one.value
+        ]
+        # A name that depends on the thread makes others depend on it, until there are no more.
+        while True:
+            found: set[str] = set()
+            for one, value in made:
+                if self._depends(value):
+                    found.update(_bound(one))
+            if found <= self._threaded:
+                break
             self._threaded |= found
         return self.generic_visit(node)
 
     def _depends(self, node: ast.AST) -> bool:
         """Return whether the value of ``node`` may differ from thread to thread."""
-        return _calls_tid(node) or any(isinstance(i, ast.Name) and i.id in self._threaded for i in ast.walk(node))
+        return _calls_tid(node) or any(
+            isinstance(i, ast.Name) and i.id in self._threaded for i in ast.walk(node)
+        )
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id in self._threaded and isinstance(node.ctx, ast.Load):
@@ -86,7 +102,8 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         return super().visit_Assign(node)
 
     def visit_If(self, node: ast.If) -> Any:
-        """Let a branch on the thread index, and its ``else``, run for one thread after the other."""
+        """Let a branch on the thread index, and its ``else``, run for one thread after the
+        other."""
         if not self._depends(node.test):
             return self._asked(node)
         self._refuse_in_branch(node)
@@ -98,31 +115,42 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
             f"for _tdcoll_thread in {split}(False): pass",
             node,
         )
-        made[0].value.args[0].body, node.test = self.visit(node.test), ast.Constant(True)
+        made[0].value.args[0].body = self.visit(node.test)
+        node.test = ast.Constant(True)
         self.generic_visit(node)
-        made[1].body, made[2].body = node.body, node.orelse
+        made[1].body = node.body
+        made[2].body = node.orelse
         return [statement for statement in made if getattr(statement, "body", True)]
 
     def _refuse_in_branch(self, node: ast.AST, in_loop: bool = False) -> None:
-        """Raise if a branch on the thread index leaves a loop or the kernel, because the other threads would stay, or
-        assigns a name, which would have the value of one thread afterwards."""
+        """Raise if a branch on the thread index leaves a loop or the kernel, because the other
+        threads would stay, or assigns a name, which would have the value of one thread
+        afterwards."""
         for child in ast.iter_child_nodes(node):
             what = type(child).__name__.lower()
-            if isinstance(child, ast.Return) or (isinstance(child, (ast.Break, ast.Continue)) and not in_loop):
-                raise self._refused(child, f"`{what}` in a branch on tid() would take the other threads along")
+            if isinstance(child, ast.Return) or (
+                isinstance(child, (ast.Break, ast.Continue)) and not in_loop
+            ):
+                raise self._refused(
+                    child, f"`{what}` in a branch on tid() would take the other threads along"
+                )
             if isinstance(child, _ASSIGNMENTS):
                 raise self._refused(child, f"assign {_bound(child)[0]} before the branch on tid()")
             self._refuse_in_branch(child, in_loop or isinstance(child, (ast.For, ast.While)))
 
     def _refused(self, node: ast.AST, why: str) -> TdcollError:
-        return TdcollError(f"{self._function}, line {getattr(node, 'lineno', '?')} from its `def`: {why}")
+        return TdcollError(
+            f"{self._function}, line {getattr(node, 'lineno', '?')} from its `def`: {why}"
+        )
 
 
 def _bound(statement: Any) -> list[str]:
     """Return the names that an assignment binds."""
     targets = getattr(statement, "targets", None) or [statement.target]
     nodes = (node for target in targets for node in ast.walk(target))
-    return [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return [
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
 
 
 def _calls_tid(node: ast.AST) -> bool:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cooperative tasks and the scheduler that decides, step by step, who goes next.
 
-A *task* is the host program of one PE or one program of a kernel launch. Exactly one task runs at a time. It
-gives up control only at *schedule points* (:meth:`Scheduler.turn`, :meth:`Scheduler.wait`,
-:meth:`Scheduler.poll`), so everything between two points is atomic and a run is a function of its seed.
+A *task* is the host program of one PE or one program of a kernel launch. Exactly one task runs at a
+time. It gives up control only at *schedule points* (:meth:`Scheduler.turn`, :meth:`Scheduler.wait`,
+:meth:`Scheduler.poll`), so everything between two points is atomic and a run is a function of its
+seed.
 
-One *step* is one resumed task or one delivered message. A straggler's turn comes when no other task can run and no
-message is in flight, and now and then before. Steps take no time: the virtual clock stands still while anything can
-happen at all, and jumps to the earliest deadline when nothing can. A wait therefore expires only when it could never
-have ended otherwise; unless the policy is *impatient*, which lets waits of kernels expire at any time.
+One *step* is one resumed task or one delivered message. A straggler's turn comes when no other task
+can run and no message is in flight, and now and then before. Steps take no time: the virtual clock
+stands still while anything can happen at all, and jumps to the earliest deadline when nothing can.
+A wait therefore expires only when it could never have ended otherwise; unless the policy is
+*impatient*, which lets waits of kernels expire at any time.
 
 Tasks are greenlets or threads (:mod:`.tasks`); both give the same schedule for the same seed.
 """
@@ -58,14 +60,17 @@ class Deadlock(TdcollError):
 
 
 class Scheduler:
-    """Runs tasks until all are done. Its tasks belong to the thread that made it, or called :meth:`renew`.
+    """Runs tasks until all are done. Its tasks belong to the thread that made it, or called
+    :meth:`renew`.
 
     Args:
         policy: chooses the next task and the moment of a delivery.
         backend: ``"greenlet"`` or ``"thread"``.
-        expire: waits with a deadline expire when nothing can run; otherwise :class:`Deadlock` is raised.
+        expire: waits with a deadline expire when nothing can run; otherwise :class:`Deadlock` is
+            raised.
         max_steps: a run that takes more raises :class:`Deadlock`: it does not end.
-        spin_limit: fruitless loads of the same words after which a spinning program counts as blocked.
+        spin_limit: fruitless loads of the same words after which a spinning program counts as
+            blocked.
     """
 
     def __init__(
@@ -77,8 +82,11 @@ class Scheduler:
         max_steps: int = 10_000_000,
         spin_limit: int = 1000,
     ) -> None:
-        self.policy, self.expire, self.backend = policy, expire, backend
-        self.max_steps, self.spin_limit = max_steps, spin_limit
+        self.policy = policy
+        self.expire = expire
+        self.backend = backend
+        self.max_steps = max_steps
+        self.spin_limit = spin_limit
         self.current: Task | None = None
         self.network: Network | None = None
         self.before_turn: Callable[[Task], None] | None = None
@@ -89,7 +97,8 @@ class Scheduler:
         self.gave_up: list[str] = []
         """The waits that an impatient policy has let expire since the latest :meth:`renew`."""
         self.progress = 0
-        """Counts everything that may end somebody's spinning: writes, deliveries, tasks that end."""
+        """Counts everything that may end somebody's spinning: writes, deliveries, tasks that
+        end."""
         self.fingerprint = 0
         """Equal for two runs that took the same schedule."""
         self._spawned = 0
@@ -100,9 +109,12 @@ class Scheduler:
         self._switch = make_switch(backend)
 
     def renew(self, network: Network | None) -> None:
-        """Begin another run, for tasks of the calling thread, with ``network`` for their messages."""
-        self._switch, self.network = make_switch(self.backend), network
-        self._spawned, self.gave_up = 0, []
+        """Begin another run, for tasks of the calling thread, with ``network`` for their
+        messages."""
+        self._switch = make_switch(self.backend)
+        self.network = network
+        self._spawned = 0
+        self.gave_up = []
 
     def spawn(self, name: str, pe: int, body: Callable[[], None]) -> Task:
         """A new task, ready to run."""
@@ -118,9 +130,11 @@ class Scheduler:
         self._wake([key])
 
     def notify_words(self, first: int, nbytes: int) -> None:
-        """Bytes ``[first, first + nbytes)`` changed: :meth:`notify` for each 8-byte word of them."""
+        """Bytes ``[first, first + nbytes)`` changed: :meth:`notify` for each 8-byte word of
+        them."""
         waiters = self._waiters
-        begin, end = first & ~7, first + nbytes
+        begin = first & ~7
+        end = first + nbytes
         if (end - begin) >> 3 <= len(waiters):
             keys: list[Hashable] = [key for key in range(begin, end, 8) if key in waiters]
         else:
@@ -128,14 +142,16 @@ class Scheduler:
         self._wake(keys)
 
     def _wake(self, keys: Sequence[Hashable]) -> None:
-        """Each task that waits on one of ``keys`` is asked once, however many of its words have changed."""
+        """Each task that waits on one of ``keys`` is asked once, however many of its words have
+        changed."""
         self.progress += 1
         waiting = dict.fromkeys(task for key in keys for task in self._waiters.get(key, ()))
         for task in [task for task in waiting if task.wait is not None and task.wait.ready()]:
             self._unblock(task)
 
     def kill(self, pe: int) -> None:
-        """End the tasks of ``pe`` where they are. If the running task is among them, it ends with this call."""
+        """End the tasks of ``pe`` where they are. If the running task is among them, it ends with
+        this call."""
         tasks = [task for task in self._live if task.pe == pe]
         for task in tasks:
             task.killed = True
@@ -155,10 +171,12 @@ class Scheduler:
         keys: Sequence[Hashable],
         timeout_ns: int | None = None,
     ) -> bool:
-        """Suspend until ``ready()``, which is asked again whenever :meth:`notify` gets one of ``keys``.
+        """Suspend until ``ready()``, which is asked again whenever :meth:`notify` gets one of
+        ``keys``.
 
-        The answer counts when the task runs on, not when it was woken: a value that came and went in between
-        was never seen, as by a polling thread. Returns False if the deadline, in virtual time, has expired.
+        The answer counts when the task runs on, not when it was woken: a value that came and went
+        in between was never seen, as by a polling thread. Returns False if the deadline, in virtual
+        time, has expired.
         """
         task = self._running()
         if ready():
@@ -178,7 +196,8 @@ class Scheduler:
                 return False
 
     def poll(self, key: Hashable, describe: Callable[[], str]) -> None:
-        """A schedule point before a load that may be part of a spin loop over words such as ``key``."""
+        """A schedule point before a load that may be part of a spin loop over words such as
+        ``key``."""
         task = self._running()
         count_poll(task, key, self.progress)
         task.spins_on = describe
@@ -196,7 +215,9 @@ class Scheduler:
             while self._step():
                 self.steps += 1
                 if self.steps > most:
-                    raise Deadlock(f"no end after {self.max_steps} steps; still at work:", self._report())
+                    raise Deadlock(
+                        f"no end after {self.max_steps} steps; still at work:", self._report()
+                    )
         finally:
             for task in list(self._live):
                 task.killed = True
@@ -205,20 +226,25 @@ class Scheduler:
 
     def _step(self) -> bool:
         """One resumed task or one delivered message; False when all is done."""
-        if self.policy.gives_up_now() and (waits := [item for item in self._deadlines() if item[0].is_program]):
-            task, wait, deadline = self.policy.take(waits)  # although it might be satisfied yet
-            self.gave_up.append(f"{task.name} at step {self.steps}, which {wait.describe()}")
-            self._let_expire(task, deadline)
+        if self.policy.gives_up_now():
+            waits = [item for item in self._deadlines() if item[0].is_program]
+            if waits:
+                task, wait, deadline = self.policy.take(waits)  # although it might be satisfied yet
+                self.gave_up.append(f"{task.name} at step {self.steps}, which {wait.describe()}")
+                self._let_expire(task, deadline)
         if self._ready or self._slow:
             if self.network is not None and self.network.eager and self.policy.deliver_now():
                 self._deliver()
                 return True
             straggler = bool(self._slow) and self.policy.slow_now()
             if not self._ready and not straggler and self._deliver():
-                return True  # else a fast task that waits for a message would give stragglers its turn
+                # else a fast task that waits for a message would give stragglers its turn
+                return True
             task = self.policy.take(self._slow if straggler or not self._ready else self._ready)
             if task.polls >= SUSPECT_POLLS and self._only_spinners(task, SUSPECT_POLLS):
-                if self._deliver() or (self._only_spinners(task, self.spin_limit) and self._expire_one()):
+                if self._deliver() or (
+                    self._only_spinners(task, self.spin_limit) and self._expire_one()
+                ):
                     self._enqueue(task)
                     return True
             self._resume(task)
@@ -274,7 +300,9 @@ class Scheduler:
     def _running(self) -> Task:
         task = self.current
         if task is None:
-            raise TdcollError("this call needs a running task: make it inside the host function of World.run()")
+            raise TdcollError(
+                "this call needs a running task: make it inside the host function of World.run()"
+            )
         if task.killed:
             raise TaskKilled
         return task
@@ -296,13 +324,15 @@ class Scheduler:
             task.wait = None
 
     def _unwind(self, task: Task) -> None:
-        """End a killed task where it is; its ``finally`` clauses run, and find that they cannot wait."""
+        """End a killed task where it is; its ``finally`` clauses run, and find that they cannot
+        wait."""
         self._forget_wait(task)
         self._live.pop(task, None)
         for queue in (self._ready, self._slow):
             if task in queue:
                 queue.remove(task)
-        running, self.current = self.current, task
+        running = self.current
+        self.current = task
         try:
             self._switch.unwind(task)
         finally:
@@ -311,7 +341,8 @@ class Scheduler:
     def _only_spinners(self, picked: Task, polls: int) -> bool:
         progress = self.progress
         return all(
-            task.polls >= polls and task.progress_seen == progress for task in (picked, *self._ready, *self._slow)
+            task.polls >= polls and task.progress_seen == progress
+            for task in (picked, *self._ready, *self._slow)
         )
 
     def _report(self) -> list[Blocked]:
@@ -325,7 +356,8 @@ class Scheduler:
 
 
 def raised_by(task: Task) -> BaseException:
-    """Return a task's error with a note that names the task and, of a thread block, the line of the kernel."""
+    """Return a task's error with a note that names the task and, of a thread block, the line of the
+    kernel."""
     assert task.error is not None
     note = f"raised by {task.name}{place_of(task.error).note() if task.is_program else ''}"
     notes = task.error.__dict__.setdefault("__notes__", [])

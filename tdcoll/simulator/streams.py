@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams in a World: a stream's task carries out the operations that a PE's host queues on it, in order.
+"""Streams in a World: a stream's task carries out the operations that a PE's host queues on it, in
+order.
 
-The host continues at once. Streams are independent of each other, and of the host, unless one joins another. Copies
-travel through the network as copy engines would carry them: late, in pieces, and read when the bytes leave. The next
-operation of the stream begins when all of them have arrived.
+The host continues at once. Streams are independent of each other, and of the host, unless one joins
+another. Copies travel through the network as copy engines would carry them: late, in pieces, and
+read when the bytes leave. The next operation of the stream begins when all of them have arrived.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ def host_of(scheduler: Scheduler | PollingScheduler) -> Task:
 
 
 class Stream:
-    """Operations of one PE's host, in order. Inside ``with stream:`` the host queues its launches here, and its copies,
-    waits and writes of :mod:`tdcoll.calls.streams`.
+    """Operations of one PE's host, in order. Inside ``with stream:`` the host queues its launches
+    here, and its copies, waits and writes of :mod:`tdcoll.calls.streams`.
     """
 
     def __init__(self, scheduler: Scheduler, pe: int, name: str) -> None:
-        self._scheduler, self._pe, self._name = scheduler, pe, name
+        self._scheduler = scheduler
+        self._pe = pe
+        self._name = name
         self._queue: deque[Callable[[], Any]] = deque()
         self._queued = self._done = 0
 
@@ -79,26 +82,32 @@ class Stream:
 
 
 class SimulatedSideStream(Stream):
-    """A :class:`~tdcoll.runtime.heap.SideStream`: not entered by the host, but forked from the one that is."""
+    """A :class:`~tdcoll.runtime.heap.SideStream`: not entered by the host, but forked from the one
+    that is."""
 
     def __init__(self, scheduler: Scheduler, pe: int, handle: int) -> None:
         super().__init__(scheduler, pe, f"side stream {handle}")
         self.handle = handle
 
     def fork(self, stream: int) -> None:
-        if entered := host_of(self._scheduler).streams:
+        entered = host_of(self._scheduler).streams
+        if entered:
             super().join(entered[-1])
 
     def join(self, stream: Any) -> None:
-        if entered := host_of(self._scheduler).streams:
+        entered = host_of(self._scheduler).streams
+        if entered:
             entered[-1].join(self)
         else:
             self.synchronize()
 
 
 def copy(machine: Machine, dest: int, source: int, nbytes: int) -> None:
-    """Copy bytes by an engine of the calling host's PE, and wait until they have arrived. Aligned words stay whole."""
-    memory, network, scheduler = machine.memory, machine.network, machine.scheduler
+    """Copy bytes by an engine of the calling host's PE, and wait until they have arrived. Aligned
+    words stay whole."""
+    memory = machine.memory
+    network = machine.network
+    scheduler = machine.scheduler
     task = host_of(scheduler)
 
     def move(to: int, at: int, length: int) -> None:
@@ -116,7 +125,8 @@ def copy(machine: Machine, dest: int, source: int, nbytes: int) -> None:
         scheduler.turn()
         return
     unit = next(unit for unit in (8, 4, 1) if dest % unit == nbytes % unit == 0)
-    pieces, to = network.cut(dest, source, nbytes, unit), memory.pe_of(dest) if memory.owns(dest) else task.pe
+    pieces = network.cut(dest, source, nbytes, unit)
+    to = memory.pe_of(dest) if memory.owns(dest) else task.pe
     done = machine.span("copy", to, nbytes, dest, source)
     operation = network.issue(task, to, "copy", pieces, done=done, move=move, is_flag=nbytes <= 8)
     what = f"waits for a copy of {nbytes} bytes to {memory.describe(dest)}"

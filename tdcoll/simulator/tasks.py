@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks, and the two ways of switching between them.
 
-Tasks are greenlets if the package is installed. Otherwise they are threads that pass on a baton, so that only one of
-them runs at a time: the same schedules, several times slower.
+Tasks are greenlets if the package is installed. Otherwise they are threads that pass on a baton, so
+that only one of them runs at a time: the same schedules, several times slower.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tdcoll.simulator.trace import HOST_TRACK, Trace, slice_of
 
 
 class TaskKilled(BaseException):
-    """Unwinds a task whose PE was killed or whose run has ended. No ``Exception``, because no code may handle it."""
+    """Unwinds a task whose PE was killed or whose run has ended. No ``Exception``, because no code
+    may handle it."""
 
 
 @dataclass(slots=True)
@@ -39,7 +40,8 @@ class Wait:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One thread of control, with its state: the host of a PE, or a program of a kernel, at a place in its grid."""
+    """One thread of control, with its state: the host of a PE, or a program of a kernel, at a place
+    in its grid."""
 
     index: int
     name: str
@@ -124,7 +126,8 @@ class GridLaunch:
         number = len(self.tasks)
         rest, x = divmod(number, self.grid[0])
         z, y = divmod(rest, self.grid[1])
-        name, track = f"{self.kernel}({x},{y},{z})", self.first_track + 1 + number
+        name = f"{self.kernel}({x},{y},{z})"
+        track = self.first_track + 1 + number
 
         def body() -> None:
             with slice_of(trace, pe, track, name):
@@ -133,7 +136,10 @@ class GridLaunch:
             ended()
 
         task = spawn(f"pe{pe} {name}", pe, body)
-        task.grid_idx, task.grid_dim, task.threads, task.track = (x, y, z), self.grid, self.threads, track
+        task.grid_idx = (x, y, z)
+        task.grid_dim = self.grid
+        task.threads = self.threads
+        task.track = track
         self.tasks.append(task)
 
     def describe(self) -> str:
@@ -143,12 +149,15 @@ class GridLaunch:
 
 
 def count_poll(task: Task, key: Hashable, progress: int) -> int:
-    """Note that ``task`` loads the words at ``key``; return how many loads in a row have told it nothing new.
+    """Note that ``task`` loads the words at ``key``; return how many loads in a row have told it
+    nothing new.
 
-    Such loads are of words that it has loaded already, if ``progress``, the number of all writes, is as it was.
+    Such loads are of words that it has loaded already, if ``progress``, the number of all writes,
+    is as it was.
     """
     if task.progress_seen != progress:
-        task.progress_seen, task.polls = progress, 0
+        task.progress_seen = progress
+        task.polls = 0
         task.polled.clear()
     if key in task.polled:
         task.polls += 1
@@ -166,14 +175,16 @@ class _Greenlets:
 
     def start(self, task: Task) -> None:
         """Prepare a task; it begins with its first :meth:`resume`."""
-        task.handle = greenlet.greenlet(task.run, self._main)  # explicit parent: a host task spawns programs
+        # explicit parent: a host task spawns programs
+        task.handle = greenlet.greenlet(task.run, self._main)
 
     def resume(self, task: Task) -> None:
         """Run the task until it suspends or ends; called by the scheduler."""
         if task.grid_idx is not None:
             task.handle.switch()
             return
-        # Autograd's mode belongs to the thread, which all tasks share. Hosts change it, as by no_grad().
+        # Autograd's mode belongs to the thread, which all tasks share. Hosts change it, as by
+        # no_grad().
         before = torch.is_grad_enabled()
         torch.set_grad_enabled(before if task.records_gradients is None else task.records_gradients)
         task.handle.switch()
@@ -181,7 +192,8 @@ class _Greenlets:
         torch.set_grad_enabled(before)
 
     def suspend(self, task: Task) -> None:
-        """Go back to the scheduler; called by the running task. Raises TaskKilled if unwound meanwhile."""
+        """Go back to the scheduler; called by the running task. Raises TaskKilled if unwound
+        meanwhile."""
         self._main.switch()
 
     def unwind(self, task: Task) -> None:
@@ -231,7 +243,8 @@ Switch = _Greenlets | _Threads
 
 
 def make_switch(backend: str | None) -> Switch:
-    """Return the switch named ``"greenlet"`` or ``"thread"``; if None, greenlets if they are installed."""
+    """Return the switch named ``"greenlet"`` or ``"thread"``; if None, greenlets if they are
+    installed."""
     kinds = ("thread",) if greenlet is None else ("greenlet", "thread")
     if backend not in (None, *kinds):
         raise ValueError(f"backend must be one of {kinds}, got {backend!r}")

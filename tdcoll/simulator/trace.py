@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of a run as Chrome trace JSON, to be looked at in Perfetto (https://ui.perfetto.dev).
+"""The timeline of a run as Chrome trace JSON, to be looked at in Perfetto
+(https://ui.perfetto.dev).
 
-One process per PE. Row 0 is the host with its launches, row ``k + 1`` is program ``k`` of each launch with
-its waits. Transfers are spans of their own, from the call to the arrival of the last byte; signals are marks
-on the PE that they arrive at. One unit of time is a scheduler step.
+One process per PE. Row 0 is the host with its launches, row ``k + 1`` is program ``k`` of each
+launch with its waits. Transfers are spans of their own, from the call to the arrival of the last
+byte; signals are marks on the PE that they arrive at. One unit of time is a scheduler step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Trace:
         finally:
             self._add("X", pe, track, name, ts=begin, dur=max(self._clock() - begin, 0))
 
-    def transfer(self, pe: int, track: int, name: str, details: dict[str, Any]) -> Callable[[], None]:
+    def transfer(
+        self, pe: int, track: int, name: str, details: dict[str, Any]
+    ) -> Callable[[], None]:
         """Begin a transfer; the result ends it."""
         self._transfers += 1
         this = {"cat": "transfer", "id": f"{pe}.{self._transfers}"}
@@ -66,7 +69,9 @@ class Trace:
                 ("thread_sort_index", "sort_index", track),
             ):
                 self._events.append({"ph": "M", "name": what, **where, "args": {key: value}})
-        self._events.append({"ph": phase, "name": name, **where, "ts": self._clock(), "args": {}, **rest})
+        self._events.append(
+            {"ph": phase, "name": name, **where, "ts": self._clock(), "args": {}, **rest}
+        )
 
 
 def slice_of(trace: Trace | None, pe: int, track: int, name: str) -> AbstractContextManager[None]:

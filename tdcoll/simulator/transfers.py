@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts, gets and signals of programs, their order, and barriers: NVSHMEM's functions on the simulated machine."""
+"""Puts, gets and signals of programs, their order, and barriers: NVSHMEM's functions on the
+simulated machine."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from tdcoll.simulator.machine import Machine
 from tdcoll.simulator.memory import write_word
-from tdcoll.simulator.network import Operation
+from tdcoll.simulator.network import Transfer
 from tdcoll.simulator.places import kernel_place
 from tdcoll.simulator.pointers import PointerAccess, replace_word
 from tdcoll.spec import constants as c
@@ -32,13 +33,20 @@ def _send(
     done: Callable[[], None] | None = None,
     move: Callable[[int, Any, int], Any] | None = None,
     is_flag: bool = False,
-) -> Operation | None:
-    """Give a message of the running program to the network, or without one deliver it. See :class:`Operation`."""
-    program, network, scheduler = machine.program, machine.network, machine.scheduler
+) -> Transfer | None:
+    """Give a message of the running program to the network, or without one deliver it. See
+    :class:`Transfer`."""
+    program = machine.program
+    network = machine.network
+    scheduler = machine.scheduler
     if network is not None:
-        pieces = [(dest, source, nbytes)] if is_flag and nbytes else network.cut(dest, source, nbytes)
+        pieces = (
+            [(dest, source, nbytes)] if is_flag and nbytes else network.cut(dest, source, nbytes)
+        )
         move = move or partial(machine.unseen.write_from, program.pe)
-        return network.issue(program, pe, kind, pieces, signal=signal, done=done, move=move, is_flag=is_flag)
+        return network.issue(
+            program, pe, kind, pieces, signal=signal, done=done, move=move, is_flag=is_flag
+        )
     if nbytes:
         ctypes.memmove(dest, source, nbytes)
         scheduler.notify_words(dest, nbytes)
@@ -63,9 +71,11 @@ def put(
 ) -> None:
     """Copy to ``pe``, then update the signal ``(address, value, operation)`` there.
 
-    A ``source`` of bytes is a word, which arrives whole. If ``nbi``, an address is read when the bytes leave.
+    A ``source`` of bytes is a word, which arrives whole. If ``nbi``, an address is read when the
+    bytes leave.
     """
-    remote, counts = machine.on(pe, dest) if nbytes else 0, machine.counts[machine.program.pe]
+    remote = machine.on(pe, dest) if nbytes else 0
+    counts = machine.counts[machine.program.pe]
     counts.puts += 1
     counts.put_bytes += nbytes
     if not machine.accessible(pe):
@@ -81,7 +91,8 @@ def put(
 
 def get(machine: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool) -> None:
     """Copy from ``pe``. Returns when the bytes are here, or at once if ``nbi``."""
-    program, remote = machine.program, machine.on(pe, source) if nbytes else 0
+    program = machine.program
+    remote = machine.on(pe, source) if nbytes else 0
     done = machine.span("get", pe, nbytes, remote)
 
     def fetch(to: int, source: int, length: int) -> None:
@@ -103,34 +114,55 @@ def signal(machine: Machine, address: int, value: int, operation: int, pe: int) 
     machine.scheduler.turn()
 
 
-def _update(machine: Machine, pe: int, address: int, value: int, operation: int) -> Callable[[], None]:
+def _update(
+    machine: Machine, pe: int, address: int, value: int, operation: int
+) -> Callable[[], None]:
     """Return the update of ``pe``'s signal, to be called when it arrives."""
-    program, memory, remote = machine.program, machine.memory, machine.on(pe, address)
+    program = machine.program
+    memory = machine.memory
+    remote = machine.on(pe, address)
     machine.counts[program.pe].signals += 1
 
     def update() -> None:
         with machine.unseen.as_seen_by(program.pe, remote, remote + 8):
             if operation == _SIGNAL_ADD:
-                replace_word(remote, np.dtype(np.uint64), lambda old: (int(old) + value) & 0xFFFF_FFFF_FFFF_FFFF)
+                replace_word(
+                    remote,
+                    np.dtype(np.uint64),
+                    lambda old: (int(old) + value) & 0xFFFF_FFFF_FFFF_FFFF,
+                )
             else:
                 write_word(remote, value)
         machine.scheduler.notify(remote)
         if machine.trace is not None:
             sign = "+=" if operation == _SIGNAL_ADD else "="
-            machine.trace.instant(pe, f"{memory.describe(remote)} {sign} {value}", {"from": program.name})
+            machine.trace.instant(
+                pe, f"{memory.describe(remote)} {sign} {value}", {"from": program.name}
+            )
 
     return update
 
 
-def atomic(machine: Machine, address: int, kind: Any, pe: int, change: Callable[[Any], Any], *, fetches: bool) -> Any:
+def atomic(
+    machine: Machine,
+    address: int,
+    kind: Any,
+    pe: int,
+    change: Callable[[Any], Any],
+    *,
+    fetches: bool,
+) -> Any:
     """Replace a word of ``pe`` by ``change(word)``, atomically.
 
     Args:
         address: of the word here, a multiple of its size.
         kind: its numpy type.
-        fetches: if true, make the change at once, and return the old word. Otherwise it travels as a signal does.
+        fetches: if true, make the change at once, and return the old word. Otherwise it travels as
+            a signal does.
     """
-    program, network, remote = machine.program, machine.network, machine.on(pe, address)
+    program = machine.program
+    network = machine.network
+    remote = machine.on(pe, address)
     update = partial(PointerAccess(machine).change_word, program.pe, remote, kind, change)
     if not fetches:
         _send(machine, pe, "signal", signal=update, is_flag=True)
@@ -139,13 +171,15 @@ def atomic(machine: Machine, address: int, kind: Any, pe: int, change: Callable[
     if network is not None:
         network.flush_fenced(program.pe, pe)
     before = update()
-    machine.scheduler.poll(remote, lambda: f"asks for {machine.memory.describe(remote)}")  # maybe in a loop
+    # maybe in a loop
+    machine.scheduler.poll(remote, lambda: f"asks for {machine.memory.describe(remote)}")
     return before
 
 
 def fence(machine: Machine) -> None:
     """Order the PE's messages to each PE before and after this."""
-    program, network = machine.program, machine.network
+    program = machine.program
+    network = machine.network
     if network is not None:
         # NVSHMEM's fence is a membar as well, so other PEs see this one's stores to its own memory.
         network.flush_stores(program, to=program.pe)
@@ -154,8 +188,10 @@ def fence(machine: Machine) -> None:
 
 
 def quiet(machine: Machine) -> None:
-    """Wait until all messages of the PE so far have arrived, except the stores of other programs."""
-    program, network = machine.program, machine.network
+    """Wait until all messages of the PE so far have arrived, except the stores of other
+    programs."""
+    program = machine.program
+    network = machine.network
     if network is None:
         machine.scheduler.turn()
         return
@@ -163,7 +199,9 @@ def quiet(machine: Machine) -> None:
     sent = network.outstanding(program)
     machine.scheduler.wait(
         lambda: all(operation.arrived for operation in sent),
-        lambda: f"waits in quiet for {sum(not operation.arrived for operation in sent)} operation(s)",
+        lambda: (
+            f"waits in quiet for {sum(not operation.arrived for operation in sent)} operation(s)"
+        ),
         [("arrived", program.pe)],
     )
 
@@ -171,12 +209,14 @@ def quiet(machine: Machine) -> None:
 def release(machine: Machine, *, system: bool = True) -> None:
     """Order the running program's earlier stores, but not its puts, before later operations.
 
-    It also orders stores that other programs of the PE have released, and that it may have acquired.
+    It also orders stores that other programs of the PE have released, and that it may have
+    acquired.
 
     Args:
         system: for all PEs; otherwise for the programs of this one.
     """
-    program, network = machine.program, machine.network
+    program = machine.program
+    network = machine.network
     if network is None:
         return
     if system:
@@ -197,9 +237,12 @@ def barrier(machine: Machine, name: str) -> None:
     """Wait for every PE; ``barrier_all`` completes what the PE has sent first."""
     if name == "barrier_all":
         quiet(machine)
-    arrivals, pe, scheduler = machine.arrivals[name], machine.program.pe, machine.scheduler
+    arrivals = machine.arrivals[name]
+    pe = machine.program.pe
+    scheduler = machine.scheduler
     arrivals[pe] += 1
-    generation, place = arrivals[pe], kernel_place()
+    generation = arrivals[pe]
+    place = kernel_place()
     scheduler.notify(("barrier", name))
 
     def describe() -> str:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores of programs to their own PE's symmetric memory that have not landed yet.
 
-The programs of the PE see such a store at once, and the memory itself changes at once. This module keeps the bytes that
-other PEs see instead until it lands, by itself or through a release. If a write of another PE to the same bytes arrives
-before, it changes only these bytes, because the store lands on top of it.
+The programs of the PE see such a store at once, and the memory itself changes at once. This module
+keeps the bytes that other PEs see instead until it lands, by itself or through a release. If a
+write of another PE to the same bytes arrives before, it changes only these bytes, because the store
+lands on top of it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class HiddenStore:
 
     def __init__(self, issuer: Task, runs: Sequence[tuple[int, int]]) -> None:
         self.issuer = issuer
-        self.begin, self.end = runs[0][0], runs[-1][0] + runs[-1][1]
+        self.begin = runs[0][0]
+        self.end = runs[-1][0] + runs[-1][1]
         self.beneath = [(at, ctypes.string_at(at, nbytes)) for at, nbytes in runs]
 
     def swap(self) -> None:
@@ -43,7 +45,8 @@ class Unseen:
         self._stores: dict[HiddenStore, None] = {}
 
     def hide(self, issuer: Task, runs: Sequence[tuple[int, int]]) -> HiddenStore:
-        """Hide a coming store of ``issuer`` to its PE's memory, not hidden yet. ``runs``: as for HiddenStore."""
+        """Hide a coming store of ``issuer`` to its PE's memory, not hidden yet. ``runs``: as for
+        HiddenStore."""
         store = HiddenStore(issuer, runs)
         self._stores[store] = None
         return store
@@ -60,7 +63,8 @@ class Unseen:
         return {store.issuer for store in self._at(begin, end)}
 
     def as_seen_by(self, pe: int, begin: int, end: int) -> AbstractContextManager[None]:
-        """Let the memory have ``pe``'s view of bytes ``[begin, end)`` inside; its writes lie beneath unseen stores."""
+        """Let the memory have ``pe``'s view of bytes ``[begin, end)`` inside; its writes lie
+        beneath unseen stores."""
         hidden = [store for store in self._at(begin, end) if store.issuer.pe != pe]
         return _swapped(hidden) if hidden else _NOTHING_HIDDEN
 

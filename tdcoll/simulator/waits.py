@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How programs wait for signals and for words, and give up when a deadline expires.
 
-The waits return ``[n]`` values that were seen, and ``[n]`` bool, whether they are what was waited for: not all, if the
-monitor's deadline has expired. Each value has a thread, given by its peer and index, for the record of such a wait.
+The waits return ``[n]`` values that were seen, and ``[n]`` bool, whether they are what was waited
+for: not all, if the monitor's deadline has expired. Each value has a thread, given by its peer and
+index, for the record of such a wait.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tdcoll.simulator.pointers import PointerAccess
 from tdcoll.spec import constants as c
 from tdcoll.spec.functions import not_a_monitor
 
-_SIGNS, _MEANINGS = ("==", "!=", ">", "<=", "<", ">="), (eq, ne, gt, le, lt, ge)
+_SIGNS = ("==", "!=", ">", "<=", "<", ">=")
+_MEANINGS = (eq, ne, gt, le, lt, ge)
 _COMPARE = tuple(zip(_SIGNS, _MEANINGS, strict=True))
 """Sign and meaning of each ``CMP_*``, by value."""
 
@@ -35,7 +37,8 @@ Threads = Sequence[tuple[int, int]]
 
 @dataclass
 class Monitor:
-    """A kernel's view of the words that bounded waits share with the host; see :mod:`tdcoll.calls.monitor`."""
+    """A kernel's view of the words that bounded waits share with the host; see
+    :mod:`tdcoll.calls.monitor`."""
 
     address: int
 
@@ -56,7 +59,11 @@ class Monitor:
     def notice(self, peer: int, epoch: int, lamport: bool, waited_ns: int) -> None:
         """Leave a notice of a wait that goes on."""
         place = peer % c.NOTICES.value + lamport * c.NOTICES.value
-        at = read_word(self.address + 8 * c.MONITOR_RECORD.value) + 8 * c.RECORD_NOTICES.value + 16 * place
+        at = (
+            read_word(self.address + 8 * c.MONITOR_RECORD.value)
+            + 8 * c.RECORD_NOTICES.value
+            + 16 * place
+        )
         write_word(at, waited_ns >> c.NOTICE_SHIFT.value | (peer & 0xFFFF_FFFF) << 32)
         write_word(at + 8, epoch)
 
@@ -95,7 +102,8 @@ def signals(
         f"{sign} {value}",
         read=machine.memory.words,
         true=lambda seen: true(seen, np.uint64(value)),
-        # Each thread polls its own signal until it has seen the value. Signals that only grow are polled together.
+        # Each thread polls its own signal until it has seen the value. Signals that only grow are
+        # polled together.
         enough=np.all if compare in _GROWING else np.any,
         monitor=monitor,
         threads=threads,
@@ -103,17 +111,23 @@ def signals(
     )
 
 
-def word(machine: Machine, address: int, kind: Any, compare: int, value: int, **given: Any) -> tuple[Array, Array]:
-    """Wait until an integer of the numpy type ``kind``, which may lie in any memory, compares true with ``value``."""
+def word(
+    machine: Machine, address: int, kind: Any, compare: int, value: int, **given: Any
+) -> tuple[Array, Array]:
+    """Wait until an integer of the numpy type ``kind``, which may lie in any memory, compares true
+    with ``value``."""
     (sign, true), pe, nbytes = _COMPARE[compare], machine.program.pe, kind.itemsize
     if address % nbytes:
         raise ValueError(f"word must be a multiple of {nbytes}, got {address:#x}")
-    at, symmetric = np.array([address], np.uint64), machine.memory.owns(address)
+    at = np.array([address], np.uint64)
+    symmetric = machine.memory.owns(address)
     PointerAccess(machine).before_load(at, np.ones(1, bool), polls=True, symmetric=symmetric)
 
     def read(addresses: Array) -> Array:
         with machine.unseen.as_seen_by(pe, address, address + nbytes):
-            return triton_interpreter._interpreter.load(addresses, np.ones(1, bool), np.zeros(1, kind), kind)
+            return triton_interpreter._interpreter.load(
+                addresses, np.ones(1, bool), np.zeros(1, kind), kind
+            )
 
     return _wait(
         machine,
@@ -127,16 +141,21 @@ def word(machine: Machine, address: int, kind: Any, compare: int, value: int, **
 
 
 def holds(machine: Machine, address: int, compare: int, value: int) -> bool:
-    """Return whether the signal at ``address`` compares true now. A schedule point, because it may be in a loop."""
+    """Return whether the signal at ``address`` compares true now. A schedule point, because it may
+    be in a loop."""
     (sign, true), memory, place = _COMPARE[compare], machine.memory, kernel_place()
     machine.scheduler.poll(
-        address, lambda: f"asks for {memory.describe(address)} {sign} {value}, is {read_word(address)}{place.note()}"
+        address,
+        lambda: (
+            f"asks for {memory.describe(address)} {sign} {value}, is {read_word(address)}{place.note()}"
+        ),
     )
     return bool(true(read_word(address), value))
 
 
 def flagged(machine: Machine, addresses: Array, flag: int, **given: Any) -> tuple[Array, Array]:
-    """Wait until the last of the four 32-bit parts of every word is ``flag``. The values are ``[n, 4]`` uint32."""
+    """Wait until the last of the four 32-bit parts of every word is ``flag``. The values are ``[n,
+    4]`` uint32."""
     return _wait(
         machine,
         addresses,
@@ -150,8 +169,11 @@ def flagged(machine: Machine, addresses: Array, flag: int, **given: Any) -> tupl
     )
 
 
-def words(machine: Machine, addresses: Array, absent: int, call: int, **given: Any) -> tuple[Array, Array]:
-    """Wait until no 32-bit part of a word is ``absent``. Values are ``[n, 4]`` uint32; ``call`` is for the record."""
+def words(
+    machine: Machine, addresses: Array, absent: int, call: int, **given: Any
+) -> tuple[Array, Array]:
+    """Wait until no 32-bit part of a word is ``absent``. Values are ``[n, 4]`` uint32; ``call`` is
+    for the record."""
     return _wait(
         machine,
         addresses,
@@ -168,7 +190,8 @@ def words(machine: Machine, addresses: Array, absent: int, call: int, **given: A
 
 def _parts(machine: Machine, addresses: Array) -> Array:
     """``[n, 4]`` uint32: 128-bit words."""
-    # A flag is in the upper half, which is written last (PointerAccess.store_words), and so read first.
+    # A flag is in the upper half, which is written last (PointerAccess.store_words), and so read
+    # first.
     upper = machine.memory.words(addresses + np.uint64(8))
     return np.stack((machine.memory.words(addresses), upper), axis=-1).view(np.uint32)
 
@@ -190,13 +213,18 @@ def _wait(
 ) -> tuple[Array, Array]:
     """A thread polls ``nbytes`` bytes at each address until what it reads is ``true``.
 
-    Threads look again when ``enough`` of them would be content. In reports stands ``condition``, and in them and in the
-    record the ``number`` that is made of what a thread sees.
+    Threads look again when ``enough`` of them would be content. In reports stands ``condition``,
+    and in them and in the record the ``number`` that is made of what a thread sees.
     """
-    scheduler, describe, n, place = machine.scheduler, machine.memory.describe, addresses.size, kernel_place()
+    scheduler = machine.scheduler
+    describe = machine.memory.describe
+    n = addresses.size
+    place = kernel_place()
     if not n:
         return np.zeros(0, np.uint64), np.zeros(0, bool)
-    seen, content, left = read(addresses), np.zeros(n, bool), np.arange(n)
+    seen = read(addresses)
+    content = np.zeros(n, bool)
+    left = np.arange(n)
 
     def over() -> bool:
         return monitor is not None and monitor.aborted
@@ -223,15 +251,19 @@ def _wait(
         now = read(addresses[left])
         absent = [(left[i], number(now[i])) for i in np.flatnonzero(~true(now))]
         values = [f"{describe(int(addresses[i]))} {condition}, is {value}" for i, value in absent]
-        peers = sorted({peer for i, _ in absent if threads and (peer := threads[i][0]) >= 0})
+        peers = sorted({threads[i][0] for i, _ in absent if threads and threads[i][0] >= 0})
         whom = f"from rank {', '.join(map(str, peers))}" if peers else ""
         return f"waits for {', '.join(values)}{place.note(whom)}"
 
     deadline_ns = None if monitor is None else begin_ns + monitor.timeout_ns
     in_time = True
-    with machine.slice(f"wait {describe(int(addresses[0]))}{f' and {n - 1} more' if n > 1 else ''} {condition}"):
+    with machine.slice(
+        f"wait {describe(int(addresses[0]))}{f' and {n - 1} more' if n > 1 else ''} {condition}"
+    ):
         while left.size and in_time:
-            keys: list[Hashable] = [(at & ~7) + i for at in addresses[left].tolist() for i in range(0, nbytes, 8)]
+            keys: list[Hashable] = [
+                (at & ~7) + i for at in addresses[left].tolist() for i in range(0, nbytes, 8)
+            ]
             if monitor is not None:
                 keys.append(("monitor", monitor.address))
             timeout_ns = None if deadline_ns is None else deadline_ns - scheduler.now_ns
@@ -241,6 +273,8 @@ def _wait(
             left = np.flatnonzero(~content)
     if monitor is not None and left.size:
         peer, index = threads[left[0]]
-        monitor.give_up(peer, index, expected, number(seen[left[0]]), expected if epoch is None else epoch)
+        monitor.give_up(
+            peer, index, expected, number(seen[left[0]]), expected if epoch is None else epoch
+        )
         scheduler.notify(("monitor", monitor.address))
     return seen, content

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All PEs of a job in one process: seeded, with exact deadlock reports, for tests.
 
-:meth:`World.run` runs one host function per PE as a separate task. All of tdcoll's host API works in it unmodified,
-because :func:`tdcoll.runtime.current` is that of the PE whose task runs. A launch suspends its host task until its end.
+:meth:`World.run` runs one host function per PE as a separate task. All of tdcoll's host API works
+in it unmodified, because :func:`tdcoll.runtime.current` is that of the PE whose task runs. A launch
+suspends its host task until its end.
 """
 
 from __future__ import annotations
@@ -32,14 +33,20 @@ Result = TypeVar("Result")
 
 
 class _Control:
-    """One PE's control plane: exchanges through the scheduler, so that a missing rank is a deadlock."""
+    """One PE's control plane: exchanges through the scheduler, so that a missing rank is a
+    deadlock."""
 
     def __init__(self, world: World, pe: int, name: str = "") -> None:
-        self._world, self._pe, self._name = world, pe, name
+        self._world = world
+        self._pe = pe
+        self._name = name
         self._count: dict[tuple[int, ...], int] = {}
 
-    def all_gather(self, ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
-        world, group = self._world, tuple(ranks)
+    def all_gather(
+        self, ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None
+    ) -> list[Any]:
+        world = self._world
+        group = tuple(ranks)
         number = self._count[group] = self._count.get(group, -1) + 1
         key = ("control", self._name, group, number)
         values = world._exchanges.setdefault(key, {})
@@ -52,7 +59,10 @@ class _Control:
         if timeout_s is None:
             timeout_s = world.runtimes[self._pe].timeout_s
         world.scheduler.wait(
-            lambda: not missing(), lambda: f"waits in '{tag}' for rank(s) {missing()}", [key], int(timeout_s * 1e9)
+            lambda: not missing(),
+            lambda: f"waits in '{tag}' for rank(s) {missing()}",
+            [key],
+            int(timeout_s * 1e9),
         )
         if missing():
             raise missing_ranks(self._pe, tag, missing(), timeout_s)
@@ -69,7 +79,8 @@ class _Control:
 
 
 class _View(MemoryView):
-    """A PE's memory in a world, which has streams, and whose scheduler tells host tasks when a word is written."""
+    """A PE's memory in a world, which has streams, and whose scheduler tells host tasks when a word
+    is written."""
 
     def __init__(self, world: World, pe: int) -> None:
         accessible = tuple(node == world.node_ids[pe] for node in world.node_ids)
@@ -109,32 +120,42 @@ class _View(MemoryView):
 class World:
     """A job of ``n_pes`` simulated PEs in this process.
 
-    The same arguments give the same run, to the last step. Memory lives as long as the world, over several runs.
+    The same arguments give the same run, to the last step. Memory lives as long as the world, over
+    several runs.
 
     Args:
         n_pes: number of PEs.
         heap_bytes: symmetric heap of each PE, bytes, or a text such as ``"1G"``.
         seed: makes all choices random, and repeatable; if None, the order is fair.
         weak: messages arrive late and in any order that NVSHMEM permits; at once if False.
-        ranks_per_node: PEs of each node, or the list of their numbers; if None, all are on one node.
-        resident: at most so many programs of one launch are in flight, in a GPU's order (x fastest); None: all.
-        room: at most so many programs of all launches of a PE are in flight, those of the launch that came first
-            before those of later ones; None: all. See :meth:`stream`.
-        puts: whether NVSHMEM's functions work in kernels. If False, the heap is as one of PyTorch's symmetric memory.
-        late_data: with ``weak``, bytes without a signal arrive last (:mod:`.policy`); if None, the seed decides.
-        stragglers: True (the seed picks a PE, or some programs), a PE, or False; if None, the seed decides.
+        ranks_per_node: PEs of each node, or the list of their numbers; if None, all are on one
+            node.
+        resident: at most so many programs of one launch are in flight, in a GPU's order (x
+            fastest); None: all.
+        room: at most so many programs of all launches of a PE are in flight, those of the launch
+            that came first before those of later ones; None: all. See :meth:`stream`.
+        puts: whether NVSHMEM's functions work in kernels. If False, the heap is as one of PyTorch's
+            symmetric memory.
+        late_data: with ``weak``, bytes without a signal arrive last (:mod:`.policy`); if None, the
+            seed decides.
+        stragglers: True (the seed picks a PE, or some programs), a PE, or False; if None, the seed
+            decides.
         on_timeout: when nothing can run any more but waits with a deadline are left: ``"raise"`` a
-            :class:`~tdcoll.testing.Deadlock`, or let them ``"expire"``. After a :meth:`kill` they expire. ``"early"``,
-            with a seed: as ``"expire"``, and waits of kernels also expire while what they wait for is only late.
+            :class:`~tdcoll.testing.Deadlock`, or let them ``"expire"``. After a :meth:`kill` they
+            expire. ``"early"``, with a seed: as ``"expire"``, and waits of kernels also expire
+            while what they wait for is only late.
         timeout_s: deadline of waits inside kernels and of host-side exchanges, in virtual seconds.
         backend: ``"greenlet"`` or ``"thread"``; if None, greenlets if installed.
         trace: record a timeline; see :attr:`trace`.
-        check_overflow: raise if a 32-bit integer overflows in a kernel or ``tl.device_assert`` fails; twice as slow.
+        check_overflow: raise if a 32-bit integer overflows in a kernel or ``tl.device_assert``
+            fails; twice as slow.
         max_steps: if a run takes more, it ends as a deadlock.
-        spin_limit: loads of the same words, while no other task acts, after which a spin loop counts as blocked.
+        spin_limit: loads of the same words, while no other task acts, after which a spin loop
+            counts as blocked.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, or ``late_data`` or ``stragglers`` has no seed.
+        TypeError, ValueError: an argument is not as described, or ``late_data`` or ``stragglers``
+            has no seed.
 
     Attributes:
         n_pes: number of PEs.
@@ -175,17 +196,30 @@ class World:
             arguments.whole("stragglers", stragglers, 0, n_pes - 1)
         for name, habit in (("late_data", late_data), ("stragglers", stragglers)):
             if seed is None and habit is not None and habit is not False:
-                raise ValueError(f"{name}={habit} needs a seed, whose random choices it is about; got seed=None")
+                raise ValueError(
+                    f"{name}={habit} needs a seed, whose random choices it is about; got seed=None"
+                )
         if on_timeout not in ("raise", "expire", "early"):
             raise ValueError(f"on_timeout must be 'raise', 'expire' or 'early', got {on_timeout!r}")
         if on_timeout == "early" and seed is None:
-            raise ValueError("on_timeout='early' needs a seed, which says when waits expire; got seed=None")
-        self.n_pes, self.seed, self.resident, self.room = n_pes, seed, resident, room
+            raise ValueError(
+                "on_timeout='early' needs a seed, which says when waits expire; got seed=None"
+            )
+        self.n_pes = n_pes
+        self.seed = seed
+        self.resident = resident
+        self.room = room
         self._weak = weak
         self._policy = (
             Policy()
             if seed is None
-            else RandomPolicy(seed, n_pes, late_data=late_data, stragglers=stragglers, impatient=on_timeout == "early")
+            else RandomPolicy(
+                seed,
+                n_pes,
+                late_data=late_data,
+                stragglers=stragglers,
+                impatient=on_timeout == "early",
+            )
         )
         self.node_ids = _nodes(n_pes, ranks_per_node)
 
@@ -193,7 +227,11 @@ class World:
         buffer = memoryview(mmap.mmap(-1, block * n_pes))  # zeros that cost nothing until touched
         self.memory = Memory(buffer, 0, block, n_pes, puts=puts)
         self.scheduler = Scheduler(
-            self._policy, backend=backend, expire=on_timeout != "raise", max_steps=max_steps, spin_limit=spin_limit
+            self._policy,
+            backend=backend,
+            expire=on_timeout != "raise",
+            max_steps=max_steps,
+            spin_limit=spin_limit,
         )
         self.scheduler.before_turn = self._count_turn
         self.trace = Trace(lambda: self.scheduler.steps) if trace else None
@@ -230,7 +268,8 @@ class World:
         Returns when all tasks are done and every message has arrived.
 
         Raises:
-            Deadlock: nothing can run any more. The report names every blocked task and every missing signal.
+            Deadlock: nothing can run any more. The report names every blocked task and every
+                missing signal.
             Exception: any error of a host or a program, with a note that names it.
         """
         results: list[Result | None] = [None] * self.n_pes
@@ -239,7 +278,9 @@ class World:
             results[pe] = host(pe)
 
         scheduler = self.scheduler
-        network = Network(self._policy, scheduler.notify_words, scheduler.notify) if self._weak else None
+        network = (
+            Network(self._policy, scheduler.notify_words, scheduler.notify) if self._weak else None
+        )
         scheduler.renew(network)
         self._machine.network = network
         self._launches = [[] for _ in range(self.n_pes)]
@@ -247,7 +288,12 @@ class World:
             scheduler.spawn(f"pe{pe} host", pe, partial(store_result, pe))
         hooks = Installed(self._machine)
         previous = runtime._resolver
-        runtime.install_resolver(lambda: self.runtimes[task.pe] if (task := scheduler.current) else None)
+
+        def runtime_of_task() -> runtime.Runtime | None:
+            task = scheduler.current
+            return self.runtimes[task.pe] if task else None
+
+        runtime.install_resolver(runtime_of_task)
         try:
             scheduler.run()
         finally:
@@ -256,10 +302,11 @@ class World:
         return results
 
     def stream(self) -> Stream:
-        """Return a new stream of the calling PE. ``with stream:`` queues launches, copies, waits and writes there.
+        """Return a new stream of the calling PE. ``with stream:`` queues launches, copies, waits
+        and writes there.
 
-        Call it in a host function. If no stream is entered, each of them is done before it returns. ``stream.queue(f)``
-        runs a host function there, whose launches are done in order.
+        Call it in a host function. If no stream is entered, each of them is done before it returns.
+        ``stream.queue(f)`` runs a host function there, whose launches are done in order.
 
         Raises:
             TdcollError: called outside of a host function.
@@ -269,7 +316,8 @@ class World:
         return Stream(self.scheduler, pe, f"stream {self._streams[pe]}")
 
     def _in_order(self, operation: Callable[[], Any]) -> None:
-        """Carry out ``operation`` of the calling host in the stream that it has entered; at once if there is none."""
+        """Carry out ``operation`` of the calling host in the stream that it has entered; at once if
+        there is none."""
         host = self.scheduler.current
         if host is not None and host.streams:
             host.streams[-1].queue(operation)
@@ -277,12 +325,14 @@ class World:
             operation()
 
     def pause(self, turns: int = 1) -> None:
-        """Let other tasks go before the calling host task, ``turns`` times, as if the host were slow."""
+        """Let other tasks go before the calling host task, ``turns`` times, as if the host were
+        slow."""
         for _ in range(turns):
             self.scheduler.turn()
 
     def kill(self, pe: int, *, after_turns: int = 0) -> None:
-        """Kill PE ``pe``: its host task and programs stop where they are, and its messages in flight are lost.
+        """Kill PE ``pe``: its host task and programs stop where they are, and its messages in
+        flight are lost.
 
         From then on bounded waits that nothing can satisfy expire, for any ``on_timeout``.
 
@@ -307,14 +357,21 @@ class World:
         return self._machine.counts
 
     def describe(self) -> str:
-        """Describe this world's schedule for reports, and the waits that ``on_timeout="early"`` has let expire."""
+        """Describe this world's schedule for reports, and the waits that ``on_timeout="early"`` has
+        let expire."""
         words = [f"seed {self.seed}", "weak" if self._weak else "strong", self._policy.describe()]
-        words += [f"{name}={most}" for name in ("resident", "room") if (most := getattr(self, name)) is not None]
-        return ", ".join(words) + (f"; gave up early: {'; '.join(self.gave_up)}" if self.gave_up else "")
+        for name in ("resident", "room"):
+            most = getattr(self, name)
+            if most is not None:
+                words.append(f"{name}={most}")
+        return ", ".join(words) + (
+            f"; gave up early: {'; '.join(self.gave_up)}" if self.gave_up else ""
+        )
 
     @property
     def gave_up(self) -> tuple[str, ...]:
-        """Program, step and awaited word of each wait that ``on_timeout="early"`` ended in the latest :meth:`run`."""
+        """Program, step and awaited word of each wait that ``on_timeout="early"`` ended in the
+        latest :meth:`run`."""
         return tuple(self.scheduler.gave_up)
 
     def _count_turn(self, task: Task) -> None:
@@ -337,7 +394,9 @@ class World:
 
     def _carry_out(self, pe: int, launch: GridLaunch) -> None:
         """Run a launch until all its programs are done, in the calling task."""
-        scheduler, machine, launches = self.scheduler, self._machine, self._launches[pe]
+        scheduler = self.scheduler
+        machine = self._machine
+        launches = self._launches[pe]
         if launches:
             launch.first_track = launches[-1].first_track + 1 + launches[-1].total
         if launch.total:
@@ -354,7 +413,9 @@ class World:
         launches = self._launches[pe]
         running = sum(launch.running for launch in launches)
         for launch in launches:
-            while len(launch.tasks) < launch.total and (self.resident is None or launch.running < self.resident):
+            while len(launch.tasks) < launch.total and (
+                self.resident is None or launch.running < self.resident
+            ):
                 if self.room is not None and running >= self.room:
                     return
                 launch.start(pe, self.scheduler.spawn, self.trace, partial(self._ended, pe, launch))
@@ -377,5 +438,7 @@ def _nodes(n_pes: int, ranks_per_node: int | Sequence[int] | None) -> tuple[int,
             raise ValueError(f"ranks_per_node must be at least 1, got {ranks_per_node}")
         return tuple(pe // ranks_per_node for pe in range(n_pes))
     if sum(ranks_per_node) != n_pes or min(ranks_per_node) < 1:
-        raise ValueError(f"ranks_per_node must be positive and add up to {n_pes}, got {list(ranks_per_node)}")
+        raise ValueError(
+            f"ranks_per_node must be positive and add up to {n_pes}, got {list(ranks_per_node)}"
+        )
     return tuple(node for node, ranks in enumerate(ranks_per_node) for _ in range(ranks))

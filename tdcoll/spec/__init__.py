@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device language: constants and functions, of which :mod:`tdcoll.language` has the lowerings."""
+"""The device language: constants and functions, of which :mod:`tdcoll.language` has the
+lowerings."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments that all lowerings share: a kernel gets the same errors compiled and simulated."""
+"""Checks of arguments that all lowerings share: a kernel gets the same errors compiled and
+simulated."""
 
 from __future__ import annotations
 
@@ -81,12 +82,17 @@ def integer_pointee(function: str, ptr: Any) -> Any:
 
 
 def word_type(function: DeviceFunction, pointer: Any) -> Any:
-    """Return the type that the first argument of ``function`` points to, which must be one that the function has."""
+    """Return the type that the first argument of ``function`` points to, which must be one that the
+    function has."""
     kind = _pointee(pointer)
     if kind is None or WORDS.get(kind) not in function.types:
-        allowed = "integers of 32 or 64 bits" + (", or to fp32 or fp64" if "float" in function.types else "")
+        allowed = "integers of 32 or 64 bits" + (
+            ", or to fp32 or fp64" if "float" in function.types else ""
+        )
         got = pointer.type if isinstance(pointer, tl.tensor) else repr(pointer)
-        raise ValueError(f"{function.name}: {function.parameters[0][0]} must be a pointer to {allowed}, got {got}")
+        raise ValueError(
+            f"{function.name}: {function.parameters[0][0]} must be a pointer to {allowed}, got {got}"
+        )
     return kind
 
 
@@ -96,9 +102,14 @@ def consumed(value: Any, token: Any, semantic: Any) -> tuple[Any, Any]:
         raise ValueError(
             "consume_token: value must be a pointer or an offset, got a descriptor: give an offset of its load"
         )
-    value, token = semantic.to_tensor(value), semantic.to_tensor(token)
+    value = semantic.to_tensor(value)
+    token = semantic.to_tensor(token)
     if not (value.dtype.is_ptr() or value.dtype.is_int()):
-        raise ValueError(f"consume_token: value must be a pointer or an integer offset, got {value.type}")
+        raise ValueError(
+            f"consume_token: value must be a pointer or an integer offset, got {value.type}"
+        )
     if token.type != tl.int32:
-        raise ValueError(f"consume_token: token must be what wait_token returned, an int32; got {token.type}")
+        raise ValueError(
+            f"consume_token: token must be what wait_token returned, an int32; got {token.type}"
+        )
     return value, token

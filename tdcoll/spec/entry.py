@@ -12,7 +12,8 @@ from typing import Any, Literal
 from tdcoll.base.device_library import LIBRARY as LIBRARY
 
 LINKED = "linked_by_tdcoll_jit"
-"""A launch option by which ``tdcoll.jit`` tells the simulator that a compiled kernel would have NVSHMEM linked in."""
+"""A launch option by which ``tdcoll.jit`` tells the simulator that a compiled kernel would have
+NVSHMEM linked in."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,15 @@ class DeviceFunction:
     """One function of the device language.
 
     Attributes:
-        parameters: ``(name, kind)``: ``ptr`` an address or pointer, ``ptr64`` an address or a pointer to 64-bit
-            integers, ``size`` bytes (int64), ``pe`` a PE (int32), ``int`` an int32, ``u64`` an unsigned 64-bit value,
-            ``value`` of the pointee's type, or a block, ``constant`` a compile-time constant.
+        parameters: ``(name, kind)``: ``ptr`` an address or pointer, ``ptr64`` an address or a
+            pointer to 64-bit integers, ``size`` bytes (int64), ``pe`` a PE (int32), ``int`` an
+            int32, ``u64`` an unsigned 64-bit value, ``value`` of the pointee's type, or a block,
+            ``constant`` a compile-time constant.
         returns: what it returns, or None.
         prototype: what it stands for: NVSHMEM's C prototype, or the PTX instruction.
         doc: meaning, units, who must call it, ordering.
-        acquires: loads that follow it see what others have written, so the compiler must not move them above it.
+        acquires: loads that follow it see what others have written, so the compiler must not move
+            them above it.
         types: what NVSHMEM calls the types that TYPE in the prototype may be.
     """
 
@@ -71,15 +74,25 @@ class DeviceFunction:
 
 
 def declared(
-    declaration: str, prototype: str, doc: str, *, acquires: bool = False, types: tuple[str, ...] = ()
+    declaration: str,
+    prototype: str,
+    doc: str,
+    *,
+    acquires: bool = False,
+    types: tuple[str, ...] = (),
 ) -> DeviceFunction:
-    """Return the entry of a declaration by kinds, such as ``"ld(ptr: ptr, scope: constant = 'gpu') -> value"``."""
+    """Return the entry of a declaration by kinds, such as ``"ld(ptr: ptr, scope: constant = 'gpu')
+    -> value"``."""
     function = ast.parse(f"def {declaration}: ...").body[0]
     assert isinstance(function, ast.FunctionDef)
-    parameters = tuple((one.arg, ast.unparse(one.annotation)) for one in function.args.args if one.annotation)
+    parameters = tuple(
+        (one.arg, ast.unparse(one.annotation)) for one in function.args.args if one.annotation
+    )
     defaults = tuple(ast.literal_eval(default) for default in function.args.defaults)
     returns: Any = function.returns and ast.unparse(function.returns)
-    return DeviceFunction(function.name, parameters, defaults, returns, prototype, doc, acquires, types)
+    return DeviceFunction(
+        function.name, parameters, defaults, returns, prototype, doc, acquires, types
+    )
 
 
 def not_a_monitor(address: int) -> str:
@@ -91,7 +104,8 @@ def not_a_monitor(address: int) -> str:
 
 
 def not_linked(function: str) -> str:
-    """Return the error for ``function``, which is NVSHMEM's, in a kernel that was launched without NVSHMEM."""
+    """Return the error for ``function``, which is NVSHMEM's, in a kernel that was launched without
+    NVSHMEM."""
     return (
         f"{function} calls NVSHMEM: decorate the kernel that is launched with @tdcoll.jit instead of @triton.jit (its "
         "helpers may have either), or give triton.compile NVSHMEM's library in options['extern_libs']"
@@ -99,7 +113,8 @@ def not_linked(function: str) -> str:
 
 
 def no_puts(caller: str) -> str:
-    """Return the error for ``caller``, a kernel or function that needs NVSHMEM, in a job whose heap has none of it."""
+    """Return the error for ``caller``, a kernel or function that needs NVSHMEM, in a job whose heap
+    has none of it."""
     return (
         f"{caller} calls NVSHMEM, and the symmetric heap of this job is PyTorch's, which has loads and stores only: "
         "tdcoll.initialize(heap='nvshmem') or TDCOLL_HEAP=nvshmem"

@@ -1,19 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device language as data: one entry per function, from which lowerings, docs and tests are made.
+"""The device language as data: one entry per function, from which lowerings, docs and tests are
+made.
 
-Names and argument order of NVSHMEM's functions (:mod:`tdcoll.spec.nvshmem`) are those of Triton-distributed's
-``libshmem_device``, if it has them. ``docs/device_language.py`` makes tables and stubs of this one. Tests compare it
-with Triton-distributed's sources, and with each lowering.
+Names and argument order of NVSHMEM's functions (:mod:`tdcoll.spec.nvshmem`) are those of
+Triton-distributed's ``libshmem_device``, if it has them. ``docs/device_language.py`` makes tables
+and stubs of this one. Tests compare it with Triton-distributed's sources, and with each lowering.
 
 Source, for loads, stores and atomics: the PTX ISA's memory consistency model.
 """
 
 from __future__ import annotations
 
-from tdcoll.spec.entry import LIBRARY, LINKED, DeviceFunction, declared, no_puts, not_a_monitor, not_linked
+from tdcoll.spec.entry import (
+    LIBRARY,
+    LINKED,
+    DeviceFunction,
+    declared,
+    no_puts,
+    not_a_monitor,
+    not_linked,
+)
 from tdcoll.spec.nvshmem import NVSHMEM_FUNCTIONS
 
-__all__ = ["FUNCTIONS", "LIBRARY", "LINKED", "DeviceFunction", "no_puts", "not_a_monitor", "not_linked"]
+__all__ = [
+    "FUNCTIONS",
+    "LIBRARY",
+    "LINKED",
+    "DeviceFunction",
+    "no_puts",
+    "not_a_monitor",
+    "not_linked",
+]
 
 _FUNCTIONS = [
     *NVSHMEM_FUNCTIONS,
@@ -24,7 +41,11 @@ _FUNCTIONS = [
         "in blocks. Triton makes a scalar `tl.store` in the first thread only, whatever branch it stands in: inside "
         "`if tid(0) == 3` use puts.",
     ),
-    declared("ntid(axis: constant) -> int32", "blockDim (PTX %ntid)", "Threads of a block along `axis` (0, 1, 2)."),
+    declared(
+        "ntid(axis: constant) -> int32",
+        "blockDim (PTX %ntid)",
+        "Threads of a block along `axis` (0, 1, 2).",
+    ),
     declared(
         "syncthreads()",
         "__syncthreads() (PTX bar.sync)",
@@ -51,7 +72,9 @@ _FUNCTIONS = [
         "threads of the block wrote the data.",
     ),
     declared(
-        "st_release(ptr: ptr, val: value, scope: constant = 'gpu')", "st.release.{gpu,sys}", "`st` with release order."
+        "st_release(ptr: ptr, val: value, scope: constant = 'gpu')",
+        "st.release.{gpu,sys}",
+        "`st` with release order.",
     ),
     declared(
         "atom_add(ptr: ptr, val: value, scope: constant = 'gpu', semantic: constant = 'relaxed') -> value",

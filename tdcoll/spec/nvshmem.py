@@ -11,9 +11,21 @@ import re
 from tdcoll.spec.entry import DeviceFunction, declared
 
 _SCOPES = {
-    "": ("nvshmem_", "", "Each thread that calls makes a transfer of its own: call it from one thread."),
-    "_warp": ("nvshmemx_", "_warp", "All threads of a warp call it together, with the same arguments."),
-    "_block": ("nvshmemx_", "_block", "All threads of the block call it together, with the same arguments."),
+    "": (
+        "nvshmem_",
+        "",
+        "Each thread that calls makes a transfer of its own: call it from one thread.",
+    ),
+    "_warp": (
+        "nvshmemx_",
+        "_warp",
+        "All threads of a warp call it together, with the same arguments.",
+    ),
+    "_block": (
+        "nvshmemx_",
+        "_block",
+        "All threads of the block call it together, with the same arguments.",
+    ),
 }
 
 _PUT = (
@@ -26,7 +38,9 @@ _BLOCKING_PUT = (
     "Returns when `source` may be written again; delivery is not ordered with anything later without `fence`, "
     "`quiet` or a signal of its own. "
 )
-_NBI_PUT = "Returns at once: `source` must stay as it is until `quiet`, or until the receiver confirms. "
+_NBI_PUT = (
+    "Returns at once: `source` must stay as it is until `quiet`, or until the receiver confirms. "
+)
 _BLOCKING_GET = "Returns when the bytes are in `dest`. "
 _NBI_GET = "Returns at once: the bytes are in `dest` after `quiet`. "
 _SIGNAL = (
@@ -43,12 +57,11 @@ def _transfers() -> list[DeviceFunction]:
         ("putmem_signal", _PUT_SIGNAL + _SIGNAL, _BLOCKING_PUT, _NBI_PUT),
         ("getmem", _GET, _BLOCKING_GET, _NBI_GET),
     ):
-        signal, in_c = "", ""
+        signal = ""
+        in_c = ""
         if base == "putmem_signal":
-            signal, in_c = (
-                "sig_addr: ptr64, signal: u64, sig_op: int, ",
-                "uint64_t *sig_addr, uint64_t signal, int sig_op, ",
-            )
+            signal = "sig_addr: ptr64, signal: u64, sig_op: int, "
+            in_c = "uint64_t *sig_addr, uint64_t signal, int sig_op, "
         for mode, completion in (("", blocking), ("_nbi", nbi)):
             for scope, (prefix, suffix, who) in _SCOPES.items():
                 symbol = f"{prefix}{base}{mode}{suffix}"
@@ -66,14 +79,22 @@ def _transfers() -> list[DeviceFunction]:
 def _barriers() -> list[DeviceFunction]:
     made = []
     for base, what in (
-        ("barrier_all", "Completes what this PE has issued (as `quiet`), then waits for every PE of the job. "),
-        ("sync_all", "Waits for every PE of the job; does not complete puts (use `barrier_all` for that). "),
+        (
+            "barrier_all",
+            "Completes what this PE has issued (as `quiet`), then waits for every PE of the job. ",
+        ),
+        (
+            "sync_all",
+            "Waits for every PE of the job; does not complete puts (use `barrier_all` for that). ",
+        ),
     ):
         for scope, (prefix, suffix, who) in _SCOPES.items():
             who = who.replace("makes a transfer of its own: call it", "takes part: call it")
             rule = "One program per PE may be in it at a time. Unbounded: prefer signals with bounded waits."
             doc = f"{what}{who} {rule}"
-            made.append(declared(f"{base}{scope}()", f"void {prefix}{base}{suffix}()", doc, acquires=True))
+            made.append(
+                declared(f"{base}{scope}()", f"void {prefix}{base}{suffix}()", doc, acquires=True)
+            )
     return made
 
 
@@ -109,10 +130,15 @@ def _values() -> list[DeviceFunction]:
     made = []
     for declaration, what in _VALUES.items():
         name, given = re.split(r"[()]", declaration)[:2]
-        in_c = ", ".join(_IN_C[kind] + one for one, kind in (argument.split(": ") for argument in given.split(", ")))
+        in_c = ", ".join(
+            _IN_C[kind] + one
+            for one, kind in (argument.split(": ") for argument in given.split(", "))
+        )
         returned = "TYPE" if "->" in declaration else "void"
         atomic = name.startswith("atomic")
-        order = "It isn't ordered after earlier puts and stores: call `fence` first. " if atomic else ""
+        order = (
+            "It isn't ordered after earlier puts and stores: call `fence` first. " if atomic else ""
+        )
         once = "Each thread that calls does it once: call it from one thread. "
         pointees = "integers" if atomic else "integers or floats"
         made.append(

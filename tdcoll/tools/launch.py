@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tdcoll run``: start a job with torchrun, on GPUs or on the simulator.
 
-It imports nothing but the standard library, because ``launch.sh`` runs this module in the first Python that it finds.
+It imports nothing but the standard library, because ``launch.sh`` runs this module in the first
+Python that it finds.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ _FLAGS = {
 
 _VALUES = {
     "--nproc": ("N", "processes on this host. Default: one per visible GPU, or 4 when simulating"),
-    "--emulate-nodes": ("N", "the job behaves as if the processes of this host were spread over N hosts"),
+    "--emulate-nodes": (
+        "N",
+        "the job behaves as if the processes of this host were spread over N hosts",
+    ),
     "--nnodes": ("N", "hosts in the job. Start it on each, with the same --nnodes and --rdzv"),
     "--node-rank": ("R", "which of the hosts this is, from 0 to N - 1"),
     "--rdzv": (
@@ -63,11 +67,21 @@ _VALUES = {
 
 _SPREAD = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 
-_TEST_MODULES = ("pytest", "pytest_timeout", "xdist", "hypothesis", "psutil", "click", "pandas", "tabulate")
+_TEST_MODULES = (
+    "pytest",
+    "pytest_timeout",
+    "xdist",
+    "hypothesis",
+    "psutil",
+    "click",
+    "pandas",
+    "tabulate",
+)
 
 
 def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll run") -> int:
-    """Replace this process by the requested job. With ``--setenv``, print the commands that ``setenv.sh`` evaluates.
+    """Replace this process by the requested job. With ``--setenv``, print the commands that
+    ``setenv.sh`` evaluates.
 
     Args:
         words: the command line; that of this process if None.
@@ -77,12 +91,19 @@ def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll ru
     about = _ABOUT + _ABOUT_TESTS * IN_CHECKOUT
     end = f"{_STATUS}\n\nexample:\n  {program} --nproc 4 train.py --steps 10"
     parser = argparse.ArgumentParser(
-        program, usage, about, end, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        program,
+        usage,
+        about,
+        end,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     for name, text in _FLAGS.items():
         parser.add_argument(name, action="store_true", help=text)
     for name, (metavar, text) in _VALUES.items():
-        parser.add_argument(name, metavar=metavar, type=float if metavar == "SECONDS" else str, help=text)
+        parser.add_argument(
+            name, metavar=metavar, type=float if metavar == "SECONDS" else str, help=text
+        )
     parser.add_argument("--setenv", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = parser.parse_args(words)
@@ -99,24 +120,29 @@ def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll ru
         say(str(error))
         return 2
     if job.simulated and not job.variables.get("OMP_NUM_THREADS"):
-        # Because simulated PEs share the cores, a pool of threads in each would only make them wait for each other.
+        # Because simulated PEs share the cores, a pool of threads in each would only make them wait
+        # for each other.
         job.variables["OMP_NUM_THREADS"] = "1"
     command = [job.python, "-m", *command]
     if given.dry_run:
         print(_exports(job.variables), shlex.join(command), sep="\n")
         return 0
-    return os.execvpe(job.python, command, job.variables)  # signals go directly to torchrun, and its exit status stays
+    # signals go directly to torchrun, and its exit status stays
+    return os.execvpe(job.python, command, job.variables)
 
 
 def _exports(variables: Mapping[str, str]) -> str:
     """Return the shell commands that change this process's environment to ``variables``."""
     gone = [f"unset {name}" for name in os.environ if name not in variables]
     changed = {name: value for name, value in variables.items() if os.environ.get(name) != value}
-    return "\n".join([*gone, *(f"export {name}={shlex.quote(value)}" for name, value in changed.items())])
+    return "\n".join(
+        [*gone, *(f"export {name}={shlex.quote(value)}" for name, value in changed.items())]
+    )
 
 
 def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
-    """Return the job's environment and what Python runs; ``ValueError`` if an option or variable of SLURM is wrong."""
+    """Return the job's environment and what Python runs; ``ValueError`` if an option or variable of
+    SLURM is wrong."""
     if not given.program:
         raise ValueError("program: expected script.py or -m module, got nothing (see --help)")
     name, *rest = given.program
@@ -128,16 +154,21 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
     if IN_CHECKOUT and not given.m and name == "tests":
         for option in ("--share-gpus", *_VALUES):
             if option != "--timeout" and getattr(given, option[2:].replace("-", "_")):
-                raise ValueError(f"{option}: expected only with a script or module, got it with tests")
+                raise ValueError(
+                    f"{option}: expected only with a script or module, got it with tests"
+                )
         job = prepare(variables, modules=_TEST_MODULES, dry_run=given.dry_run)
         os.chdir(ROOT)
         # GPU tests take the whole machine. The user's own -n comes after this one, and wins.
-        spread = job.simulated and not {"--pdb", "--trace", "-s", "--capture=no", "no:xdist"} & set(rest)
+        spread = job.simulated and not {"--pdb", "--trace", "-s", "--capture=no", "no:xdist"} & set(
+            rest
+        )
         return job, ["pytest", *(_SPREAD if spread else ()), *rest]
     if not given.m and not Path(name).is_file():
         raise ValueError(f"script: expected a Python file, got '{name}', which is none")
 
-    nproc, emulate_nodes = _whole("--nproc", given.nproc, 1), _whole("--emulate-nodes", given.emulate_nodes, 1)
+    nproc = _whole("--nproc", given.nproc, 1)
+    emulate_nodes = _whole("--emulate-nodes", given.emulate_nodes, 1)
     nnodes, node_rank, meeting_point = _hosts(given)
     if given.share_gpus:
         variables["TDCOLL_SHARE_GPUS"] = "1"
@@ -148,22 +179,47 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
     job = prepare(variables, one_host=one_host, dry_run=given.dry_run)
     nproc = nproc or (4 if job.simulated else job.gpus)
     if given.share_gpus and job.simulated:
-        raise ValueError("--share-gpus: expected GPUs, got the simulator, in which processes have none to share")
+        raise ValueError(
+            "--share-gpus: expected GPUs, got the simulator, in which processes have none to share"
+        )
     if not job.gpus and not job.simulated:
         interpret = job.variables["TRITON_INTERPRET"]
-        raise ValueError(f"TRITON_INTERPRET: expected 1 on a host without a visible GPU, got '{interpret}'")
-    if nproc > job.gpus and not job.simulated and job.variables.get("TDCOLL_SHARE_GPUS", "0") in ("", "0"):
+        raise ValueError(
+            f"TRITON_INTERPRET: expected 1 on a host without a visible GPU, got '{interpret}'"
+        )
+    if (
+        nproc > job.gpus
+        and not job.simulated
+        and job.variables.get("TDCOLL_SHARE_GPUS", "0") in ("", "0")
+    ):
         raise ValueError(
             f"--nproc: expected at most {job.gpus}, the number of visible GPUs, got {nproc} (--simulate has no such "
             "limit; --share-gpus lets processes share GPUs, for tests of correctness)"
         )
     if emulate_nodes and emulate_nodes > nproc:
-        raise ValueError(f"--emulate-nodes: expected 1 to {nproc}, the number of processes, got {emulate_nodes}")
-    if meeting_point:  # the static rendezvous: torchrun's node ranks are the ones given, not the order of arrival
+        raise ValueError(
+            f"--emulate-nodes: expected 1 to {nproc}, the number of processes, got {emulate_nodes}"
+        )
+    # the static rendezvous: torchrun's node ranks are the ones given, not the order of arrival
+    if meeting_point:
         meeting = ["--node-rank", str(node_rank), "--master-addr", host, "--master-port", str(port)]
     else:  # a free port of its own, on the loopback interface: jobs on one host do not meet
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"]
-    command = ["tdcoll.tools.torchrun", "--nproc-per-node", str(nproc), "--nnodes", str(nnodes), *meeting]
+        meeting = [
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "localhost:0",
+            "--local-addr",
+            "127.0.0.1",
+        ]
+    command = [
+        "tdcoll.tools.torchrun",
+        "--nproc-per-node",
+        str(nproc),
+        "--nnodes",
+        str(nnodes),
+        *meeting,
+    ]
     if given.monitor_interval is not None:
         interval = arguments.seconds("--monitor-interval", given.monitor_interval)
         command += ["--monitor-interval", str(interval)]
@@ -176,10 +232,15 @@ def _whole(name: str, text: str | None, least: int) -> int | None:
 
 
 def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]:
-    """Return the number of hosts, this one's, and their meeting place, from options or SLURM's variables."""
-    slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_") and value}
-    nnodes, node_rank = _whole("--nnodes", given.nnodes, 1), _whole("--node-rank", given.node_rank, 0)
-    rdzv, in_step = given.rdzv, "SLURM_STEP_NUM_NODES" in slurm
+    """Return the number of hosts, this one's, and their meeting place, from options or SLURM's
+    variables."""
+    slurm = {
+        name: value for name, value in os.environ.items() if name.startswith("SLURM_") and value
+    }
+    nnodes = _whole("--nnodes", given.nnodes, 1)
+    node_rank = _whole("--node-rank", given.node_rank, 0)
+    rdzv = given.rdzv
+    in_step = "SLURM_STEP_NUM_NODES" in slurm
     if nnodes is None and in_step:
         nnodes = _whole("SLURM_STEP_NUM_NODES", slurm["SLURM_STEP_NUM_NODES"], 1)
     elif nnodes is None and (arguments.decimal(slurm.get("SLURM_NNODES", "")) or 1) > 1:
@@ -189,7 +250,8 @@ def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]
         )
     nnodes = nnodes or 1
     if in_step and nnodes > 1:
-        if (task := slurm.get("SLURM_LOCALID", "0")) != "0":
+        task = slurm.get("SLURM_LOCALID", "0")
+        if task != "0":
             raise ValueError(
                 f"SLURM_LOCALID: expected one launcher per host (srun --ntasks-per-node 1), got task {task}"
             )
@@ -197,10 +259,14 @@ def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]
             node_rank = _whole("SLURM_NODEID", slurm.get("SLURM_NODEID"), 0)
         rdzv = _rdzv_of_slurm(slurm) if rdzv is None else rdzv
     if nnodes > 1 and rdzv is None:
-        raise ValueError(f"--rdzv: expected HOST:PORT with --nnodes {nnodes} outside of a SLURM step, got nothing")
+        raise ValueError(
+            f"--rdzv: expected HOST:PORT with --nnodes {nnodes} outside of a SLURM step, got nothing"
+        )
     if (node_rank is None and nnodes > 1) or (node_rank or 0) >= nnodes:
         got = "nothing" if node_rank is None else node_rank
-        raise ValueError(f"--node-rank: expected 0 to {nnodes - 1} with --nnodes {nnodes}, got {got}")
+        raise ValueError(
+            f"--node-rank: expected 0 to {nnodes - 1} with --nnodes {nnodes}, got {got}"
+        )
     if rdzv is None:
         return nnodes, node_rank or 0, None
     # HOST:PORT, [IPv6]:PORT
@@ -211,13 +277,17 @@ def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]
 
 
 def _rdzv_of_slurm(slurm: Mapping[str, str]) -> str:
-    """Return the first host and a port, which are the same on all hosts, and the port another for each job."""
+    """Return the first host and a port, which are the same on all hosts, and the port another for
+    each job."""
     nodes = slurm.get("SLURM_STEP_NODELIST") or slurm.get("SLURM_JOB_NODELIST", "")
     found = re.match(r"(?:[^],[]|\[[0-9][^]]*\])+(?=,|$)", nodes)  # rack[03-05,9]n[1-4],other
     if found is None:
-        raise ValueError(f"--rdzv: expected HOST:PORT or SLURM_JOB_NODELIST to take the host from, got '{nodes}'")
+        raise ValueError(
+            f"--rdzv: expected HOST:PORT or SLURM_JOB_NODELIST to take the host from, got '{nodes}'"
+        )
     host = re.sub(r"\[([0-9]+)[^]]*\]", r"\1", found[0])
-    if port := os.environ.get("MASTER_PORT"):
+    port = os.environ.get("MASTER_PORT")
+    if port:
         return f"{host}:{_whole('MASTER_PORT', port, 1)}"
     # Below the range from which Linux gives ports to clients.
     return f"{host}:{20000 + arguments.parse_whole(slurm.get('SLURM_JOB_ID', '0'), 'SLURM_JOB_ID', 0) % 10000}"

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tdcoll.tools.torchrun``: torchrun, which says in the end who died and who only noticed.
+"""``python -m tdcoll.tools.torchrun``: torchrun, which says in the end who died and who only
+noticed.
 
-When a rank dies, the others give up on it a while later, each with an error of its own. torchrun's "Root Cause" is any
-of them: it looks at all at once, and does not know what an error means. This runs torchrun with its options and
-its exit status. If processes of this host have failed, the last lines on stderr say which of them ended by themselves,
-in place of torchrun's report, which ``TDCOLL_TRACEBACK=1`` shows as well. They follow from
+When a rank dies, the others give up on it a while later, each with an error of its own. torchrun's
+"Root Cause" is any of them: it looks at all at once, and does not know what an error means. This
+runs torchrun with its options and its exit status. If processes of this host have failed, the last
+lines on stderr say which of them ended by themselves, in place of torchrun's report, which
+``TDCOLL_TRACEBACK=1`` shows as well. They follow from
 
 - the exit status, or signal, of each process;
 - which processes were still running when torchrun ended them;
-- what each rank wrote down about its last error (:mod:`tdcoll.job.last_words`). An expired wait for another rank,
-  and a connection that another rank has closed, are no cause.
+- what each rank wrote down about its last error (:mod:`tdcoll.job.last_words`). An expired wait for
+  another rank, and a connection that another rank has closed, are no cause.
 
-If this process is killed before it can end its ranks, the kernel kills them. After Ctrl-C, ranks that are still running
-:data:`PATIENCE_S` later are killed: torchrun alone would wait for 30 s.
+If this process is killed before it can end its ranks, the kernel kills them. After Ctrl-C, ranks
+that are still running :data:`PATIENCE_S` later are killed: torchrun alone would wait for 30 s.
 """
 
 from __future__ import annotations
@@ -38,12 +40,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def summary(
-    exits: Mapping[int, tuple[int, int]], words: Mapping[int, Mapping[str, Any]], ended: Collection[int]
+    exits: Mapping[int, tuple[int, int]],
+    words: Mapping[int, Mapping[str, Any]],
+    ended: Collection[int],
 ) -> list[str]:
     """Return lines that say who died, who noticed and who was ended.
 
     Args:
-        exits: of each rank that failed, its process and exit status (negative: the signal that ended it).
+        exits: of each rank that failed, its process and exit status (negative: the signal that
+            ended it).
         words: what processes wrote down about their last errors: ``error``, ``noticed``, ``time``.
         ended: processes that were running until torchrun ended them.
     """
@@ -53,7 +58,8 @@ def summary(
         if said is not None:  # also of a rank that was still leaving when torchrun ended it
             how, why = ("noticed", "") if said["noticed"] else ("failed", _shortened(said["error"]))
         elif pid in ended:  # whatever its status: a handler of the signal may exit as it likes
-            how, why = "still running, ended by torchrun", ""
+            how = "still running, ended by torchrun"
+            why = ""
         else:
             names = {-known: known.name for known in signal.Signals}
             died = "died", names.get(status, f"signal {-status}")
@@ -66,15 +72,26 @@ def summary(
     lines = []
     for wanted in ("died", "failed", "ended"):  # who has left no word ended at an unknown time
         found = [
-            (of_first(ranks).get("time", 0.0), why, ranks) for (how, why), ranks in groups.items() if how == wanted
+            (of_first(ranks).get("time", 0.0), why, ranks)
+            for (how, why), ranks in groups.items()
+            if how == wanted
         ]
         lines += [f"{wanted}: {ranks_text(ranks)} ({why})" for _, why, ranks in sorted(found)]
     giving_up = "only noticed" if lines else "gave up waiting"
     if not lines:
-        lines = ["no rank of this host died or failed by itself; if there are other hosts, see what they printed"]
-    if noticed := groups.get(("noticed", "")):
-        lines.append(f"{giving_up}: {ranks_text(noticed)} ({_shortened(of_first(noticed)['error'])})")
-    return lines + [f"{how}: {ranks_text(ranks)}" for (how, _), ranks in groups.items() if how.startswith("still")]
+        lines = [
+            "no rank of this host died or failed by itself; if there are other hosts, see what they printed"
+        ]
+    noticed = groups.get(("noticed", ""))
+    if noticed:
+        lines.append(
+            f"{giving_up}: {ranks_text(noticed)} ({_shortened(of_first(noticed)['error'])})"
+        )
+    return lines + [
+        f"{how}: {ranks_text(ranks)}"
+        for (how, _), ranks in groups.items()
+        if how.startswith("still")
+    ]
 
 
 def _shortened(error: str) -> str:
@@ -84,22 +101,28 @@ def _shortened(error: str) -> str:
 
 
 def _watch_ranks() -> set[int]:
-    """Return the processes that torchrun will have ended. If this process dies, the kernel kills its ranks."""
+    """Return the processes that torchrun will have ended. If this process dies, the kernel kills
+    its ranks."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     handlers: Any = subprocess_handler
     ended: set[int] = set()
-    prctl, launcher, close = ctypes.CDLL(None).prctl, os.getpid(), handlers.SubprocessHandler.close
+    prctl = ctypes.CDLL(None).prctl
+    launcher = os.getpid()
+    close = handlers.SubprocessHandler.close
 
     def in_the_rank() -> None:
-        # Kept across execve. The kernel looks at the thread that has started the rank, which is torchrun's main thread.
+        # Kept across execve. The kernel looks at the thread that has started the rank, which is
+        # torchrun's main thread.
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it has died before that call
             os.kill(os.getpid(), signal.SIGKILL)
 
     def kill(process: Any) -> None:
         if process.poll() is None:
-            _say(f"process {process.pid} did not end within {PATIENCE_S:g} s of Ctrl-C, and is killed")
+            _say(
+                f"process {process.pid} did not end within {PATIENCE_S:g} s of Ctrl-C, and is killed"
+            )
             process.kill()
 
     def close_and_note(handler: Any, death_sig: Any = None) -> Any:
@@ -122,7 +145,8 @@ def _say(line: str) -> None:
 
 
 def _read(file: IO[bytes]) -> dict[int, dict[str, Any]]:
-    """Return the last words of each process; without those that a process was killed in the middle of."""
+    """Return the last words of each process; without those that a process was killed in the middle
+    of."""
     found = {}
     for line in file.read().splitlines():
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -139,16 +163,22 @@ def main() -> None:
 
     try:
         ended = _watch_ranks()
-    except (AttributeError, ImportError):  # of a later PyTorch: running the job matters more than the report
+    except (
+        AttributeError,
+        ImportError,
+    ):  # of a later PyTorch: running the job matters more than the report
         run.main()
         return
-    # A file without a name, which goes with this process however it ends; the ranks open it by its descriptor.
+    # A file without a name, which goes with this process however it ends; the ranks open it by its
+    # descriptor.
     with open(os.memfd_create("tdcoll-last-words"), "rb") as file:
         os.environ["TDCOLL_LAST_WORDS"] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         try:
             run.main()
         except ChildFailedError as error:
-            exits = {rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
+            exits = {
+                rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()
+            }
             lines = summary(exits, _read(file), ended)
             named = lines[0].startswith(("died", "failed", "ended"))
             if not named or os.environ.get("TDCOLL_TRACEBACK", "0") not in ("", "0"):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that are wrong: each error names the argument, says what was expected, and what came."""
+"""Arguments that are wrong: each error names the argument, says what was expected, and what
+came."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def deadline(timeout_s: Any) -> list[Callable[[Given], Any]]:
     return [
         lambda given: tdcoll.WaitMonitor(timeout_s=timeout_s),
         lambda given: tdcoll.CollectiveContext(max_bytes_per_rank=1, timeout_s=timeout_s),
-        lambda given: tdcoll.SparseContext(max_rows_per_rank=1, max_row_bytes=1, timeout_s=timeout_s),
+        lambda given: tdcoll.SparseContext(
+            max_rows_per_rank=1, max_row_bytes=1, timeout_s=timeout_s
+        ),
     ]
 
 
@@ -42,7 +45,8 @@ SECONDS = "timeout_s must be greater than 0 and at most 1000000000 seconds, got 
 SHAPE = "shape must be an int or a sequence of ints, got "
 CTX = "ctx must be a tdcoll.CollectiveContext, got "
 GROUP = (
-    "group must be a ProcessGroup that this rank belongs to, a DeviceMesh, a sequence of global ranks, or None; got "
+    "group must be a ProcessGroup that this rank belongs to, a DeviceMesh, a sequence of global "
+    "ranks, or None; got "
 )
 
 CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
@@ -60,26 +64,53 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
         TypeError,
         "tuning must be a tuning table (Table), the path of its file, or None, got 5",
     ),
-    (lambda given: make(tuning="no.json"), ValueError, "tuning: no.json: expected the file of a tuning table: "),
-    *((lambda given, n=n: make(chunks=n), ValueError, f"chunks must be 2 to 512, got {n}") for n in (0, 513)),
+    (
+        lambda given: make(tuning="no.json"),
+        ValueError,
+        "tuning: no.json: expected the file of a tuning table: ",
+    ),
     *(
-        (lambda given, name=name: make(**{name: -1}), ValueError, f"{name} must be at least 0, got -1")
+        (lambda given, n=n: make(chunks=n), ValueError, f"chunks must be 2 to 512, got {n}")
+        for n in (0, 513)
+    ),
+    *(
+        (
+            lambda given, name=name: make(**{name: -1}),
+            ValueError,
+            f"{name} must be at least 0, got -1",
+        )
         for name in ("max_bytes_per_rank", "flagged_bytes", "lamport_bytes")
     ),
     *(
-        (lambda given, name=name, n=n: make(**{name: n}), TypeError, f"{name} must be an int, got {n!r}")
+        (
+            lambda given, name=name, n=n: make(**{name: n}),
+            TypeError,
+            f"{name} must be an int, got {n!r}",
+        )
         for name in ("max_bytes_per_rank", "chunks", "max_blocks")
         for n in (1.5, "1M", True)
     ),
-    (lambda given: make(max_blocks=MAX_BLOCKS + 1), ValueError, f"max_blocks must be 1 to {MAX_BLOCKS}, got"),
+    (
+        lambda given: make(max_blocks=MAX_BLOCKS + 1),
+        ValueError,
+        f"max_blocks must be 1 to {MAX_BLOCKS}, got",
+    ),
     (lambda given: make(group=3), TypeError, f"{GROUP}3"),
     (lambda given: make(group=["a"]), TypeError, f"{GROUP}['a']"),
     (lambda given: make(group="0"), TypeError, f"{GROUP}'0'"),
     # all-gathers
     (lambda given: tdcoll.all_gather(X, ctx=given.sparse), TypeError, f"{CTX}SparseContext"),
-    (lambda given: tdcoll.all_gather(None), TypeError, "tensor must be a torch.Tensor, got NoneType"),
+    (
+        lambda given: tdcoll.all_gather(None),
+        TypeError,
+        "tensor must be a torch.Tensor, got NoneType",
+    ),
     *(
-        (lambda given, call=call: call(None, ctx=given.ctx), TypeError, "tensor must be a torch.Tensor, got NoneType")
+        (
+            lambda given, call=call: call(None, ctx=given.ctx),
+            TypeError,
+            "tensor must be a torch.Tensor, got NoneType",
+        )
         for call in (tdcoll.all_gather, tdcoll.all_gather_)
     ),
     # sparse all-reduces
@@ -89,7 +120,9 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
         "ctx must be a tdcoll.SparseContext or None, got CollectiveContext",
     ),
     (
-        lambda given: tdcoll.distributed.SparseGradientReducer(torch.nn.Embedding(4, 4, sparse=True), rows_per_rank=-1),
+        lambda given: tdcoll.distributed.SparseGradientReducer(
+            torch.nn.Embedding(4, 4, sparse=True), rows_per_rank=-1
+        ),
         ValueError,
         "rows_per_rank must be at least 1, got -1",
     ),
@@ -100,8 +133,15 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
         "dtype must be a torch.dtype (sizes go together: empty((3, 4))), got 4",
     ),
     (lambda given: tdcoll.zeros(3, "float"), TypeError, "dtype must be a torch.dtype, got 'float'"),
-    *((lambda given, s=s: tdcoll.empty(s), TypeError, f"{SHAPE}{s!r}") for s in ("ab", None, 3.5, (3.5,), True)),
-    (lambda given: tdcoll.empty((2, -1)), ValueError, "shape must have sizes of at least 0, got [2, -1]"),
+    *(
+        (lambda given, s=s: tdcoll.empty(s), TypeError, f"{SHAPE}{s!r}")
+        for s in ("ab", None, 3.5, (3.5,), True)
+    ),
+    (
+        lambda given: tdcoll.empty((2, -1)),
+        ValueError,
+        "shape must have sizes of at least 0, got [2, -1]",
+    ),
     (lambda given: tdcoll.empty(3, name=3), TypeError, "name must be a str, got 3"),
     (lambda given: tdcoll.free(None), TypeError, "tensor must be a torch.Tensor, got NoneType"),
     (

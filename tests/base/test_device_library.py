@@ -12,11 +12,17 @@ from tdcoll.base.device_library import device_library
 
 
 def installed(folder: Path, *files: str) -> Path:
-    """A folder with device libraries, ``""`` the one for all architectures, and other files beside them."""
+    """A folder with device libraries, ``""`` the one for all architectures, and other files beside
+    them."""
     folder.mkdir(parents=True)
     for file in files:
         (folder / f"libnvshmem_device{file}.bc").touch()
-    for other in ("libnvshmem_host.so.3", "libnvshmem_device.a", "libnvshmem_device_sm_90a.bc", "sm_90.bc"):
+    for other in (
+        "libnvshmem_host.so.3",
+        "libnvshmem_device.a",
+        "libnvshmem_device_sm_90a.bc",
+        "sm_90.bc",
+    ):
         (folder / other).touch()
     return folder
 
@@ -46,7 +52,9 @@ NEWEST = (*CUDA_13, "_sm_100")
         (("", *CUDA_13), 70, ""),
     ],
 )
-def test_the_newest_that_the_gpu_can_run(tmp_path: Path, files: tuple[str, ...], arch: int, file: str) -> None:
+def test_the_newest_that_the_gpu_can_run(
+    tmp_path: Path, files: tuple[str, ...], arch: int, file: str
+) -> None:
     folder = installed(tmp_path / "lib", *files)
     assert device_library([folder], arch) == folder / f"libnvshmem_device{file}.bc"
 
@@ -70,11 +78,19 @@ def test_none_for_an_architecture_names_those_that_are_there(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("folders", [0, 2])
-def test_none_at_all_says_where_it_was_looked_for_and_what_to_install(tmp_path: Path, folders: int) -> None:
+def test_none_at_all_says_where_it_was_looked_for_and_what_to_install(
+    tmp_path: Path, folders: int
+) -> None:
     places = [installed(tmp_path / str(i)) for i in range(folders)]
     with pytest.raises(FileNotFoundError) as raised:
         device_library(places, 90)
-    wanted = ["sm_90", "tdcoll[cu12] or tdcoll[cu13]", "tdcoll[compile]", "NVSHMEM_HOME", *map(str, places)]
+    wanted = [
+        "sm_90",
+        "tdcoll[cu12] or tdcoll[cu13]",
+        "tdcoll[compile]",
+        "NVSHMEM_HOME",
+        *map(str, places),
+    ]
     if not places:
         wanted.append("neither NVSHMEM_HOME nor NVIDIA's wheel is there")
     assert [part for part in wanted if part not in str(raised.value)] == []

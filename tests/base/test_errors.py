@@ -25,15 +25,22 @@ def exceptions() -> list[type[BaseException]]:
     """Return all exception classes that the package defines at the top of a module."""
     found = []
     for file in sorted(PACKAGE.rglob("*.py")):
-        classes = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+        classes = [
+            node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)
+        ]
         bases = {node.name: [ast.unparse(base) for base in node.bases] for node in classes}
         names = [
             name
             for name, of in bases.items()
-            if any(base.endswith(("Error", "Exception", "Timeout", "Failure", "Warning")) for base in of)
+            if any(
+                base.endswith(("Error", "Exception", "Timeout", "Failure", "Warning"))
+                for base in of
+            )
         ]
         if names:
-            module = importlib.import_module(".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts))
+            module = importlib.import_module(
+                ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+            )
             found += [getattr(module, name) for name in names]
     return [kind for kind in found if issubclass(kind, BaseException)]
 
@@ -44,18 +51,29 @@ def a_wait(kind: type[CollectiveTimeout]) -> CollectiveTimeout:
 
 MADE_OF_MORE: dict[type[BaseException], Callable[[], BaseException]] = {
     Deadlock: lambda: Deadlock("no task can run", [Blocked("pe0 host", 0, "waits")]),
-    ExplorationFailed: lambda: ExplorationFailed(Failure(3, ValueError("wrong"), "wrong in pe1", {"n_pes": 2})),
+    ExplorationFailed: lambda: ExplorationFailed(
+        Failure(3, ValueError("wrong"), "wrong in pe1", {"n_pes": 2})
+    ),
 }
 
 
 def state(error: BaseException) -> dict[str, Any]:
     """Return an error's attributes in words."""
-    return {name: [*map(str, value)] if name == "blocked" else repr(value) for name, value in vars(error).items()}
+    return {
+        name: [*map(str, value)] if name == "blocked" else repr(value)
+        for name, value in vars(error).items()
+    }
 
 
 def test_there_are_exceptions_to_look_at() -> None:
     found = exceptions()
-    assert {*MADE_OF_MORE, CollectiveTimeout, BackendTimeout, tdcoll.TdcollError, tdcoll.NotSymmetricError} <= {*found}
+    assert {
+        *MADE_OF_MORE,
+        CollectiveTimeout,
+        BackendTimeout,
+        tdcoll.TdcollError,
+        tdcoll.NotSymmetricError,
+    } <= {*found}
     assert len(found) >= 13
 
 
@@ -80,6 +98,11 @@ def test_a_round_trip(kind: type[BaseException], again: Callable[[Any], Any]) ->
 def test_a_backend_error_has_all_of_what_it_was_made_of() -> None:
     error = a_wait(CollectiveTimeout)
     made: Any = as_backend_error(error)
-    assert (type(made), str(made), vars(made), made.__cause__) == (BackendTimeout, str(error), vars(error), error)
+    assert (type(made), str(made), vars(made), made.__cause__) == (
+        BackendTimeout,
+        str(error),
+        vars(error),
+        error,
+    )
     vars(made)["rank"] = 5
     assert error.rank == 1

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVTX ranges of calls, if ``TDCOLL_NVTX`` asks for them; and what a CUDA graph that is being captured cannot hold."""
+"""NVTX ranges of calls, if ``TDCOLL_NVTX`` asks for them; and what a CUDA graph that is being
+captured cannot hold."""
 
 from __future__ import annotations
 
@@ -31,8 +32,13 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 CALLS: dict[str, Callable[[tdcoll.CollectiveContext], object]] = {
-    "all_reduce[one_shot, 64 B]": lambda ctx: tdcoll.all_reduce(torch.ones(16), ctx=ctx, algorithm="one_shot"),
-    "all_gather[1d, 4.9 KiB]": lambda ctx: tdcoll.all_gather(torch.ones(1250), ctx=ctx, algorithm="1d"),  # two epochs
+    "all_reduce[one_shot, 64 B]": lambda ctx: tdcoll.all_reduce(
+        torch.ones(16), ctx=ctx, algorithm="one_shot"
+    ),
+    # two epochs
+    "all_gather[1d, 4.9 KiB]": lambda ctx: tdcoll.all_gather(
+        torch.ones(1250), ctx=ctx, algorithm="1d"
+    ),
     "all_reduce_rms_norm[composed, 128 B]": lambda ctx: all_reduce_rms_norm(
         torch.ones(2, 16), torch.ones(2, 16), torch.ones(16), ctx=ctx, algorithm="composed"
     ),
@@ -64,7 +70,10 @@ def test_calls_in_place_and_sparse_ones(pushed: list[str]) -> None:
 
     World(1).run(host)
     names = [told for told in pushed if told.startswith("tdcoll.")]
-    assert names == ["tdcoll.all_gather_[ll, 64 B]", *2 * ["tdcoll.sparse_all_reduce[auto, rows of 16 B]"]]
+    assert names == [
+        "tdcoll.all_gather_[ll, 64 B]",
+        *2 * ["tdcoll.sparse_all_reduce[auto, rows of 16 B]"],
+    ]
 
 
 def test_a_range_ends_when_the_call_fails(pushed: list[str]) -> None:
@@ -94,7 +103,9 @@ def test_without_the_variable_nothing_is_in_the_way(
     assert pushed == []
 
 
-def test_without_nvtx_the_variable_has_no_effect(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_without_nvtx_the_variable_has_no_effect(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     def missing(name: str) -> None:
         raise RuntimeError("NVTX functions not installed")
 

@@ -33,7 +33,9 @@ def test_values_of_a_dense_collective() -> None:
     assert options.launches == ["graph", "eager"]
     assert options.iterations == 7
     assert GATHER.parse(["-b", "1K", "-e", "5000", "-f", "2"]).sizes == [1024, 2048, 4096]
-    reduced = SCATTER.parse(["-b", "512", "-e", "2K", "--dtype", "bfloat16", "--op", "max", "--blocks", "8,4"])
+    reduced = SCATTER.parse(
+        ["-b", "512", "-e", "2K", "--dtype", "bfloat16", "--op", "max", "--blocks", "8,4"]
+    )
     assert (reduced.sizes, reduced.op, reduced.blocks) == ([512, 2048], "max", [8, 4])
 
 
@@ -100,7 +102,9 @@ def test_a_wrong_command_line_ends_with_status_2(
     with pytest.raises(SystemExit, match="2"):
         benchmark.parse(arguments.split())
     # Older versions of click have other quotes in one message.
-    assert message in capsys.readouterr().err.replace("No such option: --blokcs", "No such option '--blokcs'")
+    assert message in capsys.readouterr().err.replace(
+        "No such option: --blokcs", "No such option '--blokcs'"
+    )
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -132,9 +136,9 @@ def test_help_shows_defaults_and_an_example(capsys: pytest.CaptureFixture[str]) 
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith("Usage: bash launch.sh [--nproc N] -m tdcoll bench reduce_scatter ")
-    assert "timed launches, or calls that are timed one at a time  [default: 100;" in " ".join(text.split()).replace(
-        "time [", "time  ["
-    )
+    assert "timed launches, or calls that are timed one at a time  [default: 100;" in " ".join(
+        text.split()
+    ).replace("time [", "time  [")
     assert "CUDA graph replays (default)" in text
     assert "  bash launch.sh -m tdcoll bench reduce_scatter --json result.json\n" in text
 
@@ -151,7 +155,9 @@ def test_the_command_is_repeated_without_what_is_local(monkeypatch: pytest.Monke
         ["--output", file],
     ):
         command = command_line("all_gather", ["-b", "1K", *local, "--eager"], 4, False)
-        assert command == ("bash launch.sh --nproc 4 --emulate-nodes 2 -m tdcoll bench all_gather -b 1K --eager")
+        assert command == (
+            "bash launch.sh --nproc 4 --emulate-nodes 2 -m tdcoll bench all_gather -b 1K --eager"
+        )
     words = ["--peers", "nccl", "--title", "two  words; a -o b"]
     quoted = command_line("all_gather", words, 4, False)
     assert quoted.endswith(" bench all_gather --peers nccl --title 'two  words; a -o b'")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of dense collectives: checks on the simulator, measuring with a made-up clock, the command.
+"""Benchmarks of dense collectives: checks on the simulator, measuring with a made-up clock, the
+command.
 
 tests/gpu shows that all baselines are right on GPUs.
 """
@@ -47,7 +48,8 @@ def test_the_heap_holds_what_the_sizes_need(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_heap_holds_what_a_context_takes_besides_its_slots() -> None:
-    """Words of LL, above all, of which two ranks have the most; with buffers in the heap and a line-up."""
+    """Words of LL, above all, of which two ranks have the most; with buffers in the heap and a
+    line-up."""
     options = GATHER.parse(["-b", "1M", "-e", "1M", "--algorithms", "in-place"])
 
     def host(pe: int) -> None:
@@ -93,7 +95,9 @@ def test_every_algorithm_on_one_node(benchmark: Any, rows_of: Callable[..., list
     *ours, baseline = rows
     assert [row.check for row in ours] == ["ok"] * len(names)
     assert baseline.check == "not run"
-    assert baseline.note == ("rounds a mean over 3 ranks more than once: it cannot be checked to the bit")
+    assert baseline.note == (
+        "rounds a mean over 3 ranks more than once: it cannot be checked to the bit"
+    )
 
 
 @pytest.mark.parametrize("mistake", ["an element", "the call before"])
@@ -104,7 +108,9 @@ def test_wrong_results_are_rows_that_say_so(
     real = getattr(tdcoll, benchmark.name)
     last_results: dict[int, torch.Tensor] = {}
 
-    def careless(tensor: torch.Tensor, *op: Any, ctx: Any, out: torch.Tensor, **named: Any) -> torch.Tensor:
+    def careless(
+        tensor: torch.Tensor, *op: Any, ctx: Any, out: torch.Tensor, **named: Any
+    ) -> torch.Tensor:
         new = real(tensor, *op, ctx=ctx, out=out, **named).clone()
         if mistake == "the call before":
             out.copy_(last_results.get(ctx.rank, new))
@@ -128,7 +134,8 @@ def test_wrong_results_are_rows_that_say_so(
 def test_the_measuring_path(
     benchmark: Any, clock: Any, measured: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Consecutive calls take different inputs; rank 1 is the slowest, and the skew says by how much."""
+    """Consecutive calls take different inputs; rank 1 is the slowest, and the skew says by how
+    much."""
     real = getattr(tdcoll, benchmark.name)
     inputs: list[int] = []
 
@@ -163,7 +170,9 @@ def test_the_measuring_path(
 
 
 @pytest.mark.slow
-def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
+def test_the_command_on_the_simulator(
+    launch: Callable[..., CompletedProcess[str]], tmp_path: Path
+) -> None:
     file = tmp_path / "result.json"
     table = tmp_path / "table.json"
     table.write_text('{"tuning": "tdcoll", "version": 5, "tables": []}')
@@ -201,7 +210,9 @@ def shared_buffers() -> SharedBuffers:
     return SharedBuffers(new)
 
 
-@pytest.mark.parametrize("name", [name for name, baseline in BASELINES.items() if baseline.collective == "all_gather"])
+@pytest.mark.parametrize(
+    "name", [name for name, baseline in BASELINES.items() if baseline.collective == "all_gather"]
+)
 def test_baselines_without_gpus_say_why(name: str) -> None:
     with pytest.raises(RuntimeError, match="needs GPUs"):
         BASELINES[name].make(shared_buffers(), CPU, lambda buffers: None)
@@ -213,4 +224,6 @@ def test_baselines_that_only_add_say_so(benchmark: Any, measured: Callable[..., 
     options = f"-b 64 -e 64 --op max --algorithms= --peers {','.join(names)}"
     rows = measured(benchmark, options)
     assert [row.algorithm for row in rows] == names
-    assert {(row.check, row.note) for row in rows} == {("not run", "has sums only, and --op is max")}
+    assert {(row.check, row.note) for row in rows} == {
+        ("not run", "has sums only, and --op is max")
+    }

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where packages of the extra ``bench`` are needed, and that the package doesn't depend on the benchmarks."""
+"""Where packages of the extra ``bench`` are needed, and that the package doesn't depend on the
+benchmarks."""
 
 from __future__ import annotations
 
@@ -27,14 +28,17 @@ def import_without(missing: tuple[str, ...], module: str) -> subprocess.Complete
     """Import a module in a Python that has none of the ``missing`` packages."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", WITHOUT, *missing, module]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
+    )
 
 
 @pytest.mark.parametrize(
     ("missing", "module"),
     [
         (EXTRA, "tdcoll.tools.tune.command"),
-        # More objects in a process make Python's collector slower, and with it the host that is timed.
+        # More objects in a process make Python's collector slower, and with it the host that is
+        # timed.
         (("matplotlib", "pandas"), "benchmarks.dense"),
         (("matplotlib", "pandas"), "benchmarks.backend_calls"),
     ],

@@ -41,7 +41,9 @@ def test_a_wrong_result_is_seen(
     assert [row.check for row in rows] == ["WRONG"]
 
 
-def test_the_share_of_hidden_communication(monkeypatch: pytest.MonkeyPatch, rows_of: Callable[..., list[Any]]) -> None:
+def test_the_share_of_hidden_communication(
+    monkeypatch: pytest.MonkeyPatch, rows_of: Callable[..., list[Any]]
+) -> None:
     times = {"auto": 60.0, "cublas-alone": 50.0, "nccl-alone": 40.0}
     measure_size = matmul.Benchmark.measure_size
 

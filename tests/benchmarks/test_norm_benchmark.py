@@ -15,7 +15,9 @@ HEAP_BYTES = 1 << 24
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_everything_is_checked_and_baselines_say_why_not(dtype: str, rows_of: Callable[..., list[Any]]) -> None:
+def test_everything_is_checked_and_baselines_say_why_not(
+    dtype: str, rows_of: Callable[..., list[Any]]
+) -> None:
     options = f"--algorithms auto,composed --peers tdcoll-torch,nccl --dtype {dtype}"
     rows = rows_of(NormBenchmark, options, 2, heap_bytes=HEAP_BYTES)
     checks = {

@@ -60,7 +60,9 @@ def test_a_picture_has_at_most_8_curves() -> None:
     assert [line.get_label() for line in lines] == ["tdcoll", "NCCL", "vLLM"]
     facts = {"rows": 8, "hidden": 64, "dtype": "x"}
     norms = [dataclasses.replace(row, facts=facts) for row in rows]
-    message = r"expected at most 8 curves, the floor included, got tdcoll auto, nccl, vllm, 0, .*--only"
+    message = (
+        r"expected at most 8 curves, the floor included, got tdcoll auto, nccl, vllm, 0, .*--only"
+    )
     with pytest.raises(ValueError, match=message):
         plots.draw(head("all_reduce_rms_norm"), norms)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files, tables and pages from synthetic results.
 
-`tests/docs` compares the tables of real results, of older files as well, with the pages; also how they were measured.
+`tests/docs` compares the tables of real results, of older files as well, with the pages; also how
+they were measured.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def cells(text: str) -> list[list[str]]:
     return [line for line in found if not set("".join(line)) <= set(":-")]
 
 
-@pytest.mark.parametrize(("name", "rows"), [("all_gather", example()), ("sparse_all_reduce", sparse_example())])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("all_gather", example()), ("sparse_all_reduce", sparse_example())]
+)
 def test_a_file_comes_back_as_it_was(name: str, rows: list[Any], tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", rows, head(name))
     document = json.loads(path.read_text())
@@ -88,7 +91,9 @@ def test_every_benchmark_has_a_layout(name: str) -> None:
 
 def test_lines_on_the_terminal() -> None:
     layout = registry.layout("reduce_scatter")
-    headings = "# bytes per rank ranks nodes algorithm launch µs min µs p90 µs skew µs bus GB/s SMs check"
+    headings = (
+        "# bytes per rank ranks nodes algorithm launch µs min µs p90 µs skew µs bus GB/s SMs check"
+    )
     assert " ".join(layout.heading_line().split()) == headings
     one = dataclasses.replace(example()[0], min_us=3.5, note="x")
     line = "1 KB 8 1 tdcoll auto graph 4.00 3.50 - - 1.8 - ok: x"
@@ -124,7 +129,9 @@ def test_wrong_results_are_marked_and_never_compared() -> None:
         ],
         ["1 KB", "2.00 WRONG", "6.00", "1.00 WRONG", "9.00 (fcollect)", "–", "1.50"],
     ]
-    versions = "Measured with tdcoll 0.1.0 at 012301230123 with uncommitted changes, PyTorch 9.9.0, "
+    versions = (
+        "Measured with tdcoll 0.1.0 at 012301230123 with uncommitted changes, PyTorch 9.9.0, "
+    )
     assert versions in text
     assert "- tdcoll at 1 KB: WRONG (rank 3: 5 wrong element(s))\n- NCCL at 1 KB: WRONG\n" in text
     assert "- NCCL symmetric: not run (needs GPUs)\n" in text
@@ -140,7 +147,9 @@ def test_slower_times_are_marked_and_listed() -> None:
     text = tables.markdown(head(), rows)
     assert ["1 KB", "4.00 †", "6.00 WRONG", "0.80", "–"] in cells(text)
     assert "† slower than the fastest baseline." in text
-    line = "- All-gather, 8 × NVIDIA Test on 1 node, CUDA graphs, tdcoll: 1 KB (by 25.0%, fcollect).\n"
+    line = (
+        "- All-gather, 8 × NVIDIA Test on 1 node, CUDA graphs, tdcoll: 1 KB (by 25.0%, fcollect).\n"
+    )
     assert tables.losses(head(), rows) == line
     rows[0] = row(1024, "auto", 3.2)
     line = "- All-gather, 8 × NVIDIA Test on 1 node, CUDA graphs: tdcoll loses at no size.\n"
@@ -268,7 +277,9 @@ def test_pages_of_this_folder_are_written_by_default(tmp_path: Path, monkeypatch
     assert cells(readme.read_text())[0][0] == "bytes per rank"
 
 
-@pytest.mark.parametrize("arguments", [[], ["a.json", "--write"], ["a.json", "b.json", "--plot", "a.png"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["a.json", "--write"], ["a.json", "b.json", "--plot", "a.png"]]
+)
 def test_a_wrong_command_line_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
@@ -285,7 +296,9 @@ def test_some_of_the_columns_of_two_files(tmp_path: Path, capsys: Any) -> None:
     assert message in capsys.readouterr().err
 
 
-def test_the_commit_that_is_given_and_variables_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_that_is_given_and_variables_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Some of those are paths of this machine."""
     assert len(provenance._commit()[0] or "") == 40
     for name in environment.INTERNAL:

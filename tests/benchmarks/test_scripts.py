@@ -53,7 +53,9 @@ def run_measure(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3, 8])
-def test_commands_of_benchmarks_can_be_parsed(nproc: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_benchmarks_can_be_parsed(
+    nproc: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parsed: list[Any] = []
 
     def run(benchmark: Any, arguments: list[str]) -> int:
@@ -107,13 +109,17 @@ def test_scripts_have_the_options_that_they_are_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", [*COMMANDS, "benchmarks/measure.py"])
-def test_help_has_the_commands_on_lines_of_their_own(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_the_commands_on_lines_of_their_own(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = COMMANDS.get(script, measure.main)
     with pytest.raises(SystemExit, match="0"):
         command.main(["--help"], prog_name=script)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     source = (ROOT / script).read_text(encoding="utf-8")
-    commands = re.findall(rf"^ +((?:bash|python|job=).*{script}.*)$", source.split('"""')[1], re.MULTILINE)
+    commands = re.findall(
+        rf"^ +((?:bash|python|job=).*{script}.*)$", source.split('"""')[1], re.MULTILINE
+    )
     assert commands
     assert set(commands) <= set(lines)
 
@@ -177,7 +183,9 @@ except KeyboardInterrupt: job.wait()
 
 
 @pytest.mark.usefixtures("_handlers")
-def test_a_job_that_takes_too_long_ends_with_all_it_has_started(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_a_job_that_takes_too_long_ends_with_all_it_has_started(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     """It may write what it has; the next job runs, and the exit status tells."""
     long = [sys.executable, "-c", STARTS_ANOTHER, WRITES_WHEN_INTERRUPTED, "FILE"]
     failing = ["sh", "-c", "echo $TDCOLL_HEAP; exit 3"]

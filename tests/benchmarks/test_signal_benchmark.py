@@ -59,7 +59,9 @@ def test_a_signal_that_is_not_what_it_should_be_is_found(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_the_measuring_path(clock: Any, measured: Callable[..., list[Row]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measuring_path(
+    clock: Any, measured: Callable[..., list[Row]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = SignalBenchmark.launch
 
     def timed(self: SignalBenchmark, peer: int, stores: bool) -> None:

@@ -24,7 +24,9 @@ LABEL = SparseBenchmark.columns.label
 
 @pytest.mark.slow
 def test_checks_over_two_nodes(rows_of: Callable[..., list[Any]]) -> None:
-    options = "--rows 6 --dims 4 --num-rows 20 --distributions zipf1 --algorithms auto --peers published"
+    options = (
+        "--rows 6 --dims 4 --num-rows 20 --distributions zipf1 --algorithms auto --peers published"
+    )
     rows = rows_of(SparseBenchmark, options, 4, ranks_per_node=2)
     assert [(LABEL(row), row.check) for row in rows] == [
         ("tdcoll auto", "ok"),
@@ -43,7 +45,9 @@ def test_checks_over_two_nodes(rows_of: Callable[..., list[Any]]) -> None:
 
 
 @pytest.mark.parametrize("mistake", ["a value", "the call before"])
-def test_wrong_sums_are_rows_that_say_so(mistake: str, monkeypatch: pytest.MonkeyPatch, rows_of: Any) -> None:
+def test_wrong_sums_are_rows_that_say_so(
+    mistake: str, monkeypatch: pytest.MonkeyPatch, rows_of: Any
+) -> None:
     real = tdcoll.sparse_all_reduce
     last_results: dict[int, torch.Tensor] = {}
 
@@ -74,7 +78,9 @@ def test_the_heap_holds_the_largest_size() -> None:
     assert 9 * 50_000 * 8192 < need < 9 * 50_000 * 8192 * 1.05
 
 
-def test_the_measuring_path(clock: Any, measured: Callable[..., list[Row]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measuring_path(
+    clock: Any, measured: Callable[..., list[Row]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs: set[float] = set()
 
     def timed(us: float, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -101,7 +107,9 @@ def test_the_measuring_path(clock: Any, measured: Callable[..., list[Row]], monk
 
 
 @pytest.mark.slow
-def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
+def test_the_command_on_the_simulator(
+    launch: Callable[..., CompletedProcess[str]], tmp_path: Path
+) -> None:
     """Also the only test of the baselines: over gloo."""
     file = tmp_path / "result.json"
     done = launch(

@@ -22,7 +22,9 @@ def all_lists(sample: RowSample) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("distribution", ["uniform", "zipf0.9", "zipf1.2"])
 @pytest.mark.parametrize("count", [1, 40, 500])
-def test_distinct_rows_are_ascending_and_the_same_on_every_rank(distribution: str, count: int) -> None:
+def test_distinct_rows_are_ascending_and_the_same_on_every_rank(
+    distribution: str, count: int
+) -> None:
     sample = RowSample(distribution, 500, count, 2)
     lists = all_lists(sample)
     for rows in lists:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Own calls in code that torch.compile compiles: the graph breaks, one warning says so, and the result is as eager.
+"""Own calls in code that torch.compile compiles: the graph breaks, one warning says so, and the
+result is as eager.
 
-One rank is enough, because Dynamo sees the host's part of a call. ``tests/workers/operators_checks.py`` has several.
+One rank is enough, because Dynamo sees the host's part of a call.
+``tests/workers/operators_checks.py`` has several.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ on_one_rank = on_ranks(1, heap_bytes=1 << 26)
 
 IDS = torch.tensor([0, 2])
 ROWS = torch.ones(2, 1)
+WEIGHT = torch.full((8,), 2.0, requires_grad=True)
 
 
 @tdcoll.jit
@@ -34,7 +37,9 @@ def threes(out):
     tl.store(out + tl.arange(0, 4), tl.zeros((4,), tl.float32) + 3)
 
 
-def into(call: Callable[..., Any], *more: Any, size: int = 8, **named: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def into(
+    call: Callable[..., Any], *more: Any, size: int = 8, **named: Any
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that has ``call`` write into a new tensor of this size."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -114,10 +119,8 @@ def monitored(x: torch.Tensor) -> torch.Tensor:
 
 def with_gradient(x: torch.Tensor) -> torch.Tensor:
     """The backward pass begins within the compiled function, too."""
-    x = x.clone().requires_grad_()
-    (tdcoll.all_reduce(x * 2) ** 2).sum().backward()
-    assert x.grad is not None
-    return x.grad + 1
+    (grad,) = torch.autograd.grad((tdcoll.all_reduce(x * WEIGHT) ** 2).sum(), WEIGHT)
+    return grad + 1
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
@@ -131,12 +134,18 @@ BROKEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = {
     "all_reduce": (lambda x: tdcoll.all_reduce(x * 2) + 1, ["all_reduce"]),
     "all_reduce_": (lambda x: tdcoll.all_reduce_(x * 2) + 1, ["all_reduce_"]),
     "all_gather": (lambda x: tdcoll.all_gather(x * 2) + 1, ["all_gather"]),
-    "all_gather_": (in_symmetric_memory, ["empty", "all_gather_", "peer_tensor", "copy_on_stream", "free"]),
+    "all_gather_": (
+        in_symmetric_memory,
+        ["empty", "all_gather_", "peer_tensor", "copy_on_stream", "free"],
+    ),
     "reduce_scatter": (lambda x: tdcoll.reduce_scatter(x * 2) + 1, ["reduce_scatter"]),
     "all_to_all": (lambda x: tdcoll.all_to_all(x * 2) + 1, ["all_to_all"]),
     "all_reduce_rms_norm": (norm, ["fused.all_reduce_rms_norm"]),
     "sparse": (sparse, ["sparse_all_reduce"]),
-    "rows": (lambda x: tdcoll.sparse_all_reduce_rows(IDS, ROWS * x[0], 4)[1] + 1, ["sparse_all_reduce_rows"]),
+    "rows": (
+        lambda x: tdcoll.sparse_all_reduce_rows(IDS, ROWS * x[0], 4)[1] + 1,
+        ["sparse_all_reduce_rows"],
+    ),
     "padded": (padded, ["SparseContext"]),
     "context": (with_own_context, ["CollectiveContext"]),
     "signal": (by_signal, ["zeros", "write_on_stream", "wait_on_stream"]),
@@ -149,8 +158,14 @@ BROKEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = {
     "kernel": (launching, ["kernel threes"]),
     "gradient": (with_gradient, ["all_reduce"]),
     "torch's all_reduce": (asynchronous, ["distributed.all_reduce"]),
-    "torch's all_gather": (into(torchs.all_gather_into_tensor), ["distributed.all_gather_into_tensor"]),
-    "torch's reduce_scatter": (into(torchs.reduce_scatter_tensor), ["distributed.reduce_scatter_tensor"]),
+    "torch's all_gather": (
+        into(torchs.all_gather_into_tensor),
+        ["distributed.all_gather_into_tensor"],
+    ),
+    "torch's reduce_scatter": (
+        into(torchs.reduce_scatter_tensor),
+        ["distributed.reduce_scatter_tensor"],
+    ),
     "torch's all_to_all": (into(torchs.all_to_all_single), ["distributed.all_to_all_single"]),
 }
 """Functions with calls that Dynamo must not trace, and the names that the warnings must have."""
@@ -168,7 +183,9 @@ _REASON = re.compile(r"torch\.compile: (?:tdcoll\.)?(.+?) is not traced")
 
 
 @pytest.fixture
-def warnings_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+def warnings_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], list[str]]:
     """Let every function warn once more, and return what names the warnings have."""
     told: set[Any] = set()
 
@@ -185,7 +202,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", BROKEN)
 @on_one_rank
-def test_the_graph_breaks_and_one_warning_says_so(pe: int, name: str, warnings_of: Callable[[], list[str]]) -> None:
+def test_the_graph_breaks_and_one_warning_says_so(
+    pe: int, name: str, warnings_of: Callable[[], list[str]]
+) -> None:
     function, told = BROKEN[name]
     x = torch.arange(8.0) + 1
     wanted = function(x)
@@ -204,11 +223,15 @@ def test_the_graph_breaks_and_one_warning_says_so(pe: int, name: str, warnings_o
 
 @pytest.mark.parametrize("name", BROKEN)
 @on_one_rank
-def test_one_whole_graph_is_refused_with_the_reason(pe: int, name: str, warnings_of: Callable[[], list[str]]) -> None:
+def test_one_whole_graph_is_refused_with_the_reason(
+    pe: int, name: str, warnings_of: Callable[[], list[str]]
+) -> None:
     function, told = BROKEN[name]
     x = torch.arange(8.0) + 1
     wanted = function(x)
-    with pytest.raises(Unsupported, match=re.escape(told[0]) + r" is not traced: .* operator|can be traced"):
+    with pytest.raises(
+        Unsupported, match=re.escape(told[0]) + r" is not traced: .* operator|can be traced"
+    ):
         torch.compile(function, backend="aot_eager", fullgraph=True)(x)
     assert torch.equal(function(x), wanted)
 
@@ -226,8 +249,14 @@ def test_every_warning_of_a_dense_call_names_its_operator() -> None:
     import tdcoll.ops
 
     named = {*tdcoll.ops.operators, "all_reduce_rms_norm"}
-    functions = [getattr(tdcoll, name) for name in ("all_gather_", "all_reduce_", *tdcoll.ops.operators)]
-    functions += [tdcoll.fused.all_reduce_rms_norm, torchs.all_gather_into_tensor, torchs.reduce_scatter_tensor]
+    functions = [
+        getattr(tdcoll, name) for name in ("all_gather_", "all_reduce_", *tdcoll.ops.operators)
+    ]
+    functions += [
+        tdcoll.fused.all_reduce_rms_norm,
+        torchs.all_gather_into_tensor,
+        torchs.reduce_scatter_tensor,
+    ]
     functions += [torchs.all_reduce, torchs.all_to_all_single]
     found = set()
     for function in functions:

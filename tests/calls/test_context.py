@@ -22,7 +22,10 @@ def data(rank: int, call: int, count: int = 16) -> torch.Tensor:
 
 
 def gather_and_compare(
-    ctx: tdcoll.CollectiveContext, call: int, ranks: list[int] | None = None, algorithm: str = "auto"
+    ctx: tdcoll.CollectiveContext,
+    call: int,
+    ranks: list[int] | None = None,
+    algorithm: str = "auto",
 ) -> None:
     ranks = list(range(ctx.world_size)) if ranks is None else ranks
     got = tdcoll.all_gather(data(ranks[ctx.rank], call), ctx=ctx, algorithm=algorithm)
@@ -55,7 +58,8 @@ def test_dirty_memory_does_not_look_like_signals(pe: int) -> None:
     junk.fill_(1 << 40)
     tdcoll.free(junk)
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-        assert set(ctx.signals.unique().tolist()) <= {0, 1}  # a peer may be in the first call already
+        # a peer may be in the first call already
+        assert set(ctx.signals.unique().tolist()) <= {0, 1}
         assert not ctx.ready.any()
         for call in range(3):
             gather_and_compare(ctx, call)
@@ -63,7 +67,8 @@ def test_dirty_memory_does_not_look_like_signals(pe: int) -> None:
 
 @on_ranks(N)
 def test_error_in_the_body_does_not_wait_for_the_others(pe: int) -> None:
-    """Only rank 1 leaves by an exception. Closing is collective: it would wait for ranks that never close."""
+    """Only rank 1 leaves by an exception. Closing is collective: it would wait for ranks that never
+    close."""
     ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
     gather_and_compare(ctx, 0)
     if pe == 1:
@@ -83,7 +88,9 @@ def test_close_is_collective() -> None:
         if pe != 1:
             ctx.close()
 
-    with pytest.raises(Deadlock, match=r"pe0 host waits in 'free: offset of the tensor' for rank\(s\) \[1\]"):
+    with pytest.raises(
+        Deadlock, match=r"pe0 host waits in 'free: offset of the tensor' for rank\(s\) \[1\]"
+    ):
         World(N).run(host)
 
 
@@ -103,8 +110,10 @@ def test_every_call_is_one_epoch_and_slots_alternate(ranks_per_node: int, algori
                 elif epoch % 3 == 1:
                     gather_and_compare(ctx, epoch, algorithm=algorithm)
                 else:
-                    tdcoll.all_gather(torch.empty(0), ctx=ctx, algorithm=algorithm)  # nothing to send is a call, too
-                assert int(ctx.control) == epoch << EPOCH_SHIFT.value  # and the count of thread blocks is 0 again
+                    # nothing to send is a call, too
+                    tdcoll.all_gather(torch.empty(0), ctx=ctx, algorithm=algorithm)
+                # and the count of thread blocks is 0 again
+                assert int(ctx.control) == epoch << EPOCH_SHIFT.value
                 seen = ctx.signals[epoch % 2].amax(0)
                 assert all(int(seen[peer]) == epoch for peer in range(N) if peer != pe)
                 tdcoll.barrier()
@@ -143,7 +152,8 @@ def test_timeout_names_group_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks_per_node", "algorithms"), [(4, ("auto", "ll", "direct", "ring", "1d")), (2, ("auto", "1d", "2d"))]
+    ("ranks_per_node", "algorithms"),
+    [(4, ("auto", "ll", "direct", "ring", "1d")), (2, ("auto", "1d", "2d"))],
 )
 def test_a_context_of_few_chunks(ranks_per_node: int, algorithms: tuple[str, ...]) -> None:
     def host(pe: int) -> None:
@@ -153,7 +163,9 @@ def test_a_context_of_few_chunks(ranks_per_node: int, algorithms: tuple[str, ...
                 for algorithm in algorithms:
                     data = torch.arange(ctx.ll_bytes // 8 if algorithm == "ll" else 5000) * (pe + 1)
                     got = tdcoll.all_gather(data, ctx=ctx, algorithm=algorithm)
-                    assert torch.equal(got, torch.cat([torch.arange(len(data)) * (p + 1) for p in range(N)]))
+                    assert torch.equal(
+                        got, torch.cat([torch.arange(len(data)) * (p + 1) for p in range(N)])
+                    )
 
     World(N, ranks_per_node=ranks_per_node).run(host)
 

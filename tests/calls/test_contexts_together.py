@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts in flight together: their thread blocks must fit on the GPU at once, and loads must not wait crosswise.
+"""Contexts in flight together: their thread blocks must fit on the GPU at once, and loads must not
+wait crosswise.
 
-CUDA loads a kernel only while none is running. Seen on an H100: with a kernel that doesn't end on another stream,
-cuModuleLoadData blocks the host, and so does the first launch of each of PyTorch's kernels. The simulator loads
-nothing, so a stand-in does it here.
+CUDA loads a kernel only while none is running. Seen on an H100: with a kernel that doesn't end on
+another stream, cuModuleLoadData blocks the host, and so does the first launch of each of PyTorch's
+kernels. The simulator loads nothing, so a stand-in does it here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from tdcoll.testing import World
 
 
 class Driver:
-    """CUDA's driver, as far as it says how many multiprocessors a context has: ``sms``, or an error."""
+    """CUDA's driver, as far as it says how many multiprocessors a context has: ``sms``, or an
+    error."""
 
     def __init__(self, sms: int, failed: int = 0) -> None:
         self.sms, self.failed = sms, failed
@@ -49,7 +51,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU of 132 multiprocessors."""
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(query=lambda: True))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(query=lambda: True)
+    )
     return torch.device("cuda", 0)
 
 
@@ -72,7 +76,10 @@ def test_budgets_are_of_the_part_of_the_gpu_that_the_process_has(
     assert budgets._room(gpu) == 2 * multiprocessors
     taken: list[int] = []
     owner: Any = SimpleNamespace(
-        device=gpu, blocks_taken=0, budget_lock=threading.Lock(), exchange=lambda ranks, what, mine: [mine]
+        device=gpu,
+        blocks_taken=0,
+        budget_lock=threading.Lock(),
+        exchange=lambda ranks, what, mine: [mine],
     )
 
     def take_all() -> None:
@@ -112,7 +119,9 @@ class Loading:
                     self.loaded.add((rank, id(this)))
                     return
                 self.world.pause(1)
-            raise TimeoutError(f"rank {rank} cannot load a kernel: one that is running does not end")
+            raise TimeoutError(
+                f"rank {rank} cannot load a kernel: one that is running does not end"
+            )
 
         monkeypatch.setattr(KernelLaunch, "__call__", launch)
         monkeypatch.setattr(KernelLaunch, "prepare", prepare)
@@ -122,7 +131,8 @@ class Loading:
 
 
 def _on_two_streams(loading: Loading) -> None:
-    """Each rank makes an all-gather and an all-reduce on a stream each, and begins with another one of the two."""
+    """Each rank makes an all-gather and an all-reduce on a stream each, and begins with another one
+    of the two."""
     loading.world = world = World(WORLD, heap_bytes=16 << 20, backend="thread", on_timeout="expire")
 
     def host(pe: int) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tdcoll.explain`` says is what a call then does, and ``memory_plan`` what is then allocated."""
+"""What ``tdcoll.explain`` says is what a call then does, and ``memory_plan`` what is then
+allocated."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ PLAN = ("algorithm", "chunks", "chunk_bytes", "blocks", "warps")
 def launched(ctx: Any) -> list[tuple[Any, ...]]:
     """The plans of all calls that a context has prepared."""
     plans = [made.plan for made in ctx.cache.values() if isinstance(made, CallLaunches)]
-    return [(plan.algorithm, plan.chunks, plan.chunk, plan.blocks, plan.num_warps) for plan in plans]
+    return [
+        (plan.algorithm, plan.chunks, plan.chunk, plan.blocks, plan.num_warps) for plan in plans
+    ]
 
 
 def table(*entries: Entry, name: str = "all_reduce") -> Table:
@@ -89,7 +92,9 @@ def test_reasons() -> None:
             assert "  not 2d: needs several nodes" in str(second)
             assert "2d" in second.unsupported
             third = tdcoll.explain("all_reduce", 5000, ctx=ctx)
-            assert third.line.endswith("(default: no entry of the tuning table holds for such a call)")
+            assert third.line.endswith(
+                "(default: no entry of the tuning table holds for such a call)"
+            )
             fourth = tdcoll.explain("all_reduce", 256, ctx=ctx, algorithm="direct")
             assert (fourth.algorithm, fourth.reason) == ("direct", "requested")
             refused = tdcoll.explain("all_reduce", 256, ctx=ctx, algorithm="2d")
@@ -114,7 +119,9 @@ def test_sparse_calls() -> None:
         wide = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2, 3), (8, 2, 3))
         few, many = explain((2, 4)), explain((1 << 20, 64))
         assert (few.algorithm, few.reason, few.nbytes) == ("gather", "default", 32)
-        assert many.line.startswith("sparse_all_reduce of 256 MiB per rank on 2 rank(s) on 1 node(s): owner (default")
+        assert many.line.startswith(
+            "sparse_all_reduce of 256 MiB per rank on 2 rank(s) on 1 node(s): owner (default"
+        )
         assert few.why == "the context holds 256 rows of 16 B per rank; dense was never faster"
         with tdcoll.SparseContext(max_rows_per_rank=64, max_row_bytes=24, max_union_rows=64) as ctx:
             assert explain([table, wide], ctx=ctx).nbytes == 3 * 24
@@ -138,20 +145,34 @@ def test_fused_calls() -> None:
         explain = partial(tdcoll.explain, "all_reduce_rms_norm")
         x = torch.ones(8, 16)
         own = explain(x)
-        assert (own.algorithm, own.reason, own.nbytes, own.chunk_bytes) == ("one_shot", "default", 512, 64)
+        assert (own.algorithm, own.reason, own.nbytes, own.chunk_bytes) == (
+            "one_shot",
+            "default",
+            512,
+            64,
+        )
         all_reduce_rms_norm(x, x.clone(), torch.ones(16))
         assert explain(x) == own
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 10, lamport_bytes=256) as ctx:
             found = explain((2, 4, 16), ctx=ctx)
-            assert (found.algorithm, found.blocks) == ("composed", 0)  # its all-reduce has numbers of its own
-            assert "(default: one_shot needs lamport_bytes=512 or more in the context; got 256 on " in found.line
+            # its all-reduce has numbers of its own
+            assert (found.algorithm, found.blocks) == ("composed", 0)
+            assert (
+                "(default: one_shot needs lamport_bytes=512 or more in the context; got 256 on "
+                in found.line
+            )
             assert explain(x, ctx=ctx, algorithm="composed").reason == "requested"
             refused = explain(x, ctx=ctx, algorithm="one_shot")
-            assert (refused.algorithm, list(refused.unsupported)) == (None, ["one_shot", "two_shot"])
+            assert (refused.algorithm, list(refused.unsupported)) == (
+                None,
+                ["one_shot", "two_shot"],
+            )
             with pytest.raises(ValueError, match=r"algorithm must be one of auto, one_shot"):
                 explain(x, ctx=ctx, algorithm="fast")
         for given, dtype in ((3, torch.float32), ((2, 16), torch.float64)):
-            with pytest.raises(ValueError, match=f"rows that all_reduce_rms_norm takes; got {dtype} of shape"):
+            with pytest.raises(
+                ValueError, match=f"rows that all_reduce_rms_norm takes; got {dtype} of shape"
+            ):
                 explain(given, dtype=dtype)
 
     World(2).run(host)
@@ -166,17 +187,23 @@ def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -
                 tdcoll.all_reduce(torch.ones(count), ctx=ctx)
             all_reduce_rms_norm(torch.ones(2, 16), torch.ones(2, 16), torch.ones(16), ctx=ctx)
             if pe == 0:
-                lines.extend(tdcoll.explain("all_reduce", count, ctx=ctx).line for count in (16, 32))
+                lines.extend(
+                    tdcoll.explain("all_reduce", count, ctx=ctx).line for count in (16, 32)
+                )
                 lines.append(tdcoll.explain("all_reduce_rms_norm", (2, 16), ctx=ctx).line)
         tensor = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(2, 4), (8, 4))
         tdcoll.sparse_all_reduce(tensor)
         tdcoll.sparse_all_reduce(tensor)
         if pe == 0:
-            lines.append("sparse_all_reduce: gather (auto), rows of 16 bytes, context of 256 rows of 16 bytes per rank")
+            lines.append(
+                "sparse_all_reduce: gather (auto), rows of 16 bytes, context of 256 rows of 16 bytes per rank"
+            )
 
     caplog.set_level(logging.DEBUG, "tdcoll")
     World(2).run(host)
-    assert [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG] == lines
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG
+    ] == lines
     caplog.clear()
     caplog.set_level(logging.INFO, "tdcoll")
     World(2).run(host)
@@ -186,10 +213,18 @@ def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
-        ({"operation": "all_scatter"}, ValueError, "operation must be one of all_gather, all_reduce, "),
+        (
+            {"operation": "all_scatter"},
+            ValueError,
+            "operation must be one of all_gather, all_reduce, ",
+        ),
         ({"tensor": "x"}, TypeError, "tensor must be an int or a sequence of ints, got 'x'"),
         ({"dtype": torch.complex64}, TypeError, "tensor must be of float16, "),
-        ({"operation": "all_to_all", "tensor": 3}, ValueError, "tensor's first dimension must be divisible by the 2 "),
+        (
+            {"operation": "all_to_all", "tensor": 3},
+            ValueError,
+            "tensor's first dimension must be divisible by the 2 ",
+        ),
         ({"algorithm": "ring"}, ValueError, "algorithm must be one of auto, one_shot, "),
         ({"algorithm": 3}, TypeError, "algorithm must be a str, got 3"),
     ],
@@ -238,11 +273,17 @@ def compare(contexts: dict[str, Any], world: int, nodes: int = 1) -> tdcoll.Memo
 @pytest.mark.parametrize(("world", "nodes"), [(2, 1), (4, 2), (3, 2)])
 def test_it_is_what_a_job_takes(world: int, nodes: int) -> None:
     contexts = {
-        "small": {"max_bytes_per_rank": 1000, "chunks": 3, "flagged_bytes": 5000, "lamport_bytes": 77},
+        "small": {
+            "max_bytes_per_rank": 1000,
+            "chunks": 3,
+            "flagged_bytes": 5000,
+            "lamport_bytes": 77,
+        },
         "none": {"max_bytes_per_rank": 0, "flagged_bytes": 0, "lamport_bytes": 0},
         "rows": SPARSE,
         "few": {**SPARSE, "max_union_rows": 120},
-        "all_gather": 3 << 19 if world == 1 else 4096,  # more, and less, than the least that a context holds
+        # more, and less, than the least that a context holds
+        "all_gather": 3 << 19 if world == 1 else 4096,
         "all_reduce": 1 << 14,
         "all_to_all": 64 * world,
         "reduce_scatter": 4096 * world,
@@ -258,7 +299,9 @@ def test_a_heap_that_has_no_room_for_the_usual_words() -> None:
 
 
 def test_the_parts_of_a_context() -> None:
-    plan = tdcoll.memory_plan({"mine": {"max_bytes_per_rank": 1 << 20}, "rows": SPARSE}, world_size=8, heap_bytes="1G")
+    plan = tdcoll.memory_plan(
+        {"mine": {"max_bytes_per_rank": 1 << 20}, "rows": SPARSE}, world_size=8, heap_bytes="1G"
+    )
     mine, rows = plan.contexts
     assert (mine.inbox, mine.lamport, mine.rows) == (2 * 8 << 20, 3 * 8 << 20, 0)
     assert mine.ll == -(-2 * 8 * 16 * -(-(1 << 20) // 7 // 12) // 512) * 512
@@ -275,7 +318,9 @@ def test_the_table() -> None:
     assert first.split()[:3] == ["all_reduce", "48", "MiB"]
     assert (second.split()[0], total.split()[0]) == ("all_gather", "total")
     assert fits == "fits into a heap of 384 MiB"
-    large = tdcoll.memory_plan({"rows": {"max_rows_per_rank": 10**6, "max_row_bytes": 2048}}, world_size=8)
+    large = tdcoll.memory_plan(
+        {"rows": {"max_rows_per_rank": 10**6, "max_row_bytes": 2048}}, world_size=8
+    )
     assert not large.fits
     assert str(large).splitlines()[-1].startswith("does not fit into")
 
@@ -291,13 +336,31 @@ def test_the_table() -> None:
             ValueError,
             r"contexts\['mine'\] must be a dict of sizes .*, unless the name is one",
         ),
-        ({"contexts": {"all_reduce": "x"}}, ValueError, r"contexts\['all_reduce'\] must be a positive number of bytes"),
-        ({"contexts": {"a": {"chanels": 3}}}, ValueError, r"contexts\['a'\] must have no sizes but max_bytes_per_rank"),
-        ({"contexts": {"a": {"chunks": -1}}}, ValueError, r"contexts\['a'\]\['chunks'\] must be at least 0"),
-        ({"contexts": {"a": {"max_rows_per_rank": 1}}}, ValueError, r"contexts\['a'\] must have max_row_bytes with"),
+        (
+            {"contexts": {"all_reduce": "x"}},
+            ValueError,
+            r"contexts\['all_reduce'\] must be a positive number of bytes",
+        ),
+        (
+            {"contexts": {"a": {"chanels": 3}}},
+            ValueError,
+            r"contexts\['a'\] must have no sizes but max_bytes_per_rank",
+        ),
+        (
+            {"contexts": {"a": {"chunks": -1}}},
+            ValueError,
+            r"contexts\['a'\]\['chunks'\] must be at least 0",
+        ),
+        (
+            {"contexts": {"a": {"max_rows_per_rank": 1}}},
+            ValueError,
+            r"contexts\['a'\] must have max_row_bytes with",
+        ),
         ({"heap_bytes": 0}, ValueError, "heap_bytes must be at least 1, got 0"),
     ],
 )
-def test_wrong_arguments_of_a_plan(given: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_wrong_arguments_of_a_plan(
+    given: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=f"^{text}"):
         tdcoll.memory_plan(**{"contexts": {}, "world_size": 4, **given})

@@ -115,7 +115,9 @@ def tensor_of(case: dict[str, Any], world: int, ranks: list[int]) -> torch.Tenso
     return torch.ones(count * world if spec.scatters else count, dtype=case["dtype"])
 
 
-def make(case: dict[str, Any], tensor: torch.Tensor, world: int, ranks: list[int], **where: Any) -> None:
+def make(
+    case: dict[str, Any], tensor: torch.Tensor, world: int, ranks: list[int], **where: Any
+) -> None:
     """Make the call."""
     algorithm = case["algorithm"]
     if case["name"] == NORM:
@@ -135,7 +137,9 @@ def make(case: dict[str, Any], tensor: torch.Tensor, world: int, ranks: list[int
 @pytest.mark.parametrize("examples", [10, slow_tier(300)])
 def test_an_explanation_is_what_the_call_logs_and_launches(log: Handler, examples: int) -> None:
     # Cases are small already, and it takes minutes to shrink them.
-    @settings(max_examples=examples, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+    @settings(
+        max_examples=examples, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate)
+    )
     @given(case=calls())
     def check(case: dict[str, Any]) -> None:
         compare(log, case)
@@ -173,7 +177,11 @@ def compare(log: Handler, case: dict[str, Any]) -> None:
         if case["name"] != NORM:
             (made,) = launches
             plan = made.plan
-            assert (plan.algorithm, plan.chunks, plan.chunk) == (said.algorithm, said.chunks, said.chunk_bytes)
+            assert (plan.algorithm, plan.chunks, plan.chunk) == (
+                said.algorithm,
+                said.chunks,
+                said.chunk_bytes,
+            )
             assert (plan.blocks, plan.num_warps) == (said.blocks, said.warps)
             assert made.record.epochs + made.record.lamport == said.epochs
         assert explained(case, tensor, ctx=context).line == said.line

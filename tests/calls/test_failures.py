@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that fail on one rank: before they begin nothing has happened, and after that the context is of no more use."""
+"""Calls that fail on one rank: before they begin nothing has happened, and after that the context
+is of no more use."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def reduce(ctx: Any, pe: int, call: int) -> torch.Tensor:
 
 def norm(ctx: Any, pe: int, call: int, algorithm: str = "one_shot") -> torch.Tensor:
     x = tensor(pe, call).view(2, 8)
-    return tdcoll.fused.all_reduce_rms_norm(x, torch.ones(2, 8), torch.ones(8), ctx=ctx, algorithm=algorithm)[1]
+    return tdcoll.fused.all_reduce_rms_norm(
+        x, torch.ones(2, 8), torch.ones(8), ctx=ctx, algorithm=algorithm
+    )[1]
 
 
 def composed(ctx: Any, pe: int, call: int) -> torch.Tensor:
@@ -112,7 +115,9 @@ def test_a_call_without_memory_for_its_result_may_be_made_again(
     World(WORLD).run(host)
 
 
-def test_in_debug_mode_all_ranks_hear_that_one_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_debug_mode_all_ranks_hear_that_one_has_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     out_of_memory = OutOfMemory(monkeypatch, victim=1)
 
     def host(pe: int) -> None:
@@ -126,14 +131,19 @@ def test_in_debug_mode_all_ranks_hear_that_one_has_no_memory(monkeypatch: pytest
     World(WORLD).run(host)
 
 
-ENDED = "KeyboardInterrupt, ContextError because of an interrupt, ContextError because of an interrupt"
+ENDED = (
+    "KeyboardInterrupt, ContextError because of an interrupt, ContextError because of an interrupt"
+)
 TIMED_OUT = "CollectiveTimeout, CollectiveTimeout, CollectiveTimeout"
 
 
 class Interrupted:
-    """Launches, one of which is interrupted on one rank: the one of this number, while :attr:`now` is set."""
+    """Launches, one of which is interrupted on one rank: the one of this number, while :attr:`now`
+    is set."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, victim: int, number: int, kind: type = KernelLaunch) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, victim: int, number: int, kind: type = KernelLaunch
+    ) -> None:
         self.now = False
         real = kind.__call__
         made = [0]
@@ -153,7 +163,8 @@ def after_an_interrupt(
     interrupted: Interrupted,
     make: Callable[[], Any] = lambda: tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES),
 ) -> list[str]:
-    """Say how each rank's calls end when one is interrupted on rank 1: the call itself, and those that follow."""
+    """Say how each rank's calls end when one is interrupted on rank 1: the call itself, and those
+    that follow."""
 
     def host(pe: int) -> str:
         ctx = make()
@@ -167,7 +178,11 @@ def after_an_interrupt(
                 ctx.check()
                 ended.append("right" if right else "WRONG")
             except (KeyboardInterrupt, tdcoll.TdcollError) as error:
-                why = " because of an interrupt" if "ended with KeyboardInterrupt after it" in str(error) else ""
+                why = (
+                    " because of an interrupt"
+                    if "ended with KeyboardInterrupt after it" in str(error)
+                    else ""
+                )
                 ended.append(type(error).__name__ + why)
         return ", ".join(ended)
 
@@ -175,7 +190,8 @@ def after_an_interrupt(
 
 
 def test_graphs_do_nothing_after_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay asks no host. Its kernels must not stand in for the epochs that the rank has not made."""
+    """A replay asks no host. Its kernels must not stand in for the epochs that the rank has not
+    made."""
     n = 200
     interrupted = Interrupted(monkeypatch, victim=1, number=2)
 
@@ -184,7 +200,11 @@ def test_graphs_do_nothing_after_an_interrupted_call(monkeypatch: pytest.MonkeyP
         given, out = tensor(pe, 0, n), torch.empty(n)
         tdcoll.all_reduce(given, ctx=ctx, out=out, algorithm="direct")
         captured = launches_of(
-            ALL_REDUCE, ctx, Facts.of(ctx, given.nbytes, torch.float32), "direct", KernelOptions(torch.float32, "sum")
+            ALL_REDUCE,
+            ctx,
+            Facts.of(ctx, given.nbytes, torch.float32),
+            "direct",
+            KernelOptions(torch.float32, "sum"),
         )
         interrupted.now = True
         other = tensor(pe, 1, n)
@@ -203,7 +223,9 @@ def test_graphs_do_nothing_after_an_interrupted_call(monkeypatch: pytest.MonkeyP
     assert World(WORLD, on_timeout="expire").run(host) == ["timeout", "interrupted"]
 
 
-@pytest.mark.parametrize(("kind", "number"), [*((kind, 1) for kind in (*KINDS, several)), (several, 2), (several, 3)])
+@pytest.mark.parametrize(
+    ("kind", "number"), [*((kind, 1) for kind in (*KINDS, several)), (several, 2), (several, 3)]
+)
 def test_an_interrupted_launch_ends_the_context(
     kind: Callable[..., Any], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +241,8 @@ def test_an_interrupted_launch_ends_the_context(
 
 
 def test_a_check_after_an_interrupted_call_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interrupt has ended the kernels of earlier calls that still ran, whose results are incomplete."""
+    """The interrupt has ended the kernels of earlier calls that still ran, whose results are
+    incomplete."""
     interrupted = Interrupted(monkeypatch, victim=1, number=1)
 
     def host(pe: int) -> None:
@@ -232,13 +255,17 @@ def test_a_check_after_an_interrupted_call_does_not_pass(monkeypatch: pytest.Mon
         with pytest.raises(KeyboardInterrupt):
             reduce(ctx, pe, 1)
         for check in (ctx.check, ctx.monitor.check, tdcoll.check):
-            with pytest.raises(tdcoll.ContextError, match="an earlier all_reduce ended with KeyboardInterrupt"):
+            with pytest.raises(
+                tdcoll.ContextError, match="an earlier all_reduce ended with KeyboardInterrupt"
+            ):
                 check()
 
     World(WORLD, on_timeout="expire").run(host)
 
 
-@pytest.mark.parametrize(("algorithm", "number"), [("gather", 1), ("gather", 2), *(("owner", n) for n in (1, 2, 3))])
+@pytest.mark.parametrize(
+    ("algorithm", "number"), [("gather", 1), ("gather", 2), *(("owner", n) for n in (1, 2, 3))]
+)
 def test_an_interrupted_sparse_call_ends_the_context(
     algorithm: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,10 +281,13 @@ def test_an_interrupted_sparse_call_ends_the_context(
         lambda: tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=64),
     )
     assert victim == ENDED
-    assert peer in (TIMED_OUT, TIMED_OUT.replace("CollectiveTimeout", "right", 1))  # the last launch needs no peer
+    # the last launch needs no peer
+    assert peer in (TIMED_OUT, TIMED_OUT.replace("CollectiveTimeout", "right", 1))
 
 
-def test_a_kernel_that_cannot_be_compiled_leaves_the_context_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_be_compiled_leaves_the_context_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a GPU, kernels are compiled before a call begins."""
     fails = [True]
 
@@ -287,25 +317,39 @@ def test_tensors_without_memory_are_refused(pe: int) -> None:
         for call, size in ((tdcoll.all_reduce, 4), (tdcoll.all_gather, 4 * WORLD)):
             for _ in range(2):
                 for out in (None, torch.empty(size)):
-                    with pytest.raises(TypeError, match=r"tensor must be a tensor with memory of its own; got Wrapped"):
+                    with pytest.raises(
+                        TypeError,
+                        match=r"tensor must be a tensor with memory of its own; got Wrapped",
+                    ):
                         call(wrapped, out=out, ctx=ctx)
                     call(x, out=out, ctx=ctx)
-                with pytest.raises(TypeError, match=r"out must be a tensor with memory of its own; got Wrapped"):
+                with pytest.raises(
+                    TypeError, match=r"out must be a tensor with memory of its own; got Wrapped"
+                ):
                     call(x, out=Wrapped(torch.ones(size)), ctx=ctx)
         right = {"residual": torch.ones(1, 16), "weight": torch.ones(16), "scale": torch.ones(1)}
         for name in right:
             for _ in range(2):
                 wrong = {**right, name: Wrapped(right[name])}
-                with pytest.raises(TypeError, match=rf"{name} must be a tensor with memory of its own; got Wrapped"):
-                    tdcoll.fused.all_reduce_rms_norm(torch.ones(1, 16), **wrong, out_dtype=torch.float8_e4m3fn, ctx=ctx)
-                tdcoll.fused.all_reduce_rms_norm(torch.ones(1, 16), **right, out_dtype=torch.float8_e4m3fn, ctx=ctx)
+                with pytest.raises(
+                    TypeError, match=rf"{name} must be a tensor with memory of its own; got Wrapped"
+                ):
+                    tdcoll.fused.all_reduce_rms_norm(
+                        torch.ones(1, 16), **wrong, out_dtype=torch.float8_e4m3fn, ctx=ctx
+                    )
+                tdcoll.fused.all_reduce_rms_norm(
+                    torch.ones(1, 16), **right, out_dtype=torch.float8_e4m3fn, ctx=ctx
+                )
 
 
 @on_ranks(WORLD)
 def test_a_refused_gather_into_symmetric_memory_leaves_it_alone(pe: int) -> None:
     out, x = tdcoll.zeros(4), torch.ones(2)
     ctx = tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES)
-    for wrong, text in ((out[2 - 2 * pe :][:2], "must not overlap"), (torch.ones(4)[::2], "must be contiguous")):
+    for wrong, text in (
+        (out[2 - 2 * pe :][:2], "must not overlap"),
+        (torch.ones(4)[::2], "must be contiguous"),
+    ):
         with pytest.raises(ValueError, match=rf"tensor {text}"):
             tdcoll.all_gather(wrong, out=out, ctx=ctx, symmetric=True)
     with pytest.raises(tdcoll.NotSymmetricError, match=r"^out must lie in the symmetric heap"):
@@ -339,7 +383,9 @@ def test_scalars_may_be_passed_again(pe: int, call: Callable[..., torch.Tensor])
     with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
         for again in range(3):
             got = call(torch.tensor(1.0 + again), ctx=ctx)
-            assert got.tolist() == ([1.0 + again] * 2 if call is tdcoll.all_gather else 2.0 + 2 * again)
+            assert got.tolist() == (
+                [1.0 + again] * 2 if call is tdcoll.all_gather else 2.0 + 2 * again
+            )
 
 
 @on_ranks(WORLD, backend="thread")  # greenlets share grad mode
@@ -352,9 +398,15 @@ def test_scalars_that_require_grad_may_be_passed_again(pe: int) -> None:
 
 
 def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that captures has the same facts and chooses alike: it may replay a graph while another calls eagerly."""
+    """A rank that captures has the same facts and chooses alike: it may replay a graph while
+    another calls eagerly."""
     names = {"all_gather": "direct", "all_reduce": "one_shot", "reduce_scatter": "direct"}
-    table = Table(tuple(Section(SIMULATOR, name, WORLD, 1, False, (Entry(None, how),)) for name, how in names.items()))
+    table = Table(
+        tuple(
+            Section(SIMULATOR, name, WORLD, 1, False, (Entry(None, how),))
+            for name, how in names.items()
+        )
+    )
     chosen: dict[int, list[Any]] = {0: [], 1: []}
 
     def note(owner: Any, name: str) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repeated calls take the fast path, and end like first calls whatever has changed since.
 
-Each :class:`Form` is a way to call. A form is called until the fast path knows it. Then one thing changes, and the call
-has to end as it does on a context that has never seen such a call: with the same result, or with the same error.
+Each :class:`Form` is a way to call. A form is called until the fast path knows it. Then one thing
+changes, and the call has to end as it does on a context that has never seen such a call: with the
+same result, or with the same error.
 """
 
 from __future__ import annotations
@@ -50,15 +51,22 @@ def _norm(**more: Any) -> Arguments:
 
 FORMS = {
     "all_gather": Form(tdcoll.all_gather, lambda: {"tensor": mine(N)}),
-    "all_gather into out": Form(tdcoll.all_gather, lambda: {"tensor": mine(N), "out": torch.empty(WORLD * N)}),
+    "all_gather into out": Form(
+        tdcoll.all_gather, lambda: {"tensor": mine(N), "out": torch.empty(WORLD * N)}
+    ),
     "all_gather_": Form(tdcoll.all_gather_, lambda: {"tensor": _symmetric(WORLD, N)}),
     "all_gather, symmetric": Form(
-        tdcoll.all_gather, lambda: {"tensor": mine(N), "out": _symmetric(WORLD, N), "symmetric": True}
+        tdcoll.all_gather,
+        lambda: {"tensor": mine(N), "out": _symmetric(WORLD, N), "symmetric": True},
     ),
     "reduce_scatter": Form(tdcoll.reduce_scatter, lambda: {"tensor": mine(WORLD, N)}),
-    "reduce_scatter into out": Form(tdcoll.reduce_scatter, lambda: {"tensor": mine(WORLD, N), "out": torch.empty(N)}),
+    "reduce_scatter into out": Form(
+        tdcoll.reduce_scatter, lambda: {"tensor": mine(WORLD, N), "out": torch.empty(N)}
+    ),
     "all_reduce": Form(tdcoll.all_reduce, lambda: {"tensor": mine(N)}),
-    "all_reduce into out": Form(tdcoll.all_reduce, lambda: {"tensor": mine(N), "out": torch.empty(N)}),
+    "all_reduce into out": Form(
+        tdcoll.all_reduce, lambda: {"tensor": mine(N), "out": torch.empty(N)}
+    ),
     "all_reduce_": Form(tdcoll.all_reduce_, lambda: {"tensor": mine(N)}),
     "all_reduce, symmetric": Form(
         tdcoll.all_reduce, lambda: {"tensor": mine(N), "out": _symmetric(N), "symmetric": True}
@@ -67,7 +75,9 @@ FORMS = {
     "norm, composed": Form(fused.all_reduce_rms_norm, lambda: _norm(algorithm="composed")),
     "norm in place": Form(fused.all_reduce_rms_norm, lambda: _norm(in_place=True, eps=1)),
     "norm in fp8": Form(fused.all_reduce_rms_norm, lambda: _norm(out_dtype=FP8)),
-    "norm in fp8 with a scale": Form(fused.all_reduce_rms_norm, lambda: _norm(out_dtype=FP8, scale=torch.ones(1))),
+    "norm in fp8 with a scale": Form(
+        fused.all_reduce_rms_norm, lambda: _norm(out_dtype=FP8, scale=torch.ones(1))
+    ),
 }
 
 
@@ -123,7 +133,8 @@ def test_repeated_calls_take_the_fast_path_and_are_right(pe: int, name: str) -> 
     ctx, arguments = context(), form.make()
     spy = Spy(ctx)
     for turn in range(4):
-        expected = outcome(form, context(), refill(arguments, turn))  # closing it would release memory
+        # closing it would release memory
+        expected = outcome(form, context(), refill(arguments, turn))
         assert not _failed(expected)
         assert outcome(form, ctx, refill(arguments, turn)) == expected
     assert spy.slow == 1
@@ -169,7 +180,9 @@ TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "of another shape": lambda tensor: tensor[..., : N // 2].contiguous(),
     "nested": lambda tensor: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "no tensor": lambda tensor: tensor.tolist(),
-    "unaligned": lambda tensor: torch.cat([torch.zeros(1), tensor.reshape(-1)])[1:].view(tensor.shape),
+    "unaligned": lambda tensor: torch.cat([torch.zeros(1), tensor.reshape(-1)])[1:].view(
+        tensor.shape
+    ),
 }
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -209,7 +222,9 @@ def changes_of(name: str) -> dict[str, Change]:
         keys = ("x", "residual", "weight", *(["scale"] if "scale" in name else []))
     elif "into out" in name or name in ("all_reduce, symmetric", "all_gather, symmetric"):
         keys = ("tensor", "out")
-    changes: dict[str, Change] = {f"{key} {how}": of(key, change) for key in keys for how, change in TENSORS.items()}
+    changes: dict[str, Change] = {
+        f"{key} {how}": of(key, change) for key in keys for how, change in TENSORS.items()
+    }
     others = dict(OTHERS)
     if "norm" in name:
         others |= FUSED
@@ -220,13 +235,17 @@ def changes_of(name: str) -> dict[str, Change]:
         changes["out overlaps tensor"] = _around("out", "tensor")
     if name != "all_gather_":
         changes |= {f"{key} requires grad": of(key, _requiring) for key in keys}
-    return changes | {how: functools.partial(lambda new, given: {**given, **new}, new) for how, new in others.items()}
+    return changes | {
+        how: functools.partial(lambda new, given: {**given, **new}, new)
+        for how, new in others.items()
+    }
 
 
 @pytest.mark.parametrize("name", FORMS)
 @on_ranks(WORLD, backend="thread")  # greenlets share grad mode
 def test_a_repeated_call_ends_like_a_first_one_whatever_has_changed(pe: int, name: str) -> None:
-    """One context knows the call that is changed, and makes it again after each call that is made; the other is new."""
+    """One context knows the call that is changed, and makes it again after each call that is made;
+    the other is new."""
     form, changes = FORMS[name], changes_of(name)
     assert len(changes) > 10
     ctx, arguments, expected = context(), form.make(), None
@@ -243,7 +262,9 @@ def test_a_repeated_call_ends_like_a_first_one_whatever_has_changed(pe: int, nam
 
 @pytest.mark.parametrize("name", FORMS)
 @on_ranks(WORLD)
-def test_a_context_that_must_not_be_used_any_more_refuses_repeated_calls(pe: int, name: str) -> None:
+def test_a_context_that_must_not_be_used_any_more_refuses_repeated_calls(
+    pe: int, name: str
+) -> None:
     form = FORMS[name]
     for close in (lambda ctx: ctx.close(), lambda ctx: ctx.refuse("a test has used it up")):
         ctx, arguments = context(), form.make()

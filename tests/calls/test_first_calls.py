@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks compare the arguments of first calls, and what they exchange anyway says which call it is for."""
+"""Ranks compare the arguments of first calls, and what they exchange anyway says which call it is
+for."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_each_kind_of_call_is_compared_once(compared: list[str]) -> None:
             for n in (4, 8):
                 for _ in range(3):
                     tdcoll.all_reduce(torch.ones(n), ctx=ctx)
-            # Other calls here, and the same ones for the other rank: what ranks agree on has been compared.
+            # Other calls here, and the same ones for the other rank: what ranks agree on has been
+            # compared.
             tdcoll.all_reduce(torch.ones(4) if pe else torch.ones(2, 2), ctx=ctx)
             x = torch.ones(4)
             tdcoll.all_reduce(x, ctx=ctx, **({"out": x} if pe else {}))
@@ -79,12 +81,15 @@ def test_an_old_call_of_another_rank_is_waited_for() -> None:
         tdcoll.all_reduce(torch.ones(4), ctx=ctx)
         tdcoll.all_reduce(torch.ones(4 + 4 * pe), ctx=ctx)
 
-    with pytest.raises(Deadlock, match=r"pe1 host waits in 'all_reduce arguments' for rank\(s\) \[0\]"):
+    with pytest.raises(
+        Deadlock, match=r"pe1 host waits in 'all_reduce arguments' for rank\(s\) \[0\]"
+    ):
         World(2).run(host)
 
 
 @pytest.mark.parametrize(
-    ("value", "simulated", "wanted"), [("", True, True), ("", False, False), (None, False, False), ("yes", 0, True)]
+    ("value", "simulated", "wanted"),
+    [("", True, True), ("", False, False), (None, False, False), ("yes", 0, True)],
 )
 def test_unless_it_is_set_only_the_simulator_compares(
     monkeypatch: pytest.MonkeyPatch, value: str | None, simulated: bool, wanted: Any
@@ -94,7 +99,9 @@ def test_unless_it_is_set_only_the_simulator_compares(
     assert debug_mode(simulated) == wanted
 
 
-@pytest.mark.parametrize(("value", "debug", "calls"), [("0", False, 0), ("first", "first", 1), ("1", True, 3)])
+@pytest.mark.parametrize(
+    ("value", "debug", "calls"), [("0", False, 0), ("first", "first", 1), ("1", True, 3)]
+)
 def test_the_variable_says_which_calls_unless_the_context_does(
     monkeypatch: pytest.MonkeyPatch, compared: list[str], value: str, debug: Any, calls: int
 ) -> None:
@@ -117,7 +124,9 @@ def test_debug_is_one_of_three(pe: int) -> None:
 
 
 @pytest.mark.parametrize("debug", ["0", "first"])
-def test_contexts_that_tdcoll_makes_or_enlarges_compare_the_call(monkeypatch: pytest.MonkeyPatch, debug: str) -> None:
+def test_contexts_that_tdcoll_makes_or_enlarges_compare_the_call(
+    monkeypatch: pytest.MonkeyPatch, debug: str
+) -> None:
     """Whatever debug mode is: the ranks exchange the context's arguments anyway."""
     monkeypatch.setenv("TDCOLL_DEBUG", debug)
     large = 1 << 19
@@ -131,14 +140,19 @@ def test_contexts_that_tdcoll_makes_or_enlarges_compare_the_call(monkeypatch: py
                 f"(rank 0: {4 * n}, rank 1: {4 * n + 16})"
             )
             with pytest.raises(
-                tdcoll.RankMismatchError, match=r"differ in dtype \(rank 0: torch.int32, rank 1: torch.f"
+                tdcoll.RankMismatchError,
+                match=r"differ in dtype \(rank 0: torch.int32, rank 1: torch.f",
             ):
                 tdcoll.all_gather(torch.ones(n, dtype=torch.float32 if pe else torch.int32))
             if n == 4:
                 tdcoll.all_gather(torch.ones(n))
-        with pytest.raises(tdcoll.RankMismatchError, match="must make the same collective calls in the same order"):
+        with pytest.raises(
+            tdcoll.RankMismatchError, match="must make the same collective calls in the same order"
+        ):
             (tdcoll.reduce_scatter if pe else tdcoll.all_reduce)(torch.ones(4))
-        with pytest.raises(tdcoll.RankMismatchError, match=r"differ in op \(rank 0: sum, rank 1: max\)"):
+        with pytest.raises(
+            tdcoll.RankMismatchError, match=r"differ in op \(rank 0: sum, rank 1: max\)"
+        ):
             tdcoll.all_reduce(torch.ones(4), "max" if pe else "sum")
 
     World(2, heap_bytes=64 << 20).run(host)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far a reader has to go to follow a call: files that it enters, and moves between files.
 
-A profile hook records the functions of the package that are entered during a call in the simulator. The *host part*
-of a call consists of the public function's module and of ``calls/``, without the pure decisions about plans.
+A profile hook records the functions of the package that are entered during a call in the simulator.
+The *host part* of a call consists of the public function's module and of ``calls/``, without the
+pure decisions about plans.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ PURE = ("calls/plan.py", "calls/spec.py", "calls/explain.py", "calls/tuning/")
 
 
 class Visit:
-    """A function of the package that was called: its file, relative to the package, and its qualified name."""
+    """A function of the package that was called: its file, relative to the package, and its
+    qualified name."""
 
     def __init__(self, code: CodeType) -> None:
         self.file = Path(code.co_filename).relative_to(ROOT).as_posix()
@@ -90,7 +92,9 @@ def record(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Visit]]:
 
 
 def test_a_repeated_call_enters_few_files(record: dict[str, list[Visit]]) -> None:
-    files = {name: {visit.file for visit in found if visit.is_host} for name, found in record.items()}
+    files = {
+        name: {visit.file for visit in found if visit.is_host} for name, found in record.items()
+    }
     assert "calls/run.py" in files["repeated"]
     assert len(files["repeated"]) <= 6, sorted(files["repeated"])
     assert len(files["without ctx"]) <= 6, sorted(files["without ctx"])

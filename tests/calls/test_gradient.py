@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of own calls. Backward passes are made on threads: greenlets share grad mode and the engine's state."""
+"""Gradients of own calls. Backward passes are made on threads: greenlets share grad mode and the
+engine's state."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ CALLS: dict[str, tuple[Call, int, Callable[[int, list[torch.Tensor]], torch.Tens
 )
 @everywhere
 def test_as_torch_has_them_of_the_same_arithmetic(pe: int, name: str, room: int | None) -> None:
-    """Of the sum over ranks of what each computes; the second and third call take the fast path without a gradient."""
+    """Of the sum over ranks of what each computes; the second and third call take the fast path
+    without a gradient."""
     call, numel, whole = CALLS[name]
     theirs = [of(r, numel).requires_grad_() for r in range(WORLD)]
     made = [whole(r, theirs) for r in range(WORLD)]
@@ -80,7 +82,9 @@ def test_derivatives_of_derivatives(pe: int) -> None:
     second = torch.autograd.grad(sum(part.square().sum() for part in first), theirs)
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
         x = of(pe, 4).requires_grad_()
-        (once,) = torch.autograd.grad(tdcoll.all_reduce(x, ctx=ctx).pow(3).sum(), x, create_graph=True)
+        (once,) = torch.autograd.grad(
+            tdcoll.all_reduce(x, ctx=ctx).pow(3).sum(), x, create_graph=True
+        )
         assert torch.equal(once, first[pe])
         (twice,) = torch.autograd.grad(once.square().sum(), x)
         assert torch.equal(twice, second[pe])
@@ -141,7 +145,9 @@ def test_a_given_result_has_none(pe: int) -> None:
         for seen in (x.detach(), x):  # the second calls would take the fast path
             for i, call in enumerate(refusals(seen, ctx)):
                 if seen is x:
-                    with pytest.raises(ValueError, match=r"tensor must not require grad .* tensor\.detach\(\)"):
+                    with pytest.raises(
+                        ValueError, match=r"tensor must not require grad .* tensor\.detach\(\)"
+                    ):
                         call()
                     with torch.no_grad():
                         call()
@@ -156,7 +162,9 @@ def test_in_debug_mode_it_is_refused_on_all_ranks(pe: int) -> None:
     with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
         x = of(pe, 6).requires_grad_(pe == 1)
         for call in refusals(x, ctx):
-            with pytest.raises(ValueError if pe == 1 else tdcoll.RankMismatchError, match="must not require grad"):
+            with pytest.raises(
+                ValueError if pe == 1 else tdcoll.RankMismatchError, match="must not require grad"
+            ):
                 call()
 
 
@@ -186,9 +194,13 @@ def test_drop_ins_write_as_torchs_do(pe: int) -> None:
 @everywhere
 def test_operations_without_a_derivative(pe: int) -> None:
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-        for call, name in ((tdcoll.all_reduce, "all_reduce"), (tdcoll.reduce_scatter, "reduce_scatter")):
+        for call, name in (
+            (tdcoll.all_reduce, "all_reduce"),
+            (tdcoll.reduce_scatter, "reduce_scatter"),
+        ):
             made = call(of(pe, 6).requires_grad_(), "max", ctx=ctx)
             with pytest.raises(
-                ValueError, match=f"'sum' or 'mean' where .* through tdcoll.{name}; got 'max'. Pass tensor.detach"
+                ValueError,
+                match=f"'sum' or 'mean' where .* through tdcoll.{name}; got 'max'. Pass tensor.detach",
             ):
                 made.sum().backward()

@@ -46,8 +46,13 @@ class Driver:
             return 201
         config = launches._Config.from_address(config.value)
         pointers = (ctypes.c_void_p * len(self.widths)).from_address(pointers.value)
-        values = [kind.from_address(at).value for at, kind in zip(pointers, self.widths, strict=True)]
-        attributes = [(config.attributes[i].id, config.attributes[i].value[0]) for i in range(config.n_attributes)]
+        values = [
+            kind.from_address(at).value for at, kind in zip(pointers, self.widths, strict=True)
+        ]
+        attributes = [
+            (config.attributes[i].id, config.attributes[i].value[0])
+            for i in range(config.n_attributes)
+        ]
         self.launches.append(
             {
                 "grid": tuple(config.grid),
@@ -83,7 +88,9 @@ class Compiled(CompiledKernel):
         self.metadata.launch_pdl = launch_pdl
         self.src: Any = SimpleNamespace(signature=kernel.signature)
         parameters = ",\n".join(f".param .u64 kernel_param_{i}" for i in range(kernel.parameters))
-        self.asm: Any = {"ptx": f".visible .entry kernel(\n{parameters}\n)\n.reqntid 64\n{{ .param .b64 of_a_call; }}"}
+        self.asm: Any = {
+            "ptx": f".visible .entry kernel(\n{parameters}\n)\n.reqntid 64\n{{ .param .b64 of_a_call; }}"
+        }
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         return lambda *arguments: None
@@ -94,26 +101,37 @@ class Compiled(CompiledKernel):
 
 
 class Kernel:
-    """A kernel of a tensor, a flag, a number, a pair and a constant; two parameters more are Triton's."""
+    """A kernel of a tensor, a flag, a number, a pair and a constant; two parameters more are
+    Triton's."""
 
     __name__ = "kernel"
     arg_names = ("tensor", "flag", "number", "pair", "BLOCK")
 
     def __init__(self, driver: Driver) -> None:
         pair = Pair("*i64", "i64", "constexpr")
-        self.signature = {"tensor": "*fp32", "flag": "i1", "number": "i32", "pair": pair, "BLOCK": "constexpr"}
+        self.signature = {
+            "tensor": "*fp32",
+            "flag": "i1",
+            "number": "i32",
+            "pair": pair,
+            "BLOCK": "constexpr",
+        }
         self.metadata: dict[str, Any] = {"global_scratch_size": 0}
         self.parameters = 7
         self.notes: list[Any] = []
         u64 = ctypes.c_uint64
         driver.widths = [u64, ctypes.c_uint8, ctypes.c_uint32, u64, u64, u64, u64]
 
-    def warmup(self, *, grid: tuple[int, int, int], num_warps: int, launch_pdl: bool = False, **given: Any) -> Compiled:
+    def warmup(
+        self, *, grid: tuple[int, int, int], num_warps: int, launch_pdl: bool = False, **given: Any
+    ) -> Compiled:
         self.notes.append(("warmup", grid, num_warps, given))
         return Compiled(self, num_warps, launch_pdl)
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Compiled]:
-        def launch(*arguments: Any, num_warps: int, launch_pdl: bool = False, **named: Any) -> Compiled:
+        def launch(
+            *arguments: Any, num_warps: int, launch_pdl: bool = False, **named: Any
+        ) -> Compiled:
             self.notes.append(("triton", grid, num_warps, arguments or named))
             self.by_triton_early = launch_pdl
             return Compiled(self, num_warps, launch_pdl)
@@ -128,7 +146,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr("tdcoll.base.driver.launching_driver", lambda: made)
     monkeypatch.setattr(launches, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False
+    )
     return made
 
 
@@ -142,7 +162,9 @@ PAIR = Pair(OTHER, 1 << 40, 8)
 ARGUMENTS = {"tensor": TENSOR, "flag": True, "pair": PAIR, "BLOCK": 64}
 
 
-def test_a_launch_brings_the_driver_what_changes_and_what_does_not(kernel: Kernel, driver: Driver) -> None:
+def test_a_launch_brings_the_driver_what_changes_and_what_does_not(
+    kernel: Kernel, driver: Driver
+) -> None:
     launch = KernelLaunch(kernel, (5, 6), ARGUMENTS, ("number", "pair.near"), num_warps=2)
     assert not launch.prepared
     launch(STREAM, -2, OTHER.data_ptr())
@@ -159,19 +181,30 @@ def test_a_launch_brings_the_driver_what_changes_and_what_does_not(kernel: Kerne
         "values": [TENSOR.data_ptr(), 1, 2**32 - 2, OTHER.data_ptr(), 1 << 40, 0, 0],
         "attributes": [],
     }
-    assert (second["stream"], second["values"]) == (STREAM + 1, [TENSOR.data_ptr(), 1, 16, 32, 1 << 40, 0, 0])
+    assert (second["stream"], second["values"]) == (
+        STREAM + 1,
+        [TENSOR.data_ptr(), 1, 16, 32, 1 << 40, 0, 0],
+    )
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("missing", [None, "the wait", "the owner's permission", "a GPU that can", "the environment's"])
+@pytest.mark.parametrize(
+    "missing", [None, "the wait", "the owner's permission", "a GPU that can", "the environment's"]
+)
 def test_launches_are_early_if_everything_allows_it(
-    kernel: Kernel, driver: Driver, missing: str | None, hooked: bool, monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel,
+    driver: Driver,
+    missing: str | None,
+    hooked: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     capability = (8, 0) if missing == "a GPU that can" else (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setenv("TDCOLL_PDL", "0" if missing == "the environment's" else "1")
     monkeypatch.setattr(launches, "_is_hooked", lambda: hooked)
-    monkeypatch.setattr(launches, "_supports_early_launches", launches._supports_early_launches.__wrapped__)
+    monkeypatch.setattr(
+        launches, "_supports_early_launches", launches._supports_early_launches.__wrapped__
+    )
     kernel.begins_in_stream_order = missing != "the wait"  # type: ignore[attr-defined]
     allowed, expected = missing != "the owner's permission", missing is None
     KernelLaunch(kernel, 1, ARGUMENTS, ("number", "pair.near"), early=allowed)(STREAM, 16, 32)
@@ -194,9 +227,12 @@ def test_a_launch_that_the_driver_refuses_is_an_error(kernel: Kernel, driver: Dr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "changing"), [(ARGUMENTS, ()), ({**ARGUMENTS, "more": 1}, ("number",)), ({}, ("number",))]
+    ("arguments", "changing"),
+    [(ARGUMENTS, ()), ({**ARGUMENTS, "more": 1}, ("number",)), ({}, ("number",))],
 )
-def test_defaults_are_not_relied_on(kernel: Kernel, arguments: dict[str, Any], changing: tuple[str, ...]) -> None:
+def test_defaults_are_not_relied_on(
+    kernel: Kernel, arguments: dict[str, Any], changing: tuple[str, ...]
+) -> None:
     with pytest.raises(TypeError, match=r"kernel has parameters .* and was given arguments"):
         KernelLaunch(kernel, 1, arguments, changing)
     with pytest.raises(ValueError, match="argument 2 is shorter"):
@@ -224,7 +260,9 @@ def test_profilers_see_every_launch(
 
     chain = knobs.HookChain()
     chain.add(hook)
-    monkeypatch.setattr(knobs.runtime, which, {"chain": chain, "function": hook, "None": None}[kind])
+    monkeypatch.setattr(
+        knobs.runtime, which, {"chain": chain, "function": hook, "None": None}[kind]
+    )
     launch_once(kernel)
     by_triton = [note[3] for note in kernel.notes if note[0] == "triton"]
     if kind == "None":
@@ -287,26 +325,43 @@ def test_a_launcher_gives_the_driver_all_arguments(kernel: Kernel, driver: Drive
     assert [note[:3] for note in kernel.notes] == [("warmup", (5, 1, 1), 2)]
     first, second = driver.launches
     assert (first["grid"], first["values"]) == ((5, 1, 1), [TENSOR.data_ptr(), 1, 7, 0, 0, 0, 0])
-    assert (second["grid"], second["stream"], second["block"]) == ((5, 6, 1), STREAM + 3, (64, 1, 1))
+    assert (second["grid"], second["stream"], second["block"]) == (
+        (5, 6, 1),
+        STREAM + 3,
+        (64, 1, 1),
+    )
     assert second["values"] == [OTHER.data_ptr(), 0, 2**32 - 8, 0, 0, 0, 0]
 
 
-def test_a_launcher_takes_tuples_apart_once_and_leaves_their_constants_out(kernel: Kernel, driver: Driver) -> None:
+def test_a_launcher_takes_tuples_apart_once_and_leaves_their_constants_out(
+    kernel: Kernel, driver: Driver
+) -> None:
     launch = LaunchCache()
     near, far = torch.zeros(4), torch.ones(4)
-    first, second = FlatTuple(Pair(near, 1 << 40, tl.constexpr(8))), FlatTuple(Pair(far, -1, tl.constexpr(8)))
+    first, second = (
+        FlatTuple(Pair(near, 1 << 40, tl.constexpr(8))),
+        FlatTuple(Pair(far, -1, tl.constexpr(8))),
+    )
     assert first.numbers == [near.data_ptr(), 1 << 40]
     launch(kernel, 5, (TENSOR, True, 7, first), (64,), num_warps=2)
     launch(kernel, 6, (OTHER, False, 16, second), (64,), num_warps=2)
     (compiled,) = kernel.notes
-    assert compiled[3] == {"tensor": TENSOR, "flag": True, "number": 7, "pair": first.whole, "BLOCK": 64}
+    assert compiled[3] == {
+        "tensor": TENSOR,
+        "flag": True,
+        "number": 7,
+        "pair": first.whole,
+        "BLOCK": 64,
+    }
     assert [each["values"] for each in driver.launches] == [
         [TENSOR.data_ptr(), 1, 7, near.data_ptr(), 1 << 40, 0, 0],
         [OTHER.data_ptr(), 0, 16, far.data_ptr(), 2**64 - 1, 0, 0],
     ]
 
 
-def test_a_constant_beside_a_tuple_does_not_shift_its_fields(kernel: Kernel, driver: Driver) -> None:
+def test_a_constant_beside_a_tuple_does_not_shift_its_fields(
+    kernel: Kernel, driver: Driver
+) -> None:
     """Triton makes a constant of a 1 among the arguments, and of nothing in the tuple."""
     launch = LaunchCache()
     kernel.signature["number"] = "constexpr"
@@ -314,10 +369,14 @@ def test_a_constant_beside_a_tuple_does_not_shift_its_fields(kernel: Kernel, dri
     pair = FlatTuple(Pair(OTHER, 1, tl.constexpr(8)))
     for _ in range(2):
         launch(kernel, 5, (TENSOR, True, 1, pair), (64,))
-    assert [each["values"] for each in driver.launches] == [[TENSOR.data_ptr(), 1, OTHER.data_ptr(), 1, 0, 0]] * 2
+    assert [each["values"] for each in driver.launches] == [
+        [TENSOR.data_ptr(), 1, OTHER.data_ptr(), 1, 0, 0]
+    ] * 2
 
 
-@pytest.mark.parametrize("change", [{"constants": (32,)}, {"variant": "unaligned"}, {"num_warps": 8}])
+@pytest.mark.parametrize(
+    "change", [{"constants": (32,)}, {"variant": "unaligned"}, {"num_warps": 8}]
+)
 def test_other_kinds_of_launches_are_compiled_for_themselves(
     kernel: Kernel, driver: Driver, change: dict[str, Any]
 ) -> None:
@@ -329,7 +388,8 @@ def test_other_kinds_of_launches_are_compiled_for_themselves(
 
 @on_ranks(2)
 def test_calls_that_are_launched_early_and_as_usual_are_of_two_kinds(pe: int) -> None:
-    """Their kernels are compiled with and without ``launch_pdl``: each needs a first call before a graph."""
+    """Their kernels are compiled with and without ``launch_pdl``: each needs a first call before a
+    graph."""
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
         facts = [facts_on(ctx, n << 20, in_place=True) for n in (1, 2, 3)]
         kinds = [launches_of(ALL_GATHER, ctx, each, "direct") for each in facts]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of callers and of peers: which calls find it checked, tensors of it, and what the host queues on a stream."""
+"""Memory of callers and of peers: which calls find it checked, tensors of it, and what the host
+queues on a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from tdcoll.testing import World, explore, first_failure
 def test_peers_that_have_no_such_memory(pe: int) -> None:
     mine = tdcoll.zeros(8, torch.int32)
     pair = tdcoll.empty(8, torch.int32, group=[0, 1]) if pe < 2 else None
-    with pytest.raises(ValueError, match="rank must be below 4, the number of ranks of the job; got 4"):
+    with pytest.raises(
+        ValueError, match="rank must be below 4, the number of ranks of the job; got 4"
+    ):
         tdcoll.peer_tensor(mine, 4)
     with pytest.raises(tdcoll.NotSymmetricError, match="tensor must lie in the symmetric heap"):
         tdcoll.peer_tensor(torch.zeros(3), (pe + 1) % 4)
@@ -27,7 +30,9 @@ def test_peers_that_have_no_such_memory(pe: int) -> None:
         tdcoll.peer_tensor(mine, (pe + 2) % 4)
     if pair is not None:
         assert tdcoll.peer_tensor(pair, 1 - pe).shape == (8,)
-        with pytest.raises(ValueError, match=r"rank must be one of \[0, 1\], which made the tensor together; got 2"):
+        with pytest.raises(
+            ValueError, match=r"rank must be one of \[0, 1\], which made the tensor together; got 2"
+        ):
             tdcoll.peer_tensor(pair, 2)
     with pytest.raises(TypeError, match="tensor must be"):
         tdcoll.peer_tensor([1, 2], 0)  # type: ignore[arg-type]
@@ -68,7 +73,9 @@ def test_a_barrier_on_the_stream_completes_puts() -> None:
 def test_a_wait_for_a_word_ends_on_the_simulator(pe: int) -> None:
     word = tdcoll.zeros(1, torch.int64)
     if pe == 0:
-        with pytest.raises(tdcoll.CollectiveTimeout, match=r"wait for pe0.tensor\[0\] >= 3, which is 0"):
+        with pytest.raises(
+            tdcoll.CollectiveTimeout, match=r"wait for pe0.tensor\[0\] >= 3, which is 0"
+        ):
             tdcoll.wait_on_stream(word, tdl.CMP_GE, 3)
 
 
@@ -76,7 +83,9 @@ def test_a_wait_for_a_word_ends_on_the_simulator(pe: int) -> None:
 def test_wrong_words(pe: int) -> None:
     words = tdcoll.zeros(4, torch.int64)
     for wrong in (words, words[:1].view(torch.int16)[:1], words[:1].float()):
-        with pytest.raises(ValueError, match="word must be one integer of 32 or 64 bits on cpu, got"):
+        with pytest.raises(
+            ValueError, match="word must be one integer of 32 or 64 bits on cpu, got"
+        ):
             tdcoll.write_on_stream(wrong, 1)
     with pytest.raises(ValueError, match=r"compare must be tdl\.CMP_EQ or tdl\.CMP_GE"):
         tdcoll.wait_on_stream(words[0], tdl.CMP_LT, 1)
@@ -86,13 +95,17 @@ def test_wrong_words(pe: int) -> None:
         tdcoll.write_on_stream(words[0], -1)
     with pytest.raises(ValueError, match="dest must have the 16 bytes of source, got 8"):
         tdcoll.copy_on_stream(words[:1], words[:2])
-    with pytest.raises(ValueError, match="source must be contiguous and on cpu, got one not contiguous on cpu"):
+    with pytest.raises(
+        ValueError, match="source must be contiguous and on cpu, got one not contiguous on cpu"
+    ):
         tdcoll.copy_on_stream(words[:2], words[::2])
 
 
 CALLS: dict[str, Callable[[torch.Tensor, tdcoll.CollectiveContext], torch.Tensor]] = {
     "all_gather_": lambda x, ctx: tdcoll.all_gather_(x, ctx=ctx),
-    "all_reduce": lambda x, ctx: tdcoll.all_reduce(torch.ones_like(x), ctx=ctx, out=x, symmetric=True),
+    "all_reduce": lambda x, ctx: tdcoll.all_reduce(
+        torch.ones_like(x), ctx=ctx, out=x, symmetric=True
+    ),
     "all_reduce_": lambda x, ctx: tdcoll.all_reduce_(x, ctx=ctx, symmetric=True),
 }
 
@@ -133,7 +146,9 @@ def test_buffers_in_turn_are_told_apart(pe: int, name: str) -> None:
                 if name == "all_gather_":
                     assert [set(row.tolist()) for row in got] == [{value} for value in sorted(both)]
                 else:
-                    assert set(got.flatten().tolist()) == {2.0 if name == "all_reduce" else float(sum(both))}
+                    assert set(got.flatten().tolist()) == {
+                        2.0 if name == "all_reduce" else float(sum(both))
+                    }
                 assert torch.equal(buffers[1 - number], other)
                 tdcoll.barrier()
             if turn == 2:
@@ -145,7 +160,12 @@ def test_buffers_in_turn_are_told_apart(pe: int, name: str) -> None:
 def test_other_shapes_at_the_same_address_are_told_apart(pe: int) -> None:
     raw = tdcoll.zeros(256, torch.uint8)
     with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
-        for other in (raw.view(torch.float32), raw[:64].view(torch.float32), raw[:128].view(torch.float64), raw):
+        for other in (
+            raw.view(torch.float32),
+            raw[:64].view(torch.float32),
+            raw[:128].view(torch.float64),
+            raw,
+        ):
             other.view(2, -1)[pe].fill_(pe + 1)
             tdcoll.all_gather_(other, ctx=ctx)
             assert other.view(2, -1).double().mean(1).tolist() == [1, 2]

@@ -54,7 +54,15 @@ def caught(monitor: tdcoll.WaitMonitor) -> tdcoll.CollectiveTimeout:
 
 
 def fields(error: tdcoll.CollectiveTimeout) -> tuple[float, ...]:
-    return (error.rank, error.peer, error.signal, error.epoch, error.expected, error.seen, error.timeout_s)
+    return (
+        error.rank,
+        error.peer,
+        error.signal,
+        error.epoch,
+        error.expected,
+        error.seen,
+        error.timeout_s,
+    )
 
 
 COMPARISONS = {
@@ -99,9 +107,13 @@ def test_record_of_a_wait_for_many_names_the_first_that_is_missing(pe: int) -> N
     assert fields(caught(monitor)) == (0, 3, 3, 9, 9, 2, 30.0)
 
 
-@pytest.mark.parametrize(("count", "skip", "satisfied"), [(3, 0, 1), (3, -1, 0), (5, 0, 0), (0, -1, 1), (1, 0, 1)])
+@pytest.mark.parametrize(
+    ("count", "skip", "satisfied"), [(3, 0, 1), (3, -1, 0), (5, 0, 0), (0, -1, 1), (1, 0, 1)]
+)
 @alone
-def test_wait_for_many_looks_at_count_and_skip(pe: int, count: int, skip: int, satisfied: int) -> None:
+def test_wait_for_many_looks_at_count_and_skip(
+    pe: int, count: int, skip: int, satisfied: int
+) -> None:
     signals, ok = words()
     monitor = tdcoll.WaitMonitor()
     wait_for_all[(1,)](signals, monitor.words, ok, count, skip, 9, 8)
@@ -110,7 +122,12 @@ def test_wait_for_many_looks_at_count_and_skip(pe: int, count: int, skip: int, s
 
 @tdcoll.jit
 def wait_for_a_column(signals, monitor, ok, count, value, peer, index, stride, BLOCK: tl.constexpr):
-    tl.store(ok, tdl.wait_signals(signals, count, -1, tdl.CMP_GE, value, monitor, BLOCK, peer, index, stride))
+    tl.store(
+        ok,
+        tdl.wait_signals(
+            signals, count, -1, tdl.CMP_GE, value, monitor, BLOCK, peer, index, stride
+        ),
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +166,9 @@ def test_second_wait_returns_immediately_and_keeps_the_first_record() -> None:
             ok.fill_(7)
             wait_once[(1,)](signals, monitor.words, ok, at, value, 1, 1, tdl.CMP_GE)
             assert int(ok) == 0
-        assert world.scheduler.steps - steps < 20, "a wait after an expired one must not wait for its own deadline"
+        assert world.scheduler.steps - steps < 20, (
+            "a wait after an expired one must not wait for its own deadline"
+        )
         assert fields(caught(monitor)) == fields(first)
 
         other = tdcoll.WaitMonitor()  # what has expired is the monitor, not the job's waits
@@ -170,7 +189,9 @@ def test_an_expired_wait_has_left_a_notice_of_each_missing_peer(pe: int) -> None
     assert int(ok) == 0
     waits = [(wait.peer, wait.epoch, wait.lamport) for wait in monitor.waits()]
     assert waits == [(0, 4, False), (2, 4, False)]
-    assert all(wait.waited_s == pytest.approx(monitor.timeout_s, abs=0.01) for wait in monitor.waits())
+    assert all(
+        wait.waited_s == pytest.approx(monitor.timeout_s, abs=0.01) for wait in monitor.waits()
+    )
     error = caught(monitor)
     assert (error.peer, error.others) == (0, (2,))
     assert "and is 2. It was also waiting for peer 2. The peer has died" in str(error)
@@ -186,7 +207,12 @@ def test_an_error_that_nobody_raises_is_printed_at_exit_and_found_by_check(pe: i
     with contextlib.redirect_stderr(told):
         last_words._report()
         last_words._report()  # it has been told
-    assert told.getvalue().count("nothing has raised this error: CollectiveTimeout: rank 0 waited 30 s for peer 3") == 1
+    assert (
+        told.getvalue().count(
+            "nothing has raised this error: CollectiveTimeout: rank 0 waited 30 s for peer 3"
+        )
+        == 1
+    )
     with pytest.raises(tdcoll.CollectiveTimeout, match="for peer 3: signal 0 had to reach 99"):
         tdcoll.check()
 
@@ -202,7 +228,10 @@ def test_a_peer_that_has_given_up_is_named_without_an_epoch(pe: int) -> None:
     assert [(wait.peer, wait.epoch, wait.lamport) for wait in waits] == [(1, None, False)]
     assert watch._described(monitor, waits) == "a kernel has waited 30 s: rank 1 has given up"
     monitor.calls = CallLog((4, 6), "7")
-    assert watch._described(monitor, waits) == "a kernel of group 7 has waited 30 s: rank 6 has given up"
+    assert (
+        watch._described(monitor, waits)
+        == "a kernel of group 7 has waited 30 s: rank 6 has given up"
+    )
     assert caught(monitor).epoch == 3
 
 
@@ -226,7 +255,9 @@ def test_a_barrier_of_a_grid_is_named_without_an_epoch(pe: int) -> None:
     assert watch._described(monitor, waits) == "a kernel has waited 30 s in a barrier of its grid"
     error = caught(monitor)
     assert fields(error) == (5, 5, None, None, None, None, 30.0)
-    assert str(error).startswith("rank 5 waited 30 s in grid_barrier for other thread blocks of its launch: they don't")
+    assert str(error).startswith(
+        "rank 5 waited 30 s in grid_barrier for other thread blocks of its launch: they don't"
+    )
 
 
 @alone
@@ -239,7 +270,9 @@ def test_a_wait_that_ends_in_time_leaves_no_notice(pe: int) -> None:
     assert list(monitor.waits()) == []
 
 
-def test_a_notice_without_a_successor_is_of_a_wait_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notice_without_a_successor_is_of_a_wait_that_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [100.0]
     monkeypatch.setattr("tdcoll.calls.monitor.time.monotonic", lambda: now[0])
 
@@ -284,7 +317,9 @@ def test_defaults(pe: int) -> None:
 
 def test_text_of_the_error_where_the_peer_had_given_up() -> None:
     error = tdcoll.CollectiveTimeout(rank=2, peer=1, epoch=8, timeout_s=30.0)
-    assert str(error).startswith("rank 2 waited 30 s for peer 1, which had itself given up in epoch 8")
+    assert str(error).startswith(
+        "rank 2 waited 30 s for peer 1, which had itself given up in epoch 8"
+    )
     assert " timeout " in str(error)
 
 
@@ -315,9 +350,14 @@ def test_a_kernel_takes_the_monitor_itself_and_waits_need_not_be_told(pe: int) -
 
 def test_a_report_does_not_name_a_peer_that_was_not_told() -> None:
     def host(pe: int) -> None:
-        signals, came = tdcoll.zeros(2, torch.int64, name="flags"), torch.zeros(3, dtype=torch.int32)
+        signals, came = (
+            tdcoll.zeros(2, torch.int64, name="flags"),
+            torch.zeros(3, dtype=torch.int32),
+        )
         wait_untold[(1,)](signals, tdcoll.WaitMonitor(), came)
 
     line = wait_untold.fn.__code__.co_firstlineno + 2
-    with pytest.raises(Deadlock, match=rf"waits for pe0\.flags\[0\] >= 3, is 0 \([^;]*test_monitor\.py:{line}\)"):
+    with pytest.raises(
+        Deadlock, match=rf"waits for pe0\.flags\[0\] >= 3, is 0 \([^;]*test_monitor\.py:{line}\)"
+    ):
         World(1).run(host)

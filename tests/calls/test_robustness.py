@@ -56,7 +56,8 @@ def test_a_failed_process_closes_its_healthy_contexts_alone(pe: int) -> None:
 @on_ranks(2, heap_bytes=HEAP)
 def test_a_context_that_does_not_fit_takes_nothing(pe: int, fits: str) -> None:
     total = tdcoll.heap_info().total
-    per_rank = total if fits == "nothing" else total // 4  # two slots of two ranks: exactly the whole heap
+    # two slots of two ranks: exactly the whole heap
+    per_rank = total if fits == "nothing" else total // 4
     with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
         tdcoll.CollectiveContext(max_bytes_per_rank=per_rank)
     assert tdcoll.heap_info().used == 0
@@ -82,7 +83,9 @@ def _nothing_is_taken() -> None:
     ],
 )
 @on_ranks(2, heap_bytes=HEAP)
-def test_ranks_that_disagree_on_a_context_take_nothing(pe: int, name: str, values: tuple[Any, Any]) -> None:
+def test_ranks_that_disagree_on_a_context_take_nothing(
+    pe: int, name: str, values: tuple[Any, Any]
+) -> None:
     given = {"max_bytes_per_rank": 64, name: values[pe]}
     text = rf"differ in {name} \(rank 0: {values[0]}, rank 1: {values[1]}\)$"
     with pytest.raises(tdcoll.RankMismatchError, match=text):
@@ -98,10 +101,16 @@ PARTS_OF_MAKING = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "part"), PARTS_OF_MAKING, ids=lambda given: str(given).rpartition(".")[2])
-def test_a_context_that_cannot_be_made_takes_nothing(kind: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "part"), PARTS_OF_MAKING, ids=lambda given: str(given).rpartition(".")[2]
+)
+def test_a_context_that_cannot_be_made_takes_nothing(
+    kind: Any, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever goes wrong, and wherever: memory of the GPU that is not there, say."""
-    capacity = {"max_bytes_per_rank": 64} if kind is tdcoll.CollectiveContext else {"max_rows_per_rank": 4}
+    capacity = (
+        {"max_bytes_per_rank": 64} if kind is tdcoll.CollectiveContext else {"max_rows_per_rank": 4}
+    )
     more = {} if kind is tdcoll.CollectiveContext else {"max_row_bytes": 16}
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -119,7 +128,9 @@ def test_a_context_that_cannot_be_made_takes_nothing(kind: Any, part: str, monke
     World(1, heap_bytes=HEAP).run(host)
 
 
-def test_a_rank_that_cannot_make_its_context_keeps_the_others_from_having_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_make_its_context_keeps_the_others_from_having_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else they would write to memory that it has given back."""
     made = sparse_context.RowMemory
 
@@ -131,14 +142,18 @@ def test_a_rank_that_cannot_make_its_context_keeps_the_others_from_having_one(mo
     monkeypatch.setattr(sparse_context, "RowMemory", fail_on_one)
 
     def host(pe: int) -> None:
-        with pytest.raises(RuntimeError, match="here" if pe else r"waited .* in 'barrier' for rank\(s\) \[1\]"):
+        with pytest.raises(
+            RuntimeError, match="here" if pe else r"waited .* in 'barrier' for rank\(s\) \[1\]"
+        ):
             tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16)
         _nothing_is_taken()
 
     World(2, heap_bytes=HEAP, on_timeout="expire").run(host)
 
 
-def test_a_sparse_context_needs_ranks_of_a_node_that_can_store_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sparse_context_needs_ranks_of_a_node_that_can_store_to_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("tdcoll.simulator.memory.MemoryView.peer_base", lambda view, pe: 0)
 
     def host(pe: int) -> None:
@@ -152,7 +167,9 @@ def test_a_sparse_context_needs_ranks_of_a_node_that_can_store_to_each_other(mon
 @on_ranks(2, heap_bytes=HEAP)
 def test_the_exchange_of_a_sparse_context_keeps_to_the_least_budget_of_all_ranks(pe: int) -> None:
     for given, most in (([None, None], MAX_BLOCKS), ([None, 64], 64), ([7, 64], 7), ([1, 2], 6)):
-        with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16, max_blocks=given[pe]) as ctx:
+        with tdcoll.SparseContext(
+            max_rows_per_rank=4, max_row_bytes=16, max_blocks=given[pe]
+        ) as ctx:
             assert ctx.max_blocks == most
             assert ctx.capacities.beside_others == (most < MAX_BLOCKS)
 
@@ -183,7 +200,9 @@ def test_in_place_of_no_bytes_in_debug_mode(pe: int) -> None:
         buffer = tdcoll.empty((2, 0))
         assert tdcoll.all_gather_(buffer, ctx=ctx) is buffer
         other = [tdcoll.empty(16, torch.int32), tdcoll.empty(16, torch.int32)]
-        with pytest.raises(tdcoll.RankMismatchError, match=r"differ in offset in the symmetric heap \(rank 0: "):
+        with pytest.raises(
+            tdcoll.RankMismatchError, match=r"differ in offset in the symmetric heap \(rank 0: "
+        ):
             tdcoll.all_gather_(other[pe], ctx=ctx)
         gathered = tdcoll.all_gather_(other[0], ctx=ctx)
         assert gathered.data_ptr() == other[0].data_ptr()
@@ -224,8 +243,15 @@ class Driver:
         self.device, self.stream, self.captures, self.asked = 1, 0, False, 0
         self.waited: list[Any] = []
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.device, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.stream + index - 1, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", self.capturing, raising=False)
+        monkeypatch.setattr(
+            torch._C,
+            "_cuda_getCurrentRawStream",
+            lambda index: self.stream + index - 1,
+            raising=False,
+        )
+        monkeypatch.setattr(
+            torch._C, "_cuda_isCurrentStreamCapturing", self.capturing, raising=False
+        )
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current())
 
@@ -243,7 +269,9 @@ def begin(ctx: Any) -> None:
 
 
 @pytest.mark.parametrize("bound", [0, 640])
-def test_the_fast_path_is_for_the_last_stream_outside_of_graphs(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fast_path_is_for_the_last_stream_outside_of_graphs(
+    bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cuda = Driver(monkeypatch)
     for module in ("budget", "checks"):
         monkeypatch.setattr(f"tdcoll.calls.{module}.capture_of", lambda stream: 0)
@@ -325,12 +353,15 @@ def test_a_context_of_an_ended_job_is_refused(pe: int) -> None:
     ctx.close()
 
 
-def test_the_drop_in_context_grows_as_far_as_the_heap_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drop_in_context_grows_as_far_as_the_heap_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("tdcoll.base.limits._SENT_BYTES", 1 << 10)
 
     def host(pe: int) -> None:
         total = tdcoll.heap_info().total
-        # A context takes four times its capacity here: the last fits neither beside the one before nor doubled.
+        # A context takes four times its capacity here: the last fits neither beside the one before
+        # nor doubled.
         for fraction in (64, 16, 6, 5):
             count = total // fraction // 4
             mine = data(pe, fraction, count)

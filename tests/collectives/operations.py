@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of every kernel of every collective, again and again with the same memory, and what they have to give."""
+"""Calls of every kernel of every collective, again and again with the same memory, and what they
+have to give."""
 
 from __future__ import annotations
 
@@ -38,11 +39,13 @@ class Operation:
     Attributes:
         name: of it.
         memory: ``memory(ctx)``: the source, the result, and all memory that they lie in.
-        call: ``call(source, out, ctx, algorithm, number)``: make the call of this number; return what it makes.
+        call: ``call(source, out, ctx, algorithm, number)``: make the call of this number; return
+            what it makes.
         results: ``results(made, out)``: the results of a call that is over, given what it has made.
         wanted: ``wanted(sources, topology, number)``: its results, given what all ranks bring.
         sparse: its context is a ``SparseContext``.
-        tells: a rank that gives up tells its peers: they read its source, or its copies run in any case.
+        tells: a rank that gives up tells its peers: they read its source, or its copies run in any
+            case.
     """
 
     name: str
@@ -67,7 +70,9 @@ def dense(spec: Collective, kind: Kind, copies: bool = False) -> Operation:
     return Operation(
         spec.name if kind is OUT_OF_PLACE else f"{spec.name} {kind}",
         memory,
-        lambda source, out, ctx, algorithm, number: [make_call(spec, kind, source, out, ctx, algorithm)],
+        lambda source, out, ctx, algorithm, number: [
+            make_call(spec, kind, source, out, ctx, algorithm)
+        ],
         lambda sources, topology, number: [reference(spec, sources, topology)],
         tells=copies,
     )
@@ -85,7 +90,8 @@ def norm(source: torch.Tensor, out: torch.Tensor, ctx: Any, algorithm: Any, numb
 
 
 def rows_of(rank: int, number: int) -> torch.Tensor:
-    """Two rows that all ranks bring to a sparse all-reduce, and two that one or two do; others in the next call."""
+    """Two rows that all ranks bring to a sparse all-reduce, and two that one or two do; others in
+    the next call."""
     return torch.tensor([0, 1 + rank % 2, 3, 4]) + number % 2
 
 
@@ -93,7 +99,9 @@ def sparse(
     source: torch.Tensor, out: torch.Tensor, ctx: tdcoll.SparseContext, algorithm: str, number: int
 ) -> tdcoll.PaddedRows:  # fmt: skip
     ids = rows_of(ctx.rank, number)
-    return tdcoll.sparse_all_reduce_padded(ids, source, ROWS, ctx=ctx, coalesced=True, algorithm=algorithm)
+    return tdcoll.sparse_all_reduce_padded(
+        ids, source, ROWS, ctx=ctx, coalesced=True, algorithm=algorithm
+    )
 
 
 def sparse_results(made: tdcoll.PaddedRows, out: torch.Tensor) -> Tensors:
@@ -102,7 +110,10 @@ def sparse_results(made: tdcoll.PaddedRows, out: torch.Tensor) -> Tensors:
 
 
 def sparse_wanted(sources: Tensors, topology: Any, number: int) -> Tensors:
-    tables = [torch.zeros(ROWS, 3).index_copy_(0, rows_of(rank, number), part) for rank, part in enumerate(sources)]
+    tables = [
+        torch.zeros(ROWS, 3).index_copy_(0, rows_of(rank, number), part)
+        for rank, part in enumerate(sources)
+    ]
     return (reduce_parts(tables, topology.nodes),)
 
 
@@ -113,10 +124,16 @@ NORM = Operation(
     )[:2],
 )  # fmt: skip
 SPARSE = Operation(
-    "sparse", lambda ctx: apart(torch.empty(4, 3), torch.empty(ROWS, 3)), sparse, sparse_wanted, sparse_results, True
+    "sparse",
+    lambda ctx: apart(torch.empty(4, 3), torch.empty(ROWS, 3)),
+    sparse,
+    sparse_wanted,
+    sparse_results,
+    True,
 )
 BY_COPIES = dataclasses.replace(SPARSE, name="sparse by copies")
-"""With a budget of thread blocks, as which :func:`lists_by_copies` makes exchanges of lists by copy engines."""
+"""With a budget of thread blocks, as which :func:`lists_by_copies` makes exchanges of lists by copy
+engines."""
 
 
 @contextmanager
@@ -147,29 +164,38 @@ class Calls:
     lamport_bytes: int | None = None
 
     def __str__(self) -> str:
-        algorithm = self.algorithm if isinstance(self.algorithm, str) else f"{self.algorithm.algorithm} in two pieces"
+        algorithm = (
+            self.algorithm
+            if isinstance(self.algorithm, str)
+            else f"{self.algorithm.algorithm} in two pieces"
+        )
         flags = " flags" * (self.lamport_bytes == 0)
         return f"{self.operation.name} {algorithm}{flags} {'+'.join(map(str, self.nodes))}"
 
     @property
     def queued(self) -> int:
-        """Calls that are launched before the host looks for expired waits, as in a CUDA graph: more than there are
-        slots, of which sparse calls, each of several launches, have one."""
+        """Calls that are launched before the host looks for expired waits, as in a CUDA graph: more
+        than there are slots, of which sparse calls, each of several launches, have one."""
         return 3 if self.operation.sparse else 5
 
     def context(self, **options: Any) -> tuple[Any, tdcoll.WaitMonitor]:
-        """A context of all ranks, and what ends its waits. ``options``: of the context, such as ``debug``."""
+        """A context of all ranks, and what ends its waits. ``options``: of the context, such as
+        ``debug``."""
         if self.operation.sparse:
             options |= {"max_blocks": 8} if self.operation is BY_COPIES else {}
             sparse = tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=12, **options)
             return sparse, sparse.monitor
-        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, lamport_bytes=self.lamport_bytes, **options)
+        ctx = tdcoll.CollectiveContext(
+            max_bytes_per_rank=256, lamport_bytes=self.lamport_bytes, **options
+        )
         return ctx, ctx.monitor
 
     def check(self, ctx: Any, call: int, made: Tensors, source: torch.Tensor) -> None:
         """Raise AssertionError unless ``made`` are the results of a call."""
         sources = [given(pe, call, source) for pe in range(ctx.world_size)]
-        for got, wanted in zip(made, self.operation.wanted(sources, ctx.topology, call), strict=True):
+        for got, wanted in zip(
+            made, self.operation.wanted(sources, ctx.topology, call), strict=True
+        ):
             wrong = int((got != wanted).sum())
             assert wrong == 0, f"rank {ctx.rank}, call {call}: {wrong} wrong numbers"
 
@@ -187,7 +213,9 @@ def calls_of(known: Dense) -> list[Calls]:
         layouts = [(3,) if hops == 1 else (2,), (2, 2) if hops == 2 else (1, 1)]
         for nodes in layouts:
             for kind in (OUT_OF_PLACE, CALLER_BUFFER, SYMMETRIC):
-                facts = make_facts(72, topology_of(nodes), stores=True, ll_bytes=99, lamport_bytes=99, **kind.form)
+                facts = make_facts(
+                    72, topology_of(nodes), stores=True, ll_bytes=99, lamport_bytes=99, **kind.form
+                )
                 if how.supports(facts) is not None or kind not in kinds_of(known.spec):
                     continue
                 out_of_place = how.supports(make_facts(72, facts.topology, stores=True)) is None
@@ -205,9 +233,14 @@ def two_pieces(algorithm: str) -> Plan:
     return Plan(algorithm, 2, 64, 1)
 
 
-ONE_SHOT, TWO_SHOT = ("tdcoll.fused.kernels.norm_rows_one_shot",), ("tdcoll.fused.kernels.norm_rows_two_shot",)
+ONE_SHOT, TWO_SHOT = (
+    ("tdcoll.fused.kernels.norm_rows_one_shot",),
+    ("tdcoll.fused.kernels.norm_rows_two_shot",),
+)
 ONE_NODE = ("sparse_all_reduce.kernels_reduce.reduce",)
-NODES = tuple(f"sparse_all_reduce.kernels_nodes.{name}" for name in ("reduce_nodes", "forward", "meet_nodes"))
+NODES = tuple(
+    f"sparse_all_reduce.kernels_nodes.{name}" for name in ("reduce_nodes", "forward", "meet_nodes")
+)
 ALL = [
     *(calls for known in all_dense() for calls in calls_of(known)),
     Calls(NORM, "one_shot", ONE_SHOT),

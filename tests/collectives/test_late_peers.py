@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deadlines that expire while the peer is only late: a rank that gives up must not spoil the results of its peers.
+"""Deadlines that expire while the peer is only late: a rank that gives up must not spoil the
+results of its peers.
 
 The dense collectives are there with every kernel that they have.
 """
@@ -28,10 +29,12 @@ PATIENT: dict[str, Any] = {"on_timeout": "expire", "weak": False, "stragglers": 
 
 
 class Queued:
-    """Launches several calls on every rank, and checks the results of the ranks that no deadline has ended.
+    """Launches several calls on every rank, and checks the results of the ranks that no deadline
+    has ended.
 
-    Each call has the memory of the one before: results are copied away, and all is written over, right after the call,
-    as the next kernels on a stream may do it whether or not a wait has expired.
+    Each call has the memory of the one before: results are copied away, and all is written over,
+    right after the call, as the next kernels on a stream may do it whether or not a wait has
+    expired.
 
     Args:
         looks: ranks other than the first check every call when it is done, and then use its result.
@@ -51,7 +54,8 @@ class Queued:
         self.early += len(world.gave_up)
         for rank, (how, left) in enumerate(ended):
             self.ended[how] += 1
-            if how == "right":  # one that gave up may still be written to, where the result is symmetric
+            # one that gave up may still be written to, where the result is symmetric
+            if how == "right":
                 assert all(bool((tensor == LOST).all()) for tensor in left), (
                     f"rank {rank} is written to after its calls"
                 )
@@ -69,7 +73,9 @@ class Queued:
                 gave_up, sent = looked_at[0], self.sent(world, pe)
                 made = operation.call(source, out, ctx, calls.algorithm, call)
                 if gave_up and not operation.tells:
-                    assert self.sent(world, pe) == sent, f"rank {pe} has given up, and sends in call {call}"
+                    assert self.sent(world, pe) == sent, (
+                        f"rank {pe} has given up, and sends in call {call}"
+                    )
                 results.append([result.clone() for result in operation.results(made, out)])
                 if looks:
                     ctx.check()
@@ -114,13 +120,16 @@ BY_COPIES = [calls for calls in ALL if calls.algorithm == "ce"]
 
 @seeds(3, 60)
 @pytest.mark.parametrize("calls", BY_COPIES, ids=str)
-def test_copies_of_a_rank_that_has_given_up_spoil_no_result_that_passes_a_check(calls: Calls, seeds: range) -> None:
+def test_copies_of_a_rank_that_has_given_up_spoil_no_result_that_passes_a_check(
+    calls: Calls, seeds: range
+) -> None:
     explore(Queued(calls, looks=True), **{**job(calls.nodes), **EARLY}, seeds=seeds)
 
 
 class Stalled:
-    """The last rank stalls before it reads any stage in call ``STALLS``, until rank 0, which has given up on it, has
-    launched a further call. Results of the calls before the one that a deadline ended are right."""
+    """The last rank stalls before it reads any stage in call ``STALLS``, until rank 0, which has
+    given up on it, has launched a further call. Results of the calls before the one that a deadline
+    ended are right."""
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
@@ -163,11 +172,12 @@ STALLED = Change("kernels_reduce.reduce", ITEMS, f"{STALL}\n{ITEMS}")
 def test_launches_after_an_expired_wait_leave_the_stage_alone(nodes: Nodes, tmp_path: Path) -> None:
     case = Stalled(Calls(SPARSE, "owner", (), nodes))
     with installed([STALLED], tmp_path):
-        explore(case, **{**job(nodes), **PATIENT}, seeds=1)
+        explore(case, **{**job(nodes), **PATIENT}, seeds=2)
 
 
 class Deserted:
-    """A rank begins a call when another, by seed, has given up on it; the others give up, too, or have right data."""
+    """A rank begins a call when another, by seed, has given up on it; the others give up, too, or
+    have right data."""
 
     def __init__(self, calls: Calls) -> None:
         self.calls, world, first = calls, sum(calls.nodes), calls.nodes[0]
@@ -212,7 +222,12 @@ def test_a_rank_that_comes_when_another_has_given_up(calls: Calls) -> None:
 
 # ---------------------------------------------------------------------- negative controls
 
-BY_KERNEL = {kernel: calls for calls in reversed(ALL) for kernel in calls.kernels if not calls.operation.tells}
+BY_KERNEL = {
+    kernel: calls
+    for calls in reversed(ALL)
+    for kernel in calls.kernels
+    if not calls.operation.tells
+}
 GO_ON = [
     Mutant(
         f"launches after an expired wait go on: {kernel.removeprefix('tdcoll.')}",
@@ -225,7 +240,8 @@ GO_ON = [
 
 
 def _heedless(name: str, calls: str, change: Callable[[str], AnyChange], where: str = "") -> Mutant:
-    """Calls, by their name, with a change of the function ``where``, or else of their first kernel."""
+    """Calls, by their name, with a change of the function ``where``, or else of their first
+    kernel."""
     shown = KNOWN[calls]
     return Mutant(
         name, (change(where or shown.kernels[0]),), "wrong numbers|is written to", Deserted(shown),
@@ -262,7 +278,12 @@ HEEDLESS = [
     _heedless("ring writes to who has not entered", "all_gather caller buffer ring 3", ENTERS),
     _heedless("loop writes to who has not entered", "all_gather caller buffer loop 2", ENTERS),
     _heedless("loop sums what has not come", "all_reduce loop 2", ARRIVES),
-    _heedless("1d writes to who has not entered", "all_gather caller buffer 1d 1+1", _any("may_write"), PUSH),
+    _heedless(
+        "1d writes to who has not entered",
+        "all_gather caller buffer 1d 1+1",
+        _any("may_write"),
+        PUSH,
+    ),
     _heedless("ring passes on what has not come", "all_gather ring 3", _any("tdl.wait_signal")),
     _heedless("2d passes on what has not come", "all_gather 2d 2+2", _any("tdl.wait_signal")),
     _heedless("two-shot sends sums of what has not come", "all_reduce two_shot 2", UNMASKED, SUMS),
@@ -279,7 +300,12 @@ HEEDLESS = [
     _heedless("two-shot sends rows of what has not come", "norm two_shot 2", ANY_ROW),
     _heedless("2d sums when the last rank has come", "all_reduce 2d 3+3", _last_alone, WAIT_FOR),
 ]
-"""A late peer would take for right what a rank sends that has given up within the launch."""
+"""A late peer would take for right what a rank sends that has given up within the launch.
+
+The other waits of kernels need not be heeded. What a rank that has given up then writes to its own
+result counts for nothing, because its host raises. And what launches of a sparse all-reduce on
+several nodes send is used behind a later launch of that call, which does not begin on that rank.
+(For one node, ``test_moments.py`` has the wait.)"""
 
 SPOILED = [
     Mutant(
@@ -287,7 +313,8 @@ SPOILED = [
         seeds=300, any_seed=True,
     )
     for calls in BY_COPIES
-    if calls.operation.name in COLLECTIVES  # test_moments.py has those of calls whose data is pulled
+    # test_moments.py has those of calls whose data is pulled
+    if calls.operation.name in COLLECTIVES
     for what, change in (
         ("nobody looks who has given up", Call("primitives.stores.none_gave_up", "tdl.wait_signals", "1")),
         ("who gives up does not tell", dropped("primitives.copies.enter", "stores.tell_gave_up")),
@@ -302,12 +329,7 @@ STAGE = Mutant(
     r"rank 1, call 1: \d+ wrong numbers", Stalled(KNOWN["sparse owner 2"]), {**job((2,)), **PATIENT}, seeds=2,
 )  # fmt: skip
 
-MEETS = Mutant(
-    "ranks meet after an expired wait", (Call("kernels_reduce.reduce", "tdl.wait_signals", "({call} | 1)"),),
-    "wrong numbers", Queued(Calls(SPARSE, "owner", (), (3,))), {**job((3,)), **EARLY}, seeds=60, any_seed=True,
-)  # fmt: skip
 
-
-@pytest.mark.parametrize("mutant", [*every_eighth([*GO_ON, *HEEDLESS, *SPOILED, STAGE]), slow_tier(MEETS)], ids=str)
+@pytest.mark.parametrize("mutant", every_eighth([*GO_ON, *HEEDLESS, *SPOILED, STAGE]), ids=str)
 def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     mutant.is_caught(tmp_path)

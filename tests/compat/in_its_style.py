@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program as people write them for Triton-distributed: only its modules, torch and triton. Checks its own results.
+"""A program as people write them for Triton-distributed: only its modules, torch and triton. Checks
+its own results.
 
-Run by ``launch.sh -m tdcoll.compat``, on GPUs or on the simulator, with any number of ranks and nodes of one size.
+Run by ``launch.sh -m tdcoll.compat``, on GPUs or on the simulator, with any number of ranks and
+nodes of one size.
 """
 
 from __future__ import annotations
@@ -21,10 +23,20 @@ from triton_dist.kernels.nvidia.common_ops import (
     barrier_all_intra_node_atomic_cas_block,
     barrier_all_on_stream,
 )
-from triton_dist.kernels.nvidia.reduce_scatter import create_reduce_scater_2d_ctx, reduce_scatter_2d_op
+from triton_dist.kernels.nvidia.reduce_scatter import (
+    create_reduce_scater_2d_ctx,
+    reduce_scatter_2d_op,
+)
 from triton_dist.language.extra import libshmem_device
 from triton_dist.language.extra.cuda.language_extra import ld_acquire
-from triton_dist.language.extra.language_extra import __syncthreads, atomic_add, atomic_cas, ld, st, tid
+from triton_dist.language.extra.language_extra import (
+    __syncthreads,
+    atomic_add,
+    atomic_cas,
+    ld,
+    st,
+    tid,
+)
 from triton_dist.profiler_utils import perf_func
 from triton_dist.utils import (
     CUDA_CHECK,
@@ -101,7 +113,9 @@ def multiply(a, b, out, ready, steps, WAIT: tl.constexpr, N: tl.constexpr):
 
 
 def check(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert torch.equal(got.cpu(), wanted.cpu()), f"{name}: got {got.flatten()[:8]}, wanted {wanted.flatten()[:8]}"
+    assert torch.equal(got.cpu(), wanted.cpu()), (
+        f"{name}: got {got.flatten()[:8]}, wanted {wanted.flatten()[:8]}"
+    )
     dist_print(f"{name}: right", need_sync=True)
 
 
@@ -115,26 +129,39 @@ def main() -> None:
     stream = torch.cuda.current_stream()
     before = first + (local - 1) % local_world
 
-    inbox, signal = nvshmem_create_tensor((64,), torch.int64), nvshmem_create_tensor((2,), NVSHMEM_SIGNAL_DTYPE)
+    inbox, signal = (
+        nvshmem_create_tensor((64,), torch.int64),
+        nvshmem_create_tensor((2,), NVSHMEM_SIGNAL_DTYPE),
+    )
     signal.fill_(0)
     nvshmem_barrier_all_on_stream(stream)
     for turn in (1, 2, 3):
         source = torch.arange(64, device="cuda") * turn
         out = torch.full((65,), first + (local + 1) % local_world, device="cuda")
-        pass_on[(1,)](source, inbox, signal, out, turn, 64, "intra_node" if turn < 3 else "inter_node")
+        pass_on[(1,)](
+            source, inbox, signal, out, turn, 64, "intra_node" if turn < 3 else "inter_node"
+        )
         check(f"pass on, turn {turn}", out[:64], torch.arange(64) * turn + before)
         nvshmem_barrier_all_on_stream(stream)
 
     gathered = nvshmem_create_tensor((world, 32), torch.int32)
-    arrived = [nvshmem_create_tensor((1,), NVSHMEM_SIGNAL_DTYPE) for _ in range(2)]  # one for each rank, as allocated
+    # one for each rank, as allocated
+    arrived = [nvshmem_create_tensor((1,), NVSHMEM_SIGNAL_DTYPE) for _ in range(2)]
     for turn in (11, 12):
         gathered[rank] = torch.arange(32, device="cuda", dtype=torch.int32) + 100 * rank + turn
         nvshmem_barrier_all_on_stream()
         gather[(world,)](gathered, arrived[turn % 2], gathered[0].nbytes, turn, world)
         nvshmem_barrier_all_on_stream()
-        check("gather", gathered, torch.arange(32, dtype=torch.int32) + 100 * torch.arange(world)[:, None].int() + turn)
+        check(
+            "gather",
+            gathered,
+            torch.arange(32, dtype=torch.int32) + 100 * torch.arange(world)[:, None].int() + turn,
+        )
 
-    words, floats = torch.zeros(16, dtype=torch.int32, device="cuda"), torch.full((2,), 1.5, device="cuda")
+    words, floats = (
+        torch.zeros(16, dtype=torch.int32, device="cuda"),
+        torch.full((2,), 1.5, device="cuda"),
+    )
     by_threads[(1,)](words, floats, words, 4)
     check("by threads", words[:6], torch.tensor([4, 5, 6, 7, 8, 4], dtype=torch.int32))
     check("a float", floats, torch.tensor([3.0, 1.5]))
@@ -156,7 +183,12 @@ def main() -> None:
         mine = torch.full((8,), float(10 * rank + turn), device="cuda")
         (failed,) = cudart.cudaMemcpyAsync(
             peers[(local + 1) % local_world].data_ptr(),
-            *(mine.data_ptr(), mine.nbytes, cudart.cudaMemcpyKind.cudaMemcpyDefault, stream.cuda_stream),
+            *(
+                mine.data_ptr(),
+                mine.nbytes,
+                cudart.cudaMemcpyKind.cudaMemcpyDefault,
+                stream.cuda_stream,
+            ),
         )
         CUDA_CHECK(failed)
         set_signal(flags[(local + 1) % local_world][local].data_ptr(), turn, stream, True)
@@ -170,14 +202,19 @@ def main() -> None:
     check("a word", word, torch.tensor([7], dtype=torch.int32))
 
     part, weights = torch.ones(4, 16, dtype=torch.float16), torch.ones(16, 8, dtype=torch.float16)
-    context = create_ag_gemm_context(part, weights, rank, world, max_M=4 * world, BLOCK_M=64, stages=3)
+    context = create_ag_gemm_context(
+        part, weights, rank, world, max_M=4 * world, BLOCK_M=64, stages=3
+    )
     assert context.symm_workspace.shape == (4 * world, 16)
     assert context.symm_barrier.dtype == (torch.int64 if world > local_world else torch.int32)
     context.finalize()
 
     scatter = create_reduce_scater_2d_ctx(8 * world, 32, rank, world, local_world, torch.bfloat16)
     for rows in (8 * world, 2 * world):
-        shards = [torch.full((rows, 32), float(one + 1)) + torch.arange(rows)[:, None] % 4 for one in range(world)]
+        shards = [
+            torch.full((rows, 32), float(one + 1)) + torch.arange(rows)[:, None] % 4
+            for one in range(world)
+        ]
         scatter.scatter_signal_buf.fill_(1)
         summed = reduce_scatter_2d_op(shards[rank].bfloat16().to("cuda"), scatter)
         part = slice(rank * rows // world, (rank + 1) * rows // world)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of Triton-distributed's on tdcoll: one in its style, names that are not provided, and the real package."""
+"""Programs of Triton-distributed's on tdcoll: one in its style, names that are not provided, and
+the real package."""
 
 from __future__ import annotations
 
@@ -69,7 +70,10 @@ def test_it_never_stands_in_for_a_real_one_silently(script: Path, tmp_path: Path
     (real / "__init__.py").write_text("")
     done = run(script, real.parent)
     assert done.returncode == 1
-    assert f"the real triton_dist is installed, at {real}/__init__.py, and is the one that is used" in done.stderr
+    assert (
+        f"the real triton_dist is installed, at {real}/__init__.py, and is the one that is used"
+        in done.stderr
+    )
     late = tmp_path / "scripts" / "late.py"
     first = f"import sys; sys.path.insert(0, {str(real.parent)!r})"
     late.write_text(f"{first}\nimport triton_dist, tdcoll.compat\ntdcoll.compat.activate()\n")
@@ -82,9 +86,13 @@ def test_nothing_is_on_the_path_by_itself() -> None:
     assert not any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
-@pytest.mark.parametrize("module", ["kernels.nvidia.ep_a2a", "language.extra.cuda.tma_language", "tools", "nothing"])
+@pytest.mark.parametrize(
+    "module", ["kernels.nvidia.ep_a2a", "language.extra.cuda.tma_language", "tools", "nothing"]
+)
 def test_modules_that_are_not_provided(module: str) -> None:
-    with pytest.raises(NotProvidedError, match=f"does not provide the module triton_dist.{module}; docs/") as caught:
+    with pytest.raises(
+        NotProvidedError, match=f"does not provide the module triton_dist.{module}; docs/"
+    ) as caught:
         _Finder(without_nvshmem=True).find_spec(f"triton_dist.{module}", None)
     assert caught.value.name == f"triton_dist.{module}"
     assert _Finder(without_nvshmem=True).find_spec("torch", None) is None
@@ -112,7 +120,10 @@ def test_help_is_no_error_and_a_missing_script_is(
     monkeypatch.setattr(sys, "argv", ["compat", "--help"])
     command_line.main()
     assert "python -m tdcoll.compat script.py" in capsys.readouterr().out
-    for given, message in (["no-such-script.py"], "expected a script, got 'no-such-script.py'"), ([], "usage: "):
+    for given, message in (
+        (["no-such-script.py"], "expected a script, got 'no-such-script.py'"),
+        ([], "usage: "),
+    ):
         monkeypatch.setattr(sys, "argv", ["compat", *given])
         with pytest.raises(SystemExit, match=message):
             command_line.main()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile tdcoll's kernels for GPUs that need not be here, and print what came out as JSON.
 
-Run as ``compile_kernels.py PART ARCHITECTURE [--registers]``, without TRITON_INTERPRET: which language a process
-speaks is decided at import. With ``--registers``, kernels that link NVSHMEM are assembled as well. The kernels of the
-language, of tutorials and of other styles are in ``compiling_language.py``.
+Run as ``compile_kernels.py PART ARCHITECTURE [--registers]``, without TRITON_INTERPRET: which
+language a process speaks is decided at import. With ``--registers``, kernels that link NVSHMEM are
+assembled as well. The kernels of the language, of tutorials and of other styles are in
+``compiling_language.py``.
 """
 
 from __future__ import annotations
@@ -55,27 +56,42 @@ from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
 from tdcoll.runtime.topology import Topology
 
 _FLOATS = {"DTYPE": tl.float32, "ACC": tl.float32}
-_TILES = {"WAITED": WORLD}
-_ANNOUNCED = {"LAMPORT": True, "BLOCK": 256, "LOOPED": False}
+_TILES = {"WORLD_POW2": WORLD}
+_ANNOUNCED = {"LAMPORT": True, "BLOCK": 256, "PERSISTENT": False}
 _FLAGGED = {**_ANNOUNCED, "LAMPORT": False}
 _FP8 = {"DTYPE": tl.float8e4nv, "ACC": tl.float32}
-_SCATTER_DIRECT, _SCATTER_PUTS = scatter_direct.reduce_scatter_direct, scatter_puts.reduce_scatter_puts
+_SCATTER_DIRECT, _SCATTER_PUTS = (
+    scatter_direct.reduce_scatter_direct,
+    scatter_puts.reduce_scatter_puts,
+)
 REDUCE_SCATTER = [  # kernel, constants, architectures
-    (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": MEAN, "COUNT": 1024}, (90, 100)),
-    (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MAX, "COUNT": 2048}, (90,)),
-    (_SCATTER_DIRECT, {**_TILES, "DTYPE": tl.int64, "ACC": tl.int64, "OP": MAX, "COUNT": 512}, (90,)),
-    (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": PROD, "COUNT": 1024}, (90,)),
+    (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": MEAN, "TILE": 1024}, (90, 100)),
+    (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MAX, "TILE": 2048}, (90,)),
+    (
+        _SCATTER_DIRECT,
+        {**_TILES, "DTYPE": tl.int64, "ACC": tl.int64, "OP": MAX, "TILE": 512},
+        (90,),
+    ),
+    (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": PROD, "TILE": 1024}, (90,)),
     (
         scatter_loop.reduce_scatter_loop,
-        {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": SUM, "COUNT": 2048},
+        {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": SUM, "TILE": 2048},
         (90, 100),
     ),
-    (_SCATTER_PUTS, {**_FLOATS, **_TILES, "OP": SUM, "COUNT": 1024}, (90, 100)),
-    (_SCATTER_PUTS, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MEAN, "COUNT": 2048}, (90,)),
-    (_SCATTER_DIRECT, {**_TILES, **_FP8, "OP": SUM, "COUNT": 1024}, (90, 100)),
+    (_SCATTER_PUTS, {**_FLOATS, **_TILES, "OP": SUM, "TILE": 1024}, (90, 100)),
+    (_SCATTER_PUTS, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MEAN, "TILE": 2048}, (90,)),
+    (_SCATTER_DIRECT, {**_TILES, **_FP8, "OP": SUM, "TILE": 1024}, (90, 100)),
     (scatter_words.reduce_scatter_words, {**_FLOATS, "OP": SUM, **_FLAGGED}, (90,)),
-    (scatter_words.reduce_scatter_words, {"DTYPE": tl.uint8, "ACC": tl.int32, "OP": MAX, **_FLAGGED}, (90,)),
-    (scatter_words.reduce_scatter_words, {**_FLOATS, "DTYPE": tl.bfloat16, "OP": MEAN, **_ANNOUNCED}, (90, 100)),
+    (
+        scatter_words.reduce_scatter_words,
+        {"DTYPE": tl.uint8, "ACC": tl.int32, "OP": MAX, **_FLAGGED},
+        (90,),
+    ),
+    (
+        scatter_words.reduce_scatter_words,
+        {**_FLOATS, "DTYPE": tl.bfloat16, "OP": MEAN, **_ANNOUNCED},
+        (90, 100),
+    ),
 ]
 
 
@@ -92,21 +108,58 @@ ALL_REDUCE = [  # kernel, constants, ranks, architectures
     (_TWO, {"DTYPE": tl.int8, "ACC": tl.int32, "OP": MAX, **_FLAGGED}, 4, (90,)),
     (_TWO, {**_BF16, **_ANNOUNCED}, 4, (90, 100)),
     (_TWO, {**_INT32, **_FLAGGED}, 4, (90,)),
-    (_TWO, {**_BF16, **_ANNOUNCED, "LOOPED": True}, 2, (90,)),
-    (reduce_direct.all_reduce_direct, {**_FP32, **_COPIED, "COUNT": 1024, "WAITED": 4}, 4, (90, 100)),
-    (reduce_direct.all_reduce_direct, {**_BF16, "ZERO_COPY": True, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
-    (reduce_direct.all_reduce_direct, {**_FP8, **_COPIED, "OP": MEAN, "COUNT": 1024, "WAITED": 8}, 8, (90, 100)),
-    (reduce_loop.all_reduce_loop, {**_BF16, **_COPIED, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
-    (reduce_loop.all_reduce_loop, {**_BF16, "ZERO_COPY": True, "COUNT": 2048, "WAITED": 8}, 8, (90,)),
+    (_TWO, {**_BF16, **_ANNOUNCED, "PERSISTENT": True}, 2, (90,)),
+    (
+        reduce_direct.all_reduce_direct,
+        {**_FP32, **_COPIED, "TILE": 1024, "WORLD_POW2": 4},
+        4,
+        (90, 100),
+    ),
+    (
+        reduce_direct.all_reduce_direct,
+        {**_BF16, "ZERO_COPY": True, "TILE": 2048, "WORLD_POW2": 4},
+        4,
+        (90, 100),
+    ),
+    (
+        reduce_direct.all_reduce_direct,
+        {**_FP8, **_COPIED, "OP": MEAN, "TILE": 1024, "WORLD_POW2": 8},
+        8,
+        (90, 100),
+    ),
+    (
+        reduce_loop.all_reduce_loop,
+        {**_BF16, **_COPIED, "TILE": 2048, "WORLD_POW2": 4},
+        4,
+        (90, 100),
+    ),
+    (
+        reduce_loop.all_reduce_loop,
+        {**_BF16, "ZERO_COPY": True, "TILE": 2048, "WORLD_POW2": 8},
+        8,
+        (90,),
+    ),
     # With few ranks, loops take the most registers.
-    (reduce_loop.all_reduce_loop, {**_BF16, **_COPIED, "COUNT": 8192, "WAITED": 2}, 2, (90,)),
-    (scatter_loop.reduce_scatter_loop, {**_BF16, **_TILES, "COUNT": 8192, "WAITED": 2}, 2, (90,)),
-    (reduce_puts.all_reduce_puts, {**_BF16, "OP": MEAN, "COUNT": 2048, "WAITED": 8}, 8, (90, 100)),
-    (reduce_over_nodes.all_reduce_nodes, {**_BF16, "COUNT": 2048}, 8, (90, 100)),
+    (reduce_loop.all_reduce_loop, {**_BF16, **_COPIED, "TILE": 8192, "WORLD_POW2": 2}, 2, (90,)),
+    (
+        scatter_loop.reduce_scatter_loop,
+        {**_BF16, **_TILES, "TILE": 8192, "WORLD_POW2": 2},
+        2,
+        (90,),
+    ),
+    (
+        reduce_puts.all_reduce_puts,
+        {**_BF16, "OP": MEAN, "TILE": 2048, "WORLD_POW2": 8},
+        8,
+        (90, 100),
+    ),
+    (reduce_over_nodes.all_reduce_nodes, {**_BF16, "TILE": 2048}, 8, (90, 100)),
 ]
 
 
-def compile_reduction(kernel, constants: dict[str, Any], world: int, arch: int) -> dict[str, object]:
+def compile_reduction(
+    kernel, constants: dict[str, Any], world: int, arch: int
+) -> dict[str, object]:
     announced = bool(constants.get("LAMPORT"))
     types = tuples() | {
         "nodes": SPARSE_TYPES["nodes"],
@@ -115,17 +168,32 @@ def compile_reduction(kernel, constants: dict[str, Any], world: int, arch: int) 
         "out_deltas": "*i64",
     }
     dtype = str(getattr(constants["DTYPE"], "value", constants["DTYPE"]))
-    about = {"world": world, "announced": announced, "looped": bool(constants.get("LOOPED")), "dtype": dtype}
-    looped = kernel in (reduce_loop.all_reduce_loop, scatter_loop.reduce_scatter_loop)  # with a budget
-    return record(kernel, arch, constants, types, about, **({"maxnreg": SHARED_REGISTERS} if looped else {}))
+    about = {
+        "world": world,
+        "announced": announced,
+        "looped": bool(constants.get("PERSISTENT")),
+        "dtype": dtype,
+    }
+    # with a budget
+    looped = kernel in (reduce_loop.all_reduce_loop, scatter_loop.reduce_scatter_loop)
+    return record(
+        kernel, arch, constants, types, about, **({"maxnreg": SHARED_REGISTERS} if looped else {})
+    )
 
 
 COPIES = [  # kernel, constants, warps
-    (copies.enter, {"WAITED": WORLD}, 1),
-    *((copies.hear, {"WAITED": WORLD, "PULLED": pulled}, 1) for pulled in (False, True)),
-    (copies.look, {"WAITED": WORLD}, 1),
+    (copies.enter, {"WORLD_POW2": WORLD}, 1),
     *(
-        (copies.sum_copies, {**_BF16, "COUNT": 4096, "WHOLE": True, "PULLED": pulled, "WAITED": WORLD}, 16)
+        (copies.wait_arrivals, {"WORLD_POW2": WORLD, "PULLED": pulled}, 1)
+        for pulled in (False, True)
+    ),
+    (copies.check_peers_alive, {"WORLD_POW2": WORLD}, 1),
+    *(
+        (
+            copies.sum_copies,
+            {**_BF16, "TILE": 4096, "WHOLE": True, "PULLED": pulled, "WORLD_POW2": WORLD},
+            16,
+        )
         for pulled in (False, True)
     ),
 ]
@@ -139,28 +207,48 @@ _NORMS = {
 _EIGHT = {"SCALE": PER_ROW, "WEIGHT": tl.float32}
 SHARED = 264
 """Thread blocks of a context that shares a GPU: two on each multiprocessor of an H200."""
-FUSED = [  # rows, hidden, ranks, architectures, other facts and constants; bf16, cut as the policy says
-    *((rows, hidden, world, (90, 100), {}) for rows in (1, 64, 512) for hidden in (4096, 8192) for world in (2, 4)),
+# rows, hidden, ranks, architectures, other facts and constants; bf16, cut as the policy says
+FUSED = [
+    *(
+        (rows, hidden, world, (90, 100), {})
+        for rows in (1, 64, 512)
+        for hidden in (4096, 8192)
+        for world in (2, 4)
+    ),
     (1, 8192, 8, (90,), {}),
     (64, 16384, 4, (90,), {}),
     (8, 8192, 4, (90, 100), _EIGHT),
     (512, 8192, 4, (90,), _EIGHT),
     (1 << 14, 8192, 4, (90, 100), {}),
-    (1024, 8192, 8, (90,), {}),  # the most words of a thread and the most ranks, two-shot and one-shot
+    # the most words of a thread and the most ranks, two-shot and one-shot
+    (1024, 8192, 8, (90,), {}),
     (256, 8192, 8, (90,), {"max_blocks": SHARED}),
     (64, 8192, 2, (90,), {"max_blocks": SHARED}),
 ]
 
 
-def compile_fused(rows: int, hidden: int, world: int, arch: int, more: dict[str, Any]) -> dict[str, object]:
+def compile_fused(
+    rows: int, hidden: int, world: int, arch: int, more: dict[str, Any]
+) -> dict[str, object]:
     topology = Topology.of(0, range(world), [0] * world)
     given = {"max_blocks": more["max_blocks"]} if "max_blocks" in more else {}
-    plan = choose(NormRows(rows, hidden, 2), Facts(0, topology, stores=True, lamport_bytes=1 << 26, **given))
+    plan = choose(
+        NormRows(rows, hidden, 2), Facts(0, topology, stores=True, lamport_bytes=1 << 26, **given)
+    )
     pieces, block = plan.chunks, plan.chunk // 16
-    constants = {"HIDDEN": hidden, "DTYPE": tl.bfloat16, "WEIGHT": tl.bfloat16, "SCALE": NONE, "PIECES": pieces}
+    constants = {
+        "HIDDEN": hidden,
+        "DTYPE": tl.bfloat16,
+        "WEIGHT": tl.bfloat16,
+        "SCALE": NONE,
+        "PIECES": pieces,
+    }
     constants |= {"ROOM": triton.next_power_of_2(pieces), "BLOCK": block, **more}
     constants = {name: value for name, value in constants.items() if name not in given}
-    types = {"g": tuples()["g"]._replace(world=world), "inbox": Lamport("i64", "i64", "*i64", "*i64")}
+    types = {
+        "g": tuples()["g"]._replace(world=world),
+        "inbox": Lamport("i64", "i64", "*i64", "*i64"),
+    }
     about = {"hidden": hidden, "world": world, "pieces": pieces, "warps": plan.num_warps}
     about["words"] = block // min(block, 32 * plan.num_warps)  # of a thread
     options = {"num_warps": plan.num_warps, "maxnreg": REGISTERS}
@@ -177,7 +265,8 @@ def compile_signals(arch: int, name: str, direct: bool) -> dict[str, object]:
 
 
 def gathers(arch: int) -> dict[str, object]:
-    """All-gathers and all-to-alls, and the exchange of lists, whose segments say how much they hold."""
+    """All-gathers and all-to-alls, and the exchange of lists, whose segments say how much they
+    hold."""
     puts = []
     for in_place in (False, True) if arch == 90 else (False,):
         for kernel in (kernels_puts.all_gather_1d, kernels_puts.all_gather_2d):
@@ -187,8 +276,8 @@ def gathers(arch: int) -> dict[str, object]:
         record(kernel, arch, constants, tuples(1 if in_place else 2), {"in_place": in_place})
         for kernel, constants in (
             (kernels_direct.exchange_direct, {"COUNTED": False}),
-            (kernels_loop.exchange_loop, {"SAME": True, "WORDS": 4096}),
-            (kernels_loop.exchange_loop, {"SAME": False, "WORDS": 4096}),
+            (kernels_loop.exchange_loop, {"ONE_SEGMENT": True, "WORDS": 4096}),
+            (kernels_loop.exchange_loop, {"ONE_SEGMENT": False, "WORDS": 4096}),
             (kernels_ring.all_gather_ring, {}),
         )
         for in_place in (False, True)
@@ -198,7 +287,9 @@ def gathers(arch: int) -> dict[str, object]:
         "all_gather": puts,
         "ll": [record(kernel, arch, {"BLOCK": block}, tuples(), {}) for kernel, block in words],
         "direct": direct,
-        "exchange": [record(kernels_direct.exchange_direct, arch, {"COUNTED": True}, tuples(1), {})],
+        "exchange": [
+            record(kernels_direct.exchange_direct, arch, {"COUNTED": True}, tuples(1), {})
+        ],
         "all_to_all": [record(to_all_puts.all_to_all_puts, arch, {}, tuples(), {})],
     }
 
@@ -208,11 +299,24 @@ def collectives(arch: int) -> dict[str, object]:
     reductions = {kernel.__name__: kernel for kernel, *_ in (*REDUCE_SCATTER, *ALL_REDUCE)}
     return {
         **gathers(arch),
-        "reduce_scatter": [compile_reduction(k, c, WORLD, arch) for k, c, archs in REDUCE_SCATTER if arch in archs],
-        "all_reduce": [compile_reduction(k, c, world, arch) for k, c, world, archs in ALL_REDUCE if arch in archs],
+        "reduce_scatter": [
+            compile_reduction(k, c, WORLD, arch) for k, c, archs in REDUCE_SCATTER if arch in archs
+        ],
+        "all_reduce": [
+            compile_reduction(k, c, world, arch)
+            for k, c, world, archs in ALL_REDUCE
+            if arch in archs
+        ],
         "forms": {name: compiled_forms(kernel) for name, kernel in reductions.items()},
         "copies": [
-            record(kernel, arch, constants, tuples() | {"stamps": "*i64", "summed": "*i32"}, {}, num_warps=warps)
+            record(
+                kernel,
+                arch,
+                constants,
+                tuples() | {"stamps": "*i64", "summed": "*i32"},
+                {},
+                num_warps=warps,
+            )
             for kernel, constants, warps in COPIES
         ],
         "order": list(ORDER),
@@ -222,11 +326,17 @@ def collectives(arch: int) -> dict[str, object]:
 def others(arch: int) -> dict[str, object]:
     """All others, and for one architecture those of the tests."""
     made = {
-        "sparse": [compile_sparse(name, arch, c, rows) for name, c, rows, archs in SPARSE if arch in archs],
+        "sparse": [
+            compile_sparse(name, arch, c, rows) for name, c, rows, archs in SPARSE if arch in archs
+        ],
         "words": language.compile_words(arch),
-        "signals": [compile_signals(arch, name, direct) for name in SIGNALS for direct in (False, True)],
+        "signals": [
+            compile_signals(arch, name, direct) for name in SIGNALS for direct in (False, True)
+        ],
         "fused_forms": {kernel.__name__: compiled_forms(kernel) for kernel in _NORMS.values()},
-        "fused": [compile_fused(*about, arch, more) for *about, archs, more in FUSED if arch in archs],
+        "fused": [
+            compile_fused(*about, arch, more) for *about, archs, more in FUSED if arch in archs
+        ],
     }
     if arch == 90:
         made["language"] = language.compile_language_checks(arch)
@@ -247,50 +357,120 @@ _SUM = {"REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
 _ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
 _PLANNED = {**_ROW, "PLANS": True, "BLOCK": 256, "FIRSTS": 0}
 _TILES = {"DEEP": 4, "WIDE": 2048, "PIECES": False}
-_PACKED = {**_ROW, **_TILES, "PLACED": 0, "BEHIND": False, "BLOCK": 1024, "CLEAR": 4096}
+_PACKED = {**_ROW, **_TILES, "SORT_BLOCK": 0, "BEHIND": False, "BLOCK": 1024, "CLEAR": 4096}
 _GATHERED = {**_PACKED, "BEHIND": True, "PIECES": True}
-_MERGED = {"OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256, "FIRSTS": 0}
+_MERGED = {
+    "OP": reduce.MAX,
+    "ACC": tl.float32,
+    "ALIGNED": True,
+    "ROWS": 8,
+    "WIDE": 256,
+    "FIRSTS": 0,
+}
 SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
-    ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
-    ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
-    ("reduce", {**_SUM, "search": True, "ALIGNED": False, "ROWS": 32, "WIDE": 32, "WAITED": 8}, "*fp64", (90,)),
-    ("reduce_nodes", {**_SUM, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
-    ("reduce_nodes_of_single", {**_SUM, "WIDE": 1, "WAITED": 8}, "*fp16", (90,)),
-    ("forward", {"WAITED": 8}, "*fp32", (90,)),
-    ("meet_nodes", {"WAITED": 8}, "*fp32", (90,)),
+    (
+        "reduce",
+        {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WORLD_POW2": 8},
+        "*fp32",
+        (90, 100),
+    ),
+    ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WORLD_POW2": 8}, "*bf16", (90,)),
+    (
+        "reduce",
+        {**_SUM, "search": True, "ALIGNED": False, "ROWS": 32, "WIDE": 32, "WORLD_POW2": 8},
+        "*fp64",
+        (90,),
+    ),
+    ("reduce_nodes", {**_SUM, "WIDE": 2048, "WORLD_POW2": 8}, "*fp32", (90, 100)),
+    ("reduce_nodes_of_single", {**_SUM, "WIDE": 1, "WORLD_POW2": 8}, "*fp16", (90,)),
+    ("forward", {"WORLD_POW2": 8}, "*fp32", (90,)),
+    ("meet_nodes", {"WORLD_POW2": 8}, "*fp32", (90,)),
     ("prepare", {**_PLANNED, "PIECES": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
     ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
     ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
-    ("prepare", {**_PLANNED, "search": True, "PIECES": True, "DEEP": 8, "WIDE": 64}, "*fp32", (90,)),
-    ("prepare", {**_PLANNED, "PLANS": False, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90,)),
+    (
+        "prepare",
+        {**_PLANNED, "search": True, "PIECES": True, "DEEP": 8, "WIDE": 64},
+        "*fp32",
+        (90,),
+    ),
+    (
+        "prepare",
+        {**_PLANNED, "PLANS": False, "PIECES": True, "DEEP": 4, "WIDE": 2048},
+        "*fp32",
+        (90,),
+    ),
     ("merge", _MERGED, "*fp16", (90, 100)),
     ("merge", {**_MERGED, "search": True}, "*fp16", (90,)),
     ("pad", {"TABLES": 2, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
-    ("reduce", {**_SUM, "tables": 4, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
-    ("reduce", {**_SUM, "tables": 8, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
-    ("reduce_nodes", {**_SUM, "tables": 4, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
-    ("forward", {"tables": 4, "WAITED": 8}, "*fp32", (90,)),
-    ("prepare", {**_PLANNED, "tables": 4, "PIECES": True, "DEEP": 4, "WIDE": 2048, "FIRSTS": 32}, "*fp32", (90, 100)),
-    ("prepare", {**_PLANNED, "tables": 1, "PIECES": True, "DEEP": 8, "WIDE": 64, "FIRSTS": 32}, "*bf16", (90,)),
+    (
+        "reduce",
+        {**_SUM, "tables": 4, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WORLD_POW2": 8},
+        "*fp32",
+        (90, 100),
+    ),
+    (
+        "reduce",
+        {**_SUM, "tables": 8, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WORLD_POW2": 8},
+        "*bf16",
+        (90,),
+    ),
+    ("reduce_nodes", {**_SUM, "tables": 4, "WIDE": 2048, "WORLD_POW2": 8}, "*fp32", (90, 100)),
+    ("forward", {"tables": 4, "WORLD_POW2": 8}, "*fp32", (90,)),
+    (
+        "prepare",
+        {**_PLANNED, "tables": 4, "PIECES": True, "DEEP": 4, "WIDE": 2048, "FIRSTS": 32},
+        "*fp32",
+        (90, 100),
+    ),
+    (
+        "prepare",
+        {**_PLANNED, "tables": 1, "PIECES": True, "DEEP": 8, "WIDE": 64, "FIRSTS": 32},
+        "*bf16",
+        (90,),
+    ),
     ("merge", {**_MERGED, "tables": 8, "FIRSTS": 32}, "*fp16", (90,)),
     ("pad", {"tables": 4, "TABLES": 32, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
-    ("join", {"narrow": True, "given": 26, "ITEM": 4, "COUNT": 26, "BLOCK": 1024}, "*fp32", (90, 100)),
+    (
+        "join",
+        {"narrow": True, "given": 26, "ITEM": 4, "TENSORS": 26, "BLOCK": 1024},
+        "*fp32",
+        (90, 100),
+    ),
     ("pack", _PACKED, "*fp32", (90, 100)),
     ("pack", {**_PACKED, "narrow": True}, "*fp32", (90,)),
     ("pack", {**_PACKED, "REPEATED": False}, "*fp32", (90,)),
-    ("pack", {**_GATHERED, "PLACED": 32, "narrow": True, "tables": 4}, "*fp32", (90, 100)),
+    ("pack", {**_GATHERED, "SORT_BLOCK": 32, "narrow": True, "tables": 4}, "*fp32", (90, 100)),
     ("pack", _GATHERED, "*bf16", (90,)),
     ("pack", {**_GATHERED, "REPEATED": False, "PIECES": False}, "*fp32", (90,)),
 ]
 SPARSE_KERNELS = {
     name: kernel
-    for module in (kernels_lists, kernels_tables, kernels_values, kernels_reduce, kernels_nodes, kernels_merge)
+    for module in (
+        kernels_lists,
+        kernels_tables,
+        kernels_values,
+        kernels_reduce,
+        kernels_nodes,
+        kernels_merge,
+    )
     for name, kernel in vars(module).items()
     if name in {of_case for of_case, *_ in SPARSE}
 }
 SPARSE_TYPES = {
     **dict.fromkeys(
-        ("ids", "begins", "order", "count", "counts", "indices", "joined", "remembered", "unsorted"), "*i64"
+        (
+            "ids",
+            "begins",
+            "order",
+            "count",
+            "counts",
+            "indices",
+            "joined",
+            "remembered",
+            "unsorted",
+        ),
+        "*i64",
     ),
     "totals": "*i32",
     "partial": "*fp32",
@@ -300,7 +480,9 @@ SPARSE_TYPES = {
 }
 
 
-def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str) -> dict[str, object]:
+def compile_sparse(
+    name: str, arch: int, constants: dict[str, object], rows: str
+) -> dict[str, object]:
     kernel = SPARSE_KERNELS[name]
     constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
     search = bool(constants.pop("search", False))
@@ -309,13 +491,21 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
     given = ["i64"] * constants.pop("given", 1)
     given = kernels_tables.given(given, given, [*given, "i64"])
     types = SPARSE_TYPES | {"tables": one, "given": given}
-    narrow = ("joined", "unsorted") if constants.get("PLACED") else ("ids", "joined", "unsorted")
+    narrow = (
+        ("joined", "unsorted") if constants.get("SORT_BLOCK") else ("ids", "joined", "unsorted")
+    )
     types |= dict.fromkeys(narrow, "*i32") if constants.pop("narrow", False) else {}
-    types |= dict.fromkeys(("source", "out", "values", "like"), rows) | {"index": index_of_all(search)}
+    types |= dict.fromkeys(("source", "out", "values", "like"), rows) | {
+        "index": index_of_all(search)
+    }
     options = {"maxnreg": SPARSE_REGISTERS} if name in ("pack", "prepare", "merge") else {}
-    ptx = compile_for(kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED")), **options).asm["ptx"]
+    ptx = compile_for(
+        kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED")), **options
+    ).asm["ptx"]
     declared = {parameter.name: parameter.annotation_type for parameter in kernel.params}
-    declared |= {name: str(of).replace("int", "i") for name, of in typed_fields(index_match.Index).items()}
+    declared |= {
+        name: str(of).replace("int", "i") for name, of in typed_fields(index_match.Index).items()
+    }
     return {
         "kernel": name,
         "arch": arch,

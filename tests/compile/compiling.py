@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile one kernel for a GPU that need not be here, and look at what came out. The drivers beside it import this."""
+"""Compile one kernel for a GPU that need not be here, and look at what came out. The drivers beside
+it import this."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tdcoll.fused.matmul.product import Scales, Shape, Tile, Weight
-from tdcoll.language.jit import OWN_OPTIONS, _with_plain_fields, bitcode_path, for_descriptors, needs_nvshmem
+from tdcoll.language.jit import (
+    OWN_OPTIONS,
+    _with_plain_fields,
+    bitcode_path,
+    for_descriptors,
+    needs_nvshmem,
+)
 from tdcoll.language.library import part_for_language
 from tdcoll.primitives.group import Group, Inbox, Nodes
 from tdcoll.primitives.lamport import Lamport
@@ -56,8 +63,8 @@ def _stages(backend: Any, stages: dict[str, Any], *rest: Any) -> None:
 
 CUDABackend.add_stages = _stages
 REGISTERS = "--registers" in sys.argv
-"""Whether kernels that link NVSHMEM are assembled as well. It takes ptxas up to 7 s for each, because
-NVSHMEM's transports are in them."""
+"""Whether kernels that link NVSHMEM are assembled as well. It takes ptxas up to 7 s for each,
+because NVSHMEM's transports are in them."""
 
 knobs.nvidia.dump_ptxas_log = True
 knobs.compilation.always_compile = True  # a kernel of Triton's cache has no report
@@ -71,12 +78,15 @@ def instructions(cubin: bytes, arch: int) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True, check=True, timeout=300)
+        done = subprocess.run(
+            [str(tool), "-c", file.name], capture_output=True, text=True, check=True, timeout=300
+        )
     return done.stdout
 
 
 def resources(ptx: str) -> dict[str, int]:
-    """Return the registers and spilled bytes of the kernel, from ptxas -v; nothing if it was not assembled."""
+    """Return the registers and spilled bytes of the kernel, from ptxas -v; nothing if it was not
+    assembled."""
     if ptx not in _REPORTS:
         return {}
     report = _REPORTS[ptx]
@@ -98,19 +108,32 @@ def compile_for(
     assembled: bool = True,
     **options: int,
 ):
-    """``aligned``: pointers, and the elements of a row, are multiples of 16, as they usually are. ``library``: which
-    NVSHMEM's functions come from; by default, that which ``tdcoll.jit`` links. ``assembled``: also by ptxas, unless the
-    kernel links NVSHMEM and :data:`REGISTERS` is false."""
+    """``aligned``: pointers, and the elements of a row, are multiples of 16, as they usually are.
+    ``library``: which NVSHMEM's functions come from; by default, that which ``tdcoll.jit`` links.
+    ``assembled``: also by ptxas, unless the kernel links NVSHMEM and :data:`REGISTERS` is false."""
     global _assembles
-    declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
+    declared = {
+        parameter.name: parameter.annotation_type
+        for parameter in kernel.params
+        if parameter.annotation_type
+    }
     types = declared | types
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
     constants = dict(constants)
     for place, (name, kind) in enumerate(signature.items()):
         if isinstance(kind, tuple):
             fixed = (int, tl.constexpr)  # also a default that is a constant
-            constants |= {(place, i): getattr(of, "value", of) for i, of in enumerate(kind) if isinstance(of, fixed)}
-            signature[name] = type(kind)(*("constexpr" if isinstance(of, fixed) else of for of in kind))
+            constants |= {
+                (place, i): getattr(of, "value", of)
+                for i, of in enumerate(kind)
+                if isinstance(of, fixed)
+            }
+            signature[name] = type(kind)(
+                *("constexpr" if isinstance(of, fixed) else of for of in kind)
+            )
     library = library or part_for_language(bitcode_path(arch))
     libraries = {"libnvshmem_device": library} if needs_nvshmem(kernel) else {}
     hints = {
@@ -120,7 +143,11 @@ def compile_for(
     }
     for place, kind in enumerate(signature.values()):
         if aligned and isinstance(kind, tuple):
-            hints |= {(place, i): [["tt.divisibility", 16]] for i, of in enumerate(kind) if of.startswith("*")}
+            hints |= {
+                (place, i): [["tt.divisibility", 16]]
+                for i, of in enumerate(kind)
+                if of.startswith("*")
+            }
     early = getattr(kernel, "begins_in_stream_order", False)
     source = ASTSource(kernel, signature, constants, hints)
     _assembles = assembled and (REGISTERS or not libraries)
@@ -128,7 +155,13 @@ def compile_for(
         compiled = triton.compile(
             source,
             target=GPUTarget("cuda", arch, 32),
-            options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early, **OWN_OPTIONS, **options},
+            options={
+                "extern_libs": libraries,
+                "num_warps": 8,
+                "launch_pdl": early,
+                **OWN_OPTIONS,
+                **options,
+            },
         )
     ptx = compiled.asm["ptx"]
     if _assembles:
@@ -143,10 +176,12 @@ def compile_for(
 
 
 def arithmetic(ptx: str) -> dict[str, int]:
-    """Return how often the kernel rounds by each operation on floating-point numbers. Those on pairs count twice.
+    """Return how often the kernel rounds by each operation on floating-point numbers. Those on
+    pairs count twice.
 
-    Two compilers that make the same numbers of them give the same bits. LLVM and ptxas may fuse a product with a sum,
-    which changes these numbers. Without fast-math flags, which Triton doesn't set, they keep the order of the rest.
+    Two compilers that make the same numbers of them give the same bits. LLVM and ptxas may fuse a
+    product with a sum, which changes these numbers. Without fast-math flags, which Triton doesn't
+    set, they keep the order of the rest.
     """
     body = ptx[ptx.index(".entry") :]
     found: dict[str, int] = {}
@@ -166,7 +201,12 @@ ORDER: list[dict[str, object]] = []
 
 
 def record(
-    kernel, arch: int, constants: dict[str, object], types: dict[str, Any], about: dict[str, object], **options: int
+    kernel,
+    arch: int,
+    constants: dict[str, object],
+    types: dict[str, Any],
+    about: dict[str, object],
+    **options: int,
 ) -> dict[str, Any]:
     """Compile a kernel; what its PTX has of each kind, and ``about`` it."""
     constants = {name: getattr(value, "value", value) for name, value in constants.items()}
@@ -175,7 +215,8 @@ def record(
     seen = {name: len(re.findall(pattern, ptx)) for name, pattern in SEEN.items()}
     needed = resources(ptx)
     needs = needs_nvshmem(kernel)
-    looks = needed.get("spilled_bytes") and not needs  # which takes nvdisasm and this process long for NVSHMEM's code
+    # which takes nvdisasm and this process long for NVSHMEM's code
+    looks = needed.get("spilled_bytes") and not needs
     return {
         "kernel": kernel.__name__,
         "arch": arch,
@@ -212,13 +253,20 @@ def hot_spills(cubin: bytes, arch: int) -> list[str]:
     text = instructions(cubin, arch)
     blocks = re.split(r"^\.L_\w+:$|^.*\bBRA\b.*$", text, flags=re.MULTILINE)
     spill = re.compile(r"^.*\b(?:STL|LDL)\b.*$", re.MULTILINE)
-    return [line for block in blocks if not re.search(r"\bATOMG?\S*\.CAS\b", block) for line in spill.findall(block)]
+    return [
+        line
+        for block in blocks
+        if not re.search(r"\bATOMG?\S*\.CAS\b", block)
+        for line in spill.findall(block)
+    ]
 
 
 def compiled_forms(kernel) -> int:
     """How many kernels ranks 0, 1, 2 and 16 compile, of different sizes too."""
     backend, forms = make_backend(GPUTarget("cuda", 90, 32)), set()
-    bind = _with_plain_fields(create_function_from_signature(kernel.signature, kernel.params, backend))
+    bind = _with_plain_fields(
+        create_function_from_signature(kernel.signature, kernel.params, backend)
+    )
     word, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
     for rank in (0, 1, 2, 16):
         known = {
@@ -235,6 +283,8 @@ def compiled_forms(kernel) -> int:
             "nodes": Nodes(table, table, table, table, rank, 1 + rank, 32 + rank),
             **{name: 8 for name in kernel.arg_names if name.isupper()},
         }
-        _, specialization, _ = bind(**{name: known.get(name, rank) for name in kernel.arg_names}, debug=False)
+        _, specialization, _ = bind(
+            **{name: known.get(name, rank) for name in kernel.arg_names}, debug=False
+        )
         forms.add(str(specialization))
     return len(forms)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels of the language checks, of words, in Triton-distributed's style, and of the tutorials."""
+"""Compile the kernels of the language checks, of words, in Triton-distributed's style, and of the
+tutorials."""
 
 from __future__ import annotations
 
@@ -49,10 +50,16 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
 
 
 def compile_with_all_of_nvshmem() -> dict[str, str]:
-    """The code of a kernel that calls much of NVSHMEM, linked with its library and with the part that kernels get."""
+    """The code of a kernel that calls much of NVSHMEM, linked with its library and with the part
+    that kernels get."""
     ptx = {}
-    for name, library in (("whole", bitcode_path(90)), ("part", part_for_language(bitcode_path(90)))):
-        whole = compile_for(language_checks.put_signal, 90, {}, LANGUAGE_TYPES, library=library).asm["ptx"]
+    for name, library in (
+        ("whole", bitcode_path(90)),
+        ("part", part_for_language(bitcode_path(90))),
+    ):
+        whole = compile_for(
+            language_checks.put_signal, 90, {}, LANGUAGE_TYPES, library=library
+        ).asm["ptx"]
         ptx[name] = whole.partition("\n\t.file\t")[0]  # not where its source lies
         ORDER.pop()
     return ptx
@@ -121,7 +128,8 @@ TEXTS = {
 
 
 def compile_compat() -> dict[str, Any]:
-    """Kernels in Triton-distributed's style, and whether its wait keeps Triton from pipelining a loop."""
+    """Kernels in Triton-distributed's style, and whether its wait keeps Triton from pipelining a
+    loop."""
     sys.path.insert(0, str(TESTS / "compat"))
     tdcoll.compat.activate()
     style = importlib.import_module("in_its_style")
@@ -132,7 +140,9 @@ def compile_compat() -> dict[str, Any]:
     ):
         ptx = compile_for(kernel, 90, constants, COMPAT_TYPES | types).asm["ptx"]
         body = ptx[ptx.index(".entry") :]
-        found[kernel.__name__] = {what: body.count(text) for what, text in TEXTS.items()} | resources(ptx)
+        found[kernel.__name__] = {
+            what: body.count(text) for what, text in TEXTS.items()
+        } | resources(ptx)
     types = COMPAT_TYPES | dict.fromkeys(("a", "b"), "*fp16") | {"out": "*fp32"}
     for wait in (True, False):
         made = compile_for(style.multiply, 90, {"WAIT": wait, "N": 64}, types, aligned=True)
@@ -143,9 +153,16 @@ def compile_compat() -> dict[str, Any]:
 def compile_tutorials() -> list[str]:
     sys.path.insert(0, str(TESTS / "tutorials"))
     load = importlib.import_module("loading").load
-    notify, gather, reduce = load("01-notify-and-wait"), load("02-all-gather"), load("05-all-reduce")
+    notify, gather, reduce = (
+        load("01-notify-and-wait"),
+        load("02-all-gather"),
+        load("05-all-reduce"),
+    )
     types = {
-        **dict.fromkeys(("slots", "outbox", "received", "arrived", "credits", "signals", "epochs", "monitor"), "*i64"),
+        **dict.fromkeys(
+            ("slots", "outbox", "received", "arrived", "credits", "signals", "epochs", "monitor"),
+            "*i64",
+        ),
         "source": "*fp32",
         "inbox": "*fp32",
         "sums": "*fp32",
@@ -158,4 +175,8 @@ def compile_tutorials() -> list[str]:
         reduce.one_shot: sums,
         reduce.two_shot: sums,
     }
-    return [kernel.__name__ for kernel, constants in kernels_of.items() if compile_for(kernel, 90, constants, types)]
+    return [
+        kernel.__name__
+        for kernel, constants in kernels_of.items()
+        if compile_for(kernel, 90, constants, types)
+    ]

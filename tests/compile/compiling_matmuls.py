@@ -38,8 +38,14 @@ def gelu(sums, rows, columns, inside, extra):
     return sums / (1.0 + tl.exp(-1.702 * sums))
 
 
-GATHER: dict[str, Any] = {"WHOLE": False, "SELF": False, "COPIED": False, "WAITED": 128, "WORDS": 8192}
-SCATTER: dict[str, Any] = {"SLICES": 2, "STAGES": 2, "WAITED": 8}
+GATHER: dict[str, Any] = {
+    "WHOLE": False,
+    "SELF": False,
+    "COPIED": False,
+    "WAITED": 128,
+    "WORDS": 8192,
+}
+SCATTER: dict[str, Any] = {"SLICES": 2, "STAGES": 2, "WORLD_POW2": 8}
 REDUCE: dict[str, Any] = {"TWO_SHOT": False, "BLOCK": 256}
 FP32 = {"DTYPE": tl.float32, "OUT": tl.float32}
 KERNELS: list[tuple[Any, Cut, int, dict[str, Any]]] = [  # kernel, cut, ranks, constants
@@ -56,7 +62,12 @@ MORE: list[tuple[Any, Cut, int, dict[str, Any]]] = [
     (all_gather_matmul, WIDE, 2, {**GATHER, "COPIED": True}),
     (all_gather_matmul, SQUARE, 2, {**GATHER, "slots": 1, "SELF": True}),
     (all_gather_matmul, WIDE, 2, {**GATHER, "EPILOGUE": gelu, "biased": True, "depth_first": True}),
-    (all_gather_matmul, SQUARE, 2, {**GATHER, "DTYPE": tl.float16, "OUT": tl.float16, "ALIGNED": False}),
+    (
+        all_gather_matmul,
+        SQUARE,
+        2,
+        {**GATHER, "DTYPE": tl.float16, "OUT": tl.float16, "ALIGNED": False},
+    ),
     (all_gather_matmul, DEEP, 2, {**GATHER, "DTYPE": tl.float8e5, "scaled": True}),
     (all_gather_matmul, Cut(32, 64, 32, 3, 8), 2, {**GATHER, **FP32}),
     (all_gather_matmul, Cut(128, 128, 32, 4, 8), 2, {**GATHER, **FP32, "PRECISION": "tf32"}),
@@ -72,15 +83,26 @@ MORE: list[tuple[Any, Cut, int, dict[str, Any]]] = [
 """Compiled for sm_90 only, in the second tier."""
 
 
-def compile_matmul(kernel: Any, cut: Cut, world: int, arch: int, constants: dict[str, Any]) -> dict[str, Any]:
+def compile_matmul(
+    kernel: Any, cut: Cut, world: int, arch: int, constants: dict[str, Any]
+) -> dict[str, Any]:
     """Compile a kernel; return what its PTX and its TTGIR have."""
     flags = {name: constants.get(name, False) for name in ("depth_first", "biased", "scaled")}
     slots = constants.get("slots", 2)
     given = {name: value for name, value in constants.items() if name.isupper()}
-    usual = {"DTYPE": BF16, "OUT": BF16, "PRECISION": "ieee", "EPILOGUE": identity, "ALIGNED": True, "extra": None}
+    usual = {
+        "DTYPE": BF16,
+        "OUT": BF16,
+        "PRECISION": "ieee",
+        "EPILOGUE": identity,
+        "ALIGNED": True,
+        "extra": None,
+    }
     types = tuples(slots) | {
         "g": tuples()["g"]._replace(world=world),
-        "weight": Weight("i64", "i64", tl.constexpr(flags["depth_first"]), tl.constexpr(flags["biased"])),
+        "weight": Weight(
+            "i64", "i64", tl.constexpr(flags["depth_first"]), tl.constexpr(flags["biased"])
+        ),
         "scales": Scales("i64", "i32", "i64", "i32", tl.constexpr(flags["scaled"])),
         "shape": Shape("i32", "i32", "i32"),
         "tile": tile_of(cut),
@@ -126,15 +148,26 @@ TTGIR = {
 
 def order_of(ttgir: str) -> list[str]:
     """Return waits, loads, stores and matmuls in the order of the text; several of a kind in a row are one."""
-    found = [kind for line in ttgir.splitlines() for kind, pattern in TTGIR.items() if re.search(pattern, line)]
+    found = [
+        kind
+        for line in ttgir.splitlines()
+        for kind, pattern in TTGIR.items()
+        if re.search(pattern, line)
+    ]
     return [kind for kind, _ in groupby(found)]
 
 
 def main(arch: int) -> dict[str, Any]:
     """Compile the kernels for an architecture; if it isn't sm_90, also those that are only for that."""
-    made = [compile_matmul(kernel, cut, world, arch, constants) for kernel, cut, world, constants in KERNELS]
+    made = [
+        compile_matmul(kernel, cut, world, arch, constants)
+        for kernel, cut, world, constants in KERNELS
+    ]
     if arch != 90:
-        made += [compile_matmul(kernel, cut, world, 90, constants) for kernel, cut, world, constants in MORE]
+        made += [
+            compile_matmul(kernel, cut, world, 90, constants)
+            for kernel, cut, world, constants in MORE
+        ]
     kernels = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
     return {
         "matmuls": made,

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads stay behind waits in loops that Triton would pipeline: what the compiler makes of such loops, as JSON.
+"""Loads stay behind waits in loops that Triton would pipeline: what the compiler makes of such
+loops, as JSON.
 
-Run as a program of its own, without TRITON_INTERPRET; it needs no GPU. With another Triton, by hand::
+Run as a program of its own, without TRITON_INTERPRET; it needs no GPU. With another Triton, by
+hand::
 
     pip download --no-deps triton==3.9.0 && unzip -q -d /tmp/triton-3.9 triton-3.9.0-*.whl
     PYTHONPATH=/tmp/triton-3.9:. python tests/compile/pipelined_loops.py
 
-It prints what is wrong, and ends with 1 if anything is. ``controls`` are loops that must be found wrong. ``--few``
-leaves out other architectures than sm_90, and numbers of stages other than 3.
+It prints what is wrong, and ends with 1 if anything is. ``controls`` are loops that must be found
+wrong. ``--few`` leaves out other architectures than sm_90, and numbers of stages other than 3.
 """
 
 from __future__ import annotations
@@ -76,10 +78,12 @@ def waits_of(folder: Path) -> dict[str, Any]:
     for name, function in FUNCTIONS.items():
         if function.acquires and name not in calls:
             calls[name] = f"tdl.{name}({KINDS[tuple(kind for _, kind in function.parameters)]})"
-    calls["in_a_branch"] = f"if i != 5:\n        {calls['wait_signal']}"  # as kernels do that carry the answer along
+    # as kernels do that carry the answer along
+    calls["in_a_branch"] = f"if i != 5:\n        {calls['wait_signal']}"
     code = ["import triton\nimport triton.language as tl\n\nimport tdcoll.language as tdl\n"]
     code += [
-        f"@triton.jit\ndef by_{name}(words, monitor, i):\n    {call}\n    return 0\n" for name, call in calls.items()
+        f"@triton.jit\ndef by_{name}(words, monitor, i):\n    {call}\n    return 0\n"
+        for name, call in calls.items()
     ]
     (folder / "waits_in_loops.py").write_text("\n\n".join(code))
     sys.path.insert(0, str(folder))
@@ -114,7 +118,15 @@ def loops(wait: Any) -> dict[str, Any]:
 
     @tdcoll.jit
     def load(
-        a_ptr, b_ptr, c_ptr, words, monitor, STEPS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+        a_ptr,
+        b_ptr,
+        c_ptr,
+        words,
+        monitor,
+        STEPS: tl.constexpr,
+        M: tl.constexpr,
+        N: tl.constexpr,
+        K: tl.constexpr,
     ):
         m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
         total = tl.zeros((M, N), tl.float32)
@@ -128,11 +140,23 @@ def loops(wait: Any) -> dict[str, Any]:
 
     @tdcoll.jit
     def descriptor(
-        a_ptr, b_ptr, c_ptr, words, monitor, STEPS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+        a_ptr,
+        b_ptr,
+        c_ptr,
+        words,
+        monitor,
+        STEPS: tl.constexpr,
+        M: tl.constexpr,
+        N: tl.constexpr,
+        K: tl.constexpr,
     ):
         m, n = tl.arange(0, M), tl.arange(0, N)
-        a_all = tl.make_tensor_descriptor(a_ptr, shape=[M, STEPS * K], strides=[STEPS * K, 1], block_shape=[M, K])
-        b_all = tl.make_tensor_descriptor(b_ptr, shape=[STEPS * K, N], strides=[N, 1], block_shape=[K, N])
+        a_all = tl.make_tensor_descriptor(
+            a_ptr, shape=[M, STEPS * K], strides=[STEPS * K, 1], block_shape=[M, K]
+        )
+        b_all = tl.make_tensor_descriptor(
+            b_ptr, shape=[STEPS * K, N], strides=[N, 1], block_shape=[K, N]
+        )
         total = tl.zeros((M, N), tl.float32)
         for i in range(STEPS):
             token = wait(words, monitor, i)
@@ -143,7 +167,15 @@ def loops(wait: Any) -> dict[str, Any]:
 
     @tdcoll.jit
     def stream(
-        a_ptr, b_ptr, c_ptr, words, monitor, STEPS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+        a_ptr,
+        b_ptr,
+        c_ptr,
+        words,
+        monitor,
+        STEPS: tl.constexpr,
+        M: tl.constexpr,
+        N: tl.constexpr,
+        K: tl.constexpr,
     ):
         """No matmul: pipelined because it asks for it."""
         m = tl.arange(0, 1024)
@@ -165,7 +197,8 @@ _until = "ptx"
 
 def _stages_up_to_ptx(backend: Any, stages: dict[str, Callable[..., Any]], *rest: Any) -> None:
     _add_stages(backend, stages, *rest)
-    stages["cubin"] = lambda source, metadata: b""  # what ptxas takes most of the time for, and no test looks at
+    # what ptxas takes most of the time for, and no test looks at
+    stages["cubin"] = lambda source, metadata: b""
 
     def llir(source: Any, metadata: Any, lower: Callable[..., Any] = stages["llir"]) -> Any:
         if _until == "ttgir":
@@ -183,8 +216,12 @@ def lower(kernel: Any, arch: int, num_stages: int, until: str = "ptx") -> dict[s
     global _until
     _until = until
     constants = {**CONSTANTS, "K": num_stages} if kernel.__name__ == "stream" else CONSTANTS
-    signature = {name: "constexpr" if name in constants else TYPES[name] for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in TYPES}
+    signature = {
+        name: "constexpr" if name in constants else TYPES[name] for name in kernel.arg_names
+    }
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in TYPES
+    }
     libraries = {LIBRARY: part_for_language(bitcode_path(arch))} if needs_nvshmem(kernel) else {}
     options = {"num_warps": 4, "num_stages": num_stages, "extern_libs": libraries, **OWN_OPTIONS}
     try:
@@ -193,7 +230,9 @@ def lower(kernel: Any, arch: int, num_stages: int, until: str = "ptx") -> dict[s
             made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     except Lowered as reached:
         return {"ttgir": str(reached)}
-    except RuntimeError:  # as of a loop with a wait on Blackwell, when nothing tells the pipeliner to leave it alone
+    except (
+        RuntimeError
+    ):  # as of a loop with a wait on Blackwell, when nothing tells the pipeliner to leave it alone
         return {"ttgir": "", "ptx": ""}
     return {"ttgir": str(made.asm["ttgir"]), "ptx": made.asm["ptx"]}
 
@@ -218,27 +257,38 @@ PTX = {
 
 def events(text: str, kinds: dict[str, str]) -> list[str]:
     """What stands in ``text``, in order; several of a kind in a row are one."""
-    found = [kind for line in text.splitlines() for kind, pattern in kinds.items() if re.search(pattern, line)]
+    found = [
+        kind
+        for line in text.splitlines()
+        for kind, pattern in kinds.items()
+        if re.search(pattern, line)
+    ]
     return [kind for kind, _ in groupby(found)]
 
 
 def problem_of_plain(lowered: dict[str, str]) -> str | None:
     """A plain wait: the loop is as it was written, each load behind its wait."""
     seen = events(lowered["ttgir"], TTGIR)
-    # Loads by descriptors, where they are not pointers in disguise, are copies that are waited for at once.
+    # Loads by descriptors, where they are not pointers in disguise, are copies that are waited for
+    # at once.
     if seen not in (["for", "wait", "load"], ["for", "wait", "async"]):
         return f"TTGIR has {seen}"
-    if "ptx" in lowered and events(lowered["ptx"], PTX) not in (["wait", "load"], ["wait", "async"]):
+    if "ptx" in lowered and events(lowered["ptx"], PTX) not in (
+        ["wait", "load"],
+        ["wait", "async"],
+    ):
         return f"PTX has {events(lowered['ptx'], PTX)}"
     return None
 
 
 def problem_of_token(lowered: dict[str, str], ahead: int) -> str | None:
-    """A wait by token: ``ahead`` iterations are ahead of the loop, each of them behind its own wait."""
+    """A wait by token: ``ahead`` iterations are ahead of the loop, each of them behind its own
+    wait."""
     seen, before = events(lowered["ttgir"], TTGIR), ["wait", "async"] * ahead
     if seen != [*before, "for", "wait", "async"] and (ahead or seen != ["for", "wait", "load"]):
         return f"TTGIR has {seen}"
-    # In the text the loop's own loads may stand before its wait, and so next to those ahead of the loop.
+    # In the text the loop's own loads may stand before its wait, and so next to those ahead of the
+    # loop.
     ptx = events(lowered["ptx"], PTX) if "ptx" in lowered else [*before, "wait", seen[-1]]
     if ptx not in ([*before, "wait", seen[-1]], [*(before or [seen[-1]]), "wait"]):
         return f"PTX has {ptx}"
@@ -247,7 +297,12 @@ def problem_of_token(lowered: dict[str, str], ahead: int) -> str | None:
 
 def main(folder: Path, few: bool) -> int:
     made = waits_of(folder)
-    report: dict[str, Any] = {"triton": triton.__version__, "checked": [], "problems": [], "controls": {}}
+    report: dict[str, Any] = {
+        "triton": triton.__version__,
+        "checked": [],
+        "problems": [],
+        "controls": {},
+    }
 
     def note(problem: str | None, *what: Any) -> None:
         report["checked"].append([*what])
@@ -264,11 +319,19 @@ def main(folder: Path, few: bool) -> int:
                 for kind, kernels in (("plain", plain), ("token", token)):
                     lowered = lower(kernels[form], arch, num_stages)
                     problem = (
-                        problem_of_plain(lowered) if kind == "plain" else problem_of_token(lowered, num_stages - 1)
+                        problem_of_plain(lowered)
+                        if kind == "plain"
+                        else problem_of_token(lowered, num_stages - 1)
                     )
                     note(problem, kind, form, arch, num_stages)
                     fence = "fence.proxy.async.global" in lowered["ptx"]
-                    note(None if fence == wanted else f"proxy fence: {fence}", f"{kind}, fence", form, arch, num_stages)
+                    note(
+                        None if fence == wanted else f"proxy fence: {fence}",
+                        f"{kind}, fence",
+                        form,
+                        arch,
+                        num_stages,
+                    )
     for form in (
         () if few else ("load", "descriptor")
     ):  # on Blackwell the matmul is asynchronous, and takes a stage of its own

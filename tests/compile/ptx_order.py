@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a protocol assumes of the order of instructions, looked for in PTX along every path of a kernel.
+"""What a protocol assumes of the order of instructions, looked for in PTX along every path of a
+kernel.
 
-The simulator runs a program as one thread, at one scope and with its loads in order, so it cannot see a missing block
-barrier, a wait that does not acquire, or a release that stops at this GPU. Each inline asm is one event, because the
-device language and Triton emit one for an access. The line in the source that an instruction comes from (its *site*)
-tells NVSHMEM's own instructions from the kernel's, and memory of this GPU from a peer's.
+The simulator runs a program as one thread, at one scope and with its loads in order, so it cannot
+see a missing block barrier, a wait that does not acquire, or a release that stops at this GPU. Each
+inline asm is one event, because the device language and Triton emit one for an access. The line in
+the source that an instruction comes from (its *site*) tells NVSHMEM's own instructions from the
+kernel's, and memory of this GPU from a peer's.
 
-**NVSHMEM's asynchronous copies.** From 3.7 on, NVSHMEM's puts inside a node contain copies by TMA, and block barriers
-around them that some threads of a block don't reach. Nothing here looks at the completion of such copies. A kernel of
-tdcoll's cannot reach them, for two reasons. First, NVSHMEM tests the word ``tma_policy`` of its device state before all
-of them, and leaves them out if it is 0 (``NVSHMEMX_TMA_DISABLE``). That is its value unless ``NVSHMEM_TMA_POLICY`` says
-otherwise, and ``tdcoll.initialize`` refuses other values. The state is in constant memory, so the word does not change
-while a kernel runs. Second, a block also needs shared memory that it has registered by ``nvshmemx_give_smem``, which
-the device language does not have. The rules use only the first reason, because PTX shows it: they assume that the
-word is 0, and look at the part of a kernel that can still be reached (:func:`_without_tma`). An asynchronous copy that
-does not stand behind that test is reported like any other.
+**NVSHMEM's asynchronous copies.** From 3.7 on, NVSHMEM's puts inside a node contain copies by TMA,
+and block barriers around them that some threads of a block don't reach. Nothing here looks at the
+completion of such copies. A kernel of tdcoll's cannot reach them, for two reasons. First, NVSHMEM
+tests the word ``tma_policy`` of its device state before all of them, and leaves them out if it is 0
+(``NVSHMEMX_TMA_DISABLE``). That is its value unless ``NVSHMEM_TMA_POLICY`` says otherwise, and
+``tdcoll.initialize`` refuses other values. The state is in constant memory, so the word does not
+change while a kernel runs. Second, a block also needs shared memory that it has registered by
+``nvshmemx_give_smem``, which the device language does not have. The rules use only the first
+reason, because PTX shows it: they assume that the word is 0, and look at the part of a kernel that
+can still be reached (:func:`_without_tma`). An asynchronous copy that does not stand behind that
+test is reported like any other.
 """
 
 from __future__ import annotations
@@ -30,27 +34,42 @@ from tdcoll.spec.functions import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_THIS_GPU = {
-    *(f"primitives.group.{name}" for name in ("begin_epoch", "begin_even_epoch", "still_alive", "this_epoch")),
+    *(
+        f"primitives.group.{name}"
+        for name in ("begin_epoch", "begin_even_epoch", "still_alive", "this_epoch")
+    ),
     "primitives.stores.tell_gave_up",
     "workers.language_checks.put_by_another",
     "workers.stores_and_waits_checks.sum_of_late_parts",
-    *(f"index_match.kernels.{name}" for name in ("_read_header", "_read_ids", "mark", "number_leaders")),
-    *(f"sparse_all_reduce.kernels_{name}" for name in ("lists._append", "lists._write_header", "values.combine")),
-    *(f"primitives.group.{name}" for name in ("say_done", "wait_until_done", "leaves_last")),
+    *(
+        f"index_match.kernels.{name}"
+        for name in ("_read_header", "_read_ids", "mark", "number_leaders")
+    ),
+    *(
+        f"sparse_all_reduce.kernels_{name}"
+        for name in ("lists._append", "lists._write_header", "values.combine")
+    ),
+    *(f"primitives.group.{name}" for name in ("signal_done", "wait_until_done", "leaves_last")),
 }
-"""Functions whose words only programs of this GPU touch: there, and nowhere else, GPU scope is enough."""
+"""Functions whose words only programs of this GPU touch: there, and nowhere else, GPU scope is
+enough."""
 
 MEETINGS = {
-    "primitives.group.say_done": r"\b(atom|red)\.\S*\brelease\b",
+    "primitives.group.signal_done": r"\b(atom|red)\.\S*\brelease\b",
     "primitives.group.wait_until_done": r"\bld\.acquire\.",
     "primitives.group.leaves_last": r"\batom\.\S*\bacq_rel\b",
 }
 """Functions in which thread blocks of a launch meet, and the accesses by which they do."""
 
-MEETS = r"\b(atom|red)\.|\bld\.(acquire|relaxed|volatile)\b"
+MEETS = r"(?<![.\w])(atom|red)\.|\bld\.(acquire|relaxed|volatile)\b"
+"""Atomic accesses of memory, which a barrier that reduces (``barrier.cta.red``) is not."""
 
-TABLES = {*("primitives.stores.release_to", "primitives.stores.release_to_all"), "benchmarks.kernels_signals.ping_pong"}
-"""Functions that load addresses between their barrier and their release. Those never change while a kernel runs."""
+TABLES = {
+    *("primitives.stores.release_to", "primitives.stores.release_to_all"),
+    "benchmarks.kernels_signals.ping_pong",
+}
+"""Functions that load addresses between their barrier and their release. Those never change while a
+kernel runs."""
 
 KINDS = {
     "barrier": r"\bbar\.sync|\bbarrier\.cta",
@@ -67,42 +86,72 @@ KINDS = {
 }
 """Kinds of an instruction or inline asm that is no polling loop; it may have several."""
 POLL = r"\bbra POLL\b"
-MEMORY = r"\b(?:(?:ld|st|atom|red)\.(?!param|shared)|cp\.|mbarrier\.|call\b)"  # of any kind, and calls that may
+# of any kind, and calls that may
+MEMORY = r"\b(?:(?:ld|st|atom|red)\.(?!param|shared)|cp\.|mbarrier\.|call\b)"
 EARLY = r"\bgriddepcontrol\.wait; griddepcontrol\.launch_dependents;"
 WAIT = r"\bld\.acquire\.sys\.global\.(b64 word|b32 half)"  # of a signal, or of a word
 # Of a word that holds its data, and orders nothing else.
 FLAGGED = r"\bld\.(volatile\.global\.b128 wide|relaxed\.sys\.global\.v4\.b32)"
 MONITOR = r"\b(ld\.relaxed\.gpu\.global\.b64 (aborted|limit|record)|atom\.relaxed\.gpu\.global\.cas\.b64 aborted),"
 ORDERED = r"(?<![.\w])((?:ld|st|atom|red|fence|membar)\.[\w.:]+)"
-ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|bar|barrier|membar|fence)\.|\bcall\b")  # all that has a kind
+# all that has a kind
+ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|bar|barrier|membar|fence)\.|\bcall\b")
 NVSHMEM = frozenset(name for name, function in FUNCTIONS.items() if function.symbol)
 BLOCK_BARRIERS = {"barrier_all_block", "sync_all_block"}
 SENDS = r"(putmem|signal_op|int_p$|p$)"
-# Words of this GPU that NVSHMEM looks at in a put. Neither Triton nor the device language loads like this.
+# Words of this GPU that NVSHMEM looks at in a put. Neither Triton nor the device language loads
+# like this.
 OF_NVSHMEM = r"\bld\.relaxed\.gpu\.(b\d|global\.L1::no_allocate)"
-TOUCHES = r"\bbar\.sync|\bmembar|\bcall\b|\bld\.[bsu]\d|\bst\.(?!param|shared|local)"  # what NVSHMEM begins a put with
+# what NVSHMEM begins a put with
+TOUCHES = r"\bbar\.sync|\bmembar|\bcall\b|\bld\.[bsu]\d|\bst\.(?!param|shared|local)"
 
 RULES = {  # from, to: what it means if there is a path without a barrier
-    ("store", "release"): "stores are released without a barrier, by a thread that need not have made them",
-    ("load", "release"): "a release follows loads without a barrier, by a thread that need not have made them",
-    ("flagged", "release"): "a release follows words without a barrier, by a thread that need not have seen them",
-    ("wait", "release"): "a release follows a wait without a barrier, by a thread that need not have waited",
+    (
+        "store",
+        "release",
+    ): "stores are released without a barrier, by a thread that need not have made them",
+    (
+        "load",
+        "release",
+    ): "a release follows loads without a barrier, by a thread that need not have made them",
+    (
+        "flagged",
+        "release",
+    ): "a release follows words without a barrier, by a thread that need not have seen them",
+    (
+        "wait",
+        "release",
+    ): "a release follows a wait without a barrier, by a thread that need not have waited",
     ("store", "put"): "a put follows stores without a barrier, and may send what is not stored yet",
-    ("flagged", "put"): "a put follows words without a barrier, by a thread that need not have seen them",
+    (
+        "flagged",
+        "put",
+    ): "a put follows words without a barrier, by a thread that need not have seen them",
     ("wait", "put"): "a put follows a wait without a barrier, by threads that need not have waited",
     ("wait", "load"): "loads follow a wait without a barrier, in threads that need not have waited",
     ("control", "add"): "the epoch goes up before all threads have read it",
     ("wait", "descriptor load"): "loads by descriptors follow a wait without a barrier",
-    ("completion", "release"): "a release follows completed stores of descriptors without a barrier",
+    (
+        "completion",
+        "release",
+    ): "a release follows completed stores of descriptors without a barrier",
 }
 ORDERS = {  # from, to: what must stand between, and what it means if there is a path without that
-    ("wait", "descriptor load"): ("proxy", "loads by descriptors follow a wait without the proxy fence"),
-    ("descriptor store", "release"): ("completion", "a release follows stores of descriptors that may be on their way"),
+    ("wait", "descriptor load"): (
+        "proxy",
+        "loads by descriptors follow a wait without the proxy fence",
+    ),
+    ("descriptor store", "release"): (
+        "completion",
+        "a release follows stores of descriptors that may be on their way",
+    ),
 }
 RELAXED = "a wait does not acquire at system scope"
 UNORDERED = "thread blocks of a launch meet by an access that orders nothing"
 NARROW = "an access has a scope narrower than the system, where a peer may be at the other end"
-ASYNCHRONOUS = "an asynchronous copy is in a kernel that releases, and its completion is not looked at here"
+ASYNCHRONOUS = (
+    "an asynchronous copy is in a kernel that releases, and its completion is not looked at here"
+)
 
 
 TMA_POLICY = {(3, 7): 776, (3, 8): 776}
@@ -118,7 +167,8 @@ _CONDITION = re.compile(r"@(!?)(%p\d+) bra(?:\.uni)?\s+\$L__BB")
 
 
 class Block(NamedTuple):
-    """A basic block: its instructions, its events in order, each a set of kinds, and the labels that may follow."""
+    """A basic block: its instructions, its events in order, each a set of kinds, and the labels
+    that may follow."""
 
     texts: list[str]
     events: list[frozenset[str]]
@@ -126,8 +176,8 @@ class Block(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """An instruction, a label or an inline asm of the kernel's body; the function that its line is in; and the function
-    of NVSHMEM that is called there, if one is."""
+    """An instruction, a label or an inline asm of the kernel's body; the function that its line is
+    in; and the function of NVSHMEM that is called there, if one is."""
 
     text: str
     site: str
@@ -135,8 +185,8 @@ class Instruction(NamedTuple):
 
 
 def _source(file: str) -> Path | None:
-    """Return where the source is that PTX names: in this checkout, although another with the same text may have filled
-    Triton's cache. None for Triton's own."""
+    """Return where the source is that PTX names: in this checkout, although another with the same
+    text may have filled Triton's cache. None for Triton's own."""
     path = Path(file)
     for top in ("tdcoll", "tests", "benchmarks"):
         if top in path.parts:
@@ -148,12 +198,15 @@ def _source(file: str) -> Path | None:
 
 @cache
 def _sites(module: str, text: str) -> tuple[dict[int, str], dict[int, str]]:
-    """By line of a module's text, the function that it is in, and the function of NVSHMEM that is called there."""
+    """By line of a module's text, the function that it is in, and the function of NVSHMEM that is
+    called there."""
     functions: dict[int, str] = {}
     calls: dict[int, str] = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            functions |= dict.fromkeys(range(node.lineno, (node.end_lineno or 0) + 1), f"{module}.{node.name}")
+            functions |= dict.fromkeys(
+                range(node.lineno, (node.end_lineno or 0) + 1), f"{module}.{node.name}"
+            )
         elif isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if name in NVSHMEM and getattr(getattr(node.func, "value", None), "id", "") != "tl":
@@ -200,11 +253,22 @@ def _parsed(ptx: str) -> Iterator[Instruction]:
 
 
 def _narrow(instruction: Instruction) -> str | None:
-    """The scope of an access that orders or is atomic, if that is narrower than the system; None if it is not."""
+    """The scope of an access that orders or is atomic, if that is narrower than the system; None if
+    it is not."""
     text = re.sub(OF_NVSHMEM, "", instruction.text) if instruction.called else instruction.text
     for access in re.findall(ORDERED, re.sub(MONITOR, "", text)):
         words = set(re.split(r"[.:]+", access))
-        strong = words & {"acquire", "release", "acq_rel", "relaxed", "sc", "atom", "red", "fence", "membar"}
+        strong = words & {
+            "acquire",
+            "release",
+            "acq_rel",
+            "relaxed",
+            "sc",
+            "atom",
+            "red",
+            "fence",
+            "membar",
+        }
         if strong and not words & {"sys", "shared", "proxy"}:
             return "block" if words & {"cta", "cluster"} else "gpu"
     return None
@@ -216,12 +280,18 @@ def _kinds(instruction: Instruction) -> frozenset[str]:
     if not ACCESS.search(text):
         return frozenset()
     if re.search(POLL, text):
-        kinds = {"wait" if re.search(WAIT, text) else "flagged" if re.search(FLAGGED, text) else "poll"}
+        kinds = {
+            "wait" if re.search(WAIT, text) else "flagged" if re.search(FLAGGED, text) else "poll"
+        }
     else:
         kinds = {kind for kind, pattern in KINDS.items() if re.search(pattern, text)}
         if "release" in kinds:
             kinds.discard("store")
-        if instruction.called and instruction.called not in BLOCK_BARRIERS and re.search(TOUCHES, text):
+        if (
+            instruction.called
+            and instruction.called not in BLOCK_BARRIERS
+            and re.search(TOUCHES, text)
+        ):
             kinds -= {"barrier", "store", "add"}  # NVSHMEM's own
             if re.match(SENDS, instruction.called):
                 kinds.add("put")
@@ -235,12 +305,14 @@ def _kinds(instruction: Instruction) -> frozenset[str]:
 
 @lru_cache(1)
 def blocks_of(ptx: str) -> dict[str, Block]:
-    """The kernel's basic blocks by label, but for those that are reached only if NVSHMEM may use TMA."""
+    """The kernel's basic blocks by label, but for those that are reached only if NVSHMEM may use
+    TMA."""
     return _without_tma(ptx, _all_blocks(ptx))
 
 
 def _all_blocks(ptx: str) -> dict[str, Block]:
-    """The kernel's basic blocks by label. The branch at the end of one goes to the first of those that may follow."""
+    """The kernel's basic blocks by label. The branch at the end of one goes to the first of those
+    that may follow."""
     blocks: dict[str, Block] = {}
     tables = {  # of jumps
         name: re.findall(r"\$L__BB\w+", labels)
@@ -250,7 +322,10 @@ def _all_blocks(ptx: str) -> dict[str, Block]:
     for instruction in _instructions(ptx):
         text = instruction.text
         block.texts.append(text)
-        begins, branch = re.match(r"(\$L__BB\w+):", text), re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);", text)
+        begins, branch = (
+            re.match(r"(\$L__BB\w+):", text),
+            re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);", text),
+        )
         jump = re.match(r"brx\.idx\S*\s+[^,]+,\s*(\S+);", text)
         if begins or branch:
             count += 1
@@ -273,13 +348,15 @@ def _all_blocks(ptx: str) -> dict[str, Block]:
 
 
 def _without_tma(ptx: str, blocks: dict[str, Block]) -> dict[str, Block]:
-    """Return the blocks that a kernel can reach if the word ``tma_policy`` of NVSHMEM's device state is 0."""
+    """Return the blocks that a kernel can reach if the word ``tma_policy`` of NVSHMEM's device
+    state is 0."""
     version = _VERSION.search(ptx)
     offset = TMA_POLICY.get((int(version[1]), int(version[2]))) if version else None
     if offset is None:
         return blocks
     begin: dict[str, dict[str, int]] = {"begin": {}}
-    """Registers and predicates with a known value at the beginning of a block that can be reached."""
+    """Registers and predicates with a known value at the beginning of a block that can be
+    reached."""
     following: dict[str, list[str]] = {}
     pending = ["begin"]
     while pending:
@@ -298,11 +375,16 @@ def _without_tma(ptx: str, blocks: dict[str, Block]) -> dict[str, Block]:
             if both != before:
                 begin[after] = both
                 pending.append(after)
-    return {label: blocks[label]._replace(following=following[label]) for label in blocks if label in following}
+    return {
+        label: blocks[label]._replace(following=following[label])
+        for label in blocks
+        if label in following
+    }
 
 
 def _known_after(texts: list[str], known: dict[str, int], offset: int) -> dict[str, int]:
-    """Return the registers and predicates with a known value after some instructions, if ``tma_policy`` is 0."""
+    """Return the registers and predicates with a known value after some instructions, if
+    ``tma_policy`` is 0."""
     known = dict(known)
     for text in texts:
         if "%" not in text:
@@ -325,7 +407,9 @@ def _known_after(texts: list[str], known: dict[str, int], offset: int) -> dict[s
     return known
 
 
-def _reaches(blocks: dict[str, Block], label: str, place: int, wanted: str, between: str = "barrier") -> bool:
+def _reaches(
+    blocks: dict[str, Block], label: str, place: int, wanted: str, between: str = "barrier"
+) -> bool:
     """Whether an event ``wanted`` follows event ``place`` of a block, on some path without one of kind ``between``."""
     pending, seen = [(label, place + 1)], set()
     while pending:
@@ -343,13 +427,15 @@ def _reaches(blocks: dict[str, Block], label: str, place: int, wanted: str, betw
 
 
 def early(ptx: str) -> bool | None:
-    """Whether a kernel waits for the launch before it ahead of all accesses, and lets the next begin; None: no wait."""
+    """Whether a kernel waits for the launch before it ahead of all accesses, and lets the next
+    begin; None: no wait."""
     if "griddepcontrol" not in ptx:
         return None
     for text, _, _ in _instructions(ptx):
         if re.search(EARLY, text):
             return True
-        if re.search(MEMORY, text) or re.search(r"\bbra\b|^\$L__BB", text):  # nor on a path of its own
+        # nor on a path of its own
+        if re.search(MEMORY, text) or re.search(r"\bbra\b|^\$L__BB", text):
             return False
     return False
 
@@ -363,12 +449,15 @@ def count(ptx: str) -> dict[str, int]:
 
 def of_this_gpu(ptx: str) -> list[str]:
     """The functions that use a scope narrower than the system."""
-    accesses = (instruction for instruction in _instructions(ptx) if ACCESS.search(instruction.text))
+    accesses = (
+        instruction for instruction in _instructions(ptx) if ACCESS.search(instruction.text)
+    )
     return sorted({instruction.site for instruction in accesses if _narrow(instruction)})
 
 
 def _meets_unordered(ptx: str) -> bool:
-    """Whether thread blocks of the launch meet by accesses that aren't those of :data:`MEETINGS`."""
+    """Whether thread blocks of the launch meet by accesses that aren't those of
+    :data:`MEETINGS`."""
     return any(
         site in MEETINGS and re.search(MEETS, text) and not re.search(MEETINGS[site], text)
         for text, site, _ in _instructions(ptx)
@@ -398,7 +487,9 @@ DIVERGENT = "a barrier stands in a branch that only some threads of the block ma
 SOURCES = re.compile(r"%(?:tid|laneid|warpid)\b")
 AGREED = re.compile(r"\bbar(?:rier\.cta)?\.red\.")
 # Loads at GPU scope are those of the epoch, which does not change before all threads have read it.
-RACING = re.compile(r"\bld\.(?:acquire|relaxed\.sys|volatile)\b|\batom\.|\bbra POLL\b|\bactivemask\b")
+RACING = re.compile(
+    r"\bld\.(?:acquire|relaxed\.sys|volatile)\b|\batom\.|\bbra POLL\b|\bactivemask\b"
+)
 NO_RESULT = re.compile(r"(?:@!?%\w+ )?(?:st|red|bra|bar|membar|fence|ret|exit|call|brx)\b")
 BARRIER = re.compile(r"\bbar\.sync\b|\bbarrier\.cta\b")
 BRANCH = re.compile(r"@!?(%p\d+) bra\b|brx\.idx\S*\s+(%r\d+)")
@@ -408,7 +499,8 @@ RESULTS = re.compile(r"(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^,]+)")
 
 @cache
 def _flows(text: str) -> tuple[list[str], list[str], bool]:
-    """Registers that an instruction or inline asm writes and reads, and whether its result is divergent in any case."""
+    """Registers that an instruction or inline asm writes and reads, and whether its result is
+    divergent in any case."""
     lines = [line for line in re.split(r"[;\n]", text.removeprefix("asm ")) if line.strip()]
     written, read = [], []
     for line in lines:
@@ -417,7 +509,11 @@ def _flows(text: str) -> tuple[list[str], list[str], bool]:
         if names and not NO_RESULT.match(line) and (match := RESULTS.match(line)):
             results = REGISTER.findall(match[1])
             written += results
-            read += [name for name in names if name not in results or names.count(name) > 1 or line.startswith("@")]
+            read += [
+                name
+                for name in names
+                if name not in results or names.count(name) > 1 or line.startswith("@")
+            ]
         else:
             read += names
     if AGREED.search(text):
@@ -437,7 +533,8 @@ def _after(flows: list[tuple[list[str], list[str], bool]], divergent: set[str]) 
 
 
 def _met_again(blocks: dict[str, Block], places: dict[str, int]) -> dict[str, int]:
-    """By label, the blocks that every path from there goes through, as the sum of their places; the block is one."""
+    """By label, the blocks that every path from there goes through, as the sum of their places; the
+    block is one."""
     through = dict.fromkeys(blocks, (1 << len(blocks)) - 1)
     changed = True
     while changed:
@@ -451,8 +548,11 @@ def _met_again(blocks: dict[str, Block], places: dict[str, int]) -> dict[str, in
     return through
 
 
-def _decided(blocks: dict[str, Block], places: dict[str, int], through: int, label: str) -> set[str]:
-    """The blocks that a branch at the end of ``label`` decides about: between it and where its paths meet again."""
+def _decided(
+    blocks: dict[str, Block], places: dict[str, int], through: int, label: str
+) -> set[str]:
+    """The blocks that a branch at the end of ``label`` decides about: between it and where its
+    paths meet again."""
     met = through & ~places[label]
     pending, found = list(blocks[label].following), set()
     while pending:
@@ -466,13 +566,17 @@ def _decided(blocks: dict[str, Block], places: dict[str, int], through: int, lab
 def divergence(ptx: str) -> list[str]:
     """Look for block barriers that only some threads of a block reach; empty: none.
 
-    A value is *divergent* if the threads of a block may have different ones. It was made of a thread's number, loaded
-    from a divergent address, or loaded while others may store there, as in a polling loop. A barrier that makes the
-    threads agree (``barrier.red``) returns a value that isn't divergent. No barrier may stand between a divergent
-    branch and the place where all paths from that branch meet again.
+    A value is *divergent* if the threads of a block may have different ones. It was made of a
+    thread's number, loaded from a divergent address, or loaded while others may store there, as in
+    a polling loop. A barrier that makes the threads agree (``barrier.red``) returns a value that
+    isn't divergent. No barrier may stand between a divergent branch and the place where all paths
+    from that branch meet again.
     """
     blocks = blocks_of(ptx)
-    flows = {label: [_flows(text) for text in block.texts if "%" in text] for label, block in blocks.items()}
+    flows = {
+        label: [_flows(text) for text in block.texts if "%" in text]
+        for label, block in blocks.items()
+    }
     places = {label: 1 << place for place, label in enumerate(blocks)}
     through = _met_again(blocks, places)
     begin: dict[str, set[str]] = {label: set() for label in blocks}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels compile for Hopper and Blackwell on a machine that has neither, and say the right things in PTX."""
+"""The kernels compile for Hopper and Blackwell on a machine that has neither, and say the right
+things in PTX."""
 
 from __future__ import annotations
 
@@ -19,16 +20,23 @@ from tdcoll.spec.functions import FUNCTIONS
 
 HERE = Path(__file__).parent
 DRIVER_S = 1700
-"""It takes two minutes of one core, with registers five, and many times as long on a machine that is busy."""
+"""It takes two minutes of one core, with registers five, and many times as long on a machine that
+is busy."""
 
-pytestmark = pytest.mark.timeout(DRIVER_S + 40)  # the first test runs the driver, the others wait for it
+# the first test runs the driver, the others wait for it
+pytestmark = pytest.mark.timeout(DRIVER_S + 40)
 
 
-def compiled_for(arch: int, tmp_path_factory: pytest.TempPathFactory, registers: bool = False) -> dict[str, Any]:
-    """What the drivers print; they run once for an architecture, whichever of pytest's workers come here.
-    ``registers``: also of kernels that link NVSHMEM, whose assembly takes minutes."""
+def compiled_for(
+    arch: int, tmp_path_factory: pytest.TempPathFactory, registers: bool = False
+) -> dict[str, Any]:
+    """What the drivers print; they run once for an architecture, whichever of pytest's workers come
+    here. ``registers``: also of kernels that link NVSHMEM, whose assembly takes minutes."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    file = tmp_path_factory.getbasetemp().parent / f"compiled-{run}-{arch}{'-registers' * registers}.json"
+    file = (
+        tmp_path_factory.getbasetemp().parent
+        / f"compiled-{run}-{arch}{'-registers' * registers}.json"
+    )
     with file.open("a+") as shared:
         fcntl.flock(shared, fcntl.LOCK_EX)
         shared.seek(0)
@@ -36,7 +44,9 @@ def compiled_for(arch: int, tmp_path_factory: pytest.TempPathFactory, registers:
             return json.loads(text)
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         more = ["--registers"] if registers else []
-        drivers = [["compile_kernels.py", part, str(arch), *more] for part in ("collectives", "others")]
+        drivers = [
+            ["compile_kernels.py", part, str(arch), *more] for part in ("collectives", "others")
+        ]
         drivers.append(["pipelined_loops.py", *["--few"] * (arch == 90)])
         drivers.append(["compiling_matmuls.py", str(arch)])
         jobs = [  # at once: pytest's other worker most likely waits for them, too
@@ -66,7 +76,9 @@ def compiled_for(arch: int, tmp_path_factory: pytest.TempPathFactory, registers:
     params=[(90, False), slow_tier((90, True)), slow_tier((100, True))],
     ids=lambda given: f"sm_{given[0]}{'-registers' * given[1]}",
 )
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What comes out for one architecture."""
     arch, registers = request.param
     return compiled_for(arch, tmp_path_factory, registers)
@@ -77,19 +89,49 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return compiled_for(90, tmp_path_factory)
 
 
-COLLECTIVES = ("all_gather", "ll", "direct", "exchange", "all_to_all", "reduce_scatter", "all_reduce", "fused")
+COLLECTIVES = (
+    "all_gather",
+    "ll",
+    "direct",
+    "exchange",
+    "all_to_all",
+    "reduce_scatter",
+    "all_reduce",
+    "fused",
+)
 COLLECTIVES += ("sparse", "copies")
 PUTS = {
     *("all_gather_1d", "all_gather_2d", "all_to_all_puts", "reduce_scatter_puts"),
-    *("all_reduce_puts", "all_reduce_nodes", "reduce_nodes", "reduce_nodes_of_single", "forward", "meet_nodes"),
+    *(
+        "all_reduce_puts",
+        "all_reduce_nodes",
+        "reduce_nodes",
+        "reduce_nodes_of_single",
+        "forward",
+        "meet_nodes",
+    ),
 }
 """Kernels that put. All others need no NVSHMEM, those of one node."""
 
 STORES = {
-    *("exchange_ll", "exchange_direct", "all_gather_ring", "norm_rows_one_shot", "norm_rows_two_shot"),
+    *(
+        "exchange_ll",
+        "exchange_direct",
+        "all_gather_ring",
+        "norm_rows_one_shot",
+        "norm_rows_two_shot",
+    ),
     *("reduce_scatter_direct", "reduce_scatter_words", "reduce"),
     *("all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_direct"),
-    *("exchange_loop", "reduce_scatter_loop", "all_reduce_loop", "enter", "hear", "look", "sum_copies"),
+    *(
+        "exchange_loop",
+        "reduce_scatter_loop",
+        "all_reduce_loop",
+        "enter",
+        "wait_arrivals",
+        "check_peers_alive",
+        "sum_copies",
+    ),
 }
 """Kernels that store to peers' memory, and wait."""
 
@@ -106,7 +148,9 @@ def kernels_of(compiled: Any, *groups: str) -> list[dict[str, Any]]:
 
 def test_which_kernels_need_nvshmem_and_wait(compiled) -> None:
     kernels, every = kernels_of(compiled, *COLLECTIVES), PUTS | STORES | LOCAL
-    assert {k["kernel"] for k in kernels} == (every if compiled["arch"] == 90 else every - ONLY_FOR_90)
+    assert {k["kernel"] for k in kernels} == (
+        every if compiled["arch"] == 90 else every - ONLY_FOR_90
+    )
     for kernel in kernels:
         name, links = kernel["kernel"], kernel.get("links", bool(kernel.get("calls")))
         assert kernel["needs"] == links == (name in PUTS), kernel
@@ -115,12 +159,14 @@ def test_which_kernels_need_nvshmem_and_wait(compiled) -> None:
 
 
 SPILLED_AROUND_NVSHMEM = 512
-"""Bytes that a kernel which puts may spill. From 3.6 on, NVSHMEM's functions hold its transports, and need more
-registers than the kernels: addresses are spilled around their calls, once per put or chunk."""
+"""Bytes that a kernel which puts may spill. From 3.6 on, NVSHMEM's functions hold its transports,
+and need more registers than the kernels: addresses are spilled around their calls, once per put or
+chunk."""
 
 
 def spills_of(kernel: dict[str, Any]) -> int:
-    """How many bytes a kernel may spill: around a call of NVSHMEM, once per program, or for a row where noted."""
+    """How many bytes a kernel may spill: around a call of NVSHMEM, once per program, or for a row
+    where noted."""
     name, warps = kernel["kernel"], kernel.get("warps", 8)
     if kernel["needs"]:
         return SPILLED_AROUND_NVSHMEM
@@ -130,14 +176,16 @@ def spills_of(kernel: dict[str, Any]) -> int:
         return 32  # addresses, once per chunk
     if name in ("reduce", "reduce_scatter_words"):
         return 32  # once per program
-    # With 8 ranks, threads of 16 warps that have 2 words each need a few registers more than there are.
+    # With 8 ranks, threads of 16 warps that have 2 words each need a few registers more than there
+    # are.
     most = {("norm_rows_one_shot", 16): 16, ("norm_rows_two_shot", 16): 104}
     return most.get((name, warps), 0) if kernel.get("world") == 8 else 0
 
 
 def test_registers_and_spills(compiled) -> None:
-    """Two thread blocks of 8 warps fit on a multiprocessor, which the limits of contexts that share a GPU rely on: 64 K
-    registers for 2 times 256 threads. Only fused calls have thread blocks of 16 warps, one to a multiprocessor."""
+    """Two thread blocks of 8 warps fit on a multiprocessor, which the limits of contexts that share
+    a GPU rely on: 64 K registers for 2 times 256 threads. Only fused calls have thread blocks of 16
+    warps, one to a multiprocessor."""
     kernels = kernels_of(compiled, *COLLECTIVES, "signals")
     assert {k["warps"] for k in compiled["fused"]} >= {4, 8, 16}
     assembled = [kernel for kernel in kernels if "registers" in kernel]
@@ -149,7 +197,8 @@ def test_registers_and_spills(compiled) -> None:
         assert kernel["registers"] <= 128, kernel
         if kernel not in compiled["all_reduce"] or kernel["announced"]:
             assert kernel["spilled_bytes"] <= spills_of(kernel), kernel
-        if (kernel["kernel"], kernel.get("world")) == ("all_reduce_loop", 2):  # which costs no time on 2 H200s
+        # which costs no time on 2 H200s
+        if (kernel["kernel"], kernel.get("world")) == ("all_reduce_loop", 2):
             assert kernel["spilled_bytes"] <= 256, kernel
         elif kernel["kernel"] in PUTS:
             assert kernel["spilled_bytes"] <= SPILLED_AROUND_NVSHMEM, kernel
@@ -159,7 +208,9 @@ def test_registers_and_spills(compiled) -> None:
 
 def test_kernels_are_compiled_once_for_all_ranks(hopper) -> None:
     forms = hopper["forms"] | hopper["fused_forms"]
-    assert {name for name in forms if "reduce" in name} == {k["kernel"] for k in kernels_of(hopper, *COLLECTIVES[5:7])}
+    assert {name for name in forms if "reduce" in name} == {
+        k["kernel"] for k in kernels_of(hopper, *COLLECTIVES[5:7])
+    }
     assert len(forms) == 13
     assert set(forms.values()) == {1}
 
@@ -188,7 +239,8 @@ def test_sparse_all_reduce_signals_by_stores_in_one_node_and_moves_wide_rows(com
     signal = {k["kernel"] for k in kernels if k["release_sys"] and k["kernel"] not in PUTS}
     assert signal == {"reduce"}
     aligned = [k for k in kernels if k["aligned"] and k["kernel"] in ("reduce", "prepare")]
-    # A thread block of "prepare" takes one row at a time: a short one has one element for each thread.
+    # A thread block of "prepare" takes one row at a time: a short one has one element for each
+    # thread.
     aligned = [k for k in aligned if k["kernel"] == "reduce" or k["wide"] >= 512]
     assert {k["kernel"] for k in aligned} == {"reduce", "prepare"}
     assert len(aligned) >= 5
@@ -197,11 +249,13 @@ def test_sparse_all_reduce_signals_by_stores_in_one_node_and_moves_wide_rows(com
 
 
 def test_reductions_fuse_nothing_and_move_16_bytes_at_a_time(compiled) -> None:
-    """A product that is fused with the addition of 0 which was to make +0.0 of -0.0 stays -0.0. That of fp8 is with the
-    power of two by which numbers are decoded: exact."""
+    """A product that is fused with the addition of 0 which was to make +0.0 of -0.0 stays -0.0.
+    That of fp8 is with the power of two by which numbers are decoded: exact."""
     kernels = kernels_of(compiled, "reduce_scatter", "all_reduce")
     assert [k for k in kernels if k["fused"] and k["dtype"] != "fp8e4nv"] == []
-    direct = [k for k in kernels if k["kernel"] == "reduce_scatter_direct" and k["dtype"] != "fp8e4nv"]
+    direct = [
+        k for k in kernels if k["kernel"] == "reduce_scatter_direct" and k["dtype"] != "fp8e4nv"
+    ]
     assert direct
     # A load for each of 8 ranks and a store, besides the 4 of each that copy_block has.
     assert {(k["wide_loads"], k["wide_stores"]) for k in direct} == {(12, 5)}
@@ -218,9 +272,14 @@ def test_a_maximum_propagates_nan(compiled) -> None:
 
 
 def test_words_are_moved_by_128_bits_and_waited_for_once(compiled) -> None:
-    """One load of an aligned source, or one for each part of it; one wait for the words of all ranks that announce
-    themselves, or one for each rank whose words have flags. The compiler repeats none in another layout."""
-    words = [k for k in compiled["all_reduce"] if k["kernel"] in ("all_reduce_one_shot", "all_reduce_two_shot")]
+    """One load of an aligned source, or one for each part of it; one wait for the words of all
+    ranks that announce themselves, or one for each rank whose words have flags. The compiler
+    repeats none in another layout."""
+    words = [
+        k
+        for k in compiled["all_reduce"]
+        if k["kernel"] in ("all_reduce_one_shot", "all_reduce_two_shot")
+    ]
     assert {(k["kernel"], k["announced"]) for k in words} == {
         (f"all_reduce_{shots}_shot", announced)
         for shots in ("one", "two")
@@ -228,7 +287,11 @@ def test_words_are_moved_by_128_bits_and_waited_for_once(compiled) -> None:
     }
     for kernel in words:
         world, two = kernel["world"], kernel["kernel"] == "all_reduce_two_shot"
-        waits = (2 if two else 1) * (1 if kernel["announced"] else world) * (2 if kernel["looped"] else 1)
+        waits = (
+            (2 if two else 1)
+            * (1 if kernel["announced"] else world)
+            * (2 if kernel["looped"] else 1)
+        )
         assert kernel["globaltimer"] == waits, kernel
         if kernel["announced"]:
             assert kernel["loads"] == (world if two else 1) * (2 if kernel["looped"] else 1), kernel
@@ -238,25 +301,37 @@ def test_words_are_moved_by_128_bits_and_waited_for_once(compiled) -> None:
 
 
 def test_calls_by_copy_engines_tell_who_has_given_up(compiled) -> None:
-    """Releases: that a rank has entered, that it has given up (to itself as well), that its sum is there, and the
-    record of each wait."""
+    """Releases: that a rank has entered, that it has given up (to itself as well), that its sum is
+    there, and the record of each wait."""
     found = {(k["kernel"], k["globaltimer"], k["release_sys"]) for k in compiled["copies"]}
-    waits = {("enter", 1, 7 + 7 + 1 + 1), ("look", 1, 1), ("hear", 1, 1), ("sum_copies", 1, 1)}
-    waits |= {("hear", 2, 7 + 1 + 2), ("sum_copies", 2, 7 + 2)}  # of pulls
+    waits = {
+        ("enter", 1, 7 + 7 + 1 + 1),
+        ("check_peers_alive", 1, 1),
+        ("wait_arrivals", 1, 1),
+        ("sum_copies", 1, 1),
+    }
+    waits |= {("wait_arrivals", 2, 7 + 1 + 2), ("sum_copies", 2, 7 + 2)}  # of pulls
     assert found == waits
     for kernel in compiled["copies"]:
         assert (kernel["wide_loads"] >= 8) == (kernel["kernel"] == "sum_copies"), kernel
 
 
-def test_fused_kernels_wait_once_for_each_word_of_a_thread_and_contract_nothing_but_squares(compiled) -> None:
-    """Words of all ranks at once, in two steps those of a row's owner, and measures; the compiler repeats no wait.
-    Where it may choose what to contract, kernels of different shapes would have different bits."""
+def test_fused_kernels_wait_once_for_each_word_of_a_thread_and_contract_nothing_but_squares(
+    compiled,
+) -> None:
+    """Words of all ranks at once, in two steps those of a row's owner, and measures; the compiler
+    repeats no wait. Where it may choose what to contract, kernels of different shapes would have
+    different bits."""
     kernels = compiled["fused"]
     assert {k["hidden"] for k in kernels} >= {4096, 8192}
     assert {k["pieces"] > 1 for k in kernels if k["kernel"] != "norm_rows"} == {False, True}
     for kernel in kernels:
         words, several = kernel["words"], kernel["pieces"] > 1
-        waits = {"norm_rows": 0, "norm_rows_one_shot": words + several, "norm_rows_two_shot": 2 * words + 2}
+        waits = {
+            "norm_rows": 0,
+            "norm_rows_one_shot": words + several,
+            "norm_rows_two_shot": 2 * words + 2,
+        }
         assert kernel["globaltimer"] == waits[kernel["kernel"]], kernel
         if kernel["arch"] == 90:  # Blackwell squares two at a time
             assert kernel["fused"] == 3 * 2 * words, kernel
@@ -270,24 +345,38 @@ def test_kernels_of_the_signal_benchmark(compiled) -> None:
 
 
 def test_order_that_protocols_rely_on_is_in_the_ptx(compiled) -> None:
-    """The simulator cannot see it: block barriers before releases, puts and epochs, waits that acquire, and scopes."""
+    """The simulator cannot see it: block barriers before releases, puts and epochs, waits that
+    acquire, and scopes."""
     kernels = compiled["order"]
     assert len(kernels) > 50
     assert [k for k in kernels if k["problems"]] == []
     # GPU scope is where it is meant to be, and nowhere else.
     sites = {site for kernel in kernels for site in kernel["of_this_gpu"]}
-    assert sites <= ptx_order.OF_THIS_GPU if compiled["arch"] != 90 else sites == ptx_order.OF_THIS_GPU
+    assert (
+        sites <= ptx_order.OF_THIS_GPU if compiled["arch"] != 90 else sites == ptx_order.OF_THIS_GPU
+    )
     of = {
-        name: [k for k in kernels if k["kernel"] == name] for name in ("exchange_direct", "all_gather_ring", "reduce")
+        name: [k for k in kernels if k["kernel"] == name]
+        for name in ("exchange_direct", "all_gather_ring", "reduce")
     }
     for kernel in of["exchange_direct"] + of["all_gather_ring"]:
-        assert min(kernel[kind] for kind in ("store", "release", "barrier", "control", "add", "wait")) > 0, kernel
+        assert (
+            min(kernel[kind] for kind in ("store", "release", "barrier", "control", "add", "wait"))
+            > 0
+        ), kernel
     assert all(kernel["control"] and kernel["add"] and kernel["wait"] for kernel in of["reduce"])
 
 
 def test_every_device_function_compiles(hopper) -> None:
     kernels = {k["kernel"] for k in hopper["language"]}
-    assert {"put", "get", "put_signal", "signals_to_all", "store_through_pointer", "never"} <= kernels
+    assert {
+        "put",
+        "get",
+        "put_signal",
+        "signals_to_all",
+        "store_through_pointer",
+        "never",
+    } <= kernels
     assert len(FUNCTIONS) > 40
 
 
@@ -295,22 +384,32 @@ def test_profilers_show_whose_kernels_they_are(compiled) -> None:
     names = {(one["module"].split(".")[0], one["kernel"], one["name"]) for one in compiled["order"]}
     ours = {name for package, _, name in names if package == "tdcoll"}
     assert {"tdcoll_all_reduce_one_shot", "tdcoll_exchange_ll", "tdcoll_norm_rows_two_shot"} <= ours
-    assert [n for n in names if n[2] != (f"tdcoll_{n[1].lstrip('_')}" if n[0] == "tdcoll" else n[1])] == []
+    assert [
+        n for n in names if n[2] != (f"tdcoll_{n[1].lstrip('_')}" if n[0] == "tdcoll" else n[1])
+    ] == []
 
 
 def test_only_kernels_that_need_nvshmem_link_it(hopper) -> None:
     for kernel in hopper["language"]:
         assert kernel["links"] == kernel["needs"], kernel
-    assert {k["kernel"] for k in hopper["language"] if not k["needs"]} == {"copies", "never", "truth_of_pointers"}
+    assert {k["kernel"] for k in hopper["language"] if not k["needs"]} == {
+        "copies",
+        "never",
+        "truth_of_pointers",
+    }
 
 
-def test_kernels_that_are_launched_early_wait_before_anything_else_and_no_others_are(compiled) -> None:
+def test_kernels_that_are_launched_early_wait_before_anything_else_and_no_others_are(
+    compiled,
+) -> None:
     """All but those that put: whatever a launch does comes after the launch before it."""
     kernels = [k for k in compiled["order"] if str(k["module"]).startswith("tdcoll.collectives.")]
     early = {k["kernel"] for k in kernels if k["launched_early"]}
     others = {k["kernel"] for k in kernels if not k["launched_early"]}
     assert early.isdisjoint(others)
-    assert others == PUTS - {"reduce_nodes_of_single"} - (ONLY_FOR_90 if compiled["arch"] != 90 else set())
+    assert others == PUTS - {"reduce_nodes_of_single"} - (
+        ONLY_FOR_90 if compiled["arch"] != 90 else set()
+    )
     assert len(early) > 15
     for kernel in kernels:
         assert kernel["waits_first"] is (True if kernel["launched_early"] else None), kernel
@@ -322,7 +421,10 @@ def test_kernels_that_are_launched_early_wait_before_anything_else_and_no_others
         ("{wait}\nld.global.b32 %r1, [%rd1];", True),
         ("ld.param.b64 %rd1, [p];\n{wait}\nst.global.b32 [%rd1], %r1;", True),
         ("ld.global.b32 %r1, [%rd1];\n{wait}", False),
-        ("// begin inline asm\nst.relaxed.sys.global.b128 [%rd1], wide;\n// end inline asm\n{wait}", False),
+        (
+            "// begin inline asm\nst.relaxed.sys.global.b128 [%rd1], wide;\n// end inline asm\n{wait}",
+            False,
+        ),
         ("@%p1 bra $L__BB0_2;\n{wait}\n$L__BB0_2:\nret;", False),
         ("griddepcontrol.launch_dependents; griddepcontrol.wait;", False),
         ("ld.global.b32 %r1, [%rd1];", None),
@@ -330,7 +432,10 @@ def test_kernels_that_are_launched_early_wait_before_anything_else_and_no_others
 )
 def test_what_comes_before_the_wait_is_seen_in_ptx(body: str, verdict: bool | None) -> None:
     asm = "// begin inline asm\ngriddepcontrol.wait; griddepcontrol.launch_dependents;\n// end inline asm"
-    assert ptx_order.early(f".entry kernel()\n{{\n{body.format(wait=asm)}\n}}\n// -- End function") is verdict
+    assert (
+        ptx_order.early(f".entry kernel()\n{{\n{body.format(wait=asm)}\n}}\n// -- End function")
+        is verdict
+    )
 
 
 @pytest.mark.slow
@@ -372,7 +477,9 @@ def test_loops_without_the_protection_are_found(compiled) -> None:
     assert len(compiled["loops"]["controls"]) == (6 if compiled["arch"] == 90 else 12)
     for name, problem in compiled["loops"]["controls"].items():
         assert problem is not None, name
-        assert problem.startswith("TTGIR has ['async', 'for'"), "a load ahead of the loop, before any wait"
+        assert problem.startswith("TTGIR has ['async', 'for'"), (
+            "a load ahead of the loop, before any wait"
+        )
 
 
 # ---------------------------------------------------------------------- words, by tests/language/kernels_of_words.py
@@ -381,8 +488,9 @@ LOCAL_WORDS = {"count_by_threads", "rounds", "move_words", "part_of_flagged"}
 """Kernels without anything of NVSHMEM's."""
 
 ALLOWED = {
-    # The compiler has copied the wait between two ifs into both branches. Each thread passes one copy of its barrier,
-    # which needn't be the same one for all, since it isn't `.aligned` (PTX ISA, barrier).
+    # The compiler has copied the wait between two ifs into both branches. Each thread passes one
+    # copy of its barrier, which needn't be the same one for all, since it isn't `.aligned` (PTX
+    # ISA, barrier).
     "values": {ptx_order.DIVERGENT},
     "count_by_threads": {ptx_order.NARROW},  # words of this GPU
     "rounds": {ptx_order.NARROW},
@@ -417,5 +525,8 @@ def test_instructions(compiled, kernel: str, instructions: dict[str, int]) -> No
 
 
 def test_a_flagged_word_is_loaded_whole_where_only_part_of_it_is_used(compiled) -> None:
-    """Else the flag could be newer than the data. ptxas divides a relaxed load of 128 bits into those that are used."""
-    assert [one["widths"] for one in compiled["words"] if one["kernel"] == "part_of_flagged"] == [[".128"]]
+    """Else the flag could be newer than the data. ptxas divides a relaxed load of 128 bits into
+    those that are used."""
+    assert [one["widths"] for one in compiled["words"] if one["kernel"] == "part_of_flagged"] == [
+        [".128"]
+    ]

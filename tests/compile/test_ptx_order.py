@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of PTX that is written by hand: each rule, with and without the protection that it looks for."""
+"""What is said of PTX that is written by hand: each rule, with and without the protection that it
+looks for."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def at(module: str, text: str) -> str:
 
 
 def kernel(*lines: str) -> str:
-    files = [f'.file {i} "{PRIMITIVES}/{name}.py"' for i, name in enumerate(("group", "puts", "stores"), 1)]
+    files = [
+        f'.file {i} "{PRIMITIVES}/{name}.py"'
+        for i, name in enumerate(("group", "puts", "stores"), 1)
+    ]
     return "\n".join([".entry kernel()", "{", *lines, "ret;", "}", "// -- End function", *files])
 
 
@@ -32,16 +36,27 @@ def jump(targets: str) -> tuple[str, ...]:
     return f"$L_brx_0: .branchtargets {targets};", STORE, "brx.idx %r1, $L_brx_0;"
 
 
-PUT = (at("puts", "tdl.putmem_signal_nbi_block(landing"), BARRIER, "ld.b32 %r9, [%rd9];", ".loc 9 0 0")
+PUT = (
+    at("puts", "tdl.putmem_signal_nbi_block(landing"),
+    BARRIER,
+    "ld.b32 %r9, [%rd9];",
+    ".loc 9 0 0",
+)
 PUBLISHED = at("group", "tdl.block_and(")
 ELSEWHERE = at("stores", "tdl.st_release(theirs")
-SAID, HEARD, LEFT = (at("group", f"def {name}(") for name in ("say_done", "wait_until_done", "leaves_last"))
+SAID, HEARD, LEFT = (
+    at("group", f"def {name}(") for name in ("signal_done", "wait_until_done", "leaves_last")
+)
 RULES = ptx_order.RULES
 ORDERS = {rule: meaning for rule, (_, meaning) in ptx_order.ORDERS.items()}
 BY_DESCRIPTOR = "@%p1 cp.async.bulk.tensor.2d.{} [%rd1, {{%r1, %r2}}], [%r3];"
 SENT = BY_DESCRIPTOR.format("global.shared::cta.bulk_group")
 FETCHED = BY_DESCRIPTOR.format("shared::cluster.global.mbarrier::complete_tx::bytes")
-COMPLETED, READ, FENCE = "cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;", "fence.proxy.async.global;"
+COMPLETED, READ, FENCE = (
+    "cp.async.bulk.wait_group 0;",
+    "cp.async.bulk.wait_group.read 0;",
+    "fence.proxy.async.global;",
+)
 NVSHMEM_3_7 = ".visible .const .align 4 .b8 nvshmemi_device_lib_version_d[12] = {3, 0, 0, 0, 7, 0, 0, 0, 2};\n"
 NVSHMEM_3_8 = NVSHMEM_3_7.replace("7, 0, 0, 0, 2", "8")  # trailing zeros are left out
 NVSHMEM_3_9 = NVSHMEM_3_7.replace("7,", "9,")
@@ -52,7 +67,10 @@ NVSHMEM_3_9 = NVSHMEM_3_7.replace("7,", "9,")
     [
         ((STORE, BARRIER, RELEASE), []),
         ((STORE, RELEASE), [RULES["store", "release"]]),
-        (("st.relaxed.sys.global.v4.b32 [%rd1], {%r1, %r2, %r3, %r4};", RELEASE), [RULES["store", "release"]]),
+        (
+            ("st.relaxed.sys.global.v4.b32 [%rd1], {%r1, %r2, %r3, %r4};", RELEASE),
+            [RULES["store", "release"]],
+        ),
         ((LOAD, BARRIER, RELEASE), []),
         ((LOAD, RELEASE), [RULES["load", "release"]]),
         ((RELEASE, LOAD), []),
@@ -61,20 +79,32 @@ NVSHMEM_3_9 = NVSHMEM_3_7.replace("7,", "9,")
         ((WAIT, LOAD), [RULES["wait", "load"]]),
         ((WAIT, RELEASE), [RULES["wait", "release"]]),
         ((STORE, BARRIER, *PUT), []),
-        ((STORE, *PUT), [RULES["store", "put"]]),  # the barrier inside a put is NVSHMEM's, and no promise
+        # the barrier inside a put is NVSHMEM's, and no promise
+        ((STORE, *PUT), [RULES["store", "put"]]),
         ((WAIT, *PUT), [RULES["wait", "put"]]),
         ((WORDS, *PUT), [RULES["flagged", "put"]]),
         ((*jump("$L__BB0_1, $L__BB0_1"), "$L__BB0_1:", BARRIER, "$L__BB0_2:", RELEASE), []),
-        ((*jump("$L__BB0_1, $L__BB0_2"), "$L__BB0_1:", BARRIER, "$L__BB0_2:", RELEASE), [RULES["store", "release"]]),
+        (
+            (*jump("$L__BB0_1, $L__BB0_2"), "$L__BB0_1:", BARRIER, "$L__BB0_2:", RELEASE),
+            [RULES["store", "release"]],
+        ),
         (("atom.global.gpu.relaxed.add.u32 %r1, [%rd1], 1;",), [ptx_order.NARROW]),
-        (("atom.global.add.u32 %r1, [%rd1], 1;",), [ptx_order.NARROW]),  # relaxed and of this GPU, if it says nothing
+        # relaxed and of this GPU, if it says nothing
+        (("atom.global.add.u32 %r1, [%rd1], 1;",), [ptx_order.NARROW]),
         (("atom.global.sys.relaxed.add.u32 %r1, [%rd1], 1;",), []),
         (("st.release.gpu.global.b64 [%rd1], %rd2;",), [ptx_order.NARROW]),
         (("ld.acquire.gpu.global.b64 %rd2, [%rd1];",), [ptx_order.NARROW]),
         (("st.relaxed.gpu.global.b64 [%rd1], %rd2;",), [ptx_order.NARROW]),
         (("membar.gl;",), [ptx_order.NARROW]),
         (("fence.acq_rel.gpu;",), [ptx_order.NARROW]),
-        (("fence.acq_rel.sys;", "fence.proxy.async.global;", "atom.shared.add.u32 %r1, [%r2], 1;"), []),
+        (
+            (
+                "fence.acq_rel.sys;",
+                "fence.proxy.async.global;",
+                "atom.shared.add.u32 %r1, [%r2], 1;",
+            ),
+            [],
+        ),
         ((PUBLISHED, "st.release.gpu.global.b64 [%rd1], %rd2;"), []),
         ((PUBLISHED, "st.release.cta.global.b64 [%rd1], %rd2;"), [ptx_order.NARROW]),
         ((ELSEWHERE, "st.release.gpu.global.b64 [%rd1], %rd2;"), [ptx_order.NARROW]),
@@ -82,10 +112,14 @@ NVSHMEM_3_9 = NVSHMEM_3_7.replace("7,", "9,")
         ((SAID, "atom.global.gpu.release.add.u32 %r1, [%rd1], 1;"), []),
         ((SAID, "atom.global.gpu.relaxed.add.u32 %r1, [%rd1], 1;"), [ptx_order.UNORDERED]),
         ((HEARD, "ld.acquire.gpu.global.b32 %r1, [%rd1];"), []),
+        ((HEARD, "barrier.cta.red.and.pred all, 0, mine;"), []),
         ((HEARD, "ld.relaxed.gpu.global.b32 %r1, [%rd1];"), [ptx_order.UNORDERED]),
         ((LEFT, "atom.global.gpu.acq_rel.add.u32 %r1, [%rd1], 1;"), []),
         ((LEFT, "atom.global.gpu.release.add.u32 %r1, [%rd1], 1;"), [ptx_order.UNORDERED]),
-        (("cp.async.cg.shared.global [%r1], [%rd1], 16;", BARRIER, RELEASE), [ptx_order.ASYNCHRONOUS]),
+        (
+            ("cp.async.cg.shared.global [%r1], [%rd1], 16;", BARRIER, RELEASE),
+            [ptx_order.ASYNCHRONOUS],
+        ),
         ((SENT, "cp.async.bulk.commit_group;", COMPLETED, BARRIER, RELEASE), []),
         ((SENT, BARRIER, RELEASE), [ORDERS["descriptor store", "release"]]),
         ((SENT, READ, BARRIER, RELEASE), [ORDERS["descriptor store", "release"]]),
@@ -104,7 +138,9 @@ def test_order_is_seen(lines: tuple[str, ...], problems: list[str]) -> None:
 def test_tables_of_functions_that_are_called_are_others() -> None:
     """Each function counts its own from 0, and their labels are not the kernel's."""
     text = kernel(*jump("$L__BB0_1, $L__BB0_1"), "$L__BB0_1:", RELEASE)
-    called = ".func called()\n{\n$L_brx_0: .branchtargets $L__BB1_7, $L__BB1_8;\n}\n// -- End function\n"
+    called = (
+        ".func called()\n{\n$L_brx_0: .branchtargets $L__BB1_7, $L__BB1_8;\n}\n// -- End function\n"
+    )
     assert ptx_order.problems(text) == [RULES["store", "release"]]
     assert ptx_order.problems(text + "\n" + called) == [RULES["store", "release"]]
     assert ptx_order.problems(NVSHMEM_3_7 + text + "\n" + called) == [RULES["store", "release"]]
@@ -116,7 +152,13 @@ AGREE = "// begin inline asm\nbarrier.cta.red.and.pred all, 0, mine; selp.u32 %r
 POLLED = WAIT.replace("@again", "mov.b32 %r1, 1;\n@again") + "\nsetp.eq.s32 %p1, %r1, 0;"
 INSIDE = ("@%p1 bra $L__BB0_1;", BARRIER, "$L__BB0_1:")
 AFTER = ("@%p1 bra $L__BB0_1;", STORE, "$L__BB0_1:", BARRIER)
-CHOICE = ("mov.b32 %r3, 0;", "@%p1 bra $L__BB0_1;", "mov.b32 %r3, 1;", "$L__BB0_1:", "setp.eq.s32 %p1, %r3, 0;")
+CHOICE = (
+    "mov.b32 %r3, 0;",
+    "@%p1 bra $L__BB0_1;",
+    "mov.b32 %r3, 1;",
+    "$L__BB0_1:",
+    "setp.eq.s32 %p1, %r3, 0;",
+)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +178,9 @@ CHOICE = ("mov.b32 %r3, 0;", "@%p1 bra $L__BB0_1;", "mov.b32 %r3, 1;", "$L__BB0_
         ((THREAD, "$L__BB0_1:", BARRIER, "@%p1 bra $L__BB0_1;"), True),
     ],
 )
-def test_barriers_that_some_threads_do_not_reach_are_seen(lines: tuple[str, ...], seen: bool) -> None:
+def test_barriers_that_some_threads_do_not_reach_are_seen(
+    lines: tuple[str, ...], seen: bool
+) -> None:
     text = kernel(*"\n".join(lines).splitlines())
     assert ptx_order.divergence(text) == ([ptx_order.DIVERGENT] if seen else [])
 
@@ -145,15 +189,37 @@ def test_barriers_that_some_threads_do_not_reach_are_seen(lines: tuple[str, ...]
 
 POLICY = "ld.const.b32 %r5, [nvshmemi_device_state_d+776];"
 COPY = "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], %r2;"
-OFF = (POLICY, "setp.eq.b32 %p2, %r5, 0;", "@%p2 bra $L__BB0_1;", COPY, "$L__BB0_1:", BARRIER, RELEASE)
+OFF = (
+    POLICY,
+    "setp.eq.b32 %p2, %r5, 0;",
+    "@%p2 bra $L__BB0_1;",
+    COPY,
+    "$L__BB0_1:",
+    BARRIER,
+    RELEASE,
+)
 ON = (
     *(POLICY, "setp.ne.b32 %p2, %r5, 0;", "@%p2 bra $L__BB0_1;", BARRIER, RELEASE, "ret;"),
     *("$L__BB0_1:", COPY, BARRIER, RELEASE),
 )
 INVERTED = (POLICY, "setp.ne.b32 %p1, %r5, 0;", "not.pred %p2, %p1;", *OFF[2:])
 SHARED = (  # a register that has the policy, or 1 on a path that is left out with it
-    *(POLICY, "@%p3 bra $L__BB0_4;", "setp.eq.b32 %p2, %r5, 0;", "@%p2 bra $L__BB0_4;", "mov.b32 %r5, 1;"),
-    *("$L__BB0_4:", "setp.eq.b32 %p4, %r5, 0;", "@%p4 bra $L__BB0_1;", COPY, "$L__BB0_1:", BARRIER, RELEASE),
+    *(
+        POLICY,
+        "@%p3 bra $L__BB0_4;",
+        "setp.eq.b32 %p2, %r5, 0;",
+        "@%p2 bra $L__BB0_4;",
+        "mov.b32 %r5, 1;",
+    ),
+    *(
+        "$L__BB0_4:",
+        "setp.eq.b32 %p4, %r5, 0;",
+        "@%p4 bra $L__BB0_1;",
+        COPY,
+        "$L__BB0_1:",
+        BARRIER,
+        RELEASE,
+    ),
 )
 NOT_TAKEN = (POLICY, "setp.ne.b32 %p2, %r5, 0;", "@!%p2 bra $L__BB0_1;", *OFF[3:])
 
@@ -165,7 +231,9 @@ def changed(lines: tuple[str, ...], given: str, other: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("version", [NVSHMEM_3_7, NVSHMEM_3_8])
 @pytest.mark.parametrize("lines", [OFF, ON, INVERTED, NOT_TAKEN, SHARED])
-def test_copies_behind_nvshmems_policy_are_not_reached(version: str, lines: tuple[str, ...]) -> None:
+def test_copies_behind_nvshmems_policy_are_not_reached(
+    version: str, lines: tuple[str, ...]
+) -> None:
     assert ptx_order.problems(version + kernel(*lines)) == []
 
 
@@ -177,11 +245,13 @@ def test_copies_behind_nvshmems_policy_are_not_reached(version: str, lines: tupl
         (NVSHMEM_3_7, changed(OFF, "+776", "+772")),  # another word of the state
         (NVSHMEM_3_7, changed(OFF, "setp.eq", "setp.ne")),
         (NVSHMEM_3_7, changed(OFF, "@%p2", "@!%p2")),
-        (NVSHMEM_3_7, (*OFF[:2], "setp.eq.b32 %p2, %r6, 0;", *OFF[2:])),  # the predicate may be another
+        # the predicate may be another
+        (NVSHMEM_3_7, (*OFF[:2], "setp.eq.b32 %p2, %r6, 0;", *OFF[2:])),
         (NVSHMEM_3_7, (OFF[0], "mov.b32 %r5, %r6;", *OFF[1:])),
         (NVSHMEM_3_7, (OFF[0], "mov.b32 %r5, 1;", *OFF[1:])),
         (NVSHMEM_3_7, (OFF[0], "add.s32 %r5, %r5, %r6;", *OFF[1:])),
-        (NVSHMEM_3_7, (OFF[0], "@%p7 bra $L__BB0_5;", "mov.b32 %r5, 2;", "$L__BB0_5:", *OFF[1:])),  # on some path
+        # on some path
+        (NVSHMEM_3_7, (OFF[0], "@%p7 bra $L__BB0_5;", "mov.b32 %r5, 2;", "$L__BB0_5:", *OFF[1:])),
         (NVSHMEM_3_9, OFF),  # nobody has looked where its policy is
         ("", OFF),
     ],
@@ -206,5 +276,7 @@ def test_barriers_around_copies_that_are_not_reached() -> None:
         (("ld.relaxed.gpu.b32 %r7, [%rd5];",), [ptx_order.NARROW]),
     ],
 )
-def test_loads_of_nvshmems_own_words_of_this_gpu(lines: tuple[str, ...], problems: list[str]) -> None:
+def test_loads_of_nvshmems_own_words_of_this_gpu(
+    lines: tuple[str, ...], problems: list[str]
+) -> None:
     assert ptx_order.problems(kernel(*lines)) == problems

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Libraries that train on backend "tdcoll", where they are installed, and programs after public reports of bugs."""
+"""Libraries that train on backend "tdcoll", where they are installed, and programs after public
+reports of bugs."""
 
 from __future__ import annotations
 
@@ -30,8 +31,12 @@ def test_a_client_trains_as_one_process_would(launch: Launch, client: str) -> No
         pytest.skip(f"{package} is not installed")
     imported = python("-c", f"import {package}")
     if imported.returncode != 0:
-        pytest.skip(f"{package} cannot be imported here: {imported.stderr.strip().splitlines()[-1]}")
-    done = launch("--simulate", "--nproc", "2", str(WORKERS / "clients_job.py"), client, timeout=280)
+        pytest.skip(
+            f"{package} cannot be imported here: {imported.stderr.strip().splitlines()[-1]}"
+        )
+    done = launch(
+        "--simulate", "--nproc", "2", str(WORKERS / "clients_job.py"), client, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f"{client}: done") == 2
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who handles a call, and the fast path of repeated calls; with stand-ins for handlers and for a GPU."""
+"""Who handles a call, and the fast path of repeated calls; with stand-ins for handlers and for a
+GPU."""
 
 from __future__ import annotations
 
@@ -26,12 +27,15 @@ from tdcoll.testing import World
 
 @pytest.fixture
 def cuda(monkeypatch) -> Any:
-    """In the place of a GPU, whose stream 7 is the current one; ``told`` are launches and streams that become current.
+    """In the place of a GPU, whose stream 7 is the current one; ``told`` are launches and streams
+    that become current.
 
     tests/workers/distributed_groups_checks.py shows the order of streams on GPUs."""
     gpu = SimpleNamespace(told=[], current=7, device=0, capturing=False, error=None)
     queue = Queue(None)  # type: ignore[arg-type]
-    queue.stream = SimpleNamespace(stream_id=5, device_index=0, device_type=1, device=torch.device("cuda", 0))
+    queue.stream = SimpleNamespace(
+        stream_id=5, device_index=0, device_type=1, device=torch.device("cuda", 0)
+    )
 
     def launch() -> str:
         gpu.told.append("launch")
@@ -41,8 +45,12 @@ def cuda(monkeypatch) -> Any:
 
     event = SimpleNamespace(record=lambda stream: None, wait=lambda stream: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: gpu.device, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (gpu.current, index, 1), raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda number, *of: gpu.told.append(number), raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentStream", lambda index: (gpu.current, index, 1), raising=False
+    )
+    monkeypatch.setattr(
+        torch._C, "_cuda_setStream", lambda number, *of: gpu.told.append(number), raising=False
+    )
     monkeypatch.setattr("tdcoll.distributed.queues.new_event", lambda: event)
     monkeypatch.setattr(torch.cuda, "Stream", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
@@ -52,7 +60,8 @@ def cuda(monkeypatch) -> Any:
 
 
 def test_nothing_runs_beside_another_device_or_a_capture(cuda) -> None:
-    """From another device, since setting a stream sets the device, and where a graph is captured."""
+    """From another device, since setting a stream sets the device, and where a graph is
+    captured."""
     for cuda.device, cuda.capturing in ((1, False), (0, True)):
         assert cuda.call() is None
         assert cuda.told == []
@@ -64,7 +73,11 @@ def test_nothing_runs_beside_another_device_or_a_capture(cuda) -> None:
 @pytest.mark.parametrize("error", [None, RuntimeError("of the driver")])
 def test_what_runs_beside_leaves_the_current_stream(error: Exception | None, cuda) -> None:
     cuda.error = error
-    with contextlib.nullcontext() if error is None else pytest.raises(RuntimeError, match="of the driver"):
+    with (
+        contextlib.nullcontext()
+        if error is None
+        else pytest.raises(RuntimeError, match="of the driver")
+    ):
         assert cuda.call() == "launched"
     assert cuda.told == [5, "launch", 7]
 
@@ -167,13 +180,13 @@ def test_a_call_whose_context_was_replaced_is_prepared_again(pe: int, captured: 
     """Also if the old context stays, because a graph uses it."""
     gathers = Gathers(new_group())
     gathers.call()
-    pool = gathers.group.handlers[KIND].pool
-    first = pool.context
+    implicit = gathers.group.handlers[KIND].implicit
+    first = implicit.context
     first.captured = captured
     larger = first.max_bytes_per_rank // 4 + 1
     gathers.call(larger)
     assert gathers.made(larger)
-    assert pool.context is not first
+    assert implicit.context is not first
     for _ in range(2):
         gathers.call()
         assert gathers.made()
@@ -219,9 +232,12 @@ def test_an_asynchronous_call_on_cpus_is_left_to_the_queue(busy: bool, monkeypat
 
 
 def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | None]) -> Dispatcher:
-    """A group whose tdcoll never handles what is large, a product or of fp64, and says ``now`` when it is prepared."""
+    """A group whose tdcoll never handles what is large, a product or of fp64, and says ``now`` when
+    it is prepared."""
     kinds = "all_gather", "all_reduce"
-    agreed: Any = SimpleNamespace(kinds=kinds, reason="", job=None, rank=0, ranks=(0, 1), name="0", options=Options())
+    agreed: Any = SimpleNamespace(
+        kinds=kinds, reason="", job=None, rank=0, ranks=(0, 1), name="0", options=Options()
+    )
     nccl = SimpleNamespace(_allgather_base=lambda out, tensor, opts: "fell back")
     group = SimpleNamespace(_get_backend=lambda device: nccl)
     dispatcher = Dispatcher(agreed, Fallback(group, {"cpu": "nccl"}))
@@ -232,7 +248,11 @@ def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | Non
         asked.append((tuple(tensor.shape), tuple(out.shape), call.op))
         if any(part.layout != torch.strided for part in (tensor, out)):
             return "not strided"
-        if call.op == "prod" or torch.float64 in (tensor.dtype, out.dtype) or "meta" in (tensor.device.type,):
+        if (
+            call.op == "prod"
+            or torch.float64 in (tensor.dtype, out.dtype)
+            or "meta" in (tensor.device.type,)
+        ):
             return "never"
         return "too large" if max(tensor.shape[0], out.shape[0]) > 8 else None
 
@@ -245,7 +265,9 @@ def dispatcher_that_asks(monkeypatch: Any, asked: list[Any], now: list[str | Non
     return dispatcher
 
 
-def call_one(dispatcher: Dispatcher, tensor: torch.Tensor, out: torch.Tensor, op: str | None = None) -> Any:
+def call_one(
+    dispatcher: Dispatcher, tensor: torch.Tensor, out: torch.Tensor, op: str | None = None
+) -> Any:
     return dispatcher.call_one(
         ALL_GATHER_SINGLE, out, tensor, op, SimpleNamespace(asyncOp=False, timeout=UNSET_TIMEOUT)
     )
@@ -254,7 +276,9 @@ def call_one(dispatcher: Dispatcher, tensor: torch.Tensor, out: torch.Tensor, op
 def test_a_call_like_one_that_fell_back_falls_back_by_the_fast_path(monkeypatch) -> None:
     asked: list[Any] = []
     dispatcher = dispatcher_that_asks(monkeypatch, asked, [])
-    assert [call_one(dispatcher, torch.empty(8), torch.empty(16)) for _ in range(3)] == ["fell back"] * 3
+    assert [call_one(dispatcher, torch.empty(8), torch.empty(16)) for _ in range(3)] == [
+        "fell back"
+    ] * 3
     assert asked == [((8,), (16,), None)]
     assert dispatcher.counts == {("all_gather", "nccl", "too large"): 3}
 
@@ -272,7 +296,9 @@ def test_a_call_like_one_that_fell_back_falls_back_by_the_fast_path(monkeypatch)
         (lambda: (torch.empty(4), torch.empty(8)), "prod"),
     ],
 )
-def test_a_call_that_is_never_served_says_nothing_of_another(wrong: Any, op: str | None, monkeypatch) -> None:
+def test_a_call_that_is_never_served_says_nothing_of_another(
+    wrong: Any, op: str | None, monkeypatch
+) -> None:
     """On one rank it may have been a mistake, which the other ranks have not made."""
     dispatcher = dispatcher_that_asks(monkeypatch, [], [None])
     assert call_one(dispatcher, *wrong(), op) == "fell back"
@@ -282,15 +308,21 @@ def test_a_call_that_is_never_served_says_nothing_of_another(wrong: Any, op: str
 def test_what_is_in_the_way_for_now_is_not_remembered(monkeypatch) -> None:
     now: list[str | None] = ["inside of a coalescing block", None]
     dispatcher = dispatcher_that_asks(monkeypatch, [], now)
-    assert [call_one(dispatcher, torch.empty(4), torch.empty(8)) for _ in range(2)] == ["fell back", "handled"]
+    assert [call_one(dispatcher, torch.empty(4), torch.empty(8)) for _ in range(2)] == [
+        "fell back",
+        "handled",
+    ]
     assert now == []
 
 
 def test_shapes_that_cannot_be_remembered(monkeypatch) -> None:
-    """A nested tensor has none, and a symbolic number, of a tensor without values, is no key of a dictionary."""
+    """A nested tensor has none, and a symbolic number, of a tensor without values, is no key of a
+    dictionary."""
     dispatcher = dispatcher_that_asks(monkeypatch, [], [])
     monkeypatch.setattr(dispatcher, "_unsupported", lambda kind, call: "never")
-    symbolic = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(5, 7), static_shapes=False)
+    symbolic = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(
+        torch.empty(5, 7), static_shapes=False
+    )
     for tensor in (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), symbolic):
         assert [call_one(dispatcher, tensor, tensor) for _ in range(2)] == ["fell back"] * 2
     without = ("all_gather", "no backend", "a tensor without values")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backend "tdcoll" and sparse gradients: jobs beside their checks of ``workers``, and what one rank shows alone."""
+"""Backend "tdcoll" and sparse gradients: jobs beside their checks of ``workers``, and what one rank
+shows alone."""
 
 from __future__ import annotations
 
@@ -64,13 +65,17 @@ def test_pytorchs_own_case_of_a_timeout(launch: Launch) -> None:
         ("inner", "gloo"),  # whose words depend on how it notices
     ],
 )
-def test_a_rank_killed_in_training_ends_the_others_waits(launch: Launch, when: str, words: str) -> None:
+def test_a_rank_killed_in_training_ends_the_others_waits(
+    launch: Launch, when: str, words: str
+) -> None:
     # torchrun ends the survivors when it next looks: they must have timed out by then.
     script = str(WORKERS / "killed_rank.py")
     done = launch("--simulate", "--nproc", "3", "--monitor-interval", "25", script, when, "1")
     assert done.returncode != 0
     for survivor in (0, 2):
-        said = re.search(rf"rank {survivor} after (\d+) s: .*{words.format(rank=survivor)}", done.stderr)
+        said = re.search(
+            rf"rank {survivor} after (\d+) s: .*{words.format(rank=survivor)}", done.stderr
+        )
         assert said, done.stderr
         assert int(said[1]) <= 15  # of 3; for other processes on the same cores
         # The other survivor may be late as well, because it has noticed later.
@@ -81,7 +86,8 @@ def test_a_rank_killed_in_training_ends_the_others_waits(launch: Launch, when: s
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["backend_beside.py", "finish_left_out.py"])
 def test_jobs_that_end_well(launch: Launch, script: str) -> None:
-    """Beside another backend; and where a reducer's finish is left out, whose calls wait for ranks that don't come."""
+    """Beside another backend; and where a reducer's finish is left out, whose calls wait for ranks
+    that don't come."""
     done = launch("--simulate", "--nproc", "2", str(WORKERS / script))
     assert done.returncode == 0, done.stdout + done.stderr
     assert script != "backend_beside.py" or done.stdout.count("done") == 2
@@ -89,7 +95,8 @@ def test_jobs_that_end_well(launch: Launch, script: str) -> None:
 
 @pytest.mark.slow
 def test_many_calls_leave_nothing_behind(launch: Launch) -> None:
-    """In memory, open files, threads, and keys of the store. 20,000 calls take 5 minutes on two cores."""
+    """In memory, open files, threads, and keys of the store. 20,000 calls take 5 minutes on two
+    cores."""
     soak = ("--simulate", "--nproc", "2", str(WORKERS / "backend_soak.py"), "2000")
     done = launch(*soak, timeout=300, env={"PYTHONMALLOC": "malloc"})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -101,7 +108,9 @@ def test_a_leak_is_found(launch: Launch) -> None:
     soak = ("--simulate", "--nproc", "2", str(WORKERS / "backend_soak.py"), "800", "leak")
     done = launch(*soak, env={"PYTHONMALLOC": "malloc"})
     assert done.returncode != 0
-    assert re.search(r"memory grows by at least \d+ KiB in every 208 calls", done.stderr), done.stderr
+    assert re.search(r"memory grows by at least \d+ KiB in every 208 calls", done.stderr), (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,12 +154,15 @@ dist.destroy_process_group()
 
 
 def test_without_gpu_or_simulator_all_is_the_inner_groups() -> None:
-    done = python("-W", "ignore", "-c", ALONE, without=["TRITON_INTERPRET"], CUDA_VISIBLE_DEVICES="")
+    done = python(
+        "-W", "ignore", "-c", ALONE, without=["TRITON_INTERPRET"], CUDA_VISIBLE_DEVICES=""
+    )
     assert done.returncode == 0, done.stderr
     for kind in KINDS:
         assert f"  {kind}: fallback backend; no GPU, and not the simulator" in done.stdout
     assert "by tdcoll" not in done.stdout
-    assert "gloo (cpu) handles all calls of group" in done.stderr  # a warning: it is not what was asked for
+    # a warning: it is not what was asked for
+    assert "gloo (cpu) handles all calls of group" in done.stderr
 
 
 @pytest.mark.parametrize(("share_gpus", "name"), [(True, "gloo"), (False, "nccl")])
@@ -169,8 +181,13 @@ def test_inner_backends_on_gpus(monkeypatch, share_gpus: bool, name: str) -> Non
             registered[device.type] = str(kind).rpartition(".")[2]
 
     monkeypatch.setattr(lifecycle, "may_share_gpus", lambda: share_gpus)
-    found = add_backends((Group(),), dist.HashStore(), 0, 1, timedelta(seconds=5), "0", [], None, False, print, None)
-    assert {device: backend for device, (backend, _) in found.items()} == {"cpu": "gloo", "cuda": name}
+    found = add_backends(
+        (Group(),), dist.HashStore(), 0, 1, timedelta(seconds=5), "0", [], None, False, print, None
+    )
+    assert {device: backend for device, (backend, _) in found.items()} == {
+        "cpu": "gloo",
+        "cuda": name,
+    }
     assert registered == {"default": name.upper(), "cpu": "GLOO", "cuda": name.upper()}
 
 
@@ -178,7 +195,9 @@ def test_inner_backends_on_gpus(monkeypatch, share_gpus: bool, name: str) -> Non
     ("current", "local_rank", "share", "device"),
     [(0, "3", "1", 1), (0, "2", "1", 0), (0, "1", "0", 1), (0, "3", "0", 0), (1, "2", "1", 1)],
 )
-def test_device_of_a_rank(monkeypatch, current: int, local_rank: str, share: str, device: int) -> None:
+def test_device_of_a_rank(
+    monkeypatch, current: int, local_rank: str, share: str, device: int
+) -> None:
     monkeypatch.setattr(lifecycle, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -249,10 +268,17 @@ def test_serves_by_the_environment(alone, monkeypatch) -> None:
     monkeypatch.setenv(HANDLES, "barrier, all_gather")
     group = alone()
     monkeypatch.delenv(HANDLES)  # it counts when the group is made
-    assert "  sparse_all_reduce: fallback backend; configured kinds: barrier, all_gather" in explain(group)
+    assert (
+        "  sparse_all_reduce: fallback backend; configured kinds: barrier, all_gather"
+        in explain(group)
+    )
     assert "  all_gather: fallback backend; one rank" in explain(group)
     options = Options(handles="barrier"), type("OfNCCL", (), {"__module__": "torch.distributed"})()
-    for given, handles in ((None, "barrier, all_gather"), (options[0], "barrier"), (options[1], "barrier, all_gather")):
+    for given, handles in (
+        (None, "barrier, all_gather"),
+        (options[0], "barrier"),
+        (options[1], "barrier, all_gather"),
+    ):
         split = group.split_group([0], opts=given, group_name=f"split with {given}")
         assert split.dispatcher.agreed.options.handles == handles
         assert split.dispatcher.agreed.options.nccl is (given if given is options[1] else None)
@@ -269,7 +295,12 @@ def test_nothing_is_joined_for_nothing(alone, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("text", "kinds"),
-    [("all", KINDS), ("none", ()), ("barrier,all_gather", ("all_gather", "barrier")), ("ALL_GATHER", ("all_gather",))],
+    [
+        ("all", KINDS),
+        ("none", ()),
+        ("barrier,all_gather", ("all_gather", "barrier")),
+        ("ALL_GATHER", ("all_gather",)),
+    ],
 )
 def test_kinds(text: str, kinds: tuple[str, ...], monkeypatch) -> None:
     assert Options(handles=text).kinds == kinds
@@ -296,12 +327,17 @@ def test_options_out_of_range() -> None:
 
 
 def test_no_call_goes_on_to_c_plus_plus_with_the_gil_held() -> None:
-    """Every method that PyTorch's trampoline looks for is a Python function here: see `_pass_on`."""
+    """Every method that PyTorch's trampoline looks for is a Python function here: see
+    `_pass_on`."""
     header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
     text = header.read_text(encoding="utf-8").partition("using ProcessGroup::ProcessGroup;")[2]
     looked_for = set(re.findall(r"c10::intrusive_ptr<Work> (\w+)\(", text))
     assert {"allreduce", "broadcast", "send", "recv", "reduce_scatter"} <= looked_for
-    held = {name for name in looked_for if not inspect.isfunction(getattr(distributed.TdcollProcessGroup, name))}
+    held = {
+        name
+        for name in looked_for
+        if not inspect.isfunction(getattr(distributed.TdcollProcessGroup, name))
+    }
     assert held == set()
 
 
@@ -317,7 +353,9 @@ def test_every_kind_of_call_is_explained(alone) -> None:
     group = alone()
     text = explain(group)
     for kind in KINDS:
-        by = "tdcoll; sum and mean" if kind == "sparse_all_reduce" else "fallback backend; one rank$"
+        by = (
+            "tdcoll; sum and mean" if kind == "sparse_all_reduce" else "fallback backend; one rank$"
+        )
         assert re.search(rf"^  {kind}: {by}", text, re.MULTILINE), text
     group.dispatcher.ranks = (0, 1)  # type: ignore[attr-defined]
     for kind in KINDS:
@@ -341,7 +379,8 @@ def test_kinds_without_blocks_are_explained(alone, monkeypatch) -> None:
 
 
 def test_tensors_that_wrap_others(alone) -> None:
-    """Those without memory are refused, as by gloo; results of functional collectives are waited for."""
+    """Those without memory are refused, as by gloo; results of functional collectives are waited
+    for."""
     alone()
     tensor, wrapper = torch.arange(3.0), Wrapped(torch.ones(3))
     for call in (
@@ -350,7 +389,9 @@ def test_tensors_that_wrap_others(alone) -> None:
         lambda: dist.all_to_all_single(wrapper, tensor, [3], [3]),
         lambda: distributed.all_reduce(wrapper),
     ):
-        with pytest.raises(NotImplementedError, match=r"memory of its own; got Wrapped, .* DTensor"):
+        with pytest.raises(
+            NotImplementedError, match=r"memory of its own; got Wrapped, .* DTensor"
+        ):
             call()
     for reduce in (dist.all_reduce, distributed.all_reduce):
         gathered = all_gather_tensor(tensor, 0, dist.group.WORLD)
@@ -390,10 +431,13 @@ def test_the_backend_is_registered() -> None:
 
 
 def test_errors_of_a_queue_reach_those_who_wait() -> None:
-    """In the order of the tasks, as errors, also for C++, to which a *set* exception would be a value."""
+    """In the order of the tasks, as errors, also for C++, to which a *set* exception would be a
+    value."""
 
     def fail() -> list[torch.Tensor]:
-        raise tdcoll.CollectiveTimeout(rank=0, peer=3, signal=1, epoch=2, expected=2, seen=0, timeout_s=1)
+        raise tdcoll.CollectiveTimeout(
+            rank=0, peer=3, signal=1, epoch=2, expected=2, seen=0, timeout_s=1
+        )
 
     queue, calls = Queue(None), [QueuedCall(make) for make in (fail, lambda: [torch.ones(1)])]  # type: ignore[arg-type]
     bad, good = map(TaskWork, calls)

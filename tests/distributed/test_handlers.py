@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues of asynchronous calls, and lists of sparse tensors: how many one call takes, and one at a time."""
+"""Queues of asynchronous calls, and lists of sparse tensors: how many one call takes, and one at a
+time."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.distributed import Options, queues, sparse
 from tdcoll.distributed.call import Call
-from tdcoll.distributed.handlers import Members
+from tdcoll.distributed.handlers import GroupInfo
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.distributed.work import record_streams
@@ -30,7 +31,9 @@ def new_queue() -> Queue:
     return Queue(None)  # type: ignore[arg-type]
 
 
-def telling(queue: Queue, told: list[Any], what: Any, until: threading.Event | None = None) -> TaskWork:
+def telling(
+    queue: Queue, told: list[Any], what: Any, until: threading.Event | None = None
+) -> TaskWork:
     """A call that says so when it is made."""
 
     def make() -> list[torch.Tensor]:
@@ -103,14 +106,22 @@ def test_callbacks_that_wait_for_each_other_end() -> None:
 
         return then
 
-    futures = [work.get_future().then(waits_for(other)) for work, other in zip(works, reversed(queues), strict=True)]
+    futures = [
+        work.get_future().then(waits_for(other))
+        for work, other in zip(works, reversed(queues), strict=True)
+    ]
     go.set()
     for future in futures:
         future.wait()
-    assert sorted(ended) == ["a callback cannot wait for a call that is made when the callback has ended", "waited"]
+    assert sorted(ended) == [
+        "a callback cannot wait for a call that is made when the callback has ended",
+        "waited",
+    ]
 
 
-def test_a_queue_goes_on_when_a_future_cannot_be_set(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_queue_goes_on_when_a_future_cannot_be_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     queue, go, told = new_queue(), threading.Event(), list[Any]()
     first = telling(queue, told, "first", go)
     assert first.get_future() is not None
@@ -126,7 +137,9 @@ def test_a_future_that_is_asked_for_late() -> None:
     queue, seen = new_queue(), []
     made = telling(queue, [], "only")
     made.wait()
-    made.get_future().then(lambda done: seen.append((done.value()[0].item(), threading.current_thread()))).wait()
+    made.get_future().then(
+        lambda done: seen.append((done.value()[0].item(), threading.current_thread()))
+    ).wait()
     assert seen == [(1.0, threading.current_thread())]
 
 
@@ -154,8 +167,12 @@ def test_an_undelivered_error_is_logged_once(way: str, caplog) -> None:
     assert len(caplog.records) == (way == "dropped early")
     if way != "dropped early":
         del work
-    assert [(record.name, record.levelname) for record in caplog.records] == [("tdcoll", "ERROR")] * ("dropped" in way)
-    assert all("dropped without wait(): ValueError: of the call" in line for line in caplog.messages)
+    assert [(record.name, record.levelname) for record in caplog.records] == [
+        ("tdcoll", "ERROR")
+    ] * ("dropped" in way)
+    assert all(
+        "dropped without wait(): ValueError: of the call" in line for line in caplog.messages
+    )
     del future
 
 
@@ -164,7 +181,7 @@ ROWS, WIDTH = 256, 64
 
 def handler() -> SparseAllReduce:
     job = runtime.current()
-    members = Members(job, tuple(range(job.world_size)), job.timeout_s, Options())
+    members = GroupInfo(job, tuple(range(job.world_size)), job.timeout_s, Options())
     return SparseAllReduce(members, Queue(job.control.part("sparse")))
 
 
@@ -187,12 +204,17 @@ def test_the_first_context_has_the_capacity_for_the_largest_tensor() -> None:
     World(2).run(host)
 
 
-def test_a_list_for_which_the_heap_has_no_room_takes_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks split alike, also if one has few rows, and later lists begin with as many tensors as have fitted."""
+def test_a_list_for_which_the_heap_has_no_room_takes_several_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks split alike, also if one has few rows, and later lists begin with as many tensors
+    as have fitted."""
     taken: dict[int, list[int]] = {0: [], 1: []}
     reduce = sparse.sparse_all_reduce
 
-    def counted(tensors: list[torch.Tensor], op: str, *, ctx: tdcoll.SparseContext) -> list[torch.Tensor]:
+    def counted(
+        tensors: list[torch.Tensor], op: str, *, ctx: tdcoll.SparseContext
+    ) -> list[torch.Tensor]:
         taken[ctx.rank].append(len(tensors))
         return reduce(tensors, op, ctx=ctx)
 
@@ -212,7 +234,9 @@ def test_a_list_for_which_the_heap_has_no_room_takes_several_calls(monkeypatch: 
         assert torch.equal(sums.reduce([every[pe]], "sum")[0].to_dense(), wanted)
         sums.close()
 
-    one = tdcoll.memory_plan({"one": {"max_rows_per_rank": ROWS, "max_row_bytes": 4 * WIDTH}}, world_size=2)
+    one = tdcoll.memory_plan(
+        {"one": {"max_rows_per_rank": ROWS, "max_row_bytes": 4 * WIDTH}}, world_size=2
+    )
     World(2, heap_bytes=3 * one.total).run(host)
     assert taken[0] == taken[1] == [5, 2, 2, 1, 2, 2, 1, 1, 1]
 
@@ -228,12 +252,17 @@ def test_one_thread_at_a_time_uses_the_context(monkeypatch: pytest.MonkeyPatch) 
         return tensors
 
     monkeypatch.setattr(sparse, "sparse_all_reduce", reduce)
-    job: Any = SimpleNamespace(through=lambda control: contextlib.nullcontext(), simulated=False, rank=0)
+    job: Any = SimpleNamespace(
+        through=lambda control: contextlib.nullcontext(), simulated=False, rank=0
+    )
     queue = Queue(SimpleNamespace())  # type: ignore[arg-type]
-    sums = SparseAllReduce(Members(job, (0,), 1.0, Options()), queue)
+    sums = SparseAllReduce(GroupInfo(job, (0,), 1.0, Options()), queue)
     sums.context = SimpleNamespace(device=torch.device("meta"))  # type: ignore[assignment]
     results: list[Any] = []
-    threads = [threading.Thread(target=lambda: results.append(sums.reduce([table(0)], "sum"))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: results.append(sums.reduce([table(0)], "sum")))
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

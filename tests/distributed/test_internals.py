@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's internals: this PyTorch has them, nothing else uses them, and a PyTorch without them is warned of."""
+"""PyTorch's internals: this PyTorch has them, nothing else uses them, and a PyTorch without them is
+warned of."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_this_pytorch_has_them() -> None:
 
 def test_nothing_else_replaces_or_resets_what_is_pytorchs() -> None:
     """Nor looks for objects among all that there are, but for the simulator's reports."""
-    found = re.compile(r"__code__ =|group_count|get_objects|set_code_exec_strategy|_ddp_params_and_buffers_to_ignore")
+    found = re.compile(
+        r"__code__ =|group_count|get_objects|set_code_exec_strategy|_ddp_params_and_buffers_to_ignore"
+    )
     sources = [path for path in (ROOT / "tdcoll").rglob("*.py") if "simulator" not in path.parts]
     users = {path.name for path in sources if found.search(path.read_text(encoding="utf-8"))}
     assert users == {"torch_internals.py"}
@@ -89,7 +92,8 @@ def test_references_of_a_work() -> None:
 
 @pytest.mark.parametrize("batches", [True, False])
 def test_messages_are_one_batch_where_the_backend_has_batches(batches: bool, monkeypatch) -> None:
-    """PyTorch before 2.14 looks at a group's very type. In checks of groups in tests/workers messages arrive."""
+    """PyTorch before 2.14 looks at a group's very type. In checks of groups in tests/workers
+    messages arrive."""
     asked: list[str] = []
 
     class Group(dist.ProcessGroup):
@@ -106,7 +110,10 @@ def test_messages_are_one_batch_where_the_backend_has_batches(batches: bool, mon
     make: Any = Group
     group = make(0, 8)
     monkeypatch.setitem(c10d._world.pg_group_ranks, group, {rank: rank for rank in range(8)})
-    messages = [dist.P2POp(call, torch.ones(1), group=group, group_peer=3) for call in (dist.isend, dist.irecv)]
+    messages = [
+        dist.P2POp(call, torch.ones(1), group=group, group_peer=3)
+        for call in (dist.isend, dist.irecv)
+    ]
     try:
         for _ in range(2):  # also where it has been done before
             torch_internals.batch_messages_of.__wrapped__(Group)
@@ -114,13 +121,17 @@ def test_messages_are_one_batch_where_the_backend_has_batches(batches: bool, mon
     finally:
         function.__code__, function.__globals__["_tdcoll_batch"] = before
     if batches:
-        assert (asked, works) == (["_start_coalescing", "send", "recv", "_end_coalescing"], ["work of _end_coalescing"])
+        assert (asked, works) == (
+            ["_start_coalescing", "send", "recv", "_end_coalescing"],
+            ["work of _end_coalescing"],
+        )
     else:
         assert (asked, works) == (["send", "recv"], ["work of send", "work of recv"])
 
 
 def test_wrappers_are_found_without_a_walk(monkeypatch) -> None:
-    """Those that were made since the watch began, those in the module, and none whose making has failed."""
+    """Those that were made since the watch began, those in the module, and none whose making has
+    failed."""
 
     class Wrapper(nn.Module):
         def __init__(self, name: str, module: nn.Module, fails: bool = False) -> None:
@@ -139,7 +150,8 @@ def test_wrappers_are_found_without_a_walk(monkeypatch) -> None:
     early = Wrapper("early", nn.Linear(1, 1))
     torch_internals._ddp.discard(early)
     torch_internals.watch_ddp()
-    wrappers = [Wrapper("late", model)]  # in a list, because assertions also keep the values of local variables
+    # in a list, because assertions also keep the values of local variables
+    wrappers = [Wrapper("late", model)]
     failed = Wrapper("failed", model, fails=True)
     assert living(model) == {"late"}
     assert living(nn.Sequential(early)) == {"early", "late"}

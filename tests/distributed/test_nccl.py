@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the fallback backend makes NCCL, as each PyTorch makes its backend "nccl". Nothing of NCCL runs here."""
+"""How the fallback backend makes NCCL, as each PyTorch makes its backend "nccl". Nothing of NCCL
+runs here."""
 
 from __future__ import annotations
 
@@ -42,14 +43,24 @@ def _no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c10d, "_DistributedBackendOptions", SimpleNamespace)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(c10d, "_get_default_group", lambda: "the default group")
-    monkeypatch.setattr(fallback, "_split_source", lambda default: SOURCE if default == "the default group" else None)
+    monkeypatch.setattr(
+        fallback,
+        "_split_source",
+        lambda default: SOURCE if default == "the default group" else None,
+    )
     monkeypatch.setattr(fallback, "device_of_this_rank", lambda: torch.device("cuda", 3))
 
 
 def make(
-    plain: Any = None, given: Any = None, split: bool = False, ranks: tuple[int, ...] = (0, 5), device=None
+    plain: Any = None,
+    given: Any = None,
+    split: bool = False,
+    ranks: tuple[int, ...] = (0, 5),
+    device=None,
 ) -> Any:
-    return fallback._nccl(plain, dist.HashStore(), 1, 2, TIMEOUT, "child", list(ranks), given, split, print, device)
+    return fallback._nccl(
+        plain, dist.HashStore(), 1, 2, TIMEOUT, "child", list(ranks), given, split, print, device
+    )
 
 
 @pytest.fixture
@@ -80,12 +91,16 @@ def test_pytorchs_class_before_2_14(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.options.split_from is SOURCE
     assert made.options.split_color == c10d._process_group_color([0, 5])
     assert made.numbered
-    assert make(split=True, ranks=()).options.split_from is None, "the default group has none to split"
+    assert make(split=True, ranks=()).options.split_from is None, (
+        "the default group has none to split"
+    )
     assert make(split=False).options.split_from is None
 
 
 @pytest.mark.usefixtures("before_2_14")
-@pytest.mark.parametrize(("version", "numbered"), [("2.13.1+cu130", True), ("2.14.0", False), ("2.15.0+cu132", False)])
+@pytest.mark.parametrize(
+    ("version", "numbered"), [("2.13.1+cu130", True), ("2.14.0", False), ("2.15.0+cu132", False)]
+)
 def test_calls_are_numbered_by_us_only_where_pytorch_does_not(
     monkeypatch: pytest.MonkeyPatch, version: str, numbered: bool
 ) -> None:
@@ -98,8 +113,11 @@ def test_calls_are_numbered_by_us_only_where_pytorch_does_not(
 def test_a_parents_options_do_not_say_where_nccl_splits(
     by_function: bool, created: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.distributed.split_group passes them, and the parent may itself have been split off another group."""
-    given = SimpleNamespace(split_from="the default group's communicator", is_high_priority_stream=True)
+    """torch.distributed.split_group passes them, and the parent may itself have been split off
+    another group."""
+    given = SimpleNamespace(
+        split_from="the default group's communicator", is_high_priority_stream=True
+    )
     if not by_function:
         monkeypatch.setattr(fallback, "_creator_of_nccl", lambda: None)
     made = make(given=given)
@@ -113,11 +131,22 @@ def test_pytorchs_function_gets_what_pytorch_gives_it(created: list[Any]) -> Non
     plain = SimpleNamespace(bound_device_id=None)
     assert make(plain, split=True) == "made"
     ((asked, options),) = created
-    assert (asked.group_rank, asked.group_size, asked.timeout, asked.group_id) == (1, 2, TIMEOUT, "child")
-    assert (asked.global_ranks_in_group, asked.process_group, asked.split_from) == ([0, 5], plain, SOURCE)
+    assert (asked.group_rank, asked.group_size, asked.timeout, asked.group_id) == (
+        1,
+        2,
+        TIMEOUT,
+        "child",
+    )
+    assert (asked.global_ranks_in_group, asked.process_group, asked.split_from) == (
+        [0, 5],
+        plain,
+        SOURCE,
+    )
     assert isinstance(asked.store, dist.PrefixStore)
     assert options._timeout == TIMEOUT
-    assert plain.bound_device_id is None, "an implementation that connects when it is used needs none"
+    assert plain.bound_device_id is None, (
+        "an implementation that connects when it is used needs none"
+    )
     make(plain)
     assert not hasattr(created[1][0], "split_from")
 
@@ -127,7 +156,9 @@ def test_nccl2_connects_at_once_on_this_ranks_gpu(
     created: list[Any], monkeypatch: pytest.MonkeyPatch, device: torch.device | None, bound: int
 ) -> None:
     """By itself PyTorch would take the one that LOCAL_RANK names."""
-    monkeypatch.setattr(c10d, "_create_nccl2_process_group", fallback._creator_of_nccl(), raising=False)
+    monkeypatch.setattr(
+        c10d, "_create_nccl2_process_group", fallback._creator_of_nccl(), raising=False
+    )
     plain = SimpleNamespace(bound_device_id=None)
     make(plain, device=device)
     assert plain.bound_device_id == torch.device("cuda", bound)
@@ -142,7 +173,9 @@ def test_which_function_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     if version < (2, 14):
         assert found is None
     else:
-        assert found.__name__ == ("_create_nccl_process_group" if version < (2, 15) else "_create_nccl2_process_group")
+        assert found.__name__ == (
+            "_create_nccl_process_group" if version < (2, 15) else "_create_nccl2_process_group"
+        )
 
 
 @pytest.mark.parametrize("asks_for_the_name", [False, True])

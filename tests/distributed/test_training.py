@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training: the script that compares steps on two backends, and clip_grad_norm_ on sparse and dense gradients."""
+"""Training: the script that compares steps on two backends, and clip_grad_norm_ on sparse and dense
+gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def steps(ms: list[float], losses: list[float]) -> dict[str, list[float]]:
 
 
 def test_pairs_are_compared() -> None:
-    row = training.compare(steps([9.0, 20.0, 11.0], [1.0, 2.5]), steps([10.0, 10.0, 10.0], [1.0, 2.0]))
+    row = training.compare(
+        steps([9.0, 20.0, 11.0], [1.0, 2.5]), steps([10.0, 10.0, 10.0], [1.0, 2.0])
+    )
     assert (row["tdcoll_ms"], row["baseline_ms"], row["losses_differ_by"]) == (11.0, 10.0, 0.25)
     assert row["ratio"] == pytest.approx(1.1)
     assert row["ratio_lower_quartile"] == pytest.approx(0.9)
@@ -40,7 +43,10 @@ def test_pairs_are_compared() -> None:
 
 def test_steps_take_turns(one_rank: None) -> None:
     taken: list[str] = []
-    ways = {way: lambda way=way: taken.append(way) or torch.tensor(float(len(taken))) for way in ("a", "b", "c")}
+    ways = {
+        way: lambda way=way: taken.append(way) or torch.tensor(float(len(taken)))
+        for way in ("a", "b", "c")
+    }
     found = training.in_turns(ways, warm_up=1, steps=2)
     assert "".join(taken) == "abccbaabc"
     assert found["a"]["losses"] == [1.0, 6.0, 7.0]
@@ -57,7 +63,18 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.slow
 def test_workloads_have_the_same_losses_on_both_backends(tmp_path: Path, launch: Launch) -> None:
     file = tmp_path / "training.json"
-    done = launch("--simulate", "--nproc", "2", str(SCRIPT), "--steps", "2", "--warm-up", "1", "--json", str(file))
+    done = launch(
+        "--simulate",
+        "--nproc",
+        "2",
+        str(SCRIPT),
+        "--steps",
+        "2",
+        "--warm-up",
+        "1",
+        "--json",
+        str(file),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert [row["workload"] for row in found["rows"]] == list(training.WORKLOADS)
@@ -73,7 +90,8 @@ ORDERS = [0.0, 1.0, 2.0, 3.0, float("inf"), -1.0, -2.0, float("-inf")]
 
 
 class Model(nn.Module):
-    """Two tables around a dense layer; of small integers, so that squares and sums are exact in any order."""
+    """Two tables around a dense layer; of small integers, so that squares and sums are exact in any
+    order."""
 
     def __init__(self, sparse: bool, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -82,7 +100,9 @@ class Model(nn.Module):
         self.last = nn.Embedding(5, 3, sparse=sparse, dtype=dtype)
         with torch.no_grad():
             for i, parameter in enumerate(self.parameters()):
-                parameter.copy_((torch.arange(parameter.numel()).view_as(parameter) * 5 + i) % 7 - 3)
+                parameter.copy_(
+                    (torch.arange(parameter.numel()).view_as(parameter) * 5 + i) % 7 - 3
+                )
 
     def forward(self, ids: Iterable[int]) -> torch.Tensor:
         """Rows that come twice; of the last table all."""
@@ -90,7 +110,9 @@ class Model(nn.Module):
         return made + (self.last(torch.arange(5)) * torch.tensor([1, -2, 3])).sum()
 
 
-def pair(ids: Iterable[int] = (1, 4, 1, 8, 1), dtype: torch.dtype = torch.float32) -> tuple[Model, Model]:
+def pair(
+    ids: Iterable[int] = (1, 4, 1, 8, 1), dtype: torch.dtype = torch.float32
+) -> tuple[Model, Model]:
     """``(with sparse gradients, with dense ones)``, which are the same."""
     models = Model(True, dtype), Model(False, dtype)
     for model in models:
@@ -107,9 +129,13 @@ def check_same(ours: Model, dense: Model, to_the_bit: bool = True) -> None:
             torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize(("foreach", "ids"), [*((how, (1, 4, 1, 8, 1)) for how in (None, True, False)), (None, ())])
+@pytest.mark.parametrize(
+    ("foreach", "ids"), [*((how, (1, 4, 1, 8, 1)) for how in (None, True, False)), (None, ())]
+)
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_dense_models_norm_and_gradients(order: float, foreach: bool | None, ids: tuple[int, ...]) -> None:
+def test_the_dense_models_norm_and_gradients(
+    order: float, foreach: bool | None, ids: tuple[int, ...]
+) -> None:
     """Also of a table without rows."""
     ours, dense = pair(ids)
     got = clip_grad_norm_(ours.parameters(), 2.0, order, foreach=foreach)
@@ -129,11 +155,16 @@ def test_the_dense_models_norm_and_gradients(order: float, foreach: bool | None,
         ((1, 4), float("-inf"), "another"),
     ],
 )
-def test_sparse_gradients_of_which_torchs_function_is_wrong(ids: tuple[int, ...], order: float, wanted: str) -> None:
-    """Before PyTorch 2.15 it refuses all sparse gradients; later those without rows, and it takes no row for zero."""
+def test_sparse_gradients_of_which_torchs_function_is_wrong(
+    ids: tuple[int, ...], order: float, wanted: str
+) -> None:
+    """Before PyTorch 2.15 it refuses all sparse gradients; later those without rows, and it takes
+    no row for zero."""
     ours, theirs = nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4, sparse=True)
     for table in (ours, theirs):
-        (table(torch.tensor(ids, dtype=torch.int64)) * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()
+        (
+            table(torch.tensor(ids, dtype=torch.int64)) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        ).sum().backward()
     dense = ours.weight.grad.to_dense()
     got = clip_grad_norm_(ours.parameters(), 2.0, order)
     assert torch.equal(got, torch.linalg.vector_norm(dense, order))
@@ -162,7 +193,9 @@ def test_what_is_small_enough_or_dense_keeps_torchs_bits() -> None:
     (ours, dense), (_, other) = pair(), pair()
     clip_grad_norm_(ours.parameters(), 1e6)
     check_same(ours, dense)
-    assert torch.equal(clip_grad_norm_(dense.parameters(), 1.0), utils.clip_grad_norm_(other.parameters(), 1.0))
+    assert torch.equal(
+        clip_grad_norm_(dense.parameters(), 1.0), utils.clip_grad_norm_(other.parameters(), 1.0)
+    )
     check_same(dense, other)
 
 
@@ -215,7 +248,9 @@ def test_between_unscaling_and_the_step_of_a_scaler(overflow: bool) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for step in range(2):
             optimizer.zero_grad()
-            scaler.scale(model((1, 4, 1, step)) * (1e38 if overflow and step == 0 else 1)).backward()
+            scaler.scale(
+                model((1, 4, 1, step)) * (1e38 if overflow and step == 0 else 1)
+            ).backward()
             scaler.unscale_(optimizer)
             (clip_grad_norm_ if sparse else utils.clip_grad_norm_)(model.parameters(), 2.0)
             scaler.step(optimizer)

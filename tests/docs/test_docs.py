@@ -62,7 +62,8 @@ def broken_links(page: Path) -> list[str]:
 
 
 def module_of(path: Path, code: str | None = None) -> Any:
-    """Import a file, because Triton reads the source of kernels; with ``code``, write that to it first."""
+    """Import a file, because Triton reads the source of kernels; with ``code``, write that to it
+    first."""
     if code is not None:
         path.write_text(code, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -79,7 +80,9 @@ device_language = module_of(ROOT / "docs/device_language.py")
 def test_readme_is_short_and_has_the_two_commands():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 100
-    commands = [line for block in blocks(ROOT / "README.md", "bash") for line in block.splitlines() if line]
+    commands = [
+        line for block in blocks(ROOT / "README.md", "bash") for line in block.splitlines() if line
+    ]
     assert commands == ["bash launch.sh tutorials/02-all-gather.py", "bash launch.sh tests"]
 
 
@@ -107,7 +110,8 @@ def pattern(tmp_path: Path, name: str, *changes: tuple[str, str]) -> Callable[[W
     module = module_of(tmp_path / "patterns.py", code)
 
     def calls(pe: int) -> None:
-        """Calls of a kernel in which a rank hears from few others. Nothing else makes ranks wait for each other."""
+        """Calls of a kernel in which a rank hears from few others. Nothing else makes ranks wait
+        for each other."""
         world = tdcoll.topology().world_size
         inbox, arrived = tdcoll.zeros(2, torch.int64), tdcoll.zeros(2, torch.int64)
         credits, source = tdcoll.zeros(world, torch.int64), tdcoll.zeros(1, torch.int64)
@@ -117,7 +121,9 @@ def pattern(tmp_path: Path, name: str, *changes: tuple[str, str]) -> Callable[[W
         sender, last = ((pe - 1) % world, (world,)) if name == "shift" else (0, (world, 4))
         for call in range(1, 7):
             source.fill_(10 * call + pe)
-            getattr(module, name)[(1,)](inbox, arrived, credits, source, out, control, monitor.words, *last)
+            getattr(module, name)[(1,)](
+                inbox, arrived, credits, source, out, control, monitor.words, *last
+            )
             monitor.check()
             assert (name, pe) == ("tell_all", 0) or out.tolist() == [10 * call + sender]
 
@@ -158,7 +164,9 @@ def test_one_counter_for_all_ranks_is_too_little(tmp_path):
 @pytest.mark.slow
 def test_recipes_run(tmp_path, launch):
     script = tmp_path / "recipes.py"
-    script.write_text("\n".join(blocks(ROOT / "docs/recipes.md", "python")) + "print('ended')\n", encoding="utf-8")
+    script.write_text(
+        "\n".join(blocks(ROOT / "docs/recipes.md", "python")) + "print('ended')\n", encoding="utf-8"
+    )
     done = launch("--simulate", "--nproc", "2", "--timeout", "60", str(script), timeout=200)
     assert (done.returncode, done.stdout.count("ended")) == (0, 2), done.stdout + done.stderr
 
@@ -183,7 +191,9 @@ def test_the_first_kernel_is_short_and_right(tmp_path):
 
 def test_mistakes_in_the_first_kernel_are_named(tmp_path):
     """Which the page says."""
-    with pytest.raises(Deadlock, match=r"waits for pe\d\.arrived\[0\] >= 2, is 1 \(.*pass_on\.py:11\)"):
+    with pytest.raises(
+        Deadlock, match=r"waits for pe\d\.arrived\[0\] >= 2, is 1 \(.*pass_on\.py:11\)"
+    ):
         World(4, seed=0, weak=True).run(first_kernel(tmp_path, ("CMP_GE, 1,", "CMP_GE, 2,")))
     without = first_kernel(tmp_path, ("    tdl.wait_signal(arrived, tdl.CMP_GE, 1, monitor)\n", ""))
 
@@ -194,7 +204,11 @@ def test_mistakes_in_the_first_kernel_are_named(tmp_path):
 
 def test_the_profiling_page_has_what_is_printed():
     """Of 8 GPUs for which nothing was measured."""
-    text, nbytes, heap = (ROOT / "docs/profiling.md").read_text(encoding="utf-8"), 4096 * 8192 * 2, 384 << 20
+    text, nbytes, heap = (
+        (ROOT / "docs/profiling.md").read_text(encoding="utf-8"),
+        4096 * 8192 * 2,
+        384 << 20,
+    )
     topology, spec = Topology.of(0, range(8), [0] * 8), spec_of("all_reduce")
     sizes = sizes_for(spec, spec.inbox(nbytes, 8, heap), topology, heap, heap)
     words = {"ll_bytes": sizes.ll_bytes, "lamport_bytes": sizes.lamport_bytes, "itemsize": 2}
@@ -240,7 +254,9 @@ def test_generated_tables_are_up_to_date(page, made, command):
     text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
     found = re.search(r"^<!-- table -->\n(.*)^<!-- /table -->$", text, re.M | re.S)
     assert found is not None
-    assert found[1].strip() == getattr(device_language, made)(), f"put the output of {command} into docs/{page}.md"
+    assert found[1].strip() == getattr(device_language, made)(), (
+        f"put the output of {command} into docs/{page}.md"
+    )
     assert f"`{command}`" in text
 
 
@@ -248,7 +264,9 @@ def test_every_function_has_one_topic():
     listed = re.findall(r"^\| `(\w+)\(", device_language.overview(), re.M)
     assert len(listed) == len(set(listed))
     ends = r"(_nbi)?(_warp|_block)?$"
-    assert [name for name in FUNCTIONS if name not in listed and re.sub(ends, "", name) not in listed] == []
+    assert [
+        name for name in FUNCTIONS if name not in listed and re.sub(ends, "", name) not in listed
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -258,38 +276,54 @@ def test_links_resolve(page):
 
 def test_a_broken_link_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# A title\n[a](#a-title) [b](#another) [c](page.md#a-title) [d](gone.md) [e](https://x.y/z)\n")
+    page.write_text(
+        "# A title\n[a](#a-title) [b](#another) [c](page.md#a-title) [d](gone.md) [e](https://x.y/z)\n"
+    )
     assert broken_links(page) == ["#another", "gone.md"]
 
 
 def test_every_error_is_explained():
     text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-    assert [name for name in errors.__all__ if f"`{name}`" not in text and f"tdcoll.{name}`" not in text] == []
+    assert [
+        name for name in errors.__all__ if f"`{name}`" not in text and f"tdcoll.{name}`" not in text
+    ] == []
 
 
 def test_options_exist():
     usage = subprocess.run(
-        ["bash", str(ROOT / "launch.sh"), "--help"], capture_output=True, text=True, check=True, timeout=60
+        ["bash", str(ROOT / "launch.sh"), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     ).stdout
     text = (ROOT / "docs/multi-node.md").read_text(encoding="utf-8")
-    options = {line.split("`")[1].split()[0] for line in text.splitlines() if line.startswith("| `--")}
+    options = {
+        line.split("`")[1].split()[0] for line in text.splitlines() if line.startswith("| `--")
+    }
     assert options
     assert [option for option in sorted(options) if option not in usage] == []
 
 
 def test_variables_of_the_table_are_read():
     """tests/test_package.py compares those of tdcoll with its sources."""
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/environment.md").read_text(encoding="utf-8"), re.M)
+    rows = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "docs/environment.md").read_text(encoding="utf-8"), re.M
+    )
     names = {name for name in rows if name.startswith("TDCOLL_")}
     assert names == environment.KNOWN
     sources = [ROOT / "launch.sh", ROOT / "setenv.sh", *(ROOT / "tdcoll").rglob("*.py")]
-    code = "\n".join(source.read_text(encoding="utf-8") for source in sources if source.name != "environment.py")
+    code = "\n".join(
+        source.read_text(encoding="utf-8") for source in sources if source.name != "environment.py"
+    )
     assert [name for name in rows if name not in code and name not in names] == []
 
 
 def test_imports_of_the_same_names():
     """Those that docs/language.md gives in the place of Triton-distributed's."""
-    (block,) = [text for text in blocks(ROOT / "docs/language.md", "python") if "triton_dist" in text]
+    (block,) = [
+        text for text in blocks(ROOT / "docs/language.md", "python") if "triton_dist" in text
+    ]
     names: dict[str, Any] = {}
     exec("\n".join(line for line in block.splitlines() if re.match("import|from", line)), names)
     given = names["libshmem_device"].putmem_signal_block, names["tid"], names["__syncthreads"]
@@ -299,15 +333,21 @@ def test_imports_of_the_same_names():
 def test_nothing_of_the_workplace_is_mentioned():
     """Pages stand on their own: no absolute paths of a machine."""
     for page in PAGES:
-        assert not re.search(r"(?<![\w.])/(work|opt|home|root)/", page.read_text(encoding="utf-8")), page
+        assert not re.search(
+            r"(?<![\w.])/(work|opt|home|root)/", page.read_text(encoding="utf-8")
+        ), page
         assert os.sep == "/"
 
 
 def test_words_that_readers_stumble_over():
-    """docs/style.md. The goal for the whole project is 15, 10, 15 and 16 percent; a limit may only get tighter."""
+    """docs/style.md. The goal for the whole project is 15, 10, 15 and 16 percent; a limit may only
+    get tighter."""
     words = module_of(ROOT / "docs/words.py")
     kinds = words.found()
-    in_pages = {name: [said for said in all_ if not said.startswith("tdcoll/")] for name, all_ in kinds.items()}
+    in_pages = {
+        name: [said for said in all_ if not said.startswith("tdcoll/")]
+        for name, all_ in kinds.items()
+    }
     assert len(in_pages[""]) > 1000
     assert {name: len(in_pages[name]) for name in (*words.OPENINGS, *words.WORDS)} == {
         "What or Which": 0,
@@ -334,7 +374,10 @@ def test_the_description_has_no_relative_links():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.search(r"\]\((?!https?:)", readme) is not None
     assert re.search(r"\]\((?!https?:)|<!--", description(readme)) is None
-    assert description("a [link](https://x.y) and [docs](docs/a.md)\n") == "a [link](https://x.y) and docs\n"
+    assert (
+        description("a [link](https://x.y) and [docs](docs/a.md)\n")
+        == "a [link](https://x.y) and docs\n"
+    )
 
 
 def test_hooks_run_what_ci_runs():
@@ -347,16 +390,30 @@ def test_hooks_run_what_ci_runs():
 
 def test_the_reference_has_all_public_names(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")  # of the extra docs
-    modules = re.findall(r"^   (tdcoll[\w.]*)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.M)
+    modules = re.findall(
+        r"^   (tdcoll[\w.]*)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.M
+    )
     assert "tdcoll.ops" in modules
     autosummary = ".. autosummary::\n   :toctree: api\n   :template: module.rst\n\n"
-    (tmp_path / "index.rst").write_text(autosummary + "".join(f"   {module}\n" for module in modules))
+    (tmp_path / "index.rst").write_text(
+        autosummary + "".join(f"   {module}\n" for module in modules)
+    )
     changes = {
         "extensions": "sphinx.ext.autodoc,sphinx.ext.autosummary,sphinx.ext.napoleon",
         "templates_path": str(ROOT / "docs/_templates"),
     }
     options = [word for name, value in changes.items() for word in ("-D", f"{name}={value}")]
-    command = [sys.executable, "-m", "sphinx", "-q", "-c", str(ROOT / "docs"), *options, str(tmp_path), "built"]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-c",
+        str(ROOT / "docs"),
+        *options,
+        str(tmp_path),
+        "built",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     inventory = (tmp_path / "built" / "objects.inv").read_bytes().split(b"\n", 4)[4]

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every public function has an example in its docstring, and each runs: on two simulated ranks, or as a job of one.
+"""Every public function has an example in its docstring, and each runs: on two simulated ranks, or
+as a job of one.
 
-So do the examples in docs/simulator.md; and the figures of the protocols show what the simulator does today.
+So do the examples in docs/simulator.md; and the figures of the protocols show what the simulator
+does today.
 """
 
 from __future__ import annotations
@@ -32,11 +34,22 @@ import tdcoll.fused
 import tdcoll.language as tdl
 from tdcoll.testing import World
 
-WITHOUT = {"Explanation", "MemoryPlan", "PaddedRows", "Table", "Topology", "begin_epoch", "TdcollProcessGroup"}
+WITHOUT = {
+    "Explanation",
+    "MemoryPlan",
+    "PaddedRows",
+    "Table",
+    "Topology",
+    "begin_epoch",
+    "TdcollProcessGroup",
+}
 """What calls return or take, and what only kernels call: docs/kernels.md has examples of them."""
 
 JOBS = {f"tdcoll.{name}" for name in ("initialize", "finalize", "is_initialized", "jit")}
-JOBS |= {f"tdcoll.distributed.{name}" for name in ("explain", "Options", "SparseGradientReducer", "sparse_hook")}
+JOBS |= {
+    f"tdcoll.distributed.{name}"
+    for name in ("explain", "Options", "SparseGradientReducer", "sparse_hook")
+}
 """Examples that join a job themselves, or define a kernel, which needs a file."""
 
 
@@ -66,16 +79,26 @@ def test_on_two_ranks(name: str) -> None:
 
     def host(pe: int) -> None:
         x = torch.ones(4)
-        known: dict[str, Any] = {"torch": torch, "tdcoll": tdcoll, "tl": tl, "tdl": tdl, "x": x, "whole": torch.ones(4)}
+        known: dict[str, Any] = {
+            "torch": torch,
+            "tdcoll": tdcoll,
+            "tl": tl,
+            "tdl": tdl,
+            "x": x,
+            "whole": torch.ones(4),
+        }
         known |= {"gathered": torch.empty(8), "received": torch.empty(4), "mine": torch.empty(2)}
         for example in examples(name):
-            if not example.want or "H200s" in example.source:  # whose numbers are not the simulator's
+            # whose numbers are not the simulator's
+            if not example.want or "H200s" in example.source:
                 exec(example.source, known)
             else:
                 with contextlib.redirect_stdout(io.StringIO()) as printed:
                     value = eval(example.source, known)
                 got = printed.getvalue() + ("" if value is None else f"{value!r}\n")
-                same = doctest.OutputChecker().check_output(example.want, got, doctest.NORMALIZE_WHITESPACE)
+                same = doctest.OutputChecker().check_output(
+                    example.want, got, doctest.NORMALIZE_WHITESPACE
+                )
                 assert same or pe == 0, f"{example.source.strip()} gives {got.strip()}"
 
     World(2).run(host)
@@ -86,9 +109,18 @@ def test_as_a_job(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     code = "import torch, tdcoll, tdcoll.distributed\nimport triton.language as tl, tdcoll.language as tdl\n"
     for example in examples(name):
         source = example.source.strip()
-        code += f"assert repr({source}) == {example.want.strip()!r}\n" if example.want else f"{source}\n"
+        code += (
+            f"assert repr({source}) == {example.want.strip()!r}\n"
+            if example.want
+            else f"{source}\n"
+        )
     (file := tmp_path / "example.py").write_text(code)
-    for variable, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+    for variable, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "0"),
+    ):
         monkeypatch.setenv(variable, value)
     try:
         runpy.run_path(str(file))
@@ -109,7 +141,9 @@ def test_example_of_the_page(tmp_path, capsys):
     found["test_ring"]()
     found["test_ring_needs_its_fence"]()
     printed = capsys.readouterr().out
-    assert re.search(r"seed \d+, weak, .*AssertionError: call \d: \[.*\] should be \[\d\] \[raised by", printed)
+    assert re.search(
+        r"seed \d+, weak, .*AssertionError: call \d: \[.*\] should be \[\d\] \[raised by", printed
+    )
     (shown,) = re.findall(r"^seed 0, .*(should be \[\d\] \[raised by pe\d host\])", PAGE, re.M)
     assert shown in printed
     assert re.search(r"replay\(case, \d+, n_pes=4\), with trace=", printed)
@@ -138,13 +172,20 @@ sequences = importlib.import_module("sequences")
 def test_figures_are_current(name: str) -> None:
     protocol = sequences.PROTOCOLS[name]
     found = sequences.events(protocol)
-    drawn = xml.parse(FIGURES / f"{name}.svg").findtext(".//{http://purl.org/dc/elements/1.1/}description")
+    drawn = xml.parse(FIGURES / f"{name}.svg").findtext(
+        ".//{http://purl.org/dc/elements/1.1/}description"
+    )
     assert drawn is not None
     assert drawn.splitlines() == sequences.summary(found), "run python docs/figures.py"
     assert sequences.overwritten(protocol, found) == []
     if protocol.reason:
         earlier, message, later = sequences.reason(protocol, found)
-        assert sequences.held(protocol, found, earlier)[2] <= message.begin < message.end <= later.begin
+        assert (
+            sequences.held(protocol, found, earlier)[2]
+            <= message.begin
+            < message.end
+            <= later.begin
+        )
 
 
 def test_every_figure_is_on_a_page() -> None:
@@ -167,6 +208,9 @@ def test_the_command_draws_all_figures(tmp_path: Path) -> None:
     done = python(str(ROOT / "docs/figures.py"), str(tmp_path), timeout=200)
     assert done.returncode == 0, done.stderr
     made = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.svg")}
-    assert made == {path.relative_to(ROOT) for path in (*FIGURES.glob("*.svg"), *ROOT.glob("docs/results/**/*.svg"))}
+    assert made == {
+        path.relative_to(ROOT)
+        for path in (*FIGURES.glob("*.svg"), *ROOT.glob("docs/results/**/*.svg"))
+    }
     training = (tmp_path / "docs/results/tutorials/ddp-2xH200.svg").read_text(encoding="utf-8")
     assert training.count("(lower is better)") == 3

@@ -38,7 +38,12 @@ MISSING = {"missing": True, "error": "ModuleNotFoundError: No module named ..."}
 NO_GPU = {"gpus": [], "no_peer_access": []}
 SIMULATOR = replace(
     GPUS,
-    found={**GPUS.found, "nvshmem": MISSING, "driver": {"error": "OSError: libcuda.so.1"}, "gpus": NO_GPU},
+    found={
+        **GPUS.found,
+        "nvshmem": MISSING,
+        "driver": {"error": "OSError: libcuda.so.1"},
+        "gpus": NO_GPU,
+    },
     distributions={"triton": "3.6.0"},
     environment={"TRITON_INTERPRET": "1"},
     launched={"TRITON_INTERPRET": "1"},

@@ -20,7 +20,9 @@ def gpus(**changes) -> dict:
 
 
 def installed(**versions: str) -> dict:
-    return {"distributions": {name.replace("_", "-"): version for name, version in versions.items()}}
+    return {
+        "distributions": {name.replace("_", "-"): version for name, version in versions.items()}
+    }
 
 
 FAULTS = [
@@ -73,7 +75,9 @@ def test_each_fault_has_its_line(status, facts, changes, name, text, advice):
     (line,) = [line for line in lines if line.name == name]
     assert (line.status, text in line.text, advice in line.advice) == (status, True, True), line
     names = {name, *ALSO_CHANGES.get(text, ())}
-    assert [line for line in lines if line.name not in names] == [line for line in before if line.name not in names]
+    assert [line for line in lines if line.name not in names] == [
+        line for line in before if line.name not in names
+    ]
 
 
 def test_each_line_can_go_wrong():
@@ -99,5 +103,9 @@ OF_A_SHELL = 'launch.sh runs kernels in the simulator; `torchrun script.py` rais
     ],
 )  # fmt: skip
 def test_the_words_of_a_line(facts, changes, name, status, text):
-    found = [(line.status, line.text) for line in diagnose(replace(facts, **changes)) if line.name == name]
+    found = [
+        (line.status, line.text)
+        for line in diagnose(replace(facts, **changes))
+        if line.name == name
+    ]
     assert found == [(status, text)]

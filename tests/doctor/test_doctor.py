@@ -42,7 +42,11 @@ def gone(pid: int) -> bool:
         (["bash", "-c", "exit 3"], "", "exit status 3"),
         (["bash", "-c", "kill -SEGV $$"], "", "signal SIGSEGV ended it"),
         (["bash", "-c", "setsid sleep 8 & echo a"], "a\n", ""),  # which holds the output
-        (["no-such-program"], "", "cannot be started: [Errno 2] No such file or directory: 'no-such-program'"),
+        (
+            ["no-such-program"],
+            "",
+            "cannot be started: [Errno 2] No such file or directory: 'no-such-program'",
+        ),
     ],
 )
 def test_how_commands_end(command, output, reason):
@@ -101,7 +105,10 @@ def test_a_child_finds_the_device_library_of_each_gpu(monkeypatch, tmp_path, new
     if newest == 90:
         assert found == {"sm_90": str(library), "sm_100": str(library)}
     else:
-        assert "has no file for sm_90 or an older architecture, only libnvshmem_device_sm_100.bc" in found["error"]
+        assert (
+            "has no file for sm_90 or an older architecture, only libnvshmem_device_sm_100.bc"
+            in found["error"]
+        )
 
 
 def test_ranks_have_the_environment_of_setenv(monkeypatch):
@@ -116,9 +123,16 @@ def test_ranks_have_the_environment_of_setenv(monkeypatch):
 def case(world: World) -> None:
     reports = []
     world.run(lambda pe: reports.append(job.run(30.0)))
-    right = "1d and by auto is right" if world.memory.puts else "auto is right; PyTorch's memory has no puts to test"
+    right = (
+        "1d and by auto is right"
+        if world.memory.puts
+        else "auto is right; PyTorch's memory has no puts to test"
+    )
     assert len(reports) == world.n_pes
-    assert all(report.startswith(f"{world.n_pes} simulated ranks, ") and report.endswith(right) for report in reports)
+    assert all(
+        report.startswith(f"{world.n_pes} simulated ranks, ") and report.endswith(right)
+        for report in reports
+    )
 
 
 def test_every_rank_is_content_over_seeds():
@@ -147,8 +161,12 @@ def lines(*said: dict) -> str:
     return "".join(f"{job._MARK}{json.dumps(line)}\n" for line in said)
 
 
-JOINING = lines({"rank": 0, "stage": "tdcoll.initialize"}, {"rank": 1, "stage": "tdcoll.initialize"})
-RAISED = lines({"rank": 1, "error": "CollectiveTimeout: rank 1 waited"}, {"rank": 0, "error": "later"})
+JOINING = lines(
+    {"rank": 0, "stage": "tdcoll.initialize"}, {"rank": 1, "stage": "tdcoll.initialize"}
+)
+RAISED = lines(
+    {"rank": 1, "error": "CollectiveTimeout: rank 1 waited"}, {"rank": 0, "error": "later"}
+)
 WELL = "noise" + lines({"rank": 1, "stage": "x"}, {"rank": 0, "result": "2 ranks: right"})
 
 
@@ -166,7 +184,12 @@ WELL = "noise" + lines({"rank": 1, "stage": "x"}, {"rank": 0, "result": "2 ranks
 )  # fmt: skip
 def test_how_a_job_ended(ended, status, text, advice):
     line = job.judge(GPUS, ended)
-    assert (line.status, line.name, text in line.text, advice in line.advice) == (status, "small job", True, True), line
+    assert (line.status, line.name, text in line.text, advice in line.advice) == (
+        status,
+        "small job",
+        True,
+        True,
+    ), line
     assert "NVSHMEM" not in job.judge(SIMULATOR, ended).advice
 
 
@@ -175,7 +198,10 @@ def test_a_job_that_cannot_run_is_not_started():
     broken = replace(SIMULATOR, **found(SIMULATOR, torch={"error": "x"}, greenlet=MISSING))
     assert job.cannot_run(broken) == "torch, greenlet cannot be imported"
     assert job.cannot_run(replace(GPUS, **found(GPUS, greenlet=MISSING))) == ""
-    assert job.cannot_run(replace(GPUS, **found(GPUS, gpus={"error": "it hangs"}))) == "PyTorch sees no GPU"
+    assert (
+        job.cannot_run(replace(GPUS, **found(GPUS, gpus={"error": "it hangs"})))
+        == "PyTorch sees no GPU"
+    )
 
 
 @pytest.mark.slow
@@ -187,7 +213,9 @@ def test_a_job_that_hangs_is_killed_with_its_ranks(tmp_path):
     )
     shell = {**SHELL, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     ended = job.start(replace(SIMULATOR, launched=shell), 18, "hangs")
-    assert job.judge(SIMULATOR, ended).text.startswith("it did not end within 18 s; last in process ")
+    assert job.judge(SIMULATOR, ended).text.startswith(
+        "it did not end within 18 s; last in process "
+    )
     ranks = [int(pid) for pid in re.findall(r"process (\d+)", ended.output)]
     assert (len(ranks), all(gone(rank) for rank in ranks)) == (2, True)
 
@@ -196,13 +224,23 @@ def test_how_a_job_is_started(monkeypatch):
     """On a free port, since doctors may run beside each other."""
     monkeypatch.setattr(job.child, "run", lambda *arguments: arguments)
     command, timeout_s, shell = job.start(replace(SIMULATOR, launched={"X": "y"}), 9.0)
-    assert "--nproc-per-node 2 --nnodes 1 --rdzv-backend c10d --rdzv-endpoint localhost:0 " in " ".join(command)
+    assert (
+        "--nproc-per-node 2 --nnodes 1 --rdzv-backend c10d --rdzv-endpoint localhost:0 "
+        in " ".join(command)
+    )
     assert (timeout_s, shell) == (9.0, {"X": "y"})
 
 
 def doctor(*arguments: str, path: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    shell = {name: value for name, value in os.environ.items() if not name.startswith(("NVSHMEM_", "TDCOLL_"))}
-    shell |= {"PYTHONPATH": os.pathsep.join([path, str(ROOT), os.environ.get("PYTHONPATH", "")]), **variables}
+    shell = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("NVSHMEM_", "TDCOLL_"))
+    }
+    shell |= {
+        "PYTHONPATH": os.pathsep.join([path, str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        **variables,
+    }
     words = [sys.executable, "-m", "tdcoll", "doctor", *arguments]
     return subprocess.run(words, env=shell, capture_output=True, text=True, timeout=150)
 
@@ -222,15 +260,27 @@ def test_on_this_host(interpret):
 
 def test_where_tdcoll_cannot_be_imported(tmp_path):
     """The Triton that Python finds is not the one that pip has installed, and torch is broken."""
-    for name, text in (("triton", "__version__ = '3.4.0'\n"), ("torch", "raise OSError('libcudart.so.13')\n")):
+    for name, text in (
+        ("triton", "__version__ = '3.4.0'\n"),
+        ("torch", "raise OSError('libcudart.so.13')\n"),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(text)
     done = doctor(path=str(tmp_path), TRITON_INTERPRET="1", TDCOLL_TIMOUT_S="3")
     assert (done.returncode, done.stderr) == (1, "")
-    assert "problem  torch: cannot be imported: OSError: libcudart.so.13\n         -> pip install" in done.stdout
-    assert "problem  triton: 3.4.0 cannot be imported: ModuleNotFoundError: No module named 'triton._C'" in done.stdout
+    assert (
+        "problem  torch: cannot be imported: OSError: libcudart.so.13\n         -> pip install"
+        in done.stdout
+    )
+    assert (
+        "problem  triton: 3.4.0 cannot be imported: ModuleNotFoundError: No module named 'triton._C'"
+        in done.stdout
+    )
     assert "did you mean TDCOLL_TIMEOUT_S?" in done.stdout
-    assert "note     small job: not run: torch, triton cannot be imported\n\n3 problems, 1 note\n" in done.stdout
+    assert (
+        "note     small job: not run: torch, triton cannot be imported\n\n3 problems, 1 note\n"
+        in done.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,13 +309,27 @@ RIGHT = Ended(f'{job._MARK}{{"rank": 0, "result": "right"}}')
         ([], GPUS, RIGHT, 0, "ok       small job: right\n\nno problems, no notes\n"),
         ([], GPUS, FAILED, 1, "no rank had begun\n         -> first see"),
         ([], GPUS, FAILED, 1, "         | a\n         | ValueError: x\n\n1 problem"),
-        (["--no-run"], SIMULATOR, None, 0, "small job: not run: --no-run was given\n\nno problems, 1 note\n"),
+        (
+            ["--no-run"],
+            SIMULATOR,
+            None,
+            0,
+            "small job: not run: --no-run was given\n\nno problems, 1 note\n",
+        ),
         (["--nproc", "4"], SIMULATOR, RIGHT, 0, "no problems, no notes"),
-        (["--nproc", "4"], GPUS, RIGHT, 2, "--nproc must be at most the 3 visible GPUs of this host, got 4"),
+        (
+            ["--nproc", "4"],
+            GPUS,
+            RIGHT,
+            2,
+            "--nproc must be at most the 3 visible GPUs of this host, got 4",
+        ),
     ],
 )
 def test_exit_status(monkeypatch, capsys, arguments, facts, ended, status, said):
-    monkeypatch.setattr(command, "collect", lambda _, nproc: replace(facts, nproc=nproc or facts.nproc))
+    monkeypatch.setattr(
+        command, "collect", lambda _, nproc: replace(facts, nproc=nproc or facts.nproc)
+    )
     monkeypatch.setattr(job, "start", lambda facts, timeout_s: ended)
     assert command.main(arguments, {}) == status
     assert said in "".join(capsys.readouterr())

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce + residual + RMSNorm, as users call it, as a case for `tdcoll.testing.explore`: bits compared."""
+"""All-reduce + residual + RMSNorm, as users call it, as a case for `tdcoll.testing.explore`: bits
+compared."""
 
 from __future__ import annotations
 
@@ -101,7 +102,9 @@ class Norms:
     def host(self, pe: int) -> None:
         if self.group is not None and pe not in self.group:
             return
-        with tdcoll.CollectiveContext(self.group, max_bytes_per_rank=1 << 12, lamport_bytes=self.lamport_bytes) as ctx:
+        with tdcoll.CollectiveContext(
+            self.group, max_bytes_per_rank=1 << 12, lamport_bytes=self.lamport_bytes
+        ) as ctx:
             ctx.control.fill_((self.first - 1) << EPOCH_SHIFT.value)
             if ctx.device_lamport is not None:
                 ctx.device_lamport.control.fill_((self.first - 1) << EPOCH_SHIFT.value)

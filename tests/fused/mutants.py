@@ -6,7 +6,17 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from kernel_mutants import AnyChange, Argument, Call, Change, Inserted, Moved, Mutant, dropped, missing
+from kernel_mutants import (
+    AnyChange,
+    Argument,
+    Call,
+    Change,
+    Inserted,
+    Moved,
+    Mutant,
+    dropped,
+    missing,
+)
 
 from .cases import IN_PLACE, OUT_OF_PLACE, Norms
 
@@ -17,7 +27,12 @@ def _mutant(
 ) -> Mutant:  # fmt: skip
     if not isinstance(changes, tuple):
         changes = (changes,)
-    usual: dict[str, Any] = {"kinds": 4 * (OUT_OF_PLACE,), "rows": (3,), "blocks": (4,), "hidden": 40}
+    usual: dict[str, Any] = {
+        "kinds": 4 * (OUT_OF_PLACE,),
+        "rows": (3,),
+        "blocks": (4,),
+        "hidden": 40,
+    }
     shown = Norms((algorithm,), **{**usual, **case})
     where = {"n_pes": 3, "heap_bytes": 1 << 20, **(world or {})}
     return Mutant(f"fused {algorithm}: {name}", changes, expect or WRONG, shown, where, seeds=60)

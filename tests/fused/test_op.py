@@ -54,7 +54,10 @@ def test_plans(rows: int, hidden: int, world: int, plan: Plan) -> None:
 
 
 def test_two_ranks_take_two_shot_up_to_8_MB() -> None:
-    plans = [replace(choose(NormRows(rows, 8192, 2), facts(2, lamport_bytes=1 << 25)), blocks=0) for rows in (512, 513)]
+    plans = [
+        replace(choose(NormRows(rows, 8192, 2), facts(2, lamport_bytes=1 << 25)), blocks=0)
+        for rows in (512, 513)
+    ]
     assert plans == [Plan("two_shot", 1, 16384, 16), Plan("one_shot", 1, 16384, 16)]
 
 
@@ -71,7 +74,11 @@ def test_blocks() -> None:
     ("algorithm", "more", "message"),
     [
         ("ring", {}, "algorithm must be one of auto, one_shot, two_shot, composed; got 'ring'"),
-        ("one_shot", {"lamport_bytes": 64}, r"'one_shot' needs lamport_bytes=24576 or more in the context; got 64 on"),
+        (
+            "one_shot",
+            {"lamport_bytes": 64},
+            r"'one_shot' needs lamport_bytes=24576 or more in the context; got 64 on",
+        ),
         ("two_shot", {"n_nodes": 2}, "needs one node whose ranks can store"),
         ("two_shot", {"world": 4}, "needs at least 2 ranks and a row for each; got 3 rows on"),
     ],
@@ -90,7 +97,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         "x must be of float16, bfloat16 or float32; got torch.int32",
     ),
     ({"x": torch.zeros(64, 2).t()}, ValueError, "x must be contiguous"),
-    ({"x": torch.nested.nested_tensor([torch.ones(2)])}, ValueError, "x must be an ordinary tensor; got a nested one"),
+    (
+        {"x": torch.nested.nested_tensor([torch.ones(2)])},
+        ValueError,
+        "x must be an ordinary tensor; got a nested one",
+    ),
     (
         {"x": torch.zeros(())},
         ValueError,
@@ -106,16 +117,36 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"residual": None}, TypeError, "residual must be a torch.Tensor"),
     ({"residual": torch.zeros(64, 2).t()}, ValueError, "residual must be contiguous"),
     ({"weight": torch.ones(128)[::2]}, ValueError, "weight must be contiguous"),
-    ({"weight": torch.zeros(64, dtype=torch.bfloat16)}, ValueError, r"weight must be torch.float32 of shape \[64\]"),
+    (
+        {"weight": torch.zeros(64, dtype=torch.bfloat16)},
+        ValueError,
+        r"weight must be torch.float32 of shape \[64\]",
+    ),
     ({"weight": torch.zeros(32)}, ValueError, "weight must be"),
     ({"eps": "small"}, TypeError, "eps must be a number, got 'small'"),
     ({"eps": -1.0}, ValueError, "eps must be at least 0 and less than 1e.30, got -1.0"),
     ({"eps": float("nan")}, ValueError, "eps must be"),
     ({"in_place": 1}, TypeError, "in_place must be a bool, got 1"),
-    ({"residual": X, "in_place": True}, ValueError, "residual must not overlap x for a call in place"),
-    ({"out_dtype": torch.float64}, ValueError, "out_dtype must be None, torch.float32 or torch.float8_e4m3fn"),
-    ({"scale": torch.ones(1)}, ValueError, "scale is for out_dtype=torch.float8_e4m3fn; got out_dtype=None"),
-    ({"scale": torch.ones(2), "out_dtype": FP8}, ValueError, r"scale must be one torch.float32; got .* of shape \[2\]"),
+    (
+        {"residual": X, "in_place": True},
+        ValueError,
+        "residual must not overlap x for a call in place",
+    ),
+    (
+        {"out_dtype": torch.float64},
+        ValueError,
+        "out_dtype must be None, torch.float32 or torch.float8_e4m3fn",
+    ),
+    (
+        {"scale": torch.ones(1)},
+        ValueError,
+        "scale is for out_dtype=torch.float8_e4m3fn; got out_dtype=None",
+    ),
+    (
+        {"scale": torch.ones(2), "out_dtype": FP8},
+        ValueError,
+        r"scale must be one torch.float32; got .* of shape \[2\]",
+    ),
     *(
         (
             {name: torch.ones(shape).requires_grad_()},
@@ -149,7 +180,9 @@ def test_ranks_that_disagree() -> None:
             x = torch.zeros(2, 64)
             tdcoll.fused.all_reduce_rms_norm(x, x.clone(), torch.ones(64), ctx=ctx)
             with pytest.raises(RankMismatchError, match="eps"):
-                tdcoll.fused.all_reduce_rms_norm(x, x.clone(), torch.ones(64), ctx=ctx, eps=1e-5 if pe else 1e-6)
+                tdcoll.fused.all_reduce_rms_norm(
+                    x, x.clone(), torch.ones(64), ctx=ctx, eps=1e-5 if pe else 1e-6
+                )
 
     run(host, 2)
 
@@ -161,9 +194,14 @@ def test_the_pool_alignment_and_the_short_way(in_place: bool) -> None:
     def host(pe: int) -> None:
         every = [values(rank, (2, 3, 64), torch.bfloat16) for rank in range(2)]
         residual, weight = values(9, (2, 3, 64), torch.bfloat16), values(8, (64,), torch.bfloat16)
-        wanted = norm_reference(reduce_parts(every, (0, 0)).view(6, 64), residual.view(6, 64), weight, 1e-6, None)
+        wanted = norm_reference(
+            reduce_parts(every, (0, 0)).view(6, 64), residual.view(6, 64), weight, 1e-6, None
+        )
         for shift in (0, 0, 1, 3, 0):
-            rooms = [torch.zeros(part.numel() + shift, dtype=part.dtype)[shift:] for part in (residual, every[pe])]
+            rooms = [
+                torch.zeros(part.numel() + shift, dtype=part.dtype)[shift:]
+                for part in (residual, every[pe])
+            ]
             old, x = (room.view(2, 3, 64) for room in rooms)
             old.copy_(residual)
             x.copy_(every[pe])

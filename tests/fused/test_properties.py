@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of the fused call, whatever the rows: its bits, and those of a row among other rows."""
+"""Properties of the fused call, whatever the rows: its bits, and those of a row among other
+rows."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from .cases import IN_PLACE, OUT_OF_PLACE, ROW_SCALES, Norms
 def test_a_row_has_the_bits_of_the_reference_in_every_batch_and_by_every_algorithm(data) -> None:
     """So it has the same bits whatever else is in the batch."""
     draw, names = data.draw, ["one_shot", "two_shot", "composed"]
-    hidden, fewest = draw(st.sampled_from([(24, 2), (64, 2), (200, 8), (576, 16)]))  # more pieces take a minute here
+    # more pieces take a minute here
+    hidden, fewest = draw(st.sampled_from([(24, 2), (64, 2), (200, 8), (576, 16)]))
     blocks = draw(st.lists(st.sampled_from([0, fewest, 32, 256]), min_size=1, max_size=3))
     case = Norms(
         draw(st.lists(st.sampled_from(names), min_size=2, max_size=3)),
@@ -29,7 +31,9 @@ def test_a_row_has_the_bits_of_the_reference_in_every_batch_and_by_every_algorit
         draw(st.lists(st.integers(3, 5), min_size=1, max_size=2)), blocks, hidden,
         draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32])), lamport_bytes=1 << 16,
     )  # fmt: skip
-    explore(case, n_pes=draw(st.integers(2, 3)), seeds=[draw(st.integers(0, 9))], heap_bytes=1 << 21)
+    explore(
+        case, n_pes=draw(st.integers(2, 3)), seeds=[draw(st.integers(0, 9))], heap_bytes=1 << 21
+    )
 
 
 @given(
@@ -49,8 +53,17 @@ def test_every_call_has_a_plan_that_is_the_same_on_all_ranks(
     asked = NormRows(rows, hidden, itemsize)
     plans = set()
     for rank in range(world * nodes):
-        topology = Topology.of(rank, range(world * nodes), [place // world for place in range(world * nodes)])
-        facts = Facts(0, topology, stores=True, lamport_bytes=lamport, max_blocks=max_blocks, simulated=simulated)
+        topology = Topology.of(
+            rank, range(world * nodes), [place // world for place in range(world * nodes)]
+        )
+        facts = Facts(
+            0,
+            topology,
+            stores=True,
+            lamport_bytes=lamport,
+            max_blocks=max_blocks,
+            simulated=simulated,
+        )
         try:
             plans.add(choose(asked, facts, algorithm))
         except ValueError as error:

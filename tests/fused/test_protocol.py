@@ -43,8 +43,8 @@ def test_clean_over_seeds(
     blocks: tuple[int, ...],
     seeds: range,
 ) -> None:
-    """Rows of three words, in one piece and in two: the interpreter takes as long for a thread block of few words as
-    for one of many, so more pieces or rows would only cost time."""
+    """Rows of three words, in one piece and in two: the interpreter takes as long for a thread
+    block of few words as for one of many, so more pieces or rows would only cost time."""
     kinds = (OUT_OF_PLACE, ALL_REDUCE, IN_PLACE, ALL_GATHER, OUT_OF_PLACE)
     case = Norms(algorithms, kinds, (4, 3, 3), blocks, hidden=24)
     explore(case, n_pes=3, seeds=seeds, heap_bytes=HEAP)
@@ -67,7 +67,9 @@ def test_dtypes_and_quantized_results(dtype: torch.dtype, weight: torch.dtype | 
         explore(case, n_pes=2, seeds=1, heap_bytes=HEAP)
 
 
-@pytest.mark.parametrize("hidden", [512, 8256, slow_tier(576), slow_tier(3008), slow_tier(16384), slow_tier(8192)])
+@pytest.mark.parametrize(
+    "hidden", [512, 8256, slow_tier(576), slow_tier(3008), slow_tier(16384), slow_tier(8192)]
+)
 def test_hidden_sizes(hidden: int) -> None:
     """Odd multiples of 64 as well; rows of more words than a program has."""
     case = Norms(ALL, 3 * (OUT_OF_PLACE,), (2,), hidden=hidden, lamport_bytes=1 << 17)
@@ -76,8 +78,8 @@ def test_hidden_sizes(hidden: int) -> None:
 
 @seeds(1, 8)
 def test_rows_that_only_some_ranks_own_in_turn(seeds: range) -> None:
-    """Of 4 rows rank 0 owns two, of 6 all three ranks do. A word that nobody waits for may come after the memory of its
-    call is cleared, and be taken for one of a later call."""
+    """Of 4 rows rank 0 owns two, of 6 all three ranks do. A word that nobody waits for may come
+    after the memory of its call is cleared, and be taken for one of a later call."""
     case = Norms((TWO,), 6 * (OUT_OF_PLACE,), (4, 6), (0,), 8, torch.float32)
     explore(case, n_pes=3, seeds=seeds, heap_bytes=HEAP, stragglers=2)
 
@@ -105,7 +107,11 @@ LONG_ROWS = Norms(
 )
 USUAL = (OUT_OF_PLACE, IN_PLACE, OUT_OF_PLACE)
 ON_NODES = (OUT_OF_PLACE, IN_PLACE, ROW_SCALES, NO_ROWS, OUT_OF_PLACE)
-FEW_RESIDENT = [(Norms((name,), USUAL, (4, 5), (block,), 40), 3, {"resident": 1}) for name in BOTH for block in (0, 4)]
+FEW_RESIDENT = [
+    (Norms((name,), USUAL, (4, 5), (block,), 40), 3, {"resident": 1})
+    for name in BOTH
+    for block in (0, 4)
+]
 SEVERAL_NODES = [
     (Norms(("auto",), ON_NODES, (2, 3)), sum(nodes), {"seeds": 2, "ranks_per_node": nodes})
     for nodes in ([2, 1], [2, 2], [1, 1, 1])
@@ -113,9 +119,13 @@ SEVERAL_NODES = [
 LITTLE_MEMORY = [  # composed
     (Norms(("auto",), USUAL, (2, 1), lamport_bytes=room), 2, {}) for room in (0, 64, 400)
 ]
-SUBGROUPS = [(Norms(BOTH, USUAL, (3, 4), (4,), 20, torch.float32, group=group), 4, {}) for group in ([0, 2], [3, 0, 2])]
+SUBGROUPS = [
+    (Norms(BOTH, USUAL, (3, 4), (4,), 20, torch.float32, group=group), 4, {})
+    for group in ([0, 2], [3, 0, 2])
+]
 MORE_THAN_32_BITS = [
-    (Norms(BOTH, 4 * (OUT_OF_PLACE,), (3,), (4,), 40, first=first), 2, {}) for first in ((1 << 31) - 1, (1 << 32) - 1)
+    (Norms(BOTH, 4 * (OUT_OF_PLACE,), (3,), (4,), 40, first=first), 2, {})
+    for first in ((1 << 31) - 1, (1 << 32) - 1)
 ]
 FURTHER = [
     *LAST_CALL_OF_THE_SLOT,
@@ -130,7 +140,8 @@ FURTHER = [
 
 @pytest.mark.parametrize(("case", "n_pes", "world"), FURTHER)
 def test_further_cases(case: Norms, n_pes: int, world: dict[str, Any]) -> None:
-    """Few resident blocks, several nodes, little memory, subgroups, calls whose number needs more than 32 bits."""
+    """Few resident blocks, several nodes, little memory, subgroups, calls whose number needs more
+    than 32 bits."""
     explore(case, n_pes=n_pes, **{"seeds": 1, "heap_bytes": 1 << 22, **world})
 
 
@@ -160,11 +171,22 @@ def test_many_calls_with_stragglers() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Special(Norms):
-    """Rows with infinities, NaN, zeros of both signs, large and subnormal numbers; and one of zeros."""
+    """Rows with infinities, NaN, zeros of both signs, large and subnormal numbers; and one of
+    zeros."""
 
     def given(self, pe: int, call: int, rows: int) -> torch.Tensor:
         kinds = torch.finfo(self.dtype)
-        numbers = [0.0, -0.0, 1.0, kinds.max, -kinds.max, kinds.tiny, float("inf"), float("nan"), -kinds.tiny]
+        numbers = [
+            0.0,
+            -0.0,
+            1.0,
+            kinds.max,
+            -kinds.max,
+            kinds.tiny,
+            float("inf"),
+            float("nan"),
+            -kinds.tiny,
+        ]
         made = torch.zeros(rows, self.hidden, dtype=self.dtype)
         for row in range(1, rows):
             made[row] = 1 + pe
@@ -179,7 +201,9 @@ def test_special_numbers(dtype: torch.dtype) -> None:
     explore(case, n_pes=2, seeds=1, heap_bytes=HEAP)
 
 
-@pytest.mark.parametrize(("algorithm", "block"), [(ONE, 0), (ONE, 4), (TWO, 0), (TWO, 4), (COMPOSED, 0)])
+@pytest.mark.parametrize(
+    ("algorithm", "block"), [(ONE, 0), (ONE, 4), (TWO, 0), (TWO, 4), (COMPOSED, 0)]
+)
 def test_a_killed_peer_is_named(algorithm: str, block: int) -> None:
     told = {}
     case = Norms((algorithm,), rows=(3,), blocks=(block,))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs on GPUs, started by launch.sh as a user starts them.
 
-Where there are fewer GPUs than ranks, the ranks share them: ``-k shared`` chooses these tests, which take minutes each,
-and ``-k "not shared"`` leaves them out. Jobs may run beside each other on the same GPUs (``-n 6``): each spends most of
-its time on compiling and starting.
+Where there are fewer GPUs than ranks, the ranks share them: ``-k shared`` chooses these tests,
+which take minutes each, and ``-k "not shared"`` leaves them out. Jobs may run beside each other on
+the same GPUs (``-n 6``): each spends most of its time on compiling and starting.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ def run_checks(launch: Launch, ranks: int, names: str, *options: str) -> dict[st
     """Run the checks of these scripts; return what they said."""
     job = "--nproc", str(ranks), *options, *program_of(names)
     if ranks > GPUS:
-        # A rank that waits its turn at the GPU, and compiles beside all the others, is no rank that is gone.
-        return assert_well(launch("--share-gpus", "--timeout", "120", *job, timeout=SHARED_TIMEOUT_S), names)
+        # A rank that waits its turn at the GPU, and compiles beside all the others, is no rank that
+        # is gone.
+        return assert_well(
+            launch("--share-gpus", "--timeout", "120", *job, timeout=SHARED_TIMEOUT_S), names
+        )
     return assert_well(launch(*job, timeout=TIMEOUT_S), names)
 
 
@@ -73,11 +76,16 @@ JOBS = [  # scripts, nodes, ranks
 
 
 def jobs() -> list[Any]:
-    """Return a parameter set for each job; the ids say which ranks share GPUs and which nodes are uneven."""
+    """Return a parameter set for each job; the ids say which ranks share GPUs and which nodes are
+    uneven."""
     found = []
     for names, nodes, numbers in JOBS:
         for name, ranks in itertools.product(names, numbers):
-            more = [f"{nodes} nodes"] * (nodes > 1) + ["uneven"] * (ranks % nodes > 0) + ["shared"] * (ranks > GPUS)
+            more = (
+                [f"{nodes} nodes"] * (nodes > 1)
+                + ["uneven"] * (ranks % nodes > 0)
+                + ["shared"] * (ranks > GPUS)
+            )
             short = {ALL: "all", DISTRIBUTED: "distributed"}.get(name, name)
             found.append(pytest.param(name, ranks, nodes, id=" ".join([short, str(ranks), *more])))
     return found
@@ -101,15 +109,24 @@ def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
 @pytest.mark.parametrize("connections", ["8", "1"])
 def test_calls_by_copy_engines(launch: Launch, heap: str, connections: str) -> None:
     """Also where all streams share one queue to the GPU, as with Megatron."""
-    ranks, environment = str(min(GPUS, 4)), {"TDCOLL_HEAP": heap, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
-    assert_well(launch("--nproc", ranks, *program_of("copies"), timeout=TIMEOUT_S, env=environment), "copies")
+    ranks, environment = (
+        str(min(GPUS, 4)),
+        {"TDCOLL_HEAP": heap, "CUDA_DEVICE_MAX_CONNECTIONS": connections},
+    )
+    assert_well(
+        launch("--nproc", ranks, *program_of("copies"), timeout=TIMEOUT_S, env=environment),
+        "copies",
+    )
 
 
 @needs(2)
 def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
-    """The negative control of all the others: what they look for is there to be seen on these GPUs."""
+    """The negative control of all the others: what they look for is there to be seen on these
+    GPUs."""
     found = run_checks(launch, min(GPUS, 4), "stall")
-    assert all("wrong numbers without the protection" in str(verdict["note"]) for verdict in found.values())
+    assert all(
+        "wrong numbers without the protection" in str(verdict["note"]) for verdict in found.values()
+    )
 
 
 @needs(2)
@@ -117,16 +134,24 @@ def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
     ("operation", "options"),
     [
         # Sizes that are no multiples of 16 bytes, and such that are.
-        *((name, "-b 1032 -e 66048 -f 64 --both") for name in ("all_gather", "all_reduce", "reduce_scatter")),
+        *(
+            (name, "-b 1032 -e 66048 -f 64 --both")
+            for name in ("all_gather", "all_reduce", "reduce_scatter")
+        ),
         ("all_reduce_rms_norm", "--rows 2"),
     ],
 )
-def test_baselines_of_benchmarks_are_right(launch: Launch, operation: str, options: str, tmp_path: Path) -> None:
+def test_baselines_of_benchmarks_are_right(
+    launch: Launch, operation: str, options: str, tmp_path: Path
+) -> None:
     """Eagerly and in graphs; or they say what they lack."""
     names = [name for name, one in BASELINES.items() if one.collective in (None, operation)]
     if operation == "all_reduce_rms_norm":
         names = ["nccl", "tdcoll-torch"]
-    file, given = tmp_path / "result.json", f"{options} --iterations 4 --warmup 1 --peers {','.join(names)}"
+    file, given = (
+        tmp_path / "result.json",
+        f"{options} --iterations 4 --warmup 1 --peers {','.join(names)}",
+    )
     job = ("-m", "tdcoll", "bench", operation, *given.split(), "--json", str(file))
     done = launch("--nproc", "2", *job, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -137,7 +162,9 @@ def test_baselines_of_benchmarks_are_right(launch: Launch, operation: str, optio
 
 
 def test_beside_another_backend(launch: Launch) -> None:
-    done = launch("--nproc", str(min(GPUS, 4)), str(WORKERS / "backend_beside.py"), timeout=TIMEOUT_S)
+    done = launch(
+        "--nproc", str(min(GPUS, 4)), str(WORKERS / "backend_beside.py"), timeout=TIMEOUT_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("done") == min(GPUS, 4)
 
@@ -145,7 +172,11 @@ def test_beside_another_backend(launch: Launch) -> None:
 def devices() -> list[str]:
     """What CUDA_VISIBLE_DEVICES calls the GPUs that this process sees."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(i) for i in range(GPUS)] if listed is None else listed.replace(" ", "").split(",")[:GPUS]
+    return (
+        [str(i) for i in range(GPUS)]
+        if listed is None
+        else listed.replace(" ", "").split(",")[:GPUS]
+    )
 
 
 def free_port() -> int:
@@ -156,7 +187,9 @@ def free_port() -> int:
 
 @needs(2)
 @pytest.mark.parametrize(
-    "sees", ["only its own devices", "its own devices first"], ids=lambda sees: sees + (" shared" if GPUS < 4 else "")
+    "sees",
+    ["only its own devices", "its own devices first"],
+    ids=lambda sees: sees + (" shared" if GPUS < 4 else ""),
 )
 def test_two_agents_on_one_host_are_two_nodes(launch: Launch, sees: str) -> None:
     per_node = GPUS // 2
@@ -168,35 +201,55 @@ def test_two_agents_on_one_host_are_two_nodes(launch: Launch, sees: str) -> None
     def agent(node_rank: int) -> subprocess.CompletedProcess[str]:
         mine = all_devices[node_rank * per_node : (node_rank + 1) * per_node]
         others = [] if sees == "only its own devices" else [d for d in all_devices if d not in mine]
-        options = ("--nproc", str(half), "--nnodes", "2", "--node-rank", str(node_rank), "--rdzv", rendezvous)
+        options = (
+            "--nproc",
+            str(half),
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(node_rank),
+            "--rdzv",
+            rendezvous,
+        )
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(mine + others)}
-        return launch(*sharing, *options, str(HERE / "two_nodes.py"), timeout=TIMEOUT_S, env=visible)
+        return launch(
+            *sharing, *options, str(HERE / "two_nodes.py"), timeout=TIMEOUT_S, env=visible
+        )
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(agent, (0, 1))
     assert second.returncode == 0, second.stdout + second.stderr
     found = verdicts(first)
-    assert found["takes_the_paths_between_nodes"]["note"] == f"{2 * half} rank(s) on 2 node(s) ({half} + {half})"
+    assert (
+        found["takes_the_paths_between_nodes"]["note"]
+        == f"{2 * half} rank(s) on 2 node(s) ({half} + {half})"
+    )
     assert {"sizes", "graphs", "the_pool_and_the_drop_ins"} <= set(found)
 
 
 @needs(2)
 def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
     ranks, victim = min(GPUS, 4), 1
-    # The agent looks at its workers so seldom that the others have given up by themselves before it ends them.
+    # The agent looks at its workers so seldom that the others have given up by themselves before it
+    # ends them.
     options = ("--nproc", str(ranks), "--timeout", "15", "--monitor-interval", "60")
-    done = launch(*options, str(WORKERS / "killed_rank.py"), "calls", str(victim), timeout=TIMEOUT_S)
+    done = launch(
+        *options, str(WORKERS / "killed_rank.py"), "calls", str(victim), timeout=TIMEOUT_S
+    )
     assert done.returncode != 0
     for survivor in set(range(ranks)) - {victim}:
         assert f"CollectiveTimeout: rank {survivor} waited 15 s for peer {victim}:" in done.stderr
     died, noticed = done.stderr.splitlines()[-2:]
     survivors = ", ".join(str(rank) for rank in range(ranks) if rank != victim)
     assert died == f"tdcoll: died: rank {victim} (SIGKILL)"
-    assert noticed.startswith(f"tdcoll: only noticed: rank{'s' if ranks > 2 else ''} {survivors} (CollectiveTimeout: ")
+    assert noticed.startswith(
+        f"tdcoll: only noticed: rank{'s' if ranks > 2 else ''} {survivors} (CollectiveTimeout: "
+    )
 
 
 def test_where_the_time_of_a_start_goes(launch: Launch, tmp_path: Path) -> None:
-    """What Triton does once per process is not left to the first call, and NVSHMEM makes no communicator of NCCL's."""
+    """What Triton does once per process is not left to the first call, and NVSHMEM makes no
+    communicator of NCCL's."""
     ranks, file = min(GPUS, 2), tmp_path / "start.json"
     for _ in range(2):  # the first run fills Triton's cache
         done = launch(
@@ -213,6 +266,12 @@ def test_where_the_time_of_a_start_goes(launch: Launch, tmp_path: Path) -> None:
     for rows in report["ranks"]:
         (first,) = [row for row in rows if row["name"] == "first all_gather"]
         programs = [row for row in rows if row["name"].startswith("$ ")]
-        assert [row for row in programs if "ptxas" in row["name"]], "the warm-up asks for its version"
-        late = [row for row in programs if first["at_s"] <= row["at_s"] <= first["at_s"] + first["took_s"]]
+        assert [row for row in programs if "ptxas" in row["name"]], (
+            "the warm-up asks for its version"
+        )
+        late = [
+            row
+            for row in programs
+            if first["at_s"] <= row["at_s"] <= first["at_s"] + first["took_s"]
+        ]
         assert late == [], done.stdout

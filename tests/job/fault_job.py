@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of a rank, or of the process that serves the store, in jobs of three ranks on the simulator.
+"""Faults of a rank, or of the process that serves the store, in jobs of three ranks on the
+simulator.
 
     TRITON_INTERPRET=1 python tests/job/fault_job.py [--seed 0] [--cases 20 | --all] [--parallel 7]
 
-A case is a phase of a job's life, a fault in it, the victim, and who serves the store: rank 0 or, as torchrun's agent
-does, another process. Each survivor writes down what it was told and when. One JSON line is printed for each case.
-The ranks are forked, since importing PyTorch takes longer than most cases.
+A case is a phase of a job's life, a fault in it, the victim, and who serves the store: rank 0 or,
+as torchrun's agent does, another process. Each survivor writes down what it was told and when. One
+JSON line is printed for each case. The ranks are forked, since importing PyTorch takes longer than
+most cases.
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ def cases() -> list[Case]:
 def plant(case: Case, port_file: Path) -> None:
     """Let the fault happen to the victim: this process, or the store's."""
     if case.victim == STORE:
-        os.kill(int(port_file.read_text().split()[1]), signal.SIGKILL if case.fault == "kill" else signal.SIGSTOP)
+        os.kill(
+            int(port_file.read_text().split()[1]),
+            signal.SIGKILL if case.fault == "kill" else signal.SIGSTOP,
+        )
     elif case.fault == "raise":
         raise ZeroDivisionError("planted")
     elif case.fault == "exit":
@@ -109,7 +114,12 @@ def run_rank(rank: int, case: Case, folder: Path) -> None:
     while not (folder / "store").exists():
         time.sleep(0.005)
     port = (folder / "store").read_text().split()[0]
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     if case.store == "outside":
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 
@@ -151,10 +161,13 @@ def serve(case: Case, folder: Path) -> None:
 
 
 def attempt(case: Case) -> dict[str, Any]:
-    """Run a case, and return what became of it: when the fault came, and what each survivor was told."""
+    """Run a case, and return what became of it: when the fault came, and what each survivor was
+    told."""
     with tempfile.TemporaryDirectory(prefix="tdcoll-faults-") as name:
         folder = Path(name)
-        processes = [fork.Process(target=run_rank, args=(rank, case, folder)) for rank in range(RANKS)]
+        processes = [
+            fork.Process(target=run_rank, args=(rank, case, folder)) for rank in range(RANKS)
+        ]
         processes.append(fork.Process(target=serve, args=(case, folder)))
         for process in processes:
             process.start()
@@ -181,14 +194,17 @@ def attempt(case: Case) -> dict[str, Any]:
 
 
 def run(case: Case, start_s: float) -> dict[str, Any]:
-    """Run a case ``start_s`` from now, and once more if the start met a deadline on a busy machine."""
+    """Run a case ``start_s`` from now, and once more if the start met a deadline on a busy
+    machine."""
     time.sleep(start_s)
     found = attempt(case)
     return attempt(case) if found["fault"] is None else found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--all", action="store_true")

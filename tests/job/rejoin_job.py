@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a job join and leave it again and again, each at its own pace, on GPUs or on the simulator.
+"""The ranks of a job join and leave it again and again, each at its own pace, on GPUs or on the
+simulator.
 
     bash launch.sh --nproc 4 tests/job/rejoin_job.py [--rounds 50] [LIFE...]     # torchrun's store serves the job
     python tests/job/rejoin_job.py --spawn 4 [--rounds 50] [LIFE...]             # rank 0's process serves the store
 
-The second wants the environment of `source setenv.sh`, or TRITON_INTERPRET=1. Each LIFE is one kind of joining and
-leaving, lived for so many rounds; without any, all of them are. The first rank prints a JSON line for each.
+The second wants the environment of `source setenv.sh`, or TRITON_INTERPRET=1. Each LIFE is one kind
+of joining and leaving, lived for so many rounds; without any, all of them are. The first rank
+prints a JSON line for each.
 """
 
 from __future__ import annotations
@@ -65,13 +67,19 @@ def expect(kind: type[BaseException], action: Callable[[], Any], *words: str) ->
 
 
 def live_in_own_calls(number: int) -> None:
-    """Between initialize() and finalize(): stores and puts, whose kernels were loaded in the first round."""
+    """Between initialize() and finalize(): stores and puts, whose kernels were loaded in the first
+    round."""
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
         for algorithm in ("auto", "1d"):
-            gathered(tdcoll.all_gather(data(RANK, number), ctx=ctx, algorithm=algorithm), list(range(WORLD)), number)
+            gathered(
+                tdcoll.all_gather(data(RANK, number), ctx=ctx, algorithm=algorithm),
+                list(range(WORLD)),
+                number,
+            )
         ctx.check()
     out = torch.empty(5 * WORLD, device=device())
-    tdcoll.distributed.all_gather_into_tensor(out, data(RANK, number))  # by a context that finalize() closes
+    # by a context that finalize() closes
+    tdcoll.distributed.all_gather_into_tensor(out, data(RANK, number))
     gathered(out, list(range(WORLD)), number)
 
 
@@ -84,7 +92,9 @@ def live_in_the_group(number: int) -> None:
         gathered(torch.cat(out), ranks, number)
         total = data(RANK, number)
         dist.all_reduce(total, group=group)
-        assert torch.equal(total, sum(data(owner, number) for owner in ranks)), f"rank {RANK}, round {number}"
+        assert torch.equal(total, sum(data(owner, number) for owner in ranks)), (
+            f"rank {RANK}, round {number}"
+        )
 
     gather(None, list(range(WORLD)))
     ends, rest = [0, WORLD - 1], list(range(1, WORLD))
@@ -113,7 +123,8 @@ def backend(number: int) -> None:
     assert tdcoll.is_initialized(), tdcoll.distributed.explain()
     live_in_the_group(number)
     dawdle()
-    group = dist.group.WORLD  # which holds the store; other ranks are on their way back to it when rank 0 lets go
+    # which holds the store; other ranks are on their way back to it when rank 0 lets go
+    group = dist.group.WORLD
     dist.destroy_process_group()
     assert not tdcoll.is_initialized()
     if RANK == 0:
@@ -132,7 +143,9 @@ def refused(number: int) -> None:
         )
     if odd:
         expect(ValueError, lambda: tdcoll.initialize(timeout_s=0), "timeout_s")
-        expect(TypeError, lambda: dist.init_process_group("tdcoll", pg_options="wrong"), "pg_options")
+        expect(
+            TypeError, lambda: dist.init_process_group("tdcoll", pg_options="wrong"), "pg_options"
+        )
     dawdle()
     (own if number % 2 else backend)(number)
 
@@ -141,11 +154,14 @@ _users_store: Any = None
 
 
 def beside(number: int) -> None:
-    """A group of the user's, made in every round under another prefix of a store of the user's, and kept meanwhile."""
+    """A group of the user's, made in every round under another prefix of a store of the user's, and
+    kept meanwhile."""
     global _users_store
     if _users_store is None:
         _users_store, _, _ = next(dist.rendezvous("env://"))
-    dist.init_process_group(INNER, store=dist.PrefixStore(f"user{number}", _users_store), rank=RANK, world_size=WORLD)
+    dist.init_process_group(
+        INNER, store=dist.PrefixStore(f"user{number}", _users_store), rank=RANK, world_size=WORLD
+    )
     for again in (0, 1):
         if again and WORLD > 1:
             if number % WORLD == RANK:  # before all others, and not for long enough
@@ -170,8 +186,9 @@ def beside(number: int) -> None:
 
 
 def expired(number: int) -> None:
-    """A wait expires, on the host or in a kernel, and all ranks are still there: they leave and join again. The last
-    life on GPUs, because NVSHMEM is not stopped by ranks that do not leave together."""
+    """A wait expires, on the host or in a kernel, and all ranks are still there: they leave and
+    join again. The last life on GPUs, because NVSHMEM is not stopped by ranks that do not leave
+    together."""
     if WORLD == 1:
         return
     options = tdcoll.distributed.Options(heap_bytes=HEAP_BYTES)
@@ -206,15 +223,23 @@ def main(names: list[str], rounds: int) -> None:
             dawdle()
         if RANK == 0:
             seconds = round(time.perf_counter() - begin, 2)
-            print(json.dumps({"life": name, "ranks": WORLD, "rounds": rounds, "seconds": seconds}), flush=True)
+            print(
+                json.dumps({"life": name, "ranks": WORLD, "rounds": rounds, "seconds": seconds}),
+                flush=True,
+            )
 
 
 def spawn(ranks: int, arguments: list[str]) -> int:
-    """Run this script once for each rank, without a launcher. The exit status; the first failure ends all."""
+    """Run this script once for each rank, without a launcher. The exit status; the first failure
+    ends all."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    launcher = {name for name in os.environ if name.startswith(("TORCHELASTIC_", "GROUP_", "LOCAL_", "ROLE_"))}
+    launcher = {
+        name
+        for name in os.environ
+        if name.startswith(("TORCHELASTIC_", "GROUP_", "LOCAL_", "ROLE_"))
+    }
     environment = {name: value for name, value in os.environ.items() if name not in launcher}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     processes = [
@@ -235,7 +260,9 @@ def spawn(ranks: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("lives", nargs="*", metavar="LIFE", help=f"of {', '.join(LIVES)}")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--spawn", type=int, metavar="RANKS")

@@ -14,8 +14,22 @@ import torch.distributed as dist
 import tdcoll
 from tdcoll import runtime
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
-VARIABLES = ("NVSHMEM_SYMMETRIC_SIZE", "TDCOLL_TIMEOUT_S", "TDCOLL_EMULATE_NODES", "TDCOLL_SHARE_GPUS", "TDCOLL_HEAP")
+LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "SLURM_NODEID",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+VARIABLES = (
+    "NVSHMEM_SYMMETRIC_SIZE",
+    "TDCOLL_TIMEOUT_S",
+    "TDCOLL_EMULATE_NODES",
+    "TDCOLL_SHARE_GPUS",
+    "TDCOLL_HEAP",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +88,11 @@ def test_the_size_of_the_heap_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     ],
 )
 def test_environment_variables_are_defaults(
-    monkeypatch: pytest.MonkeyPatch, values: tuple[str, ...], arguments: dict, nbytes: int, timeout_s: float
+    monkeypatch: pytest.MonkeyPatch,
+    values: tuple[str, ...],
+    arguments: dict,
+    nbytes: int,
+    timeout_s: float,
 ) -> None:
     for name, value in zip(VARIABLES, values, strict=False):
         monkeypatch.setenv(name, value)
@@ -96,13 +114,17 @@ def test_a_second_call() -> None:
         ({"heap_bytes": 8 << 20, "emulate_nodes": 2}, "emulate_nodes=1; got 2"),
         ({"share_gpus": True}, "share_gpus=False; got True"),
     ):
-        with pytest.raises(tdcoll.AlreadyInitializedError, match=text + r"\. Call tdcoll\.finalize"):
+        with pytest.raises(
+            tdcoll.AlreadyInitializedError, match=text + r"\. Call tdcoll\.finalize"
+        ):
             tdcoll.initialize(**asked)
     gather_and_compare()
 
 
 def test_a_job_knows_its_heap() -> None:
-    with pytest.raises(tdcoll.TdcollError, match="emulate_nodes=2 needs puts, which heap='torch' does not have"):
+    with pytest.raises(
+        tdcoll.TdcollError, match="emulate_nodes=2 needs puts, which heap='torch' does not have"
+    ):
         tdcoll.initialize(heap="torch", emulate_nodes=2)
     tdcoll.initialize(heap="torch")
     tdcoll.initialize()
@@ -112,7 +134,9 @@ def test_a_job_knows_its_heap() -> None:
 
 
 def test_refused_settings_leave_nothing_behind() -> None:
-    with pytest.raises(ValueError, match=r"emulate_nodes must be between 1 and the 1 rank\(s\) of this host, got 2"):
+    with pytest.raises(
+        ValueError, match=r"emulate_nodes must be between 1 and the 1 rank\(s\) of this host, got 2"
+    ):
         tdcoll.initialize(emulate_nodes=2)
     with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
         tdcoll.initialize(heap_bytes=1 << 60)
@@ -149,7 +173,9 @@ def test_the_process_that_serves_the_store_leaves_when_all_do() -> None:
     tdcoll.initialize()
     tags: list[str] = []
 
-    def gather(ranks: Sequence[int], tag: str, value: object = None, timeout_s: float | None = None) -> list[object]:
+    def gather(
+        ranks: Sequence[int], tag: str, value: object = None, timeout_s: float | None = None
+    ) -> list[object]:
         tags.append(tag)
         if tag == "leave":
             raise tdcoll.TdcollError("the store is gone")
@@ -186,5 +212,7 @@ def test_beside_the_users_process_group() -> None:
 def test_other_ranks_without_finalize(monkeypatch: pytest.MonkeyPatch) -> None:
     tdcoll.initialize()
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    with pytest.raises(tdcoll.AlreadyInitializedError, match=r"rank 0 of 1, but torch\.distributed is now rank 1"):
+    with pytest.raises(
+        tdcoll.AlreadyInitializedError, match=r"rank 0 of 1, but torch\.distributed is now rank 1"
+    ):
         tdcoll.initialize()

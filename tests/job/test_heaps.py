@@ -28,7 +28,9 @@ from tdcoll.language import jit
 from tdcoll.testing import World
 
 
-def test_auto_is_nvshmem_where_its_bindings_are_and_else_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_nvshmem_where_its_bindings_are_and_else_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("TDCOLL_HEAP", raising=False)
     assert lifecycle.heap_of(None) == "nvshmem"  # the simulator has all of it
     monkeypatch.setattr(lifecycle, "INTERPRETED", False)
@@ -49,7 +51,9 @@ def test_a_wrong_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="heap must be a string"):
         tdcoll.initialize(heap=3)  # type: ignore[arg-type]
     monkeypatch.setenv("TDCOLL_HEAP", "cuda")
-    with pytest.raises(ValueError, match="TDCOLL_HEAP must be one of auto, nvshmem, torch; got 'cuda'"):
+    with pytest.raises(
+        ValueError, match="TDCOLL_HEAP must be one of auto, nvshmem, torch; got 'cuda'"
+    ):
         tdcoll.initialize()
 
 
@@ -65,12 +69,16 @@ def test_what_puts_is_refused_by_name() -> None:
     def host(pe: int) -> None:
         x = torch.arange(8.0)
         with tdcoll.CollectiveContext(max_bytes_per_rank=256) as ctx:
-            with pytest.raises(ValueError, match="needs NVSHMEM's puts, which memory of PyTorch's does not have"):
+            with pytest.raises(
+                ValueError, match="needs NVSHMEM's puts, which memory of PyTorch's does not have"
+            ):
                 tdcoll.all_gather(x, ctx=ctx, algorithm="1d")
             assert tdcoll.all_reduce(x, ctx=ctx).tolist() == (2 * x).tolist()
         _tell[(1,)](torch.zeros(1, dtype=torch.int32))
 
-    with pytest.raises(TdcollError, match="my_pe calls NVSHMEM, and the symmetric heap of this job is PyTorch's"):
+    with pytest.raises(
+        TdcollError, match="my_pe calls NVSHMEM, and the symmetric heap of this job is PyTorch's"
+    ):
         World(2, puts=False).run(host)
 
 
@@ -96,7 +104,8 @@ def test_large_all_gathers_go_by_stores(monkeypatch: pytest.MonkeyPatch, in_plac
 
 
 class _Memory:
-    """``_SymmetricMemory`` as far as a heap uses it: this PE's block begins some bytes into the allocation."""
+    """``_SymmetricMemory`` as far as a heap uses it: this PE's block begins some bytes into the
+    allocation."""
 
     OFFSET = 64
 
@@ -111,7 +120,9 @@ class _Memory:
         assert name not in self.groups, "PyTorch takes a name once"
         self.groups[name] = (rank, world_size, store)
 
-    def empty_strided_p2p(self, size: Any, stride: Any, dtype: Any, device: Any, group: str) -> torch.Tensor:
+    def empty_strided_p2p(
+        self, size: Any, stride: Any, dtype: Any, device: Any, group: str
+    ) -> torch.Tensor:
         assert (stride, dtype) == ((1,), torch.uint8)
         assert group in self.groups
         if self.fails is not None:
@@ -120,7 +131,9 @@ class _Memory:
         return self.block[self.OFFSET :]
 
     def rendezvous(self, tensor: torch.Tensor) -> Any:
-        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", "PyTorch would make a multicast object"
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", (
+            "PyTorch would make a multicast object"
+        )
         name, (rank, world_size, store) = list(self.groups.items())[-1]
         found = c10d._resolve_process_group(name)  # as PyTorch 2.13 does, and not what was set
         assert (found.rank(), found.size(), found.get_group_store()) == (rank, world_size, store)
@@ -144,7 +157,9 @@ STORE = dist.HashStore()
 def _heap(n_pes: int, pe: int, others: dict[int, Any] | None = None) -> torch_memory.TorchHeap:
     """``others``: what ranks other than this one tell of their failures."""
 
-    def all_gather(ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
+    def all_gather(
+        ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None
+    ) -> list[Any]:
         return [value if rank == pe else (others or {}).get(rank) for rank in ranks]
 
     return torch_memory.TorchHeap(
@@ -173,7 +188,9 @@ def test_peers_are_where_pytorch_has_mapped_them(memory: _Memory) -> None:
             c10d._resolve_process_group(name)
 
 
-def test_callers_may_use_multicast_afterwards(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_may_use_multicast_afterwards(
+    memory: _Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
     monkeypatch.setenv(name, "0")
     _heap(3, 1)
@@ -192,12 +209,19 @@ def test_one_rank_needs_nobody(memory: _Memory) -> None:
 
 def test_memory_that_cannot_be_had_is_an_error_that_says_what_to_do(memory: _Memory) -> None:
     memory.meets = RuntimeError("CUDA driver error: peer access is not supported")
-    with pytest.raises(TdcollError, match=r"rank 1.*peer access is not supported.*initialize\(heap='nvshmem'\)"):
+    with pytest.raises(
+        TdcollError, match=r"rank 1.*peer access is not supported.*initialize\(heap='nvshmem'\)"
+    ):
         _heap(3, 1)
     # The driver's errors, which are what PyTorch raises here, have no class of their own.
-    for error in (RuntimeError("CUDA driver error: out of memory"), torch.OutOfMemoryError("out of memory")):
+    for error in (
+        RuntimeError("CUDA driver error: out of memory"),
+        torch.OutOfMemoryError("out of memory"),
+    ):
         memory.fails = error
-        with pytest.raises(tdcoll.HeapExhaustedError, match="1024 bytes of symmetric memory on the GPU of rank 1"):
+        with pytest.raises(
+            tdcoll.HeapExhaustedError, match="1024 bytes of symmetric memory on the GPU of rank 1"
+        ):
             _heap(3, 1)
 
 
@@ -236,7 +260,11 @@ class Library(ModuleType):
         self.pe, self.running, self.address = 1, False, 0x1000
         self.calls: list[tuple[Any, ...]] = []
         self.found: dict[str, str | None] = {}
-        self.my_pe, self.n_pes, self.init_status = lambda: self.pe, lambda: 2, lambda: 2 if self.running else 0
+        self.my_pe, self.n_pes, self.init_status = (
+            lambda: self.pe,
+            lambda: 2,
+            lambda: 2 if self.running else 0,
+        )
         self.cumodule_init = lambda module: None
         self.get_uniqueid = self.noting("unique id")
         self.free, self.hostlib_finalize = self.noting("free"), self.noting("finalize")
@@ -249,7 +277,10 @@ class Library(ModuleType):
 
     def hostlib_init_attr(self, flags: int, attributes: int) -> None:
         self.calls.append(("init", flags))
-        self.found = {name: os.environ.get(name) for name in ("NVSHMEM_DISABLE_NCCL", "NVSHMEM_SYMMETRIC_SIZE")}
+        self.found = {
+            name: os.environ.get(name)
+            for name in ("NVSHMEM_DISABLE_NCCL", "NVSHMEM_SYMMETRIC_SIZE")
+        }
         self.running = True
 
     def malloc(self, nbytes: int) -> int:
@@ -270,9 +301,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     for module in (package, inner, bindings, cuda, pathfinder):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "nvshmem.core", None)  # importing it fails
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: bindings.calls.append(("context", device.index)))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: bindings.calls.append(("context", device.index))
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
-    monkeypatch.setattr(NvshmemHeap, "_tensor", lambda heap, address, nbytes: torch.zeros(4, dtype=torch.uint8))
+    monkeypatch.setattr(
+        NvshmemHeap, "_tensor", lambda heap, address, nbytes: torch.zeros(4, dtype=torch.uint8)
+    )
 
     @contextlib.contextmanager
     def warm_up(device: torch.device) -> Iterator[None]:
@@ -286,7 +321,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 
 
 def heap() -> NvshmemHeap:
-    control: Any = SimpleNamespace(all_gather=lambda ranks, tag, mine: [bytes(range(128)), mine])  # what PE 0 says
+    # what PE 0 says
+    control: Any = SimpleNamespace(all_gather=lambda ranks, tag, mine: [bytes(range(128)), mine])
     return NvshmemHeap(pe=1, n_pes=2, nbytes=1 << 20, device=DEVICE, control=control)
 
 
@@ -307,7 +343,9 @@ def test_asynchronous_copies_of_nvshmems_are_refused(
     """Also if another library has started NVSHMEM."""
     monkeypatch.setenv("NVSHMEM_TMA_POLICY", policy)
     for library.running in (False, True):
-        with pytest.raises(ValueError, match=f"NVSHMEM_TMA_POLICY must be unset or DISABLE, got '{policy}'"):
+        with pytest.raises(
+            ValueError, match=f"NVSHMEM_TMA_POLICY must be unset or DISABLE, got '{policy}'"
+        ):
             heap()
     assert library.calls == []
     monkeypatch.setenv("NVSHMEM_TMA_POLICY", "disable")
@@ -315,7 +353,9 @@ def test_asynchronous_copies_of_nvshmems_are_refused(
 
 
 @pytest.mark.parametrize("wanted", [None, "3G"])
-def test_starts_and_stops(monkeypatch: pytest.MonkeyPatch, library: Library, wanted: str | None) -> None:
+def test_starts_and_stops(
+    monkeypatch: pytest.MonkeyPatch, library: Library, wanted: str | None
+) -> None:
     if wanted is not None:
         monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", wanted)
     made = heap()
@@ -335,7 +375,11 @@ def test_starts_and_stops(monkeypatch: pytest.MonkeyPatch, library: Library, wan
 def test_an_nvshmem_that_runs_is_used_and_left_running(library: Library) -> None:
     library.running = True
     heap().close()
-    assert [name for name, *_ in library.calls if "warm" not in name] == ["malloc", "context", "free"]
+    assert [name for name, *_ in library.calls if "warm" not in name] == [
+        "malloc",
+        "context",
+        "free",
+    ]
     assert "NVSHMEM_DISABLE_NCCL" not in os.environ  # too late
 
 
@@ -356,5 +400,7 @@ def test_other_pes_are_refused(library: Library) -> None:
 
 def test_no_room(library: Library) -> None:
     library.address = 0
-    with pytest.raises(HeapExhaustedError, match=r"123 bytes of GPU memory are free.*NVSHMEM_SYMMETRIC_SIZE"):
+    with pytest.raises(
+        HeapExhaustedError, match=r"123 bytes of GPU memory are free.*NVSHMEM_SYMMETRIC_SIZE"
+    ):
         heap()

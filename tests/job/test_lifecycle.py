@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining and leaving a job: wrong settings, ranks that cannot make one job, and calls outside of any job."""
+"""Joining and leaving a job: wrong settings, ranks that cannot make one job, and calls outside of
+any job."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_neither_gpu_nor_simulator() -> None:
     # Nor does a first initialize() import what it does not need.
     imported = done.stdout.split()
     assert "tdcoll.language" in imported
-    assert [name for name in imported if name.startswith(("tdcoll.collectives", "tdcoll.calls.context"))] == []
+    assert [
+        name for name in imported if name.startswith(("tdcoll.collectives", "tdcoll.calls.context"))
+    ] == []
     assert "TdcollError: no CUDA GPU is visible to PyTorch" in done.stderr
     assert "launch.sh" in done.stderr
     assert "TRITON_INTERPRET=1" in done.stderr
@@ -49,7 +52,14 @@ def test_neither_gpu_nor_simulator() -> None:
 # ---------------------------------------------------------------------- settings
 
 
-BYTES = {"1": 1, "67108864": 1 << 26, "64M": 1 << 26, "64m": 1 << 26, "64MB": 1 << 26, "64MiB": 1 << 26}
+BYTES = {
+    "1": 1,
+    "67108864": 1 << 26,
+    "64M": 1 << 26,
+    "64m": 1 << 26,
+    "64MB": 1 << 26,
+    "64MiB": 1 << 26,
+}
 BYTES |= {" 2 G ": 1 << 31, "1.5K": 1536, "1T": 1 << 40, "100B": 100}
 
 
@@ -61,7 +71,9 @@ def test_bytes() -> None:
     "text", ["", "0", "-1", "M", "1.5.2G", "1e9", "64 MM", "0.1", "many", "1G 2M", "0x10", "²", "٣"]
 )
 def test_bytes_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^X must be a positive number of bytes such as") as raised:
+    with pytest.raises(
+        ValueError, match=r"^X must be a positive number of bytes such as"
+    ) as raised:
         parse_bytes(text, "X")
     assert repr(text) in str(raised.value)
 
@@ -72,20 +84,29 @@ def test_bytes_that_are_none(text: str) -> None:
         ("NVSHMEM_SYMMETRIC_SIZE", "plenty", "must be .*'plenty'"),
         ("NVSHMEM_SYMMETRIC_SIZE", "9" * 5000, "must be .*'9{60}'[.]{3}$"),
         ("NVSHMEM_SYMMETRIC_SIZE", "1." + "9" * 5000, "must be "),
-        *(("TDCOLL_TIMEOUT_S", value, f"must be a number of seconds, got '{value}'") for value in ("soon", "²")),
+        *(
+            ("TDCOLL_TIMEOUT_S", value, f"must be a number of seconds, got '{value}'")
+            for value in ("soon", "²")
+        ),
         ("TDCOLL_TIMEOUT_S", "0", r"must be greater than 0 .*, got 0\.0"),
         ("TDCOLL_TIMEOUT_S", "-3", r"must be greater than 0 .*, got -3\.0"),
         ("TDCOLL_TIMEOUT_S", "nan", "must be greater than 0 .*, got nan"),
         ("TDCOLL_TIMEOUT_S", "inf", "must be .* at most 1000000000 seconds, got inf"),
         ("TDCOLL_TIMEOUT_S", "9" * 5000, "must be .*, got inf"),
         *(
-            ("TDCOLL_EMULATE_NODES", value, f"must be a whole number of at least 1, got '{value[:60]}'")
+            (
+                "TDCOLL_EMULATE_NODES",
+                value,
+                f"must be a whole number of at least 1, got '{value[:60]}'",
+            )
             for value in ("two", "0", "²", "9" * 5000)
         ),
     ],
     ids=lambda value: ascii(value)[:40],
 )
-def test_wrong_environment(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, text: str) -> None:
+def test_wrong_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, text: str
+) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=f"{variable} {text}"):
         tdcoll.initialize()
@@ -98,12 +119,32 @@ def test_wrong_environment(monkeypatch: pytest.MonkeyPatch, variable: str, value
     [
         ({"heap_bytes": 0}, ValueError, "heap_bytes must be at least 1, got 0"),
         ({"heap_bytes": -5}, ValueError, "heap_bytes must be at least 1, got -5"),
-        ({"heap_bytes": "plenty"}, ValueError, "heap_bytes must be a positive number of bytes such as .*'plenty'"),
-        ({"heap_bytes": 1.5}, TypeError, "heap_bytes must be an int, or a text such as '64M' or '2G'; got 1.5"),
-        ({"timeout_s": 0}, ValueError, "timeout_s must be greater than 0 and at most 1000000000 seconds, got 0"),
+        (
+            {"heap_bytes": "plenty"},
+            ValueError,
+            "heap_bytes must be a positive number of bytes such as .*'plenty'",
+        ),
+        (
+            {"heap_bytes": 1.5},
+            TypeError,
+            "heap_bytes must be an int, or a text such as '64M' or '2G'; got 1.5",
+        ),
+        (
+            {"timeout_s": 0},
+            ValueError,
+            "timeout_s must be greater than 0 and at most 1000000000 seconds, got 0",
+        ),
         ({"timeout_s": float("nan")}, ValueError, "timeout_s must be greater than 0 .*, got nan"),
-        ({"timeout_s": float("inf")}, ValueError, "timeout_s must be .* at most 1000000000 seconds, got inf"),
-        ({"timeout_s": 1e12}, ValueError, "timeout_s must be .* at most 1000000000 seconds, got 1000000000000"),
+        (
+            {"timeout_s": float("inf")},
+            ValueError,
+            "timeout_s must be .* at most 1000000000 seconds, got inf",
+        ),
+        (
+            {"timeout_s": 1e12},
+            ValueError,
+            "timeout_s must be .* at most 1000000000 seconds, got 1000000000000",
+        ),
         ({"timeout_s": "5"}, TypeError, "timeout_s must be a number of seconds, got '5'"),
         ({"emulate_nodes": "two"}, TypeError, "emulate_nodes must be an int, got 'two'"),
     ],
@@ -114,7 +155,9 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text
     assert not dist.is_initialized()
 
 
-def test_a_variable_that_is_misspelt(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_variable_that_is_misspelt(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in environment.unknown(os.environ):
         monkeypatch.delenv(name)
     monkeypatch.setenv("TDCOLL_TIMOUT_S", "3")
@@ -123,7 +166,10 @@ def test_a_variable_that_is_misspelt(monkeypatch: pytest.MonkeyPatch, caplog: py
         lifecycle._JobOptions.read(None, None)
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("tdcoll", "WARNING")
-    assert "TDCOLL_TIMOUT_S is none of tdcoll's and has no effect: did you mean TDCOLL_TIMEOUT_S?" in record.message
+    assert (
+        "TDCOLL_TIMOUT_S is none of tdcoll's and has no effect: did you mean TDCOLL_TIMEOUT_S?"
+        in record.message
+    )
 
 
 def test_the_default_heap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +181,8 @@ def test_the_default_heap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_documented_fits_into_the_default_heap() -> None:
-    """docs/sparse-all-reduce.md, on 8 GPUs; an inbox for the backend's largest calls takes an eighth of the heap."""
+    """docs/sparse-all-reduce.md, on 8 GPUs; an inbox for the backend's largest calls takes an
+    eighth of the heap."""
     heap = environment.DEFAULT_HEAP_BYTES
     documented = {"max_rows_per_rank": 20_000, "max_row_bytes": 4 * 512}
     assert tdcoll.memory_plan({"rows": documented}, world_size=8).total + (8 << 20) < heap
@@ -148,7 +195,9 @@ def test_what_is_documented_fits_into_the_default_heap() -> None:
 
 def test_ranks_with_other_settings() -> None:
     other = lifecycle._JobOptions(1 << 20, 30.0, 1, share_gpus=True)
-    control: Any = SimpleNamespace(all_gather=lambda ranks, tag, mine: [mine, (dataclasses.asdict(other), *mine[1:])])
+    control: Any = SimpleNamespace(
+        all_gather=lambda ranks, tag, mine: [mine, (dataclasses.asdict(other), *mine[1:])]
+    )
     with pytest.raises(tdcoll.RankMismatchError) as raised:
         lifecycle._join(lifecycle._JobOptions(1 << 21, 30.0, 1), control, None, 0, 2)
     assert str(raised.value) == (
@@ -202,11 +251,17 @@ def test_hosts_and_nodes_need_puts() -> None:
         refuse(("here", A), ("here", A), heap="torch", share_gpus=True)
 
 
-@pytest.mark.parametrize("assignment", ["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo", "NVSHMEM_REMOTE_TRANSPORT=none"])
-def test_settings_for_one_host_are_refused_on_several(monkeypatch: pytest.MonkeyPatch, assignment: str) -> None:
+@pytest.mark.parametrize(
+    "assignment", ["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo", "NVSHMEM_REMOTE_TRANSPORT=none"]
+)
+def test_settings_for_one_host_are_refused_on_several(
+    monkeypatch: pytest.MonkeyPatch, assignment: str
+) -> None:
     monkeypatch.setenv(*assignment.split("="))
     refuse(("GROUP_RANK=0", A), ("GROUP_RANK=1", B))
-    with pytest.raises(TdcollError, match=rf"{assignment} is for one host, and the job has 2 \(here, there\)"):
+    with pytest.raises(
+        TdcollError, match=rf"{assignment} is for one host, and the job has 2 \(here, there\)"
+    ):
         refuse(("b", ("there", "GPU 0")), ("a", A))
 
 
@@ -214,7 +269,8 @@ def test_settings_for_one_host_are_refused_on_several(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("share_gpus", "device", "backend"), [(True, 1, "cpu:gloo,cuda:gloo"), (False, 5, "cpu:gloo,cuda:nccl")]
+    ("share_gpus", "device", "backend"),
+    [(True, 1, "cpu:gloo,cuda:gloo"), (False, 5, "cpu:gloo,cuda:nccl")],
 )
 def test_device_and_process_group_on_gpus(
     monkeypatch: pytest.MonkeyPatch, share_gpus: bool, device: int, backend: str
@@ -268,7 +324,8 @@ MORE = {"CollectiveContext": ["max_bytes_per_rank"]}
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in tdcoll.__all__ if n not in NEED_NO_JOB and not n.endswith(("Error", "Timeout"))]
+    "name",
+    [n for n in tdcoll.__all__ if n not in NEED_NO_JOB and not n.endswith(("Error", "Timeout"))],
 )
 def test_calls_outside_of_a_job(name: str) -> None:
     call = getattr(tdcoll, name)

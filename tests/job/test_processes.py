@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joining again after leaving, and a seeded matrix of faults: see rejoin_job.py and fault_job.py.
 
-Two rounds of each life; `REJOIN_ROUNDS=50 bash launch.sh tests tests/job/test_processes.py` runs more of them.
+Two rounds of each life; `REJOIN_ROUNDS=50 bash launch.sh tests tests/job/test_processes.py` runs
+more of them.
 """
 
 from __future__ import annotations
@@ -31,17 +32,28 @@ def lived(printed: str) -> list[tuple[str, int]]:
     return [(line["life"], line["rounds"]) for line in lines]
 
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")]
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs"),
+]
 
 
 @pytest.mark.parametrize(
     "where",
-    [pytest.param(["--simulate"], id="simulator", marks=pytest.mark.slow), pytest.param([], id="gpus", marks=GPU)],
+    [
+        pytest.param(["--simulate"], id="simulator", marks=pytest.mark.slow),
+        pytest.param([], id="gpus", marks=GPU),
+    ],
 )
-def test_under_torchrun(launch: Callable[..., subprocess.CompletedProcess[str]], where: list[str]) -> None:
+def test_under_torchrun(
+    launch: Callable[..., subprocess.CompletedProcess[str]], where: list[str]
+) -> None:
     """Its store outlives all generations."""
-    lives = [life for life in LIVES if life != "expired"]  # takes seconds, and needs no store in particular
-    done = launch(*where, "--nproc", str(RANKS), JOB, "--rounds", str(ROUNDS), *lives, timeout=TIMEOUT_S)
+    # takes seconds, and needs no store in particular
+    lives = [life for life in LIVES if life != "expired"]
+    done = launch(
+        *where, "--nproc", str(RANKS), JOB, "--rounds", str(ROUNDS), *lives, timeout=TIMEOUT_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert lived(done.stdout) == [(life, ROUNDS) for life in lives]
 
@@ -66,9 +78,15 @@ def test_every_survivor_ends_and_says_who_is_missing() -> None:
     assert done.returncode == 0, done.stderr
     verdicts = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(verdicts) == CASES
-    phases, faults, victims, stores = map(set, zip(*(verdict["case"] for verdict in verdicts), strict=True))
-    assert (phases, faults) == ({*fault_job.PHASES}, {*fault_job.FAULTS}), "the sample leaves something out"
-    assert (victims, stores) == ({0, 1, 2, fault_job.STORE}, {"inside", "outside"}), "the sample leaves something out"
+    phases, faults, victims, stores = map(
+        set, zip(*(verdict["case"] for verdict in verdicts), strict=True)
+    )
+    assert (phases, faults) == ({*fault_job.PHASES}, {*fault_job.FAULTS}), (
+        "the sample leaves something out"
+    )
+    assert (victims, stores) == ({0, 1, 2, fault_job.STORE}, {"inside", "outside"}), (
+        "the sample leaves something out"
+    )
     for verdict in verdicts:
         victim = verdict["case"][2]
         assert verdict["fault"] is not None, verdict

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run with TDCOLL_COMPILER=triton_dist: importing the language without that compiler, and with one made up here."""
+"""Run with TDCOLL_COMPILER=triton_dist: importing the language without that compiler, and with one
+made up here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the language and `tdcoll.jit` do in a process that compiles: printed as JSON, for tests that are interpreted.
+"""What the language and `tdcoll.jit` do in a process that compiles: printed as JSON, for tests that
+are interpreted.
 
-A driver that only takes notes stands for the GPU: kernels are compiled for real, "loaded" and "launched".
+A driver that only takes notes stands for the GPU: kernels are compiled for real, "loaded" and
+"launched".
 """
 
 from __future__ import annotations
@@ -77,13 +79,20 @@ def root(error: BaseException) -> str:
 
 def done_once() -> dict[str, int]:
     """How often Triton has done what it does once per process."""
-    functions = {"hash of Triton": triton_key, "hashes of libraries": file_hash, "ptxas --version": get_ptxas_version}
+    functions = {
+        "hash of Triton": triton_key,
+        "hashes of libraries": file_hash,
+        "ptxas --version": get_ptxas_version,
+    }
     gluon = int("triton.experimental.gluon" in sys.modules)
-    return {"import of Gluon": gluon} | {name: of.cache_info().misses for name, of in functions.items()}
+    return {"import of Gluon": gluon} | {
+        name: of.cache_info().misses for name, of in functions.items()
+    }
 
 
 def warming_up(driver: NotingDriver) -> dict[str, Any]:
-    """What is done once per process, before the warm-up, after it, and after another kernel was compiled."""
+    """What is done once per process, before the warm-up, after it, and after another kernel was
+    compiled."""
     out = MockTensor(triton.language.int32, (4,))
     seen: dict[str, Any] = {"before": done_once()}
     seen["events"] = events_of(driver, warm_up.compile_nothing)
@@ -107,7 +116,9 @@ def launches_with_functions(driver: NotingDriver) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for name, function in given.items():
         seen[name] = events_of(driver, lambda function=function: kernel[(1,)](out, function))
-        seen[name + ", by name"] = events_of(driver, lambda function=function: kernel[(1,)](out, function=function))
+        seen[name + ", by name"] = events_of(
+            driver, lambda function=function: kernel[(1,)](out, function=function)
+        )
     return seen
 
 
@@ -120,9 +131,13 @@ def launches_compiled_in_advance(driver: NotingDriver) -> dict[str, Any]:
     with ThreadPoolExecutor(1) as pool, AsyncCompileMode(pool):
         for kernel in chosen.values():
             kernel.warmup(out, grid=(1,), num_warps=2)
-        seen["direct, in the mode, before a job"] = events_of(driver, lambda: chosen["direct"][(1,)](out, num_warps=2))
+        seen["direct, in the mode, before a job"] = events_of(
+            driver, lambda: chosen["direct"][(1,)](out, num_warps=2)
+        )
         jit.set_module_init(lambda module: driver.events.append("init"))
-        seen["direct, in the mode"] = events_of(driver, lambda: chosen["direct"][(1,)](out, num_warps=2))
+        seen["direct, in the mode"] = events_of(
+            driver, lambda: chosen["direct"][(1,)](out, num_warps=2)
+        )
     for name, kernel in chosen.items():
         seen[name] = events_of(driver, lambda kernel=kernel: kernel[(1,)](out, num_warps=2))
     return seen
@@ -160,9 +175,17 @@ def launches(driver: NotingDriver) -> dict[str, Any]:
     seen["unknown keyword"] = unknown
     seen["classes"] = {
         name: sorted(
-            {type(kernel).__name__ for cache in function.device_caches.values() for kernel in cache[0].values()}
+            {
+                type(kernel).__name__
+                for cache in function.device_caches.values()
+                for kernel in cache[0].values()
+            }
         )
-        for name, function in (("direct", direct), ("plain", plain), ("other", kernels.of_another_library))
+        for name, function in (
+            ("direct", direct),
+            ("plain", plain),
+            ("other", kernels.of_another_library),
+        )
     }
     seen["compiled kernel is untouched"] = "_init_handles" not in vars(jit.TdcollJITFunction) and (
         CompiledKernel._init_handles.__module__.startswith("triton.")
@@ -205,14 +228,18 @@ def monitors(driver: NotingDriver) -> dict[str, list[str]]:
     out, words = MockTensor(triton.language.int32, (4,)), torch.zeros(8, dtype=torch.int64)
     runtime.install(SimpleNamespace(monitors={words.data_ptr()}))
     seen = {
-        "the monitor itself": events_of(driver, lambda: kernels.waits[(1,)](out, SimpleMonitor(words))),
+        "the monitor itself": events_of(
+            driver, lambda: kernels.waits[(1,)](out, SimpleMonitor(words))
+        ),
         "the monitor itself, by name": events_of(
             driver, lambda: kernels.waits[(1,)](out, monitor=SimpleMonitor(words[4:]))
         ),
         "untold": events_of(driver, lambda: kernels.waits_untold[(1,)](out, SimpleMonitor(words))),
         "a monitor": events_of(driver, lambda: kernels.waits[(1,)](out, words)),
         "other memory": events_of(driver, lambda: kernels.waits[(1,)](out, words[4:])),
-        "other memory, by name": events_of(driver, lambda: kernels.waits[(1,)](out, monitor=words[4:])),
+        "other memory, by name": events_of(
+            driver, lambda: kernels.waits[(1,)](out, monitor=words[4:])
+        ),
     }
     runtime.install(None)
     return seen
@@ -230,7 +257,11 @@ def options() -> dict[str, Any]:
         pass
 
     made = tdcoll.jit(
-        do_not_specialize=["b"], do_not_specialize_on_alignment=["a"], noinline=True, version=3, debug=True
+        do_not_specialize=["b"],
+        do_not_specialize_on_alignment=["a"],
+        noinline=True,
+        version=3,
+        debug=True,
     )(body)
     return {
         "type": type(made).__name__,
@@ -244,7 +275,8 @@ def options() -> dict[str, Any]:
 
 
 def fused_by_default() -> dict[str, bool]:
-    """Whether products are fused with sums in a kernel of tdcoll's and in one of a user's, by Triton's default."""
+    """Whether products are fused with sums in a kernel of tdcoll's and in one of a user's, by
+    Triton's default."""
     out = MockTensor(triton.language.int32, (4,))
     seen = {}
     for fused in (True, False):
@@ -252,7 +284,9 @@ def fused_by_default() -> dict[str, bool]:
             triton.knobs.language.default_fp_fusion = fused
             own = warm_up._nothing_of_nvshmem.warmup(out, False, grid=(1,), num_warps=1 + fused)
             users = kernels.only_mentions.warmup(out, grid=(1,), num_warps=1 + fused)
-            given = kernels.only_mentions.warmup(out, grid=(1,), num_warps=1 + fused, enable_fp_fusion=not fused)
+            given = kernels.only_mentions.warmup(
+                out, grid=(1,), num_warps=1 + fused, enable_fp_fusion=not fused
+            )
         for name, made in (("own", own), ("user's", users), ("user's, the other asked for", given)):
             seen[f"{name}, default {fused}"] = made.metadata.enable_fp_fusion
     return seen
@@ -265,20 +299,32 @@ def main() -> None:
     report = {
         "warming up": warming_up(driver),
         "fused by default": fused_by_default(),
-        "parameters": {name: kernels.parameters_of(function) for name, function in language.items()},
+        "parameters": {
+            name: kernels.parameters_of(function) for name, function in language.items()
+        },
         "described": {
-            name: [inspect.getdoc(function), [p for p in inspect.signature(function).parameters if p[0] != "_"]]
+            name: [
+                inspect.getdoc(function),
+                [p for p in inspect.signature(function).parameters if p[0] != "_"],
+            ]
             for name, function in language.items()
         },
-        "not_its_own": [name for name, function in language.items() if function is not getattr(nvshmem, name)],
-        "marked": [name for name, function in language.items() if getattr(function, "needs_nvshmem", False)],
+        "not_its_own": [
+            name for name, function in language.items() if function is not getattr(nvshmem, name)
+        ],
+        "marked": [
+            name for name, function in language.items() if getattr(function, "needs_nvshmem", False)
+        ],
         "needs": [
             name
             for name, function in language.items()
             if getattr(function, "needs_nvshmem", False)
             or (isinstance(function, JITFunction) and jit.needs_nvshmem(function))
         ],
-        "kernels": {name: jit.needs_nvshmem(getattr(kernels, name)) for name in (*kernels.NEED, *kernels.NEED_NOT)},
+        "kernels": {
+            name: jit.needs_nvshmem(getattr(kernels, name))
+            for name in (*kernels.NEED, *kernels.NEED_NOT)
+        },
         "options": options(),
         "launches": launches(driver),
         "with functions": launches_with_functions(driver),

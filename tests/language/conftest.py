@@ -15,7 +15,8 @@ PROGRAM = Path(__file__).with_name("compiled_process.py")
 
 @pytest.fixture(scope="session")
 def compiled() -> dict[str, Any]:
-    """What `compiled_process.py` reports: a process without TRITON_INTERPRET, on a GPU that is not there."""
+    """What `compiled_process.py` reports: a process without TRITON_INTERPRET, on a GPU that is not
+    there."""
     done = python(str(PROGRAM), without=["TRITON_INTERPRET", "TDCOLL_COMPILER"], timeout=280)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for the tests of words: single ones on other PEs, waits for them, and barriers of a grid."""
+"""Kernels for the tests of words: single ones on other PEs, waits for them, and barriers of a
+grid."""
 
 import triton.language as tl
 
@@ -80,7 +81,9 @@ def wait_here_and_there(narrow, wide, ok, monitor, SEND: tl.constexpr):
             tdl.p(narrow, -5, peer)
             tdl.st_release(wide, 1 << 40, "sys")
     tl.store(ok, tdl.wait_word(narrow, tdl.CMP_LT, -4, monitor, peer, 7))
-    tl.store(ok + 1, tdl.wait_word(tdl.remote_ptr(wide, peer), tdl.CMP_EQ, 1 << 40, monitor, peer, 8))
+    tl.store(
+        ok + 1, tdl.wait_word(tdl.remote_ptr(wide, peer), tdl.CMP_EQ, 1 << 40, monitor, peer, 8)
+    )
 
 
 @jit
@@ -96,7 +99,9 @@ def ask(signals, out, TIMES: tl.constexpr):
 
 
 @jit
-def rounds(cells, sums, counter, monitor, ROUNDS: tl.constexpr, BARRIER: tl.constexpr, BLOCK: tl.constexpr):
+def rounds(
+    cells, sums, counter, monitor, ROUNDS: tl.constexpr, BARRIER: tl.constexpr, BLOCK: tl.constexpr
+):
     """Every program writes its cell and then sums all of them, in several rounds."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)

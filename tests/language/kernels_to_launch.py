@@ -186,7 +186,9 @@ def mistaken(out, HOW: tl.constexpr):
     elif HOW == "pointee":
         tdl.ld(out.to(tl.pointer_type(tl.int8)))
     elif HOW == "descriptor_with_a_token":
-        tdl.consume_token(tl.make_tensor_descriptor(out, shape=[64, 64], strides=[64, 1], block_shape=[64, 64]), 1)
+        tdl.consume_token(
+            tl.make_tensor_descriptor(out, shape=[64, 64], strides=[64, 1], block_shape=[64, 64]), 1
+        )
     elif HOW == "token_of_64_bits":
         tdl.consume_token(out, tl.cast(1, tl.int64))
 
@@ -215,7 +217,9 @@ MISTAKES = (
 
 @tdcoll.jit
 def waits_untold(out, monitor):
-    came = tdl.wait_signal(monitor, tdl.CMP_GE, 1, monitor) & tdl.wait_word(out, tdl.CMP_GE, 1, monitor)
+    came = tdl.wait_signal(monitor, tdl.CMP_GE, 1, monitor) & tdl.wait_word(
+        out, tdl.CMP_GE, 1, monitor
+    )
     token = tdl.wait_token(monitor, tdl.CMP_GE, 1, monitor, index=2)
     lane = tl.arange(0, 32)
     _, _, _, there = tdl.wait_flagged(monitor + 2 * lane, 1, lane < 1, monitor)

@@ -43,19 +43,24 @@ def lowering(monkeypatch: pytest.MonkeyPatch, compiler: str | None, interpreted:
         ("triton", True, "simulator.lowering"),
     ],
 )
-def test_choice(monkeypatch: pytest.MonkeyPatch, compiler: str | None, interpreted: bool, module: str) -> None:
+def test_choice(
+    monkeypatch: pytest.MonkeyPatch, compiler: str | None, interpreted: bool, module: str
+) -> None:
     assert lowering(monkeypatch, compiler, interpreted) == f"tdcoll.{module}"
 
 
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_unknown_compiler(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
-    with pytest.raises(ValueError, match="TDCOLL_COMPILER must be triton or triton_dist, got 'gcc'"):
+    with pytest.raises(
+        ValueError, match="TDCOLL_COMPILER must be triton or triton_dist, got 'gcc'"
+    ):
         lowering(monkeypatch, "gcc", interpreted)
 
 
 def test_compiler_and_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ValueError, match=r"TDCOLL_COMPILER=triton_dist compiles kernels, and TRITON_INTERPRET=1.*unset"
+        ValueError,
+        match=r"TDCOLL_COMPILER=triton_dist compiles kernels, and TRITON_INTERPRET=1.*unset",
     ):
         lowering(monkeypatch, "triton_dist", True)
 
@@ -71,14 +76,21 @@ def report() -> dict[str, object]:
 def test_import_without_the_compiler_says_what_to_do(report: dict[str, object], case: str) -> None:
     text = str(report[case])
     assert "TDCOLL_COMPILER=triton_dist needs Triton-distributed with its compiler" in text
-    assert "Build it from source (the triton-dist 0.0.0 on PyPI has no compiler), or unset TDCOLL_COMPILER" in text
+    assert (
+        "Build it from source (the triton-dist 0.0.0 on PyPI has no compiler), or unset TDCOLL_COMPILER"
+        in text
+    )
 
 
 def test_functions_of_nvshmem_are_those_of_the_compiler(report: dict[str, object]) -> None:
     assert report["with"] == "imported"
     assert report["lowering"] == "tdcoll.language.triton_dist"
-    assert report["theirs"] == [name for name, function in FUNCTIONS.items() if function.symbol is not None]
-    assert report["ours"] == [name for name, function in FUNCTIONS.items() if function.symbol is None]
+    assert report["theirs"] == [
+        name for name, function in FUNCTIONS.items() if function.symbol is not None
+    ]
+    assert report["ours"] == [
+        name for name, function in FUNCTIONS.items() if function.symbol is None
+    ]
 
 
 SYMBOLS = {symbol for function in FUNCTIONS.values() for symbol in function.symbols}
@@ -110,11 +122,18 @@ def test_it_is_cut_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "problem"),
     [
         ("no library", "Failed to parse"),
-        ("define void @nvshmem_quiet() {\n ret void\n}\n", r"does not define .*nvshmem_barrier_all, .*nvshmem_fence, "),
+        (
+            "define void @nvshmem_quiet() {\n ret void\n}\n",
+            r"does not define .*nvshmem_barrier_all, .*nvshmem_fence, ",
+        ),
     ],
 )
 def test_a_library_that_is_not_known_is_linked_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str, problem: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    text: str,
+    problem: str,
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     other = tmp_path / "other.bc"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tdcoll.jit`: which kernels get NVSHMEM's bitcode and module initialisation, options, misspelt keywords."""
+"""`tdcoll.jit`: which kernels get NVSHMEM's bitcode and module initialisation, options, misspelt
+keywords."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_kernels_that_reach_nvshmem_are_found(compiled: dict[str, Any]) -> None:
     assert compiled["kernels"] == {**dict.fromkeys(NEED, True), **dict.fromkeys(NEED_NOT, False)}
 
 
-def test_module_is_given_to_nvshmem_once_between_loading_and_the_first_launch(compiled: dict[str, Any]) -> None:
+def test_module_is_given_to_nvshmem_once_between_loading_and_the_first_launch(
+    compiled: dict[str, Any],
+) -> None:
     seen = compiled["launches"]
     assert seen["needing"] == ["load direct as 3", "init 3", "launch direct"]
     assert seen["needing, again"] == ["launch direct"]
@@ -36,7 +39,9 @@ def test_module_is_given_to_nvshmem_once_between_loading_and_the_first_launch(co
 def test_launch_before_a_job_is_refused_and_may_be_tried_again(compiled: dict[str, Any]) -> None:
     for when in ("before a job", "before a job, again"):
         (event,) = compiled["launches"][f"needing, {when}"]
-        assert event.startswith("NotInitializedError: kernel direct calls NVSHMEM: call tdcoll.initialize() before")
+        assert event.startswith(
+            "NotInitializedError: kernel direct calls NVSHMEM: call tdcoll.initialize() before"
+        )
 
 
 def test_launch_of_a_loaded_kernel_after_the_job_is_refused(compiled: dict[str, Any]) -> None:
@@ -55,10 +60,17 @@ def test_second_job_initialises_loaded_modules_again(compiled: dict[str, Any]) -
 
 def test_other_kernels_are_untouched(compiled: dict[str, Any]) -> None:
     seen = compiled["launches"]
-    assert seen["of another library, before a job"] == ["load of_another_library as 1", "launch of_another_library"]
+    assert seen["of another library, before a job"] == [
+        "load of_another_library as 1",
+        "launch of_another_library",
+    ]
     assert seen["plain, before a job"] == ["load only_threads as 2", "launch only_threads"]
     assert seen["plain"] == ["launch only_threads"]
-    assert seen["classes"] == {"direct": ["_NvshmemKernel"], "plain": ["CompiledKernel"], "other": ["CompiledKernel"]}
+    assert seen["classes"] == {
+        "direct": ["_NvshmemKernel"],
+        "plain": ["CompiledKernel"],
+        "other": ["CompiledKernel"],
+    }
     assert seen["compiled kernel is untouched"]
 
 
@@ -73,7 +85,8 @@ def test_kernel_that_is_given_a_function_needs_what_that_needs(compiled: dict[st
 
 
 def test_kernel_compiled_by_a_pool_is_initialised_too(compiled: dict[str, Any]) -> None:
-    """Under Triton's AsyncCompileMode a launch gets a stand-in for the kernel that is still being compiled."""
+    """Under Triton's AsyncCompileMode a launch gets a stand-in for the kernel that is still being
+    compiled."""
     seen = compiled["in advance"]
     (refusal,) = seen["direct, in the mode, before a job"]
     assert refusal.startswith("NotInitializedError: kernel by_its_name calls NVSHMEM")
@@ -83,26 +96,38 @@ def test_kernel_compiled_by_a_pool_is_initialised_too(compiled: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("name", ["launched_by_triton", "launched_by_triton_through_a_helper"])
-def test_kernel_of_triton_jit_that_calls_nvshmem_is_refused(compiled: dict[str, Any], name: str) -> None:
-    assert "calls NVSHMEM: decorate the kernel that is launched with @tdcoll.jit" in compiled["errors"][name]
+def test_kernel_of_triton_jit_that_calls_nvshmem_is_refused(
+    compiled: dict[str, Any], name: str
+) -> None:
+    assert (
+        "calls NVSHMEM: decorate the kernel that is launched with @tdcoll.jit"
+        in compiled["errors"][name]
+    )
 
 
 def test_wait_in_a_helper_that_is_not_inlined_is_refused(compiled: dict[str, Any]) -> None:
-    assert compiled["errors"]["calls_a_waiting_helper"].startswith("waiting_helper waits or acquires, and is noinline")
+    assert compiled["errors"]["calls_a_waiting_helper"].startswith(
+        "waiting_helper waits or acquires, and is noinline"
+    )
 
 
 def test_monitor_that_is_none_is_refused_at_the_launch(compiled: dict[str, Any]) -> None:
     seen = compiled["monitors"]
     assert [event.split()[0] for event in seen["the monitor itself"]] == ["load", "launch"]
     assert seen["a monitor"] == ["launch waits"]
-    assert [event.split()[0] for event in seen["untold"]] == ["load", "launch"], "of which peer, and of which signal"
+    assert [event.split()[0] for event in seen["untold"]] == ["load", "launch"], (
+        "of which peer, and of which signal"
+    )
     for name in ("other memory", "other memory, by name", "the monitor itself, by name"):
         (refusal,) = seen[name]
-        assert refusal.startswith("ValueError: waits: monitor must be the words of an open tdcoll.WaitMonitor")
+        assert refusal.startswith(
+            "ValueError: waits: monitor must be the words of an open tdcoll.WaitMonitor"
+        )
 
 
 def test_cached_kernels_are_of_this_lowering(compiled: dict[str, Any]) -> None:
-    """Triton's own key has the source of Triton functions, and nothing of what an extern function emits."""
+    """Triton's own key has the source of Triton functions, and nothing of what an extern function
+    emits."""
     key, other = compiled["cache keys"]
     assert key.rsplit("-", 1)[0] == other.rsplit("-", 1)[0]
     assert key != other
@@ -128,7 +153,9 @@ def test_unknown_keyword_is_refused_when_compiled(compiled: dict[str, Any]) -> N
 # ---------------------------------------------------------------------- interpreted
 
 
-@tdcoll.jit(do_not_specialize=["value"], do_not_specialize_on_alignment=["out"], noinline=False, debug=False)
+@tdcoll.jit(
+    do_not_specialize=["value"], do_not_specialize_on_alignment=["out"], noinline=False, debug=False
+)
 def with_options(out, value, BLOCK: tl.constexpr = 4):
     tl.store(out + tl.arange(0, BLOCK), value)
 
@@ -144,7 +171,9 @@ def test_options_are_accepted_when_interpreted() -> None:
 def test_unknown_keyword_is_refused_when_interpreted() -> None:
     out = torch.zeros(4, dtype=torch.int32)
     launch = with_options[(1,)]
-    with pytest.raises(TypeError, match=r"with_options\(\) got unknown keyword\(s\) \['BLOK', 'num_warsp'\]"):
+    with pytest.raises(
+        TypeError, match=r"with_options\(\) got unknown keyword\(s\) \['BLOK', 'num_warsp'\]"
+    ):
         World(1).run(lambda pe: launch(out, 7, num_warsp=8, BLOK=2))
     assert out.tolist() == [0] * 4
 
@@ -166,13 +195,17 @@ def fresh_path():
 
 @pytest.mark.usefixtures("fresh_path")
 @pytest.mark.parametrize("folder", ["home", "site/nvidia/nvshmem"])
-def test_bitcode_of_nvshmem_home_and_of_the_wheel(monkeypatch: Any, tmp_path: Path, folder: str) -> None:
+def test_bitcode_of_nvshmem_home_and_of_the_wheel(
+    monkeypatch: Any, tmp_path: Path, folder: str
+) -> None:
     """NVSHMEM_HOME comes first."""
     library = tmp_path / folder / "lib" / "libnvshmem_device_sm_90.bc"
     for path in (library, tmp_path / "site/nvidia/nvshmem/lib/libnvshmem_device.bc"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    spec = SimpleNamespace(submodule_search_locations=(str(tmp_path / "elsewhere"), str(tmp_path / "site/nvidia")))
+    spec = SimpleNamespace(
+        submodule_search_locations=(str(tmp_path / "elsewhere"), str(tmp_path / "site/nvidia"))
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path / "home"))
     if folder != "home":
@@ -184,7 +217,9 @@ def test_bitcode_of_nvshmem_home_and_of_the_wheel(monkeypatch: Any, tmp_path: Pa
 def test_bitcode_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match=f"for sm_80 .* was not found in {tmp_path / 'lib'}"):
+    with pytest.raises(
+        FileNotFoundError, match=f"for sm_80 .* was not found in {tmp_path / 'lib'}"
+    ):
         jit.bitcode_path(80)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the device language, its lowerings, its stubs and Triton-distributed have the same functions."""
+"""The table of the device language, its lowerings, its stubs and Triton-distributed have the same
+functions."""
 
 from __future__ import annotations
 
@@ -23,12 +24,19 @@ def parameters_in_the_table(name: str) -> list[list[Any]]:
     function = FUNCTIONS[name]
     required = len(function.parameters) - len(function.defaults)
     defaults = [None] * required + [repr(default) for default in function.defaults]
-    return [[parameter, default] for (parameter, _), default in zip(function.parameters, defaults, strict=True)]
+    return [
+        [parameter, default]
+        for (parameter, _), default in zip(function.parameters, defaults, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_both_lowerings_have_the_function_of_the_table(compiled: dict[str, Any], name: str) -> None:
-    assert parameters_of(getattr(simulator, name)) == compiled["parameters"][name] == parameters_in_the_table(name)
+    assert (
+        parameters_of(getattr(simulator, name))
+        == compiled["parameters"][name]
+        == parameters_in_the_table(name)
+    )
     function = getattr(tdl, name)
     assert function is getattr(simulator, name)
     expected = [FUNCTIONS[name].doc, [parameter for parameter, _ in FUNCTIONS[name].parameters]]
@@ -41,7 +49,8 @@ def test_nvshmem_lowering_is_the_one_of_a_compiled_process(compiled: dict[str, A
 
 
 def test_functions_with_a_symbol_are_the_ones_that_need_nvshmem(compiled: dict[str, Any]) -> None:
-    """`wait_signal` and the like are PTX; `signal_block` is a Triton function that calls `signal_op`."""
+    """`wait_signal` and the like are PTX; `signal_block` is a Triton function that calls
+    `signal_op`."""
     with_symbol = {name for name, function in FUNCTIONS.items() if function.symbol is not None}
     assert set(compiled["marked"]) == with_symbol
     assert set(compiled["needs"]) == with_symbol | {"signal_block"}
@@ -73,14 +82,25 @@ def test_signature_of_a_function_with_defaults() -> None:
 
 
 def test_wrong_arguments_name_the_function_when_compiled(compiled: dict[str, Any]) -> None:
-    assert "putmem_block: pe must be a scalar, got a block of shape" in compiled["errors"]["block_as_pe"]
+    assert (
+        "putmem_block: pe must be a scalar, got a block of shape"
+        in compiled["errors"]["block_as_pe"]
+    )
     assert "compare must be a CMP_* constant, got 6" in compiled["errors"]["compare"]
     assert "axis must be 0, 1 or 2, got 3" in compiled["errors"]["axis"]
     assert "scope must be one of gpu, sys; got 'cta'" in compiled["errors"]["scope"]
-    assert "semantic must be one of relaxed, release; got 'acquire'" in compiled["errors"]["semantic"]
+    assert (
+        "semantic must be one of relaxed, release; got 'acquire'" in compiled["errors"]["semantic"]
+    )
     assert "ld: ptr must point to 32- or 64-bit integers" in compiled["errors"]["pointee"]
-    assert "value must be a pointer or an offset, got a descriptor" in compiled["errors"]["descriptor_with_a_token"]
-    assert "token must be what wait_token returned, an int32; got int64" in compiled["errors"]["token_of_64_bits"]
+    assert (
+        "value must be a pointer or an offset, got a descriptor"
+        in compiled["errors"]["descriptor_with_a_token"]
+    )
+    assert (
+        "token must be what wait_token returned, an int32; got int64"
+        in compiled["errors"]["token_of_64_bits"]
+    )
 
 
 @pytest.mark.parametrize("argument", HALVES)
@@ -123,7 +143,9 @@ WRONG = {
 
 def test_the_stubs_are_current() -> None:
     done = python("docs/device_language.py", "--stubs", PYTHONPATH=str(ROOT))
-    assert STUB.read_text(encoding="utf-8") == done.stdout, f"run python docs/device_language.py --stubs > {STUB}"
+    assert STUB.read_text(encoding="utf-8") == done.stdout, (
+        f"run python docs/device_language.py --stubs > {STUB}"
+    )
 
 
 def test_a_kernel_is_checked(tmp_path: Path) -> None:
@@ -133,7 +155,12 @@ def test_a_kernel_is_checked(tmp_path: Path) -> None:
         (tmp_path / f"wrong_{place}.py").write_text(f"{KERNEL}    {call}\n", encoding="utf-8")
     done = python(
         *("-m", "mypy", "--config-file=", "--follow-imports=skip", "--ignore-missing-imports"),
-        *("--disallow-untyped-defs", "--check-untyped-defs", f"--cache-dir={tmp_path / 'cache'}", str(STUB)),
+        *(
+            "--disallow-untyped-defs",
+            "--check-untyped-defs",
+            f"--cache-dir={tmp_path / 'cache'}",
+            str(STUB),
+        ),
         *map(str, sorted(tmp_path.glob("*.py"))),
         timeout=240,
     )
@@ -154,12 +181,20 @@ LIBRARY = {
     "sig_addr signal sig_op pe": "signal_op",
     "sig_addr cmp_ cmp_val": "signal_wait_until",
 }
-"""Functions of libshmem_device in triton-dist 0.0.0 by parameters; a star adds those of a warp and of a block."""
+"""Functions of libshmem_device in triton-dist 0.0.0 by parameters; a star adds those of a warp and
+of a block."""
 
-CONSTANTS = dict(zip(("CMP_EQ", "CMP_NE", "CMP_GT", "CMP_LE", "CMP_LT", "CMP_GE"), range(6), strict=True))
+CONSTANTS = dict(
+    zip(("CMP_EQ", "CMP_NE", "CMP_GT", "CMP_LE", "CMP_LT", "CMP_GE"), range(6), strict=True)
+)
 CONSTANTS |= {"SIGNAL_SET": 9, "SIGNAL_ADD": 10}
 BY_THREADS = [  # those of its language_extra
-    *("tid(axis)", "ntid(axis)", "ld(ptr, scope='gpu', semantic='relaxed')", "ld_acquire(ptr, scope='gpu')"),
+    *(
+        "tid(axis)",
+        "ntid(axis)",
+        "ld(ptr, scope='gpu', semantic='relaxed')",
+        "ld_acquire(ptr, scope='gpu')",
+    ),
     *("st(ptr, val, scope='gpu', semantic='relaxed')", "syncthreads()"),
 ]
 
@@ -173,10 +208,16 @@ def test_functions_of_nvshmem_have_the_parameters_of_triton_distributed() -> Non
     }
     # Its library has none for typed words.
     ours = {
-        name: function for name, function in FUNCTIONS.items() if function.symbol is not None and not function.types
+        name: function
+        for name, function in FUNCTIONS.items()
+        if function.symbol is not None and not function.types
     }
-    assert {name: [parameter for parameter, _ in of.parameters] for name, of in ours.items()} == theirs
-    assert [FUNCTIONS[signature.partition("(")[0]].signature for signature in BY_THREADS] == BY_THREADS
+    assert {
+        name: [parameter for parameter, _ in of.parameters] for name, of in ours.items()
+    } == theirs
+    assert [
+        FUNCTIONS[signature.partition("(")[0]].signature for signature in BY_THREADS
+    ] == BY_THREADS
 
 
 def test_constants_have_the_values_of_triton_distributed() -> None:

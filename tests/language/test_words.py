@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words of other PEs and barriers of a grid under many schedules: `words_checks.py` has the rest, on GPUs as well."""
+"""Words of other PEs and barriers of a grid under many schedules: `words_checks.py` has the rest,
+on GPUs as well."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def counted_puts(fence: bool) -> Any:
                 buffer.copy_(torch.arange(16) + 7)
             out = torch.zeros(16, dtype=torch.int32)
             kernels.put_then_count[(1,)](buffer, counter, out, WaitMonitor().words, fence)
-            assert pe == 1 or torch.equal(out, torch.arange(16, dtype=torch.int32) + 7), f"got {out.tolist()}"
+            assert pe == 1 or torch.equal(out, torch.arange(16, dtype=torch.int32) + 7), (
+                f"got {out.tolist()}"
+            )
 
         world.run(host)
 
@@ -95,7 +98,9 @@ def meeting(barrier: bool, blocks: tuple[int, ...] = (5, 3, 5)) -> Any:
                 monitor.raise_if_expired()
                 for i in range(n):
                     wanted = sum(range(i + 1, size + i + 1))
-                    assert sums[i, :size].tolist() == [wanted] * size, f"launch {launch}, round {i}: {sums[i]}"
+                    assert sums[i, :size].tolist() == [wanted] * size, (
+                        f"launch {launch}, round {i}: {sums[i]}"
+                    )
 
         world.run(host)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shell for the tests of setenv.sh and launch.sh: as many GPUs as asked, none of the caller's settings."""
+"""A shell for the tests of setenv.sh and launch.sh: as many GPUs as asked, none of the caller's
+settings."""
 
 from __future__ import annotations
 
@@ -18,15 +19,31 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN_VARIABLES = ("TDCOLL_", "NVSHMEM_", "SLURM_", "CUDA_", "TORCHELASTIC_", "PYTEST_", "PIP_")
 OWN_NAMES = {
-    *("TRITON_INTERPRET", "OMP_NUM_THREADS", "PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH"),
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *(
+        "TRITON_INTERPRET",
+        "OMP_NUM_THREADS",
+        "PYTHON",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "LD_LIBRARY_PATH",
+    ),
+    *(
+        "RANK",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ),
     *("BASH_ENV", "ENV", "BASHOPTS", "SHELLOPTS", "CDPATH"),
 }
 
 
 @dataclass
 class Shell:
-    """Runs bash in a directory of its own. Every process that it starts is gone when the test ends."""
+    """Runs bash in a directory of its own. Every process that it starts is gone when the test
+    ends."""
 
     directory: Path
     environment: dict[str, str]
@@ -82,9 +99,12 @@ def shell(tmp_path: Path, clean: pytest.MonkeyPatch) -> Iterator[Shell]:
         if importlib.util.find_spec(name) is None:
             (packages / name).mkdir(parents=True)
             (packages / name / "__init__.py").touch()
-    environment = {**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1"}  # no test fills a disk
+    # no test fills a disk
+    environment = {**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1"}
     environment["PATH"] = f"{directory / 'bin'}:{environment['PATH']}"
-    environment["PYTHONPATH"] = ":".join(filter(None, [environment.get("PYTHONPATH"), str(packages)]))
+    environment["PYTHONPATH"] = ":".join(
+        filter(None, [environment.get("PYTHONPATH"), str(packages)])
+    )
     shell = Shell(directory, environment)
     shell.set_gpus(0)
     yield shell

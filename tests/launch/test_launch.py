@@ -37,7 +37,10 @@ class Plan(NamedTuple):
 
     @property
     def hosts(self) -> str:
-        return " ".join(self.option(f"--{name}") for name in ("nnodes", "node-rank", "master-addr", "master-port"))
+        return " ".join(
+            self.option(f"--{name}")
+            for name in ("nnodes", "node-rank", "master-addr", "master-port")
+        )
 
     @property
     def program(self) -> list[str]:
@@ -120,7 +123,9 @@ def test_how_many_processes(plan: Planner, options: str, gpus: int, nproc: str) 
     assert p.variables.get("TDCOLL_SHARE_GPUS") == ("1" if "--share-gpus" in options else None)
 
 
-@pytest.mark.parametrize("host", ["head.example", "fe80::1", "127.0.0.1", "127.1.2.3", "localhost", "::1"])
+@pytest.mark.parametrize(
+    "host", ["head.example", "fe80::1", "127.0.0.1", "127.1.2.3", "localhost", "::1"]
+)
 def test_several_hosts(plan: Planner, host: str) -> None:
     """Agents that meet on a loopback address are on one host, whatever their number."""
     p = plan(f"--nnodes=3 --node-rank 2 --rdzv {f'[{host}]' if ':' in host else host}:1234 job.py")
@@ -174,14 +179,18 @@ BATCH = "STEP_NUM_NODES= NODEID=0"
 
 def of_slurm(changes: str) -> dict[str, str]:
     variables = SLURM | dict(change.split("=") for change in changes.split())
-    return {name if name.startswith("MASTER") else f"SLURM_{name}": value for name, value in variables.items()}
+    return {
+        name if name.startswith("MASTER") else f"SLURM_{name}": value
+        for name, value in variables.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("options", "changes", "hosts"),
     [
         ("", "", "2 1 gpu007 24567"),
-        ("", "JOB_ID=0100000000089 STEP_NUM_NODES=010 NODEID=08", "10 8 gpu007 20089"),  # decimal all the same
+        # decimal all the same
+        ("", "JOB_ID=0100000000089 STEP_NUM_NODES=010 NODEID=08", "10 8 gpu007 20089"),
         ("", "JOB_NODELIST=a-1,a-2", "2 1 a-1 24567"),
         ("", "JOB_NODELIST=n[3]x,b", "2 1 n3x 24567"),
         ("", "JOB_NODELIST=rack[1-2]n[03,4],b", "2 1 rack1n03 24567"),
@@ -190,7 +199,8 @@ def of_slurm(changes: str) -> dict[str, str]:
         ("--nnodes 1", "", "alone"),
         ("", "STEP_NUM_NODES=1 NNODES=1 NODEID=0 LOCALID=0", "alone"),
         ("", "NNODES=1 STEP_NUM_NODES= NODEID=0", "alone"),
-        ("", "STEP_NUM_NODES=1 STEP_NODELIST=gpu008 NODEID=0", "alone"),  # fewer hosts than the allocation
+        # fewer hosts than the allocation
+        ("", "STEP_NUM_NODES=1 STEP_NODELIST=gpu008 NODEID=0", "alone"),
         ("", "STEP_NUM_NODES=2 STEP_NODELIST=gpu[008-009] NNODES=4", "2 1 gpu008 24567"),
         ("--nnodes 1", BATCH, "alone"),
         ("--nnodes 2 --node-rank 1 --rdzv h:99", BATCH, "2 1 h 99"),
@@ -215,13 +225,28 @@ def test_slurm_says_the_hosts(plan: Planner, options: str, changes: str, hosts: 
         ),
     ],
 )
-def test_what_slurm_says_wrong(refusal: Callable[..., str], options: str, changes: str, words: str) -> None:
+def test_what_slurm_says_wrong(
+    refusal: Callable[..., str], options: str, changes: str, words: str
+) -> None:
     message = refusal(f"{options} job.py", **of_slurm(changes))
     assert [word for word in words.split("|") if word not in message] == []
 
 
 # A shell takes most of these as arithmetic, and runs the command in the first.
-NO_NUMBERS = ("a[$(touch evaluated)]", "1e3", "abc", "0x2", "-1", " 2", "²", "٣", "9" * 5000, "2\n3", "1+1", "PATH")
+NO_NUMBERS = (
+    "a[$(touch evaluated)]",
+    "1e3",
+    "abc",
+    "0x2",
+    "-1",
+    " 2",
+    "²",
+    "٣",
+    "9" * 5000,
+    "2\n3",
+    "1+1",
+    "PATH",
+)
 
 
 NUMBERS = "SLURM_JOB_ID SLURM_STEP_NUM_NODES SLURM_NODEID MASTER_PORT TDCOLL_NNODES"
@@ -246,7 +271,10 @@ def test_a_variable_that_is_no_number_is_named(refusal: Callable[..., str], name
         ("nowhere.py", "script: 'nowhere.py'"),
         (".", "script: '.'"),
         ("--nproc", "--nproc: expected one argument"),
-        *((f"--nproc={text} job.py", f"--nproc at least 1, got '{text}'") for text in ("two", "0", "-1", "1.5", "")),
+        *(
+            (f"--nproc={text} job.py", f"--nproc at least 1, got '{text}'")
+            for text in ("two", "0", "-1", "1.5", "")
+        ),
         ("--simulate=yes job.py", "--simulate 'yes'"),
         ("--emulate-nodes 0 job.py", "--emulate-nodes at least 1, got '0'"),
         ("--emulate-nodes 5 job.py", "--emulate-nodes: expected 1 to 4, got 5"),
@@ -255,15 +283,24 @@ def test_a_variable_that_is_no_number_is_named(refusal: Callable[..., str], name
         ("--timeout soon job.py", "--timeout: 'soon'"),
         ("--monitor-interval inf job.py", "--monitor-interval must be at most got inf"),
         ("--nnodes x job.py", "--nnodes whole number 'x'"),
-        ("--nnodes 2 --node-rank 0 job.py", "--rdzv: expected HOST:PORT with --nnodes 2 got nothing"),
+        (
+            "--nnodes 2 --node-rank 0 job.py",
+            "--rdzv: expected HOST:PORT with --nnodes 2 got nothing",
+        ),
         ("--nnodes 2 --rdzv h:1 job.py", "--node-rank: expected 0 to 1 got nothing"),
         ("--nnodes 2 --rdzv h:1 --node-rank 2 job.py", "--node-rank: expected 0 to 1 got 2"),
         ("--node-rank 1 job.py", "--node-rank: expected 0 to 0 got 1"),
         *(
-            (f"--nnodes 2 --rdzv {text} --node-rank 0 job.py", f"--rdzv: HOST:PORT port got '{text}'")
+            (
+                f"--nnodes 2 --rdzv {text} --node-rank 0 job.py",
+                f"--rdzv: HOST:PORT port got '{text}'",
+            )
             for text in ("h", "h:0", "h:x", "h:65536", "a:b:1", "[::1:1")
         ),
-        *((f"--{option} tests", f"--{option.split()[0]}: tests") for option in ("nproc 2", "share-gpus")),
+        *(
+            (f"--{option} tests", f"--{option.split()[0]}: tests")
+            for option in ("nproc 2", "share-gpus")
+        ),
         ("--share-gpus job.py", "--share-gpus: expected GPUs simulator"),
     ],
 )
@@ -281,7 +318,9 @@ def test_more_processes_than_gpus(refusal: Callable[..., str]) -> None:
 
 
 def test_the_variable_lets_processes_share_gpus_too(plan: Planner) -> None:
-    assert plan("--nproc 3 job.py", gpus=1, TDCOLL_SHARE_GPUS="yes").option("--nproc-per-node") == "3"
+    assert (
+        plan("--nproc 3 job.py", gpus=1, TDCOLL_SHARE_GPUS="yes").option("--nproc-per-node") == "3"
+    )
     assert plan("--simulate job.py", TDCOLL_SHARE_GPUS="1").option("--nproc-per-node") == "4"
 
 
@@ -302,7 +341,9 @@ with open(f"rank{rank}.json", "w") as file:
 def reports(shell: Shell, *names: str) -> tuple[list[list[str]], list[list[str]]]:
     """Each rank's arguments and variables."""
     found = [json.loads(path.read_text()) for path in sorted(shell.directory.glob("rank*.json"))]
-    return [arguments for arguments, _ in found], [[variables[name] for name in names] for _, variables in found]
+    return [arguments for arguments, _ in found], [
+        [variables[name] for name in names] for _, variables in found
+    ]
 
 
 @pytest.fixture
@@ -313,18 +354,28 @@ def script(shell: Shell) -> Path:
 
 
 def test_a_dry_run_prints_a_job(shell: Shell, script: Path) -> None:
-    """Any shell runs launch.sh, and nothing in the current directory is taken for a module of Python's."""
+    """Any shell runs launch.sh, and nothing in the current directory is taken for a module of
+    Python's."""
     shadow = shell.directory / "argparse.py"
     shadow.write_text("raise AssertionError\n")
     arguments = ["--", "--nproc", "9", "it's two words", "$HOME", ""]
     options = ("--nproc", "2", "--emulate-nodes", "2", "--timeout", "3", script.name)
-    done = shell.run("-c", 'exec sh "$@"', "-", LAUNCH, "--dry-run", *options, *arguments, OMP_NUM_THREADS="3")
+    done = shell.run(
+        "-c", 'exec sh "$@"', "-", LAUNCH, "--dry-run", *options, *arguments, OMP_NUM_THREADS="3"
+    )
     assert done.returncode == 0, done.stderr
     assert reports(shell) == ([], [])
     shadow.unlink()
     done = shell.run("-c", done.stdout, OMP_NUM_THREADS="3")
     assert done.returncode == 0, done.stderr
-    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "TDCOLL_EMULATE_NODES", "TDCOLL_TIMEOUT_S")
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "WORLD_SIZE",
+        "TDCOLL_EMULATE_NODES",
+        "TDCOLL_TIMEOUT_S",
+    )
     found, variables = reports(shell, *names, "TRITON_INTERPRET", "OMP_NUM_THREADS")
     assert found == [arguments] * 2
     assert variables == [[rank, rank, "0", "2", "2", "3.0", "1", "3"] for rank in "01"]
@@ -336,9 +387,15 @@ def test_a_failing_job_fails(shell: Shell) -> None:
     done = shell.run(LAUNCH, "--nproc", "2", "fails.py")
     assert done.returncode == 1
     assert "exitcode  : 7" not in done.stderr
-    ended = ["tdcoll: ended: rank 1 (exit status 7)", "tdcoll: still running, ended by torchrun: rank 0"]
+    ended = [
+        "tdcoll: ended: rank 1 (exit status 7)",
+        "tdcoll: still running, ended by torchrun: rank 0",
+    ]
     assert done.stderr.splitlines()[-2:] == ended
-    assert "exitcode  : 7" in shell.run(LAUNCH, "--nproc", "2", "fails.py", TDCOLL_TRACEBACK="1").stderr
+    assert (
+        "exitcode  : 7"
+        in shell.run(LAUNCH, "--nproc", "2", "fails.py", TDCOLL_TRACEBACK="1").stderr
+    )
 
 
 def test_two_launches_on_one_host_make_one_job(shell: Shell, script: Path) -> None:
@@ -346,7 +403,8 @@ def test_two_launches_on_one_host_make_one_job(shell: Shell, script: Path) -> No
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     hosts = ["--nnodes", "2", "--rdzv", f"127.0.0.1:{port}", "--nproc", "2"]
-    # The one with the higher rank comes first: ranks follow from --node-rank, not from the order of arrival.
+    # The one with the higher rank comes first: ranks follow from --node-rank, not from the order of
+    # arrival.
     agents = [shell.start(LAUNCH, *hosts, "--node-rank", "1", script)]
     time.sleep(0.5)
     agents.append(shell.start(LAUNCH, *hosts, "--node-rank", "0", script))
@@ -359,8 +417,8 @@ def test_two_launches_on_one_host_make_one_job(shell: Shell, script: Path) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_the_job_and_leaves_nothing(shell: Shell, number: signal.Signals) -> None:
-    """Also before ranks have called anything of tdcoll's, and ranks that ignore the signal that torchrun passes on. It
-    waits for such ranks for 30 s; after Ctrl-C that is cut short."""
+    """Also before ranks have called anything of tdcoll's, and ranks that ignore the signal that
+    torchrun passes on. It waits for such ranks for 30 s; after Ctrl-C that is cut short."""
     ignored = {signal.SIGKILL: "SIGTERM", signal.SIGINT: "SIGINT"}.get(number)
     ignore = f"signal.signal(signal.{ignored}, signal.SIG_IGN)" if ignored else ""
     (shell.directory / "sleeps.py").write_text(
@@ -387,5 +445,6 @@ def test_a_signal_ends_the_job_and_leaves_nothing(shell: Shell, number: signal.S
     said = child.communicate()[1]
     assert "tdcoll: died" not in said
     assert (number == signal.SIGINT) == said.endswith("tdcoll: Ctrl-C has ended the job\n")
-    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchelastic_")]  # PyTorch's own
+    # PyTorch's own
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchelastic_")]
     assert left == []

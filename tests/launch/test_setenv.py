@@ -31,14 +31,19 @@ Prepared = Callable[..., tuple[setenv.Job, dict[str, str], list[str]]]
 
 
 @pytest.fixture
-def prepared(shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Prepared:
-    """``prepared(gpus=0, one_host=True, **variables)``: job, NVSHMEM's variables, and output, if nothing is missing."""
+def prepared(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Prepared:
+    """``prepared(gpus=0, one_host=True, **variables)``: job, NVSHMEM's variables, and output, if
+    nothing is missing."""
     monkeypatch.setattr(setenv, "_problem", lambda modules, versions: "")
 
     def prepare(gpus: int = 0, one_host: bool = True, **variables: str) -> tuple[Any, ...]:
         shell.set_gpus(gpus)
         job = setenv.prepare({**shell.environment, **variables}, one_host=one_host)
-        of_nvshmem = {name: value for name, value in job.variables.items() if name.startswith("NVSHMEM_")}
+        of_nvshmem = {
+            name: value for name, value in job.variables.items() if name.startswith("NVSHMEM_")
+        }
         return job, of_nvshmem, capsys.readouterr().err.splitlines()
 
     return prepare
@@ -60,7 +65,8 @@ def test_with_gpus_it_sets_nvshmem_up(prepared: Prepared, tmp_path: Path) -> Non
     job, of_nvshmem, (_, *said) = prepared(4, **home, LD_LIBRARY_PATH="/some/where")
     assert (job.gpus, job.simulated, "TRITON_INTERPRET" in job.variables) == (4, False, False)
     one_host = {IFNAME: "lo", "NVSHMEM_REMOTE_TRANSPORT": "none"}
-    assert of_nvshmem == {**home, **one_host, "NVSHMEM_DISABLE_NVLS": "1"}  # the default heap is initialize()'s
+    # the default heap is initialize()'s
+    assert of_nvshmem == {**home, **one_host, "NVSHMEM_DISABLE_NVLS": "1"}
     assert job.variables["LD_LIBRARY_PATH"] == f"{tmp_path}/lib:/some/where"
     nvshmem = f"tdcoll: nvshmem: {tmp_path}/lib; bootstrap interface: lo (chosen)"
     assert said == ["tdcoll: mode: GPUs (visible GPUs: 4)", nvshmem]
@@ -75,7 +81,11 @@ def test_several_hosts_meet_over_the_default_route(prepared: Prepared) -> None:
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_the_users_own_settings_win(prepared: Prepared, gpus: int) -> None:
     own = {IFNAME: "ib0", "NVSHMEM_REMOTE_TRANSPORT": "ibrc", "NVSHMEM_SYMMETRIC_SIZE": "3G"}
-    own |= {"NVSHMEM_DISABLE_NVLS": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    own |= {
+        "NVSHMEM_DISABLE_NVLS": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
     job, _, said = prepared(gpus, **own)
     assert own.items() <= job.variables.items()
     assert not gpus or f"interface: ib0 (your {IFNAME})" in said[-1]
@@ -93,7 +103,18 @@ def test_defaults_of_an_earlier_call_are_no_settings(prepared: Prepared) -> None
     assert job.variables["TDCOLL_SETENV"] == f"{IFNAME}=lo NVSHMEM_REMOTE_TRANSPORT=none"
 
 
-VISIBLE = {"": 0, "-1": 0, "0": 1, "3,1": 2, " 0 , 2 ": 2, "0,4,1": 1, "0,-1,1": 1, "0,,1": 1, "x": 0, "²,1": 0}
+VISIBLE = {
+    "": 0,
+    "-1": 0,
+    "0": 1,
+    "3,1": 2,
+    " 0 , 2 ": 2,
+    "0,4,1": 1,
+    "0,-1,1": 1,
+    "0,,1": 1,
+    "x": 0,
+    "²,1": 0,
+}
 VISIBLE |= {"GPU-1,GPU-2": 2, "MIG-a": 1}
 
 
@@ -109,14 +130,26 @@ def test_gpus_that_a_driver_shows(shell: Shell, monkeypatch: pytest.MonkeyPatch)
     shell.program("nvidia-smi", "#!/bin/bash\necho 'NVIDIA-SMI has failed'\nexit 9\n")
     assert setenv.count_gpus(shell.environment) == (0, 0)
     monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
-    assert setenv.count_gpus({"PATH": str(shell.directory), "CUDA_VISIBLE_DEVICES": "1,2"}) == (2, 1)
+    assert setenv.count_gpus({"PATH": str(shell.directory), "CUDA_VISIBLE_DEVICES": "1,2"}) == (
+        2,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
     ("interpret", "gpus", "simulated"),
-    [("0", 0, False), ("0", 2, False), ("1", 2, True), ("Yes", 2, True), ("", 2, False), ("", 0, True)],
+    [
+        ("0", 0, False),
+        ("0", 2, False),
+        ("1", 2, True),
+        ("Yes", 2, True),
+        ("", 2, False),
+        ("", 0, True),
+    ],
 )
-def test_triton_interpret_is_the_users_too(prepared: Prepared, interpret: str, gpus: int, simulated: bool) -> None:
+def test_triton_interpret_is_the_users_too(
+    prepared: Prepared, interpret: str, gpus: int, simulated: bool
+) -> None:
     job, *_ = prepared(gpus, TRITON_INTERPRET=interpret)
     assert (job.gpus, job.simulated) == (gpus, simulated)
     assert job.variables["TRITON_INTERPRET"] == (interpret or ("1" if simulated else ""))
@@ -128,11 +161,21 @@ def test_triton_interpret_is_the_users_too(prepared: Prepared, interpret: str, g
 def test_what_a_python_must_have(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[list[str]] = []
     monkeypatch.setattr(setenv, "_problem", lambda modules, versions: wanted.append(modules) or "")  # type: ignore[func-returns-value]
-    for gpus, variables in ((0, {}), (1, {}), (1, {"TDCOLL_HEAP": "torch"}), (0, {"TDCOLL_REQUIRES": "a b"})):
+    for gpus, variables in (
+        (0, {}),
+        (1, {}),
+        (1, {"TDCOLL_HEAP": "torch"}),
+        (0, {"TDCOLL_REQUIRES": "a b"}),
+    ):
         shell.set_gpus(gpus)
         setenv.prepare({**shell.environment, **variables}, modules=["pytest"])
     every = ["torch", "triton", "numpy", "pytest"]
-    assert wanted == [[*every, "greenlet"], [*every, "nvshmem"], every, [*every, "a", "b", "greenlet"]]
+    assert wanted == [
+        [*every, "greenlet"],
+        [*every, "nvshmem"],
+        every,
+        [*every, "a", "b", "greenlet"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +221,11 @@ class Clone:
 
     def is_here(self) -> None:
         self.venv = self.root / ".venv"
-        for name, path in (("ROOT", self.root), ("_VENV", self.venv), ("_STAMP", self.venv / ".tdcoll-stamp")):
+        for name, path in (
+            ("ROOT", self.root),
+            ("_VENV", self.venv),
+            ("_STAMP", self.venv / ".tdcoll-stamp"),
+        ):
             self.patch.setattr(setenv, name, path)
         self.patch.setattr(setenv, "_OWN", str(self.venv / "bin" / "python"))
 
@@ -203,7 +250,9 @@ class Clone:
         assert (command[0], options["check"]) == (setenv._OWN, True)
         if command[1] == "-c":
             return SimpleNamespace(stdout=f"{self.cuda}\n")
-        assert (options["stdout"], options["cwd"]) == (sys.stderr, self.root), "setenv.sh evaluates what is printed"
+        assert (options["stdout"], options["cwd"]) == (sys.stderr, self.root), (
+            "setenv.sh evaluates what is printed"
+        )
         self.log.append(" ".join(command[2:]).replace(" --quiet --disable-pip-version-check", ""))
         if self.fails:
             raise subprocess.CalledProcessError(1, command)
@@ -211,8 +260,11 @@ class Clone:
             (self.venv / "nvshmem").touch()
         return None
 
-    def source(self, kind: str = "cpu", python: str = "/usr/bin/python3", dry_run: bool = False) -> list[str]:
-        """What is made until a Python has all that is needed; each time, another Python is started."""
+    def source(
+        self, kind: str = "cpu", python: str = "/usr/bin/python3", dry_run: bool = False
+    ) -> list[str]:
+        """What is made until a Python has all that is needed; each time, another Python is
+        started."""
         self.log = []
         for _ in range(4):
             self.patch.setattr(sys, "executable", python)
@@ -241,7 +293,9 @@ MADE = {
 }
 CHANGES: dict[str, Callable[[Clone], object]] = {
     "nothing changes": lambda clone: None,
-    "its inputs change": lambda clone: (clone.root / "constraints-cpu.txt").write_text("one-more==1\n"),
+    "its inputs change": lambda clone: (clone.root / "constraints-cpu.txt").write_text(
+        "one-more==1\n"
+    ),
     "its Python is gone": lambda clone: (clone.venv / "bin" / "python").unlink(),
     "it is moved": lambda clone: clone.move(),
 }
@@ -252,7 +306,8 @@ CHANGES: dict[str, Callable[[Clone], object]] = {
     [
         ("cpu", "nothing changes", "cpu", []),
         ("gpu", "nothing changes", "gpu", []),
-        ("gpu", "nothing changes", "cpu", []),  # GPUs are hidden, or on another host with the same file system
+        # GPUs are hidden, or on another host with the same file system
+        ("gpu", "nothing changes", "cpu", []),
         ("cpu", "nothing changes", "gpu", ["venv --clear", *MADE["gpu"]]),
         ("cpu", "its inputs change", "cpu", ["venv", *MADE["cpu"]]),
         ("gpu", "its inputs change", "cpu", ["venv", *MADE["gpu"]]),
@@ -261,7 +316,12 @@ CHANGES: dict[str, Callable[[Clone], object]] = {
     ],
 )
 def test_when_it_is_made(
-    clone: Clone, before: str, change: str, then: str, made: list[str], capsys: pytest.CaptureFixture[str]
+    clone: Clone,
+    before: str,
+    change: str,
+    then: str,
+    made: list[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert clone.source(before) == ["venv", *MADE[before]]
     assert f"lacks torch: making {clone.venv}" in capsys.readouterr().err
@@ -285,14 +345,18 @@ def test_a_link_is_not_emptied(clone: Clone, tmp_path: Path) -> None:
     clone.venv.rename(tmp_path / "other")
     clone.venv.symlink_to(tmp_path / "other")
     (clone.venv / ".tdcoll-stamp").write_text("/other\ncpu")
-    with pytest.raises(SystemExit, match=f"could not make {clone.venv} .it is a link to {tmp_path}/other"):
+    with pytest.raises(
+        SystemExit, match=f"could not make {clone.venv} .it is a link to {tmp_path}/other"
+    ):
         clone.source("cpu")
     assert (tmp_path / "other" / "bin" / "python").exists()
 
 
 def test_a_failed_install_is_tried_again(clone: Clone) -> None:
     clone.cuda = "11"
-    with pytest.raises(SystemExit, match=r"could not make .*CUDA '11'.* activate a Python that has nvshmem"):
+    with pytest.raises(
+        SystemExit, match=r"could not make .*CUDA '11'.* activate a Python that has nvshmem"
+    ):
         clone.source("gpu")
     clone.cuda, clone.fails = "13", True
     with pytest.raises(SystemExit, match="tdcoll: could not make"):
@@ -314,21 +378,33 @@ def test_a_dry_run_installs_nothing(clone: Clone) -> None:
     assert not clone.venv.exists()
 
 
-def test_its_programs_come_first(shell: Shell, clone: Clone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_programs_come_first(
+    shell: Shell, clone: Clone, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(setenv, "_python", lambda *_: (setenv._OWN, ""))
     variables = setenv.prepare({"PATH": f"/a:{clone.venv}/bin::/b"}).variables
-    assert (variables["PATH"], variables["VIRTUAL_ENV"]) == (f"{clone.venv}/bin:/a::/b", str(clone.venv))
+    assert (variables["PATH"], variables["VIRTUAL_ENV"]) == (
+        f"{clone.venv}/bin:/a::/b",
+        str(clone.venv),
+    )
 
 
 # ---------------------------------------------------------------------- the shell that sources it
 
 
-def source(shell: Shell, *, then: str = "", before: str = "", **variables: str) -> tuple[dict[str, str], str]:
-    """The environment after ``source setenv.sh``, without what differs between two shells anyway; and what it said."""
-    done = shell.run("-c", f'{before}\nsource "{SETENV}" || exit 1\n{then}\nexec env -0', **variables)
+def source(
+    shell: Shell, *, then: str = "", before: str = "", **variables: str
+) -> tuple[dict[str, str], str]:
+    """The environment after ``source setenv.sh``, without what differs between two shells anyway;
+    and what it said."""
+    done = shell.run(
+        "-c", f'{before}\nsource "{SETENV}" || exit 1\n{then}\nexec env -0', **variables
+    )
     assert done.returncode == 0, done.stderr
     environment = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
-    return {name: value for name, value in environment.items() if name not in ("_", "SHLVL")}, done.stderr
+    return {
+        name: value for name, value in environment.items() if name not in ("_", "SHLVL")
+    }, done.stderr
 
 
 AGAIN = f'source "{SETENV}"'
@@ -385,7 +461,10 @@ def test_the_shell_is_as_before(shell: Shell, kind: str) -> None:
 
 def test_it_leaves_two_variables_and_no_function(shell: Shell) -> None:
     names = shell.run("-c", f"{AGAIN} 2>/dev/null; declare -F; compgen -v").stdout.splitlines()
-    assert [name for name in names if "tdcoll" in name.lower()] == ["TDCOLL_PYTHON", "TDCOLL_SETENV"]
+    assert [name for name in names if "tdcoll" in name.lower()] == [
+        "TDCOLL_PYTHON",
+        "TDCOLL_SETENV",
+    ]
     assert not {"root", "assignments"} & {*names}
 
 
@@ -413,12 +492,17 @@ def test_a_failure_returns_and_does_not_exit(shell: Shell, kind: str) -> None:
     script = f'{SHELLS[kind]}\n{AGAIN} || echo "returned $?"; declare -F'
     done = shell.run("-c", script, PYTHON="no-such-python")
     assert (done.returncode, done.stdout) == (0, "returned 1\n")
-    assert done.stderr == "tdcoll: PYTHON=no-such-python: expected Python 3.10 or newer, found no such program\n"
+    assert (
+        done.stderr
+        == "tdcoll: PYTHON=no-such-python: expected Python 3.10 or newer, found no such program\n"
+    )
 
 
 def test_a_python_that_is_too_old_is_passed_over(shell: Shell) -> None:
     older = "import sys; sys.version_info = (3, 9, 1); exec(sys.argv[1])"
-    shell.program("python3", f'#!/bin/sh\n[ $# = 2 ] && exec {sys.executable} -c "{older}" "$2"\nexit 9\n')
+    shell.program(
+        "python3", f'#!/bin/sh\n[ $# = 2 ] && exec {sys.executable} -c "{older}" "$2"\nexit 9\n'
+    )
     shell.program("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     assert source(shell, PYTHON="")[0]["TDCOLL_PYTHON"] == sys.executable
 
@@ -430,14 +514,20 @@ def test_a_python_that_is_too_old_is_passed_over(shell: Shell) -> None:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package in a folder. One file of the checkout's name beside it makes no checkout."""
     folder = tmp_path_factory.mktemp("installed")
-    shutil.copytree(REPOSITORY / "tdcoll", folder / "tdcoll", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "tdcoll", folder / "tdcoll", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("tdcoll_torch.py", "launch.sh"):
         shutil.copy(REPOSITORY / name, folder)
     return folder
 
 
-@pytest.mark.parametrize(("interpret", "extras"), [("1", "'tdcoll[sim]'"), ("0", "'tdcoll[cu12]' or 'tdcoll[cu13]'")])
-def test_it_says_what_to_install(shell: Shell, installed: Path, interpret: str, extras: str) -> None:
+@pytest.mark.parametrize(
+    ("interpret", "extras"), [("1", "'tdcoll[sim]'"), ("0", "'tdcoll[cu12]' or 'tdcoll[cu13]'")]
+)
+def test_it_says_what_to_install(
+    shell: Shell, installed: Path, interpret: str, extras: str
+) -> None:
     command = f"cd '{installed}' && '{sys.executable}' -S -m tdcoll run tdcoll_torch.py"
     done = shell.run("-c", command, PYTHONPATH=str(installed), TRITON_INTERPRET=interpret)
     assert (done.returncode, done.stdout) == (1, "")
@@ -454,7 +544,9 @@ def test_it_says_what_to_install(shell: Shell, installed: Path, interpret: str, 
         ("doctor --help", "without torchrun\nand tdcoll run."),
     ],
 )
-def test_its_advice_names_tdcoll_run(shell: Shell, installed: Path, words: str, expected: str) -> None:
+def test_its_advice_names_tdcoll_run(
+    shell: Shell, installed: Path, words: str, expected: str
+) -> None:
     """It has no launch.sh and no setenv.sh."""
     command = f"cd '{installed}' && '{sys.executable}' -m tdcoll {words}"
     done = shell.run("-c", command, PYTHONPATH=str(installed), CUDA_VISIBLE_DEVICES="")
@@ -470,9 +562,15 @@ def test_benchmarks_are_in_a_checkout(shell: Shell, installed: Path, name: str) 
     other = installed / "benchmarks"
     other.mkdir(exist_ok=True)
     (other / "__init__.py").write_text("raise SystemExit('imported another package')")
-    done = shell.run("-c", f"cd '{installed}' && '{sys.executable}' -m tdcoll {name} --help", PYTHONPATH=str(installed))
+    done = shell.run(
+        "-c",
+        f"cd '{installed}' && '{sys.executable}' -m tdcoll {name} --help",
+        PYTHONPATH=str(installed),
+    )
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"tdcoll {name}: expected a checkout of tdcoll, which has this command in its folder ")
+    assert line.startswith(
+        f"tdcoll {name}: expected a checkout of tdcoll, which has this command in its folder "
+    )
     assert f"got the package installed in {installed}" in line
     assert line.endswith(f"run `bash launch.sh -m tdcoll {name} --help`")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last lines of a job that failed: who died, and who only noticed. Jobs that end so are in test_launch.py,
-tests/test_workers.py and tests/gpu."""
+"""The last lines of a job that failed: who died, and who only noticed. Jobs that end so are in
+test_launch.py, tests/test_workers.py and tests/gpu."""
 
 from __future__ import annotations
 
@@ -37,11 +37,16 @@ def failed(error: str, time: float = 1.0) -> dict[str, Any]:
 
 
 NOTICED = (1, gave_up())
-# By rank: the exit status, what was written down, and whether the process was running until torchrun ended it.
+# By rank: the exit status, what was written down, and whether the process was running until
+# torchrun ended it.
 CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
     "killed, and the others were still running": (
         {1: (KILLED,), 0: (TERM, None, True), 2: (TERM, gave_up(), True)},
-        ["died: rank 1 (SIGKILL)", f"only noticed: rank 2 ({TOLD})", "still running, ended by torchrun: rank 0"],
+        [
+            "died: rank 1 (SIGKILL)",
+            f"only noticed: rank 2 ({TOLD})",
+            "still running, ended by torchrun: rank 0",
+        ],
     ),
     "the culprit was still leaving when torchrun ended it": (
         {0: NOTICED, 1: (TERM, failed("ValueError: x"), True)},
@@ -60,7 +65,11 @@ CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
         ["died: rank 3 (SIGTERM)", "still running, ended by torchrun: rank 0"],
     ),
     "an exception": (
-        {0: NOTICED, 1: (1, gave_up("CollectiveTimeout: rank 1 waited")), 2: (1, failed("ValueError: no such\n row"))},
+        {
+            0: NOTICED,
+            1: (1, gave_up("CollectiveTimeout: rank 1 waited")),
+            2: (1, failed("ValueError: no such\n row")),
+        },
         ["failed: rank 2 (ValueError: no such row)", f"only noticed: ranks 0, 1 ({TOLD})"],
     ),
     "aborted while it left after an error": (
@@ -73,8 +82,16 @@ CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
         ["failed: ranks 0, 1 (RankMismatchError: x)"],
     ),
     "in the order in which it happened": (
-        {0: (1, failed("KeyError: late", 9.0)), 1: (1, failed("ValueError: early", 8.0)), 2: (KILLED,)},
-        ["died: rank 2 (SIGKILL)", "failed: rank 1 (ValueError: early)", "failed: rank 0 (KeyError: late)"],
+        {
+            0: (1, failed("KeyError: late", 9.0)),
+            1: (1, failed("ValueError: early", 8.0)),
+            2: (KILLED,),
+        },
+        [
+            "died: rank 2 (SIGKILL)",
+            "failed: rank 1 (ValueError: early)",
+            "failed: rank 0 (KeyError: late)",
+        ],
     ),
     "the reason is not known of all": (
         {0: (1,), 1: (KILLED,)},
@@ -90,11 +107,15 @@ def test_who_died_and_who_noticed(case: str) -> None:
     ranks, lines = CASES[case]
     said = {100 + rank: ended[1] for rank, ended in ranks.items() if len(ended) > 1 and ended[1]}
     running = {100 + rank for rank, ended in ranks.items() if len(ended) > 2}
-    assert summary({rank: (100 + rank, ended[0]) for rank, ended in ranks.items()}, said, running) == lines
+    assert (
+        summary({rank: (100 + rank, ended[0]) for rank, ended in ranks.items()}, said, running)
+        == lines
+    )
 
 
 def test_a_line_that_was_cut_off_is_left_out() -> None:
-    """Each process writes a line break before its words, so that what was cut off spoils no other words."""
+    """Each process writes a line break before its words, so that what was cut off spoils no other
+    words."""
     lines = [
         json.dumps({"pid": 6, **gave_up("of before")}),
         '{"pid": 7, "error": "\xff',
@@ -109,7 +130,9 @@ def test_a_line_that_was_cut_off_is_left_out() -> None:
 
 
 def timeout() -> CollectiveTimeout:
-    return CollectiveTimeout(rank=0, peer=1, signal=4, epoch=12, expected=12, seen=10, timeout_s=3.0)
+    return CollectiveTimeout(
+        rank=0, peer=1, signal=4, epoch=12, expected=12, seen=10, timeout_s=3.0
+    )
 
 
 def caused(error: BaseException, cause: BaseException, *, named: bool = True) -> BaseException:
@@ -129,23 +152,37 @@ def caused(error: BaseException, cause: BaseException, *, named: bool = True) ->
     ("error", "noticed"),
     [
         (timeout(), True),
-        (caused(TdcollError("rank 0 waited 30 s in 'barrier' for rank(s) [1]"), dist.DistStoreError("wait")), True),
+        (
+            caused(
+                TdcollError("rank 0 waited 30 s in 'barrier' for rank(s) [1]"),
+                dist.DistStoreError("wait"),
+            ),
+            True,
+        ),
         (caused(KeyError("in the script's own clean-up"), timeout(), named=False), True),
         (dist.DistBackendError("NCCL error: remote process exited"), True),
-        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:5"), True),
+        (
+            RuntimeError(
+                "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:5"
+            ),
+            True,
+        ),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("Connection closed by peer, says the script"), False),
         (TdcollError("no CUDA GPU is visible"), False),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_only_says_that_another_rank_did_not_answer(error: BaseException, noticed: bool) -> None:
+def test_what_only_says_that_another_rank_did_not_answer(
+    error: BaseException, noticed: bool
+) -> None:
     assert last_words.noticed(error) is noticed
 
 
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """A process that watches: what it has ``written()`` so far, and how it ``leave()``s, or fails by an excepthook."""
+    """A process that watches: what it has ``written()`` so far, and how it ``leave()``s, or fails
+    by an excepthook."""
     file = tmp_path / "words"
     file.touch()
     leave: list[Callable[[], None]] = []
@@ -174,7 +211,10 @@ def test_an_error_that_ends_a_rank_is_written_down(watching: SimpleNamespace) ->
 def test_a_timeout_is_only_noticed(watching: SimpleNamespace) -> None:
     sys.excepthook(CollectiveTimeout, timeout(), None)
     error, noticed = said = watching.written()
-    assert (error.split(":")[:2], noticed) == (["CollectiveTimeout", " rank 0 waited 3 s for peer 1"], True)
+    assert (error.split(":")[:2], noticed) == (
+        ["CollectiveTimeout", " rank 0 waited 3 s for peer 1"],
+        True,
+    )
     watching.leave()
     assert watching.written() == said
 

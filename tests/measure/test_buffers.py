@@ -45,7 +45,9 @@ def make(call: DenseCall, dtype: torch.dtype, rank: int, op: str | None = "sum")
     return Buffers(call, COUNT * dtype.itemsize, NODES, rank, dtype, CPU, sets=CALLS, op=op)
 
 
-def correct(call: DenseCall, dtype: torch.dtype, rounds: int, op: str | None = "sum") -> list[Buffers]:
+def correct(
+    call: DenseCall, dtype: torch.dtype, rounds: int, op: str | None = "sum"
+) -> list[Buffers]:
     """Return the buffers of all ranks after a correct collective, made of the inputs alone."""
     ranks = [make(call, dtype, rank, op) for rank in range(WORLD)]
     for buffers in ranks:
@@ -73,7 +75,9 @@ def correct(call: DenseCall, dtype: torch.dtype, rounds: int, op: str | None = "
         *((SCATTER, torch.bfloat16, op) for op in ("mean", "max", "min")),
     ],
 )
-def test_correct_results_are_correct_and_exact(call: DenseCall, dtype: torch.dtype, op: str | None) -> None:
+def test_correct_results_are_correct_and_exact(
+    call: DenseCall, dtype: torch.dtype, op: str | None
+) -> None:
     input_bytes, result_bytes = call.sizes(COUNT * dtype.itemsize, WORLD)
     for rounds in (0, 5, 1100):  # rounds begin again where numbers would be too large
         for buffers in correct(call, dtype, rounds, op):

@@ -62,7 +62,9 @@ def row(launch: str = "graph", peer: bool = False) -> Row:
     return Row(ranks=1, nodes=1, algorithm="x", peer=peer, launch=launch, check="ok")
 
 
-def measured(workload: Workload, launch: str, iterations: int = 4, warmup: int = 1, peer: bool = False) -> Measurement:
+def measured(
+    workload: Workload, launch: str, iterations: int = 4, warmup: int = 1, peer: bool = False
+) -> Measurement:
     """Return a workload's measurement by one rank."""
 
     def host(_: int) -> Measurement:
@@ -81,7 +83,9 @@ ONE_BY_ONE = [[0], 0, "check", [1], 1, "check", [2], 2, "check"]
 
 
 @pytest.mark.parametrize("launch", ["graph", "eager"])
-def test_inputs_change_before_every_launch_and_all_results_of_the_last_are_checked(launch: str, clock: Any) -> None:
+def test_inputs_change_before_every_launch_and_all_results_of_the_last_are_checked(
+    launch: str, clock: Any
+) -> None:
     recorder = Recorder()
     measurement = measured(recorder.workload, launch)
     # A launch that is not timed, and one that is.
@@ -152,7 +156,9 @@ def test_of_graphs_of_calls_that_are_made_alone_the_last_call_is_checked(clock: 
     assert (row.calls, row.check) == ((2, 3), "ok")
 
 
-def test_times_are_of_a_part_and_of_ranks_that_take_part(clock: Any, on_gpus: Callable[..., list[Any]]) -> None:
+def test_times_are_of_a_part_and_of_ranks_that_take_part(
+    clock: Any, on_gpus: Callable[..., list[Any]]
+) -> None:
     def host(pe: int) -> Row:
         us = [8.0, 12.0, 99.0][pe]
         workload = Workload(

@@ -68,7 +68,9 @@ def compiled(function: Callable[..., Any], *tensors: torch.Tensor) -> tuple[Any,
 
     torch._dynamo.reset()
     with torch.no_grad():
-        results = torch.compile(function, fullgraph=True, backend=backend)(*[tensor.clone() for tensor in tensors])
+        results = torch.compile(function, fullgraph=True, backend=backend)(
+            *[tensor.clone() for tensor in tensors]
+        )
     return results, found[0], found[1]
 
 
@@ -125,11 +127,15 @@ def test_matmuls_are_fused(pe: int, function: Callable[..., Any], fused: int, le
 
 @pytest.mark.parametrize(("function", "fused"), [(functional_mlp, 2), (functional_sum, 1)])
 @on(1)
-def test_functional_collectives_are_fused(pe: int, pytorch_group: None, function: Any, fused: int) -> None:
+def test_functional_collectives_are_fused(
+    pe: int, pytorch_group: None, function: Any, fused: int
+) -> None:
     x = given(5, 4, 32)
     results, n_fused, n_left = compiled(function, x)
     assert (n_fused, n_left) == (fused, 0)
-    assert torch.equal(results, nn.functional.linear(torch.relu(x @ W1.t()), W2) if fused == 2 else x @ W1.t())
+    assert torch.equal(
+        results, nn.functional.linear(torch.relu(x @ W1.t()), W2) if fused == 2 else x @ W1.t()
+    )
 
 
 def biased_parts(x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +168,8 @@ def odd_depth(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "function", [biased_parts, largest, product_is_used, gathered_is_changed, source_is_changed, odd_depth]
+    "function",
+    [biased_parts, largest, product_is_used, gathered_is_changed, source_is_changed, odd_depth],
 )
 @on(1)
 def test_what_is_not_the_same_is_not_fused(pe: int, function: Callable[..., Any]) -> None:

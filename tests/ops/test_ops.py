@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled models and the pass that fuses, on one rank. ``tests/workers/operators_checks.py`` has what takes several:
-the simulator's ranks in one process must not change inside of PyTorch's dispatcher."""
+"""Compiled models and the pass that fuses, on one rank. ``tests/workers/operators_checks.py`` has
+what takes several: the simulator's ranks in one process must not change inside of PyTorch's
+dispatcher."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def given(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 class Block(nn.Module):
-    """A layer of a tensor-parallel model: two all-reduces, each followed by a residual and a norm."""
+    """A layer of a tensor-parallel model: two all-reduces, each followed by a residual and a
+    norm."""
 
     def __init__(self, pe: int, norm: type[nn.Module] = nn.RMSNorm) -> None:
         super().__init__()
@@ -81,7 +83,8 @@ class Scaled(Block):
 
 
 def fused(function: Any, *tensors: torch.Tensor) -> tuple[Any, list[torch.Tensor], int]:
-    """``(results, tensors after the call, fused operators)`` of a function that is compiled by the pass."""
+    """``(results, tensors after the call, fused operators)`` of a function that is compiled by the
+    pass."""
     seen: list[int] = []
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -35,19 +35,27 @@ def decoded(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def encoded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``[n] fp32 -> [n] uint8``."""
-    out, block = torch.empty(len(values), dtype=torch.uint8, device=values.device), 4096 if values.is_cuda else 1 << 18
-    encode_all[(triton.cdiv(len(values), block),)](values, out, len(values), triton_dtype(dtype), block)
+    out, block = (
+        torch.empty(len(values), dtype=torch.uint8, device=values.device),
+        4096 if values.is_cuda else 1 << 18,
+    )
+    encode_all[(triton.cdiv(len(values), block),)](
+        values, out, len(values), triton_dtype(dtype), block
+    )
     return out
 
 
 def roundings(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(fp32, codes)``: numbers of every exponent and both signs, every number halfway between two of ``dtype`` and
-    its neighbours, and what PyTorch makes of them; clamped, because before 2.12 it makes no numbers of infinities."""
+    """``(fp32, codes)``: numbers of every exponent and both signs, every number halfway between two
+    of ``dtype`` and its neighbours, and what PyTorch makes of them; clamped, because before 2.12 it
+    makes no numbers of infinities."""
     upper = torch.arange(1 << 16, dtype=torch.int64) << 16
     known = torch.arange(256).to(torch.uint8).view(dtype).double()
     known = known[known.isfinite()].sort().values
     halfway = ((known[1:] + known[:-1]) / 2).float().view(torch.int32).to(torch.int64)
-    bits = torch.cat([upper, upper + 1, upper + 0x8000, upper + 0xFFFF, halfway - 1, halfway, halfway + 1])
+    bits = torch.cat(
+        [upper, upper + 1, upper + 0x8000, upper + 0xFFFF, halfway - 1, halfway, halfway + 1]
+    )
     values = bits.to(torch.int32).view(torch.float32)
     limit = torch.finfo(dtype).max if dtype == torch.float8_e4m3fn else float("inf")
     return values, values.clamp(-limit, limit).to(dtype).view(torch.uint8)

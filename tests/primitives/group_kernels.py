@@ -5,7 +5,7 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
-from tdcoll.primitives.group import leaves_last, say_done, wait_until_done
+from tdcoll.primitives.group import leaves_last, signal_done, wait_until_done
 
 
 @jit
@@ -19,7 +19,7 @@ def hand_on(mine, word, told, out, monitor, LEAVES: tl.constexpr):
         if tl.program_id(0) == 0:
             tl.store(mine, tl.cast(7, tl.int64))
             if not LEAVES:
-                say_done(word)
+                signal_done(word)
         elif not LEAVES:
             wait_until_done(word, 1)
         if LEAVES:

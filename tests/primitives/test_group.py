@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of a launch that meet: what one has stored before is seen by whom another one tells behind that."""
+"""Programs of a launch that meet: what one has stored before is seen by whom another one tells
+behind that."""
 
 from __future__ import annotations
 
@@ -37,12 +38,19 @@ class Handed:
 
 def relaxed(where: str, sem: str) -> Change:
     """The program that is done orders nothing."""
-    return Change(where, f"tl.atomic_add(word, 1, sem='{sem}', scope='gpu')", "tl.atomic_add(word, 1, sem='relaxed')")
+    return Change(
+        where,
+        f"tl.atomic_add(word, 1, sem='{sem}', scope='gpu')",
+        "tl.atomic_add(word, 1, sem='relaxed')",
+    )
 
 
 @pytest.mark.parametrize(
     ("leaves", "change"),
-    [(False, relaxed("group.say_done", "release")), (True, relaxed("group.leaves_last", "acq_rel"))],
+    [
+        (False, relaxed("group.signal_done", "release")),
+        (True, relaxed("group.leaves_last", "acq_rel")),
+    ],
 )
 def test_what_a_program_has_stored_goes_before_what_another_one_tells(
     leaves: bool, change: Change, tmp_path: Path

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job of two ranks that hangs until the test lets it go on: `hang_job.py FOLDER`. See test_hang.py.
+"""A job of two ranks that hangs until the test lets it go on: `hang_job.py FOLDER`. See
+test_hang.py.
 
-In each phase, one rank does not come before a file of the phase's name. Ranks that begin it write `RANK.PHASE`.
+In each phase, one rank does not come before a file of the phase's name. Ranks that begin it write
+`RANK.PHASE`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def watching() -> bool:
 
 
 def in_a_child() -> None:
-    """A forked child watches nothing, and a signal that it gets is not taken for one that its parent gets."""
+    """A forked child watches nothing, and a signal that it gets is not taken for one that its
+    parent gets."""
     child = os.fork()
     if child == 0:
         alone = watch._current is None and not watching()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host-side exchanges over torch.distributed's stores, also in parts that threads use beside each other."""
+"""Host-side exchanges over torch.distributed's stores, also in parts that threads use beside each
+other."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ import torch.distributed as dist
 from tiers import slow_tier
 
 from tdcoll import runtime
-from tdcoll.base.errors import CollectiveTimeout, ContextError, HeapExhaustedError, RankMismatchError, TdcollError
+from tdcoll.base.errors import (
+    CollectiveTimeout,
+    ContextError,
+    HeapExhaustedError,
+    RankMismatchError,
+    TdcollError,
+)
 from tdcoll.calls.budget import Budget
 from tdcoll.runtime.control import StoreControlPlane, generation, require_equal
 from tdcoll.runtime.heap import ALIGNMENT
@@ -43,7 +50,10 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
             return [dist.FileStore(str(tmp_path / "store"), n) for _ in range(n)]
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = server.port
-        return [server, *(dist.TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(n - 1))]
+        return [
+            server,
+            *(dist.TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(n - 1)),
+        ]
 
     return make
 
@@ -69,44 +79,64 @@ def test_answers_come_in_the_order_of_the_ranks_and_subgroups_do_not_meet(stores
     def body(rank: int) -> list[Any]:
         gather, mine = planes[rank].all_gather, [rank % 2, rank % 2 + 2]
         inside = [gather(mine, f"half {rank % 2}", rank) for _ in range(3 + rank % 2)]
-        return [inside[-1], gather([rank], "me", 7), *(gather(order, "all", (rank, call)) for call, order in calls)]
+        return [
+            inside[-1],
+            gather([rank], "me", 7),
+            *(gather(order, "all", (rank, call)) for call, order in calls),
+        ]
 
     everyone = [[(rank, call) for rank in order] for call, order in calls]
-    assert everywhere([0, 1, 2, 3], body) == [[half, [7], *everyone] for half in ([0, 2], [1, 3], [0, 2], [1, 3])]
+    assert everywhere([0, 1, 2, 3], body) == [
+        [half, [7], *everyone] for half in ([0, 2], [1, 3], [0, 2], [1, 3])
+    ]
 
 
 def test_different_calls_are_a_mismatch_on_all(stores: Stores) -> None:
     shared = stores(3)
 
     def body(rank: int) -> None:
-        StoreControlPlane(shared[rank], rank, PLENTY_S).all_gather([0, 1, 2], "free" if rank == 1 else "barrier", None)
+        StoreControlPlane(shared[rank], rank, PLENTY_S).all_gather(
+            [0, 1, 2], "free" if rank == 1 else "barrier", None
+        )
 
     errors = everywhere([0, 1, 2], body)
     assert {type(error) for error in errors} == {RankMismatchError}
     rule = ": all ranks must make the same collective calls in the same order"
     assert str(errors[0]) == f"rank 0 is in 'barrier', and rank 1 in 'free'{rule}"
-    assert str(errors[1]) == f"rank 1 is in 'free', and rank 0 in 'barrier', rank 2 in 'barrier'{rule}"
+    assert (
+        str(errors[1]) == f"rank 1 is in 'free', and rank 0 in 'barrier', rank 2 in 'barrier'{rule}"
+    )
 
 
 def test_missing_rank_is_named(stores: Stores) -> None:
     shared = stores(4)
 
     def body(rank: int) -> None:
-        StoreControlPlane(shared[rank], rank, PLENTY_S).all_gather([0, 1, 2, 3], "allocate rows", rank, 0.3)
+        StoreControlPlane(shared[rank], rank, PLENTY_S).all_gather(
+            [0, 1, 2, 3], "allocate rows", rank, 0.3
+        )
 
     errors = everywhere([0, 2], body)
     assert {type(error) for error in errors} == {CollectiveTimeout}
     for rank, error in zip((0, 2), errors, strict=True):
-        assert re.search(rf"rank {rank} waited 0\.3 s in 'allocate rows' for rank\(s\) \[1, 3\].* timeout ", str(error))
+        assert re.search(
+            rf"rank {rank} waited 0\.3 s in 'allocate rows' for rank\(s\) \[1, 3\].* timeout ",
+            str(error),
+        )
         assert (error.rank, error.timeout_s, error.peer) == (rank, 0.3, None)
         assert error.__cause__ is not None
 
 
 def test_what_differs_is_named() -> None:
     require_equal([(4, "same")] * 3, [0, 1, 2], "capacity")
-    with pytest.raises(RankMismatchError, match=r"^capacity must be the same .*; got rank 3: 32, rank 1: 64$"):
+    with pytest.raises(
+        RankMismatchError, match=r"^capacity must be the same .*; got rank 3: 32, rank 1: 64$"
+    ):
         require_equal([32, 64], [3, 1], "capacity")
-    mine, theirs = {"size": 4, "debug": False, "name": "a"}, {"size": 5, "debug": False, "name": "b"}
+    mine, theirs = (
+        {"size": 4, "debug": False, "name": "a"},
+        {"size": 5, "debug": False, "name": "b"},
+    )
     require_equal([mine, dict(mine)], [0, 1], "arguments")
     with pytest.raises(RankMismatchError) as raised:
         require_equal([mine, theirs, mine], [3, 1, 0], "arguments")
@@ -120,7 +150,9 @@ def test_keys_are_removed() -> None:
     store = dist.HashStore()
     before = store.num_keys()
     planes = [StoreControlPlane(store, rank, PLENTY_S) for rank in range(2)]
-    everywhere([0, 1], lambda rank: [planes[rank].all_gather([0, 1], "call", rank) for _ in range(50)])
+    everywhere(
+        [0, 1], lambda rank: [planes[rank].all_gather([0, 1], "call", rank) for _ in range(50)]
+    )
     assert store.num_keys() - before <= 2 * 2  # each rank's of the last two exchanges
 
 
@@ -179,7 +211,9 @@ def test_every_generation_begins_with_nothing(stores: Stores) -> None:
             assert not part.check([f"of rank {other}" for other in ranks])
             plane.all_gather(ranks, "all have looked", None)
             part.set(f"of rank {rank}", "what gloo leaves")
-            assert plane.all_gather(ranks, "call", (rank, call)) == [(other, call) for other in ranks]
+            assert plane.all_gather(ranks, "call", (rank, call)) == [
+                (other, call) for other in ranks
+            ]
 
     assert everywhere(ranks, body) == [None] * 3
 
@@ -189,7 +223,8 @@ WITHOUT_FILES = pytest.mark.parametrize("stores", ["hash", "tcp"], indirect=True
 
 @WITHOUT_FILES
 def test_other_ranks_join_another_generation(stores: Stores) -> None:
-    """A job of two ranks between two of three: a count in each process would be 3 on two of them and 2 on the third."""
+    """A job of two ranks between two of three: a count in each process would be 3 on two of them
+    and 2 on the third."""
     shared = stores(3)
 
     def body(rank: int) -> list[Any]:
@@ -212,7 +247,9 @@ def test_ranks_that_were_alone_meet_at_last(stores: Stores) -> None:
     def alone(rank: int, *missing: int) -> None:
         with pytest.raises(CollectiveTimeout, match=" timeout ") as raised:
             generation(shared[rank], rank, ranks, "join", 0.1)
-        assert f"rank {rank} waited 0.1 s in 'join' for rank(s) {list(missing)}" in str(raised.value)
+        assert f"rank {rank} waited 0.1 s in 'join' for rank(s) {list(missing)}" in str(
+            raised.value
+        )
 
     for _ in range(2):
         alone(0, 1, 2)
@@ -224,7 +261,8 @@ def test_ranks_that_were_alone_meet_at_last(stores: Stores) -> None:
 
 @WITHOUT_FILES
 def test_a_rank_that_failed_inside_joins_anew(stores: Stores) -> None:
-    """Rank 1 has its answer, and fails before the first exchange; the others wait in vain, and then all meet."""
+    """Rank 1 has its answer, and fails before the first exchange; the others wait in vain, and then
+    all meet."""
     shared = stores(3)
     ranks = [0, 1, 2]
 
@@ -241,8 +279,12 @@ def test_a_rank_that_failed_inside_joins_anew(stores: Stores) -> None:
 @pytest.fixture
 def planes() -> list[StoreControlPlane]:
     """The control planes of two ranks, each with one connection to the same server."""
-    first = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=PLENTY_S), wait_for_workers=False)
-    other = dist.TCPStore("127.0.0.1", first.port, None, False, timedelta(seconds=PLENTY_S), wait_for_workers=False)
+    first = dist.TCPStore(
+        "127.0.0.1", 0, None, True, timedelta(seconds=PLENTY_S), wait_for_workers=False
+    )
+    other = dist.TCPStore(
+        "127.0.0.1", first.port, None, False, timedelta(seconds=PLENTY_S), wait_for_workers=False
+    )
     return [StoreControlPlane(store, rank, PLENTY_S) for rank, store in enumerate((first, other))]
 
 
@@ -278,30 +320,44 @@ def jobs_of(planes: list[StoreControlPlane], nbytes: int) -> list[runtime.Runtim
             label=lambda *of: None,
         )
 
-    return [runtime.Runtime(r, 2, heap(), plane, (0, 0), True, PLENTY_S) for r, plane in enumerate(planes)]
+    return [
+        runtime.Runtime(r, 2, heap(), plane, (0, 0), True, PLENTY_S)
+        for r, plane in enumerate(planes)
+    ]
 
 
 @pytest.mark.parametrize("seeds", [range(3), slow_tier(range(3, 40))], ids=["first", "more"])
-def test_threads_that_allocate_beside_each_other(seeds: range, planes: list[StoreControlPlane]) -> None:
+def test_threads_that_allocate_beside_each_other(
+    seeds: range, planes: list[StoreControlPlane]
+) -> None:
     """In any order: each gets the same offset on both ranks, and memory that nobody else has."""
     for seed in seeds:
         numbers = random.Random(seed)
         sizes = [[numbers.randint(1, 4 * ALIGNMENT) for _ in range(6)] for _ in range(4)]
-        room = sum(-(-size // ALIGNMENT) * ALIGNMENT for some in sizes for size in some) + 4 * ALIGNMENT * 24
+        room = (
+            sum(-(-size // ALIGNMENT) * ALIGNMENT for some in sizes for size in some)
+            + 4 * ALIGNMENT * 24
+        )
         jobs = jobs_of(planes, room)
         go = threading.Barrier(8)
         found: dict[tuple[int, int, int], tuple[int, int]] = {}
 
-        def body(rank: int, thread: int, go=go, jobs=jobs, sizes=sizes, found=found, seed=seed) -> None:
+        def body(
+            rank: int, thread: int, go=go, jobs=jobs, sizes=sizes, found=found, seed=seed
+        ) -> None:
             job = jobs[rank]
             go.wait()
             with job.through(job.control.part(f"{seed} {thread}")):
                 for i, size in enumerate(sizes[thread]):
-                    first = job.offset_of(job.allocate((size,), torch.uint8, name=f"{thread} {i}"), "tensor")
+                    first = job.offset_of(
+                        job.allocate((size,), torch.uint8, name=f"{thread} {i}"), "tensor"
+                    )
                     found[rank, thread, i] = first, first + size
 
         with ThreadPoolExecutor(8) as pool:
-            for done in [pool.submit(body, rank, thread) for thread in range(4) for rank in range(2)]:
+            for done in [
+                pool.submit(body, rank, thread) for thread in range(4) for rank in range(2)
+            ]:
                 done.result()
         assert len(found) == 48
         for (rank, thread, i), place in found.items():
@@ -311,11 +367,15 @@ def test_threads_that_allocate_beside_each_other(seeds: range, planes: list[Stor
         assert len({job.arena.info.used for job in jobs}) == 1
 
 
-def test_an_allocation_that_finds_no_room_leaves_none_taken(planes: list[StoreControlPlane]) -> None:
+def test_an_allocation_that_finds_no_room_leaves_none_taken(
+    planes: list[StoreControlPlane],
+) -> None:
     jobs = jobs_of(planes, 4 * ALIGNMENT)
 
     def body(job: runtime.Runtime) -> str:
-        with pytest.raises(HeapExhaustedError, match="1024 of 2048 bytes free on the fullest rank") as raised:
+        with pytest.raises(
+            HeapExhaustedError, match="1024 of 2048 bytes free on the fullest rank"
+        ) as raised:
             job.allocate((3 * ALIGNMENT,), torch.uint8)
         return str(raised.value)
 
@@ -372,7 +432,9 @@ def test_threads_take_no_more_blocks_than_there_are(planes: list[StoreControlPla
                 assert answer == found[1 - rank, thread]
             assert jobs[0].blocks_taken == jobs[1].blocks_taken <= 264
     refused = [why for _, why in found.values()]
-    assert all("of 2 ranks needs 6 thread blocks, and other contexts have left" in why for why in refused), found
+    assert all(
+        "of 2 ranks needs 6 thread blocks, and other contexts have left" in why for why in refused
+    ), found
     for budget in budgets:
         budget.give_back()
     assert [job.blocks_taken for job in jobs] == [0, 0]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symmetric heap: ranks agree on an offset, pieces never overlap and merge when freed; and groups of ranks."""
+"""The symmetric heap: ranks agree on an offset, pieces never overlap and merge when freed; and
+groups of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ HEAP = 32 * ALIGNMENT
 GROUPS = st.sets(st.integers(0, PES - 1), min_size=1).map(sorted)
 SIZES = st.integers(1, HEAP // 3)
 # Allocate so many bytes over a group, or free the allocation of that number, if it is there.
-STEPS = st.lists(st.tuples(st.just("allocate"), GROUPS, SIZES) | st.tuples(st.just("free"), st.integers(0, 20)))
+STEPS = st.lists(
+    st.tuples(st.just("allocate"), GROUPS, SIZES) | st.tuples(st.just("free"), st.integers(0, 20))
+)
 
 
 def allocate(arenas: list[Arena], group: list[int], nbytes: int) -> int:
@@ -51,7 +54,10 @@ def test_any_sequence_keeps_pieces_apart_and_ends_in_one_free_piece(steps: list[
             except tdcoll.HeapExhaustedError:
                 starts = [0, *(end for _, end in taken)]
                 size = Arena.padded(nbytes)
-                assert not any(s + size <= HEAP and all(s + size <= b or e <= s for b, e in taken) for s in starts)
+                assert not any(
+                    s + size <= HEAP and all(s + size <= b or e <= s for b, e in taken)
+                    for s in starts
+                )
                 continue
             assert offset % ALIGNMENT == 0
             assert 0 <= offset <= offset + nbytes <= HEAP
@@ -60,7 +66,11 @@ def test_any_sequence_keeps_pieces_apart_and_ends_in_one_free_piece(steps: list[
         for pe, arena in enumerate(arenas):
             mine = [Arena.padded(nbytes) for group, _, nbytes in alive if pe in group]
             info = arena.info
-            assert (info.used, info.free, info.allocations) == (sum(mine), HEAP - sum(mine), len(mine))
+            assert (info.used, info.free, info.allocations) == (
+                sum(mine),
+                HEAP - sum(mine),
+                len(mine),
+            )
             assert info.largest_free <= info.free
     for group, offset, _ in alive:
         for pe in group:
@@ -77,7 +87,11 @@ def test_offset_is_the_lowest_that_is_free_on_all() -> None:
 
 
 def test_the_edges_of_an_arena() -> None:
-    assert [Arena.padded(nbytes) for nbytes in (0, 1, 511, 512, 513, 1 << 40)] == [*[512] * 4, 1024, 1 << 40]
+    assert [Arena.padded(nbytes) for nbytes in (0, 1, 511, 512, 513, 1 << 40)] == [
+        *[512] * 4,
+        1024,
+        1 << 40,
+    ]
     arena = Arena(4 * ALIGNMENT)
     assert arena.hold(1, [0], wanted=ALIGNMENT) == ALIGNMENT
     assert arena.hold(1, [0], wanted=ALIGNMENT) is None
@@ -98,7 +112,8 @@ def test_an_allocation_moves_to_a_place_that_is_free_without_it() -> None:
     assert (arena.free(), arena.free(first)) == ([(1536, 2048)], [(0, 1024), (1536, 2048)])
     assert arena.hold(ALIGNMENT, [0], second, 3 * ALIGNMENT) == 3 * ALIGNMENT
     assert arena.hold(2 * ALIGNMENT, [0], first, ALIGNMENT) == ALIGNMENT  # in part where it is
-    assert arena.hold(2 * ALIGNMENT, [0], ALIGNMENT, 2 * ALIGNMENT) == ALIGNMENT  # another one is there
+    # another one is there
+    assert arena.hold(2 * ALIGNMENT, [0], ALIGNMENT, 2 * ALIGNMENT) == ALIGNMENT
     assert arena.info == HeapInfo(2048, 1536, 512, 512, 2)
     assert arena.releases == 0
 
@@ -118,13 +133,16 @@ def test_exhaustion_names_what_was_asked_what_is_free_and_the_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "nbytes", "enough"), [(384, 1, "512M"), (384, 200, "1G"), (64, 64, "128M"), (1024, 9216, "16G")]
+    ("total", "nbytes", "enough"),
+    [(384, 1, "512M"), (384, 200, "1G"), (64, 64, "128M"), (1024, 9216, "16G")],
 )
 def test_exhaustion_names_a_size_that_is_enough(total: int, nbytes: int, enough: str) -> None:
     """``total`` and ``nbytes`` in MiB."""
     full = Arena(total << 20)
     assert full.hold(total << 20, [0]) == 0
-    with pytest.raises(tdcoll.HeapExhaustedError, match=rf"Raise NVSHMEM_SYMMETRIC_SIZE \(to {enough}, say\)"):
+    with pytest.raises(
+        tdcoll.HeapExhaustedError, match=rf"Raise NVSHMEM_SYMMETRIC_SIZE \(to {enough}, say\)"
+    ):
         allocate([full], [0], nbytes << 20)
 
 
@@ -163,7 +181,9 @@ def test_empty_and_free_leave_the_heap_as_it_was(pe: int) -> None:
 @on_ranks(2)
 def test_tensors_that_are_not_symmetric_are_refused(pe: int) -> None:
     tensor = tdcoll.empty(1024, torch.uint8)
-    with pytest.raises(tdcoll.NotSymmetricError, match=r"must lie in the symmetric heap.*3 bytes on cpu"):
+    with pytest.raises(
+        tdcoll.NotSymmetricError, match=r"must lie in the symmetric heap.*3 bytes on cpu"
+    ):
         tdcoll.free(torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(tdcoll.NotSymmetricError, match=r"not a view into it \(offset 512\)"):
         tdcoll.free(tensor[512:])
@@ -200,7 +220,8 @@ def test_nodes_are_numbered_by_first_appearance_whatever_they_are_called() -> No
 
 
 def test_strided_subgroup_has_its_own_places() -> None:
-    """Ranks 1, 3, 5, 7 of 2 nodes of 4: group rank, PE, node and rail are four different numbers."""
+    """Ranks 1, 3, 5, 7 of 2 nodes of 4: group rank, PE, node and rail are four different
+    numbers."""
     node_ids = [0, 0, 0, 0, 1, 1, 1, 1]
     pes = [1, 3, 5, 7]
     seen = [Topology.of(rank, pes, [node_ids[pe] for pe in pes]) for rank in range(4)]
@@ -220,7 +241,10 @@ def test_every_rank_has_one_place_and_all_ranks_see_the_same(node_ids: list[int]
     assert sorted(rank for members in views[0].members for rank in members) == list(range(world))
     for rank, view in enumerate(views):
         assert view.members[view.node][view.place] == rank
-        assert all((node_ids[other] == node_ids[rank]) == (view.nodes[other] == view.node) for other in range(world))
+        assert all(
+            (node_ids[other] == node_ids[rank]) == (view.nodes[other] == view.node)
+            for other in range(world)
+        )
     sizes = {len(members) for members in views[0].members}
     assert views[0].ranks_per_node == (sizes.pop() if len(sizes) == 1 else None)
 
@@ -237,7 +261,9 @@ def test_emulated_nodes_are_near_equal_contiguous_blocks(case: tuple[int, int]) 
 
 @pytest.mark.parametrize("n_nodes", [0, -1, 5])
 def test_emulated_nodes_out_of_range(n_nodes: int) -> None:
-    with pytest.raises(ValueError, match=rf"between 1 and the 4 rank\(s\) of this host, got {n_nodes}"):
+    with pytest.raises(
+        ValueError, match=rf"between 1 and the 4 rank\(s\) of this host, got {n_nodes}"
+    ):
         emulated_node(0, 4, n_nodes)
 
 

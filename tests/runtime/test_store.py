@@ -92,13 +92,18 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
 
 FAULTS: dict[str, tuple[type[Exception], str]] = {
     "stop": (StoreSilent, "rank 0 waited 1.3 s in 'call' for the store, which does not answer"),
-    "end": (StoreLost, "rank 0 in 'call': the store is gone; the process that serves it, usually rank 0's"),
+    "end": (
+        StoreLost,
+        "rank 0 in 'call': the store is gone; the process that serves it, usually rank 0's",
+    ),
 }
 
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_store_that_stops_answering_or_dies(server: Server, question: Callable[[Any], Any], fault: str) -> None:
+def test_a_store_that_stops_answering_or_dies(
+    server: Server, question: Callable[[Any], Any], fault: str
+) -> None:
     store = server.client()
     question(store)
     getattr(server, fault)()
@@ -152,7 +157,9 @@ def assert_refused(error: BaseException, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_job_whose_store_fails(server: Server, default_group: Callable[[str], None], fault: str) -> None:
+def test_a_job_whose_store_fails(
+    server: Server, default_group: Callable[[str], None], fault: str
+) -> None:
     """The call says what happened, and leaving says nothing more."""
     default_group("gloo")
     tdcoll.initialize(heap_bytes=1 << 20, timeout_s=SHORT_S)
@@ -168,7 +175,9 @@ def test_a_job_whose_store_fails(server: Server, default_group: Callable[[str], 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_initialize_when_the_store_has_failed(server: Server, default_group: Callable[[str], None], fault: str) -> None:
+def test_initialize_when_the_store_has_failed(
+    server: Server, default_group: Callable[[str], None], fault: str
+) -> None:
     default_group("gloo")
     getattr(server, fault)()
     error = limited(lambda: tdcoll.initialize(timeout_s=SHORT_S))
@@ -178,10 +187,17 @@ def test_initialize_when_the_store_has_failed(server: Server, default_group: Cal
 
 
 @pytest.mark.parametrize("served", [True, False], ids=["silent", "absent"])
-def test_initialize_bounds_its_rendezvous(server: Server, monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
+def test_initialize_bounds_its_rendezvous(
+    server: Server, monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
     """Nothing listens at the port, or what listens there is silent."""
     (server.stop if served else server.end)()
-    for assignment in ("RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={server.port}"):
+    for assignment in (
+        "RANK=1",
+        "WORLD_SIZE=2",
+        "MASTER_ADDR=127.0.0.1",
+        f"MASTER_PORT={server.port}",
+    ):
         monkeypatch.setenv(*assignment.split("="))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     error = limited(lambda: tdcoll.initialize(timeout_s=SHORT_S))
@@ -192,7 +208,9 @@ def test_initialize_bounds_its_rendezvous(server: Server, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_new_group_is_bounded(server: Server, default_group: Callable[[str], None], fault: str) -> None:
+def test_new_group_is_bounded(
+    server: Server, default_group: Callable[[str], None], fault: str
+) -> None:
     default_group("tdcoll")
     getattr(server, fault)()
     assert_refused(limited(lambda: dist.new_group([0], timeout=timedelta(seconds=SHORT_S))), fault)
@@ -217,7 +235,9 @@ def test_values_come_back(value: Any) -> None:
     assert repr(back[1]) == repr(value)
 
 
-@pytest.mark.parametrize("value", [object(), {1}, ValueError("x"), torch.float32, torch.zeros(1), [1, {2: object()}]])
+@pytest.mark.parametrize(
+    "value", [object(), {1}, ValueError("x"), torch.float32, torch.zeros(1), [1, {2: object()}]]
+)
 def test_other_values_are_refused_by_who_sends_them(value: Any) -> None:
     with pytest.raises(TypeError, match="ranks exchange numbers"):
         encode("tag", value)
@@ -280,5 +300,7 @@ def test_a_foreign_token_is_refused() -> None:
     for data in (b"\xff", b"-", b"x" * 32, b"-1e400", b"../" + b"a" * 29):
         store = dist.HashStore()
         store.set("tdcoll/join/0-1/asks/1", data)
-        with pytest.raises(TdcollError, match=r"key tdcoll/join/0-1/asks/1 holds \d+ bytes that no rank"):
+        with pytest.raises(
+            TdcollError, match=r"key tdcoll/join/0-1/asks/1 holds \d+ bytes that no rank"
+        ):
             generation(store, 0, [0, 1], "join", 5)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short mixed run for ``sanitize.py``: every collective by every algorithm that one node has; the language.
+"""A short mixed run for ``sanitize.py``: every collective by every algorithm that one node has; the
+language.
 
-Few sizes, all of them small, each twice: a tool makes kernels many times slower, and what starts a job slower still. On
-the simulator it runs as well, without a tool.
+Few sizes, all of them small, each twice: a tool makes kernels many times slower, and what starts a
+job slower still. On the simulator it runs as well, without a tool.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def sparse(ctx: tdcoll.SparseContext, count: int, algorithm: str) -> None:
     ids = (torch.arange(count, device=device()) * 2 + rank()) % rows
     values = torch.ones(count, 4, device=device()) * (1 + rank())
     got = tdcoll.sparse_all_reduce(
-        torch.sparse_coo_tensor(ids[None], values, (rows, 4), check_invariants=False), ctx=ctx, algorithm=algorithm
+        torch.sparse_coo_tensor(ids[None], values, (rows, 4), check_invariants=False),
+        ctx=ctx,
+        algorithm=algorithm,
     )
     wanted = torch.zeros(rows, 4, device=device())
     for r in range(world()):
@@ -104,7 +107,9 @@ def control() -> None:
 def join() -> None:
     """Have as little as possible started under a tool: no NCCL, a small heap."""
     if not simulated():
-        torch.cuda.set_device(lifecycle.device_index(int(os.environ["LOCAL_RANK"]), lifecycle.may_share_gpus()))
+        torch.cuda.set_device(
+            lifecycle.device_index(int(os.environ["LOCAL_RANK"]), lifecycle.may_share_gpus())
+        )
     dist.init_process_group("gloo")
     tdcoll.initialize(heap_bytes=HEAP_BYTES)
 
@@ -112,7 +117,9 @@ def join() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checks", nargs="*", help="names of checks (default: all)")
-    parser.add_argument("--heap", type=Path, help="a file for the first address of this rank's heap, and its bytes")
+    parser.add_argument(
+        "--heap", type=Path, help="a file for the first address of this rank's heap, and its bytes"
+    )
     options = parser.parse_args()
     join()
     if options.heap is not None:

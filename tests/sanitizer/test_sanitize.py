@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""How ``sanitize.py`` runs its jobs, with a script in place of compute-sanitizer, and reads its reports."""
+"""How ``sanitize.py`` runs its jobs, with a script in place of compute-sanitizer, and reads its
+reports."""
 
 from __future__ import annotations
 
@@ -47,17 +48,32 @@ def test_a_tool_watches_the_rank_alone_and_the_kernels_that_are_not_others(tmp_p
 
 
 def test_a_rank_becomes_the_command_with_its_own_log_and_ports() -> None:
-    done = python(str(sanitize.HERE / "sanitize.py"), "--become", "30000", "echo", "{rank}.log", "{port}", RANK="3")
+    done = python(
+        str(sanitize.HERE / "sanitize.py"),
+        "--become",
+        "30000",
+        "echo",
+        "{rank}.log",
+        "{port}",
+        RANK="3",
+    )
     assert done.stdout.split() == ["3.log", "30030"]
 
 
 @pytest.mark.slow
-def test_whole_on_the_simulator(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whole_on_the_simulator(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert sanitize.main(["--tools", "memcheck", "--deadline", "280"]) == 0, capsys.readouterr().out
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" ")[0] for line in sorted(lines)] == sorted([*sanitize.CHECKS, "control:", "memcheck:"])
-    assert any(line.startswith("memcheck: nothing of tdcoll's; nothing of others, in 2 processes") for line in lines)
+    assert [line.partition(" ")[0] for line in sorted(lines)] == sorted(
+        [*sanitize.CHECKS, "control:", "memcheck:"]
+    )
+    assert any(
+        line.startswith("memcheck: nothing of tdcoll's; nothing of others, in 2 processes")
+        for line in lines
+    )
 
 
 START_OF_NVSHMEM = """\
@@ -138,7 +154,11 @@ COPY = """\
     [
         (START_OF_NVSHMEM, [("NVSHMEM", "", "Program hit CUDA_ERROR_INVALID_VALUE")], True),
         (OF_NCCL, [("NCCL", "", "Program hit cudaErrorPeerAccessAlreadyEnabled")], False),
-        (OUT_OF_BOUNDS, [("tdcoll", "exchange_direct", "Invalid __global__ write of size 16 bytes")], False),
+        (
+            OUT_OF_BOUNDS,
+            [("tdcoll", "exchange_direct", "Invalid __global__ write of size 16 bytes")],
+            False,
+        ),
         (RACE, [("tdcoll", "reduce", "Error: Race reported between Write access at reduce")], True),
         (
             BARRIER,
@@ -150,14 +170,29 @@ COPY = """\
         ),
         ("========= COMPUTE-SANITIZER\nhello\n========= ERROR SUMMARY: 0 errors\n", [], True),
         ("========= Target application terminated before first instrumented API call\n", [], False),
-        ("========= Something that no version has said so far\n", [("tdcoll", "", "Something that no version")], False),
+        (
+            "========= Something that no version has said so far\n",
+            [("tdcoll", "", "Something that no version")],
+            False,
+        ),
     ],
-    ids=["nvshmem", "nccl", "write", "race", "barrier and initcheck", "nothing", "not watched", "unknown"],
+    ids=[
+        "nvshmem",
+        "nccl",
+        "write",
+        "race",
+        "barrier and initcheck",
+        "nothing",
+        "not watched",
+        "unknown",
+    ],
 )
 def test_whose_a_report_is(text: str, found: list[tuple[str, str, str]], watched: bool) -> None:
     run = sanitize.parse(text)
     assert run.watched == watched
-    assert [(report.owner, report.kernel) for report in run.reports] == [(owner, kernel) for owner, kernel, _ in found]
+    assert [(report.owner, report.kernel) for report in run.reports] == [
+        (owner, kernel) for owner, kernel, _ in found
+    ]
     for report, (_, _, what) in zip(run.reports, found, strict=True):
         assert report.text.startswith(what)
 
@@ -186,8 +221,18 @@ def test_copies_from_the_symmetric_heap_are_no_finding(
 @pytest.mark.parametrize(
     ("logs", "status", "ok", "summary"),
     [
-        ([START_OF_NVSHMEM] * 2, 0, True, "memcheck: nothing of tdcoll's; 2 of NVSHMEM's, in 2 processes"),
-        ([START_OF_NVSHMEM, RACE], 0, False, "memcheck: 1 of tdcoll's, 1 of NVSHMEM's, in 2 processes"),
+        (
+            [START_OF_NVSHMEM] * 2,
+            0,
+            True,
+            "memcheck: nothing of tdcoll's; 2 of NVSHMEM's, in 2 processes",
+        ),
+        (
+            [START_OF_NVSHMEM, RACE],
+            0,
+            False,
+            "memcheck: 1 of tdcoll's, 1 of NVSHMEM's, in 2 processes",
+        ),
         ([START_OF_NVSHMEM], 0, False, "memcheck: watched 1 process, not 2"),
         ([START_OF_NVSHMEM] * 2, 1, False, "memcheck: the job ended with 1"),
     ],

@@ -26,12 +26,16 @@ def call(arguments, FUNCTION: tl.constexpr):
     FUNCTION(*arguments)
 
 
-def device(function: Callable[..., Any], *arguments: Any, grid: tuple[int, ...] = (1,), **options: Any) -> None:
+def device(
+    function: Callable[..., Any], *arguments: Any, grid: tuple[int, ...] = (1,), **options: Any
+) -> None:
     """Launch a kernel that calls ``function`` with these arguments."""
     call[grid](arguments, FUNCTION=function, **options)
 
 
-def elementwise(function: Callable[..., Any], out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+def elementwise(
+    function: Callable[..., Any], out: torch.Tensor, *inputs: torch.Tensor
+) -> torch.Tensor:
     """Launch ``out[i] = function(*inputs[i])``, of one block."""
     n = out.numel()
 
@@ -54,8 +58,11 @@ def add_to_0(word):
     tl.atomic_add(tdl.remote_ptr(word, 0), 1)
 
 
-def on_rows(body: Callable[[torch.Tensor, torch.Tensor], Any], n_pes: int = 2, **options: Any) -> Any:
-    """``body(rows, after)`` on PE 0; both int64 ``[8]``, symmetric, ``after`` right behind ``rows`` and its padding."""
+def on_rows(
+    body: Callable[[torch.Tensor, torch.Tensor], Any], n_pes: int = 2, **options: Any
+) -> Any:
+    """``body(rows, after)`` on PE 0; both int64 ``[8]``, symmetric, ``after`` right behind ``rows``
+    and its padding."""
 
     def host(pe: int) -> Any:
         rows, after = (tdcoll.zeros(8, torch.int64, name=name) for name in ("rows", "after"))
@@ -85,13 +92,21 @@ def check(gathered: torch.Tensor, call: int) -> None:
     """``gathered[rank]`` must be the segment of each rank."""
     for rank, got in enumerate(gathered):
         wrong = (got != segment(rank, call, got.numel())).nonzero().flatten().tolist()
-        assert not wrong, f"call {call}: {len(wrong)} of {got.numel()} bytes of rank {rank} are wrong, first {wrong[0]}"
+        assert not wrong, (
+            f"call {call}: {len(wrong)} of {got.numel()} bytes of rank {rank} are wrong, first {wrong[0]}"
+        )
 
 
 def gathering(
-    launch: Callable[..., None], *, calls: int = 3, slots: int = 2, signal_slots: int | None = None, nbytes: int = 16
+    launch: Callable[..., None],
+    *,
+    calls: int = 3,
+    slots: int = 2,
+    signal_slots: int | None = None,
+    nbytes: int = 16,
 ) -> Case:
-    """``calls`` all-gathers on ``slots`` buffers; ``launch(buffer, signals, nbytes, call, monitor, n)``."""
+    """``calls`` all-gathers on ``slots`` buffers; ``launch(buffer, signals, nbytes, call, monitor,
+    n)``."""
 
     def case(world: World) -> None:
         n = world.n_pes

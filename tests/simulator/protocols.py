@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protocols that the simulator is tested with: right ones, and ones with a single protection left out."""
+"""Protocols that the simulator is tested with: right ones, and ones with a single protection left
+out."""
 
 from typing import NamedTuple
 
@@ -85,7 +86,8 @@ def gather(
     STEPS: tl.constexpr,
     COMPARE: tl.constexpr,
 ):
-    """A 1D all-gather: program p of rank r pushes r's segment to rank p; program r itself waits for everybody.
+    """A 1D all-gather: program p of rank r pushes r's segment to rank p; program r itself waits for
+    everybody.
 
     ``STEPS``: of the program that pushes (:class:`Steps`).
     """
@@ -106,7 +108,9 @@ def gather(
         elif STEPS.data == "store":
             tl.store(tdl.remote_ptr(mine, peer) + index, tl.load(mine + index))
         elif STEPS.data == "descriptor":
-            theirs = tl.make_tensor_descriptor(tdl.remote_ptr(mine, peer), [16], [tl.constexpr(1)], [16])
+            theirs = tl.make_tensor_descriptor(
+                tdl.remote_ptr(mine, peer), [16], [tl.constexpr(1)], [16]
+            )
             theirs.store([0], tl.load(mine + index))
         elif STEPS.data == "words":
             words = mine.to(tl.pointer_type(tl.int64))
@@ -126,8 +130,11 @@ def gather(
 
 
 @jit
-def gather_in_order(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, WAITS: tl.constexpr):
-    """Gather where program number ``WAITS`` of the grid waits; if it is not the last, it needs all others beside it."""
+def gather_in_order(
+    buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, WAITS: tl.constexpr
+):
+    """Gather where program number ``WAITS`` of the grid waits; if it is not the last, it needs all
+    others beside it."""
     rank = tdl.my_pe()
     peer = (rank - WAITS + WORLD + tl.program_id(0)) % WORLD
     mine = buffer + rank * nbytes
@@ -138,8 +145,11 @@ def gather_in_order(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr
 
 
 @jit
-def gather_by_threads(buffer, signals, nbytes, epoch, WORLD: tl.constexpr, FORM: tl.constexpr, FORGET: tl.constexpr):
-    """Gather as Triton-distributed's kernels do, where threads wait for one signal each, or with polling loops."""
+def gather_by_threads(
+    buffer, signals, nbytes, epoch, WORLD: tl.constexpr, FORM: tl.constexpr, FORGET: tl.constexpr
+):
+    """Gather as Triton-distributed's kernels do, where threads wait for one signal each, or with
+    polling loops."""
     rank, peer = tdl.my_pe(), tl.program_id(0)
     mine = buffer + rank * nbytes
     if peer != rank:
@@ -162,10 +172,14 @@ def gather_by_threads(buffer, signals, nbytes, epoch, WORLD: tl.constexpr, FORM:
 
 
 @jit
-def broadcast(buffer, arrived, taken, nbytes, call, monitor, WORLD: tl.constexpr, ACK: tl.constexpr):
-    """Rank 0 puts its bytes into a slot of each rank; with ``ACK``, only after all have read that slot's last bytes.
+def broadcast(
+    buffer, arrived, taken, nbytes, call, monitor, WORLD: tl.constexpr, ACK: tl.constexpr
+):
+    """Rank 0 puts its bytes into a slot of each rank; with ``ACK``, only after all have read that
+    slot's last bytes.
 
-    ``taken`` has one word per rank, on rank 0: how many calls that rank has begun, having read all but the last.
+    ``taken`` has one word per rank, on rank 0: how many calls that rank has begun, having read all
+    but the last.
     """
     rank = tdl.my_pe()
     if rank == 0:
@@ -176,13 +190,17 @@ def broadcast(buffer, arrived, taken, nbytes, call, monitor, WORLD: tl.constexpr
         tdl.quiet()
     else:
         if ACK and tdl.tid(0) == 0:
-            tdl.signal_op(taken + rank, 1, tdl.SIGNAL_ADD, 0)  # a SET could be overtaken by the one of the next call
+            # a SET could be overtaken by the one of the next call
+            tdl.signal_op(taken + rank, 1, tdl.SIGNAL_ADD, 0)
         tdl.wait_signal(arrived, tdl.CMP_GE, call, monitor, 0, 0)
 
 
 @jit
-def put_by_another_program(dest, source, nbytes, done, flag, WORLD: tl.constexpr, HOW: tl.constexpr):
-    """Program 0 puts into the next PE's memory. Program 1 knows that it has, and tells that PE or meets all."""
+def put_by_another_program(
+    dest, source, nbytes, done, flag, WORLD: tl.constexpr, HOW: tl.constexpr
+):
+    """Program 0 puts into the next PE's memory. Program 1 knows that it has, and tells that PE or
+    meets all."""
     rank = tdl.my_pe()
     following = (rank + 1) % WORLD
     if tl.program_id(0) == 0:
@@ -204,7 +222,8 @@ def put_by_another_program(dest, source, nbytes, done, flag, WORLD: tl.constexpr
 
 @jit
 def flagged(words, flag, monitor, torn, WHOLE: tl.constexpr):
-    """PE 0 sends PE 1 words of 128 bits, whole or in two halves, the flag first; PE 1 counts those that came torn."""
+    """PE 0 sends PE 1 words of 128 bits, whole or in two halves, the flag first; PE 1 counts those
+    that came torn."""
     place = tl.arange(0, 2)
     mask = place < 2
     if tdl.my_pe() == 0:
@@ -258,7 +277,8 @@ def pull_stored(
 
 @jit
 def count_up_and_watch(word, out):
-    """PE 0 stores 1 to 4 to its word and adds 4; PE 1 looks at it: ``out``, 16 values, every fourth by an atomic."""
+    """PE 0 stores 1 to 4 to its word and adds 4; PE 1 looks at it: ``out``, 16 values, every fourth
+    by an atomic."""
     if tdl.my_pe() == 0:
         for value in range(1, 5):
             tl.store(word, value)
@@ -274,7 +294,8 @@ def count_up_and_watch(word, out):
 
 @jit
 def clear_and_notify(box, told, answered, monitor, STEPS: tl.constexpr, REPLY: tl.constexpr):
-    """PE 0 clears two words of its own and notifies PE 1, which fills them by REPLY, and answers."""
+    """PE 0 clears two words of its own and notifies PE 1, which fills them by REPLY, and
+    answers."""
     index = tl.arange(0, 2)
     seven = tl.full([2], 7, tl.int64)
     if tdl.my_pe() == 0:
@@ -308,8 +329,9 @@ def last_one_notifies(
     PUSH: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Each of PE 0's programs stores a word, in its own memory or to PE 1, and counts; the last signals to PE 1, which
-    reads the words into ``out`` and answers; until then the launch goes on."""
+    """Each of PE 0's programs stores a word, in its own memory or to PE 1, and counts; the last
+    signals to PE 1, which reads the words into ``out`` and answers; until then the launch goes
+    on."""
     place, index = tl.program_id(0), tl.arange(0, 4)
     if tdl.my_pe() == 0:
         tl.store((tdl.remote_ptr(mine, 1) if PUSH else mine) + place, 7)

@@ -22,7 +22,11 @@ from tdcoll.simulator import bounds
 from tdcoll.testing import World, first_failure
 
 ROWS = "bytes 64..72 of pe0.rows, which has 64 bytes"
-LOAD, STORE, WITHIN_ONE = f"would load from {ROWS}", f"would store to {ROWS}", "must stay within one tensor; got"
+LOAD, STORE, WITHIN_ONE = (
+    f"would load from {ROWS}",
+    f"would store to {ROWS}",
+    "must stay within one tensor; got",
+)
 INT64 = tl.pointer_type(tl.int64)
 ONE, SET = tl.constexpr(1), tdl.SIGNAL_SET
 
@@ -44,39 +48,89 @@ BEYOND = {  # what a kernel does with a pointer to 8 words -> what the error say
     "load": (lambda p: tl.load(p + 8), LOAD),
     "load of a block": (lambda p: tl.load(p + tl.arange(0, 16)), LOAD),
     "store": (lambda p: tl.store(p + 8, 1), STORE),
-    "store before": (lambda p: tl.store(p - 1, 1), "would store to bytes -8..0 of pe0.rows, which has 64 bytes"),
-    "store of wider words": (lambda p: tl.store((p.to(tl.int64) + 60).to(INT64), 1), "bytes 60..68 of pe0.rows"),
+    "store before": (
+        lambda p: tl.store(p - 1, 1),
+        "would store to bytes -8..0 of pe0.rows, which has 64 bytes",
+    ),
+    "store of wider words": (
+        lambda p: tl.store((p.to(tl.int64) + 60).to(INT64), 1),
+        "bytes 60..68 of pe0.rows",
+    ),
     "masked store": (lambda p: tl.store(p + tl.arange(0, 16), 1, mask=tl.arange(0, 16) < 9), STORE),
     "atomic": (lambda p: tl.atomic_add(p + 8, 1), STORE),
     "compare and swap": (lambda p: tl.atomic_cas(p + 8, 0, 1), STORE),
     "ld": (lambda p: tdl.ld(p + 8, "sys"), LOAD),
     "st_release": (lambda p: tdl.st_release(p + 8, 1, "sys"), STORE),
-    "remote load": (lambda p: tl.load(tdl.remote_ptr(p, 1) + 8), "bytes 64..72 of pe1.rows, which has 64 bytes"),
-    "remote store": (lambda p: tl.store(tdl.remote_ptr(p + 8, 1), 1), "bytes 64..72 of pe1.rows, which has 64 bytes"),
-    "put to": (lambda p: tdl.putmem_block(p + 7, p, 16, 1), f"dest {WITHIN_ONE} bytes 56..72 of pe0.rows"),
-    "put from": (lambda p: tdl.putmem_nbi_block(p, p + 7, 16, 1), f"source {WITHIN_ONE} bytes 56..72 of pe0.rows"),
-    "signal of a put": (lambda p: tdl.putmem_signal_block(p, p, 8, p + 8, 1, SET, 1), f"sig_addr {WITHIN_ONE} {ROWS}"),
+    "remote load": (
+        lambda p: tl.load(tdl.remote_ptr(p, 1) + 8),
+        "bytes 64..72 of pe1.rows, which has 64 bytes",
+    ),
+    "remote store": (
+        lambda p: tl.store(tdl.remote_ptr(p + 8, 1), 1),
+        "bytes 64..72 of pe1.rows, which has 64 bytes",
+    ),
+    "put to": (
+        lambda p: tdl.putmem_block(p + 7, p, 16, 1),
+        f"dest {WITHIN_ONE} bytes 56..72 of pe0.rows",
+    ),
+    "put from": (
+        lambda p: tdl.putmem_nbi_block(p, p + 7, 16, 1),
+        f"source {WITHIN_ONE} bytes 56..72 of pe0.rows",
+    ),
+    "signal of a put": (
+        lambda p: tdl.putmem_signal_block(p, p, 8, p + 8, 1, SET, 1),
+        f"sig_addr {WITHIN_ONE} {ROWS}",
+    ),
     "get from": (lambda p: tdl.getmem_block(p, p + 8, 8, 1), f"source {WITHIN_ONE} {ROWS}"),
     "get to": (lambda p: tdl.getmem_nbi_block(p + 8, p, 8, 1), f"dest {WITHIN_ONE} {ROWS}"),
     "int_p": (lambda p: tdl.int_p(p + 8, 1, 1), f"dest {WITHIN_ONE} bytes 64..68 of pe0.rows"),
     "signal_op": (lambda p: tdl.signal_op(p + 8, 1, SET, 1), f"sig_addr {WITHIN_ONE} {ROWS}"),
     "signal_block": (lambda p: tdl.signal_block(p + 8, 1, SET, 1), f"sig_addr {WITHIN_ONE} {ROWS}"),
-    "signal_wait_until": (lambda p: tdl.signal_wait_until(p + 8, tdl.CMP_EQ, 0), f"sig_addr {WITHIN_ONE} {ROWS}"),
-    "wait_signal": (lambda p: tdl.wait_signal(p + 8, tdl.CMP_EQ, 0, p, 0, 0), f"signal {WITHIN_ONE} {ROWS}"),
-    "wait_signals": (lambda p: tdl.wait_signals(p + 1, 8, -1, tdl.CMP_EQ, 0, p, 8), "bytes 8..72 of pe0.rows"),
-    "wait_flagged": (lambda p: tdl.wait_flagged(flags(p), 0, mask(), p, 0), "would load from bytes 64..80 of pe0.rows"),
-    "store_flagged": (lambda p: tdl.store_flagged(flags(p), *four(3), 1, mask()), "store to bytes 64..80 of pe0.rows"),
-    "wait_words": (lambda p: tdl.wait_words(flags(p), 0, mask(), p, 0, 1), "would load from bytes 64..80 of pe0.rows"),
+    "signal_wait_until": (
+        lambda p: tdl.signal_wait_until(p + 8, tdl.CMP_EQ, 0),
+        f"sig_addr {WITHIN_ONE} {ROWS}",
+    ),
+    "wait_signal": (
+        lambda p: tdl.wait_signal(p + 8, tdl.CMP_EQ, 0, p, 0, 0),
+        f"signal {WITHIN_ONE} {ROWS}",
+    ),
+    "wait_signals": (
+        lambda p: tdl.wait_signals(p + 1, 8, -1, tdl.CMP_EQ, 0, p, 8),
+        "bytes 8..72 of pe0.rows",
+    ),
+    "wait_flagged": (
+        lambda p: tdl.wait_flagged(flags(p), 0, mask(), p, 0),
+        "would load from bytes 64..80 of pe0.rows",
+    ),
+    "store_flagged": (
+        lambda p: tdl.store_flagged(flags(p), *four(3), 1, mask()),
+        "store to bytes 64..80 of pe0.rows",
+    ),
+    "wait_words": (
+        lambda p: tdl.wait_words(flags(p), 0, mask(), p, 0, 1),
+        "would load from bytes 64..80 of pe0.rows",
+    ),
     "wait_words_of_all": (
         lambda p: tdl.wait_words_of_all(flags(p, 0), 16, 2, 0, 0, mask(), p, 1),
         "bytes 64..80 of pe0",
     ),
-    "load_words": (lambda p: tdl.load_words(flags(p), mask()), "would load from bytes 64..68 of pe0.rows"),
-    "store_words": (lambda p: tdl.store_words(flags(p), *four(4), mask()), "would store to bytes 64..80 of pe0.rows"),
+    "load_words": (
+        lambda p: tdl.load_words(flags(p), mask()),
+        "would load from bytes 64..68 of pe0.rows",
+    ),
+    "store_words": (
+        lambda p: tdl.store_words(flags(p), *four(4), mask()),
+        "would store to bytes 64..80 of pe0.rows",
+    ),
     "copy to": (lambda p: tdl.copy_block(p + 8, p, 8), STORE),
-    "copy from": (lambda p: tdl.copy_block(p, p + 1, 64), "would load from bytes 8..72 of pe0.rows"),
+    "copy from": (
+        lambda p: tdl.copy_block(p, p + 1, 64),
+        "would load from bytes 8..72 of pe0.rows",
+    ),
     "descriptor": (
-        lambda p: tl.make_tensor_descriptor(p, (4, 4), (4, ONE), (4, 4)).store([0, 0], tl.zeros((4, 4), tl.int64)),
+        lambda p: tl.make_tensor_descriptor(p, (4, 4), (4, ONE), (4, 4)).store(
+            [0, 0], tl.zeros((4, 4), tl.int64)
+        ),
         STORE,
     ),
 }
@@ -84,7 +138,8 @@ BEYOND = {  # what a kernel does with a pointer to 8 words -> what the error say
 
 @pytest.mark.parametrize("what", BEYOND)
 def test_beyond_a_symmetric_tensor(what):
-    """Into the padding behind it, and a second time from a pointer that was an integer in between."""
+    """Into the padding behind it, and a second time from a pointer that was an integer in
+    between."""
     function, message = BEYOND[what]
     with pytest.raises(ValueError) as raised:
         on_rows(lambda rows, _: device(function, rows))
@@ -107,9 +162,13 @@ THROUGH = {  # a pointer to the tensor behind, made from one to `rows`
     "shifts": lambda p: (((p.to(tl.int64) >> 9) + 1) << 9).to(INT64),
     "rounding": lambda p: ((p.to(tl.int64) + 1023) // 512 * 512).to(INT64),
     "masking": lambda p: ((p.to(tl.int64) + 512) & -512).to(INT64),
-    "splat and reshape": lambda p: tl.trans(tl.broadcast_to((p + 64)[None, None], (2, 4))).reshape(8),
+    "splat and reshape": lambda p: tl.trans(tl.broadcast_to((p + 64)[None, None], (2, 4))).reshape(
+        8
+    ),
     "where": lambda p: tl.where(tl.arange(0, 4) < 2, p + 64, p + 65),
-    "remote_ptr and a distance": lambda p: (p.to(tl.int64) + 512 + distance(p, tdl.remote_ptr(p, 1))).to(INT64),
+    "remote_ptr and a distance": lambda p: (
+        p.to(tl.int64) + 512 + distance(p, tdl.remote_ptr(p, 1))
+    ).to(INT64),
     "join": lambda p: tl.join(p + 64 + tl.arange(0, 4), p + 64 + tl.arange(0, 4)),
     "split": lambda p: tl.split((p + 64 + tl.arange(0, 8)).reshape(4, 2))[0],
 }
@@ -123,7 +182,8 @@ def test_into_the_next_tensor(how):
 
 
 class Within(NamedTuple):
-    """Stores and copies of nothing that stay within the tensors ``p`` and ``q``, which is behind it.
+    """Stores and copies of nothing that stay within the tensors ``p`` and ``q``, which is behind
+    it.
 
     Attributes:
         rows, after: the words of ``p`` and ``q`` that change.
@@ -170,7 +230,9 @@ WITHIN = {
         lambda p, q: tl.store((p.to(tl.int64) - p.to(tl.int64) % 16).to(INT64), 1), rows=[0]
     ),
     "an address rounded up": Within(rounded_up, rows=[2]),
-    "an offset in the other tensor": Within(lambda p, q: tl.store(p + distance(q, q + 3) // 8, 1), rows=[3]),
+    "an offset in the other tensor": Within(
+        lambda p, q: tl.store(p + distance(q, q + 3) // 8, 1), rows=[3]
+    ),
     "two tensors": Within(to_either, rows=[0, 1], after=[2, 3]),
     "a pointer from memory": Within(from_memory, rows=[0], after=[7]),
     "a distance between tensors": Within(by_distance, after=[1]),
@@ -201,9 +263,13 @@ def test_views_reach_all_of_what_they_view():
             assert tensor.tolist() == list(range(8))
         device(lambda p: tl.store(p + 6, 1), rows[2:4])
 
-    with pytest.raises(ValueError, match=r"would store to bytes 64..72 of pe0\.rows, which has 64 bytes"):
+    with pytest.raises(
+        ValueError, match=r"would store to bytes 64..72 of pe0\.rows, which has 64 bytes"
+    ):
         on_rows(body)
-    with pytest.raises(ValueError, match=r"would store to bytes 64..72 of `arguments\[0\]`, which has 64 bytes"):
+    with pytest.raises(
+        ValueError, match=r"would store to bytes 64..72 of `arguments\[0\]`, which has 64 bytes"
+    ):
         on_rows(lambda rows, _: device(lambda p: tl.store(p + 6, 1), own[2:4]))
 
 
@@ -220,7 +286,9 @@ def test_beyond_an_ordinary_tensor_with_seed_and_names():
     assert failure is not None
     assert failure.seed == 0
     assert "seed 0, weak" in failure.report
-    assert "overrun(8,0,0) would store to bytes 32..36 of `out`, which has 32 bytes" in failure.report
+    assert (
+        "overrun(8,0,0) would store to bytes 32..36 of `out`, which has 32 bytes" in failure.report
+    )
 
 
 def store_at(address, value=7):
@@ -248,9 +316,18 @@ def test_addresses_without_their_tensor(through):
     assert on_rows(right) == ([7, *[0] * 6, 7], [*[0] * 7, 7])
     own = torch.zeros(8, dtype=torch.int64)
     for address, message in (
-        (lambda rows: own.data_ptr() + 60, r"would store to bytes 60..68 of a tensor at .*, which has 64 bytes"),
-        (lambda rows: rows.data_ptr() + 60, r"would store to bytes 60..68 of pe0\.rows, which has 64 bytes"),
-        (lambda rows: rows.data_ptr() + 64, r"would store to pe0\.heap\[0x40\], where no symmetric tensor lives"),
+        (
+            lambda rows: own.data_ptr() + 60,
+            r"would store to bytes 60..68 of a tensor at .*, which has 64 bytes",
+        ),
+        (
+            lambda rows: rows.data_ptr() + 60,
+            r"would store to bytes 60..68 of pe0\.rows, which has 64 bytes",
+        ),
+        (
+            lambda rows: rows.data_ptr() + 64,
+            r"would store to pe0\.heap\[0x40\], where no symmetric tensor lives",
+        ),
         (lambda rows: 8, "would store to a null pointer"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -273,7 +350,8 @@ def test_memory_after_it_was_freed():
 
     def meanwhile(pe):
         rows = tdcoll.zeros(8, torch.int64, name="rows")
-        device(lambda p: (tdcoll.free(rows), tl.store(p, 1)), rows)  # a host thread of the process, say
+        # a host thread of the process, say
+        device(lambda p: (tdcoll.free(rows), tl.store(p, 1)), rows)
 
     for host, message in (
         (ordinary, r"call\(0,0,0\) would store to address 0x.*, where no tensor lives"),
@@ -316,18 +394,28 @@ def test_arguments_of_several_tensors():
     World(1).run(host)
     assert b[7] == 5
     assert (matrix == 3).all()
-    with pytest.raises(ValueError, match=r"bytes 64..72 of `arguments\[0\]\[1\]`, which has 64 bytes"):
+    with pytest.raises(
+        ValueError, match=r"bytes 64..72 of `arguments\[0\]\[1\]`, which has 64 bytes"
+    ):
         World(1).run(lambda pe: device(lambda pair: tl.store(pair[1] + 8, 5), (a, b)))
     beyond = TensorDescriptor(matrix, [8, 4], [4, 1], [4, 4])
-    with pytest.raises(ValueError, match=r"bytes 128..136 of `arguments\[0\]`, which has 128 bytes"):
+    with pytest.raises(
+        ValueError, match=r"bytes 128..136 of `arguments\[0\]`, which has 128 bytes"
+    ):
         World(1).run(lambda pe: device(lambda d: d.load([4, 0]), beyond))
 
 
-@pytest.mark.skipif(not hasattr(interpreter, "BlockPointerHandle"), reason="this Triton has no block pointers")
+@pytest.mark.skipif(
+    not hasattr(interpreter, "BlockPointerHandle"), reason="this Triton has no block pointers"
+)
 @pytest.mark.filterwarnings("ignore:tl.make_block_ptr is deprecated")
 def test_block_pointers():
     with pytest.raises(ValueError, match=r"bytes 64..72 of pe0\.rows, which has 64 bytes"):
-        on_rows(lambda rows, _: device(lambda p: tl.load(tl.make_block_ptr(p, (16,), (ONE,), (0,), (16,), (0,))), rows))
+        on_rows(
+            lambda rows, _: device(
+                lambda p: tl.load(tl.make_block_ptr(p, (16,), (ONE,), (0,), (16,), (0,))), rows
+            )
+        )
 
 
 def test_storages_that_are_gone_are_forgotten() -> None:

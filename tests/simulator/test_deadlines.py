@@ -27,7 +27,11 @@ def _waits(world=None):
     """PE 1 is to signal PE 0 and does not; it dies if there is a ``world``."""
 
     def host(pe):
-        signals, monitor, came = tdcoll.zeros(4, torch.int64, name="signals"), WaitMonitor(timeout_s=2.5), result()
+        signals, monitor, came = (
+            tdcoll.zeros(4, torch.int64, name="signals"),
+            WaitMonitor(timeout_s=2.5),
+            result(),
+        )
         if pe == 1:
             if world is not None:
                 world.kill(1)
@@ -39,11 +43,14 @@ def _waits(world=None):
     return host
 
 
-WAITED = rf"\(from rank 7; .*cases\.py:{wait_once.__code__.co_firstlineno + 2}\)"
+WORLD_POW2 = rf"\(from rank 7; .*cases\.py:{wait_once.__code__.co_firstlineno + 2}\)"
 
 
 def test_wait_expires_or_raises_as_asked():
-    with pytest.raises(Deadlock, match=rf"pe0 call\(0,0,0\) waits for pe0\.signals\[3\] >= 6, is 0 {WAITED}(?m:$)"):
+    with pytest.raises(
+        Deadlock,
+        match=rf"pe0 call\(0,0,0\) waits for pe0\.signals\[3\] >= 6, is 0 {WORLD_POW2}(?m:$)",
+    ):
         World(2).run(_waits())
     killing = World(2)
     for world, host in ((World(2, on_timeout="expire"), _waits()), (killing, _waits(killing))):
@@ -55,7 +62,9 @@ def test_wait_expires_or_raises_as_asked():
 
 
 def gather(buffer, signals, call, monitor, grid=4):
-    protocols.gather[(grid,)](buffer, signals, 16, call, monitor.words, 4, PUT_SIGNAL, tdl.CMP_GE.value)
+    protocols.gather[(grid,)](
+        buffer, signals, 16, call, monitor.words, 4, PUT_SIGNAL, tdl.CMP_GE.value
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -83,11 +92,16 @@ def test_killed_in_the_middle_all_others_name_it_or_each_other(seed):
 
 
 def test_waits_expire_early_while_their_peer_is_only_late():
-    """With some seeds; whose schedules are until then what they are without. What comes later still arrives."""
+    """With some seeds; whose schedules are until then what they are without. What comes later still
+    arrives."""
     seen = set()
 
     def host(world, results, pe):
-        signals, monitor, came = tdcoll.zeros(1, torch.int64, name="signals"), WaitMonitor(), result()
+        signals, monitor, came = (
+            tdcoll.zeros(1, torch.int64, name="signals"),
+            WaitMonitor(),
+            result(),
+        )
         if pe == 0:
             device(wait_once, signals, 1, monitor.words, came)
         else:
@@ -97,19 +111,26 @@ def test_waits_expire_early_while_their_peer_is_only_late():
         results[pe] = came, monitor, signals
 
     for seed in range(12):
-        expired, early = worlds = [World(2, seed=seed, weak=True, on_timeout=how) for how in ("expire", "early")]
+        expired, early = worlds = [
+            World(2, seed=seed, weak=True, on_timeout=how) for how in ("expire", "early")
+        ]
         for world in worlds:
             results = {}
             world.run(lambda pe, world=world, results=results: host(world, results, pe))
             came, monitor, signals = results[0]
             gave_up = bool(world.gave_up)
-            assert (came.item(), monitor.expired, signals.item()) == (0 if gave_up else 1, gave_up, 2)
+            assert (came.item(), monitor.expired, signals.item()) == (
+                0 if gave_up else 1,
+                gave_up,
+                2,
+            )
         assert not expired.gave_up
         seen.add(gave_up)
         if gave_up:
             (report,) = early.gave_up
             waiting = (
-                r"pe0 call\(0,0,0\) at step \d+, which waits for pe0\.signals\[0\] >= 1, is 0 \(from rank 7; .*:\d+\)"
+                r"pe0 call\(0,0,0\) at step \d+, which waits for pe0\.signals\[0\] >= 1, is 0 "
+                r"\(from rank 7; .*:\d+\)"
             )
             assert re.fullmatch(waiting, report)
             assert f"impatient; gave up early: {report}" in early.describe()
@@ -129,7 +150,9 @@ def test_a_wait_for_words_of_which_some_come(weak):
             theirs = tdl.remote_ptr(words, 1) + 2 * place
             tdl.store_flagged(theirs, place + 10, place - 10, place * place, 5, place % 3 != 1)
         else:
-            for i, part in enumerate(tdl.wait_flagged(words + 2 * place, 5, place != 7, monitor, 0)):
+            for i, part in enumerate(
+                tdl.wait_flagged(words + 2 * place, 5, place != 7, monitor, 0)
+            ):
                 tl.store(out + 8 * i + place, part)
 
     def host(pe):
@@ -147,7 +170,10 @@ def test_a_wait_for_words_of_which_some_come(weak):
     came = torch.tensor([0, 2, 3, 5, 6])
     assert out[:, came].T.tolist() == [[n + 10, n - 10, n * n, 1] for n in came.tolist()]
     assert out[3].tolist() == [1, 0, 1, 1, 0, 1, 1, 1]  # the last is masked
-    with pytest.raises(Deadlock, match=r"waits for pe1.tensor\[2\] flagged 5, is 2, pe1.tensor\[8\] flagged 5, is 3"):
+    with pytest.raises(
+        Deadlock,
+        match=r"waits for pe1.tensor\[2\] flagged 5, is 2, pe1.tensor\[8\] flagged 5, is 3",
+    ):
         World(2).run(host)
 
 

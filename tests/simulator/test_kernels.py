@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels are rewritten: truth of tensors, branches of threads, in several threads; and shortcuts in Triton."""
+"""How kernels are rewritten: truth of tensors, branches of threads, in several threads; and
+shortcuts in Triton."""
 
 from __future__ import annotations
 
@@ -54,7 +55,12 @@ def blocks(out, m, n):
 def test_blocks_are_combined_element_by_element():
     out = zeros(4, 8)
     launch(blocks, out, 2, 6)
-    assert ["".join(map(str, row)) for row in out.tolist()] == ["11000000", "11000011", "00111111", "01011100"]
+    assert ["".join(map(str, row)) for row in out.tolist()] == [
+        "11000000",
+        "11000011",
+        "00111111",
+        "01011100",
+    ]
 
 
 @jit
@@ -110,7 +116,8 @@ def pointers(out, p, n):
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("there", [True, False])
 def test_a_pointer_is_true_if_it_is_not_null(there, n):
-    """`truth_of_pointers` of stores_and_waits_checks.py shows the same on GPUs, and `tests/compile` compiles it."""
+    """`truth_of_pointers` of stores_and_waits_checks.py shows the same on GPUs, and `tests/compile`
+    compiles it."""
     out = zeros(8)
     launch(pointers, out, zeros(4 * there), n)
     assert out.tolist() == [there and n != 3, there or n == 3, not there, 0, 0, there, 0, 0]
@@ -145,7 +152,9 @@ def test_both_sides_are_evaluated_and_every_value_is_asserted():
         launch(asserted, 4)
 
 
-@pytest.mark.skipif(not hasattr(interpreter.ASTTransformer, "visit_Compare"), reason="Triton has them from 3.9 on")
+@pytest.mark.skipif(
+    not hasattr(interpreter.ASTTransformer, "visit_Compare"), reason="Triton has them from 3.9 on"
+)
 def test_chained_comparisons():
     out = zeros(8)
     launch(chained, out, 4)
@@ -251,9 +260,17 @@ def test_what_threads_compute(kernel, arguments, expected):
     assert out.tolist() == expected
 
 
-TRUTH, BLOCK = ": Triton has it for booleans and pointers only", r"a block of shape \[8\] is neither true nor false"
-LEAVING, BEFORE = r"in a branch on tid\(\) would take the other threads along", r"assign y before the branch on tid\(\)"
-ONE_VALUE = "is different in each thread, and the simulator runs a program as one: use it in the test"
+TRUTH, BLOCK = (
+    ": Triton has it for booleans and pointers only",
+    r"a block of shape \[8\] is neither true nor false",
+)
+LEAVING, BEFORE = (
+    r"in a branch on tid\(\) would take the other threads along",
+    r"assign y before the branch on tid\(\)",
+)
+ONE_VALUE = (
+    "is different in each thread, and the simulator runs a program as one: use it in the test"
+)
 
 REFUSED = [  # the body of a kernel, the error, and what it says
     ("if tl.load(out) and tl.load(out) == 0: pass", TypeError, f"`and` of int32{TRUTH}"),
@@ -263,9 +280,17 @@ REFUSED = [  # the body of a kernel, the error, and what it says
     ("tl.store(out, 1 if tl.arange(0, 8) < 4 else 2)", ValueError, BLOCK),
     ("t = tdl.tid(0) + 1\ntl.store(out, t)", TdcollError, f"t {ONE_VALUE}"),
     ("tl.store(out + tdl.tid(0), 1)", TdcollError, rf"tid\(\) {ONE_VALUE}"),
-    ("y = 0\nif tdl.tid(0) == 0: y = 1\ntl.store(out, y)", TdcollError, f"kernel, line 3 .*: {BEFORE}"),
+    (
+        "y = 0\nif tdl.tid(0) == 0: y = 1\ntl.store(out, y)",
+        TdcollError,
+        f"kernel, line 3 .*: {BEFORE}",
+    ),
     ("y = 0\nif tdl.tid(0) == 0:\n  for _ in range(3): y += 1", TdcollError, BEFORE),
-    ("if tdl.tid(0) == 0: return\ntl.store(out, 1)", TdcollError, f"kernel, line 2 .*`return` {LEAVING}"),
+    (
+        "if tdl.tid(0) == 0: return\ntl.store(out, 1)",
+        TdcollError,
+        f"kernel, line 2 .*`return` {LEAVING}",
+    ),
     ("for i in range(4):\n  if tdl.tid(0) == i: break", TdcollError, f"`break` {LEAVING}"),
     (
         "for i in range(4):\n  if tdl.tid(0) > i:\n    for _ in range(2): continue\n    continue",
@@ -276,8 +301,16 @@ REFUSED = [  # the body of a kernel, the error, and what it says
     ("t = tdl.tid(0)\nwhile t < 9: t += 1", TdcollError, f"t {ONE_VALUE}"),
     ("t = tdl.tid(0)\nt += tl.arange(0, 4)\ntl.store(out, t)", TdcollError, f"t {ONE_VALUE}"),
     ("place = tdl.tid(0) + tl.arange(0, 4)", TdcollError, f"a block {ONE_VALUE}"),
-    ("x = tl.sum(tl.load(out + tdl.tid(0) * 0 + tl.arange(0, 4)))", TdcollError, f"a block that is .*{ONE_VALUE}"),
-    ("x = tdl.putmem_block(out, out, tdl.tid(0), 0)", TdcollError, f"putmem_block: bytes {ONE_VALUE}"),
+    (
+        "x = tl.sum(tl.load(out + tdl.tid(0) * 0 + tl.arange(0, 4)))",
+        TdcollError,
+        f"a block that is .*{ONE_VALUE}",
+    ),
+    (
+        "x = tdl.putmem_block(out, out, tdl.tid(0), 0)",
+        TdcollError,
+        f"putmem_block: bytes {ONE_VALUE}",
+    ),
 ]
 
 
@@ -328,13 +361,16 @@ def test_functions_are_rewritten_in_several_threads() -> None:
                 except Exception as error:
                     wrong.append(repr(error))
 
-        # What Python code a garbage collection runs lets other threads go on in the middle of an ast.parse.
+        # What Python code a garbage collection runs lets other threads go on in the middle of an
+        # ast.parse.
         interval, threshold = sys.getswitchinterval(), gc.get_threshold()
         sys.setswitchinterval(1e-6)
         gc.set_threshold(20)
         gc.callbacks.append(collected)
         try:
-            threads = [threading.Thread(target=rewrite, args=(number,)) for number in range(THREADS)]
+            threads = [
+                threading.Thread(target=rewrite, args=(number,)) for number in range(THREADS)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -348,7 +384,17 @@ def test_functions_are_rewritten_in_several_threads() -> None:
     assert wrong == []
 
 
-TYPES = (tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.uint64, tl.bfloat16, tl.float32, tl.float64)
+TYPES = (
+    tl.int1,
+    tl.int8,
+    tl.int32,
+    tl.uint32,
+    tl.int64,
+    tl.uint64,
+    tl.bfloat16,
+    tl.float32,
+    tl.float64,
+)
 SHAPES = ((), (4,), (4, 1))
 PAIRS = (((), ()), ((), (4,)), ((4,), ()), ((4,), (4,)), ((4,), (4, 1)))
 NUMBERS = (0, 5, 32, -7, 2**31, 2**63, True, 0.5, -0.0, tl.constexpr(3), tl.constexpr(70))
@@ -358,13 +404,16 @@ OPERATORS = [getattr(operator, name) for name in NAMES.split()]
 
 def block(values: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     """A tensor; a scalar for the shape ``()``."""
-    data = np.resize(np.array(values), shape or (1,)).astype(triton_interpreter._get_np_dtype(dtype))
+    data = np.resize(np.array(values), shape or (1,)).astype(
+        triton_interpreter._get_np_dtype(dtype)
+    )
     kind = tl.block_type(dtype, list(shape)) if shape else dtype
     return tl.tensor(triton_interpreter.TensorHandle(data, dtype), kind)
 
 
 def outcome(function: Any, *operands: Any) -> tuple[Any, ...]:
-    """What comes of it, in a form that compares: type, bits and what the handle says; or the error."""
+    """What comes of it, in a form that compares: type, bits and what the handle says; or the
+    error."""
     try:
         result = function(*operands)
     except Exception as error:
@@ -377,7 +426,8 @@ def outcome(function: Any, *operands: Any) -> tuple[Any, ...]:
 
 @pytest.fixture
 def compare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``compare(function, cases)``: in a kernel, for each case of operands, with and without short ways."""
+    """``compare(function, cases)``: in a kernel, for each case of operands, with and without short
+    ways."""
 
     def compare(function: Any, cases: Iterator[tuple[Any, ...]] | list[tuple[Any, ...]]) -> None:
         compared = []
@@ -407,9 +457,13 @@ def test_operators(compute: Any, dtype: Any, compare: Any) -> None:
         for shape in SHAPES[:2]:
             tensor = block(some, dtype, shape)
             yield from ((tensor, number) for number in NUMBERS)
-            yield from ((number, tensor) for number in NUMBERS if not isinstance(number, tl.constexpr))
+            yield from (
+                (number, tensor) for number in NUMBERS if not isinstance(number, tl.constexpr)
+            )
         for shape, size in PAIRS:
-            yield from ((block(some, dtype, shape), block((2, 7, 1, 31), other, size)) for other in TYPES)
+            yield from (
+                (block(some, dtype, shape), block((2, 7, 1, 31), other, size)) for other in TYPES
+            )
 
     compare(compute, operands())
 
@@ -421,8 +475,14 @@ def test_an_operator_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("the long way")
 
     def host(pe: int) -> None:
-        monkeypatch.setattr(type(triton_interpreter.interpreter_semantic), "binary_op_type_checking_impl", refuse)
-        one, four, wide = block(3, tl.int32, ()), block((1, 2, 3, 4), tl.int32, (4,)), block(5, tl.int64, ())
+        monkeypatch.setattr(
+            type(triton_interpreter.interpreter_semantic), "binary_op_type_checking_impl", refuse
+        )
+        one, four, wide = (
+            block(3, tl.int32, ()),
+            block((1, 2, 3, 4), tl.int32, (4,)),
+            block(5, tl.int64, ()),
+        )
         for lhs, rhs in itertools.product((one, four, wide), (one, four, wide, 5, tl.constexpr(5))):
             for compute in OPERATORS:
                 compute(lhs, rhs)

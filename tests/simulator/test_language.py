@@ -34,42 +34,96 @@ def peer():
 @pytest.mark.parametrize(
     ("launch", "message"),
     [
-        (lambda r, own: device(PUT, own, r, 8, 1), "dest must lie in the symmetric heap.*ordinary memory"),
+        (
+            lambda r, own: device(PUT, own, r, 8, 1),
+            "dest must lie in the symmetric heap.*ordinary memory",
+        ),
         (lambda r, own: device(PUT, r, own, 8, 2), r"pe must be in 0\.\.1, got 2"),
         (lambda r, own: device(PUT, r, own, 8, -1), r"pe must be in 0\.\.1, got -1"),
         (lambda r, own: device(PUT, r, own, -8, 1), "bytes must be at least 0, got -8"),
         (lambda r, own: device(PUT, r, 0, 8, 1), "source must point to memory, got 0x0"),
-        (lambda r, own: device(PUT, r, own, 1.5, 1), "bytes must be an integer or a pointer, got 1.5"),
-        (lambda r, own: device(PUT, r, own, 1024, 1), "dest must stay.*bytes 0..1024 of pe0.rows, which has 64 bytes"),
-        (lambda r, own: device(PUT, peer(), own, 8, 1), "dest must be a symmetric address of this PE.*address of PE 1"),
+        (
+            lambda r, own: device(PUT, r, own, 1.5, 1),
+            "bytes must be an integer or a pointer, got 1.5",
+        ),
+        (
+            lambda r, own: device(PUT, r, own, 1024, 1),
+            "dest must stay.*bytes 0..1024 of pe0.rows, which has 64 bytes",
+        ),
+        (
+            lambda r, own: device(PUT, peer(), own, 8, 1),
+            "dest must be a symmetric address of this PE.*address of PE 1",
+        ),
         (lambda r, own: device(PUT, r, peer(), 8, 1), "source must be memory of this PE"),
         (lambda r, own: device(signal, r, own, own), "sig_addr must lie in the symmetric heap"),
-        (lambda r, own: device(signal, r, own, r.data_ptr() + 4), "sig_addr must be 8-byte aligned"),
-        (lambda r, own: device(signal, r, own, r.int()), r"sig_addr must point to 64-bit integers .* pointer to int32"),
-        (lambda r, own: device(wait_once, r.double(), 1, own, own), "wait_signal: signal must point to 64-bit .* fp64"),
-        (lambda r, own: device(wait_once, own, 1, own, own), "signal must lie in the symmetric heap"),
-        (lambda r, own: device(wait_once, r, 1, 0, own), "monitor must be the words of an open .* at 0x0"),
+        (
+            lambda r, own: device(signal, r, own, r.data_ptr() + 4),
+            "sig_addr must be 8-byte aligned",
+        ),
+        (
+            lambda r, own: device(signal, r, own, r.int()),
+            r"sig_addr must point to 64-bit integers .* pointer to int32",
+        ),
+        (
+            lambda r, own: device(wait_once, r.double(), 1, own, own),
+            "wait_signal: signal must point to 64-bit .* fp64",
+        ),
+        (
+            lambda r, own: device(wait_once, own, 1, own, own),
+            "signal must lie in the symmetric heap",
+        ),
+        (
+            lambda r, own: device(wait_once, r, 1, 0, own),
+            "monitor must be the words of an open .* at 0x0",
+        ),
         (lambda r, own: device(wait_once, r, 1, own, own), "monitor must be the words of an open"),
-        (lambda r, own: device(lambda p: tdl.remote_ptr(p, 1), own), "local_ptr must lie in the symmetric heap"),
+        (
+            lambda r, own: device(lambda p: tdl.remote_ptr(p, 1), own),
+            "local_ptr must lie in the symmetric heap",
+        ),
         (lambda p: tdl.ld(p, "cta"), "scope must be one of gpu, sys; got 'cta'"),
-        (lambda p: tdl.ld(p, "sys", "release"), "semantic must be one of relaxed, acquire; got 'release'"),
-        (lambda p: tdl.st(p, 1, "gpu", "acquire"), "semantic must be one of relaxed, release; got 'acquire'"),
+        (
+            lambda p: tdl.ld(p, "sys", "release"),
+            "semantic must be one of relaxed, acquire; got 'release'",
+        ),
+        (
+            lambda p: tdl.st(p, 1, "gpu", "acquire"),
+            "semantic must be one of relaxed, release; got 'acquire'",
+        ),
         (lambda p: tdl.ld(7), "ld: ptr must point to 32- or 64-bit integers, got 7"),
         (lambda p: tdl.tid(3), "axis must be 0, 1 or 2, got 3"),
         (lambda p: tdl.signal_wait_until(p, 6, 1), r"cmp_ must be a CMP_\* constant, got 6"),
-        (lambda p: tdl.wait_signals(p, 3, -1, 5, 1, p, 2), "BLOCK must be a power of two of at least count=3, got 2"),
+        (
+            lambda p: tdl.wait_signals(p, 3, -1, 5, 1, p, 2),
+            "BLOCK must be a power of two of at least count=3, got 2",
+        ),
         (lambda p: tdl.wait_signal(p, 9, 1, p, 0, 0), r"compare must be a CMP_\* constant, got 9"),
-        (lambda p: tdl.atom_add(p, 1), "every thread of the block would do it; call it in a branch on tid"),
-        (lambda p: tdl.atom_add(p + tl.arange(0, 16), 1), r"atom_add: ptr must be a scalar, got a block of shape .16"),
+        (
+            lambda p: tdl.atom_add(p, 1),
+            "every thread of the block would do it; call it in a branch on tid",
+        ),
+        (
+            lambda p: tdl.atom_add(p + tl.arange(0, 16), 1),
+            r"atom_add: ptr must be a scalar, got a block of shape .16",
+        ),
         (lambda r, own: device(add, own), "dest must lie in the symmetric heap"),
-        (lambda r, own: device(add, r.view(torch.float64)), "atomic_add: dest must be a pointer to integers of 32 or"),
+        (
+            lambda r, own: device(add, r.view(torch.float64)),
+            "atomic_add: dest must be a pointer to integers of 32 or",
+        ),
         (
             lambda r, own: device(lambda p: tdl.p(p, 1, 0), r.view(torch.int8)),
             "p: dest must be .* or 64 bits, or to fp32",
         ),
         (lambda p: tdl.copy_block(p, p, -1), "nbytes must be at least 0, got -1"),
-        (lambda p: tdl.consume_token(1.5, 1), "value must be a pointer or an integer offset, got fp32"),
-        (lambda p: tdl.consume_token(p, tl.cast(1, tl.int64)), "token must be what wait_token returned, .* got int64"),
+        (
+            lambda p: tdl.consume_token(1.5, 1),
+            "value must be a pointer or an integer offset, got fp32",
+        ),
+        (
+            lambda p: tdl.consume_token(p, tl.cast(1, tl.int64)),
+            "token must be what wait_token returned, .* got int64",
+        ),
     ],
 )
 def test_argument_errors_name_the_argument(launch, message):
@@ -91,7 +145,9 @@ def test_other_nodes_are_reached_by_puts_from_symmetric_memory_only():
 
     with pytest.raises(ValueError, match=r"pe0 call\(0,0,0\) would store to a null pointer"):
         on_rows(store(1), ranks_per_node=1)
-    with pytest.raises(ValueError, match="source must lie in the symmetric heap when PE 1 is on another node"):
+    with pytest.raises(
+        ValueError, match="source must lie in the symmetric heap when PE 1 is on another node"
+    ):
         on_rows(lambda rows, _: device(PUT, rows, torch.zeros(8), 8, 1), ranks_per_node=1)
     on_rows(lambda rows, _: device(PUT, rows, rows[4:], 8, 1), ranks_per_node=1)
     on_rows(store(0), ranks_per_node=1)
@@ -139,7 +195,9 @@ def test_a_program_sees_its_own_stores_to_a_peer():
 
     for seed in range(20):
         out = torch.zeros(2, dtype=torch.int64)
-        on_rows(lambda rows, _, out=out: device(store_and_read_back, rows, out), seed=seed, weak=True)
+        on_rows(
+            lambda rows, _, out=out: device(store_and_read_back, rows, out), seed=seed, weak=True
+        )
         assert out.tolist() == [5, 6]
 
 
@@ -182,7 +240,9 @@ def test_kernel_of_triton_jit_is_refused_where_it_calls_nvshmem(how):
     if how == "no NVSHMEM":
         assert launch(of_triton) == 7
     else:
-        with pytest.raises(ValueError, match=f"^{function} calls NVSHMEM: decorate the kernel .* with @tdcoll.jit"):
+        with pytest.raises(
+            ValueError, match=f"^{function} calls NVSHMEM: decorate the kernel .* with @tdcoll.jit"
+        ):
             launch(of_triton)
     launch(calls_of_triton)  # a helper may have either
 
@@ -211,5 +271,7 @@ def test_wait_by_token_waits_and_ends():
 def test_monitor_of_another_job_or_freed_is_refused():
     words = []
     on_rows(lambda rows, _: words.append(tdcoll.WaitMonitor().words))
-    with pytest.raises(ValueError, match=r"monitor must be the words of an open tdcoll\.WaitMonitor of this job"):
+    with pytest.raises(
+        ValueError, match=r"monitor must be the words of an open tdcoll\.WaitMonitor of this job"
+    ):
         on_rows(lambda rows, _: device(wait_once, rows, 0, words[0], words[0]))

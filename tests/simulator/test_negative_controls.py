@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels with one protection left out must be caught; their twins with it must not. A test that cannot fail..."""
+"""Kernels with one protection left out must be caught; their twins with it must not. A test that
+cannot fail..."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def test_strong_delivery_hides_a_missing_fence() -> None:
     [
         ({"slots": 1, "signal_slots": 2}, True),
         ({"slots": 1, "signal_slots": 2}, False),  # weak delivery is not needed to see it
-        ({"signal_slots": 1}, True),  # >= is satisfied by the call after, which says nothing of this call's bytes
+        # >= is satisfied by the call after, which says nothing of this call's bytes
+        ({"signal_slots": 1}, True),
         # Overwritten before quiet:
         ({"steps": Steps(notify="put_signal_nbi"), "slots": 1, "signal_slots": 2}, True),
     ],
@@ -101,20 +103,26 @@ def test_too_few_slots_are_caught(options: dict[str, Any], weak: bool) -> None:
 
 
 def test_equal_wait_is_overtaken() -> None:
-    """With one row of signals a fast peer sets e+1 before the slow one has seen e, which then waits for ever."""
+    """With one row of signals a fast peer sets e+1 before the slow one has seen e, which then waits
+    for ever."""
     explore(gather(calls=4), n_pes=4, seeds=5)
-    assert "==" in str(deadlock(gather(compare=tdl.CMP_EQ.value, signal_slots=1, calls=4), seeds=60))
+    assert "==" in str(
+        deadlock(gather(compare=tdl.CMP_EQ.value, signal_slots=1, calls=4), seeds=60)
+    )
 
 
 def test_deadlocks_name_what_is_missing() -> None:
     error = deadlock(gather(FORGETFUL))
-    assert "pe0 gather(0,0,0) waits for pe0.signals[6] >= 1, is 0" in str(error)  # row 1 of two rows of four
+    # row 1 of two rows of four
+    assert "pe0 gather(0,0,0) waits for pe0.signals[6] >= 1, is 0" in str(error)
     assert re.search(r"signals\[6\] >= 1, is 0 \(from rank 2; .*protocols\.py:\d+\)", str(error))
     assert "waits for its launch of gather" in str(error)
     assert any(line.pe == 0 and "signals[6]" in line.reason for line in error.blocked)
     explore(spinning(0), n_pes=4, seeds=5)
     spins = "pe0 gather_by_threads(0,0,0) spins on pe0.signals[6], is 0"
-    assert re.search(re.escape(spins) + r" \(.*protocols\.py:\d+\)", str(deadlock(spinning(1), spin_limit=100)))
+    assert re.search(
+        re.escape(spins) + r" \(.*protocols\.py:\d+\)", str(deadlock(spinning(1), spin_limit=100))
+    )
 
 
 def test_grid_that_waits_first_deadlocks_with_one_resident_program() -> None:
@@ -123,13 +131,17 @@ def test_grid_that_waits_first_deadlocks_with_one_resident_program() -> None:
 
     explore(waiting(0), n_pes=4, seeds=10)
     explore(waiting(0), n_pes=4, seeds=10, resident=2)
-    assert "0 of 4 programs done, 3 not started for lack of room" in str(deadlock(waiting(0), resident=1))
+    assert "0 of 4 programs done, 3 not started for lack of room" in str(
+        deadlock(waiting(0), resident=1)
+    )
     explore(waiting(3), n_pes=4, seeds=10, resident=1)
 
 
 def test_failure_says_how_to_see_it_again() -> None:
     wrong = gather(UNORDERED)
-    with pytest.raises(ExplorationFailed, match=r"replay\(case, \d+, n_pes=4, resident=4\)") as raised:
+    with pytest.raises(
+        ExplorationFailed, match=r"replay\(case, \d+, n_pes=4, resident=4\)"
+    ) as raised:
         explore(wrong, n_pes=4, seeds=10, resident=4)
     failure = raised.value.failure
     again = first_failure(wrong, seeds=[failure.seed], **failure.options)
@@ -141,7 +153,9 @@ def test_failure_says_how_to_see_it_again() -> None:
 @pytest.mark.parametrize("try_seeds", [explore, first_failure])
 def test_seeds_may_be_any_iterable_but_not_none(try_seeds: Any, seeds: Any) -> None:
     seen: list[int | None] = []
-    with pytest.raises(ValueError, match="seeds must be at least 1, or name at least one seed; got "):
+    with pytest.raises(
+        ValueError, match="seeds must be at least 1, or name at least one seed; got "
+    ):
         try_seeds(lambda world: None, n_pes=1, seeds=seeds)
     try_seeds(lambda world: seen.append(world.seed), n_pes=1, seeds=(seed for seed in (3, 1)))
     assert seen == [3, 1]
@@ -182,7 +196,9 @@ def broadcast(ack: bool) -> Case:
             slot, wanted = call % 2, segment(0, call, 16)
             if pe == 0:
                 buffers[slot] = wanted
-            protocols.broadcast[(1,)](buffers[slot], arrived[slot:], taken, 16, call, monitor.words, n, ack)
+            protocols.broadcast[(1,)](
+                buffers[slot], arrived[slot:], taken, 16, call, monitor.words, n, ack
+            )
             monitor.check()
             assert torch.equal(buffers[slot], wanted), f"call {call}: wrong bytes of rank 0"
 
@@ -190,10 +206,14 @@ def broadcast(ack: bool) -> Case:
 
 
 def test_a_broadcast_without_acknowledgement_is_caught_because_stragglers_lag() -> None:
-    """Its root waits for its own puts in each call, which must not give the other ranks time to read them."""
+    """Its root waits for its own puts in each call, which must not give the other ranks time to
+    read them."""
     wrong = broadcast(ack=False)
     assert first_failure(wrong, n_pes=4, seeds=10) is not None
-    caught = sum(first_failure(wrong, n_pes=4, seeds=[seed], stragglers=True) is not None for seed in range(20))
+    caught = sum(
+        first_failure(wrong, n_pes=4, seeds=[seed], stragglers=True) is not None
+        for seed in range(20)
+    )
     assert caught > 10
 
 
@@ -221,7 +241,8 @@ def test_a_broadcast_with_acknowledgement_is_clean(stragglers: bool | None, seed
     ],
 )
 def test_own_stores_that_peers_read(steps: Steps, clean: bool, get: bool) -> None:
-    """A signal, of a call or of a put, says nothing of what its sender has stored to its own memory."""
+    """A signal, of a call or of a put, says nothing of what its sender has stored to its own
+    memory."""
 
     @case
     def pulled(pe: int, n: int) -> None:
@@ -233,7 +254,9 @@ def test_own_stores_that_peers_read(steps: Steps, clean: bool, get: bool) -> Non
             given = mine[call], words[pe], out, signals[call], monitor.words, n
             protocols.pull_stored[(1,)](*given, steps, get)
             monitor.check()
-            assert torch.equal(out, words), f"call {call}: {out.tolist()} should be {words.tolist()}"
+            assert torch.equal(out, words), (
+                f"call {call}: {out.tolist()} should be {words.tolist()}"
+            )
 
     expect(pulled, clean, "should be", n_pes=3, seeds=6 if clean else 5)
 
@@ -254,11 +277,14 @@ def test_own_stores_that_peers_read(steps: Steps, clean: bool, get: bool) -> Non
     ],
 )
 def test_own_stores_that_land_before_a_peer_is_told(steps: Steps, clean: bool, reply: str) -> None:
-    """Nothing orders a store to the own memory before a later message to a peer, nor before what the peer writes."""
+    """Nothing orders a store to the own memory before a later message to a peer, nor before what
+    the peer writes."""
 
     @case
     def cleared(pe: int, n: int) -> None:
-        box, told, answered = (tdcoll.zeros(4, torch.int64, name=name) for name in ("box", "told", "answered"))
+        box, told, answered = (
+            tdcoll.zeros(4, torch.int64, name=name) for name in ("box", "told", "answered")
+        )
         monitor = tdcoll.WaitMonitor()
         box[:2] = 3
         tdcoll.barrier()
@@ -299,7 +325,8 @@ def test_a_release_carries_what_other_programs_have_released_to_this_one(
 
 
 def test_a_word_never_goes_back() -> None:
-    """Stores to the own memory come late to other PEs, but one after another; and none after an atomic."""
+    """Stores to the own memory come late to other PEs, but one after another; and none after an
+    atomic."""
     seen = set()
 
     @case

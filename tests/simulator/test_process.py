@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process per rank over shared memory, as far as one process shows it; and launches of several of its threads."""
+"""One process per rank over shared memory, as far as one process shows it; and launches of several
+of its threads."""
 
 from __future__ import annotations
 
@@ -27,12 +28,15 @@ from tdcoll.simulator.tasks import Task, make_switch
 
 @pytest.fixture
 def job() -> Iterator[runtime.Runtime]:
-    """A job of this process alone, on a heap as processes share it. tests/test_workers.py has jobs of several."""
+    """A job of this process alone, on a heap as processes share it. tests/test_workers.py has jobs
+    of several."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             patch.delenv(name, raising=False)
         tdcoll.initialize(heap_bytes=1 << 20, timeout_s=1)
-        assert "/memfd:tdcoll-heap" in Path("/proc/self/maps").read_text(), "a file that no folder has"
+        assert "/memfd:tdcoll-heap" in Path("/proc/self/maps").read_text(), (
+            "a file that no folder has"
+        )
         yield runtime.current()
         tdcoll.finalize()
         tdcoll.finalize()
@@ -62,7 +66,11 @@ def test_deadlines(job: runtime.Runtime) -> None:
         lambda: device(lambda signal: tdl.signal_wait_until(signal, tdl.CMP_GE, 1), signals[1:]),
     )
     expect(tdcoll.CollectiveTimeout, "spins on", lambda: device(spin_for_ever, signals))
-    expect(ValueError, "sig_op must be", lambda: device(lambda p: tdl.signal_block(p, 1, 77, 0), signals))
+    expect(
+        ValueError,
+        "sig_op must be",
+        lambda: device(lambda p: tdl.signal_block(p, 1, 77, 0), signals),
+    )
 
 
 def test_bytes_beyond_a_tensor(job: runtime.Runtime) -> None:
@@ -81,7 +89,11 @@ def test_bytes_beyond_a_tensor(job: runtime.Runtime) -> None:
     expect(ValueError, "a tensor at 0x", lambda: device(put, after, own.data_ptr() + 4, 8, 0))
     assert after.item() == 0
     job.release(words)
-    expect(ValueError, "where no symmetric tensor lives", lambda: device(lambda p: tl.store(p, 9), words))
+    expect(
+        ValueError,
+        "where no symmetric tensor lives",
+        lambda: device(lambda p: tl.store(p, 9), words),
+    )
 
 
 class Control:
@@ -100,7 +112,9 @@ def test_another_file_of_the_same_name_is_not_mapped():
         mine.truncate(8192)
         found = os.fstat(other.fileno())
         place = [f"/proc/{os.getpid()}/fd/{mine.fileno()}", found.st_dev, found.st_ino]
-        with pytest.raises(TdcollError, match=r"of one host, and some ranks could not map it: .*another file"):
+        with pytest.raises(
+            TdcollError, match=r"of one host, and some ranks could not map it: .*another file"
+        ):
             process._share(1, range(2), 8192, Control(place))
         mine.seek(0)
         assert not any(mine.read())
@@ -108,7 +122,9 @@ def test_another_file_of_the_same_name_is_not_mapped():
 
 @pytest.mark.parametrize("rank", range(2))
 def test_a_heap_without_room_is_the_same_error_on_all_ranks(rank):
-    with pytest.raises(HeapExhaustedError, match=r"needs \d+ bytes of shared memory, and this host has \d+\. Lower"):
+    with pytest.raises(
+        HeapExhaustedError, match=r"needs \d+ bytes of shared memory, and this host has \d+\. Lower"
+    ):
         process._share(rank, range(2), 1 << 60, Control())
 
 
@@ -134,7 +150,12 @@ def test_launches_that_wait_for_each_other(scheduler: PollingScheduler) -> None:
         flags.append(f"{mine} has seen {other}")
 
     def one(mine: str, other: str) -> None:
-        launch(scheduler, lambda: flags.append(mine), lambda: body(mine, other), lambda: body(mine, other))
+        launch(
+            scheduler,
+            lambda: flags.append(mine),
+            lambda: body(mine, other),
+            lambda: body(mine, other),
+        )
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(one, "ab", "ba"))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks, waits, virtual deadlines, kills, on greenlets and on threads; and what the network may reorder."""
+"""Tasks, waits, virtual deadlines, kills, on greenlets and on threads; and what the network may
+reorder."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_wait_ends_when_notified_of_a_value_that_stays(scheduler, value):
     word = [0]
 
     def waiter():
-        assert scheduler.wait(lambda: word[0] == value, lambda: f"waits for {value}, is {word[0]}", ["word"])
+        assert scheduler.wait(
+            lambda: word[0] == value, lambda: f"waits for {value}, is {word[0]}", ["word"]
+        )
         word.append("seen")
 
     def writer():
@@ -70,7 +73,8 @@ def test_a_wait_for_many_words_is_asked_once_for_a_write(scheduler):
             words[begin : begin + 500] = [1] * 500
             scheduler.notify_words(8 * begin, 8 * 500)
 
-    run(scheduler, lambda: scheduler.wait(ready, lambda: "waits", range(8, 8000, 16)), writer)  # not the first words
+    # not the first words
+    run(scheduler, lambda: scheduler.wait(ready, lambda: "waits", range(8, 8000, 16)), writer)
     assert asked == 4  # at once, after each write, and when it runs on
 
 
@@ -167,7 +171,11 @@ def test_each_four_seeds_have_every_mix_of_habits():
     assert [policy.late_data for policy in made] == [True, False, True, False] * 4
     assert straggling == [False, True, True, False] * 4
     for late in (True, False):
-        slow = [policy for policy, slow in zip(made, straggling, strict=True) if slow and policy.late_data == late]
+        slow = [
+            policy
+            for policy, slow in zip(made, straggling, strict=True)
+            if slow and policy.late_data == late
+        ]
         assert {policy.slow_pe is None for policy in slow} == {True, False}
 
 
@@ -180,15 +188,20 @@ def test_policy_habits_can_be_fixed_without_changing_the_rest():
 
 
 class Wire:
-    """A network over a buffer of bytes, two programs of PE 0 and one of PE 1, and a log of what arrived."""
+    """A network over a buffer of bytes, two programs of PE 0 and one of PE 1, and a log of what
+    arrived."""
 
     def __init__(self, policy: Policy):
-        self.p, self.q, self.r = (Task(0, name, pe, print) for name, pe in (("p", 0), ("q", 0), ("r", 1)))
+        self.p, self.q, self.r = (
+            Task(0, name, pe, print) for name, pe in (("p", 0), ("q", 0), ("r", 1))
+        )
         self.memory = ctypes.create_string_buffer(256)
         self.base = ctypes.addressof(self.memory)
         self.log: list[object] = []
         self.arrived: list[object] = []
-        self.network = Network(policy, lambda at, n: self.log.append((at - self.base, n)), self.arrived.append)
+        self.network = Network(
+            policy, lambda at, n: self.log.append((at - self.base, n)), self.arrived.append
+        )
 
     def send(self, issuer, pe, at, data, *, kind="put", signal=None):
         pieces = self.network.cut(self.base + at, data, len(data))
@@ -242,7 +255,9 @@ def fenced(first, second, pe=0, kind="put"):
     ],
 )
 def test_what_a_fence_orders(scenario, ordered):
-    before = {log.index((0, 1)) < min(log.index((1, 1)), log.index("done")) for log in logs(scenario)}
+    before = {
+        log.index((0, 1)) < min(log.index((1, 1)), log.index("done")) for log in logs(scenario)
+    }
     assert before == ({True} if ordered else {True, False})
 
 
@@ -282,13 +297,18 @@ def test_quiet_is_for_all_that_the_pe_has_sent_but_stores_of_other_programs():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32), st.lists(st.sampled_from(["put", "signal", "fence", "deliver", "flush"]), max_size=30))
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.sampled_from(["put", "signal", "fence", "deliver", "flush"]), max_size=30),
+)
 def test_everything_arrives_once_and_epochs_hold(seed, actions):
     wire = Wire(RandomPolicy(seed, 2))
     epoch, sent = 0, []
     for number, action in enumerate(actions):
         if action in ("put", "signal"):
-            wire.send(wire.p, 1, number, b"x" if action == "put" else b"", signal=("mark", epoch, number))
+            wire.send(
+                wire.p, 1, number, b"x" if action == "put" else b"", signal=("mark", epoch, number)
+            )
             sent.append(number)
         elif action == "fence":
             wire.network.fence(0)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of one PE: contexts whose thread blocks fit together or wait crosswise; copies in and out of order."""
+"""Streams of one PE: contexts whose thread blocks fit together or wait crosswise; copies in and out
+of order."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.base.errors import ContextError, TdcollError
-from tdcoll.calls import pool
+from tdcoll.calls import budget
 from tdcoll.calls.budget import Budget
 from tdcoll.calls.implicit import ImplicitContext
 from tdcoll.calls.streams import copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
@@ -35,10 +36,16 @@ def calls(kind: str, ctx: Any) -> Callable[[], None]:
 
     def run() -> None:
         for call in range(CALLS):
-            of_all = [torch.arange(NBYTES // 4, dtype=torch.int32) * 3 + 1000 * rank + call for rank in range(N_PES)]
+            of_all = [
+                torch.arange(NBYTES // 4, dtype=torch.int32) * 3 + 1000 * rank + call
+                for rank in range(N_PES)
+            ]
             got = getattr(tdcoll, kind)(of_all[ctx.rank], ctx=ctx, algorithm="direct")
             total = sum(of_all)
-            wanted = {"all_gather": torch.cat(of_all), "reduce_scatter": total.chunk(N_PES)[ctx.rank]}
+            wanted = {
+                "all_gather": torch.cat(of_all),
+                "reduce_scatter": total.chunk(N_PES)[ctx.rank],
+            }
             assert got.equal(wanted.get(kind, total))
 
     return run
@@ -71,21 +78,26 @@ def test_contexts_whose_blocks_fit_together_are_clean(blocks: int) -> None:
 
 
 def test_contexts_that_do_not_fit_together_wait_crosswise() -> None:
-    """Each launch alone goes on with any number of resident thread blocks, and together they do not."""
+    """Each launch alone goes on with any number of resident thread blocks, and together they do
+    not."""
     failure = first_failure(contexts_of(12), n_pes=N_PES, seeds=40, heap_bytes=HEAP, room=2)
     assert failure is not None
     assert isinstance(failure.error, Deadlock)
     blocks = [line.task for line in failure.error.blocked if "host" not in line.task]
-    waiting = [{task.split("(")[0] for task in blocks if task.startswith(f"pe{pe}")} for pe in range(N_PES)]
+    waiting = [
+        {task.split("(")[0] for task in blocks if task.startswith(f"pe{pe}")} for pe in range(N_PES)
+    ]
     assert all(waiting), failure.report
-    assert len({frozenset(name.split()[1] for name in names) for names in waiting}) == 2, failure.report
+    assert len({frozenset(name.split()[1] for name in names) for names in waiting}) == 2, (
+        failure.report
+    )
     assert "not started for lack of room" in str(failure.error)
     assert "room=2" in failure.report
 
 
 def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """As tdcoll makes them, each with a budget of its own."""
-    monkeypatch.setattr(pool, "_SIMULATED_MULTIPROCESSORS", 12)
+    monkeypatch.setattr(budget, "_SIMULATED_MULTIPROCESSORS", 12)
 
     def case(world: World) -> None:
         def host(pe: int) -> None:
@@ -101,9 +113,9 @@ def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -
             assert [context.max_blocks for context in contexts] == [8, 6, 6]
             assert owner.blocks_taken == 20
             at_once(world, contexts)
-            for kind, budget in zip(kinds, budgets, strict=True):
+            for kind, owned in zip(kinds, budgets, strict=True):
                 kind.close()
-                budget.give_back()
+                owned.give_back()
             assert owner.blocks_taken == 0
 
         world.run(host)
@@ -113,7 +125,7 @@ def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_context_for_which_no_blocks_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank only: all are told."""
-    monkeypatch.setattr(pool, "_SIMULATED_MULTIPROCESSORS", 8)
+    monkeypatch.setattr(budget, "_SIMULATED_MULTIPROCESSORS", 8)
 
     def host(pe: int) -> None:
         owner = runtime.current()
@@ -121,7 +133,10 @@ def test_a_context_for_which_no_blocks_are_left(monkeypatch: pytest.MonkeyPatch)
         budget = Budget(owner, range(N_PES), 20)
         kind = ImplicitContext(owner, range(N_PES), "kind", limit=NBYTES, budget=budget)
         assert not kind.prepare(64)
-        assert kind.problem == "a context of 2 ranks needs 6 thread blocks, and other contexts have left 4"
+        assert (
+            kind.problem
+            == "a context of 2 ranks needs 6 thread blocks, and other contexts have left 4"
+        )
         assert owner.blocks_taken == 12 * pe
         with pytest.raises(ContextError, match="other contexts have left 4"):
             budget.take("all_reduce")
@@ -148,7 +163,9 @@ def test_each_launch_has_rows_of_the_timeline() -> None:
     spans: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in json.loads(world.trace.to_json())["traceEvents"]:
         if event["ph"] == "X" and "(" in event["name"] and not event["name"].startswith("wait"):
-            spans.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+            spans.setdefault((event["pid"], event["tid"]), []).append(
+                (event["ts"], event["ts"] + event["dur"])
+            )
     assert len(spans) > 10
     for row in spans.values():
         row.sort()
@@ -170,15 +187,18 @@ def read(inbox, out, waits):
 
 
 def exchange(elsewhere: str = "", link: str = "", stamp: str = "copy") -> Case:
-    """A PE fills a source, copies it to the other's inbox, and then a stamp. A reader there waits for the stamp.
+    """A PE fills a source, copies it to the other's inbox, and then a stamp. A reader there waits
+    for the stamp.
 
-    All is on one stream, but for the step ``elsewhere``. The ``link`` of the two streams is a join in each step, or a
-    flag of some scope, for which the copy waits.
+    All is on one stream, but for the step ``elsewhere``. The ``link`` of the two streams is a join
+    in each step, or a flag of some scope, for which the copy waits.
     """
 
     def case(world: World) -> None:
         def host(pe: int) -> None:
-            source, inbox, flag = (tdcoll.zeros(n, torch.int64, name=f"words{n}") for n in (64, 65, 1))
+            source, inbox, flag = (
+                tdcoll.zeros(n, torch.int64, name=f"words{n}") for n in (64, 65, 1)
+            )
             to, out, one = peer_tensor(inbox, 1 - pe), torch.zeros(65).long(), torch.tensor([STAMP])
             main, other, reader = (world.stream() for _ in range(3))
 
@@ -187,9 +207,14 @@ def exchange(elsewhere: str = "", link: str = "", stamp: str = "copy") -> Case:
                     wait_on_stream(flag, tdl.CMP_EQ, 1)
                 copy_on_stream(to[:64], source)
 
-            stamps = {"copy": lambda: copy_on_stream(to[64:], one), "write": lambda: write_on_stream(to[64], STAMP)}
+            stamps = {
+                "copy": lambda: copy_on_stream(to[64:], one),
+                "write": lambda: write_on_stream(to[64], STAMP),
+            }
             for name, step in {
-                "fill": lambda: device(lambda *words: fill(*words, link.removeprefix("join")), source, flag),
+                "fill": lambda: device(
+                    lambda *words: fill(*words, link.removeprefix("join")), source, flag
+                ),
                 "copy": copy,
                 "stamp": stamps.get(stamp, stamps["copy"]),
             }.items():
@@ -223,8 +248,17 @@ def exchange(elsewhere: str = "", link: str = "", stamp: str = "copy") -> Case:
         (("", "", "ignored"), False),
     ],
 )
-def test_copies_come_late_and_in_order_on_one_stream_only(given: tuple[str, ...], clean: bool, weak: bool) -> None:
-    expect(exchange(*given), clean or (not weak and "gpu" in given), "old data", n_pes=2, seeds=20, weak=weak)
+def test_copies_come_late_and_in_order_on_one_stream_only(
+    given: tuple[str, ...], clean: bool, weak: bool
+) -> None:
+    expect(
+        exchange(*given),
+        clean or (not weak and "gpu" in given),
+        "old data",
+        n_pes=2,
+        seeds=20,
+        weak=weak,
+    )
 
 
 def test_what_streams_refuse_and_what_needs_none() -> None:
@@ -243,5 +277,7 @@ def test_what_streams_refuse_and_what_needs_none() -> None:
         with stream:
             copy_on_stream(sums, torch.ones(2, 64).long())
 
-    with pytest.raises(ValueError, match=r"a copy of pe. stream 1 would read address .*, where no tensor lives"):
+    with pytest.raises(
+        ValueError, match=r"a copy of pe. stream 1 would read address .*, where no tensor lives"
+    ):
         world.run(host)

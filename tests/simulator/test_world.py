@@ -74,13 +74,18 @@ def test_exchanges_are_collective_over_any_group():
         f"pe{pe} host waits in 'allocate rows' for rank(s) [2]" for pe in range(2)
     ]
     with pytest.raises(RankMismatchError, match="rank 0 is in 'right', and rank 1 in 'left'"):
-        World(2).run(lambda pe: runtime.current().control.all_gather([0, 1], "left" if pe else "right", None))
+        World(2).run(
+            lambda pe: runtime.current().control.all_gather([0, 1], "left" if pe else "right", None)
+        )
 
 
 @jit
 def see_grid(out, x, y):
     i, j, k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tl.store(out + i + x * (j + y * k), tl.num_programs(0) * 100 + tl.num_programs(1) * 10 + tl.num_programs(2))
+    tl.store(
+        out + i + x * (j + y * k),
+        tl.num_programs(0) * 100 + tl.num_programs(1) * 10 + tl.num_programs(2),
+    )
 
 
 def test_grid_positions_and_start_order():
@@ -100,7 +105,10 @@ def test_grid_positions_and_start_order():
     [
         (TypeError, r"see_grid\(\): missing a required argument: 'y'", (1,), (2,)),
         (TypeError, r"see_grid\(\): too many positional arguments", (1,), (2, 3, 4)),
-        *((ValueError, "1 to 3 sizes of at least 0", grid, (2, 3)) for grid in ((1, 1, 1, 1), (1, -1))),
+        *(
+            (ValueError, "1 to 3 sizes of at least 0", grid, (2, 3))
+            for grid in ((1, 1, 1, 1), (1, -1))
+        ),
         (ValueError, "must be a CPU tensor", (1,), (2, torch.zeros(1, device="meta"))),
     ],
 )
@@ -126,9 +134,13 @@ def calls_a_caller(out):
 
 def test_an_argument_that_a_helper_misses_is_traced_to_the_lines_that_call_it():
     def frames(kernel):
-        with pytest.raises(TypeError, match="missing 1 required positional argument: 'second'") as raised:
+        with pytest.raises(
+            TypeError, match="missing 1 required positional argument: 'second'"
+        ) as raised:
             World(1).run(lambda pe: kernel[(1,)](torch.zeros(1)))
-        found = [(frame.name, frame.line) for frame in traceback.extract_tb(raised.value.__traceback__)]
+        found = [
+            (frame.name, frame.line) for frame in traceback.extract_tb(raised.value.__traceback__)
+        ]
         return [frame for frame in found if frame[0] in ("calls_a_caller", "caller")]
 
     call, kernel = ("caller", "tl.store(out, _of_two(1))"), ("calls_a_caller", "caller(out)")
@@ -182,7 +194,13 @@ def test_only_one_world_at_a_time_and_hooks_are_restored():
     def state():
         names = "GridExecutor", "_patch_lang", "_patch_attr", "interpreter_builder"
         function, rewriter = interpreter.InterpretedFunction, interpreter.FunctionRewriter
-        of_classes = rewriter.ast_transformer, function.rewritten_fn, function.__call__, torch.Tensor.data_ptr, tl.load
+        of_classes = (
+            rewriter.ast_transformer,
+            function.rewritten_fn,
+            function.__call__,
+            torch.Tensor.data_ptr,
+            tl.load,
+        )
         fast = [getattr(owner, name) for owner, name, _ in shortcuts(check_overflow=False)]
         return [
             *(getattr(interpreter, name) for name in names),
@@ -211,7 +229,8 @@ def test_only_one_world_at_a_time_and_hooks_are_restored():
 
 
 def expect_put(launch, complete):
-    """A case in which ``launch(dest, source)`` puts to the next of three PEs, and what is put is there afterwards."""
+    """A case in which ``launch(dest, source)`` puts to the next of three PEs, and what is put is
+    there afterwards."""
 
     @case
     def put(pe, n):
@@ -246,7 +265,8 @@ def test_barriers_complete_puts_or_not(how, earlier):
 
 @pytest.mark.parametrize("how", ["barrier_all", "quiet", "fence", "sync_all", "nothing"])
 def test_what_another_program_has_put_is_ordered_and_completed_as_well(how):
-    """NVSHMEM's fence, quiet and barrier_all are the PE's: whoever has issued an operation, if it was before."""
+    """NVSHMEM's fence, quiet and barrier_all are the PE's: whoever has issued an operation, if it
+    was before."""
 
     def launch(dest, source):
         flag, done = tdcoll.zeros(1, torch.int64), torch.zeros(1, dtype=torch.int32)
@@ -256,7 +276,9 @@ def test_what_another_program_has_put_is_ordered_and_completed_as_well(how):
 
 
 def test_barrier_without_everybody_is_a_deadlock():
-    with pytest.raises(Deadlock, match=r"pe1 call\(0,0,0\) waits in sync_all number 1 for pe0 \(.*cases\.py:\d+\)"):
+    with pytest.raises(
+        Deadlock, match=r"pe1 call\(0,0,0\) waits in sync_all number 1 for pe0 \(.*cases\.py:\d+\)"
+    ):
         World(2).run(lambda pe: device(BARRIERS["sync_all" if pe else "barrier_all"]))
 
 
@@ -273,7 +295,12 @@ def test_gets(how):
         mine, out = tdcoll.zeros(16, torch.uint8), torch.zeros(3, 16, dtype=torch.uint8)
         mine.fill_(pe + 1)
         tdcoll.barrier()
-        device(lambda out, mine: GETS[how](out + 16 * (pe := tl.program_id(0)), mine, 16, pe), out, mine, grid=(3,))
+        device(
+            lambda out, mine: GETS[how](out + 16 * (pe := tl.program_id(0)), mine, 16, pe),
+            out,
+            mine,
+            grid=(3,),
+        )
         right = bool((out == torch.arange(1, 4)[:, None]).all())
         tdcoll.barrier()
         return right
@@ -300,16 +327,29 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
     for event in json.loads(path.read_text())["traceEvents"]:
         assert {"ph", "name", "pid", "tid"} <= event.keys()
         by_phase[event["ph"]].append(event)
-    assert {event["args"].get("name") for event in by_phase["M"]} >= {"pe0", "pe3", "host", "signals", "program 0"}
-    assert all(0 <= event["ts"] <= event["ts"] + event["dur"] <= world.scheduler.steps for event in by_phase["X"])
+    assert {event["args"].get("name") for event in by_phase["M"]} >= {
+        "pe0",
+        "pe3",
+        "host",
+        "signals",
+        "program 0",
+    }
+    assert all(
+        0 <= event["ts"] <= event["ts"] + event["dur"] <= world.scheduler.steps
+        for event in by_phase["X"]
+    )
     assert len(by_phase["b"]) == len(by_phase["e"]) == sum(count.puts for count in world.counts)
     assert sorted(e["id"] for e in by_phase["b"]) == sorted(e["id"] for e in by_phase["e"])
     assert {(e["name"], e["args"]["to"]) for e in by_phase["b"]} >= {
         ("put+signal buffer[64:80] -> pe1", "pe1.buffer[64]")
     }
     assert len(by_phase["i"]) == sum(count.signals for count in world.counts)
-    assert any((event["pid"], event["name"]) == (1, "pe1.signals[4] = 1") for event in by_phase["i"])
-    assert any(event["name"].startswith("wait pe0.signals[1] and 2 more >= ") for event in by_phase["X"])
+    assert any(
+        (event["pid"], event["name"]) == (1, "pe1.signals[4] = 1") for event in by_phase["i"]
+    )
+    assert any(
+        event["name"].startswith("wait pe0.signals[1] and 2 more >= ") for event in by_phase["X"]
+    )
     for event in by_phase["X"]:
         rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     for spans in rows.values():
@@ -324,7 +364,10 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
         ({"n_pes": 4, "resident": 0}, "resident must be at least 1"),
         ({"n_pes": 4, "ranks_per_node": [3, 2]}, "add up to 4"),
         ({"n_pes": 4, "ranks_per_node": 0}, "ranks_per_node must be at least 1"),
-        ({"n_pes": 4, "on_timeout": "ignore"}, "on_timeout must be 'raise', 'expire' or 'early', got 'ignore'"),
+        (
+            {"n_pes": 4, "on_timeout": "ignore"},
+            "on_timeout must be 'raise', 'expire' or 'early', got 'ignore'",
+        ),
         ({"n_pes": 4, "on_timeout": "early"}, "on_timeout='early' needs a seed"),
         ({"n_pes": 2.0}, "n_pes must be an int, got 2.0"),
         ({"n_pes": 4, "seed": "1"}, "seed must be an int or None, got '1'"),
@@ -356,6 +399,9 @@ def test_overflow_and_device_asserts_are_errors_if_asked_for():
     run(7)
     run(3, check_overflow=True)
     assert out.item() == 300_000
-    for value, message in ((1_000_000, "int32 overflow detected for operation mul"), (7, "at most five")):
+    for value, message in (
+        (1_000_000, "int32 overflow detected for operation mul"),
+        (7, "at most five"),
+    ):
         with pytest.raises(AssertionError, match=message):
             run(value, check_overflow=True)

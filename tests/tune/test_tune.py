@@ -88,7 +88,9 @@ def test_calls_of_several_epochs_are_tried_by_name() -> None:
         assert ([c for c in found if c.algorithm == "two_shot"] == [named]) == several
         for c in found:
             by_name = several and c == named
-            assert REDUCE.algorithm(c, nbytes) == ("two_shot" if by_name else REDUCE.plan(c, nbytes))
+            assert REDUCE.algorithm(c, nbytes) == (
+                "two_shot" if by_name else REDUCE.plan(c, nbytes)
+            )
 
 
 def picks_of(times: dict[int, dict[Candidate, float]]) -> list[Candidate]:
@@ -147,7 +149,10 @@ def test_sections_of_a_table() -> None:
         ),
     ]
     made = GATHER.sections(rows, "NVIDIA Test", "a test")
-    said = {s.in_place: [(e.up_to, e.algorithm, e.chunks, e.chunk, e.num_warps) for e in s.entries] for s in made}
+    said = {
+        s.in_place: [(e.up_to, e.algorithm, e.chunks, e.chunk, e.num_warps) for e in s.entries]
+        for s in made
+    }
     assert said == {
         False: [
             (4096, "ll", None, None, None),
@@ -157,7 +162,9 @@ def test_sections_of_a_table() -> None:
         True: [(65536, "1d", 8, None, 4)],
     }
     assert Table.parse(Table(tuple(made)).text()).sections == tuple(made)
-    assert {(s.architecture, s.ranks_per_node, s.nodes, s.source) for s in made} == {("NVIDIA Test", 4, 1, "a test")}
+    assert {(s.architecture, s.ranks_per_node, s.nodes, s.source) for s in made} == {
+        ("NVIDIA Test", 4, 1, "a test")
+    }
 
 
 def test_nodes_of_two_sizes_are_refused() -> None:
@@ -165,11 +172,17 @@ def test_nodes_of_two_sizes_are_refused() -> None:
         World(3, ranks_per_node=2).run(lambda pe: Tune(Tune.parse(["-o", "t.json"])))
 
 
-def test_the_simulator_checks_and_writes_nothing(rows_of: Callable[..., list[Any]], tmp_path: Path) -> None:
-    arguments = f"-b 1K -e 1K --chunks 1,4 --warps 4 --algorithms ll,1d --in-place -o {tmp_path / 't.json'}"
+def test_the_simulator_checks_and_writes_nothing(
+    rows_of: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    arguments = (
+        f"-b 1K -e 1K --chunks 1,4 --warps 4 --algorithms ll,1d --in-place -o {tmp_path / 't.json'}"
+    )
     rows = rows_of(Tune, f"{arguments} --operation all_gather,all_to_all", 2, heap_bytes=1 << 24)
     small = ["ll", "1d", "1d 1 chunks 4 warps"]
-    assert [(row.facts["operation"], row.facts["bytes_per_rank"], row.algorithm) for row in rows] == [
+    assert [
+        (row.facts["operation"], row.facts["bytes_per_rank"], row.algorithm) for row in rows
+    ] == [
         *(("all_gather", 1024, name) for name in [*small, *(f"in-place {name}" for name in small)]),
         *(("all_to_all", 1024, name) for name in small),
     ]
@@ -182,7 +195,8 @@ US = {"ll": 3.0, "direct": 5.0, "1d": 7.0}
 
 
 def made_up_us(candidate: Candidate, nbytes: int) -> float:
-    """Return a time: LL's is the shortest up to 4 KB, then that of direct stores; defaults are faster."""
+    """Return a time: LL's is the shortest up to 4 KB, then that of direct stores; defaults are
+    faster."""
     us = US[candidate.algorithm]
     if candidate.algorithm == "ll" and nbytes > 4096:
         us *= 3

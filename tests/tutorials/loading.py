@@ -15,13 +15,15 @@ sys.path.insert(0, str(TUTORIALS))
 def load(name: str) -> ModuleType:
     """The tutorial of this name, such as ``"02-all-gather"``."""
     spec = importlib.util.spec_from_file_location(name.replace("-", "_"), TUTORIALS / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # Triton looks the module up
+    # Triton looks the module up
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def changed(folder: Path, name: str, change: str, *arguments: str) -> str:
-    """Write a program that executes ``change`` on ``tutorial`` and then runs its main(); return its path."""
+    """Write a program that executes ``change`` on ``tutorial`` and then runs its main(); return its
+    path."""
     script = folder / "changed.py"
     here = str(Path(__file__).parent)
     start = f"import sys; sys.path.insert(0, {here!r})\nfrom loading import load\ntutorial = load({name!r})\n"

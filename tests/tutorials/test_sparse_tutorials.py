@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tutorials on sparse gradients: they run, their arithmetic is right, and their checks fail when they should."""
+"""The tutorials on sparse gradients: they run, their arithmetic is right, and their checks fail
+when they should."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ def test_sparse_all_reduce_runs(launch):
     done = launch("--simulate", "--nproc", "2", SPARSE.__file__, *SMALL)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    told = ["2 rank(s) on 1 node(s)", "text", "first batch, of a table of 200 rows of 16 bytes", "integers"]
+    told = [
+        "2 rank(s) on 1 node(s)",
+        "text",
+        "first batch, of a table of 200 rows of 16 bytes",
+        "integers",
+    ]
     told += ["too small a context", "grow=True", "trained", "moved"]
     assert [line.split(":")[0] for line in lines if not line.startswith(" ")] == told
     steps = [line.split() for line in lines if line.startswith("  step")]
@@ -49,8 +55,15 @@ def test_ddp_runs(launch):
 @pytest.mark.slow
 def test_ddp_without_tdcoll_is_caught(launch, tmp_path):
     change = "make = tutorial.make_model\n"
-    change += "tutorial.make_model = lambda way, *given: make(way.replace('backend', 'dense'), *given)"
-    done = launch("--simulate", "--nproc", "2", changed(tmp_path, "04-sparse-embedding-ddp", change, *SMALL_DDP))
+    change += (
+        "tutorial.make_model = lambda way, *given: make(way.replace('backend', 'dense'), *given)"
+    )
+    done = launch(
+        "--simulate",
+        "--nproc",
+        "2",
+        changed(tmp_path, "04-sparse-embedding-ddp", change, *SMALL_DDP),
+    )
     assert done.returncode != 0
     assert "expected 6 sparse all-reduces by tdcoll" in done.stderr
 
@@ -62,9 +75,13 @@ def test_bytes_moved_are_counted_by_hand():
     table = SPARSE.make_table(20, 12, "cpu")  # rows of 48 bytes
     shares = [torch.tensor(rows) for rows in ([7, 3, 7], [3, 3, 5], [3, 5, 9])]
     assert SPARSE.contributors(shares).tolist() == [3, 2, 1, 1]  # of rows 3, 5, 7, 9
-    rows = 2 + 1 + 4 * 2  # two come in for row 3 and one for row 5; the sums of four rows go to two others
+    # two come in for row 3 and one for row 5; the sums of four rows go to two others
+    rows = 2 + 1 + 4 * 2
     numbers = (2 + 2 + 3) * 2  # of each rank's rows, to two others
-    assert SPARSE.bytes_moved(shares, table) == ((48 * rows + 8 * numbers) / 3, 2 * 2 * (20 * 48 / 3))
+    assert SPARSE.bytes_moved(shares, table) == (
+        (48 * rows + 8 * numbers) / 3,
+        2 * 2 * (20 * 48 / 3),
+    )
     assert SPARSE.bytes_moved(shares[:1], table) == (0, 0)
 
 
@@ -91,7 +108,11 @@ def test_exact_check_fails_on_wrong_results():
         result = torch.sparse_coo_tensor(
             indices, values[indices[0]], (6, 2), is_coalesced=coalesced, check_invariants=True
         )
-        with pytest.raises(AssertionError, match=f"case: {complaint}") if complaint else nullcontext():
+        with (
+            pytest.raises(AssertionError, match=f"case: {complaint}")
+            if complaint
+            else nullcontext()
+        ):
             SPARSE.check_exact("case", result, shares, parts)
 
 
@@ -117,7 +138,8 @@ def test_training_learns():
     before, _ = SPARSE.gradient(table, batch, len(batch))
     table.weight.data.copy_(tables[0])
     after, _ = SPARSE.gradient(table, batch, len(batch))
-    assert before == pytest.approx((1 + SPARSE.NEGATIVES) * math.log(2), rel=0.02)  # nothing learnt: all scores are 0
+    # nothing learnt: all scores are 0
+    assert before == pytest.approx((1 + SPARSE.NEGATIVES) * math.log(2), rel=0.02)
     assert after < 0.99 * before
 
 
@@ -132,7 +154,9 @@ def test_training_learns():
 )
 def test_training_that_sums_wrongly_is_caught(wrong, monkeypatch):
     summed = tdcoll.sparse_all_reduce
-    monkeypatch.setattr(tdcoll, "sparse_all_reduce", lambda grad, ctx, **_: wrong(grad, ctx, summed))
+    monkeypatch.setattr(
+        tdcoll, "sparse_all_reduce", lambda grad, ctx, **_: wrong(grad, ctx, summed)
+    )
     with pytest.raises(AssertionError, match="not close"):
         train(2, (*SMALL[:-1], "1"))  # one step, after which only the tables can tell
 
@@ -167,9 +191,13 @@ def test_ddp_runs_that_differ_are_caught(more, name, monkeypatch):
     losses = torch.ones(8)
     DDP.check_same("case", model, losses, dense, torch.ones(8))
     monkeypatch.setattr(DDP, "gather", lambda own: [own, own + 1e-7])
-    with pytest.raises(AssertionError, match=r"case: the ranks have different bits in users\.weight"):
+    with pytest.raises(
+        AssertionError, match=r"case: the ranks have different bits in users\.weight"
+    ):
         DDP.check_same("case", model, losses, dense, torch.ones(8))
     (losses if name == "losses" else model.get_parameter(name).data).view(-1)[7] += more
     monkeypatch.setattr(DDP, "gather", lambda own: [own, own])
-    with pytest.raises(AssertionError, match=rf"case: {name} differ from those of dense training: .*not close"):
+    with pytest.raises(
+        AssertionError, match=rf"case: {name} differ from those of dense training: .*not close"
+    ):
         DDP.check_same("case", model, losses, dense, torch.ones(8))

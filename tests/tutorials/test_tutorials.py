@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tutorials on kernels: they run, their checks fail on wrong data, and every rule that they teach is needed."""
+"""The tutorials on kernels: they run, their checks fail on wrong data, and every rule that they
+teach is needed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from tdcoll.testing import World, first_failure
 from tdcoll.tools.measure import timing
 
 helpers = load("helpers")
-NOTIFY, ALL_GATHER, ALL_REDUCE = load("01-notify-and-wait"), load("02-all-gather"), load("05-all-reduce")
+NOTIFY, ALL_GATHER, ALL_REDUCE = (
+    load("01-notify-and-wait"),
+    load("02-all-gather"),
+    load("05-all-reduce"),
+)
 WITH_RULES = [NOTIFY, ALL_GATHER, ALL_REDUCE]
 
 
@@ -39,23 +44,40 @@ REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
             ALL_GATHER,
             4,
             1,
-            ["4 rank(s) on 1 node(s)", "my_all_gather", "2d", "all_gather ll", "all_gather 1d", *GATHERED],
+            [
+                "4 rank(s) on 1 node(s)",
+                "my_all_gather",
+                "2d",
+                "all_gather ll",
+                "all_gather 1d",
+                *GATHERED,
+            ],
         ),
         slow_tier(
             ALL_GATHER,
             4,
             2,
-            ["4 rank(s) on 2 node(s) (2 + 2)", "my_all_gather", "all_gather 1d", "all_gather 2d", *GATHERED],
+            [
+                "4 rank(s) on 2 node(s) (2 + 2)",
+                "my_all_gather",
+                "all_gather 1d",
+                "all_gather 2d",
+                *GATHERED,
+            ],
         ),
         slow_tier(ALL_REDUCE, 3, 2, ["3 rank(s) on 2 node(s) (2 + 1)", *REDUCED]),
     ],
     ids=name,
 )
 def test_runs(launch, module, ranks, nodes, told):
-    done = launch("--simulate", "--nproc", str(ranks), "--emulate-nodes", str(nodes), module.__file__)
+    done = launch(
+        "--simulate", "--nproc", str(ranks), "--emulate-nodes", str(nodes), module.__file__
+    )
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == told
-    assert ("time: not measured, because the simulator's times mean nothing" in done.stdout) == ("time" in told)
+    assert ("time: not measured, because the simulator's times mean nothing" in done.stdout) == (
+        "time" in told
+    )
 
 
 @pytest.mark.slow
@@ -79,7 +101,12 @@ def test_runs_on_gpus(launch, path):
 # ---------------------------------------------------------------------- the rules that they teach
 
 
-OPTIONS = [{"n_pes": 1}, {"n_pes": 3}, {"n_pes": 3, "ranks_per_node": 1}, {"n_pes": 4, "resident": 1}]
+OPTIONS = [
+    {"n_pes": 1},
+    {"n_pes": 3},
+    {"n_pes": 3, "ranks_per_node": 1},
+    {"n_pes": 4, "resident": 1},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -93,7 +120,11 @@ def test_kernels_are_right_in_any_order(module, options, seeds):
 
 @pytest.mark.parametrize(
     ("module", "rule"),
-    [pytest.param(module, rule, id=f"{module.__name__}-{rule}") for module in WITH_RULES for rule in module.RULES],
+    [
+        pytest.param(module, rule, id=f"{module.__name__}-{rule}")
+        for module in WITH_RULES
+        for rule in module.RULES
+    ],
 )
 def test_every_rule_is_needed(module, rule, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -116,12 +147,16 @@ def test_a_seed_is_replayed_with_its_timeline(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "two-slots-0.json").read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize(("seed", "told"), [([], "100 seeds pass"), (["--seed", "3"], "seed 3 passes")])
+@pytest.mark.parametrize(
+    ("seed", "told"), [([], "100 seeds pass"), (["--seed", "3"], "seed 3 passes")]
+)
 def test_a_rule_that_is_not_needed_is_an_error(seed, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rules, parser = {"idle": ("no kernel needs it", {})}, argparse.ArgumentParser()
     with pytest.raises(SystemExit, match=told):
-        helpers.parse(parser, ["--break", "idle", *seed], rules, lambda changes: lambda world: None, n_pes=2)
+        helpers.parse(
+            parser, ["--break", "idle", *seed], rules, lambda changes: lambda world: None, n_pes=2
+        )
 
 
 @pytest.mark.parametrize("module", WITH_RULES, ids=name)
@@ -131,7 +166,9 @@ def test_help_and_text_list_the_rules(module, capsys):
     with pytest.raises(SystemExit):
         module.main(["--help"])
     listed = capsys.readouterr().out.split("\nrules:\n")[1].splitlines()
-    assert [line.split(maxsplit=1) for line in listed] == [[rule, why] for rule, (why, _) in module.RULES.items()]
+    assert [line.split(maxsplit=1) for line in listed] == [
+        [rule, why] for rule, (why, _) in module.RULES.items()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +176,11 @@ def test_help_and_text_list_the_rules(module, capsys):
     [
         (["--break", "other"], False, "argument --break: invalid choice: 'other' (choose from "),
         (["--seed", "1"], False, "--seed: expected --break RULE with it"),
-        (["--break", "epoch"], True, "--break: expected the simulator, but TRITON_INTERPRET isn't 1; start"),
+        (
+            ["--break", "epoch"],
+            True,
+            "--break: expected the simulator, but TRITON_INTERPRET isn't 1; start",
+        ),
         (["--plot", "x.png"], True, "--plot: matplotlib is not installed"),
     ],
     ids=lambda value: None if isinstance(value, str) else str(value),
@@ -196,7 +237,10 @@ def test_times_have_a_lower_bound_and_are_drawn(monkeypatch, tmp_path, capsys):
 
     def host(pe):
         sent = {1024: (0, 0.5), 4096: (3_900_000, 1.0)}
-        rows = {nbytes: helpers.times_us(sends, {"mine": lambda us=us: us}) for nbytes, (sends, us) in sent.items()}
+        rows = {
+            nbytes: helpers.times_us(sends, {"mine": lambda us=us: us})
+            for nbytes, (sends, us) in sent.items()
+        }
         helpers.show_times("gather", rows, tmp_path / "times.png")
 
     World(2).run(host)

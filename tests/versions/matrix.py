@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the tests with each supported pair of PyTorch and Triton, and compile the kernels with each NVSHMEM.
+"""Run the tests with each supported pair of PyTorch and Triton, and compile the kernels with each
+NVSHMEM.
 
-Needs no GPU, but pip, a C compiler and binutils. For each row it makes an environment without CUDA's
-libraries (``stubs.py``). It has pip resolve the row beside tdcoll, counts the operations that round
-(``arithmetic.py``), and runs the first tier of tests and both tiers of ``tests/compile``. Wheels of a
-row take up to 1 GB, its environment 3 GB, and its tests an hour of two cores. Results are written to a
-file after each step, so rows and steps can be run one at a time::
+Needs no GPU, but pip, a C compiler and binutils. For each row it makes an environment without
+CUDA's libraries (``stubs.py``). It has pip resolve the row beside tdcoll, counts the operations
+that round (``arithmetic.py``), and runs the first tier of tests and both tiers of
+``tests/compile``. Wheels of a row take up to 1 GB, its environment 3 GB, and its tests an hour of
+two cores. Results are written to a file after each step, so rows and steps can be run one at a
+time::
 
     python tests/versions/matrix.py --list
     python tests/versions/matrix.py --only torch-2.15 --cache ~/wheels
@@ -66,7 +68,9 @@ CUDA_RUNTIMES = ("13.0.96", "13.0.96", "13.0.96", "13.2.75")
 ROWS = {row.name: row for row in map(Row, TESTED_TORCH, TESTED_TRITON, CUDA_RUNTIMES)}
 
 
-def run(command: Sequence[str | Path], timeout_s: float, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: Sequence[str | Path], timeout_s: float, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command in the repository's root; its output is kept."""
     environment = os.environ | variables
     return subprocess.run(
@@ -84,12 +88,15 @@ def run(command: Sequence[str | Path], timeout_s: float, **variables: str) -> su
 def checked(command: Sequence[str | Path], timeout_s: float = 3600.0) -> str:
     done = run(command, timeout_s)
     if done.returncode:
-        sys.exit(f"{' '.join(map(str, command))} ended with status {done.returncode}:\n{done.stdout}")
+        sys.exit(
+            f"{' '.join(map(str, command))} ended with status {done.returncode}:\n{done.stdout}"
+        )
     return done.stdout
 
 
 def wheel(cache: Path, requirement: str) -> Path:
-    """Return the path of a wheel, without its dependencies, and download it unless it is in the cache."""
+    """Return the path of a wheel, without its dependencies, and download it unless it is in the
+    cache."""
     name, _, version = requirement.partition("==")
     pattern = f"{name.replace('-', '_')}-{version}*.whl"
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -98,7 +105,9 @@ def wheel(cache: Path, requirement: str) -> Path:
             return path
     cache.mkdir(parents=True, exist_ok=True)
     say(f"downloading {requirement}")
-    checked([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", cache, requirement])
+    checked(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", cache, requirement]
+    )
     return next(path for path in sorted(cache.glob(pattern)))
 
 
@@ -117,7 +126,14 @@ def environment(row: Row, cache: Path, folder: Path) -> Path:
         return python
     say(f"{row.name}: making {folder / row.name}")
     venv.create(folder / row.name, clear=True, symlinks=True, with_pip=True)
-    pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     torch = wheel(cache, f"torch=={row.torch}")
     wheels = [torch, wheel(cache, f"triton=={row.triton}")]
     site = Path(checked([python, "-c", "import site; print(site.getsitepackages()[0])"]).strip())
@@ -141,7 +157,9 @@ def environment(row: Row, cache: Path, folder: Path) -> Path:
 def nvshmem_of(site_packages: Path) -> str:
     """Return the version of NVSHMEM that the PyTorch in an environment pins."""
     (metadata,) = site_packages.glob("torch-*.dist-info/METADATA")
-    return re.findall(r"^Requires-Dist: nvidia-nvshmem-cu\d+==([\d.]+)", metadata.read_text(), re.MULTILINE)[0]
+    return re.findall(
+        r"^Requires-Dist: nvidia-nvshmem-cu\d+==([\d.]+)", metadata.read_text(), re.MULTILINE
+    )[0]
 
 
 def nvshmem(version: str, cache: Path, folder: Path) -> Path:
@@ -174,13 +192,19 @@ def resolve(row: Row, cuda: str = "13") -> dict[str, Any]:
 
 
 def pytest(python: Path, arguments: Sequence[str | Path], **variables: str) -> dict[str, Any]:
-    """Run tests with a Python, and return the numbers of outcomes, the failed ones, and the time."""
+    """Run tests with a Python, and return the numbers of outcomes, the failed ones, and the
+    time."""
     begin = time.monotonic()
     environment = {"PYTHON": str(python), "VIRTUAL_ENV": str(python.parents[1])}
     environment["PATH"] = f"{python.parent}:{os.environ['PATH']}"
-    done = run(["bash", "launch.sh", "tests", "-q", *arguments], 4 * 3600.0, **environment, **variables)
+    done = run(
+        ["bash", "launch.sh", "tests", "-q", *arguments], 4 * 3600.0, **environment, **variables
+    )
     lines = done.stdout.splitlines()
-    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1])}
+    counts = {
+        kind: int(number)
+        for number, kind in re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1])
+    }
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if not counts.get("passed"):
         failed.append("the run itself: " + " / ".join(lines[-5:]))
@@ -190,7 +214,17 @@ def pytest(python: Path, arguments: Sequence[str | Path], **variables: str) -> d
 def arithmetic(python: Path, home: Path) -> dict[str, dict[str, int]]:
     """Return how often each kernel rounds (``arithmetic.py``)."""
     program = ROOT / "tests" / "versions" / "arithmetic.py"
-    command = ["env", "-u", "TRITON_INTERPRET", f"NVSHMEM_HOME={home}", python, "-W", "ignore", program, "90"]
+    command = [
+        "env",
+        "-u",
+        "TRITON_INTERPRET",
+        f"NVSHMEM_HOME={home}",
+        python,
+        "-W",
+        "ignore",
+        program,
+        "90",
+    ]
     return json.loads(checked(command).splitlines()[-1])
 
 
@@ -206,7 +240,9 @@ def compile_with(python: Path, home: Path, workers: str, folder: Path) -> dict[s
             made = json.loads(file.read_text())
             for kernel in of_both_parts(made):
                 if kernel["needs"]:
-                    name = f"{kernel['kernel']}{' in place' * bool(kernel.get('in_place'))}, sm_{arch}"
+                    name = (
+                        f"{kernel['kernel']}{' in place' * bool(kernel.get('in_place'))}, sm_{arch}"
+                    )
                     worst = kernels.get(name, [0, 0])
                     needed = (kernel["registers"], kernel["spilled_bytes"])
                     kernels[name] = [max(a, b) for a, b in zip(worst, needed, strict=True)]
@@ -217,7 +253,12 @@ def compile_with(python: Path, home: Path, workers: str, folder: Path) -> dict[s
 def of_both_parts(made: dict[str, Any]) -> list[dict[str, Any]]:
     """All kernels of a driver's report that say their registers."""
     lists = [value for value in made.values() if isinstance(value, list)]
-    return [one for value in lists for one in value if isinstance(one, dict) and "registers" in one and "needs" in one]
+    return [
+        one
+        for value in lists
+        for one in value
+        if isinstance(one, dict) and "registers" in one and "needs" in one
+    ]
 
 
 def commit() -> str:
@@ -226,26 +267,53 @@ def commit() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     home = Path.home() / ".cache" / "tdcoll-versions"
-    parser.add_argument("--only", action="append", choices=ROWS, metavar="ROW", help="a row; several times for several")
-    parser.add_argument("--steps", default=",".join(STEPS), help=f"some of {', '.join(STEPS)} with commas between them")
-    parser.add_argument("--nvshmem", default=",".join(TESTED_NVSHMEM), help="versions to compile with (%(default)s)")
-    parser.add_argument("--cache", type=Path, default=home / "wheels", help="folder of wheels (%(default)s)")
-    parser.add_argument("--environments", type=Path, default=home, help="folder of environments (%(default)s)")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=ROWS,
+        metavar="ROW",
+        help="a row; several times for several",
+    )
+    parser.add_argument(
+        "--steps",
+        default=",".join(STEPS),
+        help=f"some of {', '.join(STEPS)} with commas between them",
+    )
+    parser.add_argument(
+        "--nvshmem", default=",".join(TESTED_NVSHMEM), help="versions to compile with (%(default)s)"
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=home / "wheels", help="folder of wheels (%(default)s)"
+    )
+    parser.add_argument(
+        "--environments", type=Path, default=home, help="folder of environments (%(default)s)"
+    )
     parser.add_argument("--workers", default="auto", help="pytest's workers (%(default)s)")
-    parser.add_argument("--write", type=Path, default=RESULTS, help="file of results, which is updated (%(default)s)")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        default=RESULTS,
+        help="file of results, which is updated (%(default)s)",
+    )
     parser.add_argument("--list", action="store_true", help="print the rows and end")
     options = parser.parse_args()
     if options.list:
         for row in ROWS.values():
-            print(f"{row.name}: PyTorch {row.torch}, Triton {row.triton}; NVSHMEM {', '.join(TESTED_NVSHMEM)}")
+            print(
+                f"{row.name}: PyTorch {row.torch}, Triton {row.triton}; NVSHMEM {', '.join(TESTED_NVSHMEM)}"
+            )
         return
     steps = options.steps.split(",")
     if unknown := sorted({*steps} - {*STEPS}):
         parser.error(f"--steps: expected some of {', '.join(STEPS)}, got {', '.join(unknown)}")
     if unknown := sorted({*options.nvshmem.split(",")} - {*TESTED_NVSHMEM}):
-        parser.error(f"--nvshmem: expected some of {', '.join(TESTED_NVSHMEM)}, got {', '.join(unknown)}")
+        parser.error(
+            f"--nvshmem: expected some of {', '.join(TESTED_NVSHMEM)}, got {', '.join(unknown)}"
+        )
     results = json.loads(options.write.read_text()) if options.write.exists() else {}
 
     def note(name: str, **found: Any) -> None:
@@ -280,7 +348,9 @@ def main() -> None:
             shutil.rmtree(folder)
             compiled = {**results.get(name, {}).get("compile", {}), version: found}
             note(name, compile=compiled)
-            say(f"{name}, NVSHMEM {version}: {found['failures'] or 'passed'} in {found['seconds']} s")
+            say(
+                f"{name}, NVSHMEM {version}: {found['failures'] or 'passed'} in {found['seconds']} s"
+            )
 
 
 if __name__ == "__main__":

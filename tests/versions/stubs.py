@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stubs of CUDA's libraries, so that a GPU build of PyTorch can be imported without a GPU and without their gigabytes.
+"""Stubs of CUDA's libraries, so that a GPU build of PyTorch can be imported without a GPU and
+without their gigabytes.
 
-PyTorch's own libraries name the CUDA libraries that they need (``DT_NEEDED``) and the functions that they import from
-each. A stub has the name of a library, and those functions, each of which returns 1, an error in all of these
-libraries. Nothing calls them, because CUDA's runtime, which is small and therefore the real one, finds no device.
+PyTorch's own libraries name the CUDA libraries that they need (``DT_NEEDED``) and the functions
+that they import from each. A stub has the name of a library, and those functions, each of which
+returns 1, an error in all of these libraries. Nothing calls them, because CUDA's runtime, which is
+small and therefore the real one, finds no device.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ REAL = ("libcuda.so", "libcudart.so", "libnvshmem_host.so")
 """Libraries without a stub: the driver's, which nothing loads here, and those of small packages."""
 
 _OF_CUDA = re.compile(r"lib(?:cu|nv|nccl)\S*\.so\.\d+")
-# Functions that are imported without the library's name as their version, by the first letters of their names.
+# Functions that are imported without the library's name as their version, by the first letters of
+# their names.
 _BY_PREFIX = {"nccl": "libnccl.so", "cuFile": "libcufile.so", "cusparseLt": "libcusparseLt.so"}
 
 
@@ -28,7 +31,9 @@ def imported(libraries: list[Path]) -> dict[str, set[str]]:
     """Return the functions that ``libraries`` import from each of CUDA's libraries, by its name."""
     command = ["readelf", "--wide", "--dynamic", "--dyn-syms", *map(str, libraries)]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
-    found: dict[str, set[str]] = {name: set() for name in re.findall(r"\(NEEDED\).*\[(\S+)\]", text)}
+    found: dict[str, set[str]] = {
+        name: set() for name in re.findall(r"\(NEEDED\).*\[(\S+)\]", text)
+    }
     found = {name: functions for name, functions in found.items() if _OF_CUDA.fullmatch(name)}
     by_stem = {name.partition(".so")[0] + ".so": name for name in found}
     for symbol, version in re.findall(r" UND (\w+)(?:@(\S+))?", text):
@@ -43,7 +48,8 @@ def imported(libraries: list[Path]) -> dict[str, set[str]]:
 
 
 def write(site_packages: Path) -> list[str]:
-    """Write stubs beside the PyTorch in ``site_packages``, and return their names. Needs a C compiler and readelf.
+    """Write stubs beside the PyTorch in ``site_packages``, and return their names. Needs a C
+    compiler and readelf.
 
     Raises:
         FileNotFoundError: one of these programs is missing.
@@ -59,10 +65,20 @@ def write(site_packages: Path) -> list[str]:
     for name, functions in imported(libraries).items():
         if (folder / name).exists():
             continue
-        source = "".join(f"int {function}(void) {{ return 1; }}\n" for function in sorted(functions))
+        source = "".join(
+            f"int {function}(void) {{ return 1; }}\n" for function in sorted(functions)
+        )
         versions = folder / f"{name}.map"
         versions.write_text(f"{name} {{ global: *; }};\n")
-        command = ["cc", "-shared", "-w", "-fno-builtin", "-o", str(folder / name), f"-Wl,-soname,{name}"]
+        command = [
+            "cc",
+            "-shared",
+            "-w",
+            "-fno-builtin",
+            "-o",
+            str(folder / name),
+            f"-Wl,-soname,{name}",
+        ]
         command += [f"-Wl,--version-script={versions}", "-x", "c", "-"]
         subprocess.run(command, input=source, text=True, check=True, timeout=300)
         versions.unlink()

@@ -47,7 +47,9 @@ def main() -> None:
     dist.init_process_group("nccl" if where == "cuda" else "gloo")
     assert not tdcoll.is_initialized()
     for _ in range(2):
-        first, second = (dist.new_group(backend="tdcoll", pg_options=Options(heap_bytes="32M")) for _ in range(2))
+        first, second = (
+            dist.new_group(backend="tdcoll", pg_options=Options(heap_bytes="32M")) for _ in range(2)
+        )
         assert tdcoll.is_initialized()
         for group in (first, second):
             sums(group, where)
@@ -58,7 +60,9 @@ def main() -> None:
             assert tdcoll.is_initialized() == (group is first)  # the last one leaves the job
     dist.destroy_process_group()
     dist.init_process_group("tdcoll")
-    kept = dist.group.WORLD.split_group(list(range(dist.get_world_size())), group_name="that nobody destroys")
+    kept = dist.group.WORLD.split_group(
+        list(range(dist.get_world_size())), group_name="that nobody destroys"
+    )
     dist.destroy_process_group()
     assert kept is not None
     assert not tdcoll.is_initialized()

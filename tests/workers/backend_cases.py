@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives and messages of ``torch.distributed`` as data: shapes, the results, and the call."""
+"""The collectives and messages of ``torch.distributed`` as data: shapes, the results, and the
+call."""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ def later(method: Callable[..., Any], opts: Any, *given: Any, asynchronous: bool
     return None
 
 
-def around(group: Any, outs: list[torch.Tensor], inputs: list[torch.Tensor], asynchronous: bool) -> Any:
+def around(
+    group: Any, outs: list[torch.Tensor], inputs: list[torch.Tensor], asynchronous: bool
+) -> Any:
     """A message to the next rank and one from the rank before."""
     n, me = dist.get_world_size(group), dist.get_rank(group)
     sent = dist.isend(inputs[0], group=group, group_dst=(me + 1) % n)
@@ -234,8 +237,14 @@ CASES = [
 
 def equal(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bytes."""
-    got, wanted = (tensor.detach().resolve_neg().resolve_conj().contiguous().cpu() for tensor in (got, wanted))
-    return got.shape == wanted.shape and got.dtype == wanted.dtype and bytes_of(got) == bytes_of(wanted)
+    got, wanted = (
+        tensor.detach().resolve_neg().resolve_conj().contiguous().cpu() for tensor in (got, wanted)
+    )
+    return (
+        got.shape == wanted.shape
+        and got.dtype == wanted.dtype
+        and bytes_of(got) == bytes_of(wanted)
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> list[int]:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many calls of backend "tdcoll", after which a rank holds no more than before:
-`PYTHONMALLOC=malloc bash launch.sh tests/workers/backend_soak.py CALLS [leak]`, with `leak` 3 KB more in each round.
+`PYTHONMALLOC=malloc bash launch.sh tests/workers/backend_soak.py CALLS [leak]`, with `leak` 3 KB
+more in each round.
 
-Each round makes calls of every kind, synchronous and asynchronous, with futures and callbacks, of tensors with strides,
-and of the fallback backend. Caches grow now and then, whereas a leak grows in every window of calls. Memory is what
-glibc's malloc (from 2.33) has given away and not got back, Python's objects included; resident memory would also grow
-by fragmentation. Memory that is mapped past malloc, such as the simulated heap, isn't counted. Rank 0 prints one JSON
-line.
+Each round makes calls of every kind, synchronous and asynchronous, with futures and callbacks, of
+tensors with strides, and of the fallback backend. Caches grow now and then, whereas a leak grows in
+every window of calls. Memory is what glibc's malloc (from 2.33) has given away and not got back,
+Python's objects included; resident memory would also grow by fragmentation. Memory that is mapped
+past malloc, such as the simulated heap, isn't counted. Rank 0 prints one JSON line.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ WINDOWS = 4
 
 
 class MallInfo2(ctypes.Structure):
-    """man 3 mallinfo2: ``hblkhd``, bytes of mapped blocks, is field 4; ``uordblks``, of the others, is field 7."""
+    """man 3 mallinfo2: ``hblkhd``, bytes of mapped blocks, is field 4; ``uordblks``, of the others,
+    is field 7."""
 
     _fields_ = tuple((f"field{index}", ctypes.c_size_t) for index in range(10))
 
 
 def held() -> dict[str, int]:
-    """Return what this process holds: allocated memory in KiB, open files, threads, and the store's keys."""
+    """Return what this process holds: allocated memory in KiB, open files, threads, and the store's
+    keys."""
     gc.collect()
     for thing in gc.get_objects():
         if isinstance(thing, Bounds):
@@ -60,7 +63,11 @@ def one_round() -> None:
     small, large = data(rank(), 6), torch.zeros(9, device=device(), dtype=torch.uint8)
     out, part = torch.empty(6 * world(), device=device()), torch.empty(6, device=device())
     works = [dist.all_reduce(small, async_op=True)]
-    future = works[0].get_future().then(lambda done: dist.all_reduce(done.value()[0], async_op=True).wait())
+    future = (
+        works[0]
+        .get_future()
+        .then(lambda done: dist.all_reduce(done.value()[0], async_op=True).wait())
+    )
     works += [
         single(out, data(rank(), 6), async_op=True),
         dist.all_reduce(large, async_op=True),  # by gloo or NCCL

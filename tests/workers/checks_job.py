@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of one or more scripts in one job, because starting one takes long.
 
-`bash launch.sh tests/workers/checks_job.py language,words [checks]`; all checks of ``*_checks.py``, or those named.
+`bash launch.sh tests/workers/checks_job.py language,words [checks]`; all checks of ``*_checks.py``,
+or those named.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training by libraries that make their own calls of ``torch.distributed``: ``clients_job.py lightning``, and others.
+"""Training by libraries that make their own calls of ``torch.distributed``: ``clients_job.py
+lightning``, and others.
 
-Each trains a small model on backend "tdcoll" and compares it with the same steps on all ranks' data in one process.
-``docs/clients.md`` shows these scripts' decisive lines.
+Each trains a small model on backend "tdcoll" and compares it with the same steps on all ranks' data
+in one process. ``docs/clients.md`` shows these scripts' decisive lines.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def expect_same(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer] = sgd) -> None:
-    torch.testing.assert_close(flat(model), trained_alone(dist.get_world_size(), make), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        flat(model), trained_alone(dist.get_world_size(), make), rtol=1e-4, atol=1e-5
+    )
 
 
 def expect_handled(*kinds: str) -> None:
@@ -92,7 +95,14 @@ def lightning() -> None:
         def training_step(self, batch: torch.Tensor, step: int) -> torch.Tensor:
             loss = loss_of(self.model, batch)
             self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=ROWS)
-            self.log("rank", float(self.global_rank), on_step=False, on_epoch=True, sync_dist=True, batch_size=ROWS)
+            self.log(
+                "rank",
+                float(self.global_rank),
+                on_step=False,
+                on_epoch=True,
+                sync_dist=True,
+                batch_size=ROWS,
+            )
             return loss
 
         def on_train_end(self) -> None:
@@ -126,13 +136,16 @@ def accelerate() -> None:
     from accelerate import Accelerator
     from accelerate.utils import gather_object
 
-    dist.init_process_group("tdcoll")  # first: on CPUs Accelerate refuses names of backends that it doesn't know
+    # first: on CPUs Accelerate refuses names of backends that it doesn't know
+    dist.init_process_group("tdcoll")
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == dist.get_world_size()
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = [batch_of(r, step) for step in range(STEPS) for r in range(world)]
     model = model_of()
-    prepared, optimizer, loader = accelerator.prepare(model, sgd(model.parameters()), DataLoader(rows, batch_size=1))
+    prepared, optimizer, loader = accelerator.prepare(
+        model, sgd(model.parameters()), DataLoader(rows, batch_size=1)
+    )
     for (batch,) in loader:
         optimizer.zero_grad()
         accelerator.backward(loss_of(prepared, batch))
@@ -140,11 +153,16 @@ def accelerate() -> None:
     expect_same(model)
     assert accelerator.gather(torch.tensor([rank])).tolist() == list(range(world))
     assert accelerator.gather(torch.empty(0, 3)).shape == (0, 3)
-    assert accelerator.gather(accelerator.pad_across_processes(torch.ones(rank + 1, 2))).shape == (world * world, 2)
+    assert accelerator.gather(accelerator.pad_across_processes(torch.ones(rank + 1, 2))).shape == (
+        world * world,
+        2,
+    )
     assert accelerator.reduce(torch.tensor([rank + 1.0]), "mean").item() == (world + 1) / 2
     assert gather_object([rank]) == list(range(world))
     seen: list[bool] = []
-    for flags in accelerator.prepare(DataLoader(torch.arange(10 * world + 1) % 3 == 0, batch_size=4)):
+    for flags in accelerator.prepare(
+        DataLoader(torch.arange(10 * world + 1) % 3 == 0, batch_size=4)
+    ):
         seen += accelerator.gather_for_metrics(flags).tolist()
     assert len(seen) == 10 * world + 1
     expect_handled("all_reduce", "all_gather")
@@ -181,7 +199,8 @@ def deepspeed() -> None:
 
 
 def checkpoint() -> None:
-    """FSDP2, and distributed checkpoints of it, synchronous and asynchronous, loaded by other shards."""
+    """FSDP2, and distributed checkpoints of it, synchronous and asynchronous, loaded by other
+    shards."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -196,7 +215,9 @@ def checkpoint() -> None:
         return model, adam(model.parameters())
 
     def full(model: nn.Module) -> torch.Tensor:
-        return torch.cat([parameter.full_tensor().detach().flatten() for parameter in model.parameters()])  # type: ignore[operator]
+        return torch.cat(
+            [parameter.full_tensor().detach().flatten() for parameter in model.parameters()]
+        )  # type: ignore[operator]
 
     model, optimizer = sharded(0)
     for step in range(STEPS):
@@ -207,7 +228,9 @@ def checkpoint() -> None:
     torch.testing.assert_close(full(model), wanted, rtol=1e-4, atol=1e-5)
     for name in ("save", "async_save"):
         weights, moments = get_state_dict(model, optimizer)
-        saved = getattr(dcp, name)({"model": weights, "optimizer": moments}, checkpoint_id=f"{folders[0]}/{name}")
+        saved = getattr(dcp, name)(
+            {"model": weights, "optimizer": moments}, checkpoint_id=f"{folders[0]}/{name}"
+        )
         if name == "async_save":
             saved.result()
         other, its_optimizer = sharded(1)
@@ -223,7 +246,8 @@ def checkpoint() -> None:
 
 
 def torchrec() -> None:
-    """Embedding tables that torchrec divides over the ranks by tables and columns, or keeps on all of them."""
+    """Embedding tables that torchrec divides over the ranks by tables and columns, or keeps on all
+    of them."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -250,10 +274,14 @@ def torchrec() -> None:
     lengths = torch.arange(len(kinds) * ROWS) % 4 + rank
     values = torch.arange(int(lengths.sum())) % 16
     sharder: Any = EmbeddingBagCollectionSharder()
-    constraints = {kind: ParameterConstraints(sharding_types=[kind], min_partition=4) for kind in kinds}
+    constraints = {
+        kind: ParameterConstraints(sharding_types=[kind], min_partition=4) for kind in kinds
+    }
     planner = EmbeddingShardingPlanner(topology=Topology(world, "cpu"), constraints=constraints)
     plan = planner.collective_plan(tables, [sharder], dist.group.WORLD)
-    model = DistributedModelParallel(tables, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+    model = DistributedModelParallel(
+        tables, device=torch.device("cpu"), plan=plan, sharders=[sharder]
+    )
     for step in range(STEPS):
         found: Any = model(KeyedJaggedTensor(keys=list(kinds), values=values, lengths=lengths))
         for number, kind in enumerate(kinds, 1):

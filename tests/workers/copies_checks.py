@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls by copy engines on every rank of a job: the order of copies that they rely on, and what runs beside them.
+"""Calls by copy engines on every rank of a job: the order of copies that they rely on, and what
+runs beside them.
 
 The GPU tests also set ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
 """
@@ -28,7 +29,8 @@ ROUNDS = 16
 
 @tdcoll.jit
 def count_old(data, stamps, wrong, n, number, monitor, BLOCK: tl.constexpr):
-    """Wait for the stamp of each round, and count the words of its data that are not the round's, last words first."""
+    """Wait for the stamp of each round, and count the words of its data that are not the round's,
+    last words first."""
     for turn in range(16):
         tdl.wait_signal(stamps + turn, tdl.CMP_GE, number, monitor, 0, turn)
         for begin in range(0, n, BLOCK):
@@ -40,7 +42,8 @@ def count_old(data, stamps, wrong, n, number, monitor, BLOCK: tl.constexpr):
 
 @check
 def stamps_follow_data() -> str:
-    """The litmus test: a copy of 8 bytes behind a copy on the same stream is not seen before all of its data is."""
+    """The litmus test: a copy of 8 bytes behind a copy on the same stream is not seen before all of
+    its data is."""
     heap, done = runtime.current().heap, 0
     monitor, to = tdcoll.WaitMonitor(), neighbour()
     main = torch.cuda.current_stream().cuda_stream if not simulated() else 0
@@ -55,9 +58,15 @@ def stamps_follow_data() -> str:
             tdcoll.barrier()
             side_stream.fork(main)
             for turn in range(ROUNDS):
-                heap.stream_copy(side_stream.handle, theirs[turn].data_ptr(), source.data_ptr(), source.nbytes)
-                heap.stream_copy(side_stream.handle, theirs_stamps[turn].data_ptr(), source.data_ptr(), 8)
-            count_old[(1,)](data, stamps, wrong, n, number, monitor.words, min(n, 2048), num_warps=8)
+                heap.stream_copy(
+                    side_stream.handle, theirs[turn].data_ptr(), source.data_ptr(), source.nbytes
+                )
+                heap.stream_copy(
+                    side_stream.handle, theirs_stamps[turn].data_ptr(), source.data_ptr(), 8
+                )
+            count_old[(1,)](
+                data, stamps, wrong, n, number, monitor.words, min(n, 2048), num_warps=8
+            )
             side_stream.join(main)
             done += ROUNDS
         monitor.check()
@@ -69,10 +78,16 @@ def stamps_follow_data() -> str:
 
 
 def calls(ctx: tdcoll.CollectiveContext, n: int) -> dict[str, Callable[[], Any]]:
-    """A call of every collective by copy engines, of ``n`` fp32 per segment; results are sums of ones, or ranks."""
-    whole, one = torch.full((world() * n,), float(rank()), device=device()), torch.full((n,), 1.0, device=device())
+    """A call of every collective by copy engines, of ``n`` fp32 per segment; results are sums of
+    ones, or ranks."""
+    whole, one = (
+        torch.full((world() * n,), float(rank()), device=device()),
+        torch.full((n,), 1.0, device=device()),
+    )
     made = {
-        name: lambda name=name: getattr(tdcoll, name)(whole if spec_of(name).scatters else one, ctx=ctx, algorithm="ce")
+        name: lambda name=name: getattr(tdcoll, name)(
+            whole if spec_of(name).scatters else one, ctx=ctx, algorithm="ce"
+        )
         for name in COLLECTIVES
     }
     shared = tdcoll.zeros(world() * n)
@@ -98,8 +113,9 @@ def events_of(run_it: Callable[[], Any]) -> list[dict[str, Any]]:
 
 @check(gpu_only=True)
 def data_moves_by_memcpy() -> str:
-    """Eagerly and in a replay: kernels are signal kernels of one thread block, and sums; and, where data is taken out
-    of an inbox on the same GPU, the driver's own, which it prefers for that in graphs."""
+    """Eagerly and in a replay: kernels are signal kernels of one thread block, and sums; and, where
+    data is taken out of an inbox on the same GPU, the driver's own, which it prefers for that in
+    graphs."""
     n, seen = 1 << 20, []
     with tdcoll.CollectiveContext(max_bytes_per_rank=4 * n) as ctx:
         for name, call in calls(ctx, n).items():
@@ -114,14 +130,24 @@ def data_moves_by_memcpy() -> str:
                 kernels = [event for event in events if event["cat"] == "kernel"]
                 copies = [event for event in events if event["cat"] == "gpu_memcpy"]
                 if how == "replay" and name in ("all_gather", "all_to_all", "all_reduce"):
-                    kernels = [kernel for kernel in kernels if not kernel["name"].startswith("memcpy")]
+                    kernels = [
+                        kernel for kernel in kernels if not kernel["name"].startswith("memcpy")
+                    ]
                 for kernel in kernels:
-                    grid, known = kernel["args"]["grid"][0], kernel["name"].split("(")[0].removeprefix("tdcoll_")
+                    grid, known = (
+                        kernel["args"]["grid"][0],
+                        kernel["name"].split("(")[0].removeprefix("tdcoll_"),
+                    )
                     most = blocks if known == "sum_copies" else 1
-                    expect(known in ("enter", "hear", "look", "sum_copies"), f"{how} {name} runs {kernel['name']}")
+                    expect(
+                        known in ("enter", "hear", "look", "sum_copies"),
+                        f"{how} {name} runs {kernel['name']}",
+                    )
                     expect(grid <= most, f"{how} {name}: {known} has {grid} thread blocks")
                 moved = sum(event["args"].get("bytes", 0) for event in copies)
-                expect(moved >= 4 * n * (world() - 1) // world(), f"{how} {name} copies {moved} bytes")
+                expect(
+                    moved >= 4 * n * (world() - 1) // world(), f"{how} {name} copies {moved} bytes"
+                )
                 seen.append(len(kernels))
         ctx.check()
     return f"{min(seen)} to {max(seen)} kernels a call"
@@ -129,7 +155,8 @@ def data_moves_by_memcpy() -> str:
 
 @check(gpu_only=True)
 def beside_matmuls() -> None:
-    """Right results while matmuls on another stream fill the GPU, replayed and eager, with ranks that come late."""
+    """Right results while matmuls on another stream fill the GPU, replayed and eager, with ranks
+    that come late."""
     n = 1 << 18
     a = torch.randn(8192, 8192, device=device(), dtype=torch.bfloat16)
     beside, out = torch.cuda.Stream(), torch.empty_like(a)

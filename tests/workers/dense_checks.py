@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All dense collectives, as users call them, on every rank of a job; compared with the reference, to the bit.
+"""All dense collectives, as users call them, on every rank of a job; compared with the reference,
+to the bit.
 
-Each check is for all of them. The calls are those of tests/collectives/suite, of larger sizes. A kernel takes seconds
-to compile, so there are few kinds of them.
+Each check is for all of them. The calls are those of tests/collectives/suite, of larger sizes. A
+kernel takes seconds to compile, so there are few kinds of them.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ from harness import (
     simulated,
     world,
 )
-from landings import facts_on
 
 import tdcoll
 from tdcoll import runtime
 from tdcoll.calls.call_launches import launches_of
 from tdcoll.calls.launch_spec import KernelOptions
+from tdcoll.calls.plan import Facts
 from tdcoll.primitives.reduce import OPERATIONS_OF
 
 OTHERS = (torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
@@ -69,7 +70,8 @@ OTHERS = (torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
 
 @check
 def sizes() -> str:
-    """Every kind of call of every size, by every algorithm; filled anew and read without a synchronisation."""
+    """Every kind of call of every size, by every algorithm; filled anew and read without a
+    synchronisation."""
     seen = []
     for spec in SPECS:
         dtype, most = kind_of(spec), max(sizes_of(spec))
@@ -82,8 +84,14 @@ def sizes() -> str:
                     for algorithm in ("auto", *served(spec, ctx, n * dtype.itemsize, dtype, kind)):
                         watched.call(ctx, kind, every, n, algorithm, should, offset=3 * (call % 2))
                         used.add(algorithm)
-                        if n == 1000 and algorithm != "auto":  # more chunks and words than anything takes by itself
-                            facts = facts_on(ctx, n * dtype.itemsize, dtype if spec.reduces else None, **kind.form)
+                        # more chunks and words than anything takes by itself
+                        if n == 1000 and algorithm != "auto":
+                            facts = Facts.of(
+                                ctx,
+                                n * dtype.itemsize,
+                                dtype if spec.reduces else None,
+                                kind.landing,
+                            )
                             if len(spec.epochs(facts, algorithm)) == 1:
                                 plan = in_pieces(spec, facts, algorithm, 7, warps=8)
                                 watched.call(ctx, kind, every, n, plan, should)
@@ -100,8 +108,8 @@ def sizes() -> str:
 
 @check
 def dtypes_and_operations() -> str:
-    """Every dtype by every algorithm, and with every operation, of special numbers as well. In the simulator a few, one
-    of each kind: tests of their own have them all."""
+    """Every dtype by every algorithm, and with every operation, of special numbers as well. In the
+    simulator a few, one of each kind: tests of their own have them all."""
     done = 0
     for spec in SPECS:
         make_context = partial(tdcoll.CollectiveContext, max_bytes_per_rank=1 << 14)
@@ -119,7 +127,9 @@ def dtypes_and_operations() -> str:
                 for (ctx, algorithm), op in covering(ways, ops, call):
                     out = torch.empty_like(wanted(spec, every, op))
                     make_call(spec, OUT_OF_PLACE, every[rank()], out, ctx, algorithm, op)
-                    right(out, wanted(spec, every, op), f"{spec.name}, {algorithm}, {op} of {dtype}")
+                    right(
+                        out, wanted(spec, every, op), f"{spec.name}, {algorithm}, {op} of {dtype}"
+                    )
                     done += 1
             usual.check()
             flagged.check()
@@ -134,7 +144,11 @@ def larger_calls_are_several_epochs() -> None:
         watched = Watched(spec, 10 * unit, dtype)
         few = dict.fromkeys(("max_bytes_per_rank", "flagged_bytes", "lamport_bytes"), 512)
         with tdcoll.CollectiveContext(dist.group.WORLD, **few) as ctx:
-            for n in (unit, unit + 1, 8 * unit - 24, 10 * unit) if not simulated() else (unit, 2 * unit + 1):
+            for n in (
+                (unit, unit + 1, 8 * unit - 24, 10 * unit)
+                if not simulated()
+                else (unit, 2 * unit + 1)
+            ):
                 every = data(spec, n, n, dtype)
                 should = wanted(spec, every)
                 for kind in kinds_of(spec):
@@ -142,7 +156,12 @@ def larger_calls_are_several_epochs() -> None:
                         watched.call(ctx, kind, every, n, algorithm, should)
             far = torch.zeros(world() << 20, dtype=dtype, device=device())
             refused = partial(
-                make_call, spec, OUT_OF_PLACE, far, far.new_zeros(spec.results(far.shape, world())[0]), ctx
+                make_call,
+                spec,
+                OUT_OF_PLACE,
+                far,
+                far.new_zeros(spec.results(far.shape, world())[0]),
+                ctx,
             )
             expect_raises(tdcoll.ContextError, refused, "epochs of", "max_bytes_per_rank=")
             ctx.check()
@@ -153,12 +172,13 @@ def larger_calls_are_several_epochs() -> None:
 def large_calls_by_words_are_several_epochs() -> str:
     """By default, out of place and in place, in one graph with calls of one epoch."""
     spec = next(spec for spec in SPECS if spec.name == "all_reduce")
-    numel, room = (17 << 20) + 5, (32 << 20) // world()  # of bfloat16, three epochs of at most 16 MB
+    # of bfloat16, three epochs of at most 16 MB
+    numel, room = (17 << 20) + 5, (32 << 20) // world()
     every = data(spec, 5, numel, torch.bfloat16)
     mine, should = every[rank()], wanted(spec, every)
     few = wanted(spec, [tensor[:1000] for tensor in every])
     with tdcoll.CollectiveContext(max_bytes_per_rank=room) as ctx:
-        facts = facts_on(ctx, mine.nbytes, mine.dtype)
+        facts = Facts.of(ctx, mine.nbytes, mine.dtype)
         launch = launches_of(spec, ctx, facts, options=KernelOptions(mine.dtype, "sum"))
         out, inside, less = torch.empty_like(mine), mine.clone(), mine[:1000].clone()
 
@@ -186,7 +206,8 @@ def large_calls_by_words_are_several_epochs() -> str:
 
 @check
 def numbers_of_8_bits() -> None:
-    """Numbers are rounded as PyTorch rounds on CPUs. In the simulator tests of their own show it."""
+    """Numbers are rounded as PyTorch rounds on CPUs. In the simulator tests of their own show
+    it."""
     codes = torch.arange(256).to(torch.uint8)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         got, expected = cases.decoded(codes.to(device()), dtype).cpu(), codes.view(dtype).float()
@@ -204,13 +225,18 @@ def numbers_of_8_bits() -> None:
 
 @check
 def many_calls_with_a_straggler() -> str:
-    """Thousands of calls of all collectives on one context, of changing sizes, not synchronised; one rank is late."""
+    """Thousands of calls of all collectives on one context, of changing sizes, not synchronised;
+    one rank is late."""
     calls, most = scaled(5000, 24, shared_gpus=900), scaled(1500, 150)
     chooser, wrong = random.Random(7), torch.zeros((), dtype=torch.int64, device=device())
     ready = {spec.name: data(spec, 0, most, torch.int32) for spec in SPECS}
     with tdcoll.CollectiveContext(max_bytes_per_rank=16 * most) as ctx:
         for call in range(calls):
-            spec, n, step = SPECS[chooser.randrange(len(SPECS))], chooser.randrange(1, most), call % 5 + 1
+            spec, n, step = (
+                SPECS[chooser.randrange(len(SPECS))],
+                chooser.randrange(1, most),
+                call % 5 + 1,
+            )
             many = n * world() if spec.scatters else n
             every = [tensor[:many] * step for tensor in ready[spec.name]]
             late, cycles = chooser.randrange(world()), chooser.choice((0, 0, 20_000, 200_000))
@@ -222,7 +248,15 @@ def many_calls_with_a_straggler() -> str:
             kind = kinds[call % len(kinds)]
             placed = place(spec, kind, n, 0, ctx, torch.int32, None)
             placed.tensor.copy_(every[rank()])
-            make_call(spec, kind, placed.tensor, placed.out, ctx, names[chooser.randrange(len(names))], "max")
+            make_call(
+                spec,
+                kind,
+                placed.tensor,
+                placed.out,
+                ctx,
+                names[chooser.randrange(len(names))],
+                "max",
+            )
             wrong += (placed.out != should).sum()
         ctx.check()
     expect(int(wrong) == 0, f"{int(wrong)} wrong numbers in {calls} calls")
@@ -231,7 +265,8 @@ def many_calls_with_a_straggler() -> str:
 
 @check
 def epochs_of_more_than_32_bits() -> None:
-    """LL's flags are 32 of them: the second call has words that were never written, and whose flag would be zero."""
+    """LL's flags are 32 of them: the second call has words that were never written, and whose flag
+    would be zero."""
     for spec in SPECS:
         for words in (None, 0) if spec.reduces else (None,):
             calls = Calls(
@@ -251,7 +286,8 @@ def epochs_of_more_than_32_bits() -> None:
 
 @check
 def subgroups() -> None:
-    """A strided half of the ranks, as a ProcessGroup and as a list; reversed ranks; heap use that differs."""
+    """A strided half of the ranks, as a ProcessGroup and as a list; reversed ranks; heap use that
+    differs."""
     halves = [list(range(first, world(), 2)) for first in range(min(2, world()))]
     groups = [dist.new_group(half) for half in halves]
     mine = rank() % 2 if world() > 1 else 0
@@ -283,10 +319,14 @@ def subgroups() -> None:
 
 @check(gpu_only=True)
 def other_devices() -> None:
-    """What tests on CPUs cannot refuse: tensors on another device, and memory that peers do not reach."""
+    """What tests on CPUs cannot refuse: tensors on another device, and memory that peers do not
+    reach."""
     with tdcoll.CollectiveContext(dist.group.WORLD, max_bytes_per_rank=256) as ctx:
         for spec in SPECS:
-            call, x = partial(getattr(tdcoll, spec.name), ctx=ctx), torch.zeros(4 * world(), device=device())
+            call, x = (
+                partial(getattr(tdcoll, spec.name), ctx=ctx),
+                torch.zeros(4 * world(), device=device()),
+            )
             expect_raises(ValueError, partial(call, x.cpu()), "tensor", "cuda")
             for kind in supported((SYMMETRIC, CALLER_BUFFER), kinds_of(spec)):
                 ordinary = place(spec, IN_PLACE, 4, 0, ctx, torch.float32, None)
@@ -321,7 +361,8 @@ def capture_errors() -> None:
 
 @check(gpu_only=True)
 def streams_in_turn() -> None:
-    """A context follows its caller from stream to stream, eagerly and within one capture; both streams are busy."""
+    """A context follows its caller from stream to stream, eagerly and within one capture; both
+    streams are busy."""
     here, side_stream = torch.cuda.current_stream(), torch.cuda.Stream()
     side_stream.wait_stream(here)
     for spec in SPECS:
@@ -329,7 +370,9 @@ def streams_in_turn() -> None:
         outs = [torch.empty_like(wanted(spec, one)) for one in every]
         with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
 
-            def calls(first: int, streams: Sequence[Any], ctx: tdcoll.CollectiveContext = ctx) -> None:
+            def calls(
+                first: int, streams: Sequence[Any], ctx: tdcoll.CollectiveContext = ctx
+            ) -> None:
                 for number in range(first, first + 4):
                     with torch.cuda.stream(streams[number % 2]):
                         torch.cuda._sleep(200_000 * (1 + number % 3))
@@ -354,16 +397,22 @@ def streams_in_turn() -> None:
 
 @check(gpu_only=True)
 def some_ranks_replay_what_others_call() -> str:
-    """Even ranks replay a graph while odd ones call eagerly, in place or not: all have the same plan. Here the tables
-    that are shipped for two H200s say most."""
-    spec, dtype, plans = next(spec for spec in SPECS if spec.name == "all_reduce"), torch.bfloat16, []
+    """Even ranks replay a graph while odd ones call eagerly, in place or not: all have the same
+    plan. Here the tables that are shipped for two H200s say most."""
+    spec, dtype, plans = (
+        next(spec for spec in SPECS if spec.name == "all_reduce"),
+        torch.bfloat16,
+        [],
+    )
     with tdcoll.CollectiveContext(max_bytes_per_rank=32 << 20) as ctx:
         for n in [1 << power for power in range(15, 23)]:
             every = data(spec, 5, n, dtype)
             should, mine = wanted(spec, every), every[rank()]
             out = torch.empty_like(mine)
             tdcoll.all_reduce(mine, ctx=ctx, out=out)
-            plan = launches_of(spec, ctx, facts_on(ctx, mine.nbytes, dtype), options=KernelOptions(dtype, "sum")).plan
+            plan = launches_of(
+                spec, ctx, Facts.of(ctx, mine.nbytes, dtype), options=KernelOptions(dtype, "sum")
+            ).plan
             plans.append(f"{mine.nbytes >> 10} KB {plan.algorithm}")
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
@@ -386,8 +435,8 @@ def some_ranks_replay_what_others_call() -> str:
 
 @check
 def timeouts_name_the_peer() -> str:
-    """One rank does not make the second call. The others must name it, or one that waits for it in turn. In the
-    simulator by one algorithm of each collective: tests of their own have them all."""
+    """One rank does not make the second call. The others must name it, or one that waits for it in
+    turn. In the simulator by one algorithm of each collective: tests of their own have them all."""
     if world() == 1:
         return "one rank waits for nobody"
     absent, tried, owner = world() - 1, [], runtime.current()
@@ -408,7 +457,9 @@ def timeouts_name_the_peer() -> str:
                     expect_raises(tdcoll.CollectiveTimeout, call)
                     ctx.close()
                 tried.append(algorithm)
-                named = owner.control.all_gather(range(world()), f"peers of {spec.name}, {algorithm}", peers)
+                named = owner.control.all_gather(
+                    range(world()), f"peers of {spec.name}, {algorithm}", peers
+                )
                 passed_on = algorithm == "ring" or tdcoll.topology().n_nodes > 1
                 if passed_on:
                     fine = any(peers and absent in peers for peers in named)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import device, expect, simulated, world
-from landings import facts_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,6 +31,7 @@ from primitives import cases
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.calls.plan import Facts
 from tdcoll.calls.spec import Collective
 
 __all__ = [
@@ -77,7 +77,7 @@ def served(
     kind: Kind = OUT_OF_PLACE,
 ) -> list[str]:
     """Algorithms that serve segments of so many bytes on all ranks of this context."""
-    facts = facts_on(ctx, nbytes, dtype if spec.reduces else None, **kind.form)
+    facts = Facts.of(ctx, nbytes, dtype if spec.reduces else None, kind.landing)
     return [each.name for each in spec.algorithms if each.supports(facts) is None]
 
 
@@ -86,11 +86,16 @@ def sizes_of(spec: Collective) -> list[int]:
     return [size for size in SIZES if size <= (4 << 20) // (world() if spec.scatters else 1)]
 
 
-def data(spec: Collective, call: int, n: int, dtype: torch.dtype, ranks: int = 0) -> list[torch.Tensor]:
+def data(
+    spec: Collective, call: int, n: int, dtype: torch.dtype, ranks: int = 0
+) -> list[torch.Tensor]:
     """What each rank gives to a call of ``n`` elements in a segment; the same on all."""
     ranks = ranks or world()
     numbers = values if spec.reduces else pattern
-    return [numbers(owner, call, n * ranks if spec.scatters else n, dtype).to(device()) for owner in range(ranks)]
+    return [
+        numbers(owner, call, n * ranks if spec.scatters else n, dtype).to(device())
+        for owner in range(ranks)
+    ]
 
 
 def wanted(spec: Collective, every: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
@@ -98,13 +103,17 @@ def wanted(spec: Collective, every: list[torch.Tensor], op: str = "sum") -> torc
 
 
 def right(got: torch.Tensor, should: torch.Tensor, what: str) -> None:
-    expect(got.dtype == should.dtype and got.numel() == should.numel(), f"{what}: got {got.dtype} {list(got.shape)}")
+    expect(
+        got.dtype == should.dtype and got.numel() == should.numel(),
+        f"{what}: got {got.dtype} {list(got.shape)}",
+    )
     wrong = int(different(got.flatten(), should.flatten()))
     expect(wrong == 0, f"{what}: {wrong} wrong elements")
 
 
 class Watched:
-    """Symmetric memory for calls of one kind after the other, and a counter of wrong elements on the device."""
+    """Symmetric memory for calls of one kind after the other, and a counter of wrong elements on
+    the device."""
 
     def __init__(self, spec: Collective, most: int, dtype: torch.dtype) -> None:
         self.spec, self.dtype = spec, dtype
@@ -131,9 +140,11 @@ class Watched:
 
 
 def replay_captured(spec: Collective, n: int, captured: int, replays: int) -> None:
-    """``captured`` calls of all kinds as one graph, of changing data, replayed with eager calls in between."""
+    """``captured`` calls of all kinds as one graph, of changing data, replayed with eager calls in
+    between."""
     dtype = torch.float32 if spec.reduces else torch.int32
-    base = [tensor.remainder(50).to(dtype) for tensor in data(spec, 3, n, torch.int32)]  # exact in any order
+    # exact in any order
+    base = [tensor.remainder(50).to(dtype) for tensor in data(spec, 3, n, torch.int32)]
     watched, step = Watched(spec, n, dtype), torch.ones((), dtype=dtype, device=device())
     with tdcoll.CollectiveContext(dist.group.WORLD, max_bytes_per_rank=8192) as ctx:
         kinds = [

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means, and sums of numbers times a factor, on every rank of a job: one arithmetic, whoever makes a call."""
+"""Means, and sums of numbers times a factor, on every rank of a job: one arithmetic, whoever makes
+a call."""
 
 from __future__ import annotations
 
@@ -20,18 +21,20 @@ from tdcoll.primitives.reduce import ACCUMULATORS
 
 
 def scaled_sum(parts: Sequence[torch.Tensor], op: str, factor: float) -> torch.Tensor:
-    """Return what a mean, or a sum of products, is: exact, if the parts are such that it has no rounding."""
+    """Return what a mean, or a sum of products, is: exact, if the parts are such that it has no
+    rounding."""
     dtype, n = parts[0].dtype, len(parts)
     if not dtype.is_floating_point:
-        total = torch.stack([part.to(torch.int64) for part in parts]).sum(0).to(dtype)  # which wraps around
+        # which wraps around
+        total = torch.stack([part.to(torch.int64) for part in parts]).sum(0).to(dtype)
         return total.div(n, rounding_mode="trunc")
     total = torch.stack([part.double() for part in parts]).sum(0)
     return (total / n if op == "AVG" else total * factor).to(dtype)
 
 
 def large(r: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Numbers whose sum over the ranks their dtype does not have, but whose mean it has exactly; or, of integers, small
-    negative ones, whose mean is truncated."""
+    """Numbers whose sum over the ranks their dtype does not have, but whose mean it has exactly;
+    or, of integers, small negative ones, whose mean is truncated."""
     places = torch.arange(count, device=device())
     if not dtype.is_floating_point:
         negative = 0 if dtype is torch.uint8 else 5
@@ -47,7 +50,8 @@ OF_NUMBERS = [dtype for dtype in ACCUMULATORS if dtype not in (torch.float8_e5m2
 
 @check
 def averages_have_one_arithmetic() -> str:
-    """Whoever makes a call, of whatever form: a mean doesn't overflow on the way, integers are truncated."""
+    """Whoever makes a call, of whatever form: a mean doesn't overflow on the way, integers are
+    truncated."""
     few = dist.new_group(pg_options=Options(max_bytes_per_rank=0))
     alone = dist.new_group([rank()], use_local_synchronization=True)
     factor = 1 / world()
@@ -63,25 +67,34 @@ def averages_have_one_arithmetic() -> str:
             if name == "PREMUL_SUM" and n == 1:
                 continue
             inputs = {
-                r: [large(r, dtype, torch.Size(shape).numel()).view(shape) for shape in case.given(r, n)]
+                r: [
+                    large(r, dtype, torch.Size(shape).numel()).view(shape)
+                    for shape in case.given(r, n)
+                ]
                 for r in range(n)
             }
             mine = [tensor.clone() for tensor in inputs[me]]
             outs = (
                 mine
                 if case.in_place
-                else [torch.empty(shape, dtype=dtype, device=device()) for shape in case.taken(me, n)]
+                else [
+                    torch.empty(shape, dtype=dtype, device=device()) for shape in case.taken(me, n)
+                ]
             )
             wanted = replaced(case, inputs, me, name, factor)
             with_operation(case, group, outs, mine, op)
             for got, right in zip(outs, wanted, strict=True):
-                what = f"{name} of {dtype}, {case.name}, group of {n}, {'few' if group is few else ''}"
+                what = (
+                    f"{name} of {dtype}, {case.name}, group of {n}, {'few' if group is few else ''}"
+                )
                 exact = device().type == "cpu" or not dtype.is_floating_point
                 expect(torch.isfinite(got.float()).all(), f"{what}: {got}")
                 if exact and n in (1, 2):
                     expect(equal(got, right), f"{what}: {got}, and not {right}")
                 else:
-                    torch.testing.assert_close(got.float(), right.float(), rtol=0.07, atol=0.0, msg=what)
+                    torch.testing.assert_close(
+                        got.float(), right.float(), rtol=0.07, atol=0.0, msg=what
+                    )
             made[f"{name} {dtype}"] += 1
     expect(len(made) >= len(OF_NUMBERS), f"{made}")
     for group in (few, alone):
@@ -98,7 +111,9 @@ def replaced(case: Case, inputs: Values, r: int, op: str, factor: float) -> list
         REDUCTION.pop()
 
 
-def with_operation(case: Case, group: Any, outs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any) -> None:
+def with_operation(
+    case: Case, group: Any, outs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any
+) -> None:
     """Make a synchronous call of a case with another operation than the sum."""
     if case.name == "all_reduce":
         dist.all_reduce(outs[0], op, group=group)
@@ -130,5 +145,7 @@ def reductions_without_a_meaning() -> None:
         premultiplied = dist._make_nccl_premul_sum(2.0)
         for tensor, op in ((truth, dist.ReduceOp.AVG), (whole, premultiplied)):
             if device().type == "cpu":
-                expect_raises(TypeError, lambda t=tensor, o=op, g=group: dist.all_reduce(t, o, group=g))
+                expect_raises(
+                    TypeError, lambda t=tensor, o=op, g=group: dist.all_reduce(t, o, group=g)
+                )
     dist.destroy_process_group(few)

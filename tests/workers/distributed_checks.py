@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of backend "tdcoll", as torch.distributed's users call it, and who handles them, on every rank of a job."""
+"""Results of backend "tdcoll", as torch.distributed's users call it, and who handles them, on every
+rank of a job."""
 
 from __future__ import annotations
 
@@ -7,7 +8,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
-from backend_job import SINGLE_SCATTER, by_fallback, data, dense_sum, finish, handled, same, single, sparse
+from backend_job import (
+    SINGLE_SCATTER,
+    by_fallback,
+    data,
+    dense_sum,
+    finish,
+    handled,
+    same,
+    single,
+    sparse,
+)
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
@@ -44,7 +55,9 @@ def gathers_into_one_tensor() -> None:
     same(room, torch.cat([data(r, 4) for r in everyone()]), "input elsewhere in the output")
     empty = torch.empty(0, device=device())
     single(torch.empty(0, device=device()), empty)
-    expect_raises(ValueError, lambda: single(torch.empty(5, device=device()), data(rank(), 4)), "elements")
+    expect_raises(
+        ValueError, lambda: single(torch.empty(5, device=device()), data(rank(), 4)), "elements"
+    )
     expect(handled("all_gather") - before == 2 * len(DTYPES) + 3, explain())
 
 
@@ -57,7 +70,9 @@ def gathers_lists() -> None:
         for r in everyone():
             same(pieces[r].detach().contiguous(), data(r, 6).view(2, 3), f"piece {r}")
         uneven = [torch.empty(3 * r, dtype=torch.int64, device=device()) for r in everyone()]
-        finish(dist.all_gather(uneven, data(rank(), 3 * rank(), torch.int64), async_op=asynchronous))
+        finish(
+            dist.all_gather(uneven, data(rank(), 3 * rank(), torch.int64), async_op=asynchronous)
+        )
         for r in everyone():
             same(uneven[r], data(r, 3 * r, torch.int64), f"uneven piece {r}")
     expect(handled("all_gather") - before == 4, explain())
@@ -67,38 +82,62 @@ def gathers_lists() -> None:
 
 @check
 def exchanges_parts() -> None:
-    """tdcoll handles all-to-alls of equal parts; those with sizes, which may differ between ranks, fall back."""
+    """tdcoll handles all-to-alls of equal parts; those with sizes, which may differ between ranks,
+    fall back."""
     before, n = handled("all_to_all"), 6
     for call, dtype in enumerate(DTYPES):
         given = data(rank(), world() * n, dtype, call)
-        wanted = torch.cat([data(r, world() * n, dtype, call).view(world(), n)[rank()] for r in everyone()])
+        wanted = torch.cat(
+            [data(r, world() * n, dtype, call).view(world(), n)[rank()] for r in everyone()]
+        )
         for asynchronous in (False, True, False):
             out = torch.empty_like(given)
             finish(dist.all_to_all_single(out, given, async_op=asynchronous))
             same(out, wanted, f"{dtype}")
-    strided, out = torch.stack([given, given], 1)[:, 0], torch.empty(world() * n, 2, dtype=dtype, device=device())[:, 1]
+    strided, out = (
+        torch.stack([given, given], 1)[:, 0],
+        torch.empty(world() * n, 2, dtype=dtype, device=device())[:, 1],
+    )
     dist.all_to_all_single(out, strided)
     same(out.contiguous(), wanted, "strided")
     dist.all_to_all_single(given, given)
     same(given, wanted, "into its own input")
     expect(handled("all_to_all") - before == 3 * len(DTYPES) + 2, explain())
     short = torch.empty(1, device=device())
-    expect_raises(ValueError, lambda: dist.all_to_all_single(short, data(rank(), 2 * world())), "elements")
-    expect_raises(ValueError, lambda: dist.all_to_all_single(*2 * [data(rank(), 2 * world() + 1)]), "parts of one size")
+    expect_raises(
+        ValueError, lambda: dist.all_to_all_single(short, data(rank(), 2 * world())), "elements"
+    )
+    expect_raises(
+        ValueError,
+        lambda: dist.all_to_all_single(*2 * [data(rank(), 2 * world() + 1)]),
+        "parts of one size",
+    )
     if shared() and device().type == "cuda":  # gloo takes none of CUDA memory
         return
     sizes = [1 + (rank() + r) % 2 for r in everyone()]
-    given = torch.cat([torch.full((size,), 10.0 * rank() + r, device=device()) for r, size in enumerate(sizes)])
+    given = torch.cat(
+        [torch.full((size,), 10.0 * rank() + r, device=device()) for r, size in enumerate(sizes)]
+    )
     out = torch.empty(sum(sizes), device=device())
     dist.all_to_all_single(out, given, sizes, sizes)
-    same(out, torch.cat([torch.full((s,), 10.0 * r + rank(), device=device()) for r, s in enumerate(sizes)]), "sizes")
+    same(
+        out,
+        torch.cat(
+            [torch.full((s,), 10.0 * r + rank(), device=device()) for r, s in enumerate(sizes)]
+        ),
+        "sizes",
+    )
 
 
 @check
 def functional_collectives_and_compile() -> None:
     before = handled("all_gather")
     wanted = torch.cat([data(r, 4) for r in everyone()])
-    same(functional.all_gather_tensor(data(rank(), 4), 0, dist.group.WORLD).wait(), wanted, "functional")
+    same(
+        functional.all_gather_tensor(data(rank(), 4), 0, dist.group.WORLD).wait(),
+        wanted,
+        "functional",
+    )
     group = dist.group.WORLD
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -111,13 +150,22 @@ def functional_collectives_and_compile() -> None:
 
 @check
 def derivatives() -> None:
-    """Of PyTorch's functions on the backend, gathering and scattering are each other's derivative, summing its own."""
+    """Of PyTorch's functions on the backend, gathering and scattering are each other's derivative,
+    summing its own."""
     group, n, me = dist.group.WORLD, world(), rank()
     pulls = [data(r, 4 * n, call=7) for r in everyone()]
     firsts = [pull[:4] for pull in pulls]
     calls = (
-        (lambda x: functional.all_gather_tensor_autograd(x, 0, group), 4, sum(pulls)[4 * me : 4 * me + 4]),
-        (lambda x: functional.reduce_scatter_tensor_autograd(x, "sum", 0, group), 4 * n, torch.cat(firsts)),
+        (
+            lambda x: functional.all_gather_tensor_autograd(x, 0, group),
+            4,
+            sum(pulls)[4 * me : 4 * me + 4],
+        ),
+        (
+            lambda x: functional.reduce_scatter_tensor_autograd(x, "sum", 0, group),
+            4 * n,
+            torch.cat(firsts),
+        ),
         (lambda x: differentiable.all_reduce(x, group=group), 4, sum(firsts)),
     )
     before = {kind: handled(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
@@ -142,7 +190,8 @@ OPERATIONS = {
 
 
 def reduced(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return the reduction of small integers: exact whatever the order, but for the mean's one rounding."""
+    """Return the reduction of small integers: exact whatever the order, but for the mean's one
+    rounding."""
     wide = [part.double() if part.is_floating_point() else part for part in parts]
     return OPERATIONS[name](wide).to(parts[0].dtype)
 
@@ -156,7 +205,8 @@ def close(got: torch.Tensor, wanted: torch.Tensor, name: str, what: str) -> None
 
 @check
 def reduces() -> None:
-    """Every dtype and operation; in time, in place and beside; what is a part of the other tensor."""
+    """Every dtype and operation; in time, in place and beside; what is a part of the other
+    tensor."""
     before = handled("all_reduce"), handled("reduce_scatter")
     calls = 0
     for call, dtype in enumerate((*REDUCED, torch.int8, torch.uint8)):
@@ -169,36 +219,57 @@ def reduces() -> None:
             for asynchronous in (False, True, False, True):  # the second of each goes the short way
                 tensor, out = parts[rank()].clone(), torch.empty(2, 2, dtype=dtype, device=device())
                 work = dist.all_reduce(tensor, op, async_op=asynchronous)
-                other = SINGLE_SCATTER(out, parts[rank()].view(world(), 2, 2), op, async_op=asynchronous)
+                other = SINGLE_SCATTER(
+                    out, parts[rank()].view(world(), 2, 2), op, async_op=asynchronous
+                )
                 if asynchronous:
                     work.wait(), other.wait()
-                    expect(work.result()[0] is tensor and work.get_future().wait()[0] is tensor, "result and future")
+                    expect(
+                        work.result()[0] is tensor and work.get_future().wait()[0] is tensor,
+                        "result and future",
+                    )
                 close(tensor, wanted, name, f"all_reduce {dtype} {name}")
-                close(out.view(-1), wanted.view(world(), 4)[rank()], name, f"reduce_scatter {dtype} {name}")
+                close(
+                    out.view(-1),
+                    wanted.view(world(), 4)[rank()],
+                    name,
+                    f"reduce_scatter {dtype} {name}",
+                )
                 calls += 1
     parts = [data(r, 6 * world()) for r in everyone()]
     whole = parts[rank()].clone()
     SINGLE_SCATTER(whole[6 * rank() : 6 * rank() + 6], whole)
-    same(whole[6 * rank() : 6 * rank() + 6], sum(parts)[6 * rank() : 6 * rank() + 6], "own part of the input")
+    same(
+        whole[6 * rank() : 6 * rank() + 6],
+        sum(parts)[6 * rank() : 6 * rank() + 6],
+        "own part of the input",
+    )
     whole = parts[rank()].clone()
     SINGLE_SCATTER(whole[3:9], whole)
     same(whole[3:9], sum(parts)[6 * rank() : 6 * rank() + 6], "elsewhere in the input")
     dist.all_reduce(torch.empty(0, device=device()))
     expect(handled("all_reduce") - before[0] == calls + 1, explain())
     expect(handled("reduce_scatter") - before[1] == calls + 2, explain())
-    expect_raises(ValueError, lambda: SINGLE_SCATTER(torch.empty(5, device=device()), parts[rank()]), "elements")
+    expect_raises(
+        ValueError,
+        lambda: SINGLE_SCATTER(torch.empty(5, device=device()), parts[rank()]),
+        "elements",
+    )
     wanted = sum(parts).view(world(), 6)[rank()]
     pieces, out = list(parts[rank()].view(world(), 6)), torch.empty(6, device=device())
-    if device().type == "cuda" or hasattr(dist.group.WORLD, "reduce_scatter_single"):  # gloo's came with that name
+    # gloo's came with that name
+    if device().type == "cuda" or hasattr(dist.group.WORLD, "reduce_scatter_single"):
         dist.reduce_scatter(out, pieces)
         same(out, wanted, "of a list: the fallback backend")
 
 
 @check
 def reduces_several_together() -> None:
-    """Coalesced forms, of tensors that fit one launch together, of such that do not, and functional ones."""
+    """Coalesced forms, of tensors that fit one launch together, of such that do not, and functional
+    ones."""
     manager = dist.distributed_c10d._coalescing_manager
-    for sizes in ((3, 5, 8), (1, 140_000 // world())):  # few enough bytes for the backend, with any number of ranks
+    # few enough bytes for the backend, with any number of ranks
+    for sizes in ((3, 5, 8), (1, 140_000 // world())):
         before = handled("all_reduce"), handled("reduce_scatter"), handled("all_gather")
         parts = [[data(r, n * world(), call=n) for n in sizes] for r in everyone()]
         sums = [sum(parts[r][i] for r in everyone()) for i in range(len(sizes))]
@@ -221,7 +292,11 @@ def reduces_several_together() -> None:
             for i, n in enumerate(sizes):
                 same(tensors[i].detach(), sums[i], f"all_reduce {i} of {sizes}")
                 same(outs[i], sums[i].view(world(), n)[rank()], f"reduce_scatter {i} of {sizes}")
-                same(gathered[i], torch.cat([parts[r][i][:n] for r in everyone()]), f"all_gather {i} of {sizes}")
+                same(
+                    gathered[i],
+                    torch.cat([parts[r][i][:n] for r in everyone()]),
+                    f"all_gather {i} of {sizes}",
+                )
         now = handled("all_reduce"), handled("reduce_scatter"), handled("all_gather")
         expect([b - a for a, b in zip(before, now, strict=True)] == [2, 2, 2], explain())
     mixed = [data(rank(), 4), data(rank(), 4, torch.int32)]
@@ -232,21 +307,29 @@ def reduces_several_together() -> None:
     same(total.wait(), sum(data(r, 4) for r in everyone()), "functional all_reduce")
     part = functional.reduce_scatter_tensor(data(rank(), 2 * world()), "sum", 0, dist.group.WORLD)
     same(
-        part.wait(), sum(data(r, 2 * world()) for r in everyone()).view(world(), 2)[rank()], "functional reduce_scatter"
+        part.wait(),
+        sum(data(r, 2 * world()) for r in everyone()).view(world(), 2)[rank()],
+        "functional reduce_scatter",
     )
-    expect((handled("all_reduce") - before[0], handled("reduce_scatter") - before[1]) == (1, 1), explain())
+    expect(
+        (handled("all_reduce") - before[0], handled("reduce_scatter") - before[1]) == (1, 1),
+        explain(),
+    )
 
 
 @check
 def reductions_that_are_handed_over() -> None:
-    """The fallback backend has calls that are too large, or of other dtypes and operations, and explain says why."""
+    """The fallback backend has calls that are too large, or of other dtypes and operations, and
+    explain says why."""
     group = dist.new_group(pg_options=Options(max_bytes_per_rank=64))
     dist.all_reduce(data(rank(), 16), group=group)
     large, out = data(rank(), 17 * world()), torch.empty(17, device=device())
     dist.all_reduce(large, group=group)
     same(large, sum(data(r, 17 * world()) for r in everyone()), "large")
     SINGLE_SCATTER(out, data(rank(), 17 * world()), group=group)
-    expect((handled("all_reduce", group), handled("reduce_scatter", group)) == (1, 0), explain(group))
+    expect(
+        (handled("all_reduce", group), handled("reduce_scatter", group)) == (1, 0), explain(group)
+    )
     for kind in ("all_reduce", "reduce_scatter"):
         expect(by_fallback(kind, group) == {"more than 64 bytes per rank": 1}, explain(group))
     small = torch.ones(3, dtype=torch.uint8, device=device())
@@ -257,10 +340,14 @@ def reductions_that_are_handed_over() -> None:
         dist.all_reduce(ints, dist.ReduceOp.BOR, group=group)
         expect(ints.tolist() == 3 * [(1 << world()) - 1], "bitwise or")
         expect(
-            "RedOpType.BOR of torch.int32 is not among tdcoll's reductions" in by_fallback("all_reduce", group),
+            "RedOpType.BOR of torch.int32 is not among tdcoll's reductions"
+            in by_fallback("all_reduce", group),
             explain(group),
         )
-    expect("sum of torch.uint8 is not among tdcoll's reductions" in by_fallback("all_reduce", group), explain(group))
+    expect(
+        "sum of torch.uint8 is not among tdcoll's reductions" in by_fallback("all_reduce", group),
+        explain(group),
+    )
     dist.destroy_process_group(group)
 
 
@@ -275,12 +362,17 @@ def sparse_sums() -> None:
     work.wait()
     expect(tensor.is_coalesced(), "the result is coalesced")
     same(tensor.to_dense(), dense_sum(), "async")
-    expect(work.result()[0] is tensor and work.get_future().wait()[0] is tensor, "result and future are the tensor")
+    expect(
+        work.result()[0] is tensor and work.get_future().wait()[0] is tensor,
+        "result and future are the tensor",
+    )
     mean = sparse(rank())
     mean._values().mul_(world())
     dist.all_reduce(mean, dist.ReduceOp.AVG)
     expect(torch.allclose(mean.to_dense(), dense_sum()), f"average: {mean}")
-    nothing = torch.sparse_coo_tensor(torch.empty(1, 0), torch.empty(0, 3), (20, 3), device=device())
+    nothing = torch.sparse_coo_tensor(
+        torch.empty(1, 0), torch.empty(0, 3), (20, 3), device=device()
+    )
     dist.all_reduce(nothing)
     expect(nothing._nnz() == 0, "nobody has rows")
     one = sparse(0) if rank() == 0 else nothing.clone()
@@ -308,7 +400,8 @@ def densified(tensor: torch.Tensor) -> torch.Tensor:
 
 @check
 def sparse_dtypes_and_operations() -> str:
-    """Every one of them gives what the dense tensors give, in the same dtype, or raises: nothing in between."""
+    """Every one of them gives what the dense tensors give, in the same dtype, or raises: nothing in
+    between."""
     operations = {
         **{
             name: getattr(dist.ReduceOp, name)
@@ -331,22 +424,35 @@ def sparse_dtypes_and_operations() -> str:
                 try:
                     dist.all_reduce(tensor, op, group=group)
                 except (RuntimeError, TypeError, ValueError) as error:
-                    expect(name != "SUM" or dtype not in REDUCED or group is plain, f"{dtype} {name}: {error}")
+                    expect(
+                        name != "SUM" or dtype not in REDUCED or group is plain,
+                        f"{dtype} {name}: {error}",
+                    )
                     continue
                 expect(wanted is not None, f"{dtype} {name}: only the sparse tensor can be reduced")
                 got = densified(tensor)
                 eight_bits = dtype.itemsize == 1 and dtype.is_floating_point
                 if name == "AVG" or eight_bits:  # divided before or after, and rounded in between
                     steps = {"rtol": 0.13, "atol": 0.0} if eight_bits else {}
-                    torch.testing.assert_close(got.float(), wanted.float(), msg=f"{dtype} {name}: {got}", **steps)
+                    torch.testing.assert_close(
+                        got.float(), wanted.float(), msg=f"{dtype} {name}: {got}", **steps
+                    )
                 else:
                     same(got, wanted, f"{dtype} {name}")
                 computed.append(f"{name} {dtype}")
-    expect({f"SUM {dtype}" for dtype in REDUCED} <= set(computed), f"too few are computed: {computed}")
+    expect(
+        {f"SUM {dtype}" for dtype in REDUCED} <= set(computed), f"too few are computed: {computed}"
+    )
     complex_ = sparse(rank(), torch.complex64)
-    expect_raises(TypeError, lambda: dist.all_reduce(complex_), "complex and sparse", "view_as_real")
+    expect_raises(
+        TypeError, lambda: dist.all_reduce(complex_), "complex and sparse", "view_as_real"
+    )
     with torch.inference_mode():
-        expect_raises(TypeError, lambda: dist.all_reduce(sparse(rank(), torch.complex64)), "complex and sparse")
+        expect_raises(
+            TypeError,
+            lambda: dist.all_reduce(sparse(rank(), torch.complex64)),
+            "complex and sparse",
+        )
     real = torch.view_as_real(complex_).clone()
     dist.all_reduce(real)
     wanted = sum(sparse(r, torch.complex64).to_dense() for r in everyone())
@@ -356,7 +462,13 @@ def sparse_dtypes_and_operations() -> str:
     dist.all_reduce(turned)
     same(turned.to_dense(), world() * square.to_dense().t(), "a view of a real tensor")
     whole = sparse(rank(), torch.int64)
-    expect_raises(TypeError, lambda: dist.all_reduce(whole, dist.ReduceOp.AVG), "AVG", "floating-point", "torch.int64")
+    expect_raises(
+        TypeError,
+        lambda: dist.all_reduce(whole, dist.ReduceOp.AVG),
+        "AVG",
+        "floating-point",
+        "torch.int64",
+    )
     same(whole.to_dense(), sparse(rank(), torch.int64).to_dense(), "what was refused is as it was")
     dist.destroy_process_group(plain)
     return f"{len(computed)} of {2 * len(kinds) * len(operations)} are computed"
@@ -374,6 +486,10 @@ def tensors_of_other_kinds() -> None:
         out = torch.empty(world() ** 2 * 4, device=device())
         single(out, pending)
         same(out, wanted.repeat(world()), "of a pending result")
-    empty = torch.sparse_coo_tensor([[rank(), 0]], torch.empty(2, 0, device=device()), (world(), 0)).to(device())
+    empty = torch.sparse_coo_tensor(
+        [[rank(), 0]], torch.empty(2, 0, device=device()), (world(), 0)
+    ).to(device())
     dist.all_reduce(empty)
-    expect(empty.indices().tolist() == [list(everyone())], f"rows without elements: {empty.indices()}")
+    expect(
+        empty.indices().tolist() == [list(everyone())], f"rows without elements: {empty.indices()}"
+    )

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every collective and message of ``torch.distributed`` with every form of tensors, on every rank of a job.
+"""Every collective and message of ``torch.distributed`` with every form of tensors, on every rank
+of a job.
 
-A form is a layout, a dtype or a size. Whoever handles a call (tdcoll, the fallback backend, a group of one rank), and
-however it is made (synchronous or not, by wait, poll or future, alone or coalesced), it writes the elements that its
-outputs have and no others, reads its inputs and leaves them as they are, and its work has a value of one form.
+A form is a layout, a dtype or a size. Whoever handles a call (tdcoll, the fallback backend, a group
+of one rank), and however it is made (synchronous or not, by wait, poll or future, alone or
+coalesced), it writes the elements that its outputs have and no others, reads its inputs and leaves
+them as they are, and its work has a value of one form.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ SENTINEL = 99
 
 @dataclass(frozen=True)
 class Form:
-    """A form of tensors. ``make(shape, dtype) ->`` the memory, and the tensor in it; ``inputs_only``: no output's."""
+    """A form of tensors. ``make(shape, dtype) ->`` the memory, and the tensor in it;
+    ``inputs_only``: no output's."""
 
     name: str
     make: Callable[[Shape, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
@@ -125,7 +128,10 @@ def values_of(case: Case, form: Form, ranks: Sequence[int]) -> Values:
             numbers = numbers[:, :1].expand(shape).contiguous()
         return numbers.float().to(form.dtype)
 
-    return {r: [value(r, place, shape) for place, shape in enumerate(shaped(case.given(r, n), form))] for r in range(n)}
+    return {
+        r: [value(r, place, shape) for place, shape in enumerate(shaped(case.given(r, n), form))]
+        for r in range(n)
+    }
 
 
 def fill(form: Form, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +146,8 @@ def fill(form: Form, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 RESOLVED = ("all_gather, several", "all_gather, several of one", "gather")
-"""Cases in which torch.distributed passes complex tensors as they are; elsewhere it refuses conjugate ones."""
+"""Cases in which torch.distributed passes complex tensors as they are; elsewhere it refuses
+conjugate ones."""
 
 
 def applies(case: Case, form: Form, ranks: int) -> bool:
@@ -151,10 +158,13 @@ def applies(case: Case, form: Form, ranks: int) -> bool:
     if form.empty and case.name in ("all_gather_single, stacked", "all_to_all_single, uneven"):
         return False  # whose shapes and sizes are not those of no rows
     if case.reduces and form.dtype in (torch.int16, torch.complex64):
-        return False  # NCCL and gloo reduce neither; torch.distributed passes complex tensors as their real views
+        # NCCL and gloo reduce neither; torch.distributed passes complex tensors as their real views
+        return False
     if case.name == "a message around" and ranks == 1:
         return False
-    return not (device().type == "cuda" and shared() and not case.kind and not case.name.startswith("all_"))
+    return not (
+        device().type == "cuda" and shared() and not case.kind and not case.name.startswith("all_")
+    )
 
 
 def finish(work: Any, by: str) -> list[Any] | None:
@@ -208,7 +218,10 @@ def run(case: Case, form: Form, group: Any, ranks: Sequence[int], how: str) -> N
     value = finish(case.call(group, outs, inputs, how != "synchronous"), how)
     for place, ((whole, tensor), (memory_, wanted)) in enumerate(zip(taken, expected, strict=True)):
         expect(equal(tensor, wanted), f"{what}: output {place} is {tensor}, and not {wanted}")
-        expect(bytes_of(whole) == bytes_of(memory_), f"{what}: memory beside output {place} has changed: {whole}")
+        expect(
+            bytes_of(whole) == bytes_of(memory_),
+            f"{what}: memory beside output {place} has changed: {whole}",
+        )
     if not case.in_place:
         after = [bytes_of(whole) for whole, _ in held]
         expect(before == after, f"{what}: inputs have changed: {inputs}")
@@ -217,11 +230,15 @@ def run(case: Case, form: Form, group: Any, ranks: Sequence[int], how: str) -> N
 
 
 def check_value(case: Case, outs: list[torch.Tensor], value: list[Any], what: str) -> None:
-    """The form of NCCL's: a list of the outputs; of an all-gather into a list, one value that has all parts."""
+    """The form of NCCL's: a list of the outputs; of an all-gather into a list, one value that has
+    all parts."""
     if case.name in ("all_gather", "all_gather, uneven"):
         expect(len(value) == 1, f"{what}: {len(value)} values")
         parts = list(value[0])
-        expect(len(parts) == len(outs) and all(map(equal, parts, outs)), f"{what}: the value is {value}")
+        expect(
+            len(parts) == len(outs) and all(map(equal, parts, outs)),
+            f"{what}: the value is {value}",
+        )
         return
     if case.name != "a message around":
         expect(len(value) == len(outs), f"{what}: {len(value)} values for {len(outs)} outputs")
@@ -230,7 +247,8 @@ def check_value(case: Case, outs: list[torch.Tensor], value: list[Any], what: st
 
 def ways(case: Case) -> Iterator[str]:
     yield from ("synchronous", "wait")
-    if case.name != "a message around":  # gloo's messages are complete when somebody waits, and have no future
+    # gloo's messages are complete when somebody waits, and have no future
+    if case.name != "a message around":
         yield from ("poll", "future")
 
 
@@ -239,7 +257,9 @@ def every_form_of_every_call() -> str:
     """By tdcoll, by the fallback backend, and in a group of one rank."""
     few = dist.new_group(pg_options=Options(max_bytes_per_rank=0))
     alone = dist.new_group([rank()], use_local_synchronization=True)
-    before = {kind: handled(kind) for kind in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")}
+    before = {
+        kind: handled(kind) for kind in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+    }
     made: Counter[str] = Counter()
     turn = itertools.count()
     for case, form in itertools.product(CASES, FORMS):
@@ -261,7 +281,8 @@ def every_form_of_every_call() -> str:
 
 @check
 def tensors_that_share_memory() -> None:
-    """An input may lie in an output, and the other way round: at the own place of a rank, or elsewhere."""
+    """An input may lie in an output, and the other way round: at the own place of a rank, or
+    elsewhere."""
     few = dist.new_group(pg_options=Options(max_bytes_per_rank=0))
     n, me = world(), rank()
     for group in (dist.group.WORLD, few):
@@ -273,7 +294,10 @@ def tensors_that_share_memory() -> None:
             expect(equal(room, torch.cat(parts)), f"all_gather from place {begin}: {room}")
             whole = torch.cat([parts[me] + 100 * k for k in everyone()])
             SINGLE_SCATTER(whole[begin : begin + 4], whole, group=group)
-            expect(equal(whole[begin : begin + 4], sum(parts) + 100 * n * me), f"reduce_scatter to {begin}: {whole}")
+            expect(
+                equal(whole[begin : begin + 4], sum(parts) + 100 * n * me),
+                f"reduce_scatter to {begin}: {whole}",
+            )
         whole = torch.cat([parts[me] + 100 * k for k in everyone()])
         dist.all_to_all_single(whole, whole, group=group)
         expect(equal(whole, torch.cat([part + 100 * me for part in parts])), f"all_to_all: {whole}")
@@ -288,7 +312,8 @@ def tensors_that_share_memory() -> None:
 
 @check
 def tensors_that_are_refused() -> None:
-    """Before anything is sent: outputs whose elements share an address, and tensors that don't fit each other."""
+    """Before anything is sent: outputs whose elements share an address, and tensors that don't fit
+    each other."""
     few = dist.new_group(pg_options=Options(max_bytes_per_rank=0))
     n = world()
     one, several = torch.zeros(1, device=device()), torch.zeros(9, device=device())
@@ -305,20 +330,34 @@ def tensors_that_are_refused() -> None:
                 lambda t, g: dist.all_reduce(t, group=g),
                 lambda t, g: dist.broadcast(t, 0, group=g),
                 lambda t, g: single(t, torch.zeros(1, device=device()), group=g),
-                lambda t, g: dist.scatter(t, [t] * n if rank() == 0 else None, group=g, group_src=0),
+                lambda t, g: dist.scatter(
+                    t, [t] * n if rank() == 0 else None, group=g, group_src=0
+                ),
                 lambda t, g: dist.irecv(t, group=g, group_src=(rank() + 1) % n),
             ):
-                expect_raises(ValueError, lambda c=call, o=out, g=group: c(o, g), "an address for each element")
+                expect_raises(
+                    ValueError,
+                    lambda c=call, o=out, g=group: c(o, g),
+                    "an address for each element",
+                )
                 expect(not several.any() and not one.any(), f"{name}: refused, and written to")
         separate.fill_(1.0)
         dist.all_reduce(separate, group=group)
-        expect(bool((separate == n).all()), f"strides that cross, without a shared address: {separate}")
+        expect(
+            bool((separate == n).all()), f"strides that cross, without a shared address: {separate}"
+        )
         for words, wrong in {
             "elements": lambda g: single(torch.empty(4 * n + 1, device=device()), tensor, group=g),
             "one per rank": lambda g: dist.all_gather([tensor.clone()] * (n + 1), tensor, group=g),
-            "as large as": lambda g: dist.reduce_scatter(torch.empty(5, device=device()), [tensor] * n, group=g),
-            "one dtype": lambda g: g.reduce_scatter(torch.empty(4, device=device()).int(), [tensor] * n),
-            "must have": lambda g: dist.all_to_all([tensor.clone()] * (n + 1), [tensor] * n, group=g),
+            "as large as": lambda g: dist.reduce_scatter(
+                torch.empty(5, device=device()), [tensor] * n, group=g
+            ),
+            "one dtype": lambda g: g.reduce_scatter(
+                torch.empty(4, device=device()).int(), [tensor] * n
+            ),
+            "must have": lambda g: dist.all_to_all(
+                [tensor.clone()] * (n + 1), [tensor] * n, group=g
+            ),
         }.items():
             expect_raises(ValueError, lambda w=wrong, g=group: w(g), words)
     dist.destroy_process_group(few)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups of backend "tdcoll", on every rank of a job: what they have, and how their calls run beside others.
+"""Process groups of backend "tdcoll", on every rank of a job: what they have, and how their calls
+run beside others.
 
-They have options, contexts and an fallback backend. Their calls run as works, on streams and in CUDA graphs.
+They have options, contexts and an fallback backend. Their calls run as works, on streams and in
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -13,7 +15,17 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, by_fallback, data, dense_sum, handled, same, single, sparse, sums
+from backend_job import (
+    SINGLE_SCATTER,
+    by_fallback,
+    data,
+    dense_sum,
+    handled,
+    same,
+    single,
+    sparse,
+    sums,
+)
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch.distributed import batch_isend_irecv  # before there is a group of tdcoll's
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,9 +61,11 @@ def works() -> None:
         torch.cuda.synchronize()
     expect(work.is_completed() and work.is_success() and work.exception() is None, "complete")
 
-    # Asynchronous: what is issued in between is not held up, or this would never end. (The first message between two
-    # ranks is sent before: for that NCCL makes a communicator, which waits for all that the GPU is doing.)
-    where = torch.device("cpu") if shared() else device()  # gloo, which then handles CUDA tensors, cannot send them
+    # Asynchronous: what is issued in between is not held up, or this would never end. (The first
+    # message between two ranks is sent before: for that NCCL makes a communicator, which waits for
+    # all that the GPU is doing.)
+    # gloo, which then handles CUDA tensors, cannot send them
+    where = torch.device("cpu") if shared() else device()
     peer_out = torch.empty(1, device=where)
     if rank() == 0:
         dist.send(torch.ones(1, device=where), 1)
@@ -75,7 +89,9 @@ def works() -> None:
         late = dist.barrier(async_op=True)
         if rank() != 0:
             expect(not late.is_completed(), "a barrier before all ranks are there is not complete")
-            expect_raises(dist.DistBackendError, lambda: late.wait(timedelta(milliseconds=20)), "0.02 s")
+            expect_raises(
+                dist.DistBackendError, lambda: late.wait(timedelta(milliseconds=20)), "0.02 s"
+            )
         late.wait()
 
 
@@ -93,7 +109,9 @@ def subgroups() -> str | None:
         dist.barrier(pair)
         expect(handled("all_gather", pair) == handled("barrier", pair) == 1, explain(pair))
         dist.destroy_process_group(pair)
-    mixed = dist.new_group(backend=f"cpu:gloo,{device().type}:tdcoll" if device().type == "cuda" else "cpu:tdcoll")
+    mixed = dist.new_group(
+        backend=f"cpu:gloo,{device().type}:tdcoll" if device().type == "cuda" else "cpu:tdcoll"
+    )
     expect(isinstance(mixed, TdcollProcessGroup), f"{mixed}")
     single(torch.empty(world(), device=device()), data(rank(), 1), group=mixed)
     expect(handled("all_gather", mixed) == 1, explain(mixed))
@@ -106,7 +124,10 @@ def subgroups() -> str | None:
     gathered = torch.empty(world(), device=device())
     reverse.all_gather_single(gathered, data(rank(), 1)).wait()
     same(gathered, torch.cat([data(r, 1) for r in reversed(everyone())]), "split, in another order")
-    expect(dist.group.WORLD.split_group([(rank() + 1) % world()], group_name=f"not {rank()}") is None, "not in it")
+    expect(
+        dist.group.WORLD.split_group([(rank() + 1) % world()], group_name=f"not {rank()}") is None,
+        "not in it",
+    )
     reverse.shutdown()
     if shared():
         return "without DeviceMesh, which deals out the GPUs of a host to as many ranks"
@@ -128,19 +149,28 @@ def order_of_ranks() -> None:
     turned = list(everyone())[::-1]
     own, new = data(rank(), 2), dist.new_group(turned)
     same(tdcoll.all_gather(own, group=turned), torch.cat([data(r, 2) for r in turned]), "a list")
-    same(tdcoll.all_gather(own, group=new), torch.cat([data(r, 2) for r in everyone()]), "a new group")
+    same(
+        tdcoll.all_gather(own, group=new),
+        torch.cat([data(r, 2) for r in everyone()]),
+        "a new group",
+    )
     out = torch.empty(2 * world(), device=device())
     single(out, own, group=new)
     same(out, torch.cat([data(r, 2) for r in everyone()]), "the backend's")
     dist.destroy_process_group(new)
     if not shared():
         mesh = DeviceMesh(device().type, turned)
-        same(tdcoll.all_gather(own, group=mesh), torch.cat([data(r, 2) for r in everyone()]), "a mesh")
+        same(
+            tdcoll.all_gather(own, group=mesh),
+            torch.cat([data(r, 2) for r in everyone()]),
+            "a mesh",
+        )
 
 
 @check
 def a_first_call_that_waits_holds_up_no_other_thread() -> None:
-    """Rank 0 waits in a group's first call until the others have made calls of another group, with rank 0's thread."""
+    """Rank 0 waits in a group's first call until the others have made calls of another group, with
+    rank 0's thread."""
     one, other = (dist.new_group(everyone(), timeout=timedelta(seconds=20)) for _ in range(2))
     smaller, tensor = (torch.ones(n, device=device()) for n in (8, 9))
     dist.all_reduce(tensor, group=other)
@@ -173,13 +203,19 @@ def batched_messages() -> None:
         for call in (dist.send, dist.recv):
             message = torch.ones(1, device=device())
             expect_raises(
-                ValueError, lambda call=call, t=message: call(t, (rank() + 1) % world()), "must be on the CPU"
+                ValueError,
+                lambda call=call, t=message: call(t, (rank() + 1) % world()),
+                "must be on the CPU",
             )
         return
     n = 4 << 20 if device().type == "cuda" else 1 << 10
     left, right = (rank() - 1) % world(), (rank() + 1) % world()
-    for call in range(2 if world() > 1 or device().type == "cuda" else 0):  # gloo sends nothing to itself
-        sent = [torch.full((n,), 10.0 * rank() + direction + 100 * call, device=device()) for direction in (0, 1)]
+    # gloo sends nothing to itself
+    for call in range(2 if world() > 1 or device().type == "cuda" else 0):
+        sent = [
+            torch.full((n,), 10.0 * rank() + direction + 100 * call, device=device())
+            for direction in (0, 1)
+        ]
         got = [torch.empty(n, device=device()) for _ in sent]
         operations = [
             dist.P2POp(dist.isend, sent[0], left),
@@ -226,13 +262,20 @@ def options_and_words() -> None:
     dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
     expect(torch.allclose(mean.to_dense() * world(), dense_sum()), "inner sparse average")
     dist.barrier(group)
-    expect(not any(handled(kind, group) for kind in ("all_gather", "sparse_all_reduce", "barrier")), explain(group))
+    expect(
+        not any(handled(kind, group) for kind in ("all_gather", "sparse_all_reduce", "barrier")),
+        explain(group),
+    )
     text = explain(group)
     for kind in ("all_gather", "sparse_all_reduce", "barrier"):
         expect(f"  {kind}: fallback backend; configured to handle nothing" in text, text)
     if rank() == 0:
         lines = [line for line in LINES[before:] if f"of group {group.group_name} " in line]
-        by = [line for line in lines if "tdcoll: gloo handles " in line or "tdcoll: nccl handles " in line]
+        by = [
+            line
+            for line in lines
+            if "tdcoll: gloo handles " in line or "tdcoll: nccl handles " in line
+        ]
         expect(by == lines and len(lines) == 3, f"one line per kind: {lines}")
     some = dist.new_group(pg_options=Options(handles="barrier"))
     single(out, data(rank(), 2), group=some)
@@ -243,7 +286,10 @@ def options_and_words() -> None:
     some.barrier(deadline).wait()
     expect(handled("barrier", some) == 2, explain(some))
     dist.destroy_process_group(some)
-    expect("  all_gather: tdcoll" in explain() and "  everything else: fallback backend" in explain(), explain())
+    expect(
+        "  all_gather: tdcoll" in explain() and "  everything else: fallback backend" in explain(),
+        explain(),
+    )
     plain = dist.new_group(backend="gloo")
     expect("tdcoll handles none" in explain(plain), explain(plain))
     expect_raises(
@@ -263,7 +309,8 @@ def options_and_words() -> None:
 
 @check
 def blocks_of_all_contexts_fit() -> None:
-    """A group for whose contexts nothing is left is handled by the fallback backend; what is closed is free again."""
+    """A group for whose contexts nothing is left is handled by the fallback backend; what is closed
+    is free again."""
     job, groups = runtime.current(), []
     before = job.blocks_taken
     while not groups or handled("all_gather", groups[-1]):
@@ -273,7 +320,10 @@ def blocks_of_all_contexts_fit() -> None:
         same(out, torch.cat([data(r, 1) for r in everyone()]), f"group {len(groups)}")
         expect(len(groups) < 100, "there is no end of thread blocks")
     expect(len(groups) > 1, "no group found any")
-    expect(any("other contexts have left" in why for why in by_fallback("all_gather", groups[-1])), explain(groups[-1]))
+    expect(
+        any("other contexts have left" in why for why in by_fallback("all_gather", groups[-1])),
+        explain(groups[-1]),
+    )
     for group in groups:
         dist.destroy_process_group(group)
     expect(job.blocks_taken == before, f"{job.blocks_taken} are taken, {before} were")
@@ -290,9 +340,13 @@ def streams() -> None:
     before = [handled(kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
     for stream in (torch.cuda.current_stream(), side_stream):
         with torch.cuda.stream(stream):
-            for asynchronous in (False, True, True):  # the second asynchronous one goes the short way
+            # the second asynchronous one goes the short way
+            for asynchronous in (False, True, True):
                 tensor = torch.zeros(n, device=device())
-                out, part = torch.empty(world() * n, device=device()), torch.empty(n, device=device())
+                out, part = (
+                    torch.empty(world() * n, device=device()),
+                    torch.empty(n, device=device()),
+                )
                 whole = torch.zeros(world() * n, device=device())
                 torch.cuda._sleep(20_000_000)
                 tensor.fill_(rank() + 1)
@@ -302,7 +356,10 @@ def streams() -> None:
                     SINGLE_SCATTER(part, whole, async_op=asynchronous),
                     dist.all_reduce(whole, async_op=asynchronous) if not asynchronous else None,
                 ]
-                expect(torch.cuda.current_stream() == stream, "the caller's stream is the current one again")
+                expect(
+                    torch.cuda.current_stream() == stream,
+                    "the caller's stream is the current one again",
+                )
                 if asynchronous:
                     works[1].wait()
                     works[2] = dist.all_reduce(whole, async_op=True)
@@ -318,8 +375,9 @@ def streams() -> None:
 
 @check(gpu_only=True)
 def groups_together() -> None:
-    """All-gathers and all-reduces of one group, and reduce-scatters of another, on three streams. Ranks begin those of
-    the two groups in different orders, beside matmuls that fill the GPU: they end, and are right."""
+    """All-gathers and all-reduces of one group, and reduce-scatters of another, on three streams.
+    Ranks begin those of the two groups in different orders, beside matmuls that fill the GPU: they
+    end, and are right."""
     n, calls, other = 1 << 18, 40, dist.new_group(pg_options=Options(blocks=16))
     gathering, reducing, scattering = (torch.cuda.Stream() for _ in range(3))
     own = [data(rank(), n, call=call) for call in range(2)]
@@ -331,7 +389,8 @@ def groups_together() -> None:
     single(outs[0], own[0])  # first calls make contexts, in one order
     dist.all_reduce(maxima[0], dist.ReduceOp.MAX)
     SINGLE_SCATTER(parts[0], whole[0], group=other)
-    matrix = (matrix @ matrix).clamp(-1, 1)  # a first launch may wait until the GPU is idle: not among the calls
+    # a first launch may wait until the GPU is idle: not among the calls
+    matrix = (matrix @ matrix).clamp(-1, 1)
     torch.cuda.synchronize()
     for call in range(calls):
 
@@ -398,14 +457,18 @@ def graphs() -> None:
         whole.copy_(data(rank(), world() * 256, call=call))
         graph.replay()
         same(out, torch.cat([data(r, 256, call=call) for r in everyone()]), f"replay {call}")
-        same(part, sums(world() * 256, call).view(world(), 256)[rank()], f"scattered, replay {call}")
+        same(
+            part, sums(world() * 256, call).view(world(), 256)[rank()], f"scattered, replay {call}"
+        )
         same(reduced_, sums(256, call), f"reduced, replay {call}")
 
 
 def again() -> None:
     """Everything can be left, and joined once more."""
     dist.destroy_process_group()
-    dist.init_process_group("tdcoll", timeout=timedelta(seconds=60), pg_options=Options(heap_bytes=32 << 20))
+    dist.init_process_group(
+        "tdcoll", timeout=timedelta(seconds=60), pg_options=Options(heap_bytes=32 << 20)
+    )
     out = torch.empty(world(), device=device())
     single(out, data(rank(), 1))
     same(out, torch.cat([data(r, 1) for r in everyone()]), "after joining again")

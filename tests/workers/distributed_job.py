@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All checks of backend "tdcoll" in one job, because starting one takes long: results, groups, training."""
+"""All checks of backend "tdcoll" in one job, because starting one takes long: results, groups,
+training."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ import logging
 from backend_job import join
 from harness import run
 
-PARTS = ("order_", "", "forms_", "averages_", "works_", "observers_", "tensors_", "groups_", "training_")
+PARTS = (
+    "order_",
+    "",
+    "forms_",
+    "averages_",
+    "works_",
+    "observers_",
+    "tensors_",
+    "groups_",
+    "training_",
+)
 
 for part in PARTS:
     importlib.import_module(f"distributed_{part}checks")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools see of calls, on every rank of a job: profilers, dispatch modes, hooks, and tensors without values."""
+"""What tools see of calls, on every rank of a job: profilers, dispatch modes, hooks, and tensors
+without values."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ class Seen(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
         if function.namespace == "c10d":
             self.counts[function._schema.name.removeprefix("c10d::")] += 1
         return function(*given, **(named or {}))
@@ -71,7 +74,11 @@ def tensors_of(case: Case) -> tuple[Values, list[torch.Tensor], list[torch.Tenso
         for r in everyone()
     }
     mine = [tensor.clone() for tensor in inputs[rank()]]
-    outs = mine if case.in_place else [torch.empty(shape, device=device()) for shape in case.taken(rank(), world())]
+    outs = (
+        mine
+        if case.in_place
+        else [torch.empty(shape, device=device()) for shape in case.taken(rank(), world())]
+    )
     return inputs, outs, mine
 
 
@@ -82,7 +89,8 @@ def groups() -> tuple[Any, Any]:
 
 @check
 def operators_of_calls_are_seen() -> str:
-    """By a profiler and by modes, whoever handles a call: once, and tdcoll handles it as it would without them."""
+    """By a profiler and by modes, whoever handles a call: once, and tdcoll handles it as it would
+    without them."""
     made = 0
     both = groups()
     for group, (name, operator) in itertools.product(both, OPERATORS.items()):
@@ -100,10 +108,15 @@ def operators_of_calls_are_seen() -> str:
             expect(all(map(equal, outs, case.wanted(inputs, rank()))), f"{name}: {outs}")
             for seen in (outer.counts, inner.counts):
                 expect(seen == {operator: 1}, f"{name}, {asynchronous}: {seen}")
-            counts = {str(packet).removeprefix("c10d."): n for packet, n in debug.get_comm_counts().items()}
+            counts = {
+                str(packet).removeprefix("c10d."): n
+                for packet, n in debug.get_comm_counts().items()
+            }
             expect(counts == {operator: 1}, f"{name}: CommDebugMode has {counts}")
             inputs, outs, mine = tensors_of(case)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU]
+            ) as profile:
                 work = case.call(group, outs, mine, asynchronous)
                 expect(not asynchronous or work.wait(), "the work of the call")
             if not simulated():
@@ -138,8 +151,14 @@ def other_calls_are_seen() -> None:
 @check
 def modes_see_errors_and_may_keep_a_call() -> None:
     class Keeps(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-            return (given[0], c10d.FakeWork().boxed()) if function.namespace == "c10d" else function(*given)
+        def __torch_dispatch__(
+            self, function: Any, types: Any, given: Any = (), named: Any = None
+        ) -> Any:
+            return (
+                (given[0], c10d.FakeWork().boxed())
+                if function.namespace == "c10d"
+                else function(*given)
+            )
 
     tensor, before = data(rank(), 4), handled("all_reduce")
     with Keeps():
@@ -163,7 +182,8 @@ def modes_see_errors_and_may_keep_a_call() -> None:
 
 @check
 def works_that_pytorch_registers() -> None:
-    """In a block in which PyTorch keeps the work of each call by its tensor, wait_tensor waits for it."""
+    """In a block in which PyTorch keeps the work of each call by its tensor, wait_tensor waits for
+    it."""
     before = c10d._get_work_registry_size()
     with functional.allow_inflight_collective_as_graph_input_ctx():
         tensor = data(rank(), 6)
@@ -198,7 +218,9 @@ def tensors_without_values() -> None:
     for _ in range(2):  # real ones, of the same sizes, behind fake ones
         out = torch.empty(world() * 3, device=device())
         single(out, data(rank(), 3))
-        same(out, torch.cat([data(r, 3) for r in everyone()]), "a call behind those of fake tensors")
+        same(
+            out, torch.cat([data(r, 3) for r in everyone()]), "a call behind those of fake tensors"
+        )
         with mode:
             single(torch.empty(world() * 3, device=device()), torch.empty(3, device=device()))
     dist.destroy_process_group(both[1])
@@ -219,12 +241,16 @@ def calls_are_traced() -> None:
         graph = make_fx(traced, tracing_mode=kind)(data(rank(), 4)).graph
         targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
         operators = [target for target in targets if target.startswith("c10d")]
-        expect(operators == ["c10d.allreduce_.default", "c10d._allgather_base_.default"], f"{kind}: {targets}")
+        expect(
+            operators == ["c10d.allreduce_.default", "c10d._allgather_base_.default"],
+            f"{kind}: {targets}",
+        )
 
 
 @check
 def hooks_are_called() -> None:
-    """Before and behind each call of the group, in the order of the calls, with its tensors and its work."""
+    """Before and behind each call of the group, in the order of the calls, with its tensors and its
+    work."""
     both = groups()
     for group in both:
         heard: list[tuple[str, Any]] = []
@@ -237,10 +263,17 @@ def hooks_are_called() -> None:
             work = case.call(group, outs, mine, True)
             (first, before), (second, behind) = heard
             expect((first, second) == ("before", "behind"), f"{case.name}: {heard}")
-            expect(before.op_id == behind.op_id and before.name == behind.name, f"{case.name}: {heard}")
-            expect(before.async_op and behind.async_op and behind.work is work, f"{case.name}: {heard}")
+            expect(
+                before.op_id == behind.op_id and before.name == behind.name, f"{case.name}: {heard}"
+            )
+            expect(
+                before.async_op and behind.async_op and behind.work is work, f"{case.name}: {heard}"
+            )
             expect(len(before.input_tensors) == len(mine), f"{case.name}: {before}")
-            expect(len(before.output_tensors) == (0 if case.in_place else len(outs)), f"{case.name}: {before}")
+            expect(
+                len(before.output_tensors) == (0 if case.in_place else len(outs)),
+                f"{case.name}: {before}",
+            )
             work.wait()
             if not simulated():
                 torch.cuda.synchronize()
@@ -250,7 +283,9 @@ def hooks_are_called() -> None:
         dist.broadcast(data(rank(), 2), group=group, group_src=world() - 1)
         names = [str(told.name).rpartition(".")[2] for _, told in heard]
         expect(names == ["BARRIER", "BARRIER", "BROADCAST", "BROADCAST"], f"{names}")
-        expect(heard[2][1].root == world() - 1 and heard[2][1].op_id > heard[0][1].op_id, f"{heard}")
+        expect(
+            heard[2][1].root == world() - 1 and heard[2][1].op_id > heard[0][1].op_id, f"{heard}"
+        )
         heard.clear()
         group.unregister_pre_hook(3)
         group.unregister_post_hook(4)
@@ -265,6 +300,12 @@ def gathers_into_one_tensor_of_a_rank() -> None:
     for shape in ((2 * world(), 3), (world(), 2, 3)):
         out = torch.zeros(*shape, 2, device=device())[..., 0]
         given = data(rank(), 6).view(2, 3)
-        dist.group.WORLD.gather_single(out if rank() == 0 else torch.empty(0), given, c10d.GatherOptions()).wait()
+        dist.group.WORLD.gather_single(
+            out if rank() == 0 else torch.empty(0), given, c10d.GatherOptions()
+        ).wait()
         wanted = torch.cat([data(r, 6).view(2, 3) for r in everyone()]).view(shape)
-        same(out.contiguous(), wanted if rank() == 0 else torch.zeros(shape, device=device()), f"{shape}")
+        same(
+            out.contiguous(),
+            wanted if rank() == 0 else torch.zeros(shape, device=device()),
+            f"{shape}",
+        )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of calls on backend "tdcoll": callbacks that make calls, and ranks that do not issue calls in one order."""
+"""Orders of calls on backend "tdcoll": callbacks that make calls, and ranks that do not issue calls
+in one order."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import tdcoll
-from tdcoll.calls import pool
+from tdcoll.calls import implicit
 from tdcoll.distributed import Options, explain
 
 
 def ended(*futures: object, within_s: float = 20.0) -> None:
-    """Fail unless these C++ futures are complete soon, since their own wait has no limit. What callbacks have queued on
-    streams of a GPU, which are not the current one, is then done as well."""
+    """Fail unless these C++ futures are complete soon, since their own wait has no limit. What
+    callbacks have queued on streams of a GPU, which are not the current one, is then done as
+    well."""
     deadline = time.monotonic() + within_s
     while not all(future.done() for future in futures):
         expect(time.monotonic() < deadline, f"a callback has not ended in {within_s:g} s")
@@ -36,7 +38,8 @@ def ended(*futures: object, within_s: float = 20.0) -> None:
 
 @check
 def callbacks_that_make_calls_and_wait() -> None:
-    """Of the same kind, of another, and of another group; by the future and by the work; three deep."""
+    """Of the same kind, of another, and of another group; by the future and by the work; three
+    deep."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     for target in (dist.group.WORLD, group):
         for way in ("future", "work", "synchronous"):
@@ -63,20 +66,32 @@ def callbacks_that_make_calls_and_wait() -> None:
                 return tensor
 
             tensor = data(rank(), 5)
-            future = dist.all_reduce(tensor, async_op=True).get_future().then(lambda done, f=again: f(done, 1))
+            future = (
+                dist.all_reduce(tensor, async_op=True)
+                .get_future()
+                .then(lambda done, f=again: f(done, 1))
+            )
             ended(future)
             same(made[0], sums(5) * world(), f"{way}: the second sum")
             same(made[2], sums(5) * world() ** 2, f"{way}: the third sum")
             for other in made[1::2]:
-                same(other, torch.cat([data(r, 4) for r in everyone()]), f"{way}: gathered in a callback")
+                same(
+                    other,
+                    torch.cat([data(r, 4) for r in everyone()]),
+                    f"{way}: gathered in a callback",
+                )
     dist.destroy_process_group(group)
 
 
 @check
 def callbacks_come_before_later_calls() -> None:
-    """What a callback issues is made before what was issued behind its call: the same order on all ranks."""
+    """What a callback issues is made before what was issued behind its call: the same order on all
+    ranks."""
     for call in range(6):
-        first, behind = torch.full((3,), 1.0, device=device()), torch.full((4,), 5.0, device=device())
+        first, behind = (
+            torch.full((3,), 1.0, device=device()),
+            torch.full((4,), 5.0, device=device()),
+        )
         second = torch.full((3,), 7.0 + call, device=device())
 
         def then(done: object, call: int = call, second: torch.Tensor = second) -> torch.Tensor:
@@ -84,7 +99,8 @@ def callbacks_come_before_later_calls() -> None:
             return dist.all_reduce(second, async_op=True).get_future().wait()[0]
 
         future = dist.all_reduce(first, async_op=True).get_future().then(then)
-        time.sleep(0.02 * ((rank() + call + 1) % 2))  # where the callback is fast, its call comes first in any case
+        # where the callback is fast, its call comes first in any case
+        time.sleep(0.02 * ((rank() + call + 1) % 2))
         work = dist.all_reduce(behind, async_op=True)
         ended(future)
         work.wait()
@@ -95,7 +111,8 @@ def callbacks_come_before_later_calls() -> None:
 
 @check
 def ddp_with_power_sgd() -> None:
-    """A hook of PyTorch's whose callbacks make calls and wait; with several buckets, whose callbacks overlap."""
+    """A hook of PyTorch's whose callbacks make calls and wait; with several buckets, whose
+    callbacks overlap."""
     torch.manual_seed(5)
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4))).to(device())
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
@@ -121,17 +138,20 @@ def ddp_with_power_sgd() -> None:
 
 @check
 def asynchronous_calls_in_different_orders() -> None:
-    """Groups, and dense and sparse calls, that ranks issue in different orders once they have contexts."""
+    """Groups, and dense and sparse calls, that ranks issue in different orders once they have
+    contexts."""
     few = Options(blocks=8)
     groups = [dist.new_group(timeout=timedelta(seconds=20), pg_options=few) for _ in range(2)]
     began = time.monotonic()
     for call in range(4):
-        tensors = [data(rank(), 100 + 400 * call) for _ in groups]  # the largest needs no larger context
+        # the largest needs no larger context
+        tensors = [data(rank(), 100 + 400 * call) for _ in groups]
         outs = [torch.empty(world() * 8, device=device()) for _ in groups]
         rows = [sparse(rank()) for _ in groups]
         issue = []
         for group, tensor, out, row in zip(groups, tensors, outs, rows, strict=True):
-            dense = partial(dist.all_reduce, tensor), partial(single, out, data(rank(), 8))  # in this order
+            # in this order
+            dense = partial(dist.all_reduce, tensor), partial(single, out, data(rank(), 8))
             for calls in (dense, [partial(dist.all_reduce, row)]):
                 issue.append([partial(call, group=group, async_op=True) for call in calls])
         turned = (rank() * 3 + call) % len(issue) if call else 0  # the first makes contexts at once
@@ -162,14 +182,18 @@ def barriers_are_behind_all_calls() -> None:
         ]
         finish(dist.barrier(async_op=asynchronous))
         if device().type == "cpu":
-            expect(all(work.is_completed() for work in works), f"{[work.is_completed() for work in works]}")
+            expect(
+                all(work.is_completed() for work in works),
+                f"{[work.is_completed() for work in works]}",
+            )
         for work in works:
             work.wait()
 
 
 @check
 def threads_with_a_group_each() -> None:
-    """Four, whose first calls meet in any order, and which grow their contexts beside each other; not so on GPUs."""
+    """Four, whose first calls meet in any order, and which grow their contexts beside each other;
+    not so on GPUs."""
     few = Options(blocks=8)
     groups = [dist.new_group(timeout=timedelta(seconds=20), pg_options=few) for _ in range(4)]
     before = tdcoll.heap_info().used
@@ -183,7 +207,9 @@ def threads_with_a_group_each() -> None:
         group = groups[number]
         for call in range(3):
             time.sleep(0.003 * ((call + number * 3 + rank() * 2) % 4))
-            tensor = torch.full((300_000 if call == 2 else 50,), 10.0 * number + rank(), device=device())
+            tensor = torch.full(
+                (300_000 if call == 2 else 50,), 10.0 * number + rank(), device=device()
+            )
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
             same(tensor, torch.full_like(tensor, 10.0 * number + world() - 1), f"thread {number}")
             rows = sparse(rank())
@@ -193,7 +219,8 @@ def threads_with_a_group_each() -> None:
             work.wait()
             same(rows.to_dense(), sum(sparse(r).to_dense() for r in everyone()), f"thread {number}")
 
-    if device().type == "cuda":  # what is loaded for the first time waits for kernels that wait for another rank
+    # what is loaded for the first time waits for kernels that wait for another rank
+    if device().type == "cuda":
         for number in range(4):
             calls(number)
     with ThreadPoolExecutor() as pool:
@@ -215,7 +242,9 @@ def what_cannot_be_served_in_turn() -> None:
     for _ in range(2):
         tensor, out = data(rank(), 60_000), torch.empty(world() * 60_000, device=device())
         strided = torch.stack([data(rank(), 50_000)] * 2, 1)[:, 0]
-        reductions = [partial(dist.all_reduce, each, group=group, async_op=True) for each in (tensor, strided)]
+        reductions = [
+            partial(dist.all_reduce, each, group=group, async_op=True) for each in (tensor, strided)
+        ]
         gathers = [partial(single, out, data(rank(), 60_000), group=group, async_op=True)]
         works = [make() for make in reductions + gathers]
         first = data(1, 7) if rank() == 1 else torch.empty(7, device=device())
@@ -227,7 +256,10 @@ def what_cannot_be_served_in_turn() -> None:
         same(strided.contiguous(), sums(50_000), "sum of a column")
         same(out, torch.cat([data(r, 60_000) for r in everyone()]), "gathered")
     for kind, count in (("all_reduce", 4), ("all_gather", 2)):
-        expect(by_fallback(kind, group) == {"the symmetric heap has no room for it": count}, explain(group))
+        expect(
+            by_fallback(kind, group) == {"the symmetric heap has no room for it": count},
+            explain(group),
+        )
     for tensor in taken:
         tdcoll.free(tensor)
     dist.destroy_process_group(group)
@@ -235,16 +267,22 @@ def what_cannot_be_served_in_turn() -> None:
 
 @check
 def contexts_that_grow_beside_allocations() -> None:
-    """A sparse call grows its context on a thread while this one allocates, and makes and grows a pool of tdcoll's own:
-    before the thread exchanges anything on one rank, and behind that on another."""
-    group = dist.new_group(timeout=timedelta(seconds=20), pg_options=Options(handles="sparse_all_reduce", blocks=8))
+    """A sparse call grows its context on a thread while this one allocates, and makes and grows a
+    pool of tdcoll's own: before the thread exchanges anything on one rank, and behind that on
+    another."""
+    group = dist.new_group(
+        timeout=timedelta(seconds=20), pg_options=Options(handles="sparse_all_reduce", blocks=8)
+    )
 
     def ones(rows: int) -> torch.Tensor:
         indices = (torch.arange(rows, device=device()) + rank() * rows)[None]
         return torch.sparse_coo_tensor(indices, torch.ones(rows, 4, device=device()), (9000, 4))
 
     dist.all_reduce(ones(2), group=group)
-    smallest, pool._SMALLEST = pool._SMALLEST, 1 << 14  # bytes of the pool's first context
+    smallest, implicit._LEAST_BYTES_PER_RANK = (
+        implicit._LEAST_BYTES_PER_RANK,
+        1 << 14,
+    )  # bytes of the pool's first context
     for n in (1, 5_001):  # CUDA loads no kernel of PyTorch's while another waits for a rank
         reduced = torch.ones(n, device=device())
         tdcoll.distributed.all_reduce(reduced)
@@ -266,5 +304,5 @@ def contexts_that_grow_beside_allocations() -> None:
         expect(tensor._nnz() == rows * world() and bool((tensor._values() == 1).all()), f"{tensor}")
         expect(bool((mine == 7).all()), "memory that was not given away")
         tdcoll.free(mine)
-    pool._SMALLEST = smallest
+    implicit._LEAST_BYTES_PER_RANK = smallest
     dist.destroy_process_group(group)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that autograd knows, and tensors with strides, on backend "tdcoll": as torch.distributed's users expect."""
+"""Tensors that autograd knows, and tensors with strides, on backend "tdcoll": as
+torch.distributed's users expect."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tdcoll.distributed import Options, explain
 
 @check
 def autograd_sees_no_collective() -> None:
-    """A result keeps its history and its version, contiguous or not; a parameter may be reduced in place."""
+    """A result keeps its history and its version, contiguous or not; a parameter may be reduced in
+    place."""
     inner = dist.new_group(pg_options=Options(handles="none"))
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
     for group in (inner, dist.group.WORLD):
@@ -29,9 +31,17 @@ def autograd_sees_no_collective() -> None:
                 x = make(leaf * 2)
                 before = x._version, x.grad_fn
                 finish(dist.all_reduce(x, group=group, async_op=asynchronous))
-                same(x.detach().contiguous(), torch.full_like(x, 2.0 * world()).contiguous(), "the sum")
-                if group is not inner or device().type == "cpu":  # gloo copies CUDA tensors back for autograd to see
-                    expect((x._version, x.grad_fn) == before, f"version and history {x._version} {x.grad_fn}")
+                same(
+                    x.detach().contiguous(),
+                    torch.full_like(x, 2.0 * world()).contiguous(),
+                    "the sum",
+                )
+                # gloo copies CUDA tensors back for autograd to see
+                if group is not inner or device().type == "cpu":
+                    expect(
+                        (x._version, x.grad_fn) == before,
+                        f"version and history {x._version} {x.grad_fn}",
+                    )
                 x.sum().backward()
                 expect(leaf.grad.tolist() == 6 * [2.0], f"{group}: {leaf.grad}")
             last = torch.ones(2, 3, 2, 2, device=device()).to(memory_format=torch.channels_last)
@@ -56,7 +66,8 @@ STRIDED: dict[str, Callable[[int, int], torch.Tensor]] = {
 
 @check
 def strided_tensors_of_any_size() -> None:
-    """Above and below what tdcoll handles: the elements are reduced that the tensor has, and no others."""
+    """Above and below what tdcoll handles: the elements are reduced that the tensor has, and no
+    others."""
     group, n = dist.new_group(pg_options=Options(max_bytes_per_rank=256)), world()
     for rows, backend in ((4, "tdcoll"), (40, "fallback")):  # times 3 columns of 4 bytes
         for name, make in STRIDED.items():
@@ -66,33 +77,58 @@ def strided_tensors_of_any_size() -> None:
                     x = make(rows, 3)
                     x.copy_(data(rank(), 3 * rows).view(rows, 3))
                     finish(dist.all_reduce(x, group=group, async_op=asynchronous), futures)
-                    same(x.clone().resolve_neg().contiguous(), sums(3 * rows).view(rows, 3), f"all_reduce {what}")
+                    same(
+                        x.clone().resolve_neg().contiguous(),
+                        sums(3 * rows).view(rows, 3),
+                        f"all_reduce {what}",
+                    )
                     if name == "columns":
-                        expect(not x._base.view(rows, 6)[:, 1::2].any(), f"what lies between is not touched: {what}")
-                    parameter = nn.Parameter(make(rows, 3).copy_(data(rank(), 3 * rows).view(rows, 3)))
+                        expect(
+                            not x._base.view(rows, 6)[:, 1::2].any(),
+                            f"what lies between is not touched: {what}",
+                        )
+                    parameter = nn.Parameter(
+                        make(rows, 3).copy_(data(rank(), 3 * rows).view(rows, 3))
+                    )
                     finish(dist.all_reduce(parameter, group=group, async_op=asynchronous), futures)
                     expect(parameter.is_leaf and parameter._version <= 1, what)
                     x, out = make(rows, 3), nn.Parameter(make(n * rows, 3))
                     x.copy_(data(rank(), 3 * rows).view(rows, 3))
                     finish(single(out, x, group=group, async_op=asynchronous), futures)
                     wanted = torch.cat([data(r, 3 * rows).view(rows, 3) for r in everyone()])
-                    same(out.detach().clone().resolve_neg().contiguous(), wanted, f"all_gather {what}")
+                    same(
+                        out.detach().clone().resolve_neg().contiguous(),
+                        wanted,
+                        f"all_gather {what}",
+                    )
                     x, out = make(n * rows, 3), nn.Parameter(make(rows, 3))
                     x.copy_(data(rank(), 3 * n * rows).view(n * rows, 3))
-                    none = backend == "fallback" and (device().type == "cpu" or shared())  # gloo has no such futures
-                    finish(SINGLE_SCATTER(out, x, group=group, async_op=asynchronous), futures and not none)
+                    # gloo has no such futures
+                    none = backend == "fallback" and (device().type == "cpu" or shared())
+                    finish(
+                        SINGLE_SCATTER(out, x, group=group, async_op=asynchronous),
+                        futures and not none,
+                    )
                     wanted = sums(3 * n * rows).view(n, rows, 3)[rank()]
-                    same(out.detach().clone().resolve_neg().contiguous(), wanted, f"reduce_scatter {what}")
+                    same(
+                        out.detach().clone().resolve_neg().contiguous(),
+                        wanted,
+                        f"reduce_scatter {what}",
+                    )
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-        crowded = any("other contexts have left" in why for why in by_fallback(kind, group))  # with 3 ranks and more
+        # with 3 ranks and more
+        crowded = any("other contexts have left" in why for why in by_fallback(kind, group))
         expect(handled(kind, group) > 0 or crowded, explain(group))
-        expect(any("more than 256 bytes" in why for why in by_fallback(kind, group)), explain(group))
+        expect(
+            any("more than 256 bytes" in why for why in by_fallback(kind, group)), explain(group)
+        )
     dist.destroy_process_group(group)
 
 
 @check
 def debug_mode_compares_before_it_decides() -> None:
-    """What is wrong on one rank is an error on all of them, before a context is made or another backend is asked."""
+    """What is wrong on one rank is an error on all of them, before a context is made or another
+    backend is asked."""
     os.environ["TDCOLL_DEBUG"] = "1"
     try:
         group = dist.new_group(pg_options=Options(max_bytes_per_rank=400))
@@ -115,10 +151,14 @@ def debug_mode_compares_before_it_decides() -> None:
             return single(torch.empty(4 * n + odd, device=device()), data(rank(), 4), **more)
 
         def scatter(odd: bool, **more: object) -> object:
-            return SINGLE_SCATTER(torch.empty(4, device=device()), data(rank(), 4 * n + odd), **more)
+            return SINGLE_SCATTER(
+                torch.empty(4, device=device()), data(rank(), 4 * n + odd), **more
+            )
 
         def into_a_list(odd: bool, **more: object) -> object:
-            return dist.all_gather([torch.empty(4, device=device()) for _ in everyone()], data(rank(), 4 + odd), **more)
+            return dist.all_gather(
+                [torch.empty(4, device=device()) for _ in everyone()], data(rank(), 4 + odd), **more
+            )
 
         def into_a_short_list(odd: bool, **more: object) -> object:
             pieces = [torch.empty(4, device=device()) for _ in range(n - odd)]
@@ -128,16 +168,32 @@ def debug_mode_compares_before_it_decides() -> None:
             return dist.all_reduce(data(rank(), 200 if odd else 50), **more)
 
         def reduce_other(odd: bool, **more: object) -> object:
-            return dist.all_reduce(data(rank(), 5), dist.ReduceOp.BOR if odd else dist.ReduceOp.SUM, **more)
+            return dist.all_reduce(
+                data(rank(), 5), dist.ReduceOp.BOR if odd else dist.ReduceOp.SUM, **more
+            )
 
         def another_kind(odd: bool, **more: object) -> object:
             return gather(False, **more) if odd else dist.all_reduce(data(rank(), 4), **more)
 
         wrong(gather, "elements", f"rank {n - 1} cannot make this call: all_gather: output must be")
-        wrong(scatter, "elements", f"rank {n - 1} cannot make this call: reduce_scatter: input must be")
-        wrong(into_a_list, "as large as", f"rank {n - 1} cannot make this call: all_gather: the input")
-        wrong(into_a_short_list, "one per rank", f"rank {n - 1} cannot make this call: all_gather: the list must")
-        for call, words in ((reduce_more, "bytes"), (reduce_other, "op"), (another_kind, "the same collective calls")):
+        wrong(
+            scatter,
+            "elements",
+            f"rank {n - 1} cannot make this call: reduce_scatter: input must be",
+        )
+        wrong(
+            into_a_list, "as large as", f"rank {n - 1} cannot make this call: all_gather: the input"
+        )
+        wrong(
+            into_a_short_list,
+            "one per rank",
+            f"rank {n - 1} cannot make this call: all_gather: the list must",
+        )
+        for call, words in (
+            (reduce_more, "bytes"),
+            (reduce_other, "op"),
+            (another_kind, "the same collective calls"),
+        ):
             wrong(call, words, words)
         dist.destroy_process_group(group)
     finally:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse gradients in training, with DDP on backend "tdcoll", the hook and the reducer, on every rank of a job."""
+"""Sparse gradients in training, with DDP on backend "tdcoll", the hook and the reducer, on every
+rank of a job."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Model(nn.Module):
     def __init__(self, sparse_tables: bool, tables: int = 1) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.tables = nn.ModuleList(nn.Embedding(16, 4, sparse=sparse_tables) for _ in range(tables))
+        self.tables = nn.ModuleList(
+            nn.Embedding(16, 4, sparse=sparse_tables) for _ in range(tables)
+        )
         self.dense = nn.Linear(4, 2)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -46,8 +49,11 @@ def lookups(step: int, tables: int = 1) -> dict[int, torch.Tensor]:
     return {table: (ids + table) % 16 for table in range(tables)}
 
 
-def train(model: nn.Module, batches: list[dict[int, torch.Tensor]], finish=lambda: None) -> list[torch.Tensor]:
-    """The weights afterwards; exact in fp32 for a few steps, since world and learning rate are such."""
+def train(
+    model: nn.Module, batches: list[dict[int, torch.Tensor]], finish=lambda: None
+) -> list[torch.Tensor]:
+    """The weights afterwards; exact in fp32 for a few steps, since world and learning rate are
+    such."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for batch in batches:
         optimizer.zero_grad()
@@ -85,7 +91,8 @@ def ddp_with_the_backend() -> None:
 
 @check
 def compiled_models() -> None:
-    """DDP broadcasts the buffer within the compiled call, and sums gradients of both kinds outside of it."""
+    """DDP broadcasts the buffer within the compiled call, and sums gradients of both kinds outside
+    of it."""
 
     class Shifted(Model):
         def __init__(self, sparse_tables: bool) -> None:
@@ -98,7 +105,11 @@ def compiled_models() -> None:
     batches = [lookups(step) for step in range(3)]
     for sparse_tables in (True, False):
         compiled = torch.compile(DDP(Shifted(sparse_tables)), backend="aot_eager")
-        equal(train(compiled, batches), train(DDP(Shifted(sparse_tables)), batches), f"sparse tables: {sparse_tables}")
+        equal(
+            train(compiled, batches),
+            train(DDP(Shifted(sparse_tables)), batches),
+            f"sparse tables: {sparse_tables}",
+        )
 
     @torch.compile(backend="eager")
     def makes_a_group(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,7 +118,11 @@ def compiled_models() -> None:
         dist.destroy_process_group(group)
         return tensor
 
-    same(makes_a_group(torch.ones(4, device=device())), torch.full((4,), float(world())), "a group of its own")
+    same(
+        makes_a_group(torch.ones(4, device=device())),
+        torch.full((4,), float(world())),
+        "a group of its own",
+    )
     tried = [code().co_filename for code in convert_frame.input_codes.seen if code() is not None]
     expect(__file__ in tried, "the model has not been compiled")
     of_tdcoll = [name for name in tried if name.startswith(os.path.dirname(tdcoll.__file__))]
@@ -130,21 +145,42 @@ def clipping_of_sharded_beside_sparse_and_other_gradients() -> None:
             got = [tdcoll.distributed.clip_grad_norm_(model.parameters(), 2.0, order)]
             got += [model.dense.weight.grad.full_tensor()[:: world()], model.dense.bias.grad]
             got += [parameter.grad.to_dense() for parameter in model.tables.parameters()]
-            wanted = [nn.utils.clip_grad_norm_(dense.parameters(), 2.0, order), dense.dense.weight.grad]
-            wanted += [dense.dense.bias.grad, *(parameter.grad for parameter in dense.tables.parameters())]
+            wanted = [
+                nn.utils.clip_grad_norm_(dense.parameters(), 2.0, order),
+                dense.dense.weight.grad,
+            ]
+            wanted += [
+                dense.dense.bias.grad,
+                *(parameter.grad for parameter in dense.tables.parameters()),
+            ]
             torch.testing.assert_close(got, wanted)
 
 
 @check
 def clipping_of_gradients_of_several_meshes() -> None:
-    """DTensors of two meshes, which torch's function doesn't take together, with and without other gradients."""
-    meshes = init_device_mesh(device().type, (world(),)), init_device_mesh(device().type, (1, world()))
+    """DTensors of two meshes, which torch's function doesn't take together, with and without other
+    gradients."""
+    meshes = (
+        init_device_mesh(device().type, (world(),)),
+        init_device_mesh(device().type, (1, world())),
+    )
     shards = [Shard(0)], [Replicate(), Shard(0)]
-    for order, beside in ((1.0, False), (2.0, True), (0.0, True), (float("inf"), False), (float("-inf"), True)):
+    for order, beside in (
+        (1.0, False),
+        (2.0, True),
+        (0.0, True),
+        (float("inf"), False),
+        (float("-inf"), True),
+    ):
         sharded, dense = [], []
         for place, (mesh, placements) in enumerate(zip(meshes, shards, strict=True)):
-            whole = torch.arange(1.0, 1 + 4 * world(), device=device()).view(2 * world(), 2) * (place + 1)
-            for list_, grad in ((sharded, distribute_tensor(whole, mesh, placements)), (dense, whole.clone())):
+            whole = torch.arange(1.0, 1 + 4 * world(), device=device()).view(2 * world(), 2) * (
+                place + 1
+            )
+            for list_, grad in (
+                (sharded, distribute_tensor(whole, mesh, placements)),
+                (dense, whole.clone()),
+            ):
                 list_.append(nn.Parameter(torch.zeros_like(grad)))
                 list_[-1].grad = grad
         if beside:
@@ -154,12 +190,17 @@ def clipping_of_gradients_of_several_meshes() -> None:
         expect_raises(RuntimeError, lambda s=sharded, o=order: nn.utils.clip_grad_norm_(s, 2.0, o))
         got = [tdcoll.distributed.clip_grad_norm_(sharded, 2.0, order)]
         got += [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in sharded]
-        wanted = [nn.utils.clip_grad_norm_(dense, 2.0, order), *(parameter.grad for parameter in dense)]
+        wanted = [
+            nn.utils.clip_grad_norm_(dense, 2.0, order),
+            *(parameter.grad for parameter in dense),
+        ]
         torch.testing.assert_close(got, wanted)
 
 
 def other_group() -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo" if device().type == "cpu" or shared() else "cpu:gloo,cuda:nccl")
+    return dist.new_group(
+        backend="gloo" if device().type == "cpu" or shared() else "cpu:gloo,cuda:nccl"
+    )
 
 
 def exchanges() -> int:
@@ -170,7 +211,8 @@ def exchanges() -> int:
 
 @check
 def ddp_hook_with_another_backend() -> None:
-    """One call for the tables of a step, the first too, after which DDP makes other buckets. DDP copies no result."""
+    """One call for the tables of a step, the first too, after which DDP makes other buckets. DDP
+    copies no result."""
     group = other_group()
     batches = [lookups(step, 3) for step in range(3)]
     model, before = DDP(Model(True, 3), process_group=group), exchanges()
@@ -179,17 +221,23 @@ def ddp_hook_with_another_backend() -> None:
         got = train(model, batches)
     parents = {event.cpu_parent.name for event in profile.events() if event.cpu_parent is not None}
     expect("aten::copy_sparse_to_sparse_" not in parents, "DDP copies means into the gradients")
-    expect(exchanges() - before <= 2 * len(batches), "a call that grows the context exchanges lists twice")
+    expect(
+        exchanges() - before <= 2 * len(batches),
+        "a call that grows the context exchanges lists twice",
+    )
     equal(got, dense_run(batches, 3), "sparse_hook")
     before = exchanges()
     train(model, batches)
-    expect(exchanges() - before == len(batches), f"{exchanges() - before} calls in {len(batches)} steps")
+    expect(
+        exchanges() - before == len(batches),
+        f"{exchanges() - before} calls in {len(batches)} steps",
+    )
 
 
 @check
 def ddp_hook_of_two_models_in_one_pass() -> None:
-    """Their buckets alternate. If the hook doesn't know whose each is, as of wrappers older than the job, each gradient
-    has a call of its own."""
+    """Their buckets alternate. If the hook doesn't know whose each is, as of wrappers older than
+    the job, each gradient has a call of its own."""
     group, batch, living = other_group(), lookups(1, 3), hooks.living_ddp
     modules, gradients, inner = [Model(True, 3) for _ in range(2)], [], []
     modules[0].dense.register_forward_pre_hook(lambda *_: inner.append(models[1](batch)))
@@ -204,7 +252,9 @@ def ddp_hook_of_two_models_in_one_pass() -> None:
         ((models[0](batch).square().sum() + inner.pop().square().sum()) * world()).backward()
         calls = {"known": 2, "older": 6, "without the hook": 0}[case]
         expect(exchanges() - before == calls, f"{case}: {exchanges() - before} calls")
-        gradients.append([parameter.grad.to_dense() for module in modules for parameter in module.parameters()])
+        gradients.append(
+            [parameter.grad.to_dense() for module in modules for parameter in module.parameters()]
+        )
         for module in modules:
             module.zero_grad()
     hooks.living_ddp = living
@@ -226,7 +276,9 @@ def ddp_hook_with_a_gradient_that_is_refused() -> None:
     """It goes through the process group, and the others by one call."""
     gathered = hooks._Pass(other_group())
     one = torch.sparse_coo_tensor([[0]], [[1.0]], (2, 1), device=device(), check_invariants=False)
-    refused = torch.sparse_coo_tensor([[0], [rank()]], [1.0], (1, world()), device=device(), check_invariants=False)
+    refused = torch.sparse_coo_tensor(
+        [[0], [rank()]], [1.0], (1, world()), device=device(), check_invariants=False
+    )
     for gradient in (one, refused, one.clone()):
         gathered.add(gradient, hooks._stream_of(gradient))
     share = torch.full((), 1 / world()).item()
@@ -239,7 +291,8 @@ def ddp_hook_with_a_gradient_that_is_refused() -> None:
 
 @check
 def ddp_hook_after_an_aborted_pass() -> None:
-    """A pass that ends with an exception, between the buckets of its tables, leaves nothing to the next one's call."""
+    """A pass that ends with an exception, between the buckets of its tables, leaves nothing to the
+    next one's call."""
     group, module, broken = other_group(), Model(True, 3), False
     reduce, together = SparseAllReduce.reduce, []
 
@@ -254,10 +307,13 @@ def ddp_hook_after_an_aborted_pass() -> None:
     module.tables[0].weight.register_hook(fail)
     SparseAllReduce.reduce = counted
     for broken in (False, True, False):
-        model = DDP(module, process_group=group)  # which a pass that did not finish leaves of no use
+        # which a pass that did not finish leaves of no use
+        model = DDP(module, process_group=group)
         model.register_comm_hook(group, sparse_hook)
         if broken:
-            expect_raises(ValueError, lambda m=model: m(lookups(1, 3)).sum().backward(), "on purpose")
+            expect_raises(
+                ValueError, lambda m=model: m(lookups(1, 3)).sum().backward(), "on purpose"
+            )
         else:
             other = Model(False, 3)
             other.load_state_dict(module.state_dict())
@@ -284,7 +340,10 @@ def reducer() -> None:
     before = exchanges()
     got = train(DDP(model, find_unused_parameters=True), batches, sums.finish)
     equal(got, dense_run(batches, 3), "reducer")
-    expect(exchanges() - before <= len(batches) + 2, "a call for each step, and two that grow the context at most")
+    expect(
+        exchanges() - before <= len(batches) + 2,
+        "a call for each step, and two that grow the context at most",
+    )
     grads = [table.weight.grad is None for table in model.tables]
     expect(grads == [False, True, True], f"a table that nobody used has no gradient: {grads}")
     sums.close()
@@ -358,7 +417,10 @@ def reducer_accumulates_and_scales() -> None:
             found_inf = model.tables[0].weight.grad
             found_inf._values()[0, 0] = float("inf") if rank() == 1 else 1.0
             sums.finish()
-            expect(not torch.isfinite(model.tables[0].weight.grad._values()).all(), "infinity reaches all ranks")
+            expect(
+                not torch.isfinite(model.tables[0].weight.grad._values()).all(),
+                "infinity reaches all ranks",
+            )
 
 
 @check
@@ -389,7 +451,9 @@ def reducer_with_frozen_tables() -> None:
             if rank() in where:
                 expect(grad is None, f"step {step}: a frozen table has a gradient")
             else:
-                same(grad.to_dense(), counts.unsqueeze(1).expand(16, 4).contiguous(), f"step {step}")
+                same(
+                    grad.to_dense(), counts.unsqueeze(1).expand(16, 4).contiguous(), f"step {step}"
+                )
     sums.close()
 
 
@@ -399,9 +463,19 @@ def reducer_says_what_is_wrong() -> None:
     model.tables[0].weight.requires_grad_(False)
     sums = SparseGradientReducer(model)
     model.tables[0].weight.requires_grad_(True)
-    expect_raises(ValueError, lambda: SparseGradientReducer(model), "tables.0.weight has a reducer already", "close()")
+    expect_raises(
+        ValueError,
+        lambda: SparseGradientReducer(model),
+        "tables.0.weight has a reducer already",
+        "close()",
+    )
     model(lookups(0)).sum().backward()
-    expect_raises(RuntimeError, lambda: model(lookups(0)).sum().backward(), "second backward", "tables.0.weight")
+    expect_raises(
+        RuntimeError,
+        lambda: model(lookups(0)).sum().backward(),
+        "second backward",
+        "tables.0.weight",
+    )
     sums.finish()
     with sums.no_sync():
         expect_raises(RuntimeError, sums.finish, "no_sync")

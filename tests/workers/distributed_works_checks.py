@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Works: those that C++ keeps when Python has dropped them, their values, and timeouts; on every rank of a job."""
+"""Works: those that C++ keeps when Python has dropped them, their values, and timeouts; on every
+rank of a job."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 import tdcoll
-from tdcoll.calls import pool
+from tdcoll.calls import implicit
 from tdcoll.distributed import Options, explain
 from tdcoll.distributed import work as works
 from tdcoll.distributed.work import let_go
@@ -33,8 +34,8 @@ DDP = nn.parallel.DistributedDataParallel
 
 
 def as_cpp_keeps(make: Callable[[], Any], waits: bool = False) -> tuple[Any, list[Any]]:
-    """Return what C++ keeps of a work that Python has dropped, and the value of the work's future. ``waits``: whether
-    Python has waited for it, too."""
+    """Return what C++ keeps of a work that Python has dropped, and the value of the work's future.
+    ``waits``: whether Python has waited for it, too."""
     work = make()
     held = work.boxed()
     if waits:
@@ -63,20 +64,34 @@ def works_that_cpp_keeps() -> str:
             ]
             for r in everyone()
         }
-        mine = inputs[rank()] if not case.in_place else [tensor.clone() for tensor in inputs[rank()]]
-        outs = mine if case.in_place else [torch.empty(shape, device=device()) for shape in case.taken(rank(), world())]
+        mine = (
+            inputs[rank()] if not case.in_place else [tensor.clone() for tensor in inputs[rank()]]
+        )
+        outs = (
+            mine
+            if case.in_place
+            else [torch.empty(shape, device=device()) for shape in case.taken(rank(), world())]
+        )
         wanted = case.wanted(inputs, rank())
         before = len(works.kept_by_cpp)
         waits = bool(made % 2)
-        held, value = as_cpp_keeps(lambda c=case, g=group, o=outs, m=mine: c.call(g, o, m, True), waits)
+        held, value = as_cpp_keeps(
+            lambda c=case, g=group, o=outs, m=mine: c.call(g, o, m, True), waits
+        )
         if not simulated():
             torch.cuda.synchronize()
         expect(all(map(equal, outs, wanted)), f"{case.name}: {outs}, and not {wanted}")
         listed = case.name in ("all_gather", "all_gather, uneven")
-        expect(all(map(equal, list(value[0]) if listed else value, outs)), f"{case.name}: the value is {value}")
+        expect(
+            all(map(equal, list(value[0]) if listed else value, outs)),
+            f"{case.name}: the value is {value}",
+        )
         del held
         let_go()
-        expect(len(works.kept_by_cpp) <= before, f"{case.name}: {len(works.kept_by_cpp)} works are kept, {before} were")
+        expect(
+            len(works.kept_by_cpp) <= before,
+            f"{case.name}: {len(works.kept_by_cpp)} works are kept, {before} were",
+        )
         made += 1
     rows = sparse(rank())
     held, value = as_cpp_keeps(lambda: dist.all_reduce(rows, async_op=True), waits=True)
@@ -136,7 +151,9 @@ def values_before_the_end() -> None:
 # ---------------------------------------------------------------------- timeouts
 
 
-def calls_of(group: Any, rows: int, asynchronous: bool, timeout: timedelta | None = None) -> list[Any]:
+def calls_of(
+    group: Any, rows: int, asynchronous: bool, timeout: timedelta | None = None
+) -> list[Any]:
     """Make a call of each kind; return their works."""
 
     def options(of: Any) -> Any:
@@ -151,7 +168,9 @@ def calls_of(group: Any, rows: int, asynchronous: bool, timeout: timedelta | Non
         group.allreduce([small.clone()], options(c10d.AllreduceOptions)),
         group.allreduce([small.clone(), small.clone()], options(c10d.AllreduceOptions)),
         group.all_gather_single(whole.clone(), small, options(c10d.AllgatherOptions)),
-        group.allgather([list(whole.clone().view(world(), rows))], [small], options(c10d.AllgatherOptions)),
+        group.allgather(
+            [list(whole.clone().view(world(), rows))], [small], options(c10d.AllgatherOptions)
+        ),
         group.reduce_scatter_single(small.clone(), whole, options(c10d.ReduceScatterOptions)),
         group.all_to_all_single(whole.clone(), whole, [], [], options(c10d.AllToAllOptions)),
         group.allreduce([sparse(rank(), rows=rows + 20)], options(c10d.AllreduceOptions)),
@@ -189,12 +208,18 @@ def deadlines_of_calls(group: Any) -> Iterator[list[float]]:
 @check
 def timeouts_that_are_set_late() -> None:
     """Of a group and of a call: contexts that exist and later ones, and no other call."""
-    smallest, pool._SMALLEST = pool._SMALLEST, 1 << 14  # bytes of the first contexts
+    smallest, implicit._LEAST_BYTES_PER_RANK = (
+        implicit._LEAST_BYTES_PER_RANK,
+        1 << 14,
+    )  # bytes of the first contexts
     group: Any = dist.new_group(timeout=timedelta(seconds=20), pg_options=Options(blocks=16))
     for work in calls_of(group, 4, False):
         work.wait()
     rows = 4
-    for seconds, change in ((21, group.set_timeout), (22, lambda timeout: c10d._set_pg_timeout(timeout, group))):
+    for seconds, change in (
+        (21, group.set_timeout),
+        (22, lambda timeout: c10d._set_pg_timeout(timeout, group)),
+    ):
         change(timedelta(seconds=seconds))
         rows *= 60  # which takes larger contexts
         for asynchronous in (False, True):
@@ -203,12 +228,19 @@ def timeouts_that_are_set_late() -> None:
                     for work in calls_of(group, rows, asynchronous, own):
                         work.wait()
                 wanted = float(seconds) if own is None else 33.0
-                expect(found and set(found) == {wanted}, f"{seconds} s, {own}, {asynchronous}: {found}")
-                expect(own is None or len(found) == 8, f"calls with a timeout of their own: {found}")
+                expect(
+                    found and set(found) == {wanted}, f"{seconds} s, {own}, {asynchronous}: {found}"
+                )
+                expect(
+                    own is None or len(found) == 8, f"calls with a timeout of their own: {found}"
+                )
     expect(group._timeout == timedelta(seconds=22), "groups that are split off have the timeout")
-    counts = [handled(kind, group) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")]
+    counts = [
+        handled(kind, group)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+    ]
     expect(min(counts) >= 13, explain(group))
-    pool._SMALLEST = smallest
+    implicit._LEAST_BYTES_PER_RANK = smallest
     dist.destroy_process_group(group)
 
 
@@ -236,7 +268,8 @@ def a_timeout_is_that_of_later_calls() -> None:
 
 @check
 def ddp_join_of_uneven_inputs() -> None:
-    """DDP hands the work of an all-reduce to C++, and divides by the number of ranks that still have inputs."""
+    """DDP hands the work of an all-reduce to C++, and divides by the number of ranks that still
+    have inputs."""
     for divides_by_all in (False, True):
         model = DDP(nn.Linear(3, 1).to(device()))
         before = handled("all_reduce")
@@ -247,7 +280,10 @@ def ddp_join_of_uneven_inputs() -> None:
                 left = world() - step  # ranks that have as many inputs
                 share = 2.0 * left / (world() if divides_by_all else left)
                 grad = model.module.weight.grad
-                expect(torch.allclose(grad, torch.full_like(grad, share)), f"step {step}: {grad}, and not {share}")
+                expect(
+                    torch.allclose(grad, torch.full_like(grad, share)),
+                    f"step {step}: {grad}, and not {share}",
+                )
         expect(handled("all_reduce") > before, explain())
         del model
         gc.collect()
@@ -258,7 +294,10 @@ def ddp_join_of_uneven_inputs() -> None:
 @check
 def ddp_quantisation_hooks() -> None:
     """They index the value of an all-gather into a list: first its only entry, then a rank."""
-    for hook in (quantization_hooks.quantization_pertensor_hook, quantization_hooks.quantization_perchannel_hook):
+    for hook in (
+        quantization_hooks.quantization_pertensor_hook,
+        quantization_hooks.quantization_perchannel_hook,
+    ):
         model = nn.Linear(600, 1, bias=False).to(device())
         ddp = DDP(model)
         if simulated():  # PyTorch's quantization of a tensor is on one GPU, and named after it
@@ -267,7 +306,10 @@ def ddp_quantisation_hooks() -> None:
             ddp.register_comm_hook(dist.group.WORLD, hook)
         ddp(torch.full((1, 600), 1.0 + rank(), device=device())).sum().backward()
         mean = sum(1.0 + r for r in everyone()) / world()
-        expect(torch.allclose(model.weight.grad, torch.full_like(model.weight.grad, mean), rtol=0.02), f"{hook}")
+        expect(
+            torch.allclose(model.weight.grad, torch.full_like(model.weight.grad, mean), rtol=0.02),
+            f"{hook}",
+        )
 
 
 def on_cpus(hook: Any) -> Any:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions with torch.distributed's signatures, and contexts of tdcoll's own, on every rank of a job."""
+"""Functions with torch.distributed's signatures, and contexts of tdcoll's own, on every rank of a
+job."""
 
 from __future__ import annotations
 
@@ -26,8 +27,12 @@ def drop_ins() -> Iterator[tuple[Collective, Callable[..., Any]]]:
     for spec in SPECS:
         function = getattr(tdcoll.distributed, spec.torch)
 
-        def call(tensor: torch.Tensor, out: torch.Tensor, *more: Any, function=function, **named: Any) -> Any:
-            tensors = [out.copy_(tensor)] if function is tdcoll.distributed.all_reduce else [out, tensor]
+        def call(
+            tensor: torch.Tensor, out: torch.Tensor, *more: Any, function=function, **named: Any
+        ) -> Any:
+            tensors = (
+                [out.copy_(tensor)] if function is tdcoll.distributed.all_reduce else [out, tensor]
+            )
             return function(*tensors, *more, **named)
 
         yield spec, call
@@ -37,12 +42,16 @@ def drop_ins() -> Iterator[tuple[Collective, Callable[..., Any]]]:
 def the_pool_and_the_drop_ins() -> None:
     """On contexts of tdcoll's own, of all ranks and of halves, which grow; torch's operations."""
     half = list(range(rank() % 2, world(), 2))
-    group = [dist.new_group(list(range(first, world(), 2))) for first in range(min(2, world()))][rank() % 2]
+    group = [dist.new_group(list(range(first, world(), 2))) for first in range(min(2, world()))][
+        rank() % 2
+    ]
     for spec, function in drop_ins():
         for call, n in enumerate((10, 5, scaled(400_000, 30_000), 7)):
             every = data(spec, call, n, torch.float32)
             should = wanted(spec, every)
-            right(getattr(tdcoll, spec.name)(every[rank()]), should, f"{spec.name} without a context")
+            right(
+                getattr(tdcoll, spec.name)(every[rank()]), should, f"{spec.name} without a context"
+            )
             out = torch.empty_like(should)
             expect(function(every[rank()], out) is None, "torch's functions return None")
             right(out, should, f"the drop-in of {spec.name}")
@@ -59,7 +68,8 @@ def the_pool_and_the_drop_ins() -> None:
 
 @check
 def asynchronous_drop_ins() -> None:
-    """Each call is behind what its own stream has; ``wait()`` brings the stream that is current then behind it."""
+    """Each call is behind what its own stream has; ``wait()`` brings the stream that is current
+    then behind it."""
     found = [(spec, function, data(spec, 4, 6, torch.float32)) for spec, function in drop_ins()]
     streams = [None, None] if simulated() else [torch.cuda.Stream(device()) for _ in "ab"]
     for late in [None, *range(world())]:  # the first makes the contexts, which waits for all
@@ -75,7 +85,10 @@ def asynchronous_drop_ins() -> None:
                 works.append(function(tensor.copy_(every[rank()]), out, async_op=True))
             expect(all(isinstance(work, dist.Work) for work in works), "each returns a Work")
             if rank() == late and not simulated():
-                expect(not works[-1].is_completed(), "what is on the stream still sleeps, and the call is not complete")
+                expect(
+                    not works[-1].is_completed(),
+                    "what is on the stream still sleeps, and the call is not complete",
+                )
         with torch.cuda.stream(streams[1]):
             for work, out in zip(works, outs, strict=True):
                 expect(work.wait(), "wait() says that it is there")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches that begin before the one ahead has ended, among themselves and other kernels: results are the same."""
+"""Launches that begin before the one ahead has ended, among themselves and other kernels: results
+are the same."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ N = 3000
 
 @triton.jit
 def add_late(x, n, turns, WAITS: tl.constexpr, LETS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add 1 to ``x``, after a while. ``WAITS``: wait for the launch before; ``LETS``: let the next begin at once."""
+    """Add 1 to ``x``, after a while. ``WAITS``: wait for the launch before; ``LETS``: let the next
+    begin at once."""
     if WAITS:
         gdc_wait()
     if LETS:
@@ -43,7 +45,9 @@ def writers() -> dict[str, Callable[[torch.Tensor], object]]:
 
     def of(waits: bool, lets: bool) -> Callable[[torch.Tensor], object]:
         options = {"launch_pdl": True} if waits else {}
-        return lambda x: add_late[(triton.cdiv(x.numel(), 512),)](x, x.numel(), 300, waits, lets, 512, **options)
+        return lambda x: add_late[(triton.cdiv(x.numel(), 512),)](
+            x, x.numel(), 300, waits, lets, 512, **options
+        )
 
     return {
         "torch": lambda x: x.add_(1),
@@ -54,11 +58,18 @@ def writers() -> dict[str, Callable[[torch.Tensor], object]]:
     }
 
 
-KINDS = [(spec, name) for spec in SPECS for name in ("auto", "one_shot", "direct") if name in ("auto", *spec.names)]
+KINDS = [
+    (spec, name)
+    for spec in SPECS
+    for name in ("auto", "one_shot", "direct")
+    if name in ("auto", *spec.names)
+]
 """Collectives and algorithms, one after the other."""
 
 
-def step(kind: int, write: Callable[[torch.Tensor], object], ctx: tdcoll.CollectiveContext) -> torch.Tensor:
+def step(
+    kind: int, write: Callable[[torch.Tensor], object], ctx: tdcoll.CollectiveContext
+) -> torch.Tensor:
     """Make a writer, a collective and one writer more; return how many numbers are wrong."""
     spec, algorithm = KINDS[kind % len(KINDS)]
     n = scaled(N, 60) // world() * world()
@@ -127,5 +138,7 @@ def captured_chains() -> None:
                 if replay % 3 == 0:
                     wrong.add_(step(replay, write, ctx))
             ctx.check()
-            expect(int(wrong) == 0, f"{name}: {int(wrong)} wrong numbers, {captured} steps captured")
+            expect(
+                int(wrong) == 0, f"{name}: {int(wrong)} wrong numbers, {captured} steps captured"
+            )
     ctx.close()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank 0 ends after a backward pass without the reducer's finish(), and no other rank takes part in what it began.
+"""Rank 0 ends after a backward pass without the reducer's finish(), and no other rank takes part in
+what it began.
 
-`bash launch.sh --nproc 2 tests/workers/finish_left_out.py`: the processes must end well, and rank 0 soon.
+`bash launch.sh --nproc 2 tests/workers/finish_left_out.py`: the processes must end well, and rank 0
+soon.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What forked children of a rank may do, and how they may end: ``forked_job.py own``, ``backend`` or ``workers``.
+"""What forked children of a rank may do, and how they may end: ``forked_job.py own``, ``backend``
+or ``workers``.
 
-Each case forks a child, in which a timer ends what hangs. After each case all ranks make a call, whose result would be
-wrong if the child had sent a signal.
+Each case forks a child, in which a timer ends what hangs. After each case all ranks make a call,
+whose result would be wrong if the child had sent a signal.
 """
 
 from __future__ import annotations
@@ -112,8 +113,10 @@ def own() -> None:
         same_facts(rank)
         compute()
         refused(lambda: tdcoll.all_reduce(x), f"forked from rank {rank} (process {process})")
-        refused(lambda: tdcoll.all_reduce(x, ctx=ctx), "all_reduce: this process was forked")  # as made before
-        refused(lambda: tdcoll.all_gather(x, ctx=ctx), "all_gather: this process was forked")  # another one
+        # as made before
+        refused(lambda: tdcoll.all_reduce(x, ctx=ctx), "all_reduce: this process was forked")
+        # another one
+        refused(lambda: tdcoll.all_gather(x, ctx=ctx), "all_gather: this process was forked")
         refused(lambda: tdcoll.all_gather_(symmetric), "forked")
         refused(lambda: tdcoll.sparse_all_reduce_rows(torch.tensor([1]), x[:1, None], 4), "forked")
         refused(lambda: tdcoll.empty(4), "forked")
@@ -185,7 +188,10 @@ def backend() -> None:
         assert (dist.get_rank(), dist.get_world_size()) == (rank, 2)
         compute()
         parts = [torch.zeros(4) for _ in range(2)]
-        words = (f"forked from rank {rank} of process group 0", "docs/distributed.md#forked-children")
+        words = (
+            f"forked from rank {rank} of process group 0",
+            "docs/distributed.md#forked-children",
+        )
         for call in (
             lambda: dist.all_reduce(x),
             lambda: dist.all_reduce(x, async_op=True),
@@ -203,10 +209,14 @@ def backend() -> None:
             lambda: dist.recv(x, 1 - rank),
             lambda: dist.barrier(),
             lambda: dist.all_gather_object([None, None], 1),
-            lambda: torch.distributed._functional_collectives.all_reduce(x, "sum", dist.group.WORLD).clone(),
+            lambda: torch.distributed._functional_collectives.all_reduce(
+                x, "sum", dist.group.WORLD
+            ).clone(),
         ):
             refused(call, *words)
-        refused(lambda: dist.all_reduce(x, group=other), f"forked from rank {rank} of process group 1")
+        refused(
+            lambda: dist.all_reduce(x, group=other), f"forked from rank {rank} of process group 1"
+        )
         refused(lambda: model(x).sum().backward(), *words)
         refused(lambda: tdcoll.all_reduce(x), "forked")
         refused(lambda: dist.new_group(), "forked")
@@ -234,7 +244,12 @@ def backend() -> None:
         assert y.tolist() == [3] * 4
 
     right()
-    for action in (calls, dist.destroy_process_group, lambda: dist.destroy_process_group(other), lambda: forked(calls)):
+    for action in (
+        calls,
+        dist.destroy_process_group,
+        lambda: dist.destroy_process_group(other),
+        lambda: forked(calls),
+    ):
         forked(action)
         right()
     for kind in ("gloo", "tdcoll"):
@@ -284,13 +299,21 @@ def workers(methods: Sequence[str] = METHODS) -> None:
     rank = dist.get_rank()
     for method in methods:
         rows = Rows(rank, method == "fork")
-        loader = DataLoader(rows, batch_size=2, num_workers=2, multiprocessing_context=method, persistent_workers=True)
+        loader = DataLoader(
+            rows,
+            batch_size=2,
+            num_workers=2,
+            multiprocessing_context=method,
+            persistent_workers=True,
+        )
         for epoch in range(2):
             for step, batch in enumerate(loader):
                 dist.all_reduce(batch)
                 assert batch[:, 0].tolist() == [4.0 * step, 4.0 * step + 2], (method, epoch, batch)
         context = multiprocessing.get_context(method)
-        started = [(end, context.Process(target=in_worker, args=(method == "fork", end))) for end in ENDS]
+        started = [
+            (end, context.Process(target=in_worker, args=(method == "fork", end))) for end in ENDS
+        ]
         for end, process in started:
             process.start()
             process.join(AT_MOST_S)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from harness import check, device, expect, rank, scaled, simulated, world
-from landings import facts_on
 from tensors import given, same_bits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -16,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fused.norms import norm_reference
 
 import tdcoll
-from tdcoll.calls.plan import Plan
+from tdcoll.calls.plan import Facts, Plan
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.policy import ALGORITHMS, COMPOSED, NormRows, choose
 
@@ -32,16 +31,22 @@ def inputs(
     return every, given(1000 * seed + 900, rows, hidden, dtype=dtype), given(7, hidden, dtype=dtype)
 
 
-def algorithms(ctx: tdcoll.CollectiveContext, rows: int, hidden: int, dtype: torch.dtype) -> list[str | Plan]:
+def algorithms(
+    ctx: tdcoll.CollectiveContext, rows: int, hidden: int, dtype: torch.dtype
+) -> list[str | Plan]:
     """Return all algorithms that serve such rows: by name, and with rows in other pieces."""
     shape, found = NormRows(rows, hidden, dtype.itemsize), []
     for name in ALGORITHMS[1:]:
-        pieces = [Plan(name, -(-shape.words // block), 16 * block, max(1, min(8, block // 32))) for block in (32, 512)]
+        pieces = [
+            Plan(name, -(-shape.words // block), 16 * block, max(1, min(8, block // 32)))
+            for block in (32, 512)
+        ]
         if name == COMPOSED and not simulated():
-            pieces = [plan for plan in pieces if plan.chunks <= 8]  # its code is repeated for each; 64 take minutes
+            # its code is repeated for each; 64 take minutes
+            pieces = [plan for plan in pieces if plan.chunks <= 8]
         for asked in (name, *pieces):
             try:
-                choose(shape, facts_on(ctx, 0, dtype), asked)
+                choose(shape, Facts.of(ctx, 0, dtype), asked)
             except ValueError:
                 continue
             found.append(asked)
@@ -53,31 +58,38 @@ def cases() -> list[tuple[torch.dtype, int, int]]:
     if simulated():
         return [(torch.bfloat16, 1, 576), (torch.bfloat16, 5, 512)]
     sizes = [(1, 8192), (9, 4160), (33, 512), (64, 8192), (5, 16384)]
-    others = [(torch.float16, 9, 4160), (torch.float16, 64, 8192), (torch.float32, 33, 512), (torch.float32, 5, 16384)]
+    others = [
+        (torch.float16, 9, 4160),
+        (torch.float16, 64, 8192),
+        (torch.float32, 33, 512),
+        (torch.float32, 5, 16384),
+    ]
     return [*((torch.bfloat16, *size) for size in sizes), *others]
 
 
 @check
 def rows_and_hidden_sizes() -> str:
-    """Every algorithm, to the bit against arithmetic on the CPU, of fp32 but for squares that GPUs do not round."""
+    """Every algorithm, to the bit against arithmetic on the CPU."""
     seen: set[str] = set()
-    with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16, lamport_bytes=scaled(2 << 20, 1 << 17)) as ctx:
+    with tdcoll.CollectiveContext(
+        max_bytes_per_rank=1 << 16, lamport_bytes=scaled(2 << 20, 1 << 17)
+    ) as ctx:
         for dtype, rows, hidden in cases():
             every, residual, weight = inputs(rows, rows, hidden, dtype)
             reduced = reduce_parts([x.cpu() for x in every], tdcoll.topology().nodes)
             wanted = norm_reference(reduced, residual.cpu(), weight.cpu(), EPS, "row")
             plain = norm_reference(reduced, residual.cpu(), weight.cpu(), EPS, None)[0]
-            exact = dtype is not torch.float32 or simulated()
             for algorithm in algorithms(ctx, rows, hidden, dtype):
-                x, old, what = every[rank()], residual.clone(), f"{algorithm}, {rows} rows of {hidden} {dtype}"
+                x, old, what = (
+                    every[rank()],
+                    residual.clone(),
+                    f"{algorithm}, {rows} rows of {hidden} {dtype}",
+                )
                 out, new = tdcoll.fused.all_reduce_rms_norm(
                     x, old, weight, ctx=ctx, eps=EPS, in_place=True, algorithm=algorithm
                 )
                 expect(new is old and same_bits(new, wanted[1]), f"the new residual: {what}")
-                if exact:
-                    expect(same_bits(out, plain), f"normalized: {what}")
-                else:
-                    torch.testing.assert_close(out.cpu(), plain, atol=1e-5, rtol=1e-5)
+                expect(same_bits(out, plain), f"normalized: {what}")
                 seen.add(algorithm if isinstance(algorithm, str) else algorithm.algorithm)
                 if isinstance(algorithm, Plan) and algorithm.chunk == 16 * 512:
                     continue  # of plans one for each algorithm, as each is compiled
@@ -85,9 +97,8 @@ def rows_and_hidden_sizes() -> str:
                     x, residual, weight, ctx=ctx, eps=EPS, out_dtype=FP8, algorithm=algorithm
                 )
                 expect(same_bits(eight[1], wanted[1]), f"the new residual beside fp8: {what}")
-                if exact:
-                    expect(same_bits(eight[2], wanted[2]), f"scales: {what}")
-                    expect(same_bits(eight[0], wanted[0]), f"fp8: {what}")
+                expect(same_bits(eight[2], wanted[2]), f"scales: {what}")
+                expect(same_bits(eight[0], wanted[0]), f"fp8: {what}")
         ctx.check()
     several = tdcoll.topology().n_nodes > 1 or world() == 1
     expect(several or seen == set(ALGORITHMS[1:]), f"only {seen} were to be had")
@@ -118,7 +129,8 @@ def a_row_has_the_same_bits_in_every_batch() -> None:
 
 @check
 def many_calls_with_a_straggler() -> str:
-    """Calls of changing sizes and algorithms without a synchronisation, among all-reduces; one rank in turn is late."""
+    """Calls of changing sizes and algorithms without a synchronisation, among all-reduces; one rank
+    in turn is late."""
     calls, hidden = scaled(600, 8, shared_gpus=60), scaled(4096, 256)
     sizes = (1, 8, 3, 20, 2)
     wrong = torch.zeros((), dtype=torch.int64, device=device())
@@ -126,13 +138,23 @@ def many_calls_with_a_straggler() -> str:
         given_once = {}
         for rows in sizes:
             every, residual, weight = inputs(rows, rows, hidden, torch.bfloat16)
-            expected = tdcoll.fused.all_reduce_rms_norm(every[rank()], residual, weight, ctx=ctx, algorithm="composed")
-            given_once[rows] = every[rank()], residual, weight, expected, algorithms(ctx, rows, hidden, torch.bfloat16)
+            expected = tdcoll.fused.all_reduce_rms_norm(
+                every[rank()], residual, weight, ctx=ctx, algorithm="composed"
+            )
+            given_once[rows] = (
+                every[rank()],
+                residual,
+                weight,
+                expected,
+                algorithms(ctx, rows, hidden, torch.bfloat16),
+            )
         for call in range(calls):
             x, residual, weight, expected, kinds = given_once[sizes[call % len(sizes)]]
             if rank() == call % world() and call % 3 == 0 and not simulated():
                 torch.cuda._sleep(100_000)
-            got = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx, algorithm=kinds[call % len(kinds)])
+            got = tdcoll.fused.all_reduce_rms_norm(
+                x, residual, weight, ctx=ctx, algorithm=kinds[call % len(kinds)]
+            )
             wrong += (got[0] != expected[0]).sum() + (got[1] != expected[1]).sum()
             if call % 4 == 1:
                 total = tdcoll.all_reduce(x[0].float(), ctx=ctx)
@@ -143,7 +165,8 @@ def many_calls_with_a_straggler() -> str:
 
 
 def replay_captured(rows: int, captured: int, ctx: tdcoll.CollectiveContext) -> None:
-    """Capture ``captured`` calls as one graph; replay it with eager calls in between, of changing values."""
+    """Capture ``captured`` calls as one graph; replay it with eager calls in between, of changing
+    values."""
     hidden = 4096
     every, residual, weight = inputs(rows, rows, hidden, torch.bfloat16)
     kinds = algorithms(ctx, rows, hidden, torch.bfloat16)
@@ -153,8 +176,12 @@ def replay_captured(rows: int, captured: int, ctx: tdcoll.CollectiveContext) -> 
     def one(algorithm: str | Plan) -> None:
         step.mul_(-1)
         x = every[rank()] * step
-        got = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx, eps=EPS, algorithm=algorithm)
-        want = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx, eps=EPS, algorithm="composed")
+        got = tdcoll.fused.all_reduce_rms_norm(
+            x, residual, weight, ctx=ctx, eps=EPS, algorithm=algorithm
+        )
+        want = tdcoll.fused.all_reduce_rms_norm(
+            x, residual, weight, ctx=ctx, eps=EPS, algorithm="composed"
+        )
         wrong.add_((got[0] != want[0]).sum() + (got[1] != want[1]).sum())
 
     for kind in kinds:

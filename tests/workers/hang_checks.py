@@ -21,7 +21,8 @@ TIMEOUT_S = 60.0  # a line comes after 10 s
 
 @check
 def a_long_wait_says_so() -> str:
-    """Ranks that wait for the GPU log for whom, and answer `tdcoll hang`. The late rank comes when all have done so."""
+    """Ranks that wait for the GPU log for whom, and answer `tdcoll hang`. The late rank comes when
+    all have done so."""
     if world() == 1:
         return "one rank waits for no other"
     late, lines, answers = world() - 1, list[str](), list[str]()
@@ -36,7 +37,9 @@ def a_long_wait_says_so() -> str:
 
     def ask() -> None:
         give_up = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < give_up and not (said() and any("call 2 of" in answer for answer in answers)):
+        while time.monotonic() < give_up and not (
+            said() and any("call 2 of" in answer for answer in answers)
+        ):
             time.sleep(0.2)
             if said():
                 answers.append(str(hang.ask(hang.address(os.getpid()))["waits"]))
@@ -44,7 +47,8 @@ def a_long_wait_says_so() -> str:
 
     try:
         with tdcoll.CollectiveContext(max_bytes_per_rank=256, timeout_s=TIMEOUT_S) as ctx:
-            x = torch.ones(16, device=device())  # gathered directly from each rank, so only the late one is missing
+            # gathered directly from each rank, so only the late one is missing
+            x = torch.ones(16, device=device())
             tdcoll.all_gather(x, ctx=ctx)
             ctx.check()
             tdcoll.barrier()
@@ -61,7 +65,8 @@ def a_long_wait_says_so() -> str:
     finally:
         logger.removeHandler(handler)
     if rank() != late:
-        # On busy cores a simulated kernel may leave no notices for so long that its wait is taken for another one.
+        # On busy cores a simulated kernel may leave no notices for so long that its wait is taken
+        # for another one.
         expect(len(said()) == 1 or (simulated() and said()), f"logged: {lines}")
         expect(said()[0].startswith(f"rank {rank()}: "), f"logged: {lines}")
         expect(f"all_gather, call 2 of {ctx.calls.group}" in answers[-1], f"answered: {answers}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that every rank of a job runs, on GPUs or in the simulator; ``checks_job.py`` starts them.
 
-A check is a function decorated with :func:`check`. It may be collective; if it fails on one rank the script says so
-and ends the job, rather than leave the others in a collective. Rank 0 prints one JSON line per check.
+A check is a function decorated with :func:`check`. It may be collective; if it fails on one rank
+the script says so and ends the job, rather than leave the others in a collective. Rank 0 prints one
+JSON line per check.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ GPU_ONLY: set[str] = set()
 
 
 def check(function: Callable[[], object] | None = None, *, gpu_only: bool = False):
-    """Register a check under the function's name; ``gpu_only`` skips it in the simulator, and says so."""
+    """Register a check under the function's name; ``gpu_only`` skips it in the simulator, and says
+    so."""
 
     def register(f):
         CHECKS[f.__name__] = f
@@ -56,13 +58,17 @@ def shared() -> bool:
 
 
 def patience_s() -> float:
-    """How long a rank waits for one that never comes: long enough for one that only takes its turn at the GPU."""
-    crowded = shared() or (not INTERPRETED and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1)
+    """How long a rank waits for one that never comes: long enough for one that only takes its turn
+    at the GPU."""
+    crowded = shared() or (
+        not INTERPRETED and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
+    )
     return 5.0 if crowded else 1.5
 
 
 def scaled(gpu: int, simulator: int, shared_gpus: int | None = None) -> int:
-    """A repetition count: the simulator is thousands of times slower, and so are GPUs that ranks share."""
+    """A repetition count: the simulator is thousands of times slower, and so are GPUs that ranks
+    share."""
     if shared_gpus is not None and shared():
         return shared_gpus
     return simulator if INTERPRETED else gpu
@@ -105,7 +111,9 @@ def expect(condition: object, message: str) -> None:
         raise AssertionError(message)
 
 
-def expect_raises(kind: type[BaseException], action: Callable[[], object], *fragments: str) -> BaseException:
+def expect_raises(
+    kind: type[BaseException], action: Callable[[], object], *fragments: str
+) -> BaseException:
     """``action`` must raise ``kind`` with all ``fragments`` in its message."""
     try:
         action()
@@ -117,9 +125,11 @@ def expect_raises(kind: type[BaseException], action: Callable[[], object], *frag
 
 
 def covering(first: Sequence[A], second: Sequence[B], turn: int = 0) -> list[tuple[A, B]]:
-    """Return the fewest pairs in which each of ``first`` and each of ``second`` stands at least once.
+    """Return the fewest pairs in which each of ``first`` and each of ``second`` stands at least
+    once.
 
-    A kernel takes seconds to compile; the simulator's tests have all pairs. Another ``turn`` makes other pairs.
+    A kernel takes seconds to compile; the simulator's tests have all pairs. Another ``turn`` makes
+    other pairs.
     """
     pairs = range(max(len(first), len(second)))
     return [(first[i % len(first)], second[(i + turn) % len(second)]) for i in pairs]
@@ -145,10 +155,15 @@ def run(argv: list[str] | None = None, **initialize: object) -> None:
                 while HELD:
                     tdcoll.free(HELD.pop())
             except BaseException:
-                print(f"rank {rank()}: {name} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                print(
+                    f"rank {rank()}: {name} failed\n{traceback.format_exc()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 print(json.dumps({"check": name, "ok": False, "rank": rank()}), flush=True)
                 os._exit(1)
-            runtime.current().control.all_gather(everyone(), "check verdict", name)  # all ranks have come so far
+            # all ranks have come so far
+            runtime.current().control.all_gather(everyone(), "check verdict", name)
             verdict = {"check": name, "ok": True, "seconds": round(time.perf_counter() - begin, 2)}
             if note is not None:
                 verdict["note"] = note

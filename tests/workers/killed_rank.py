@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank is killed in the middle of a run; the others must end naming it.
 
-`bash launch.sh --timeout 3 --monitor-interval 60 tests/workers/killed_rank.py {calls,dense,inner,sparse} [VICTIM]`
+`bash launch.sh --timeout 3 --monitor-interval 60 tests/workers/killed_rank.py
+{calls,dense,inner,sparse} [VICTIM]`
 
-`calls`: all-gathers of tdcoll's own; all others: DDP training over backend "tdcoll". `dense`: the model has no sparse
-table. `inner`: it has none either, and the fallback backend's all-reduce fails.
-`sparse`: it dies when its dense gradients are on their way, and the others wait for its rows. Survivors print
-their errors on standard error.
+`calls`: all-gathers of tdcoll's own; all others: DDP training over backend "tdcoll". `dense`: the
+model has no sparse table. `inner`: it has none either, and the fallback backend's all-reduce fails.
+`sparse`: it dies when its dense gradients are on their way, and the others wait for its rows.
+Survivors print their errors on standard error.
 """
 
 from __future__ import annotations
@@ -69,20 +70,25 @@ def training(when: str, victim: int) -> None:
             loss.backward()
         except RuntimeError as error:
             say(f"rank {rank} after {time.monotonic() - began:.0f} s: {error}")
-            try:  # and a call of tdcoll's own kernels says so as well, in the exception that is documented
+            # and a call of tdcoll's own kernels says so as well, in the exception that is
+            # documented
+            try:
                 (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(
                     torch.empty(dist.get_world_size(), device=device), torch.ones(1, device=device)
                 )
                 dist.barrier()
             except (dist.DistBackendError, tdcoll.TdcollError) as error:
-                kind = "BackendTimeout" if isinstance(error, BackendTimeout) else type(error).__name__
+                kind = (
+                    "BackendTimeout" if isinstance(error, BackendTimeout) else type(error).__name__
+                )
                 say(f"rank {rank} then: {kind}: {error}")
             raise
         optimizer.step()
 
 
 def say(text: str) -> None:
-    """On a line of its own: ``print`` writes a text and its end apart, and ranks share the standard error."""
+    """On a line of its own: ``print`` writes a text and its end apart, and ranks share the standard
+    error."""
     sys.stderr.write(text.replace("\n", " ") + "\n")
     sys.stderr.flush()
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVSHMEM's functions of the device language do what its documentation says, on every rank of a job.
+"""NVSHMEM's functions of the device language do what its documentation says, on every rank of a
+job.
 
-They move bytes, signal, order, complete and meet. ``stores_and_waits_checks.py`` and ``words_checks.py`` have the rest.
+They move bytes, signal, order, complete and meet. ``stores_and_waits_checks.py`` and
+``words_checks.py`` have the rest.
 """
 
 from __future__ import annotations
@@ -128,7 +130,8 @@ def data_fence_signal(dest, source, nbytes, number, signal, pe, monitor, ok):
         tdl.int_p(number, -77_000, pe)
         tdl.fence()
         tdl.signal_op(signal, 1, tdl.SIGNAL_SET, pe)
-    tdl.syncthreads()  # for synccheck: PTX lets a warp come to the barrier of a wait in parts, and it does not
+    # for synccheck: PTX lets a warp come to the barrier of a wait in parts, and it does not
+    tdl.syncthreads()
     tl.store(ok, tdl.wait_signal(signal, tdl.CMP_NE, 0, monitor, pe, 0))
     if tdl.tid(0) == 0:
         tdl.sync_all()
@@ -136,7 +139,8 @@ def data_fence_signal(dest, source, nbytes, number, signal, pe, monitor, ok):
 
 @tdcoll.jit
 def put_by_another(dest, source, nbytes, done, signal, value, pe, monitor, ok, STEP: tl.constexpr):
-    """Program 0 puts; program 1 knows that it has, and meets all ranks or tells the receiver. It has put nothing.
+    """Program 0 puts; program 1 knows that it has, and meets all ranks or tells the receiver. It
+    has put nothing.
 
     STEP 3 only puts, and STEP 4 only meets: two launches.
     """
@@ -208,9 +212,20 @@ def puts_with_signals(forms: Iterable[int] = range(6)) -> None:
         source.copy_(bytes_of(rank(), form))
         tdcoll.barrier()
         put_signal[(1,)](
-            dest[form], source, NBYTES, signals[form:], big + form, neighbour(), monitor.words, ok, seen, form
+            dest[form],
+            source,
+            NBYTES,
+            signals[form:],
+            big + form,
+            neighbour(),
+            monitor.words,
+            ok,
+            seen,
+            form,
         )
-        expect(int(ok) == 1 and int(seen) == big + form, f"form {form}: ok {int(ok)}, seen {int(seen)}")
+        expect(
+            int(ok) == 1 and int(seen) == big + form, f"form {form}: ok {int(ok)}, seen {int(seen)}"
+        )
         expect(torch.equal(dest[form], bytes_of((rank() - 1) % world(), form)), f"form {form}")
     monitor.check()
 
@@ -243,7 +258,8 @@ def fence_orders() -> None:
 
 @check
 def order_and_completion_are_the_pes() -> None:
-    """fence, quiet and barrier_all are for what any program of the PE has put, and what an earlier kernel has."""
+    """fence, quiet and barrier_all are for what any program of the PE has put, and what an earlier
+    kernel has."""
     nbytes = scaled(8 << 20, 5000)
     source, dest = symmetric(nbytes, torch.uint8), symmetric(nbytes, torch.uint8)
     signal, monitor = symmetric(1, torch.int64), tdcoll.WaitMonitor()
@@ -262,13 +278,20 @@ def order_and_completion_are_the_pes() -> None:
                 put_by_another[(1 if step == 3 else 2,)](*arguments, part)
             stale = int((dest != (before * 17 + number) % 251).sum())
             monitor.check()
-            expect(int(ok) == 1 and stale == 0, f"turn {turn}, step {step}: {stale} of {nbytes} bytes are not there")
+            expect(
+                int(ok) == 1 and stale == 0,
+                f"turn {turn}, step {step}: {stale} of {nbytes} bytes are not there",
+            )
 
 
 @check
 def all_functions_are_checked() -> None:
     here = Path(__file__)
-    files = here, here.with_name("stores_and_waits_checks.py"), here.parent.parent / "language/kernels_of_words.py"
+    files = (
+        here,
+        here.with_name("stores_and_waits_checks.py"),
+        here.parent.parent / "language/kernels_of_words.py",
+    )
     source = "".join(file.read_text() for file in files)
     unused = [name for name in FUNCTIONS if f"tdl.{name}(" not in source]
     expect(not unused, f"no check calls {unused}")

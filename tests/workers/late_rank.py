@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call for which rank 1 doesn't come, with a timeout that was set late: `late_rank.py KIND HOW`.
 
-``HOW``: "group" (set_timeout), "pytorch" (PyTorch's _set_pg_timeout), "call" (the call's own), each with an "-async"
-behind it or without; and "new" for a first call, which waits on the host. Rank 0 prints after how many seconds which
-error came.
+``HOW``: "group" (set_timeout), "pytorch" (PyTorch's _set_pg_timeout), "call" (the call's own), each
+with an "-async" behind it or without; and "new" for a first call, which waits on the host. Rank 0
+prints after how many seconds which error came.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ LATE_S = 1.5
 def call_of(kind: str, group: Any, timeout: timedelta | None, asynchronous: bool) -> Any:
     """Make a call of a kind; the first call of a kind makes contexts."""
     n = dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
     def options(of: Any) -> Any:
         opts = of()
@@ -48,7 +52,9 @@ def call_of(kind: str, group: Any, timeout: timedelta | None, asynchronous: bool
     if kind == "all_to_all":
         return group.all_to_all_single(whole, whole.clone(), [], [], options(c10d.AllToAllOptions))
     if kind == "sparse":
-        rows = torch.sparse_coo_tensor([[0]], [[1.0]], (2, 1), device=device, check_invariants=False)
+        rows = torch.sparse_coo_tensor(
+            [[0]], [[1.0]], (2, 1), device=device, check_invariants=False
+        )
         return group.allreduce([rows], options(c10d.AllreduceOptions))
     assert kind == "barrier"
     return group.barrier(options(c10d.BarrierOptions))

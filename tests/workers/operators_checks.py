@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators that torch.compile sees, their derivatives, and models compiled with them, on every rank of a job."""
+"""The operators that torch.compile sees, their derivatives, and models compiled with them, on every
+rank of a job."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def operators() -> None:
         normalized, new = tdc.all_reduce_rms_norm(x, residual, weight, EPS, name)
         expect(same_bits(new, total + residual), f"new residual, {name!r}")
         torch.testing.assert_close(normalized, nn.functional.rms_norm(new, (64,), weight, EPS))
-    expect_raises(ValueError, lambda: tdc.all_reduce(x, "sum", "nobody"), "group must be what tdcoll.ops.group_name")
+    expect_raises(
+        ValueError,
+        lambda: tdc.all_reduce(x, "sum", "nobody"),
+        "group must be what tdcoll.ops.group_name",
+    )
 
 
 @check
@@ -56,7 +61,9 @@ def operators_as_pytorch_checks_them() -> None:
         (tdc.matmul_reduce_scatter.default, (x, residual)),
         (tdc.matmul_all_reduce.default, (x, residual)),
     ):
-        tensors = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in arguments]
+        tensors = [
+            a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in arguments
+        ]
         torch.library.opcheck(operator, tuple(tensors))
 
 
@@ -88,24 +95,35 @@ def derivatives() -> None:
     ):
         compare(lambda x: tdcoll.all_gather(x, ctx=ctx), lambda r, of: torch.cat(of))
         compare(lambda x: tdcoll.all_reduce(x, ctx=ctx, op="mean"), lambda r, of: sum(of) / n)
-        compare(lambda x: tdcoll.reduce_scatter(x, ctx=small), lambda r, of: sum(of)[2 * r : 2 * r + 2])
+        compare(
+            lambda x: tdcoll.reduce_scatter(x, ctx=small), lambda r, of: sum(of)[2 * r : 2 * r + 2]
+        )
     for which in (0, 1):
 
         def reference(r: int, of: list[torch.Tensor], which: int = which) -> torch.Tensor:
             new = sum(of) + residual.double()
             return (nn.functional.rms_norm(new, (64,), weight.double(), 1e-6), new)[which]
 
-        compare(lambda x, which=which: tdc.all_reduce_rms_norm(x, residual, weight)[which], reference)
+        compare(
+            lambda x, which=which: tdc.all_reduce_rms_norm(x, residual, weight)[which], reference
+        )
     mine = [residual.clone().requires_grad_(), weight.clone().requires_grad_()]
     theirs = [residual.double().requires_grad_(), weight.double().requires_grad_()]
     made, new = tdc.all_reduce_rms_norm(every[me], *mine)
     (made * pull[me][:rows] + new).sum().backward()
     wide = sum(part.double() for part in every) + theirs[0]
-    (nn.functional.rms_norm(wide, (64,), theirs[1], 1e-6) * pull[me][:rows].double() + wide).sum().backward()
+    (
+        nn.functional.rms_norm(wide, (64,), theirs[1], 1e-6) * pull[me][:rows].double() + wide
+    ).sum().backward()
     for ours, wanted in zip(mine, theirs, strict=True):
         torch.testing.assert_close(ours.grad.double(), wanted.grad, atol=1e-3, rtol=1e-3)  # type: ignore[union-attr]
     x = every[me].clone().requires_grad_()
-    expect_raises(ValueError, lambda: tdc.all_reduce(x, "max").sum().backward(), "op must be 'sum' or 'mean'", "'max'")
+    expect_raises(
+        ValueError,
+        lambda: tdc.all_reduce(x, "max").sum().backward(),
+        "op must be 'sum' or 'mean'",
+        "'max'",
+    )
 
 
 @check
@@ -134,7 +152,9 @@ def derivatives_of_matmuls() -> None:
             else:
                 made = tdc.matmul_all_reduce(torch.relu(mine[0] @ mine[1].t()), mine[2], None, True)
                 of_result = pull / n  # every rank has the whole loss
-            torch.testing.assert_close(made.double(), wanted[shard] if scattered else wanted, atol=1e-2, rtol=1e-3)
+            torch.testing.assert_close(
+                made.double(), wanted[shard] if scattered else wanted, atol=1e-2, rtol=1e-3
+            )
             (made * of_result.float()).sum().backward()
             grads = [tensor.grad for tensor in whole]
             parts = [grads[1][columns], grads[2][columns]]  # type: ignore[index]
@@ -146,9 +166,13 @@ def derivatives_of_matmuls() -> None:
 
 @check(gpu_only=True)
 def derivatives_on_another_stream() -> None:
-    """A backward pass is on the stream of its forward pass, which the context is bound to; also in a CUDA graph."""
+    """A backward pass is on the stream of its forward pass, which the context is bound to; also in
+    a CUDA graph."""
     side_stream, n = torch.cuda.Stream(), world()
-    with torch.cuda.stream(side_stream), tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16) as ctx:
+    with (
+        torch.cuda.stream(side_stream),
+        tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16) as ctx,
+    ):
         x = torch.full((1 << 10,), rank() + 1.0, device=device(), requires_grad=True)
         parts = [torch.full((1 << 10,), r + 1.0, device=device()) for r in range(n)]
         wanted = 2 * n * sum(parts)  # of the sum over ranks of each one's squares
@@ -171,12 +195,17 @@ def derivatives_on_another_stream() -> None:
 
 
 class Block(nn.Module):
-    """A layer of a tensor-parallel model: two all-reduces, each followed by a residual and a norm."""
+    """A layer of a tensor-parallel model: two all-reduces, each followed by a residual and a
+    norm."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(given(rank() + 10 * i, hidden, hidden) / hidden for i in range(2))
-        self.norms = nn.ModuleList(nn.RMSNorm(hidden, eps=EPS, device=device(), dtype=torch.bfloat16) for _ in "ab")
+        self.parts = nn.ParameterList(
+            given(rank() + 10 * i, hidden, hidden) / hidden for i in range(2)
+        )
+        self.norms = nn.ModuleList(
+            nn.RMSNorm(hidden, eps=EPS, device=device(), dtype=torch.bfloat16) for _ in "ab"
+        )
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for part, norm in zip(self.parts, self.norms, strict=True):
@@ -201,7 +230,8 @@ def compiled_like_eager(**how: Any) -> None:
 
 @check
 def own_calls_in_compiled_code() -> None:
-    """The graph breaks at each, on every rank alike; ``tests/calls/test_compiled.py`` has all kinds."""
+    """The graph breaks at each, on every rank alike; ``tests/calls/test_compiled.py`` has all
+    kinds."""
 
     def step(x: torch.Tensor, ctx: tdcoll.CollectiveContext | None) -> torch.Tensor:
         y = tdcoll.all_reduce(x * 2, ctx=ctx) + 1
@@ -221,7 +251,10 @@ def own_calls_in_compiled_code() -> None:
             for _ in range(3):
                 expect(torch.equal(call(made), wanted), "a compiled step")
         wanted = with_gradient(x)
-        expect(torch.equal(torch.compile(with_gradient, backend="aot_eager")(x), wanted), "a compiled backward pass")
+        expect(
+            torch.equal(torch.compile(with_gradient, backend="aot_eager")(x), wanted),
+            "a compiled backward pass",
+        )
         ctx.check()
 
 

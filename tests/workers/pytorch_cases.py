@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's own tests of torch.distributed, on backend "tdcoll", in one job: `pytorch_cases.py [REGEX]`.
+"""PyTorch's own tests of torch.distributed, on backend "tdcoll", in one job: `pytorch_cases.py
+[REGEX]`.
 
-They are methods of `DistributedTest`, which PyTorch's wheels have. A case that wants more GPUs or ranks than there are
-skips itself. Rank 0 prints a JSON line for each.
+They are methods of `DistributedTest`, which PyTorch's wheels have. A case that wants more GPUs or
+ranks than there are skips itself. Rank 0 prints a JSON line for each.
 """
 
 from __future__ import annotations
@@ -32,22 +33,28 @@ CASES = "test_"
 
 CANNOT = "test_(barrier_timeout_global|batch_isend_irecv_(mixed_backend|op)_err|SyncBatchNorm_process_group|"
 CANNOT += "monitored_barrier.*|get_backend)"
-"""Names of cases that end the default group, want NCCL or torchvision, that want PyTorch's monitored_barrier, which it
-refuses for every group whose backend isn't named gloo, or that want that name."""
+"""Names of cases that end the default group, want NCCL or torchvision, that want PyTorch's
+monitored_barrier, which it refuses for every group whose backend isn't named gloo, or that want
+that name."""
 
 LAST = "test_barrier_timeout_(full_)?group"
-"""Names of cases after which a job of tdcoll ends, because a wait has expired in it. One is run if it is chosen."""
+"""Names of cases after which a job of tdcoll ends, because a wait has expired in it. One is run if
+it is chosen."""
 
 
 def cases() -> type:
     """Return the class of all cases."""
-    if importlib.util.find_spec("expecttest") is None:  # a test dependency of PyTorch's, of which nothing is used here
+    # a test dependency of PyTorch's, of which nothing is used here
+    if importlib.util.find_spec("expecttest") is None:
         stub = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
-    os.environ.setdefault("BACKEND", "nccl" if torch.cuda.is_available() else "gloo")  # which cases they are
+    # which cases they are
+    os.environ.setdefault("BACKEND", "nccl" if torch.cuda.is_available() else "gloo")
     # Two cases leave files there, for the other ranks.
-    os.environ["TEMP_DIR"] = str(Path(tempfile.gettempdir()) / f"pytorch_cases-{os.environ['MASTER_PORT']}")
+    os.environ["TEMP_DIR"] = str(
+        Path(tempfile.gettempdir()) / f"pytorch_cases-{os.environ['MASTER_PORT']}"
+    )
     for folder in ("test_dir", "barrier"):
         (Path(os.environ["TEMP_DIR"]) / folder).mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("INIT_METHOD", "env://")
@@ -85,8 +92,14 @@ def main(chosen: str = CASES) -> None:
     join()
     torch.set_num_threads(1)
     made, failed = cases(), 0
-    names = [name for name in dir(made) if re.match(chosen, name) and not re.fullmatch(CANNOT, name)]
-    for name in names if len(names) == 1 else [name for name in sorted(names) if not re.fullmatch(LAST, name)]:
+    names = [
+        name for name in dir(made) if re.match(chosen, name) and not re.fullmatch(CANNOT, name)
+    ]
+    for name in (
+        names
+        if len(names) == 1
+        else [name for name in sorted(names) if not re.fullmatch(LAST, name)]
+    ):
         if "cuda" in name and not torch.cuda.is_available():
             continue
         began = time.perf_counter()

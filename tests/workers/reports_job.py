@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small programs after public reports of bugs in other backends and libraries, each of which must be right here.
+"""Small programs after public reports of bugs in other backends and libraries, each of which must
+be right here.
 
 Each function is named after what was reported, and its docstring says where.
 """
@@ -22,7 +23,12 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.nn.functional import all_gather, all_reduce, all_to_all_single, reduce_scatter
+from torch.distributed.nn.functional import (
+    all_gather,
+    all_reduce,
+    all_to_all_single,
+    reduce_scatter,
+)
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -39,7 +45,9 @@ def report(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
 def expect(got: Any, wanted: Any) -> None:
     for value in (got, wanted):
         assert not isinstance(value, DTensor)
-    got, wanted = (value.tolist() if isinstance(value, torch.Tensor) else value for value in (got, wanted))
+    got, wanted = (
+        value.tolist() if isinstance(value, torch.Tensor) else value for value in (got, wanted)
+    )
     assert got == wanted, f"got {got}, expected {wanted}"
 
 
@@ -74,12 +82,17 @@ def objects_from_a_thread(rank: int, world: int) -> None:
 
 @report
 def objects_of_any_size(rank: int, world: int) -> None:
-    """pytorch/pytorch#145965, pytorch/pytorch#75619: sizes below and above what one call handles, also of nothing."""
+    """pytorch/pytorch#145965, pytorch/pytorch#75619: sizes below and above what one call handles,
+    also of nothing."""
     for size in (0, 10, 100_000, 3_000_000):
         found: list[Any] = [None] * world
-        dist.all_gather_object(found, {"rank": rank, "bytes": b"y" * (size * rank), "texts": ["text"] * (size // 100)})
+        dist.all_gather_object(
+            found, {"rank": rank, "bytes": b"y" * (size * rank), "texts": ["text"] * (size // 100)}
+        )
         for r, each in enumerate(found):
-            expect((each["rank"], len(each["bytes"]), len(each["texts"])), (r, size * r, size // 100))
+            expect(
+                (each["rank"], len(each["bytes"]), len(each["texts"])), (r, size * r, size // 100)
+            )
     received: list[Any] = [None]
     dist.scatter_object_list(received, list(range(world)) if rank == 0 else None, src=0)
     expect(received, [rank])
@@ -152,7 +165,9 @@ def checkpoints_beside_barriers(rank: int, world: int) -> None:
     group = dist.new_group(backend="gloo")
     for step in range(3):
         state = {"weight": torch.full((4,), float(step))}
-        saved: Any = checkpoint.async_save(state, checkpoint_id=f"{folders[0]}/{step}", process_group=group)
+        saved: Any = checkpoint.async_save(
+            state, checkpoint_id=f"{folders[0]}/{step}", process_group=group
+        )
         for _ in range(3):
             dist.all_reduce(torch.ones(2))
             dist.barrier()
@@ -227,7 +242,9 @@ def an_optimizer_in_parts(rank: int, world: int) -> None:
         return flat(model)
 
     divided = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam, lr=0.1)
-    torch.testing.assert_close(trained(divided), trained(functools.partial(torch.optim.Adam, lr=0.1)))
+    torch.testing.assert_close(
+        trained(divided), trained(functools.partial(torch.optim.Adam, lr=0.1))
+    )
 
 
 # ---------------------------------------------------------------------- gradients
@@ -278,14 +295,22 @@ def means_of_uneven_shards(rank: int, world: int) -> None:
     """pytorch/pytorch#162692"""
     mesh, whole = init_device_mesh("cpu", (world,)), torch.arange(4.0 * (world + 1)).view(-1, 4)
     for given in (whole, whole[:1]):
-        expect(distribute_tensor(given, mesh, [Shard(0)]).mean().full_tensor().item(), given.mean().item())  # type: ignore[attr-defined]
+        expect(
+            distribute_tensor(given, mesh, [Shard(0)]).mean().full_tensor().item(),
+            given.mean().item(),
+        )  # type: ignore[attr-defined]
 
 
 @report
 def every_kind_of_partial(rank: int, world: int) -> None:
     """pytorch/pytorch#172041"""
     mesh = init_device_mesh("cpu", (world,))
-    for op, wanted in (("sum", world * (world + 1) / 2), ("avg", (world + 1) / 2), ("max", world), ("min", 1)):
+    for op, wanted in (
+        ("sum", world * (world + 1) / 2),
+        ("avg", (world + 1) / 2),
+        ("max", world),
+        ("min", 1),
+    ):
         given = DTensor.from_local(torch.full((2 * world,), rank + 1.0), mesh, [Partial(op)])
         expect(given.full_tensor().unique(), [wanted])
         expect(given.redistribute(mesh, [Shard(0)]).to_local().unique(), [wanted])
@@ -297,7 +322,9 @@ def the_same_bits_over_two_dimensions(rank: int, world: int) -> None:
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         generator = torch.Generator().manual_seed(rank)
-        given = DTensor.from_local(1e3 * torch.randn(1000, generator=generator), mesh, [Partial(), Partial()])
+        given = DTensor.from_local(
+            1e3 * torch.randn(1000, generator=generator), mesh, [Partial(), Partial()]
+        )
         outs = [torch.empty(1000) for _ in range(world)]
         dist.all_gather(outs, given.full_tensor())
         assert all(torch.equal(out, outs[0]) for out in outs)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of the sparse all-reduce, as users call it, on every rank of a job: eager, padded, in graphs, on streams."""
+"""Results of the sparse all-reduce, as users call it, on every rank of a job: eager, padded, in
+graphs, on streams."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ MORE_CASES: list[tuple[str, torch.dtype, Shape]] = [
 
 
 def special(op: str, dtype: torch.dtype) -> list[Rows]:
-    """What ranks bring with zeros of both signs, in one row and in repeated ones, numbers that a mean rounds to zero,
-    NaN of each rank, and an infinity of the first."""
+    """What ranks bring with zeros of both signs, in one row and in repeated ones, numbers that a
+    mean rounds to zero, NaN of each rank, and an infinity of the first."""
     found = []
     for r in everyone():
         ids = torch.tensor([0, 1, 1, 2 + r, 2 + r, 2 + world()], device=device())
@@ -85,7 +86,8 @@ def sparse_few_and_none() -> None:
 
 
 def zipf(of: int, number: int, count: int, num_rows: int, dim: int, dtype: torch.dtype) -> Rows:
-    """Rows as words of a text: few of them often, on every rank; -1, 0 or 1, so that bf16 holds every sum."""
+    """Rows as words of a text: few of them often, on every rank; -1, 0 or 1, so that bf16 holds
+    every sum."""
     chooser = torch.Generator().manual_seed(77 * number + of)
     shares = 1 / torch.arange(1, num_rows + 1, dtype=torch.float64)
     ids = torch.multinomial(shares, count, replacement=True, generator=chooser)
@@ -101,7 +103,9 @@ def sparse_text_like_rows() -> str:
     found = 0
     for dim in dims:
         for dtype in (torch.float32, torch.bfloat16):
-            with tdcoll.SparseContext(max_rows_per_rank=count, max_row_bytes=dim * dtype.itemsize) as ctx:
+            with tdcoll.SparseContext(
+                max_rows_per_rank=count, max_row_bytes=dim * dtype.itemsize
+            ) as ctx:
                 for number in range(scaled(3, 1)):
                     every = [zipf(r, number, count, num_rows, dim, dtype) for r in everyone()]
                     for coalesced in (False, True):
@@ -124,7 +128,10 @@ def sparse_many_calls_with_a_straggler() -> str:
     with tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=64) as ctx:
         base = [part(r, 0, rows, num_rows, (16,)) for r in everyone()]
         for number in range(calls):
-            every = [Rows((p.indices + number * (r + 1)) % num_rows, p.values + number % 5) for r, p in enumerate(base)]
+            every = [
+                Rows((p.indices + number * (r + 1)) % num_rows, p.values + number % 5)
+                for r, p in enumerate(base)
+            ]
             late, cycles = chooser.randrange(world()), chooser.choice((0, 0, 20_000, 200_000))
             if rank() == late and cycles and not simulated():
                 torch.cuda._sleep(cycles)
@@ -137,7 +144,9 @@ def sparse_many_calls_with_a_straggler() -> str:
             table = torch.zeros(num_rows, 16, device=device())
             for p in every:
                 table.index_add_(0, p.indices, p.values)
-            wrong += (torch.zeros_like(table).index_add_(0, got.indices()[0], got.values()) != table).sum()
+            wrong += (
+                torch.zeros_like(table).index_add_(0, got.indices()[0], got.values()) != table
+            ).sum()
         ctx.check()
     expect(int(wrong) == 0, f"{int(wrong)} wrong elements in {calls} calls")
     return f"{calls} calls"
@@ -147,12 +156,19 @@ def sparse_many_calls_with_a_straggler() -> str:
 
 
 def _replay(
-    captured: int, replays: int, algorithm: str, coalesced: bool, dtype: torch.dtype, rows: int, alone: bool = False
+    captured: int,
+    replays: int,
+    algorithm: str,
+    coalesced: bool,
+    dtype: torch.dtype,
+    rows: int,
+    alone: bool = False,
 ) -> None:
-    """``captured`` calls as one graph, with other rows and values in every replay, and eager calls in between.
+    """``captured`` calls as one graph, with other rows and values in every replay, and eager calls
+    in between.
 
-    ``alone``: on rank 0 only, which also captures a graph that it doesn't replay; the other ranks make all calls
-    eagerly.
+    ``alone``: on rank 0 only, which also captures a graph that it doesn't replay; the other ranks
+    make all calls eagerly.
     """
     num_rows, dim = 40 * rows, 64
     ctx = tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=dim * dtype.itemsize)
@@ -160,7 +176,10 @@ def _replay(
     wrong = torch.zeros((), dtype=torch.int64, device=device())
     if coalesced:
         base = [
-            Rows(torch.arange(rows, device=device()) * (r % 3 + 2), part(r, 1, rows, 9, (dim,)).values)
+            Rows(
+                torch.arange(rows, device=device()) * (r % 3 + 2),
+                part(r, 1, rows, 9, (dim,)).values,
+            )
             for r in everyone()
         ]
     else:
@@ -233,9 +252,18 @@ def sparse_streams() -> None:
     """A context on a side stream, and calls without one on changing streams."""
     side_stream = torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side_stream), tdcoll.SparseContext(max_rows_per_rank=100, max_row_bytes=256) as ctx:
+    with (
+        torch.cuda.stream(side_stream),
+        tdcoll.SparseContext(max_rows_per_rank=100, max_row_bytes=256) as ctx,
+    ):
         for number in range(20):
-            call(ctx, parts(number, 100, 300, (64,)), 300, algorithm=("owner", "gather")[number % 2], copy=False)
+            call(
+                ctx,
+                parts(number, 100, 300, (64,)),
+                300,
+                algorithm=("owner", "gather")[number % 2],
+                copy=False,
+            )
     torch.cuda.current_stream().wait_stream(side_stream)
     every = [parts(number, 200, 300, (64,)) for number in range(6)]
     torch.cuda.synchronize()
@@ -249,4 +277,9 @@ def sparse_streams() -> None:
             results.append(tdcoll.sparse_all_reduce(mine))
     torch.cuda.synchronize()
     for number, got in enumerate(results):
-        compare(got.indices()[0], got.values(), every[number % 6], what=f"changing streams, call {number}")
+        compare(
+            got.indices()[0],
+            got.values(),
+            every[number % 6],
+            what=f"changing streams, call {number}",
+        )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts of the sparse all-reduce, on every rank of a job: tdcoll's own, and what is said of wrong calls."""
+"""Contexts of the sparse all-reduce, on every rank of a job: tdcoll's own, and what is said of
+wrong calls."""
 
 from __future__ import annotations
 
@@ -38,14 +39,23 @@ def _goes_on(ctx: tdcoll.SparseContext) -> None:
 
 @check
 def sparse_errors_of_one_rank() -> None:
-    """What is wrong with the lists of the last rank is an error on all of them, and the context goes on."""
+    """What is wrong with the lists of the last rank is an error on all of them, and the context
+    goes on."""
     last = rank() == world() - 1
     with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16 << 10) as ctx:
         for algorithm in ("owner", "gather"):
             count = 9 if last else 3
             many = Rows(torch.arange(count, device=device()), torch.ones(count, 4, device=device()))
-            reduce_many = partial(tdcoll.sparse_all_reduce, coo(many, 40), ctx=ctx, algorithm=algorithm)
-            expect_raises(tdcoll.ContextError, reduce_many, "9 different rows", "capacity of 8", "max_rows_per_rank=9")
+            reduce_many = partial(
+                tdcoll.sparse_all_reduce, coo(many, 40), ctx=ctx, algorithm=algorithm
+            )
+            expect_raises(
+                tdcoll.ContextError,
+                reduce_many,
+                "9 different rows",
+                "capacity of 8",
+                "max_rows_per_rank=9",
+            )
             _goes_on(ctx)
             for ids, coalesced, text in (
                 ([3, 40], False, "must be in 0..39"),
@@ -53,14 +63,24 @@ def sparse_errors_of_one_rank() -> None:
                 ([9, 3], True, "not ascending"),
                 ([3, 3], True, "not different"),
             ):
-                given = (torch.tensor(ids if last else [1, 2], device=device()), torch.ones(2, 4, device=device()), 40)
+                given = (
+                    torch.tensor(ids if last else [1, 2], device=device()),
+                    torch.ones(2, 4, device=device()),
+                    40,
+                )
                 options = {"coalesced": coalesced, "algorithm": algorithm}
                 reduce_bad = partial(tdcoll.sparse_all_reduce_rows, *given, ctx=ctx, **options)
                 expect_raises(ValueError, reduce_bad, f"indices of rank {world() - 1} ", text)
                 _goes_on(ctx)
     with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, max_union_rows=5) as ctx:
         some = torch.arange(6, device=device())[:: 1 if last else 2]
-        large = partial(tdcoll.sparse_all_reduce_rows, some, torch.ones(len(some), 4, device=device()), 40, ctx=ctx)
+        large = partial(
+            tdcoll.sparse_all_reduce_rows,
+            some,
+            torch.ones(len(some), 4, device=device()),
+            40,
+            ctx=ctx,
+        )
         expect_raises(tdcoll.ContextError, large, "6 different rows together", "max_union_rows=6")
         call(ctx, [part(r, 1, 5, 5) for r in everyone()], 5)
 
@@ -90,12 +110,27 @@ def sparse_capture_errors() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             expect_raises(
-                tdcoll.ContextError, lambda: tdcoll.sparse_all_reduce(coo(mine, 9), ctx=ctx), "CUDA graph", "padded"
+                tdcoll.ContextError,
+                lambda: tdcoll.sparse_all_reduce(coo(mine, 9), ctx=ctx),
+                "CUDA graph",
+                "padded",
             )
             if not eager:
-                expect_raises(tdcoll.ContextError, lambda: padded(mine.indices, mine.values, 9, ctx=ctx), "before")
-            expect_raises(tdcoll.ContextError, lambda: padded(mine.indices, mine.values.double(), 9, ctx=ctx), "before")
-            expect_raises(tdcoll.ContextError, lambda: padded(mine.indices, mine.values, 1 << 24, ctx=ctx), "before")
+                expect_raises(
+                    tdcoll.ContextError,
+                    lambda: padded(mine.indices, mine.values, 9, ctx=ctx),
+                    "before",
+                )
+            expect_raises(
+                tdcoll.ContextError,
+                lambda: padded(mine.indices, mine.values.double(), 9, ctx=ctx),
+                "before",
+            )
+            expect_raises(
+                tdcoll.ContextError,
+                lambda: padded(mine.indices, mine.values, 1 << 24, ctx=ctx),
+                "before",
+            )
             counted.add_(1)
         graph.replay()
     expect(int(counted) == 2, "a refused call must not spoil the capture")

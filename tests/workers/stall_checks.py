@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stall planted in a kernel, on every rank of a job: the protocol bears it, and with one protection less it does not.
+"""A stall planted in a kernel, on every rank of a job: the protocol bears it, and with one
+protection less it does not.
 
-Each check runs the all-gather by stores twice with the same stall. The shipped protocol must give right results. The
-one that lacks a wait, a slot, or the order of data and signal must give wrong ones: so the checks of tests/workers,
-which find nothing wrong, could have found it.
+Each check runs the all-gather by stores twice with the same stall. The shipped protocol must give
+right results. The one that lacks a wait, a slot, or the order of data and signal must give wrong
+ones: so the checks of tests/workers, which find nothing wrong, could have found it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from kernel_mutants import Change, installed
 
 KERNEL = "exchange.kernels_direct.exchange_direct"
 PUSH = "stores.push(mine, given, size, to_delta, signals + g.rank, to_signal_delta, epoch)"
-WAIT = "tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, chunk_index * g.world + frm)"
-COPY_OUT = "tdl.copy_block(taken, segment(inbox, g, epoch, frm) + offset, size)"
+WAIT = "tdl.wait_signal(signals + src_rank, tdl.CMP_GE, epoch, g.monitor, src_rank, chunk_index * g.world + src_rank)"
+COPY_OUT = "tdl.copy_block(taken, segment(inbox, g, epoch, src_rank) + offset, size)"
 STORE = "tdl.copy_block(target + delta, source, nbytes)"
 RELEASE = "release(signal, signal_delta, value)"
 
@@ -35,7 +36,8 @@ ATOMICS = scaled(20_000, 100, shared_gpus=100_000)
 
 
 def stall(word: str) -> str:
-    """Statements that take their time: each atomic needs the result of the one before, whose high bits are zero.
+    """Statements that take their time: each atomic needs the result of the one before, whose high
+    bits are zero.
 
     Loads would not do: ptxas drops those whose results nothing uses, relaxed ones too.
     """
@@ -49,7 +51,8 @@ def one_rank_stalls() -> str:
 
 
 def wrong_numbers(changes: Sequence[Change]) -> int:
-    """How many numbers are wrong, on all ranks together, in calls in a row with these changes to the kernels."""
+    """How many numbers are wrong, on all ranks together, in calls in a row with these changes to
+    the kernels."""
     calls, count = scaled(20, 6), 1000
     wrong = torch.zeros((), dtype=torch.int64, device=device())
     base = torch.arange(world() * count, device=device(), dtype=torch.int32) * 1000

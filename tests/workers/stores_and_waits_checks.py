@@ -1,15 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores to peers' memory and waits for what arrives, by the device language, on every rank of a job.
+"""Stores to peers' memory and waits for what arrives, by the device language, on every rank of a
+job.
 
-Through pointers, as words of LL and Lamport, by copies; waits that loads stay behind, and that end; and the truth of
-pointers.
+Through pointers, as words of LL and Lamport, by copies; waits that loads stay behind, and that end;
+and the truth of pointers.
 """
 
 from __future__ import annotations
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, expect_raises, neighbour, rank, scaled, shared, symmetric, world
+from harness import (
+    check,
+    device,
+    expect,
+    expect_raises,
+    neighbour,
+    rank,
+    scaled,
+    shared,
+    symmetric,
+    world,
+)
 
 import tdcoll
 import tdcoll.language as tdl
@@ -18,14 +30,27 @@ from tdcoll import runtime
 
 @tdcoll.jit
 def sum_of_late_parts(
-    parts, sent, total, signals, value, pe, pause, monitor, ok, PARTS: tl.constexpr, STEP: tl.constexpr
+    parts,
+    sent,
+    total,
+    signals,
+    value,
+    pe,
+    pause,
+    monitor,
+    ok,
+    PARTS: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """Program 0 sends 16 x 16 parts, late; program 1 adds them in a loop that Triton pipelines. STEP 1: with tokens."""
+    """Program 0 sends 16 x 16 parts, late; program 1 adds them in a loop that Triton pipelines.
+    STEP 1: with tokens."""
     if tl.program_id(0) == 0:
         for i in range(PARTS):
             for _ in range(pause):
                 tdl.ld(signals, "gpu", "relaxed")
-            tdl.putmem_signal_block(parts + i * 256, sent + i * 256, 512, signals + i, value, tdl.SIGNAL_SET, pe)
+            tdl.putmem_signal_block(
+                parts + i * 256, sent + i * 256, 512, signals + i, value, tdl.SIGNAL_SET, pe
+            )
     else:
         row = tl.arange(0, 16)
         place = row[:, None] * 16 + row[None, :]
@@ -79,7 +104,8 @@ def flagged_words(words, stamp, pe, monitor, out, ok):
 
 @tdcoll.jit
 def words_that_announce_themselves(words, absent, pe, monitor, out, ok, whole):
-    """Four parts of data in a word, to a peer and from the one before; words from ``whole`` on have no last part."""
+    """Four parts of data in a word, to a peer and from the one before; words from ``whole`` on have
+    no last part."""
     offsets = tl.arange(0, 64)
     mask = offsets < 50
     data = offsets - 7 + 1000 * tdl.my_pe()
@@ -93,7 +119,8 @@ def words_that_announce_themselves(words, absent, pe, monitor, out, ok, whole):
     )
     here = words + 2 * offsets
     first, _, _, _, arrived = tdl.wait_words(here, absent, mask, monitor, pe, 1)
-    both = tdl.wait_words_of_all(here, 0, 2, 1, absent, mask, monitor, 1)  # rank 1, which is left out, lies there too
+    # rank 1, which is left out, lies there too
+    both = tdl.wait_words_of_all(here, 0, 2, 1, absent, mask, monitor, 1)
     _, _, third, fourth = tdl.load_words(here, mask)
     arrived = arrived & both[8]
     tl.store(out + offsets, first, mask=mask)
@@ -105,7 +132,8 @@ def words_that_announce_themselves(words, absent, pe, monitor, out, ok, whole):
 
 @tdcoll.jit(do_not_specialize=["rounds"])
 def words_in_one_piece(words, rounds, pe, monitor, torn):
-    """As many rounds as fast as they go: a word has data of its own flag only, or it was not stored in one piece."""
+    """As many rounds as fast as they go: a word has data of its own flag only, or it was not stored
+    in one piece."""
     offsets = tl.arange(0, 256)
     mask = offsets < 256
     count = tl.zeros_like(offsets)
@@ -142,7 +170,8 @@ def never(signals, monitor, ok, n, BLOCK: tl.constexpr):
 
 @check
 def loads_stay_behind_waits() -> None:
-    """In a loop that Triton pipelines, with parts that come late: a load above its wait reads zeros."""
+    """In a loop that Triton pipelines, with parts that come late: a load above its wait reads
+    zeros."""
     parts, sent = symmetric((8, 256), torch.float16), symmetric((8, 256), torch.float16)
     signals, monitor = symmetric(8, torch.int64), tdcoll.WaitMonitor()
     ok = torch.zeros(1, dtype=torch.int32, device=device())
@@ -157,13 +186,24 @@ def loads_stay_behind_waits() -> None:
             tdcoll.barrier()
             for stages in (1, 2, 3, 4):
                 sum_of_late_parts[(2,)](
-                    *(parts, sent, total, signals, 4 * number + stages, neighbour(), scaled(2000, 2)),
+                    *(
+                        parts,
+                        sent,
+                        total,
+                        signals,
+                        4 * number + stages,
+                        neighbour(),
+                        scaled(2000, 2),
+                    ),
                     *(monitor.words, ok, 8, step),
                     num_stages=stages,
                 )
                 monitor.check()
                 wanted = ((index * 7 + before * 31 + number) % 61).sum(0).float()
-                expect(int(ok) == 1 and torch.equal(total, wanted), f"tokens: {step}, {stages} stages: {total[:8]}")
+                expect(
+                    int(ok) == 1 and torch.equal(total, wanted),
+                    f"tokens: {step}, {stages} stages: {total[:8]}",
+                )
                 tdcoll.barrier()
                 parts.zero_()
                 tdcoll.barrier()
@@ -178,7 +218,9 @@ def stores_through_pointers() -> str | None:
     for semantic in (0, 1):
         out = torch.zeros(64, dtype=torch.int32, device=device())
         store_through_pointer[(1,)](data[semantic], flags[semantic:], neighbour(), out, semantic)
-        wanted = torch.arange(64, device=device(), dtype=torch.int32) + 1000 * ((rank() - 1) % world())
+        wanted = torch.arange(64, device=device(), dtype=torch.int32) + 1000 * (
+            (rank() - 1) % world()
+        )
         expect(torch.equal(out, wanted), f"semantic {semantic}: {out.tolist()[:4]}")
     return None
 
@@ -190,11 +232,16 @@ def words_with_flags() -> str | None:
     words = symmetric(1024, torch.int64)
     monitor = tdcoll.WaitMonitor(timeout_s=30 if shared() else 5)
     ok = torch.zeros(1, dtype=torch.int32, device=device())
-    wanted = torch.arange(50, device=device(), dtype=torch.int32) - 7 + 1000 * ((rank() - 1) % world())
+    wanted = (
+        torch.arange(50, device=device(), dtype=torch.int32) - 7 + 1000 * ((rank() - 1) % world())
+    )
     for flag in (1, 2, (1 << 31) - 1):
         out = torch.zeros((3, 64), dtype=torch.int32, device=device())
         flagged_words[(1,)](words, flag, neighbour(), monitor.words, out, ok)
-        received = all(torch.equal(*pair) for pair in zip(out[:, :50], (wanted, wanted + 1, -wanted), strict=True))
+        received = all(
+            torch.equal(*pair)
+            for pair in zip(out[:, :50], (wanted, wanted + 1, -wanted), strict=True)
+        )
         expect(int(ok) == 1 and received, f"flag {flag}: {out[:, :4].tolist()}")
         expect(not bool(out[:, 50:].any()), "masked words were written")
         tdcoll.barrier()
@@ -203,7 +250,9 @@ def words_with_flags() -> str | None:
     tdcoll.barrier()
     torn = torch.ones(1, dtype=torch.int32, device=device())
     partner = world() - 1 - rank()  # each other's, so neither is more than one round ahead
-    words_in_one_piece[(1,)](words, scaled(20_000, 3, shared_gpus=200), partner, monitor.words, torn)
+    words_in_one_piece[(1,)](
+        words, scaled(20_000, 3, shared_gpus=200), partner, monitor.words, torn
+    )
     monitor.check()
     expect(int(torn) == 0, f"{int(torn)} words came in pieces")
     tdcoll.barrier()
@@ -217,20 +266,33 @@ def words_without_flags() -> None:
         return
     absent = -(1 << 31)
     words = symmetric((64, 4), torch.int32)
-    wanted = torch.arange(50, device=device(), dtype=torch.int32) - 7 + 1000 * ((rank() - 1) % world())
+    wanted = (
+        torch.arange(50, device=device(), dtype=torch.int32) - 7 + 1000 * ((rank() - 1) % world())
+    )
     for missing in (False, True):
-        monitor = tdcoll.WaitMonitor(timeout_s=0.5 if missing else 30)  # a peer may still compile the kernel
+        # a peer may still compile the kernel
+        monitor = tdcoll.WaitMonitor(timeout_s=0.5 if missing else 30)
         words.fill_(absent)
         tdcoll.barrier()
         out, ok = (torch.zeros(count, dtype=torch.int32, device=device()) for count in (256, 1))
         words_that_announce_themselves[(1,)](
-            words.view(torch.int64), absent, neighbour(), monitor.words, out, ok, 49 if missing else 50
+            words.view(torch.int64),
+            absent,
+            neighbour(),
+            monitor.words,
+            out,
+            ok,
+            49 if missing else 50,
         )
         parts = (wanted, wanted + 1, wanted + 2, -wanted)
         received = all(
-            torch.equal(*pair) for pair in zip(out.view(4, 64)[:, :49], (p[:49] for p in parts), strict=True)
+            torch.equal(*pair)
+            for pair in zip(out.view(4, 64)[:, :49], (p[:49] for p in parts), strict=True)
         )
-        expect(int(ok) == (not missing) and received, f"missing {missing}: {out.view(4, 64)[:, :4].tolist()}")
+        expect(
+            int(ok) == (not missing) and received,
+            f"missing {missing}: {out.view(4, 64)[:, :4].tolist()}",
+        )
         tdcoll.barrier()
     error = expect_raises(tdcoll.CollectiveTimeout, monitor.check)
     assert isinstance(error, tdcoll.CollectiveTimeout)
@@ -255,15 +317,23 @@ def block_copies() -> None:
 @check
 def pointers_are_true_unless_null() -> None:
     """A tensor without elements has a null pointer."""
-    for elements, value, wanted in ((4, 2, [1, 1, 0]), (4, 3, [0, 1, 0]), (0, 2, [0, 0, 1]), (0, 3, [0, 1, 1])):
+    for elements, value, wanted in (
+        (4, 2, [1, 1, 0]),
+        (4, 3, [0, 1, 0]),
+        (0, 2, [0, 0, 1]),
+        (0, 3, [0, 1, 1]),
+    ):
         out = torch.zeros(3, dtype=torch.int32, device=device())
-        truth_of_pointers[(1,)](torch.zeros(elements, dtype=torch.uint8, device=device()), out, value)
+        truth_of_pointers[(1,)](
+            torch.zeros(elements, dtype=torch.uint8, device=device()), out, value
+        )
         expect(out.tolist() == wanted, f"{elements} elements, {value}: {out.tolist()}")
 
 
 @check
 def waits_end() -> None:
-    """A wait that nobody satisfies: 0 within the deadline, a record, and every later wait at once."""
+    """A wait that nobody satisfies: 0 within the deadline, a record, and every later wait at
+    once."""
     signals = symmetric(4, torch.int64)
     signals.copy_(torch.tensor([9, 9, 4, 0]))
     monitor = tdcoll.WaitMonitor(timeout_s=0.5)

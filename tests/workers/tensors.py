@@ -8,9 +8,12 @@ from harness import device
 
 
 def given(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """``[*shape]``, made alike on all ranks: values of many magnitudes, whose sum shows its order."""
+    """``[*shape]``, made alike on all ranks: values of many magnitudes, whose sum shows its
+    order."""
     source = torch.Generator().manual_seed(seed)
-    values = torch.randn(*shape, generator=source) * 2.0 ** torch.randint(-3, 4, shape, generator=source)
+    values = torch.randn(*shape, generator=source) * 2.0 ** torch.randint(
+        -3, 4, shape, generator=source
+    )
     return values.to(dtype).to(device())
 
 

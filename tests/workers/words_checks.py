@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words of other PEs, waits for words, barriers of a grid, work on streams: checks for every rank of a job."""
+"""Words of other PEs, waits for words, barriers of a grid, work on streams: checks for every rank
+of a job."""
 
 from __future__ import annotations
 
@@ -8,7 +9,18 @@ from pathlib import Path
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, expect_raises, neighbour, rank, scaled, simulated, symmetric, world
+from harness import (
+    check,
+    device,
+    expect,
+    expect_raises,
+    neighbour,
+    rank,
+    scaled,
+    simulated,
+    symmetric,
+    world,
+)
 
 import tdcoll
 import tdcoll.language as tdl
@@ -38,8 +50,14 @@ def values_of_one_word() -> None:
     out, out_floats = zeros(1, torch.int64), zeros(1, torch.float64)
     kernels.values[(1,)](words, floats, out, out_floats, arrived, monitor.words)
     monitor.check()
-    expect((words.item(), floats.item()) == ((predecessor() + 1) * 10**10, predecessor() + 0.25), f"{words}, {floats}")
-    expect((out.item(), out_floats.item()) == ((rank() + 1) * 10**10, rank() + 0.25), f"{out}, {out_floats}")
+    expect(
+        (words.item(), floats.item()) == ((predecessor() + 1) * 10**10, predecessor() + 0.25),
+        f"{words}, {floats}",
+    )
+    expect(
+        (out.item(), out_floats.item()) == ((rank() + 1) * 10**10, rank() + 0.25),
+        f"{out}, {out_floats}",
+    )
 
 
 @check
@@ -48,19 +66,32 @@ def atomics_on_one_pe() -> None:
     narrow, wide = symmetric(3, torch.int32), symmetric(2, torch.int64)
     old, monitor = zeros(rounds + 3, torch.int64), tdcoll.WaitMonitor()
     kernels.atomics[(1,)](narrow, wide, old, narrow, monitor.words, rounds)
-    kept = runtime.current().control.all_gather(range(world()), "what was there before", old.tolist())
+    kept = runtime.current().control.all_gather(
+        range(world()), "what was there before", old.tolist()
+    )
     counted = sorted(value for one in kept for value in one[:rounds])
     expect(counted == list(range(world() * rounds)), f"counts: {counted[:10]}")
-    expect(len({one[rounds] for one in kept}) == world(), f"holders of the lock: {[one[rounds] for one in kept]}")
-    expect(len({one[rounds + 1] for one in kept}) == world(), f"swaps: {[one[rounds + 1] for one in kept]}")
-    expect({one[rounds + 2] for one in kept} == {world() * rounds << 33}, f"sums: {[one[-1] for one in kept]}")
+    expect(
+        len({one[rounds] for one in kept}) == world(),
+        f"holders of the lock: {[one[rounds] for one in kept]}",
+    )
+    expect(
+        len({one[rounds + 1] for one in kept}) == world(),
+        f"swaps: {[one[rounds + 1] for one in kept]}",
+    )
+    expect(
+        {one[rounds + 2] for one in kept} == {world() * rounds << 33},
+        f"sums: {[one[-1] for one in kept]}",
+    )
 
 
 @check
 def atomics_by_the_thread() -> None:
     counter, turns = zeros(1, torch.int64), zeros(8, torch.int32)
     kernels.count_by_threads[(3,)](counter, turns, False)
-    expect((counter.item(), turns.tolist()) == (30, [1, 2, 3, 4, 5, 0, 0, 0]), f"{counter}, {turns}")
+    expect(
+        (counter.item(), turns.tolist()) == (30, [1, 2, 3, 4, 5, 0, 0, 0]), f"{counter}, {turns}"
+    )
 
 
 @check
@@ -89,7 +120,9 @@ def waits_for_words() -> str | None:
         kernels.wait_here_and_there[(1,)](narrow, wide, ok, monitor.words, send)
         expect(ok.tolist() == [send, send], f"send {send}: {ok}")
         if not send:
-            error = expect_raises(tdcoll.CollectiveTimeout, monitor.check, f"peer {neighbour()}: signal 7")
+            error = expect_raises(
+                tdcoll.CollectiveTimeout, monitor.check, f"peer {neighbour()}: signal 7"
+            )
             told = error.expected, error.seen  # type: ignore[attr-defined]
             expect(told == (-4, 0), str(told))
             runtime.current().failed = False  # nothing else is broken
@@ -113,7 +146,9 @@ def asking() -> None:
 @check
 def programs_of_a_grid_meet() -> None:
     counter, monitor = zeros(1, torch.int64), tdcoll.WaitMonitor()
-    most = torch.cuda.get_device_properties(device()).multi_processor_count if not simulated() else 4
+    most = (
+        torch.cuda.get_device_properties(device()).multi_processor_count if not simulated() else 4
+    )
     n, width = 16 if not simulated() else 3, 256
     for _ in range(scaled(20, 1, shared_gpus=2)):
         for size in (most, 3, most):
@@ -121,9 +156,12 @@ def programs_of_a_grid_meet() -> None:
             options = {} if simulated() else {"launch_cooperative_grid": True}
             kernels.rounds[(size,)](cells, sums, counter, monitor.words, n, True, width, **options)
             monitor.check()
-            wanted = torch.tensor([sum(range(i + 1, size + i + 1)) for i in range(n)], dtype=torch.int32)
+            wanted = torch.tensor(
+                [sum(range(i + 1, size + i + 1)) for i in range(n)], dtype=torch.int32
+            )
             expect(
-                torch.equal(sums.view(n, width)[:, :size].cpu(), wanted[:, None].expand(n, size)), f"{size} programs"
+                torch.equal(sums.view(n, width)[:, :size].cpu(), wanted[:, None].expand(n, size)),
+                f"{size} programs",
             )
 
 
@@ -148,7 +186,10 @@ def peers_tensors() -> str | None:
         theirs = tdcoll.peer_tensor(mine, peer)
         expect(theirs.device == device(), str(theirs.device))
         expect(torch.equal(theirs, numbers + 100 * peer), f"of rank {peer}: {theirs}")
-        expect(torch.equal(tdcoll.peer_tensor(mine[1:3, ::2].t(), peer), theirs[1:3, ::2].t()), f"strided, {peer}")
+        expect(
+            torch.equal(tdcoll.peer_tensor(mine[1:3, ::2].t(), peer), theirs[1:3, ::2].t()),
+            f"strided, {peer}",
+        )
     tdcoll.barrier()
     tdcoll.peer_tensor(mine, neighbour())[3, 5] = -rank()
     tdcoll.barrier()
@@ -158,7 +199,8 @@ def peers_tensors() -> str | None:
 
 @check
 def streams_of_ranks() -> str | None:
-    """Copies, words and waits on a stream of their own; the copies are too long to have come by chance."""
+    """Copies, words and waits on a stream of their own; the copies are too long to have come by
+    chance."""
     if not one_node():
         return "pointers reach one node"
     count = scaled(1 << 24, 64, shared_gpus=1 << 20)
@@ -174,7 +216,10 @@ def streams_of_ranks() -> str | None:
             tdcoll.wait_on_stream(words[0], tdl.CMP_GE if turn < 3 else tdl.CMP_EQ, turn, stream)
             if stream is not None:
                 torch.cuda.current_stream().wait_stream(stream)
-            expect(bool((data == 10.0 * turn + predecessor()).all()), f"{dtype}, turn {turn}: {data[:4]}")
+            expect(
+                bool((data == 10.0 * turn + predecessor()).all()),
+                f"{dtype}, turn {turn}: {data[:4]}",
+            )
             tdcoll.barrier()
     return None
 
@@ -218,7 +263,8 @@ def swap(buffer, arrived, control, monitor, out, n, BLOCK: tl.constexpr):
 
 @check
 def epochs_of_own_kernels() -> None:
-    """A kernel of the user's is right in replays of a CUDA graph, with odd and even numbers of calls in it."""
+    """A kernel of the user's is right in replays of a CUDA graph, with odd and even numbers of
+    calls in it."""
     n, block = world(), 1 << (world() - 1).bit_length()
     buffer, arrived = symmetric(4 * n, torch.int64), symmetric(2 * n, torch.int64)
     control, monitor, out = zeros(1, torch.int64), tdcoll.WaitMonitor(), zeros(n, torch.int64)

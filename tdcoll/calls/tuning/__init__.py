@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning tables: the fastest algorithms of each machine. This package is pure; :mod:`.given` is not."""
+"""Tuning tables: the fastest algorithms of each machine. This package is pure; :mod:`.given` is
+not."""
 
 from tdcoll.calls.tuning.table import SIMULATOR, WARPS, Entry, Section, Table, shipped
 

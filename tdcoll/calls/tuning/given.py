@@ -23,15 +23,19 @@ def architectures(device: torch.device) -> tuple[str, ...]:
 
 
 def read(given: Any) -> Table:
-    """Return a table, or that of a file; if ``given`` is None, that of ``TDCOLL_TUNING``, otherwise tdcoll's own."""
+    """Return a table, or that of a file; if ``given`` is None, that of ``TDCOLL_TUNING``, otherwise
+    tdcoll's own."""
     if isinstance(given, Table):
         return given
     name = "tuning"
     if given is None:
-        name, given = _VARIABLE, os.environ.get(_VARIABLE)
+        name = _VARIABLE
+        given = os.environ.get(_VARIABLE)
         if not given:
             return shipped()
-    arguments.instance(name, given, (str, os.PathLike), "a tuning table (Table), the path of its file, or None")
+    arguments.instance(
+        name, given, (str, os.PathLike), "a tuning table (Table), the path of its file, or None"
+    )
     try:
         return Table.load(given)
     except ValueError as error:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuning table, in a JSON file: a section for each kind of call that was measured, with entries by size.
+"""The tuning table, in a JSON file: a section for each kind of call that was measured, with entries
+by size.
 
-``docs/benchmarks.md`` has the format. If there is no section for a call, the collective's default heuristic decides.
+``docs/benchmarks.md`` has the format. If there is no section for a call, the collective's default
+heuristic decides.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES, MAX_BLOCKS, MAX_CHUNKS
 
 VERSION = 5
-"""Version 5 renamed fields. Those before 4 told eager calls from captured ones, so ranks could choose differently."""
+"""Version 5 renamed fields. Those before 4 told eager calls from captured ones, so ranks could
+choose differently."""
 
 WARPS = (1, 2, 4, 8, 16, 32)
 """Numbers of warps that a thread block may have."""
@@ -116,7 +119,10 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "algorithm": _TEXT,
     "chunks": (_is_count(MAX_CHUNKS), f"1 to {MAX_CHUNKS}"),
     "chunk": (_is_count(), _BYTES),
-    "num_warps": (lambda value: type(value) is int and value in WARPS, f"one of {', '.join(map(str, WARPS))}"),
+    "num_warps": (
+        lambda value: type(value) is int and value in WARPS,
+        f"one of {', '.join(map(str, WARPS))}",
+    ),
     "blocks": (_is_count(MAX_BLOCKS - 1), f"1 to {MAX_BLOCKS - 1}"),
 }
 """For each field of a file, a check, and its condition in words for messages."""
@@ -126,10 +132,17 @@ def _wrong(where: str, expected: str, value: Any) -> ValueError:
     return ValueError(f"{where}: expected {expected}, got {json.dumps(value)[:200]}")
 
 
-def _fields(where: str, value: Any, needed: Sequence[str], optional: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of an object of the file, checked, with texts such as "64 KB" as numbers."""
+def _fields(
+    where: str, value: Any, needed: Sequence[str], optional: Sequence[str]
+) -> dict[str, Any]:
+    """Return the fields of an object of the file, checked, with texts such as "64 KB" as
+    numbers."""
     if not isinstance(value, dict) or not {*needed} <= {*value} <= {*needed, *optional}:
-        raise _wrong(where, f"an object with {', '.join(needed)} and no more but {', '.join(optional)}", value)
+        raise _wrong(
+            where,
+            f"an object with {', '.join(needed)} and no more but {', '.join(optional)}",
+            value,
+        )
     found = dict(value)
     for name, given in value.items():
         if name in ("up_to", "chunk") and isinstance(given, str):
@@ -149,8 +162,14 @@ def _read_section(where: str, value: Any) -> Section:
         how = _fields(at, one, ("up_to", "algorithm"), ("chunks", "chunk", "num_warps", "blocks"))
         if "chunks" in how and "chunk" in how:
             raise ValueError(f"{at}: expected chunks or chunk, got both")
-        if entries and (entries[-1].up_to is None or (how["up_to"] or 1 << 63) <= entries[-1].up_to):
-            raise _wrong(f"{at}: up_to", "more than the entry before has, of which null is for the last", how["up_to"])
+        if entries and (
+            entries[-1].up_to is None or (how["up_to"] or 1 << 63) <= entries[-1].up_to
+        ):
+            raise _wrong(
+                f"{at}: up_to",
+                "more than the entry before has, of which null is for the last",
+                how["up_to"],
+            )
         entries.append(Entry(**how))
     return Section(**given, entries=tuple(entries))
 
@@ -178,7 +197,9 @@ class Table:
         for number, value in enumerate(given["tables"]):
             section = _read_section(f"{name}: tables[{number}]", value)
             if section.kind in sections:
-                raise ValueError(f"{name}: tables[{number}]: expected another {', '.join(_KIND)} than an earlier table")
+                raise ValueError(
+                    f"{name}: tables[{number}]: expected another {', '.join(_KIND)} than an earlier table"
+                )
             sections[section.kind] = section
         return cls(tuple(sections.values()), name)
 
@@ -202,13 +223,19 @@ class Table:
         """Return the text for :meth:`parse`; one line for each entry."""
         shown = []
         for section in self.sections:
-            lines = [f"   {json.dumps(name)}: {json.dumps(getattr(section, name))}" for name in _KIND]
+            lines = [
+                f"   {json.dumps(name)}: {json.dumps(getattr(section, name))}" for name in _KIND
+            ]
             if section.source:
                 lines.append(f'   "source": {json.dumps(section.source, ensure_ascii=False)}')
             entries = []
             for entry in section.entries:
                 known = {name: value for name, value in vars(entry).items() if value is not None}
-                known |= {name: _written(getattr(entry, name)) for name in ("up_to", "chunk") if name in known}
+                known |= {
+                    name: _written(getattr(entry, name))
+                    for name in ("up_to", "chunk")
+                    if name in known
+                }
                 entries.append(f"    {json.dumps({'up_to': None, **known})}")
             lines.append('   "entries": [\n' + ",\n".join(entries) + "\n   ]")
             shown.append("  {\n" + ",\n".join(lines) + "\n  }")
@@ -217,17 +244,22 @@ class Table:
 
     @property
     def digest(self) -> str:
-        """Return a hash of its entries without their sources, which is the same if tables decide alike."""
+        """Return a hash of its entries without their sources, which is the same if tables decide
+        alike."""
         said = sorted(repr(dataclasses.replace(section, source="")) for section in self.sections)
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
     def of(self, names: Sequence[str], ranks_per_node: int | None, nodes: int) -> Table:
-        """Return the part for groups of this shape on GPUs of these names; if two sections are for one kind of call,
-        that of the earlier name."""
+        """Return the part for groups of this shape on GPUs of these names; if two sections are for
+        one kind of call, that of the earlier name."""
         found: dict[tuple[Any, ...], Section] = {}
         for name in names:
             for section in self.sections:
-                if (section.architecture, section.ranks_per_node, section.nodes) == (name, ranks_per_node, nodes):
+                if (section.architecture, section.ranks_per_node, section.nodes) == (
+                    name,
+                    ranks_per_node,
+                    nodes,
+                ):
                     found.setdefault(section.kind[1:], section)
         return Table(tuple(found.values()), self.name)
 

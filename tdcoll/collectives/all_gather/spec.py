@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spec of the all-gather: :data:`SPEC`. The only option of a call is whether segments are counted."""
+"""The spec of the all-gather: :data:`SPEC`. The only option of a call is whether segments are
+counted."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ from tdcoll.calls.launch_spec import (
     rail_routes,
     successors,
 )
-from tdcoll.calls.plan import Facts, Landing, cut_chunks, needs_puts, needs_rails, needs_stores, per_segment
+from tdcoll.calls.plan import (
+    Facts,
+    Landing,
+    cut_chunks,
+    needs_puts,
+    needs_rails,
+    needs_stores,
+    per_segment,
+)
 from tdcoll.calls.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_gather.policy import blocks_of_puts, default, epoch
@@ -31,11 +40,14 @@ from tdcoll.primitives.puts import Routes
 
 def _routes(call: LaunchSpec) -> Routes:
     """Return the ranks that this rank sends to."""
-    ctx, topology = call.ctx, call.ctx.topology
+    ctx = call.ctx
+    topology = call.ctx.topology
     if call.plan.algorithm == "2d":
         return rail_routes(ctx, "all_gather")
     remote = [rank for rank in successors(topology) if topology.nodes[rank] != topology.node]
-    return device_table(ctx, "all_gather", "to all", lambda: make_routes(ctx, local_peers(topology), remote))
+    return device_table(
+        ctx, "all_gather", "to all", lambda: make_routes(ctx, local_peers(topology), remote)
+    )
 
 
 def _puts(call: LaunchSpec) -> dict[str, Any]:
@@ -92,14 +104,17 @@ OPERATION = CollectiveOperation(SPEC)
 
 
 def counted_launches(ctx: CollectiveContext, nbytes: int) -> CallLaunches:
-    """Return prepared launches of all-gathers in place whose sizes are counted on the device, for other collectives.
+    """Return prepared launches of all-gathers in place whose sizes are counted on the device, for
+    other collectives.
 
-    A call, ``launches(segment, segments)``, is one epoch of ``ctx``, which the caller has begun. Afterwards every rank
-    has every segment, up to its count. It uses the default heuristic without LL, which doesn't support counts.
+    A call, ``launches(segment, segments)``, is one epoch of ``ctx``, which the caller has begun.
+    Afterwards every rank has every segment, up to its count. It uses the default heuristic without
+    LL, which doesn't support counts.
 
     Args:
-        nbytes: from one segment to the next, a multiple of 16. Segments are in symmetric memory, 16-byte aligned; this
-            rank's own is filled, and begins with an int64: the bytes that it uses, itself included.
+        nbytes: from one segment to the next, a multiple of 16. Segments are in symmetric memory,
+            16-byte aligned; this rank's own is filled, and begins with an int64: the bytes that it
+            uses, itself included.
     """
 
     key = ("all_gather", "device counted", nbytes)

@@ -30,21 +30,25 @@ def all_reduce(
     >>> tdcoll.all_reduce(torch.ones(2), "sum")  # on 2 ranks
     tensor([2., 2.])
 
-    The bits are the same in every run, for every algorithm and size, and for a row whatever else is in the batch:
-    ``docs/architecture.md#dense-reductions`` describes how elements are summed and rounded. Differentiable for
-    ``"sum"`` and ``"mean"``, under the rules of :func:`tdcoll.all_gather`.
+    The bits are the same in every run, for every algorithm and size, and for a row whatever else is
+    in the batch: ``docs/architecture.md#dense-reductions`` describes how elements are summed and
+    rounded. Differentiable for ``"sum"`` and ``"mean"``, under the rules of
+    :func:`tdcoll.all_gather`.
 
     Args:
-        tensor: contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn, e5m2), int32, int64, int8
-            or uint8; the same shape on all ranks.
-        op: ``"sum"``, ``"mean"`` or ``"avg"`` (floating point only), ``"max"``, ``"min"``, ``"prod"`` or ``"product"``
-            (not of fp8), or a ``torch.distributed.ReduceOp``; of int8 and uint8 ``"max"`` or ``"min"``.
-        out: the result: contiguous, of the same shape and dtype. Made if None. May be ``tensor``, and must
-            not overlap it otherwise. It gets no gradient.
+        tensor: contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn, e5m2),
+            int32, int64, int8 or uint8; the same shape on all ranks.
+        op: ``"sum"``, ``"mean"`` or ``"avg"`` (floating point only), ``"max"``, ``"min"``,
+            ``"prod"`` or ``"product"`` (not of fp8), or a ``torch.distributed.ReduceOp``; of int8
+            and uint8 ``"max"`` or ``"min"``.
+        out: the result: contiguous, of the same shape and dtype. Made if None. May be ``tensor``,
+            and must not overlap it otherwise. It gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
-        algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"``, ``"2d"``.
-        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`, on all ranks. ``"direct"``,
-            ``"loop"`` and ``"ce"`` then bring sums directly into it, without a copy; others don't use that.
+        algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"loop"``, ``"ce"``,
+            ``"1d"``, ``"2d"``.
+        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`, on all ranks.
+            ``"direct"``, ``"loop"`` and ``"ce"`` then bring sums directly into it, without a copy;
+            others don't use that.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -54,8 +58,9 @@ def all_reduce(
         ValueError: (in a backward pass) ``op`` is neither sum nor mean.
         Others: as for :func:`tdcoll.all_gather`.
 
-    Algorithms: one-shot and two-shot (Rabenseifner, 2004) by the Lamport protocol (TensorRT-LLM) or LL (NCCL); stores
-    or puts with a signal per chunk; between nodes, the sums of nodes are exchanged by rails.
+    Algorithms: one-shot and two-shot (Rabenseifner, 2004) by the Lamport protocol (TensorRT-LLM) or
+    LL (NCCL); stores or puts with a signal per chunk; between nodes, the sums of nodes are
+    exchanged by rails.
     """
     tensors = (tensor,) if out is None else (tensor, out)
     options = CollectiveOptions(op, algorithm, symmetric)
@@ -71,12 +76,14 @@ def all_reduce_(
     algorithm: str | Plan = "auto",
     symmetric: bool = False,
 ) -> torch.Tensor:
-    """``[...] -> the same``: reduce in place; :func:`all_reduce` with ``out=tensor``, and the same bits.
+    """``[...] -> the same``: reduce in place; :func:`all_reduce` with ``out=tensor``, and the same
+    bits.
 
     >>> tdcoll.all_reduce_(x, "mean", group=[0, 1])
 
     Args:
-        tensor: as for :func:`all_reduce`; the result. Must not require grad, unless under ``torch.no_grad()``.
+        tensor: as for :func:`all_reduce`; the result. Must not require grad, unless under
+            ``torch.no_grad()``.
         op, group, ctx, algorithm, symmetric: as for :func:`all_reduce`.
 
     Returns:

@@ -9,10 +9,31 @@ from typing import Any
 
 from tdcoll.calls import copies
 from tdcoll.calls.collective import CollectiveOperation
-from tdcoll.calls.launch_spec import LaunchSpec, by_words, device_table, rail_routes, routes_beside_stores, tiles
-from tdcoll.calls.plan import Facts, Plan, loop_blocks, needs_puts, needs_rails, needs_stores, summing_blocks
+from tdcoll.calls.launch_spec import (
+    LaunchSpec,
+    by_words,
+    device_table,
+    rail_routes,
+    routes_beside_stores,
+    tiles,
+)
+from tdcoll.calls.plan import (
+    Facts,
+    Plan,
+    loop_blocks,
+    needs_puts,
+    needs_rails,
+    needs_stores,
+    summing_blocks,
+)
 from tdcoll.calls.spec import Algorithm, Collective
-from tdcoll.collectives.all_reduce import kernels_direct, kernels_loop, kernels_nodes, kernels_puts, kernels_words
+from tdcoll.collectives.all_reduce import (
+    kernels_direct,
+    kernels_loop,
+    kernels_nodes,
+    kernels_puts,
+    kernels_words,
+)
 from tdcoll.collectives.all_reduce.policy import (
     ONE_SHOT,
     TWO_SHOT,
@@ -30,15 +51,26 @@ from tdcoll.primitives.group import nodes_of
 
 
 def _parts(call: LaunchSpec) -> dict[str, Any]:
-    facts, algorithm = call.facts, call.plan.algorithm
-    part, piece = part_bytes(facts.nbytes, parts(facts.topology, algorithm)), piece_bytes(facts, algorithm)
+    facts = call.facts
+    algorithm = call.plan.algorithm
+    part = part_bytes(facts.nbytes, parts(facts.topology, algorithm))
+    piece = piece_bytes(facts, algorithm)
     second = (pieces(facts, algorithm) - 1) * piece
-    return {**tiles(call), "part": part, "outbox": piece, "second": second, "ZERO_COPY": facts.symmetric_result}
+    return {
+        **tiles(call),
+        "part": part,
+        "outbox": piece,
+        "second": second,
+        "ZERO_COPY": facts.symmetric_result,
+    }
 
 
 def _by_puts(call: LaunchSpec) -> dict[str, Any]:
-    ctx, topology = call.ctx, call.ctx.topology
-    routes = (rail_routes if call.plan.algorithm == "2d" else routes_beside_stores)(ctx, "all_reduce")
+    ctx = call.ctx
+    topology = call.ctx.topology
+    routes = (rail_routes if call.plan.algorithm == "2d" else routes_beside_stores)(
+        ctx, "all_reduce"
+    )
     nodes = device_table(ctx, "all_reduce", "nodes", lambda: nodes_of(topology, ctx.device))
     return {**_parts(call), "routes": routes, "nodes": nodes, "place": topology.place}
 
@@ -68,12 +100,14 @@ def _by_parts(
 
 
 def _copies(spec: LaunchSpec) -> copies.CopySequence:
-    """Two hops, as ``direct``: parts to the first half of the inbox, then sums to the second half, or
-    into the result."""
+    """Two hops, as ``direct``: parts to the first half of the inbox, then sums to the second half,
+    or into the result."""
     values = _parts(spec)
     part = values["part"]
     pulled = spec.facts.symmetric_result
-    sizes = [min(part, max(0, spec.facts.nbytes - rank * part)) for rank in range(spec.ctx.world_size)]
+    sizes = [
+        min(part, max(0, spec.facts.nbytes - rank * part)) for rank in range(spec.ctx.world_size)
+    ]
     parts = copies.sums(spec, part, sizes, whole=True, pulled=pulled)
     results = copies.gathered(spec, part, sizes, values["second"], pulled)
     return copies.CopySequence(spec, parts, results)
@@ -85,9 +119,24 @@ SPEC = Collective(
     algorithms=(
         by_words(ONE_SHOT, lambda facts: kernels_words.all_reduce_one_shot),
         by_words(TWO_SHOT, lambda facts: kernels_words.all_reduce_two_shot),
-        _by_parts("direct", needs_stores, lambda facts: kernels_direct.all_reduce_direct, _direct_blocks),
-        _by_parts("loop", needs_stores, lambda facts: kernels_loop.all_reduce_loop, loop_blocks, any_blocks=True),
-        _by_parts("ce", needs_stores, copies.kernel, summing_blocks, any_blocks=True, copies=_copies),
+        _by_parts(
+            "direct", needs_stores, lambda facts: kernels_direct.all_reduce_direct, _direct_blocks
+        ),
+        _by_parts(
+            "loop",
+            needs_stores,
+            lambda facts: kernels_loop.all_reduce_loop,
+            loop_blocks,
+            works_with_any_grid=True,
+        ),
+        _by_parts(
+            "ce",
+            needs_stores,
+            copies.kernel,
+            summing_blocks,
+            works_with_any_grid=True,
+            copies=_copies,
+        ),
         _by_parts(
             "1d",
             needs_puts,
@@ -105,8 +154,11 @@ SPEC = Collective(
     ),
     default=default,
     torch="all_reduce",
-    # Three pieces between nodes; and a context on which small calls are one-shot, which sends all data.
-    capacity=lambda segment, world: max(3 * (segment // world + 16), min(segment, one_shot_bytes(world))),
+    # Three pieces between nodes; and a context on which small calls are one-shot, which sends all
+    # data.
+    capacity=lambda segment, world: max(
+        3 * (segment // world + 16), min(segment, one_shot_bytes(world))
+    ),
     adjoint="all_reduce",
     reduces=True,
     handled_bytes_of_more=1 << 20,

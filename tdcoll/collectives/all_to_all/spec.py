@@ -16,7 +16,10 @@ from tdcoll.collectives.exchange.spec import algorithms
 
 
 def _puts(call: LaunchSpec) -> dict[str, Any]:
-    return {"routes": routes_beside_stores(call.ctx, "all_to_all"), "outbox": half(call.ctx.capacity)}
+    return {
+        "routes": routes_beside_stores(call.ctx, "all_to_all"),
+        "outbox": half(call.ctx.capacity),
+    }
 
 
 SPEC = Collective(

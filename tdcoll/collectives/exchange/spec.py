@@ -22,8 +22,8 @@ from tdcoll.calls.spec import Algorithm
 from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
 
 _EARLY_BYTES = 2 << 20
-"""Larger calls in place are slower with programmatic dependent launch (PDL). On 2 H200s one of 4 MB per rank takes 18.0
-us instead of 16.9, and one of 64 MB 202 us instead of 190."""
+"""Larger calls in place are slower with programmatic dependent launch (PDL). On 2 H200s one of 4 MB
+per rank takes 18.0 us instead of 16.9, and one of 64 MB 202 us instead of 190."""
 
 
 def early(facts: Facts) -> bool:
@@ -83,12 +83,12 @@ def algorithms(one_segment: bool) -> tuple[Algorithm, ...]:
             blocks=loop_blocks,
             values=lambda spec: {
                 "source_stride": source_stride(spec),
-                "SAME": one_segment,
+                "ONE_SEGMENT": one_segment,
                 "WORDS": 16 * 32 * spec.plan.num_warps,  # 64 bytes for each thread
             },
             epoch=epoch,
             early=early,
-            any_blocks=True,
+            works_with_any_grid=True,
         ),
         Algorithm(
             "ce",

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index matching: which of W sorted lists hold an id, and at which place. Kernels and device functions.
+"""Index matching: which of W sorted lists hold an id, and at which place. Kernels and device
+functions.
 
-Input: ``lists``, int64, W lists of ``stride`` words each. Words of list q: 0 = bytes used, 1 = number of ids n_q,
-2 = signature, 3 = 0, then from word ``HEADER`` on n_q ids, strictly ascending. Only the first ``capacity`` ids of a
-list are looked at. The *union* is the ascending list of the ids that any list holds; it has U ids.
+Input: ``lists``, int64, W lists of ``stride`` words each. Words of list q: 0 = bytes used, 1 =
+number of ids n_q, 2 = signature, 3 = 0, then from word ``HEADER`` on n_q ids, strictly ascending.
+Only the first ``capacity`` ids of a list are looked at. The *union* is the ascending list of the
+ids that any list holds; it has U ids.
 
 Two kinds of directory answer the same questions (:func:`find`, :func:`find_in_union`)::
 
@@ -14,10 +16,10 @@ Two kinds of directory answer the same questions (:func:`find`, :func:`find_in_u
                               Place of an id in the union = sum over p of leaders[p, ids of list p below it].
                               Lists, and the union, are searched by bisection: log2(n) loads.
 
-Two launches of the caller's on one stream: one calls :func:`wipe`, the other :func:`build`. Programs of a phase of
-*build* wait until all of the phase before are done, which have lower numbers
-(:func:`tdcoll.primitives.group.wait_until_done`), and nothing else orders them. Later programs of that launch may use
-the directory after :func:`wait_until_built`::
+Two launches of the caller's on one stream: one calls :func:`wipe`, the other :func:`build`.
+Programs of a phase of *build* wait until all of the phase before are done, which have lower numbers
+(:func:`tdcoll.primitives.group.wait_until_done`), and nothing else orders them. Later programs of
+that launch may use the directory after :func:`wait_until_built`::
 
     bitmap   wipe -> mark -> unite -> number                                -> place_firsts, if wanted
     search   wipe -> find_leaders -> number_leaders -> place_leaders        -> place_firsts, if wanted
@@ -32,12 +34,14 @@ the directory after :func:`wait_until_built`::
     place_leaders   union[place of each leader] = its id
     place_firsts    copies status, and finds how many ids of the union are below each of some: places[...]
 
-A bitmap is built by a few passes over its W + 1 rows and one atomic for each id. A search takes W log2(n) loads for
-each id, and no memory that depends on the number of rows. See :mod:`tdcoll.collectives.index_match.policy`.
+A bitmap is built by a few passes over its W + 1 rows and one atomic for each id. A search takes W
+log2(n) loads for each id, and no memory that depends on the number of rows. See
+:mod:`tdcoll.collectives.index_match.policy`.
 
-Even if the lists are invalid (ids out of range, unsorted, repeated, counts beyond the capacity), nothing here reads or
-writes out of bounds, places are below ``capacity`` or ``max_union``, and the ``BAD_*`` words of status record the
-faults. No order of operations matters: ranks that have the same lists get the same bits.
+Even if the lists are invalid (ids out of range, unsorted, repeated, counts beyond the capacity),
+nothing here reads or writes out of bounds, places are below ``capacity`` or ``max_union``, and the
+``BAD_*`` words of status record the faults. No order of operations matters: ranks that have the
+same lists get the same bits.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +50,7 @@ import triton.language as tl
 
 from tdcoll.collectives.index_match.policy import HEADER_WORDS
 from tdcoll.language.jit import jit
-from tdcoll.primitives.group import say_done, wait_until_done
+from tdcoll.primitives.group import signal_done, wait_until_done
 
 # Words of a list's header.
 LIST_BYTES = tl.constexpr(0)  # bytes used, header included
@@ -77,12 +81,14 @@ class Index(NamedTuple):
     """A directory as kernels see it: the lists, and where each of their ids is.
 
     Attributes:
-        lists: int64 ``[world, stride]``: header and ids of each list. Words behind the ids are ignored.
+        lists: int64 ``[world, stride]``: header and ids of each list. Words behind the ids are
+            ignored.
         entries: int64 ``[world + 1, words]`` of a bitmap; not read by a search.
         union: int64 ``[max_union]``: the different ids, ascending.
         status: int64 ``[STATUS_WORDS]``: how many there are, and what is wrong with the lists.
         leaders: int32 ``[world, capacity + 1]``, of a search only.
-        totals: int32; of a bitmap one for each block of words, of a search for each block of ids of each list.
+        totals: int32; of a bitmap one for each block of words, of a search for each block of ids of
+            each list.
         progress: int32 ``[PHASES]``.
         num_rows: ids are below it.
         stride: words from one list to the next.
@@ -122,7 +128,8 @@ class Index(NamedTuple):
 
 @jit
 def popcount(x):
-    """Number of bits set in each int64, as int32. LLVM knows this form and makes one instruction of it."""
+    """Number of bits set in each int64, as int32. LLVM knows this form and makes one instruction of
+    it."""
     v = x.to(tl.uint64)
     v = v - ((v >> 1) & _ODD)
     v = (v & _PAIRS) + ((v >> 2) & _PAIRS)
@@ -138,17 +145,20 @@ def list_of(index, q):
 
 @jit
 def list_size(index, q):
-    """Number of ids of list ``q`` that are there: its header's count, at least 0 and at most the capacity. int32."""
+    """Number of ids of list ``q`` that are there: its header's count, at least 0 and at most the
+    capacity. int32."""
     count = tl.load(list_of(index, q) + LIST_COUNT)
     return tl.minimum(tl.maximum(count, 0), tl.cast(index.capacity, tl.int64)).to(tl.int32)
 
 
 @jit
 def find_sorted(x, ids, n):
-    """``(p, v)``: place (int32) and value of the last of ``n`` ascending ``ids`` that is at most ``x``.
+    """``(p, v)``: place (int32) and value of the last of ``n`` ascending ``ids`` that is at most
+    ``x``.
 
-    p = 0 and v = ids[0] where all are greater, v = -1 where n = 0. ``x``: int64, a block or a scalar. About log2(n)
-    loads one after the other, without branches; places stay inside of [0, n) whatever the ids are.
+    p = 0 and v = ids[0] where all are greater, v = -1 where n = 0. ``x``: int64, a block or a
+    scalar. About log2(n) loads one after the other, without branches; places stay inside of [0, n)
+    whatever the ids are.
     """
     p = (x - x).to(tl.int32)
     left = tl.cast(n, tl.int32)
@@ -162,7 +172,8 @@ def find_sorted(x, ids, n):
 
 @jit
 def _look_up(x, row, words, limit):
-    """Place of ``x`` according to a row of entries, -1 where it is not there or not below ``limit``."""
+    """Place of ``x`` according to a row of entries, -1 where it is not there or not below
+    ``limit``."""
     word = x >> 5
     entry = tl.load(row + word, mask=(x >= 0) & (word < words), other=0)
     bit = x & 31
@@ -174,24 +185,30 @@ def _look_up(x, row, words, limit):
 
 @jit
 def find(x, q, index):
-    """Place of ``x`` in list ``q``, int32; -1 where it is not there. ``x``: ids, an integer block of any shape, or a
-    scalar, of any value; ``q``: a scalar; ``index``: an :class:`Index` that is built."""
+    """Place of ``x`` in list ``q``, int32; -1 where it is not there. ``x``: ids, an integer block
+    of any shape, or a scalar, of any value; ``q``: a scalar; ``index``: an :class:`Index` that is
+    built."""
     x = tl.cast(x, tl.int64)
     if index.search:
         n = list_size(index, q)
         p, v = find_sorted(x, list_of(index, q) + HEADER, n)
         place = tl.where((v == x) & (p < n), p, -1)
     else:
-        place = _look_up(x, index.entries + tl.cast(q, tl.int64) * index.words, index.words, index.capacity)
+        place = _look_up(
+            x, index.entries + tl.cast(q, tl.int64) * index.words, index.words, index.capacity
+        )
     return place
 
 
 @jit
 def find_in_union(x, index):
-    """Place of ``x`` in the union, int32; -1 where it is not there, or beyond ``max_union``. Arguments as for find."""
+    """Place of ``x`` in the union, int32; -1 where it is not there, or beyond ``max_union``.
+    Arguments as for find."""
     x = tl.cast(x, tl.int64)
     if index.search:
-        n = tl.minimum(tl.load(index.status + UNION), tl.cast(index.max_union, tl.int64)).to(tl.int32)
+        n = tl.minimum(tl.load(index.status + UNION), tl.cast(index.max_union, tl.int64)).to(
+            tl.int32
+        )
         p, v = find_sorted(x, index.union, n)
         place = tl.where((v == x) & (p < n), p, -1)
     else:
@@ -201,8 +218,11 @@ def find_in_union(x, index):
 
 @jit
 def below(ids, index):
-    """How many ids of the union, of those for which there is room, are less than each of ``ids``. int32."""
-    size = tl.minimum(tl.load(index.status + UNION), tl.cast(index.max_union, tl.int64)).to(tl.int32)
+    """How many ids of the union, of those for which there is room, are less than each of ``ids``.
+    int32."""
+    size = tl.minimum(tl.load(index.status + UNION), tl.cast(index.max_union, tl.int64)).to(
+        tl.int32
+    )
     place, found = find_sorted(ids, index.union, size)
     return place + ((found < ids) & (place < size)).to(tl.int32)
 
@@ -212,7 +232,8 @@ def below(ids, index):
 
 @jit
 def wipe(program, index, BLOCK: tl.constexpr):
-    """Zero what :func:`build` wants zeroed. Thread blocks: ``Directory.wipers``, for blocks of ``BLOCK`` words."""
+    """Zero what :func:`build` wants zeroed. Thread blocks: ``Directory.wipers``, for blocks of
+    ``BLOCK`` words."""
     i = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     target = index.entries
     size = index.words * index.world
@@ -238,7 +259,8 @@ def _read_header(q, index, signature):
 
 @jit
 def _read_ids(q, index, i, n):
-    """``(ids[i], ids[i - 1], whether ids[i] is there and in range)``; what is wrong goes to status."""
+    """``(ids[i], ids[i - 1], whether ids[i] is there and in range)``; what is wrong goes to
+    status."""
     ids, status = list_of(index, q) + HEADER, index.status
     inside = i < n
     x = tl.load(ids + i, mask=inside, other=0)
@@ -266,7 +288,8 @@ def _sum_before(index, totals, count):
 
 @jit
 def mark(program, programs, q, index, signature):
-    """Rows 0 .. W-1 of ``entries``, which are zero before. Thread blocks: any number for each list ``q``, int64."""
+    """Rows 0 .. W-1 of ``entries``, which are zero before. Thread blocks: any number for each list
+    ``q``, int64."""
     if program == 0:
         _read_header(q, index, signature)
     n = list_size(index, q)
@@ -281,7 +304,8 @@ def mark(program, programs, q, index, signature):
 
 @jit
 def unite(program, index):
-    """Low halves of row W, and ``totals``: how many ids each block of words has. One program for each."""
+    """Low halves of row W, and ``totals``: how many ids each block of words has. One program for
+    each."""
     w = tl.cast(program, tl.int64) * index.block + tl.arange(0, index.block)
     inside = w < index.words
     bits = tl.zeros([index.block], tl.int64)
@@ -294,7 +318,8 @@ def unite(program, index):
 
 @jit
 def number(block, blocks, index):
-    """High halves of row W, the union's first ``max_union`` ids, and U. Thread blocks as for :func:`unite`."""
+    """High halves of row W, the union's first ``max_union`` ids, and U. Thread blocks as for
+    :func:`unite`."""
     offset = _sum_before(index, index.totals, block)
     w = tl.cast(block, tl.int64) * index.block + tl.arange(0, index.block)
     inside = w < index.words
@@ -307,10 +332,13 @@ def number(block, blocks, index):
     if block == blocks - 1:
         tl.store(index.status + UNION, (offset + here).to(tl.int64))
     if here > 0:
-        # A thread writes the ids of its word one after the other: a warp's stores fall close together.
+        # A thread writes the ids of its word one after the other: a warp's stores fall close
+        # together.
         for bit in tl.range(0, 32):
             there = (bits >> bit) & 1
-            tl.store(index.union + place, w * 32 + bit, mask=(there != 0) & (place < index.max_union))
+            tl.store(
+                index.union + place, w * 32 + bit, mask=(there != 0) & (place < index.max_union)
+            )
             place += there
 
 
@@ -325,7 +353,8 @@ def _leaders_of(index, q):
 
 @jit
 def find_leaders(program, programs, q, index, signature):
-    """``leaders``, counted from the start of each block, and ``totals``. Thread blocks as for :func:`mark`."""
+    """``leaders``, counted from the start of each block, and ``totals``. Thread blocks as for
+    :func:`mark`."""
     if program == 0:
         _read_header(q, index, signature)
     n = list_size(index, q)
@@ -343,7 +372,8 @@ def find_leaders(program, programs, q, index, signature):
 
 @jit
 def number_leaders(program, programs, q, index):
-    """``leaders``, counted from the start of each list, 0 .. n_q; U. Thread blocks as for :func:`mark`."""
+    """``leaders``, counted from the start of each list, 0 .. n_q; U. Thread blocks as for
+    :func:`mark`."""
     n = list_size(index, q)
     row = _leaders_of(index, q)
     totals = index.totals + q * (index.capacity // index.block + 1)
@@ -381,7 +411,8 @@ def place_leaders(program, programs, q, index):
 
 @jit
 def place_firsts(index, firsts, count, places, FIRSTS: tl.constexpr):
-    """The status, and behind it how many ids of the union are below each of ``firsts [count]``, ``-> places``."""
+    """The status, and behind it how many ids of the union are below each of ``firsts [count]``,
+    ``-> places``."""
     word = tl.arange(0, STATUS_WORDS)
     tl.store(places + word, tl.load(index.status + word))
     i = tl.arange(0, FIRSTS)
@@ -397,7 +428,8 @@ def wait_until_built(index):
 
 @jit
 def build(program, index, firsts, count, places, signature, FIRSTS: tl.constexpr):
-    """All phases but *wipe*, by the first programs of a launch: ``Directory.builders``, and one for *place_firsts*.
+    """All phases but *wipe*, by the first programs of a launch: ``Directory.builders``, and one for
+    *place_firsts*.
 
     Args:
         firsts, count, places: of :func:`place_firsts`.
@@ -412,7 +444,7 @@ def build(program, index, firsts, count, places, signature, FIRSTS: tl.constexpr
             find_leaders(program % per_list, per_list, q, index, signature)
         else:
             mark(program % per_list, per_list, q, index, signature)
-        say_done(index.progress)
+        signal_done(index.progress)
     elif program < first + later:
         wait_until_done(index.progress, first)
         own = program - first
@@ -420,7 +452,7 @@ def build(program, index, firsts, count, places, signature, FIRSTS: tl.constexpr
             number_leaders(own % per_list, per_list, (own // per_list).to(tl.int64), index)
         else:
             unite(own, index)
-        say_done(index.progress + 1)
+        signal_done(index.progress + 1)
     elif program < first + 2 * later:
         wait_until_done(index.progress + 1, later)
         own = program - first - later
@@ -428,7 +460,7 @@ def build(program, index, firsts, count, places, signature, FIRSTS: tl.constexpr
             place_leaders(own % per_list, per_list, (own // per_list).to(tl.int64), index)
         else:
             number(own, later, index)
-        say_done(index.progress + 2)
+        signal_done(index.progress + 2)
     elif FIRSTS > 0:
         wait_until_built(index)
         place_firsts(index, firsts, count, places, FIRSTS)

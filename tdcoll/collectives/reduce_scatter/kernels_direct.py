@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter inside one node by direct stores. NVSHMEM's device code is not needed.
 
-Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced. One step: every part
-crosses NVLink once, which is the lower bound. Small messages are faster with ``kernels_words``.
+Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced. One
+step: every part crosses NVLink once, which is the lower bound. Small messages are faster with
+``kernels_words``.
 
-Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into chunks::
+Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into
+chunks::
 
     source[p] --stores--> inbox[slot, r] on rank p, for every other rank p; then a release of the chunk's signal
     inbox[slot, 0], ..., source[r], ..., inbox[slot, world - 1] --sum in rank order--> out
 
-Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s, and polled by the thread blocks that
-reduce that chunk. They wait for all ranks at once, because the sum takes them in order.
+Signal map: ``arrived[slot, chunk, s]`` on rank r is set to the epoch by rank s, and polled by the
+thread blocks that reduce that chunk. They wait for all ranks at once, because the sum takes them in
+order.
 
-Ordering: that of :mod:`tdcoll.primitives.stores`; the reducer acquires the signals. Reuse of a slot follows from
-:mod:`tdcoll.calls.context`: when a rank has the signals of epoch e from all, all have read the inbox of e - 1.
+Ordering: that of :mod:`tdcoll.primitives.stores`; the reducer acquires the signals. Reuse of a slot
+follows from :mod:`tdcoll.calls.context`: when a rank has the signals of epoch e from all, all have
+read the inbox of e - 1.
 
-Order of thread blocks: chunk by chunk, and in a chunk the senders first. A sender doesn't wait. Any number of resident
-blocks makes progress, because a reducer waits for the senders of its chunk on other ranks, which come before the
-reducers of that chunk there. The chunks of a large message are reduced while later ones are on their way.
+Order of thread blocks: chunk by chunk, and in a chunk the senders first. A sender doesn't wait. Any
+number of resident blocks makes progress, because a reducer waits for the senders of its chunk on
+other ranks, which come before the reducers of that chunk there. The chunks of a large message are
+reduced while later ones are on their way.
 
-In place: ``out`` may be ``source[r]``, of which each element is read by the thread block that then writes it.
+In place: ``out`` may be ``source[r]``, of which each element is read by the thread block that then
+writes it.
 """
 
 import triton.language as tl
@@ -34,23 +40,27 @@ from tdcoll.primitives.sums import reduce_chunk
 @jit
 def reduce_scatter_direct(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, chunk: tl.int64,
-    reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
-    WAITED: tl.constexpr,
+    reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
+    WORLD_POW2: tl.constexpr,
 ):  # fmt: skip
-    """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``world - 1 + reducers`` for each chunk.
+    """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``world - 1 + reducers`` for
+    each chunk.
 
     Args (addresses are integers, so that all ranks share one compilation):
         source: the parts, the first for rank 0; any alignment that ``DTYPE`` allows.
         source_stride: bytes from the part for one rank to that for the next.
-        out: the result, ``nbytes`` bytes, any memory of this GPU; or this rank's part of ``source``.
-        inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots, segments of at least ``nbytes`` bytes.
+        out: the result, ``nbytes`` bytes, any memory of this GPU; or this rank's part of
+            ``source``.
+        inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots, segments of at least ``nbytes``
+            bytes.
         g: :class:`~tdcoll.primitives.group.Group`.
         nbytes: of a part in this epoch.
         chunk: bytes of a chunk, a multiple of 16.
         reducers: thread blocks that reduce a chunk, tile by tile in turn.
-        DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
-        COUNT: elements of a tile.
-        WAITED: a power of two of at least ``world``.
+        DTYPE, ACC, OP: of elements and of the accumulator; of
+            :data:`tdcoll.primitives.reduce.OPERATIONS`.
+        TILE: elements of a tile.
+        WORLD_POW2: a power of two of at least ``world``.
     """
     in_stream_order()
     senders = g.world - 1
@@ -70,8 +80,24 @@ def reduce_scatter_direct(
         mine = segment(inbox, g, epoch, g.rank) + offset
         part = source + tl.cast(to, tl.int64) * source_stride + offset
         stores.push(mine, part, size, to_delta, signals + g.rank, to_signal_delta, epoch)
-    elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+    elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2) != 0:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
         worker = given - senders
         aligned = (source | source_stride | out | nbytes) % 16 == 0
-        reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, COUNT)
+        reduce_chunk(
+            worker,
+            reducers,
+            own,
+            out,
+            offset,
+            size,
+            inbox,
+            g,
+            None,
+            epoch,
+            aligned,
+            DTYPE,
+            ACC,
+            OP,
+            TILE,
+        )

@@ -2,9 +2,9 @@
 """Reduce-scatter inside one node by direct stores, with any number of thread blocks.
 
 Scope, data flow, signals and bits are those of ``kernels_direct``; the loop is that of
-:mod:`tdcoll.collectives.exchange.kernels_loop`. Each thread block sends its chunks to every rank, and sums the same
-chunks of all ranks some turns later. It waits for thread blocks of its own index only, which have sent the chunk at an
-earlier turn, so any number of resident blocks makes progress.
+:mod:`tdcoll.collectives.exchange.kernels_loop`. Each thread block sends its chunks to every rank,
+and sums the same chunks of all ranks some turns later. It waits for thread blocks of its own index
+only, which have sent the chunk at an earlier turn, so any number of resident blocks makes progress.
 """
 
 import triton.language as tl
@@ -20,8 +20,8 @@ from tdcoll.primitives.sums import reduce_chunk
 @jit
 def reduce_scatter_loop(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, chunk: tl.int64,
-    chunks: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
-    WAITED: tl.constexpr,
+    chunks: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
+    WORLD_POW2: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` inside one node. Any number of thread blocks.
 
@@ -43,12 +43,39 @@ def reduce_scatter_loop(
                 part = source + tl.cast(to, tl.int64) * source_stride + offset
                 mine = segment(inbox, g, epoch, g.rank) + offset
                 signal = row(g, epoch, sent) + g.rank
-                stores.push(mine, part, size, tl.load(inbox.deltas + to), signal, tl.load(g.deltas + to), epoch)
+                stores.push(
+                    mine,
+                    part,
+                    size,
+                    tl.load(inbox.deltas + to),
+                    signal,
+                    tl.load(g.deltas + to),
+                    epoch,
+                )
         came = sent - LAG * blocks
         if came >= 0:
             arrived = row(g, epoch, came)
-            if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+            if (
+                tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2)
+                != 0
+            ):
                 offset = tl.cast(came, tl.int64) * chunk
                 size = chunk_bytes(nbytes, chunk, came)
                 aligned = (source | source_stride | out | nbytes) % 16 == 0
-                reduce_chunk(0, 1, own, out, offset, size, inbox, g, None, epoch, aligned, DTYPE, ACC, OP, COUNT)
+                reduce_chunk(
+                    0,
+                    1,
+                    own,
+                    out,
+                    offset,
+                    size,
+                    inbox,
+                    g,
+                    None,
+                    epoch,
+                    aligned,
+                    DTYPE,
+                    ACC,
+                    OP,
+                    TILE,
+                )

@@ -7,9 +7,11 @@ Scope, protocols, signal map, bits and progress are those of one-shot in
     source[p] --words--> inbox[slot, r] on rank p, for every other rank p
     inbox[slot, 0], ..., source[r], ..., inbox[slot, world - 1] --sum in rank order--> out
 
-When a rank is done with a call, it has heard from all, because each rank sends at least one word to every other.
+When a rank is done with a call, it has heard from all, because each rank sends at least one word to
+every other.
 
-In place: ``out`` may be ``source[r]``, because a program stores only to words that it has loaded before.
+In place: ``out`` may be ``source[r]``, because a program stores only to words that it has loaded
+before.
 """
 
 import triton.language as tl
@@ -23,17 +25,16 @@ from tdcoll.primitives.group import in_stream_order
 def reduce_scatter_words(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, blocks: tl.int32,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr,
-    LOOPED: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``LOOPED`` any number up to
-    that.
+    """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with
+    ``PERSISTENT`` any number up to that.
 
     Args: those of ``reduce_scatter_direct``, except
-        inbox: of the words: :class:`~tdcoll.primitives.lamport.Lamport`, or :class:`~tdcoll.primitives.group.Inbox`.
-        blocks: of ``BLOCK`` words, which hold all words of a part; at least one.
-        LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise LL, with 12.
-        BLOCK: words of a block.
-        LOOPED: thread blocks take several blocks each.
+        inbox: of the words: :class:`~tdcoll.primitives.lamport.Lamport`, or
+        :class:`~tdcoll.primitives.group.Inbox`. blocks: of ``BLOCK`` words, which hold all words of
+        a part; at least one. LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise
+        LL, with 12. BLOCK: words of a block. PERSISTENT: thread blocks take several blocks each.
     """
     in_stream_order()
     total = g.world * source_stride
@@ -50,7 +51,7 @@ def reduce_scatter_words(
     if LAMPORT:
         lamport.clear(g, inbox, call, nbytes, BLOCK)
     _sum(out, inbox, g, nbytes, word, mine, call, mask, DTYPE, ACC, OP, LAMPORT)
-    if LOOPED:
+    if PERSISTENT:
         for block in tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0)):
             word = block * BLOCK + tl.arange(0, BLOCK)
             shares = words.load_shares(source, source_stride, total, nbytes, word, g, LAMPORT)

@@ -22,22 +22,24 @@ def reduce_scatter(
     ctx: CollectiveContext | None = None,
     algorithm: str | Plan = "auto",
 ) -> torch.Tensor:
-    """``[world * n, ...] -> [n, ...]``: reduce the tensors of all ranks, and keep this rank's segment.
+    """``[world * n, ...] -> [n, ...]``: reduce the tensors of all ranks, and keep this rank's
+    segment.
 
     Collective, asynchronous and safe in CUDA graphs as :func:`tdcoll.all_gather`.
 
     >>> tdcoll.reduce_scatter(torch.arange(4.0))  # on 2 ranks; rank 1 gets
     tensor([4., 6.])
 
-    The bits are those of :func:`tdcoll.all_reduce`. Differentiable for ``"sum"`` and ``"mean"``, under the rules of
-    :func:`tdcoll.all_gather`, which makes the gradient.
+    The bits are those of :func:`tdcoll.all_reduce`. Differentiable for ``"sum"`` and ``"mean"``,
+    under the rules of :func:`tdcoll.all_gather`, which makes the gradient.
 
     Args:
-        tensor: a segment for each rank, contiguous, on the context's device, of a dtype that :func:`tdcoll.all_reduce`
-            takes. With ``out`` it may be ``[world, n, ...]`` as well; without, the first dimension is what is divided.
+        tensor: a segment for each rank, contiguous, on the context's device, of a dtype that
+            :func:`tdcoll.all_reduce` takes. With ``out`` it may be ``[world, n, ...]`` as well;
+            without, the first dimension is what is divided.
         op: as for :func:`tdcoll.all_reduce`.
-        out: the result: contiguous, same dtype. Made if None. May be this rank's own segment of ``tensor``,
-            and must not overlap it otherwise. It gets no gradient.
+        out: the result: contiguous, same dtype. Made if None. May be this rank's own segment of
+            ``tensor``, and must not overlap it otherwise. It gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
         algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"`` or ``"auto"``.
 
@@ -48,8 +50,9 @@ def reduce_scatter(
         ValueError: (in a backward pass) ``op`` is neither sum nor mean.
         Others: as for :func:`tdcoll.all_gather`.
 
-    Algorithms: every rank sends each segment to the rank that reduces it (pairwise exchange; Thakur, Rabenseifner and
-    Gropp, 2005), by the Lamport protocol or LL, by stores with a signal per chunk, or by puts.
+    Algorithms: every rank sends each segment to the rank that reduces it (pairwise exchange;
+    Thakur, Rabenseifner and Gropp, 2005), by the Lamport protocol or LL, by stores with a signal
+    per chunk, or by puts.
     """
     tensors = (tensor,) if out is None else (tensor, out)
     return run(OPERATION, tensors, CollectiveOptions(op, algorithm), group, ctx)

@@ -18,16 +18,21 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def reduce_parts(parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = "sum") -> torch.Tensor:
-    """``world`` times ``[n, ...] -> [n, ...]``, with the association that dense collectives document.
+def reduce_parts(
+    parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = "sum"
+) -> torch.Tensor:
+    """``world`` times ``[n, ...] -> [n, ...]``, with the association that dense collectives
+    document.
 
-    The accumulator is fp32 for fp8, fp16, bf16 and fp32, and the dtype itself otherwise; integers wrap. Parts are
-    combined in rank order inside each node, and the results of the nodes in node order. A mean is the sum divided once
-    by ``world``. The result is rounded once; a -0.0 becomes +0.0, and what is too large for e4m3fn its largest number.
+    The accumulator is fp32 for fp8, fp16, bf16 and fp32, and the dtype itself otherwise; integers
+    wrap. Parts are combined in rank order inside each node, and the results of the nodes in node
+    order. A mean is the sum divided once by ``world``. The result is rounded once; a -0.0 becomes
+    +0.0, and what is too large for e4m3fn its largest number.
 
     Args:
         nodes: the node of each rank, as in :attr:`Topology.nodes`.
-        op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` (both propagate NaN) or ``"prod"``.
+        op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` (both propagate NaN)
+            or ``"prod"``.
     """
     dtype = parts[0].dtype
     check_operation(op, dtype)
@@ -40,7 +45,8 @@ def reduce_parts(parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = 
     for other in others:
         total = combine(total, other)
     if op == "mean":
-        total = total / torch.full_like(total, len(parts))  # by a tensor: by a number, a GPU multiplies
+        # by a tensor: by a number, a GPU multiplies
+        total = total / torch.full_like(total, len(parts))
     if not dtype.is_floating_point:
         return total.to(dtype, copy=True)
     if dtype == torch.float8_e4m3fn:  # PyTorch before 2.12 makes NaN of larger numbers

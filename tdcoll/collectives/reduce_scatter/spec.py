@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spec of the reduce-scatter: :data:`SPEC`. Options of a call are its dtype and its operation."""
+"""The spec of the reduce-scatter: :data:`SPEC`. Options of a call are its dtype and its
+operation."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ from tdcoll.calls.plan import (
     summing_blocks,
 )
 from tdcoll.calls.spec import WORLD, Algorithm, Collective
-from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_loop, kernels_puts, kernels_words
+from tdcoll.collectives.reduce_scatter import (
+    kernels_direct,
+    kernels_loop,
+    kernels_puts,
+    kernels_words,
+)
 from tdcoll.collectives.reduce_scatter.policy import WORDS, blocks, default, reducers
 from tdcoll.primitives.group import nodes_of
 
@@ -64,7 +70,7 @@ SPEC = Collective(
             blocks=loop_blocks,
             values=tiles,
             epoch=inbox_epoch,
-            any_blocks=True,
+            works_with_any_grid=True,
         ),
         Algorithm(
             "ce",
@@ -73,7 +79,7 @@ SPEC = Collective(
             kernel=copies.kernel,
             blocks=summing_blocks,
             epoch=inbox_epoch,
-            any_blocks=True,
+            works_with_any_grid=True,
             copies=_copies,
         ),
         Algorithm(

@@ -26,16 +26,19 @@ def merge(
     OP: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
     FIRSTS: tl.constexpr,
 ):  # fmt: skip
-    """Every list is followed by its rows, and each rank sums all of them: ``-> out [union, row_elements]``.
+    """Every list is followed by its rows, and each rank sums all of them: ``-> out [union,
+    row_elements]``.
 
-    After the directory, as ``kernels_values.prepare``. Finds where each id of the union is in every list and moves the
-    values in the same pass. Thread blocks: ``builders``, and any number.
+    After the directory, as ``kernels_values.prepare``. Finds where each id of the union is in every
+    list and moves the values in the same pass. Thread blocks: ``builders``, and any number.
     """
     in_stream_order()
     program = tl.program_id(0) - builders
     if program < 0:
         of_lists = numbered(signature, tl.load(memory.lists_made))
-        match.build(program + builders, index, tables.firsts, tables.count + 1, counts, of_lists, FIRSTS)
+        match.build(
+            program + builders, index, tables.firsts, tables.count + 1, counts, of_lists, FIRSTS
+        )
         return
     match.wait_until_built(index)
     if valid(index):
@@ -71,14 +74,16 @@ def pad(
     indices, values, count, out, counts, index, remembered, tables, g, num_rows: tl.int64, row_elements,
     TABLES: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The form of fixed size: ``indices [count, max_union]`` and ``count [count]`` from the union, zeros past the end
-    of each table in both, and in ``values``.
+    """The form of fixed size: ``indices [count, max_union]`` and ``count [count]`` from the union,
+    zeros past the end of each table in both, and in ``values``.
 
-    The rows of several tables are copied from ``out [union, row_elements]`` to ``values``, which has ``max_union`` rows
-    of each table, at its own width. Of one table, ``values`` has the rows of the union already.
+    The rows of several tables are copied from ``out [union, row_elements]`` to ``values``, which
+    has ``max_union`` rows of each table, at its own width. Of one table, ``values`` has the rows of
+    the union already.
 
-    Lists that are not valid count 0 rows, and the first such status, with ``num_rows``, is kept in ``remembered``. So
-    do rows that a wait which has expired has kept from coming. Thread blocks: any number, times the tables.
+    Lists that are not valid count 0 rows, and the first such status, with ``num_rows``, is kept in
+    ``remembered``. So do rows that a wait which has expired has kept from coming. Thread blocks:
+    any number, times the tables.
 
     Args:
         counts: as ``index_match.kernels.place_firsts`` leaves it. With several tables only.
@@ -103,7 +108,9 @@ def pad(
         first = tl.load(tables.firsts + table)
         width = tl.load(tables.widths + table)
         others = tl.arange(0, TABLES)
-        before = tl.sum(tl.load(tables.widths + others, mask=others < table, other=0).to(tl.int64), axis=0)
+        before = tl.sum(
+            tl.load(tables.widths + others, mask=others < table, other=0).to(tl.int64), axis=0
+        )
         to = values + index.max_union * before
     size = end - begin
     if (fit == 0) | (tl.load(g.monitor + tdl.MONITOR_ABORTED) != 0):
@@ -114,7 +121,9 @@ def pad(
         at = tl.cast(k, tl.int64) + tl.arange(0, ROWS)
         inside = at < index.max_union
         ids = tl.load(index.union + begin + at, mask=at < size, other=first)
-        tl.store(indices + tl.cast(table, tl.int64) * index.max_union + at, ids - first, mask=inside)
+        tl.store(
+            indices + tl.cast(table, tl.int64) * index.max_union + at, ids - first, mask=inside
+        )
         for column in tl.range(0, width, WIDE):
             columns = column + tl.arange(0, WIDE)
             there = (columns < width)[None, :]

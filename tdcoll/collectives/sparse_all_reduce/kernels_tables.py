@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of one call: how the rows of several tensors become rows of one.
 
-Each table takes the ids that follow those of the table before it, so one list of ids, one exchange, one directory and
-one reduction serve all of them. Rows of different widths lie in ``stage`` and ``out`` at one distance, that of the
-widest, and only their own elements move::
+Each table takes the ids that follow those of the table before it, so one list of ids, one exchange,
+one directory and one reduction serve all of them. Rows of different widths lie in ``stage`` and
+``out`` at one distance, that of the widest, and only their own elements move::
 
     tensors of this rank, where they are --join--> ids of all tables, in the order of the tables; sources
     union --last phase of the directory--> where each table begins in it, behind a copy of the status
 
-A single tensor needs neither, and constants in the tuple :class:`Tables` remove the look-ups. An id that its table
-doesn't have becomes -1, which no directory accepts. It can't become a row of the next table.
+A single tensor needs neither, and constants in the tuple :class:`Tables` remove the look-ups. An id
+that its table doesn't have becomes -1, which no directory accepts. It can't become a row of the
+next table.
 """
 
 from typing import Any, NamedTuple
@@ -21,19 +22,23 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order
 
 MOST_GIVEN = 64
-"""Tensors that one launch of :func:`join` takes: their addresses are parameters, of which a kernel may have 4 KB."""
+"""Tensors that one launch of :func:`join` takes: their addresses are parameters, of which a kernel
+may have 4 KB."""
 
 
 class Tables(NamedTuple):
     """The tables of a call. None of the tensors is read if there is one table.
 
     Attributes:
-        firsts: int64 ``[count + 1]``: id of the first row of each table, and the number of all rows.
+        firsts: int64 ``[count + 1]``: id of the first row of each table, and the number of all
+            rows.
         widths: int32 ``[count]``: elements of a row of each.
-        sources: int64 ``[count]``: address at which entry 0 of the call would be if all entries were the table's.
+        sources: int64 ``[count]``: address at which entry 0 of the call would be if all entries
+            were the table's.
         count: how many tables there are.
         single: whether there is one.
-        aligned: elements in 16 bytes if all rows that this rank brings begin at a multiple of them, else 1.
+        aligned: elements in 16 bytes if all rows that this rank brings begin at a multiple of them,
+            else 1.
     """
 
     firsts: Any
@@ -53,8 +58,8 @@ _GIVEN = {count: _tuple_of(count) for count in range(1, MOST_GIVEN + 1)}
 
 
 def given(ids: list[int], values: list[int], begins: list[int]) -> Any:
-    """Return tensors for :func:`join`: addresses of ids and values, and where each begins among all entries of the
-    call, with the end of the last."""
+    """Return tensors for :func:`join`: addresses of ids and values, and where each begins among all
+    entries of the call, with the end of the last."""
     return _GIVEN[len(ids)](*ids, *values, *begins)
 
 
@@ -63,7 +68,8 @@ def given(ids: list[int], values: list[int], begins: list[int]) -> Any:
 
 @jit
 def rows_of(address, like, ALIGNED: tl.constexpr = False):
-    """``address`` as a pointer to elements of the type that ``like`` points to. ``ALIGNED``: a multiple of 16."""
+    """``address`` as a pointer to elements of the type that ``like`` points to. ``ALIGNED``: a
+    multiple of 16."""
     rows = tl.cast(address, tl.int64).to(tl.pointer_type(like.dtype.element_ty))
     if ALIGNED:
         rows = tl.multiple_of(rows, 16)
@@ -87,9 +93,11 @@ def local(ids, tables):
 
 @jit
 def source_of(source, ids, tables, row_elements):
-    """``(begin, width)`` of the tables of ``ids``: entry i of what this rank brings begins at ``begin + i * width``.
+    """``(begin, width)`` of the tables of ``ids``: entry i of what this rank brings begins at
+    ``begin + i * width``.
 
-    Blocks like ``ids``, or numbers if that is one or if there is one table. The width is 0 if no table has the id.
+    Blocks like ``ids``, or numbers if that is one or if there is one table. The width is 0 if no
+    table has the id.
 
     Args:
         source: the values if there is one table, otherwise any pointer of their type.
@@ -118,23 +126,33 @@ def within(columns, width, tables):
 
 
 @jit
-def join(given, tables, joined, first: tl.int32, ITEM: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Ids of ``COUNT`` tables from table ``first`` on ``-> joined``, each with the first row of its table added, and
-    where their values are ``-> tables.sources``. Thread blocks: any number, times ``COUNT``.
+def join(
+    given,
+    tables,
+    joined,
+    first: tl.int32,
+    ITEM: tl.constexpr,
+    TENSORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Ids of ``TENSORS`` tables from table ``first`` on ``-> joined``, each with the first row of
+    its table added, and where their values are ``-> tables.sources``. Thread blocks: any number,
+    times ``TENSORS``.
 
     Args:
         given: made by :func:`given`.
-        joined: the ids of all entries of the call, int64, or int32 if all rows fit. Others are -1 in both.
+        joined: the ids of all entries of the call, int64, or int32 if all rows fit. Others are -1
+            in both.
         ITEM: bytes of an element.
     """
     in_stream_order()
     mine = tl.program_id(1)
-    ids, values, begin, end = given[0], given[COUNT], given[2 * COUNT], given[2 * COUNT + 1]
-    for i in tl.static_range(1, COUNT):
+    ids, values, begin, end = given[0], given[TENSORS], given[2 * TENSORS], given[2 * TENSORS + 1]
+    for i in tl.static_range(1, TENSORS):
         ids = tl.where(mine == i, given[i], ids)
-        values = tl.where(mine == i, given[COUNT + i], values)
-        begin = tl.where(mine == i, given[2 * COUNT + i], begin)
-        end = tl.where(mine == i, given[2 * COUNT + i + 1], end)
+        values = tl.where(mine == i, given[TENSORS + i], values)
+        begin = tl.where(mine == i, given[2 * TENSORS + i], begin)
+        end = tl.where(mine == i, given[2 * TENSORS + i + 1], end)
     table = first + mine
     begins_at = tl.load(tables.firsts + table)
     n_rows = tl.load(tables.firsts + table + 1) - begins_at

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one rank in a sparse all-reduce, checked: those of one tensor, and of all tensors of a call.
+"""The rows of one rank in a sparse all-reduce, checked: those of one tensor, and of all tensors of
+a call.
 
-A call has dozens of tensors, and a PyTorch operation takes the host microseconds. This module therefore makes two for
-each COO tensor, which give its indices and values, and as few attributes of tensors as possible are asked for.
+A call has dozens of tensors, and a PyTorch operation takes the host microseconds. This module
+therefore makes two for each COO tensor, which give its indices and values, and as few attributes of
+tensors as possible are asked for.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ class Rows(NamedTuple):
 
 
 class Joined:
-    """One rank's part of a call: tensors of one dtype, whose tables follow each other in one space of ids.
+    """One rank's part of a call: tensors of one dtype, whose tables follow each other in one space
+    of ids.
 
     Attributes:
-        order, parts: the places, and the tensors, in the same order on all ranks. Shapes of rows follow each other.
+        order, parts: the places, and the tensors, in the same order on all ranks. Shapes of rows
+            follow each other.
         tables: of each tensor, see :class:`Rows`.
         n: entries of all tensors; ``begins``: where those of each begin, and ``n``.
         ids, values: addresses of each tensor's indices and values.
@@ -51,7 +55,8 @@ class Joined:
     """
 
     def __init__(self, given: Sequence[Rows], order: tuple[int, ...]) -> None:
-        self.order, self.single = order, len(order) == 1
+        self.order = order
+        self.single = len(order) == 1
         self.parts = parts = [given[place] for place in order]
         self.dtype = parts[0].values.dtype
         self.tables = tuple([part.table for part in parts])
@@ -62,12 +67,16 @@ class Joined:
         self.values = [part.values.data_ptr() for part in parts]
         if self.n >= 1 << 31:
             raise ValueError(f"a rank must bring fewer than 2**31 rows, got {self.n}")
-        if (num_rows := sum([rows for rows, _ in self.tables])) >= 1 << 62:
-            raise ValueError(f"num_rows must be below 2**62, of all tables together; got {num_rows}")
+        num_rows = sum([rows for rows, _ in self.tables])
+        if num_rows >= 1 << 62:
+            raise ValueError(
+                f"num_rows must be below 2**62, of all tables together; got {num_rows}"
+            )
 
 
 def joined(given: Sequence[Rows]) -> list[Joined]:
-    """The calls of several tensors: for each dtype those of it, in the order in which dtypes and shapes appear."""
+    """The calls of several tensors: for each dtype those of it, in the order in which dtypes and
+    shapes appear."""
     kinds: dict[torch.dtype, dict[torch.Size, list[int]]] = {}
     for place, part in enumerate(given):
         kinds.setdefault(part.values.dtype, {}).setdefault(part.table[1], []).append(place)
@@ -82,9 +91,13 @@ def rows_of_tensor(tensor: Any, device: torch.device, name: str = "tensor") -> R
             f"{name} must have the layout torch.sparse_coo, got {tensor.layout}. tdcoll.all_reduce takes dense tensors"
         )
     # The parts of a tensor that is not coalesced can be had by these names only.
-    indices, values = tensor._indices(), tensor._values()
-    if (dims := indices.shape[0]) != 1:
-        raise ValueError(f"{name} must have one sparse dimension, the rows; got {dims} of shape {list(tensor.shape)}")
+    indices = tensor._indices()
+    values = tensor._values()
+    dims = indices.shape[0]
+    if dims != 1:
+        raise ValueError(
+            f"{name} must have one sparse dimension, the rows; got {dims} of shape {list(tensor.shape)}"
+        )
     return _checked(name, indices, values, tensor.shape[0], tensor.is_coalesced(), device)
 
 
@@ -111,7 +124,12 @@ def rows_of_pair(
 
 
 def _checked(
-    name: str, indices: torch.Tensor, values: torch.Tensor, num_rows: int, coalesced: bool, device: torch.device
+    name: str,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    num_rows: int,
+    coalesced: bool,
+    device: torch.device,
 ) -> Rows:
     """Rows whose values are of the argument ``name``."""
     if values.dtype not in DTYPES:

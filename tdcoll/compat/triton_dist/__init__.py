@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``triton_dist``: ``jit``, and the modules ``language``, ``utils``, ``profiler_utils`` and ``kernels``."""
+"""``triton_dist``: ``jit``, and the modules ``language``, ``utils``, ``profiler_utils`` and
+``kernels``."""
 
 from tdcoll.language.jit import jit
 

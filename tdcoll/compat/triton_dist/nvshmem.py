@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``nvshmem.core``, on tdcoll's symmetric heap; if NVSHMEM is not installed, also ``nvshmem.bindings.nvshmem``."""
+"""``nvshmem.core``, on tdcoll's symmetric heap; if NVSHMEM is not installed, also
+``nvshmem.bindings.nvshmem``."""
 
 from __future__ import annotations
 
@@ -34,10 +35,12 @@ def n_pes() -> int:
 def tensor(shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """``-> [*shape]`` symmetric tensor, as :func:`tdcoll.empty` makes it. Collective.
 
-    It is a view of whole cells of the heap, because NVSHMEM pads its allocations as well, and some programs put signals
-    behind the end of a tensor of one element, for example Triton-distributed's tutorial 03.
+    It is a view of whole cells of the heap, because NVSHMEM pads its allocations as well, and some
+    programs put signals behind the end of a tensor of one element, for example Triton-distributed's
+    tutorial 03.
     """
     sizes = arguments.shape("shape", shape)
     arguments.instance("dtype", dtype, torch.dtype, "a torch.dtype")
-    elements, in_a_cell = math.prod(sizes), ALIGNMENT // dtype.itemsize
+    elements = math.prod(sizes)
+    in_a_cell = ALIGNMENT // dtype.itemsize
     return empty(-(-elements // in_a_cell) * in_a_cell, dtype)[:elements].view(sizes)

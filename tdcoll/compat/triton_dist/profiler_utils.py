@@ -14,14 +14,16 @@ __all__ = ["perf_func", "sleep_async"]
 
 
 def perf_func(func: Callable[[], Any], iters: int, warmup_iters: int) -> tuple[Any, float]:
-    """Return the last result of ``func()``, and the milliseconds of a call: by events, over ``iters`` calls.
+    """Return the last result of ``func()``, and the milliseconds of a call: by events, over
+    ``iters`` calls.
 
     ``warmup_iters`` calls come first.
     """
     for _ in range(warmup_iters):
         func()
     torch.cuda.synchronize()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     output = None
     begin.record()
     for _ in range(iters):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``triton_dist.utils``: joining a job, symmetric tensors, barriers on streams, and small helpers."""
+"""``triton_dist.utils``: joining a job, symmetric tensors, barriers on streams, and small
+helpers."""
 
 from __future__ import annotations
 
@@ -30,21 +31,40 @@ else:
     except ImportError:  # a process that only compiles
         cuda = cudart = None  # type: ignore[assignment]
 
-__all__ = ["CUDA_CHECK", "NVSHMEM_SIGNAL_DTYPE", "cuda", "cudart", "dist_print", "finalize_distributed"]
-__all__ += ["generate_data", "initialize_distributed", "nvshmem_barrier_all_on_stream", "nvshmem_create_tensor"]
-__all__ += ["nvshmem_create_tensors", "nvshmem_free_tensor_sync", "requires_p2p_native_atomic", "sleep_async"]
+__all__ = [
+    "CUDA_CHECK",
+    "NVSHMEM_SIGNAL_DTYPE",
+    "cuda",
+    "cudart",
+    "dist_print",
+    "finalize_distributed",
+]
+__all__ += [
+    "generate_data",
+    "initialize_distributed",
+    "nvshmem_barrier_all_on_stream",
+    "nvshmem_create_tensor",
+]
+__all__ += [
+    "nvshmem_create_tensors",
+    "nvshmem_free_tensor_sync",
+    "requires_p2p_native_atomic",
+    "sleep_async",
+]
 __all__ += ["supports_p2p_native_atomic"]
 
 NVSHMEM_SIGNAL_DTYPE = torch.int64
 
 _HEAP_BYTES = 2 << 30
-"""Symmetric heap of each rank if ``NVSHMEM_SYMMETRIC_SIZE`` is not set, because such programs keep whole matrices
-there. On the simulator it takes memory only when it is written to."""
+"""Symmetric heap of each rank if ``NVSHMEM_SYMMETRIC_SIZE`` is not set, because such programs keep
+whole matrices there. On the simulator it takes memory only when it is written to."""
 
 # ---------------------------------------------------------------------- joining and leaving
 
 
-def initialize_distributed(seed: int | None = None, initialize_shmem: bool = True) -> dist.ProcessGroup:
+def initialize_distributed(
+    seed: int | None = None, initialize_shmem: bool = True
+) -> dist.ProcessGroup:
     """Make the process group by torchrun's variables, and join tdcoll's job. Collective.
 
     Every generator is seeded, and deterministic algorithms of full precision are chosen.
@@ -56,17 +76,22 @@ def initialize_distributed(seed: int | None = None, initialize_shmem: bool = Tru
     Returns:
         A group of all ranks: NCCL's on GPUs, gloo's on the simulator and if ranks share GPUs.
     """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
     if not INTERPRETED:
         torch.cuda.set_device(stand_ins.device_index() % torch.cuda.device_count())
     gloo = INTERPRETED or lifecycle.may_share_gpus()
     patience = datetime.timedelta(seconds=1800)
-    dist.init_process_group("gloo" if gloo else "cpu:gloo,cuda:nccl", rank=rank, world_size=world, timeout=patience)
+    dist.init_process_group(
+        "gloo" if gloo else "cpu:gloo,cuda:nccl", rank=rank, world_size=world, timeout=patience
+    )
     group = dist.new_group(list(range(world)), backend="gloo" if gloo else "nccl")
     dist.barrier(group)
     _seed(3 + (rank if seed is None else seed))
     if initialize_shmem:
-        tdcoll.initialize(heap_bytes=None if os.environ.get("NVSHMEM_SYMMETRIC_SIZE") else _HEAP_BYTES)
+        tdcoll.initialize(
+            heap_bytes=None if os.environ.get("NVSHMEM_SYMMETRIC_SIZE") else _HEAP_BYTES
+        )
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -93,7 +118,8 @@ def finalize_distributed() -> None:
 
 
 def nvshmem_create_tensor(shape: Sequence[int] | int, dtype: torch.dtype) -> torch.Tensor:
-    """``-> [*shape]`` symmetric tensor, uninitialised. Collective: :func:`.nvshmem.tensor`, behind all streams."""
+    """``-> [*shape]`` symmetric tensor, uninitialised. Collective: :func:`.nvshmem.tensor`, behind
+    all streams."""
     torch.cuda.synchronize()
     return nvshmem.tensor(shape, dtype)
 
@@ -101,7 +127,8 @@ def nvshmem_create_tensor(shape: Sequence[int] | int, dtype: torch.dtype) -> tor
 def nvshmem_create_tensors(
     shape: Sequence[int] | int, dtype: torch.dtype, rank: int, local_world_size: int
 ) -> list[torch.Tensor]:
-    """``-> local_world_size x [*shape]``: a symmetric tensor and its counterparts on this node, by local rank.
+    """``-> local_world_size x [*shape]``: a symmetric tensor and its counterparts on this node, by
+    local rank.
 
     Collective. The one at ``rank % local_world_size`` is this rank's own, and the one to free.
     """
@@ -111,7 +138,8 @@ def nvshmem_create_tensors(
 
 
 def nvshmem_free_tensor_sync(tensor: torch.Tensor) -> None:
-    """Give back a tensor of :func:`nvshmem_create_tensor`. Collective; waits for this rank's GPU."""
+    """Give back a tensor of :func:`nvshmem_create_tensor`. Collective; waits for this rank's
+    GPU."""
     tdcoll.free(tensor)
 
 
@@ -149,10 +177,16 @@ def sleep_async(duration_ms: float) -> None:
 
 
 def dist_print(
-    *args: Any, allowed_ranks: Iterable[int] | str = (0,), prefix: bool = False, need_sync: bool = False, **kwargs: Any
+    *args: Any,
+    allowed_ranks: Iterable[int] | str = (0,),
+    prefix: bool = False,
+    need_sync: bool = False,
+    **kwargs: Any,
 ) -> None:
-    """Print on some ranks, one after another; ``"all"``: on all of them. Collective with ``need_sync``."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    """Print on some ranks, one after another; ``"all"``: on all of them. Collective with
+    ``need_sync``."""
+    rank = int(os.environ.get("RANK", 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
     for allowed in range(world) if allowed_ranks == "all" else allowed_ranks:
         if need_sync:
             dist.barrier()
@@ -160,7 +194,9 @@ def dist_print(
             print(*([f"[rank:{rank}]"] if prefix else []), *args, **kwargs, flush=True)
 
 
-def _made(shape: Any, dtype: torch.dtype, init_args: Sequence[float], device: str = "cuda") -> torch.Tensor:
+def _made(
+    shape: Any, dtype: torch.dtype, init_args: Sequence[float], device: str = "cuda"
+) -> torch.Tensor:
     """``-> [*shape]``: uniform in bias ± scale, where ``init_args`` are scale and bias."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     scale, bias = init_args
@@ -171,7 +207,8 @@ def _made(shape: Any, dtype: torch.dtype, init_args: Sequence[float], device: st
 
 
 def generate_data(configs: Sequence[Any]) -> Iterator[Iterator[torch.Tensor | None]]:
-    """Yield rounds without end, of a tensor for each ``(shape, dtype, (scale, bias)[, device])`` of ``configs``.
+    """Yield rounds without end, of a tensor for each ``(shape, dtype, (scale, bias)[, device])`` of
+    ``configs``.
 
     A round has None for an empty one.
     """

@@ -100,7 +100,9 @@ def _positions(word, row, column, shape, PER_ROW: tl.constexpr, OUT: tl.constexp
 
 
 @jit
-def _sum(found, rows, columns, weight, shape, extra, world, OUT: tl.constexpr, EPILOGUE: tl.constexpr):
+def _sum(
+    found, rows, columns, weight, shape, extra, world, OUT: tl.constexpr, EPILOGUE: tl.constexpr
+):
     """Return the words of the result: the sums of all ranks' words ``found``, with the bias, after
     the epilogue."""
     made = ()
@@ -109,7 +111,9 @@ def _sum(found, rows, columns, weight, shape, extra, world, OUT: tl.constexpr, E
         for place_in_part in tl.static_range(32 // OUT.primitive_bitwidth):
             sums = tl.zeros(word.shape, tl.float32)
             for origin in tl.static_range(world):
-                sums = accumulate(sums, element(found[origin][part], place_in_part, OUT, tl.float32), False, SUM)
+                sums = accumulate(
+                    sums, element(found[origin][part], place_in_part, OUT, tl.float32), False, SUM
+                )
             column = columns + part * (32 // OUT.primitive_bitwidth) + place_in_part
             inside = (rows < shape.rows) & (column < shape.columns)
             if weight.biased:
@@ -136,7 +140,9 @@ def _store(out, made, rows, columns, mask, shape, OUT: tl.constexpr, ALIGNED: tl
             for place_in_part in tl.static_range(32 // bits):
                 offset = part * (32 // bits) + place_in_part
                 number = (made[part] >> (bits * place_in_part)).to(kind)
-                tl.store(numbers + first + offset, number, mask=mask & (columns + offset < shape.columns))
+                tl.store(
+                    numbers + first + offset, number, mask=mask & (columns + offset < shape.columns)
+                )
 
 
 @jit
@@ -205,13 +211,17 @@ def matmul_all_reduce(
         row, column = place(number, row_tiles, column_tiles, tile)
         sums = product(x, weights, row, column, shape, weight, tile, DTYPE, PRECISION)
         if scales.used:
-            sums = descaled(sums, scales.x, scales.x_step, scales, row, column, shape.rows, shape, tile)
+            sums = descaled(
+                sums, scales.x, scales.x_step, scales, row, column, shape.rows, shape, tile
+            )
         part = words_of(sums.to(OUT))
         word = tl.arange(0, tile.rows * per_row)
         _, _, inside = _positions(word, row, column, shape, per_row, OUT)
         if TWO_SHOT:
             summing = tl.load(g.deltas + word // share, mask=inside, other=0)
-            lamport.send(g, inbox, g.rank, summing, number * share + word % share, part, call, inside)
+            lamport.send(
+                g, inbox, g.rank, summing, number * share + word % share, part, call, inside
+            )
         else:
             here = tl.cast(0, tl.int64)
             lamport.send(g, inbox, g.rank, here, number * stride + word, part, call, inside)
@@ -246,6 +256,8 @@ def matmul_all_reduce(
                     rows, columns, inside = _positions(word, row, column, shape, per_row, OUT)
                     inside = inside & (within < length) & (word < stride)
                     spot = (tiles + number) * share + within
-                    first, second, third, fourth, came = lamport.receive(g, inbox, origin, spot, call, inside)
+                    first, second, third, fourth, came = lamport.receive(
+                        g, inbox, origin, spot, call, inside
+                    )
                     made = (first, second, third, fourth)
                     _store(out, made, rows, columns, inside & (came != 0), shape, OUT, ALIGNED)

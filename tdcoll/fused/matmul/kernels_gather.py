@@ -221,15 +221,23 @@ def _multiply(
                     arrived = _wait_for_rows(
                         first_row + row_of_part, first_row + end, g, epoch, shape, piece, row_bytes, WAITED
                     )  # fmt: skip
-                sums = product(x, weights, row_of_part, column, shape, weight, tile, DTYPE, PRECISION)
+                sums = product(
+                    x, weights, row_of_part, column, shape, weight, tile, DTYPE, PRECISION
+                )
                 if scales.used:
-                    sums = descaled(sums, x_scale, x_step, scales, row_of_part, column, part_rows, shape, tile)
+                    sums = descaled(
+                        sums, x_scale, x_step, scales, row_of_part, column, part_rows, shape, tile
+                    )
                 row_of_out = first_row + row_of_part
                 end_row = first_row + part_rows
                 if arrived == 0:  # store nothing
                     end_row = tl.cast(0, tl.int32)
-                rows, columns, inside = indices(row_of_out, column, end_row, width, tile.rows, tile.columns)
-                made = EPILOGUE(with_bias(sums, weight, columns, width, OUT), rows, columns, inside, extra)
+                rows, columns, inside = indices(
+                    row_of_out, column, end_row, width, tile.rows, tile.columns
+                )
+                made = EPILOGUE(
+                    with_bias(sums, weight, columns, width, OUT), rows, columns, inside, extra
+                )
                 store(out, made.to(OUT), rows, columns, inside, width, OUT, ALIGNED)
 
 
@@ -313,7 +321,9 @@ def all_gather_matmul(
         WORDS: 32-bit words that a pusher or keeper copies at a time, a power of two.
     """
     in_stream_order()
-    tl.static_assert(SELF or not WHOLE, "tiles that span several shards find the own one in the inbox")
+    tl.static_assert(
+        SELF or not WHOLE, "tiles that span several shards find the own one in the inbox"
+    )
     if COPIED:
         epoch = this_epoch(g.control)
         alive = still_alive(g.monitor)

@@ -65,7 +65,9 @@ def matmul(
         row, column = place(number, row_tiles, column_tiles, tile)
         sums = product(x, weights, row, column, shape, weight, tile, DTYPE, PRECISION)
         if scales.used:
-            sums = descaled(sums, scales.x, scales.x_step, scales, row, column, shape.rows, shape, tile)
+            sums = descaled(
+                sums, scales.x, scales.x_step, scales, row, column, shape.rows, shape, tile
+            )
         rows, columns, inside = indices(row, column, shape.rows, width, tile.rows, tile.columns)
         made = EPILOGUE(with_bias(sums, weight, columns, width, OUT), rows, columns, inside, extra)
         store(out, made.to(OUT), rows, columns, inside, width, OUT, ALIGNED)

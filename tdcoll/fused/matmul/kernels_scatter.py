@@ -158,7 +158,9 @@ def _add(
     count: tl.constexpr = tile.columns // SLICES
     first: tl.constexpr = SLICE * count
     sums = _sum(part, parts, tiles, number, first, g, tile, count, STAGES)
-    rows, columns, inside = indices(row_of_tile, column + first, shape.rows, width, tile.rows, count)
+    rows, columns, inside = indices(
+        row_of_tile, column + first, shape.rows, width, tile.rows, count
+    )
     made = EPILOGUE(with_bias(sums, weight, columns, width, OUT), rows, columns, inside, extra)
     store(out, rounded(made, OUT, SUM), rows, columns, inside, width, OUT, ALIGNED)
 
@@ -190,7 +192,7 @@ def matmul_reduce_scatter(
     ALIGNED: tl.constexpr,
     SLICES: tl.constexpr,
     STAGES: tl.constexpr,
-    WAITED: tl.constexpr,
+    WORLD_POW2: tl.constexpr,
 ):
     """``[world * rows, depth], [depth, columns] -> [rows, columns]``. Any number of thread blocks.
 
@@ -214,7 +216,7 @@ def matmul_reduce_scatter(
         SLICES: 1 or 2: slices of columns in which a tile is added, because half a tile needs fewer
             registers.
         STAGES: parts of other ranks that are loaded ahead while one is added.
-        WAITED: a power of two of at least ``world``.
+        WORLD_POW2: a power of two of at least ``world``.
     """
     in_stream_order()
     row_tiles = tl.cdiv(shape.rows, tile.rows)
@@ -248,7 +250,9 @@ def matmul_reduce_scatter(
             owner = (g.rank + distance) % g.world
             row_of_tile, column = place(number, row_tiles, column_tiles, tile)
             row_of_x = owner * shape.rows + row_of_tile
-            product_of = product(x, weights, row_of_x, column, shape, weight, tile, DTYPE, PRECISION)
+            product_of = product(
+                x, weights, row_of_x, column, shape, weight, tile, DTYPE, PRECISION
+            )
             if scales.used:
                 end_row = (owner + 1) * shape.rows
                 product_of = descaled(
@@ -265,7 +269,12 @@ def matmul_reduce_scatter(
                 deferred = tl.cast(signal, tl.int64) + tl.load(g.deltas + owner)
             else:
                 signals = row(g, epoch, number)
-                if tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+                if (
+                    tdl.wait_signals(
+                        signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2
+                    )
+                    != 0
+                ):
                     if SLICES == 2:
                         left, right = _halves(part)
                         _add(

@@ -166,7 +166,7 @@ def scatter(
         "lag": lag,
         "SLICES": slices,
         "STAGES": stages,
-        "WAITED": triton.next_power_of_2(world),
+        "WORLD_POW2": triton.next_power_of_2(world),
     }
     return workers, operands.arguments(cut, operands.x.shape[0] // world) | more
 

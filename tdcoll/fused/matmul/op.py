@@ -85,7 +85,9 @@ def all_gather_matmul(
     """
     named = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out": out}
     joined, widths = _joined(weight, depth_first)
-    options = MatmulOptions((), depth_first, gathered, out_dtype, batch_invariant, epilogue, extra, algorithm)
+    options = MatmulOptions(
+        (), depth_first, gathered, out_dtype, batch_invariant, epilogue, extra, algorithm
+    )
     made = _run(GATHER, x, joined, named, options, group, ctx)
     if widths is None:
         return made
@@ -138,7 +140,9 @@ def matmul_reduce_scatter(
     Algorithm: see :mod:`tdcoll.fused.matmul.kernels_scatter`, which is tdcoll's.
     """
     named = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out": out}
-    options = MatmulOptions((), depth_first, False, out_dtype, batch_invariant, epilogue, extra, algorithm)
+    options = MatmulOptions(
+        (), depth_first, False, out_dtype, batch_invariant, epilogue, extra, algorithm
+    )
     made: torch.Tensor = _run(SCATTER, x, weight, named, options, group, ctx)
     return made
 
@@ -187,7 +191,9 @@ def matmul_all_reduce(
     matmul's registers, and the order of the sums, are tdcoll's.
     """
     named = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out": out}
-    options = MatmulOptions((), depth_first, False, out_dtype, batch_invariant, epilogue, extra, algorithm)
+    options = MatmulOptions(
+        (), depth_first, False, out_dtype, batch_invariant, epilogue, extra, algorithm
+    )
     made: torch.Tensor = _run(REDUCE, x, weight, named, options, group, ctx)
     return made
 
@@ -230,14 +236,23 @@ def _joined(weight: Any, depth_first: bool) -> tuple[Any, list[int] | None]:
     dimension = 1 if depth_first else 0
     for one in weights:
         if not isinstance(one, torch.Tensor) or one.dim() != 2:
-            raise TypeError(f"weight must be a tensor of 2 dimensions or a sequence of such tensors; got {one!r}")
+            raise TypeError(
+                f"weight must be a tensor of 2 dimensions or a sequence of such tensors; got {one!r}"
+            )
     widths = [one.shape[dimension] for one in weights]
     first = weights[0]
     end = first.data_ptr()
     for one in weights:
-        if depth_first or not one.is_contiguous() or one.data_ptr() != end or one.shape[1:] != first.shape[1:]:
+        if (
+            depth_first
+            or not one.is_contiguous()
+            or one.data_ptr() != end
+            or one.shape[1:] != first.shape[1:]
+        ):
             return torch.cat(weights, dimension), widths
         end += one.nbytes
     if first.untyped_storage().data_ptr() != weights[-1].untyped_storage().data_ptr():
         return torch.cat(weights, dimension), widths
-    return first.detach().as_strided((sum(widths), first.shape[1]), first.stride(), first.storage_offset()), widths
+    return first.detach().as_strided(
+        (sum(widths), first.shape[1]), first.stride(), first.storage_offset()
+    ), widths

@@ -90,7 +90,9 @@ class MatmulOperation(FusedOperation):
     def key(self, tensors: tuple[Any, ...], options: MatmulOptions, ctx: Any) -> Hashable:
         epilogue = options.epilogue
         # Hashing a Triton function is slow. The prepared call keeps it, so its id stays its own.
-        plain = options._replace(epilogue=None if epilogue is None else (id(epilogue), epilogue.__name__))
+        plain = options._replace(
+            epilogue=None if epilogue is None else (id(epilogue), epilogue.__name__)
+        )
         # Compiled code depends on whether the result, and what an epilogue reads, is aligned.
         aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors[2:])
         return (super().key(tensors, plain, ctx), aligned, precision_of(tensors[0].dtype))
@@ -102,7 +104,11 @@ class MatmulOperation(FusedOperation):
         facts["shape of x (pad the shorter shards)"] = shape
         facts["shape of weight"] = str(tuple(getattr(weight, "shape", ())))
         facts["epilogue"] = getattr(request.options.epilogue, "__name__", None)
-        others = [name for name in request.options.names[2:] if name != "out" and not name.startswith("extra.")]
+        others = [
+            name
+            for name in request.options.names[2:]
+            if name != "out" and not name.startswith("extra.")
+        ]
         facts["tensors"] = ", ".join(others)  # `out` may be given on one rank only
         facts["precision"] = precision_of(getattr(request.tensors[0], "dtype", None))
         facts["multiprocessors"] = _machine(ctx.device)[0]
@@ -130,7 +136,9 @@ class MatmulOperation(FusedOperation):
     def own_context(self, request: Request) -> CollectiveContext:
         job = runtime.current()
         size = self._size(request, job, job.ranks_of(request.group))
-        return implicit_context(self.collective, request.tensors[0], request.group, self.name, size=size)
+        return implicit_context(
+            self.collective, request.tensors[0], request.group, self.name, size=size
+        )
 
     def planned_context(self, request: Request) -> CollectiveContext | PlannedContext:
         """Return the context of :meth:`own_context`, or its plan. Local."""
@@ -162,17 +170,24 @@ class MatmulOperation(FusedOperation):
         rows = x.numel() // x.shape[-1]
         for name, count in (("x_scale", rows), ("weight_scale", columns)):
             if (name in tensors) != (x.dtype in FP8):
-                raise ValueError(f"{name} is for operands of fp8, which need it; got x of {x.dtype}")
+                raise ValueError(
+                    f"{name} is for operands of fp8, which need it; got x of {x.dtype}"
+                )
             if name in tensors:
                 check_tensor(name, tensors[name], ctx.device)
-                if tensors[name].dtype is not torch.float32 or tensors[name].numel() not in (1, count):
+                if tensors[name].dtype is not torch.float32 or tensors[name].numel() not in (
+                    1,
+                    count,
+                ):
                     raise ValueError(
                         f"{name} must be torch.float32 of 1 or {count} elements; got {tensors[name].dtype} of shape "
                         f"{list(tensors[name].shape)}"
                     )
         if "out" in tensors:
             out = tensors["out"]
-            check_fits("out", out, ctx.device, [dtype], [self.result_shape(request, ctx.world_size)])
+            check_fits(
+                "out", out, ctx.device, [dtype], [self.result_shape(request, ctx.world_size)]
+            )
             for name, tensor in tensors.items():
                 if name != "out" and tensors_overlap(out, tensor):
                     raise ValueError(f"out must not overlap {name}")
@@ -203,7 +218,9 @@ class MatmulOperation(FusedOperation):
         out_itemsize = result_dtype(x, request.options.out_dtype).itemsize
         columns = columns_of(weight, request.options.depth_first)
         full = x.dtype is torch.float32 and precision_of(x.dtype) == "ieee"
-        return MatmulShape(self.name, rows, columns, depth, x.itemsize, out_itemsize, full, *_machine(device))
+        return MatmulShape(
+            self.name, rows, columns, depth, x.itemsize, out_itemsize, full, *_machine(device)
+        )
 
     def _decision(self, request: Request, ctx: Any) -> tuple[MatmulShape, Facts, Any, bool, bool]:
         """Return what the policy decides by, for a call or an explanation of one."""
@@ -221,10 +238,15 @@ class MatmulOperation(FusedOperation):
         shape, facts, *how = self._decision(request, ctx)
         plan, _ = policy.choose(shape, facts, *how)
         x = request.tensors[0]
-        result = self.result_shape(request, ctx.world_size), result_dtype(x, request.options.out_dtype)
+        result = (
+            self.result_shape(request, ctx.world_size),
+            result_dtype(x, request.options.out_dtype),
+        )
         tensors = tensors_of(request)
         precision = precision_of(x.dtype)
-        return PreparedMatmul(ctx, self.collective, tensors, request.options, shape, plan, result, precision)
+        return PreparedMatmul(
+            ctx, self.collective, tensors, request.options, shape, plan, result, precision
+        )
 
 
 OPERATIONS = {
@@ -249,14 +271,18 @@ def _check_operands(request: Request) -> None:
     for name in ("depth_first", "gathered", "batch_invariant"):
         arguments.instance(name, getattr(options, name), bool, "a bool")
     if options.epilogue is not None and not hasattr(options.epilogue, "fn"):
-        raise TypeError(f"epilogue must be a function of triton.jit or None; got {options.epilogue!r}")
+        raise TypeError(
+            f"epilogue must be a function of triton.jit or None; got {options.epilogue!r}"
+        )
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.is_nested:
             raise ValueError(f"{name} must be an ordinary tensor; got a nested one")
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be of {', '.join(map(str, DTYPES))}; got {x.dtype}")
     if options.out_dtype not in (None, *RESULTS):
-        raise ValueError(f"out_dtype must be None, {', '.join(map(str, RESULTS))}; got {options.out_dtype!r}")
+        raise ValueError(
+            f"out_dtype must be None, {', '.join(map(str, RESULTS))}; got {options.out_dtype!r}"
+        )
     if x.dim() < 2 or not x.shape[-1] or x.shape[-1] * x.itemsize % 16:
         raise ValueError(
             f"x must be [rows, ..., depth] with a depth that is a multiple of {16 // x.itemsize} of {x.dtype}; got "

@@ -151,12 +151,16 @@ class MatmulShape:
     @property
     def nbytes(self) -> int:
         """Bytes of a rank's segment: of its shard before an all-gather, of its result, of the whole result."""
-        return self.rows * (self.depth * self.itemsize if self.name == GATHER else self.columns * self.out_itemsize)
+        return self.rows * (
+            self.depth * self.itemsize if self.name == GATHER else self.columns * self.out_itemsize
+        )
 
     @property
     def entry(self) -> MeasuredCut:
         """What the table has for it."""
-        return next(entry for entry in TABLE[self.name] if entry.up_to is None or self.rows <= entry.up_to)
+        return next(
+            entry for entry in TABLE[self.name] if entry.up_to is None or self.rows <= entry.up_to
+        )
 
 
 @dataclass(frozen=True)
@@ -186,11 +190,15 @@ def cut_of(shape: MatmulShape) -> Cut:
     cut = shape.entry.cut
     if shape.itemsize == 1:
         return Cut(cut.rows, min(cut.columns, 128), FP8_STEP, 3, cut.num_warps)
-    if shape.full_precision:  # without tensor cores, a thread has to keep all operands of its part in registers
+    if (
+        shape.full_precision
+    ):  # without tensor cores, a thread has to keep all operands of its part in registers
         return Cut(min(cut.rows, 32), 64, 32, 3, 8)
     if shape.itemsize == 4:
         return Cut(cut.rows, min(cut.columns, 128), max(16, cut.depth // 2), 3, cut.num_warps)
-    if shape.out_itemsize == 4 and cut.columns > 128:  # a tile of the result takes shared memory beside the operands
+    if (
+        shape.out_itemsize == 4 and cut.columns > 128
+    ):  # a tile of the result takes shared memory beside the operands
         return Cut(cut.rows, 128, cut.depth, 3, cut.num_warps)
     return cut
 
@@ -233,7 +241,9 @@ def inbox_bytes(shape: MatmulShape, plan: MatmulPlan, world: int) -> int:
     if shape.name == SCATTER:
         return scatter_bytes(cut, shape.rows // world, shape.columns, shape.out_itemsize)
     two_shot = plan.algorithm == TWO_SHOT
-    return reduce_bytes(cut, shape.rows, shape.columns, shape.out_itemsize, world, two_shot=two_shot)
+    return reduce_bytes(
+        cut, shape.rows, shape.columns, shape.out_itemsize, world, two_shot=two_shot
+    )
 
 
 def scatter_bytes(cut: Cut, rows: int, columns: int, itemsize: int) -> int:
@@ -241,7 +251,9 @@ def scatter_bytes(cut: Cut, rows: int, columns: int, itemsize: int) -> int:
     return cut.tiles(rows, columns) * cut.rows * cut.columns * itemsize
 
 
-def reduce_bytes(cut: Cut, rows: int, columns: int, itemsize: int, world: int, *, two_shot: bool) -> int:
+def reduce_bytes(
+    cut: Cut, rows: int, columns: int, itemsize: int, world: int, *, two_shot: bool
+) -> int:
     """Return the bytes that the words of one rank take in the Lamport memory of another."""
     stride = min(rows, cut.rows) * cut.columns * itemsize // 16
     words = 2 * -(-stride // world) if two_shot else stride
@@ -276,13 +288,21 @@ def problem_of(shape: MatmulShape, plan: MatmulPlan, facts: Facts) -> str | None
         return f"needs chunks={signals} or more in the context; got {facts.chunks} on "
     if plan.algorithm == TWO_SHOT:
         words = min(shape.rows, plan.cut.rows) * plan.cut.columns * shape.out_itemsize // 16
-        if world < 2 or shape.columns < plan.cut.columns or (world - 1) * -(-words // world) >= words:
+        if (
+            world < 2
+            or shape.columns < plan.cut.columns
+            or (world - 1) * -(-words // world) >= words
+        ):
             return f"needs a share of each tile for each of at least 2 ranks; got {shape.rows} rows on "
     return None
 
 
 def choose(
-    shape: MatmulShape, facts: Facts, algorithm: str | MatmulPlan, batch_invariant: bool, keeps: bool
+    shape: MatmulShape,
+    facts: Facts,
+    algorithm: str | MatmulPlan,
+    batch_invariant: bool,
+    keeps: bool,
 ) -> tuple[MatmulPlan, str]:
     """Return the plan of a call, and why it isn't in one kernel if it could have been asked to.
 
@@ -328,7 +348,11 @@ def choose(
 
 
 def explain_matmul(
-    shape: MatmulShape, facts: Facts, algorithm: str | MatmulPlan, batch_invariant: bool, keeps: bool
+    shape: MatmulShape,
+    facts: Facts,
+    algorithm: str | MatmulPlan,
+    batch_invariant: bool,
+    keeps: bool,
 ) -> Explanation:
     """Explain a call: its bytes are those that a rank sends to another, or of all rows of an all-reduce; its chunks are
     tiles of this rank's result, and in an all-gather pieces of a shard."""
@@ -345,11 +369,23 @@ def explain_matmul(
     except ValueError as error:
         if algorithm not in ALGORITHMS[shape.name]:
             raise
-        return Explanation(shape.name, nbytes, group, None, reason=UNSUPPORTED, why=str(error), unsupported=unsupported)
+        return Explanation(
+            shape.name,
+            nbytes,
+            group,
+            None,
+            reason=UNSUPPORTED,
+            why=str(error),
+            unsupported=unsupported,
+        )
     reason = DEFAULT if algorithm == "auto" else REQUESTED
     if plan.algorithm == COMPOSED:  # its collective has numbers of its own
-        return Explanation(shape.name, nbytes, group, COMPOSED, reason=reason, why=why, unsupported=unsupported)
-    chunks = plan.cut.tiles(shape.rows // world if shape.name == SCATTER else shape.rows, shape.columns)
+        return Explanation(
+            shape.name, nbytes, group, COMPOSED, reason=reason, why=why, unsupported=unsupported
+        )
+    chunks = plan.cut.tiles(
+        shape.rows // world if shape.name == SCATTER else shape.rows, shape.columns
+    )
     chunk_bytes = plan.cut.rows * plan.cut.columns * shape.out_itemsize
     if plan.piece:
         chunks = max(1, -(-nbytes // plan.piece))

@@ -24,9 +24,24 @@ from tdcoll.calls.plan import Facts
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.steps import HostStep, Step
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
-from tdcoll.fused.matmul import kernels_all_reduce, kernels_gather, kernels_local, kernels_scatter, launches
+from tdcoll.fused.matmul import (
+    kernels_all_reduce,
+    kernels_gather,
+    kernels_local,
+    kernels_scatter,
+    launches,
+)
 from tdcoll.fused.matmul.launches import Operands
-from tdcoll.fused.matmul.policy import COMPOSED, GATHER, REDUCE, SCATTER, TWO_SHOT, MatmulPlan, MatmulShape, is_whole
+from tdcoll.fused.matmul.policy import (
+    COMPOSED,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    TWO_SHOT,
+    MatmulPlan,
+    MatmulShape,
+    is_whole,
+)
 from tdcoll.fused.operation import aligned, requires_gradient, tensors_overlap
 from tdcoll.primitives.epilogue import identity
 from tdcoll.primitives.group import Inbox
@@ -40,7 +55,10 @@ class NamedStep:
         self._names = tuple(names)
 
     def __call__(self, stream: int, tensors: dict[str, Any]) -> None:
-        values = [tensors[name] if name.startswith("extra.") else tensors[name].data_ptr() for name in self._names]
+        values = [
+            tensors[name] if name.startswith("extra.") else tensors[name].data_ptr()
+            for name in self._names
+        ]
         self._step(stream, *values)
 
 
@@ -93,10 +111,20 @@ class PreparedMatmul(PreparedCall):
             self._add_gather_and_matmul(tensors)
         else:
             self._add_matmul_and_reduction(tensors, collective)
-        self.variant = (shape, plan, options.depth_first, frozenset(tensors), x.dtype, self._dtype, precision)
+        self.variant = (
+            shape,
+            plan,
+            options.depth_first,
+            frozenset(tensors),
+            x.dtype,
+            self._dtype,
+            precision,
+        )
         prepare_steps(ctx, shape.name, self.variant, self._kernels)
         self.record = _joined(shape.name, self._records)
-        self.launch = ranged(f"tdcoll.{shape.name}[{plan.algorithm}, {byte_text(shape.nbytes)}]", self._launch)
+        self.launch = ranged(
+            f"tdcoll.{shape.name}[{plan.algorithm}, {byte_text(shape.nbytes)}]", self._launch
+        )
 
     # ------------------------------------------------------------------ steps
 
@@ -134,8 +162,12 @@ class PreparedMatmul(PreparedCall):
                 operands, plan.cut, group, ctx.device_lamport, workers=workers, two_shot=two_shot
             )
         by_lamport = self._shape.name == REDUCE
-        self._records.append(record_of(self._shape.name, 0 if by_lamport else 1, 1 if by_lamport else 0))
-        self._add_kernel(kernel, blocks, arguments, self._parameters(tensors, "x", "out", keeps=plan.keepers > 0))
+        self._records.append(
+            record_of(self._shape.name, 0 if by_lamport else 1, 1 if by_lamport else 0)
+        )
+        self._add_kernel(
+            kernel, blocks, arguments, self._parameters(tensors, "x", "out", keeps=plan.keepers > 0)
+        )
 
     def _add_gather_and_matmul(self, tensors: dict[str, torch.Tensor]) -> None:
         ctx = self._ctx
@@ -152,7 +184,9 @@ class PreparedMatmul(PreparedCall):
             return
         self._add_local_matmul(tensors, "gathered", "out")
 
-    def _add_matmul_and_reduction(self, tensors: dict[str, torch.Tensor], collective: Collective) -> None:
+    def _add_matmul_and_reduction(
+        self, tensors: dict[str, torch.Tensor], collective: Collective
+    ) -> None:
         shape = self._shape
         dtype = self._dtype
         sizes = (shape.rows, shape.columns)
@@ -171,14 +205,18 @@ class PreparedMatmul(PreparedCall):
             self._temporaries["wide"] = sizes, dtype
             self._temporaries["sums"] = self._result_shape, dtype
             self._steps.append(HostStep(_widen))
-        segment = collective.segment_bytes(shape.rows * shape.columns * dtype.itemsize, self._ctx.world_size)
+        segment = collective.segment_bytes(
+            shape.rows * shape.columns * dtype.itemsize, self._ctx.world_size
+        )
         facts = Facts.of(self._ctx, segment, dtype)
         self._add_collective(collective, facts, parts, sums, KernelOptions(dtype, "sum"))
         if self._finishes:
             rows = torch.Size(self._result_shape[:-1]).numel()
             blocks, arguments = launches.finish(self._operands(tensors, "x", "out"), rows)
             parameters = self._parameters(tensors, "sums", "out")
-            kept = {name: parameters[name] for name in parameters if name.partition(".")[0] in arguments}
+            kept = {
+                name: parameters[name] for name in parameters if name.partition(".")[0] in arguments
+            }
             self._add_kernel(kernels_local.finish, blocks, arguments, kept, num_warps=4)
 
     @property
@@ -191,7 +229,12 @@ class PreparedMatmul(PreparedCall):
         return same_dtype and not self._options.batch_invariant
 
     def _add_collective(
-        self, collective: Collective, facts: Facts, source: str, out: str, options: KernelOptions = NO_OPTIONS
+        self,
+        collective: Collective,
+        facts: Facts,
+        source: str,
+        out: str,
+        options: KernelOptions = NO_OPTIONS,
     ) -> None:
         calls = launches_of(collective, self._ctx, facts, options=options)
         self._records.append(calls.record)
@@ -206,7 +249,9 @@ class PreparedMatmul(PreparedCall):
         blocks, arguments = launches.local(operands, self._plan.cut, workers=self._plan.blocks)
         parameters = self._parameters(bare, source, out)
         if operands.extra is None:
-            parameters = {name: value for name, value in parameters.items() if not name.startswith("extra.")}
+            parameters = {
+                name: value for name, value in parameters.items() if not name.startswith("extra.")
+            }
         self._add_kernel(kernels_local.matmul, blocks, arguments, parameters)
 
     def _add_kernel(
@@ -226,7 +271,9 @@ class PreparedMatmul(PreparedCall):
         if num_warps is not None:
             options = {"num_warps": num_warps}
         fixed = {name: value for name, value in arguments.items() if name not in parameters}
-        launch = KernelLaunch(kernel, blocks, fixed, tuple(parameters), early=self._ctx.early, **options)
+        launch = KernelLaunch(
+            kernel, blocks, fixed, tuple(parameters), early=self._ctx.early, **options
+        )
         self._kernels.append(launch)
         self._steps.append(NamedStep(launch, tuple(parameters.values())))
 

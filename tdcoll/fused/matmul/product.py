@@ -147,7 +147,9 @@ def product(
         PRECISION: of fp32 operands: ``"ieee"`` or ``"tf32"``.
     """
     fp8: tl.constexpr = DTYPE.is_fp8()
-    tl.static_assert(not fp8 or tile.depth == 128, "the bits of fp8 sums depend on the step, so it is 128")
+    tl.static_assert(
+        not fp8 or tile.depth == 128, "the bits of fp8 sums depend on the step, so it is 128"
+    )
     imprecise: tl.constexpr = 128 if fp8 else 0
     sums = tl.zeros((tile.rows, tile.columns), tl.float32)
     for step in tl.range(0, tl.cdiv(shape.depth, tile.depth)):
@@ -190,7 +192,10 @@ def descaled(sums, x_scale, x_step, scales, row, column, end_row, shape, tile):
     """
     rows = row + tl.arange(0, tile.rows)
     columns = column + tl.arange(0, tile.columns)
-    of_columns = tl.cast(scales.weight, tl.int64).to(tl.pointer_type(tl.float32)) + columns * scales.weight_step
+    of_columns = (
+        tl.cast(scales.weight, tl.int64).to(tl.pointer_type(tl.float32))
+        + columns * scales.weight_step
+    )
     of_rows = tl.cast(x_scale, tl.int64).to(tl.pointer_type(tl.float32)) + rows * x_step
     scaled = sums * tl.load(of_columns, mask=columns < shape.columns, other=0.0)[None, :]
     return scaled * tl.load(of_rows, mask=rows < end_row, other=0.0)[:, None]

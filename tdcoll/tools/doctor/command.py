@@ -37,9 +37,20 @@ def _options(argv: Sequence[str], environment: Mapping[str, str]) -> argparse.Na
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--nproc", type=int, metavar="N", help="ranks on this host; default: one per GPU, or 2 simulated")
+    add(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="ranks on this host; default: one per GPU, or 2 simulated",
+    )
     add("--no-run", action="store_true", help="start no job")
-    add("--timeout", type=float, metavar="SECONDS", default=120.0, help="when to end the job; default 120")
+    add(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        default=120.0,
+        help="when to end the job; default 120",
+    )
     options = parser.parse_args(argv)
     if "LOCAL_RANK" in environment:
         parser.error(f"run it without torchrun and {LAUNCHER}: it starts a job itself")
@@ -67,8 +78,12 @@ def main(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> i
     environment = dict(os.environ if environment is None else environment)
     options = _options(argv, environment)
     facts = collect(environment, options.nproc)
-    if not facts.simulated and 0 < (visible := len(facts.gpus)) < facts.nproc:
-        print(f"--nproc must be at most the {visible} visible GPUs of this host, got {facts.nproc}", file=sys.stderr)
+    visible = len(facts.gpus)
+    if not facts.simulated and 0 < visible < facts.nproc:
+        print(
+            f"--nproc must be at most the {visible} visible GPUs of this host, got {facts.nproc}",
+            file=sys.stderr,
+        )
         return 2
     lines = diagnose(facts)
     for line in lines:

@@ -29,7 +29,8 @@ class MachineFacts:
     """Everything that the checks look at.
 
     Attributes:
-        found: by step of :mod:`.probe`, what it yielded, or ``error`` in words (``missing`` if it isn't installed).
+        found: by step of :mod:`.probe`, what it yielded, or ``error`` in words (``missing`` if it
+            isn't installed).
         distributions: version of each installed distribution that matters here.
         environment: environment variables of this process.
         launched: environment variables of ranks that launch.sh starts.
@@ -60,7 +61,8 @@ def collect(environment: Mapping[str, str], nproc: int | None) -> MachineFacts:
     Args:
         nproc: ranks on this host; None: one per GPU, or two simulated ones.
     """
-    job, distributions = prepare(environment, dry_run=True, say=lambda text: None), {}
+    job = prepare(environment, dry_run=True, say=lambda text: None)
+    distributions = {}
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(Exception):  # broken metadata raises errors of any class
             distributions[name] = importlib.metadata.version(name)
@@ -73,7 +75,9 @@ def collect(environment: Mapping[str, str], nproc: int | None) -> MachineFacts:
         simulated=job.simulated,
         visible_gpus=job.gpus,
     )
-    return dataclasses.replace(facts, nproc=nproc or (2 if facts.simulated else max(1, len(facts.gpus))))
+    return dataclasses.replace(
+        facts, nproc=nproc or (2 if facts.simulated else max(1, len(facts.gpus)))
+    )
 
 
 def _probed(step: str, environment: Mapping[str, str]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small job on this host: the doctor starts it, and its ranks run ``-m tdcoll.tools.doctor.job SECONDS``.
+"""A small job on this host: the doctor starts it, and its ranks run ``-m tdcoll.tools.doctor.job
+SECONDS``.
 
-The ranks join, make a symmetric heap, and gather numbers that encode their rank and place: once with puts and signals
-between all pairs (if the heap has puts), and once with the algorithm that ``"auto"`` chooses. Each rank prints lines of
-JSON about its stage, so that the doctor can say where a rank hangs.
+The ranks join, make a symmetric heap, and gather numbers that encode their rank and place: once
+with puts and signals between all pairs (if the heap has puts), and once with the algorithm that
+``"auto"`` chooses. Each rank prints lines of JSON about its stage, so that the doctor can say where
+a rank hangs.
 """
 
 from __future__ import annotations
@@ -37,18 +39,35 @@ _WORDS = 128
 def cannot_run(facts: MachineFacts) -> str:
     """Return why it is useless to start the job, in words; empty if it isn't."""
     needed = ("torch", "triton", "numpy", *(["greenlet"] if facts.simulated else []))
-    if lacking := [name for name in needed if "error" in facts.found[name]]:
+    lacking = [name for name in needed if "error" in facts.found[name]]
+    if lacking:
         return f"{', '.join(lacking)} cannot be imported"
     return "" if facts.simulated or facts.gpus else "PyTorch sees no GPU"
 
 
 def start(facts: MachineFacts, timeout_s: float, module: str = __name__) -> Ended:
-    """Run the job for at most ``timeout_s`` seconds, with the environment that launch.sh would give it.
+    """Run the job for at most ``timeout_s`` seconds, with the environment that launch.sh would give
+    it.
 
     tdcoll.tools.torchrun runs the ranks, because they die with it when it is killed.
     """
-    torchrun = [sys.executable, "-m", "tdcoll.tools.torchrun", "--nproc-per-node", str(facts.nproc), "--nnodes", "1"]
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "tdcoll.tools.torchrun",
+        "--nproc-per-node",
+        str(facts.nproc),
+        "--nnodes",
+        "1",
+    ]
+    rendezvous = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        "--local-addr",
+        "127.0.0.1",
+    ]
     command = [*torchrun, *rendezvous, "-m", "--", module, str(timeout_s)]
     return child.run(command, timeout_s, facts.launched)
 
@@ -57,7 +76,10 @@ def judge(facts: MachineFacts, ended: Ended | str) -> Line:
     """Return the line about the job; a string says why it wasn't started."""
     if isinstance(ended, str):
         return note(_NAME, f"not run: {ended}")
-    result, stages, errors, deaths = "", dict[int, str](), list[str](), list[str]()
+    result = ""
+    stages = dict[int, str]()
+    errors = list[str]()
+    deaths = list[str]()
     for line in ended.output.splitlines():
         before, mark, text = line.partition(_MARK)
         if mark:
@@ -76,7 +98,14 @@ def judge(facts: MachineFacts, ended: Ended | str) -> Line:
         for stage in dict.fromkeys(stages.values())
     ]
     first = [f"first error: {error}" for error in errors[:1]]
-    text = "; ".join([ended.reason or "no rank reported a result", *(where or ["no rank had begun"]), *deaths, *first])
+    text = "; ".join(
+        [
+            ended.reason or "no rank reported a result",
+            *(where or ["no rank had begun"]),
+            *deaths,
+            *first,
+        ]
+    )
     joining = not facts.simulated and "tdcoll.initialize" in stages.values()
     return problem(_NAME, text, _ADVICE + (_JOINING if joining else ""))
 
@@ -86,7 +115,9 @@ def judge(facts: MachineFacts, ended: Ended | str) -> Line:
 
 def _say(**what: Any) -> None:
     """Print a line in one piece, because all ranks write to the same file."""
-    os.write(1, f"{_MARK}{json.dumps({'rank': int(os.environ.get('RANK', '0')), **what})}\n".encode())
+    os.write(
+        1, f"{_MARK}{json.dumps({'rank': int(os.environ.get('RANK', '0')), **what})}\n".encode()
+    )
 
 
 def run(timeout_s: float) -> str:
@@ -101,7 +132,8 @@ def run(timeout_s: float) -> str:
 
     torch.set_num_threads(1)
     _say(stage="values of variables")
-    lifecycle._JobOptions.read(None, None)  # a job of yours reads them, even if this one has its own deadline
+    # a job of yours reads them, even if this one has its own deadline
+    lifecycle._JobOptions.read(None, None)
     Options()
     _say(stage="tdcoll.initialize")
     tdcoll.initialize(timeout_s=timeout_s)
@@ -116,8 +148,11 @@ def run(timeout_s: float) -> str:
             gathered = tdcoll.all_gather(source, ctx=ctx, algorithm=algorithm)
             ctx.check()
             for sender, got in enumerate(gathered.view(owner.world_size, _WORDS)):
-                if wrong := int((got != sender * 1_000_000 + place).sum()):
-                    raise AssertionError(f"all_gather by {algorithm}: {wrong} words from rank {sender} are wrong")
+                wrong = int((got != sender * 1_000_000 + place).sum())
+                if wrong:
+                    raise AssertionError(
+                        f"all_gather by {algorithm}: {wrong} words from rank {sender} are wrong"
+                    )
     heap = tdcoll.heap_info().total >> 20
     _say(stage="tdcoll.finalize")
     tdcoll.finalize()

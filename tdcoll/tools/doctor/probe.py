@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look at one package, in a child: ``python -m tdcoll.tools.doctor.probe STEP``.
 
-A step yields its findings piece by piece, each a line of JSON on stdout: if it crashes or hangs, only later are lost.
+A step yields its findings piece by piece, each a line of JSON on stdout: if it crashes or hangs,
+only later are lost.
 """
 
 from __future__ import annotations

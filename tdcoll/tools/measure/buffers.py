@@ -53,7 +53,8 @@ class ExactIntegers:
             name = str(dtype).removeprefix("torch.")
             numbers = f"{terms} different numbers"
             raise ValueError(f"{name} has no exact sums of {numbers}; take another, or fewer ranks")
-        # Half of the room is for drawn numbers and half for rounds, because a round adds its number.
+        # Half of the room is for drawn numbers and half for rounds, because a round adds its
+        # number.
         self._max_drawn = min(room // 2, _MAX_DRAWN)
         self.rounds = min(room // 2, _MAX_ROUNDS)
         self._dtype = dtype

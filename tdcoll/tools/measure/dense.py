@@ -92,7 +92,8 @@ class DenseCalls:
         reduction = self._reduction
         in_heap = symmetric or (in_place and self.call.spec.in_place)
         buffers = self.buffers.in_heap if in_heap else self.buffers.plain
-        inputs, results = buffers.inputs, buffers.results
+        inputs = buffers.inputs
+        results = buffers.results
         function = getattr(tdcoll, self.call.in_place_name or "" if in_place else self.call.name)
 
         def call(i: int) -> torch.Tensor:

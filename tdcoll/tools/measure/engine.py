@@ -78,7 +78,9 @@ class JobRanks:
         kinds = set(self.gather("GPU", gpu))
         if len(kinds) > 1:
             found = ", ".join(sorted(kinds))
-            raise RankMismatchError(f"expected GPUs of one kind, whose generators make the same numbers; got {found}")
+            raise RankMismatchError(
+                f"expected GPUs of one kind, whose generators make the same numbers; got {found}"
+            )
 
     def next_round(self) -> int:
         """Return where the next rounds of inputs begin: far from all earlier rounds."""
@@ -99,7 +101,8 @@ class JobRanks:
         A baseline may raise any error. tdcoll raises ValueError if it doesn't support the call, and
         HeapExhaustedError if the heap is too small; any other error is raised again.
         """
-        result, problem = None, None
+        result = None
+        problem = None
         try:
             result = action()
         except Exception as error:
@@ -305,7 +308,8 @@ class Measurement:
         warmup: int,
     ) -> list[Errors]:
         """Time launches of several calls; return the errors of the last launch."""
-        workload, launches = self.workload, self.launches
+        workload = self.workload
+        launches = self.launches
         last = turn % len(launches)
 
         def before(calls: int) -> None:

@@ -156,8 +156,8 @@ def time_launches(
 def graph_time_us(function: Callable[[], object], calls: Sequence[int] = (20, 21)) -> float:
     """Return the microseconds per call of ``function`` in a CUDA graph.
 
-    The result is the median over replays of the slowest rank's time. Collective: all ranks make this
-    call, on the stream that the function's context has::
+    The result is the median over replays of the slowest rank's time. Collective: all ranks make
+    this call, on the stream that the function's context has::
 
         us = graph_time_us(lambda: tdcoll.all_gather(x, ctx=ctx, out=out))
 

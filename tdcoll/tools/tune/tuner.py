@@ -112,7 +112,8 @@ class Tuner:
 
         Ranks of a node can store to each other.
         """
-        world, nodes = self.topology.world_size, self.topology.n_nodes
+        world = self.topology.world_size
+        nodes = self.topology.n_nodes
         return Facts(
             nbytes,
             self.topology,
@@ -162,7 +163,7 @@ class Tuner:
         found = self._spec.algorithm(algorithm)
         if found.words:
             return self._word_variations(found.words, nbytes)
-        if found.any_blocks:
+        if found.works_with_any_grid:
             warps = [count for count in self.warps if count >= _LEAST_BLOCK_WARPS]
             return _combinations("blocks", _BLOCK_COUNTS, warps)
         if found.copies is not None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of index matching share: lists as kernels want them, answers by plain Python, and how to ask."""
+"""What the tests of index matching share: lists as kernels want them, answers by plain Python, and
+how to ask."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ Ids = Sequence[int]
 
 @contextmanager
 def small_blocks(block: int = 8, grid: int = 6) -> Iterator[None]:
-    """Blocks and grids so small that few ids need several of them, and that programs take several blocks each."""
+    """Blocks and grids so small that few ids need several of them, and that programs take several
+    blocks each."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CLEAR_BLOCK", "_BLOCK"):
             patch.setattr(op, name, block)
@@ -41,7 +43,8 @@ def small_blocks(block: int = 8, grid: int = 6) -> Iterator[None]:
 
 
 def in_world(run: Callable[[], Any], **options: Any) -> Any:
-    """Run something as the one PE of a simulated job; its interpreter is faster, and knows every Triton."""
+    """Run something as the one PE of a simulated job; its interpreter is faster, and knows every
+    Triton."""
     return World(1, **options).run(lambda pe: run())[0]
 
 
@@ -76,7 +79,9 @@ def pack(
 # ---------------------------------------------------------------------- making and asking a directory
 
 
-def directory_of(method: str, world: int, capacity: int, num_rows: int, max_union: int) -> Directory:
+def directory_of(
+    method: str, world: int, capacity: int, num_rows: int, max_union: int
+) -> Directory:
     """A directory of one kind, whatever the policy says."""
     made = Directory(world, capacity, max_union, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
@@ -106,7 +111,8 @@ def cleared_and_built(directory: Directory, packed: torch.Tensor) -> None:
 def ask(
     ids, size, index, found, in_union, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``found[q, i]`` and ``in_union[i]`` for blocks of ids in program 0, and id by id in program 1."""
+    """``found[q, i]`` and ``in_union[i]`` for blocks of ids in program 0, and id by id in program
+    1."""
     if tl.program_id(0) == 0:
         i = tl.arange(0, BLOCK)
         x = tl.load(ids + i, mask=i < size, other=-1)
@@ -158,7 +164,8 @@ def _guard(directory: Directory) -> dict[str, torch.Tensor]:
 
 
 def answers(directory: Directory, packed: torch.Tensor, asked: Ids) -> Answers:
-    """Build, look at the guards, and ask for some ids, each as part of a block, and some as scalars."""
+    """Build, look at the guards, and ask for some ids, each as part of a block, and some as
+    scalars."""
     guarded = _guard(directory)
     before = packed.clone()
     cleared_and_built(directory, packed)
@@ -204,11 +211,28 @@ def places(ids: Ids, asked: Ids) -> list[int]:
 
 
 def check_valid(
-    method: str, lists: Sequence[Ids], num_rows: int, *, capacity: int | None = None, max_union: int | None = None
+    method: str,
+    lists: Sequence[Ids],
+    num_rows: int,
+    *,
+    capacity: int | None = None,
+    max_union: int | None = None,
 ) -> None:
-    """A directory of valid lists answers as plain Python does, for ids that are there, beside them, and nowhere."""
+    """A directory of valid lists answers as plain Python does, for ids that are there, beside them,
+    and nowhere."""
     wanted = sorted(set().union(*lists))
-    asked = sorted({*wanted[:200], *(x + 1 for x in wanted[:40]), -1, -(1 << 62), 0, num_rows, num_rows - 1, 1 << 62})
+    asked = sorted(
+        {
+            *wanted[:200],
+            *(x + 1 for x in wanted[:40]),
+            -1,
+            -(1 << 62),
+            0,
+            num_rows,
+            num_rows - 1,
+            1 << 62,
+        }
+    )
     got = build(method, lists, num_rows, asked, capacity=capacity, max_union=max_union)
     known = wanted if max_union is None else wanted[:max_union]
     assert got.union == known

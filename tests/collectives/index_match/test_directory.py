@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories: both kinds say what plain Python says, stay in bounds, and notice what is wrong with the lists."""
+"""Directories: both kinds say what plain Python says, stay in bounds, and notice what is wrong with
+the lists."""
 
 from __future__ import annotations
 
@@ -51,9 +52,13 @@ def some_lists(draw: st.DrawFn) -> tuple[list[list[int]], int]:
 
 
 @both
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(case=some_lists(), capacity=st.integers(0, 9), room=st.integers(1, 60))
-def test_any_lists(method: str, case: tuple[list[list[int]], int], capacity: int, room: int) -> None:
+def test_any_lists(
+    method: str, case: tuple[list[list[int]], int], capacity: int, room: int
+) -> None:
     lists, num_rows = case
     capacity += max(1, *map(len, lists))
     in_world(lambda: check_valid(method, lists, num_rows, capacity=capacity))
@@ -112,7 +117,9 @@ def test_no_int32_overflows(method: str) -> None:
 
 def test_the_methods_write_the_same_bits() -> None:
     lists = [[3, 8, 90], [8, 9], [], [0, 3, 91]]
-    first, second = in_world(lambda: [build(method, lists, 92, range(92), max_union=5) for method in METHODS])
+    first, second = in_world(
+        lambda: [build(method, lists, 92, range(92), max_union=5) for method in METHODS]
+    )
     assert first == second
     assert len(first.union) == 5
 
@@ -150,7 +157,9 @@ def test_one_directory_serves_tables_of_several_sizes() -> None:
             assert int(directory.status[kernels.BAD_RANGE.value]) == 0
 
     in_world(builds)
-    assert all(len(set(found)) == 1 for found in pointers.values()), "a smaller or equal table needs no new memory"
+    assert all(len(set(found)) == 1 for found in pointers.values()), (
+        "a smaller or equal table needs no new memory"
+    )
 
 
 def test_memory_of_captured_graphs_is_kept() -> None:
@@ -167,7 +176,9 @@ def test_memory_of_captured_graphs_is_kept() -> None:
 @both
 def test_a_count_beyond_the_capacity(method: str) -> None:
     full = [[2, 4, 6, 8], [1, 4], [4, 5, 7, 8]]
-    got = in_world(lambda: build(method, full, 10, range(-1, 12), capacity=4, counts=[1 << 40, 2, 5]))
+    got = in_world(
+        lambda: build(method, full, 10, range(-1, 12), capacity=4, counts=[1 << 40, 2, 5])
+    )
     assert got.union == [1, 2, 4, 5, 6, 7, 8]
     assert got.status[kernels.MAX_ROWS.value] == 1 << 40
     assert got.status[kernels.TOTAL.value] == (1 << 40) + 7
@@ -194,7 +205,9 @@ def test_an_id_out_of_range(method: str, bad: int) -> None:
 
 
 @both
-@pytest.mark.parametrize("bad", [[5, 3, 20], [3, 3, 5], [40, 39, 38], [7, 200, 7], [5] * 30, [7, 40] * 15])
+@pytest.mark.parametrize(
+    "bad", [[5, 3, 20], [3, 3, 5], [40, 39, 38], [7, 200, 7], [5] * 30, [7, 40] * 15]
+)
 def test_a_list_that_is_not_sorted_and_unique(method: str, bad: list[int]) -> None:
     got = in_world(lambda: build(method, [[1, 2], [3], bad, [2]], 201, range(201)))
     assert got.flags() == (0, 3, 0)
@@ -206,22 +219,33 @@ def test_a_list_that_is_not_sorted_and_unique(method: str, bad: list[int]) -> No
 @both
 def test_the_last_bad_rank_is_named(method: str) -> None:
     lists = [[10], [2, 1], [99], [4, 4], [0]]
-    got = in_world(lambda: build(method, lists, 10, signatures=[SIGNATURE, 0, SIGNATURE, SIGNATURE, 1]))
+    got = in_world(
+        lambda: build(method, lists, 10, signatures=[SIGNATURE, 0, SIGNATURE, SIGNATURE, 1])
+    )
     assert got.flags() == (3, 4, 5)
 
 
 @both
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    lists=st.lists(st.lists(st.integers(-3, 70) | st.integers(-(1 << 63), (1 << 63) - 1), max_size=20), min_size=1),
+    lists=st.lists(
+        st.lists(st.integers(-3, 70) | st.integers(-(1 << 63), (1 << 63) - 1), max_size=20),
+        min_size=1,
+    ),
     counts=st.integers(-(1 << 63), (1 << 63) - 1),
     room=st.integers(1, 9),
 )
-def test_garbage_stays_in_bounds(method: str, lists: list[list[int]], counts: int, room: int) -> None:
+def test_garbage_stays_in_bounds(
+    method: str, lists: list[list[int]], counts: int, room: int
+) -> None:
     lists = lists[:5]
     asked = sorted({x for ids in lists for x in ids} | {0, 1})[:40]
     said = [counts, *map(len, lists[1:])]
-    got = in_world(lambda: build(method, lists, 64, asked, capacity=12, counts=said, max_union=room))
+    got = in_world(
+        lambda: build(method, lists, 64, asked, capacity=12, counts=said, max_union=room)
+    )
     assert len(got.union) <= room
     assert all(0 <= x < 64 for x in got.union)
     assert all(-1 <= place < 12 for found in got.found for place in found)

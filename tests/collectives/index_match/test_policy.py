@@ -29,6 +29,8 @@ def test_method(num_rows: int, world: int, method: str) -> None:
     assert searches(num_rows, world) == (method == "search")
 
 
-@pytest.mark.parametrize(("num_rows", "words"), [(0, 1), (1, 1), (32, 1), (33, 2), (5 * M, 156_250)])
+@pytest.mark.parametrize(
+    ("num_rows", "words"), [(0, 1), (1, 1), (32, 1), (33, 2), (5 * M, 156_250)]
+)
 def test_words(num_rows: int, words: int) -> None:
     assert bitmap_words(num_rows) == words

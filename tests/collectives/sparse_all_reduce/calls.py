@@ -20,23 +20,37 @@ IDS, PART = torch.tensor([3, 1]), torch.ones(2, DIM)
 
 
 def sparse(
-    ids: Sequence[int] | torch.Tensor, values: torch.Tensor, num_rows: int = ROWS, coalesced: bool = False
+    ids: Sequence[int] | torch.Tensor,
+    values: torch.Tensor,
+    num_rows: int = ROWS,
+    coalesced: bool = False,
 ) -> torch.Tensor:
     """``[n], [n, ...] -> [num_rows, ...]`` COO."""
     indices = torch.as_tensor(ids, dtype=torch.int64).reshape(1, -1)
     return torch.sparse_coo_tensor(
-        indices, values, (num_rows, *values.shape[1:]), is_coalesced=coalesced, check_invariants=False
+        indices,
+        values,
+        (num_rows, *values.shape[1:]),
+        is_coalesced=coalesced,
+        check_invariants=False,
     )
 
 
 def ids_of(rank: int, call: int = 0, count: int = 6) -> list[int]:
-    """Rows of a rank in a call: not sorted, the first one twice, most of them other ranks' as well."""
+    """Rows of a rank in a call: not sorted, the first one twice, most of them other ranks' as
+    well."""
     ids = [(7 * i + rank + 3 * call) % ROWS for i in reversed(range(count))]
     return [*ids, ids[0]]
 
 
-def rows_of(rank: int, ids: Sequence[int], shape: tuple[int, ...] = (DIM,), dtype: torch.dtype = torch.float32) -> Any:
-    """``-> [n, *shape]``: small whole numbers, so that sums are exact in any order and any dtype."""
+def rows_of(
+    rank: int,
+    ids: Sequence[int],
+    shape: tuple[int, ...] = (DIM,),
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """``-> [n, *shape]``: small whole numbers, so that sums are exact in any order and any
+    dtype."""
     elements = torch.Size(shape).numel()
     number = torch.arange(len(ids) * elements).reshape(len(ids), *shape)
     return ((number + 3 * rank) % 7 - 2).to(dtype)
@@ -64,7 +78,9 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     )
 
 
-def reduce_and_compare(ctx: tdcoll.SparseContext, call: int = 0, count: int = 6, **options: Any) -> None:
+def reduce_and_compare(
+    ctx: tdcoll.SparseContext, call: int = 0, count: int = 6, **options: Any
+) -> None:
     got = tdcoll.sparse_all_reduce(mine(ctx.rank, call, count), ctx=ctx, **options)
     assert same(got, total([mine(rank, call, count) for rank in range(ctx.world_size)]))
 
@@ -93,9 +109,14 @@ def moved(ctx: tdcoll.SparseContext) -> torch.Tensor:
 
 
 def refused_everywhere(
-    ctx: tdcoll.SparseContext, error: type[Exception], text: str, call: Callable[[], Any], algorithm: str = "owner"
+    ctx: tdcoll.SparseContext,
+    error: type[Exception],
+    text: str,
+    call: Callable[[], Any],
+    algorithm: str = "owner",
 ) -> None:
-    """All ranks raise the same, and no row has been stored anywhere, unless rows travel with their ids (gather)."""
+    """All ranks raise the same, and no row has been stored anywhere, unless rows travel with their
+    ids (gather)."""
     moved(ctx).fill_(SENTINEL)
     tdcoll.barrier()
     with pytest.raises(error, match=text) as raised:

@@ -45,15 +45,20 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
-def some_values(shape: Sequence[int], dtype: torch.dtype, seed: int, exact: bool = True) -> torch.Tensor:
-    """Integers of -9..9, which any order of summing gives the same result of, or, not ``exact``, normal floats."""
+def some_values(
+    shape: Sequence[int], dtype: torch.dtype, seed: int, exact: bool = True
+) -> torch.Tensor:
+    """Integers of -9..9, which any order of summing gives the same result of, or, not ``exact``,
+    normal floats."""
     generator = torch.Generator().manual_seed(seed)
     if exact or not dtype.is_floating_point:
         return torch.randint(-9, 10, tuple(shape), generator=generator).to(dtype)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
-def some_part(seed: int, n: int, num_rows: int, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Rows:
+def some_part(
+    seed: int, n: int, num_rows: int, shape: Sequence[int], dtype: torch.dtype, exact: bool = True
+) -> Rows:
     """``n`` rows at random places, also several times."""
     generator = torch.Generator().manual_seed(1000 + seed)
     indices = torch.randint(0, max(1, num_rows), (n,), generator=generator)
@@ -65,18 +70,20 @@ TABLES = ((9, (3,)), (1, ()), (40, (5, 2)), (3, (1,)))
 
 
 class Reduces:
-    """Makes calls on every rank, in small pieces, each with other rows; compares them at once and at
-    the end.
+    """Makes calls on every rank, in small pieces, each with other rows; compares them at once and
+    at the end.
 
     Args:
         algorithms: of the calls, in order.
-        rows: how many each rank brings in the first call; they go around from call to call, and from table to table.
+        rows: how many each rank brings in the first call; they go around from call to call, and
+            from table to table.
         num_rows: of the table.
         shape, dtype: as for ``sparse_all_reduce_rows``.
         exact: values are small integers; else any floats.
         group: ranks that take part; None for all.
         coalesced: no rank has an index twice, and it says so.
-        tables: calls have a tensor for each of these, in place of one of ``num_rows`` and ``shape``.
+        tables: calls have a tensor for each of these, in place of one of ``num_rows`` and
+            ``shape``.
     """
 
     def __init__(
@@ -130,9 +137,13 @@ class Reduces:
         where = f"rank {rank}, call {call} ({self.algorithms[call]})"
         for table, got in enumerate(every):
             wanted = self.wanted(topology, call, table)
-            assert torch.equal(got.indices, wanted.indices), f"{where}: {got.indices} are wrong indices, table {table}"
+            assert torch.equal(got.indices, wanted.indices), (
+                f"{where}: {got.indices} are wrong indices, table {table}"
+            )
             wrong = wrong_rows(got.values, wanted.values)
-            assert wrong == 0, f"{where}: {wrong} wrong rows of {len(wanted.indices)}, table {table}"
+            assert wrong == 0, (
+                f"{where}: {wrong} wrong rows of {len(wanted.indices)}, table {table}"
+            )
 
     def call(self, ctx: tdcoll.SparseContext, call: int, **options: Any) -> list[Rows]:
         """Make a call, and return its result for each table."""
@@ -146,14 +157,19 @@ class Reduces:
             torch.sparse_coo_tensor(part.indices.unsqueeze(0), part.values, (num_rows, *shape))
             for part, (num_rows, shape) in zip(parts, self.tables, strict=True)
         ]
-        return [Rows(one.indices()[0], one.values()) for one in tdcoll.sparse_all_reduce(given, **options)]
+        return [
+            Rows(one.indices()[0], one.values())
+            for one in tdcoll.sparse_all_reduce(given, **options)
+        ]
 
     def host(self, pe: int) -> None:
         if self.group is not None and pe not in self.group:
             return
         most = max(1, *self.rows) * len(self.tables)
         row_bytes = max(torch.Size(shape).numel() for _, shape in self.tables) * self.dtype.itemsize
-        with tdcoll.SparseContext(self.group, max_rows_per_rank=most, max_row_bytes=row_bytes) as ctx:
+        with tdcoll.SparseContext(
+            self.group, max_rows_per_rank=most, max_row_bytes=row_bytes
+        ) as ctx:
             kept = []
             for call in range(len(self.algorithms)):
                 copy = call % 2 == 0
@@ -193,29 +209,44 @@ class Outcome:
     nodes: tuple[int, ...]
 
 
-def call(part: Rows, num_rows: int, ctx: tdcoll.SparseContext | None, how: Options = Options()) -> Rows:
+def call(
+    part: Rows, num_rows: int, ctx: tdcoll.SparseContext | None, how: Options = Options()
+) -> Rows:
     """Make a call in one of the forms, and check its shape."""
     shape = tuple(part.values.shape[1:])
     if how.form == "coo":
         tensor = torch.sparse_coo_tensor(
             part.indices.unsqueeze(0), part.values, (num_rows, *shape), is_coalesced=how.coalesced
         )
-        made = tdcoll.sparse_all_reduce(tensor, ctx=ctx, op=how.op, algorithm=how.algorithm, copy=how.copy)
+        made = tdcoll.sparse_all_reduce(
+            tensor, ctx=ctx, op=how.op, algorithm=how.algorithm, copy=how.copy
+        )
         assert made.layout == torch.sparse_coo
         assert made.is_coalesced()
         assert made.shape == tensor.shape
         return Rows(made.indices()[0], made.values())
     common: dict[str, Any] = {"coalesced": how.coalesced, "algorithm": how.algorithm}
     if how.form == "pair":
-        return Rows(*tdcoll.sparse_all_reduce_rows(*part, num_rows, how.op, ctx=ctx, copy=how.copy, **common))
+        return Rows(
+            *tdcoll.sparse_all_reduce_rows(
+                *part, num_rows, how.op, ctx=ctx, copy=how.copy, **common
+            )
+        )
     assert ctx is not None
     padded = tdcoll.sparse_all_reduce_padded(*part, num_rows, how.op, ctx=ctx, **common)
     ctx.check()
     size = int(padded.count)
     assert isinstance(padded, tdcoll.PaddedRows)
     assert (padded.indices.shape, padded.indices.dtype) == ((ctx.max_union_rows,), torch.int64)
-    assert (padded.values.shape, padded.values.dtype) == ((ctx.max_union_rows, *shape), part.values.dtype)
-    assert (padded.count.shape, padded.count.dtype, padded.count.device) == ((1,), torch.int64, ctx.device)
+    assert (padded.values.shape, padded.values.dtype) == (
+        (ctx.max_union_rows, *shape),
+        part.values.dtype,
+    )
+    assert (padded.count.shape, padded.count.dtype, padded.count.device) == (
+        (1,),
+        torch.int64,
+        ctx.device,
+    )
     assert not padded.indices[size:].any()
     assert not padded.values[size:].any()
     return Rows(padded.indices[:size].clone(), padded.values[:size].clone())
@@ -229,7 +260,12 @@ def context(parts: Sequence[Rows], spare: int = 0, **more: Any) -> tdcoll.Sparse
 
 
 def outcomes(
-    parts: Sequence[Rows], num_rows: int, how: Options = Options(), *, layout: Sequence[int] | None = None, **world: Any
+    parts: Sequence[Rows],
+    num_rows: int,
+    how: Options = Options(),
+    *,
+    layout: Sequence[int] | None = None,
+    **world: Any,
 ) -> list[Outcome]:
     """Return what every rank gets."""
 
@@ -239,7 +275,11 @@ def outcomes(
             rows = Rows(got.indices.clone(), got.values.clone())
             ctx.check()
             padded = how.form == "padded"
-            taken = choose(how.algorithm, ctx.capacities, ctx.max_row_bytes) if padded else ctx.last_algorithm
+            taken = (
+                choose(how.algorithm, ctx.capacities, ctx.max_row_bytes)
+                if padded
+                else ctx.last_algorithm
+            )
             return Outcome(rows, taken, ctx.topology.nodes)
 
     return World(len(parts), ranks_per_node=layout, **world).run(host)
@@ -250,11 +290,18 @@ def check(got: Outcome, parts: Sequence[Rows], op: str) -> None:
     nodes = None if got.algorithm == "gather" else got.nodes
     wanted = reduce(parts, op, nodes, dense=got.algorithm == "dense")
     assert torch.equal(got.rows.indices, wanted.indices)
-    assert (got.rows.values.dtype, got.rows.values.shape) == (wanted.values.dtype, wanted.values.shape)
-    assert wrong_rows(got.rows.values, wanted.values) == 0, f"{got.rows.values} should be {wanted.values}"
+    assert (got.rows.values.dtype, got.rows.values.shape) == (
+        wanted.values.dtype,
+        wanted.values.shape,
+    )
+    assert wrong_rows(got.rows.values, wanted.values) == 0, (
+        f"{got.rows.values} should be {wanted.values}"
+    )
 
 
-def check_all(parts: Sequence[Rows], num_rows: int, how: Options = Options(), **world: Any) -> list[Outcome]:
+def check_all(
+    parts: Sequence[Rows], num_rows: int, how: Options = Options(), **world: Any
+) -> list[Outcome]:
     """Run, and compare what every rank gets with the reference and with what rank 0 got."""
     all_got = outcomes(parts, num_rows, how, **world)
     check(all_got[0], parts, how.op)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparse all-reduce's kernels with one protection or one rule less: what the simulator must catch."""
+"""The sparse all-reduce's kernels with one protection or one rule less: what the simulator must
+catch."""
 
 from __future__ import annotations
 
@@ -7,7 +8,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_mutants import AnyChange, Argument, Call, Change, Inserted, Mutant, dropped, missing, no_wait
+from kernel_mutants import (
+    AnyChange,
+    Argument,
+    Call,
+    Change,
+    Inserted,
+    Mutant,
+    dropped,
+    missing,
+    no_wait,
+)
 
 from ..suite.all_gather import RELEASED_FIRST
 from .cases import GATHER, HEAP, OWNER, Reduces
@@ -31,7 +42,9 @@ LONG_GATHERS = Reduces(2 * (GATHER,), (1, 28, 30, 0, 2, 29), 40, shape=(1,))
 
 ANY = Reduces()
 IN_ORDER = Reduces(2 * (OWNER,), (8,), 3, exact=False)
-FLOAT_LISTS = Reduces(2 * (OWNER,), (20,), tables=((9, (2,)), (9, (4,))), dtype=torch.float16, exact=False)
+FLOAT_LISTS = Reduces(
+    2 * (OWNER,), (20,), tables=((9, (2,)), (9, (4,))), dtype=torch.float16, exact=False
+)
 
 
 def _mutant(
@@ -62,7 +75,9 @@ BUILT = "match.wait_until_built"
 
 def _late(where: str, call: str, of: str = "", ranks: str = "nodes") -> tuple[AnyChange, ...]:
     """The wait comes after a call, and not before all of it."""
-    wait = f"tdl.wait_signals(begun, {ranks}.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)"
+    wait = (
+        f"tdl.wait_signals(begun, {ranks}.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2)"
+    )
     return Call(where, "tdl.wait_signals", "1"), Inserted(where, call, wait, behind=True, of=of)
 
 

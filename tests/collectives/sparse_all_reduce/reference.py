@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sparse all-reduce has to give, by plain PyTorch on one process: the documented semantics and nothing else."""
+"""What a sparse all-reduce has to give, by plain PyTorch on one process: the documented semantics
+and nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ class _Running:
     """For every row of the union, what has been reduced so far, and whether anything has."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, op: str) -> None:
-        self.values, self.begun, self.op = torch.zeros(shape, dtype=dtype), torch.zeros(shape[0], dtype=torch.bool), op
+        self.values, self.begun, self.op = (
+            torch.zeros(shape, dtype=dtype),
+            torch.zeros(shape[0], dtype=torch.bool),
+            op,
+        )
 
     def add(self, has: torch.Tensor, parts: torch.Tensor) -> None:
         """One more part for the rows that ``has`` names."""
@@ -67,12 +72,15 @@ def first_node(indices: torch.Tensor, n_nodes: int) -> torch.Tensor:
     return ((key * 2246822519 >> 16) & 0xFFFF) * n_nodes >> 16
 
 
-def reduce(parts: Sequence[Rows], op: str = "sum", nodes: Sequence[int] | None = None, dense: bool = False) -> Rows:
+def reduce(
+    parts: Sequence[Rows], op: str = "sum", nodes: Sequence[int] | None = None, dense: bool = False
+) -> Rows:
     """``parts`` of the ranks ``->`` what every rank has to get.
 
     Args:
-        nodes: node of each rank, where it matters in which order parts are summed: every node's in rank order, then
-            node after node, rounded where a partial result goes to the next one. None: all in rank order.
+        nodes: node of each rank, where it matters in which order parts are summed: every node's in
+            rank order, then node after node, rounded where a partial result goes to the next one.
+            None: all in rank order.
         dense: nodes in the order of their numbers for every row, and rounded once.
     """
     dtype = parts[0].values.dtype
@@ -114,5 +122,11 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 
 def wrong_rows(got: torch.Tensor, wanted: torch.Tensor) -> int:
     """How many rows of two tensors of one shape and dtype differ in their bits."""
-    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), f"{got.dtype} {got.shape}, not {wanted.shape}"
-    return int((bits(got) != bits(wanted)).reshape(got.shape[0], -1).any(1).sum()) if got.numel() else 0
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), (
+        f"{got.dtype} {got.shape}, not {wanted.shape}"
+    )
+    return (
+        int((bits(got) != bits(wanted)).reshape(got.shape[0], -1).any(1).sum())
+        if got.numel()
+        else 0
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse all-reduces of any table, rows, dtype, operation, form and layout of nodes, against the reference."""
+"""Sparse all-reduces of any table, rows, dtype, operation, form and layout of nodes, against the
+reference."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from .cases import small_pieces as small
 from .reference import Rows
 
 quick = settings(
-    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 SPACES = {  # rows of the table, and an index for a random number in (0, 1]
     "one row": (1, lambda u: 0),
@@ -34,7 +37,9 @@ SPACES = {  # rows of the table, and an index for a random number in (0, 1]
 
 
 @st.composite
-def cases(draw: st.DrawFn, layouts: list[list[int]], most: int) -> tuple[list[int], int, list[Rows], Options, int]:
+def cases(
+    draw: st.DrawFn, layouts: list[list[int]], most: int
+) -> tuple[list[int], int, list[Rows], Options, int]:
     """``(layout, num_rows, parts, options, seed)``."""
     layout = draw(st.sampled_from(layouts))
     num_rows, place = SPACES[draw(st.sampled_from(sorted(SPACES)))]
@@ -51,7 +56,9 @@ def cases(draw: st.DrawFn, layouts: list[list[int]], most: int) -> tuple[list[in
     if how.form == "padded" and how.algorithm in ("auto", "dense"):
         how = replace(how, algorithm="gather")
     shape = draw(st.sampled_from([(), (1,), (3,), (2, 5), (40,), (0,), (4,)]))
-    counts = draw(st.lists(st.just(0) | st.integers(0, most), min_size=sum(layout), max_size=sum(layout)))
+    counts = draw(
+        st.lists(st.just(0) | st.integers(0, most), min_size=sum(layout), max_size=sum(layout))
+    )
     seed = draw(st.integers(0, 1 << 16))
     dice = random.Random(seed)
     parts = []
@@ -60,14 +67,25 @@ def cases(draw: st.DrawFn, layouts: list[list[int]], most: int) -> tuple[list[in
         if how.coalesced:
             indices = indices.unique()
         values = some_values((indices.numel(), *shape), dtype, seed + rank)
-        if dtype == torch.bfloat16 or how.op == "prod":  # so small that everything fits, save for products of many
+        # so small that everything fits, save for products of many
+        if dtype == torch.bfloat16 or how.op == "prod":
             values = values.clamp(-2, 2)
         parts.append(Rows(indices, values))
     return layout, num_rows, parts, how, seed
 
 
 ONE_NODE = [[1], [2], [3], [4], [5], [8]]
-SEVERAL = [[1, 1], [2, 1], [2, 2], [1, 3], [1, 1, 1], [2, 2, 1], [1, 1, 1, 1], [3, 1, 2], [2, 2, 2, 2]]
+SEVERAL = [
+    [1, 1],
+    [2, 1],
+    [2, 2],
+    [1, 3],
+    [1, 1, 1],
+    [2, 2, 1],
+    [1, 1, 1, 1],
+    [3, 1, 2],
+    [2, 2, 2, 2],
+]
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,27 @@ def _csr() -> torch.Tensor:
 TENSORS: list[tuple[Any, type[Exception], str]] = [
     ([1, 2], TypeError, r"^tensor\[0\] must be a torch\.Tensor, got 1$"),
     ({}, TypeError, r"^tensor must be a torch\.Tensor, got dict$"),
-    (torch.ones(3, 4), ValueError, r"^tensor must have the layout torch\.sparse_coo, got torch\.strided\. tdcoll\.all"),
+    (
+        torch.ones(3, 4),
+        ValueError,
+        r"^tensor must have the layout torch\.sparse_coo, got torch\.strided\. tdcoll\.all",
+    ),
     (_csr(), ValueError, r"^tensor must have the layout torch\.sparse_coo, .*sparse_csr\. tdcoll"),
-    (torch.ones(ROWS, 4).to_sparse(), ValueError, r"^tensor must have one sparse dimension.*got 2 of shape \[40, 4\]$"),
-    (sparse([1], torch.ones(1, 4).bool()), TypeError, r"^tensor must have one of the dtypes .* torch\.bool$"),
-    (sparse([1], torch.ones(1, 4)).to("meta"), ValueError, r"^tensor must be on cpu, where the context is; got meta$"),
+    (
+        torch.ones(ROWS, 4).to_sparse(),
+        ValueError,
+        r"^tensor must have one sparse dimension.*got 2 of shape \[40, 4\]$",
+    ),
+    (
+        sparse([1], torch.ones(1, 4).bool()),
+        TypeError,
+        r"^tensor must have one of the dtypes .* torch\.bool$",
+    ),
+    (
+        sparse([1], torch.ones(1, 4)).to("meta"),
+        ValueError,
+        r"^tensor must be on cpu, where the context is; got meta$",
+    ),
 ]
 
 
@@ -48,27 +64,65 @@ def test_tensors_that_are_refused(
 PAIRS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"indices": [1, 2]}, TypeError, r"^indices must be a torch\.Tensor, got list$"),
     ({"values": None}, TypeError, r"^values must be a torch\.Tensor, got NoneType$"),
-    ({"indices": IDS.int()}, ValueError, r"^indices must be int64 .*got torch\.int32 of shape \[2\] on cpu$"),
-    ({"indices": IDS[None]}, ValueError, r"^indices must be int64 of one dimension on.*got.* \[1, 2\]"),
-    ({"indices": IDS.to_sparse()}, ValueError, r"^indices must be a dense tensor, got .*sparse_coo$"),
+    (
+        {"indices": IDS.int()},
+        ValueError,
+        r"^indices must be int64 .*got torch\.int32 of shape \[2\] on cpu$",
+    ),
+    (
+        {"indices": IDS[None]},
+        ValueError,
+        r"^indices must be int64 of one dimension on.*got.* \[1, 2\]",
+    ),
+    (
+        {"indices": IDS.to_sparse()},
+        ValueError,
+        r"^indices must be a dense tensor, got .*sparse_coo$",
+    ),
     ({"indices": IDS.to("meta")}, ValueError, r"^indices must be int64 .* on cpu; got .* on meta$"),
-    ({"values": PART.to_sparse()}, ValueError, r"^values must be a dense tensor, got .*sparse_coo$"),
-    ({"values": PART[:1]}, ValueError, r"^values must have a row for each of the 2 indices; got shape \[1, 4\]$"),
-    ({"values": PART[0, 0]}, ValueError, r"^values must have a row for each of the 2 indices; got shape \[\]$"),
-    ({"values": PART.to("meta")}, ValueError, r"^values must be on cpu, where the context is; got meta$"),
+    (
+        {"values": PART.to_sparse()},
+        ValueError,
+        r"^values must be a dense tensor, got .*sparse_coo$",
+    ),
+    (
+        {"values": PART[:1]},
+        ValueError,
+        r"^values must have a row for each of the 2 indices; got shape \[1, 4\]$",
+    ),
+    (
+        {"values": PART[0, 0]},
+        ValueError,
+        r"^values must have a row for each of the 2 indices; got shape \[\]$",
+    ),
+    (
+        {"values": PART.to("meta")},
+        ValueError,
+        r"^values must be on cpu, where the context is; got meta$",
+    ),
     ({"num_rows": 40.0}, TypeError, r"^num_rows must be an int, got 40\.0$"),
     ({"num_rows": -1}, ValueError, r"^num_rows must be at least 0, got -1$"),
     ({"num_rows": 1 << 63}, ValueError, r"^num_rows must be .*2\*\*62.* got 9223372036854775808$"),
     ({"op": "median"}, ValueError, r"^op must be one of sum, mean, max, min, prod; got 'median'$"),
-    ({"op": "mean", "values": PART.int()}, ValueError, r"^op must be one of sum, max, min, prod for torch\.int32; got"),
+    (
+        {"op": "mean", "values": PART.int()},
+        ValueError,
+        r"^op must be one of sum, max, min, prod for torch\.int32; got",
+    ),
     ({"algorithm": ["owner"]}, TypeError, r"^algorithm must be a str, got list$"),
-    ({"algorithm": "ring"}, ValueError, r"^algorithm must be one of auto, owner, gather, dense; got 'ring'$"),
+    (
+        {"algorithm": "ring"},
+        ValueError,
+        r"^algorithm must be one of auto, owner, gather, dense; got 'ring'$",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "error", "text"), PAIRS)
 @pytest.mark.parametrize("debug", [False, True])
-def test_pairs_that_are_refused(wrong: dict[str, Any], error: type[Exception], text: str, debug: bool) -> None:
+def test_pairs_that_are_refused(
+    wrong: dict[str, Any], error: type[Exception], text: str, debug: bool
+) -> None:
     given: dict[str, Any] = {"indices": IDS, "values": PART, "num_rows": ROWS} | wrong
 
     def host(pe: int) -> None:
@@ -91,12 +145,16 @@ def test_contexts_that_are_refused(pe: int) -> None:
             tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=other)
         for wrong in (other, None):
             name = type(wrong).__name__
-            with pytest.raises(TypeError, match=rf"^ctx must be a tdcoll\.SparseContext, got {name}$"):
+            with pytest.raises(
+                TypeError, match=rf"^ctx must be a tdcoll\.SparseContext, got {name}$"
+            ):
                 tdcoll.sparse_all_reduce_padded(IDS, PART, ROWS, ctx=wrong)
     with make(max_union_rows=12) as ctx:
         with pytest.raises(ValueError, match=r"^algorithm='gather' needs room .* \(16\)$"):
             tdcoll.sparse_all_reduce(mine(pe, shape=(16,)), ctx=ctx, algorithm="gather")
-        with pytest.raises(ValueError, match=r"^algorithm must be 'owner', 'gather' or 'auto'.*got 'dense'$"):
+        with pytest.raises(
+            ValueError, match=r"^algorithm must be 'owner', 'gather' or 'auto'.*got 'dense'$"
+        ):
             tdcoll.sparse_all_reduce_padded(IDS, PART, ROWS, ctx=ctx, algorithm="dense")
         tdcoll.sparse_all_reduce(mine(pe), ctx=ctx)
 
@@ -126,5 +184,6 @@ def test_values_are_taken_as_they_are_meant(pe: int) -> None:
         wide = torch.stack((ids, ids), 1)[:, 0]
         assert not wide.is_contiguous()
         assert torch.equal(
-            tdcoll.sparse_all_reduce_rows(wide, base, ROWS, ctx=ctx)[1], sparse(ids, 2 * base).coalesce().values()
+            tdcoll.sparse_all_reduce_rows(wide, base, ROWS, ctx=ctx)[1],
+            sparse(ids, 2 * base).coalesce().values(),
         )

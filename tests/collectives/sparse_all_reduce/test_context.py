@@ -52,7 +52,9 @@ def test_facts(pe: int) -> None:
         assert ctx.device == tdcoll.device()
         assert (ctx.grow, ctx.debug, ctx.closed) == (False, False, False)
         sizes = "16 rows of 64 bytes per rank, 40 together"
-        assert repr(ctx) == f"<SparseContext rank {pe}, 4 rank(s) on 2 node(s) (2 + 2), {sizes}, open>"
+        assert (
+            repr(ctx) == f"<SparseContext rank {pe}, 4 rank(s) on 2 node(s) (2 + 2), {sizes}, open>"
+        )
         reduce_and_compare(ctx)
     assert ctx.closed
     assert repr(ctx).endswith("closed>")
@@ -63,14 +65,23 @@ def test_facts(pe: int) -> None:
 
 @pytest.mark.parametrize(
     ("world", "rows", "row_bytes", "union"),
-    [(4, 256, 512, None), (4, 1000, 2048, None), (4, 1000, 2048, 1500), (1, 1, 0, None), (3, 7, 2, 9), (6, 100, 6, 1)],
+    [
+        (4, 256, 512, None),
+        (4, 1000, 2048, None),
+        (4, 1000, 2048, 1500),
+        (1, 1, 0, None),
+        (3, 7, 2, 9),
+        (6, 100, 6, 1),
+    ],
 )
 def test_symmetric_memory(world: int, rows: int, row_bytes: int, union: int | None) -> None:
     """Little beyond the rows themselves; no more than is said; all of it is given back."""
 
     def host(pe: int) -> None:
         before = tdcoll.heap_info()
-        ctx = tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=row_bytes, max_union_rows=union)
+        ctx = tdcoll.SparseContext(
+            max_rows_per_rank=rows, max_row_bytes=row_bytes, max_union_rows=union
+        )
         used = tdcoll.heap_info().used - before.used
         assert used <= symmetric_bytes(world, rows, row_bytes, union)
         known = ctx._symmetric
@@ -93,7 +104,11 @@ def test_no_call_takes_more_symmetric_memory(pe: int, row_bytes: int) -> None:
             reduce_and_compare(ctx, algorithm=algorithm)
             reduce_and_compare(ctx, 1, algorithm=algorithm, copy=False)
             tdcoll.sparse_all_reduce_padded(
-                torch.tensor(ids_of(pe)), rows_of(pe, ids_of(pe)), ROWS, ctx=ctx, algorithm=algorithm
+                torch.tensor(ids_of(pe)),
+                rows_of(pe, ids_of(pe)),
+                ROWS,
+                ctx=ctx,
+                algorithm=algorithm,
             )
         assert tdcoll.heap_info() == used
 
@@ -113,7 +128,9 @@ def test_several_contexts_groups_and_shapes(pe: int) -> None:
         got = tdcoll.sparse_all_reduce(mine(pe, 0, 4, shape), ctx=everybody[1])
         wanted = total([mine(rank, 0, 4, shape) for rank in range(4)])
         assert same(got, wanted)
-    assert same(view, total([mine(rank) for rank in range(4)])), "calls on other contexts leave it alone"
+    assert same(view, total([mine(rank) for rank in range(4)])), (
+        "calls on other contexts leave it alone"
+    )
     for ctx in (everybody[1], of_two, everybody[0]):
         if ctx is not None:
             ctx.close()
@@ -137,7 +154,9 @@ def test_several_contexts_groups_and_shapes(pe: int) -> None:
     ],
 )
 @on_ranks(1)
-def test_capacities_that_are_none(pe: int, wrong: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_capacities_that_are_none(
+    pe: int, wrong: dict[str, Any], error: type[Exception], text: str
+) -> None:
     before = tdcoll.heap_info()
     with pytest.raises(error, match=text):
         make(**wrong)
@@ -149,9 +168,13 @@ def test_capacities_that_are_none(pe: int, wrong: dict[str, Any], error: type[Ex
 def test_capacities_are_compared_and_a_context_that_does_not_fit_takes_nothing(pe: int) -> None:
     before = tdcoll.heap_info()
     for name in ("max_rows_per_rank", "max_row_bytes", "max_union_rows"):
-        with pytest.raises(tdcoll.RankMismatchError, match=rf"must be the same.*{name} \(.*rank 2: "):
+        with pytest.raises(
+            tdcoll.RankMismatchError, match=rf"must be the same.*{name} \(.*rank 2: "
+        ):
             make(**{name: 64 + pe})
-    with pytest.raises(tdcoll.RankMismatchError, match=r"differ in grow \(rank 0: False, rank 1: True, rank 2"):
+    with pytest.raises(
+        tdcoll.RankMismatchError, match=r"differ in grow \(rank 0: False, rank 1: True, rank 2"
+    ):
         make(grow=pe == 1)
     with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
         make(max_row_bytes=before.total // 16)
@@ -166,7 +189,8 @@ def test_capacities_are_compared_and_a_context_that_does_not_fit_takes_nothing(p
 
 @on_ranks(2)
 def test_without_a_context(pe: int) -> None:
-    """Made at the first call, grows, serves rows of other sizes, and is one of tdcoll's own contexts."""
+    """Made at the first call, grows, serves rows of other sizes, and is one of tdcoll's own
+    contexts."""
     contexts = runtime.current().contexts
     assert not contexts
     counts = ((3, 3), (5, 2), (300, 1), (1, 400), (2, 2))
@@ -178,7 +202,9 @@ def test_without_a_context(pe: int) -> None:
                 ids = [(3 * i + call) % 1000 for i in range(n)]
                 parts.append(sparse(ids, rows_of(rank, ids, shape), 1000))
             kept.append((tdcoll.sparse_all_reduce(parts[pe]), total(parts)))
-            found, rows = tdcoll.sparse_all_reduce_rows(parts[pe]._indices()[0], parts[pe]._values(), 1000)
+            found, rows = tdcoll.sparse_all_reduce_rows(
+                parts[pe]._indices()[0], parts[pe]._values(), 1000
+            )
             assert torch.equal(found, kept[-1][1].indices()[0])
             assert torch.equal(rows, kept[-1][1].values())
         assert all(same(got, wanted) for got, wanted in kept)

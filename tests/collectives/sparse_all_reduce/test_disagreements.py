@@ -76,11 +76,19 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("wrong", DIFFERENT.values(), ids=DIFFERENT)
 @pytest.mark.parametrize("odd", [0, slow_tier(2)])
 @pytest.mark.parametrize(
-    ("algorithm", "debug"), [("auto", False), ("owner", False), slow_tier("gather", False), ("auto", True)]
+    ("algorithm", "debug"),
+    [("auto", False), ("owner", False), slow_tier("gather", False), ("auto", True)],
 )
 def test_ranks_that_disagree(wrong: dict[str, Any], odd: int, algorithm: str, debug: bool) -> None:
-    """Without debug mode, too, all ranks are told, and the context goes on; with it, they are told what."""
-    given: dict[str, Any] = {"indices": IDS, "values": PART, "num_rows": ROWS, "op": "sum", "algorithm": algorithm}
+    """Without debug mode, too, all ranks are told, and the context goes on; with it, they are told
+    what."""
+    given: dict[str, Any] = {
+        "indices": IDS,
+        "values": PART,
+        "num_rows": ROWS,
+        "op": "sum",
+        "algorithm": algorithm,
+    }
 
     def host(pe: int) -> None:
         with make(debug=debug, grow=algorithm == "auto") as ctx:
@@ -102,7 +110,8 @@ def test_ranks_that_disagree(wrong: dict[str, Any], odd: int, algorithm: str, de
 @pytest.mark.parametrize("warm", [(), ("owner", "gather", "owner", "gather")])
 @on_ranks(N, on_timeout="expire")
 def test_ranks_that_take_different_ways_get_no_result(pe: int, warm: tuple[str, ...]) -> None:
-    """They may wait until the deadline, but none takes the lists of an earlier call for those of this one."""
+    """They may wait until the deadline, but none takes the lists of an earlier call for those of
+    this one."""
     ctx = make(timeout_s=2)
     for algorithm in warm:
         reduce_and_compare(ctx, algorithm=algorithm)
@@ -116,7 +125,9 @@ def test_auto_and_owner_are_different_calls(pe: int) -> None:
     ids = torch.arange(64)
     ctx = make(max_rows_per_rank=2048, max_row_bytes=64)
     with pytest.raises(tdcoll.RankMismatchError, match="ranks pass different"):
-        tdcoll.sparse_all_reduce_rows(ids, torch.ones(64, 16), 64, ctx=ctx, algorithm="owner" if pe else "auto")
+        tdcoll.sparse_all_reduce_rows(
+            ids, torch.ones(64, 16), 64, ctx=ctx, algorithm="owner" if pe else "auto"
+        )
     ctx.close()
 
 
@@ -125,11 +136,17 @@ def test_auto_and_owner_are_different_calls(pe: int) -> None:
 def test_results_of_a_context_are_not_its_input(pe: int, debug: bool) -> None:
     with make(max_rows_per_rank=16, max_row_bytes=16 << 10, debug=debug) as ctx:
         for padded in (False, True):
-            ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, algorithm="owner", copy=False)
+            ids, rows = tdcoll.sparse_all_reduce_rows(
+                IDS, PART, ROWS, ctx=ctx, algorithm="owner", copy=False
+            )
             again = tdcoll.sparse_all_reduce_padded if padded else tdcoll.sparse_all_reduce_rows
-            with pytest.raises(ValueError, match=r"must not lie in the memory of the context.*clone"):
+            with pytest.raises(
+                ValueError, match=r"must not lie in the memory of the context.*clone"
+            ):
                 again(ids, rows, ROWS, ctx=ctx)
-            ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, algorithm="owner", copy=False)
+            ids, rows = tdcoll.sparse_all_reduce_rows(
+                IDS, PART, ROWS, ctx=ctx, algorithm="owner", copy=False
+            )
             tdcoll.sparse_all_reduce_rows(ids, rows.clone(), ROWS, ctx=ctx)
 
 
@@ -158,8 +175,11 @@ def test_rows_are_spread_whatever_the_pattern_of_their_ids(pe: int) -> None:
     with make(max_rows_per_rank=n, max_row_bytes=16, max_union_rows=n) as ctx:
         for shift in (0, 7, 19, 31, 40):
             ids = torch.arange(n) << shift
-            tdcoll.sparse_all_reduce_rows(ids, torch.ones(n, 4), 1 << 50, ctx=ctx, coalesced=True, algorithm="owner")
-            mine = int(ctx.memory.whole.counters[1])  # rows that others have as well, and that this rank reduced
+            tdcoll.sparse_all_reduce_rows(
+                ids, torch.ones(n, 4), 1 << 50, ctx=ctx, coalesced=True, algorithm="owner"
+            )
+            # rows that others have as well, and that this rank reduced
+            mine = int(ctx.memory.whole.counters[1])
             assert n // 4 - 12 <= mine <= n // 4 + 12, (shift, mine)
 
 
@@ -175,7 +195,9 @@ def test_padded_has_no_rows_once_a_wait_has_expired(turns: int) -> None:
         tdcoll.sparse_all_reduce_padded(ids, torch.ones(8, 4), 8, ctx=ctx, algorithm="owner")
         if pe == 2:
             world.kill(pe, after_turns=turns)
-        got = tdcoll.sparse_all_reduce_padded(ids, torch.full((8, 4), 10.0), 8, ctx=ctx, algorithm="owner")
+        got = tdcoll.sparse_all_reduce_padded(
+            ids, torch.full((8, 4), 10.0), 8, ctx=ctx, algorithm="owner"
+        )
         right = bool((got.values[:8] == 30).all())
         counts.append((ctx.monitor.expired, int(got.count) if not right else -1))
 
@@ -187,7 +209,11 @@ def test_padded_has_no_rows_once_a_wait_has_expired(turns: int) -> None:
 @on_ranks(N)
 def test_debug_tells_all_ranks_what_is_wrong_on_one(pe: int) -> None:
     with make(debug=True) as ctx:
-        told = "^indices must be int64" if pe == 1 else "rank 1 cannot make this call: .*indices must be int64"
+        told = (
+            "^indices must be int64"
+            if pe == 1
+            else "rank 1 cannot make this call: .*indices must be int64"
+        )
         with pytest.raises(ValueError if pe == 1 else tdcoll.RankMismatchError, match=told):
             tdcoll.sparse_all_reduce_rows(IDS.int() if pe == 1 else IDS, PART, ROWS, ctx=ctx)
         reduce_and_compare(ctx)
@@ -202,11 +228,19 @@ def test_debug_compares_tensors_algorithms_and_contexts(pe: int) -> None:
     for part, options, field in (
         (mine(pe, **wide), {}, "shape"),
         (sparse(ids_of(pe), rows_of(pe, ids_of(pe)), ROWS + odd), {}, "shape"),
-        (sparse(ids_of(pe), rows_of(pe, ids_of(pe), dtype=torch.int32 if odd else torch.float32)), {}, "dtype"),
+        (
+            sparse(
+                ids_of(pe), rows_of(pe, ids_of(pe), dtype=torch.int32 if odd else torch.float32)
+            ),
+            {},
+            "dtype",
+        ),
         (mine(pe), {"op": "max" if odd else "min"}, "op"),
         (mine(pe), {"algorithm": "gather" if odd else "owner"}, "algorithm"),
     ):
-        with pytest.raises(tdcoll.RankMismatchError, match=rf"{text}; they differ in {field} \(rank 0: "):
+        with pytest.raises(
+            tdcoll.RankMismatchError, match=rf"{text}; they differ in {field} \(rank 0: "
+        ):
             tdcoll.sparse_all_reduce(part, ctx=first, **options)
     reduce_and_compare(first)
     with pytest.raises(tdcoll.RankMismatchError, match=text):
@@ -221,8 +255,16 @@ def _more(first: int, count: int) -> dict[str, torch.Tensor]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "range": ({"indices": torch.tensor([ROWS, 1])}, ValueError, "indices of rank 1 must be in 0..39"),
-    "order": ({"indices": torch.tensor([2, 1]), "coalesced": True}, ValueError, "rank 1 are said to be coalesced"),
+    "range": (
+        {"indices": torch.tensor([ROWS, 1])},
+        ValueError,
+        "indices of rank 1 must be in 0..39",
+    ),
+    "order": (
+        {"indices": torch.tensor([2, 1]), "coalesced": True},
+        ValueError,
+        "rank 1 are said to be coalesced",
+    ),
     "op": ({"op": "max"}, tdcoll.RankMismatchError, "ranks pass different"),
     "rows": (_more(0, 9), tdcoll.ContextError, "9 different rows.*max_rows_per_rank=9"),
     "union": (_more(8, 8), tdcoll.ContextError, "10 different rows together.*max_union_rows=10"),
@@ -234,8 +276,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_padded_remembers_what_was_wrong(
     wrong: dict[str, Any], error: type[Exception], text: str, algorithm: str
 ) -> None:
-    """0 rows on every rank, the first error from check(), once; calls before it, between and after count as usual."""
-    given: dict[str, Any] = {"indices": torch.tensor([1, 3]), "values": PART, "algorithm": algorithm}
+    """0 rows on every rank, the first error from check(), once; calls before it, between and after
+    count as usual."""
+    given: dict[str, Any] = {
+        "indices": torch.tensor([1, 3]),
+        "values": PART,
+        "algorithm": algorithm,
+    }
 
     def host(pe: int) -> None:
         with make(max_rows_per_rank=8, max_union_rows=9, max_row_bytes=256, grow=True) as ctx:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many launches and PyTorch operations a call makes, and how often its host waits for the device."""
+"""How many launches and PyTorch operations a call makes, and how often its host waits for the
+device."""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ def test_a_padded_call_waits_for_nothing(pe: int, seen: Seen) -> None:
     parts = [each._indices()[0] for each in given], [each._values() for each in given]
     with make(max_rows_per_rank=12) as ctx:
         seen[pe].clear()
-        tdcoll.sparse_all_reduce_padded(*parts, [len(each) for each in given], ctx=ctx, algorithm="owner")
+        tdcoll.sparse_all_reduce_padded(
+            *parts, [len(each) for each in given], ctx=ctx, algorithm="owner"
+        )
         made = list(seen[pe])
         ctx.check()
     assert made == ["join", *OWNER, "pad"]
@@ -98,7 +101,9 @@ class Operations(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += 1
         return function(*args, **(kwargs or {}))
 
@@ -106,12 +111,16 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("coalesced", [False, slow_tier(True)])
 @on_ranks(2, heap_bytes=1 << 21)
 def test_operations_of_pytorch(pe: int, seen: Seen, coalesced: bool) -> None:
-    """A table takes the two that give its indices and values, the question whether it is coalesced, and the one that
-    makes its result (the first two count twice); a call, and each shape of rows, a few."""
+    """A table takes the two that give its indices and values, the question whether it is coalesced,
+    and the one that makes its result (the first two count twice); a call, and each shape of rows, a
+    few."""
     counts = {}
     with make(max_rows_per_rank=256, max_row_bytes=16) as ctx:
         for tables, shapes in ((1, 1), (2, 1), (24, 1), (24, 4)):
-            given = [sparse([pe, 3, 5], torch.ones(3, 1 + i % shapes), 9 + i, coalesced) for i in range(tables)]
+            given = [
+                sparse([pe, 3, 5], torch.ones(3, 1 + i % shapes), 9 + i, coalesced)
+                for i in range(tables)
+            ]
             for _ in range(2):
                 with Operations() as operations:
                     tdcoll.sparse_all_reduce(given, ctx=ctx, algorithm="owner")

@@ -78,7 +78,8 @@ def list_call(seed: int) -> ListCall:
     dtypes = chosen.sample(DTYPES, chosen.choice((1, 1, 2)))
     sizes = (0, 1, 2, 31, 32, 33, 100, 1000)
     tables = [
-        Table(chosen.choice(sizes), chosen.choice(SHAPES), chosen.choice(dtypes)) for _ in range(chosen.randint(2, 5))
+        Table(chosen.choice(sizes), chosen.choice(SHAPES), chosen.choice(dtypes))
+        for _ in range(chosen.randint(2, 5))
     ]
     op = chosen.choice(OPS)
     if not all(table.dtype.is_floating_point for table in tables):
@@ -108,9 +109,13 @@ assert {call.algorithm for call in PADDED} == {OWNER, GATHER}
 def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Both have the same rows; values may be NaN."""
     return (
-        (got.shape, got.dtype, got.is_coalesced()) == (wanted.shape, wanted.dtype, wanted.is_coalesced())
+        (got.shape, got.dtype, got.is_coalesced())
+        == (wanted.shape, wanted.dtype, wanted.is_coalesced())
         and torch.equal(got.indices(), wanted.indices())
-        and torch.equal(got.values().contiguous().view(torch.uint8), wanted.values().contiguous().view(torch.uint8))
+        and torch.equal(
+            got.values().contiguous().view(torch.uint8),
+            wanted.values().contiguous().view(torch.uint8),
+        )
     )
 
 
@@ -177,7 +182,9 @@ def test_more_tensors_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(kernels_tables, "MOST_GIVEN", 3)
 
     def host(pe: int) -> None:
-        given = [sparse([pe, pe, i % 3], torch.full((3, 1 + i % 2), 1.0 + i), 3 + i) for i in range(8)]
+        given = [
+            sparse([pe, pe, i % 3], torch.full((3, 1 + i % 2), 1.0 + i), 3 + i) for i in range(8)
+        ]
         with make(max_rows_per_rank=32) as ctx:
             got = tdcoll.sparse_all_reduce(given, ctx=ctx)
             for one, tensor in zip(got, given, strict=True):
@@ -231,9 +238,14 @@ def test_an_index_beyond_its_table_is_not_a_row_of_the_next(
 @pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("coalesced", [False, True])
 @on_ranks(2)
-def test_joined_ids_have_32_bits_as_long_as_all_rows_fit(pe: int, coalesced: bool, more: int) -> None:
+def test_joined_ids_have_32_bits_as_long_as_all_rows_fit(
+    pe: int, coalesced: bool, more: int
+) -> None:
     sizes, ids = [(1 << 31) - 9 + more, 9], [[0, (1 << 31) - 10 + more], [pe, 8]]
-    given = [sparse(own, torch.ones(2, DIM), size, coalesced) for own, size in zip(ids, sizes, strict=True)]
+    given = [
+        sparse(own, torch.ones(2, DIM), size, coalesced)
+        for own, size in zip(ids, sizes, strict=True)
+    ]
     with make() as ctx:
         got = tdcoll.sparse_all_reduce(given, ctx=ctx)
         joined = {dtype for name, dtype in ctx._scratch if name == "ids"}
@@ -245,14 +257,24 @@ def test_joined_ids_have_32_bits_as_long_as_all_rows_fit(pe: int, coalesced: boo
 @pytest.mark.parametrize("debug", [False, True])
 def test_ranks_with_other_lists(debug: bool) -> None:
     """Shapes, numbers of tensors, their order, dtypes."""
-    first, second_, half = (sparse([1], torch.ones(1, *shape), rows) for rows, shape in ((5, (2,)), (7, (2,)), (5, ())))
-    lists = [[second_, first], [first], [first, second_, half], [first, half], [first, second_.to(torch.float64)]]
+    first, second_, half = (
+        sparse([1], torch.ones(1, *shape), rows) for rows, shape in ((5, (2,)), (7, (2,)), (5, ()))
+    )
+    lists = [
+        [second_, first],
+        [first],
+        [first, second_, half],
+        [first, half],
+        [first, second_.to(torch.float64)],
+    ]
 
     def host(pe: int) -> None:
         with make(debug=debug) as ctx:
             for other in lists:
                 with pytest.raises(tdcoll.RankMismatchError):
-                    tdcoll.sparse_all_reduce(other if pe == 1 else [first, second_], ctx=ctx, algorithm="owner")
+                    tdcoll.sparse_all_reduce(
+                        other if pe == 1 else [first, second_], ctx=ctx, algorithm="owner"
+                    )
                 assert len(tdcoll.sparse_all_reduce([first, second_], ctx=ctx)) == 2
 
     everywhere(host)
@@ -264,9 +286,17 @@ def test_arguments_are_named(pe: int) -> None:
     ids, rows = torch.tensor([1]), torch.ones(1, DIM)
     with make() as ctx:
         for wrong, error, text in (
-            ([good, torch.ones(2)], ValueError, r"^tensor\[1\] must have the layout torch.sparse_coo"),
+            (
+                [good, torch.ones(2)],
+                ValueError,
+                r"^tensor\[1\] must have the layout torch.sparse_coo",
+            ),
             ([good, good, 3], TypeError, r"^tensor\[2\] must be a torch.Tensor, got 3$"),
-            ([sparse([1], torch.ones(1, 2).bool())], TypeError, r"^tensor\[0\] must have one of the dtypes"),
+            (
+                [sparse([1], torch.ones(1, 2).bool())],
+                TypeError,
+                r"^tensor\[0\] must have one of the dtypes",
+            ),
         ):
             with pytest.raises(error, match=text):
                 tdcoll.sparse_all_reduce(wrong, ctx=ctx)
@@ -277,7 +307,11 @@ def test_arguments_are_named(pe: int) -> None:
             ({"indices": [ids, ids.int()]}, ValueError, r"^indices\[1\] must be int64"),
             ({"values": [rows, rows[:0]]}, ValueError, r"^values\[1\] must have a row for each"),
         ):
-            given: dict[str, Any] = {"indices": [ids, ids], "values": [rows, rows], "num_rows": [9, 9]} | changed
+            given: dict[str, Any] = {
+                "indices": [ids, ids],
+                "values": [rows, rows],
+                "num_rows": [9, 9],
+            } | changed
             with pytest.raises(error, match=text):
                 tdcoll.sparse_all_reduce_padded(**given, ctx=ctx)
         assert len(tdcoll.sparse_all_reduce([good], ctx=ctx)) == 1

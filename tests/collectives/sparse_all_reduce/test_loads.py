@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts that are in flight together: all ranks have loaded a kernel when the first of them launches it.
+"""Contexts that are in flight together: all ranks have loaded a kernel when the first of them
+launches it.
 
-The simulator loads nothing, so a stand-in does it here, as CUDA: while no launch of the rank is running.
+The simulator loads nothing, so a stand-in does it here, as CUDA: while no launch of the rank is
+running.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class Loading:
                     self.kept.append(this)
                     return
                 self.world.pause(1)
-            raise TimeoutError(f"rank {rank} can't load {this._kernel.__name__}: a kernel that runs does not end")
+            raise TimeoutError(
+                f"rank {rank} can't load {this._kernel.__name__}: a kernel that runs does not end"
+            )
 
         real_wait = CollectiveContext.wait_for_loads
 
@@ -130,7 +134,13 @@ KINDS: dict[str, Sequence[Call]] = {
 """Calls of one kind, and a pair before those of fixed size."""
 
 
-SECOND = (("pair", "owner"), ("several", "gather"), ("fixed", "gather"), ("several", "dense"), ("many", "owner"))
+SECOND = (
+    ("pair", "owner"),
+    ("several", "gather"),
+    ("fixed", "gather"),
+    ("several", "dense"),
+    ("many", "owner"),
+)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +153,9 @@ SECOND = (("pair", "owner"), ("several", "gather"), ("fixed", "gather"), ("sever
         *(slow_tier(*each) for each in SECOND),
     ],
 )
-def test_the_first_call_loads_what_later_calls_of_its_kind_need(kind: str, algorithm: str, loading: Loading) -> None:
+def test_the_first_call_loads_what_later_calls_of_its_kind_need(
+    kind: str, algorithm: str, loading: Loading
+) -> None:
     """They may have any number of rows, in any order, at any address."""
     loads: list[int] = []
 
@@ -166,17 +178,28 @@ def test_the_first_call_loads_what_later_calls_of_its_kind_need(kind: str, algor
 def test_a_context_that_grows_loads_before_it_goes_on(
     dtypes: Sequence[torch.dtype], loading: Loading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes another algorithm then, also for the second dtype of the call whose first one has made it grow."""
+    """It takes another algorithm then, also for the second dtype of the call whose first one has
+    made it grow."""
     monkeypatch.setattr(policy, "GATHER_BYTES", 512)
 
     def host(pe: int) -> None:
         with make(max_rows_per_rank=8, max_row_bytes=16, max_blocks=8, grow=True) as ctx:
             for n, algorithm in ((5, "gather"), (60, "owner"), (60, "owner")):
-                parts = [sparse(range(n), rows_of(pe, range(n), dtype=dtype), 99) for dtype in dtypes]
+                parts = [
+                    sparse(range(n), rows_of(pe, range(n), dtype=dtype), 99) for dtype in dtypes
+                ]
                 got = tdcoll.sparse_all_reduce(parts, ctx=ctx)
                 assert ctx.last_algorithm == algorithm
                 for one, dtype in zip(got, dtypes, strict=True):
-                    assert same(one, total([sparse(range(n), rows_of(r, range(n), dtype=dtype), 99) for r in range(2)]))
+                    assert same(
+                        one,
+                        total(
+                            [
+                                sparse(range(n), rows_of(r, range(n), dtype=dtype), 99)
+                                for r in range(2)
+                            ]
+                        ),
+                    )
 
     loading.world = World(2, heap_bytes=1 << 20)
     loading.world.run(host)
@@ -187,7 +210,8 @@ def test_a_context_that_grows_loads_before_it_goes_on(
 
 
 def on_two_streams(loading: Loading, calls: Sequence[Call], **options: Any) -> None:
-    """Each rank makes these calls on two contexts, on a stream each, and begins with another one of the two."""
+    """Each rank makes these calls on two contexts, on a stream each, and begins with another one of
+    the two."""
     loading.world = world = World(2, heap_bytes=1 << 22, backend="thread", on_timeout="expire")
 
     def host(pe: int) -> None:
@@ -221,7 +245,9 @@ CROSSWISE: dict[str, tuple[Sequence[Call], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", CROSSWISE)
-def test_two_contexts_do_not_wait_for_each_other(what: str, loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_contexts_do_not_wait_for_each_other(
+    what: str, loading: Loading, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(policy, "GATHER_BYTES", 512)
     calls, options = CROSSWISE[what]
     on_two_streams(loading, calls, **options)

@@ -18,8 +18,11 @@ from .cases import BOTH, HEAP, Reduces, small_pieces
 
 
 @BOTH
-def test_ids_that_pytorch_sorts_keep_their_order(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sort on CPUs keeps the order of equal ids in any case; on GPUs, and here, only if it is asked to."""
+def test_ids_that_pytorch_sorts_keep_their_order(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sort on CPUs keeps the order of equal ids in any case; on GPUs, and here, only if it is
+    asked to."""
     real = torch.sort
 
     def sort(values: torch.Tensor, *, stable: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,13 +45,16 @@ class Invalid:
             moved(ctx).fill_(SENTINEL)
             tdcoll.barrier()
             with pytest.raises(ValueError, match="indices of rank 1 must be in"):
-                tdcoll.sparse_all_reduce_rows(torch.tensor([3, ROWS * pe]), PART, ROWS, ctx=ctx, algorithm="dense")
+                tdcoll.sparse_all_reduce_rows(
+                    torch.tensor([3, ROWS * pe]), PART, ROWS, ctx=ctx, algorithm="dense"
+                )
             tdcoll.barrier()
             assert bool((moved(ctx) == SENTINEL).all()), "rows were moved"
 
 
 class Ended:
-    """A call of rows of one id, in several pieces, while whose sums the host of each rank ends the waits."""
+    """A call of rows of one id, in several pieces, while whose sums the host of each rank ends the
+    waits."""
 
     def __call__(self, world: World) -> None:
         world.run(self.host)

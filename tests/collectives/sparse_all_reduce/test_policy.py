@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, TILE_BYTES, Capacities, choose, tiles
+from tdcoll.collectives.sparse_all_reduce.policy import (
+    ALGORITHMS,
+    TILE_BYTES,
+    Capacities,
+    choose,
+    tiles,
+)
 from tdcoll.runtime.topology import Topology
 
 from ..suite.algorithm_cases import topology_of
@@ -17,14 +23,32 @@ from ..suite.algorithm_cases import topology_of
 TABLE = 100_000
 
 
-def pick(algorithm: str = "auto", nodes: tuple[int, ...] = (8,), fit: bool = True, **facts: Any) -> str:
-    """``choose`` with what a test does not care about filled in: many rows, all of which ``fit`` beside the ids."""
-    known: dict[str, Any] = {"max_rows_per_rank": TABLE, "max_row_bytes": 512, "grow": False} | facts
+def pick(
+    algorithm: str = "auto", nodes: tuple[int, ...] = (8,), fit: bool = True, **facts: Any
+) -> str:
+    """``choose`` with what a test does not care about filled in: many rows, all of which ``fit``
+    beside the ids."""
+    known: dict[str, Any] = {
+        "max_rows_per_rank": TABLE,
+        "max_row_bytes": 512,
+        "grow": False,
+    } | facts
     union = known["max_rows_per_rank"] * (sum(nodes) if fit else 0) or 1
-    return choose(algorithm, Capacities(topology_of(nodes), max_union_rows=union, **known), known["max_row_bytes"])
+    return choose(
+        algorithm,
+        Capacities(topology_of(nodes), max_union_rows=union, **known),
+        known["max_row_bytes"],
+    )
 
 
-FEW_BYTES = {(1,): 8 << 20, (2,): 8 << 20, (8,): 1198372, (4, 4): 65536, (1, 3): 65536, (200,): 65536}
+FEW_BYTES = {
+    (1,): 8 << 20,
+    (2,): 8 << 20,
+    (8,): 1198372,
+    (4, 4): 65536,
+    (1, 3): 65536,
+    (200,): 65536,
+}
 """The most bytes of a rank's rows and ids that go together, by the ranks of each node."""
 
 
@@ -37,7 +61,8 @@ FEW_BYTES = {(1,): 8 << 20, (2,): 8 << 20, (8,): 1198372, (4, 4): 65536, (1, 3):
         (1, 1, True, "owner"),
         (1000, 0, True, "gather"),
         (1000, 1, True, "owner"),
-        (64, None, False, "owner"),  # max_union_rows is less than the rows of all ranks: no room beside the ids
+        # max_union_rows is less than the rows of all ranks: no room beside the ids
+        (64, None, False, "owner"),
         (16 * TABLE, None, True, "owner"),
     ],
 )
@@ -69,12 +94,16 @@ def test_a_requested_algorithm_is_taken(asked: str, nodes: tuple[int, ...]) -> N
 NODES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
 
 
-@given(NODES, st.integers(0, 1 << 16), st.integers(1, 1 << 20), st.sampled_from(ALGORITHMS), st.data())
+@given(
+    NODES, st.integers(0, 1 << 16), st.integers(1, 1 << 20), st.sampled_from(ALGORITHMS), st.data()
+)
 def test_all_ranks_choose_the_same(
     nodes: list[int], row_bytes: int, rows: int, asked: str, data: st.DataObject
 ) -> None:
     """In any order of ranks, for any PEs, seen from any rank."""
-    node_ids = data.draw(st.permutations([node for node, size in enumerate(nodes) for _ in range(size)]))
+    node_ids = data.draw(
+        st.permutations([node for node, size in enumerate(nodes) for _ in range(size)])
+    )
     world = len(node_ids)
     pes = data.draw(st.permutations(range(100, 100 + world)))
     union = data.draw(st.sampled_from([1, rows * world]))
@@ -82,7 +111,9 @@ def test_all_ranks_choose_the_same(
     for rank in range(world):
         try:
             topology = Topology.of(rank, pes, node_ids)
-            answers.add(choose(asked, Capacities(topology, rows, row_bytes, union, False), row_bytes))
+            answers.add(
+                choose(asked, Capacities(topology, rows, row_bytes, union, False), row_bytes)
+            )
         except ValueError as error:
             answers.add(str(error))
     assert len(answers) == 1

@@ -42,7 +42,9 @@ def pieces() -> Iterator[None]:
     ],
     ids=str,
 )
-def test_clean_over_seeds(algorithms: tuple[str, ...], layout: list[int], tables: Any, seeds: Sequence[int]) -> None:
+def test_clean_over_seeds(
+    algorithms: tuple[str, ...], layout: list[int], tables: Any, seeds: Sequence[int]
+) -> None:
     """Ranks with many rows, few and none, and who has which changes from call to call."""
     case = Reduces(algorithms, tables=tables)
     explore(case, n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
@@ -55,7 +57,10 @@ FEW_ROWS = [
     for layout in ([4], [2, 2])
 ]
 # Index spaces so large that nothing is shared, searched by bisection.
-HUGE_SPACES = [(Reduces((OWNER, OWNER), rows, 1 << 40, coalesced=True), 3, None) for rows in ((12,), (0, 12, 1))]
+HUGE_SPACES = [
+    (Reduces((OWNER, OWNER), rows, 1 << 40, coalesced=True), 3, None)
+    for rows in ((12,), (0, 12, 1))
+]
 SUBGROUPS = [(Reduces(MIXED, group=group), 6, 2) for group in ([1, 3], [5, 0, 3])]
 # Repeated rows of fp16, so that every rounding shows; the reference knows no schedule.
 ROUNDED = [
@@ -67,7 +72,9 @@ FURTHER = [*FEW_ROWS, *HUGE_SPACES, *SUBGROUPS, *ROUNDED]
 
 @seeds(1, 4)
 @pytest.mark.parametrize(("case", "n_pes", "layout"), FURTHER)
-def test_special_rows_and_subgroups(case: Reduces, n_pes: int, layout: Any, seeds: Sequence[int]) -> None:
+def test_special_rows_and_subgroups(
+    case: Reduces, n_pes: int, layout: Any, seeds: Sequence[int]
+) -> None:
     explore(case, n_pes=n_pes, seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
 
 
@@ -76,7 +83,9 @@ def test_special_rows_and_subgroups(case: Reduces, n_pes: int, layout: Any, seed
 @pytest.mark.parametrize("tables", [None, TABLES], ids=["", "tables"])
 def test_one_resident_block_is_enough(layout: list[int], tables: Any, seeds: Sequence[int]) -> None:
     case = Reduces(MIXED, tables=tables)
-    explore(case, n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP, resident=1)
+    explore(
+        case, n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP, resident=1
+    )
 
 
 @seeds(1, 2)
@@ -90,7 +99,8 @@ def test_many_calls_with_stragglers(layout: list[int], seeds: Sequence[int]) -> 
 
 
 class Killed:
-    """Two calls that succeed, then one in which a rank dies: all later calls of the others raise the same error.
+    """Two calls that succeed, then one in which a rank dies: all later calls of the others raise
+    the same error.
 
     Args:
         algorithm: of the calls.
@@ -99,7 +109,12 @@ class Killed:
     """
 
     def __init__(self, algorithm: str, after_turns: int = 0, padded: bool = False) -> None:
-        self.algorithm, self.after_turns, self.padded, self.victim = algorithm, after_turns, padded, 2
+        self.algorithm, self.after_turns, self.padded, self.victim = (
+            algorithm,
+            after_turns,
+            padded,
+            2,
+        )
         self.told: dict[int, tdcoll.CollectiveTimeout] = {}
 
     def __call__(self, world: World) -> None:
@@ -128,15 +143,21 @@ class Killed:
                     call()
                 used = tdcoll.heap_info().used
                 ctx.close()
-                assert tdcoll.heap_info().used == used, "a message may still come: the memory stays taken"
-                with pytest.raises(tdcoll.ContextError, match=f"^{reduce.__name__}: the context is closed"):
+                assert tdcoll.heap_info().used == used, (
+                    "a message may still come: the memory stays taken"
+                )
+                with pytest.raises(
+                    tdcoll.ContextError, match=f"^{reduce.__name__}: the context is closed"
+                ):
                     call()
 
 
 @pytest.mark.parametrize("layout", [[4], [2, 2], [1, 1, 1, 1]], ids=["4", "2+2", "1+1+1+1"])
 @pytest.mark.parametrize("algorithm", [OWNER, GATHER])
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_killed_peer_is_named_by_all_others(algorithm: str, layout: list[int], padded: bool) -> None:
+def test_a_killed_peer_is_named_by_all_others(
+    algorithm: str, layout: list[int], padded: bool
+) -> None:
     case = Killed(algorithm, padded=padded)
     case(World(4, ranks_per_node=layout, heap_bytes=HEAP, on_timeout="expire"))
     assert sorted(case.told) == [0, 1, 3]
@@ -169,10 +190,16 @@ def test_a_peer_that_stays_away_is_named() -> None:
 @seeds(1, 2)
 @pytest.mark.parametrize("after_turns", [3, 10, 30, 60, 90])
 @pytest.mark.parametrize("layout", [[4], [2, 2]], ids=["4", "2+2"])
-def test_a_peer_that_dies_in_the_middle_hangs_nobody(layout: list[int], after_turns: int, seeds: Sequence[int]) -> None:
+def test_a_peer_that_dies_in_the_middle_hangs_nobody(
+    layout: list[int], after_turns: int, seeds: Sequence[int]
+) -> None:
     case = Killed(OWNER, after_turns)
     for seed in seeds:
-        case(World(4, ranks_per_node=layout, heap_bytes=HEAP, on_timeout="expire", seed=seed, weak=True))
+        case(
+            World(
+                4, ranks_per_node=layout, heap_bytes=HEAP, on_timeout="expire", seed=seed, weak=True
+            )
+        )
         assert case.told, "everybody got through, so nobody died in the middle"
         assert case.victim in {error.peer for error in case.told.values()}
 
@@ -185,7 +212,8 @@ def _parts(world: int, elements: int) -> list[Rows]:
 
 
 def _moved(layout: list[int], elements: int, algorithm: str = "owner") -> tuple[World, int]:
-    """The world in which rows of ``elements`` were reduced, and how many elements came through pointers to peers."""
+    """The world in which rows of ``elements`` were reduced, and how many elements came through
+    pointers to peers."""
     parts = _parts(sum(layout), elements)
     loaded = 0
     real = PointerAccess.before_load
@@ -212,7 +240,9 @@ def _having(layout: list[int]) -> list[tuple[int, int]]:
     """Of every row of the union, how many ranks have it, and how many nodes."""
     nodes = [node for node, size in enumerate(layout) for _ in range(size)]
     lists = [set(coalesce(part).indices.tolist()) for part in _parts(len(nodes), 1)]
-    ranks = {id: [rank for rank, ids in enumerate(lists) if id in ids] for id in set().union(*lists)}
+    ranks = {
+        id: [rank for rank, ids in enumerate(lists) if id in ids] for id in set().union(*lists)
+    }
     return [(len(having), len({nodes[rank] for rank in having})) for having in ranks.values()]
 
 
@@ -227,10 +257,15 @@ def test_rows_that_move_inside_a_node(world: int) -> None:
     assert large - small == 4 * 4 * len(having) * (world - 1)
 
 
-@pytest.mark.parametrize("layout", [[2, 2], [1, 1, 1], *map(slow_tier, ([2, 2, 1], [3, 1], [1, 1, 1, 1]))], ids=str)
+@pytest.mark.parametrize(
+    "layout", [[2, 2], [1, 1, 1], *map(slow_tier, ([2, 2, 1], [3, 1], [1, 1, 1, 1]))], ids=str
+)
 def test_rows_that_cross_between_nodes(layout: list[int]) -> None:
-    """(nodes that have the row - 1) + (nodes - 1) times each: what larger rows add to the bytes that cross."""
+    """(nodes that have the row - 1) + (nodes - 1) times each: what larger rows add to the bytes
+    that cross."""
     having = _having(layout)
-    small, large = (sum(c.inter_node_bytes for c in _moved(layout, elements)[0].counts) for elements in (1, 9))
+    small, large = (
+        sum(c.inter_node_bytes for c in _moved(layout, elements)[0].counts) for elements in (1, 9)
+    )
     crossings = sum(nodes - 1 + len(layout) - 1 for _, nodes in having)
     assert large - small == 4 * 8 * crossings

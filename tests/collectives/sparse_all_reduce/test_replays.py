@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of fixed size that one rank replays while another makes them, as ``docs/cuda-graphs.md`` allows.
+"""Calls of fixed size that one rank replays while another makes them, as ``docs/cuda-graphs.md``
+allows.
 
-The simulator has no graphs. A stand-in records what a call launches, and launches it again, without the host's part.
+The simulator has no graphs. A stand-in records what a call launches, and launches it again, without
+the host's part.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Replays:
-    """Each rank makes calls with the same tensors, filled anew. Some ranks record one, and replay it.
+    """Each rank makes calls with the same tensors, filled anew. Some ranks record one, and replay
+    it.
 
     Args:
         algorithm: of the calls.
@@ -78,7 +81,9 @@ class Replays:
         recorded: how many calls each of these ranks records, of which it replays the last.
     """
 
-    def __init__(self, algorithm: str, ranks: tuple[int, ...], first: int = 1, recorded: int = 1) -> None:
+    def __init__(
+        self, algorithm: str, ranks: tuple[int, ...], first: int = 1, recorded: int = 1
+    ) -> None:
         self.algorithm, self.ranks, self.first, self.recorded = algorithm, ranks, first, recorded
 
     def __call__(self, world: World) -> None:
@@ -116,14 +121,18 @@ class Replays:
         parts = [self.part(rank, call) for rank in range(ctx.world_size)]
         wanted = reduce(parts, nodes=ctx.topology.nodes if self.algorithm == "owner" else None)
         count = int(made.count)
-        assert made.indices[:count].tolist() == wanted.indices.tolist(), f"rank {ctx.rank}, call {call}"
+        assert made.indices[:count].tolist() == wanted.indices.tolist(), (
+            f"rank {ctx.rank}, call {call}"
+        )
         assert wrong_rows(made.values[:count], wanted.values) == 0, f"rank {ctx.rank}, call {call}"
 
 
 @pytest.mark.parametrize("ranks", [(1,), (0, 1), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("nodes", [(3,), (2, 1)], ids=str)
 @pytest.mark.parametrize("algorithm", ["owner", "gather"])
-def test_some_ranks_replay_while_others_call(algorithm: str, nodes: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+def test_some_ranks_replay_while_others_call(
+    algorithm: str, nodes: tuple[int, ...], ranks: tuple[int, ...]
+) -> None:
     explore(Replays(algorithm, ranks), n_pes=3, ranks_per_node=nodes, heap_bytes=HEAP, seeds=1)
 
 
@@ -134,7 +143,8 @@ def test_a_capture_on_one_rank_makes_no_call(algorithm: str) -> None:
 
 
 def different_ways(world: World) -> None:
-    """After calls of both kinds, rank 0 takes another one than the others. No rank may have a result."""
+    """After calls of both kinds, rank 0 takes another one than the others. No rank may have a
+    result."""
 
     def host(pe: int) -> None:
         ctx = make(timeout_s=2, debug=False)

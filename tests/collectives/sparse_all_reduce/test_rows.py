@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows ranks bring to a sparse all-reduce: shared, repeated, none, or more than a block or a tile holds."""
+"""Which rows ranks bring to a sparse all-reduce: shared, repeated, none, or more than a block or a
+tile holds."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from .reference import Rows
 @BOTH
 @pytest.mark.parametrize("layout", [[8], [3, 2], [1, 1, 1, 1]], ids=str)
 def test_one_row_that_everybody_has(layout: list[int], algorithm: str) -> None:
-    parts = [Rows(torch.tensor([6]), some_values((1, 3), torch.float32, rank)) for rank in range(sum(layout))]
+    parts = [
+        Rows(torch.tensor([6]), some_values((1, 3), torch.float32, rank))
+        for rank in range(sum(layout))
+    ]
     check_all(parts, 7, Options(algorithm=algorithm), layout=layout)
 
 
@@ -32,7 +36,12 @@ def test_every_row_of_tables_of_any_size(num_rows: int, algorithm: str) -> None:
 def test_no_rows(layout: list[int], form: str, algorithm: str) -> None:
     for num_rows, shape in ((0, (3,)), (1, ()), (HUGE, (0,)), (HUGE, (4,))):
         nothing = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0, *shape))
-        got = check_all([nothing] * sum(layout), num_rows, Options(algorithm=algorithm, form=form), layout=layout)
+        got = check_all(
+            [nothing] * sum(layout),
+            num_rows,
+            Options(algorithm=algorithm, form=form),
+            layout=layout,
+        )
         assert got[0].rows.values.shape == (0, *shape)
 
 

@@ -23,7 +23,8 @@ def in_symmetric_memory(tensor: torch.Tensor) -> bool:
 @pytest.mark.parametrize("debug", [False, True])
 @on_ranks(N)
 def test_copies_and_views(pe: int, debug: bool) -> None:
-    """copy=False is symmetric memory where rows are put, and the next call overwrites it; a copy stays."""
+    """copy=False is symmetric memory where rows are put, and the next call overwrites it; a copy
+    stays."""
     with make(debug=debug) as ctx:
         wanted = [total([mine(rank, call) for rank in range(N)]) for call in range(3)]
         copy = tdcoll.sparse_all_reduce(mine(pe), ctx=ctx, algorithm="owner")
@@ -41,7 +42,8 @@ def test_copies_and_views(pe: int, debug: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options"), [("SGD", {}), ("SGD", {"foreach": True}), ("SparseAdam", {}), ("Adagrad", {})]
+    ("optimizer", "options"),
+    [("SGD", {}), ("SGD", {"foreach": True}), ("SparseAdam", {}), ("Adagrad", {})],
 )
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @on_ranks(2)
@@ -49,9 +51,13 @@ def test_a_view_as_a_gradient(pe: int, optimizer: str, options: dict[str, Any]) 
     with make() as ctx:
         weight = torch.nn.Parameter(torch.ones(ROWS, DIM))
         twin = torch.nn.Parameter(torch.ones(ROWS, DIM))
-        ours, theirs = (getattr(torch.optim, optimizer)([p], lr=0.5, **options) for p in (weight, twin))
+        ours, theirs = (
+            getattr(torch.optim, optimizer)([p], lr=0.5, **options) for p in (weight, twin)
+        )
         for call in range(2):
-            weight.grad = tdcoll.sparse_all_reduce(mine(pe, call), ctx=ctx, algorithm="owner", copy=False)
+            weight.grad = tdcoll.sparse_all_reduce(
+                mine(pe, call), ctx=ctx, algorithm="owner", copy=False
+            )
             twin.grad = total([mine(rank, call) for rank in range(2)])
             ours.step()
             theirs.step()

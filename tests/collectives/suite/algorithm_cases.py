@@ -167,7 +167,7 @@ def cases_of(dense: Dense, every: bool = False) -> list[AlgorithmCase]:
         if has_lamport_words and algorithm.payload(usual.facts()).blocks == 0:
             found.append(few_blocks)
             found.append(replace(few_blocks, flagged=True))
-        if algorithm.any_blocks and algorithm.copies is None:
+        if algorithm.works_with_any_grid and algorithm.copies is None:
             found.append(few_blocks)
     return found
 
@@ -235,7 +235,7 @@ _DATA = "engines.queue(side_stream.handle, begin, landing, hop.copies[peer], sel
 def mutants_of_copies(spec: Collective) -> tuple[Mutant, ...]:
     """Of the protocol of copy engines, shown by calls of any collective."""
     enter = "primitives.copies.enter"
-    hear = "primitives.copies.hear"
+    hear = "primitives.copies.wait_arrivals"
     queue = "calls.copies.HopStep._queue"
     found = [
         ("a rank is written to before it has entered", no_wait(enter, "tdl.wait_signals"), WRONG),
@@ -244,7 +244,7 @@ def mutants_of_copies(spec: Collective) -> tuple[Mutant, ...]:
             dropped(enter, "stores.release_to_all"),
             missing("ready"),
         ),
-        ("nobody waits for the stamps", no_wait(hear, "tdl.wait_signals"), WRONG),
+        ("nobody waits for the stamps", Argument(hear, "tdl.wait_signals", "stamp", "0"), WRONG),
         (
             "odd epochs",
             Change("group.begin_even_epoch", "epoch += epoch % 2", "pass"),

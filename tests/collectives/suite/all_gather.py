@@ -180,6 +180,13 @@ MUTANTS = (
         **INTO_BUFFERS,
     ),
     LOOP("in place: nobody waits for what arrives", no_wait(LOOPS), **INTO_BUFFERS),
+    LOOP(
+        "in place: the last block says that the rank has entered",
+        Change(LOOPS, "tl.program_id(0) == 0", "tl.program_id(0) == blocks - 1"),
+        missing("ready"),
+        **INTO_BUFFERS,
+        **WAITS_FIRST,
+    ),
     # ------------------------------------------------------------------ the ring
     RING("one slot", Change("group.segment", "slot(epoch)", "0")),
     RING("passed on before it is there", no_wait(AROUND)),

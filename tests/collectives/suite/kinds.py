@@ -10,9 +10,10 @@ from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
+from landings import landing_of
 
 import tdcoll
-from tdcoll.calls.plan import Plan
+from tdcoll.calls.plan import Landing, Plan
 from tdcoll.calls.spec import Collective
 
 GUARD = 3
@@ -47,6 +48,11 @@ class Kind(Enum):
         """The facts of a plan (:class:`~tdcoll.calls.plan.Facts`) that the kind decides."""
         symmetric = self in (Kind.SYMMETRIC, Kind.SYMMETRIC_IN_PLACE)
         return {"in_place": self is Kind.CALLER_BUFFER, "symmetric": symmetric}
+
+    @property
+    def landing(self) -> Landing:
+        """Where peers' data lands in such calls."""
+        return landing_of(**self.form)
 
     @property
     def shares_memory(self) -> bool:

@@ -59,7 +59,7 @@ def test_any_call_has_the_bits_of_the_reference(data: st.DataObject) -> None:
         stores=True,
         itemsize=dtype.itemsize if spec.reduces else 1,
     )
-    facts = [replace(usual, **kind.form) for kind in kinds]
+    facts = [replace(usual, landing=kind.landing) for kind in kinds]
     names = [how.name for how in spec.algorithms if not any(map(how.supports, facts))]
     case = Calls(
         spec,
@@ -79,7 +79,9 @@ def test_any_call_has_the_bits_of_the_reference(data: st.DataObject) -> None:
 # ---------------------------------------------------------------------- what is refused
 
 
-def refused_by_all(spec: Collective, ctx: Any) -> list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]]:
+def refused_by_all(
+    spec: Collective, ctx: Any
+) -> list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]]:
     """Wrong arguments of any collective: error, message, arguments."""
     x = torch.zeros(8)
     out = torch.zeros(spec.results((8,), 2)[0])
@@ -90,25 +92,77 @@ def refused_by_all(spec: Collective, ctx: Any) -> list[tuple[type[Exception], st
         (TypeError, r"ctx must be a .*CollectiveContext.*got 3", (x, 3), {}),
         (ValueError, "tensor must be contiguous", (x.view(2, 4).T, ctx), {}),
         (TypeError, r"out must be a torch\.Tensor", (x, ctx), {"out": 3}),
-        (ValueError, rf"{shape} torch.float32 of \[{n + 1}\]", (x, ctx), {"out": torch.zeros(n + 1)}),
+        (
+            ValueError,
+            rf"{shape} torch.float32 of \[{n + 1}\]",
+            (x, ctx),
+            {"out": torch.zeros(n + 1)},
+        ),
         (ValueError, f"{shape} torch.float64", (x, ctx), {"out": out.double()}),
         (ValueError, "out must be contiguous", (x, ctx), {"out": torch.zeros(2 * n)[::2]}),
-        (ValueError, rf"algorithm must be one of auto, {', '.join(spec.names)}", (x, ctx), {"algorithm": "3d"}),
+        (
+            ValueError,
+            rf"algorithm must be one of auto, {', '.join(spec.names)}",
+            (x, ctx),
+            {"algorithm": "3d"},
+        ),
         (TypeError, "algorithm must be a str, got 3", (x, ctx), {"algorithm": 3}),
-        (tdcoll.ContextError, r"epochs of .*max_bytes_per_rank=\d+ or", (torch.zeros(1 << 18), ctx), {}),
+        (
+            tdcoll.ContextError,
+            r"epochs of .*max_bytes_per_rank=\d+ or",
+            (torch.zeros(1 << 18), ctx),
+            {},
+        ),
     ]
     if spec.scatters:
-        found += [(ValueError, r"first dimension must be divisible by the 2 rank\(s\)", (x[1:], ctx), {})]
+        found += [
+            (ValueError, r"first dimension must be divisible by the 2 rank\(s\)", (x[1:], ctx), {})
+        ]
         found += [(ValueError, r"first dimension must be divisible", (x[0], ctx), {})]
     if spec.reduces:
         found += [
-            (TypeError, "tensor must be of float16, .*float8_e5m2; got torch.int16", (x.to(torch.int16), ctx), {}),
-            (ValueError, "op must be one of max, min for torch.int8; got 'sum'", (x.to(torch.int8), ctx), {}),
-            (ValueError, "one of sum, mean, max, min for torch.float8_e5m2", (x.to(FP8), ctx), {"op": "prod"}),
-            (ValueError, "op must be one of sum, mean, max, min, prod; got 'median'", (x, ctx), {"op": "median"}),
-            (ValueError, r"op must be one of sum, mean, max, min, prod; got \['sum'\]", (x, ctx), {"op": ["sum"]}),
-            (ValueError, "sum, max, min, prod for torch.int32; got 'mean'", (x.int(), ctx), {"op": "mean"}),
-            (ValueError, "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BAND", (x, ctx), {"op": ReduceOp.BAND}),
+            (
+                TypeError,
+                "tensor must be of float16, .*float8_e5m2; got torch.int16",
+                (x.to(torch.int16), ctx),
+                {},
+            ),
+            (
+                ValueError,
+                "op must be one of max, min for torch.int8; got 'sum'",
+                (x.to(torch.int8), ctx),
+                {},
+            ),
+            (
+                ValueError,
+                "one of sum, mean, max, min for torch.float8_e5m2",
+                (x.to(FP8), ctx),
+                {"op": "prod"},
+            ),
+            (
+                ValueError,
+                "op must be one of sum, mean, max, min, prod; got 'median'",
+                (x, ctx),
+                {"op": "median"},
+            ),
+            (
+                ValueError,
+                r"op must be one of sum, mean, max, min, prod; got \['sum'\]",
+                (x, ctx),
+                {"op": ["sum"]},
+            ),
+            (
+                ValueError,
+                "sum, max, min, prod for torch.int32; got 'mean'",
+                (x.int(), ctx),
+                {"op": "mean"},
+            ),
+            (
+                ValueError,
+                "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BAND",
+                (x, ctx),
+                {"op": ReduceOp.BAND},
+            ),
         ]
     if spec is not SCATTER:
         found += [(TypeError, "symmetric must be a bool, got 1", (x, ctx), {"symmetric": 1})]
@@ -135,12 +189,15 @@ def test_bad_arguments_are_named(pe: int, spec: Collective) -> None:
 @each_spec
 @on_ranks(2)
 def test_tensors_overlap_only_where_they_may(pe: int, spec: Collective) -> None:
-    """Where one has a segment for each rank, this rank's may be the other; where neither has, both may be the same."""
+    """Where one has a segment for each rank, this rank's may be the other; where neither has, both
+    may be the same."""
     whole = torch.zeros(12)
     if spec.scatters and spec.gathers:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             for at in (0, 4):
-                with pytest.raises(ValueError, match=rf"tensor must not overlap out; it lies at byte {-4 * at} of"):
+                with pytest.raises(
+                    ValueError, match=rf"tensor must not overlap out; it lies at byte {-4 * at} of"
+                ):
                     getattr(tdcoll, spec.name)(whole[:8], ctx=ctx, out=whole[at:][:8])
         return
     part = {True: whole[4 * pe :][:4], False: whole[:8]}[spec.scatters or spec.gathers]
@@ -151,7 +208,9 @@ def test_tensors_overlap_only_where_they_may(pe: int, spec: Collective) -> None:
     call = getattr(tdcoll, spec.name)
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
         call(allowed[0], ctx=ctx, out=allowed[1])
-        with pytest.raises(ValueError, match=r"must not overlap .*, except (as|to be) .*; it lies at byte 4 of"):
+        with pytest.raises(
+            ValueError, match=r"must not overlap .*, except (as|to be) .*; it lies at byte 4 of"
+        ):
             call(wrong[0], ctx=ctx, out=wrong[1])
         ctx.check()
 
@@ -163,10 +222,14 @@ def test_debug_mode_compares_arguments(pe: int, spec: Collective) -> None:
     x = torch.ones(6)
     with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
         bad: list[dict[str, Any]] = [{"algorithm": "1d" if pe else "direct"}]
-        bad += [{"op": "sum" if pe else "max"}, {"op": "min" if pe else ReduceOp.MAX}] * spec.reduces
+        bad += [
+            {"op": "sum" if pe else "max"},
+            {"op": "min" if pe else ReduceOp.MAX},
+        ] * spec.reduces
         for named in bad:
             with pytest.raises(
-                tdcoll.RankMismatchError, match=f"{spec.name} arguments .* differ in {next(iter(named))}"
+                tdcoll.RankMismatchError,
+                match=f"{spec.name} arguments .* differ in {next(iter(named))}",
             ):
                 call(x, ctx=ctx, **named)
         for other, differ in (
@@ -186,23 +249,32 @@ def test_symmetric_tensors_are_as_they_should_be_on_all_ranks(pe: int) -> None:
     here = tdcoll.empty((128,))
     with tdcoll.CollectiveContext(max_bytes_per_rank=256, debug=True) as ctx:
         for kind, message, out in (
-            (ValueError, r"out must be given with symmetric=True: one that tdcoll\.empty\(\) has made", None),
+            (
+                ValueError,
+                r"out must be given with symmetric=True: one that tdcoll\.empty\(\) has made",
+                None,
+            ),
             (tdcoll.NotSymmetricError, "out must .*symmetric", torch.empty(64)),
             (ValueError, r"out must be torch.float32 of shape \[64\]", here),
         ):
             with pytest.raises(kind, match=message):
                 call(x, ctx=ctx, out=out, symmetric=True)
-        with pytest.raises(tdcoll.RankMismatchError, match="differ in offset in the symmetric heap"):
+        with pytest.raises(
+            tdcoll.RankMismatchError, match="differ in offset in the symmetric heap"
+        ):
             call(x, ctx=ctx, out=here[64 * pe :][:64], symmetric=True)
         with pytest.raises(tdcoll.RankMismatchError, match="differ in"):
             call(x, ctx=ctx, out=here[:64], symmetric=pe == 0)
-        for algorithm in ("auto", "direct", "one_shot", "1d"):  # others than those that need it are as without it
+        # others than those that need it are as without it
+        for algorithm in ("auto", "direct", "one_shot", "1d"):
             got = call(x + pe, ctx=ctx, out=here[:64], algorithm=algorithm, symmetric=True)
             assert got.tolist() == [3.0] * 64
         assert tdcoll.all_reduce_(here[:0], ctx=ctx, symmetric=True).shape == (0,)
         ctx.check()
     alone = tdcoll.empty((64,), group=[pe])
-    alone_is_wrong = pytest.raises(tdcoll.NotSymmetricError, match=r"out must be made by .* belongs to ranks \[")
+    alone_is_wrong = pytest.raises(
+        tdcoll.NotSymmetricError, match=r"out must be made by .* belongs to ranks \["
+    )
     with tdcoll.CollectiveContext(max_bytes_per_rank=256) as ctx, alone_is_wrong:
         call(x, ctx=ctx, out=alone, symmetric=True)
 
@@ -265,7 +337,9 @@ def test_a_context_remembers_so_many_calls_and_an_object_of_each_kind(pe: int) -
 
 
 @on_ranks(2)
-def test_a_first_call_by_copies_in_a_graph_is_an_error_that_names_the_operation(pe: int, monkeypatch) -> None:
+def test_a_first_call_by_copies_in_a_graph_is_an_error_that_names_the_operation(
+    pe: int, monkeypatch
+) -> None:
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
         monkeypatch.setattr("tdcoll.base.capture.capturing", lambda device: True)
         with pytest.raises(tdcoll.ContextError, match=r"^all_gather: the first call of a kind"):
@@ -281,20 +355,27 @@ def test_a_context_says_what_it_must_be_made_with(pe: int) -> None:
     """And with that, the call is made. Calls of no bytes need no room."""
     x = torch.ones(60_000)
     with tdcoll.CollectiveContext(max_bytes_per_rank=0) as ctx:
-        with pytest.raises(tdcoll.ContextError, match=r"240000 bytes would .*max_bytes_per_rank=1064 or more"):
+        with pytest.raises(
+            tdcoll.ContextError, match=r"240000 bytes would .*max_bytes_per_rank=1064 or more"
+        ):
             tdcoll.all_reduce(x, ctx=ctx)
-        with pytest.raises(tdcoll.ContextError, match=r"16 bytes would .*max_bytes_per_rank=128"):  # half: the outbox
+        # half: the outbox
+        with pytest.raises(tdcoll.ContextError, match=r"16 bytes would .*max_bytes_per_rank=128"):
             tdcoll.reduce_scatter(torch.zeros(4, dtype=torch.int64), ctx=ctx)
         for shape in ((0,), (0, 3)):
             for spec in SPECS:
                 assert getattr(tdcoll, spec.name)(torch.zeros(shape), ctx=ctx).shape == shape
         x16 = torch.arange(16, dtype=torch.int32) + pe
         got = tdcoll.all_gather(x16, ctx=ctx)  # in epochs of 16 bytes, the least that there is
-        assert torch.equal(got.view(2, 16) - torch.arange(2)[:, None], torch.arange(16).expand(2, 16))
+        assert torch.equal(
+            got.view(2, 16) - torch.arange(2)[:, None], torch.arange(16).expand(2, 16)
+        )
         assert int(ctx.control) >> EPOCH_SHIFT.value == 2 * len(SPECS) + 4
         ctx.check()
     with tdcoll.CollectiveContext(max_bytes_per_rank=1064) as ctx:
-        launches_of(REDUCE, ctx, facts_on(ctx, x.nbytes, x.dtype), options=KernelOptions(x.dtype, "sum"))
+        launches_of(
+            REDUCE, ctx, facts_on(ctx, x.nbytes, x.dtype), options=KernelOptions(x.dtype, "sum")
+        )
 
 
 @on_ranks(2)
@@ -315,19 +396,27 @@ def test_a_call_by_words_is_as_many_lamport_calls_as_epochs(pe: int) -> None:
                 assert int(control) >> EPOCH_SHIFT.value == made
         assert int(ctx.control) == 0, "epochs are counted apart"
         x = torch.ones(97)
-        with pytest.raises(ValueError, match="'one_shot' needs fewer bytes, or a context with more lamport_bytes"):
+        with pytest.raises(
+            ValueError, match="'one_shot' needs fewer bytes, or a context with more lamport_bytes"
+        ):
             tdcoll.all_reduce(x, ctx=ctx, algorithm="one_shot")
         far = torch.ones(8 * MOST_EPOCHS + 1)
         integers = x.int()
         for wrong in (far, integers):
-            with pytest.raises(ValueError, match="'two_shot' needs fewer bytes, or a context with more"):
+            with pytest.raises(
+                ValueError, match="'two_shot' needs fewer bytes, or a context with more"
+            ):
                 tdcoll.all_reduce(wrong, ctx=ctx, algorithm="two_shot")
         ctx.check()
 
 
 def test_the_kernels_of_all_epochs_are_made_before_a_graph() -> None:
-    """Calls whose last epochs alone have the same kernel are of two kinds: each needs a first call of its own."""
-    entries = Entry(40, "two_shot", chunk=32 * 16, num_warps=1), Entry(None, "two_shot", chunk=64 * 16, num_warps=1)
+    """Calls whose last epochs alone have the same kernel are of two kinds: each needs a first call
+    of its own."""
+    entries = (
+        Entry(40, "two_shot", chunk=32 * 16, num_warps=1),
+        Entry(None, "two_shot", chunk=64 * 16, num_warps=1),
+    )
     table = Table((Section(SIMULATOR, "all_reduce", 2, 1, False, entries),))
 
     def host(pe: int) -> None:
@@ -335,10 +424,11 @@ def test_the_kernels_of_all_epochs_are_made_before_a_graph() -> None:
         with make(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=64, tuning=table) as ctx:
             options = KernelOptions(torch.float16, "sum")
             one, same, two = (
-                launches_of(REDUCE, ctx, facts_on(ctx, n, torch.float16), options=options) for n in (40, 38, 66)
+                launches_of(REDUCE, ctx, facts_on(ctx, n, torch.float16), options=options)
+                for n in (40, 38, 66)
             )
-            assert [len(each._launches) for each in (one, same, two)] == [1, 1, 2]
-            assert one._variant == same._variant != two._variant
+            assert [len(each.steps) for each in (one, same, two)] == [1, 1, 2]
+            assert one.variant == same.variant != two.variant
 
     World(2).run(host)
 
@@ -354,7 +444,9 @@ def test_tdcolls_own_context_grows_and_leaves_room_in_the_heap(pe: int, spec: Co
         assert torch.equal(getattr(tdcoll, spec.name)(every[pe]), wanted)
         assert torch.equal(getattr(tdcoll, spec.name)(every[pe], out=out), wanted)
     assert tdcoll.heap_info().used < 2 << 20
-    (pool,) = (each for key, each in tdcoll.runtime.current().contexts.items() if key[0] == spec.name)
+    (pool,) = (
+        each for key, each in tdcoll.runtime.current().contexts.items() if key[0] == spec.name
+    )
     assert (pool.context.lamport_bytes > 0) == spec.reduces
 
 
@@ -371,7 +463,11 @@ def test_operations_of_torch_are_the_named_ones(pe: int, op: Any) -> None:
         for spec in REDUCING:
             call = getattr(tdcoll, spec.name)
             wanted = call(x, ctx=ctx, op=name)
-            for spelled in (op, ReduceOp(op), *(alias for alias, known in ALIASES.items() if known == name)):
+            for spelled in (
+                op,
+                ReduceOp(op),
+                *(alias for alias, known in ALIASES.items() if known == name),
+            ):
                 for _ in "ab":  # the second call takes the fast path
                     assert torch.equal(call(x, ctx=ctx, op=spelled if pe else name), wanted)
         mine = x.clone()
@@ -393,19 +489,54 @@ def test_drop_ins_name_their_own_arguments(pe: int) -> None:
         (TypeError, r"output must be a torch\.Tensor", scatter, (None, x)),
         (ValueError, "input's first dimension must be divisible by the 2", scatter, (x, x[:1])),
         (ValueError, r"output must be torch\.float32 of shape \[1\]", scatter, (x, x)),
-        (ValueError, "output must not overlap input, except as input's own segment", scatter, (y[1 - pe :][:2], y)),
-        (ValueError, "MAX, MIN, PRODUCT for torch.int32; got AVG", scatter, (x[:1].int(), x.int(), ReduceOp.AVG)),
+        (
+            ValueError,
+            "output must not overlap input, except as input's own segment",
+            scatter,
+            (y[1 - pe :][:2], y),
+        ),
+        (
+            ValueError,
+            "MAX, MIN, PRODUCT for torch.int32; got AVG",
+            scatter,
+            (x[:1].int(), x.int(), ReduceOp.AVG),
+        ),
         (ValueError, "op must be one of .*got 3", scatter, (x[:1], x, 3)),
-        (TypeError, r"input must be of float16, .*; got torch\.bool", scatter, (x[:1].bool(), x.bool())),
+        (
+            TypeError,
+            r"input must be of float16, .*; got torch\.bool",
+            scatter,
+            (x[:1].bool(), x.bool()),
+        ),
         (ValueError, r"output_tensor must be torch\.float32 of shape \[4\]", gather, (x, x)),
         (ValueError, "input_tensor must be contiguous", gather, (x, torch.zeros(4)[::2])),
         (ValueError, "input_tensor must not overlap output_tensor, except as", gather, (y, y[1:3])),
         (TypeError, r"tensor must be a torch\.Tensor", reduce, (3,)),
         (ValueError, "op must be one of sum, mean, max, min, prod; got 'SUM'", reduce, (x, "SUM")),
-        (ValueError, "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BXOR", reduce, (x, ReduceOp.BXOR)),
-        (ValueError, r"output_split_sizes must be None or 2 equal sizes, .*; got \[4\]", exchange, (y, z, [4])),
-        (ValueError, "input_split_sizes must be None or 2 equal sizes", exchange, (y, z, [2, 2], [1, 3])),
-        (ValueError, r"which add up to dimension 0 of input; got \[7, 7\]", exchange, (y, z, None, [7, 7])),
+        (
+            ValueError,
+            "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BXOR",
+            reduce,
+            (x, ReduceOp.BXOR),
+        ),
+        (
+            ValueError,
+            r"output_split_sizes must be None or 2 equal sizes, .*; got \[4\]",
+            exchange,
+            (y, z, [4]),
+        ),
+        (
+            ValueError,
+            "input_split_sizes must be None or 2 equal sizes",
+            exchange,
+            (y, z, [2, 2], [1, 3]),
+        ),
+        (
+            ValueError,
+            r"which add up to dimension 0 of input; got \[7, 7\]",
+            exchange,
+            (y, z, None, [7, 7]),
+        ),
     ):
         with pytest.raises(kind, match=message):
             call(*arguments)
@@ -430,8 +561,12 @@ def test_an_asynchronous_drop_in_without_its_peer_says_so() -> None:
     assert told == {0: (0, 1)}
 
 
-@pytest.mark.parametrize(("spec", "algorithm", "sent"), [(GATHER, "1d", 2), (GATHER, "2d", 1), (SCATTER, "1d", 2)])
-def test_segments_cross_between_nodes_as_often_as_they_must(spec: Collective, algorithm: str, sent: int) -> None:
+@pytest.mark.parametrize(
+    ("spec", "algorithm", "sent"), [(GATHER, "1d", 2), (GATHER, "2d", 1), (SCATTER, "1d", 2)]
+)
+def test_segments_cross_between_nodes_as_often_as_they_must(
+    spec: Collective, algorithm: str, sent: int
+) -> None:
     world = World(4, ranks_per_node=2)
 
     def host(pe: int) -> None:

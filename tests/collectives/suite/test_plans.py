@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for plans of dense collectives whatever the facts, and how all-reduces are cut into epochs."""
+"""What holds for plans of dense collectives whatever the facts, and how all-reduces are cut into
+epochs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, lamport_bytes
 from tdcoll.calls import plan as plans
 from tdcoll.calls import spec as specs
 from tdcoll.calls.collective import spec_of
-from tdcoll.calls.plan import CHUNK_ALIGNMENT, LL_MOST_WORDS, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts, Plan, power
+from tdcoll.calls.plan import (
+    CHUNK_ALIGNMENT,
+    LL_MOST_WORDS,
+    MOST_EPOCHS,
+    TARGET_CHUNK_BYTES,
+    Facts,
+    Plan,
+    power,
+)
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import Entry, Section
 from tdcoll.collectives.all_reduce.policy import part_bytes
@@ -34,7 +43,12 @@ K = 1 << 10
 M = 1 << 20
 G = 1 << 30
 REDUCE = spec_of("all_reduce")
-USUAL: dict[str, Any] = {"stores": True, "lamport_bytes": 512 * K, "ll_bytes": 340 * K, "itemsize": 4}
+USUAL: dict[str, Any] = {
+    "stores": True,
+    "lamport_bytes": 512 * K,
+    "ll_bytes": 340 * K,
+    "itemsize": 4,
+}
 
 
 # ---------------------------------------------------------------------- whatever the facts
@@ -66,15 +80,20 @@ SPEC = st.sampled_from(SPECS)
 def test_all_ranks_choose_the_same(
     spec: Collective, nbytes: int, nodes: Nodes, facts: Any, data: st.DataObject
 ) -> None:
-    """In any order of ranks, for any PEs, seen from any rank; but for the thread blocks of uneven nodes."""
-    node_ids = data.draw(st.permutations([node for node, size in enumerate(nodes) for _ in range(size)]))
+    """In any order of ranks, for any PEs, seen from any rank; but for the thread blocks of uneven
+    nodes."""
+    node_ids = data.draw(
+        st.permutations([node for node, size in enumerate(nodes) for _ in range(size)])
+    )
     pes = data.draw(st.permutations(range(100, 100 + len(node_ids))))
     algorithm = data.draw(st.sampled_from(("auto", *spec.names)))
     answers = set()
     blocks = set()
     for rank in range(len(node_ids)):
         try:
-            plan = spec.choose(make_facts(nbytes, Topology.of(rank, pes, node_ids), **facts), algorithm)
+            plan = spec.choose(
+                make_facts(nbytes, Topology.of(rank, pes, node_ids), **facts), algorithm
+            )
             answers.add(replace(plan, blocks=0))
             blocks.add(plan.blocks)
         except ValueError as error:
@@ -87,7 +106,8 @@ ENTRIES = st.one_of(
     st.just({}),
     st.fixed_dictionaries({"chunks": st.integers(1, MAX_CHUNKS)}),
     st.fixed_dictionaries({"chunk": st.integers(7, 20).map(lambda power: 1 << power)}),
-    st.fixed_dictionaries({"chunk": st.integers(7, 12).map(lambda power: 3 << power)}),  # as LL cuts
+    # as LL cuts
+    st.fixed_dictionaries({"chunk": st.integers(7, 12).map(lambda power: 3 << power)}),
 )
 
 
@@ -95,7 +115,8 @@ ENTRIES = st.one_of(
 def test_plans_cover_the_data_and_can_be_launched(
     spec: Collective, nbytes: int, nodes: Nodes, facts: Any, target: int, entry: dict[str, int]
 ) -> None:
-    """Also with chunks near their alignment, where rounding up leaves whole ones without work, and with a table's."""
+    """Also with chunks near their alignment, where rounding up leaves whole ones without work, and
+    with a table's."""
     known = make_facts(nbytes, topology_of(nodes), **facts)
     kind = ("", spec.name, known.topology.ranks_per_node, len(nodes), known.in_place)
     with pytest.MonkeyPatch.context() as patch:
@@ -105,13 +126,18 @@ def test_plans_cover_the_data_and_can_be_launched(
                 with pytest.raises(ValueError, match=f"algorithm='{how.name}' needs"):
                     spec.choose(known, how.name)
                 continue
-            said = {name: min(value, LL_MOST_WORDS * 8) if how.words else value for name, value in entry.items()}
+            said = {
+                name: min(value, LL_MOST_WORDS * 8) if how.words else value
+                for name, value in entry.items()
+            }
             table = [Section(*kind, (Entry(None, how.name, **said),))]
             plan = spec.choose(known, how.name, table)
             whole = how.payload(known).nbytes
             assert plan.algorithm == how.name
             assert plan.chunks * plan.chunk >= whole
-            assert (plan.chunks - 1) * plan.chunk < max(whole, 1), "the last chunk has nothing to carry"
+            assert (plan.chunks - 1) * plan.chunk < max(whole, 1), (
+                "the last chunk has nothing to carry"
+            )
             assert plan.blocks < known.max_blocks
             assert spec.choose(known, plan) == plan, "somebody may ask for it"
             if how.words:
@@ -140,20 +166,39 @@ def test_auto_takes_what_can_be_had(nbytes: int, nodes: Nodes, facts: Any) -> No
 
 def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
     """But for the number of thread blocks, of which each rank has what its own node needs."""
-    modules = [plans, specs, *(import_module(f"tdcoll.collectives.{spec.name}.policy") for spec in SPECS)]
+    modules = [
+        plans,
+        specs,
+        *(import_module(f"tdcoll.collectives.{spec.name}.policy") for spec in SPECS),
+    ]
     allowed = {"__future__", "collections.abc", "dataclasses", "enum", "typing"}
     allowed |= {"tdcoll.base.errors", "tdcoll.base.limits"}
-    allowed |= {"tdcoll.calls.tuning", "tdcoll.calls", "tdcoll.calls.plan", "tdcoll.runtime.topology"}
+    allowed |= {
+        "tdcoll.calls.tuning",
+        "tdcoll.calls",
+        "tdcoll.calls.plan",
+        "tdcoll.runtime.topology",
+    }
     for module in modules:
         tree = ast.parse(inspect.getsource(module))
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert imported <= allowed, module.__name__
-        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        names = {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
         assert names <= {"dataclasses"}, module.__name__
         for function in tree.body:
-            looked_at = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+            looked_at = {
+                node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)
+            }
             own = looked_at & {"rank", "node", "place"}
-            assert not own or getattr(function, "name", "").startswith("blocks"), (module.__name__, own)
+            assert not own or getattr(function, "name", "").startswith("blocks"), (
+                module.__name__,
+                own,
+            )
 
 
 # ---------------------------------------------------------------------- all-reduces of several epochs
@@ -184,7 +229,10 @@ def test_a_plan_covers_a_call_of_one_epoch() -> None:
 
 def test_words_are_for_less_than_half_of_what_32_bits_count() -> None:
     huge = {**USUAL, "lamport_bytes": 4 * G, "ll_bytes": 4 * G}
-    assert REDUCE.choose(make_facts(G - 1, topology_of((2,)), **huge), "two_shot").algorithm == "two_shot"
+    assert (
+        REDUCE.choose(make_facts(G - 1, topology_of((2,)), **huge), "two_shot").algorithm
+        == "two_shot"
+    )
     for nbytes, several in ((G, [G // 2] * 2), (3 * G, [3 * G // 4] * 4)):
         assert epochs(make_facts(nbytes, topology_of((2,)), **huge)) == several
         for name, facts in (("one_shot", huge), ("two_shot", {**huge, "lamport_bytes": 0})):
@@ -198,8 +246,12 @@ def test_words_are_for_less_than_half_of_what_32_bits_count() -> None:
     lamport=st.sampled_from([16, 32, 33, 100, 4 * K, 2 * M]),
     flagged=st.sampled_from([-1, 0, 100, 4 * K]),
 )
-def test_two_shot_is_as_few_equal_epochs_as_can_be(nbytes: int, world: int, lamport: int, flagged: int) -> None:
-    facts = make_facts(nbytes, topology_of((world,)), flagged, stores=True, lamport_bytes=lamport, itemsize=1)
+def test_two_shot_is_as_few_equal_epochs_as_can_be(
+    nbytes: int, world: int, lamport: int, flagged: int
+) -> None:
+    facts = make_facts(
+        nbytes, topology_of((world,)), flagged, stores=True, lamport_bytes=lamport, itemsize=1
+    )
     room = -(-lamport // 16) // 2 * world * 16
     if REDUCE.algorithm("two_shot").supports(facts) is not None:
         assert nbytes > MOST_EPOCHS * room
@@ -213,7 +265,9 @@ def test_two_shot_is_as_few_equal_epochs_as_can_be(nbytes: int, world: int, lamp
     assert first - 16 * len(others) - 16 < others[-1] <= first <= room
     for each in (first, others[-1]):
         assert epochs(replace(facts, nbytes=each)) == [each]
-    assert REDUCE.choose(facts, "two_shot") == REDUCE.choose(replace(facts, nbytes=first), "two_shot")
+    assert REDUCE.choose(facts, "two_shot") == REDUCE.choose(
+        replace(facts, nbytes=first), "two_shot"
+    )
 
 
 @given(
@@ -224,7 +278,12 @@ def test_words_fit_the_memory_of_the_context(
     nbytes: int, world: int, lamport: int, flagged: int, itemsize: int
 ) -> None:
     facts = make_facts(
-        nbytes, topology_of((world,)), ll_bytes=flagged, stores=True, lamport_bytes=lamport, itemsize=itemsize
+        nbytes,
+        topology_of((world,)),
+        ll_bytes=flagged,
+        stores=True,
+        lamport_bytes=lamport,
+        itemsize=itemsize,
     )
     for name, parts, phases in (("one_shot", 1, 1), ("two_shot", world, 2)):
         how = REDUCE.algorithm(name)
@@ -246,7 +305,8 @@ def test_room_for_words_by_default() -> None:
 
 @on_ranks(3)
 def test_a_chunk_of_several_tiles_reaches_all_by_loops(pe: int) -> None:
-    """A thread block of one warp moves 2 KB at a time; here 3 and a bit, in place as well, aligned and not."""
+    """A thread block of one warp moves 2 KB at a time; here 3 and a bit, in place as well, aligned
+    and not."""
     shared = tdcoll.zeros(3 * 1700)
     with tdcoll.CollectiveContext(max_bytes_per_rank=8 << 10) as ctx:
         for n in (1700, 1699):

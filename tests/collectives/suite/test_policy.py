@@ -41,10 +41,18 @@ PARTS: dict[str, Any] = {**STORES, "ll_bytes": 64, "itemsize": 4}
 
 
 def choose(
-    spec: Collective, nbytes: int, nodes: Nodes, algorithm: Any = "auto", sections: Any = (), **facts: Any
+    spec: Collective,
+    nbytes: int,
+    nodes: Nodes,
+    algorithm: Any = "auto",
+    sections: Any = (),
+    **facts: Any,
 ) -> Plan:
-    """The plan for segments of so many bytes, without its thread blocks, which differ between ranks of uneven nodes."""
-    return replace(spec.choose(make_facts(nbytes, topology_of(nodes), **facts), algorithm, sections), blocks=0)
+    """The plan for segments of so many bytes, without its thread blocks, which differ between ranks
+    of uneven nodes."""
+    return replace(
+        spec.choose(make_facts(nbytes, topology_of(nodes), **facts), algorithm, sections), blocks=0
+    )
 
 
 def few(blocks: int, **more: Any) -> dict[str, Any]:
@@ -151,16 +159,21 @@ def test_what_is_taken_where_nothing_was_measured(
 def test_a_context_that_tdcoll_makes_for_one_small_call_has_memory_for_one_shot(world: int) -> None:
     for nbytes in (16, K, 60 * K):
         lamport = min(REDUCE.capacity(nbytes, world), lamport_bytes(world, 1))
-        plan = choose(REDUCE, nbytes, (world,), **{**FLAGS, "ll_bytes": 0, "lamport_bytes": lamport})
+        plan = choose(
+            REDUCE, nbytes, (world,), **{**FLAGS, "ll_bytes": 0, "lamport_bytes": lamport}
+        )
         assert plan.algorithm == "one_shot", nbytes
 
 
 @pytest.mark.parametrize("world", [4, 8])
 def test_more_ranks_with_few_thread_blocks(world: int) -> None:
-    """None takes direct stores, which need a thread block for each chunk of each peer; loops have enough parts."""
+    """None takes direct stores, which need a thread block for each chunk of each peer; loops have
+    enough parts."""
     for spec in SPECS:
         for nbytes in (4 * K, 100 * K, 255 * K, M, 16 * M):
-            plan = spec.choose(make_facts(nbytes, topology_of((world,)), max_blocks=32, **{**LARGE, "ll_bytes": M}))
+            plan = spec.choose(
+                make_facts(nbytes, topology_of((world,)), max_blocks=32, **{**LARGE, "ll_bytes": M})
+            )
             assert plan.algorithm != "direct"
             if plan.algorithm == "loop" and nbytes >= M:
                 assert plan.blocks >= 16
@@ -168,19 +181,26 @@ def test_more_ranks_with_few_thread_blocks(world: int) -> None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_plans_and_entries_say_how_many_thread_blocks(spec: Collective) -> None:
-    """By default 32 to 64; entries and plans made by hand may have any number that the context allows."""
+    """By default 32 to 64; entries and plans made by hand may have any number that the context
+    allows."""
     facts = make_facts(8 * M, topology_of((2,)), max_blocks=24, **STORES)
     for name in ("loop", "ce"):
         free = replace(facts, max_blocks=MAX_BLOCKS)
         plan = spec.choose(free, name)
         how = spec.algorithm(name)
-        assert plan.blocks == (1 if not how.any_blocks else 32 if name == "ce" or spec.name == "all_reduce" else 64)
+        assert plan.blocks == (
+            1
+            if not how.works_with_any_grid
+            else 32
+            if name == "ce" or spec.name == "all_reduce"
+            else 64
+        )
         kind = ("", spec.name, 2, 1, False)
         for blocks, found in ((8, 8), (16, 16), (64, 23)):
             taken = spec.choose(facts, name, [Section(*kind, (Entry(None, name, blocks=blocks),))])
-            assert taken.blocks == (found if how.any_blocks else 1)
+            assert taken.blocks == (found if how.works_with_any_grid else 1)
             assert taken.num_warps <= SHARED_WARPS
-        if how.any_blocks:
+        if how.works_with_any_grid:
             for blocks in (1, 7, 23):
                 assert spec.choose(facts, replace(taken, blocks=blocks)).blocks == blocks
 
@@ -191,13 +211,24 @@ def test_copies_are_whole_and_not_for_several_nodes() -> None:
         plan = spec.choose(facts, "ce")
         assert plan.chunks == 1
         assert plan.chunk >= spec.algorithm("ce").payload(facts).nbytes
-        with pytest.raises(ValueError, match="algorithm='ce' needs one node whose ranks can store to each other's mem"):
+        with pytest.raises(
+            ValueError,
+            match="algorithm='ce' needs one node whose ranks can store to each other's mem",
+        ):
             spec.choose(replace(facts, topology=topology_of((2, 2))), "ce")
-        assert "ce" not in {spec.choose(replace(facts, nbytes=n)).algorithm for n in (0, 64, K, M, 64 * M, G)}
+        assert "ce" not in {
+            spec.choose(replace(facts, nbytes=n)).algorithm for n in (0, 64, K, M, 64 * M, G)
+        }
 
 
 def test_budgets_limit_what_the_backend_handles() -> None:
-    assert [REDUCE.handled_with(n, 2) for n in (64, 30, 29, 13, 12)] == [16 * M, 16 * M, 4 * M, 4 * M, M]
+    assert [REDUCE.handled_with(n, 2) for n in (64, 30, 29, 13, 12)] == [
+        16 * M,
+        16 * M,
+        4 * M,
+        4 * M,
+        M,
+    ]
     assert [GATHER.handled_with(n, 8) for n in (64, 12)] == [4 * M, M]
     assert [spec.handled_with(64, 4) for spec in (REDUCE, SCATTER, ALL)] == [M, M, 4 * M]
 
@@ -224,7 +255,8 @@ CUT = [
     (M, (2,), "ll", SIMULATED, 86, 12 * K),  # blocks of many words cost no more in the simulator
     (64 * K, (8,), "direct", {**STORES, **INSIDE}, 8, 8 * K),
     (32 * M, (8,), "direct", {**STORES, **INSIDE}, 64, 512 * K),
-    (32 * M, (8,), "ring", {**STORES, **INSIDE}, MAX_CHUNKS, 64 * K),  # chunks are passed on in place as well
+    # chunks are passed on in place as well
+    (32 * M, (8,), "ring", {**STORES, **INSIDE}, MAX_CHUNKS, 64 * K),
 ]
 
 
@@ -241,9 +273,12 @@ def test_how_all_gathers_are_cut(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "room", "chunks"), [((8,), 32, 32), ((8,) * 256, 512, 255), slow_tier((1,) * 16384, 512, 31)]
+    ("nodes", "room", "chunks"),
+    [((8,), 32, 32), ((8,) * 256, 512, 255), slow_tier((1,) * 16384, 512, 31)],
 )
-def test_chunks_have_signals_and_all_blocks_a_share_of_the_epoch(nodes: Nodes, room: int, chunks: int) -> None:
+def test_chunks_have_signals_and_all_blocks_a_share_of_the_epoch(
+    nodes: Nodes, room: int, chunks: int
+) -> None:
     plan = choose(GATHER, G, nodes, "1d", chunks=room)
     assert plan.chunks == chunks
     assert plan.chunks * (2 * sum(nodes) + 1) < MAX_BLOCKS
@@ -253,23 +288,79 @@ NAMES = {spec.name: ", ".join(spec.names) for spec in SPECS}
 RING_ON_ONE_NODE = r"algorithm='ring' needs one node whose ranks can store .*; got [68] "
 TOO_FEW = "needs fewer bytes, or a context with more lamport_bytes or flagged_bytes; got"
 REFUSED: list[tuple[Collective, int, Nodes, Any, dict[str, Any], str]] = [
-    (SCATTER, 64, (4,), "ring", {}, f"algorithm must be one of auto, {NAMES['reduce_scatter']}; got 'ring'"),
-    (GATHER, 65, (4,), "ll", {**LL, "ll_bytes": 64}, r"needs at most 64 bytes per rank; got 65 bytes on 4 rank"),
+    (
+        SCATTER,
+        64,
+        (4,),
+        "ring",
+        {},
+        f"algorithm must be one of auto, {NAMES['reduce_scatter']}; got 'ring'",
+    ),
+    (
+        GATHER,
+        65,
+        (4,),
+        "ll",
+        {**LL, "ll_bytes": 64},
+        r"needs at most 64 bytes per rank; got 65 bytes on 4 rank",
+    ),
     (GATHER, 1, (4, 2), "ll", LL, "'ll' needs one node whose ranks can store"),
     (GATHER, 1, (4,), "ll", {}, "'ll' needs one node whose ranks can store"),
     (GATHER, 1, (4, 2), "2d", {}, r"6 rank\(s\) on 2 node\(s\) \(4 \+ 2\)\. Use algorithm='auto'"),
-    *((spec, 8, (4,), "1d", {"puts": False}, "'1d' needs NVSHMEM's puts, which memory of PyTorch's") for spec in SPECS),
+    *(
+        (
+            spec,
+            8,
+            (4,),
+            "1d",
+            {"puts": False},
+            "'1d' needs NVSHMEM's puts, which memory of PyTorch's",
+        )
+        for spec in SPECS
+    ),
     (GATHER, M, (8,), "ring", {}, RING_ON_ONE_NODE),
     (GATHER, M, (8,), Plan("ring", MAX_CHUNKS, 64 << 10, 16), {}, RING_ON_ONE_NODE),
     (GATHER, M, (4, 4), "ring", STORES, RING_ON_ONE_NODE),
     (GATHER, M, (4, 4), Plan("ring", MAX_CHUNKS, 64 << 10, 16), STORES, RING_ON_ONE_NODE),
-    *((spec, 64, (4,), "direct", {}, "algorithm='direct' needs one node whose ranks can store") for spec in SPECS),
-    (SCATTER, 64, (4,), "ll", {**PARTS, "itemsize": 8}, "needs elements of at most 4 bytes; got elements of 8 bytes"),
-    (ALL, 8, (2, 2), "ll", {**STORES, **LL}, r"algorithm='ll' needs one node whose ranks can store .*; got 4 rank"),
-    (ALL, 16 * K + 1, (4,), "ll", {**STORES, **LL}, "algorithm='ll' needs .*; got 16385 bytes on 4 rank"),
-    (REDUCE, 100, (4,), "two_shot", {"itemsize": 4}, "'two_shot' needs one node whose ranks can store to each other's"),
+    *(
+        (spec, 64, (4,), "direct", {}, "algorithm='direct' needs one node whose ranks can store")
+        for spec in SPECS
+    ),
+    (
+        SCATTER,
+        64,
+        (4,),
+        "ll",
+        {**PARTS, "itemsize": 8},
+        "needs elements of at most 4 bytes; got elements of 8 bytes",
+    ),
+    (
+        ALL,
+        8,
+        (2, 2),
+        "ll",
+        {**STORES, **LL},
+        r"algorithm='ll' needs one node whose ranks can store .*; got 4 rank",
+    ),
+    (
+        ALL,
+        16 * K + 1,
+        (4,),
+        "ll",
+        {**STORES, **LL},
+        "algorithm='ll' needs .*; got 16385 bytes on 4 rank",
+    ),
+    (
+        REDUCE,
+        100,
+        (4,),
+        "two_shot",
+        {"itemsize": 4},
+        "'two_shot' needs one node whose ranks can store to each other's",
+    ),
     (REDUCE, 100, (4,), "one_shot", {**PARTS, "ll_bytes": 12}, TOO_FEW),
-    (REDUCE, 100, (4,), "two_shot", {**STORES, "lamport_bytes": 0, "itemsize": 4}, TOO_FEW),  # no word
+    # no word
+    (REDUCE, 100, (4,), "two_shot", {**STORES, "lamport_bytes": 0, "itemsize": 4}, TOO_FEW),
     # A word for one of the two halves:
     (REDUCE, 100, (4,), "two_shot", {**STORES, "lamport_bytes": 16, "itemsize": 4}, TOO_FEW),
 ]
@@ -314,6 +405,8 @@ def test_a_call_may_have_a_plan() -> None:
             ctx.check()
             assert simulated.counts[pe].puts - before == 8 * 3
             with pytest.raises(tdcoll.RankMismatchError):
-                tdcoll.all_gather(torch.zeros(8), ctx=ctx, algorithm=Plan("1d", 1, 128, 4 if pe else 8))
+                tdcoll.all_gather(
+                    torch.zeros(8), ctx=ctx, algorithm=Plan("1d", 1, 128, 4 if pe else 8)
+                )
 
     simulated.run(host)

@@ -190,7 +190,10 @@ def test_more_ranks_than_one_wait_takes(case: AlgorithmCase) -> None:
 
 @each_case(EVERYWHERE, looped_later=True)
 def test_one_resident_block_is_enough(case: AlgorithmCase) -> None:
-    calls = case.calls(case.kinds(), counts=case.counts)
+    """For a call of each kind, which has several thread blocks, and for one of no bytes."""
+    kinds = case.kinds()
+    usual = case.counts[0]
+    calls = case.calls((*kinds, OUT_OF_PLACE), counts=(*len(kinds) * (usual,), 0))
     explore(calls, **job(case.nodes, seeds=1, resident=1))
 
 

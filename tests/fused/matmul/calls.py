@@ -67,7 +67,10 @@ class Calls:
     given: bool = False
     own: bool = False
     batch_invariant: bool = False
-    context: tuple[tuple[str, Any], ...] = (("max_bytes_per_rank", 1 << 17), ("lamport_bytes", 1 << 16))
+    context: tuple[tuple[str, Any], ...] = (
+        ("max_bytes_per_rank", 1 << 17),
+        ("lamport_bytes", 1 << 16),
+    )
     late: Sequence[int] = ()
 
     def __call__(self, world: tdcoll.testing.World) -> None:
@@ -99,7 +102,9 @@ class Calls:
         for number, call in enumerate(made):
             self.compare(number, rank, n_ranks, call)
 
-    def operands(self, number: int, rank: int, n_ranks: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    def operands(
+        self, number: int, rank: int, n_ranks: int
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Return ``x``, the weight and the scales of a rank."""
         rows = self.rows[number % len(self.rows)]
         if self.name == SCATTER:
@@ -108,7 +113,9 @@ class Calls:
         largest = 1.0 if self.name == GATHER or self.dtype in FP8 else 2.0**5
         scale = (largest, 1 / largest, -largest)[rank % 3]
         x = whole(100 * number + 2 * rank, rows, self.depth).to(self.dtype)
-        weight = (whole(100 * number + 2 * rank + 1, self.columns, self.depth) * scale).to(self.dtype)
+        weight = (whole(100 * number + 2 * rank + 1, self.columns, self.depth) * scale).to(
+            self.dtype
+        )
         scales: dict[str, Any] = {}
         if self.scales:
             counts = (rows, self.columns) if self.scales == "row" else (1, 1)

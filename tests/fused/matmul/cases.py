@@ -49,7 +49,9 @@ class Residual(NamedTuple):
 @jit
 def add_residual(sums, rows, columns, inside, extra):
     """An epilogue: twice the sum plus a residual."""
-    return 2.0 * sums + tl.load(extra.base + rows * extra.stride + columns, mask=inside, other=0.0).to(tl.float32)
+    return 2.0 * sums + tl.load(
+        extra.base + rows * extra.stride + columns, mask=inside, other=0.0
+    ).to(tl.float32)
 
 
 def whole(key: int, *shape: int) -> torch.Tensor:
@@ -102,7 +104,9 @@ class Matmuls:
     patient: bool = True
     looks: bool = False
     ended: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
-    context: dict[str, int] = field(default_factory=lambda: {"max_bytes_per_rank": 1 << 14, "lamport_bytes": 1 << 14})
+    context: dict[str, int] = field(
+        default_factory=lambda: {"max_bytes_per_rank": 1 << 14, "lamport_bytes": 1 << 14}
+    )
 
     def __call__(self, world: tdcoll.testing.World) -> None:
         ended = world.run(lambda pe: self.host(world, pe))
@@ -151,7 +155,9 @@ class Matmuls:
         every = [whole(1000 * number + pe, 9).to(torch.float32) for pe in ctx.topology.pes]
         if kind == "g":
             made = tdcoll.all_gather(every[ctx.rank], ctx=ctx)
-            return lambda: compare(made, torch.cat(every), f"rank {ctx.rank}, call {number} (all-gather)")
+            return lambda: compare(
+                made, torch.cat(every), f"rank {ctx.rank}, call {number} (all-gather)"
+            )
         summed = tdcoll.all_reduce(every[ctx.rank], ctx=ctx)
         return lambda: compare(summed, sum(every), f"rank {ctx.rank}, call {number} (all-reduce)")
 
@@ -206,7 +212,9 @@ class Matmuls:
         """Return the result in fp32, before bias and epilogue."""
         return sum_of([one.part() for one in matrices])
 
-    def launch(self, ctx: Any, operands: Operands, number: int) -> list[tuple[torch.Tensor, Any, str]]:
+    def launch(
+        self, ctx: Any, operands: Operands, number: int
+    ) -> list[tuple[torch.Tensor, Any, str]]:
         """Launch the kernel; return further results, what makes the wanted ones, and their
         names."""
         raise NotImplementedError
@@ -237,12 +245,18 @@ class Matrices:
             self.x_scale = torch.exp2(whole(call + 7 * pe, counts[0]))
             self.weight_scale = torch.exp2(whole(call + 7 * pe + 3, counts[1]))
 
-    def product(self, x: torch.Tensor | None = None, x_scale: torch.Tensor | None = None) -> torch.Tensor:
+    def product(
+        self, x: torch.Tensor | None = None, x_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the product of ``x``, by default this rank's, with this rank's weight, in fp32."""
         weight = self.weight.float()
-        made = (self.x if x is None else x).float() @ (weight if self.case.depth_first else weight.t())
+        made = (self.x if x is None else x).float() @ (
+            weight if self.case.depth_first else weight.t()
+        )
         if self.x_scale is not None and self.weight_scale is not None:
-            made = made * self.weight_scale * (self.x_scale if x_scale is None else x_scale)[:, None]
+            made = (
+                made * self.weight_scale * (self.x_scale if x_scale is None else x_scale)[:, None]
+            )
         return made
 
     def part(self) -> torch.Tensor:
@@ -317,7 +331,9 @@ class Gather(Matmuls):
             scales = torch.cat([torch.broadcast_to(one.x_scale, (rows,)) for one in matrices])
         return matrices[rank].product(x, scales)
 
-    def launch(self, ctx: Any, operands: Operands, number: int) -> list[tuple[torch.Tensor, Any, str]]:
+    def launch(
+        self, ctx: Any, operands: Operands, number: int
+    ) -> list[tuple[torch.Tensor, Any, str]]:
         group, world = ctx.device_group, ctx.world_size
         rows, depth = operands.x.shape
         inbox = Inbox(ctx.inbox.data_ptr(), ctx.capacity, group.deltas, tl.constexpr(2))
@@ -325,7 +341,9 @@ class Gather(Matmuls):
         if self.symmetric:
             nbytes = world * operands.x.nbytes
             room = (nbytes + 4 * world * rows,)  # scales lie behind the matrix
-            buffer = ctx.cached("gathered", lambda: ctx.job.allocate(room, torch.uint8, group=ctx._group))
+            buffer = ctx.cached(
+                "gathered", lambda: ctx.job.allocate(room, torch.uint8, group=ctx._group)
+            )
             inbox = Inbox(buffer.data_ptr(), operands.x.nbytes, group.deltas, tl.constexpr(1))
             gathered = buffer[:nbytes].view(self.dtype).view(world * rows, depth)
         streams = self.copy(ctx, operands, inbox) if self.copied else []
@@ -349,7 +367,9 @@ class Gather(Matmuls):
             stream.join(0)
         if not self.keepers and not self.symmetric:
             return []
-        kept = gathered.clone() if self.symmetric else gathered  # peers write to it in the next call
+        kept = (
+            gathered.clone() if self.symmetric else gathered
+        )  # peers write to it in the next call
         return [(kept, lambda matrices: torch.cat([one.x for one in matrices]), "gathered")]
 
     def copy(self, ctx: Any, operands: Operands, inbox: Inbox) -> list[Any]:
@@ -358,8 +378,10 @@ class Gather(Matmuls):
         group, heap, world = ctx.device_group, ctx.job.heap, ctx.world_size
         stamp = ctx.cached("stamp", lambda: torch.zeros(1, dtype=torch.int64))
         kernels = tdcoll.primitives.copies
-        summed = torch.zeros(1, dtype=torch.int32)  # of kernels that sum copies, of which there is none here
-        kernels.enter[(1,)](group, stamp, summed, WAITED=triton.next_power_of_2(world))
+        summed = torch.zeros(
+            1, dtype=torch.int32
+        )  # of kernels that sum copies, of which there is none here
+        kernels.enter[(1,)](group, stamp, summed, WORLD_POW2=triton.next_power_of_2(world))
         source, nbytes = operands.x, operands.x.nbytes
         streams = []
         for step in range(1, world):
@@ -369,7 +391,9 @@ class Gather(Matmuls):
             stream.fork(0)
             if operands.x_scale is not None:
                 behind = inbox.base + delta + world * nbytes + 4 * source.shape[0] * ctx.rank
-                heap.stream_copy(stream.handle, behind, operands.x_scale.data_ptr(), operands.x_scale.nbytes)
+                heap.stream_copy(
+                    stream.handle, behind, operands.x_scale.data_ptr(), operands.x_scale.nbytes
+                )
             for piece in range(triton.cdiv(nbytes, self.piece)):
                 at = piece * self.piece
                 landing = inbox.base + delta + ctx.rank * nbytes + at
@@ -399,7 +423,9 @@ class Scatter(Matmuls):
     def wanted(self, matrices: list[Matrices], rank: int) -> torch.Tensor:
         return super().wanted(matrices, rank).chunk(len(matrices))[rank]
 
-    def launch(self, ctx: Any, operands: Operands, number: int) -> list[tuple[torch.Tensor, Any, str]]:
+    def launch(
+        self, ctx: Any, operands: Operands, number: int
+    ) -> list[tuple[torch.Tensor, Any, str]]:
         inbox = Inbox(ctx.inbox.data_ptr(), ctx.capacity, ctx.device_group.deltas, tl.constexpr(2))
         blocks, arguments = launches.scatter(
             operands,
@@ -426,7 +452,9 @@ class Reduce(Matmuls):
     two_shot: Sequence[bool] = (False,)
     words: int = 8
 
-    def launch(self, ctx: Any, operands: Operands, number: int) -> list[tuple[torch.Tensor, Any, str]]:
+    def launch(
+        self, ctx: Any, operands: Operands, number: int
+    ) -> list[tuple[torch.Tensor, Any, str]]:
         blocks, arguments = launches.reduce(
             operands,
             self.cut,

@@ -48,7 +48,9 @@ KEEP = "kernels_gather._keep"
 RELAXED = "tdl.st((tl.cast({0}, tl.int64) + {1}).to(tl.pointer_type(tl.int64)), {2}, 'sys')"
 ALIVE = "if alive == 0:\n    return"
 ONE_SLOT = Change("primitives.group.slot", "epoch % 2", "epoch * 0")
-REVERSED = Change(GATHER, "program = tl.program_id(0)", "program = tl.num_programs(0) - 1 - tl.program_id(0)")
+REVERSED = Change(
+    GATHER, "program = tl.program_id(0)", "program = tl.num_programs(0) - 1 - tl.program_id(0)"
+)
 FEW = {"rows": (4,), "blocks": (2,), "calls": "mmmm"}
 
 GATHERS = (
@@ -66,7 +68,9 @@ GATHERS = (
     _mutant(
         "a tile waits for the pieces of another rank",
         Gather(**FEW),
-        Change(ROWS, "row(g, epoch, begin) + origin", "row(g, epoch, begin) + (origin + 1) % g.world"),
+        Change(
+            ROWS, "row(g, epoch, begin) + origin", "row(g, epoch, begin) + (origin + 1) % g.world"
+        ),
         expect=UNSIGNALLED,
     ),
     _mutant(
@@ -101,7 +105,9 @@ GATHERS = (
     _mutant(
         "the scale of a piece's last row is left out",
         Gather(**FEW, dtype=torch.float8_e4m3fn, scales="row", depth=144, cut=DEEP, piece=240),
-        Change(PUSH, "end = tl.cdiv(offset + size, row_bytes)", "end = (offset + size) // row_bytes"),
+        Change(
+            PUSH, "end = tl.cdiv(offset + size, row_bytes)", "end = (offset + size) // row_bytes"
+        ),
     ),
     _mutant(
         "a rank is written to before it has entered",
@@ -149,7 +155,9 @@ WORK = "kernels_scatter._work"
 RELEASE = "kernels_scatter._release"
 SUM = "kernels_scatter._sum"
 DEFERRED = "_release(deferred, epoch)\ndeferred = tl.cast(0, tl.int64)"
-HELD = Change(SCATTER, DEFERRED, f"if distance < g.world:\n    {DEFERRED}".replace("\nd", "\n    d"))
+HELD = Change(
+    SCATTER, DEFERRED, f"if distance < g.world:\n    {DEFERRED}".replace("\nd", "\n    d")
+)
 FIRST = (
     Change(SUM, "other == g.rank", "other == 0"),
     Change(
@@ -195,7 +203,9 @@ SCATTERS = (
         Change(SCATTER, DEFERRED, "pass"),
         expect=UNSIGNALLED,
     ),
-    _mutant("own tiles wait before they release", Scatter(**TILES, lags=(0,)), HELD, expect=UNSIGNALLED),
+    _mutant(
+        "own tiles wait before they release", Scatter(**TILES, lags=(0,)), HELD, expect=UNSIGNALLED
+    ),
     _mutant("the own part comes first", Scatter(**TILES), *FIRST),
     _mutant(
         "own tiles of the rest are in the first group",
@@ -276,7 +286,9 @@ REDUCES = (
         Change(REDUCE, "g.deltas + word // share", "g.deltas + word * 0"),
         expect=LOST,
     ),
-    _mutant("words are not sent", Reduce(**WORDS), dropped(REDUCE, "words.send_to_all"), expect=UNHEARD),
+    _mutant(
+        "words are not sent", Reduce(**WORDS), dropped(REDUCE, "words.send_to_all"), expect=UNHEARD
+    ),
     _mutant(
         "a rank that has given up goes on sending",
         Reduce(**{**WORDS, "calls": "mmmmmmmm"}, patient=False, looks=True, late=(0, 400)),

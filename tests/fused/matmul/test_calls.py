@@ -12,7 +12,15 @@ import torch
 from tiers import seeds, slow_tier
 
 import tdcoll
-from tdcoll.fused.matmul.policy import ALGORITHMS, COMPOSED, GATHER, REDUCE, SCATTER, Cut, MatmulPlan
+from tdcoll.fused.matmul.policy import (
+    ALGORITHMS,
+    COMPOSED,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    Cut,
+    MatmulPlan,
+)
 from tdcoll.testing import World, explore
 
 from .calls import Calls
@@ -62,17 +70,23 @@ def test_forms(name: str, algorithm: str, changes: dict[str, Any]) -> None:
 
 
 @EACH
-@pytest.mark.parametrize(("dtype", "scales"), [(FP8[0], "row"), slow_tier(FP8[1], "tensor"), slow_tier(FP8[1], "row")])
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [(FP8[0], "row"), slow_tier(FP8[1], "tensor"), slow_tier(FP8[1], "row")]
+)
 def test_fp8(name: str, algorithm: str, dtype: torch.dtype, scales: str) -> None:
     context = (("max_bytes_per_rank", 1 << 20), ("lamport_bytes", 1 << 18))
-    made = case(name, algorithm, dtype=dtype, scales=scales, depth=144, context=context, biased=True)
+    made = case(
+        name, algorithm, dtype=dtype, scales=scales, depth=144, context=context, biased=True
+    )
     explore(made, n_pes=2, seeds=1, heap_bytes=1 << 24)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS[GATHER])
 @pytest.mark.parametrize("rows", [(3,), slow_tier((66,))])
 def test_the_gathered_matrix(algorithm: str, rows: tuple[int, ...]) -> None:
-    made = Calls(GATHER, (algorithm,), rows=rows, gathered=True, context=(("max_bytes_per_rank", 1 << 18),))
+    made = Calls(
+        GATHER, (algorithm,), rows=rows, gathered=True, context=(("max_bytes_per_rank", 1 << 18),)
+    )
     explore(made, n_pes=3, seeds=1, heap_bytes=1 << 24)
 
 
@@ -88,7 +102,15 @@ PLANS = [
 
 @pytest.mark.parametrize(("name", "plan"), PLANS)
 def test_many_tiles_and_late_ranks(name: str, plan: MatmulPlan) -> None:
-    made = Calls(name, (plan,), count=3, rows=(9, 4), late=(0, 30), gathered=bool(plan.keepers), batch_invariant=True)
+    made = Calls(
+        name,
+        (plan,),
+        count=3,
+        rows=(9, 4),
+        late=(0, 30),
+        gathered=bool(plan.keepers),
+        batch_invariant=True,
+    )
     explore(made, n_pes=3, seeds=1, heap_bytes=HEAP, stragglers=True)
 
 
@@ -102,7 +124,13 @@ def test_contexts_of_tdcolls_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_emulated_nodes(name: str) -> None:
-    explore(dataclasses.replace(Calls(name), residual=True), n_pes=2, seeds=1, heap_bytes=HEAP, ranks_per_node=1)
+    explore(
+        dataclasses.replace(Calls(name), residual=True),
+        n_pes=2,
+        seeds=1,
+        heap_bytes=HEAP,
+        ranks_per_node=1,
+    )
 
 
 # ---------------------------------------------------------------------- several weights

@@ -67,7 +67,9 @@ def test_few_resident_thread_blocks(kind: str, resident: int) -> None:
 
 
 @ALL
-@pytest.mark.parametrize(("late", "seeds"), [((0, 40), 1), slow_tier((60, 0, 5), 6)], ids=["one late", "in turn"])
+@pytest.mark.parametrize(
+    ("late", "seeds"), [((0, 40), 1), slow_tier((60, 0, 5), 6)], ids=["one late", "in turn"]
+)
 def test_late_ranks_and_stragglers(kind: str, late: tuple[int, ...], seeds: int) -> None:
     case = varied(kind, calls="mmm", late=late)
     explore(case, n_pes=3, seeds=seeds, heap_bytes=HEAP, stragglers=True)
@@ -126,7 +128,9 @@ def test_ragged_sizes(kind: str, rows: int, depth: int, columns: int, cut: Cut) 
         cut = dataclasses.replace(cut, columns=max(16, cut.columns))  # halves of 16 bytes
     if kind == "reduce in two shots":
         rows, columns = max(rows, 2), max(columns, cut.columns)
-    case = varied(kind, calls="mm", rows=(rows, max(1, rows - 2)), depth=depth, columns=columns, cut=cut)
+    case = varied(
+        kind, calls="mm", rows=(rows, max(1, rows - 2)), depth=depth, columns=columns, cut=cut
+    )
     if kind == "gather, symmetric":
         case = dataclasses.replace(case, rows=(rows,))
     explore(case, n_pes=2, seeds=1, heap_bytes=HEAP)
@@ -227,7 +231,9 @@ def test_a_killed_peer_is_named(kind: str) -> None:
     world = World(3, heap_bytes=HEAP)
     world.run(host)
     assert sorted(told) == [0, 2]
-    assert {error.epoch for error in told.values()} == {4 if case in (KINDS["gather, copied"],) else 2}
+    assert {error.epoch for error in told.values()} == {
+        4 if case in (KINDS["gather, copied"],) else 2
+    }
     assert 1 in {error.peer for error in told.values()}
 
 

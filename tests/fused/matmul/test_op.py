@@ -81,7 +81,10 @@ def test_plans(call: MatmulShape, world: int, algorithm: str, blocks: int, pushe
 
 
 def test_batch_invariance_excludes_the_reason_for_cublas() -> None:
-    for call, fused in ((shape(GATHER, 128, 8192, 3584), FUSED), (shape(REDUCE, 8, 4096, 4096), ONE_SHOT)):
+    for call, fused in (
+        (shape(GATHER, 128, 8192, 3584), FUSED),
+        (shape(REDUCE, 8, 4096, 4096), ONE_SHOT),
+    ):
         assert choose(call, facts(2), "auto", True, False)[0].algorithm == fused
         assert choose(call, facts(2), "auto", False, False)[0].algorithm == COMPOSED
 
@@ -91,7 +94,10 @@ def test_batch_invariance_excludes_the_reason_for_cublas() -> None:
     ("where", "message"),
     [
         ({"n_nodes": 2}, "needs one node whose ranks can store"),
-        ({"capacity": 64, "lamport_bytes": 64}, r"needs (max_bytes_per_rank|lamport_bytes)=\d+ or more in the context"),
+        (
+            {"capacity": 64, "lamport_bytes": 64},
+            r"needs (max_bytes_per_rank|lamport_bytes)=\d+ or more in the context",
+        ),
         ({"max_blocks": 40}, "needs all multiprocessors, hence a context without max_blocks"),
         ({"world": 9}, "needs at most 8 ranks"),
     ],
@@ -123,7 +129,9 @@ def test_signals_for_every_tile() -> None:
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 7, 130, 1000, 5000])
-def test_pieces_of_a_gather_have_signals_and_few_touch_a_tile(world: int, itemsize: int, rows: int) -> None:
+def test_pieces_of_a_gather_have_signals_and_few_touch_a_tile(
+    world: int, itemsize: int, rows: int
+) -> None:
     for depth in (16, 4096, 20480):
         call = replace(shape(GATHER, rows * world, depth, 256), itemsize=itemsize)
         plan, _ = choose(call, facts(world, capacity=1 << 30), FUSED, False, False)
@@ -141,24 +149,60 @@ BF16 = torch.zeros(2, 32, dtype=torch.bfloat16)
 E4M3 = torch.float8_e4m3fn
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": [1.0]}, TypeError, "x must be a torch.Tensor"),
-    ({"x": torch.zeros(2, 32, dtype=torch.int32)}, TypeError, "x must be of torch.bfloat16, .*; got torch.int32"),
+    (
+        {"x": torch.zeros(2, 32, dtype=torch.int32)},
+        TypeError,
+        "x must be of torch.bfloat16, .*; got torch.int32",
+    ),
     ({"x": torch.zeros(32, 2).t()}, ValueError, "x must be contiguous"),
     ({"x": torch.zeros(32)}, ValueError, r"x must be \[rows, ..., depth\]"),
-    ({"x": torch.zeros(2, 30)}, ValueError, r"multiple of 4 of torch.float32; got shape \[2, 30\]. Pad"),
+    (
+        {"x": torch.zeros(2, 30)},
+        ValueError,
+        r"multiple of 4 of torch.float32; got shape \[2, 30\]. Pad",
+    ),
     ({"weight": None}, TypeError, "weight must be a torch.Tensor"),
-    ({"weight": BF16}, ValueError, r"weight must be torch.float32 of shape \[columns, 32\]; got torch.bfloat16"),
-    ({"weight": torch.zeros(32, 8)}, ValueError, r"of shape \[columns, 32\]; got torch.float32 of shape \[32, 8\]"),
+    (
+        {"weight": BF16},
+        ValueError,
+        r"weight must be torch.float32 of shape \[columns, 32\]; got torch.bfloat16",
+    ),
+    (
+        {"weight": torch.zeros(32, 8)},
+        ValueError,
+        r"of shape \[columns, 32\]; got torch.float32 of shape \[32, 8\]",
+    ),
     ({"depth_first": True}, ValueError, r"of shape \[32, columns\]; got"),
-    ({"depth_first": True, "weight": torch.zeros(32, 6)}, ValueError, "a multiple of 4 columns with depth_first"),
+    (
+        {"depth_first": True, "weight": torch.zeros(32, 6)},
+        ValueError,
+        "a multiple of 4 columns with depth_first",
+    ),
     ({"depth_first": 1}, TypeError, "depth_first must be a bool, got 1"),
     ({"batch_invariant": None}, TypeError, "batch_invariant must be a bool"),
-    ({"bias": torch.zeros(9)}, ValueError, r"bias must be torch.float32 of shape \[8\]; got torch.float32 of \[9\]"),
+    (
+        {"bias": torch.zeros(9)},
+        ValueError,
+        r"bias must be torch.float32 of shape \[8\]; got torch.float32 of \[9\]",
+    ),
     ({"bias": torch.zeros(8).bfloat16()}, ValueError, "bias must be torch.float32"),
     ({"out": torch.zeros(3, 8)}, ValueError, r"out must be torch.float32 of shape \[2, 8\]"),
     ({"x": X, "weight": X, "out": X[:, :2]}, ValueError, "out must be contiguous"),
-    ({"x": torch.zeros(2, 4), "weight": torch.zeros(4, 4), "out": "x"}, ValueError, "out must not overlap x"),
-    ({"x_scale": torch.ones(1)}, ValueError, "x_scale is for operands of fp8, which need it; got x of torch.float32"),
-    ({"x": X.to(E4M3), "weight": torch.zeros(8, 32).to(E4M3)}, ValueError, "x_scale is for operands of fp8"),
+    (
+        {"x": torch.zeros(2, 4), "weight": torch.zeros(4, 4), "out": "x"},
+        ValueError,
+        "out must not overlap x",
+    ),
+    (
+        {"x_scale": torch.ones(1)},
+        ValueError,
+        "x_scale is for operands of fp8, which need it; got x of torch.float32",
+    ),
+    (
+        {"x": X.to(E4M3), "weight": torch.zeros(8, 32).to(E4M3)},
+        ValueError,
+        "x_scale is for operands of fp8",
+    ),
     (
         {
             "x": X.to(E4M3),
@@ -172,8 +216,16 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"out_dtype": torch.float64}, ValueError, "out_dtype must be None, torch.bfloat16"),
     ({"epilogue": abs}, TypeError, "epilogue must be a function of triton.jit or None"),
     ({"extra": Residual(X, 8)}, TypeError, "extra must be a NamedTuple for an epilogue"),
-    ({"epilogue": add_residual, "extra": (X, 8)}, TypeError, "extra must be a NamedTuple for an epilogue"),
-    ({"x": X.clone().requires_grad_()}, ValueError, r"x must not require grad, .* torch.ops.tdcoll"),
+    (
+        {"epilogue": add_residual, "extra": (X, 8)},
+        TypeError,
+        "extra must be a NamedTuple for an epilogue",
+    ),
+    (
+        {"x": X.clone().requires_grad_()},
+        ValueError,
+        r"x must not require grad, .* torch.ops.tdcoll",
+    ),
     ({"algorithm": 3}, TypeError, "algorithm must be a str, got 3"),
     ({"algorithm": "ring"}, ValueError, "algorithm must be one of auto, "),
     ({"ctx": 3}, TypeError, "ctx must be a tdcoll.CollectiveContext"),
@@ -183,7 +235,9 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @EACH
 @pytest.mark.parametrize(("change", "kind", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_wrong_arguments(name: str, change: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_wrong_arguments(
+    name: str, change: dict[str, Any], kind: type[Exception], message: str
+) -> None:
     call = getattr(tdcoll.fused, name)
 
     def host(pe: int) -> None:
@@ -203,7 +257,9 @@ def test_wrong_arguments(name: str, change: dict[str, Any], kind: type[Exception
 
 def test_rows_that_cannot_be_scattered() -> None:
     def host(pe: int) -> None:
-        with pytest.raises(ValueError, match=r"divisible by the 3 rank\(s\); got shape \[4, 32\]. Pad it by 2"):
+        with pytest.raises(
+            ValueError, match=r"divisible by the 3 rank\(s\); got shape \[4, 32\]. Pad it by 2"
+        ):
             tdcoll.fused.matmul_reduce_scatter(torch.zeros(4, 32), torch.zeros(8, 32))
 
     run(host, 3)
@@ -292,15 +348,25 @@ def test_an_explanation_is_what_the_call_logs(
                     continue
                 getattr(tdcoll.fused, name)(x, weight, algorithm=algorithm, **where)
                 assert pe or said.line in lines
-                ctx = where.get("ctx") or runtime.current().contexts[name, tuple(range(world))].context
-                assert tdcoll.explain(name, (rows, 16), weight=(24, 16), algorithm=algorithm, ctx=ctx).line == said.line
+                ctx = (
+                    where.get("ctx")
+                    or runtime.current().contexts[name, tuple(range(world))].context
+                )
+                assert (
+                    tdcoll.explain(
+                        name, (rows, 16), weight=(24, 16), algorithm=algorithm, ctx=ctx
+                    ).line
+                    == said.line
+                )
 
     run(host, world, ranks_per_node=ranks_per_node)
 
 
 def test_an_explanation_needs_a_weight() -> None:
     def host(pe: int) -> None:
-        with pytest.raises(TypeError, match="weight must be a tensor or a shape to explain all_gather_matmul"):
+        with pytest.raises(
+            TypeError, match="weight must be a tensor or a shape to explain all_gather_matmul"
+        ):
             tdcoll.explain(GATHER, X)
 
     run(host)
@@ -344,7 +410,8 @@ def test_tensors_at_odd_addresses(name: str) -> None:
             for shift in (0, 1, 0, 3):
                 rooms = [torch.zeros(count + shift)[shift:] for count in (64, 8 * 32, 16, 16)]
                 x, weight, out, residual = (
-                    room.view(size) for room, size in zip(rooms, ((2, 32), (8, 32), (2, 8), (2, 8)), strict=True)
+                    room.view(size)
+                    for room, size in zip(rooms, ((2, 32), (8, 32), (2, 8), (2, 8)), strict=True)
                 )
                 x.fill_(1)
                 weight.fill_(2)

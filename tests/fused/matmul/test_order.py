@@ -89,7 +89,9 @@ def test_every_tile_is_computed_once_and_waits_for_no_later_thread_block(count: 
     World(1).run(host)
 
 
-@pytest.mark.parametrize(("rows", "columns", "group"), [(1, 1, 8), (5, 3, 2), (7, 4, 8), (4, 9, 1), (16, 2, 4)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "group"), [(1, 1, 8), (5, 3, 2), (7, 4, 8), (4, 9, 1), (16, 2, 4)]
+)
 def test_every_place_has_a_tile(rows: int, columns: int, group: int) -> None:
     """Tiles that follow each other share rows of at most ``group`` tiles."""
 

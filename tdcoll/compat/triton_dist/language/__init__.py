@@ -13,7 +13,8 @@ from tdcoll.language import SIGNAL_SET as _SET
 __all__ = ["consume_token", "notify", "num_ranks", "rank", "symm_at", "wait"]
 
 # Defaults: triton 3.6 makes no compile-time value of a text.
-_DEFAULT_OP, _DEFAULT_SCOPE = tl.constexpr("set"), tl.constexpr("inter_node")
+_DEFAULT_OP = tl.constexpr("set")
+_DEFAULT_SCOPE = tl.constexpr("inter_node")
 
 
 @triton.jit
@@ -85,9 +86,10 @@ mov.u32 $0, 0;
 def wait(barrierPtrs, numBarriers, scope: tl.constexpr, semantic: tl.constexpr, waitValue=1):
     """Return a token, once each of ``numBarriers`` words from ``barrierPtrs`` on is ``waitValue``.
 
-    The words have 32 or 64 bits, and are of this rank or, through ``symm_at``, of a peer. The lanes of each warp wait,
-    and the warp goes on together. Loads that follow in the program stay behind the wait, because stock Triton does not
-    pipeline a loop that has one. It has no deadline on a GPU; on the simulator it has the job's.
+    The words have 32 or 64 bits, and are of this rank or, through ``symm_at``, of a peer. The lanes
+    of each warp wait, and the warp goes on together. Loads that follow in the program stay behind
+    the wait, because stock Triton does not pipeline a loop that has one. It has no deadline on a
+    GPU; on the simulator it has the job's.
     """
     _until_equal(barrierPtrs, numBarriers, waitValue, scope, semantic)
     return tl.cast(0, tl.int32)
@@ -95,24 +97,34 @@ def wait(barrierPtrs, numBarriers, scope: tl.constexpr, semantic: tl.constexpr, 
 
 @triton.jit
 def consume_token(value, token):
-    """Return ``value`` unchanged: loads through it are already behind the :func:`wait` that gave ``token``."""
+    """Return ``value`` unchanged: loads through it are already behind the :func:`wait` that gave
+    ``token``."""
     return value
 
 
 @triton.jit
-def notify(ptr, rank, signal=1, sig_op: tl.constexpr = _DEFAULT_OP, comm_scope: tl.constexpr = _DEFAULT_SCOPE):
+def notify(
+    ptr,
+    rank,
+    signal=1,
+    sig_op: tl.constexpr = _DEFAULT_OP,
+    comm_scope: tl.constexpr = _DEFAULT_SCOPE,
+):
     """Set a 64-bit signal of ``rank``, or add to it, after the earlier stores of this thread.
 
-    It has no barrier of the block before it, as in Triton-distributed: if you need one, call ``__syncthreads()``.
+    It has no barrier of the block before it, as in Triton-distributed: if you need one, call
+    ``__syncthreads()``.
 
-    ``comm_scope``: ``gpu``, this rank's own signal, for its other programs; ``intra_node``, by a store to the peer's
-    memory; ``inter_node``, by NVSHMEM after its fence, which reaches every rank.
+    ``comm_scope``: ``gpu``, this rank's own signal, for its other programs; ``intra_node``, by a
+    store to the peer's memory; ``inter_node``, by NVSHMEM after its fence, which reaches every
+    rank.
     """
     if sig_op != "set":
         tl.static_assert(sig_op == "add", "sig_op must be 'set' or 'add'")
     if comm_scope == "inter_node":
         if tdl.tid(0) == 0:
-            tdl.fence()  # NVSHMEM's signal orders nothing before it, not even stores to a peer's memory
+            # NVSHMEM's signal orders nothing before it, not even stores to a peer's memory
+            tdl.fence()
             if sig_op == "set":
                 tdl.signal_op(ptr, signal, _SET, rank)
             else:
@@ -125,7 +137,9 @@ def notify(ptr, rank, signal=1, sig_op: tl.constexpr = _DEFAULT_OP, comm_scope: 
             else:
                 tdl.atom_add(theirs, signal, "sys", "release")
     else:
-        tl.static_assert(comm_scope == "gpu", "comm_scope must be 'gpu', 'intra_node' or 'inter_node'")
+        tl.static_assert(
+            comm_scope == "gpu", "comm_scope must be 'gpu', 'intra_node' or 'inter_node'"
+        )
         if tdl.tid(0) == 0:
             if sig_op == "set":
                 tdl.st_release(ptr, signal, "gpu")

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``triton_dist.kernels.common_ops`` and ``.nvidia.common_ops``: barriers of a node, words on streams.
+"""``triton_dist.kernels.common_ops`` and ``.nvidia.common_ops``: barriers of a node, words on
+streams.
 
 The barrier of a node, by tokens: ``flags[r]`` on rank p is where rank r leaves a token for p::
 
     rank r  --0 becomes 1-->  flags[r] on every rank p of the node, r itself included
     rank r  <--1 becomes 0--  its own flags[p], for every p
 
-When a rank has taken the tokens of all, all have come. A second barrier may follow at once, because a rank that leaves
-a token first waits until the last one was taken, which needs only ranks that have left this barrier or are in it.
+When a rank has taken the tokens of all, all have come. A second barrier may follow at once, because
+a rank that leaves a token first waits until the last one was taken, which needs only ranks that
+have left this barrier or are in it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 
-__all__ = ["BarrierAllContext", "barrier_all_intra_node_atomic_cas_block", "barrier_all_on_stream", "set_signal"]
+__all__ = [
+    "BarrierAllContext",
+    "barrier_all_intra_node_atomic_cas_block",
+    "barrier_all_on_stream",
+    "set_signal",
+]
 __all__ += ["wait_eq"]
 
 
@@ -44,7 +51,8 @@ def barrier_all_intra_node_atomic_cas_block(local_rank, rank, local_world_size, 
 
 
 class BarrierAllContext:
-    """Selects the barrier of :func:`barrier_all_on_stream`. Here it is that of all ranks, which needs no memory."""
+    """Selects the barrier of :func:`barrier_all_on_stream`. Here it is that of all ranks, which
+    needs no memory."""
 
     def __init__(self, is_intra_node: bool) -> None:
         self.is_intra_node = is_intra_node
@@ -53,7 +61,9 @@ class BarrierAllContext:
         """Do nothing."""
 
 
-def barrier_all_on_stream(ctx: BarrierAllContext | None, stream: torch.cuda.Stream | None = None) -> None:
+def barrier_all_on_stream(
+    ctx: BarrierAllContext | None, stream: torch.cuda.Stream | None = None
+) -> None:
     """Let a stream, by default the current one, wait for all ranks, those of other nodes too."""
     tdcoll.barrier_on_stream(stream)
 
@@ -62,7 +72,8 @@ def barrier_all_on_stream(ctx: BarrierAllContext | None, stream: torch.cuda.Stre
 
 
 def _word(signal: torch.Tensor | int, require_i64: bool) -> tuple[int, int]:
-    """Return the address and the bits of a signal. Older programs give the address instead of the tensor."""
+    """Return the address and the bits of a signal. Older programs give the address instead of the
+    tensor."""
     if isinstance(signal, torch.Tensor):
         if signal.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"signal_tensor must be of int32 or int64, got {signal.dtype}")
@@ -74,14 +85,20 @@ def _handle(stream: Any) -> int:
     return int((stream or torch.cuda.current_stream()).cuda_stream)
 
 
-def wait_eq(signal_tensor: torch.Tensor | int, signal: int, stream: Any = None, require_i64: bool = False) -> None:
-    """Let a stream wait until a word is ``signal``. ``require_i64`` is for addresses, because they have no type."""
+def wait_eq(
+    signal_tensor: torch.Tensor | int, signal: int, stream: Any = None, require_i64: bool = False
+) -> None:
+    """Let a stream wait until a word is ``signal``. ``require_i64`` is for addresses, because they
+    have no type."""
     address, bits = _word(signal_tensor, require_i64)
     job = runtime.current()
     job.heap.stream_wait(_handle(stream), address, bits, False, signal, job.timeout_s)
 
 
-def set_signal(signal_tensor: torch.Tensor | int, signal: int, stream: Any = None, require_i64: bool = False) -> None:
-    """Let a stream write ``signal`` to a word. ``require_i64`` is for addresses, because they have no type."""
+def set_signal(
+    signal_tensor: torch.Tensor | int, signal: int, stream: Any = None, require_i64: bool = False
+) -> None:
+    """Let a stream write ``signal`` to a word. ``require_i64`` is for addresses, because they have
+    no type."""
     address, bits = _word(signal_tensor, require_i64)
     runtime.current().heap.stream_write(_handle(stream), address, bits, signal)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``triton_dist.kernels.nvidia.reduce_scatter``: rows that a matmul produces, summed over all ranks, on streams."""
+"""``triton_dist.kernels.nvidia.reduce_scatter``: rows that a matmul produces, summed over all
+ranks, on streams."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import tdcoll
 from tdcoll.compat.triton_dist.kernels.nvidia.common_ops import wait_eq
 from tdcoll.compat.triton_dist.utils import NVSHMEM_SIGNAL_DTYPE
 
-__all__ = ["ReduceScatter2DContext", "create_reduce_scater_2d_ctx", "reduce_scatter_2d_op", "ring_reduce"]
+__all__ = [
+    "ReduceScatter2DContext",
+    "create_reduce_scater_2d_ctx",
+    "reduce_scatter_2d_op",
+    "ring_reduce",
+]
 
 
 def ring_reduce(
@@ -20,8 +26,8 @@ def ring_reduce(
 ) -> torch.Tensor:
     """``[num_splits * m, n] -> [m, n]``: the sum of the splits, by PyTorch on the current stream.
 
-    It is made in fp32 and rounded once. (Triton-distributed's begins with split ``begin_idx + 1``, in the type of the
-    input, and takes ``num_sms`` thread blocks.)
+    It is made in fp32 and rounded once. (Triton-distributed's begins with split ``begin_idx + 1``,
+    in the type of the input, and takes ``num_sms`` thread blocks.)
     """
     return output.copy_(input.view(num_splits, *output.shape).sum(0, dtype=torch.float32))
 
@@ -31,8 +37,10 @@ class ReduceScatter2DContext:
     """Signals and a context for reduce-scatters of up to ``[max_M, N]``. Collective to make.
 
     Attributes:
-        scatter_signal_buf: int64 ``[world_size]``: set to 1 by the producer when the part for a rank is there.
-        num_rs_sms: how many thread blocks run beside the matmul: none, because the sum begins when the input is there.
+        scatter_signal_buf: int64 ``[world_size]``: set to 1 by the producer when the part for a
+            rank is there.
+        num_rs_sms: how many thread blocks run beside the matmul: none, because the sum begins when
+            the input is there.
     """
 
     max_M: int
@@ -67,7 +75,8 @@ def reduce_scatter_2d_op(
 ) -> torch.Tensor:
     """``[M, N] -> [M / world_size, N]``: this rank's rows of the sum over all ranks. Collective.
 
-    :func:`tdcoll.reduce_scatter` on the current stream, when all signals in ``ctx.scatter_signal_buf`` are 1.
+    :func:`tdcoll.reduce_scatter` on the current stream, when all signals in
+    ``ctx.scatter_signal_buf`` are 1.
 
     Raises:
         ValueError: the input is not of the context's dtype and width, or too long.

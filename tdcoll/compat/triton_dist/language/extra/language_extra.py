@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``triton_dist.language.extra.language_extra``: threads, and loads and stores with an order, by the thread.
+"""``triton_dist.language.extra.language_extra``: threads, and loads and stores with an order, by
+the thread.
 
 Loads, stores and atomics take pointers to anything of 32 or 64 bits.
 """
@@ -16,7 +17,8 @@ from tdcoll.language import syncthreads as __syncthreads
 __all__ = ["__syncthreads", "atomic_add", "atomic_cas", "ld", "ld_acquire", "ntid", "st", "tid"]
 
 # Defaults: triton 3.6 makes no compile-time value of a text.
-_GPU, _RELAXED = tl.constexpr("gpu"), tl.constexpr("relaxed")
+_GPU = tl.constexpr("gpu")
+_RELAXED = tl.constexpr("relaxed")
 
 
 @triton.jit
@@ -45,7 +47,8 @@ def ld_acquire(ptr, scope: tl.constexpr = _GPU):
 
 @triton.jit
 def st(ptr, val, scope: tl.constexpr = _GPU, semantic: tl.constexpr = _RELAXED):
-    """Store ``val`` at ``ptr``, in the order ``semantic`` (relaxed, release) at ``scope`` (gpu, sys)."""
+    """Store ``val`` at ``ptr``, in the order ``semantic`` (relaxed, release) at ``scope`` (gpu,
+    sys)."""
     word = _word(ptr)
     value = tl.cast(val, ptr.dtype.element_ty).to(word.dtype.element_ty, bitcast=True)
     tdl.st(word, value, scope, semantic)
@@ -59,5 +62,6 @@ def atomic_add(ptr, value, scope: tl.constexpr = _GPU, semantic: tl.constexpr = 
 
 @triton.jit
 def atomic_cas(ptr, value, target_value, scope: tl.constexpr, semantic: tl.constexpr):
-    """Write ``target_value`` to ``ptr`` if ``value`` is there, once for each calling thread; return the old value."""
+    """Write ``target_value`` to ``ptr`` if ``value`` is there, once for each calling thread; return
+    the old value."""
     return tdl.atom_cas(ptr, value, target_value, scope, semantic)
