@@ -409,9 +409,9 @@ def wait_signals(
     index: _Number = 0,
     stride: _Number = 1,
 ) -> tl.tensor:
-    """Waits as `wait_signal` does, for `signals[i * stride]` of all i in `[0, count)` except `skip` (-1: none), all at
-    once. `BLOCK` is a power of two of at least `count`. For a missing signal i, `index` + i is reported as its index,
-    and `peer` as the peer, or i if that is -1."""
+    """Waits as `wait_signal` does, for `signals[i * stride]` of all i in `[0, count)` except `skip`
+    (-1: none), all at once. `BLOCK` is a power of two of at least `count`. For a missing signal i,
+    `index` + i is reported as its index, and `peer` as the peer, or i if that is -1."""
 
 def wait_word(
     word: _Pointer,
@@ -492,9 +492,10 @@ def store_words(
     whole, and nothing orders one after another."""
 
 def wait_descriptor_stores() -> None:
-    """Waits until the block's earlier stores through tensor descriptors are complete. They are asynchronous: neither
-    `syncthreads()` nor a release orders them before that. Triton itself only waits until their source may be reused.
-    Put `syncthreads()`, and a release, between this and telling anybody."""
+    """Waits until the block's earlier stores through tensor descriptors are complete. They are
+    asynchronous: neither `syncthreads()` nor a release orders them before that. Triton itself only
+    waits until their source may be reused. Put `syncthreads()`, and a release, between this and
+    telling anybody."""
 
 def block_and(flag: _Number) -> tl.tensor:
     """Barrier of the block's threads; 1 in all of them if `flag` is not 0 in all of them, else 0.

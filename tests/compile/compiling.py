@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import ptx_divergence
 import ptx_order
 import torch
 import triton
@@ -166,7 +167,7 @@ def compile_for(
     ptx = compiled.asm["ptx"]
     if _assembles:
         _REPORTS[ptx] = told.getvalue()
-    problems = [*ptx_order.problems(ptx), *ptx_order.divergence(ptx)]
+    problems = [*ptx_order.problems(ptx), *ptx_divergence.divergence(ptx)]
     seen = {"problems": problems, "of_this_gpu": ptx_order.of_this_gpu(ptx), **ptx_order.count(ptx)}
     seen["arithmetic"] = arithmetic(ptx)
     early = {"launched_early": compiled.metadata.launch_pdl, "waits_first": ptx_order.early(ptx)}

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ptx_divergence
 import ptx_order
 import pytest
 from tiers import slow_tier
@@ -491,7 +492,7 @@ ALLOWED = {
     # The compiler has copied the wait between two ifs into both branches. Each thread passes one
     # copy of its barrier, which needn't be the same one for all, since it isn't `.aligned` (PTX
     # ISA, barrier).
-    "values": {ptx_order.DIVERGENT},
+    "values": {ptx_divergence.DIVERGENT},
     "count_by_threads": {ptx_order.NARROW},  # words of this GPU
     "rounds": {ptx_order.NARROW},
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ptx_divergence
 import ptx_order
 import pytest
 
@@ -182,7 +183,7 @@ def test_barriers_that_some_threads_do_not_reach_are_seen(
     lines: tuple[str, ...], seen: bool
 ) -> None:
     text = kernel(*"\n".join(lines).splitlines())
-    assert ptx_order.divergence(text) == ([ptx_order.DIVERGENT] if seen else [])
+    assert ptx_divergence.divergence(text) == ([ptx_divergence.DIVERGENT] if seen else [])
 
 
 # ---------------------------------------------------------------------- NVSHMEM's asynchronous copies
@@ -262,8 +263,8 @@ def test_other_copies_are_reported(version: str, lines: tuple[str, ...]) -> None
 
 def test_barriers_around_copies_that_are_not_reached() -> None:
     lines = (*OFF[:3], THREAD, *(line.replace("_1", "_9") for line in INSIDE), COPY, *OFF[4:])
-    assert ptx_order.divergence(NVSHMEM_3_7 + kernel(*lines)) == []
-    assert ptx_order.divergence(NVSHMEM_3_9 + kernel(*lines)) == [ptx_order.DIVERGENT]
+    assert ptx_divergence.divergence(NVSHMEM_3_7 + kernel(*lines)) == []
+    assert ptx_divergence.divergence(NVSHMEM_3_9 + kernel(*lines)) == [ptx_divergence.DIVERGENT]
 
 
 @pytest.mark.parametrize(
