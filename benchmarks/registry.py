@@ -26,6 +26,10 @@ _OTHERS = {
         "benchmarks.all_reduce_rms_norm:NormBenchmark",
         "all-reduce + residual + RMSNorm, fused and not",
     ),
+    "matmul": BenchmarkEntry(
+        "benchmarks.matmul:MatmulBenchmark",
+        "matmuls that communicate, the matmul alone, and both in a row",
+    ),
     "sparse_all_reduce": BenchmarkEntry(
         "benchmarks.sparse_all_reduce:SparseBenchmark",
         "the sum of row-sparse tensors against what NCCL can do",

@@ -16,9 +16,10 @@ sys.path.insert(0, str(ROOT))
 import tdcoll  # noqa: E402
 from tdcoll import fused, ops  # noqa: E402
 
-fused.all_reduce_rms_norm = fused.all_reduce_rms_norm  # autodoc finds no name that was never used
-# of a custom operator, as of a device function:
-ops.all_reduce_rms_norm = ops.all_reduce_rms_norm._init_fn
+for _name in fused.__all__:
+    setattr(fused, _name, getattr(fused, _name))  # autodoc finds no name that was never used
+for _name in ops.__all__:  # of a custom operator, as of a device function:
+    setattr(ops, _name, getattr(getattr(ops, _name), "_init_fn", getattr(ops, _name)))
 for _name, _value in [(name, getattr(tdcoll, name)) for name in tdcoll.__all__]:
     if hasattr(_value, "fn"):  # autodoc shows the Python function inside
         setattr(tdcoll, _name, _value.fn)

@@ -22,7 +22,7 @@ _TOPICS = {
     "Waits with a deadline": "wait_signal wait_signals wait_word wait_token consume_token test_signal",
     "Order and barriers": "fence quiet syncthreads block_and grid_barrier barrier_all sync_all signal_wait_until",
     "Atomics": "atomic_add atomic_fetch_add atomic_swap atomic_compare_swap atomic_fetch atomic_set atom_add atom_cas",
-    "Loads, stores and copies": "ld ld_acquire st st_release copy_block tid ntid",
+    "Loads, stores and copies": "ld ld_acquire st st_release wait_descriptor_stores copy_block tid ntid",
     "LL and Lamport words": "store_flagged wait_flagged store_words load_words wait_words wait_words_of_all",
 }
 """The functions by topic, without the forms that end with _nbi, _warp and _block of functions that

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 MODULES = [
+    "tdcoll.primitives.epilogue",
     "tdcoll.primitives.group",
     "tdcoll.primitives.stores",
     "tdcoll.primitives.puts",
@@ -62,6 +63,10 @@ MODULES = [
     "tdcoll.collectives.all_reduce.kernels_nodes",
     "tdcoll.fused.kernels_rows",
     "tdcoll.fused.kernels",
+    "tdcoll.fused.matmul.product",
+    "tdcoll.fused.matmul.kernels_gather",
+    "tdcoll.fused.matmul.kernels_scatter",
+    "tdcoll.fused.matmul.kernels_all_reduce",
     "tdcoll.collectives.index_match.kernels",
     "tdcoll.collectives.sparse_all_reduce.kernels_tables",
     "tdcoll.collectives.sparse_all_reduce.kernels_lists",

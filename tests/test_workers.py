@@ -35,8 +35,11 @@ NODES = ("--emulate-nodes", "2")
     ],
 )
 def test_checks(launch: Launch, names: str, ranks: int, nodes: tuple[str, ...]) -> None:
+    heap = {"NVSHMEM_SYMMETRIC_SIZE": "256M"}  # for the contexts of many operators
     found = verdicts(
-        launch("--simulate", "--nproc", str(ranks), *nodes, *program_of(names), timeout=240)
+        launch(
+            "--simulate", "--nproc", str(ranks), *nodes, *program_of(names), timeout=240, env=heap
+        )
     )
     assert list(found) == checks_of(names)
     skipped = {name for name, verdict in found.items() if "skipped" in verdict}

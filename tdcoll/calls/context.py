@@ -36,7 +36,7 @@ from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.call_log import CallLog
 from tdcoll.base.errors import HeapExhaustedError
-from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS
+from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, MOST_CHUNKS
 from tdcoll.calls.budget import StreamOrder, least_blocks
 from tdcoll.calls.checks import CallChecks, Debug, compare, exchangeable
 from tdcoll.calls.monitor import WaitMonitor
@@ -95,7 +95,7 @@ class CollectiveContext(CallChecks):
             call takes several epochs. Takes ``2 * world_size * max_bytes_per_rank`` bytes of the
             symmetric heap. Default: 16 MiB, but with two slots for all ranks no more than an eighth
             of the heap: 12 MiB of 384 with 2 ranks, 3 with 8.
-        chunks: the most chunks that one rank's data is cut into, at least 2. Each takes 16 bytes of
+        chunks: the most chunks that one rank's data is cut into, 2 to 4096. Each takes 16 bytes of
             symmetric heap per rank of the group. A large message is copied out while it arrives,
             the better the more chunks it has.
         flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes
@@ -150,7 +150,7 @@ class CollectiveContext(CallChecks):
             "flagged_bytes": flagged_bytes,
             "lamport_bytes": lamport_bytes,
         }
-        arguments.whole("chunks", chunks, 2, MAX_CHUNKS)
+        arguments.whole("chunks", chunks, 2, MOST_CHUNKS)
         for name, nbytes in self._given_sizes.items():
             if nbytes is not None:
                 arguments.whole(name, nbytes, 0)

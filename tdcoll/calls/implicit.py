@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,7 +53,7 @@ class ImplicitContext:
         operation: The name of the calls in messages.
         limit: The most bytes per rank of a context. None: the heap is the limit.
         timeout_s: Deadline of waits, seconds. None: the job's.
-        lamport_bytes: As for :class:`~tdcoll.CollectiveContext`.
+        lamport_bytes, chunks: As for :class:`~tdcoll.CollectiveContext`.
         budget: Thread blocks and order of launches, which other contexts may share; its owner gives
             the thread blocks back. None: no limit, and launches must not be in flight beside those
             of other contexts.
@@ -76,6 +76,7 @@ class ImplicitContext:
         lamport_bytes: int | None = 0,
         budget: Budget | None = None,
         debug: Debug | None = None,
+        chunks: int = MAX_CHUNKS,
     ) -> None:
         self.limit = limit
         self.outgrown = False
@@ -89,6 +90,7 @@ class ImplicitContext:
         self._budget = budget
         self._budget_is_spent = False
         self._debug = debug
+        self._chunks = chunks
         self._call: dict[str, Any] = {}
         self._in_graphs: list[CollectiveContext] = []
 
@@ -186,6 +188,7 @@ class ImplicitContext:
             made = CollectiveContext(
                 self._ranks,
                 max_bytes_per_rank=size,
+                chunks=self._chunks,
                 lamport_bytes=self._lamport_bytes,
                 max_blocks=None if budget is None else budget.blocks,
                 timeout_s=self._timeout_s,
@@ -227,12 +230,25 @@ class ImplicitContext:
         self.context = None
 
 
+class ContextSize(NamedTuple):
+    """The size of a context whose calls aren't those of a collective.
+
+    Attributes:
+        inbox_bytes: The ``max_bytes_per_rank`` that the call needs.
+        chunks: As for :class:`~tdcoll.CollectiveContext`.
+    """
+
+    inbox_bytes: int
+    chunks: int
+
+
 def implicit_context(
     spec: Collective,
     tensor: torch.Tensor,
     group: runtime.Group,
     operation: str,
     call: Mapping[str, Any] | None = None,
+    size: ContextSize | None = None,
 ) -> CollectiveContext:
     """Return tdcoll's own context of a group for calls of a collective with such a tensor.
 
@@ -242,6 +258,7 @@ def implicit_context(
         operation: The name of the calls. Each name has a context of its own.
         call: More arguments that must be the same on all ranks; compared when the context is made
             or grows.
+        size: Of the context. None: as the collective needs it for the tensor.
 
     Raises:
         NotInitializedError: Before ``tdcoll.initialize()``.
@@ -252,10 +269,13 @@ def implicit_context(
     ranks = job.ranks_of(group)
     own: ImplicitContext | None = job.contexts.get((operation, ranks))
     if own is None:
-        own = ImplicitContext(job, ranks, operation, lamport_bytes=spec.lamport_bytes)
+        chunks = MAX_CHUNKS if size is None else size.chunks
+        own = ImplicitContext(
+            job, ranks, operation, lamport_bytes=spec.lamport_bytes, chunks=chunks
+        )
         job.contexts[operation, ranks] = own
     segment = spec.segment_bytes(strided_bytes(tensor), len(ranks))
-    nbytes = spec.inbox(segment, len(ranks), job.heap.nbytes)
+    nbytes = spec.inbox(segment, len(ranks), job.heap.nbytes) if size is None else size.inbox_bytes
     if not own.holds(nbytes):
         facts = {"bytes": strided_bytes(tensor), "dtype": getattr(tensor, "dtype", None)}
         own.prepare(nbytes, {**facts, **(call or {})})
@@ -286,13 +306,18 @@ class PlannedContext:
 
 
 def planned_context(
-    spec: Collective, segment: int, group: runtime.Group, operation: str
+    spec: Collective,
+    segment: int,
+    group: runtime.Group,
+    operation: str,
+    size: ContextSize | None = None,
 ) -> CollectiveContext | PlannedContext:
     """Return the context of :func:`implicit_context` for segments of so many bytes, or its plan.
     Local."""
     job = runtime.current()
     ranks = job.ranks_of(group)
-    nbytes = spec.inbox(segment, len(ranks), job.heap.nbytes)
+    nbytes = spec.inbox(segment, len(ranks), job.heap.nbytes) if size is None else size.inbox_bytes
+    chunks = MAX_CHUNKS if size is None else size.chunks
     own: ImplicitContext | None = job.contexts.get((operation, ranks))
     if own is not None and own.holds(nbytes):
         assert own.context is not None
@@ -300,11 +325,13 @@ def planned_context(
     topology = job.topology(ranks)
     old = None if own is None else own.context
     stores = all(job.heap.peer_base(topology.pes[rank]) for rank in topology.members[topology.node])
-    sizes = sizes_for(spec, nbytes, topology, job.heap.nbytes, job.arena.info.free, old, stores)
+    sizes = sizes_for(
+        spec, nbytes, topology, job.heap.nbytes, job.arena.info.free, old, stores, chunks
+    )
     architectures = given.architectures(job.device)
     table = given.read(None).of(architectures, topology.ranks_per_node, topology.n_nodes)
     return PlannedContext(
-        job, topology, sizes.capacity, sizes.ll_bytes, sizes.lamport_bytes, stores, table
+        job, topology, sizes.capacity, sizes.ll_bytes, sizes.lamport_bytes, stores, table, chunks
     )
 
 
@@ -316,6 +343,7 @@ def sizes_for(
     free: int,
     old: CollectiveContext | None = None,
     stores: bool = True,
+    chunks: int = MAX_CHUNKS,
 ) -> ContextSizes:
     """Return the sizes of the context that :func:`implicit_context` makes for ``nbytes`` per rank.
 
@@ -332,6 +360,7 @@ def sizes_for(
             stores=stores,
             free=free,
             max_bytes_per_rank=size,
+            chunks=chunks,
             lamport_bytes=spec.lamport_bytes,
         )
         if sizes.heap_bytes <= free:

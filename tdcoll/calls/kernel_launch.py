@@ -273,9 +273,11 @@ class KernelLaunch:
         blocks: The grid.
         arguments: All parameters that don't change, by name, constants included: tensors,
             addresses, numbers, and tuples of these.
-        changing: The names of the parameters that each launch brings: addresses or whole numbers;
-            ``tuple.field`` for one of a tuple. Neighbours, in their order, are brought fastest.
+        changing: The names of the parameters that each launch brings: addresses or whole numbers, or
+            tensors where ``arguments`` has one; ``tuple.field`` for one of a tuple. Neighbours, in
+            their order, are brought fastest.
         num_warps: Warps of each thread block.
+        num_stages: Stages of the kernel's pipelined loops. None: Triton's default.
         early: Whether the launch may begin before the one ahead has ended, if the kernel waits for
             that.
         maxnreg: The most registers of a thread. None: ptxas decides, and may spill a little.
@@ -293,6 +295,7 @@ class KernelLaunch:
         changing: Sequence[str],
         *,
         num_warps: int = 4,
+        num_stages: int | None = None,
         early: bool = False,
         maxnreg: int | None = None,
     ) -> None:
@@ -306,7 +309,13 @@ class KernelLaunch:
         self._arguments = {name: by_name[name] for name in kernel.arg_names}
         self._kernel = kernel
         self._changing = tuple(changing)
+        leaves = {
+            leaf: value for name, whole in by_name.items() for leaf, value in _leaves(name, whole)
+        }
+        self._brings_tensors = any(isinstance(leaves.get(name), torch.Tensor) for name in changing)
         self._options: dict[str, Any] = {"num_warps": num_warps}
+        if num_stages is not None:
+            self._options["num_stages"] = num_stages
         if maxnreg is not None:
             self._options["maxnreg"] = maxnreg
         waits_first = getattr(kernel, "begins_in_stream_order", False)
@@ -335,7 +344,7 @@ class KernelLaunch:
             self._slice = slice(first, first + len(self._places))
             self._are_neighbours = self._places == list(range(first, self._slice.stop))
 
-    def __call__(self, stream: int, *changing: int) -> None:
+    def __call__(self, stream: int, *changing: Any) -> None:
         """Launch it on the stream of this handle, which is the current one."""
         loaded = self._loaded
         if loaded is None:
@@ -344,6 +353,8 @@ class KernelLaunch:
         if loaded is None or _is_hooked():
             self._launch_by_triton(changing)
             return
+        if self._brings_tensors:
+            changing = tuple(_number(value) for value in changing)
         if self._are_neighbours:
             loaded.slots[self._slice] = changing
         else:
@@ -351,7 +362,7 @@ class KernelLaunch:
                 loaded.slots[place] = value
         loaded.launch(stream)
 
-    def _launch_by_triton(self, changing: Sequence[int]) -> None:
+    def _launch_by_triton(self, changing: Sequence[Any]) -> None:
         arguments = dict(self._arguments)
         for name, value in zip(self._changing, changing, strict=True):
             whole, _, field = name.partition(".")

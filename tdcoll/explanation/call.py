@@ -21,6 +21,8 @@ from tdcoll.calls.plan import Plan
 from tdcoll.calls.spec import DEFAULT, REQUESTED
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, FEWEST_ROWS, Capacities, choose
+from tdcoll.fused.matmul.operation import OPERATIONS as MATMULS
+from tdcoll.fused.matmul.operation import MatmulOperation, MatmulOptions
 from tdcoll.fused.policy import NAME as FUSED
 from tdcoll.fused.policy import takes
 from tdcoll.fused.rms_norm import DTYPES, NormOptions
@@ -42,6 +44,9 @@ def explain(
     algorithm: str | Plan = "auto",
     in_place: bool = False,
     symmetric: bool = False,
+    weight: torch.Tensor | Sequence[int] | None = None,
+    depth_first: bool = False,
+    batch_invariant: bool = False,
 ) -> Explanation:
     """Say how a call would be made, and why: its algorithm, chunks, thread blocks, warps and
     epochs.
@@ -56,8 +61,10 @@ def explain(
     Args:
         operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"``,
             ``"all_reduce_rms_norm"``, whose chunks are pieces of a row (``"composed"``: an
-            all-reduce and a kernel more), or ``"sparse_all_reduce"``, whose chunks and thread
-            blocks follow from the ids that ranks exchange.
+            all-reduce and a kernel more), ``"all_gather_matmul"``,
+            ``"matmul_reduce_scatter"`` or ``"matmul_all_reduce"``, whose chunks are tiles or pieces
+            of a shard, or ``"sparse_all_reduce"``, whose chunks and thread blocks follow from the
+            ids that ranks exchange.
         tensor: the tensor of the call (``x`` of a fused one), or its shape; of a sparse all-reduce
             that of the rows of this rank, or a list of tensors.
         dtype: of the tensor, if a shape is given.
@@ -65,6 +72,8 @@ def explain(
         algorithm: as for the call. If it doesn't support the call, the explanation says why.
         in_place: explain :func:`tdcoll.all_gather_`, whose tensor has a segment for each rank.
         symmetric: as for the call.
+        weight: of a matmul: the weight, or its shape.
+        depth_first, batch_invariant: of a matmul, as for the call.
 
     Returns:
         An :class:`Explanation`, whose ``str()`` is for people.
@@ -73,7 +82,7 @@ def explain(
         NotInitializedError: before ``tdcoll.initialize()``.
         TypeError, ValueError: the call's arguments are not as described.
     """
-    operations = (*COLLECTIVES, FUSED, _SPARSE)
+    operations = (*COLLECTIVES, FUSED, *MATMULS, _SPARSE)
     if operation not in operations:
         raise ValueError(f"operation must be one of {', '.join(operations)}; got {operation!r}")
     if ctx is not None and group is not None:
@@ -87,6 +96,11 @@ def explain(
         tensor = torch.empty(arguments.shape("tensor", tensor), dtype=dtype, device="meta")
     if ctx is not None:
         check_dense_context(ctx)
+    if operation in MATMULS:
+        options = MatmulOptions(
+            depth_first=depth_first, batch_invariant=batch_invariant, algorithm=algorithm
+        )
+        return _matmul(MATMULS[operation], tensor, weight, options, group, ctx)
     if operation == FUSED:
         return _norm(tensor, group, ctx, algorithm)
     return _dense(operation, tensor, group, ctx, algorithm, in_place, symmetric)
@@ -111,8 +125,7 @@ def _dense(
     shape = tensor.shape
     if not spec.results(shape, world) or (in_place and (not shape or shape[0] % world)):
         raise ValueError(
-            f"tensor's first dimension must be divisible by the {world} rank(s); got shape "
-            f"{list(shape)}"
+            f"tensor's first dimension must be divisible by the {world} rank(s); got shape {list(shape)}"
         )
     options = CollectiveOptions("sum", algorithm, symmetric, in_place)
     context: CollectiveContext | PlannedContext | None = ctx
@@ -121,6 +134,29 @@ def _dense(
         segment = spec.segment_bytes(tensor.nbytes, world)
         context = planned_context(spec, segment, group, operation)
     return collective.explain(Request((tensor,), options), context)
+
+
+def _matmul(
+    operation: MatmulOperation,
+    x: torch.Tensor,
+    weight: torch.Tensor | Sequence[int] | None,
+    options: MatmulOptions,
+    group: runtime.Group,
+    ctx: CollectiveContext | None,
+) -> Explanation:
+    """Explain a matmul that communicates by the operation that makes its calls."""
+    if not isinstance(weight, torch.Tensor):
+        if weight is None:
+            raise TypeError(
+                f"weight must be a tensor or a shape to explain {operation.name}; got None"
+            )
+        weight = torch.empty(arguments.shape("weight", weight), dtype=x.dtype, device="meta")
+    request = Request((x, weight), options, group)
+    operation.check_early(request)
+    context: CollectiveContext | PlannedContext | None = ctx
+    if context is None:
+        context = operation.planned_context(request)
+    return operation.explain(request, context)
 
 
 def _norm(

@@ -405,10 +405,13 @@ def wait_signals(
     value: _Number,
     monitor: _Pointer,
     BLOCK: tl.constexpr | int,
+    peer: _Number = -1,
+    index: _Number = 0,
+    stride: _Number = 1,
 ) -> tl.tensor:
-    """Waits as `wait_signal` does, for `signals[0:count]` except index `skip` (-1: none), all at
-    once. `BLOCK` is a power of two of at least `count`. The index of a missing signal is reported
-    as the peer."""
+    """Waits as `wait_signal` does, for `signals[i * stride]` of all i in `[0, count)` except `skip`
+    (-1: none), all at once. `BLOCK` is a power of two of at least `count`. For a missing signal i,
+    `index` + i is reported as its index, and `peer` as the peer, or i if that is -1."""
 
 def wait_word(
     word: _Pointer,
@@ -487,6 +490,12 @@ def store_words(
     """Stores the blocks of int32 `first` to `fourth`, element by element, as 128-bit words at the
     block of addresses `words` (multiples of 16), where `mask` is true. Each part of 32 bits arrives
     whole, and nothing orders one after another."""
+
+def wait_descriptor_stores() -> None:
+    """Waits until the block's earlier stores through tensor descriptors are complete. They are
+    asynchronous: neither `syncthreads()` nor a release orders them before that. Triton itself only
+    waits until their source may be reused. Put `syncthreads()`, and a release, between this and
+    telling anybody."""
 
 def block_and(flag: _Number) -> tl.tensor:
     """Barrier of the block's threads; 1 in all of them if `flag` is not 0 in all of them, else 0.

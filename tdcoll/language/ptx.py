@@ -34,6 +34,7 @@ __all__ = [
     "proxy_fence",
 ]
 __all__ += ["require_ptr64", "st", "st_release", "stream_order", "syncthreads", "tid"]
+__all__ += ["wait_descriptor_stores"]
 
 
 def asm(
@@ -91,11 +92,14 @@ descriptors: ContextVar[bool] = ContextVar("descriptors", default=False)
 """Whether the kernel that is being compiled may load by descriptors."""
 
 
+def _has_async_proxy(semantic: Any) -> bool:
+    """Return whether loads and stores by descriptors are asynchronous copies; before Hopper they go by pointers."""
+    return int(re.sub(r"\D", "", semantic.builder.options.arch)) >= 90
+
+
 def proxy_fence(semantic: Any) -> str:
-    """PTX, for loads by descriptors, because the async proxy sees what a thread has acquired only
-    after this fence."""
-    has_async_proxy = int(re.sub(r"\D", "", semantic.builder.options.arch)) >= 90
-    return "fence.proxy.async.global; " if descriptors.get() and has_async_proxy else ""
+    """PTX, for loads by descriptors, because the async proxy sees what a thread has acquired only after this fence."""
+    return "fence.proxy.async.global; " if descriptors.get() and _has_async_proxy(semantic) else ""
 
 
 @core.extern
@@ -220,3 +224,10 @@ def atom_cas(ptr, cmp, val, scope="gpu", semantic="relaxed", _semantic=None, _ge
 
 
 ld_acquire.acquires = atom_add.acquires = atom_cas.acquires = True
+
+
+@core.extern
+def wait_descriptor_stores(_semantic=None):
+    # Each thread waits for the copies that it began itself, and Triton lets several warps begin some.
+    if _has_async_proxy(_semantic):
+        asm(_semantic, "cp.async.bulk.wait_group 0; mov.u32 $0, 0;")

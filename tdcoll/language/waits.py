@@ -214,14 +214,17 @@ def wait_signal(signal, compare: tl.constexpr, value, monitor, peer=-1, index=-1
 
 
 @triton.jit
-def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BLOCK: tl.constexpr):
+def wait_signals(
+    signals, count, skip, compare: tl.constexpr, value, monitor, BLOCK: tl.constexpr, peer=-1, index=0, stride=1
+):  # fmt: skip
     require_ptr64("wait_signals", "signals", signals)
     require_ptr64("wait_signals", "monitor", monitor)
-    index = tl.arange(0, BLOCK)
-    wanted = (index < count) & (index != skip)
-    mine = signals.to(tl.pointer_type(tl.int64)) + tl.where(wanted, index, 0)
+    number = tl.arange(0, BLOCK)
+    wanted = (number < count) & (number != skip)
+    mine = signals.to(tl.pointer_type(tl.int64)) + tl.where(wanted, number, 0) * stride
+    whose = tl.where(number * 0 + peer < 0, number, peer)
     return block_and(
-        tl.min(_poll(mine, compare, value, monitor, wanted.to(tl.int32), index, index))
+        tl.min(_poll(mine, compare, value, monitor, wanted.to(tl.int32), whose, index + number))
     )
 
 

@@ -6,8 +6,9 @@ tdcoll.ops``.
 functional: they return new tensors and write to no argument. The group is a string
 (:func:`group_name`). See ``docs/fused.md``.
 
-:func:`fusing` is a backend for ``torch.compile`` which replaces an all-reduce, the addition of a
-residual and an RMSNorm by ``all_reduce_rms_norm``, and leaves the rest to Inductor.
+:func:`fusing` is a backend for ``torch.compile`` which replaces an all-reduce, the addition of a residual and an
+RMSNorm by ``all_reduce_rms_norm``, matmuls beside collectives by one operator each, and leaves the rest to Inductor.
+:func:`parallelize` does the same with the linear layers of a model that isn't compiled.
 """
 
 from __future__ import annotations
@@ -17,62 +18,31 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
-from tdcoll import runtime
-from tdcoll.base import arguments
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.collective import CollectiveOptions, derivative, operation_of
 from tdcoll.calls.run import run
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
 from tdcoll.fused.rms_norm import DTYPES
+from tdcoll.ops.groups import group_name, named_group, world_of
+from tdcoll.ops.layers import parallelize
+from tdcoll.ops.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from tdcoll.ops.patterns import fuse_matmuls, seen
 from tdcoll.primitives.reduce import operation_name
 
-__all__ = ["all_reduce_rms_norm", "fuse", "fusing", "group_name", "operators"]
-
-
-# ---------------------------------------------------------------------- groups
-
-
-def group_name(group: runtime.Group = None) -> str:
-    """Return the string that names a group in calls of the operators.
-
-    Args:
-        group: None: all ranks. For a ProcessGroup, PyTorch's name. For global ranks, these with a
-            comma after each.
-
-    Raises:
-        NotInitializedError: (of ranks) before ``tdcoll.initialize()``.
-        TypeError, ValueError: it is none of these, or this process is not a member.
-    """
-    if group is None:
-        return ""
-    if isinstance(group, dist.ProcessGroup):
-        return str(group.group_name)
-    return ",".join(map(str, runtime.current().ranks_of(group))) + ","
-
-
-def _named(name: str) -> runtime.Group:
-    """Return the group of a name."""
-    arguments.instance("group", name, str, "a str, see tdcoll.ops.group_name")
-    if not name:
-        return None
-    ranks = name.rstrip(",").split(",")
-    if name.endswith(",") and all(rank.isdecimal() for rank in ranks):
-        return [int(rank) for rank in ranks]
-    try:
-        found: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-        return found
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"group must be what tdcoll.ops.group_name returns; got {name!r}: {error}"
-        ) from None
-
-
-def _world(name: str) -> int:
-    return len(runtime.current().ranks_of(_named(name)))
+__all__ = [
+    "all_gather_matmul",
+    "all_reduce_rms_norm",
+    "fuse",
+    "fusing",
+    "group_name",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "operators",
+    "parallelize",
+]
 
 
 # ---------------------------------------------------------------------- operators
@@ -93,11 +63,11 @@ def _operator(name: str) -> Any:
     def call(x: torch.Tensor, *given: str) -> torch.Tensor:
         op, group = op_and_group(*given)
         x = x.detach().contiguous()  # the operator has the derivative
-        result: torch.Tensor = run(operation, (x,), CollectiveOptions(op), _named(group))
+        result: torch.Tensor = run(operation, (x,), CollectiveOptions(op), named_group(group))
         return result
 
     def shaped(x: torch.Tensor, *given: str) -> torch.Tensor:
-        world = _world(op_and_group(*given)[1])
+        world = world_of(op_and_group(*given)[1])
         shapes = spec.results(x.shape, world)
         if not shapes:
             raise ValueError(
@@ -110,7 +80,7 @@ def _operator(name: str) -> Any:
             made: torch.Tensor = operators[name](grad, *([op] if op else []), ctx.group)
             return made
 
-        return derivative(spec, grad, ctx.op, _world(ctx.group), call_adjoint), *ctx.others
+        return derivative(spec, grad, ctx.op, world_of(ctx.group), call_adjoint), *ctx.others
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         op, ctx.group = op_and_group(*inputs[1:])
@@ -143,7 +113,7 @@ def all_reduce_rms_norm(
     """``[..., hidden] -> (normalized, new residual)``; see
     :func:`tdcoll.fused.all_reduce_rms_norm`."""
     x, residual, weight = (tensor.detach().contiguous() for tensor in (x, residual, weight))
-    normalized, new = _all_reduce_rms_norm(x, residual, weight, eps=eps, group=_named(group))
+    normalized, new = _all_reduce_rms_norm(x, residual, weight, eps=eps, group=named_group(group))
     return normalized, new
 
 
@@ -197,8 +167,8 @@ _NORMS = (torch.nn.functional.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.
 
 
 def fuse(module: fx.GraphModule) -> fx.GraphModule:
-    """Replace ``rms_norm(all_reduce(x) + residual)`` by ``all_reduce_rms_norm`` wherever a graph
-    has it.
+    """Replace ``rms_norm(all_reduce(x) + residual)`` by ``all_reduce_rms_norm`` wherever a graph has it, and matmuls
+    beside collectives by :mod:`tdcoll.ops.matmuls`, as :mod:`tdcoll.ops.patterns` describes.
 
     The norm is over the last dimension, with a weight of the dtype of ``x``; residual and ``x``
     have one shape and dtype; the sum of the ranks is used for nothing else. (The sum with the
@@ -237,6 +207,7 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
             old.replace_all_uses_with(made)
         for old in (norm, add, reduce):
             graph.erase_node(old)
+    fuse_matmuls(graph)  # behind the norms, which save more
     graph.lint()
     module.recompile()
     return module
@@ -244,14 +215,6 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
 
 def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
-def _seen(node: Any) -> torch.Tensor | None:
-    """Return the example that the graph has of a node's value; None if that is no tensor."""
-    value = (
-        node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
-    )
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | None:
@@ -279,9 +242,9 @@ def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | 
     if reduce.args[1:2] not in ((), ("sum",)):
         return None
     residual = addends[1] if addends[0] is reduce else addends[0]
-    summed = _seen(reduce)
-    old = _seen(residual)
-    gain = _seen(weight)
+    summed = seen(reduce)
+    old = seen(residual)
+    gain = seen(weight)
     if summed is None or old is None or gain is None or len(shape) != 1:
         return None
     if (
@@ -307,6 +270,10 @@ def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | 
     )
 
 
+def _fuse_behind_autograd(graph: fx.Graph) -> None:
+    fuse_matmuls(graph, functional=True)
+
+
 def fusing(
     module: fx.GraphModule,
     inputs: Sequence[torch.Tensor],
@@ -324,5 +291,7 @@ def fusing(
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+    # Collectives of DTensor only appear behind Dynamo, and those of the backward pass as well.
+    patches.setdefault("post_grad_custom_pre_pass", _fuse_behind_autograd)
     compiled: Any = compile_fx(fuse(module), list(inputs), config_patches=patches)
     return compiled

@@ -31,7 +31,7 @@ from tdcoll.simulator.floats import (
 )
 from tdcoll.simulator.machine import machine
 from tdcoll.simulator.memory import NULL_PAGE
-from tdcoll.simulator.pointers import pointers, replace_word
+from tdcoll.simulator.pointers import pointers, replace_word, store_now
 from tdcoll.simulator.shortcuts import block_type
 
 StockBuilder = type(triton_interpreter.interpreter_builder)
@@ -80,21 +80,12 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
 
     def create_masked_store(
         self, ptrs: Any, value: Any, mask: Any, *options: Any, **named: Any
-    ) -> Any:
-        shape = ptrs.data.shape
-        addresses = _flat(ptrs)
-        wanted = _flat_mask(mask, shape)
-        access = pointers()
-        if not access.check(addresses, wanted, _itemsize(ptrs), ptrs.origin, "store to"):
-            super().create_masked_store(ptrs, value, mask, *options, **named)
-            machine().scheduler.progress += 1
-            return
-        values = np.ascontiguousarray(np.broadcast_to(value.data, shape)).reshape(-1)
-        local = access.store_weakly(addresses, values, wanted)
-        if local is not wanted:
-            mask = triton_interpreter.TensorHandle(local.reshape(shape), tl.int1)
-        super().create_masked_store(ptrs, value, mask, *options, **named)
-        access.stored(addresses, wanted)
+    ) -> None:
+        _store(ptrs, value, mask, "store")
+
+    def create_descriptor_store(self, desc: Any, value: Any, indices: Any) -> None:
+        ptrs, mask = desc.materialize_pointers(indices)
+        _store(ptrs, value, mask, "descriptor store")
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
         with self._atomic(ptr, np.ones(ptr.data.size, dtype=bool), sem, scope):
@@ -241,6 +232,19 @@ def _either(one: Any, other: Any, result: Any) -> Any:
     if one.origin is not None or other.origin is not None:
         result.origin = one.origin if one.origin is other.origin else MIXED
     return result
+
+
+def _store(ptrs: Any, value: Any, mask: Any, kind: str) -> None:
+    """Store a block, or what a descriptor stores, through pointers. ``kind``: see :class:`.network.Operation`."""
+    shape, access = ptrs.data.shape, pointers()
+    addresses, wanted = _flat(ptrs), _flat_mask(mask, shape)
+    values = np.ascontiguousarray(np.broadcast_to(value.data, shape)).reshape(-1)
+    if access.check(addresses, wanted, _itemsize(ptrs), ptrs.origin, "store to"):
+        store_now(addresses, values, access.store_weakly(addresses, values, wanted, kind))
+        access.stored(addresses, wanted)
+    else:
+        store_now(addresses, values, wanted)
+        machine().scheduler.progress += 1
 
 
 def _itemsize(ptrs: Any) -> int:

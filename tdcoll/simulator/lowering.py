@@ -288,6 +288,11 @@ def st_release(running, ptr, val, scope):
     st(ptr, val, scope, "release")
 
 
+@device
+def wait_descriptor_stores(running):
+    transfers.complete_descriptor_stores(running)
+
+
 def _atom(running: Machine, name: str, ptr: Any, scope: Any, semantic: Any, *values: Any) -> Any:
     """Make Triton's own atomic, which acts once for the block, for one thread."""
     order = choice("semantic", semantic, ("relaxed", "acquire", "release", "acq_rel"))

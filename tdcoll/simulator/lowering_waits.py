@@ -54,17 +54,21 @@ def consume_token(running, value, token):
 
 
 @device
-def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
+def wait_signals(
+    running, signals, count, skip, compare, value, monitor, BLOCK, peer, index, stride
+):
     if count > BLOCK or BLOCK & (BLOCK - 1) or BLOCK < 1:
         raise ValueError(
             f"wait_signals: BLOCK must be a power of two of at least count={count}, got {BLOCK}"
         )
+    if stride < 1:
+        raise ValueError(f"wait_signals: stride must be at least 1, got {stride}")
     running.check_signal(signals, "signals")
-    running.check_symmetric(signals, 8 * max(count, 0), "signals")
+    running.check_symmetric(signals, 8 * (stride * (count - 1) + 1) if count > 0 else 0, "signals")
     comparison(compare)
-    indices = [index for index in range(count) if index != skip]
-    threads = [(index, index) for index in indices]
-    places = [signals + 8 * index for index in indices]
+    numbers = [number for number in range(count) if number != skip]
+    threads = [(number if peer < 0 else peer, index + number) for number in numbers]
+    places = [signals + 8 * stride * number for number in numbers]
     _, came = waits.signals(
         running, places, compare, value, threads=threads, monitor=Monitor(monitor)
     )

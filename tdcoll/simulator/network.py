@@ -10,8 +10,10 @@ in separate links, which fences do not order; ``quiet`` does not wait for copies
 programs' stores. An operation may be *held back* until no task can run but stragglers
 (:mod:`.policy`).
 
-Operations outlive the program that issued them, except stores, which are complete when the launch
-ends.
+Stores through tensor descriptors travel there, too: no fence, release or quiet orders them until their program has
+waited for them, which makes stores of them.
+
+Operations outlive the program that issued them, except stores, which are complete when the launch ends.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from typing import Any
 from tdcoll.simulator.policy import Policy
 from tdcoll.simulator.tasks import Task
 
+STORES = "store", "descriptor store"
+"""Kinds of operations that are complete when their launch ends."""
+
 Piece = tuple[int, "int | bytes", int]
 """Destination address, source address (read on delivery) or captured bytes, byte count."""
 
@@ -34,7 +39,7 @@ class Transfer:
     """One message in flight.
 
     Attributes:
-        kind: ``"put"``, ``"get"``, ``"signal"``, ``"store"`` or ``"copy"``.
+        kind: ``"put"``, ``"get"``, ``"signal"``, ``"store"``, ``"descriptor store"`` or ``"copy"``.
         issuer: program that issued it.
         link: from the program's PE to another, and whether fences do not order it.
         pieces: bytes that have not arrived yet.
@@ -95,7 +100,7 @@ class Network:
     ) -> Transfer:
         """Put a message of ``issuer`` into the link to ``pe``; other arguments as in Transfer."""
         late = self._policy.holds_back(has_signal=signal is not None, is_flag=is_flag)
-        link = issuer.pe, pe, kind in ("get", "copy")
+        link = issuer.pe, pe, kind in ("get", "copy", "descriptor store")
         operation = Transfer(kind, issuer, link, list(pieces), signal, done, move, late)
         issuer.in_flight += 1
         if operation.arrived:  # a put of no bytes
@@ -127,11 +132,14 @@ class Network:
         """Return the operations that must arrive before ``quiet`` returns if ``issuer`` calls it
         now."""
         sent = self._sent_by(issuer.pe)
-        return [
-            operation
-            for operation in sent
-            if operation.issuer is issuer or operation.kind not in ("store", "copy")
-        ]
+        of_others = ("put", "get", "signal")
+        own = (*of_others, "store", "copy")
+        found = []
+        for operation in sent:
+            kinds = own if operation.issuer is issuer else of_others
+            if operation.kind in kinds:
+                found.append(operation)
+        return found
 
     def _sent_by(self, source_pe: int) -> Iterator[Transfer]:
         epochs = (epochs for (sender, *_), epochs in self._links.items() if sender == source_pe)
@@ -151,14 +159,23 @@ class Network:
             queue.append(operation)
         return True
 
-    def flush_stores(
-        self, issuer: Task, touching: tuple[int, int] | None = None, to: int | None = None
-    ) -> None:
-        """Let stores of ``issuer`` arrive now, in the order of issue, behind operations that a
-        fence orders first.
+    def complete_descriptor_stores(self, issuer: Task) -> None:
+        """Make ordinary stores of the stores through descriptors that ``issuer`` has begun."""
+        for operation in self._sent_by(issuer.pe) if issuer.in_flight else ():
+            if operation.issuer is issuer and operation.kind == "descriptor store":
+                operation.kind = "store"
 
-        Only those that have yet to write to addresses ``touching``, ``[first, end)``, and only
-        those to the PE ``to``.
+    def flush_stores(
+        self,
+        issuer: Task,
+        touching: tuple[int, int] | None = None,
+        to: int | None = None,
+        kinds: Sequence[str] = ("store",),
+    ) -> None:
+        """Let stores of ``issuer`` arrive now, in the order of issue, behind operations that a fence orders first.
+
+        Only those that have yet to write to addresses ``touching``, ``[first, end)``, only those to the PE ``to``, and
+        only those of these ``kinds``.
         """
 
         first, end = touching or (0, 1 << 64)
@@ -167,7 +184,7 @@ class Network:
             inside = any(
                 dest < end and first < dest + nbytes for dest, _, nbytes in operation.pieces
             )
-            return inside and operation.issuer is issuer and operation.kind == "store"
+            return inside and operation.issuer is issuer and operation.kind in kinds
 
         for link in list(self._links) if issuer.in_flight else ():
             if link[0] == issuer.pe and to in (None, link[1]):

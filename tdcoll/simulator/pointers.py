@@ -20,7 +20,7 @@ import triton.runtime.interpreter as triton_interpreter
 from tdcoll.simulator.bounds import Origin, origin_of
 from tdcoll.simulator.machine import Machine, machine
 from tdcoll.simulator.memory import read_word
-from tdcoll.simulator.network import Network
+from tdcoll.simulator.network import STORES, Network
 from tdcoll.simulator.places import kernel_place
 
 Array = np.ndarray[Any, Any]
@@ -134,9 +134,13 @@ class PointerAccess:
         scheduler.notify_words(first, last - first + 8)
         scheduler.turn()
 
-    def store_weakly(self, addresses: Array, values: Array, mask: Array) -> Array:
-        """Send the elements on other PEs through the network; return the mask of those that the
-        caller has to store."""
+    def store_weakly(
+        self, addresses: Array, values: Array, mask: Array, kind: str = "store"
+    ) -> Array:
+        """Send the elements on other PEs through the network; return the mask of those that the caller has to store.
+
+        ``kind``: ``"store"`` or ``"descriptor store"``.
+        """
         inside = self._symmetric(addresses, mask)
         network = self._machine.network
         if inside is None or network is None:
@@ -151,11 +155,13 @@ class PointerAccess:
             runs = np.split(chosen, gaps)  # neighbours travel together
             if pe == program.pe:
                 self._store_here(
-                    network, [(int(addresses[run[0]]), unit * run.size) for run in runs], unit
+                    network, [(int(addresses[run[0]]), unit * run.size) for run in runs], unit, kind
                 )
             else:
                 for run in runs:
-                    self._store(network, pe, int(addresses[run[0]]), values[run].tobytes(), unit)
+                    self._store(
+                        network, pe, int(addresses[run[0]]), values[run].tobytes(), unit, kind
+                    )
         return mask & (pes == program.pe)
 
     def store_words(self, addresses: Array, words: Array, mask: Array, *, whole: bool) -> None:
@@ -206,7 +212,9 @@ class PointerAccess:
             machine.scheduler.notify_words(dest, nbytes)
         machine.scheduler.turn()
 
-    def _store(self, network: Network, pe: int, dest: int, data: bytes, unit: int) -> None:
+    def _store(
+        self, network: Network, pe: int, dest: int, data: bytes, unit: int, kind: str = "store"
+    ) -> None:
         machine = self._machine
         program = self._machine.program
         counts = machine.counts[program.pe]
@@ -215,13 +223,13 @@ class PointerAccess:
         pieces = network.cut(dest, data, len(data), unit)
         move = partial(machine.unseen.write_from, program.pe)
         done = machine.span("store", pe, len(data), dest)
-        network.issue(
-            program, pe, "store", pieces, done=done, move=move, is_flag=len(data) <= max(8, unit)
-        )
+        is_flag = kind == "store" and len(data) <= max(8, unit)
+        network.issue(program, pe, kind, pieces, done=done, move=move, is_flag=is_flag)
 
-    def _store_here(self, network: Network, runs: list[tuple[int, int]], unit: int) -> None:
-        """Prepare a store of the program to its own PE's memory; the store lands when it has
-        arrived.
+    def _store_here(
+        self, network: Network, runs: list[tuple[int, int]], unit: int, kind: str = "store"
+    ) -> None:
+        """Prepare a store of the program to its own PE's memory; the store lands when it has arrived.
 
         ``runs``: address and length of each stretch of bytes, ascending. ``unit``: bytes of an
         element.
@@ -239,14 +247,13 @@ class PointerAccess:
         def reveal(*piece: Any) -> None:
             machine.unseen.reveal(store)
 
-        network.issue(
-            program, program.pe, "store", pieces, move=reveal, is_flag=end - first <= max(8, unit)
-        )
+        is_flag = kind == "store" and end - first <= max(8, unit)
+        network.issue(program, program.pe, kind, pieces, move=reveal, is_flag=is_flag)
 
     def _show(self, network: Network, begin: int, end: int) -> None:
         """Let earlier stores of the PE's programs to bytes ``[begin, end)`` arrive."""
         for issuer in self._machine.unseen.issuers(begin, end):
-            network.flush_stores(issuer, (begin, end))
+            network.flush_stores(issuer, (begin, end), kinds=STORES)
 
     @contextmanager
     def atomic(
@@ -306,6 +313,11 @@ class PointerAccess:
 def pointers() -> PointerAccess:
     """Return the loads and stores of the machine that kernels run on."""
     return PointerAccess(machine())
+
+
+def store_now(addresses: Array, values: Array, mask: Array) -> None:
+    """Store the elements of flat blocks where ``mask`` is true, at any addresses."""
+    _interpreter.store(addresses, values, mask)
 
 
 def _words(addresses: Array, nbytes: int) -> Array:

@@ -226,6 +226,13 @@ def release(machine: Machine, *, system: bool = True) -> None:
         network.release_stores(program)
 
 
+def complete_descriptor_stores(machine: Machine) -> None:
+    """Let releases of the running program order the stores through descriptors that it has begun."""
+    if machine.network is not None:
+        machine.network.complete_descriptor_stores(machine.program)
+    machine.scheduler.turn()
+
+
 def barrier(machine: Machine, name: str) -> None:
     """Wait for every PE; ``barrier_all`` completes what the PE has sent first."""
     if name == "barrier_all":

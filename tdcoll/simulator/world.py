@@ -22,7 +22,7 @@ from tdcoll.runtime.store import decode, encode
 from tdcoll.simulator.interpreter import Installed
 from tdcoll.simulator.machine import BARRIERS, Counts, Machine
 from tdcoll.simulator.memory import Memory, MemoryView, aligned
-from tdcoll.simulator.network import Network
+from tdcoll.simulator.network import STORES, Network
 from tdcoll.simulator.policy import Policy, RandomPolicy
 from tdcoll.simulator.scheduler import Scheduler
 from tdcoll.simulator.streams import SimulatedSideStream, Stream, copy, host_of
@@ -406,7 +406,7 @@ class World:
             scheduler.wait(lambda: launch.done == launch.total, launch.describe, [launch])
         for task in launch.tasks:
             if machine.network is not None:
-                machine.network.flush_stores(task)
+                machine.network.flush_stores(task, kinds=STORES)
 
     def _start_programs(self, pe: int) -> None:
         """Start as many programs as fit, in the order in which a GPU does."""

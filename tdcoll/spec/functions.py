@@ -118,10 +118,11 @@ _FUNCTIONS = [
     ),
     declared(
         "wait_signals(signals: ptr64, count: int, skip: int, compare: constant, value: u64, monitor: ptr64, BLOCK: "
-        "constant) -> int32",
+        "constant, peer: int = -1, index: int = 0, stride: int = 1) -> int32",
         "bounded nvshmem_uint64_wait_until_all",
-        "Waits as `wait_signal` does, for `signals[0:count]` except index `skip` (-1: none), all at once. `BLOCK` is "
-        "a power of two of at least `count`. The index of a missing signal is reported as the peer.",
+        "Waits as `wait_signal` does, for `signals[i * stride]` of all i in `[0, count)` except `skip` (-1: none), all "
+        "at once. `BLOCK` is a power of two of at least `count`. For a missing signal i, `index` + i is reported as "
+        "its index, and `peer` as the peer, or i if that is -1.",
         acquires=True,
     ),
     declared(
@@ -199,6 +200,13 @@ _FUNCTIONS = [
         "Stores the blocks of int32 `first` to `fourth`, element by element, as 128-bit words at the block of "
         "addresses `words` (multiples of 16), where `mask` is true. Each part of 32 bits arrives whole, and nothing "
         "orders one after another.",
+    ),
+    declared(
+        "wait_descriptor_stores()",
+        "cp.async.bulk.wait_group 0",
+        "Waits until the block's earlier stores through tensor descriptors are complete. They are asynchronous: "
+        "neither `syncthreads()` nor a release orders them before that. Triton itself only waits until their source "
+        "may be reused. Put `syncthreads()`, and a release, between this and telling anybody.",
     ),
     declared(
         "block_and(flag: int) -> int32",

@@ -120,6 +120,38 @@ def test_wait_for_many_looks_at_count_and_skip(
     assert int(ok) == satisfied
 
 
+@tdcoll.jit
+def wait_for_a_column(signals, monitor, ok, count, value, peer, index, stride, BLOCK: tl.constexpr):
+    tl.store(
+        ok,
+        tdl.wait_signals(
+            signals, count, -1, tdl.CMP_GE, value, monitor, BLOCK, peer, index, stride
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("begin", "count", "value", "missing"),
+    [
+        (0, 4, 5, None),  # 5, 9, 9, 9
+        (0, 4, 6, (10, 5)),
+        (1, 1, 6, None),  # 9, 2, 0, 9
+        (1, 4, 6, (11, 2)),
+    ],
+)
+@alone
+def test_wait_for_a_column_of_signals_of_one_peer(
+    pe: int, begin: int, count: int, value: int, missing: tuple[int, int] | None
+) -> None:
+    signals, ok = words()
+    monitor = tdcoll.WaitMonitor()
+    wait_for_a_column[(1,)](signals[begin:], monitor.words, ok, count, value, 4, 10, 2, 4)
+    assert int(ok) == (missing is None)
+    if missing is not None:
+        index, seen = missing
+        assert fields(caught(monitor)) == (0, 4, index, value, value, seen, 30.0)
+
+
 def test_second_wait_returns_immediately_and_keeps_the_first_record() -> None:
     world = World(1, on_timeout="expire")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fused.matmul.mutants import MUTANTS as MATMULS
 from fused.mutants import MUTANTS as FUSED
 from kernel_mutants import Mutant
 from tiers import every_eighth
@@ -16,7 +17,7 @@ from .sparse_all_reduce.mutants import MUTANTS as SPARSE
 from .suite.algorithm_cases import all_dense
 
 DENSE = [mutant for dense in all_dense() for mutant in dense.mutants]
-ALL = [*DENSE, *FUSED, *SPARSE]
+ALL = [*DENSE, *FUSED, *MATMULS, *SPARSE]
 PLACES = {mutant.where: mutant for mutant in ALL}
 
 

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import ptx_divergence
 import ptx_order
 import torch
 import triton
@@ -23,7 +24,14 @@ from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tdcoll.language.jit import OWN_OPTIONS, _with_plain_fields, bitcode_path, needs_nvshmem
+from tdcoll.fused.matmul.product import Scales, Shape, Tile, Weight
+from tdcoll.language.jit import (
+    OWN_OPTIONS,
+    _with_plain_fields,
+    bitcode_path,
+    for_descriptors,
+    needs_nvshmem,
+)
 from tdcoll.language.library import part_for_language
 from tdcoll.primitives.group import Group, Inbox, Nodes
 from tdcoll.primitives.lamport import Lamport
@@ -142,10 +150,11 @@ def compile_for(
                 if of.startswith("*")
             }
     early = getattr(kernel, "begins_in_stream_order", False)
+    source = ASTSource(kernel, signature, constants, hints)
     _assembles = assembled and (REGISTERS or not libraries)
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+    with contextlib.redirect_stdout(io.StringIO()) as told, for_descriptors(source):
         compiled = triton.compile(
-            ASTSource(kernel, signature, constants, hints),
+            source,
             target=GPUTarget("cuda", arch, 32),
             options={
                 "extern_libs": libraries,
@@ -158,7 +167,7 @@ def compile_for(
     ptx = compiled.asm["ptx"]
     if _assembles:
         _REPORTS[ptx] = told.getvalue()
-    problems = [*ptx_order.problems(ptx), *ptx_order.divergence(ptx)]
+    problems = [*ptx_order.problems(ptx), *ptx_divergence.divergence(ptx)]
     seen = {"problems": problems, "of_this_gpu": ptx_order.of_this_gpu(ptx), **ptx_order.count(ptx)}
     seen["arithmetic"] = arithmetic(ptx)
     early = {"launched_early": compiled.metadata.launch_pdl, "waits_first": ptx_order.early(ptx)}
@@ -267,6 +276,11 @@ def compiled_forms(kernel) -> int:
             "inbox": Lamport(16 * rank, 1 + rank, word, word),
             "routes": Routes(table, rank, 31 - rank),
             "out_deltas": word,
+            "weight": Weight(16 * rank, 1 + rank, tl.constexpr(False), tl.constexpr(False)),
+            "scales": Scales(16 * rank, rank, 1 + rank, rank, tl.constexpr(False)),
+            "shape": Shape(1 + rank, 16 * rank, rank),
+            "tile": Tile(*map(tl.constexpr, (8, 8, 8, 8))),
+            "extra": None,
             "nodes": Nodes(table, table, table, table, rank, 1 + rank, 32 + rank),
             **{name: 8 for name in kernel.arg_names if name.isupper()},
         }

@@ -78,7 +78,11 @@ KINDS = {
     "control": r"\bld\.relaxed\.gpu\.global\.b64",
     "store": r"\bst\.(global|relaxed)\.",
     "load": r"\bld\.global\.(?!nc\b)",
-    "asynchronous": r"\bcp\.(async|reduce)|\bst\.async",
+    "asynchronous": r"\bcp\.(async\.(?!bulk\.(tensor|commit_group|wait_group))|reduce)|\bst\.async",
+    "descriptor load": r"\bcp\.async\.bulk\.tensor\.\S*\.global\.mbarrier",
+    "descriptor store": r"\bcp\.async\.bulk\.tensor\.\S*\.global\.shared",
+    "completion": r"\bcp\.async\.bulk\.wait_group\s+0\b",
+    "proxy": r"\bfence\.proxy\.async\.global\b",
 }
 """Kinds of an instruction or inline asm that is no polling loop; it may have several."""
 POLL = r"\bbra POLL\b"
@@ -126,6 +130,21 @@ RULES = {  # from, to: what it means if there is a path without a barrier
     ("wait", "put"): "a put follows a wait without a barrier, by threads that need not have waited",
     ("wait", "load"): "loads follow a wait without a barrier, in threads that need not have waited",
     ("control", "add"): "the epoch goes up before all threads have read it",
+    ("wait", "descriptor load"): "loads by descriptors follow a wait without a barrier",
+    (
+        "completion",
+        "release",
+    ): "a release follows completed stores of descriptors without a barrier",
+}
+ORDERS = {  # from, to: what must stand between, and what it means if there is a path without that
+    ("wait", "descriptor load"): (
+        "proxy",
+        "loads by descriptors follow a wait without the proxy fence",
+    ),
+    ("descriptor store", "release"): (
+        "completion",
+        "a release follows stores of descriptors that may be on their way",
+    ),
 }
 RELAXED = "a wait does not acquire at system scope"
 UNORDERED = "thread blocks of a launch meet by an access that orders nothing"
@@ -388,16 +407,17 @@ def _known_after(texts: list[str], known: dict[str, int], offset: int) -> dict[s
     return known
 
 
-def _reaches(blocks: dict[str, Block], label: str, place: int, wanted: str) -> bool:
-    """Whether an event ``wanted`` follows event ``place`` of a block, on some path without a
-    barrier."""
+def _reaches(
+    blocks: dict[str, Block], label: str, place: int, wanted: str, between: str = "barrier"
+) -> bool:
+    """Whether an event ``wanted`` follows event ``place`` of a block, on some path without one of kind ``between``."""
     pending, seen = [(label, place + 1)], set()
     while pending:
         here, first = pending.pop()
         for kinds in blocks[here].events[first:]:
             if wanted in kinds:
                 return True
-            if "barrier" in kinds:
+            if between in kinds:
                 break
         else:
             following = blocks[here].following
@@ -451,9 +471,11 @@ def problems(ptx: str) -> list[str]:
     found += [NARROW] if seen["narrow"] else []
     found += [UNORDERED] if _meets_unordered(ptx) else []
     found += [ASYNCHRONOUS] if seen["asynchronous"] and seen["release"] + seen["put"] else []
-    for (origin, wanted), meaning in RULES.items():
+    rules = [(*rule, "barrier", meaning) for rule, meaning in RULES.items()]
+    rules += [(*rule, *between) for rule, between in ORDERS.items()]
+    for origin, wanted, between, meaning in rules:
         if any(
-            origin in kinds and _reaches(blocks, label, place, wanted)
+            origin in kinds and _reaches(blocks, label, place, wanted, between)
             for label, block in blocks.items()
             for place, kinds in enumerate(block.events)
         ):
@@ -461,7 +483,6 @@ def problems(ptx: str) -> list[str]:
     return found
 
 
-DIVERGENT = "a barrier stands in a branch that only some threads of the block may take"
 SOURCES = re.compile(r"%(?:tid|laneid|warpid)\b")
 AGREED = re.compile(r"\bbar(?:rier\.cta)?\.red\.")
 # Loads at GPU scope are those of the epoch, which does not change before all threads have read it.
@@ -469,8 +490,6 @@ RACING = re.compile(
     r"\bld\.(?:acquire|relaxed\.sys|volatile)\b|\batom\.|\bbra POLL\b|\bactivemask\b"
 )
 NO_RESULT = re.compile(r"(?:@!?%\w+ )?(?:st|red|bra|bar|membar|fence|ret|exit|call|brx)\b")
-BARRIER = re.compile(r"\bbar\.sync\b|\bbarrier\.cta\b")
-BRANCH = re.compile(r"@!?(%p\d+) bra\b|brx\.idx\S*\s+(%r\d+)")
 REGISTER = re.compile(r"%[a-z]+\d+\b")
 RESULTS = re.compile(r"(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^,]+)")
 
@@ -497,85 +516,3 @@ def _flows(text: str) -> tuple[list[str], list[str], bool]:
     if AGREED.search(text):
         read = []
     return written, read, bool(SOURCES.search(text) or RACING.search(text))
-
-
-def _after(flows: list[tuple[list[str], list[str], bool]], divergent: set[str]) -> set[str]:
-    """Registers that are divergent after some instructions, given those that are before."""
-    divergent = set(divergent)
-    for written, read, always in flows:
-        if always or not divergent.isdisjoint(read):
-            divergent.update(written)
-        else:
-            divergent.difference_update(written)
-    return divergent
-
-
-def _met_again(blocks: dict[str, Block], places: dict[str, int]) -> dict[str, int]:
-    """By label, the blocks that every path from there goes through, as the sum of their places; the
-    block is one."""
-    through = dict.fromkeys(blocks, (1 << len(blocks)) - 1)
-    changed = True
-    while changed:
-        changed = False
-        for label in reversed(blocks):
-            after = -1 if blocks[label].following else 0
-            for following in blocks[label].following:
-                after &= through[following]
-            if (now := places[label] | after) != through[label]:
-                through[label], changed = now, True
-    return through
-
-
-def _decided(
-    blocks: dict[str, Block], places: dict[str, int], through: int, label: str
-) -> set[str]:
-    """The blocks that a branch at the end of ``label`` decides about: between it and where its
-    paths meet again."""
-    met = through & ~places[label]
-    pending, found = list(blocks[label].following), set()
-    while pending:
-        here = pending.pop()
-        if here not in found and not places[here] & met:
-            found.add(here)
-            pending += blocks[here].following
-    return found
-
-
-def divergence(ptx: str) -> list[str]:
-    """Look for block barriers that only some threads of a block reach; empty: none.
-
-    A value is *divergent* if the threads of a block may have different ones. It was made of a
-    thread's number, loaded from a divergent address, or loaded while others may store there, as in
-    a polling loop. A barrier that makes the threads agree (``barrier.red``) returns a value that
-    isn't divergent. No barrier may stand between a divergent branch and the place where all paths
-    from that branch meet again.
-    """
-    blocks = blocks_of(ptx)
-    flows = {
-        label: [_flows(text) for text in block.texts if "%" in text]
-        for label, block in blocks.items()
-    }
-    places = {label: 1 << place for place, label in enumerate(blocks)}
-    through = _met_again(blocks, places)
-    begin: dict[str, set[str]] = {label: set() for label in blocks}
-    decided: set[str] = set()
-    pending = list(reversed(blocks))
-    while pending:
-        label = pending.pop()
-        divergent = _after(flows[label], begin[label])
-        reached = dict.fromkeys(blocks[label].following, divergent)
-        branch = BRANCH.search(blocks[label].texts[-1]) if blocks[label].texts else None
-        if branch and (branch[1] or branch[2]) in divergent:
-            between = _decided(blocks, places, through[label], label)
-            decided |= between
-            # Where paths meet again, what they have written differs by the path that a thread took.
-            differ = {name for here in between for written, _, _ in flows[here] for name in written}
-            for here in between:
-                for following in set(blocks[here].following) - between:
-                    reached[following] = reached.get(following, set()) | differ
-        for following, more in reached.items():
-            if not more <= begin[following]:
-                begin[following] |= more
-                pending.append(following)
-    found = any(BARRIER.search(text) for label in decided for text in blocks[label].texts)
-    return [DIVERGENT] if found else []

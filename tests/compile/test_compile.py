@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ptx_divergence
 import ptx_order
 import pytest
 from tiers import slow_tier
@@ -48,6 +49,7 @@ def compiled_for(
             ["compile_kernels.py", part, str(arch), *more] for part in ("collectives", "others")
         ]
         drivers.append(["pipelined_loops.py", *["--few"] * (arch == 90)])
+        drivers.append(["compiling_matmuls.py", str(arch)])
         jobs = [  # at once: pytest's other worker most likely waits for them, too
             subprocess.Popen(
                 [sys.executable, str(HERE / script), *part],
@@ -490,7 +492,7 @@ ALLOWED = {
     # The compiler has copied the wait between two ifs into both branches. Each thread passes one
     # copy of its barrier, which needn't be the same one for all, since it isn't `.aligned` (PTX
     # ISA, barrier).
-    "values": {ptx_order.DIVERGENT},
+    "values": {ptx_divergence.DIVERGENT},
     "count_by_threads": {ptx_order.NARROW},  # words of this GPU
     "rounds": {ptx_order.NARROW},
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ptx_divergence
 import ptx_order
 import pytest
 
@@ -48,6 +49,15 @@ SAID, HEARD, LEFT = (
     at("group", f"def {name}(") for name in ("signal_done", "wait_until_done", "leaves_last")
 )
 RULES = ptx_order.RULES
+ORDERS = {rule: meaning for rule, (_, meaning) in ptx_order.ORDERS.items()}
+BY_DESCRIPTOR = "@%p1 cp.async.bulk.tensor.2d.{} [%rd1, {{%r1, %r2}}], [%r3];"
+SENT = BY_DESCRIPTOR.format("global.shared::cta.bulk_group")
+FETCHED = BY_DESCRIPTOR.format("shared::cluster.global.mbarrier::complete_tx::bytes")
+COMPLETED, READ, FENCE = (
+    "cp.async.bulk.wait_group 0;",
+    "cp.async.bulk.wait_group.read 0;",
+    "fence.proxy.async.global;",
+)
 NVSHMEM_3_7 = ".visible .const .align 4 .b8 nvshmemi_device_lib_version_d[12] = {3, 0, 0, 0, 7, 0, 0, 0, 2};\n"
 NVSHMEM_3_8 = NVSHMEM_3_7.replace("7, 0, 0, 0, 2", "8")  # trailing zeros are left out
 NVSHMEM_3_9 = NVSHMEM_3_7.replace("7,", "9,")
@@ -111,6 +121,15 @@ NVSHMEM_3_9 = NVSHMEM_3_7.replace("7,", "9,")
             ("cp.async.cg.shared.global [%r1], [%rd1], 16;", BARRIER, RELEASE),
             [ptx_order.ASYNCHRONOUS],
         ),
+        ((SENT, "cp.async.bulk.commit_group;", COMPLETED, BARRIER, RELEASE), []),
+        ((SENT, BARRIER, RELEASE), [ORDERS["descriptor store", "release"]]),
+        ((SENT, READ, BARRIER, RELEASE), [ORDERS["descriptor store", "release"]]),
+        ((SENT, COMPLETED, RELEASE), [RULES["completion", "release"]]),
+        ((RELEASE, SENT), []),
+        ((WAIT, BARRIER, FENCE, FETCHED), []),
+        ((WAIT, BARRIER, FETCHED), [ORDERS["wait", "descriptor load"]]),
+        ((WAIT, FENCE, FETCHED), [RULES["wait", "descriptor load"]]),
+        ((FETCHED, BARRIER, RELEASE), []),
     ],
 )
 def test_order_is_seen(lines: tuple[str, ...], problems: list[str]) -> None:
@@ -164,7 +183,7 @@ def test_barriers_that_some_threads_do_not_reach_are_seen(
     lines: tuple[str, ...], seen: bool
 ) -> None:
     text = kernel(*"\n".join(lines).splitlines())
-    assert ptx_order.divergence(text) == ([ptx_order.DIVERGENT] if seen else [])
+    assert ptx_divergence.divergence(text) == ([ptx_divergence.DIVERGENT] if seen else [])
 
 
 # ---------------------------------------------------------------------- NVSHMEM's asynchronous copies
@@ -244,8 +263,8 @@ def test_other_copies_are_reported(version: str, lines: tuple[str, ...]) -> None
 
 def test_barriers_around_copies_that_are_not_reached() -> None:
     lines = (*OFF[:3], THREAD, *(line.replace("_1", "_9") for line in INSIDE), COPY, *OFF[4:])
-    assert ptx_order.divergence(NVSHMEM_3_7 + kernel(*lines)) == []
-    assert ptx_order.divergence(NVSHMEM_3_9 + kernel(*lines)) == [ptx_order.DIVERGENT]
+    assert ptx_divergence.divergence(NVSHMEM_3_7 + kernel(*lines)) == []
+    assert ptx_divergence.divergence(NVSHMEM_3_9 + kernel(*lines)) == [ptx_divergence.DIVERGENT]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ def order(HOW: tl.constexpr):
         tdl.fence()
     elif HOW == "quiet":
         tdl.quiet()
+    elif HOW == "wait":
+        tdl.wait_descriptor_stores()
 
 
 @jit
@@ -105,6 +107,11 @@ def gather(
             tdl.copy_block(tdl.remote_ptr(mine, peer), mine, nbytes)
         elif STEPS.data == "store":
             tl.store(tdl.remote_ptr(mine, peer) + index, tl.load(mine + index))
+        elif STEPS.data == "descriptor":
+            theirs = tl.make_tensor_descriptor(
+                tdl.remote_ptr(mine, peer), [16], [tl.constexpr(1)], [16]
+            )
+            theirs.store([0], tl.load(mine + index))
         elif STEPS.data == "words":
             words = mine.to(tl.pointer_type(tl.int64))
             tdl.st(tdl.remote_ptr(words, peer), tl.load(words), "sys")

@@ -39,6 +39,9 @@ CLEAN = [
     Steps("copy", notify="signal_block"),
     Steps("store", notify="atomic release"),
     Steps("store", order="fence", notify="signal"),
+    Steps("descriptor", order="wait", notify="release"),
+    Steps("descriptor", order="wait", notify="atomic release"),
+    Steps("descriptor", order="wait", notify="signal_block"),
 ]
 UNORDERED = Steps("nbi put", notify="signal", end="quiet")
 CAUGHT = [
@@ -53,6 +56,10 @@ CAUGHT = [
     Steps("store", notify="signal"),
     Steps("words", notify="signal"),
     Steps("half a store", notify="put_signal"),
+    Steps("descriptor", notify="release"),  # which orders stores that are complete
+    Steps("descriptor", order="wait", notify="relaxed"),
+    Steps("descriptor", order="fence", notify="signal"),
+    Steps("descriptor", order="quiet", notify="signal"),
 ]
 
 

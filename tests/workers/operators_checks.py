@@ -57,6 +57,9 @@ def operators_as_pytorch_checks_them() -> None:
         (tdc.reduce_scatter.default, (x, "sum")),
         (tdc.all_reduce.default, (x, "mean")),
         (tdc.all_reduce_rms_norm.default, (x, residual, weight)),
+        (tdc.all_gather_matmul.default, (x, residual, None, False, True)),
+        (tdc.matmul_reduce_scatter.default, (x, residual)),
+        (tdc.matmul_all_reduce.default, (x, residual)),
     ):
         tensors = [
             a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in arguments
@@ -121,6 +124,44 @@ def derivatives() -> None:
         "op must be 'sum' or 'mean'",
         "'max'",
     )
+
+
+@check
+def derivatives_of_matmuls() -> None:
+    """Results and derivatives of a tensor-parallel MLP are those of the whole one, whatever is kept."""
+    n, me = world(), rank()
+    rows, depth, hidden = 4, 16 * n, 32 * n
+    x = given(1, n * rows, depth, dtype=torch.float32).double()
+    first, second = (given(s, hidden, depth, dtype=torch.float32).double() for s in (2, 3))
+    pull = given(4, n * rows, depth, dtype=torch.float32).double()
+    whole = [tensor.clone().requires_grad_() for tensor in (x, first, second)]
+    wanted = torch.relu(whole[0] @ whole[1].t()) @ whole[2]
+    (wanted * pull).sum().backward()
+    columns = slice(hidden // n * me, hidden // n * (me + 1))
+    shard = slice(rows * me, rows * (me + 1))
+    for keep in (False, True):
+        for scattered in (False, True):
+            mine = [
+                tensor.float().contiguous().requires_grad_()
+                for tensor in (x[shard] if scattered else x, first[columns], second[columns])
+            ]
+            if scattered:
+                inner, _ = tdc.all_gather_matmul(mine[0], mine[1], None, False, keep)
+                made = tdc.matmul_reduce_scatter(torch.relu(inner), mine[2], None, True)
+                of_result = pull[shard]
+            else:
+                made = tdc.matmul_all_reduce(torch.relu(mine[0] @ mine[1].t()), mine[2], None, True)
+                of_result = pull / n  # every rank has the whole loss
+            torch.testing.assert_close(
+                made.double(), wanted[shard] if scattered else wanted, atol=1e-2, rtol=1e-3
+            )
+            (made * of_result.float()).sum().backward()
+            grads = [tensor.grad for tensor in whole]
+            parts = [grads[1][columns], grads[2][columns]]  # type: ignore[index]
+            if scattered:
+                parts = [grads[0][shard], *parts]  # type: ignore[index]
+            for got, want in zip(mine[-len(parts) :], parts, strict=True):
+                torch.testing.assert_close(got.grad.double(), want, atol=1e-2, rtol=1e-3)  # type: ignore[union-attr]
 
 
 @check(gpu_only=True)

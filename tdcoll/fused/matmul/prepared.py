@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prepared matmul that communicates: one kernel, or a matmul and a collective in a row.
+
+The frame of a call is one dictionary of tensors by name: those of the request, the result ``out``,
+and *temporaries*, which the steps leave for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tdcoll.base.arguments import byte_text
+from tdcoll.base.call_log import CallRecord, record_of
+from tdcoll.base.ranges import ranged
+from tdcoll.calls.call_launches import launches_of, prepare_steps
+from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.kernel_launch import KernelLaunch
+from tdcoll.calls.launch_spec import NO_OPTIONS, KernelOptions
+from tdcoll.calls.operation import Bound, PreparedCall
+from tdcoll.calls.plan import Facts
+from tdcoll.calls.spec import Collective
+from tdcoll.calls.steps import HostStep, Step
+from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
+from tdcoll.fused.matmul import (
+    kernels_all_reduce,
+    kernels_gather,
+    kernels_local,
+    kernels_scatter,
+    launches,
+)
+from tdcoll.fused.matmul.launches import Operands
+from tdcoll.fused.matmul.policy import (
+    COMPOSED,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    TWO_SHOT,
+    MatmulPlan,
+    MatmulShape,
+    is_whole,
+)
+from tdcoll.fused.operation import aligned, requires_gradient, tensors_overlap
+from tdcoll.primitives.epilogue import identity
+from tdcoll.primitives.group import Inbox
+
+
+class NamedStep:
+    """A step that takes the addresses of tensors with these names, and an epilogue's tensors as they are."""
+
+    def __init__(self, step: Step, names: Sequence[str]) -> None:
+        self._step = step
+        self._names = tuple(names)
+
+    def __call__(self, stream: int, tensors: dict[str, Any]) -> None:
+        values = [
+            tensors[name] if name.startswith("extra.") else tensors[name].data_ptr()
+            for name in self._names
+        ]
+        self._step(stream, *values)
+
+
+class PreparedMatmul(PreparedCall):
+    """See the module.
+
+    Args:
+        tensors: Of the first call, by name.
+        options: :class:`~tdcoll.fused.matmul.operation.MatmulOptions`.
+        precision: Of fp32 operands.
+    """
+
+    complex = False
+
+    def __init__(
+        self,
+        ctx: CollectiveContext,
+        collective: Collective,
+        tensors: dict[str, torch.Tensor],
+        options: Any,
+        shape: MatmulShape,
+        plan: MatmulPlan,
+        result: tuple[tuple[int, ...], torch.dtype],
+        precision: str,
+    ) -> None:
+        self._ctx = ctx
+        self._options = options
+        self._shape = shape
+        self._plan = plan
+        self._result_shape, self._dtype = result
+        self._precision = precision
+        self._device = ctx.device
+        self._temporaries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._records: list[CallRecord] = []
+        self._steps: list[Any] = []
+        self._kernels: list[KernelLaunch] = []
+        self.variant = None
+        if "out" not in tensors:
+            self._temporaries["out"] = result
+        if not tensors["x"].numel():
+            self.record = record_of(shape.name, 0)
+            self.launch = _launch_nothing
+            return
+        x = tensors["x"]
+        if options.gathered or (shape.name == GATHER and plan.algorithm == COMPOSED):
+            self._temporaries["gathered"] = (ctx.world_size * x.shape[0], *x.shape[1:]), x.dtype
+        if plan.algorithm != COMPOSED:
+            self._add_fused(tensors)
+        elif shape.name == GATHER:
+            self._add_gather_and_matmul(tensors)
+        else:
+            self._add_matmul_and_reduction(tensors, collective)
+        self.variant = (
+            shape,
+            plan,
+            options.depth_first,
+            frozenset(tensors),
+            x.dtype,
+            self._dtype,
+            precision,
+        )
+        prepare_steps(ctx, shape.name, self.variant, self._kernels)
+        self.record = _joined(shape.name, self._records)
+        self.launch = ranged(
+            f"tdcoll.{shape.name}[{plan.algorithm}, {byte_text(shape.nbytes)}]", self._launch
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    def _add_fused(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Add the kernel that does everything."""
+        ctx = self._ctx
+        plan = self._plan
+        group = ctx.device_group
+        operands = self._operands(tensors, "x", "out")
+        inbox = Inbox(ctx.inbox.data_ptr(), ctx.capacity, group.deltas, launches.TWO_SLOTS)
+        workers = plan.blocks
+        if self._shape.name == GATHER:
+            kernel = kernels_gather.all_gather_matmul
+            blocks, arguments = launches.gather(
+                operands,
+                plan.cut,
+                group,
+                inbox,
+                workers=workers,
+                pushers=plan.pushers,
+                piece=plan.piece,
+                keepers=plan.keepers,
+                whole=is_whole(self._shape, plan, ctx.world_size),
+            )
+        elif self._shape.name == SCATTER:
+            kernel = kernels_scatter.matmul_reduce_scatter
+            blocks, arguments = launches.scatter(
+                operands, plan.cut, group, inbox, workers=workers, lag=plan.lag, stages=plan.stages
+            )
+        else:
+            kernel = kernels_all_reduce.matmul_all_reduce
+            two_shot = plan.algorithm == TWO_SHOT
+            assert ctx.device_lamport is not None
+            blocks, arguments = launches.reduce(
+                operands, plan.cut, group, ctx.device_lamport, workers=workers, two_shot=two_shot
+            )
+        by_lamport = self._shape.name == REDUCE
+        self._records.append(
+            record_of(self._shape.name, 0 if by_lamport else 1, 1 if by_lamport else 0)
+        )
+        self._add_kernel(
+            kernel, blocks, arguments, self._parameters(tensors, "x", "out", keeps=plan.keepers > 0)
+        )
+
+    def _add_gather_and_matmul(self, tensors: dict[str, torch.Tensor]) -> None:
+        ctx = self._ctx
+        self._add_collective(ALL_GATHER, Facts.of(ctx, tensors["x"].nbytes), "x", "gathered")
+        scaled = "x_scale" in tensors
+        if scaled:
+            rows = self._shape.rows // ctx.world_size
+            self._temporaries["own_scale"] = (rows,), torch.float32
+            self._temporaries["gathered_scale"] = (self._shape.rows,), torch.float32
+            self._steps.append(HostStep(_expand_scale))
+            self._add_collective(ALL_GATHER, Facts.of(ctx, 4 * rows), "own_scale", "gathered_scale")
+        if self._takes_cublas(tensors) and not self._finishes:
+            self._steps.append(HostStep(_Multiply("gathered", "out", self._options.depth_first)))
+            return
+        self._add_local_matmul(tensors, "gathered", "out")
+
+    def _add_matmul_and_reduction(
+        self, tensors: dict[str, torch.Tensor], collective: Collective
+    ) -> None:
+        shape = self._shape
+        dtype = self._dtype
+        sizes = (shape.rows, shape.columns)
+        self._temporaries["product"] = sizes, dtype
+        if self._takes_cublas(tensors):
+            self._steps.append(HostStep(_Multiply("x", "product", self._options.depth_first)))
+        else:
+            self._add_local_matmul(tensors, "x", "product")
+        parts = "product"
+        sums = "out"
+        if self._finishes:
+            # Sums stay in fp32, so that the result is rounded once, behind the epilogue.
+            dtype = torch.float32
+            parts = "wide"
+            sums = "sums"
+            self._temporaries["wide"] = sizes, dtype
+            self._temporaries["sums"] = self._result_shape, dtype
+            self._steps.append(HostStep(_widen))
+        segment = collective.segment_bytes(
+            shape.rows * shape.columns * dtype.itemsize, self._ctx.world_size
+        )
+        facts = Facts.of(self._ctx, segment, dtype)
+        self._add_collective(collective, facts, parts, sums, KernelOptions(dtype, "sum"))
+        if self._finishes:
+            rows = torch.Size(self._result_shape[:-1]).numel()
+            blocks, arguments = launches.finish(self._operands(tensors, "x", "out"), rows)
+            parameters = self._parameters(tensors, "sums", "out")
+            kept = {
+                name: parameters[name] for name in parameters if name.partition(".")[0] in arguments
+            }
+            self._add_kernel(kernels_local.finish, blocks, arguments, kept, num_warps=4)
+
+    @property
+    def _finishes(self) -> bool:
+        """Whether something is done with sums before they are rounded."""
+        return "bias" in self._options.names or self._options.epilogue is not None
+
+    def _takes_cublas(self, tensors: dict[str, torch.Tensor]) -> bool:
+        same_dtype = self._dtype is tensors["x"].dtype
+        return same_dtype and not self._options.batch_invariant
+
+    def _add_collective(
+        self,
+        collective: Collective,
+        facts: Facts,
+        source: str,
+        out: str,
+        options: KernelOptions = NO_OPTIONS,
+    ) -> None:
+        calls = launches_of(collective, self._ctx, facts, options=options)
+        self._records.append(calls.record)
+        self._steps.append(NamedStep(HostStep(calls), (source, out)))
+
+    def _add_local_matmul(self, tensors: dict[str, torch.Tensor], source: str, out: str) -> None:
+        """Add a matmul; with bias and epilogue if its result is the call's."""
+        bare = tensors
+        if out != "out":
+            bare = {name: tensor for name, tensor in tensors.items() if name != "bias"}
+        operands = self._operands(bare, source, out)
+        blocks, arguments = launches.local(operands, self._plan.cut, workers=self._plan.blocks)
+        parameters = self._parameters(bare, source, out)
+        if operands.extra is None:
+            parameters = {
+                name: value for name, value in parameters.items() if not name.startswith("extra.")
+            }
+        self._add_kernel(kernels_local.matmul, blocks, arguments, parameters)
+
+    def _add_kernel(
+        self,
+        kernel: Any,
+        blocks: int,
+        arguments: dict[str, Any],
+        parameters: dict[str, str],
+        num_warps: int | None = None,
+    ) -> None:
+        """Add the launch of a kernel.
+
+        Args:
+            parameters: The parameters that each call brings, and the names of their tensors.
+        """
+        options = self._plan.cut.options
+        if num_warps is not None:
+            options = {"num_warps": num_warps}
+        fixed = {name: value for name, value in arguments.items() if name not in parameters}
+        launch = KernelLaunch(
+            kernel, blocks, fixed, tuple(parameters), early=self._ctx.early, **options
+        )
+        self._kernels.append(launch)
+        self._steps.append(NamedStep(launch, tuple(parameters.values())))
+
+    def _operands(self, tensors: dict[str, torch.Tensor], source: str, out: str) -> Operands:
+        """Return what a kernel multiplies. Tensors that a launch brings count by shape, dtype and alignment."""
+        x = tensors["x"]
+        weight = tensors["weight"]
+        rows = self._shape.rows if source == "gathered" else x.numel() // x.shape[-1]
+        result = tensors.get(out)
+        if result is None:
+            result = torch.empty(1, dtype=self._dtype, device="meta")
+        extra = None
+        epilogue = identity
+        if out == "out" and self._options.epilogue is not None:
+            epilogue = self._options.epilogue
+            extra = self._extra(tensors)
+        x_scale = tensors.get("x_scale")
+        if source == "gathered" and x_scale is not None:
+            x_scale = torch.empty(rows, dtype=torch.float32, device="meta")
+        return Operands(
+            torch.empty(rows, x.shape[-1], dtype=x.dtype, device="meta"),
+            weight,
+            result,
+            self._options.depth_first,
+            tensors.get("bias"),
+            x_scale,
+            tensors.get("weight_scale"),
+            epilogue,
+            extra,
+            self._precision,
+        )
+
+    def _extra(self, tensors: dict[str, torch.Tensor]) -> Any:
+        """Return the epilogue's tuple, with small tensors like the caller's, which must not be kept alive."""
+        extra = self._options.extra
+        if extra is None:
+            return None
+        values = []
+        for name, value in zip(extra._fields, extra, strict=True):
+            tensor = tensors.get(f"extra.{name}")
+            if tensor is not None:
+                odd = 0 if tensor.data_ptr() % 16 == 0 else 1
+                value = torch.empty(16, dtype=tensor.dtype, device=tensor.device)[odd:]
+            values.append(value)
+        return type(extra)(*values)
+
+    def _parameters(
+        self, tensors: dict[str, torch.Tensor], source: str, out: str, *, keeps: bool = False
+    ) -> dict[str, str]:
+        """Return the parameters of a kernel that each call brings, and the names of their tensors."""
+        found = {"source": source, "out": out}
+        if keeps:
+            found["gathered"] = "gathered"
+        found["weight.base"] = "weight"
+        if "bias" in tensors:
+            found["weight.bias"] = "bias"
+        if "x_scale" in tensors:
+            found["scales.x"] = "gathered_scale" if source == "gathered" else "x_scale"
+            found["scales.weight"] = "weight_scale"
+        found |= {name: name for name in tensors if name.startswith("extra.")}
+        return found
+
+    # ------------------------------------------------------------------ calls
+
+    def bind(self, *tensors: Any) -> Bound | None:
+        if requires_gradient(*tensors):
+            return None
+        frame = dict(zip(self._options.names, tensors, strict=True))
+        out = frame.get("out")
+        if out is not None:
+            for name, tensor in frame.items():
+                if name != "out" and tensors_overlap(out, tensor):
+                    return None
+        frame["x"] = aligned(frame["x"])
+        frame["weight"] = aligned(frame["weight"])
+        for name, (shape, dtype) in self._temporaries.items():
+            frame[name] = torch.empty(shape, dtype=dtype, device=self._device)
+        result = frame["out"]
+        if self._options.gathered:
+            return (result, frame["gathered"]), (frame,)
+        return result, (frame,)
+
+    def _launch(self, stream: int, tensors: dict[str, torch.Tensor]) -> None:
+        for step in self._steps:
+            step(stream, tensors)
+
+
+class _Multiply:
+    """``torch.mm``, hence cuBLAS, from one tensor of a frame to another."""
+
+    def __init__(self, source: str, out: str, depth_first: bool) -> None:
+        self._source = source
+        self._out = out
+        self._depth_first = depth_first
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
+        x = tensors[self._source]
+        out = tensors[self._out]
+        weight = tensors["weight"]
+        if not self._depth_first:
+            weight = weight.t()
+        torch.mm(x.view(-1, x.shape[-1]), weight, out=out.view(-1, out.shape[-1]))
+
+
+def _expand_scale(tensors: dict[str, torch.Tensor]) -> None:
+    """Give each row of ``x`` a scale."""
+    tensors["own_scale"].copy_(tensors["x_scale"].view(-1).expand(tensors["own_scale"].shape))
+
+
+def _widen(tensors: dict[str, torch.Tensor]) -> None:
+    """Copy rounded parts to fp32."""
+    tensors["wide"].copy_(tensors["product"])
+
+
+def _joined(name: str, records: Sequence[CallRecord]) -> CallRecord | str:
+    """Return the record of a call that is made of others; its name if their epochs are of two kinds."""
+    kinds = {record.even for record in records if record.epochs}
+    if len(kinds) > 1:
+        return name
+    epochs = sum(record.epochs for record in records)
+    lamport = sum(record.lamport for record in records)
+    return record_of(name, epochs=epochs, lamport=lamport, even=True in kinds)
+
+
+def _launch_nothing(stream: int, tensors: dict[str, torch.Tensor]) -> None:
+    """There are no rows."""

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of matmuls that communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks import matmul
+from benchmarks.matmul import MatmulBenchmark
+
+HEAP_BYTES = 1 << 26
+
+
+def test_everything_is_checked_and_baselines_say_why_not(rows_of: Callable[..., list[Any]]) -> None:
+    options = "--algorithms auto,fused,one_shot,composed --peers cublas-alone,nccl,torch-fused --shapes 36x48x32"
+    rows = rows_of(MatmulBenchmark, options, 2, heap_bytes=HEAP_BYTES)
+    for operation in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        checks = {row.algorithm: row.check for row in rows if row.facts["operation"] == operation}
+        kernel = "one_shot" if operation == "matmul_all_reduce" else "fused"
+        ours = dict.fromkeys(["auto", kernel, "composed", "cublas-alone"], "ok")
+        assert checks == {**ours, "nccl": "not run", "torch-fused": "not run"}
+    assert rows[0].facts["took"] == "composed"
+
+
+@pytest.mark.parametrize("mistake", ["an element", "a rank"])
+def test_a_wrong_result_is_seen(
+    mistake: str, monkeypatch: pytest.MonkeyPatch, rows_of: Callable[..., list[Any]]
+) -> None:
+    def careless(x: Any, weight: Any, **named: Any) -> Any:
+        if mistake == "a rank":
+            return x @ weight.t()
+        return real(x, weight, **named).index_fill_(0, matmul.torch.tensor(0), 0)
+
+    real = matmul.fused.matmul_all_reduce
+    monkeypatch.setattr(matmul.fused, "matmul_all_reduce", careless)
+    options = "--operations matmul_all_reduce --shapes 8x32x16 --peers="
+    rows = rows_of(MatmulBenchmark, options, 2, heap_bytes=HEAP_BYTES)
+    assert [row.check for row in rows] == ["WRONG"]
+
+
+def test_the_share_of_hidden_communication(
+    monkeypatch: pytest.MonkeyPatch, rows_of: Callable[..., list[Any]]
+) -> None:
+    times = {"auto": 60.0, "cublas-alone": 50.0, "nccl-alone": 40.0}
+    measure_size = matmul.Benchmark.measure_size
+
+    def timed(self: Any, size: Any, line_up: Any) -> list[Any]:
+        rows = measure_size(self, size, line_up)
+        for row in rows:
+            row.median_us = times[row.algorithm]
+        return rows
+
+    monkeypatch.setattr(matmul.Benchmark, "measure_size", timed)
+    options = "--operations all_gather_matmul --shapes 8x32x16 --peers cublas-alone,nccl-alone"
+    rows = rows_of(MatmulBenchmark, options, 1, heap_bytes=HEAP_BYTES)
+    assert rows[0].facts["hidden"] == 0.75
+    assert "hidden" not in rows[1].facts
