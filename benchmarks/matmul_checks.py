@@ -37,7 +37,7 @@ class Residual(NamedTuple):
 
 
 @jit
-def add_residual(sums, rows, columns, inside, extra):
+def add_residual(sums: Any, rows: Any, columns: Any, inside: Any, extra: Any) -> Any:
     """An epilogue: twice the sum plus a residual."""
     residual = tl.load(extra.base + rows * extra.stride + columns, mask=inside, other=0.0)
     return 2.0 * sums + residual.to(tl.float32)
@@ -123,8 +123,8 @@ class Matrices:
         weight = [whole(case.columns, case.depth).to(case.dtype) for _ in range(2)]
         self.weight = [one.t().contiguous() if case.depth_first else one for one in weight]
         self.bias = whole(case.columns, dtype=case.out) if case.biased else None
-        self.x_scale = [None, None]
-        self.weight_scale = [None, None]
+        self.x_scale: list[torch.Tensor | None] = [None, None]
+        self.weight_scale: list[torch.Tensor | None] = [None, None]
         if case.scales:
             counts = (rows, case.columns) if case.scales == "row" else (1, 1)
             self.x_scale = [powers(counts[0]) for _ in range(2)]
@@ -181,7 +181,7 @@ def check_gather(case: Case, whole_tiles: bool) -> tuple[Launch, Callable[[], bo
     rows = torch.cat([one.view(torch.uint8).view(-1) for one in made.x])
     scales = torch.zeros(0, dtype=torch.uint8, device="cuda")
     if made.x_scale[0] is not None:
-        spread = [torch.broadcast_to(one, (case.rows,)) for one in made.x_scale]
+        spread = [one.expand(case.rows) for one in made.x_scale if one is not None]
         scales = torch.cat(spread).contiguous().view(torch.uint8)
     heaps[0].inbox[1].view(-1)[: rows.numel() + scales.numel()] = torch.cat([rows, scales])
     operands = made.operands(out, residual)

@@ -157,7 +157,9 @@ def predict(report: Report) -> None:
 
 
 @jit
-def alone(x, weights, out, shape, weight, tile, HOST: tl.constexpr):
+def alone(
+    x: Any, weights: Any, out: Any, shape: Any, weight: Any, tile: Any, HOST: tl.constexpr
+) -> None:
     """A persistent matmul; ``x`` and ``weights`` are descriptors, or addresses of ``[rows, depth]``
     and ``[columns, depth]``."""
     if HOST:
@@ -323,7 +325,7 @@ def measure_gather(
     report.add("gather", shape=made.shape, cublas=cublas, **row)
 
 
-FORMS = [(1, 1, 1), (2, 1, 1), (2, 1, 0), (2, 1, 2), (2, 1, 99)]
+FORMS: list[tuple[int, ...]] = [(1, 1, 1), (2, 1, 1), (2, 1, 0), (2, 1, 2), (2, 1, 99)]
 """Slices, stages and lag."""
 
 

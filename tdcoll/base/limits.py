@@ -6,7 +6,8 @@ COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 """The dense collectives: each is a folder of :mod:`tdcoll.collectives` with a ``spec``."""
 
 MAX_CHUNKS = 512
-"""The most chunks of one rank's data, if a context is not made for another number; each has its own signal."""
+"""The most chunks of one rank's data, if a context is not made for another number; each has its own
+signal."""
 
 MOST_CHUNKS = 4096
 """The most chunks that a context can be made for."""

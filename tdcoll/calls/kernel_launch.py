@@ -273,9 +273,9 @@ class KernelLaunch:
         blocks: The grid.
         arguments: All parameters that don't change, by name, constants included: tensors,
             addresses, numbers, and tuples of these.
-        changing: The names of the parameters that each launch brings: addresses or whole numbers, or
-            tensors where ``arguments`` has one; ``tuple.field`` for one of a tuple. Neighbours, in
-            their order, are brought fastest.
+        changing: The names of the parameters that each launch brings: addresses or whole numbers,
+            or tensors where ``arguments`` has one; ``tuple.field`` for one of a tuple. Neighbours,
+            in their order, are brought fastest.
         num_warps: Warps of each thread block.
         num_stages: Stages of the kernel's pipelined loops. None: Triton's default.
         early: Whether the launch may begin before the one ahead has ended, if the kernel waits for

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives fused with the operations before or behind them: matmuls that communicate, and all-reduce + residual +
-RMSNorm."""
+"""Collectives fused with the operations before or behind them: matmuls that communicate, and
+all-reduce + residual + RMSNorm."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

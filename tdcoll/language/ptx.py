@@ -93,12 +93,14 @@ descriptors: ContextVar[bool] = ContextVar("descriptors", default=False)
 
 
 def _has_async_proxy(semantic: Any) -> bool:
-    """Return whether loads and stores by descriptors are asynchronous copies; before Hopper they go by pointers."""
+    """Return whether loads and stores by descriptors are asynchronous copies; before Hopper they go
+    by pointers."""
     return int(re.sub(r"\D", "", semantic.builder.options.arch)) >= 90
 
 
 def proxy_fence(semantic: Any) -> str:
-    """PTX, for loads by descriptors, because the async proxy sees what a thread has acquired only after this fence."""
+    """PTX, for loads by descriptors, because the async proxy sees what a thread has acquired only
+    after this fence."""
     return "fence.proxy.async.global; " if descriptors.get() and _has_async_proxy(semantic) else ""
 
 
@@ -228,6 +230,7 @@ ld_acquire.acquires = atom_add.acquires = atom_cas.acquires = True
 
 @core.extern
 def wait_descriptor_stores(_semantic=None):
-    # Each thread waits for the copies that it began itself, and Triton lets several warps begin some.
+    # Each thread waits for the copies that it began itself, and Triton lets several warps begin
+    # some.
     if _has_async_proxy(_semantic):
         asm(_semantic, "cp.async.bulk.wait_group 0; mov.u32 $0, 0;")

@@ -6,9 +6,10 @@ tdcoll.ops``.
 functional: they return new tensors and write to no argument. The group is a string
 (:func:`group_name`). See ``docs/fused.md``.
 
-:func:`fusing` is a backend for ``torch.compile`` which replaces an all-reduce, the addition of a residual and an
-RMSNorm by ``all_reduce_rms_norm``, matmuls beside collectives by one operator each, and leaves the rest to Inductor.
-:func:`parallelize` does the same with the linear layers of a model that isn't compiled.
+:func:`fusing` is a backend for ``torch.compile`` which replaces an all-reduce, the addition of a
+residual and an RMSNorm by ``all_reduce_rms_norm``, matmuls beside collectives by one operator each,
+and leaves the rest to Inductor. :func:`parallelize` does the same with the linear layers of a model
+that isn't compiled.
 """
 
 from __future__ import annotations
@@ -167,8 +168,9 @@ _NORMS = (torch.nn.functional.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.
 
 
 def fuse(module: fx.GraphModule) -> fx.GraphModule:
-    """Replace ``rms_norm(all_reduce(x) + residual)`` by ``all_reduce_rms_norm`` wherever a graph has it, and matmuls
-    beside collectives by :mod:`tdcoll.ops.matmuls`, as :mod:`tdcoll.ops.patterns` describes.
+    """Replace ``rms_norm(all_reduce(x) + residual)`` by ``all_reduce_rms_norm`` wherever a graph
+    has it, and matmuls beside collectives by :mod:`tdcoll.ops.matmuls`, as
+    :mod:`tdcoll.ops.patterns` describes.
 
     The norm is over the last dimension, with a weight of the dtype of ``x``; residual and ``x``
     have one shape and dtype; the sum of the ranks is used for nothing else. (The sum with the

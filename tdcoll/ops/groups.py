@@ -13,7 +13,8 @@ def group_name(group: runtime.Group = None) -> str:
     """Return the string that names a group in calls of the operators.
 
     Args:
-        group: None: all ranks. For a ProcessGroup, PyTorch's name. For global ranks, these with a comma after each.
+        group: None: all ranks. For a ProcessGroup, PyTorch's name. For global ranks, these with a
+            comma after each.
 
     Raises:
         NotInitializedError: (of ranks) before ``tdcoll.initialize()``.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of a tensor-parallel model that isn't compiled, by the operators of :mod:`tdcoll.ops.matmuls`."""
+"""Linear layers of a tensor-parallel model that isn't compiled, by the operators of
+:mod:`tdcoll.ops.matmuls`."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def parallelize(
     *,
     keep_gathered: bool = True,
 ) -> nn.Module:
-    """Share out linear layers of a model, whose activations are shared out over the first dimension between them.
+    """Share out linear layers of a model, whose activations are shared out over the first dimension
+    between them.
 
     >>> mlp = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
     >>> mlp = tdcoll.ops.parallelize(mlp, {"0": "columns", "2": "rows"})
@@ -76,9 +78,9 @@ def parallelize(
 
     Args:
         model: is changed; every rank passes the same.
-        plan: patterns of names, as ``"layers.*.mlp.up"``, and for each what the ranks share: ``"columns"`` (a layer
-            that gathers rows and has a part of the result's columns) or ``"rows"`` (one that has a part of the depth
-            and scatters the sum's rows).
+        plan: patterns of names, as ``"layers.*.mlp.up"``, and for each what the ranks share:
+            ``"columns"`` (a layer that gathers rows and has a part of the result's columns) or
+            ``"rows"`` (one that has a part of the depth and scatters the sum's rows).
         group: as for :func:`tdcoll.all_gather`; a DeviceMesh of one dimension, for example.
         keep_gathered: keep gathered rows for the backward pass, instead of gathering them again.
 
@@ -86,7 +88,8 @@ def parallelize(
         ``model``.
 
     Raises:
-        ValueError: a pattern fits no ``nn.Linear``, or a size isn't divisible by the number of ranks.
+        ValueError: a pattern fits no ``nn.Linear``, or a size isn't divisible by the number of
+            ranks.
     """
     job = runtime.current()
     ranks = job.ranks_of(group)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators of matmuls that communicate, with derivatives: the backward pass of one is another.
 
-With ``y = all_gather(x) @ weight.T`` the gradient of ``x`` is ``reduce_scatter(grad @ weight)``, and the other way
-round. The gradient of a weight needs the gathered matrix: of ``x``, which the forward pass keeps or the backward pass
-gathers again, or of the gradient, which the backward pass gathers anyway.
+With ``y = all_gather(x) @ weight.T`` the gradient of ``x`` is ``reduce_scatter(grad @ weight)``,
+and the other way round. The gradient of a weight needs the gathered matrix: of ``x``, which the
+forward pass keeps or the backward pass gathers again, or of the gradient, which the backward pass
+gathers anyway.
 
-Gradients are those of the sum of all ranks' losses. A bias is this rank's own, and so is its gradient.
+Gradients are those of the sum of all ranks' losses. A bias is this rank's own, and so is its
+gradient.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ def all_gather_matmul(
     See :func:`tdcoll.fused.all_gather_matmul`.
 
     Args:
-        keep_gathered: return the gathered ``x``, which the backward pass then uses. Otherwise the second result is
-            empty, and the backward pass gathers again if the weight requires grad.
+        keep_gathered: return the gathered ``x``, which the backward pass then uses. Otherwise the
+            second result is empty, and the backward pass gathers again if the weight requires grad.
     """
     x, weight, bias = _plain(x, weight, bias)
     made = op.all_gather_matmul(
@@ -82,7 +84,8 @@ def matmul_all_reduce(
     depth_first: bool = False,
     group: str = "",
 ) -> torch.Tensor:
-    """``[n, ..., depth], [columns, depth] -> [n, ..., columns]``. See :func:`tdcoll.fused.matmul_all_reduce`."""
+    """``[n, ..., depth], [columns, depth] -> [n, ..., columns]``. See
+    :func:`tdcoll.fused.matmul_all_reduce`."""
     x, weight, bias = _plain(x, weight, bias)
     return op.matmul_all_reduce(
         x, weight, bias=bias, depth_first=depth_first, group=named_group(group)
@@ -148,7 +151,8 @@ def _times_weight(grad: torch.Tensor, weight: torch.Tensor, depth_first: bool) -
 
 
 def _of_weight(grad: torch.Tensor, x: torch.Tensor, depth_first: bool) -> torch.Tensor:
-    """Return the gradient of a weight, from the gradient of ``x @ weight.T`` and ``x``, both of all rows."""
+    """Return the gradient of a weight, from the gradient of ``x @ weight.T`` and ``x``, both of all
+    rows."""
     left = grad.reshape(-1, grad.shape[-1])
     right = x.reshape(-1, x.shape[-1])
     return right.t() @ left if depth_first else left.t() @ right

@@ -7,9 +7,9 @@
     reduce_scatter(linear(x, weight))   -> matmul_reduce_scatter
     all_reduce(linear(x, weight))       -> matmul_all_reduce
 
-Collectives are tdcoll's operators or PyTorch's functional collectives, as DTensor calls them, over the first dimension
-and by a sum. Between a collective and a matmul there may be views that keep the last dimension. Graphs are Dynamo's, or
-those of aten operators that Inductor gets.
+Collectives are tdcoll's operators or PyTorch's functional collectives, as DTensor calls them, over
+the first dimension and by a sum. Between a collective and a matmul there may be views that keep the
+last dimension. Graphs are Dynamo's, or those of aten operators that Inductor gets.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def _can_replace(product: _Product) -> bool:
 
 
 def _nothing_between(first: fx.Node, last: fx.Node, own: set[fx.Node]) -> bool:
-    """Return whether nothing is computed between two nodes but what belongs to the pattern, because it might write in
-    place. Transposes write nothing."""
+    """Return whether nothing is computed between two nodes but what belongs to the pattern, because
+    it might write in place. Transposes write nothing."""
     node = first.next
     while node is not last:
         computes = node.op.startswith("call") and node not in own

@@ -235,7 +235,8 @@ def _either(one: Any, other: Any, result: Any) -> Any:
 
 
 def _store(ptrs: Any, value: Any, mask: Any, kind: str) -> None:
-    """Store a block, or what a descriptor stores, through pointers. ``kind``: see :class:`.network.Operation`."""
+    """Store a block, or what a descriptor stores, through pointers. ``kind``: see
+    :class:`.network.Operation`."""
     shape, access = ptrs.data.shape, pointers()
     addresses, wanted = _flat(ptrs), _flat_mask(mask, shape)
     values = np.ascontiguousarray(np.broadcast_to(value.data, shape)).reshape(-1)

@@ -10,10 +10,11 @@ in separate links, which fences do not order; ``quiet`` does not wait for copies
 programs' stores. An operation may be *held back* until no task can run but stragglers
 (:mod:`.policy`).
 
-Stores through tensor descriptors travel there, too: no fence, release or quiet orders them until their program has
-waited for them, which makes stores of them.
+Stores through tensor descriptors travel there, too: no fence, release or quiet orders them until
+their program has waited for them, which makes stores of them.
 
-Operations outlive the program that issued them, except stores, which are complete when the launch ends.
+Operations outlive the program that issued them, except stores, which are complete when the launch
+ends.
 """
 
 from __future__ import annotations
@@ -172,10 +173,11 @@ class Network:
         to: int | None = None,
         kinds: Sequence[str] = ("store",),
     ) -> None:
-        """Let stores of ``issuer`` arrive now, in the order of issue, behind operations that a fence orders first.
+        """Let stores of ``issuer`` arrive now, in the order of issue, behind operations that a
+        fence orders first.
 
-        Only those that have yet to write to addresses ``touching``, ``[first, end)``, only those to the PE ``to``, and
-        only those of these ``kinds``.
+        Only those that have yet to write to addresses ``touching``, ``[first, end)``, only those to
+        the PE ``to``, and only those of these ``kinds``.
         """
 
         first, end = touching or (0, 1 << 64)

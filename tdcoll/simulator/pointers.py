@@ -137,7 +137,8 @@ class PointerAccess:
     def store_weakly(
         self, addresses: Array, values: Array, mask: Array, kind: str = "store"
     ) -> Array:
-        """Send the elements on other PEs through the network; return the mask of those that the caller has to store.
+        """Send the elements on other PEs through the network; return the mask of those that the
+        caller has to store.
 
         ``kind``: ``"store"`` or ``"descriptor store"``.
         """
@@ -229,7 +230,8 @@ class PointerAccess:
     def _store_here(
         self, network: Network, runs: list[tuple[int, int]], unit: int, kind: str = "store"
     ) -> None:
-        """Prepare a store of the program to its own PE's memory; the store lands when it has arrived.
+        """Prepare a store of the program to its own PE's memory; the store lands when it has
+        arrived.
 
         ``runs``: address and length of each stretch of bytes, ascending. ``unit``: bytes of an
         element.

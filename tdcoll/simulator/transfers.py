@@ -227,7 +227,8 @@ def release(machine: Machine, *, system: bool = True) -> None:
 
 
 def complete_descriptor_stores(machine: Machine) -> None:
-    """Let releases of the running program order the stores through descriptors that it has begun."""
+    """Let releases of the running program order the stores through descriptors that it has
+    begun."""
     if machine.network is not None:
         machine.network.complete_descriptor_stores(machine.program)
     machine.scheduler.turn()

@@ -42,7 +42,7 @@ GATHER: dict[str, Any] = {
     "WHOLE": False,
     "SELF": False,
     "COPIED": False,
-    "WAITED": 128,
+    "WORLD_POW2": 128,
     "WORDS": 8192,
 }
 SCATTER: dict[str, Any] = {"SLICES": 2, "STAGES": 2, "WORLD_POW2": 8}
@@ -147,7 +147,8 @@ TTGIR = {
 
 
 def order_of(ttgir: str) -> list[str]:
-    """Return waits, loads, stores and matmuls in the order of the text; several of a kind in a row are one."""
+    """Return waits, loads, stores and matmuls in the order of the text; several of a kind in a row
+    are one."""
     found = [
         kind
         for line in ttgir.splitlines()
@@ -158,7 +159,8 @@ def order_of(ttgir: str) -> list[str]:
 
 
 def main(arch: int) -> dict[str, Any]:
-    """Compile the kernels for an architecture; if it isn't sm_90, also those that are only for that."""
+    """Compile the kernels for an architecture; if it isn't sm_90, also those that are only for
+    that."""
     made = [
         compile_matmul(kernel, cut, world, arch, constants)
         for kernel, cut, world, constants in KERNELS

@@ -410,7 +410,8 @@ def _known_after(texts: list[str], known: dict[str, int], offset: int) -> dict[s
 def _reaches(
     blocks: dict[str, Block], label: str, place: int, wanted: str, between: str = "barrier"
 ) -> bool:
-    """Whether an event ``wanted`` follows event ``place`` of a block, on some path without one of kind ``between``."""
+    """Whether an event ``wanted`` follows event ``place`` of a block, on some path without one of
+    kind ``between``."""
     pending, seen = [(label, place + 1)], set()
     while pending:
         here, first = pending.pop()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matmuls that communicate compile to what their protocols assume, and keep the tensor cores busy."""
+"""The matmuls that communicate compile to what their protocols assume, and keep the tensor cores
+busy."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def of(compiled: dict[str, Any], name: str) -> list[dict[str, Any]]:  # noqa: F8
 
 
 def test_order_is_that_of_the_protocols(compiled) -> None:  # noqa: F811
-    """Barriers before releases, the proxy fence before loads through descriptors, completed stores before signals."""
+    """Barriers before releases, the proxy fence before loads through descriptors, completed stores
+    before signals."""
     assert {one["kernel"] for one in compiled["matmuls"]} == {
         "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
     }  # fmt: skip
@@ -43,14 +45,16 @@ def test_tensor_cores_multiply(compiled) -> None:  # noqa: F811
 
 
 def test_registers_and_memory_suffice(compiled) -> None:  # noqa: F811
-    """Accumulators take half of the registers of a thread. Sums spill a few once for each own tile."""
+    """Accumulators take half of the registers of a thread. Sums spill a few once for each own
+    tile."""
     for one in compiled["matmuls"]:
         limit = 64 if one["kernel"] == "matmul_reduce_scatter" or one["arch"] != 90 else 0
         assert one["spilled_bytes"] <= limit, one
         assert one["shared"] <= 227 * 1024, one
 
 
-TILE = {  # Blackwell's tensor cores are asynchronous, and have a step of their own ahead of the loop
+# Blackwell's tensor cores are asynchronous, and have a step of their own ahead of the loop
+TILE = {
     90: ["load", "for", "multiply", "load"],
     100: ["load", "multiply", "load", "for", "multiply", "load"],
 }
@@ -70,7 +74,8 @@ def test_loads_of_a_tile_are_pipelined_and_stay_behind_its_wait(compiled) -> Non
 
 
 def test_a_signal_is_deferred_until_its_store_is_complete(compiled) -> None:  # noqa: F811
-    """Behind the next tile's loop: the store of a tile is begun last, and what completes it stands before that."""
+    """Behind the next tile's loop: the store of a tile is begun last, and what completes it stands
+    before that."""
     for one in of(compiled, "matmul_reduce_scatter"):
         behind = one["order"][1 + len(TILE[one["arch"]]) :]
         assert behind[:3] == ["completed", "store", "wait"], one

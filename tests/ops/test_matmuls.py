@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass that fuses matmuls with collectives, and layers, on one rank; ``tests/workers/operators_checks.py`` has
-several."""
+"""The pass that fuses matmuls with collectives, and layers, on one rank;
+``tests/workers/operators_checks.py`` has several."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def count(graph: torch.fx.Graph, targets: tuple[Any, ...]) -> int:
 
 
 def compiled(function: Callable[..., Any], *tensors: torch.Tensor) -> tuple[Any, int, int]:
-    """Return ``(results, fused operators, collectives that are left)`` of a function that is compiled by the pass."""
+    """Return ``(results, fused operators, collectives that are left)`` of a function that is
+    compiled by the pass."""
     found = [0, 0]
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -181,7 +182,8 @@ def test_what_is_not_the_same_is_not_fused(pe: int, function: Callable[..., Any]
 
 @on(1)
 def test_graphs_behind_autograd(pe: int, pytorch_group: None) -> None:
-    """DTensor's collectives are found in the graphs that Inductor gets, and those of the backward pass, too."""
+    """DTensor's collectives are found in the graphs that Inductor gets, and those of the backward
+    pass, too."""
     from functorch.compile import aot_module_simplified, make_boxed_func
 
     found: list[int] = []

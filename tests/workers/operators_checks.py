@@ -128,7 +128,8 @@ def derivatives() -> None:
 
 @check
 def derivatives_of_matmuls() -> None:
-    """Results and derivatives of a tensor-parallel MLP are those of the whole one, whatever is kept."""
+    """Results and derivatives of a tensor-parallel MLP are those of the whole one, whatever is
+    kept."""
     n, me = world(), rank()
     rows, depth, hidden = 4, 16 * n, 32 * n
     x = given(1, n * rows, depth, dtype=torch.float32).double()

@@ -144,7 +144,7 @@ def _push(
 
 
 @jit
-def _wait_for_rows(first, end, g, epoch, shape, piece, row_bytes, WAITED: tl.constexpr):
+def _wait_for_rows(first, end, g, epoch, shape, piece, row_bytes, WORLD_POW2: tl.constexpr):
     """Return 1 when rows ``first`` to ``end`` of the gathered matrix are here; 0 if they did not
     come in time."""
     came = tl.cast(1, tl.int32)
@@ -155,7 +155,7 @@ def _wait_for_rows(first, end, g, epoch, shape, piece, row_bytes, WAITED: tl.con
         count = ((end_row * row_bytes - 1) // piece).to(tl.int32) + 1 - begin
         signals = row(g, epoch, begin) + origin
         came &= tdl.wait_signals(
-            signals, count, -1, tdl.CMP_GE, epoch, g.monitor, WAITED, origin, begin, g.world
+            signals, count, -1, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2, origin, begin, g.world
         )  # fmt: skip
     return came
 
@@ -182,7 +182,7 @@ def _multiply(
     EPILOGUE: tl.constexpr,
     ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr,
-    WAITED: tl.constexpr,
+    WORLD_POW2: tl.constexpr,
 ):
     """Compute this worker's tiles: shard by shard, the own one first, then the predecessor's and so
     on."""
@@ -219,7 +219,7 @@ def _multiply(
                 if not own:
                     end = tl.minimum(row_of_part + tile.rows, part_rows)
                     arrived = _wait_for_rows(
-                        first_row + row_of_part, first_row + end, g, epoch, shape, piece, row_bytes, WAITED
+                        first_row + row_of_part, first_row + end, g, epoch, shape, piece, row_bytes, WORLD_POW2
                     )  # fmt: skip
                 sums = product(
                     x, weights, row_of_part, column, shape, weight, tile, DTYPE, PRECISION
@@ -287,7 +287,7 @@ def all_gather_matmul(
     WHOLE: tl.constexpr,
     SELF: tl.constexpr,
     COPIED: tl.constexpr,
-    WAITED: tl.constexpr,
+    WORLD_POW2: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """``[rows, depth], [depth, columns] -> [world * rows, columns]``. Thread blocks: pushers, any
@@ -316,8 +316,8 @@ def all_gather_matmul(
         WHOLE: tiles span several shards. It needs ``SELF``.
         SELF: this rank's shard goes to its own inbox, too.
         COPIED: copy engines send.
-        WAITED: a power of two of at least ``world``, and of the pieces that the rows of a tile may
-            touch in one shard.
+        WORLD_POW2: a power of two of at least ``world``, and of the pieces that the rows of a tile
+            may touch in one shard.
         WORDS: 32-bit words that a pusher or keeper copies at a time, a power of two.
     """
     in_stream_order()
@@ -356,7 +356,7 @@ def all_gather_matmul(
     elif program < pushers + workers:
         _multiply(
             program - pushers, workers, source, out, inbox, g, epoch, weight, scales, shape, piece, row_bytes, extra,
-            tile, DTYPE, OUT, PRECISION, EPILOGUE, ALIGNED, WHOLE, WAITED,
+            tile, DTYPE, OUT, PRECISION, EPILOGUE, ALIGNED, WHOLE, WORLD_POW2,
         )  # fmt: skip
     else:
         keeper = program - pushers - workers
@@ -375,4 +375,4 @@ def all_gather_matmul(
             WORDS,
         )
     if COPIED:
-        stores.none_gave_up(g, WAITED)
+        stores.none_gave_up(g, WORLD_POW2)

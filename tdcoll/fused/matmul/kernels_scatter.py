@@ -122,7 +122,8 @@ def _sum(
     columns from ``column`` on, of which ``part`` is the own one."""
     sums = tl.zeros((tile.rows, COLUMNS), tl.float32)
     own = part.to(tl.float32)
-    # One loop over the others, into which the own part is put: it has one layout, and nothing is loaded in vain.
+    # One loop over the others, into which the own part is put: it has one layout, and nothing is
+    # loaded in vain.
     for other in tl.range(0, g.world - 1, num_stages=STAGES):
         origin = other + (other >= g.rank).to(tl.int32)
         theirs = parts.load([(origin * tiles + number) * tile.rows, column])

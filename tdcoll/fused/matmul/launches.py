@@ -141,7 +141,7 @@ def gather(
         "WHOLE": whole,
         "SELF": to_self or whole,
         "COPIED": copied,
-        "WAITED": _PIECES_OF_A_TILE,
+        "WORLD_POW2": _PIECES_OF_A_TILE,
         "WORDS": words,
     }
     return pushers + workers + keepers, operands.arguments(cut, rows) | more
@@ -192,7 +192,8 @@ def local(operands: Operands, cut: Cut, *, workers: int) -> tuple[int, dict[str,
 
 
 def finish(operands: Operands, rows: int) -> tuple[int, dict[str, Any]]:
-    """Return thread blocks and arguments of ``finish``, of which ``source`` is left to the launch."""
+    """Return thread blocks and arguments of ``finish``, of which ``source`` is left to the
+    launch."""
     height, width = 4, 512
     arguments = operands.arguments(Cut(16, 16, FP8_STEP, 1, 4), rows)
     kept = ("source", "out", "weight", "shape", "extra", "OUT", "EPILOGUE", "ALIGNED")

@@ -35,53 +35,61 @@ def all_gather_matmul(
     ctx: CollectiveContext | None = None,
     algorithm: str | MatmulPlan = "auto",
 ) -> Any:
-    """``[n, ..., depth], [columns, depth] -> [world * n, ..., columns]``: ``linear(all_gather(x), weight, bias)``.
+    """``[n, ..., depth], [columns, depth] -> [world * n, ..., columns]``: ``linear(all_gather(x),
+    weight, bias)``.
 
-    Collective, asynchronous and CUDA-graph safe as :func:`tdcoll.all_gather`; one kernel inside a node, which
-    multiplies rows as they arrive.
+    Collective, asynchronous and CUDA-graph safe as :func:`tdcoll.all_gather`; one kernel inside a
+    node, which multiplies rows as they arrive.
 
     >>> y = tdcoll.fused.all_gather_matmul(torch.ones(1, 16), torch.ones(8, 16))
     >>> y[0, 0]
     tensor(16.)
 
-    Because it has no derivative, tensors must not require grad, unless under ``torch.no_grad()``. The operator
-    ``torch.ops.tdcoll.all_gather_matmul`` has one (:mod:`tdcoll.ops`).
+    Because it has no derivative, tensors must not require grad, unless under ``torch.no_grad()``.
+    The operator ``torch.ops.tdcoll.all_gather_matmul`` has one (:mod:`tdcoll.ops`).
 
-    **Bits.** Every element is one sum over the depth, in fp32 and in one order, to which the bias is added; the
-    epilogue gets that, and its result is rounded once. A row therefore has the same bits whatever rows are beside it.
-    The exception is ``"composed"`` by cuBLAS, which splits the depth of few rows; ``batch_invariant=True`` excludes it.
-    If cuBLAS doesn't split the depth, the bits are those of ``torch.mm``.
+    **Bits.** Every element is one sum over the depth, in fp32 and in one order, to which the bias
+    is added; the epilogue gets that, and its result is rounded once. A row therefore has the same
+    bits whatever rows are beside it. The exception is ``"composed"`` by cuBLAS, which splits the
+    depth of few rows; ``batch_invariant=True`` excludes it. If cuBLAS doesn't split the depth, the
+    bits are those of ``torch.mm``.
 
     Args:
-        x: this rank's rows: contiguous, on the context's device, of bf16, fp16, fp32, ``float8_e4m3fn`` or
-            ``float8_e5m2``. All ranks have the same number of rows; pad shorter shards. ``depth * x.element_size()``
-            is a multiple of 16. fp32 is multiplied in TF32 only if ``torch.backends.cuda.matmul.allow_tf32``.
-        weight: this rank's columns, contiguous, of the dtype of ``x``. Several weights share ``x``, as those of Q, K
-            and V do; they are concatenated by a copy, unless they are neighbours in memory, as ``split`` returns them.
+        x: this rank's rows: contiguous, on the context's device, of bf16, fp16, fp32,
+            ``float8_e4m3fn`` or ``float8_e5m2``. All ranks have the same number of rows; pad
+            shorter shards. ``depth * x.element_size()`` is a multiple of 16. fp32 is multiplied in
+            TF32 only if ``torch.backends.cuda.matmul.allow_tf32``.
+        weight: this rank's columns, contiguous, of the dtype of ``x``. Several weights share ``x``,
+            as those of Q, K and V do; they are concatenated by a copy, unless they are neighbours
+            in memory, as ``split`` returns them.
         bias: ``[columns]`` of the result's dtype.
         out: where to put the result; it must not overlap another argument. None: a new tensor.
         depth_first: ``weight`` is ``[depth, columns]``, as in ``x @ weight``.
         gathered: also return the gathered ``x``.
-        x_scale, weight_scale: of fp8 operands, which need both: fp32, with one element, or one for each row of ``x``
-            and one for each column. As for ``torch._scaled_mm``, the product is multiplied by them.
+        x_scale, weight_scale: of fp8 operands, which need both: fp32, with one element, or one for
+            each row of ``x`` and one for each column. As for ``torch._scaled_mm``, the product is
+            multiplied by them.
         out_dtype: bf16, fp16 or fp32. None: the dtype of ``x``, or bf16 for fp8.
-        epilogue: a function of ``triton.jit`` from sums to results (:mod:`tdcoll.primitives.epilogue`).
+        epilogue: a function of ``triton.jit`` from sums to results
+            (:mod:`tdcoll.primitives.epilogue`).
         extra: for the epilogue: a NamedTuple of tensors and numbers, or None.
         batch_invariant: exclude cuBLAS, see above.
         group, ctx: as for :func:`tdcoll.all_gather`.
-        algorithm: ``"fused"``, ``"composed"`` (an all-gather and a matmul) or ``"auto"``, which is ``"composed"`` for
-            few rows, on several nodes, before Hopper, and if the context is too small.
+        algorithm: ``"fused"``, ``"composed"`` (an all-gather and a matmul) or ``"auto"``, which is
+            ``"composed"`` for few rows, on several nodes, before Hopper, and if the context is too
+            small.
 
     Returns:
-        The result; with ``gathered=True`` ``(result, gathered x)``. With several weights the result is a tuple of
-        views of one tensor.
+        The result; with ``gathered=True`` ``(result, gathered x)``. With several weights the result
+        is a tuple of views of one tensor.
 
     Raises:
         RankMismatchError: (``debug``) ranks pass different shapes, dtypes or algorithms.
         Others: as :func:`tdcoll.all_gather`.
 
-    Algorithm: multiplying tiles while rows arrive is known from asynchronous tensor parallelism (PyTorch, quack,
-    Triton-distributed); one stock Triton kernel that pushes, waits per tile and keeps one order of sums is tdcoll's.
+    Algorithm: multiplying tiles while rows arrive is known from asynchronous tensor parallelism
+    (PyTorch, quack, Triton-distributed); one stock Triton kernel that pushes, waits per tile and
+    keeps one order of sums is tdcoll's.
     """
     named = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out": out}
     joined, widths = _joined(weight, depth_first)
@@ -113,23 +121,26 @@ def matmul_reduce_scatter(
     ctx: CollectiveContext | None = None,
     algorithm: str | MatmulPlan = "auto",
 ) -> torch.Tensor:
-    """``[world * n, ..., depth], [columns, depth] -> [n, ..., columns]``: ``reduce_scatter(linear(x, weight)) + bias``.
+    """``[world * n, ..., depth], [columns, depth] -> [n, ..., columns]``:
+    ``reduce_scatter(linear(x, weight)) + bias``.
 
-    Collective, asynchronous and CUDA-graph safe as :func:`tdcoll.reduce_scatter`; one kernel inside a node, which sends
-    a tile when it is computed.
+    Collective, asynchronous and CUDA-graph safe as :func:`tdcoll.reduce_scatter`; one kernel inside
+    a node, which sends a tile when it is computed.
 
     >>> y = tdcoll.fused.matmul_reduce_scatter(torch.ones(2, 16), torch.ones(8, 16))
     >>> y.shape[1]
     8
 
-    **Bits.** Each rank's product is rounded to the result's dtype. The sum is in rank order, in fp32, with the bias
-    last; the epilogue gets it, and its result is rounded once. (Between nodes: :func:`tdcoll.reduce_scatter`.) The
-    product has the bits that :func:`all_gather_matmul` describes.
+    **Bits.** Each rank's product is rounded to the result's dtype. The sum is in rank order, in
+    fp32, with the bias last; the epilogue gets it, and its result is rounded once. (Between nodes:
+    :func:`tdcoll.reduce_scatter`.) The product has the bits that :func:`all_gather_matmul`
+    describes.
 
     Args:
-        x: contiguous, with as many rows in the first dimension as all ranks' results have together; else as for
-            :func:`all_gather_matmul`.
-        weight: ``[columns, depth]``, contiguous, of the dtype of ``x``; this rank's part of the depth.
+        x: contiguous, with as many rows in the first dimension as all ranks' results have together;
+            else as for :func:`all_gather_matmul`.
+        weight: ``[columns, depth]``, contiguous, of the dtype of ``x``; this rank's part of the
+            depth.
         bias: ``[columns]`` of the result's dtype, the same on all ranks: it is added once.
         Others: as for :func:`all_gather_matmul`. ``"composed"`` is a matmul and a reduce-scatter.
 
@@ -164,10 +175,11 @@ def matmul_all_reduce(
     ctx: CollectiveContext | None = None,
     algorithm: str | MatmulPlan = "auto",
 ) -> torch.Tensor:
-    """``[n, ..., depth], [columns, depth] -> [n, ..., columns]``: ``all_reduce(linear(x, weight)) + bias``.
+    """``[n, ..., depth], [columns, depth] -> [n, ..., columns]``: ``all_reduce(linear(x, weight)) +
+    bias``.
 
-    Collective, asynchronous and CUDA-graph safe as :func:`tdcoll.all_reduce`; one kernel inside a node, for a decoder's
-    few rows.
+    Collective, asynchronous and CUDA-graph safe as :func:`tdcoll.all_reduce`; one kernel inside a
+    node, for a decoder's few rows.
 
     >>> y = tdcoll.fused.matmul_all_reduce(torch.ones(2, 16), torch.ones(8, 16))
     >>> y.shape
@@ -177,18 +189,20 @@ def matmul_all_reduce(
 
     Args:
         x: contiguous; else as for :func:`all_gather_matmul`.
-        weight: ``[columns, depth]``, contiguous, of the dtype of ``x``; this rank's part of the depth.
+        weight: ``[columns, depth]``, contiguous, of the dtype of ``x``; this rank's part of the
+            depth.
         bias: ``[columns]`` of the result's dtype, the same on all ranks: it is added once.
         extra: for the epilogue, with the same values on all ranks.
-        algorithm: ``"one_shot"``, ``"two_shot"``, ``"composed"`` (a matmul and an all-reduce) or ``"auto"``.
+        algorithm: ``"one_shot"``, ``"two_shot"``, ``"composed"`` (a matmul and an all-reduce) or
+            ``"auto"``.
         Others: as for :func:`all_gather_matmul`.
 
     Raises:
         RankMismatchError: (``debug``) ranks pass different shapes, dtypes or algorithms.
         Others: as :func:`tdcoll.all_reduce`.
 
-    Algorithms: one-shot and two-shot all-reduces by the Lamport protocol are TensorRT-LLM's; sending tiles from a
-    matmul's registers, and the order of the sums, are tdcoll's.
+    Algorithms: one-shot and two-shot all-reduces by the Lamport protocol are TensorRT-LLM's;
+    sending tiles from a matmul's registers, and the order of the sums, are tdcoll's.
     """
     named = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out": out}
     options = MatmulOptions(
@@ -229,7 +243,8 @@ def _run(
 
 
 def _joined(weight: Any, depth_first: bool) -> tuple[Any, list[int] | None]:
-    """Return one weight and the columns of each if there are several, otherwise the weight and None."""
+    """Return one weight and the columns of each if there are several, otherwise the weight and
+    None."""
     if isinstance(weight, torch.Tensor) or not isinstance(weight, (list, tuple)) or not weight:
         return weight, None
     weights = list(weight)

@@ -117,7 +117,8 @@ class MatmulOperation(FusedOperation):
     # ------------------------------------------------------------------ contexts
 
     def _size(self, request: Request, job: runtime.Runtime, ranks: tuple[int, ...]) -> ContextSize:
-        """Return the size of tdcoll's own context: for a call in one kernel, if half of the heap is enough for it."""
+        """Return the size of tdcoll's own context: for a call in one kernel, if half of the heap is
+        enough for it."""
         world = len(ranks)
         heap_bytes = job.heap.nbytes
         shape = self.shape(request, world, job.device)
@@ -257,7 +258,8 @@ OPERATIONS = {
 
 
 def _machine(device: torch.device) -> tuple[int, bool]:
-    """Return the multiprocessors of a device, and whether it has asynchronous stores by descriptors."""
+    """Return the multiprocessors of a device, and whether it has asynchronous stores by
+    descriptors."""
     if device.type != "cuda":
         return _SIMULATED_MULTIPROCESSORS, True
     properties = torch.cuda.get_device_properties(device)
@@ -265,7 +267,8 @@ def _machine(device: torch.device) -> tuple[int, bool]:
 
 
 def _check_operands(request: Request) -> None:
-    """Raise unless the dtypes and shapes of ``x`` and ``weight`` fit each other, and the options are valid."""
+    """Raise unless the dtypes and shapes of ``x`` and ``weight`` fit each other, and the options
+    are valid."""
     x, weight = request.tensors[:2]
     options: MatmulOptions = request.options
     for name in ("depth_first", "gathered", "batch_invariant"):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithm of a matmul that communicates, and how it is cut: a pure function of facts that are the same on every
-rank.
+"""The algorithm of a matmul that communicates, and how it is cut: a pure function of facts that are
+the same on every rank.
 
-The table of cuts was measured on one H200 with two ranks, bf16, as ``benchmarks/matmul_kernels.py`` does. Beside the
-times of the link, which that leaves out, it decides by the rows of the long matrix only: cuBLAS is taken up to
-:data:`COMPOSED_ROWS`, because it splits the depth of a few rows and the kernels here don't.
+The table of cuts was measured on one H200 with two ranks, bf16, as ``benchmarks/matmul_kernels.py``
+does. Beside the times of the link, which that leaves out, it decides by the rows of the long matrix
+only: cuBLAS is taken up to :data:`COMPOSED_ROWS`, because it splits the depth of a few rows and the
+kernels here don't.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ MOST_RANKS = 8
 """Ranks of a fused kernel, at most, because it unrolls loops over peers."""
 
 CHUNKS = MOST_CHUNKS
-"""Signals of each rank in the contexts that tdcoll makes for these calls: a reduce-scatter has one for each tile."""
+"""Signals of each rank in the contexts that tdcoll makes for these calls: a reduce-scatter has one
+for each tile."""
 
 FP8_STEP = 128
 """Depth of a step of fp8 operands, on which the bits depend."""
 
 _TILE_PIECES = 126
-"""Pieces that the rows of a tile may touch in one shard: one for each thread of the smallest thread block, less two at
-its ends."""
+"""Pieces that the rows of a tile may touch in one shard: one for each thread of the smallest thread
+block, less two at its ends."""
 
 _LEAST_PIECE, _MOST_PIECE = 16 << 10, 512 << 10
 """Bytes of a piece of a shard."""
@@ -121,7 +123,8 @@ COMPOSED_ROWS = {GATHER: range(256), SCATTER: range(256), REDUCE: range(48)}
 """Rows with which the parts in a row are faster, because cuBLAS splits the depth."""
 
 REDUCED_ROWS = 256
-"""Rows of a matmul + all-reduce in one kernel, at most. Beyond, the kernel's one hop sends too much beside the link."""
+"""Rows of a matmul + all-reduce in one kernel, at most. Beyond, the kernel's one hop sends too much
+beside the link."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,8 @@ class MatmulShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a rank's segment: of its shard before an all-gather, of its result, of the whole result."""
+        """Bytes of a rank's segment: of its shard before an all-gather, of its result, of the whole
+        result."""
         return self.rows * (
             self.depth * self.itemsize if self.name == GATHER else self.columns * self.out_itemsize
         )
@@ -171,7 +175,8 @@ class MatmulPlan:
         algorithm: one of the operation's.
         cut: of the matmul, if a kernel of tdcoll's does it.
         blocks: thread blocks that multiply.
-        pushers, keepers, piece: of a gather: thread blocks that send, thread blocks that copy, and bytes of a piece.
+        pushers, keepers, piece: of a gather: thread blocks that send, thread blocks that copy, and
+            bytes of a piece.
         lag, stages: of a reduce-scatter.
     """
 
@@ -227,12 +232,14 @@ def plan_of(shape: MatmulShape, world: int, algorithm: str, keeps: bool) -> Matm
 
 
 def is_whole(shape: MatmulShape, plan: MatmulPlan, world: int) -> bool:
-    """Return whether tiles of a gather span several shards, because shards have fewer rows than a tile."""
+    """Return whether tiles of a gather span several shards, because shards have fewer rows than a
+    tile."""
     return world > 1 and shape.rows // world < plan.cut.rows
 
 
 def inbox_bytes(shape: MatmulShape, plan: MatmulPlan, world: int) -> int:
-    """Return the bytes of a rank's segment in the inbox, or in the Lamport inbox of an all-reduce."""
+    """Return the bytes of a rank's segment in the inbox, or in the Lamport inbox of an
+    all-reduce."""
     cut = plan.cut
     if plan.algorithm == COMPOSED:
         return 0
@@ -261,7 +268,8 @@ def reduce_bytes(
 
 
 def problem_of(shape: MatmulShape, plan: MatmulPlan, facts: Facts) -> str | None:
-    """Return why a call doesn't support a plan, as a sentence that begins with ``needs``; None if it does."""
+    """Return why a call doesn't support a plan, as a sentence that begins with ``needs``; None if
+    it does."""
     world = facts.topology.world_size
     if plan.algorithm == COMPOSED:
         return None
@@ -354,8 +362,9 @@ def explain_matmul(
     batch_invariant: bool,
     keeps: bool,
 ) -> Explanation:
-    """Explain a call: its bytes are those that a rank sends to another, or of all rows of an all-reduce; its chunks are
-    tiles of this rank's result, and in an all-gather pieces of a shard."""
+    """Explain a call: its bytes are those that a rank sends to another, or of all rows of an
+    all-reduce; its chunks are tiles of this rank's result, and in an all-gather pieces of a
+    shard."""
     world = facts.topology.world_size
     group = facts.topology.describe()
     nbytes = shape.nbytes if shape.name == REDUCE else shape.nbytes // world

@@ -48,7 +48,8 @@ from tdcoll.primitives.group import Inbox
 
 
 class NamedStep:
-    """A step that takes the addresses of tensors with these names, and an epilogue's tensors as they are."""
+    """A step that takes the addresses of tensors with these names, and an epilogue's tensors as
+    they are."""
 
     def __init__(self, step: Step, names: Sequence[str]) -> None:
         self._step = step
@@ -278,7 +279,8 @@ class PreparedMatmul(PreparedCall):
         self._steps.append(NamedStep(launch, tuple(parameters.values())))
 
     def _operands(self, tensors: dict[str, torch.Tensor], source: str, out: str) -> Operands:
-        """Return what a kernel multiplies. Tensors that a launch brings count by shape, dtype and alignment."""
+        """Return what a kernel multiplies. Tensors that a launch brings count by shape, dtype and
+        alignment."""
         x = tensors["x"]
         weight = tensors["weight"]
         rows = self._shape.rows if source == "gathered" else x.numel() // x.shape[-1]
@@ -307,7 +309,8 @@ class PreparedMatmul(PreparedCall):
         )
 
     def _extra(self, tensors: dict[str, torch.Tensor]) -> Any:
-        """Return the epilogue's tuple, with small tensors like the caller's, which must not be kept alive."""
+        """Return the epilogue's tuple, with small tensors like the caller's, which must not be kept
+        alive."""
         extra = self._options.extra
         if extra is None:
             return None
@@ -323,7 +326,8 @@ class PreparedMatmul(PreparedCall):
     def _parameters(
         self, tensors: dict[str, torch.Tensor], source: str, out: str, *, keeps: bool = False
     ) -> dict[str, str]:
-        """Return the parameters of a kernel that each call brings, and the names of their tensors."""
+        """Return the parameters of a kernel that each call brings, and the names of their
+        tensors."""
         found = {"source": source, "out": out}
         if keeps:
             found["gathered"] = "gathered"
@@ -389,7 +393,8 @@ def _widen(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _joined(name: str, records: Sequence[CallRecord]) -> CallRecord | str:
-    """Return the record of a call that is made of others; its name if their epochs are of two kinds."""
+    """Return the record of a call that is made of others; its name if their epochs are of two
+    kinds."""
     kinds = {record.even for record in records if record.epochs}
     if len(kinds) > 1:
         return name

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls that communicate, as users call them, as cases for `tdcoll.testing.explore`: bits compared."""
+"""Matmuls that communicate, as users call them, as cases for `tdcoll.testing.explore`: bits
+compared."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Calls:
-    """Makes ``count`` calls on every rank, without a synchronisation, and then compares all results.
+    """Makes ``count`` calls on every rank, without a synchronisation, and then compares all
+    results.
 
     Attributes:
         name: of the public function.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls that communicate, by their public functions: bits over algorithms, dtypes, layouts, epilogues, sizes, ranks,
-seeds and late ranks."""
+"""Matmuls that communicate, by their public functions: bits over algorithms, dtypes, layouts,
+epilogues, sizes, ranks, seeds and late ranks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def test_many_tiles_and_late_ranks(name: str, plan: MatmulPlan) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_contexts_of_tdcolls_own(name: str) -> None:
-    """They are made for the first call, grow, and calls of other sizes and algorithms share them."""
+    """They are made for the first call, grow, and calls of other sizes and algorithms share
+    them."""
     first, *_ = ALGORITHMS[name]
     made = Calls(name, (first, COMPOSED, "auto"), count=4, rows=(5, 3, 140), own=True)
     explore(made, n_pes=2, seeds=1, heap_bytes=1 << 26)

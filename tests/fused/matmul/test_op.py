@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What matmuls that communicate refuse, how they explain themselves, which way they go, and what they remember."""
+"""What matmuls that communicate refuse, how they explain themselves, which way they go, and what
+they remember."""
 
 from __future__ import annotations
 
@@ -403,7 +404,8 @@ def test_repeated_calls_take_the_fast_path(name: str, monkeypatch: pytest.Monkey
 
 @EACH
 def test_tensors_at_odd_addresses(name: str) -> None:
-    """Operands are copied to aligned memory; a result and what an epilogue reads have kernels of their own."""
+    """Operands are copied to aligned memory; a result and what an epilogue reads have kernels of
+    their own."""
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(debug=False) as ctx:

@@ -19,7 +19,8 @@ from tdcoll.testing import World
 
 @jit
 def note_work(lag, tiles, world, turns, programs_of, turns_of, counts):
-    """Note the program and the turn of every tile, ``[world, tiles]``, and how often it is computed."""
+    """Note the program and the turn of every tile, ``[world, tiles]``, and how often it is
+    computed."""
     for turn in range(turns):
         any, tile, distance = _work(turn, lag, tiles, world)
         if any:
@@ -63,7 +64,8 @@ def cases(count: int) -> list[tuple[int, int, int, int]]:
 
 @pytest.mark.parametrize("count", [20, slow_tier(300)])
 def test_every_tile_is_computed_once_and_waits_for_no_later_thread_block(count: int) -> None:
-    """Own tile i waits for tile i of every other rank, which the program of that tile sends there."""
+    """Own tile i waits for tile i of every other rank, which the program of that tile sends
+    there."""
 
     def host(pe: int) -> None:
         for tiles, world, programs, lag in cases(count):
