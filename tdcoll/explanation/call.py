@@ -55,9 +55,9 @@ def explain(
 
     Args:
         operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"``,
-            ``"all_reduce_rms_norm"``, whose chunks are pieces of a row (``"composed"``: an
-            all-reduce and a kernel more), or ``"sparse_all_reduce"``, whose chunks and thread
-            blocks follow from the ids that ranks exchange.
+            ``"broadcast"``, ``"all_reduce_rms_norm"``, whose chunks are pieces of a row
+            (``"composed"``: an all-reduce and a kernel more), or ``"sparse_all_reduce"``, whose
+            chunks and thread blocks follow from the ids that ranks exchange.
         tensor: the tensor of the call (``x`` of a fused one), or its shape; of a sparse all-reduce
             that of the rows of this rank, or a list of tensors.
         dtype: of the tensor, if a shape is given.
