@@ -295,6 +295,9 @@ def gathers(arch: int) -> dict[str, object]:
         "broadcast": [
             record(broadcast.broadcast_ll, arch, {"BLOCK": 128}, tuples(), {}),
             record(broadcast.broadcast_direct, arch, {"WORLD_POW2": WORLD}, tuples(), {}),
+            record(
+                broadcast.broadcast_loop, arch, {"WORDS": 4096, "WORLD_POW2": WORLD}, tuples(), {}
+            ),
             record(broadcast.broadcast_puts, arch, {"WORLD_POW2": WORLD}, tuples(), {}),
         ],
     }

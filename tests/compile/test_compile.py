@@ -126,6 +126,7 @@ STORES = {
     *(
         "broadcast_ll",
         "broadcast_direct",
+        "broadcast_loop",
         "exchange_loop",
         "reduce_scatter_loop",
         "all_reduce_loop",

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Broadcast: the root's bytes to every rank, by LL, by stores, and by puts to other nodes.
 
-Scope: any root, dtype and size. ``broadcast_ll`` and ``broadcast_direct`` are for one node, and
-``broadcast_puts`` for any nodes. The root sends everything itself in one hop, ``world - 1`` times
-``nbytes``. Trees, rings, and a scatter followed by an all-gather send less from the root, but need
-more hops, so they pay off only for large messages of several ranks.
+Scope: any root, dtype and size. ``broadcast_ll``, ``broadcast_direct`` and ``broadcast_loop``, for
+few thread blocks, are for one node, and ``broadcast_puts`` for any nodes. The root sends everything
+itself in one hop, ``world - 1`` times ``nbytes``. Trees, rings, and a scatter followed by an
+all-gather send less from the root, but need more hops, so they pay off only for large messages of
+several ranks.
 
 Data flow, seen from rank r. The root sends its ``nbytes`` bytes in chunks; every other rank sends a
 *notice*, a signal without data::
@@ -31,9 +32,11 @@ slow rank still reads. The nbi puts read the root's own inbox segment, which the
 e + 2, when all receivers have the data of e.
 
 Order of thread blocks: ``broadcast_ll`` has the order of ``exchange_ll``: thread block i sends and
-then waits for thread block i of another rank. The other kernels go chunk by chunk: those that send
-the chunk, which wait for nothing, then the one that receives it; ``broadcast_puts`` begins with
-those that put to other nodes. Any number of resident blocks makes progress.
+then waits for thread block i of another rank. In ``broadcast_loop`` thread block i of the root
+sends the chunks that thread block i of the others receives; thread block 0 sends the notices first
+and waits for those of other ranks last. The other kernels go chunk by chunk: those that send the
+chunk, which wait for nothing, then the one that receives it; ``broadcast_puts`` begins with those
+that put to other nodes. Any number of resident blocks makes progress.
 """
 
 import triton.language as tl
@@ -133,6 +136,39 @@ def broadcast_direct(
         _store_to(to, chunk_index, source, inbox, g, root, offset, size, epoch)
     else:
         _receive(chunk_index, source, out, inbox, g, root, offset, size, epoch, WORLD_POW2)
+
+
+@jit
+def broadcast_loop(
+    source: tl.int64, out: tl.int64, inbox, g, root: tl.int32, nbytes: tl.int64, chunk: tl.int64,
+    chunks: tl.int32, WORDS: tl.constexpr, WORLD_POW2: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] -> [nbytes]`` inside one node. Any number of thread blocks.
+
+    Args: those of :func:`broadcast_direct`, and
+        chunks: number of chunks.
+        WORDS: 32-bit words of a tile, which is read once and stored to all ranks.
+    """
+    in_stream_order()
+    first = tl.program_id(0)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    if (g.rank != root) & (first == 0):
+        stores.release_to_all(g, row(g, epoch, 0) + g.rank, epoch)
+    for chunk_index in tl.range(first, chunks, tl.num_programs(0), disable_licm=True):
+        offset = tl.cast(chunk_index, tl.int64) * chunk
+        size = chunk_bytes(nbytes, chunk, chunk_index)
+        if g.rank == root:
+            mine = segment(inbox, g, epoch, g.rank) + offset
+            signal = row(g, epoch, chunk_index) + g.rank
+            given = source + offset
+            stores.push_to_all(g, inbox, mine, out + offset, given, size, signal, epoch, WORDS)
+        else:
+            receive_chunk(root, chunk_index, source, out, 0, inbox, g, offset, size, epoch)
+    if first == 0:
+        signals = row(g, epoch, 0)
+        tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WORLD_POW2)
 
 
 @jit

@@ -41,7 +41,7 @@ def broadcast(
         out: the result: contiguous, of the same shape and dtype. Made if None. May be ``tensor``,
             and must not overlap it otherwise. It gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
-        algorithm: ``"ll"``, ``"direct"``, ``"1d"`` or ``"auto"``.
+        algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"1d"`` or ``"auto"``.
         symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. No algorithm
             makes use of it today.
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from tdcoll.calls.plan import Facts, Plan, needs_stores, needs_words
+from tdcoll.calls.plan import Facts, Plan, needs_words, node_default
 
 
 def blocks_of_puts(facts: Facts, plan: Plan) -> int:
@@ -16,8 +16,6 @@ def blocks_of_puts(facts: Facts, plan: Plan) -> int:
 
 
 def default(facts: Facts) -> str:
-    """Return the algorithm that is taken if no table has an entry: inside a node LL as far as it
-    goes, and then direct stores. In the simulator never LL, whose programs take long there."""
-    if needs_stores(facts) is not None:
-        return "1d"
-    return "ll" if needs_words(facts) is None and not facts.simulated else "direct"
+    """Return the algorithm that is taken if no table has an entry: puts if a node has none of its
+    own."""
+    return node_default(facts, facts.nbytes, needs_words) or "1d"

@@ -14,7 +14,9 @@ from tdcoll.calls.plan import (
     LL_WORD_BYTES,
     Facts,
     cut_chunks,
+    cut_loop,
     cut_words,
+    loop_blocks,
     needs_puts,
     needs_stores,
     needs_words,
@@ -31,6 +33,11 @@ def _epoch(facts: Facts) -> int:
 
 def _stores(spec: LaunchSpec) -> dict[str, Any]:
     return {"WORLD_POW2": triton.next_power_of_2(spec.ctx.world_size)}
+
+
+def _loop(spec: LaunchSpec) -> dict[str, Any]:
+    # 64 bytes for each thread
+    return {**_stores(spec), "WORDS": 16 * 32 * spec.plan.num_warps}
 
 
 def _puts(spec: LaunchSpec) -> dict[str, Any]:
@@ -58,6 +65,16 @@ SPEC = Collective(
             blocks=per_segment,
             values=_stores,
             epoch=_epoch,
+        ),
+        Algorithm(
+            "loop",
+            supports=needs_stores,
+            cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
+            kernel=lambda facts: kernels.broadcast_loop,
+            blocks=loop_blocks,
+            values=_loop,
+            epoch=_epoch,
+            works_with_any_grid=True,
         ),
         Algorithm(
             "1d",

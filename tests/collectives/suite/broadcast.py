@@ -25,9 +25,11 @@ from .kinds import IN_PLACE, OTHER, OUT_OF_PLACE
 
 LL = partial(mutant, SPEC, algorithm="ll")
 DIRECT = partial(mutant, SPEC, algorithm="direct")
+LOOP = partial(mutant, SPEC, algorithm="loop")
 PUTS = partial(mutant, SPEC, algorithm="1d", nodes=(2, 2))
 
 WORDS = "broadcast.kernels.broadcast_ll"
+LOOPS = "broadcast.kernels.broadcast_loop"
 STORE = "broadcast.kernels._store_to"
 RECEIVE = "broadcast.kernels._receive"
 PUT = "broadcast.kernels.broadcast_puts"
@@ -51,11 +53,14 @@ MUTANTS = (
         Change(RECEIVE, "chunk_index == 0", "(chunk_index == 0) & (g.rank == root)"),
     ),
     DIRECT("no notices", dropped(STORE, "stores.release"), UNSIGNALLED),
+    LOOP("nobody waits for the other ranks", no_wait(LOOPS, "tdl.wait_signals")),
+    LOOP("no notices", dropped(LOOPS, "stores.release_to_all"), UNSIGNALLED),
     PUTS("nobody waits for the other ranks", no_wait(RECEIVE, "tdl.wait_signals")),
     PUTS("no notices to other nodes", dropped(PUT, "tdl.signal_block"), UNSIGNALLED),
     # ------------------------------------------------------------------ data
     LL("the flags are not looked at", UNSEEN),
     DIRECT("the receiver does not wait", no_wait(COPY)),
+    LOOP("the receiver does not wait", no_wait(COPY)),
     PUTS("the receiver does not wait", no_wait(COPY)),
     DIRECT("the first chunk's signal stands for all", Argument(COPY, "row", "chunk_index", "0")),
     DIRECT("the signal goes before the data", RELEASED_FIRST),
@@ -100,6 +105,7 @@ DENSE = Dense(
     nodes={
         "ll": ((3,), (4,)),
         "direct": ((3,), (4,)),
+        "loop": ((3,), (2,)),
         "1d": ((2, 1), (2, 2), (1, 2, 1), (4,)),
     },
     counts=50,
