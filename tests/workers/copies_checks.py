@@ -89,6 +89,7 @@ def calls(ctx: tdcoll.CollectiveContext, n: int) -> dict[str, Callable[[], Any]]
             whole if spec_of(name).scatters else one, ctx=ctx, algorithm="ce"
         )
         for name in COLLECTIVES
+        if "ce" in spec_of(name).names
     }
     shared = tdcoll.zeros(world() * n)
     made["all_gather_"] = lambda: tdcoll.all_gather_(shared, ctx=ctx, algorithm="ce")
