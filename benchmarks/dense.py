@@ -249,8 +249,10 @@ class DenseBenchmark(Benchmark):
         self, buffers: Buffers, close: Callable[[], object] = do_nothing, group: Any = None
     ) -> Workload:
         """Return torch.distributed's calls."""
-        reduction = {"op": _OPERATIONS[self.op]} if self.op else {}
-        function = partial(getattr(dist, self.call.spec.torch), group=group, **reduction)
+        options: dict[str, Any] = {"op": _OPERATIONS[self.op]} if self.op else {}
+        if self.call.spec.rooted:
+            options["src"] = 0
+        function = partial(getattr(dist, self.call.spec.torch), group=group, **options)
         inputs, results = buffers.inputs, buffers.results
 
         def call(i: int) -> torch.Tensor:

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from tdcoll.collectives.all_reduce.op import all_reduce as all_reduce
     from tdcoll.collectives.all_reduce.op import all_reduce_ as all_reduce_
     from tdcoll.collectives.all_to_all.op import all_to_all as all_to_all
+    from tdcoll.collectives.broadcast.op import broadcast as broadcast
+    from tdcoll.collectives.broadcast.op import broadcast_ as broadcast_
     from tdcoll.collectives.index_match.op import match_indices as match_indices
     from tdcoll.collectives.reduce_scatter.op import reduce_scatter as reduce_scatter
     from tdcoll.collectives.sparse_all_reduce.context import SparseContext as SparseContext
@@ -81,6 +83,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "collectives.all_gather.op": "all_gather all_gather_",
         "collectives.all_reduce.op": "all_reduce all_reduce_",
         "collectives.all_to_all.op": "all_to_all",
+        "collectives.broadcast.op": "broadcast broadcast_",
         "collectives.index_match.op": "match_indices",
         "collectives.reduce_scatter.op": "reduce_scatter",
         "collectives.sparse_all_reduce.context": "SparseContext",
@@ -108,6 +111,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "all_gather": "all_gather all_gather_",
         "all_reduce": "all_reduce all_reduce_",
         "all_to_all": "all_to_all",
+        "broadcast": "broadcast broadcast_",
         "reduce_scatter": "reduce_scatter",
         "": (
             "CollectiveContext SparseContext WaitMonitor barrier barrier_on_stream check copy_on_stream empty explain "

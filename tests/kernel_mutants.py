@@ -52,6 +52,7 @@ MODULES = [
     "tdcoll.collectives.all_gather.kernels_ring",
     "tdcoll.collectives.all_gather.kernels_puts",
     "tdcoll.collectives.all_to_all.kernels_puts",
+    "tdcoll.collectives.broadcast.kernels",
     "tdcoll.collectives.reduce_scatter.kernels_direct",
     "tdcoll.collectives.reduce_scatter.kernels_loop",
     "tdcoll.collectives.reduce_scatter.kernels_puts",

@@ -2,7 +2,7 @@
 """Limits that policies, contexts, tables and kernels share, and the names of the dense
 collectives."""
 
-COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
 """The dense collectives: each is a folder of :mod:`tdcoll.collectives` with a ``spec``."""
 
 MAX_CHUNKS = 512

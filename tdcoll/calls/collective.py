@@ -32,6 +32,7 @@ from tdcoll.calls.tensors import (
     strided_bytes,
 )
 from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
+from tdcoll.runtime.topology import Topology
 
 
 class CollectiveOptions(NamedTuple):
@@ -42,12 +43,14 @@ class CollectiveOptions(NamedTuple):
         algorithm: A name, ``"auto"`` or a plan.
         symmetric: Whether ``out`` is symmetric memory that peers may write to.
         in_place: Whether the tensor has a segment for each rank, and peers write into it.
+        root: The group rank whose tensor goes to all; 0 if the collective isn't rooted.
     """
 
     op: Any = None
     algorithm: Any = "auto"
     symmetric: Any = False
     in_place: bool = False
+    root: Any = 0
 
 
 class CollectiveOperation(Operation):
@@ -68,6 +71,8 @@ class CollectiveOperation(Operation):
         symmetric = options.symmetric
         if symmetric is not False and symmetric is not True:  # 1 == True, and is not valid
             return None
+        if type(options.root) is not int:  # True == 1, and is not valid
+            return None
         tensor = tensors[0]
         key: Hashable = self.name, options, tensor.shape, tensor.dtype
         if len(tensors) > 1:
@@ -86,6 +91,8 @@ class CollectiveOperation(Operation):
         facts: dict[str, Any] = {"algorithm": options.algorithm}
         if self.spec.reduces:
             facts["op"] = operation_name(options.op)
+        if self.spec.rooted:
+            facts["root"] = options.root
         return implicit_context(self.spec, request.tensors[0], request.group, self.name, facts)
 
     def check_context(self, ctx: Any) -> None:
@@ -107,6 +114,8 @@ class CollectiveOperation(Operation):
         }
         if self.spec.reduces:
             facts["op"] = operation_name(options.op)
+        if self.spec.rooted:
+            facts["root"] = options.root
         return facts
 
     # ------------------------------------------------------------------ checks
@@ -125,6 +134,8 @@ class CollectiveOperation(Operation):
         if self.spec.reduces:
             check_dtype(names[0], tensor)
             check_operation(options.op, tensor.dtype)
+        if self.spec.rooted:
+            arguments.whole("root", options.root, 0, ctx.world_size - 1)
         self._check_shapes(request, ctx)
         arguments.instance("symmetric", options.symmetric, bool, "a bool")
         if not (options.symmetric or options.in_place):
@@ -205,17 +216,17 @@ class CollectiveOperation(Operation):
         facts = self.facts(request, ctx)
         return explain_call(self.spec, facts, request.options.algorithm, sections, tuning.name)
 
-    def kernel_options(self, dtype: torch.dtype, op: Any) -> KernelOptions:
+    def kernel_options(self, dtype: torch.dtype, op: Any, root: int = 0) -> KernelOptions:
         """Return what kernels depend on beside the facts."""
         if not self.spec.reduces:
-            return KernelOptions()
+            return KernelOptions(root=root)
         return KernelOptions(dtype, check_operation(op, dtype))
 
     def prepare(self, request: Request, ctx: Any) -> PreparedCall:
         tensor = request.tensors[0]
         options = request.options
         facts = self.facts(request, ctx)
-        kernel_options = self.kernel_options(tensor.dtype, options.op)
+        kernel_options = self.kernel_options(tensor.dtype, options.op, options.root)
         launches = launches_of(self.spec, ctx, facts, options.algorithm, kernel_options)
         label = self.label(request)
         if facts.in_place:
@@ -250,10 +261,11 @@ class CollectiveOperation(Operation):
             return made
 
         if request.ctx is None:
-            world = len(runtime.current().ranks_of(request.group))
+            job = runtime.current()
+            topology = job.topology(job.ranks_of(request.group))
         else:
-            world = request.ctx.world_size
-        return derivative(self.spec, grad, request.options.op, world, call_adjoint)
+            topology = request.ctx.topology
+        return derivative(self.spec, grad, request.options, topology, call_adjoint)
 
 
 def _names(request: Request) -> tuple[str, ...]:
@@ -292,6 +304,7 @@ def call_trusted(
     out: torch.Tensor,
     ctx: CollectiveContext,
     op: str | None = None,
+    root: int = 0,
 ) -> PreparedCall:
     """Make a call for a caller that has checked both tensors, which may have any shapes.
 
@@ -299,7 +312,7 @@ def call_trusted(
         The prepared call for :func:`~tdcoll.calls.run.repeat_call`, of tensors of the same
         numbers of elements and dtypes.
     """
-    request = Request((tensor, out), CollectiveOptions(op), ctx=ctx)
+    request = Request((tensor, out), CollectiveOptions(op, root=root), ctx=ctx)
     prepared, _ = make_call(operation, request, trusted=True)
     assert prepared is not None, "tensors of trusted calls don't require grad"
     return prepared
@@ -490,22 +503,23 @@ class _WithGradient(torch.autograd.Function):
 def derivative(
     spec: Collective,
     grad: torch.Tensor,
-    op: Any,
-    world: int,
+    options: CollectiveOptions,
+    topology: Topology,
     call: Callable[[str, torch.Tensor, str | None], torch.Tensor],
 ) -> torch.Tensor:
     """Return the gradient of a call's tensor, given the gradient of its result.
 
     Args:
         grad: Contiguous.
-        op: The reduction of the call; None without one.
+        options: Of the call.
+        topology: Of the group.
         call: ``(name, gradient, op) -> result``: calls the adjoint collective of this name.
 
     Raises:
         ValueError: The reduction has no derivative.
     """
     adjoint = spec_of(spec.adjoint)
-    op = operation_name(op) if spec.reduces else "sum"
+    op = operation_name(options.op) if spec.reduces else "sum"
     if op not in ("sum", "mean"):
         raise ValueError(
             "op must be 'sum' or 'mean' where a gradient goes back through "
@@ -513,7 +527,12 @@ def derivative(
             "torch.no_grad(), if no gradient is wanted"
         )
     if not adjoint.reduces:
-        return call(adjoint.name, grad / world if op == "mean" else grad, None)
+        given = grad / topology.world_size if op == "mean" else grad
+        return call(adjoint.name, given, None)
     if grad.is_complex():
-        return torch.view_as_complex(call(adjoint.name, torch.view_as_real(grad), op))
-    return call(adjoint.name, grad, op)
+        made = torch.view_as_complex(call(adjoint.name, torch.view_as_real(grad), op))
+    else:
+        made = call(adjoint.name, grad, op)
+    if spec.rooted and topology.rank != options.root:
+        return made.zero_()
+    return made

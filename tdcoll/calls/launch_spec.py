@@ -46,11 +46,13 @@ class KernelOptions(NamedTuple):
         dtype: Of the elements that are reduced; None if bytes are moved as they are.
         op: The reduction, one of :data:`~tdcoll.primitives.reduce.OPERATIONS`; None without one.
         device_counted: Each segment begins with the number of bytes that it uses, itself included.
+        root: The group rank whose data goes to all, of a collective that is rooted.
     """
 
     dtype: torch.dtype | None = None
     op: str | None = None
     device_counted: bool = False
+    root: int = 0
 
 
 NO_OPTIONS = KernelOptions()
@@ -109,6 +111,7 @@ class LaunchSpec:
             "chunk": self.plan.chunk,
             "chunks": self.plan.chunks,
             "blocks": self.plan.chunks,
+            "root": self.options.root,
             "out_deltas": self.ctx.device_group.deltas,
         }
 
@@ -149,7 +152,8 @@ def epoch_step(algorithm: Algorithm, spec: LaunchSpec) -> tuple[Step, set[Hashab
 
 def arithmetic(spec: LaunchSpec) -> dict[str, Any]:
     """Return the constants of a reduction's kernel."""
-    dtype, op, _ = spec.options
+    dtype = spec.options.dtype
+    op = spec.options.op
     assert dtype is not None
     assert op is not None
     return {"DTYPE": triton_dtype(dtype), "ACC": accumulator(dtype), "OP": OPERATIONS[op]}

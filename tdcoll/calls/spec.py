@@ -116,6 +116,7 @@ class Collective:
             tensor.
         reduces: whether elements are reduced: calls then have an operation, and a dtype that
             matters.
+        rooted: whether one rank's tensor goes to all ranks: calls then have a root.
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
         handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed``
             handles by default: up to there, calls of 2 GPUs take no longer than NCCL's
@@ -131,6 +132,7 @@ class Collective:
     capacity: Callable[[int, int], int]
     adjoint: str
     reduces: bool = False
+    rooted: bool = False
     in_place: bool = False
     handled_bytes: int = 16 << 20
     handled_bytes_of_more: int = 4 << 20

@@ -418,7 +418,13 @@ class TdcollProcessGroup(ProcessGroup):
     def broadcast(self, tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
         """Give all ranks the values of one of them."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        return self._call(methods.BROADCAST, tensors, tensors, given, named)
+        opts = methods.BROADCAST.options_of(given, named)
+        if len(tensors) != 1:
+            return self._call(methods.BROADCAST, tensors, tensors, (opts,))
+        tensor = tensors[0]
+        return self.dispatcher.call_one(
+            methods.BROADCAST, tensor, tensor, None, opts, root=opts.rootRank
+        )
 
     def gather(self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
         """``[n, ...] of every rank -> a list of all of them``, on one rank."""

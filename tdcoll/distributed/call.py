@@ -60,6 +60,11 @@ class Call:
         return self.method is ALL_GATHER
 
     @property
+    def root(self) -> int:
+        """The group rank that a call with a root has; 0 for others."""
+        return int(getattr(self.opts, "rootRank", 0))
+
+    @property
     def touched(self) -> list[torch.Tensor]:
         """Return all tensors that the call reads or writes."""
         return [*self.outs, *self.inputs]

@@ -295,7 +295,13 @@ class Dispatcher:
             self._known[key] = known
 
     def call_one(
-        self, method: Method, out: torch.Tensor, tensor: torch.Tensor, op: str | None, opts: Any
+        self,
+        method: Method,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        op: str | None,
+        opts: Any,
+        root: int = 0,
     ) -> Any:
         """Make a call of one tensor, by the fast path if a call like it was made before; return its
         work.
@@ -316,7 +322,8 @@ class Dispatcher:
         if self.hooked or dispatch_modes() or profiled() or registers_works():
             return self.call(Call([out], [tensor], op, method=method, opts=opts))
         try:
-            key: Hashable = method, op, tensor.device, tensor.dtype, tensor.layout, tensor.numel()
+            key: Hashable = method, op, root, tensor.device, tensor.dtype, tensor.layout
+            key = key, tensor.numel()
             nested = tensor.is_nested
             if out is not tensor:
                 key = key, out.dtype, out.layout, out.numel()

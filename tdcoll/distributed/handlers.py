@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from tdcoll.base import arguments
 from tdcoll.calls.budget import Budget
 from tdcoll.calls.call_launches import is_prepared
 from tdcoll.calls.checks import ComparedKinds, compare, debug_mode
@@ -236,7 +237,10 @@ class Dense(Handler):
         strided = all(
             tensor.layout == torch.strided and not tensor.is_nested for tensor in call.touched
         )
-        return {**super().facts(call), "bytes": self._segments(call) if strided else "not strided"}
+        facts = {**super().facts(call), "bytes": self._segments(call) if strided else "not strided"}
+        if self.spec.rooted:
+            facts["root"] = call.root
+        return facts
 
     def refuse(self, call: Call) -> str | None:
         if any(tensor.layout != torch.strided for tensor in call.touched):
@@ -264,6 +268,8 @@ class Dense(Handler):
 
     def check_call(self, call: Call) -> None:
         refuse_shared_elements(call)
+        if self.spec.rooted:
+            arguments.whole("root", call.root, 0, len(self.members.ranks) - 1)
         check_sizes(call, self.members.rank, len(self.members.ranks))
 
     def loaded(self, call: Call) -> bool:
@@ -272,7 +278,7 @@ class Dense(Handler):
         sizes = [packed] if packed else self._segments(call)
         if context is None:
             return False
-        options = self.operation.kernel_options(call.inputs[0].dtype, call.op)
+        options = self.operation.kernel_options(call.inputs[0].dtype, call.op, call.root)
         facts = [Facts.of(context, size, options.dtype) for size in sizes]
         return all(is_prepared(self.spec, context, each, options) for each in facts)
 
@@ -295,7 +301,7 @@ class Dense(Handler):
             self._run_packed(call)
         else:
             for out, tensor in zip(call.outs, call.inputs, strict=True):
-                call.prepared = self._launch(out, tensor, call.op)
+                call.prepared = self._launch(out, tensor, call)
         return call.result
 
     def _run_list(self, call: Call) -> list[Any]:
@@ -307,7 +313,7 @@ class Dense(Handler):
             own = tensor.new_empty(most)
             own[: tensor.numel()] = tensor.reshape(-1)
         out = tensor.new_empty((len(self.members.ranks), most))
-        self._launch(out, own, None)
+        self._launch(out, own, call)
         for piece, row in zip(pieces, out, strict=True):
             write(piece, row[: piece.numel()].view(piece.shape))
         return stacked(call, out)
@@ -326,12 +332,12 @@ class Dense(Handler):
         made = given
         if spec.scatters or spec.gathers:
             made = given.new_empty((world, given.shape[-1]) if spec.gathers else given.shape[-1:])
-        self._launch(made, given, call.op)
+        self._launch(made, given, call)
         sizes = [out.numel() // (world if spec.gathers else 1) for out in call.outs]
         for out, part in zip(call.outs, made.split(sizes, -1), strict=True):
             write(out, part.reshape(out.shape))
 
-    def _launch(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> PreparedCall:
+    def _launch(self, out: torch.Tensor, tensor: torch.Tensor, call: Call) -> PreparedCall:
         """Launch a call of tensors that fit each other, once or for each epoch, with the copies
         that it takes."""
         context = self.implicit.context
@@ -344,7 +350,7 @@ class Dense(Handler):
         )
         if overlap(source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes, at):
             source = source.clone()
-        prepared = call_trusted(self.operation, source, target, context, op)
+        prepared = call_trusted(self.operation, source, target, context, call.op, call.root)
         if target is not out:
             write(out, target)
         return prepared

@@ -167,6 +167,14 @@ REDUCE_SCATTER_SEVERAL = Method(
     kind="reduce_scatter",
     reduces=True,
 )
+BROADCAST = Method(
+    "broadcast",
+    lambda group, outs, inputs, opts: group.broadcast(outs, opts),
+    BroadcastOptions,
+    ("rootRank", "timeout"),
+    kind="broadcast",
+    in_place=True,
+)
 BARRIER = Method(
     "barrier", lambda group, outs, inputs, opts: group.barrier(opts), BarrierOptions, kind="barrier"
 )
@@ -189,13 +197,6 @@ ALL_TO_ALL_SINGLE = all_to_all_single((), ())
 
 # ---------------------------------------------------------------------- of the fallback backend only
 
-BROADCAST = Method(
-    "broadcast",
-    lambda group, outs, inputs, opts: group.broadcast(outs, opts),
-    BroadcastOptions,
-    ("rootRank", "timeout"),
-    in_place=True,
-)
 REDUCE = Method(
     "reduce",
     lambda group, outs, inputs, opts: group.reduce(outs, opts),

@@ -60,6 +60,7 @@ def explain(
 
     Args:
         operation: ``"all_gather"``, ``"all_reduce"``, ``"reduce_scatter"``, ``"all_to_all"``,
+            ``"broadcast"``,
             ``"all_reduce_rms_norm"``, whose chunks are pieces of a row (``"composed"``: an
             all-reduce and a kernel more), ``"all_gather_matmul"``,
             ``"matmul_reduce_scatter"`` or ``"matmul_all_reduce"``, whose chunks are tiles or pieces

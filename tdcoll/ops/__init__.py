@@ -27,11 +27,10 @@ from tdcoll.calls.run import run
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
 from tdcoll.fused.rms_norm import DTYPES
-from tdcoll.ops.groups import group_name, named_group, world_of
+from tdcoll.ops.groups import group_name, named_group, topology_of, world_of
 from tdcoll.ops.layers import parallelize
 from tdcoll.ops.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tdcoll.ops.patterns import fuse_matmuls, seen
-from tdcoll.primitives.reduce import operation_name
 
 __all__ = [
     "all_gather_matmul",
@@ -54,21 +53,30 @@ def _operator(name: str) -> Any:
     derivative."""
     operation = operation_of(name)
     spec = operation.spec
-    options, defaults = ("str op='sum', ", ("sum", "")) if spec.reduces else ("", ("",))
+    defaults: dict[str, Any] = {}
+    schema = "(Tensor x, str group='') -> Tensor"
+    if spec.reduces:
+        defaults["op"] = "sum"
+        schema = "(Tensor x, str op='sum', str group='') -> Tensor"
+    elif spec.rooted:
+        defaults["root"] = 0
+        schema = "(Tensor x, int root=0, str group='') -> Tensor"
+    defaults["group"] = ""
 
-    def op_and_group(*given: str) -> tuple[str | None, str]:
+    def options_and_group(*given: Any) -> tuple[CollectiveOptions, str]:
         # PyTorch leaves out arguments that equal their defaults
-        *op, group = (*given, *defaults[len(given) :])
-        return op[0] if op else None, group
+        named = {**defaults, **dict(zip(defaults, given, strict=False))}
+        group = named.pop("group")
+        return CollectiveOptions(**named), group
 
-    def call(x: torch.Tensor, *given: str) -> torch.Tensor:
-        op, group = op_and_group(*given)
+    def call(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        options, group = options_and_group(*given)
         x = x.detach().contiguous()  # the operator has the derivative
-        result: torch.Tensor = run(operation, (x,), CollectiveOptions(op), named_group(group))
+        result: torch.Tensor = run(operation, (x,), options, named_group(group))
         return result
 
-    def shaped(x: torch.Tensor, *given: str) -> torch.Tensor:
-        world = world_of(op_and_group(*given)[1])
+    def shaped(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        world = world_of(options_and_group(*given)[1])
         shapes = spec.results(x.shape, world)
         if not shapes:
             raise ValueError(
@@ -81,14 +89,13 @@ def _operator(name: str) -> Any:
             made: torch.Tensor = operators[name](grad, *([op] if op else []), ctx.group)
             return made
 
-        return derivative(spec, grad, ctx.op, world_of(ctx.group), call_adjoint), *ctx.others
+        made = derivative(spec, grad, ctx.options, topology_of(ctx.group), call_adjoint)
+        return made, *ctx.others
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        op, ctx.group = op_and_group(*inputs[1:])
-        ctx.op = operation_name(op)
+        ctx.options, ctx.group = options_and_group(*inputs[1:])
         ctx.others = (None,) * (len(inputs) - 1)
 
-    schema = f"(Tensor x, {options}str group='') -> Tensor"
     made: Any = torch.library.custom_op(f"tdcoll::{name}", call, mutates_args=(), schema=schema)
     made.register_fake(shaped)
     made.register_autograd(backward, setup_context=remember)
@@ -97,7 +104,7 @@ def _operator(name: str) -> Any:
 
 operators = {name: _operator(name) for name in COLLECTIVES}
 """The operators of the dense collectives, by name: ``(x, group="")``, of reductions ``(x, op="sum",
-group="")``.
+group="")``, of broadcasts ``(x, root=0, group="")``.
 
 They return the same as the functions of ``tdcoll`` of the same name.
 """

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from tdcoll import runtime
 from tdcoll.base import arguments
+from tdcoll.runtime.topology import Topology
 
 
 def group_name(group: runtime.Group = None) -> str:
@@ -47,3 +48,9 @@ def named_group(name: str) -> runtime.Group:
 def world_of(name: str) -> int:
     """Return the number of ranks of a named group."""
     return len(runtime.current().ranks_of(named_group(name)))
+
+
+def topology_of(name: str) -> Topology:
+    """Return the topology of a named group."""
+    job = runtime.current()
+    return job.topology(job.ranks_of(named_group(name)))

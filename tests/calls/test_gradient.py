@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[Call, int, Callable[[int, list[torch.Tensor]], torch.Tens
     "all_reduce, AVG": (
         lambda x, ctx: tdcoll.all_reduce(x, ReduceOp.AVG, ctx=ctx), 6, lambda r, xs: sum(xs) / WORLD,
     ),
+    "broadcast": (lambda x, ctx: tdcoll.broadcast(x, 1, ctx=ctx), 6, lambda r, xs: xs[1] + 0 * sum(xs)),
 }  # fmt: skip
 
 

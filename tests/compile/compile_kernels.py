@@ -29,6 +29,7 @@ from tdcoll.collectives.all_reduce import kernels_nodes as reduce_over_nodes
 from tdcoll.collectives.all_reduce import kernels_puts as reduce_puts
 from tdcoll.collectives.all_reduce import kernels_words as reduce_words
 from tdcoll.collectives.all_to_all import kernels_puts as to_all_puts
+from tdcoll.collectives.broadcast import kernels as broadcast
 from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
 from tdcoll.collectives.index_match import kernels as index_match
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
@@ -291,6 +292,14 @@ def gathers(arch: int) -> dict[str, object]:
             record(kernels_direct.exchange_direct, arch, {"COUNTED": True}, tuples(1), {})
         ],
         "all_to_all": [record(to_all_puts.all_to_all_puts, arch, {}, tuples(), {})],
+        "broadcast": [
+            record(broadcast.broadcast_ll, arch, {"BLOCK": 128}, tuples(), {}),
+            record(broadcast.broadcast_direct, arch, {"WORLD_POW2": WORLD}, tuples(), {}),
+            record(
+                broadcast.broadcast_loop, arch, {"WORDS": 4096, "WORLD_POW2": WORLD}, tuples(), {}
+            ),
+            record(broadcast.broadcast_puts, arch, {"WORLD_POW2": WORLD}, tuples(), {}),
+        ],
     }
 
 

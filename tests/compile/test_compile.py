@@ -100,11 +100,12 @@ COLLECTIVES = (
     "all_reduce",
     "fused",
 )
-COLLECTIVES += ("sparse", "copies")
+COLLECTIVES += ("sparse", "copies", "broadcast")
 PUTS = {
     *("all_gather_1d", "all_gather_2d", "all_to_all_puts", "reduce_scatter_puts"),
     *(
         "all_reduce_puts",
+        "broadcast_puts",
         "all_reduce_nodes",
         "reduce_nodes",
         "reduce_nodes_of_single",
@@ -125,6 +126,9 @@ STORES = {
     *("reduce_scatter_direct", "reduce_scatter_words", "reduce"),
     *("all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_direct"),
     *(
+        "broadcast_ll",
+        "broadcast_direct",
+        "broadcast_loop",
         "exchange_loop",
         "reduce_scatter_loop",
         "all_reduce_loop",

@@ -310,7 +310,7 @@ def test_kinds(text: str, kinds: tuple[str, ...], monkeypatch) -> None:
 
 
 def test_options_out_of_range() -> None:
-    for wrong in ("", "everything", "all,none", "all_gather,broadcast"):
+    for wrong in ("", "everything", "all,none", "all_gather,scatter"):
         with pytest.raises(ValueError, match="handles must be"):
             Options(handles=wrong)
     with pytest.raises(ValueError, match="max_bytes_per_rank"):

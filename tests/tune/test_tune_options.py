@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tdcoll.base.limits import COLLECTIVES
 from tdcoll.tools.tune.command import Tune
 
 WRONG = [
@@ -16,7 +17,7 @@ WRONG = [
     ("-o t.json --chunks 4,513", "expected a whole number from 1 to 512, got '513'"),
     ("-o t.json --warps 3", "expected one of 1, 2, 4, 8, 16, 32, got '3'"),
     ("-o t.json --algorithms auto", "expected some of ll, direct, loop, ce, ring, 1d, 2d"),
-    ("-o t.json --operation broadcast", "reduce_scatter, all_to_all; got broadcast"),
+    ("-o t.json --operation scatter", "all_to_all, broadcast; got scatter"),
     ("-o t.json --chunks ,", "expected at least 1 value, got ','"),
     ("-o t.json -b 0", "-b must be a positive number of bytes"),
     ("-o t.json -b 1", "-b must be a multiple of the dtype's 2 bytes"),
@@ -43,7 +44,7 @@ def test_values(tmp_path: Path) -> None:
     assert options.output == file
     assert options.warps == [4, 8]
     assert options.chunks == [1, 4, 16, 64, 256]
-    assert options.operation == ["all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
+    assert options.operation == list(COLLECTIVES)
     assert (options.in_place, options.json, options.iterations) == (False, None, 40)
 
 

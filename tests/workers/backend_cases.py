@@ -214,7 +214,8 @@ CASES = [
     ),
     Case(
         "broadcast", one(3, 2), one(3, 2), lambda values, r: [values[0][0]],
-        lambda g, outs, inputs, a: dist.broadcast(outs[0], group=g, group_src=0, async_op=a), in_place=True,
+        lambda g, outs, inputs, a: dist.broadcast(outs[0], group=g, group_src=0, async_op=a), "broadcast",
+        in_place=True,
     ),
     Case(
         "gather", one(3, 2), at_root(lambda r, n: [(3, 2)] * n),

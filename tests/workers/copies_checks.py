@@ -89,6 +89,7 @@ def calls(ctx: tdcoll.CollectiveContext, n: int) -> dict[str, Callable[[], Any]]
             whole if spec_of(name).scatters else one, ctx=ctx, algorithm="ce"
         )
         for name in COLLECTIVES
+        if "ce" in spec_of(name).names
     }
     shared = tdcoll.zeros(world() * n)
     made["all_gather_"] = lambda: tdcoll.all_gather_(shared, ctx=ctx, algorithm="ce")
@@ -140,7 +141,7 @@ def data_moves_by_memcpy() -> str:
                     )
                     most = blocks if known == "sum_copies" else 1
                     expect(
-                        known in ("enter", "hear", "look", "sum_copies"),
+                        known in ("enter", "wait_arrivals", "check_peers_alive", "sum_copies"),
                         f"{how} {name} runs {kernel['name']}",
                     )
                     expect(grid <= most, f"{how} {name}: {known} has {grid} thread blocks")

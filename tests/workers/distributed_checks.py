@@ -81,6 +81,25 @@ def gathers_lists() -> None:
 
 
 @check
+def broadcasts() -> None:
+    """From every root, whose fast paths differ."""
+    before = handled("broadcast")
+    for call, dtype in enumerate(DTYPES):
+        for asynchronous in (False, True, False):
+            for root in everyone():
+                x = data(rank(), 10, dtype, call)
+                finish(dist.broadcast(x, root, async_op=asynchronous))
+                same(x, data(root, 10, dtype, call), f"{dtype} of {root}")
+    pair = torch.stack([data(rank(), 6), data(rank(), 6)], 1)
+    dist.broadcast(pair[:, 0], world() - 1)
+    same(pair[:, 0].contiguous(), data(world() - 1, 6), "strided")
+    same(pair[:, 1].contiguous(), data(rank(), 6), "beside it")
+    expect(handled("broadcast") - before == 3 * len(DTYPES) * world() + 1, explain())
+    group = dist.group.WORLD
+    expect_raises(ValueError, lambda: group.broadcast(data(rank(), 2), world()), "root must be")
+
+
+@check
 def exchanges_parts() -> None:
     """tdcoll handles all-to-alls of equal parts; those with sizes, which may differ between ranks,
     fall back."""

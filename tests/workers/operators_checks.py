@@ -39,6 +39,7 @@ def operators() -> None:
         normalized, new = tdc.all_reduce_rms_norm(x, residual, weight, EPS, name)
         expect(same_bits(new, total + residual), f"new residual, {name!r}")
         torch.testing.assert_close(normalized, nn.functional.rms_norm(new, (64,), weight, EPS))
+    expect(same_bits(tdc.broadcast(x, 1, ""), every[1]), "broadcast")
     expect_raises(
         ValueError,
         lambda: tdc.all_reduce(x, "sum", "nobody"),
@@ -56,6 +57,7 @@ def operators_as_pytorch_checks_them() -> None:
         (tdc.all_gather.default, (x,)),
         (tdc.reduce_scatter.default, (x, "sum")),
         (tdc.all_reduce.default, (x, "mean")),
+        (tdc.broadcast.default, (x, 1)),
         (tdc.all_reduce_rms_norm.default, (x, residual, weight)),
         (tdc.all_gather_matmul.default, (x, residual, None, False, True)),
         (tdc.matmul_reduce_scatter.default, (x, residual)),
@@ -87,6 +89,7 @@ def derivatives() -> None:
     compare(tdc.all_gather, lambda r, of: torch.cat(of))
     compare(tdc.all_reduce, lambda r, of: sum(of))
     compare(lambda x: tdc.all_reduce(x, "mean"), lambda r, of: sum(of) / n)
+    compare(lambda x: tdc.broadcast(x, 1), lambda r, of: of[1] + 0 * sum(of))
     compare(tdc.reduce_scatter, lambda r, of: sum(of)[2 * r : 2 * r + 2])
     compare(lambda x: tdc.reduce_scatter(x, "mean"), lambda r, of: sum(of)[2 * r : 2 * r + 2] / n)
     with (

@@ -152,7 +152,8 @@ class Buffers:
     def expected(self, number: int) -> torch.Tensor:
         """``[segments * n]``: the right result of a call in this round."""
         segment = self.rank if self.call.spec.scatters else 0
-        parts = [self._values(rank, number, segment) for rank in range(self.world)]
+        ranks = range(1 if self.call.spec.rooted else self.world)
+        parts = [self._values(rank, number, segment) for rank in ranks]
         if self.call.spec.reduces:
             return reduce_parts(parts, self.nodes, self.op or "sum")
         return torch.cat(parts)

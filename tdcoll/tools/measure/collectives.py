@@ -60,6 +60,8 @@ class DenseCall:
 
         nccl-tests' bus bandwidth counts them.
         """
+        if self.spec.rooted:
+            return nbytes
         if self.is_single_tensor:
             return (world - 1) * nbytes * 2 / world
         return (world - 1) * nbytes

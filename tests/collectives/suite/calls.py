@@ -77,6 +77,8 @@ class Calls:
         counts: elements of a segment, in turn.
         dtype: None: fp32 if elements are reduced, and else bytes.
         ops: operations of reductions, in turn.
+        roots: of calls that have one, in turn, modulo the ranks. By default a root comes again
+            after another one, and twice in a row.
         offset: elements from an aligned address to those of tensors and results.
         group: ranks that take part; None for all.
         pieces: into which plans made by hand cut a segment; 0: the policy cuts.
@@ -94,6 +96,7 @@ class Calls:
     counts: Sequence[int] = (50,)
     dtype: torch.dtype | None = None
     ops: Sequence[str] = ("sum",)
+    roots: Sequence[int] = (1, 0, 1, 1)
     offset: int = 0
     group: Sequence[int] | None = None
     pieces: int = 2
@@ -216,9 +219,10 @@ class Calls:
         placed = place(spec, call.kind, call.n, self.offset, ctx, self.tensor_dtype, shared)
         placed.tensor.copy_(given[ctx.rank])
         how = self.plan(ctx, call)
-        got = make_call(spec, call.kind, placed.tensor, placed.out, ctx, how, call.op)
+        root = self.roots[call.number % len(self.roots)] % ctx.world_size
+        got = make_call(spec, call.kind, placed.tensor, placed.out, ctx, how, call.op, root)
         assert got is placed.out
-        wanted = reference(spec, given, ctx.topology, call.op)
+        wanted = reference(spec, given, ctx.topology, call.op, root)
         comparisons = []
         for memory in placed.memories:
             # The next call fills shared memory anew.

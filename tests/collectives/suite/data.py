@@ -58,10 +58,11 @@ def reference(
     tensors: Sequence[torch.Tensor],
     topology: Topology,
     op: str = "sum",
+    root: int = 0,
 ) -> torch.Tensor:
     """``world`` times what a rank gives ``->`` what the rank of ``topology`` has to get; both are
     flat."""
-    parts = list(tensors)
+    parts = [tensors[root]] if spec.rooted else list(tensors)
     if spec.scatters:
         parts = [tensor.view(topology.world_size, -1)[topology.rank] for tensor in tensors]
     return reduce_parts(parts, topology.nodes, op) if spec.reduces else torch.cat(parts)

@@ -157,7 +157,7 @@ def place(
 
 def make_call(
     spec: Collective, kind: Kind, tensor: torch.Tensor, out: Any, ctx: Any,
-    algorithm: str | Plan = "auto", op: str = "sum",
+    algorithm: str | Plan = "auto", op: str = "sum", root: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """Make a call of this kind by the public function."""
     if kind is CALLER_BUFFER:
@@ -165,6 +165,8 @@ def make_call(
     more: dict[str, Any] = {}
     if spec.reduces:
         more["op"] = op
+    if spec.rooted:
+        more["root"] = root
     if kind.needs_symmetric_memory:
         more["symmetric"] = True
     return getattr(tdcoll, spec.name)(tensor, ctx=ctx, out=out, algorithm=algorithm, **more)

@@ -226,6 +226,7 @@ def test_debug_mode_compares_arguments(pe: int, spec: Collective) -> None:
             {"op": "sum" if pe else "max"},
             {"op": "min" if pe else ReduceOp.MAX},
         ] * spec.reduces
+        bad += [{"root": pe}] * spec.rooted
         for named in bad:
             with pytest.raises(
                 tdcoll.RankMismatchError,
@@ -240,6 +241,26 @@ def test_debug_mode_compares_arguments(pe: int, spec: Collective) -> None:
                 call(other, ctx=ctx)
         assert int(ctx.control) == 0, "nothing has begun"
         assert torch.equal(call(x, ctx=ctx), reference(spec, [x, x], ctx.topology))
+
+
+@pytest.mark.parametrize(
+    "spec", [spec for spec in SPECS if spec.rooted], ids=lambda spec: spec.name
+)
+@on_ranks(2)
+def test_roots_are_ranks_of_the_group(pe: int, spec: Collective) -> None:
+    """Also if a call with the same arguments but a valid root was made before."""
+    call = getattr(tdcoll, spec.name)
+    x = torch.full((3,), 7.0 + pe)
+    with tdcoll.CollectiveContext([1, 0], max_bytes_per_rank=64) as ctx:
+        for root in (0, 1, 0):
+            assert call(x, root, ctx=ctx).tolist() == 3 * [8.0 - root]
+        for wrong in (-1, 2):
+            with pytest.raises(ValueError, match=f"root must be 0 to 1, got {wrong}"):
+                call(x, wrong, ctx=ctx)
+        for invalid in (True, 1.0, None, "0"):
+            with pytest.raises(TypeError, match="root must be an int, got"):
+                call(x, invalid, ctx=ctx)
+        ctx.check()
 
 
 @on_ranks(2)
