@@ -284,8 +284,11 @@ def compiled_forms(kernel) -> int:
             "nodes": Nodes(table, table, table, table, rank, 1 + rank, 32 + rank),
             **{name: 8 for name in kernel.arg_names if name.isupper()},
         }
-        _, specialization, _ = bind(
-            **{name: known.get(name, rank) for name in kernel.arg_names}, debug=False
-        )
+        # A parameter that says its type is a number, such as the address of a norm's weight.
+        given = {
+            param.name: rank if param.annotation_type else known.get(param.name, rank)
+            for param in kernel.params
+        }
+        _, specialization, _ = bind(**given, debug=False)
         forms.add(str(specialization))
     return len(forms)

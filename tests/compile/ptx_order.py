@@ -316,7 +316,7 @@ def _all_blocks(ptx: str) -> dict[str, Block]:
     blocks: dict[str, Block] = {}
     tables = {  # of jumps
         name: re.findall(r"\$L__BB\w+", labels)
-        for name, labels in re.findall(r"(\$L_\w+):\s*\.branchtargets([^;]*);", _body(ptx))
+        for name, labels in re.findall(r"([$\w]+):\s*\.branchtargets([^;]*);", _body(ptx))
     }
     block, label, count = Block([], [], []), "begin", 0
     for instruction in _instructions(ptx):

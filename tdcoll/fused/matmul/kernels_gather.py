@@ -307,7 +307,7 @@ def all_gather_matmul(
         piece: bytes of a piece of a shard, a multiple of 16.
         pieces: number of pieces of a shard, at most ``g.chunks``.
         pushers: thread blocks that send; 0 with ``COPIED``, or if there is nothing to send.
-        keepers: thread blocks that copy to ``gathered``; 0 if nobody wants it.
+        keepers: thread blocks that copy to ``gathered``; 0 if it is not wanted.
         extra: of the epilogue; a tuple or None.
         DTYPE, OUT: types of the operands and of the result.
         PRECISION: of fp32 operands, ``"ieee"`` or ``"tf32"``.

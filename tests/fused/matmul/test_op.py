@@ -68,7 +68,7 @@ def shape(name: str, rows: int, depth: int, columns: int, **more: Any) -> Matmul
         (shape(GATHER, 8192, 8192, 1280), 2, FUSED, 132, 32),
         (shape(GATHER, 8192, 8192, 1280), 1, COMPOSED, 132, 0),
         (shape(SCATTER, 128, 3584, 8192), 2, COMPOSED, 128, 0),
-        (shape(SCATTER, 512, 3584, 8192), 2, FUSED, 64, 0),
+        (shape(SCATTER, 512, 3584, 8192), 2, COMPOSED, 128, 0),
         (shape(SCATTER, 8192, 1280, 8192), 4, FUSED, 132, 0),
         (shape(REDUCE, 8, 3584, 8192), 2, COMPOSED, 128, 0),
         (shape(REDUCE, 64, 3584, 8192), 2, ONE_SHOT, 128, 0),
