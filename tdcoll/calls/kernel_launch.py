@@ -30,6 +30,7 @@ import ctypes
 import functools
 import os
 import re
+import struct
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -93,8 +94,14 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _number(value: Any) -> int:
-    """Return a tensor's address, or a number itself."""
-    return value.data_ptr() if isinstance(value, torch.Tensor) else int(value)
+    """Return a tensor's address, a whole number itself, or the bits of a float as fp32, which is
+    the type that Triton gives it."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, float):
+        (bits,) = struct.unpack("<I", struct.pack("<f", value))
+        return bits
+    return int(value)
 
 
 class FlatTuple:

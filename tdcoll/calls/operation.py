@@ -52,7 +52,7 @@ class PreparedCall(ABC):
 
     Attributes:
         record: The kind of call, as the context notes it; the operation's name if its epochs are
-            unknown, and such calls aren't repeated.
+            unknown.
         complex: Whether the tensors are complex, so that they may be conjugate views.
         launch: ``(stream, *frame) -> None``: launches the steps, given the handle of the stream.
         variant: All that the compiled kernels depend on, the same on all ranks; None: nothing is

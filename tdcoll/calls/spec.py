@@ -120,7 +120,7 @@ class Collective:
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
         handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed``
             handles by default: up to there, calls of 2 GPUs take no longer than NCCL's
-            (``benchmarks/backend_calls.py`` measures it).
+            (``benchmarks/backend_calls.py`` measures it). That of broadcasts is not measured.
         handled_bytes_of_more: the same for more than 2 ranks, by measurements on 4 GPUs.
     """
 

@@ -13,10 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
-
-from tdcoll.calls.monitor import WaitMonitor
-
 
 class Step(Protocol):
     """One thing that a call does on its stream."""
@@ -92,7 +88,7 @@ class WithPlaces:
 
 
 class HostStep:
-    """A function of PyTorch's, which queues its work on the current stream: a matmul, a sort, a
+    """A function of PyTorch's, which queues its work on the current stream, such as a
     copy.
 
     Args:
@@ -109,43 +105,3 @@ class HostStep:
 
     def __call__(self, stream: int, *frame: Any) -> None:
         self._function(*frame)
-
-
-class ReadbackStep:
-    """Copies words that kernels have written to the host, which may wait for them later.
-
-    Args:
-        words: int64 ``[n]`` on the device.
-        on_host: int64 ``[n]`` in pinned memory; on CPUs in ordinary memory.
-        monitor: Of the kernels before this step.
-    """
-
-    prepared = True
-
-    def __init__(
-        self, words: torch.Tensor, on_host: torch.Tensor, monitor: WaitMonitor, event: Any = None
-    ) -> None:
-        self._words = words
-        self._on_host = on_host
-        self._monitor = monitor
-        self._event = event
-
-    def prepare(self) -> None:
-        """A copy has no kernel."""
-
-    def __call__(self, stream: int, *frame: Any) -> None:
-        self._on_host.copy_(self._words, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
-
-    def read(self) -> list[int]:
-        """Wait for the copy, and for nothing that was queued after it; return the words.
-
-        Raises:
-            CollectiveTimeout: A wait in a kernel before the copy has expired.
-        """
-        if self._event is not None:
-            self._event.synchronize()
-        self._monitor.raise_if_expired()
-        words: list[int] = self._on_host.tolist()
-        return words

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -64,11 +64,15 @@ class FusedOperation(Operation):
                 facts[name] = value
         return facts
 
-    def check_no_gradient(self, request: Request) -> None:
-        """Raise if a tensor requires grad: the operator of ``torch.ops`` has the derivative."""
+    def check_no_gradient(self, request: Request, names: Sequence[str] | None = None) -> None:
+        """Raise if a tensor requires grad: the operator of ``torch.ops`` has the derivative.
+
+        Args:
+            names: Of the request's tensors; None: :attr:`names`.
+        """
         if not torch.is_grad_enabled():
             return
-        for name, tensor in zip(self.names, request.tensors, strict=False):
+        for name, tensor in zip(names or self.names, request.tensors, strict=False):
             if tensor.requires_grad:
                 raise ValueError(
                     f"{name} must not require grad, since the call has no derivative; use the "

@@ -75,7 +75,8 @@ def fused_multiply_add(x: Array, y: Array, z: Array) -> Array:
 
 
 def narrowed(values: Array, kind: Any) -> Array:
-    """Return the bits of numbers of any numpy type rounded once to a narrow type."""
+    """Return the bits of floating numbers rounded once to a narrow type; whole numbers go through
+    fp32."""
     if values.dtype != np.float64:
         return from_float32(values.astype(np.float32), kind)
     # Rounded to odd in fp32 first: bits that are cut off mark the last one, so that only the second

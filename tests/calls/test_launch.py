@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -302,6 +303,15 @@ def test_parameters_that_change_need_not_be_neighbours(kernel: Kernel, driver: D
     launch(STREAM, 16, 32)
     launch(STREAM, 48, 64)
     assert [each["values"][:4] for each in driver.launches] == [[16, 1, 3, 32], [48, 1, 3, 64]]
+
+
+def test_a_float_is_passed_as_fp32(kernel: Kernel, driver: Driver) -> None:
+    """As a field of a tuple that an epilogue reads."""
+    pair = Pair(torch.zeros(1, dtype=torch.int64), 0.5, tl.constexpr(2))
+    launch = KernelLaunch(kernel, 1, {**ARGUMENTS, "number": 3, "pair": pair}, ("tensor",))
+    launch(STREAM, 16)
+    bits = driver.launches[0]["values"][4]
+    assert struct.unpack("<f", struct.pack("<I", bits & 0xFFFFFFFF)) == (0.5,)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ loops, as JSON.
 Run as a program of its own, without TRITON_INTERPRET; it needs no GPU. With another Triton, by
 hand::
 
-    pip download --no-deps triton==3.9.0 && unzip -q -d /tmp/triton-3.9 triton-3.9.0-*.whl
-    PYTHONPATH=/tmp/triton-3.9:. python tests/compile/pipelined_loops.py
+    pip download --no-deps triton==3.9.0 && unzip -q -d TRITON triton-3.9.0-*.whl
+    PYTHONPATH=TRITON:. python tests/compile/pipelined_loops.py
 
 It prints what is wrong, and ends with 1 if anything is. ``controls`` are loops that must be found
 wrong. ``--few`` leaves out other architectures than sm_90, and numbers of stages other than 3.

@@ -53,7 +53,6 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives.group import signal_done, wait_until_done
 
 # Words of a list's header.
-LIST_BYTES = tl.constexpr(0)  # bytes used, header included
 LIST_COUNT = tl.constexpr(1)  # number of ids, which may be more than there is room for
 LIST_SIGNATURE = tl.constexpr(2)  # what the ranks must agree on
 HEADER = tl.constexpr(HEADER_WORDS)

@@ -118,7 +118,11 @@ class _SparseOperation(Operation):
         """Return dtypes and shapes, for debug mode."""
 
     def check(self, request: Request, ctx: Any) -> None:
-        arguments.instance("algorithm", request.options.algorithm, str, "a str")
+        options: SparseOptions = request.options
+        arguments.instance("algorithm", options.algorithm, str, "a str")
+        arguments.instance("copy", options.copy, bool, "a bool")
+        if options.coalesced is not None:
+            arguments.instance("coalesced", options.coalesced, bool, "a bool")
 
     @abstractmethod
     def rows(self, request: Request, ctx: SparseContext) -> list[Rows]:

@@ -254,8 +254,16 @@ def _joined(weight: Any, depth_first: bool) -> tuple[Any, list[int] | None]:
             raise TypeError(
                 f"weight must be a tensor of 2 dimensions or a sequence of such tensors; got {one!r}"
             )
-    widths = [one.shape[dimension] for one in weights]
     first = weights[0]
+    for place, one in enumerate(weights):
+        if one.dtype != first.dtype or one.shape[1 - dimension] != first.shape[1 - dimension]:
+            raise ValueError(
+                f"weight[{place}] must have the dtype and depth of weight[0], {first.dtype} of shape "
+                f"{list(first.shape)}; got {one.dtype} of shape {list(one.shape)}"
+            )
+    widths = [one.shape[dimension] for one in weights]
+    if torch.is_grad_enabled() and any(one.requires_grad for one in weights):
+        return torch.cat(weights, dimension), widths  # which the checks refuse, as one weight
     end = first.data_ptr()
     for one in weights:
         if (

@@ -95,7 +95,9 @@ class MatmulOperation(FusedOperation):
         )
         # Compiled code depends on whether the result, and what an epilogue reads, is aligned.
         aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors[2:])
-        return (super().key(tensors, plain, ctx), aligned, precision_of(tensors[0].dtype))
+        numbers = repr(options.extra)  # 1 == 1.0 == True, and 0.0 == -0.0
+        precision = precision_of(tensors[0].dtype)
+        return (super().key(tensors, plain, ctx), aligned, numbers, precision)
 
     def agreement(self, request: Request, ctx: Any) -> dict[str, Any]:
         weight = request.tensors[1]
@@ -124,18 +126,44 @@ class MatmulOperation(FusedOperation):
         shape = self.shape(request, world, job.device)
         plan = policy.plan_of(shape, world, ALGORITHMS[self.name][0], keeps=False)
         nbytes = policy.inbox_bytes(shape, plan, world)
-        usual = self.collective.inbox(shape.nbytes // world, world, heap_bytes)
+        segment = shape.nbytes // world
+        if self.name != GATHER:
+            result_bytes = shape.rows * shape.columns * self._widest_itemsize(request, shape)
+            segment = self.collective.segment_bytes(result_bytes, world)
+        usual = self.collective.inbox(segment, world, heap_bytes)
         if self.name == REDUCE or nbytes > heap_bytes // (4 * world):
             nbytes = usual
         return ContextSize(nbytes, policy.CHUNKS)
 
+    @staticmethod
+    def _widest_itemsize(request: Request, shape: MatmulShape) -> int:
+        """Return the bytes of an element that a reduction of its own has: fp32 before a bias or an
+        epilogue."""
+        options: MatmulOptions = request.options
+        finishes = "bias" in options.names or options.epilogue is not None
+        return 4 if finishes else shape.out_itemsize
+
     def check_early(self, request: Request) -> None:
         super().check_early(request)
         arguments.tensor("weight", request.tensors[1])
-        _check_operands(request)
+        if self._made_context(request) is None:
+            _check_operands(request)
+
+    def _made_context(self, request: Request) -> CollectiveContext | None:
+        """Return tdcoll's own context, if it has been made."""
+        job = runtime.current()
+        implicit = job.contexts.get((self.name, job.ranks_of(request.group)))
+        made: CollectiveContext | None = None if implicit is None else implicit.context
+        return made
 
     def own_context(self, request: Request) -> CollectiveContext:
         job = runtime.current()
+        made = self._made_context(request)
+        if made is not None:
+            try:
+                _check_operands(request)
+            except (TypeError, ValueError):
+                return made  # `check` raises it, in debug mode on all ranks
         size = self._size(request, job, job.ranks_of(request.group))
         return implicit_context(
             self.collective, request.tensors[0], request.group, self.name, size=size
@@ -157,7 +185,7 @@ class MatmulOperation(FusedOperation):
         check_tensor("x", x, ctx.device)
         check_tensor("weight", weight, ctx.device)
         _check_operands(request)
-        self.check_no_gradient(request)
+        self.check_no_gradient(request, options.names)
         if self.name == SCATTER and x.shape[0] % ctx.world_size:
             missing = -x.shape[0] % ctx.world_size
             raise ValueError(

@@ -325,6 +325,8 @@ def choose(
     names = ALGORITHMS[shape.name]
     if isinstance(algorithm, MatmulPlan):
         problem = problem_of(shape, algorithm, facts)
+        if problem is None and keeps and algorithm.algorithm != COMPOSED and not algorithm.keepers:
+            problem = "has no keepers, which gathered=True needs"
         if problem is not None:
             raise ValueError(f"algorithm={algorithm} {problem}{where}")
         return algorithm, ""
@@ -338,7 +340,7 @@ def choose(
         return plan, ""
     composed = plan_of(shape, world, COMPOSED, keeps)
     if not batch_invariant and shape.rows in COMPOSED_ROWS[shape.name]:
-        return composed, f"cuBLAS is faster up to {COMPOSED_ROWS[shape.name].stop - 1} rows"
+        return composed, f"two parts are faster up to {COMPOSED_ROWS[shape.name].stop - 1} rows"
     if world == 1:
         return composed, "there is nothing to communicate"
     if shape.name == REDUCE and shape.rows > REDUCED_ROWS:

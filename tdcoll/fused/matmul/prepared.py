@@ -99,29 +99,39 @@ class PreparedMatmul(PreparedCall):
         self.variant = None
         if "out" not in tensors:
             self._temporaries["out"] = result
-        if not tensors["x"].numel():
-            self.record = record_of(shape.name, 0)
-            self.launch = _launch_nothing
-            return
         x = tensors["x"]
         if options.gathered or (shape.name == GATHER and plan.algorithm == COMPOSED):
             self._temporaries["gathered"] = (ctx.world_size * x.shape[0], *x.shape[1:]), x.dtype
+        if not x.numel():
+            self.record = record_of(shape.name, 0)
+            self.launch = _launch_nothing
+            return
         if plan.algorithm != COMPOSED:
             self._add_fused(tensors)
         elif shape.name == GATHER:
             self._add_gather_and_matmul(tensors)
         else:
             self._add_matmul_and_reduction(tensors, collective)
+        epilogue = options.epilogue
         self.variant = (
             shape,
             plan,
             options.depth_first,
-            frozenset(tensors),
+            options.gathered,
+            options.batch_invariant,
+            frozenset(tensors) - {"out"},  # which one rank alone may pass
+            None if epilogue is None else (id(epilogue), epilogue.__name__),
+            tuple(tensor.dtype for name, tensor in tensors.items() if name.startswith("extra.")),
+            None if options.extra is None else tuple(map(type, options.extra)),
             x.dtype,
             self._dtype,
             precision,
         )
-        prepare_steps(ctx, shape.name, self.variant, self._kernels)
+        # Alignment and numbers of the epilogue may differ between ranks.
+        aligned_tensors = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors.values())
+        prepare_steps(
+            ctx, shape.name, (self.variant, aligned_tensors, repr(options.extra)), self._kernels
+        )
         self.record = _joined(shape.name, self._records)
         self.launch = ranged(
             f"tdcoll.{shape.name}[{plan.algorithm}, {byte_text(shape.nbytes)}]", self._launch

@@ -227,6 +227,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"x must not require grad, .* torch.ops.tdcoll",
     ),
+    (
+        {"weight": [torch.nn.Parameter(torch.ones(4, 32)), torch.ones(4, 32)]},
+        (TypeError, ValueError),
+        "weight must ",
+    ),
+    ({"bias": torch.ones(8).requires_grad_()}, ValueError, "bias must not require grad"),
     ({"algorithm": 3}, TypeError, "algorithm must be a str, got 3"),
     ({"algorithm": "ring"}, ValueError, "algorithm must be one of auto, "),
     ({"ctx": 3}, TypeError, "ctx must be a tdcoll.CollectiveContext"),
@@ -447,3 +453,76 @@ def test_a_result_that_overlaps_later() -> None:
 def test_the_operations_have_the_names_of_the_functions() -> None:
     assert set(OPERATIONS) == set(NAMES)
     assert all(hasattr(tdcoll.fused, name) for name in NAMES)
+
+
+def test_parts_of_one_parameter_get_no_silent_result_without_a_gradient() -> None:
+    def host(pe: int) -> None:
+        parts = torch.nn.Parameter(torch.ones(16, 32)).split(8)
+        with pytest.raises(ValueError, match="weight must not require grad"):
+            tdcoll.fused.all_gather_matmul(X, parts)
+        with torch.no_grad():
+            made = tdcoll.fused.all_gather_matmul(X, parts)
+        assert [tuple(one.shape) for one in made] == [(2, 8), (2, 8)]
+
+    run(host)
+
+
+def test_several_weights_have_one_dtype_and_depth() -> None:
+    def host(pe: int) -> None:
+        for other in (torch.ones(8, 32, dtype=torch.float16), torch.ones(8, 16)):
+            with pytest.raises(ValueError, match=r"weight\[1\] must have the dtype and depth"):
+                tdcoll.fused.all_gather_matmul(X, [torch.ones(8, 32), other])
+
+    run(host)
+
+
+def test_what_was_gathered_of_no_rows() -> None:
+    def host(pe: int) -> None:
+        made, gathered = tdcoll.fused.all_gather_matmul(
+            torch.empty(0, 32), torch.ones(8, 32), gathered=True
+        )
+        assert (tuple(made.shape), tuple(gathered.shape)) == ((0, 8), (0, 32))
+
+    run(host)
+
+
+def test_the_kernels_of_a_call_do_not_depend_on_who_passes_out() -> None:
+    """So ranks wait for each other's loads together; other calls load other kernels."""
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12) as ctx:
+            weight = torch.ones(8, 32)
+
+            def variant(**more: Any) -> Any:
+                before = set(ctx.cache)
+                tdcoll.fused.matmul_all_reduce(X, weight, ctx=ctx, **more)
+                (made,) = [
+                    value
+                    for key, value in ctx.cache.items()
+                    if key not in before and isinstance(value, PreparedMatmul)
+                ]
+                return made.variant
+
+            usual = variant()
+            assert variant(out=torch.empty(2, 8)) == usual
+            assert variant(batch_invariant=True) != usual
+            residual = Residual(torch.ones(2, 8), 8)
+            assert variant(epilogue=add_residual, extra=residual) != usual
+
+    run(host)
+
+
+def test_an_error_on_one_rank_is_one_on_all_in_debug_mode_once_there_is_a_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TDCOLL_DEBUG", "1")
+
+    def host(pe: int) -> None:
+        weight = torch.ones(8, 32)
+        tdcoll.fused.matmul_all_reduce(X, weight)
+        wrong = X.double() if pe == 0 else X
+        kind = TypeError if pe == 0 else RankMismatchError
+        with pytest.raises(kind, match="x must be of"):
+            tdcoll.fused.matmul_all_reduce(wrong, weight)
+
+    run(host, 2)
