@@ -70,8 +70,8 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
         "tuning: no.json: expected the file of a tuning table: ",
     ),
     *(
-        (lambda given, n=n: make(chunks=n), ValueError, f"chunks must be 2 to 512, got {n}")
-        for n in (0, 513)
+        (lambda given, n=n: make(chunks=n), ValueError, f"chunks must be 2 to 4096, got {n}")
+        for n in (0, 4097)
     ),
     *(
         (
