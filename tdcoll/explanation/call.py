@@ -22,7 +22,7 @@ from tdcoll.calls.spec import DEFAULT, REQUESTED
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, FEWEST_ROWS, Capacities, choose
 from tdcoll.fused.matmul.operation import OPERATIONS as MATMULS
-from tdcoll.fused.matmul.operation import MatmulOperation, MatmulOptions
+from tdcoll.fused.matmul.operation import MatmulOperation, MatmulOptions, check_operands
 from tdcoll.fused.policy import NAME as FUSED
 from tdcoll.fused.policy import takes
 from tdcoll.fused.rms_norm import DTYPES, NormOptions
@@ -91,6 +91,8 @@ def explain(
             f"explain: group must be None with ctx, which has a group already; got {group!r}"
         )
     arguments.instance("algorithm", algorithm, (str, Plan), "a str")
+    if weight is not None and operation not in MATMULS:
+        raise ValueError(f"weight must be None to explain {operation}, which has none")
     if operation == _SPARSE:
         return _sparse(tensor, dtype, group, ctx, str(algorithm))
     if not isinstance(tensor, torch.Tensor):
@@ -147,13 +149,17 @@ def _matmul(
 ) -> Explanation:
     """Explain a matmul that communicates by the operation that makes its calls."""
     if not isinstance(weight, torch.Tensor):
-        if weight is None:
+        several = isinstance(weight, (list, tuple)) and any(
+            isinstance(one, torch.Tensor) for one in weight
+        )
+        if weight is None or several:
+            got = "several tensors; pass the shape of all of them together" if several else "None"
             raise TypeError(
-                f"weight must be a tensor or a shape to explain {operation.name}; got None"
+                f"weight must be a tensor or a shape to explain {operation.name}; got {got}"
             )
         weight = torch.empty(arguments.shape("weight", weight), dtype=x.dtype, device="meta")
     request = Request((x, weight), options, group)
-    operation.check_early(request)
+    check_operands(request)
     context: CollectiveContext | PlannedContext | None = ctx
     if context is None:
         context = operation.planned_context(request)

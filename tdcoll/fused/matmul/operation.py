@@ -147,7 +147,7 @@ class MatmulOperation(FusedOperation):
         super().check_early(request)
         arguments.tensor("weight", request.tensors[1])
         if self._made_context(request) is None:
-            _check_operands(request)
+            check_operands(request)
 
     def _made_context(self, request: Request) -> CollectiveContext | None:
         """Return tdcoll's own context, if it has been made."""
@@ -161,7 +161,7 @@ class MatmulOperation(FusedOperation):
         made = self._made_context(request)
         if made is not None:
             try:
-                _check_operands(request)
+                check_operands(request)
             except (TypeError, ValueError):
                 return made  # `check` raises it, in debug mode on all ranks
         size = self._size(request, job, job.ranks_of(request.group))
@@ -184,7 +184,7 @@ class MatmulOperation(FusedOperation):
         weight = tensors["weight"]
         check_tensor("x", x, ctx.device)
         check_tensor("weight", weight, ctx.device)
-        _check_operands(request)
+        check_operands(request)
         self.check_no_gradient(request, options.names)
         if self.name == SCATTER and x.shape[0] % ctx.world_size:
             missing = -x.shape[0] % ctx.world_size
@@ -294,7 +294,7 @@ def _machine(device: torch.device) -> tuple[int, bool]:
     return properties.multi_processor_count, properties.major >= 9
 
 
-def _check_operands(request: Request) -> None:
+def check_operands(request: Request) -> None:
     """Raise unless the dtypes and shapes of ``x`` and ``weight`` fit each other, and the options
     are valid."""
     x, weight = request.tensors[:2]
