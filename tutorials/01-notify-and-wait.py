@@ -3,9 +3,8 @@
 Notify and wait
 ===============
 
-A GPU can write into the memory of another GPU and tell it that something has arrived. This tutorial
-starts with the telling, a signal between neighbours, and then builds a small queue on it. You will
-learn
+A GPU can write into the memory of another GPU and tell it that something has arrived. This tutorial starts with
+the telling, a signal between neighbours, and then builds a small queue on it. You will learn
 
 * what symmetric memory and signals are,
 * four rules that keep the queue correct, and how it fails if you break one of them,
@@ -15,8 +14,8 @@ Run it with the following command, or :doc:`from an installed wheel <index>`::
 
     bash launch.sh tutorials/01-notify-and-wait.py
 
-which starts one process per GPU, or four simulated ones on a machine without GPUs. To leave out a
-rule and watch the simulator catch it (`--help` lists the rules)::
+which starts one process per GPU, or four simulated ones on a machine without GPUs. To leave out a rule and watch the
+simulator catch it (`--help` lists the rules)::
 
     bash launch.sh --simulate --nproc 1 tutorials/01-notify-and-wait.py --break own-signal
 """
@@ -25,13 +24,11 @@ rule and watch the simulator catch it (`--help` lists the rules)::
 # Ranks, PEs and symmetric memory
 # -------------------------------
 #
-# A job has `n_pes()` processes, one per GPU. NVSHMEM calls each of them a *PE*, and the number of a
-# PE is its global rank. A *symmetric* tensor exists on every PE, at the same offset in that PE's
-# heap. A kernel can therefore name memory on another PE by the address of its own copy and the
-# number of the PE.
+# A job has `n_pes()` processes, one per GPU. NVSHMEM calls each of them a *PE*, and the number of a PE is its global
+# rank. A *symmetric* tensor exists on every PE, at the same offset in that PE's heap. A kernel can therefore name
+# memory on another PE by the address of its own copy and the number of the PE.
 #
-# `tdl` adds communication functions to Triton, and `tdcoll.jit` is `triton.jit` for kernels that
-# use them.
+# `tdl` adds communication functions to Triton, and `tdcoll.jit` is `triton.jit` for kernels that use them.
 
 import argparse
 import os
@@ -48,16 +45,14 @@ import tdcoll.language as tdl
 # A signal
 # --------
 #
-# A *signal* is a 64-bit word of symmetric memory. Here every PE sets the word of its successor to 1
-# and then waits until its predecessor has set its own.
+# A *signal* is a 64-bit word of symmetric memory. Here every PE sets the word of its successor to 1 and then waits
+# until its predecessor has set its own.
 #
-# NVSHMEM's function for this is `signal_op`, which updates the word once for each thread that calls
-# it. Triton code runs on all threads of a block, so we use `signal_block`, which updates it once
-# for the block.
+# NVSHMEM's function for this is `signal_op`, which updates the word once for each thread that calls it. Triton code
+# runs on all threads of a block, so we use `signal_block`, which updates it once for the block.
 #
-# `wait_signal` holds the block until the word is at least 1. The wait has a deadline, which is kept
-# by `monitor`. The last two arguments appear only in the error message: the PE that should have
-# signalled, and the number of the signal.
+# `wait_signal` holds the block until the word is at least 1. The wait has a deadline, which is kept by `monitor`. The
+# last two arguments appear only in the error message: the PE that should have signalled, and the number of the signal.
 
 
 @tdcoll.jit
@@ -72,8 +67,8 @@ def hello(signals, monitor):
 # A queue
 # -------
 #
-# Now each PE sends *items* of WORDS numbers to its successor, through a ring of SLOTS slots in the
-# successor's symmetric memory. This is the life of item i; time runs downwards::
+# Now each PE sends *items* of WORDS numbers to its successor, through a ring of SLOTS slots in the successor's
+# symmetric memory. This is the life of item i; time runs downwards::
 #
 #     producer on PE p                                consumer on PE p + 1
 #     ----------------                                --------------------
@@ -90,43 +85,36 @@ def hello(signals, monitor):
 # .. image:: /figures/credits.svg
 #    :alt: A queue with two slots: item 3 waits for the credit of item 1
 #
-# Every PE runs both sides at once: block 0 of the launch produces and block 1 consumes. The two
-# never wait for each other on the same PE, and a grid of two blocks always fits on the GPU, so both
-# are running whenever a peer waits for one of them.
+# Every PE runs both sides at once: block 0 of the launch produces and block 1 consumes. The two never wait for each
+# other on the same PE, and a grid of two blocks always fits on the GPU, so both are running whenever a peer waits for
+# one of them.
 #
-# `putmem_signal_block` copies bytes to another PE and then updates a signal there. The queue is
-# correct because of four rules. Each has a name for `--break`, and a parameter of the kernel that
-# breaks it.
+# `putmem_signal_block` copies bytes to another PE and then updates a signal there. The queue is correct because of
+# four rules. Each has a name for `--break`, and a parameter of the kernel that breaks it.
 #
-# 1. **own-signal: each slot has a signal of its own.** A put doesn't say when its bytes arrive. Its
-# signal does: once
+# 1. **own-signal: each slot has a signal of its own.** A put doesn't say when its bytes arrive. Its signal does: once
 #    you see the signal, you see the bytes of *that* put, but not necessarily those of other puts, even earlier ones.
 #    With one signal for all slots, the signal of item 2 could arrive before the bytes of item 1. (Another remedy is a
 #    `fence()` between the puts.)
 #
-# 2. **at-least: waits compare with "at least".** The words count up for ever: `arrived[slot]` is
-# set to the number of
+# 2. **at-least: waits compare with "at least".** The words count up for ever: `arrived[slot]` is set to the number of
 #    the item, counted from 1, and `credits` grows with every item that is read. If the producer waited for "equal to
 #    n" and the consumer was quicker, the word would already be past n when the producer looks, and the wait would
 #    never end. Counting up has a second advantage: no word is reset between launches, which would be a race.
 #
-# 3. **credits: the producer fills a slot only after the consumer has read it.** The consumer adds 1
-# to the producer's
+# 3. **credits: the producer fills a slot only after the consumer has read it.** The consumer adds 1 to the producer's
 #    `credits` for every item that it has read. Item i (from 0) may go out if item i - SLOTS, which had the same slot,
 #    was read, so it needs i + 1 - SLOTS credits.
 #
-# 4. **source: the outbox stays as it is until the put has read it.** `putmem_signal_block` returns
-# when you may write
+# 4. **source: the outbox stays as it is until the put has read it.** `putmem_signal_block` returns when you may write
 #    to `outbox` again. `putmem_signal_nbi_block` (non-blocking, implicit) returns at once, and you may not touch the
 #    source until `quiet()` or until the receiver has answered.
 #
-# All threads of a block call a `_block` function together. The put may read any part of the item,
-# and each thread has stored only its own part, so `syncthreads()` comes between the two.
-# `signal_block` begins with such a barrier itself, so the credit goes out after all threads have
-# read the slot.
+# All threads of a block call a `_block` function together. The put may read any part of the item, and each thread has
+# stored only its own part, so `syncthreads()` comes between the two. `signal_block` begins with such a barrier
+# itself, so the credit goes out after all threads have read the slot.
 #
-# A wait that expires returns 0. The rest of the loop is then skipped, because it has no valid item
-# to read or send.
+# A wait that expires returns 0. The rest of the loop is then skipped, because it has no valid item to read or send.
 
 
 @tdcoll.jit
@@ -146,8 +134,9 @@ def queue(
             slot = slots + (i % SLOTS) * WORDS
             signal = arrived + i % SIGNALS
             if alive != 0:
-                # signals are unsigned: -1 would be a very large number
-                needed = tl.maximum(i + 1 - AHEAD, 0)
+                needed = tl.maximum(
+                    i + 1 - AHEAD, 0
+                )  # signals are unsigned: -1 would be a very large number
                 alive = tdl.wait_signal(credits, COMPARE, needed, monitor, successor, SLOTS)
             if alive != 0:
                 tl.store(outbox + word, me * 1000000 + i * 1000 + word)
@@ -176,9 +165,8 @@ def queue(
 # A wait that never ends
 # ----------------------
 #
-# A peer may have crashed, or may not take part at all. A kernel that then spins for ever can hardly
-# be stopped from outside, so every wait in a kernel should have a deadline. No PE sends the signal
-# that this kernel waits for:
+# A peer may have crashed, or may not take part at all. A kernel that then spins for ever can hardly be stopped from
+# outside, so every wait in a kernel should have a deadline. No PE sends the signal that this kernel waits for:
 
 
 @tdcoll.jit
@@ -190,9 +178,8 @@ def wait_in_vain(signal, monitor):
 # The host's part
 # ---------------
 #
-# `tdcoll.empty` allocates symmetric memory without initializing it. Signals have to be zero on a PE
-# before any peer updates them. `tdcoll.zeros` makes sure of that, because it returns only when all
-# ranks have their zeros.
+# `tdcoll.empty` allocates symmetric memory without initializing it. Signals have to be zero on a PE before any peer
+# updates them. `tdcoll.zeros` makes sure of that, because it returns only when all ranks have their zeros.
 
 WORDS, SLOTS, ITEMS = 256, 4, 24
 KEPT = {"SIGNALS": SLOTS, "AT_LEAST": True, "AHEAD": SLOTS, "BLOCKING": True}
@@ -227,8 +214,9 @@ class Queue:
         )  # fmt: skip
 
 
-# %% Each number says which rank made it, for which item, and where in the item it stands. A wrong
-# one therefore tells you what went astray.
+# %%
+# Each number says which rank made it, for which item, and where in the item it stands. A wrong one therefore tells you
+# what went astray.
 
 
 def check_received(received, sender):
@@ -247,11 +235,10 @@ def check_received(received, sender):
 # Breaking a rule
 # ---------------
 #
-# On a quiet machine a queue that breaks a rule usually works, because the unlucky timing is rare.
-# The simulator makes it common. A `World` runs all PEs in this process, and its seed decides who
-# goes on when and which message arrives first. `--break` tries seed after seed until one fails. The
-# same seed fails again in the same way, and `--seed` replays it. docs/simulator.md says how to test
-# a kernel of your own like this.
+# On a quiet machine a queue that breaks a rule usually works, because the unlucky timing is rare. The simulator makes
+# it common. A `World` runs all PEs in this process, and its seed decides who goes on when and which message arrives
+# first. `--break` tries seed after seed until one fails. The same seed fails again in the same way, and `--seed`
+# replays it. docs/simulator.md says how to test a kernel of your own like this.
 
 
 def case(changes=()):
@@ -287,9 +274,8 @@ def main(arguments=None):
     rank, world = topology.rank, topology.world_size
     ring = Queue()
 
-    # The monitor holds the deadline, 30 s by default (`launch.sh --timeout`). If a wait expires,
-    # the kernel leaves a record in memory that the host can read. `check()` waits for the current
-    # stream and raises what the record says.
+    # The monitor holds the deadline, 30 s by default (`launch.sh --timeout`). If a wait expires, the kernel leaves a
+    # record in memory that the host can read. `check()` waits for the current stream and raises what the record says.
     monitor = tdcoll.WaitMonitor()
     hello[(1,)](ring.hello, monitor)
     monitor.check()
@@ -307,9 +293,9 @@ def main(arguments=None):
         f"queue: {ITEMS} items of {WORDS * 8} bytes through {SLOTS} slots arrived exactly as they were sent"
     )
 
-    # This monitor is impatient, to save you 30 s. `check()` would raise `CollectiveTimeout`, after
-    # which tdcoll considers the job lost. `expired` only looks, and doesn't wait for the kernel, so
-    # `tdcoll.barrier()` does: it waits for this rank's GPU and then for the other ranks.
+    # This monitor is impatient, to save you 30 s. `check()` would raise `CollectiveTimeout`, after which tdcoll
+    # considers the job lost. `expired` only looks, and doesn't wait for the kernel, so `tdcoll.barrier()` does: it
+    # waits for this rank's GPU and then for the other ranks.
     impatient = tdcoll.WaitMonitor(timeout_s=0.2)
     wait_in_vain[(1,)](ring.never, impatient)
     tdcoll.barrier()
@@ -325,12 +311,11 @@ def main(arguments=None):
 #
 #     bash launch.sh --timeout 2 --monitor-interval 60 tutorials/01-notify-and-wait.py --die 1
 #
-# The ranks that wait for it, directly or through others, raise `CollectiveTimeout`, which names the
-# rank that waited, the peer, the signal, the value it should have reached and the value it had. A
-# rank that has finished its own queue names the ranks that are missing at the next barrier.
-# torchrun normally ends all processes as soon as one has died; the long interval gives the others
-# time to report first, and the command ends only when it is over. Don't trust what torchrun calls
-# the root cause: it is simply the first process that ended with an error.
+# The ranks that wait for it, directly or through others, raise `CollectiveTimeout`, which names the rank that waited,
+# the peer, the signal, the value it should have reached and the value it had. A rank that has finished its own queue
+# names the ranks that are missing at the next barrier. torchrun normally ends all processes as soon as one has died;
+# the long interval gives the others time to report first, and the command ends only when it is over. Don't trust what
+# torchrun calls the root cause: it is simply the first process that ended with an error.
 
 if __name__ == "__main__":
     main()

@@ -14,8 +14,8 @@ Run it with the following command, or :doc:`from an installed wheel <index>`::
 
     bash launch.sh tutorials/02-all-gather.py
 
-On GPUs it also prints times, and `--plot times.png` draws them. To take the path of a cluster, let
-one host pose as two::
+On GPUs it also prints times, and `--plot times.png` draws them. To take the path of a cluster, let one host pose as
+two::
 
     bash launch.sh --emulate-nodes 2 tutorials/02-all-gather.py
 
@@ -28,18 +28,15 @@ The first tutorial explains signals, waits and symmetric memory. To leave out a 
 # An all-gather of your own
 # -------------------------
 #
-# `buffer` is symmetric and has `world` segments of `nbytes` bytes. Each rank has filled its own.
-# The launch has one block per peer, which puts our segment to the same place in that peer's buffer
-# and sets signal number `me` there. One more block waits until all the others have signalled, so
-# that the launch is over when everything has arrived.
+# `buffer` is symmetric and has `world` segments of `nbytes` bytes. Each rank has filled its own. The launch has one
+# block per peer, which puts our segment to the same place in that peer's buffer and sets signal number `me` there.
+# One more block waits until all the others have signalled, so that the launch is over when everything has arrived.
 #
-# Rank r begins with peer r + 1. If every rank began with rank 0 instead, they would all write to
-# the same GPU first.
+# Rank r begins with peer r + 1. If every rank began with rank 0 instead, they would all write to the same GPU first.
 #
-# The signals are set to the number of the call, its *epoch*. The GPU counts it: each block has a
-# word in `epochs`, adds 1 to it in every launch, and needs no other block for that. If the host
-# passed the number instead, a CUDA graph of this call would set the same numbers in every replay,
-# and its waits would be over before they began.
+# The signals are set to the number of the call, its *epoch*. The GPU counts it: each block has a word in `epochs`,
+# adds 1 to it in every launch, and needs no other block for that. If the host passed the number instead, a CUDA graph
+# of this call would set the same numbers in every replay, and its waits would be over before they began.
 
 import argparse
 from functools import partial
@@ -79,10 +76,9 @@ def my_all_gather(
 # Calling it more than once
 # -------------------------
 #
-# May a peer write into our buffer for call 2? It may be quick and be in call 2 while we still read
-# the result of call
-# 1. We therefore have two buffers and use them in turn. A *slot* is one of several equal buffers in
-# which a rank receives messages. Time runs downwards::
+# May a peer write into our buffer for call 2? It may be quick and be in call 2 while we still read the result of call
+# 1. We therefore have two buffers and use them in turn. A *slot* is one of several equal buffers in which a rank
+# receives messages. Time runs downwards::
 #
 #     rank 0, which is quick                         rank 1, which is slow
 #     ----------------------                         ---------------------
@@ -94,10 +90,9 @@ def my_all_gather(
 #             ... return                             read slot 0
 #     call 3: put  ------------ slot 1 ----------->  slot 1 is not read any more
 #
-# Call 3 is the first to write where call 1 did. A peer gets there only after it has heard from us
-# in call 2, and we entered call 2 after we had read the result of call 1. The argument needs a
-# signal from *every* peer in *every* call. An all-gather has that anyway, but a collective has to
-# signal a peer even if it has no data for it.
+# Call 3 is the first to write where call 1 did. A peer gets there only after it has heard from us in call 2, and we
+# entered call 2 after we had read the result of call 1. The argument needs a signal from *every* peer in *every* call.
+# An all-gather has that anyway, but a collective has to signal a peer even if it has no data for it.
 #
 # The simulator has drawn such calls:
 #
@@ -106,15 +101,11 @@ def my_all_gather(
 #
 # These are the rules, with their names for `--break`:
 #
-# 1. **two-slots: calls use two slots in turn.** With one, a quick peer overwrites the result that
-# we still read.
-# 2. **own-signals: each slot has signals of its own.** Puts are not ordered, as the first tutorial
-# said. With one row
+# 1. **two-slots: calls use two slots in turn.** With one, a quick peer overwrites the result that we still read.
+# 2. **own-signals: each slot has signals of its own.** Puts are not ordered, as the first tutorial said. With one row
 #    of signals, the 2 of call 2 could arrive before the bytes of call 1, and 2 is "at least 1".
-# 3. **epoch: the number in the signals grows.** Otherwise the signals of an earlier call satisfy
-# the waits of this one.
-# 4. **waiter-last: the block that waits is the last one.** A GPU starts blocks in order. If it has
-# no capacity for all
+# 3. **epoch: the number in the signals grows.** Otherwise the signals of an earlier call satisfy the waits of this one.
+# 4. **waiter-last: the block that waits is the last one.** A GPU starts blocks in order. If it has no capacity for all
 #    of them, those that start must not wait for those that don't, so the blocks that send come first.
 
 
@@ -123,8 +114,9 @@ class MyAllGather:
         topology = tdcoll.topology()
         self.world, self.rank = topology.world_size, topology.rank
         self.slots = tdcoll.empty((slots, self.world, numel), dtype, name="slots")
-        # before anybody signals
-        self.signals = tdcoll.zeros((rows, self.world), torch.int64, name="signals")
+        self.signals = tdcoll.zeros(
+            (rows, self.world), torch.int64, name="signals"
+        )  # before anybody signals
         self.epochs = torch.zeros((rows, self.world), dtype=torch.int64, device=tdcoll.device())
         self.constants = {
             "WIDTH": triton.next_power_of_2(self.world),
@@ -153,16 +145,16 @@ RULES = {
     "waiter-last": ("the block that waits is the last one", {"waits_last": False}),
 }
 
-# %% The host chooses the slot, so a CUDA graph should hold an even number of these calls: the next
-# replay then begins with the other slot. tdcoll's kernels choose the slot themselves, and a graph
-# may hold any number. They also cut large pieces into chunks so that more of the GPU takes part,
-# and they support groups and report misuse.
+# %%
+# The host chooses the slot, so a CUDA graph should hold an even number of these calls: the next replay then begins with
+# the other slot. tdcoll's kernels choose the slot themselves, and a graph may hold any number. They also cut large
+# pieces into chunks so that more of the GPU takes part, and they support groups and report misuse.
 #
 # The data
 # --------
 #
-# Each number says which rank made it, in which call, and where it stands in the piece. They are
-# integers, compared exactly.
+# Each number says which rank made it, in which call, and where it stands in the piece. They are integers, compared
+# exactly.
 
 
 # PyTorch 2.13 gave `all_gather_into_tensor` the name `all_gather_single`.
@@ -196,8 +188,7 @@ def reference(tensor):
 
 
 def case(changes=()):
-    """Return a case for `tdcoll.testing.explore`: six calls on every PE, each checked before the
-    next."""
+    """Return a case for `tdcoll.testing.explore`: six calls on every PE, each checked before the next."""
 
     def in_world(world):
         def host(pe):
@@ -221,12 +212,11 @@ def case(changes=()):
 # How long does a call take?
 # --------------------------
 #
-# Launched one by one from Python, calls of these sizes would take the time of the launch. We
-# capture them in CUDA graphs instead. Every all-gather takes at least a launch and one hop from GPU
-# to GPU, and at least the time in which (W - 1) n bytes leave a GPU. The longer of the two is the
-# *lower bound*, here for H200s. Your kernel is above it for two reasons. A put with a signal takes
-# three hops (the data, their acknowledgement, the signal), and one block per peer can't fill the
-# link.
+# Launched one by one from Python, calls of these sizes would take the time of the launch. We capture them in CUDA
+# graphs instead. Every all-gather takes at least a launch and one hop from GPU to GPU, and at least the time in which
+# (W - 1) n bytes leave a GPU. The longer of the two is the *lower bound*, here for H200s. Your kernel is above it for
+# two reasons. A put with a signal takes three hops (the data, their acknowledgement, the signal), and one block per
+# peer can't fill the link.
 
 
 def time_calls(rank, world, plot):
@@ -282,17 +272,14 @@ def main(arguments=None):
         check("my_all_gather", result, reference(make(rank, call, numel, device)))
     say(f"my_all_gather: {calls} calls of {numel * 4} bytes per rank equal torch.distributed's")
 
-    # tdcoll's. A *context* owns the two slots, the signals and the epoch. `max_bytes_per_rank` is
-    # the most that one rank sends to another in one epoch; a larger call takes several. The
-    # argument for two slots needs calls in order, so a call on another stream waits there for the
-    # last one. The algorithms:
+    # tdcoll's. A *context* owns the two slots, the signals and the epoch. `max_bytes_per_rank` is the most that one
+    # rank sends to another in one epoch; a larger call takes several. The argument for two slots needs calls in order,
+    # so a call on another stream waits there for the last one. The algorithms:
     #
     # - "1d": every rank puts to every other, as above.
-    # - "2d": on several nodes, a piece goes only to the rank with the same place on each other node
-    # (along its *rail*),
+    # - "2d": on several nodes, a piece goes only to the rank with the same place on each other node (along its *rail*),
     #   which forwards it inside its node. It crosses between two nodes once instead of once per rank.
-    # - "ll": for small pieces inside a node. Every 128-bit word, which arrives whole, has 96 bits
-    # of data and 32 of the
+    # - "ll": for small pieces inside a node. Every 128-bit word, which arrives whole, has 96 bits of data and 32 of the
     #   epoch, and is stored directly into the peer's memory. The word itself says that it has arrived, so one hop is
     #   enough where a put with a signal takes three. It sends a third more, which doesn't pay for large pieces.
     #
@@ -312,16 +299,14 @@ def main(arguments=None):
             for call, size in enumerate(chosen):
                 tensor = make(rank, call, size, device)
                 gathered = tdcoll.all_gather(tensor, ctx=ctx, algorithm=algorithm)
-                # waits for the stream; raises CollectiveTimeout if a peer did not answer
-                ctx.check()
+                ctx.check()  # waits for the stream; raises CollectiveTimeout if a peer did not answer
                 check(f"all_gather {algorithm}", gathered, reference(tensor))
             listed = ", ".join(str(4 * size) for size in chosen)
             say(f"all_gather {algorithm}: {listed} bytes per rank equal torch.distributed's")
 
-        # From a slot, the result has to be copied out. With `all_gather_` you bring the buffer
-        # instead: it is symmetric, and each rank has filled its own segment. Since there is only
-        # one buffer, the ranks first tell each other that they have entered the call. That is one
-        # more hop, and pays for large pieces.
+        # From a slot, the result has to be copied out. With `all_gather_` you bring the buffer instead: it is
+        # symmetric, and each rank has filled its own segment. Since there is only one buffer, the ranks first tell
+        # each other that they have entered the call. That is one more hop, and pays for large pieces.
         buffer = tdcoll.empty(world * numel, torch.int32)
         for call in range(3):
             tensor = make(rank, call, numel, device)
@@ -331,9 +316,8 @@ def main(arguments=None):
             check("all_gather_", buffer, reference(tensor))
         say("all_gather_: 3 calls on one buffer equal torch.distributed's")
 
-    # For code that calls `torch.distributed.all_gather_into_tensor` today: the same arguments, and
-    # tdcoll keeps the context. (`async_op=True` returns a `Work`, but the call is made in the order
-    # of the current stream.)
+    # For code that calls `torch.distributed.all_gather_into_tensor` today: the same arguments, and tdcoll keeps the
+    # context. (`async_op=True` returns a `Work`, but the call is made in the order of the current stream.)
     tensor = make(rank, 9, numel, device)
     out = torch.empty(world * numel, dtype=torch.int32, device=device)
     tdcoll.distributed.all_gather_into_tensor(out, tensor)

@@ -3,9 +3,8 @@
 Sparse all-reduce
 =================
 
-A training step of an embedding model uses few rows of its table, and the gradient of all other rows
-is zero. This tutorial trains word vectors on real text, on several ranks, and moves only the rows
-that are there. You will learn
+A training step of an embedding model uses few rows of its table, and the gradient of all other rows is zero. This
+tutorial trains word vectors on real text, on several ranks, and moves only the rows that are there. You will learn
 
 * what a row-sparse gradient looks like: duplicates, union, contributors,
 * how `tdcoll.sparse_all_reduce` sums it, and how to check that exactly,
@@ -16,18 +15,17 @@ Run it with the following command, or :doc:`from an installed wheel <index>`::
 
     bash launch.sh tutorials/03-sparse-all-reduce.py
 
-which starts one process per GPU, or four simulated ones with a small vocabulary on a machine
-without GPUs. The command `bash launch.sh -m tdcoll bench sparse_all_reduce` measures times.
+which starts one process per GPU, or four simulated ones with a small vocabulary on a machine without GPUs. The command
+`bash launch.sh -m tdcoll bench sparse_all_reduce` measures times.
 """
 
 # %%
 # The text
 # --------
 #
-# Every Python comes with some: the manual pages behind `help()`, or the sources of its standard
-# library. As in any text, the r-th most frequent word occurs about 1/r times as often as the first
-# (*Zipf's law*). All ranks therefore use the frequent rows, and a rare row of a batch is mostly
-# used by a single rank.
+# Every Python comes with some: the manual pages behind `help()`, or the sources of its standard library. As in any
+# text, the r-th most frequent word occurs about 1/r times as often as the first (*Zipf's law*). All ranks therefore
+# use the frequent rows, and a rare row of a batch is mostly used by a single rank.
 
 import argparse
 import re
@@ -52,8 +50,7 @@ def read_text():
 
 
 def number_words(text, vocabulary):
-    """Return the most frequent words of `text`, at most `vocabulary`, and the text as their numbers
-    `[n]`."""
+    """Return the most frequent words of `text`, at most `vocabulary`, and the text as their numbers `[n]`."""
     found = re.findall("[a-z]+", text.lower())
     words = [word for word, _ in Counter(found).most_common(vocabulary)]
     number = {word: i for i, word in enumerate(words)}
@@ -64,21 +61,18 @@ def number_words(text, vocabulary):
 # The model
 # ---------
 #
-# The model is that of word2vec. Each word has two vectors, one for when it is in the centre and one
-# for when it is a neighbour. The score of a pair is the dot product of the two. Training makes it
-# high for words that stand close to each other in the text, and low for NEGATIVES words that are
-# drawn at random.
+# The model is that of word2vec. Each word has two vectors, one for when it is in the centre and one for when it is a
+# neighbour. The score of a pair is the dot product of the two. Training makes it high for words that stand close to
+# each other in the text, and low for NEGATIVES words that are drawn at random.
 #
-# Both vectors are rows of *one* table: row w, and row V + w, where V is the number of words. One
-# call per step then sums all gradients, which is a good idea wherever a model has several tables of
-# the same width.
+# Both vectors are rows of *one* table: row w, and row V + w, where V is the number of words. One call per step then
+# sums all gradients, which is a good idea wherever a model has several tables of the same width.
 
 NEGATIVES, WINDOW, RATE = 5, 2, 10.0
 
 
 def draw(ids, vocabulary, step, pairs):
-    """Return `[pairs, 2 + NEGATIVES]` rows of the table: centre, neighbour, negatives; equal on
-    every rank."""
+    """Return `[pairs, 2 + NEGATIVES]` rows of the table: centre, neighbour, negatives; equal on every rank."""
     generator = torch.Generator().manual_seed(step)
     at = torch.randint(WINDOW, len(ids) - WINDOW, (pairs, 1), generator=generator)
     away = torch.randint(1, WINDOW + 1, (pairs, 1), generator=generator)
@@ -88,8 +82,9 @@ def draw(ids, vocabulary, step, pairs):
 
 
 def make_table(rows, dim, device):
-    # the same on every rank
-    start = 0.1 * torch.randn(rows, dim, generator=torch.Generator().manual_seed(2013))
+    start = 0.1 * torch.randn(
+        rows, dim, generator=torch.Generator().manual_seed(2013)
+    )  # the same on every rank
     return nn.Embedding.from_pretrained(start.to(device), freeze=False, sparse=True)
 
 
@@ -97,21 +92,18 @@ def make_table(rows, dim, device):
 # The gradient
 # ------------
 #
-# With `sparse=True`, the backward pass of an embedding returns a `torch.sparse_coo` tensor:
-# `indices [1, n]` says which rows have entries, and `values [n, dim]` what to add there. There is
-# one entry *per lookup*. A word that was looked up five times has five entries with the same index;
-# PyTorch calls such a tensor *uncoalesced*, and `coalesce()` sorts the entries and adds up those of
-# the same row.
+# With `sparse=True`, the backward pass of an embedding returns a `torch.sparse_coo` tensor: `indices [1, n]` says
+# which rows have entries, and `values [n, dim]` what to add there. There is one entry *per lookup*. A word that was
+# looked up five times has five entries with the same index; PyTorch calls such a tensor *uncoalesced*, and
+# `coalesce()` sorts the entries and adds up those of the same row.
 #
-# Each rank computes the loss of its share of the batch, divided by the number of pairs in the
-# *whole* batch. The sum over the ranks is then the loss of the batch, and the sum of their
-# gradients is its gradient. If your loss is a mean over the rank's own share, pass `op="mean"` to
-# the all-reduce.
+# Each rank computes the loss of its share of the batch, divided by the number of pairs in the *whole* batch. The sum
+# over the ranks is then the loss of the batch, and the sum of their gradients is its gradient. If your loss is a mean
+# over the rank's own share, pass `op="mean"` to the all-reduce.
 
 
 def gradient(table, rows, pairs):
-    """Return the loss of `rows [n, 2 + NEGATIVES]`, a share of a batch of `pairs`, and the table's
-    sparse gradient."""
+    """Return the loss of `rows [n, 2 + NEGATIVES]`, a share of a batch of `pairs`, and the table's sparse gradient."""
     vectors = table(rows)
     scores = (vectors[:, :1] * vectors[:, 1:]).sum(dim=2)
     signs = torch.ones_like(scores)
@@ -122,8 +114,9 @@ def gradient(table, rows, pairs):
     return loss.detach().float(), grad
 
 
-# %% The result of the all-reduce is coalesced, so the step of gradient descent adds to each row
-# once. (`torch.optim.SGD` accepts such gradients too: put the result into `table.weight.grad`.)
+# %%
+# The result of the all-reduce is coalesced, so the step of gradient descent adds to each row once. (`torch.optim.SGD`
+# accepts such gradients too: put the result into `table.weight.grad`.)
 
 
 @torch.no_grad()
@@ -135,11 +128,10 @@ def descend(table, grad):
 # Contributors of rows, and traffic
 # ---------------------------------
 #
-# The *union* is the set of rows that any rank has, U of them. The *contributors* of row u are the
-# c_u ranks that have it. The algorithm "owner" lets one contributor of each row reduce it: c_u - 1
-# rows come in, and the sum goes out to the W - 1 other ranks. Before that, every rank sends the
-# numbers of its rows to all others, 8 bytes each. A ring all-reduce of the whole table moves 2 (W -
-# 1) / W times its N rows per rank, however few of them are used.
+# The *union* is the set of rows that any rank has, U of them. The *contributors* of row u are the c_u ranks that have
+# it. The algorithm "owner" lets one contributor of each row reduce it: c_u - 1 rows come in, and the sum goes out to
+# the W - 1 other ranks. Before that, every rank sends the numbers of its rows to all others, 8 bytes each. A ring
+# all-reduce of the whole table moves 2 (W - 1) / W times its N rows per rank, however few of them are used.
 
 
 def contributors(shares):
@@ -172,11 +164,10 @@ def describe(shares):
 # An exact check
 # --------------
 #
-# Floating-point sums need a tolerance, and a tolerance can hide a mistake. Sums of small integers
-# are exact in any order, so we give integers to the entries of a real gradient. The result has to
-# be what one process gets from the entries of all ranks, whatever algorithm moves them. "owner" is
-# the one above. "gather" sends all rows everywhere and adds them up there, and "dense" all-reduces
-# a dense tensor. The default, "auto", chooses one.
+# Floating-point sums need a tolerance, and a tolerance can hide a mistake. Sums of small integers are exact in any
+# order, so we give integers to the entries of a real gradient. The result has to be what one process gets from the
+# entries of all ranks, whatever algorithm moves them. "owner" is the one above. "gather" sends all rows everywhere and
+# adds them up there, and "dense" all-reduces a dense tensor. The default, "auto", chooses one.
 
 
 def integers(shares, dim):
@@ -205,11 +196,10 @@ def check_exact(name, result, shares, parts):
 # Sizing the context
 # ------------------
 #
-# You size a `SparseContext` by `max_row_bytes`, the width of a row, and `max_rows_per_rank`, the
-# number of *different* rows that one rank may bring to a call. The number of its lookups, or of the
-# table's rows if that is less, is always enough, as is the default of `max_union_rows`. If a rank
-# brings more, all ranks raise `ContextError` with the number that is needed. With `grow=True` the
-# call enlarges the context, which waits for the GPU and allocates.
+# You size a `SparseContext` by `max_row_bytes`, the width of a row, and `max_rows_per_rank`, the number of
+# *different* rows that one rank may bring to a call. The number of its lookups, or of the table's rows if that is
+# less, is always enough, as is the default of `max_union_rows`. If a rank brings more, all ranks raise `ContextError`
+# with the number that is needed. With `grow=True` the call enlarges the context, which waits for the GPU and allocates.
 
 
 def try_small_contexts(grad, row_bytes):
@@ -232,15 +222,13 @@ def try_small_contexts(grad, row_bytes):
 # The training
 # ------------
 #
-# Distributing the training takes two lines: the share, and the sum. `copy=False` returns the values
-# as a view of the context's symmetric memory, which the next call on the context overwrites. Here
-# the step is over by then. We name the algorithm so that the bytes which are printed are those that
-# were moved; leave it out in your own code.
+# Distributing the training takes two lines: the share, and the sum. `copy=False` returns the values as a view of the
+# context's symmetric memory, which the next call on the context overwrites. Here the step is over by then. We name the
+# algorithm so that the bytes which are printed are those that were moved; leave it out in your own code.
 #
-# Every rank also trains a second table, alone, on the whole batch. The two agree up to the rounding
-# of fp32, because they add the same numbers in another order. The tables of different ranks have
-# the same *bits*, and keep them, because each row is summed in one place and all ranks get that
-# sum.
+# Every rank also trains a second table, alone, on the whole batch. The two agree up to the rounding of fp32, because
+# they add the same numbers in another order. The tables of different ranks have the same *bits*, and keep them, because
+# each row is summed in one place and all ranks get that sum.
 
 
 def train(ids, vocabulary, options, ctx):

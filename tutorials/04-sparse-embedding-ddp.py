@@ -3,10 +3,9 @@
 Sparse embeddings under DistributedDataParallel
 ===============================================
 
-Tutorial 03 called the sparse all-reduce itself. Most training code uses `DistributedDataParallel`,
-which sends every gradient through `torch.distributed`. This tutorial trains a model with large
-embedding tables that way: with sparse gradients in three ways, and with dense gradients as usual.
-You will learn
+Tutorial 03 called the sparse all-reduce itself. Most training code uses `DistributedDataParallel`, which sends every
+gradient through `torch.distributed`. This tutorial trains a model with large embedding tables that way: with sparse
+gradients in three ways, and with dense gradients as usual. You will learn
 
 * what changes in a training script: one string, and `sparse=True` for the tables,
 * which calls tdcoll handles, which ones fall back to NCCL or gloo, and how to find out,
@@ -17,17 +16,16 @@ Run it with the following command, or :doc:`from an installed wheel <index>`::
 
     bash launch.sh tutorials/04-sparse-embedding-ddp.py
 
-which starts one process per GPU, or four simulated ones with small tables on a machine without
-GPUs.
+which starts one process per GPU, or four simulated ones with small tables on a machine without GPUs.
 """
 
 # %%
 # The model
 # ---------
 #
-# The model predicts whether a user clicks on an item. It looks up a row for each of the two and for
-# the item's shop, and a small network scores them. The first two tables are large, and a batch uses
-# few of their rows; the third is smaller and narrower. Everything else is dense.
+# The model predicts whether a user clicks on an item. It looks up a row for each of the two and for the item's shop,
+# and a small network scores them. The first two tables are large, and a batch uses few of their rows; the third is
+# smaller and narrower. Everything else is dense.
 
 import argparse
 import os
@@ -64,8 +62,7 @@ class ClickModel(nn.Module):
 
 
 def draw(rows, step, count, device):
-    """Return users, items and clicks `[count]` of one step; the same on every rank. Few users and
-    items are popular."""
+    """Return users, items and clicks `[count]` of one step; the same on every rank. Few users and items are popular."""
     generator = torch.Generator().manual_seed(step)
     users, items = (rows * torch.rand(2, count, generator=generator) ** 4).long().to(device)
     return users, items, (items % 2).float()
@@ -75,10 +72,9 @@ def draw(rows, step, count, device):
 # The training loop
 # -----------------
 #
-# This loop could be in any script. The only line that knows of tdcoll is the one for a reducer,
-# which comes last in this tutorial. The optimizer is SGD, for which sparse and dense gradients mean
-# the same. They don't for Adam, where `torch.optim.SparseAdam` leaves the moments of unused rows
-# alone and `Adam` lets them decay.
+# This loop could be in any script. The only line that knows of tdcoll is the one for a reducer, which comes last in
+# this tutorial. The optimizer is SGD, for which sparse and dense gradients mean the same. They don't for Adam, where
+# `torch.optim.SparseAdam` leaves the moments of unused rows alone and `Adam` lets them decay.
 
 
 def train(model, batches, rate, reducer=None):
@@ -107,38 +103,35 @@ def train(model, batches, rate, reducer=None):
 #     dist.init_process_group("tdcoll")           # was "nccl"
 #     model = DistributedDataParallel(model)      # as before, now with nn.Embedding(..., sparse=True)
 #
-# and DDP's all-reduces of sparse gradients run in tdcoll's kernels. With "nccl" the first step
-# would fail, because NCCL has no all-reduce for sparse tensors.
+# and DDP's all-reduces of sparse gradients run in tdcoll's kernels. With "nccl" the first step would fail, because NCCL
+# has no all-reduce for sparse tensors.
 #
-# **Dense** is the usual way around that: `sparse=False` and a gradient as large as the table,
-# mostly zeros, that is written, all-reduced and read in every step. We need it for comparison. A
-# process has one default group and any number of others with other backends, so we give this model
-# a group of NCCL's, or of gloo's on CPUs.
+# **Dense** is the usual way around that: `sparse=False` and a gradient as large as the table, mostly zeros, that is
+# written, all-reduced and read in every step. We need it for comparison. A process has one default group and any number
+# of others with other backends, so we give this model a group of NCCL's, or of gloo's on CPUs.
 #
-# **The hook** is for process groups that have to stay NCCL's, because a framework makes them, for
-# example. DDP then hands each bucket of gradients to the hook. Sparse ones go to tdcoll, dense ones
-# through the group as before.
+# **The hook** is for process groups that have to stay NCCL's, because a framework makes them, for example. DDP then
+# hands each bucket of gradients to the hook. Sparse ones go to tdcoll, dense ones through the group as before.
 #
-# **The reducer** handles the tables by itself and leaves the rest to DDP, if there is any. DDP
-# requires every sparse table to be used on every rank in every step, also with the hook. The
-# reducer doesn't.
+# **The reducer** handles the tables by itself and leaves the rest to DDP, if there is any. DDP requires every sparse
+# table to be used on every rank in every step, also with the hook. The reducer doesn't.
 #
-# The backend gets the gradient of one table at a time from DDP, and makes a call for each. The hook
-# and the reducer have all of them before the optimizer's step, and reduce them by one call, as
-# `tdcoll.sparse_all_reduce` does with a list of tensors of any widths. The host then launches the
-# kernels of one call and waits once, however many tables there are. Prefer them for models with
-# many tables.
+# The backend gets the gradient of one table at a time from DDP, and makes a call for each. The hook and the reducer
+# have all of them before the optimizer's step, and reduce them by one call, as `tdcoll.sparse_all_reduce` does with a
+# list of tensors of any widths. The host then launches the kernels of one call and waits once, however many tables
+# there are. Prefer them for models with many tables.
 #
-# With the hook or the reducer, call `tdcoll.initialize()` after `init_process_group("nccl")`. Here
-# the backend has joined the job already.
+# With the hook or the reducer, call `tdcoll.initialize()` after `init_process_group("nccl")`. Here the backend has
+# joined the job already.
 
 
 def make_model(way, rows, dim, device, group):
     """Return the model of one of `WAYS`, wrapped in DDP, and its reducer or None."""
     model, reducer = ClickModel(rows, dim, device, sparse=way != "dense"), None
     if way == "reducer":
-        # before DDP, which then ignores the tables
-        reducer = tdcoll.distributed.SparseGradientReducer(model, group)
+        reducer = tdcoll.distributed.SparseGradientReducer(
+            model, group
+        )  # before DDP, which then ignores the tables
     model = DistributedDataParallel(model, process_group=None if way == "backend" else group)
     if way == "hook":
         model.register_comm_hook(group, tdcoll.distributed.sparse_hook)
@@ -151,13 +144,12 @@ WAYS = ("dense", "backend", "hook", "reducer")
 # Checking the models
 # -------------------
 #
-# DDP averages the gradients of the ranks, and every rank's loss is the mean over its share, so all
-# four ways compute the gradient of the whole batch. They may add in different orders. The losses
-# and weights must therefore agree up to the rounding of fp32, which is the tolerance of
-# `torch.testing.assert_close`.
+# DDP averages the gradients of the ranks, and every rank's loss is the mean over its share, so all four ways compute
+# the gradient of the whole batch. They may add in different orders. The losses and weights must therefore agree up to
+# the rounding of fp32, which is the tolerance of `torch.testing.assert_close`.
 #
-# The ranks of one run must agree in every bit, because each started from the same weights, and a
-# difference would never be corrected.
+# The ranks of one run must agree in every bit, because each started from the same weights, and a difference would
+# never be corrected.
 
 
 def gather(tensor):
@@ -185,23 +177,19 @@ def check_same(way, model, losses, dense_model, dense_losses):
 # Handled and fallen back
 # -----------------------
 #
-# `tdcoll.distributed.explain(group)` tells you in words; without an argument it is about the
-# default group. Look at it first if a job is slower than expected. It lists
+# `tdcoll.distributed.explain(group)` tells you in words; without an argument it is about the default group. Look at it
+# first if a job is slower than expected. It lists
 #
-# * the kinds of calls that tdcoll handles, up to which size, and the memory that they have taken.
-# If tdcoll can't run
+# * the kinds of calls that tdcoll handles, up to which size, and the memory that they have taken. If tdcoll can't run
 #   here, for example because NVSHMEM is missing, the reason stands in their place: the job goes on without tdcoll.
-# * the fallback backend, NCCL for tensors on GPUs and gloo for tensors on CPUs, which gets
-# everything else: other
+# * the fallback backend, NCCL for tensors on GPUs and gloo for tensors on CPUs, which gets everything else: other
 #   kinds, larger calls, and other dtypes.
-# * the number of calls so far. Over the backend, DDP makes one sparse all-reduce per table and
-# step, which is checked
+# * the number of calls so far. Over the backend, DDP makes one sparse all-reduce per table and step, which is checked
 #   below. The gradients of the dense layers come in buckets, each a dense all-reduce.
 #
-# The logger "tdcoll" has a line at level INFO for the first call of each kind, and at DEBUG the
-# algorithm that was chosen for each size. docs/distributed.md has the rest: gradient accumulation,
-# GradScaler, clipping, timeouts, limits. `bash launch.sh -m tdcoll bench sparse_all_reduce`
-# measures the calls on your machine.
+# The logger "tdcoll" has a line at level INFO for the first call of each kind, and at DEBUG the algorithm that was
+# chosen for each size. docs/distributed.md has the rest: gradient accumulation, GradScaler, clipping, timeouts, limits.
+# `bash launch.sh -m tdcoll bench sparse_all_reduce` measures the calls on your machine.
 
 SIMULATED = {"rows": 2000, "dim": 8, "batch": 32, "steps": 6}
 ON_GPUS = {"rows": 200_000, "dim": 64, "batch": 1024, "steps": 20}
@@ -238,8 +226,9 @@ def main(arguments=None):
         losses = train(model, batches, options.rate, reducer)
         runs[way] = model.module, torch.stack(gather(losses)).mean(dim=0)
         if way == "backend":
-            # 20 MB, as the gradient of a large layer: falls back
-            dist.all_reduce(torch.zeros(5 << 20, device=device))
+            dist.all_reduce(
+                torch.zeros(5 << 20, device=device)
+            )  # 20 MB, as the gradient of a large layer: falls back
             explained = tdcoll.distributed.explain()
         check_same(way, *runs[way], *runs["dense"])
         if reducer is not None:

@@ -17,8 +17,7 @@ Run it with the following command, or :doc:`from an installed wheel <index>`::
 
 On GPUs it also prints times, and `--plot times.png` draws them.
 
-It builds on puts, signals, slots and epochs, which the first two tutorials explain. To leave out a
-rule::
+It builds on puts, signals, slots and epochs, which the first two tutorials explain. To leave out a rule::
 
     bash launch.sh --simulate --nproc 1 tutorials/05-all-reduce.py --break rank-order
 """
@@ -41,9 +40,8 @@ import tdcoll.language as tdl
 # A prediction
 # ------------
 #
-# Two things take time: the hop from GPU to GPU, and the bytes. On H200s the launch of a kernel
-# takes 0.8 µs, a hop about 1, and at most 390 GB/s leave a GPU. With n bytes on each of W ranks
-# there are two ways to go::
+# Two things take time: the hop from GPU to GPU, and the bytes. On H200s the launch of a kernel takes 0.8 µs, a hop
+# about 1, and at most 390 GB/s leave a GPU. With n bytes on each of W ranks there are two ways to go::
 #
 #     one-shot:    every rank  ---- its vector ---->  all others    and all ranks add up all of it
 #                  1 hop, (W - 1) n bytes from each rank
@@ -52,10 +50,9 @@ import tdcoll.language as tdl
 #                  rank p      ---- its sum ------->  all others
 #                  2 hops, 2 (W - 1) / W n bytes from each rank
 #
-# One-shot is therefore faster for small vectors and two-shot for large ones. With two ranks the
-# bytes are the same, and by this count one-shot always wins. No all-reduce sends fewer bytes than
-# two-shot or takes fewer hops than one-shot, unless the switch does the adding. The lower bound
-# follows from that, as in the second tutorial.
+# One-shot is therefore faster for small vectors and two-shot for large ones. With two ranks the bytes are the same, and
+# by this count one-shot always wins. No all-reduce sends fewer bytes than two-shot or takes fewer hops than one-shot,
+# unless the switch does the adding. The lower bound follows from that, as in the second tutorial.
 
 
 def predicted_us(nbytes, world, steps):
@@ -67,13 +64,11 @@ def predicted_us(nbytes, world, steps):
 # One-shot
 # ---------
 #
-# This is the all-gather of the second tutorial, followed by a sum. Row r of `inbox` is for rank r
-# to fill. The rules:
+# This is the all-gather of the second tutorial, followed by a sum. Row r of `inbox` is for rank r to fill. The rules:
 #
 # 1. **two-slots: calls use two slots in turn**, for the reason that the second tutorial gives.
 # 2. **wait: a rank adds up only after all others have signalled.**
-# 3. **rank-order: all ranks add in the order of ranks.** The last bits of a floating-point sum
-# depend on its order. If
+# 3. **rank-order: all ranks add in the order of ranks.** The last bits of a floating-point sum depend on its order. If
 #    each rank began with its own row, the copies of a model that the ranks train would drift apart.
 
 
@@ -122,11 +117,9 @@ def one_shot(
 # Two-shot
 # ----------
 #
-# Part p of every vector goes to rank p, which adds the parts up and puts the sum to all others.
-# There is one more rule:
+# Part p of every vector goes to rank p, which adds the parts up and puts the sum to all others. There is one more rule:
 #
-# 4. **own-signals: the second step has signals of its own**, because a quick peer sends its sum
-# while we still wait
+# 4. **own-signals: the second step has signals of its own**, because a quick peer sends its sum while we still wait
 #    for the parts of others.
 
 
@@ -236,13 +229,12 @@ def case(changes=()):
 # A model
 # -------
 #
-# In a tensor-parallel transformer, attention and MLP both end with the same three steps: an
-# all-reduce of the ranks' partial results, the addition of the residual, and a norm. When the model
-# decodes a token or a few, each step is a kernel of a few microseconds for some kilobytes, and most
-# of that is launches and hops. `tdcoll.fused.all_reduce_rms_norm` is one kernel for all three.
+# In a tensor-parallel transformer, attention and MLP both end with the same three steps: an all-reduce of the ranks'
+# partial results, the addition of the residual, and a norm. When the model decodes a token or a few, each step is a
+# kernel of a few microseconds for some kilobytes, and most of that is launches and hops.
+# `tdcoll.fused.all_reduce_rms_norm` is one kernel for all three.
 #
-# To stay short, the blocks below are MLPs. Each rank holds a share of the matrices, and all ranks
-# draw the same token.
+# To stay short, the blocks below are MLPs. Each rank holds a share of the matrices, and all ranks draw the same token.
 
 
 def make_block(hidden, rank, world, seed, device):
@@ -300,9 +292,8 @@ def decoders(ctx, blocks, embedding):
 # Times
 # -----
 #
-# As in the second tutorial, calls are captured in CUDA graphs, an even number of them because of
-# the two slots. Your kernels are above the prediction: a put with a signal takes three hops instead
-# of one, and a single block adds up.
+# As in the second tutorial, calls are captured in CUDA graphs, an even number of them because of the two slots. Your
+# kernels are above the prediction: a put with a signal takes three hops instead of one, and a single block adds up.
 
 
 def time_calls(rank, world, blocks, embedding, plot):
@@ -325,8 +316,9 @@ def time_calls(rank, world, blocks, embedding, plot):
             wanted = reference(0, len(x), world, device)
             for name in ("one-shot", "two-shot"):
                 check(f"{name} after it was timed", calls[name](), wanted)
-            # over several nodes it has another fixed order
-            torch.testing.assert_close(calls["tdcoll"](), wanted)
+            torch.testing.assert_close(
+                calls["tdcoll"](), wanted
+            )  # over several nodes it has another fixed order
             mine.monitor.check()
             ctx.check()
         steps = {name: decoder.step for name, decoder in decoders(ctx, blocks, embedding).items()}
@@ -359,9 +351,9 @@ def main(arguments=None):
         "my all-reduce: 6 one-shot and 6 two-shot calls have the bits of a sum in the order of ranks"
     )
 
-    # tdcoll's all-reduce has both forms, and sends small vectors without signals: a word has
-    # arrived when it is no longer the pattern that the inbox was cleared with (the Lamport
-    # protocol). Both forms give the same bits, and so does a row of any batch.
+    # tdcoll's all-reduce has both forms, and sends small vectors without signals: a word has arrived when it is no
+    # longer the pattern that the inbox was cleared with (the Lamport protocol). Both forms give the same bits, and so
+    # does a row of any batch.
     hidden, rows = (4096, 8) if on_gpus else (128, 5)
     lamport_bytes = (4 << 20) if on_gpus else 1 << 14
     with tdcoll.CollectiveContext(max_bytes_per_rank=4 << 20, lamport_bytes=lamport_bytes) as ctx:

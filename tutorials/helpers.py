@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the tutorials share: output, `--break RULE` in the simulator, and times on
-GPUs."""
+"""Functions that the tutorials share: output, `--break RULE` in the simulator, and times on GPUs."""
 
 import argparse
 import importlib.util
@@ -25,8 +24,7 @@ def say(text):
 
 
 def parse(parser, arguments, rules, case, **world):
-    """Parse `arguments`, with `--break RULE` added. If it is given, show how the simulator catches
-    that, and exit.
+    """Parse `arguments`, with `--break RULE` added. If it is given, show how the simulator catches that, and exit.
 
     Args:
         rules: `{name: (explanation, changes)}`.
@@ -60,8 +58,7 @@ def parse(parser, arguments, rules, case, **world):
 
 
 def show_broken(options, rules, case, **world):
-    """Run the case in the simulator without one rule, seed after seed until it fails. Return the
-    exit status."""
+    """Run the case in the simulator without one rule, seed after seed until it fails. Return the exit status."""
     from tdcoll.testing import first_failure, replay
 
     rule, seed = options.broken, options.seed
@@ -93,8 +90,7 @@ def show_broken(options, rules, case, **world):
 # ---------------------------------------------------------------------- times
 
 H200 = FLOORS["NVIDIA H200"]
-"""GPUs with NVLink: the launch of an empty kernel, one hop, and the highest rate at which bytes
-leave a GPU."""
+"""GPUs with NVLink: the launch of an empty kernel, one hop, and the highest rate at which bytes leave a GPU."""
 BOUND = "lower bound (H200)"
 
 
@@ -107,13 +103,11 @@ def untimed():
 
 
 def times_us(sent_bytes, calls):
-    """Return the microseconds of each of `calls {name: function}` in CUDA graphs, and their lower
-    bound. Collective.
+    """Return the microseconds of each of `calls {name: function}` in CUDA graphs, and their lower bound. Collective.
 
-    The bound is a launch and a hop, or the time in which `sent_bytes` leave a GPU, if that is
-    longer. `graph_time_us` captures 20 calls in a graph and times its replays. A late rank makes
-    the others wait, so each replay counts as long as it took on the slowest rank; the result is the
-    median over the replays.
+    The bound is a launch and a hop, or the time in which `sent_bytes` leave a GPU, if that is longer.
+    `graph_time_us` captures 20 calls in a graph and times its replays. A late rank makes the others wait, so each
+    replay counts as long as it took on the slowest rank; the result is the median over the replays.
     """
     from tdcoll.tools.measure.timing import graph_time_us
 
@@ -122,8 +116,7 @@ def times_us(sent_bytes, calls):
 
 
 def show_times(title, rows, plot=None):
-    """Print `rows {bytes: {name: microseconds}}`, and draw them into the file `plot` if it is
-    given. Collective."""
+    """Print `rows {bytes: {name: microseconds}}`, and draw them into the file `plot` if it is given. Collective."""
     names = list(next(iter(rows.values())))
     say(f"{title}, µs per call, lower is better:")
     widths = {name: max(10, len(name) + 2) for name in names}

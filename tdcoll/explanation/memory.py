@@ -113,9 +113,9 @@ def memory_plan(
               ``max_bytes_per_rank``, ``chunks``, ``flagged_bytes``, ``lamport_bytes``; those that
               are left out have their defaults;
             - or those of :class:`~tdcoll.SparseContext`: ``max_rows_per_rank``, ``max_row_bytes``,
-        ``max_union_rows``. world_size: ranks of the job, all of them in every context. For
-        subgroups, such as those of a 2 x 2 mesh,
-            make a plan for each group of a rank with its size, and add the totals.
+              ``max_union_rows``.
+        world_size: ranks of the job, all of them in every context. For subgroups, such as those of
+            a 2 x 2 mesh, make a plan for each group of a rank with its size, and add the totals.
         nodes: that the ranks are on, in blocks of (nearly) the same size.
         heap_bytes: of the symmetric heap of a rank. Default: ``NVSHMEM_SYMMETRIC_SIZE``, else
             tdcoll's default on GPUs.

@@ -109,9 +109,12 @@ def all_reduce_nodes(
 
     Args: those of ``all_reduce_direct``, and
         routes: :class:`~tdcoll.primitives.puts.Routes` to the other ranks of the node and, remote
-        ones, of the rail. nodes: :class:`~tdcoll.primitives.group.Nodes`. place: of this rank on
-        its node. part: bytes of a part for a place, a multiple of 16. second: at least ``part``,
-        times the size of an accumulator's element over that of ``DTYPE``.
+            ones, of the rail.
+        nodes: :class:`~tdcoll.primitives.group.Nodes`.
+        place: of this rank on its node.
+        part: bytes of a part for a place, a multiple of 16.
+        second: at least ``part``, times the size of an accumulator's element over that of
+            ``DTYPE``.
     """
     wider: tl.constexpr = ACC.primitive_bitwidth // DTYPE.primitive_bitwidth
     per_chunk = 2 * routes.n_local + 1

@@ -53,14 +53,15 @@ def all_reduce_puts(
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on any nodes.
 
-    Thread blocks for each chunk: n_remote that put; then n_local that store, one that sums, ``world
-    - 1`` that copy.
+    Thread blocks for each chunk: n_remote that put; then n_local that store, one that sums,
+    ``world - 1`` that copy.
 
     Args: those of ``all_reduce_direct``, and
         routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; the local ones are
-        peer-accessible. nodes: :class:`~tdcoll.primitives.group.Nodes`. outbox: where that piece of
-        a segment begins, in bytes: a multiple of 16, at least ``part``. second: the same of the
-        second inbox: at least ``outbox + part``.
+            peer-accessible.
+        nodes: :class:`~tdcoll.primitives.group.Nodes`.
+        outbox: where that piece of a segment begins, in bytes: a multiple of 16, at least ``part``.
+        second: the same of the second inbox: at least ``outbox + part``.
     """
     chunk_index, given = puts.task(routes, chunks, routes.n_local + g.world)
     epoch, alive = start(g)

@@ -30,10 +30,12 @@ def all_to_all_puts(
     ``world`` receivers).
 
     Args: those of ``exchange_direct``, and
-        inbox: its segments have at least ``outbox + nbytes`` bytes. routes:
-        :class:`~tdcoll.primitives.puts.Routes` to all other ranks; the local ones are
-        peer-accessible. outbox: where the second half of a segment begins, in bytes: a multiple of
-        16, and at least ``nbytes``. chunks: number of chunks.
+        inbox: its segments have at least ``outbox + nbytes`` bytes.
+        routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; the local ones are
+            peer-accessible.
+        outbox: where the second half of a segment begins, in bytes: a multiple of 16, and at least
+            ``nbytes``.
+        chunks: number of chunks.
     """
     chunk_index, given = puts.task(routes, chunks, routes.n_local + g.world)
     epoch, alive = start(g)

@@ -47,11 +47,13 @@ def reduce_scatter_puts(
     ``reducers``).
 
     Args: those of ``reduce_scatter_direct``, and
-        inbox: its segments have at least ``outbox + nbytes`` bytes. routes:
-        :class:`~tdcoll.primitives.puts.Routes` to all other ranks; the local ones are
-        peer-accessible. nodes: :class:`~tdcoll.primitives.group.Nodes`. outbox: where the second
-        half of a segment begins, in bytes: a multiple of 16, and at least ``nbytes``. chunks:
-        number of chunks.
+        inbox: its segments have at least ``outbox + nbytes`` bytes.
+        routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; the local ones are
+            peer-accessible.
+        nodes: :class:`~tdcoll.primitives.group.Nodes`.
+        outbox: where the second half of a segment begins, in bytes: a multiple of 16, and at least
+            ``nbytes``.
+        chunks: number of chunks.
     """
     chunk_index, given = puts.task(routes, chunks, routes.n_local + reducers)
     epoch, alive = start(g)

@@ -32,9 +32,11 @@ def reduce_scatter_words(
 
     Args: those of ``reduce_scatter_direct``, except
         inbox: of the words: :class:`~tdcoll.primitives.lamport.Lamport`, or
-        :class:`~tdcoll.primitives.group.Inbox`. blocks: of ``BLOCK`` words, which hold all words of
-        a part; at least one. LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise
-        LL, with 12. BLOCK: words of a block. PERSISTENT: thread blocks take several blocks each.
+            :class:`~tdcoll.primitives.group.Inbox`.
+        blocks: of ``BLOCK`` words, which hold all words of a part; at least one.
+        LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise LL, with 12.
+        BLOCK: words of a block.
+        PERSISTENT: thread blocks take several blocks each.
     """
     in_stream_order()
     total = g.world * source_stride
