@@ -134,7 +134,7 @@ def make(
         function(tensor, algorithm=algorithm, **where)
 
 
-@pytest.mark.parametrize("examples", [4, slow_tier(300)])
+@pytest.mark.parametrize("examples", [4, slow_tier(100)])
 def test_an_explanation_is_what_the_call_logs_and_launches(log: Handler, examples: int) -> None:
     # Cases are small already, and it takes minutes to shrink them.
     @settings(
