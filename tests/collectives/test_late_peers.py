@@ -143,7 +143,7 @@ class Stalled:
         ctx, monitor = calls.context()
         source, out, _ = operation.memory(ctx)
         looked_at, monitor.valid = monitor.valid, memoryview(bytearray(1))
-        for call in range(calls.queued):
+        for call in range(STALLS + 2):
             source.copy_(given(pe, call, source))
             made = operation.call(source, out, ctx, calls.algorithm, call)
             results.append([result.clone() for result in operation.results(made, out)])
@@ -157,7 +157,9 @@ class Stalled:
             calls.check(ctx, call, results[call], source)
 
 
-STALLS, EPOCHS = 1, 2  # a call's exchange and reduce
+STALLS, EPOCHS = 2, 2  # a call's exchange and reduce
+"""In that call the last of 2 or 3 ranks reduces a row that others bring as well."""
+
 ITEMS = "items = k + tl.arange(0, ROWS)"
 STALL = f"""
 if (g.rank == g.world - 1) & (epoch == {EPOCHS * STALLS + 2}):
@@ -323,13 +325,7 @@ SPOILED = [
 ]  # fmt: skip
 """Copies that are queued run although a wait has expired."""
 
-STAGE = Mutant(
-    "a stage is filled after an expired wait",
-    (Change("kernels_values.combine", "still_alive(g.monitor) == 0", "False"), STALLED),
-    r"rank 1, call 1: \d+ wrong numbers", Stalled(KNOWN["sparse owner 2"]), {**job((2,)), **PATIENT}, seeds=2,
-)  # fmt: skip
 
-
-@pytest.mark.parametrize("mutant", every_eighth([*GO_ON, *HEEDLESS, *SPOILED, STAGE]), ids=str)
+@pytest.mark.parametrize("mutant", every_eighth([*GO_ON, *HEEDLESS, *SPOILED]), ids=str)
 def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     mutant.is_caught(tmp_path)
