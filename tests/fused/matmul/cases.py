@@ -81,7 +81,8 @@ class Matmuls:
         late: turns of the scheduler that a rank lets pass before each call, by rank.
         patient: waits don't expire. Otherwise a rank whose wait has expired may raise; all others
             get right results.
-        looks: ranks other than the first check every call when it is done, and then use its result.
+        looks: ranks other than the first look for expired waits behind every call, and then use its
+            result.
         ended: how many ranks ended with right results and how many gave up, and waits that expired
             early.
     """
@@ -135,7 +136,8 @@ class Matmuls:
                 check = self.call(ctx, number) if kind == "m" else self.other(ctx, number, kind)
                 checks.append(check)
                 if self.looks and ctx.rank > 0:
-                    ctx.check()
+                    # As its next call does. check() would also find who has given up.
+                    ctx.monitor.raise_if_expired()
                     check()
             ctx.check()
         except tdcoll.CollectiveTimeout:
