@@ -25,6 +25,8 @@ TORCHS = {
 def drop_ins() -> Iterator[tuple[Collective, Callable[..., Any]]]:
     """``(spec, function(tensor, out, *more))``; what has no ``out`` works in place."""
     for spec in SPECS:
+        if spec.rooted:  # torch.distributed.broadcast is in place, and has no drop-in
+            continue
         function = getattr(tdcoll.distributed, spec.torch)
 
         def call(
