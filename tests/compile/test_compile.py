@@ -163,7 +163,7 @@ def test_which_kernels_need_nvshmem_and_wait(compiled) -> None:
         assert (kernel.get("globaltimer", 0) > 0) == (name not in LOCAL), kernel
 
 
-SPILLED_AROUND_NVSHMEM = 512
+SPILLED_AROUND_NVSHMEM = 640
 """Bytes that a kernel which puts may spill. From 3.6 on, NVSHMEM's functions hold its transports,
 and need more registers than the kernels: addresses are spilled around their calls, once per put or
 chunk."""
@@ -524,9 +524,10 @@ def test_which_kernels_of_words_are_compiled(compiled) -> None:
     ],
 )
 def test_instructions(compiled, kernel: str, instructions: dict[str, int]) -> None:
-    for one in compiled["words"]:
-        if one["kernel"] == kernel:
-            assert {what: one[what] for what in instructions} == instructions, one
+    found = [one for one in compiled["words"] if one["kernel"] == kernel]
+    assert found or compiled["arch"] != 90  # others have fewer of these kernels
+    for one in found:
+        assert {what: one[what] for what in instructions} == instructions, one
 
 
 def test_a_flagged_word_is_loaded_whole_where_only_part_of_it_is_used(compiled) -> None:
