@@ -141,4 +141,6 @@ class Operation(ABC):
 
     def with_gradient(self, request: Request) -> Any:
         """Make the call of a request that wants a gradient; return its result with one."""
-        raise NotImplementedError(f"{self.name} has no gradient")
+        raise TypeError(
+            f"{self.name} has no derivative; pass detached tensors, or call it under torch.no_grad()"
+        )

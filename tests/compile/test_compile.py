@@ -163,8 +163,8 @@ def test_which_kernels_need_nvshmem_and_wait(compiled) -> None:
         assert (kernel.get("globaltimer", 0) > 0) == (name not in LOCAL), kernel
 
 
-SPILLED_AROUND_NVSHMEM = 640
-"""Bytes that a kernel which puts may spill. From 3.6 on, NVSHMEM's functions hold its transports,
+SPILLED_AROUND_NVSHMEM = {90: 512, 100: 640}
+"""Bytes that a kernel which puts may spill, by architecture. From 3.6 on, NVSHMEM's functions hold its transports,
 and need more registers than the kernels: addresses are spilled around their calls, once per put or
 chunk."""
 
@@ -174,7 +174,7 @@ def spills_of(kernel: dict[str, Any]) -> int:
     where noted."""
     name, warps = kernel["kernel"], kernel.get("warps", 8)
     if kernel["needs"]:
-        return SPILLED_AROUND_NVSHMEM
+        return SPILLED_AROUND_NVSHMEM[kernel["arch"]]
     if kernel.get("search"):
         return 64
     if name == "exchange_loop":
@@ -206,7 +206,7 @@ def test_registers_and_spills(compiled) -> None:
         if (kernel["kernel"], kernel.get("world")) == ("all_reduce_loop", 2):
             assert kernel["spilled_bytes"] <= 256, kernel
         elif kernel["kernel"] in PUTS:
-            assert kernel["spilled_bytes"] <= SPILLED_AROUND_NVSHMEM, kernel
+            assert kernel["spilled_bytes"] <= SPILLED_AROUND_NVSHMEM[kernel["arch"]], kernel
         elif kernel in compiled["all_reduce"]:
             assert kernel["hot_spills"] == [], kernel
 
