@@ -17,7 +17,16 @@ from typing import Any
 import compiling_language as language
 import triton
 import triton.language as tl
-from compiling import ORDER, WORLD, compile_for, compiled_forms, record, resources, tuples
+from compiling import (
+    ORDER,
+    WORLD,
+    compile_for,
+    compiled_forms,
+    copy_spills,
+    record,
+    resources,
+    tuples,
+)
 
 from benchmarks import kernels_signals
 from tdcoll.base.limits import SHARED_REGISTERS
@@ -508,9 +517,12 @@ def compile_sparse(
         "index": index_of_all(search)
     }
     options = {"maxnreg": SPARSE_REGISTERS} if name in ("pack", "prepare", "merge") else {}
-    ptx = compile_for(
+    compiled = compile_for(
         kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED")), **options
-    ).asm["ptx"]
+    )
+    ptx = compiled.asm["ptx"]
+    needed = resources(ptx)
+    looks = needed.get("spilled_bytes") and needs_nvshmem(kernel)
     declared = {parameter.name: parameter.annotation_type for parameter in kernel.params}
     declared |= {
         name: str(of).replace("int", "i") for name, of in typed_fields(index_match.Index).items()
@@ -533,7 +545,8 @@ def compile_sparse(
         "or64": len(re.findall(r"(?:atom|red)\.global\S*\.or\.b64", ptx)),
         "wide_loads": len(re.findall(r"ld\.global\S*\.v[248]", ptx)),
         "wide_stores": len(re.findall(r"st\.global\S*\.v[248]", ptx)),
-        **resources(ptx),
+        "hot_spills": copy_spills(compiled, arch) if looks else [],
+        **needed,
     }
 
 

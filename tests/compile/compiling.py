@@ -216,8 +216,7 @@ def record(
     seen = {name: len(re.findall(pattern, ptx)) for name, pattern in SEEN.items()}
     needed = resources(ptx)
     needs = needs_nvshmem(kernel)
-    # which takes nvdisasm and this process long for NVSHMEM's code
-    looks = needed.get("spilled_bytes") and not needs
+    spills_where = copy_spills if needs else hot_spills
     return {
         "kernel": kernel.__name__,
         "arch": arch,
@@ -226,7 +225,7 @@ def record(
         # A definition that the linker inlined leaves no call: its callee does.
         "calls": sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx))),
         "maxima": sorted(set(re.findall(r"\b(?:max|min)\.\S*f\d\d", ptx))),
-        "hot_spills": hot_spills(compiled.asm["cubin"], arch) if looks else [],
+        "hot_spills": spills_where(compiled, arch) if needed.get("spilled_bytes") else [],
         **about,
         **seen,
         **needed,
@@ -246,19 +245,41 @@ SEEN = {
 """Instructions that are counted."""
 
 
-def hot_spills(cubin: bytes, arch: int) -> list[str]:
+SPILL = re.compile(r"^.*\b(?:STL|LDL)\b.*$", re.MULTILINE)
+"""An instruction that spills a register, or that loads it again."""
+
+
+def blocks_of(compiled, arch: int) -> list[str]:
+    """Return the kernel's instructions, divided at labels and branches."""
+    text = instructions(compiled.asm["cubin"], arch)
+    return re.split(r"^\.L_\w+:$|^.*\bBRA\b.*$", text, flags=re.MULTILINE)
+
+
+def hot_spills(compiled, arch: int) -> list[str]:
     """Spilling instructions, but for those around the record of an expired wait.
 
     Its compare-and-swap wants neighbouring registers; a kernel that gets that far is lost.
     """
-    text = instructions(cubin, arch)
-    blocks = re.split(r"^\.L_\w+:$|^.*\bBRA\b.*$", text, flags=re.MULTILINE)
-    spill = re.compile(r"^.*\b(?:STL|LDL)\b.*$", re.MULTILINE)
     return [
         line
-        for block in blocks
+        for block in blocks_of(compiled, arch)
         if not re.search(r"\bATOMG?\S*\.CAS\b", block)
-        for line in spill.findall(block)
+        for line in SPILL.findall(block)
+    ]
+
+
+def copy_spills(compiled, arch: int) -> list[str]:
+    """Spilling instructions among those that move or sum rows: in blocks with two or more accesses
+    of 16 bytes.
+
+    For kernels with NVSHMEM's functions, which spill around each of its transports.
+    """
+    wide = re.compile(r"\b(?:LDG?|STG?)\.\S*\.128\b")
+    return [
+        line
+        for block in blocks_of(compiled, arch)
+        if len(wide.findall(block)) > 1
+        for line in SPILL.findall(block)
     ]
 
 

@@ -163,10 +163,13 @@ def test_which_kernels_need_nvshmem_and_wait(compiled) -> None:
         assert (kernel.get("globaltimer", 0) > 0) == (name not in LOCAL), kernel
 
 
-SPILLED_AROUND_NVSHMEM = {90: 512, 100: 640}
-"""Bytes that a kernel which puts may spill, by architecture. From 3.6 on, NVSHMEM's functions hold its transports,
-and need more registers than the kernels: addresses are spilled around their calls, once per put or
-chunk."""
+SPILLED_AROUND_NVSHMEM = {90: 512, 100: 800}
+"""Bytes that a kernel which puts may spill, by architecture. From 3.6 on, NVSHMEM's functions hold
+its transports, and need more registers than the kernels: addresses are spilled around their calls,
+once per put or chunk, and loaded again before each transport."""
+
+LOADED_BESIDE_ROWS = 4
+"""How many of these loads may stand in code that moves or sums rows. It stores none."""
 
 
 def spills_of(kernel: dict[str, Any]) -> int:
@@ -207,6 +210,8 @@ def test_registers_and_spills(compiled) -> None:
             assert kernel["spilled_bytes"] <= 256, kernel
         elif kernel["kernel"] in PUTS:
             assert kernel["spilled_bytes"] <= SPILLED_AROUND_NVSHMEM[kernel["arch"]], kernel
+            assert len(kernel.get("hot_spills", [])) <= LOADED_BESIDE_ROWS, kernel
+            assert not any("STL" in line for line in kernel.get("hot_spills", [])), kernel
         elif kernel in compiled["all_reduce"]:
             assert kernel["hot_spills"] == [], kernel
 
