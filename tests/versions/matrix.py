@@ -140,9 +140,11 @@ def environment(row: Row, cache: Path, folder: Path) -> Path:
     checked([*pip, "--no-deps", *wheels])
     checked([*pip, "-c", ROOT / "constraints-cpu.txt", *TOOLS])
     checked([*pip, *PURE])
+    # A CPU build of PyTorch pins no NVSHMEM. tests/compile needs one.
+    of_torch = TESTED_NVSHMEM[-1] if "+cpu" in torch.name else nvshmem_of(site)
+    checked([*pip, "--no-deps", wheel(cache, f"nvidia-nvshmem-cu13=={of_torch}")])
     if "+cpu" not in torch.name:
-        host = f"nvidia-nvshmem-cu13=={nvshmem_of(site)}"
-        checked([*pip, "--no-deps", f"nvidia-cuda-runtime=={row.cuda_runtime}", wheel(cache, host)])
+        checked([*pip, "--no-deps", f"nvidia-cuda-runtime=={row.cuda_runtime}"])
         stubs.write(site)
     checked([*pip, "--no-deps", "-e", ROOT])
     versions = "import torch, triton; print(torch.__version__, triton.__version__)"
