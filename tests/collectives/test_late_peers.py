@@ -7,6 +7,7 @@ The dense collectives are there with every kernel that they have.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,17 @@ from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls import plan
 from tdcoll.testing import World, explore
 
-from .operations import ALL, KNOWN, LOST, SPARSE, Calls, Tensors, given
+from .operations import (
+    ALL,
+    KNOWN,
+    LOST,
+    SPARSE,
+    Calls,
+    Tensors,
+    given,
+    sparse,
+    sparse_wanted,
+)
 from .suite.algorithm_cases import Nodes, job
 
 EARLY: dict[str, Any] = {"on_timeout": "early"}
@@ -168,13 +179,33 @@ if (g.rank == g.world - 1) & (epoch == {EPOCHS * STALLS + 2}):
 """
 """Until its own word of ``entered``, which the protocol does not use, is set."""
 STALLED = Change("kernels_reduce.reduce", ITEMS, f"{STALL}\n{ITEMS}")
+SAME_ROWS = dataclasses.replace(
+    SPARSE,
+    call=lambda source, out, ctx, algorithm, number: sparse(source, out, ctx, algorithm, STALLS),
+    wanted=lambda sources, topology, number: sparse_wanted(sources, topology, STALLS),
+)
+"""The same rows in every call, with other values: lists of an earlier call would have the same
+places for them."""
 
 
 @pytest.mark.parametrize("nodes", [(2,), slow_tier((3,))], ids=str)
 def test_launches_after_an_expired_wait_leave_the_stage_alone(nodes: Nodes, tmp_path: Path) -> None:
-    case = Stalled(Calls(SPARSE, "owner", (), nodes))
+    case = Stalled(Calls(SAME_ROWS, "owner", (), nodes))
     with installed([STALLED], tmp_path):
         explore(case, **{**job(nodes), **PATIENT}, seeds=2)
+
+
+FILLED = Change("kernels_values.combine", "still_alive(g.monitor) == 0", "False")
+NOT_NUMBERED = Change("kernels_lists.numbered", "number << 32 | signature", "signature")
+
+
+@pytest.mark.parametrize("change", [FILLED, NOT_NUMBERED], ids=["look", "number"])
+def test_a_look_or_the_number_of_lists_is_enough_to_leave_the_stage_alone(
+    change: Change, tmp_path: Path
+) -> None:
+    case = Stalled(Calls(SAME_ROWS, "owner", (), (2,)))
+    with installed([change, STALLED], tmp_path):
+        explore(case, **{**job((2,)), **PATIENT}, seeds=2)
 
 
 class Deserted:
@@ -325,7 +356,14 @@ SPOILED = [
 ]  # fmt: skip
 """Copies that are queued run although a wait has expired."""
 
+STAGE = Mutant(
+    "a stage is filled after an expired wait, from lists of an earlier call",
+    (FILLED, NOT_NUMBERED, STALLED),
+    rf"rank 1, call {STALLS}: \d+ wrong numbers",
+    Stalled(Calls(SAME_ROWS, "owner", (), (2,))), {**job((2,)), **PATIENT}, seeds=2,
+)  # fmt: skip
 
-@pytest.mark.parametrize("mutant", every_eighth([*GO_ON, *HEEDLESS, *SPOILED]), ids=str)
+
+@pytest.mark.parametrize("mutant", every_eighth([*GO_ON, *HEEDLESS, *SPOILED, STAGE]), ids=str)
 def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     mutant.is_caught(tmp_path)
