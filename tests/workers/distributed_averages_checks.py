@@ -29,19 +29,21 @@ def scaled_sum(parts: Sequence[torch.Tensor], op: str, factor: float) -> torch.T
         total = torch.stack([part.to(torch.int64) for part in parts]).sum(0).to(dtype)
         return total.div(n, rounding_mode="trunc")
     total = torch.stack([part.double() for part in parts]).sum(0)
-    return (total / n if op == "AVG" else total * factor).to(dtype)
+    if op == "AVG":
+        # The sum may be beyond the accumulator: that of bf16 is fp32, which has the same range.
+        return (total.to(ACCUMULATORS[dtype]).double() / n).to(dtype)
+    return (total * factor).to(dtype)
 
 
 def large(r: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Numbers whose sum over the ranks their dtype does not have, but whose mean it has exactly;
-    or, of integers, small negative ones, whose mean is truncated."""
+    """Numbers whose sum over the ranks their dtype does not have, but whose mean it has exactly,
+    unless the sum is beyond the accumulator, too; or, of integers, small negative ones, whose mean
+    is truncated."""
     places = torch.arange(count, device=device())
     if not dtype.is_floating_point:
         negative = 0 if dtype is torch.uint8 else 5
         return (places * (r + 1) % 9 - negative).to(dtype)
     most = torch.finfo(dtype).max if dtype.itemsize < 4 else 1e6
-    if dtype is torch.bfloat16 and world() > 2:
-        most /= world()  # tdcoll divides a sum in fp32, which has the range of bf16
     step = 2.0 ** (torch.tensor(float(most)).log2().floor().item() - 2)
     return ((places % 2 * 2 - 1) * step * 3.0).to(dtype).to(device())
 
@@ -89,8 +91,11 @@ def averages_have_one_arithmetic() -> str:
                 what = (
                     f"{name} of {dtype}, {case.name}, group of {n}, {'few' if group is few else ''}"
                 )
+                fits = bool(torch.isfinite(right.float()).all())
                 exact = device().type == "cpu" or not dtype.is_floating_point
-                expect(torch.isfinite(got.float()).all(), f"{what}: {got}")
+                if not fits and not exact:
+                    continue  # NCCL divides before it adds
+                expect(bool(torch.isfinite(got.float()).all()) == fits, f"{what}: {got}")
                 if exact and n in (1, 2):
                     expect(equal(got, right), f"{what}: {got}, and not {right}")
                 else:
