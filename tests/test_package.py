@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import tdcoll
-from tdcoll.base import environment
+from tdcoll.base import environment, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -282,3 +282,9 @@ def test_no_two_classes_have_the_same_name() -> None:
     names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     assert len(names) > 100
     assert {name for name in names if names.count(name) > 1} == set()
+
+
+def test_its_version_is_the_same_everywhere() -> None:
+    declared = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert declared is not None
+    assert declared[1] == versions.TDCOLL == tdcoll.__version__

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of PyTorch, Triton and NVSHMEM that tdcoll works with. ``docs/versions.md`` says why
-and what was tried.
+"""tdcoll's version, and those of PyTorch, Triton and NVSHMEM that it works with.
+``docs/versions.md`` says why and what was tried.
 
 This module imports only the standard library, because launch.sh and the doctor use it before they
 know what is installed.
@@ -9,6 +9,10 @@ know what is installed.
 from __future__ import annotations
 
 import re
+
+TDCOLL = "0.1.0"
+"""tdcoll's own version, as ``tdcoll.__version__`` and pyproject.toml have it: importing the package
+imports no module, and lower layers don't import the package."""
 
 OLDEST_TORCH = (2, 10)
 """Oldest PyTorch: the first one that brings Triton 3.6."""

@@ -7,6 +7,7 @@ All decisions depend on sizes that are the same on all ranks, in the order of th
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ from tdcoll.calls.tuning import Table, given
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.topology import Topology
 
+_log = logging.getLogger("tdcoll")
+
 _LEAST_BYTES_PER_RANK = 1 << 20
 
 _HEAP_IS_FULL = "the symmetric heap has no room for it"
@@ -42,6 +45,20 @@ def _generous_size(old: CollectiveContext | None, nbytes: int) -> int:
     calls."""
     doubled = 0 if old is None else 2 * old.max_bytes_per_rank
     return max(_LEAST_BYTES_PER_RANK, nbytes, doubled)
+
+
+def warn_of_full_heap(
+    job: Runtime, ranks: Sequence[int], operation: str, nbytes: int, error: HeapExhaustedError
+) -> None:
+    """Log on the first of ``ranks`` why calls of an operation go to the fallback backend from now
+    on."""
+    if job.rank == ranks[0]:
+        _log.warning(
+            "%s: calls of %d bytes per rank or more are left to the fallback backend: %s",
+            operation,
+            nbytes,
+            error,
+        )
 
 
 class ImplicitContext:
@@ -93,6 +110,7 @@ class ImplicitContext:
         self._chunks = chunks
         self._call: dict[str, Any] = {}
         self._in_graphs: list[CollectiveContext] = []
+        self._has_warned = False
 
     def holds(self, nbytes: int) -> bool:
         """Return whether there is a context for ``nbytes`` per rank."""
@@ -139,9 +157,12 @@ class ImplicitContext:
                 return False
         try:
             self.context = self._larger(self.context, nbytes)
-        except HeapExhaustedError:
+        except HeapExhaustedError as error:
             if self.limit is None:
                 raise
+            if not self._has_warned:
+                warn_of_full_heap(self._job, self._ranks, self._operation, nbytes, error)
+            self._has_warned = True
             self.limit = nbytes - 1
             self.problem = _HEAP_IS_FULL
             return False

@@ -12,7 +12,7 @@ import torch
 
 from tdcoll.base.errors import ContextError, HeapExhaustedError
 from tdcoll.calls.budget import Budget
-from tdcoll.calls.implicit import on
+from tdcoll.calls.implicit import on, warn_of_full_heap
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
@@ -86,10 +86,15 @@ class SparseAllReduce(Handler):
         if self.context is None and self.problem is None:
             rows = [tensor.detach()._values() for tensor in call.inputs]
             widest = max(values.shape[1:].numel() * values.dtype.itemsize for values in rows)
+            most = max(values.shape[0] for values in rows)
             try:
                 # it grows if the heap has room for all
-                self.open(max(values.shape[0] for values in rows), widest)
-            except HeapExhaustedError:  # on all ranks
+                self.open(most, widest)
+            except HeapExhaustedError as error:  # on all ranks
+                members = self.members
+                warn_of_full_heap(
+                    members.job, members.ranks, "sparse all_reduce", most * widest, error
+                )
                 self.problem = "the symmetric heap has no room for it"
             except ContextError as error:  # likewise
                 self.problem = str(error)

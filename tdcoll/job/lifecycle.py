@@ -28,7 +28,7 @@ from tdcoll.base.errors import (
 )
 from tdcoll.base.forks import refuse_inherited_group
 from tdcoll.base.torch_internals import name_groups_anew, watch_ddp
-from tdcoll.job import last_words
+from tdcoll.job import admission, last_words
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import watch
 from tdcoll.runtime.control import (
@@ -196,11 +196,12 @@ def initialize(
     Raises:
         AlreadyInitializedError: initialised before with other ranks or settings, or NVSHMEM has
             other PEs.
-        RankMismatchError: ranks pass different settings, or two ranks use one GPU without
-            ``share_gpus``.
+        RankMismatchError: ranks pass different settings, run different versions of tdcoll, PyTorch
+            or Triton, or two ranks use one GPU without ``share_gpus``.
         CollectiveTimeout: a rank did not come, or the store where ranks meet does not answer.
         TdcollError: the store is gone; there is neither a GPU nor the simulator; NVSHMEM's bindings
-            are missing; or PyTorch cannot provide symmetric memory to these ranks.
+            are missing; PyTorch cannot provide symmetric memory to these ranks; or a launcher, such
+            as MPI's or Slurm's, says that there are several ranks, and nothing says which this is.
         TypeError, ValueError: an argument or environment variable is not as described.
     """
     existing = runtime.current_or_none()
@@ -333,6 +334,7 @@ def _make_process_group(options: _JobOptions) -> tuple[Any, int, int]:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         store, rank, world_size = _rendezvous(options.timeout_s)
     else:
+        admission.check_alone()
         store = dist.HashStore()
         rank = 0
         world_size = 1
@@ -437,13 +439,32 @@ def _refuse_impossible(options: _JobOptions, answers: Sequence[tuple[Any, str, A
         )
 
 
+def _of_same_software(answers: Sequence[Any]) -> Sequence[Any]:
+    """Return the answers of ranks that run the same versions of everything, or raise."""
+    # A version that doesn't say what it is has a shorter answer.
+    unknown = dict.fromkeys(admission.software(), "unknown, an older tdcoll")
+    require_equal(
+        [answer[3] if len(answer) > 3 else unknown for answer in answers],
+        range(len(answers)),
+        "the software of tdcoll.initialize()",
+    )
+    return answers
+
+
 def _join(
     options: _JobOptions, control: StoreControlPlane, heap_store: Any, rank: int, world_size: int
 ) -> runtime.Runtime:
     everyone = range(world_size)
-    answers = control.all_gather(
-        everyone, "initialize", (asdict(options), _node_name(), _gpu_name())
-    )
+    answers = [
+        answer[:3]
+        for answer in _of_same_software(
+            control.all_gather(
+                everyone,
+                "initialize",
+                (asdict(options), _node_name(), _gpu_name(), admission.software()),
+            )
+        )
+    ]
     require_equal(
         [given for given, _, _ in answers], everyone, "the settings of tdcoll.initialize()"
     )

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +79,37 @@ def test_the_size_of_the_heap_is_logged(caplog: pytest.LogCaptureFixture) -> Non
         tdcoll.initialize(heap_bytes=3 << 19)
     text = "symmetric heap: 1.5 MiB on each of 1 ranks, by the simulator; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_b"
     assert [message[: len(text)] for message in caplog.messages] == [text]
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_a_launcher_says_that_there_are_several(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(tdcoll.TdcollError, match=f"{name}=4 says that there are 4 ranks"):
+        tdcoll.initialize()
+    monkeypatch.setenv(name, "1")
+    tdcoll.initialize()
+
+
+def join_alone(said: Any) -> None:
+    """Join as a process of multiprocessing, and send what is logged."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("tdcoll").addHandler(handler)
+    tdcoll.initialize()
+    said.put([record.getMessage() for record in records if record.levelname == "WARNING"])
+    tdcoll.finalize()
+
+
+def test_a_process_of_multiprocessing_is_told_that_it_is_alone() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    said = spawn.Queue()
+    worker = spawn.Process(target=join_alone, args=(said,))
+    worker.start()
+    (message,) = said.get(timeout=120)
+    worker.join(60)
+    assert "was started by multiprocessing" in message
+    assert "its job has one rank" in message
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from tdcoll.base.arguments import parse_bytes
 from tdcoll.base.errors import TdcollError
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.collective import spec_of
-from tdcoll.job import lifecycle
+from tdcoll.job import admission, lifecycle
 
 INITIALIZE = """
 import sys, tdcoll
@@ -204,6 +205,33 @@ def test_ranks_with_other_settings() -> None:
         "the settings of tdcoll.initialize() must be the same on all ranks; they differ in heap_bytes "
         "(rank 0: 2097152, rank 1: 1048576), share_gpus (rank 0: False, rank 1: True)"
     )
+
+
+def join_beside(monkeypatch: pytest.MonkeyPatch, other: Callable[[Any], Any]) -> str:
+    """Join as one of two ranks of which the second gives ``other`` of what the first gives; return
+    what the error says."""
+    control: Any = SimpleNamespace(all_gather=lambda ranks, tag, mine: [mine, other(mine)])
+    monkeypatch.setattr(admission, "kernels_digest", lambda: "0a1b2c3d")
+    with pytest.raises(tdcoll.RankMismatchError) as raised:
+        lifecycle._join(lifecycle._JobOptions(1 << 21, 30.0, 1), control, None, 0, 2)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("package", ["tdcoll", "torch", "triton"])
+def test_ranks_with_other_versions(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    said = join_beside(monkeypatch, lambda mine: (*mine[:3], mine[3] | {package: "other"}))
+    own = admission.software()[package]
+    assert said == (
+        "the software of tdcoll.initialize() must be the same on all ranks; they differ in "
+        f"{package} (rank 0: {own}, rank 1: other)"
+    )
+
+
+def test_a_rank_with_a_version_that_does_not_say_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = join_beside(monkeypatch, lambda mine: mine[:3])
+    assert "tdcoll (rank 0: 0.1.0, source 0a1b2c3d, rank 1: unknown, an older tdcoll)" in said
 
 
 def refuse(*ranks: tuple[str, Any], heap: str = "nvshmem", share_gpus: bool = False) -> None:

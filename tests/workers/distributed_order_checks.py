@@ -4,6 +4,7 @@ in one order."""
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -234,7 +235,12 @@ def threads_with_a_group_each() -> None:
 
 @check
 def what_cannot_be_served_in_turn() -> None:
-    """Asynchronous calls fall back if the heap has no room for a context."""
+    """Asynchronous calls fall back if the heap has no room for a context. One rank warns of it, once
+    for each kind of call."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tdcoll").addHandler(handler)
     taken = []
     while (free := tdcoll.heap_info().largest_free) > 1 << 16:
         taken.append(tdcoll.empty(free, torch.uint8))
@@ -260,6 +266,12 @@ def what_cannot_be_served_in_turn() -> None:
             by_fallback(kind, group) == {"the symmetric heap has no room for it": count},
             explain(group),
         )
+    logging.getLogger("tdcoll").removeHandler(handler)
+    kinds = ("all_reduce", "all_gather", "broadcast") if rank() == 0 else ()
+    expect(len(warnings) == len(kinds), f"{warnings}")
+    for warning, kind in zip(warnings, kinds, strict=True):
+        expect(warning.startswith(f"{kind}: calls of "), warning)
+        expect("Raise NVSHMEM_SYMMETRIC_SIZE (to " in warning, warning)
     for tensor in taken:
         tdcoll.free(tensor)
     dist.destroy_process_group(group)
