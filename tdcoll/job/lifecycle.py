@@ -8,9 +8,7 @@ import contextlib
 import importlib.util
 import logging
 import os
-import socket
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,7 +21,6 @@ from tdcoll.base import arguments, environment
 from tdcoll.base.errors import (
     AlreadyInitializedError,
     CollectiveTimeout,
-    RankMismatchError,
     TdcollError,
 )
 from tdcoll.base.forks import refuse_inherited_group
@@ -225,6 +222,27 @@ def initialize(
     refuse_inherited_group("initialize")
     options = _JobOptions.read(heap_bytes, timeout_s, emulate_nodes, share_gpus, heap)
     _be_ready()
+    with watch.joining(*_place(), options.timeout_s):
+        _initialize(options)
+
+
+def _place() -> tuple[int, int, str]:
+    """Return this rank, how many there are, and where they meet, as far as is known before they
+    meet."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size(), "by the process group's store"
+    variables = os.environ
+    rank, world_size = (
+        arguments.decimal(variables.get(name, "")) for name in ("RANK", "WORLD_SIZE")
+    )
+    if rank is None or world_size is None:
+        return 0, 1, "alone"
+    where = f"{variables.get('MASTER_ADDR')}:{variables.get('MASTER_PORT')}"
+    return rank, world_size, f"meeting at {where}"
+
+
+def _initialize(options: _JobOptions) -> None:
+    """Meet the other ranks, with a process group that is made if there is none, and join."""
     global _own_group
     makes_group = not dist.is_initialized()
     if makes_group:
@@ -262,7 +280,8 @@ def join(
     """
     options = _JobOptions.read(heap_bytes, timeout_s)
     _be_ready()
-    _install(options, _connection(store, rank, options.timeout_s), rank, world_size)
+    with watch.joining(rank, world_size, "by the store of the process group", options.timeout_s):
+        _install(options, _connection(store, rank, options.timeout_s), rank, world_size)
 
 
 def _be_ready() -> None:
@@ -287,6 +306,7 @@ def _install(options: _JobOptions, store: Any, rank: int, world_size: int) -> No
     global _options
     control = StoreControlPlane(dist.PrefixStore("job", store), rank, options.timeout_s)
     runtime.install(_join(options, control, dist.PrefixStore("heap", store), rank, world_size))
+    watch.start(runtime.current())
     _options = options
     watch_ddp()
     if rank == 0:
@@ -377,98 +397,18 @@ def _rendezvous(timeout_s: float) -> tuple[Any, int, int]:
         ) from error
 
 
-def _node_name() -> str:
-    """Return what names this process's node: the launcher's number of it, else the host's name."""
-    for variable in ("GROUP_RANK", "SLURM_NODEID"):
-        if os.environ.get(variable):
-            return f"{variable}={os.environ[variable]}"
-    return socket.gethostname()
-
-
-def _gpu_name() -> Any:
-    if INTERPRETED:
-        return None
-    return socket.gethostname(), str(
-        torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    )
-
-
-def _refuse_impossible(options: _JobOptions, answers: Sequence[tuple[Any, str, Any]]) -> None:
-    """Raise if ranks with these settings, names of nodes and GPUs cannot make one job."""
-    gpus = [gpu for *_, gpu in answers if gpu is not None]
-    shared = next((rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank]), None)
-    if shared is not None and not options.share_gpus:
-        raise RankMismatchError(
-            f"ranks {gpus.index(gpus[shared])} and {shared} use the same GPU; call torch.cuda.set_device(LOCAL_RANK) "
-            "before tdcoll.initialize(). For tests of correctness ranks may share GPUs: launch.sh --share-gpus, "
-            "TDCOLL_SHARE_GPUS=1 or initialize(share_gpus=True)"
-        )
-    hosts = sorted({host for host, _ in gpus})
-    if options.heap == "nvshmem" and len(hosts) > 1:
-        # Settings that setenv.sh makes for one host, with which NVSHMEM would hang.
-        for variable, value in (
-            ("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo"),
-            ("NVSHMEM_REMOTE_TRANSPORT", "none"),
-        ):
-            if os.environ.get(variable) == value:
-                raise TdcollError(
-                    f"{variable}={value} is for one host, and the job has {len(hosts)} ({', '.join(hosts)}). Start "
-                    "it with launch.sh --nnodes, set TDCOLL_NNODES before sourcing setenv.sh, or set it yourself."
-                )
-    if options.heap != "torch":
-        return
-    if options.emulate_nodes > 1:
-        raise TdcollError(
-            f"emulate_nodes={options.emulate_nodes} needs puts, which heap='torch' does not have; use heap='nvshmem'"
-        )
-    # Two agents of torchrun on one host are two nodes, between which algorithms put.
-    nodes = sorted(
-        {
-            name if gpu is None or name == gpu[0] else f"{name} on {gpu[0]}"
-            for _, name, gpu in answers
-        }
-    )
-    if len(nodes) > 1:
-        raise TdcollError(
-            f"heap='torch' is for one node, and the job has {len(nodes)} ({', '.join(nodes)}): install tdcoll[cu12] or "
-            "tdcoll[cu13] on all of them, which bring NVSHMEM's Python bindings, and use heap='nvshmem'"
-        )
-    if shared is not None:
-        raise TdcollError(
-            "share_gpus needs heap='nvshmem': PyTorch's symmetric memory wants a GPU for each rank"
-        )
-
-
-def _of_same_software(answers: Sequence[Any]) -> Sequence[Any]:
-    """Return the answers of ranks that run the same versions of everything, or raise."""
-    # A version that doesn't say what it is has a shorter answer.
-    unknown = dict.fromkeys(admission.software(), "unknown, an older tdcoll")
-    require_equal(
-        [answer[3] if len(answer) > 3 else unknown for answer in answers],
-        range(len(answers)),
-        "the software of tdcoll.initialize()",
-    )
-    return answers
-
-
 def _join(
     options: _JobOptions, control: StoreControlPlane, heap_store: Any, rank: int, world_size: int
 ) -> runtime.Runtime:
     everyone = range(world_size)
-    answers = [
-        answer[:3]
-        for answer in _of_same_software(
-            control.all_gather(
-                everyone,
-                "initialize",
-                (asdict(options), _node_name(), _gpu_name(), admission.software()),
-            )
-        )
-    ]
+    own = (asdict(options), admission.node_name(), admission.gpu_name(), admission.software())
+    answers = admission.of_same_software(control.all_gather(everyone, "initialize", own))
     require_equal(
         [given for given, _, _ in answers], everyone, "the settings of tdcoll.initialize()"
     )
-    _refuse_impossible(options, answers)
+    admission.refuse_impossible(
+        answers, options.heap, emulate_nodes=options.emulate_nodes, share_gpus=options.share_gpus
+    )
     names = [name for _, name, _ in answers]
     node_ids = tuple(
         (name, emulated_node(names[:r].count(name), names.count(name), options.emulate_nodes))

@@ -5,8 +5,9 @@ Kernels that wait leave notices in memory of the host (:mod:`tdcoll.calls.monito
 thread of the process looks at those of all monitors of its job twice a second. It makes no call of
 CUDA, so it goes on while the main thread waits for the GPU. (A thread that holds Python's global
 lock keeps it from running, for example one that launches while the GPU's queue of launches is
-full.) The thread starts with the first monitor of a job and ends with :func:`tdcoll.finalize`; a
-simulated :class:`~tdcoll.testing.World` has none, and a forked child begins without one.
+full.) The thread starts when the process joins a job, or fails to, and ends with
+:func:`tdcoll.finalize`; a simulated :class:`~tdcoll.testing.World` has none, and a forked child
+begins without one.
 
 Those who ask come to a socket in Linux's abstract namespace, whose name holds user, process and PID
 namespace: no file is left behind, however a process ends. Both ends check that the other is the
@@ -31,6 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +105,7 @@ def _by_launch(monitor: Any) -> dict[Hashable, list[PendingWait]]:
     return found
 
 
-def _exchanges(job: runtime.Runtime) -> Iterator[tuple[Hashable, float, float, str]]:
+def _exchanges(job: runtime.Runtime | Joining) -> Iterator[tuple[Hashable, float, float, str]]:
     """Yield the host's waits for values of other ranks: a key, the deadline, how long each has
     lasted, in words."""
     for begin, tag, ranks, timeout_s in list(job.exchanging.values()):
@@ -112,11 +114,24 @@ def _exchanges(job: runtime.Runtime) -> Iterator[tuple[Hashable, float, float, s
         yield (tag, begin), timeout_s, waited_s, what
 
 
-class _Watch:
-    """The thread of a job. It alone changes what is here, except for ``ending``."""
+@dataclass
+class Joining:
+    """A rank that has no job yet, as far as its waits are concerned."""
 
-    def __init__(self, job: runtime.Runtime) -> None:
-        self._job = job
+    rank: int
+    world_size: int
+    exchanging: dict[int, Any] = field(default_factory=dict)
+
+    def living_monitors(self) -> tuple[()]:
+        return ()
+
+
+class _Watch:
+    """The thread of a job. It alone changes what is here, except for ``ending`` and ``job``, which
+    is first one that the process joins."""
+
+    def __init__(self, job: runtime.Runtime | Joining) -> None:
+        self.job = job
         self.ending = False
         self._said: dict[Hashable, int] = {}
         """How many lines there were about each wait that goes on."""
@@ -166,12 +181,12 @@ class _Watch:
         self.close()
 
     def _open(self) -> list[Any]:
-        return [monitor for monitor in self._job.living_monitors() if monitor.open]
+        return [monitor for monitor in self.job.living_monitors() if monitor.open]
 
     def _look(self) -> None:
         """Log what has become long since the last look."""
         said_now: dict[Any, int] = {}
-        found = list(_exchanges(self._job))
+        found = list(_exchanges(self.job))
         for monitor in self._open():
             for launch, waits in _by_launch(monitor).items():
                 longest = max(wait.waited_s for wait in waits)
@@ -182,7 +197,7 @@ class _Watch:
             due = sum(waited_s >= at for at in lines_at(timeout_s))
             said = self._said.get(key, 0)
             if due > said:
-                _log.warning("rank %d: %s", self._job.rank, what)
+                _log.warning("rank %d: %s", self.job.rank, what)
             said_now[key] = max(due, said)
         self._said = said_now
 
@@ -206,7 +221,7 @@ class _Watch:
                 lines.append("; ".join([monitor.calls.describe(), *(mine or ["no wait"])]))
             else:
                 lines += mine
-        exchanges = [what for *_, what in _exchanges(self._job)]
+        exchanges = [what for *_, what in _exchanges(self.job)]
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         stack = [at for at in stack if not at.filename.startswith(_LIBRARIES)] or stack
@@ -214,7 +229,7 @@ class _Watch:
             f"main thread: {at.filename}:{at.lineno} in {at.name}"
             for at in reversed(stack[-_FRAMES:])
         ]
-        rank = f"rank {self._job.rank} of {self._job.world_size}"
+        rank = f"rank {self.job.rank} of {self.job.world_size}"
         return {"rank": rank, "waits": waits + exchanges, "lines": lines + exchanges + where}
 
     def _answer(self, listener: socket.socket) -> None:
@@ -254,12 +269,35 @@ def _drain(descriptor: int) -> None:
             pass
 
 
-def start(job: runtime.Runtime) -> None:
+def start(job: runtime.Runtime | Joining) -> None:
     """Look at the waits of a job from now on, until :func:`stop`."""
     global _current
     with _starting:
-        if _current is None and runtime._resolver is None:
+        if runtime._resolver is not None:
+            return
+        if _current is None:
             _current = _Watch(job)
+        else:
+            _current.job = job
+
+
+@contextlib.contextmanager
+def joining(rank: int, world_size: int, where: str, timeout_s: float) -> Iterator[None]:
+    """Let those who ask see that this process joins a job; unless it then has one, nobody can ask
+    any longer.
+
+    Args:
+        where: the ranks meet, in words.
+    """
+    job = Joining(rank, world_size)
+    waits = (time.monotonic(), f"initialize, {where}", range(world_size), timeout_s)
+    job.exchanging[0] = waits
+    start(job)
+    try:
+        yield
+    except BaseException:
+        stop()
+        raise
 
 
 def stop() -> None:

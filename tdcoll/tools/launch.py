@@ -8,6 +8,7 @@ Python that it finds.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -57,13 +58,22 @@ _VALUES = {
         "several jobs' launchers may share a host; give each its own CUDA_VISIBLE_DEVICES. In a step of SLURM (srun "
         "--ntasks-per-node 1 ...) SLURM's variables say all three, and MASTER_PORT another port",
     ),
-    "--timeout": ("SECONDS", "how long a wait may last before it raises CollectiveTimeout"),
+    "--timeout": (
+        "SECONDS",
+        "how long a wait may last before it raises CollectiveTimeout, and how long hosts wait for each other to start "
+        "(10 minutes otherwise)",
+    ),
     "--monitor-interval": (
         "SECONDS",
         "how often torchrun looks for dead processes (0.1). When it finds one it ends the others at once; with several "
         "times --timeout, the survivors usually report CollectiveTimeout first. The last lines say who died",
     ),
 }
+
+_MEETING_S = 600
+"""How long hosts wait for each other to start, by default."""
+_SLACK_S = 30
+"""How much longer torchrun itself would wait: see ``torchrun.GIVE_UP``."""
 
 _SPREAD = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 
@@ -203,6 +213,8 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
     # the static rendezvous: torchrun's node ranks are the ones given, not the order of arrival
     if meeting_point:
         meeting = ["--node-rank", str(node_rank), "--master-addr", host, "--master-port", str(port)]
+        limit = _MEETING_S if given.timeout is None else math.ceil(given.timeout)
+        meeting += ["--rdzv-conf", f"give_up={limit},timeout={limit + _SLACK_S}"]
     else:  # a free port of its own, on the loopback interface: jobs on one host do not meet
         meeting = [
             "--rdzv-backend",

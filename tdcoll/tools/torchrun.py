@@ -13,27 +13,43 @@ lines on stderr say which of them ended by themselves, in place of torchrun's re
 - what each rank wrote down about its last error (:mod:`tdcoll.job.last_words`). An expired wait for
   another rank, and a connection that another rank has closed, are no cause.
 
+Where several hosts meet, it says whom it waits for after :data:`ANNOUNCE_S`, and every minute from
+then on; torchrun alone is silent. If they don't come in time, one line says so, and this ends.
+
 If this process is killed before it can end its ranks, the kernel kills them. After Ctrl-C, ranks
 that are still running :data:`PATIENCE_S` later are killed: torchrun alone would wait for 30 s.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
-import functools
 import json
 import os
+import re
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any
 
 from tdcoll.base.call_log import ranks_text
 
 PATIENCE_S = 3.0
 """Seconds that ranks have to end after Ctrl-C."""
+
+ANNOUNCE_S = 10.0
+"""Seconds after which a host says that it waits for others."""
+
+_ANNOUNCE_AGAIN_S = 60.0
+
+GIVE_UP = "give_up"
+"""Key of ``--rdzv-conf`` for the seconds that hosts wait for each other. torchrun's own, ``timeout``,
+has to be larger: what it says then is a page of C++ frames, and it tries twice."""
 
 _LONGEST = 240
 _PR_SET_PDEATHSIG = 1
@@ -100,9 +116,74 @@ def _shortened(error: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _watch_ranks() -> set[int]:
+@dataclass(frozen=True)
+class Meeting:
+    """Where launchers of several hosts meet.
+
+    Attributes:
+        host, port: an address of the host with node rank 0, and a port there.
+        node_rank, nnodes: which of how many hosts this is.
+        timeout_s: how long to wait for the others.
+    """
+
+    host: str
+    port: int
+    node_rank: int
+    nnodes: int
+    timeout_s: float
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Meeting | None:
+        """Return what torchrun's options say; None if the job has one host, or meets otherwise."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--nnodes", type=int, default=1)
+        parser.add_argument("--node-rank", type=int, default=0)
+        parser.add_argument("--master-addr")
+        parser.add_argument("--master-port", type=int)
+        parser.add_argument("--rdzv-conf", default="")
+        own = words[: words.index("--")] if "--" in words else words
+        found, _ = parser.parse_known_args(own)
+        timeout = re.search(rf"\b{GIVE_UP}=(\d+)", found.rdzv_conf)
+        if found.nnodes < 2 or found.master_addr is None or timeout is None:
+            return None
+        return cls(
+            found.master_addr, found.master_port, found.node_rank, found.nnodes, int(timeout[1])
+        )
+
+    def whom(self) -> str:
+        """Return whom this host waits for, in words."""
+        where = f"{self.host}:{self.port}"
+        if self.node_rank:
+            return f"node rank 0 at {where}{self.problem()}, or for other hosts to come there"
+        others = ranks_text(range(1, self.nnodes)).replace("rank", "node rank", 1)
+        return f"{others} to come to {where}{self.problem()}"
+
+    def problem(self) -> str:
+        """Return what is wrong with the host's name, in words; nothing if it has an address."""
+        try:
+            socket.getaddrinfo(self.host, self.port)
+        except OSError as error:
+            return f" (no address was found for the name {self.host}: {error.strerror})"
+        return ""
+
+    def announce(self, started: threading.Event) -> None:
+        """Say whom this host waits for, until its ranks are ``started``; or end this process."""
+        began = time.monotonic()
+        due = [ANNOUNCE_S]
+        while due[-1] + _ANNOUNCE_AGAIN_S < self.timeout_s:
+            due.append(due[-1] + _ANNOUNCE_AGAIN_S)
+        for at in (at for at in due if at < self.timeout_s):
+            if started.wait(began + at - time.monotonic()):
+                return
+            _say(f"waiting for {self.whom()}, since {at:g} s")
+        if not started.wait(began + self.timeout_s - time.monotonic()):
+            _say(f"gave up after {self.timeout_s:g} s: waited for {self.whom()}")
+            os._exit(1)  # the main thread is inside of PyTorch, and no rank has been started
+
+
+def _watch_ranks(started: threading.Event) -> set[int]:
     """Return the processes that torchrun will have ended. If this process dies, the kernel kills
-    its ranks."""
+    its ranks. ``started`` is set with the first of them."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     handlers: Any = subprocess_handler
@@ -110,6 +191,12 @@ def _watch_ranks() -> set[int]:
     prctl = ctypes.CDLL(None).prctl
     launcher = os.getpid()
     close = handlers.SubprocessHandler.close
+
+    start_process = handlers.Popen
+
+    def start_rank(*arguments: Any, **named: Any) -> Any:
+        started.set()
+        return start_process(*arguments, **named, preexec_fn=in_the_rank)
 
     def in_the_rank() -> None:
         # Kept across execve. The kernel looks at the thread that has started the rank, which is
@@ -135,7 +222,7 @@ def _watch_ranks() -> set[int]:
                     timer.start()
         return close(handler, death_sig)
 
-    handlers.Popen = functools.partial(handlers.Popen, preexec_fn=in_the_rank)
+    handlers.Popen = start_rank
     handlers.SubprocessHandler.close = close_and_note
     return ended
 
@@ -161,14 +248,18 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    started = threading.Event()
     try:
-        ended = _watch_ranks()
+        ended = _watch_ranks(started)
     except (
         AttributeError,
         ImportError,
     ):  # of a later PyTorch: running the job matters more than the report
         run.main()
         return
+    meeting = Meeting.of(sys.argv[1:])
+    if meeting is not None:
+        threading.Thread(target=meeting.announce, args=(started,), daemon=True).start()
     # A file without a name, which goes with this process however it ends; the ranks open it by its
     # descriptor.
     with open(os.memfd_create("tdcoll-last-words"), "rb") as file:

@@ -236,8 +236,8 @@ def test_a_rank_with_a_version_that_does_not_say_what_it_is(
 
 def refuse(*ranks: tuple[str, Any], heap: str = "nvshmem", share_gpus: bool = False) -> None:
     """Raise unless ranks on nodes of these names, with these GPUs, can make one job."""
-    options = lifecycle._JobOptions(1, 1.0, 1, share_gpus, heap)
-    lifecycle._refuse_impossible(options, [(None, *rank) for rank in ranks])
+    answers = [(None, *rank) for rank in ranks]
+    admission.refuse_impossible(answers, heap, emulate_nodes=1, share_gpus=share_gpus)
 
 
 A, B = ("here", "GPU 0"), ("here", "GPU 1")

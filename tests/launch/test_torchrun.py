@@ -9,7 +9,10 @@ import io
 import json
 import os
 import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +20,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from processes import python
 
 from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout, TdcollError
 from tdcoll.job import last_words, lifecycle
-from tdcoll.tools.torchrun import _read, summary
+from tdcoll.tools import torchrun
+from tdcoll.tools.torchrun import Meeting, _read, summary
 
 KILLED, SEGV, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM
 PEER = "CollectiveTimeout: rank 0 waited 3 s for peer 1: signal 4 had to reach 12. The peer has died, hangs, or more."
@@ -238,3 +243,68 @@ def test_without_the_launcher_nothing_is_changed(monkeypatch: pytest.MonkeyPatch
     before = sys.excepthook
     last_words.watch.__wrapped__()
     assert sys.excepthook is before
+
+
+# ---------------------------------------------------------------------- hosts that meet
+
+OPTIONS = "--nnodes 3 --node-rank {} --master-addr {} --master-port 29400 --rdzv-conf give_up={},timeout=99"
+
+
+def meeting(node_rank: int, host: str = "127.0.0.1", give_up: int = 40) -> Meeting:
+    found = Meeting.of(
+        [*OPTIONS.format(node_rank, host, give_up).split(), "--", "x.py", "--nnodes"]
+    )
+    assert found == Meeting(host, 29400, node_rank, 3, give_up)
+    return found
+
+
+@pytest.mark.parametrize(
+    "words", ["--nnodes 1 --master-addr a", "--nnodes 2 --rdzv-endpoint localhost:0", "-- x.py"]
+)
+def test_jobs_of_which_no_host_waits(words: str) -> None:
+    assert Meeting.of(words.split()) is None
+
+
+def test_whom_a_host_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert meeting(1).whom() == ("node rank 0 at 127.0.0.1:29400, or for other hosts to come there")
+    assert meeting(0).whom() == "node ranks 1, 2 to come to 127.0.0.1:29400"
+
+    def resolve(host: str, port: int) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert "node rank 0 at gpu-7:29400 (no address was found for the name gpu-7: Name" in (
+        meeting(2, "gpu-7").whom()
+    )
+
+
+def test_a_host_says_whom_it_waits_for_until_its_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = threading.Event()
+    monkeypatch.setattr(torchrun, "ANNOUNCE_S", 0.05)
+    monkeypatch.setattr(torchrun, "_ANNOUNCE_AGAIN_S", 0.05)
+    thread = threading.Thread(target=meeting(1).announce, args=(started,))
+    thread.start()
+    said = ""
+    while said.count("tdcoll: waiting for node rank 0 at 127.0.0.1:29400") < 2:
+        said += capsys.readouterr().err
+        time.sleep(0.01)
+    started.set()
+    thread.join()
+    assert "gave up" not in said + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_a_partner_that_never_starts(node_rank: int) -> None:
+    """The launcher ends in time, and one line says who did not come."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = f"--nnodes 2 --node-rank {node_rank} --rdzv 127.0.0.1:{port} --nproc 1 --timeout 2"
+    done = python("-m", "tdcoll", "run", "--simulate", *options.split(), __file__)
+    whom = "node rank 1 to come to" if node_rank == 0 else "node rank 0 at"
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        f"tdcoll: gave up after 2 s: waited for {whom} 127.0.0.1:{port}"
+    ), done.stderr

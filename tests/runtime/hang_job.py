@@ -58,6 +58,7 @@ def main() -> None:
         signal.signal(signal.SIGUSR1, lambda *_: print("own handler", flush=True))
     x = torch.ones(8)
 
+    late("join", 1)
     tdcoll.initialize(timeout_s=TIMEOUT_S)
     for _ in range(3):
         tdcoll.all_reduce(x)

@@ -94,6 +94,12 @@ def processes(job: Job) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(4 * MOST_S)
 def test_a_job_that_hangs_says_who_is_missing(job: Job) -> None:
+    job.begun("join")
+    meeting = r"rank 0 of 2: 'initialize, meeting at \S+:\d+', which ranks 0, 1 make together"
+    job.until(lambda: re.search(meeting, ask().stdout), "the rank that joins")
+    job.until(lambda: job.lines("'initialize, meeting"), "a line about the meeting")
+    job.go_on("join")
+
     job.begun("make")
     pids = processes(job)
     assert "own handler" not in job.printed
@@ -159,7 +165,13 @@ def test_a_job_that_hangs_says_who_is_missing(job: Job) -> None:
         if "has waited" in line and line.startswith("rank ")
     ]
     assert all(
-        line in (*lines, *job.lines("CollectiveContext'"), *job.lines("for rank 0"))
+        line
+        in (
+            *lines,
+            *job.lines("CollectiveContext'"),
+            *job.lines("for rank 0"),
+            *job.lines("'initialize, meeting"),
+        )
         for line in told
     ), told
 
