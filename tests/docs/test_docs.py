@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 
 import tdcoll
 import tdcoll.language as tdl
@@ -169,6 +170,15 @@ def test_recipes_run(tmp_path, launch):
     )
     done = launch("--simulate", "--nproc", "2", "--timeout", "60", str(script), timeout=200)
     assert (done.returncode, done.stdout.count("ended")) == (0, 2), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_workers_of_an_engine_run(tmp_path):
+    """The script of docs/serving.md: workers that no launcher has started."""
+    script = tmp_path / "serving.py"
+    script.write_text("\n".join(blocks(ROOT / "docs/serving.md", "python")), encoding="utf-8")
+    done = python(str(script), "--simulate", timeout=200, PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stdout) == (0, "2 workers have ended\n"), done.stderr
 
 
 def first_kernel(tmp_path: Path, *changes: tuple[str, str]) -> Any:
