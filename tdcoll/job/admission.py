@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes may join a job: what is asked of one before it meets the others, and of all when
+"""Admission to a job: questions to a process before it meets the others, and to all ranks when
 they have met."""
 
 from __future__ import annotations
