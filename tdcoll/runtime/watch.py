@@ -283,8 +283,8 @@ def start(job: runtime.Runtime | Joining) -> None:
 
 @contextlib.contextmanager
 def joining(rank: int, world_size: int, where: str, timeout_s: float) -> Iterator[None]:
-    """Let those who ask see that this process joins a job; unless it then has one, nobody can ask
-    any longer.
+    """Let those who ask see that this process joins a job. If joining fails, the thread ends, and
+    with it the answers.
 
     Args:
         where: the ranks meet, in words.
