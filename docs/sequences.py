@@ -125,6 +125,21 @@ def two_slots(world: World, **changes: Any) -> None:
     world.run(host)
 
 
+def all_gather_matmul(world: World) -> None:
+    """Three calls of the kernel of tutorial 06, of two pieces each, with a sender and a worker."""
+    module = tutorial("06-all-gather-matmul")
+
+    def host(pe: int) -> None:
+        kernel = module.MyAllGatherMatmul(32, 16, 16, (16, 16, 16), blocks=2, senders=1)
+        source = tdcoll.zeros((32, 16), torch.bfloat16, name="source")
+        weight = torch.zeros((16, 16), dtype=torch.bfloat16)
+        for _ in range(3):
+            kernel(source, weight)
+        kernel.monitor.check()
+
+    world.run(host)
+
+
 def queue(world: World) -> None:
     """Four items through two slots, by the kernel of tutorial 01."""
     module = tutorial("01-notify-and-wait")
@@ -220,6 +235,15 @@ PROTOCOLS = {
         "Rank 1 has read call 1 (1) and then enters call 2 (2), so rank 0 may copy to the slot again (3).",
         {"n_pes": 2, "seed": 1, "stragglers": 1},
         launches=3,
+    ),
+    "all-gather-matmul": Protocol(
+        "All-gather + matmul: pieces travel while own rows are multiplied",
+        all_gather_matmul,
+        "inbox",
+        lambda event: f"piece {event.slot % 2}",
+        "",
+        {"n_pes": 2, "seed": 1, "stragglers": False},
+        lanes=("rank 0", "rank 1"),
     ),
     "2d": Protocol(
         "2D all-gather: a put along the rail, then stores inside the node",

@@ -46,15 +46,20 @@ def parse(parser, arguments, rules, case, **world):
         parser.error("--plot: matplotlib is not installed")
     if options.seed is not None and not options.broken:
         parser.error("--seed: expected --break RULE with it")
-    if options.broken and not INTERPRETED:
-        start = "start it with 'launch.sh' or 'python -m tdcoll run', and '--simulate --nproc 1'"
-        parser.error(f"--break: expected the simulator, but TRITON_INTERPRET isn't 1; {start}")
     if options.broken:
+        need_simulator(parser, "--break")
         # A World holds all ranks in one process, so one process of a launch is enough.
         sys.exit(
             show_broken(options, rules, case, **world) if os.environ.get("RANK", "0") == "0" else 0
         )
     return options
+
+
+def need_simulator(parser, option):
+    """Exit with an error unless kernels run in the simulator, which `option` needs."""
+    if not INTERPRETED:
+        start = "start it with 'launch.sh' or 'python -m tdcoll run', and '--simulate --nproc 1'"
+        parser.error(f"{option}: expected the simulator, but TRITON_INTERPRET isn't 1; {start}")
 
 
 def show_broken(options, rules, case, **world):

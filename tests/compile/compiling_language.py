@@ -153,10 +153,11 @@ def compile_compat() -> dict[str, Any]:
 def compile_tutorials() -> list[str]:
     sys.path.insert(0, str(TESTS / "tutorials"))
     load = importlib.import_module("loading").load
-    notify, gather, reduce = (
+    notify, gather, reduce, matmul = (
         load("01-notify-and-wait"),
         load("02-all-gather"),
         load("05-all-reduce"),
+        load("06-all-gather-matmul"),
     )
     types = {
         **dict.fromkeys(
@@ -175,8 +176,21 @@ def compile_tutorials() -> list[str]:
         reduce.one_shot: sums,
         reduce.two_shot: sums,
     }
+    tile = {"M": 128, "N": 128, "K": 64}
+    rules = {"WAITS": 1, "PER_PIECE": 1, "SIGNAL_LAST": True, "SENDERS_FIRST": True}
+    operands = types | dict.fromkeys(("source", "inbox", "x", "weight", "out"), "*bf16")
     return [
-        kernel.__name__
-        for kernel, constants in kernels_of.items()
-        if compile_for(kernel, 90, constants, types)
+        *(
+            kernel.__name__
+            for kernel, constants in kernels_of.items()
+            if compile_for(kernel, 90, constants, types)
+        ),
+        *(
+            kernel.__name__
+            for kernel, constants in {
+                matmul.my_all_gather_matmul: tile | rules,
+                matmul.my_matmul: tile,
+            }.items()
+            if compile_for(kernel, 90, constants, operands, aligned=True)
+        ),
     ]

@@ -465,7 +465,14 @@ def test_kernels_in_the_style_of_triton_distributed(hopper) -> None:
 
 
 def test_kernels_of_tutorials(hopper) -> None:
-    assert hopper["tutorials"] == ["queue", "my_all_gather", "one_shot", "two_shot"]
+    assert hopper["tutorials"] == [
+        "queue",
+        "my_all_gather",
+        "one_shot",
+        "two_shot",
+        "my_all_gather_matmul",
+        "my_matmul",
+    ]
 
 
 def test_loads_stay_behind_their_waits(compiled) -> None:

@@ -18,12 +18,13 @@ from tdcoll.testing import World, first_failure
 from tdcoll.tools.measure import timing
 
 helpers = load("helpers")
-NOTIFY, ALL_GATHER, ALL_REDUCE = (
+NOTIFY, ALL_GATHER, ALL_REDUCE, MATMUL = (
     load("01-notify-and-wait"),
     load("02-all-gather"),
     load("05-all-reduce"),
+    load("06-all-gather-matmul"),
 )
-WITH_RULES = [NOTIFY, ALL_GATHER, ALL_REDUCE]
+WITH_RULES = [NOTIFY, ALL_GATHER, ALL_REDUCE, MATMUL]
 
 
 def name(value):
@@ -34,6 +35,7 @@ def name(value):
 
 GATHERED = ["all_gather_", "all_gather_into_tensor", "time"]
 REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
+MULTIPLIED = ["my all-gather + matmul", "MLP", "time"]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,8 @@ REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
             ],
         ),
         slow_tier(ALL_REDUCE, 3, 2, ["3 rank(s) on 2 node(s) (2 + 1)", *REDUCED]),
+        (MATMUL, 2, 1, ["2 rank(s) on 1 node(s)", *MULTIPLIED]),
+        slow_tier(MATMUL, 4, 2, ["4 rank(s) on 2 node(s) (2 + 2)", *MULTIPLIED]),
     ],
     ids=name,
 )
@@ -135,7 +139,8 @@ def test_every_rule_is_needed(module, rule, capsys):
     seed = re.search(r"^caught with seed (\d+):\n  seed \1, weak", told, re.M)
     assert seed, told
     assert told.endswith(f"--break {rule} --seed {seed[1]}\n")
-    assert ("Deadlock" in told) == (rule in ("at-least", "waiter-last"))
+    assert ("Deadlock" in told) == (rule in ("at-least", "waiter-last", "senders-first"))
+    assert re.search(r"(Deadlock|AssertionError|CollectiveTimeout): ", told), told
 
 
 def test_a_seed_is_replayed_with_its_timeline(tmp_path, monkeypatch, capsys):
@@ -145,6 +150,22 @@ def test_a_seed_is_replayed_with_its_timeline(tmp_path, monkeypatch, capsys):
     assert ended.value.code == 0
     assert "AssertionError: my_all_gather: 20 of 80 numbers are wrong" in capsys.readouterr().err
     assert json.loads((tmp_path / "two-slots-0.json").read_text())["traceEvents"]
+
+
+def test_a_timeline_has_pieces_and_waits(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "tiles.json"
+    MATMUL.main(["--timeline", str(path)])
+    assert "3 calls on 3 ranks" in capsys.readouterr().out
+    events = json.loads(path.read_text())["traceEvents"]
+    begun = [event["name"] for event in events if event["ph"] == "b"]
+    sent = [name for name in begun if re.match(r"put\+signal inbox\[.* -> pe\d", name)]
+    assert len(sent) == 3 * 3 * 2 * 2, begun  # calls, ranks, peers, pieces
+    waits = [event for event in events if re.match(r"wait .*signals", event["name"])]
+    assert {event["pid"] for event in waits} == {0, 1, 2}
+    monkeypatch.setattr(helpers, "INTERPRETED", False)
+    with pytest.raises(SystemExit):
+        MATMUL.main(["--timeline", str(path)])
+    assert "--timeline: expected the simulator" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -226,6 +247,27 @@ def test_checks_of_the_collectives_fail_on_wrong_data():
     other.view(torch.int32)[4] ^= 1
     with pytest.raises(AssertionError, match="a bit: 1 of 10 numbers are wrong"):
         ALL_REDUCE.check("a bit", other, total)
+
+
+def test_checks_of_the_matmul_fail_on_wrong_data(monkeypatch):
+    sizes = ((32, 16, 16), (16, 16, 16), 3, 1, 2)
+    World(2).run(lambda pe: MATMUL.run_mine(*sizes, 2, pe, "cpu"))
+    unfused = MATMUL.unfused
+
+    def of_other_rows(every, *rest):
+        return unfused(every.roll(1, 0), *rest)
+
+    monkeypatch.setattr(MATMUL, "unfused", of_other_rows)
+    with pytest.raises(AssertionError, match=r"call 0: 10\d\d of 1024 numbers are wrong"):
+        World(2).run(lambda pe: MATMUL.run_mine(*sizes, 2, pe, "cpu"))
+
+
+def test_predictions_of_the_matmul():
+    """The numbers of the text, and that a slow link is the longer part."""
+    found = MATMUL.predicted_us(2048, 8192, 3584, 2)
+    assert [round(us) for us in found.values()] == [396, 302]
+    few_columns = MATMUL.predicted_us(2048, 8192, 256, 8)
+    assert few_columns["predicted, one kernel"] > 7 * 2048 * 8192 * 2 / 390e3
 
 
 # ---------------------------------------------------------------------- times
