@@ -63,6 +63,25 @@ def requested_blocks(row: Row) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bars:
+    """A picture of bars: times as multiples of a baseline's.
+
+    Attributes:
+        unit: The baseline whose time is 1.
+        unit_name: The same in words.
+        names: The algorithms and baselines that have a bar, and what the legend calls them.
+        panel: The panel of a row.
+        size: The place of a row in its panel, in words.
+    """
+
+    unit: str
+    unit_name: str
+    names: dict[str, str]
+    panel: Text
+    size: Text
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout(Columns):
     """How a benchmark's rows are shown on the terminal, in tables and in pictures.
 
@@ -76,9 +95,10 @@ class Layout(Columns):
         scale: number of units in a microsecond.
         floor: lower bound of a row's time, in microseconds; None if not known.
         floor_text: explanation of the lower bound.
-        x: place of a row on a picture's axis; None if there are no pictures.
+        x: place of a row on a picture's axis; None if there are no curves.
         x_text: label of a place.
         panel: the line and the column of panels that a row belongs to.
+        bars: the picture if it has no curves, since sizes have no order; None if there are none.
     """
 
     title: str
@@ -92,6 +112,7 @@ class Layout(Columns):
     x: Callable[[Row], int] | None = None
     x_text: Callable[[int], str] = "{:,}".format
     panel: Callable[[Row], tuple[str, str]] = lambda row: ("", launch_name(row))
+    bars: Bars | None = None
 
     def size_of(self, row: Row) -> tuple[str, ...]:
         """Return the size of a row, in words."""

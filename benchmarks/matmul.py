@@ -25,7 +25,7 @@ import torch.distributed as dist
 import tdcoll
 from benchmarks import parsing
 from benchmarks.dense_baselines import require_nccl
-from benchmarks.layout import Layout
+from benchmarks.layout import Bars, Layout
 from tdcoll import fused
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.fused.matmul.policy import ALGORITHMS, CHUNKS, GATHER, NAMES, REDUCE, SCATTER
@@ -200,6 +200,17 @@ class MatmulBenchmark(Benchmark):
         },
         shown=("auto", ALONE, COLLECTIVE, IN_A_ROW, TORCH),
         about=fact("{operation} of {dtype}"),
+        bars=Bars(
+            unit=ALONE,
+            unit_name="cuBLAS alone",
+            names={
+                "auto": "tdcoll",
+                TORCH: "PyTorch's fused operators",
+                IN_A_ROW: "cuBLAS and NCCL in a row",
+            },
+            panel=fact("{operation}"),
+            size=fact("{rows:,} rows\n{depth:,} deep\n{columns:,} columns"),
+        ),
     )
 
     @classmethod

@@ -34,7 +34,7 @@ _WRITERS = {
 _BLOCK = re.compile(
     r"^(<!-- report: (\S+)( brief| losses)? -->\n)(.*?)^<!-- /report -->$", re.M | re.S
 )
-_PICTURE = re.compile(r"\]\((?:docs/)?results/([\w.-]+)\.png\)")
+_PICTURE = re.compile(r"\]\((?:docs/)?results/((?:[\w.-]+/)*[\w.-]+)\.png\)")
 
 
 def _documents(root: Path) -> dict[Path, str]:

@@ -13,6 +13,7 @@ import pandas as pd
 
 from benchmarks import registry
 from benchmarks.layout import (
+    Bars,
     Layout,
     floor_of,
     label_name,
@@ -120,11 +121,11 @@ def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = ()) ->
 
     Both axes are logarithmic. Rows of ``--blocks`` are drawn over multiprocessors instead, if
     ``only`` is empty, with a panel for each size. Of matmuls beside all-gathers, the time that
-    these add is drawn.
+    these add is drawn. Matmuls that communicate have bars instead of curves.
 
     Args:
         only: algorithms and baselines to draw; if empty, tdcoll's columns and all baselines, or a
-            layout's if these are too many.
+            layout's if these are too many. Bars are always the layout's.
 
     Raises:
         ValueError: nothing was timed, there are more than :data:`MAX_CURVES` curves, or the
@@ -132,7 +133,7 @@ def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = ()) ->
     """
     layout: Layout = registry.layout(head["benchmark"])
     is_beside = head["benchmark"] == "beside"
-    if layout.x is None and not is_beside:
+    if layout.x is None and layout.bars is None and not is_beside:
         raise ValueError(
             f"expected a benchmark over sizes, got {head['benchmark']}, which has no pictures"
         )
@@ -143,6 +144,8 @@ def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = ()) ->
     with rc_context(_STYLE):
         if is_beside:
             return _draw_added(head, timed, layout, only)
+        if layout.bars is not None:
+            return _draw_bars(head, timed, layout, layout.bars)
         if not only and any(requested_blocks(row) for row in timed):
             return _draw_by_blocks(head, timed, layout)
         return _draw_by_size(head, timed, layout, only)
@@ -343,6 +346,48 @@ def _draw_added(head: dict[str, Any], rows: list[Row], layout: Layout, only: Seq
         axis.set_xlim(-0.5, len(labels) - 0.2)
         axis.grid(True, axis="y", alpha=0.35)
     axes[0][0].set_ylabel(f"added to the matmuls, {layout.unit}\n(lower is better; line: median)")
+    return figure
+
+
+def _draw_bars(head: dict[str, Any], rows: list[Row], layout: Layout, bars: Bars) -> Any:
+    """Return bars of times as multiples of a baseline's, whose own time stands below them."""
+    graphs = [row for row in rows if row.launch == "graph"]
+    times = {
+        (bars.panel(row), bars.size(row), row.algorithm): layout.time_of(row) or 0.0
+        for row in graphs
+    }
+    places = [(panel, size) for panel, size, name in times if name == bars.unit]
+    if not places:
+        raise ValueError(f"nothing to plot: expected rows of {bars.unit} with times, got none")
+    panels = list(dict.fromkeys(panel for panel, _ in places))
+    title = f"{layout.title}, {machine_name(head, graphs[0])}, {launch_name(graphs[0])}"
+    figure, axes = _panels(title, len(panels), 1, sharey=True)
+    figure.set_size_inches(9.0, 1.0 + 2.9 * len(panels))
+    colours = [_OUR_COLOURS[0], *_BASELINE_COLOURS]
+    width = 0.8 / len(bars.names)
+    for axis, panel in zip(axes.flat, panels, strict=True):
+        sizes = [size for place, size in places if place == panel]
+        for number, (algorithm, name) in enumerate(bars.names.items()):
+            found = [
+                (place, times[panel, size, algorithm] / times[panel, size, bars.unit])
+                for place, size in enumerate(sizes)
+                if times.get((panel, size, algorithm))
+            ]
+            if not found:
+                continue
+            offset = (number + 0.5) * width - 0.4
+            x = [place + offset for place, _ in found]
+            drawn = axis.bar(x, [height for _, height in found], width, color=colours[number])
+            drawn.set_label(name)
+            axis.bar_label(drawn, fmt="%.2f", fontsize=8)
+        axis.axhline(1, color="black", linewidth=1.0, linestyle=":")
+        labels = [f"{size}\n{times[panel, size, bars.unit]:.0f} {layout.unit}" for size in sizes]
+        axis.set_xticks(range(len(sizes)), labels, fontsize=9)
+        axis.set_title(panel)
+        axis.set_ylabel(f"time / {bars.unit_name}")
+        axis.grid(True, axis="y", alpha=0.35)
+    axes[-1][0].set_xlabel(f"last line: time of {bars.unit_name} (bars: lower is better)")
+    _add_legend(figure, axes)
     return figure
 
 

@@ -51,11 +51,11 @@ from tdcoll.language import INTERPRETED
 # Each GPU sends at most 390 GB/s, or 361 to a single peer. A large matmul of cuBLAS was seen at 800 TFLOP/s on an
 # H200. With the two parts in a row their times add up. In one kernel the link and the tensor cores work at the same
 # time, so the longer of the two remains, if nothing has to wait. For example, two ranks with 2048 rows each, a
-# depth of 8192 and 3584 columns take 93 µs on the link and 301 µs on the tensor cores. So one kernel can save at most
-# 93 of 396 µs. It has 150 µs to hide them in, because half of the rows are its own and need no link.
+# depth of 8192 and 3584 columns take 93 µs on the link and 301 µs on the tensor cores. One kernel can therefore save at
+# most 93 of 396 µs. There is time to hide them, because a rank's own rows need no link and take 150 µs.
 #
-# With few columns or a slow link, the link is the longer part, and the tensor cores wait. With few rows, the launch
-# and the hop count, and cuBLAS cuts the depth into parts to use all of the GPU, so the two parts in a row are faster.
+# If there are few columns or the link is slow, the tensor cores wait. If there are few rows, the two parts in a row are
+# faster, because cuBLAS cuts the depth into parts to use all of the GPU.
 
 TFLOPS = 800.0
 """Rate of a large bfloat16 matmul on an H200, in TFLOP/s."""
@@ -86,8 +86,9 @@ def predicted_us(rows, depth, columns, world):
 # Rank r - 1 sends to rank r first, and rank r - 2 sends to it next, so rank r takes the shards in the order in which
 # they arrive. While the first pieces are on their way, the workers have the tiles of the own shard to compute.
 #
-# A tile is a loop over the depth, from the first to the last element, in float32. No rank cuts the depth. So the bits
-# of a row depend on nothing but the row and the weight: not on who has sent it, nor on when it arrived.
+# A tile is a loop over the depth, from the first to the last element, in float32. The bits of a row
+# depend only on the row and the weight, because no rank cuts the depth. It doesn't matter which rank sent the row, or
+# when.
 
 
 @tdcoll.jit
@@ -180,8 +181,8 @@ def my_all_gather_matmul(
 #    the senders of others. If the GPUs had no capacity for all thread blocks and workers came first, all ranks would
 #    wait for senders that never start.
 #
-# Nobody waits for us to have read the inbox, because every call of every rank waits for all others' pieces, as in the
-# second tutorial. So the kernel has no barrier.
+# The kernel needs no barrier between ranks. Every call waits for the pieces of all other ranks, so a rank that begins
+# call 3 knows that all others have read the rows of call 1, as in the second tutorial.
 
 
 class MyAllGatherMatmul:
@@ -320,8 +321,9 @@ def case(changes=()):
 # With `--timeline tiles.json` the simulator runs the kernel on three ranks and writes a timeline for
 # https://ui.perfetto.dev: each rank with its thread blocks, their waits, and the pieces on their way. The sender of
 # each rank is thread block 0. The first tiles of the workers have no wait, the later ones have one, and a wait ends
-# when its signal is there. Steps of the simulator are not times: the timeline shows the order of events, and which
-# signal a wait waits for. The simulator has drawn three calls on two ranks, of two pieces each:
+# when its signal is there. It shows the order of events, but no times, because its unit is a step of the simulator.
+#
+# The simulator has drawn three calls on two ranks, of two pieces each:
 #
 # .. image:: /figures/all-gather-matmul.svg
 #    :alt: Three calls: both ranks send pieces, multiply their own rows, and then wait for the other's pieces

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from results import H200, blocks_example, example, head, peer, row, sparse_example
+from results import H200, blocks_example, example, head, peer, row, row_of, sparse_example
 
 from benchmarks import plots, tables
 from benchmarks.backend_calls import beside_rows
@@ -89,6 +89,38 @@ def test_results_by_thread_blocks_over_sizes_and_in_a_table() -> None:
     assert "| calls | 1 KB | SMs | 4 KB | SMs |" in text
     assert "| tdcoll loop 8 blocks | 10.0 | 8 | 20.0 | 8 |" in text
     assert "| NCCL | 6.00 | | – | |" in text
+
+
+def test_matmuls_are_bars_relative_to_the_matmul_alone() -> None:
+    def timed(algorithm: str, us: float | None, rows: int, call: str, **more: Any) -> Any:
+        facts = {"operation": call, "rows": rows, "depth": 64, "columns": 32, "dtype": "bfloat16"}
+        return row_of(algorithm, us, facts, **more)
+
+    rows = [
+        timed("cublas-alone", 10.0, 128, "all_gather_matmul", peer=True),
+        timed("auto", 15.0, 128, "all_gather_matmul"),
+        timed("fused", 11.0, 128, "all_gather_matmul"),
+        timed("nccl", 30.0, 128, "all_gather_matmul", peer=True),
+        timed("auto", 99.0, 128, "all_gather_matmul", launch="eager"),
+        timed("cublas-alone", 20.0, 1024, "all_gather_matmul", peer=True),
+        timed("auto", 25.0, 1024, "all_gather_matmul"),
+        timed("nccl", None, 1024, "all_gather_matmul", peer=True, check="failed"),
+        timed("cublas-alone", 7.0, 8, "matmul_all_reduce", peer=True),
+        timed("auto", 21.0, 8, "matmul_all_reduce"),
+        timed("auto", 21.0, 16, "matmul_all_reduce"),  # without the matmul alone
+    ]
+    gather, reduce = plots.draw(head("matmul", H200), rows).axes
+    assert (gather.get_title(), reduce.get_title()) == ("all_gather_matmul", "matmul_all_reduce")
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in gather.containers}
+    assert heights == {"tdcoll": [1.5, 1.25], "cuBLAS and NCCL in a row": [3.0]}
+    assert [[bar.get_height() for bar in bars] for bars in reduce.containers] == [[3.0]]
+    ticks = [label.get_text() for label in gather.get_xticklabels()]
+    assert ticks == [
+        "128 rows\n64 deep\n32 columns\n10 µs",
+        "1,024 rows\n64 deep\n32 columns\n20 µs",
+    ]
+    with pytest.raises(ValueError, match="nothing to plot: expected rows of cublas-alone"):
+        plots.draw(head("matmul", H200), rows[1:3])
 
 
 def test_matmuls_beside_all_gathers_show_what_each_round_added() -> None:

@@ -321,10 +321,13 @@ def test_pictures_are_written(tmp_path: Path, capsys: Any) -> None:
         "[z](https://x.y/results/c.png)",
     ]
     checkout(tmp_path, " ".join(links))
-    assert pictures(tmp_path) == ["a"]
+    (tmp_path / "docs/results/folder").mkdir()
+    results = tmp_path / "docs/results"
+    (results / "folder/b.json").write_bytes((results / "a.json").read_bytes())
+    assert pictures(tmp_path) == ["a", "folder/b"]
     assert main(["--write", str(tmp_path)]) == 0
     assert main([str(tmp_path / "docs/results/a.json"), "--plot", str(tmp_path / "c.png")]) == 0
-    for picture in ("docs/results/a.png", "c.png"):
+    for picture in ("docs/results/a.png", "docs/results/folder/b.png", "c.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     empty = write(tmp_path / "b.json", [row(8, "1d", None)], head())
     assert main([str(empty), "--plot", str(tmp_path / "b.png")]) == 1
