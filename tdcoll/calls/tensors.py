@@ -17,6 +17,25 @@ if TYPE_CHECKING:
 
 _STRIDED = torch.strided
 
+_KERNEL_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
+"""Dtypes whose numbers kernels can load."""
+
 
 def usable(tensor: torch.Tensor, device: torch.device) -> bool:
     """Return whether kernels on ``device`` can take the bytes of a tensor as they are."""
@@ -57,6 +76,17 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
         f"{name} must be contiguous; got shape {list(tensor.shape)} with strides "
         f"{tensor.stride()}. Pass {name}.contiguous()"
     )
+
+
+def check_readable(name: str, tensor: Any, device: torch.device) -> None:
+    """Raise unless ``tensor`` is one that code of the caller's in a kernel on ``device`` can
+    read."""
+    check_tensor(name, tensor, device)
+    if tensor.dtype not in _KERNEL_DTYPES:
+        raise TypeError(
+            f"{name} must be of a dtype that Triton has; got {tensor.dtype}. Pass its bytes or "
+            "numbers, such as torch.view_as_real() of a complex tensor"
+        )
 
 
 def check_fits(

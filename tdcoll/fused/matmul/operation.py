@@ -16,7 +16,7 @@ from tdcoll.calls.implicit import ContextSize, PlannedContext, implicit_context,
 from tdcoll.calls.operation import PreparedCall, Request
 from tdcoll.calls.plan import Facts
 from tdcoll.calls.spec import Collective
-from tdcoll.calls.tensors import check_fits, check_tensor
+from tdcoll.calls.tensors import check_fits, check_readable, check_tensor
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
@@ -222,7 +222,7 @@ class MatmulOperation(FusedOperation):
                     raise ValueError(f"out must not overlap {name}")
         for name, tensor in tensors.items():
             if name.startswith("extra."):
-                check_tensor(name, tensor, ctx.device)
+                check_readable(name, tensor, ctx.device)
         arguments.instance("algorithm", options.algorithm, (str, MatmulPlan), "a str")
 
     def result_shape(self, request: Request, world: int) -> tuple[int, ...]:
