@@ -28,6 +28,7 @@ NODES = ("--emulate-nodes", "2")
         slow_tier("dense", 4, NODES),
         slow_tier("fused", 3, NODES),
         slow_tier("operators", 3, NODES),
+        slow_tier("dtensor", 2, ()),
         slow_tier("hang", 3, ()),
         slow_tier("language stores_and_waits words", 3, ()),
         slow_tier("sparse sparse_contexts", 2, ()),

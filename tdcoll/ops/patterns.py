@@ -10,6 +10,13 @@
 Collectives are tdcoll's operators or PyTorch's functional collectives, as DTensor calls them, over
 the first dimension and by a sum. Between a collective and a matmul there may be views that keep the
 last dimension. Graphs are Dynamo's, or those of aten operators that Inductor gets.
+
+If DTensor gathers or scatters another dimension, such as the sequence of ``[batch, sequence,
+hidden]``, it *moves* the ranks' parts between the first dimension and that one, by a split and a
+concatenation. A matmul keeps rows apart, so the move changes places with it::
+
+    linear(move(all_gather(x)))          = move(all_gather_matmul(x))
+    reduce_scatter(move(linear(x)))      = matmul_reduce_scatter(move(x))
 """
 
 from __future__ import annotations
@@ -32,6 +39,7 @@ _TRANSPOSES = (torch.t, _aten.t.default)
 _PERMUTES = (_aten.permute.default, torch.permute)
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, torch.reshape)
 _METHODS = (("call_method", "view"), ("call_method", "reshape"))
+_SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
 _HARMLESS = (operator.getitem,)
 
 _REDUCTIONS = {
@@ -71,6 +79,32 @@ class _Product(NamedTuple):
     bias: fx.Node | None
     depth_first: bool
     nodes: tuple[fx.Node, ...]
+
+
+class _Move(NamedTuple):
+    """A split into equal parts along one dimension and their concatenation along another.
+
+    Attributes:
+        source: The node of what is split.
+        parts: Number of parts.
+        split_dim, cat_dim: The dimensions, neither of which is the last one.
+        nodes: Its own nodes, the last one first.
+    """
+
+    source: fx.Node
+    parts: int
+    split_dim: int
+    cat_dim: int
+    nodes: tuple[fx.Node, ...]
+
+    def of(self, graph: fx.Graph, value: fx.Node) -> fx.Node:
+        """Return the same move of another value, which differs in the last dimension only."""
+        example = seen(self.source)
+        assert example is not None
+        size = example.shape[self.split_dim] // self.parts
+        split = graph.call_function(_aten.split.Tensor, (value, size, self.split_dim))
+        parts = [graph.call_function(operator.getitem, (split, i)) for i in range(self.parts)]
+        return graph.call_function(_aten.cat.default, (parts, self.cat_dim))
 
 
 def seen(node: Any) -> torch.Tensor | None:
@@ -135,6 +169,33 @@ def _through_views(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
         views.append(node)
         node = node.args[0]
     return node, tuple(views)
+
+
+def _move(node: Any) -> _Move | None:
+    """Return the move that a node is the result of."""
+    if not _is_call(node, (_aten.cat.default,)) or node.kwargs:
+        return None
+    parts, *dimension = node.args
+    cat_dim = dimension[0] if dimension else 0
+    if not parts or not all(_is_call(part, (operator.getitem,)) for part in parts):
+        return None
+    split = parts[0].args[0]
+    if not _is_call(split, _SPLITS) or split.kwargs:
+        return None
+    if [part.args for part in parts] != [(split, i) for i in range(len(parts))]:
+        return None
+    split_dim = split.args[2] if len(split.args) > 2 else 0
+    whole = seen(split.args[0])
+    examples = [seen(part) for part in parts]
+    if whole is None or any(example is None for example in examples):
+        return None
+    sizes = [example.shape[split_dim] for example in examples if example is not None]
+    last = whole.dim() - 1
+    if len(set(sizes)) != 1 or sum(sizes) != whole.shape[split_dim]:
+        return None
+    if not (0 <= split_dim < last and 0 <= cat_dim < last and split_dim != cat_dim):
+        return None
+    return _Move(split.args[0], len(parts), split_dim, cat_dim, (node, *reversed(parts), split))
 
 
 def _transposed(node: Any) -> fx.Node | None:
@@ -216,17 +277,27 @@ def _fuse_gather(node: fx.Node, functional: bool) -> bool:
     if product is None or not _can_replace(product):
         return False
     source, views = _through_views(product.x)
+    move = _move(source) if functional else None
+    if move is not None:
+        source = move.source
+        views = (*views, *move.nodes)
     gather = _collective(source, "all_gather")
     if gather is None or seen(gather.source) is None or seen(gather.source).dim() < 2:  # type: ignore[union-attr]
         return False
     own = (*product.nodes, *views, *reversed(gather.nodes))
     if not functional and not _nothing_between(gather.nodes[0], node, set(own)):
         return False
+    # If all operands are there when the rows are gathered, later uses of these needn't gather.
+    place = node
+    if functional and _stand_before((product.weight, product.bias), gather.result):
+        place = gather.result.next
+    if move is not None and (place is node or not _is_of_ranks(move, gather)):
+        return False
     graph = node.graph
     kept = any(user not in (*views, node) for user in gather.result.users) or any(
         user not in own for view in views for user in view.users
     )
-    with graph.inserting_before(node):
+    with graph.inserting_before(place):
         arguments = (
             gather.source,
             product.weight,
@@ -237,17 +308,39 @@ def _fuse_gather(node: fx.Node, functional: bool) -> bool:
         )
         both = graph.call_function(_tdcoll.all_gather_matmul.default, arguments)
         result = graph.call_function(operator.getitem, (both, 0))
-        made = _viewed(graph, result, node)
-        if kept:
+        gathered = graph.call_function(operator.getitem, (both, 1)) if kept else None
+        made = _viewed(graph, result if move is None else move.of(graph, result), node)
+        if gathered is not None:
             # Earlier uses keep the all-gather; later ones take what the operator has gathered.
-            gathered = graph.call_function(operator.getitem, (both, 1))
             gathered.meta = dict(gather.result.meta)
             _use_later(gather.result, gathered)
-            for view in reversed(views):
-                gathered = _viewed(graph, gathered, view)
-                _use_later(view, gathered)
+            if place is node:
+                for view in reversed(views):
+                    gathered = _viewed(graph, gathered, view)
+                    _use_later(view, gathered)
     _replace(node, made, own)
     return True
+
+
+def _stand_before(nodes: tuple[fx.Node | None, ...], last: fx.Node) -> bool:
+    """Return whether all nodes stand before another one."""
+    missing = {node for node in nodes if node is not None}
+    for node in last.graph.nodes:
+        if node is last:
+            break
+        missing.discard(node)
+    return not missing
+
+
+def _is_of_ranks(move: _Move, collective: _Collective) -> bool:
+    """Return whether the parts of a move are the ranks' parts of a collective over the first
+    dimension: of the result of a gather, or of the input of a scatter."""
+    first, last = seen(collective.source), seen(collective.result)
+    if first is None or last is None:
+        return False
+    few, many = sorted((first.shape[0], last.shape[0]))
+    moved = move.split_dim if many == last.shape[0] else move.cat_dim
+    return moved == 0 and few * move.parts == many
 
 
 def _use_later(old: fx.Node, new: fx.Node) -> None:
@@ -259,17 +352,27 @@ def _use_later(old: fx.Node, new: fx.Node) -> None:
         node = node.next
 
 
-def _fuse_reduction(node: fx.Node, kind: str, target: Any) -> bool:
+def _fuse_reduction(node: fx.Node, kind: str, target: Any, functional: bool) -> bool:
     """Replace a collective that reduces a product."""
     collective = _collective(node, kind)
     if collective is None:
         return False
     source, views = _through_views(collective.source)
+    move = None
+    if functional and kind == "reduce_scatter" and not views:
+        move = _move(source)
+    if move is not None:
+        *joined, split = move.nodes
+        used_once = len(split.users) == move.parts and all(len(one.users) == 1 for one in joined)
+        if not used_once or not _is_of_ranks(move, collective):
+            return False
+        source, views = _through_views(move.source)
     product = _product(source)
     # The bias would be added once for each rank.
     if product is None or product.bias is not None or not _can_replace(product):
         return False
-    if any(len(link.users) != 1 for link in (source, *views)):
+    moved = () if move is None else move.nodes
+    if any(len(link.users) != 1 for link in (source, *views) if link not in moved):
         return False
     example = seen(collective.source)
     if example is None or example.dim() < 2:
@@ -277,9 +380,17 @@ def _fuse_reduction(node: fx.Node, kind: str, target: Any) -> bool:
     graph = node.graph
     # At the place of the matmul, where its operands have not been written to yet.
     with graph.inserting_before(source):
-        arguments = (product.x, product.weight, None, product.depth_first, collective.group)
+        x = product.x
+        if move is not None:
+            tall = seen(move.source)
+            short = seen(x)
+            assert tall is not None
+            assert short is not None
+            sizes = [*tall.shape[:-1], short.shape[-1]]
+            x = move.of(graph, graph.call_function(_aten.reshape.default, (x, sizes)))
+        arguments = (x, product.weight, None, product.depth_first, collective.group)
         made = _viewed(graph, graph.call_function(target, arguments), node)
-    _replace(node, made, (*reversed(collective.nodes), *views, *product.nodes))
+    _replace(node, made, (*reversed(collective.nodes), *moved, *views, *product.nodes))
     return True
 
 
@@ -295,7 +406,7 @@ def fuse_matmuls(graph: fx.Graph, *, functional: bool = False) -> int:
             continue
         found = _fuse_gather(node, functional)
         for kind, target in _REDUCTIONS.items():
-            found = found or _fuse_reduction(node, kind, target)
+            found = found or _fuse_reduction(node, kind, target, functional)
         count += found
     if count:
         graph.lint()

@@ -190,6 +190,7 @@ def test_graphs_behind_autograd(pe: int, pytorch_group: None) -> None:
 
     def compiler(module: torch.fx.GraphModule, inputs: Any) -> Any:
         found.append(fuse_matmuls(module.graph, functional=True))
+        assert count(module.graph, COLLECTIVES) == 0, "rows are gathered once, for both matmuls"
         module.recompile()
         return make_boxed_func(module.forward)
 
@@ -212,6 +213,94 @@ def test_graphs_behind_autograd(pe: int, pytorch_group: None) -> None:
     (torch.relu(wanted @ W1.t()) @ W2.t()).square().sum().backward()
     assert torch.equal(x.grad, wanted.grad)
     assert found == [2, 2]
+
+
+# ---------------------------------------------------------------------- other dimensions
+
+
+@pytest.fixture
+def group_of_two() -> Iterator[None]:
+    """A group that only traces."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def layer_over(dimension: int) -> Callable[..., torch.Tensor]:
+    """Return an MLP whose rows are shared out over a dimension of ``x``, as DTensor does it."""
+
+    def layer(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        group = dist.group.WORLD
+        every = functional.all_gather_tensor(x, dimension, group)
+        inner = torch.relu(nn.functional.linear(every, first))
+        product = nn.functional.linear(inner, second)
+        return functional.reduce_scatter_tensor(product, "sum", dimension, group)
+
+    return layer
+
+
+def reversed_parts(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The parts change places."""
+    group = dist.group.WORLD
+    low, high = functional.all_gather_tensor(x, 0, group).split(x.shape[0])
+    product = nn.functional.linear(nn.functional.linear(torch.cat([high, low], 1), first), second)
+    low, high = product.split(x.shape[1], 1)
+    return functional.reduce_scatter_tensor(torch.cat([high, low]), "sum", 0, group)
+
+
+def smaller_parts(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Parts that are not those of the ranks: their rows come from and go to others."""
+    group = dist.group.WORLD
+    parts = functional.all_gather_tensor(x, 0, group).split(x.shape[0] // 2)
+    product = nn.functional.linear(nn.functional.linear(torch.cat(parts, 1), first), second)
+    parts = product.split(x.shape[1] // 2, 1)
+    return functional.reduce_scatter_tensor(torch.cat(parts), "sum", 0, group)
+
+
+def unequal_parts(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    group = dist.group.WORLD
+    parts = nn.functional.linear(nn.functional.linear(x, first), second).split([4, 2], 1)
+    moved = torch.cat([parts[0], torch.cat([parts[1], parts[1]], 1)])
+    return functional.reduce_scatter_tensor(moved, "sum", 0, group)
+
+
+def parts_with_other_uses(
+    x: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+) -> torch.Tensor:
+    """The product is needed by itself."""
+    group = dist.group.WORLD
+    parts = nn.functional.linear(nn.functional.linear(x, first), second).split(3, 1)
+    return functional.reduce_scatter_tensor(torch.cat(parts), "sum", 0, group) + parts[1].sum()
+
+
+@pytest.mark.parametrize(
+    ("layer", "fused"),
+    [
+        (layer_over(0), 2),
+        (layer_over(1), 2),
+        (layer_over(2), 2),
+        (reversed_parts, 0),
+        (smaller_parts, 0),
+        (unequal_parts, 0),
+        (parts_with_other_uses, 0),
+    ],
+    ids=["0", "1", "2", "reversed", "smaller", "unequal", "used"],
+)
+def test_rows_shared_out_over_any_dimension(
+    group_of_two: None, layer: Callable[..., torch.Tensor], fused: int
+) -> None:
+    """The graph that is traced for two ranks; ``tests/workers/dtensor_checks.py`` runs it."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.ones(4, 6, 8, 32) if layer.__name__ == "layer" else torch.ones(4, 6, 32)
+    graph = make_fx(layer, tracing_mode="fake")(x, W1, W2).graph
+    before = count(graph, COLLECTIVES)
+    assert fuse_matmuls(graph, functional=True) == fused
+    graph.eliminate_dead_code()
+    assert count(graph, FUSED) == fused
+    assert count(graph, COLLECTIVES) == before - fused
 
 
 # ---------------------------------------------------------------------- layers
