@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits that policies, contexts, tables and kernels share, and the names of the dense
-collectives."""
+"""Limits that policies, contexts, tables and kernels share, and the names of the dense collectives
+and of the matmuls that communicate."""
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
 """The dense collectives: each is a folder of :mod:`tdcoll.collectives` with a ``spec``."""
+
+MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+"""The matmuls that communicate: functions of :mod:`tdcoll.fused`."""
 
 MAX_CHUNKS = 512
 """The most chunks of one rank's data, if a context is not made for another number; each has its own

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll.base import arguments
-from tdcoll.base.limits import COLLECTIVES, MAX_BLOCKS, MAX_CHUNKS
+from tdcoll.base.limits import COLLECTIVES, MATMULS, MAX_BLOCKS, MAX_CHUNKS
 
 VERSION = 5
 """Version 5 renamed fields. Those before 4 told eager calls from captured ones, so ranks could
@@ -43,11 +43,15 @@ class Entry:
     """A section's plan for calls up to one size; if a field is None, the policy decides.
 
     Attributes:
-        up_to: the most bytes of a segment that it holds for; if None, any number.
+        up_to: the most bytes of a segment that it holds for, or of a matmul the most rows of all
+            ranks; if None, any number.
         algorithm: one of the operation's.
         chunks, chunk: number of chunks of a segment, or bytes of one; at most one of the two.
         num_warps: warps of each thread block.
         blocks: thread blocks, at most, if any number works.
+        tile: of a matmul: rows and columns of a tile, and the depth of a step, for operands of two
+            bytes. ``num_stages`` and ``num_warps`` are given with it.
+        num_stages, pushers, lag: of a matmul, see :mod:`tdcoll.fused.matmul.policy`.
     """
 
     up_to: int | None
@@ -56,6 +60,10 @@ class Entry:
     chunk: int | None = None
     num_warps: int | None = None
     blocks: int | None = None
+    tile: tuple[int, int, int] | None = None
+    num_stages: int | None = None
+    pushers: int | None = None
+    lag: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,12 +96,29 @@ class Section:
     def where(self, entry: Entry) -> str:
         """Return the place of an entry, for messages."""
         said = ", ".join(f"{name} {json.dumps(getattr(self, name))}" for name in _KIND)
-        return f"{said}: entry up to {json.dumps(_written(entry.up_to))}"
+        return f"{said}: entry up to {json.dumps(self.written(entry.up_to))}"
+
+    def written(self, up_to: int | None) -> str | int | None:
+        """Return the size of an entry as files have it: bytes as a text, rows as a number."""
+        return up_to if self.operation in MATMULS else _written(up_to)
+
+
+def _is_tile(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    return all(type(size) is int and size in _TILE_SIZES for size in value)
 
 
 def _is_count(most: int | None = None) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and value > 0 and (most is None or value <= most)
 
+
+_TILE_SIZES = (16, 32, 64, 128, 256)
+_MOST_STAGES, _MOST_LAG = 8, 2
+
+_DENSE = ("chunks", "chunk", "num_warps", "blocks")
+_OF_MATMULS = ("tile", "num_stages", "num_warps", "pushers", "lag")
+"""Optional fields of the entries of dense collectives, and of matmuls."""
 
 _TEXT = (lambda value: isinstance(value, str)), "a text"
 _COUNT = _is_count(), "a whole number of at least 1"
@@ -109,7 +134,10 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "about": _TEXT,
     "tables": _LIST,
     "architecture": _TEXT,
-    "operation": (lambda value: value in COLLECTIVES, f"one of {', '.join(COLLECTIVES)}"),
+    "operation": (
+        lambda value: value in (*COLLECTIVES, *MATMULS),
+        f"one of {', '.join((*COLLECTIVES, *MATMULS))}",
+    ),
     "ranks_per_node": _COUNT,
     "nodes": _COUNT,
     "in_place": (lambda value: isinstance(value, bool), "true or false"),
@@ -124,6 +152,10 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"one of {', '.join(map(str, WARPS))}",
     ),
     "blocks": (_is_count(MAX_BLOCKS - 1), f"1 to {MAX_BLOCKS - 1}"),
+    "tile": (_is_tile, f"3 sizes of {', '.join(map(str, _TILE_SIZES))}"),
+    "num_stages": (_is_count(_MOST_STAGES), f"1 to {_MOST_STAGES}"),
+    "pushers": (_is_count(MAX_BLOCKS - 1), f"1 to {MAX_BLOCKS - 1}"),
+    "lag": (_is_count(_MOST_LAG), f"1 to {_MOST_LAG}"),
 }
 """For each field of a file, a check, and its condition in words for messages."""
 
@@ -156,12 +188,23 @@ def _fields(
 
 def _read_section(where: str, value: Any) -> Section:
     given = _fields(where, value, (*_KIND, "entries"), ("source",))
+    is_matmul = given["operation"] in MATMULS
+    if is_matmul and given["in_place"]:
+        raise _wrong(f"{where}: in_place", f"false for {given['operation']}", True)
+    optional = _OF_MATMULS if is_matmul else _DENSE
     entries: list[Entry] = []
     for number, one in enumerate(given.pop("entries")):
         at = f"{where}.entries[{number}]"
-        how = _fields(at, one, ("up_to", "algorithm"), ("chunks", "chunk", "num_warps", "blocks"))
+        how = _fields(at, one, ("up_to", "algorithm"), optional)
         if "chunks" in how and "chunk" in how:
             raise ValueError(f"{at}: expected chunks or chunk, got both")
+        if is_matmul:
+            if isinstance(one["up_to"], str):
+                raise _wrong(f"{at}: up_to", "a number of rows, or null", one["up_to"])
+            if len({"tile", "num_stages", "num_warps"} & {*how}) not in (0, 3):
+                raise _wrong(at, "tile, num_stages and num_warps together, or none of them", one)
+            if "tile" in how:
+                how["tile"] = tuple(how["tile"])
         if entries and (
             entries[-1].up_to is None or (how["up_to"] or 1 << 63) <= entries[-1].up_to
         ):
@@ -231,11 +274,10 @@ class Table:
             entries = []
             for entry in section.entries:
                 known = {name: value for name, value in vars(entry).items() if value is not None}
-                known |= {
-                    name: _written(getattr(entry, name))
-                    for name in ("up_to", "chunk")
-                    if name in known
-                }
+                if "up_to" in known:
+                    known["up_to"] = section.written(entry.up_to)
+                if "chunk" in known:
+                    known["chunk"] = _written(entry.chunk)
                 entries.append(f"    {json.dumps({'up_to': None, **known})}")
             lines.append('   "entries": [\n' + ",\n".join(entries) + "\n   ]")
             shown.append("  {\n" + ",\n".join(lines) + "\n  }")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -255,6 +256,11 @@ class MatmulOperation(FusedOperation):
         """Return what the policy decides by, for a call or an explanation of one."""
         options: MatmulOptions = request.options
         shape = self.shape(request, ctx.world_size, ctx.job.device)
+        tuning = ctx.tuning
+        entry = policy.measured_entry(
+            self.name, shape.rows, ctx.world_size, tuning.sections, tuning.name
+        )
+        shape = replace(shape, measured=entry)
         # Lamport words are of the result's type, which is always one that has them.
         facts = Facts.of(ctx, 0, torch.float32)
         return shape, facts, options.algorithm, options.batch_invariant, bool(options.gathered)

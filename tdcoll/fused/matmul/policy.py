@@ -2,24 +2,28 @@
 """The algorithm of a matmul that communicates, and how it is cut: a pure function of facts that are
 the same on every rank.
 
-The table of cuts was measured on one H200 with two ranks, bf16, as ``benchmarks/matmul_kernels.py``
-does. Beside the times of the link, which that leaves out, it decides by the rows of the long matrix
-only: cuBLAS is taken up to :data:`COMPOSED_ROWS`, because it splits the depth of a few rows and the
-kernels here don't.
+A tuning table, which ``python -m tdcoll tune matmul`` measures, says which algorithm and which cut
+are the fastest by the rows of the long matrix. Where it says nothing, the defaults here decide.
+
+The default cuts were measured on one H200 with two ranks, bf16, as ``benchmarks/matmul_kernels.py``
+does. Beside the times of the link, which that leaves out, the default decides by the rows of the
+long matrix only: cuBLAS is taken up to :data:`COMPOSED_ROWS`, because it splits the depth of a few
+rows and the kernels here don't.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tdcoll.base.limits import MAX_CHUNKS, MOST_CHUNKS
+from tdcoll.base.limits import MATMULS, MAX_CHUNKS, MOST_CHUNKS
 from tdcoll.calls.explain import UNSUPPORTED, Explanation
 from tdcoll.calls.plan import Facts, needs_stores, shares_gpu
-from tdcoll.calls.spec import DEFAULT, REQUESTED
+from tdcoll.calls.spec import DEFAULT, REQUESTED, TABLE
+from tdcoll.calls.tuning import Entry, Section
 
-GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-NAMES = (GATHER, SCATTER, REDUCE)
+GATHER, SCATTER, REDUCE = NAMES = MATMULS
 
 FUSED, ONE_SHOT, TWO_SHOT, COMPOSED = "fused", "one_shot", "two_shot", "composed"
 
@@ -97,7 +101,7 @@ class MeasuredCut(NamedTuple):
     stages: int = 1
 
 
-TABLE = {
+CUTS = {
     GATHER: (
         MeasuredCut(256, Cut(64, 128, 128, 4, 4), pushers=8),
         MeasuredCut(1024, Cut(128, 128, 64, 4, 8), pushers=16),
@@ -117,7 +121,7 @@ TABLE = {
         MeasuredCut(None, Cut(128, 128, 128, 3, 8)),
     ),
 }
-"""Of each operation."""
+"""How the matmuls of each operation are made by default."""
 
 COMPOSED_ROWS = {GATHER: range(256), SCATTER: range(1024), REDUCE: range(48)}
 """Rows with which the parts in a row are faster, because cuBLAS splits the depth. On 2 H200s a
@@ -140,6 +144,7 @@ class MatmulShape:
         full_precision: operands are fp32, and not multiplied in TF32.
         multiprocessors: of the GPU, the same on all ranks.
         has_descriptors: whether the GPU has asynchronous stores by descriptors (Hopper and later).
+        measured: The entry of a tuning table that holds for the call; None if there is none.
     """
 
     name: str
@@ -151,6 +156,7 @@ class MatmulShape:
     full_precision: bool = False
     multiprocessors: int = 132
     has_descriptors: bool = True
+    measured: Entry | None = None
 
     @property
     def nbytes(self) -> int:
@@ -162,9 +168,22 @@ class MatmulShape:
 
     @property
     def entry(self) -> MeasuredCut:
-        """What the table has for it."""
-        return next(
-            entry for entry in TABLE[self.name] if entry.up_to is None or self.rows <= entry.up_to
+        """How it is made: as the tuning table says, and otherwise by default."""
+        default = next(
+            entry for entry in CUTS[self.name] if entry.up_to is None or self.rows <= entry.up_to
+        )
+        found = self.measured
+        if found is None:
+            return default
+        cut = default.cut
+        if found.tile is not None and found.num_stages is not None and found.num_warps is not None:
+            cut = Cut(*found.tile, found.num_stages, found.num_warps)
+        return MeasuredCut(
+            found.up_to,
+            cut,
+            found.pushers or default.pushers,
+            found.lag or default.lag,
+            default.stages,
         )
 
 
@@ -191,8 +210,34 @@ class MatmulPlan:
     stages: int = 1
 
 
+def measured_entry(
+    name: str, rows: int, world: int, sections: Sequence[Section], table: str = "a tuning table"
+) -> Entry | None:
+    """Return the first entry of a tuning table that holds for this many rows of an operation.
+
+    Args:
+        sections: For these GPUs.
+        table: The table's name, for messages.
+
+    Raises:
+        ValueError: An entry's algorithm isn't one of the operation's.
+    """
+    for section in sections:
+        if section.kind[1:] != (name, world, 1, False):
+            continue
+        for entry in section.entries:
+            if entry.algorithm not in ALGORITHMS[name]:
+                raise ValueError(
+                    f"{table}: {section.where(entry)}: algorithm: expected one of "
+                    f"{', '.join(ALGORITHMS[name])}, got {entry.algorithm}"
+                )
+            if entry.up_to is None or rows <= entry.up_to:
+                return entry
+    return None
+
+
 def cut_of(shape: MatmulShape) -> Cut:
-    """Return the cut of the table, with steps of as many bytes for elements of any size."""
+    """Return the cut, with steps of as many bytes for elements of any size."""
     cut = shape.entry.cut
     if shape.itemsize == 1:
         return Cut(cut.rows, min(cut.columns, 128), FP8_STEP, 3, cut.num_warps)
@@ -215,6 +260,8 @@ def plan_of(shape: MatmulShape, world: int, algorithm: str, keeps: bool) -> Matm
     Args:
         keeps: whether the gathered matrix is wanted.
     """
+    if shape.measured is not None and shape.measured.algorithm != algorithm:
+        shape = replace(shape, measured=None)
     cut = cut_of(shape)
     entry = shape.entry
     whole_rows = shape.rows
@@ -317,7 +364,9 @@ def choose(
 
     Args:
         facts: of the context; ``nbytes`` is ignored.
-        algorithm: ``"auto"`` or one of :data:`ALGORITHMS`; or, from tests, a plan.
+        algorithm: ``"auto"`` or one of :data:`ALGORITHMS`; or, from measurements and tests, a plan.
+            ``"auto"`` takes what the tuning table says if that supports the call, and the default
+            otherwise. If it is named, the table's cut holds only for its own algorithm.
         batch_invariant: cuBLAS is excluded, so that few rows are no reason against one kernel.
     """
     world = facts.topology.world_size
@@ -338,6 +387,12 @@ def choose(
         if problem is not None:
             raise ValueError(f"algorithm={algorithm!r} {problem}{where}. Use algorithm='auto'.")
         return plan, ""
+    entry = shape.measured
+    if entry is not None and not (batch_invariant and entry.algorithm == COMPOSED):
+        plan = plan_of(shape, world, entry.algorithm, keeps)
+        if problem_of(shape, plan, facts) is None:
+            return plan, _by_table(entry)
+    shape = replace(shape, measured=None)
     composed = plan_of(shape, world, COMPOSED, keeps)
     if not batch_invariant and shape.rows in COMPOSED_ROWS[shape.name]:
         return composed, f"two parts are faster up to {COMPOSED_ROWS[shape.name].stop - 1} rows"
@@ -356,6 +411,12 @@ def choose(
             return plan, ""
         reasons.append(f"{name} {problem}{where}")
     return composed, "; ".join(reasons)
+
+
+def _by_table(entry: Entry) -> str:
+    """Return the reason for a plan of a tuning table."""
+    up_to = "any number of rows" if entry.up_to is None else f"up to {entry.up_to} rows"
+    return f"the tuning table's entry for {up_to}"
 
 
 def explain_matmul(
@@ -391,6 +452,8 @@ def explain_matmul(
             unsupported=unsupported,
         )
     reason = DEFAULT if algorithm == "auto" else REQUESTED
+    if shape.measured is not None and why == _by_table(shape.measured):
+        reason = TABLE
     if plan.algorithm == COMPOSED:  # its collective has numbers of its own
         return Explanation(
             shape.name, nbytes, group, COMPOSED, reason=reason, why=why, unsupported=unsupported
