@@ -114,7 +114,7 @@ class MatmulOperation(FusedOperation):
         ]
         facts["tensors"] = ", ".join(others)  # `out` may be given on one rank only
         facts["precision"] = precision_of(getattr(request.tensors[0], "dtype", None))
-        facts["multiprocessors"] = _machine(ctx.device)[0]
+        facts["multiprocessors"] = machine_of(ctx.device)[0]
         return facts
 
     # ------------------------------------------------------------------ contexts
@@ -249,7 +249,7 @@ class MatmulOperation(FusedOperation):
         columns = columns_of(weight, request.options.depth_first)
         full = x.dtype is torch.float32 and precision_of(x.dtype) == "ieee"
         return MatmulShape(
-            self.name, rows, columns, depth, x.itemsize, out_itemsize, full, *_machine(device)
+            self.name, rows, columns, depth, x.itemsize, out_itemsize, full, *machine_of(device)
         )
 
     def _decision(self, request: Request, ctx: Any) -> tuple[MatmulShape, Facts, Any, bool, bool]:
@@ -291,7 +291,7 @@ OPERATIONS = {
 }
 
 
-def _machine(device: torch.device) -> tuple[int, bool]:
+def machine_of(device: torch.device) -> tuple[int, bool]:
     """Return the multiprocessors of a device, and whether it has asynchronous stores by
     descriptors."""
     if device.type != "cuda":

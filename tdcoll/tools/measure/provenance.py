@@ -117,9 +117,10 @@ def command_line(benchmark: str, arguments: Sequence[str], world: int, simulated
     if emulated:
         words += ["--emulate-nodes", emulated]
     words += ["-m", "tdcoll"]
-    if benchmark != "tune":
+    name = benchmark.split()  # such as "tune matmul"
+    if name[0] != "tune":
         words.append("bench")
-    words.append(benchmark)
+    words += name
     remaining = iter(arguments)
     for word in remaining:
         if word in ("--json", "--output", "-o"):

@@ -14,32 +14,29 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
-import tdcoll
 from tdcoll.base.arguments import format_bytes
 from tdcoll.base.limits import MAX_CHUNKS
-from tdcoll.calls.tuning import WARPS, Table
-from tdcoll.calls.tuning.given import architectures
+from tdcoll.calls.tuning import WARPS, Section
 from tdcoll.language import INTERPRETED
 from tdcoll.tools.measure.benchmark import Benchmark, Show, run
 from tdcoll.tools.measure.collectives import DENSE_CALLS
 from tdcoll.tools.measure.dense import dense_calls, dense_facts, dense_heap_bytes
 from tdcoll.tools.measure.engine import Variant, Workload
-from tdcoll.tools.measure.provenance import command_line
-from tdcoll.tools.measure.results import Columns, Row, fact, write_whole
+from tdcoll.tools.measure.results import Columns, Row, fact
 from tdcoll.tools.options import JobParser, comma_list, new_file, one_of, size_steps, whole
 from tdcoll.tools.setenv import COMMAND
 from tdcoll.tools.tune.tuner import CHUNK_COUNTS, WARP_COUNTS, Candidate, Tuner
+from tdcoll.tools.tune.writing import read_output, save_sections, source_of
 
 _DESCRIPTION = (
     "Measures which algorithm of a collective is the fastest on this machine, and writes a table "
-    "for TDCOLL_TUNING. Sizes: bytes of a segment (per rank), such as 64M."
+    "for TDCOLL_TUNING. Sizes: bytes of a segment (per rank), such as 64M. 'tune matmul --help' has "
+    "the options of matmuls that communicate."
 )
 
 _NAMES = itertools.chain.from_iterable(call.spec.names for call in DENSE_CALLS.values())
@@ -162,11 +159,7 @@ class Tune(Benchmark):
             options.sizes = size_steps(options.begin, options.end, options.factor, _ITEMSIZE)
         except ValueError as error:
             parser.error(str(error))
-        try:
-            if options.output.exists():
-                Table.load(options.output)
-        except ValueError as error:
-            parser.error(f"-o: {error}")
+        read_output(parser, options.output)
         options.arguments = list(arguments)
         return options
 
@@ -196,17 +189,7 @@ class Tune(Benchmark):
             )
             for name in options.operation
         ]
-        owner = self.ranks.owner
-        today = datetime.now(timezone.utc).date().isoformat()
-        versions = ", ".join(
-            [
-                f"tdcoll {tdcoll.__version__}",
-                f"PyTorch {torch.__version__}",
-                f"Triton {triton.__version__}",
-            ]
-        )
-        command = command_line(self.name, options.arguments, owner.world_size, owner.simulated)
-        self._source = f"{today}, {versions}: {command}"
+        self._source = source_of(self.name, options.arguments, self.ranks.owner)
 
     def sizes(self) -> Iterator[TuneSize]:
         for tuner in self._tuners:
@@ -254,19 +237,17 @@ class Tune(Benchmark):
             show(found)
             rows.extend(found)
             if owner.rank == 0 and not owner.simulated:
-                self._save(rows)
+                save_sections(self.options.output, self.ranks.device, partial(self._sections, rows))
 
         return super().measure(show_and_save)
 
-    def _save(self, rows: Sequence[Row]) -> None:
-        """Put the sections that follow from ``rows`` into the table."""
-        output = self.options.output
-        architecture = architectures(self.ranks.device)[0]
-        table = Table.load(output) if output.exists() else Table(())
+    def _sections(self, rows: Sequence[Row], architecture: str) -> list[Section]:
+        """Return the sections that follow from ``rows``."""
+        found: list[Section] = []
         for tuner in self._tuners:
             own = [row for row in rows if row.facts["operation"] == tuner.call.name]
-            table = table.with_sections(tuner.sections(own, architecture, self._source))
-        write_whole(output, table.text())
+            found += tuner.sections(own, architecture, self._source)
+        return found
 
 
 def _kind_of(tuner: Tuner) -> tuple[torch.dtype, str | None]:
@@ -276,5 +257,9 @@ def _kind_of(tuner: Tuner) -> tuple[torch.dtype, str | None]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return 1 if a result was wrong."""
+    """Run the command, or ``tune matmul``; return 1 if a result was wrong."""
+    if arguments and arguments[0] == "matmul":
+        from tdcoll.tools.tune import matmul
+
+        return matmul.main(arguments[1:])
     return run(Tune, arguments)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -214,20 +215,14 @@ class Tuner:
     def picks(self, times_us: Times) -> list[tuple[int, Candidate]]:
         """Return the choice for each size: ``(bytes of a segment, candidate)``.
 
-        It is the choice for the size before if that is within the margin. Otherwise it is the
-        default heuristic's own choice if that is within the margin, and else the fastest.
+        See :func:`pick`.
         """
         picks: list[tuple[int, Candidate]] = []
         for nbytes, times in times_us.items():
-            limit = min(times.values()) * (1 + MARGIN)
-            good = [candidate for candidate in times if times[candidate] <= limit]
-            good.sort(key=times.__getitem__)
-            in_place = good[0].in_place
+            in_place = next(iter(times)).in_place
             plan = self._spec.choose(self._facts(nbytes, in_place))
-            default = Candidate(plan.algorithm, in_place)
-            before = [picks[-1][1]] if picks else []
-            preferred = [*before, default, *good]
-            picks.append((nbytes, next(candidate for candidate in preferred if candidate in good)))
+            before = picks[-1][1] if picks else None
+            picks.append((nbytes, pick(times, before, Candidate(plan.algorithm, in_place))))
         return picks
 
     def sections(self, rows: Sequence[Row], architecture: str, source: str) -> list[Section]:
@@ -260,6 +255,26 @@ class Tuner:
                 )
             )
         return sections
+
+
+_Way = TypeVar("_Way")
+
+
+def pick(times_us: Mapping[_Way, float], before: _Way | None, default: _Way) -> _Way:
+    """Return the choice for one size.
+
+    It is the choice for the size before if that is within the margin. Otherwise it is the default's
+    own choice if that is within the margin, and else the fastest.
+
+    Args:
+        times_us: Microseconds of each candidate.
+        before: The choice for the size before; None for the first size.
+    """
+    limit = min(times_us.values()) * (1 + MARGIN)
+    good = sorted((way for way in times_us if times_us[way] <= limit), key=times_us.__getitem__)
+    if before is not None and before in good:
+        return before
+    return default if default in good else good[0]
 
 
 def _combinations(name: str, counts: Sequence[int], warps: Sequence[int]) -> list[dict[str, int]]:
