@@ -106,7 +106,7 @@ Times = dict[int, dict[MatmulCandidate, float]]
 """Microseconds of each candidate by rows, ascending."""
 
 
-class ContextSizes(NamedTuple):
+class TunedContext(NamedTuple):
     """Arguments of :class:`~tdcoll.CollectiveContext`."""
 
     max_bytes_per_rank: int
@@ -134,15 +134,15 @@ class MatmulTuner:
         """Return a call, of bf16, as the policy sees it."""
         return MatmulShape(self.name, rows, self.columns, self.depth, 2, 2, False, *self.machine)
 
-    def sizes(self, rows: int) -> ContextSizes:
+    def sizes(self, rows: int) -> TunedContext:
         """Return the sizes of a context on which every candidate can be made."""
         world = self.topology.world_size
         plans = [self.plan(candidate, rows) for candidate in self._all(rows)]
         nbytes = [policy.inbox_bytes(self.shape(rows), plan, world) for plan in plans]
         if self.name == REDUCE:
-            return ContextSizes(self.shape(rows).nbytes, max(nbytes))
+            return TunedContext(self.shape(rows).nbytes, max(nbytes))
         segment = self.shape(rows).nbytes // world
-        return ContextSizes(max(segment, *nbytes), 0)
+        return TunedContext(max(segment, *nbytes), 0)
 
     def plan(self, candidate: MatmulCandidate, rows: int) -> MatmulPlan:
         """Return the candidate's plan."""
