@@ -39,7 +39,8 @@ class CallLaunches:
         variant: All that the compiled kernels depend on, the same on all ranks.
         run: ``(stream, *addresses)``, which launches, given the handle of a stream. The addresses
             are those of source and result; or, if peers write to the caller's buffer, of the
-            source, nothing and the buffer.
+            source, nothing and the buffer. With an epilogue, the result's address follows once
+            more, and then the epilogue's tensors.
     """
 
     def __init__(self, algorithm: Algorithm, epochs: list[LaunchSpec]) -> None:
@@ -68,10 +69,14 @@ class CallLaunches:
         whole: Step = steps[first]
         if len(epochs) > 1:
             stride = first.facts.nbytes
-            parts = [AtOffset(steps[epoch], i * stride) for i, epoch in enumerate(epochs)]
+            # What an epilogue takes beside source and result is the same in all epochs.
+            moved = None if first.options.epilogue is None else 2
+            parts = [AtOffset(steps[epoch], i * stride, moved) for i, epoch in enumerate(epochs)]
             whole = StepSequence(parts)
         self.run = _in_range(epochs, whole.__call__)
-        prepare_steps(first.ctx, first.operation, self.variant, self.steps)
+        # The epilogue's numbers and the alignment of its tensors may differ between ranks.
+        form = (self.variant, first.options.epilogue)
+        prepare_steps(first.ctx, first.operation, form, self.steps)
 
     def __call__(self, *addresses: int) -> None:
         """Make the call on the current stream. The context has begun the call, see :attr:`run`."""

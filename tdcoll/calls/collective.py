@@ -225,8 +225,17 @@ class CollectiveOperation(Operation):
     def prepare(self, request: Request, ctx: Any) -> PreparedCall:
         tensor = request.tensors[0]
         options = request.options
+        return self.prepare_with(
+            request, ctx, self.kernel_options(tensor.dtype, options.op, options.root)
+        )
+
+    def prepare_with(
+        self, request: Request, ctx: Any, kernel_options: KernelOptions
+    ) -> PreparedCall:
+        """Prepare a call whose kernels have these options."""
+        tensor = request.tensors[0]
+        options = request.options
         facts = self.facts(request, ctx)
-        kernel_options = self.kernel_options(tensor.dtype, options.op, options.root)
         launches = launches_of(self.spec, ctx, facts, options.algorithm, kernel_options)
         label = self.label(request)
         if facts.in_place:

@@ -256,9 +256,12 @@ class CopySequence(StepSequence):
                 steps.append(LocalCopyStep(engines, LocalMemory.INBOX, hop.copy_out))
         if hops[-1].copy_out:
             steps.append(_signal_kernel(kernels.check_peers_alive, group))
+        if spec.options.epilogue is not None:  # whose arguments only the sum takes
+            sums = [hop.reduce for hop in hops]
+            steps = [step if step in sums else WithPlaces(step, (0, 1)) for step in steps]
         super().__init__(steps)
         pulled = tuple(hop.pulled for hop in hops)
-        self.variant = ("copies", pulled, spec.options, spec.plan.num_warps)
+        self.variant = ("copies", pulled, spec.options.compiled_form, spec.plan.num_warps)
 
 
 def _signal_kernel(kernel: Any, arguments: Mapping[str, Any]) -> Step:
@@ -308,6 +311,7 @@ def sums(
     stamps, summed = _stamp_words(spec)
     values = {
         **tiles(spec),
+        **spec.options.epilogue_arguments,
         "inbox": spec.inbox,
         "g": ctx.device_group,
         "WHOLE": whole,
@@ -321,7 +325,7 @@ def sums(
         kernels.sum_copies,
         spec.plan.blocks,
         values,
-        ("source", "out"),
+        spec.options.changing,
         num_warps=spec.plan.num_warps,
         maxnreg=SHARED_REGISTERS if shares_gpu(spec.facts) else None,
     )

@@ -18,6 +18,7 @@ import triton.language as tl
 from tdcoll.base import capture
 from tdcoll.base.limits import SHARED_REGISTERS
 from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.epilogues import NO_EPILOGUE, Epilogue
 from tdcoll.calls.kernel_launch import KernelLaunch
 from tdcoll.calls.plan import (
     LAMPORT_WORD_BYTES,
@@ -47,12 +48,32 @@ class KernelOptions(NamedTuple):
         op: The reduction, one of :data:`~tdcoll.primitives.reduce.OPERATIONS`; None without one.
         device_counted: Each segment begins with the number of bytes that it uses, itself included.
         root: The group rank whose data goes to all, of a collective that is rooted.
+        epilogue: Of a reduction; None without one.
     """
 
     dtype: torch.dtype | None = None
     op: str | None = None
     device_counted: bool = False
     root: int = 0
+    epilogue: Epilogue | None = None
+
+    @property
+    def compiled_form(self) -> Hashable:
+        """What compiled kernels depend on, the same on all ranks."""
+        if self.epilogue is None:
+            return self
+        return self._replace(epilogue=None), self.epilogue.compiled_form
+
+    @property
+    def epilogue_arguments(self) -> dict[str, Any]:
+        """The arguments of a reduction's kernel that its epilogue needs, by name."""
+        return NO_EPILOGUE if self.epilogue is None else self.epilogue.arguments
+
+    @property
+    def changing(self) -> tuple[str, ...]:
+        """The arguments that each launch of a reduction's kernel brings."""
+        more = () if self.epilogue is None else self.epilogue.changing
+        return ("source", "out", *more)
 
 
 NO_OPTIONS = KernelOptions()
@@ -113,6 +134,7 @@ class LaunchSpec:
             "blocks": self.plan.chunks,
             "root": self.options.root,
             "out_deltas": self.ctx.device_group.deltas,
+            **self.options.epilogue_arguments,
         }
 
 
@@ -130,11 +152,13 @@ def epoch_step(algorithm: Algorithm, spec: LaunchSpec) -> tuple[Step, set[Hashab
             arguments[name] = values[name]
             if name.isupper():  # a constant
                 variant.add((name, values[name]))
-    changing = ["source", "out"]
+    changing = list(spec.options.changing)
     if spec.lands_in_caller_buffer:
         changing.append("inbox.base")
     early = spec.ctx.early and algorithm.early(spec.facts)
     variant.add((kernel.__name__, spec.plan.num_warps, early))
+    if spec.options.epilogue is not None:
+        variant.add(spec.options.epilogue.compiled_form)
     launch = KernelLaunch(
         kernel,
         spec.plan.blocks,

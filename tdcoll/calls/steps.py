@@ -52,11 +52,13 @@ class AtOffset:
 
     Args:
         offset: Bytes that are added to each address.
+        n_addresses: The first entries of the frame, which are moved; None: all.
     """
 
-    def __init__(self, step: Step, offset: int) -> None:
+    def __init__(self, step: Step, offset: int, n_addresses: int | None = None) -> None:
         self._step = step
         self._offset = offset
+        self._n_addresses = n_addresses
 
     @property
     def prepared(self) -> bool:
@@ -65,8 +67,9 @@ class AtOffset:
     def prepare(self) -> None:
         self._step.prepare()
 
-    def __call__(self, stream: int, *frame: int) -> None:
-        self._step(stream, *[address + self._offset for address in frame])
+    def __call__(self, stream: int, *frame: Any) -> None:
+        moved = [address + self._offset for address in frame[: self._n_addresses]]
+        self._step(stream, *moved, *frame[len(moved) :])
 
 
 class WithPlaces:

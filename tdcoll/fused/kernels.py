@@ -74,7 +74,10 @@ def _new(g, inbox, word, mine, residual, call, mask, DTYPE: tl.constexpr):
     """Return ``(words of the new residual, mask)``, from ``mine``, the words of all others, and the
     residual."""
     parts, mask = words.receive(g, inbox, word, mine, call, mask, True)
-    return add(words.reduce(parts, g.world, DTYPE, tl.float32, SUM, True), residual, DTYPE), mask
+    place = (0, word, 0, mask)  # which only epilogues use, and the norm has none
+    none = (None, None, None)
+    summed = words.reduce(parts, g.world, place, none, DTYPE, tl.float32, SUM, True)
+    return add(summed, residual, DTYPE), mask
 
 
 @jit

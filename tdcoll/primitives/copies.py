@@ -149,9 +149,9 @@ def check_peers_alive(g, WORLD_POW2: tl.constexpr):
 
 @jit
 def sum_copies(
-    source: tl.int64, out: tl.int64, inbox, g, stamps, summed, nbytes: tl.int64, at: tl.int64,
+    source: tl.int64, out: tl.int64, inbox, g, stamps, summed, nbytes: tl.int64, at: tl.int64, placement, extra,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr,
-    WHOLE: tl.constexpr, PULLED: tl.constexpr,
+    EPILOGUE: tl.constexpr, WHOLE: tl.constexpr, PULLED: tl.constexpr,
 ):  # fmt: skip
     """Sum what all ranks have sent to this one, in rank order: ``nbytes`` bytes. Any number of
     thread blocks.
@@ -164,6 +164,7 @@ def sum_copies(
         out: the result.
         inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots.
         stamps, summed: as for :func:`enter`, which has set ``summed`` to 0.
+        placement, extra, EPILOGUE: see :mod:`tdcoll.primitives.epilogue`; None without an epilogue.
         WHOLE: the part of the result begins ``at`` bytes behind ``out``, too.
         PULLED: the peers pull the sum. The last thread block tells them that it is there, and waits
             for theirs.
@@ -187,6 +188,7 @@ def sum_copies(
             None,
             epoch,
             aligned,
+            (EPILOGUE, placement, extra),
             DTYPE,
             ACC,
             OP,

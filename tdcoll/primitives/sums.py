@@ -11,8 +11,9 @@ import triton.language as tl
 
 from tdcoll.language.jit import jit
 from tdcoll.primitives import elements
+from tdcoll.primitives.epilogue import result_of
 from tdcoll.primitives.group import segment
-from tdcoll.primitives.reduce import accumulate, finish, rounded
+from tdcoll.primitives.reduce import accumulate
 
 
 @jit
@@ -65,7 +66,7 @@ def sum_of_ranks(
 
 @jit
 def _reduce_tiles(
-    worker, workers, own, out, offset, size, inbox, g, nodes, epoch,
+    worker, workers, own, out, offset, size, inbox, g, nodes, epoch, epilogue,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     count = elements.count(size, DTYPE, ALIGNED)
@@ -77,20 +78,20 @@ def _reduce_tiles(
         sum = sum_of_ranks(
             own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED
         )
-        result = rounded(finish(sum, g.world, OP), DTYPE, OP)
+        result = result_of(sum, g.world, out + offset, index, mask, epilogue, DTYPE, OP)
         tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
 
 
 @jit
 def reduce_chunk(
-    worker, workers, own, out, offset, size, inbox, g, nodes, epoch, aligned,
+    worker, workers, own, out, offset, size, inbox, g, nodes, epoch, aligned, epilogue,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Reduce this worker's tiles, of ``TILE`` elements, of the chunk at ``offset`` to the same
     place in ``out``.
 
     ``nodes`` is None if all ranks are on one. ``aligned``: all addresses and sizes are multiples of
-    16.
+    16. ``epilogue``: see :mod:`tdcoll.primitives.epilogue`.
     """
     if aligned:
         _reduce_tiles(
@@ -104,6 +105,7 @@ def reduce_chunk(
             g,
             nodes,
             epoch,
+            epilogue,
             DTYPE,
             ACC,
             OP,
@@ -122,6 +124,7 @@ def reduce_chunk(
             g,
             nodes,
             epoch,
+            epilogue,
             DTYPE,
             ACC,
             OP,

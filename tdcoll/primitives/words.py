@@ -24,8 +24,9 @@ import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import lamport, ll
 from tdcoll.primitives.elements import element, placed
+from tdcoll.primitives.epilogue import result_of
 from tdcoll.primitives.group import start as group_start
-from tdcoll.primitives.reduce import accumulate, finish, rounded
+from tdcoll.primitives.reduce import accumulate
 
 RANKS_OF_ONE_WAIT = tl.constexpr(8)
 """Ranks whose words one wait polls; for more of them it would take too many registers."""
@@ -164,28 +165,43 @@ def receive(g, inbox, word, mine, call, mask, LAMPORT: tl.constexpr):
 
 @jit
 def _reduced(
-    words, PART: tl.constexpr, world, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr
-):
+    words, PART: tl.constexpr, world, place, epilogue,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr,
+):  # fmt: skip
     """Return the part ``PART`` of the result, from the same part of all ranks' words."""
+    in_part: tl.constexpr = 32 // DTYPE.primitive_bitwidth
+    in_word: tl.constexpr = (4 if LAMPORT else 3) * in_part
     result = tl.zeros_like(words[0][PART])
-    for place in tl.static_range(32 // DTYPE.primitive_bitwidth):
+    for element_in_part in tl.static_range(in_part):
         sum = tl.zeros(result.shape, ACC)
         for r in tl.static_range(world):
-            sum = accumulate(sum, element(words[r][PART], place, DTYPE, ACC), r == 0, OP)
-        result |= placed(rounded(finish(sum, world, OP), DTYPE, OP), place)
+            part = element(words[r][PART], element_in_part, DTYPE, ACC)
+            sum = accumulate(sum, part, r == 0, OP)
+        out, word, nbytes, arrived = place
+        index = word.to(tl.int64) * in_word + (PART * in_part + element_in_part)
+        inside = arrived & (index < nbytes // (4 // in_part))
+        value = result_of(sum, world, out, index, inside, epilogue, DTYPE, OP)
+        result |= placed(value, element_in_part)
     return result
 
 
 @jit
 def reduce(
-    words, world, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr
-):
+    words, world, place, epilogue,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr,
+):  # fmt: skip
     """Return the words of the result: those of all ranks, from :func:`receive`, added in rank
-    order."""
-    first = _reduced(words, 0, world, DTYPE, ACC, OP)
-    second = _reduced(words, 1, world, DTYPE, ACC, OP)
-    third = _reduced(words, 2, world, DTYPE, ACC, OP)
+    order.
+
+    Args:
+        place: ``(out, word, nbytes, arrived)``: the result has ``nbytes`` bytes at ``out``, and its
+            words ``word`` are made here, where all parts have ``arrived``.
+        epilogue: see :mod:`tdcoll.primitives.epilogue`.
+    """
+    first = _reduced(words, 0, world, place, epilogue, DTYPE, ACC, OP, LAMPORT)
+    second = _reduced(words, 1, world, place, epilogue, DTYPE, ACC, OP, LAMPORT)
+    third = _reduced(words, 2, world, place, epilogue, DTYPE, ACC, OP, LAMPORT)
     fourth = first
     if LAMPORT:
-        fourth = _reduced(words, 3, world, DTYPE, ACC, OP)
+        fourth = _reduced(words, 3, world, place, epilogue, DTYPE, ACC, OP, LAMPORT)
     return first, second, third, fourth

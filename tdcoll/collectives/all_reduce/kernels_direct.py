@@ -50,14 +50,14 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import elements, stores
+from tdcoll.primitives.epilogue import result_of
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
-from tdcoll.primitives.reduce import finish, rounded
 from tdcoll.primitives.sums import sum_of_ranks
 
 
 @jit
 def _sum_tiles(
-    own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size,
+    own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, epilogue,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     count = elements.count(size, DTYPE, ALIGNED)
@@ -67,7 +67,7 @@ def _sum_tiles(
         sum = sum_of_ranks(
             own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED
         )
-        result = rounded(finish(sum, g.world, OP), DTYPE, OP)
+        result = result_of(sum, g.world, out + offset, index, mask, epilogue, DTYPE, OP)
         if routes is None:
             for step in tl.static_range(1, g.world):
                 delta = tl.load(landing_deltas + (g.rank + step) % g.world)
@@ -86,32 +86,33 @@ def _sum_tiles(
 
 @jit
 def sum_chunk(
-    own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, aligned,
+    own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, aligned, epilogue,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Sum this rank's chunk at ``offset`` of all ranks to ``out``, and to ``landing`` on every
     other rank.
 
     With ``routes``, ``landing`` is also written here, and only on its local ranks elsewhere.
-    ``aligned``: all addresses and sizes are multiples of 16.
+    ``aligned``: all addresses and sizes are multiples of 16. ``epilogue``: see
+    :mod:`tdcoll.primitives.epilogue`.
     """
     if aligned:
         _sum_tiles(
-            own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP, True,
-            TILE,
+            own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, epilogue,
+            DTYPE, ACC, OP, True, TILE,
         )  # fmt: skip
     else:
         _sum_tiles(
-            own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP, False,
-            TILE,
+            own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, epilogue,
+            DTYPE, ACC, OP, False, TILE,
         )  # fmt: skip
 
 
 @jit
 def all_reduce_direct(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
-    chunks: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
-    WORLD_POW2: tl.constexpr, ZERO_COPY: tl.constexpr,
+    chunks: tl.int32, out_deltas, placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
+    EPILOGUE: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr, ZERO_COPY: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Thread blocks for each chunk: ``2 * world - 1``;
     without a copy ``world + 1``.
@@ -131,6 +132,7 @@ def all_reduce_direct(
         chunks: number of chunks of a part.
         out_deltas: int64 ``[world]``: from an address in ``out`` to the same on each rank, if
             kernels store sums there.
+        placement, extra, EPILOGUE: see :mod:`tdcoll.primitives.epilogue`; None without an epilogue.
         DTYPE, ACC, OP: of elements and of the accumulator; of
             :data:`tdcoll.primitives.reduce.OPERATIONS`.
         TILE: elements of a tile.
@@ -193,6 +195,7 @@ def all_reduce_direct(
                 offset,
                 size,
                 aligned,
+                (EPILOGUE, placement, extra),
                 DTYPE,
                 ACC,
                 OP,

@@ -29,8 +29,8 @@ from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, 
 @jit
 def all_reduce_loop(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
-    chunks: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
-    WORLD_POW2: tl.constexpr, ZERO_COPY: tl.constexpr,
+    chunks: tl.int32, out_deltas, placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
+    EPILOGUE: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr, ZERO_COPY: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Any number of thread blocks. Args: those of
     ``all_reduce_direct``."""
@@ -75,7 +75,7 @@ def all_reduce_loop(
                 aligned = (source | out | size) % 16 == 0
                 sum_chunk(
                     own, out + at, landing, to_deltas, inbox, g, None, None, epoch, offset, size, aligned,
-                    DTYPE, ACC, OP, TILE,
+                    (EPILOGUE, placement, extra), DTYPE, ACC, OP, TILE,
                 )  # fmt: skip
                 stores.release_to_all(g, row(g, epoch, chunks + summed) + g.rank, epoch)
         came = sent - 2 * LAG * blocks

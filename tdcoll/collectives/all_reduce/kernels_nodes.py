@@ -41,8 +41,9 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import elements, stores
+from tdcoll.primitives.epilogue import result_of
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
-from tdcoll.primitives.reduce import accumulate, finish, rounded
+from tdcoll.primitives.reduce import accumulate
 from tdcoll.primitives.sums import sum_of_node
 
 
@@ -65,7 +66,7 @@ def _sum_node(
 
 @jit
 def _sum_rail(
-    out, landing, inbox, g, routes, nodes, place, epoch, offset, partial_offset, size,
+    out, landing, inbox, g, routes, nodes, place, epoch, offset, partial_offset, size, epilogue,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Sum the nodes' sums at ``partial_offset`` to ``out``, and to ``landing`` on the other ranks
@@ -80,7 +81,7 @@ def _sum_rail(
             at = segment(inbox, g, epoch, r) + partial_offset
             sum = tl.load(elements.pointer(at, ACC, True) + index, mask=mask, other=0)
             total = accumulate(total, sum, node == 0, OP)
-        result = rounded(finish(total, g.world, OP), DTYPE, OP)
+        result = result_of(total, g.world, out + offset, index, mask, epilogue, DTYPE, OP)
         for i in tl.range(0, routes.n_local):
             delta = tl.load(inbox.deltas + tl.load(routes.ranks + i))
             tl.store(elements.pointer(landing + delta, DTYPE, ALIGNED) + index, result, mask=mask)
@@ -100,8 +101,8 @@ def _wait_for(ranks, count, signals, first_index, g, epoch):
 @jit
 def all_reduce_nodes(
     source: tl.int64, out: tl.int64, inbox, g, routes, nodes, place: tl.int32, nbytes: tl.int64, part: tl.int64,
-    second: tl.int64, chunk: tl.int64, chunks: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
-    TILE: tl.constexpr,
+    second: tl.int64, chunk: tl.int64, chunks: tl.int32, placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr,
+    OP: tl.constexpr, EPILOGUE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on nodes of as many ranks each.
 
@@ -191,12 +192,12 @@ def all_reduce_nodes(
                 if aligned:
                     _sum_rail(
                         out + at, landing, inbox, g, routes, nodes, place, epoch, offset, wider * offset, size,
-                        DTYPE, ACC, OP, True, TILE,
+                        (EPILOGUE, placement, extra), DTYPE, ACC, OP, True, TILE,
                     )  # fmt: skip
                 else:
                     _sum_rail(
                         out + at, landing, inbox, g, routes, nodes, place, epoch, offset, wider * offset, size,
-                        DTYPE, ACC, OP, False, TILE,
+                        (EPILOGUE, placement, extra), DTYPE, ACC, OP, False, TILE,
                     )  # fmt: skip
                 stores.release_to(g, routes.ranks, routes.n_local, done + g.rank, epoch)
     else:

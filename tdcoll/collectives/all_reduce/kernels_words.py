@@ -57,8 +57,8 @@ from tdcoll.primitives.group import in_stream_order
 @jit
 def all_reduce_one_shot(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, blocks: tl.int32,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr,
-    PERSISTENT: tl.constexpr,
+    placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, EPILOGUE: tl.constexpr,
+    LAMPORT: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``PERSISTENT``
     any number up to that.
@@ -71,6 +71,7 @@ def all_reduce_one_shot(
         g: :class:`~tdcoll.primitives.group.Group`.
         nbytes: of a rank's data.
         blocks: of ``BLOCK`` words, which hold all data; at least one.
+        placement, extra, EPILOGUE: see :mod:`tdcoll.primitives.epilogue`; None without an epilogue.
         DTYPE, ACC, OP: of elements and of the accumulator; of
             :data:`tdcoll.primitives.reduce.OPERATIONS`.
         LAMPORT: use the Lamport protocol, with 16 bytes in a word; otherwise LL, with 12.
@@ -90,7 +91,8 @@ def all_reduce_one_shot(
     words.send_to_all(g, inbox, deltas, word, mine, call, mask, LAMPORT)
     if LAMPORT:
         lamport.clear(g, inbox, call, size, BLOCK)
-    _one_shot_sum(out, inbox, g, size, word, mine, call, mask, DTYPE, ACC, OP, LAMPORT)
+    epilogue = (EPILOGUE, placement, extra)
+    _one_shot_sum(out, inbox, g, size, word, mine, call, mask, epilogue, DTYPE, ACC, OP, LAMPORT)
     if PERSISTENT:
         for block in tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0)):
             word = block * BLOCK + tl.arange(0, BLOCK)
@@ -98,29 +100,33 @@ def all_reduce_one_shot(
             mine = words.repair(source, word, size, mine, LAMPORT)
             mask = words.carry(word, size, LAMPORT)
             words.send_to_all(g, inbox, deltas, word, mine, call, mask, LAMPORT)
-            _one_shot_sum(out, inbox, g, size, word, mine, call, mask, DTYPE, ACC, OP, LAMPORT)
+            _one_shot_sum(
+                out, inbox, g, size, word, mine, call, mask, epilogue, DTYPE, ACC, OP, LAMPORT
+            )
 
 
 @jit
 def _one_shot_sum(
-    out, inbox, g, size, word, mine, call, mask,
+    out, inbox, g, size, word, mine, call, mask, epilogue,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr,
 ):  # fmt: skip
     """Reduce a block of all ranks' words to ``out``."""
     parts, summed = words.receive(g, inbox, word, mine, call, mask, LAMPORT)
-    result = words.reduce(parts, g.world, DTYPE, ACC, OP, LAMPORT)
+    place = (out, word, size, summed)
+    result = words.reduce(parts, g.world, place, epilogue, DTYPE, ACC, OP, LAMPORT)
     words.store(out, word, size, result, summed, LAMPORT)
 
 
 @jit
 def _sum_and_hand_on(
-    out, inbox, g, deltas, place, part, size, mine, call, mask,
+    out, inbox, g, deltas, place, part, size, mine, call, mask, epilogue,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr,
 ):  # fmt: skip
     """Reduce a block of this rank's part from all ranks, send the sum to all, and store all sums to
     ``out``."""
     parts, summed = words.receive(g, inbox, place, mine, call, mask, LAMPORT)
-    result = words.reduce(parts, g.world, DTYPE, ACC, OP, LAMPORT)
+    own = (out, g.rank * part + place, size, summed)
+    result = words.reduce(parts, g.world, own, epilogue, DTYPE, ACC, OP, LAMPORT)
     words.send_to_all(g, inbox, deltas, part + place, result, call, summed, LAMPORT)
     words.store(out, g.rank * part + place, size, result, summed, LAMPORT)
     sums, came = words.receive(g, inbox, part + place, result, call, mask, LAMPORT)
@@ -131,8 +137,8 @@ def _sum_and_hand_on(
 @jit
 def all_reduce_two_shot(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, blocks: tl.int32,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr,
-    PERSISTENT: tl.constexpr,
+    placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, EPILOGUE: tl.constexpr,
+    LAMPORT: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``PERSISTENT``
     any number up to that.
@@ -158,9 +164,10 @@ def all_reduce_two_shot(
     )
     if LAMPORT:
         lamport.clear(g, inbox, call, 2 * 16 * part, BLOCK)
+    epilogue = (EPILOGUE, placement, extra)
     _sum_and_hand_on(
-        out, inbox, g, deltas, place, part, size, mine, call, mask, DTYPE, ACC, OP, LAMPORT
-    )
+        out, inbox, g, deltas, place, part, size, mine, call, mask, epilogue, DTYPE, ACC, OP, LAMPORT
+    )  # fmt: skip
     if PERSISTENT:
         for block in tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0)):
             place = block * BLOCK + tl.arange(0, BLOCK)
@@ -170,5 +177,6 @@ def all_reduce_two_shot(
                 source, most, nbytes, most, place, shares, g, inbox, deltas, call, mask, LAMPORT
             )
             _sum_and_hand_on(
-                out, inbox, g, deltas, place, part, size, mine, call, mask, DTYPE, ACC, OP, LAMPORT
-            )
+                out, inbox, g, deltas, place, part, size, mine, call, mask, epilogue,
+                DTYPE, ACC, OP, LAMPORT,
+            )  # fmt: skip

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from tdcoll import runtime
 from tdcoll.calls.collective import CollectiveOptions
+from tdcoll.calls.collective_epilogue import run_reduction
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
-from tdcoll.calls.run import run
-from tdcoll.collectives.all_reduce.spec import OPERATION
+from tdcoll.collectives.all_reduce.spec import OPERATION, WITH_EPILOGUE
 
 
 def all_reduce(
@@ -22,6 +25,8 @@ def all_reduce(
     ctx: CollectiveContext | None = None,
     algorithm: str | Plan = "auto",
     symmetric: bool = False,
+    epilogue: Callable[..., Any] | None = None,
+    extra: Any = None,
 ) -> torch.Tensor:
     """``[...] -> the same``: reduce the tensors of all ranks, with the same bits on every rank.
 
@@ -49,6 +54,13 @@ def all_reduce(
         symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`, on all ranks.
             ``"direct"``, ``"loop"`` and ``"ce"`` then bring sums directly into it, without a copy;
             others don't use that.
+        epilogue: a function of ``triton.jit`` from sums to results
+            (:mod:`tdcoll.primitives.epilogue`), which gets each element before it is rounded. The
+            call then has no derivative, and ``tensor`` must not require grad, unless under
+            ``torch.no_grad()``.
+        extra: for the epilogue: a NamedTuple of tensors and numbers, or None. Its tensors are
+            contiguous, on the context's device, and don't overlap ``out``. All ranks must pass
+            equal values, because one rank may compute what all ranks get.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -64,7 +76,10 @@ def all_reduce(
     """
     tensors = (tensor,) if out is None else (tensor, out)
     options = CollectiveOptions(op, algorithm, symmetric)
-    return run(OPERATION, tensors, options, group, ctx)
+    result: torch.Tensor = run_reduction(
+        OPERATION, WITH_EPILOGUE, tensors, options, epilogue, extra, group, ctx
+    )
+    return result
 
 
 def all_reduce_(
@@ -75,6 +90,8 @@ def all_reduce_(
     ctx: CollectiveContext | None = None,
     algorithm: str | Plan = "auto",
     symmetric: bool = False,
+    epilogue: Callable[..., Any] | None = None,
+    extra: Any = None,
 ) -> torch.Tensor:
     """``[...] -> the same``: reduce in place; :func:`all_reduce` with ``out=tensor``, and the same
     bits.
@@ -84,7 +101,7 @@ def all_reduce_(
     Args:
         tensor: as for :func:`all_reduce`; the result. Must not require grad, unless under
             ``torch.no_grad()``.
-        op, group, ctx, algorithm, symmetric: as for :func:`all_reduce`.
+        op, group, ctx, algorithm, symmetric, epilogue, extra: as for :func:`all_reduce`.
 
     Returns:
         ``tensor``.
@@ -93,4 +110,8 @@ def all_reduce_(
         Errors as :func:`all_reduce`.
     """
     options = CollectiveOptions(op, algorithm, symmetric)
-    return run(OPERATION, (tensor, tensor), options, group, ctx, names=("tensor", "tensor"))
+    names = ("tensor", "tensor")
+    result: torch.Tensor = run_reduction(
+        OPERATION, WITH_EPILOGUE, (tensor, tensor), options, epilogue, extra, group, ctx, names
+    )
+    return result

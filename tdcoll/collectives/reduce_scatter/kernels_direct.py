@@ -40,8 +40,8 @@ from tdcoll.primitives.sums import reduce_chunk
 @jit
 def reduce_scatter_direct(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, chunk: tl.int64,
-    reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
-    WORLD_POW2: tl.constexpr,
+    reducers: tl.int32, placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
+    EPILOGUE: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``world - 1 + reducers`` for
     each chunk.
@@ -57,6 +57,7 @@ def reduce_scatter_direct(
         nbytes: of a part in this epoch.
         chunk: bytes of a chunk, a multiple of 16.
         reducers: thread blocks that reduce a chunk, tile by tile in turn.
+        placement, extra, EPILOGUE: see :mod:`tdcoll.primitives.epilogue`; None without an epilogue.
         DTYPE, ACC, OP: of elements and of the accumulator; of
             :data:`tdcoll.primitives.reduce.OPERATIONS`.
         TILE: elements of a tile.
@@ -96,6 +97,7 @@ def reduce_scatter_direct(
             None,
             epoch,
             aligned,
+            (EPILOGUE, placement, extra),
             DTYPE,
             ACC,
             OP,

@@ -20,8 +20,8 @@ from tdcoll.primitives.sums import reduce_chunk
 @jit
 def reduce_scatter_loop(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, chunk: tl.int64,
-    chunks: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
-    WORLD_POW2: tl.constexpr,
+    chunks: tl.int32, placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
+    EPILOGUE: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` inside one node. Any number of thread blocks.
 
@@ -74,6 +74,7 @@ def reduce_scatter_loop(
                     None,
                     epoch,
                     aligned,
+                    (EPILOGUE, placement, extra),
                     DTYPE,
                     ACC,
                     OP,

@@ -24,8 +24,8 @@ from tdcoll.primitives.group import in_stream_order
 @jit
 def reduce_scatter_words(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, blocks: tl.int32,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr,
-    PERSISTENT: tl.constexpr,
+    placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, EPILOGUE: tl.constexpr,
+    LAMPORT: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with
     ``PERSISTENT`` any number up to that.
@@ -52,7 +52,8 @@ def reduce_scatter_words(
     )  # fmt: skip
     if LAMPORT:
         lamport.clear(g, inbox, call, nbytes, BLOCK)
-    _sum(out, inbox, g, nbytes, word, mine, call, mask, DTYPE, ACC, OP, LAMPORT)
+    epilogue = (EPILOGUE, placement, extra)
+    _sum(out, inbox, g, nbytes, word, mine, call, mask, epilogue, DTYPE, ACC, OP, LAMPORT)
     if PERSISTENT:
         for block in tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0)):
             word = block * BLOCK + tl.arange(0, BLOCK)
@@ -61,15 +62,17 @@ def reduce_scatter_words(
             mine = words.send_shares(
                 source, source_stride, total, nbytes, word, shares, g, inbox, deltas, call, mask, LAMPORT
             )  # fmt: skip
-            _sum(out, inbox, g, nbytes, word, mine, call, mask, DTYPE, ACC, OP, LAMPORT)
+            _sum(out, inbox, g, nbytes, word, mine, call, mask, epilogue, DTYPE, ACC, OP, LAMPORT)
 
 
 @jit
 def _sum(
-    out, inbox, g, nbytes, word, mine, call, mask,
+    out, inbox, g, nbytes, word, mine, call, mask, epilogue,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr,
 ):  # fmt: skip
     """Reduce a block of all ranks' words to ``out``."""
     parts, summed = words.receive(g, inbox, word, mine, call, mask, LAMPORT)
-    result = words.reduce(parts, g.world, DTYPE, ACC, OP, LAMPORT)
-    words.store(out, word, tl.cast(nbytes, tl.int32), result, summed, LAMPORT)
+    size = tl.cast(nbytes, tl.int32)
+    place = (out, word, size, summed)
+    result = words.reduce(parts, g.world, place, epilogue, DTYPE, ACC, OP, LAMPORT)
+    words.store(out, word, size, result, summed, LAMPORT)

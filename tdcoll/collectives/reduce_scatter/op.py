@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from tdcoll import runtime
 from tdcoll.calls.collective import CollectiveOptions
+from tdcoll.calls.collective_epilogue import run_reduction
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
-from tdcoll.calls.run import run
-from tdcoll.collectives.reduce_scatter.spec import OPERATION
+from tdcoll.collectives.reduce_scatter.spec import OPERATION, WITH_EPILOGUE
 
 
 def reduce_scatter(
@@ -21,6 +24,8 @@ def reduce_scatter(
     group: runtime.Group = None,
     ctx: CollectiveContext | None = None,
     algorithm: str | Plan = "auto",
+    epilogue: Callable[..., Any] | None = None,
+    extra: Any = None,
 ) -> torch.Tensor:
     """``[world * n, ...] -> [n, ...]``: reduce the tensors of all ranks, and keep this rank's
     segment.
@@ -42,6 +47,8 @@ def reduce_scatter(
             ``tensor``, and must not overlap it otherwise. It gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
         algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"`` or ``"auto"``.
+        epilogue, extra: as for :func:`tdcoll.all_reduce`. The epilogue gets indices in this rank's
+            result, and ranks may pass different values in ``extra``, of the same types.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -55,4 +62,8 @@ def reduce_scatter(
     per chunk, or by puts.
     """
     tensors = (tensor,) if out is None else (tensor, out)
-    return run(OPERATION, tensors, CollectiveOptions(op, algorithm), group, ctx)
+    options = CollectiveOptions(op, algorithm)
+    result: torch.Tensor = run_reduction(
+        OPERATION, WITH_EPILOGUE, tensors, options, epilogue, extra, group, ctx
+    )
+    return result

@@ -9,6 +9,7 @@ from typing import Any
 
 from tdcoll.calls import copies
 from tdcoll.calls.collective import CollectiveOperation
+from tdcoll.calls.collective_epilogue import EpilogueOperation
 from tdcoll.calls.launch_spec import LaunchSpec, by_words, device_table, routes_beside_stores, tiles
 from tdcoll.calls.plan import (
     cut_chunks,
@@ -102,3 +103,6 @@ SPEC = Collective(
 
 OPERATION = CollectiveOperation(SPEC)
 """Makes the calls."""
+
+WITH_EPILOGUE = EpilogueOperation(OPERATION)
+"""Makes the calls with an epilogue."""

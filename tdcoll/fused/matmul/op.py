@@ -10,6 +10,7 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.epilogues import split_extra
 from tdcoll.calls.run import run
 from tdcoll.fused.matmul.operation import OPERATIONS, MatmulOptions
 from tdcoll.fused.matmul.policy import GATHER, REDUCE, SCATTER, MatmulPlan
@@ -229,15 +230,8 @@ def _run(
     """
     tensors = {"x": x, "weight": weight}
     tensors |= {key: tensor for key, tensor in named.items() if tensor is not None}
-    extra = options.extra
-    if extra is not None:
-        if options.epilogue is None or not hasattr(extra, "_fields"):
-            raise TypeError(f"extra must be a NamedTuple for an epilogue, or None; got {extra!r}")
-        fields = dict(zip(extra._fields, extra, strict=True))
-        found = {field: value for field, value in fields.items() if isinstance(value, torch.Tensor)}
-        tensors |= {f"extra.{field}": tensor for field, tensor in found.items()}
-        if found:
-            extra = extra._replace(**dict.fromkeys(found))
+    extra, read = split_extra(options.epilogue, options.extra)
+    tensors |= read
     options = options._replace(names=tuple(tensors), extra=extra)
     return run(OPERATIONS[name], tuple(tensors.values()), options, group, ctx)
 

@@ -12,6 +12,7 @@ import torch
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.epilogues import check_epilogue, describe_epilogue
 from tdcoll.calls.explain import Explanation
 from tdcoll.calls.implicit import ContextSize, PlannedContext, implicit_context, planned_context
 from tdcoll.calls.operation import PreparedCall, Request
@@ -106,7 +107,7 @@ class MatmulOperation(FusedOperation):
         shape = facts.pop("shape")
         facts["shape of x (pad the shorter shards)"] = shape
         facts["shape of weight"] = str(tuple(getattr(weight, "shape", ())))
-        facts["epilogue"] = getattr(request.options.epilogue, "__name__", None)
+        facts["epilogue"] = describe_epilogue(request.options.epilogue)
         others = [
             name
             for name in request.options.names[2:]
@@ -307,10 +308,7 @@ def check_operands(request: Request) -> None:
     options: MatmulOptions = request.options
     for name in ("depth_first", "gathered", "batch_invariant"):
         arguments.instance(name, getattr(options, name), bool, "a bool")
-    if options.epilogue is not None and not hasattr(options.epilogue, "fn"):
-        raise TypeError(
-            f"epilogue must be a function of triton.jit or None; got {options.epilogue!r}"
-        )
+    check_epilogue(options.epilogue)
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.is_nested:
             raise ValueError(f"{name} must be an ordinary tensor; got a nested one")

@@ -17,6 +17,7 @@ from tdcoll.base.call_log import CallRecord, record_of
 from tdcoll.base.ranges import ranged
 from tdcoll.calls.call_launches import launches_of, prepare_steps
 from tdcoll.calls.context import CollectiveContext
+from tdcoll.calls.epilogues import join_extra
 from tdcoll.calls.kernel_launch import KernelLaunch
 from tdcoll.calls.launch_spec import NO_OPTIONS, KernelOptions
 from tdcoll.calls.operation import Bound, PreparedCall
@@ -301,7 +302,7 @@ class PreparedMatmul(PreparedCall):
         epilogue = identity
         if out == "out" and self._options.epilogue is not None:
             epilogue = self._options.epilogue
-            extra = self._extra(tensors)
+            extra = join_extra(self._options.extra, tensors)
         x_scale = tensors.get("x_scale")
         if source == "gathered" and x_scale is not None:
             x_scale = torch.empty(rows, dtype=torch.float32, device="meta")
@@ -317,21 +318,6 @@ class PreparedMatmul(PreparedCall):
             extra,
             self._precision,
         )
-
-    def _extra(self, tensors: dict[str, torch.Tensor]) -> Any:
-        """Return the epilogue's tuple, with small tensors like the caller's, which must not be kept
-        alive."""
-        extra = self._options.extra
-        if extra is None:
-            return None
-        values = []
-        for name, value in zip(extra._fields, extra, strict=True):
-            tensor = tensors.get(f"extra.{name}")
-            if tensor is not None:
-                odd = 0 if tensor.data_ptr() % 16 == 0 else 1
-                value = torch.empty(16, dtype=tensor.dtype, device=tensor.device)[odd:]
-            values.append(value)
-        return type(extra)(*values)
 
     def _parameters(
         self, tensors: dict[str, torch.Tensor], source: str, out: str, *, keeps: bool = False
