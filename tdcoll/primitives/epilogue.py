@@ -70,19 +70,18 @@ def result_of(sum, world, address, index, inside, epilogue, DTYPE: tl.constexpr,
         epilogue: see the module.
     """
     total = finish(sum, world, OP)
-    function = epilogue[0]
-    if function is None:
+    if epilogue[0] is None:
         result = rounded(total, DTYPE, OP)
     else:
-        placement = epilogue[1]
-        first = (address - placement.result) // (DTYPE.primitive_bitwidth // 8)
+        # Without names for parts of the tuple, because a name stands for a number at run time.
+        first = (address - epilogue[1].result) // (DTYPE.primitive_bitwidth // 8)
         place = first + index
-        if placement.narrow:
-            rows = place.to(tl.int32) // placement.width.to(tl.int32)
+        width = epilogue[1].width
+        if epilogue[1].narrow:
+            rows = (place.to(tl.int32) // width.to(tl.int32)).to(tl.int64)
         else:
-            rows = place // placement.width
-        rows = rows.to(tl.int64)
-        made = function(total, rows, place - rows * placement.width, inside, epilogue[2])
+            rows = place // width
+        made = epilogue[0](total, rows, place - rows * width, inside, epilogue[2])
         # PROD, because what an epilogue returns may be -0.0, as a product may be.
         result = rounded(made.to(total.dtype), DTYPE, PROD)
     return result

@@ -91,8 +91,10 @@ def all_reduce_one_shot(
     words.send_to_all(g, inbox, deltas, word, mine, call, mask, LAMPORT)
     if LAMPORT:
         lamport.clear(g, inbox, call, size, BLOCK)
-    epilogue = (EPILOGUE, placement, extra)
-    _one_shot_sum(out, inbox, g, size, word, mine, call, mask, epilogue, DTYPE, ACC, OP, LAMPORT)
+    _one_shot_sum(
+        out, inbox, g, size, word, mine, call, mask, (EPILOGUE, placement, extra),
+        DTYPE, ACC, OP, LAMPORT,
+    )  # fmt: skip
     if PERSISTENT:
         for block in tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0)):
             word = block * BLOCK + tl.arange(0, BLOCK)
@@ -101,8 +103,9 @@ def all_reduce_one_shot(
             mask = words.carry(word, size, LAMPORT)
             words.send_to_all(g, inbox, deltas, word, mine, call, mask, LAMPORT)
             _one_shot_sum(
-                out, inbox, g, size, word, mine, call, mask, epilogue, DTYPE, ACC, OP, LAMPORT
-            )
+                out, inbox, g, size, word, mine, call, mask, (EPILOGUE, placement, extra),
+                DTYPE, ACC, OP, LAMPORT,
+            )  # fmt: skip
 
 
 @jit
@@ -164,9 +167,9 @@ def all_reduce_two_shot(
     )
     if LAMPORT:
         lamport.clear(g, inbox, call, 2 * 16 * part, BLOCK)
-    epilogue = (EPILOGUE, placement, extra)
     _sum_and_hand_on(
-        out, inbox, g, deltas, place, part, size, mine, call, mask, epilogue, DTYPE, ACC, OP, LAMPORT
+        out, inbox, g, deltas, place, part, size, mine, call, mask, (EPILOGUE, placement, extra),
+        DTYPE, ACC, OP, LAMPORT,
     )  # fmt: skip
     if PERSISTENT:
         for block in tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0)):
@@ -177,6 +180,6 @@ def all_reduce_two_shot(
                 source, most, nbytes, most, place, shares, g, inbox, deltas, call, mask, LAMPORT
             )
             _sum_and_hand_on(
-                out, inbox, g, deltas, place, part, size, mine, call, mask, epilogue,
+                out, inbox, g, deltas, place, part, size, mine, call, mask, (EPILOGUE, placement, extra),
                 DTYPE, ACC, OP, LAMPORT,
             )  # fmt: skip

@@ -52,8 +52,10 @@ def reduce_scatter_words(
     )  # fmt: skip
     if LAMPORT:
         lamport.clear(g, inbox, call, nbytes, BLOCK)
-    epilogue = (EPILOGUE, placement, extra)
-    _sum(out, inbox, g, nbytes, word, mine, call, mask, epilogue, DTYPE, ACC, OP, LAMPORT)
+    _sum(
+        out, inbox, g, nbytes, word, mine, call, mask, (EPILOGUE, placement, extra),
+        DTYPE, ACC, OP, LAMPORT,
+    )  # fmt: skip
     if PERSISTENT:
         for block in tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0)):
             word = block * BLOCK + tl.arange(0, BLOCK)
@@ -62,7 +64,10 @@ def reduce_scatter_words(
             mine = words.send_shares(
                 source, source_stride, total, nbytes, word, shares, g, inbox, deltas, call, mask, LAMPORT
             )  # fmt: skip
-            _sum(out, inbox, g, nbytes, word, mine, call, mask, epilogue, DTYPE, ACC, OP, LAMPORT)
+            _sum(
+                out, inbox, g, nbytes, word, mine, call, mask, (EPILOGUE, placement, extra),
+                DTYPE, ACC, OP, LAMPORT,
+            )  # fmt: skip
 
 
 @jit

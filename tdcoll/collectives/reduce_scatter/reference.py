@@ -19,7 +19,10 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def reduce_parts(
-    parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = "sum"
+    parts: Sequence[torch.Tensor],
+    nodes: Sequence[int],
+    op: str = "sum",
+    epilogue: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """``world`` times ``[n, ...] -> [n, ...]``, with the association that dense collectives
     document.
@@ -33,6 +36,7 @@ def reduce_parts(
         nodes: the node of each rank, as in :attr:`Topology.nodes`.
         op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` (both propagate NaN)
             or ``"prod"``.
+        epilogue: what is done with the result before it is rounded.
     """
     dtype = parts[0].dtype
     check_operation(op, dtype)
@@ -47,6 +51,8 @@ def reduce_parts(
     if op == "mean":
         # by a tensor: by a number, a GPU multiplies
         total = total / torch.full_like(total, len(parts))
+    if epilogue is not None:
+        total = epilogue(total)
     if not dtype.is_floating_point:
         return total.to(dtype, copy=True)
     if dtype == torch.float8_e4m3fn:  # PyTorch before 2.12 makes NaN of larger numbers

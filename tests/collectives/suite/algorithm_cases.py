@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
+import torch
 from kernel_mutants import AnyChange, Argument, Change, Mutant, dropped, missing, no_wait
 from landings import make_facts
 
@@ -226,6 +227,54 @@ def mutants_of_loops(spec: Collective) -> tuple[Mutant, ...]:
             ),
         ]
     return tuple(mutant(spec, *each, algorithm="loop", nodes=(3,)) for each in found)
+
+
+_RESULT = "primitives.epilogue.result_of"
+_MADE = "made.to(total.dtype)"
+_CALLED = "epilogue[0]({value}, rows, place - rows * width, inside, epilogue[2])"
+
+
+def mutants_of_epilogues(spec: Collective) -> tuple[Mutant, ...]:
+    """Of epilogues, by words, and by chunks with several tiles and chunks."""
+    by_words = "ll" if spec.scatters else "one_shot"
+    tiles = "sums._reduce_tiles" if spec.scatters else "all_reduce.kernels_direct._sum_tiles"
+    rows: dict[str, Any] = {"counts": (45,), "columns": 9}
+    halves: dict[str, Any] = {**rows, "dtype": torch.bfloat16}
+    twice = Change(_RESULT, _MADE, _CALLED.format(value="made") + ".to(total.dtype)")
+    before_the_mean = (
+        Argument(_RESULT, "epilogue[0]", "total", "sum"),
+        Change(_RESULT, _MADE, "finish(made.to(total.dtype), world, OP)"),
+    )
+    rounded_first = Argument(_RESULT, "epilogue[0]", "total", "total.to(DTYPE).to(total.dtype)")
+    some_outside = Change("words._reduced", "nbytes // (4 // in_part)", "nbytes // 4 * in_part")
+    first_chunk = Argument(tiles, "result_of", "out + offset", "out")
+    found = []
+    for algorithm in (by_words, "direct", "1d"):
+        nodes = (2, 1) if algorithm == "1d" else (3,)
+        how: dict[str, Any] = {"algorithm": algorithm, "nodes": nodes}
+        named = [
+            ("an epilogue is applied twice", twice, rows),
+            ("a mean is divided behind its epilogue", before_the_mean, {**rows, "ops": ("mean",)}),
+            ("a sum is rounded before its epilogue", rounded_first, halves),
+            (
+                "an epilogue is left out",
+                Change(_RESULT, "epilogue[0] is None", "True"),
+                rows,
+            ),
+            (
+                "an epilogue makes -0.0",
+                Change(_RESULT, "PROD", "0"),
+                {"counts": (42,), "columns": 7, "specials": True},
+            ),
+        ]
+        if algorithm == by_words:
+            named.append(
+                ("elements behind the last whole word are outside", some_outside, halves)
+            )
+        else:
+            named.append(("all chunks have the place of the first", first_chunk, rows))
+        found += [mutant(spec, name, change, **how, **more) for name, change, more in named]
+    return tuple(found)
 
 
 _STAMP = "engines.queue_stamp(side_stream.handle, peer, self._number)"

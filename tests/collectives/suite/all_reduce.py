@@ -20,6 +20,7 @@ from .algorithm_cases import (
     job,
     mutant,
     mutants_of_copies,
+    mutants_of_epilogues,
     mutants_of_loops,
 )
 from .all_gather import ONE_SLOT, RELEASED_FIRST, SIGNAL_FIRST, UNSIGNALLED, WAITS_FIRST
@@ -39,6 +40,7 @@ UNEQUAL_SIZES: dict[str, Any] = {
     "counts": (9, 30, 1, 0, 30, 2, 2, 30),
 }
 FIVE_CALLS: dict[str, Any] = {"kinds": 5 * (OUT_OF_PLACE,)}
+IN_ROWS: dict[str, Any] = {"counts": (45,), "columns": 9}
 LATE: dict[str, Any] = {"world": {"stragglers": True}}
 AMONG_GATHERS: dict[str, Any] = {"kinds": 3 * (OUT_OF_PLACE, OTHER), "others": ("all_gather",)}
 
@@ -259,6 +261,41 @@ MUTANTS = (
         UNSIGNALLED,
         **WAITS_FIRST,
     ),
+    # ------------------------------------------------------------------ epilogues
+    TWO(
+        "the owner of a part takes it for the first",
+        Change(
+            "all_reduce.kernels_words._sum_and_hand_on",
+            "own = (out, g.rank * part + place, size, summed)",
+            "own = (out, place, size, summed)",
+        ),
+        **IN_ROWS,
+    ),
+    TWO(
+        "the owner of a part applies an epilogue, and sends the sum without it",
+        Argument(
+            "all_reduce.kernels_words._sum_and_hand_on",
+            "words.send_to_all",
+            "result",
+            "words.reduce(parts, g.world, own, (None, None, None), DTYPE, ACC, OP, LAMPORT)",
+        ),
+        **IN_ROWS,
+    ),
+    TWO(
+        "the owner of a part sends its result, and stores the sum without an epilogue",
+        Argument(
+            "all_reduce.kernels_words._sum_and_hand_on",
+            "words.store",
+            "result",
+            "words.reduce(parts, g.world, own, (None, None, None), DTYPE, ACC, OP, LAMPORT)",
+        ),
+        **IN_ROWS,
+    ),
+    RAILS(
+        "all chunks of a rail's sum have the place of the first",
+        Argument("all_reduce.kernels_nodes._sum_rail", "result_of", "out + offset", "out"),
+        **IN_ROWS,
+    ),
     # ------------------------------------------------------------------ rails
     RAILS("nobody waits for the parts of the node", Call(NODES, "_wait_for", "1", "routes.ranks")),
     RAILS("nobody waits for the sums of the rail", Call(NODES, "_wait_for", "1", "rail")),
@@ -367,5 +404,10 @@ DENSE = Dense(
         Grid(SEVERAL_TILES, job((3,), seeds=1, heap_bytes=1 << 20)),
         Grid(SEVERAL_TILES_BY_PUTS, job((2, 1), seeds=1, heap_bytes=1 << 20)),
     ),
-    mutants=(*MUTANTS, *mutants_of_loops(SPEC), *mutants_of_copies(SPEC)),
+    mutants=(
+        *MUTANTS,
+        *mutants_of_loops(SPEC),
+        *mutants_of_copies(SPEC),
+        *mutants_of_epilogues(SPEC),
+    ),
 )

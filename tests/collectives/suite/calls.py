@@ -21,7 +21,8 @@ from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.primitives.reduce import OPERATIONS_OF
 
 from .data import different, pattern, reference, special, values
-from .kinds import OTHER, OUT_OF_PLACE, Kind, kinds_of, make_call, place
+from .epilogues import Residual, expected, less_twice, residual_of
+from .kinds import OTHER, OUT_OF_PLACE, Kind, Placement, kinds_of, make_call, place
 
 
 def in_pieces(spec: Collective, facts: Facts, algorithm: str, pieces: int, warps: int = 1) -> Plan:
@@ -88,6 +89,8 @@ class Calls:
         first: number of the first epoch, and of the first Lamport call.
         others: names of the collectives of calls of the kind ``OTHER``, in turn; none: all others.
         specials: tensors hold special numbers.
+        columns: of the result, if the calls have an epilogue (:mod:`.epilogues`); results whose
+            elements it doesn't divide have one row. 0: there is no epilogue.
     """
 
     spec: Collective
@@ -106,6 +109,7 @@ class Calls:
     first: int = 1
     others: Sequence[str] = ()
     specials: bool = False
+    columns: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.algorithms, str):
@@ -220,9 +224,10 @@ class Calls:
         placed.tensor.copy_(given[ctx.rank])
         how = self.plan(ctx, call)
         root = self.roots[call.number % len(self.roots)] % ctx.world_size
-        got = make_call(spec, call.kind, placed.tensor, placed.out, ctx, how, call.op, root)
-        assert got is placed.out
-        wanted = reference(spec, given, ctx.topology, call.op, root)
+        tensor, out, epilogue, more = self.finishing(ctx, call, placed)
+        got = make_call(spec, call.kind, tensor, out, ctx, how, call.op, root, **more)
+        assert got is out
+        wanted = reference(spec, given, ctx.topology, call.op, root, epilogue)
         comparisons = []
         for memory in placed.memories:
             # The next call fills shared memory anew.
@@ -230,6 +235,25 @@ class Calls:
             expected = placed.expected(memory, given[ctx.rank], wanted)
             comparisons.append(Comparison(content, expected))
         return comparisons
+
+    def finishing(self, ctx: tdcoll.CollectiveContext, call: Call, placed: Placement) -> Any:
+        """Return tensor and result as a call gets them, its epilogue, as it has to be, and further
+        arguments."""
+        if not self.columns or call.kind is OTHER or not call.spec.reduces:
+            return placed.tensor, placed.out, None, {}
+        columns = self.columns if call.n and call.n % self.columns == 0 else call.n
+        shape = (call.n // columns, columns) if columns else (1, 0)
+        # Each rank may take from another residual if it has a result of its own.
+        owner = ctx.rank if call.spec.scatters else 0
+        residual = residual_of(owner, call.number, shape, self.tensor_dtype, self.offset)
+        residual = residual.to(ctx.device)
+        extra = Residual(residual, residual.shape[1])
+        # A tensor of one row has one dimension.
+        sizes = (-1, columns) if shape[0] > 1 else (-1,)
+        tensor = placed.tensor.view(sizes)
+        out = tensor if placed.out is placed.tensor else placed.out.view(sizes)
+        more = {"epilogue": less_twice, "extra": extra}
+        return tensor, out, expected(residual, columns), more
 
     def plan(self, ctx: tdcoll.CollectiveContext, call: Call) -> str | Plan:
         """The call's plan made by hand, or the name of its algorithm if the policy cuts."""

@@ -7,7 +7,7 @@ reduced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -59,13 +59,16 @@ def reference(
     topology: Topology,
     op: str = "sum",
     root: int = 0,
+    epilogue: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """``world`` times what a rank gives ``->`` what the rank of ``topology`` has to get; both are
     flat."""
     parts = [tensors[root]] if spec.rooted else list(tensors)
     if spec.scatters:
         parts = [tensor.view(topology.world_size, -1)[topology.rank] for tensor in tensors]
-    return reduce_parts(parts, topology.nodes, op) if spec.reduces else torch.cat(parts)
+    if spec.reduces:
+        return reduce_parts(parts, topology.nodes, op, epilogue)
+    return torch.cat(parts)
 
 
 def different(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -157,12 +157,11 @@ def place(
 
 def make_call(
     spec: Collective, kind: Kind, tensor: torch.Tensor, out: Any, ctx: Any,
-    algorithm: str | Plan = "auto", op: str = "sum", root: int = 0,
+    algorithm: str | Plan = "auto", op: str = "sum", root: int = 0, **more: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Make a call of this kind by the public function."""
+    """Make a call of this kind by the public function; ``more`` are further arguments of it."""
     if kind is CALLER_BUFFER:
         return getattr(tdcoll, f"{spec.name}_")(out, ctx=ctx, algorithm=algorithm)
-    more: dict[str, Any] = {}
     if spec.reduces:
         more["op"] = op
     if spec.rooted:

@@ -9,7 +9,17 @@ from kernel_mutants import Argument, Call, Change, Moved, dropped, missing, no_w
 
 from tdcoll.collectives.reduce_scatter.spec import SPEC
 
-from .algorithm_cases import FLAGGED, LOOPED, WRONG, Dense, Grid, job, mutant, mutants_of_loops
+from .algorithm_cases import (
+    FLAGGED,
+    LOOPED,
+    WRONG,
+    Dense,
+    Grid,
+    job,
+    mutant,
+    mutants_of_epilogues,
+    mutants_of_loops,
+)
 from .all_gather import (
     FLAGLESS,
     ONE_SLOT,
@@ -140,5 +150,5 @@ DENSE = Dense(
         Grid(NO_BYTES, job((3,), seeds=1, stragglers=0)),
         Grid(NO_BYTES_WITH_FLAGS, job((3,), seeds=1, stragglers=0)),
     ),
-    mutants=(*MUTANTS, *mutants_of_loops(SPEC)),
+    mutants=(*MUTANTS, *mutants_of_loops(SPEC), *mutants_of_epilogues(SPEC)),
 )
