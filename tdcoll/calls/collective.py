@@ -114,6 +114,7 @@ class CollectiveOperation(Operation):
         }
         if self.spec.reduces:
             facts["op"] = operation_name(options.op)
+            facts["epilogue"] = None
         if self.spec.rooted:
             facts["root"] = options.root
         return facts

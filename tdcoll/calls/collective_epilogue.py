@@ -76,12 +76,15 @@ class EpilogueOperation(Operation):
     def agreement(self, request: Request, ctx: Any) -> dict[str, Any]:
         options: EpilogueOptions = request.options
         facts = self._reduction.agreement(_plain(request), ctx)
-        facts["epilogue"] = describe_epilogue(options.epilogue)
         shape = getattr(request.tensors[0], "shape", ())
-        facts["columns"] = shape[-1] if len(shape) else 1
-        facts["types of extra"] = str(_types(request))
-        if not self._reduction.spec.scatters:  # the result is the same on all ranks
-            facts["numbers of extra"] = repr(options.extra)
+        columns = shape[-1] if len(shape) else 1
+        described = f"{describe_epilogue(options.epilogue)} for rows of {columns}"
+        if options.extra is not None:
+            described = f"{described}, extra of {', '.join(_types(request))}"
+            if not self._reduction.spec.scatters:  # the result is the same on all ranks
+                described = f"{described}: {options.extra!r}"
+        # One fact, because the ranks that have no epilogue have one, too.
+        facts["epilogue"] = described
         return facts
 
     def check(self, request: Request, ctx: Any) -> None:
