@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,8 +77,7 @@ class EpilogueOperation(Operation):
         options: EpilogueOptions = request.options
         facts = self._reduction.agreement(_plain(request), ctx)
         shape = getattr(request.tensors[0], "shape", ())
-        columns = shape[-1] if len(shape) else 1
-        described = f"{describe_epilogue(options.epilogue)} for rows of {columns}"
+        described = f"{describe_epilogue(options.epilogue)} for rows of {_width(shape)}"
         if options.extra is not None:
             described = f"{described}, extra of {', '.join(_types(request))}"
             if not self._reduction.spec.scatters:  # the result is the same on all ranks
@@ -122,7 +121,7 @@ class EpilogueOperation(Operation):
             options.fields,
             _types(request),
             (repr(options.extra), *map(is_aligned, extra_tensors)),
-            width=max(1, shape[-1]) if shape else 1,
+            width=max(1, _width(shape)),
             narrow=torch.Size(shape).numel() < 1 << 31,
         )
         kernel_options = self._reduction.kernel_options(tensor.dtype, options.plain.op)
@@ -136,6 +135,11 @@ def _plain(request: Request) -> Request:
     options: EpilogueOptions = request.options
     tensors = request.tensors[: options.n_tensors]
     return request._replace(tensors=tensors, options=options.plain)
+
+
+def _width(shape: Sequence[int]) -> int:
+    """Return the elements of a row of a tensor: its last dimension."""
+    return shape[-1] if shape else 1
 
 
 def _types(request: Request) -> tuple[str, ...]:
@@ -177,9 +181,8 @@ class _WithEpilogue(PreparedCall):
         return result, (source, out, out, *read)
 
 
-def run_reduction(
-    plain: CollectiveOperation,
-    with_epilogue: EpilogueOperation,
+def run_with_epilogue(
+    operation: EpilogueOperation,
     tensors: tuple[Any, ...],
     options: CollectiveOptions,
     epilogue: Any,
@@ -187,10 +190,14 @@ def run_reduction(
     group: runtime.Group,
     ctx: Any,
     names: tuple[str, ...] = (),
-) -> Any:
-    """Make a call of a reduction that may have an epilogue, and return its result."""
-    if epilogue is None and extra is None:
-        return run(plain, tensors, options, group, ctx, names)
+) -> torch.Tensor:
+    """Make a call with an epilogue, and return its result.
+
+    Args:
+        tensors, options, group, ctx, names: Of the reduction, as for :func:`~.run.run`.
+        epilogue, extra: As the caller passed them.
+    """
     extra, read = split_extra(epilogue, extra)
     more = EpilogueOptions(options, len(tensors), epilogue, extra, tuple(read))
-    return run(with_epilogue, (*tensors, *read.values()), more, group, ctx, names)
+    result: torch.Tensor = run(operation, (*tensors, *read.values()), more, group, ctx, names)
+    return result

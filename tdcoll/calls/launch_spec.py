@@ -189,13 +189,15 @@ def tiles(spec: LaunchSpec) -> dict[str, Any]:
 
     A thread has 16 bytes of a tile, or 4 if elements have one byte: with 8 from each of 8 ranks, it
     would run out of registers. Where few thread blocks do all the work, a thread has up to 64
-    bytes, because it needs more of them on the way, if there are few ranks.
+    bytes, because it needs more of them on the way, if there are few ranks; not with an epilogue,
+    which needs registers of its own.
     """
     dtype = spec.options.dtype
     assert dtype is not None
     world = spec.ctx.world_size
     per_thread = 16 // dtype.itemsize if dtype.itemsize > 1 else 4
-    if spec.plan.algorithm in ("loop", "ce") and dtype.itemsize > 1:
+    few_blocks = spec.plan.algorithm in ("loop", "ce")
+    if few_blocks and dtype.itemsize > 1 and spec.options.epilogue is None:
         per_thread *= max(1, 8 // max(2, triton.next_power_of_2(world)))
     return {
         **arithmetic(spec),

@@ -75,9 +75,7 @@ def _new(g, inbox, word, mine, residual, call, mask, DTYPE: tl.constexpr):
     residual."""
     parts, mask = words.receive(g, inbox, word, mine, call, mask, True)
     place = (0, word, 0, mask)  # which only epilogues use, and the norm has none
-    summed = words.reduce(
-        parts, g.world, place, (None, None, None), DTYPE, tl.float32, SUM, True
-    )
+    summed = words.reduce(parts, g.world, place, (None, None, None), DTYPE, tl.float32, SUM, True)
     return add(summed, residual, DTYPE), mask
 
 

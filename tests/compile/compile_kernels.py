@@ -167,15 +167,26 @@ ALL_REDUCE = [  # kernel, constants, ranks, architectures
 ]
 
 
+_NO_EPILOGUE = {"EPILOGUE": None, "placement": None, "extra": None}
+
+
 def compile_reduction(
-    kernel, constants: dict[str, Any], world: int, arch: int
-) -> dict[str, object]:
+    kernel,
+    constants: dict[str, Any],
+    world: int,
+    arch: int,
+    more: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Compile a reduction; without an epilogue unless ``more`` has the types of its arguments."""
+    if not more:
+        constants = {**_NO_EPILOGUE, **constants}
     announced = bool(constants.get("LAMPORT"))
     types = tuples() | {
         "nodes": SPARSE_TYPES["nodes"],
         "g": tuples()["g"]._replace(world=world),
         "inbox": Lamport("i64", "i64", "*i64", "*i64") if announced else tuples()["words"],
         "out_deltas": "*i64",
+        **(more or {}),
     }
     dtype = str(getattr(constants["DTYPE"], "value", constants["DTYPE"]))
     about = {
@@ -201,7 +212,14 @@ COPIES = [  # kernel, constants, warps
     *(
         (
             copies.sum_copies,
-            {**_BF16, "TILE": 4096, "WHOLE": True, "PULLED": pulled, "WORLD_POW2": WORLD},
+            {
+                **_NO_EPILOGUE,
+                **_BF16,
+                "TILE": 4096,
+                "WHOLE": True,
+                "PULLED": pulled,
+                "WORLD_POW2": WORLD,
+            },
             16,
         )
         for pulled in (False, True)

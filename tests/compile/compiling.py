@@ -33,6 +33,7 @@ from tdcoll.language.jit import (
     needs_nvshmem,
 )
 from tdcoll.language.library import part_for_language
+from tdcoll.primitives.epilogue import Placement
 from tdcoll.primitives.group import Group, Inbox, Nodes
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.puts import Routes
@@ -239,6 +240,7 @@ SEEN = {
     "wide_loads": r"ld\.global\S*\.v[248]",
     "wide_stores": r"st\.global\S*\.v[248]",
     "fused": r"fma\.rn\.f",
+    "products": r"\b(?:mul|fma)\.(?:rn\.)?f32",
     "loads": r"ld\.global\.v4",
     "sent": r"st\.relaxed\.sys\.global\.v4",
 }
@@ -302,6 +304,7 @@ def compiled_forms(kernel) -> int:
             "shape": Shape(1 + rank, 16 * rank, rank),
             "tile": Tile(*map(tl.constexpr, (8, 8, 8, 8))),
             "extra": None,
+            "placement": Placement(16 * rank, 1 + rank, tl.constexpr(True)),
             "nodes": Nodes(table, table, table, table, rank, 1 + rank, 32 + rank),
             **{name: 8 for name in kernel.arg_names if name.isupper()},
         }

@@ -50,6 +50,7 @@ def compiled_for(
         ]
         drivers.append(["pipelined_loops.py", *["--few"] * (arch == 90)])
         drivers.append(["compiling_matmuls.py", str(arch)])
+        drivers.append(["compiling_epilogues.py", str(arch), *more])
         jobs = [  # at once: pytest's other worker most likely waits for them, too
             subprocess.Popen(
                 [sys.executable, str(HERE / script), *part],
@@ -161,6 +162,21 @@ def test_which_kernels_need_nvshmem_and_wait(compiled) -> None:
         assert kernel["needs"] == links == (name in PUTS), kernel
         assert "nvshmem_signal_wait_until" not in kernel.get("calls", ()), "an unbounded wait"
         assert (kernel.get("globaltimer", 0) > 0) == (name not in LOCAL), kernel
+
+
+def test_epilogues(compiled) -> None:
+    """Every reduction compiles with an epilogue. It has the waits and signals that it has without
+    one, because the compiler repeats waits whose results it needs twice, and the epilogue is in its
+    code, once for each element."""
+    pairs = compiled["epilogues"]
+    names = {with_epilogue["kernel"] for with_epilogue, _ in pairs}
+    reductions = {k["kernel"] for k in kernels_of(compiled, "reduce_scatter", "all_reduce")}
+    assert names == {*reductions, "sum_copies"}
+    for with_epilogue, without in pairs:
+        for counted in ("globaltimer", "acquire_sys", "release_sys", "sent", "needs", "links"):
+            assert with_epilogue[counted] == without[counted], (with_epilogue, counted)
+        assert with_epilogue["products"] > without["products"], with_epilogue
+        assert with_epilogue.get("registers", 0) <= 255
 
 
 SPILLED_AROUND_NVSHMEM = {90: 512, 100: 800}

@@ -10,9 +10,10 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.calls.collective import CollectiveOptions
-from tdcoll.calls.collective_epilogue import run_reduction
+from tdcoll.calls.collective_epilogue import run_with_epilogue
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
+from tdcoll.calls.run import run
 from tdcoll.collectives.all_reduce.spec import OPERATION, WITH_EPILOGUE
 
 
@@ -76,10 +77,9 @@ def all_reduce(
     """
     tensors = (tensor,) if out is None else (tensor, out)
     options = CollectiveOptions(op, algorithm, symmetric)
-    result: torch.Tensor = run_reduction(
-        OPERATION, WITH_EPILOGUE, tensors, options, epilogue, extra, group, ctx
-    )
-    return result
+    if epilogue is None and extra is None:
+        return run(OPERATION, tensors, options, group, ctx)
+    return run_with_epilogue(WITH_EPILOGUE, tensors, options, epilogue, extra, group, ctx)
 
 
 def all_reduce_(
@@ -111,7 +111,7 @@ def all_reduce_(
     """
     options = CollectiveOptions(op, algorithm, symmetric)
     names = ("tensor", "tensor")
-    result: torch.Tensor = run_reduction(
-        OPERATION, WITH_EPILOGUE, (tensor, tensor), options, epilogue, extra, group, ctx, names
-    )
-    return result
+    tensors = (tensor, tensor)
+    if epilogue is None and extra is None:
+        return run(OPERATION, tensors, options, group, ctx, names)
+    return run_with_epilogue(WITH_EPILOGUE, tensors, options, epilogue, extra, group, ctx, names)

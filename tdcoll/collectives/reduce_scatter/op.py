@@ -10,9 +10,10 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.calls.collective import CollectiveOptions
-from tdcoll.calls.collective_epilogue import run_reduction
+from tdcoll.calls.collective_epilogue import run_with_epilogue
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.plan import Plan
+from tdcoll.calls.run import run
 from tdcoll.collectives.reduce_scatter.spec import OPERATION, WITH_EPILOGUE
 
 
@@ -63,7 +64,6 @@ def reduce_scatter(
     """
     tensors = (tensor,) if out is None else (tensor, out)
     options = CollectiveOptions(op, algorithm)
-    result: torch.Tensor = run_reduction(
-        OPERATION, WITH_EPILOGUE, tensors, options, epilogue, extra, group, ctx
-    )
-    return result
+    if epilogue is None and extra is None:
+        return run(OPERATION, tensors, options, group, ctx)
+    return run_with_epilogue(WITH_EPILOGUE, tensors, options, epilogue, extra, group, ctx)

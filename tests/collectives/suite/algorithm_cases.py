@@ -268,9 +268,7 @@ def mutants_of_epilogues(spec: Collective) -> tuple[Mutant, ...]:
             ),
         ]
         if algorithm == by_words:
-            named.append(
-                ("elements behind the last whole word are outside", some_outside, halves)
-            )
+            named.append(("elements behind the last whole word are outside", some_outside, halves))
         else:
             named.append(("all chunks have the place of the first", first_chunk, rows))
         found += [mutant(spec, name, change, **how, **more) for name, change, more in named]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import cycle, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from landings import facts_on

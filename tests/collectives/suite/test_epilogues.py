@@ -39,7 +39,7 @@ def sets_of_dtypes() -> list[Any]:
     """Every dtype by every algorithm that has it; only some of them in the first tier."""
     found = []
     for case in REDUCING:
-        for place, dtype in enumerate(ACCUMULATORS):
+        for dtype in ACCUMULATORS:
             lamport = 1 << 20 if dtype.is_floating_point and dtype.itemsize <= 4 else 0
             facts = case.facts(itemsize=dtype.itemsize, lamport_bytes=lamport)
             if case.supports(facts) and not case.looped:
