@@ -69,7 +69,7 @@ class CallLaunches:
         whole: Step = steps[first]
         if len(epochs) > 1:
             stride = first.facts.nbytes
-            # What an epilogue takes beside source and result is the same in all epochs.
+            # An epilogue takes the same other entries of the frame in all epochs.
             moved = None if first.options.epilogue is None else 2
             parts = [AtOffset(steps[epoch], i * stride, moved) for i, epoch in enumerate(epochs)]
             whole = StepSequence(parts)

@@ -120,7 +120,7 @@ class Epilogue:
 
     @property
     def compiled_form(self) -> Hashable:
-        """What compiled code depends on, without what may differ between ranks."""
+        """Everything that compiled code depends on and that is the same on all ranks."""
         return (self.function, self.types, self.narrow)
 
 

@@ -59,7 +59,7 @@ class KernelOptions(NamedTuple):
 
     @property
     def compiled_form(self) -> Hashable:
-        """What compiled kernels depend on, the same on all ranks."""
+        """Everything that compiled kernels depend on, the same on all ranks."""
         if self.epilogue is None:
             return self
         return self._replace(epilogue=None), self.epilogue.compiled_form
