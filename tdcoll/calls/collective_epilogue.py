@@ -76,8 +76,10 @@ class EpilogueOperation(Operation):
     def agreement(self, request: Request, ctx: Any) -> dict[str, Any]:
         options: EpilogueOptions = request.options
         facts = self._reduction.agreement(_plain(request), ctx)
-        shape = getattr(request.tensors[0], "shape", ())
-        described = f"{describe_epilogue(options.epilogue)} for rows of {_width(shape)}"
+        tensor = request.tensors[0]
+        is_nested = getattr(tensor, "is_nested", False)  # and has no shape
+        width = _width(() if is_nested else getattr(tensor, "shape", ()))
+        described = f"{describe_epilogue(options.epilogue)} for rows of {width}"
         if options.extra is not None:
             described = f"{described}, extra of {', '.join(_types(request))}"
             if not self._reduction.spec.scatters:  # the result is the same on all ranks
@@ -120,7 +122,7 @@ class EpilogueOperation(Operation):
             join_extra(options.extra, dict(zip(options.fields, extra_tensors, strict=True))),
             options.fields,
             _types(request),
-            (repr(options.extra), *map(is_aligned, extra_tensors)),
+            (type(options.extra), repr(options.extra), *map(is_aligned, extra_tensors)),
             width=max(1, _width(shape)),
             narrow=torch.Size(shape).numel() < 1 << 31,
         )

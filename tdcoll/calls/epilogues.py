@@ -92,9 +92,10 @@ class Epilogue:
         function: The epilogue, or None.
         extra: The tuple that it gets, of :func:`join_extra`.
         tensors: Names of the fields of ``extra`` that each launch brings.
-        types: The type of ``extra`` and of its fields, which are the same on all ranks.
-        values: Numbers in ``extra`` and the alignment of its tensors, which may differ between
+        types: The names of the types of ``extra`` and of its fields, which are the same on all
             ranks.
+        values: The type and the numbers of ``extra`` and the alignment of its tensors, which may
+            differ between ranks.
         width, narrow: Of :class:`~tdcoll.primitives.epilogue.Placement`.
     """
 

@@ -277,6 +277,11 @@ WRONG: list[Any] = [
     ({"epilogue": abs}, TypeError, "epilogue must be a function of triton.jit or None; got <built"),
     ({"epilogue": None}, TypeError, "extra must be a NamedTuple for an epilogue, or None; got Res"),
     ({"extra": (X, 8)}, TypeError, "extra must be a NamedTuple for an epilogue, or None; got"),
+    (
+        {"tensor": torch.nested.nested_tensor([torch.ones(8), torch.ones(4)])},
+        ValueError,
+        "tensor must be an ordinary tensor; got a nested one",
+    ),
     ({"extra": Residual([X], 8)}, TypeError, r"extra\.base must be a tensor, a number, a tl"),
     ({"extra": Residual(X.T, 8)}, ValueError, r"extra\.base must be contiguous"),
     ({"extra": Residual(X.to("meta"), 8)}, ValueError, r"extra\.base must be on cpu"),
