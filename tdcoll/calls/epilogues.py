@@ -74,8 +74,8 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 
 def describe_epilogue(epilogue: Any) -> str:
-    """Return an epilogue's name and a digest of its code, for ranks to compare. Other values, which
-    checks refuse, are returned as text."""
+    """Return an epilogue's name and a digest of its code, for ranks to compare; the text of a value
+    if it is no function, because checks have yet to refuse it."""
     if not hasattr(epilogue, "fn"):
         return repr(epilogue)
     code = epilogue.fn.__code__

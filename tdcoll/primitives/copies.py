@@ -149,7 +149,8 @@ def check_peers_alive(g, WORLD_POW2: tl.constexpr):
 
 @jit
 def sum_copies(
-    source: tl.int64, out: tl.int64, inbox, g, stamps, summed, nbytes: tl.int64, at: tl.int64, placement, extra,
+    source: tl.int64, out: tl.int64, inbox, g, stamps, summed, nbytes: tl.int64, at: tl.int64,
+    placement, extra,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr,
     EPILOGUE: tl.constexpr, WHOLE: tl.constexpr, PULLED: tl.constexpr,
 ):  # fmt: skip

@@ -26,8 +26,8 @@ two.
 A kernel of a dense reduction passes a tuple ``(EPILOGUE, placement, extra)`` down to
 :func:`result_of`, which is called once for each element of the result, where all ranks' parts have
 been added: by every rank in an all-reduce in one shot, otherwise by the rank that sums the element
-and sends the result to the others. Without an epilogue all three are None, and the compiled code is
-the same as if there were no epilogues."""
+and sends the result to the others. If a call has no epilogue, all three are None, and the compiled
+code is the same as if there were no epilogues."""
 
 from typing import NamedTuple
 

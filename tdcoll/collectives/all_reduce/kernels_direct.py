@@ -86,7 +86,8 @@ def _sum_tiles(
 
 @jit
 def sum_chunk(
-    own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, aligned, epilogue,
+    own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, aligned,
+    epilogue,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Sum this rank's chunk at ``offset`` of all ranks to ``out``, and to ``landing`` on every
@@ -98,21 +99,22 @@ def sum_chunk(
     """
     if aligned:
         _sum_tiles(
-            own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, epilogue,
-            DTYPE, ACC, OP, True, TILE,
+            own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size,
+            epilogue, DTYPE, ACC, OP, True, TILE,
         )  # fmt: skip
     else:
         _sum_tiles(
-            own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size, epilogue,
-            DTYPE, ACC, OP, False, TILE,
+            own, out, landing, landing_deltas, inbox, g, routes, nodes, epoch, offset, size,
+            epilogue, DTYPE, ACC, OP, False, TILE,
         )  # fmt: skip
 
 
 @jit
 def all_reduce_direct(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
-    chunks: tl.int32, out_deltas, placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
-    EPILOGUE: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr, ZERO_COPY: tl.constexpr,
+    chunks: tl.int32, out_deltas, placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr,
+    OP: tl.constexpr, EPILOGUE: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr,
+    ZERO_COPY: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Thread blocks for each chunk: ``2 * world - 1``;
     without a copy ``world + 1``.

@@ -29,8 +29,9 @@ from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, 
 @jit
 def all_reduce_loop(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
-    chunks: tl.int32, out_deltas, placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
-    EPILOGUE: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr, ZERO_COPY: tl.constexpr,
+    chunks: tl.int32, out_deltas, placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr,
+    OP: tl.constexpr, EPILOGUE: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr,
+    ZERO_COPY: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Any number of thread blocks. Args: those of
     ``all_reduce_direct``."""

@@ -101,8 +101,8 @@ def _wait_for(ranks, count, signals, first_index, g, epoch):
 @jit
 def all_reduce_nodes(
     source: tl.int64, out: tl.int64, inbox, g, routes, nodes, place: tl.int32, nbytes: tl.int64, part: tl.int64,
-    second: tl.int64, chunk: tl.int64, chunks: tl.int32, placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr,
-    OP: tl.constexpr, EPILOGUE: tl.constexpr, TILE: tl.constexpr,
+    second: tl.int64, chunk: tl.int64, chunks: tl.int32, placement, extra, DTYPE: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, EPILOGUE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on nodes of as many ranks each.
 

@@ -48,8 +48,9 @@ def _send_sum(landing, size, g, routes, signal, epoch):
 @jit
 def all_reduce_puts(
     source: tl.int64, out: tl.int64, inbox, g, routes, nodes, nbytes: tl.int64, part: tl.int64, outbox: tl.int64,
-    second: tl.int64, chunk: tl.int64, chunks: tl.int32, placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr,
-    OP: tl.constexpr, EPILOGUE: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr,
+    second: tl.int64, chunk: tl.int64, chunks: tl.int32, placement, extra, DTYPE: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, EPILOGUE: tl.constexpr, TILE: tl.constexpr,
+    WORLD_POW2: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on any nodes.
 

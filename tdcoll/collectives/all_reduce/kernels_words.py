@@ -57,8 +57,8 @@ from tdcoll.primitives.group import in_stream_order
 @jit
 def all_reduce_one_shot(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, blocks: tl.int32,
-    placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, EPILOGUE: tl.constexpr,
-    LAMPORT: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr,
+    placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
+    EPILOGUE: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``PERSISTENT``
     any number up to that.
@@ -140,8 +140,8 @@ def _sum_and_hand_on(
 @jit
 def all_reduce_two_shot(
     source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, blocks: tl.int32,
-    placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, EPILOGUE: tl.constexpr,
-    LAMPORT: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr,
+    placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
+    EPILOGUE: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with ``PERSISTENT``
     any number up to that.
@@ -180,6 +180,6 @@ def all_reduce_two_shot(
                 source, most, nbytes, most, place, shares, g, inbox, deltas, call, mask, LAMPORT
             )
             _sum_and_hand_on(
-                out, inbox, g, deltas, place, part, size, mine, call, mask, (EPILOGUE, placement, extra),
-                DTYPE, ACC, OP, LAMPORT,
+                out, inbox, g, deltas, place, part, size, mine, call, mask,
+                (EPILOGUE, placement, extra), DTYPE, ACC, OP, LAMPORT,
             )  # fmt: skip

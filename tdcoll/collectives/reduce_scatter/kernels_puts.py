@@ -38,8 +38,9 @@ from tdcoll.primitives.sums import reduce_chunk
 @jit
 def reduce_scatter_puts(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, routes, nodes, nbytes: tl.int64,
-    outbox: tl.int64, chunk: tl.int64, chunks: tl.int32, reducers: tl.int32, placement, extra, DTYPE: tl.constexpr,
-    ACC: tl.constexpr, OP: tl.constexpr, EPILOGUE: tl.constexpr, TILE: tl.constexpr, WORLD_POW2: tl.constexpr,
+    outbox: tl.int64, chunk: tl.int64, chunks: tl.int32, reducers: tl.int32, placement, extra,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, EPILOGUE: tl.constexpr,
+    TILE: tl.constexpr, WORLD_POW2: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` on any nodes.
 

@@ -24,8 +24,8 @@ from tdcoll.primitives.group import in_stream_order
 @jit
 def reduce_scatter_words(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, blocks: tl.int32,
-    placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, EPILOGUE: tl.constexpr,
-    LAMPORT: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr,
+    placement, extra, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
+    EPILOGUE: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``blocks``, or with
     ``PERSISTENT`` any number up to that.

@@ -41,8 +41,8 @@ def less_twice(sums, rows, columns, inside, extra):
 def residual_of(
     owner: int, call: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int
 ) -> torch.Tensor:
-    """``[rows, columns + BEYOND]``, which begins ``offset`` elements behind an aligned address. Every
-    third number is a zero, of floating-point types -0.0."""
+    """``[rows, columns + BEYOND]``, which begins ``offset`` elements behind an aligned address.
+    Every third number is a zero, of floating-point types -0.0."""
     columns = shape[-1]
     rows = torch.Size(shape[:-1]).numel()
     size = rows * (columns + BEYOND)
