@@ -60,7 +60,7 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import lamport, words
 from tdcoll.primitives.elements import element, placed
 from tdcoll.primitives.group import in_stream_order
-from tdcoll.primitives.reduce import SUM, accumulate, rounded
+from tdcoll.primitives.reduce import PROD, SUM, accumulate, rounded
 
 
 @jit
@@ -120,7 +120,8 @@ def _sum(
                 bias = tl.cast(weight.bias, tl.int64).to(tl.pointer_type(OUT)) + column
                 sums += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
             value = EPILOGUE(sums, rows.to(tl.int64), column.to(tl.int64), inside, extra)
-            word |= placed(rounded(value, OUT, SUM), place_in_part)
+            # PROD, because what an epilogue returns may be -0.0, as a product may be.
+            word |= placed(rounded(value, OUT, PROD), place_in_part)
         made += (word,)  # type: ignore[assignment]
     return made
 

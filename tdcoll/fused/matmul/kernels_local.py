@@ -24,7 +24,7 @@ from tdcoll.fused.matmul.product import (
 )
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order
-from tdcoll.primitives.reduce import SUM, rounded
+from tdcoll.primitives.reduce import PROD, rounded
 
 
 @jit
@@ -108,4 +108,5 @@ def finish(
     numbers = tl.cast(source, tl.int64).to(tl.pointer_type(tl.float32))
     sums = tl.load(numbers + rows * width + columns, mask=inside, other=0.0)
     made = EPILOGUE(with_bias(sums, weight, columns, width, OUT), rows, columns, inside, extra)
-    store(out, rounded(made, OUT, SUM), rows, columns, inside, width, OUT, ALIGNED)
+    # PROD, because what an epilogue returns may be -0.0, as a product may be.
+    store(out, rounded(made, OUT, PROD), rows, columns, inside, width, OUT, ALIGNED)

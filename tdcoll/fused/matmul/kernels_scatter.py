@@ -63,7 +63,7 @@ from tdcoll.fused.matmul.product import (
 from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
 from tdcoll.primitives.group import in_stream_order, row, segment, start
-from tdcoll.primitives.reduce import SUM, accumulate, rounded
+from tdcoll.primitives.reduce import PROD, SUM, accumulate, rounded
 
 
 @jit
@@ -163,7 +163,8 @@ def _add(
         row_of_tile, column + first, shape.rows, width, tile.rows, count
     )
     made = EPILOGUE(with_bias(sums, weight, columns, width, OUT), rows, columns, inside, extra)
-    store(out, rounded(made, OUT, SUM), rows, columns, inside, width, OUT, ALIGNED)
+    # PROD, because what an epilogue returns may be -0.0, as a product may be.
+    store(out, rounded(made, OUT, PROD), rows, columns, inside, width, OUT, ALIGNED)
 
 
 @jit

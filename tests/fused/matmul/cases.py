@@ -54,6 +54,12 @@ def add_residual(sums, rows, columns, inside, extra):
     ).to(tl.float32)
 
 
+@jit
+def negate(sums, rows, columns, inside, extra):
+    """An epilogue that makes -0.0 of 0.0."""
+    return sums * -1.0
+
+
 def whole(key: int, *shape: int) -> torch.Tensor:
     """Return whole numbers from -6 to 6, which every dtype has."""
     made = torch.Generator().manual_seed(key)

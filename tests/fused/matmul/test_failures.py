@@ -18,7 +18,7 @@ from tdcoll.fused.matmul.policy import ALGORITHMS, GATHER, NAMES, SCATTER
 from tdcoll.testing import World, explore
 
 from .calls import Call, Calls
-from .cases import Residual, add_residual
+from .cases import Residual, add_residual, negate
 
 HEAP = 1 << 22
 WAYS = [(name, algorithm) for name, algorithms in ALGORITHMS.items() for algorithm in algorithms]
@@ -247,6 +247,22 @@ def test_memory_that_calls_cannot_take(
             ctx.check()
 
     World(1, heap_bytes=1 << 23).run(host)
+
+
+@pytest.mark.parametrize(("name", "algorithm"), [way for way in WAYS if way[0] != GATHER])
+def test_no_sum_of_an_epilogue_is_minus_zero(name: str, algorithm: str) -> None:
+    """As for all reductions. An all-gather adds nothing over ranks, and leaves it to the
+    epilogue."""
+    call = getattr(tdcoll.fused, name)
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 14, debug=False) as ctx:
+            x, weight = torch.zeros(8, 32), torch.zeros(128, 32)
+            made = call(x, weight, ctx=ctx, epilogue=negate, algorithm=algorithm)
+            ctx.check()
+            assert not made.signbit().any()
+
+    World(2, heap_bytes=1 << 23).run(host)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.bool])
