@@ -141,7 +141,11 @@ proctype Rank(byte r) {
 init {
     byte s, d;
     for (s : 1 .. CALLS) {
+#ifdef ONE_SIZE
+        carried[s] = 1
+#else
         if :: carried[s] = WORDS :: carried[s] = 1 :: carried[s] = 0 fi
+#endif
     }
     CHOOSE_EARLY;
     atomic {
