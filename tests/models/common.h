@@ -53,3 +53,9 @@ byte early = RANKS;
 #else
 #define IF_THREE(text)
 #endif
+
+/* Starts every rank, and a link from each to each; `s` and `d` are bytes of init. */
+#define RUN_ALL atomic { \
+    for (s : 0 .. RANKS - 1) { \
+        run Rank(s); \
+        for (d : 0 .. RANKS - 1) { if :: s != d -> run Link(s, d) :: else fi } } }

@@ -78,21 +78,14 @@ inline enter() {
 #ifndef NO_ENTERED /* mutant: copies do not wait for the peer to enter */
         WAIT(HERE(entered[r], epoch))
 #endif
-    :: else
-    fi;
+    :: else fi;
     if :: !expired[r] -> stamps[0] = epoch :: else -> tell_gave_up() fi
 }
 
 inline wait_arrivals(hop, pulled) {
     WAIT(HERE(ARRIVED(r, ROW_OF(epoch), hop), epoch + (pulled -> hop : 0)));
-    if
-    :: pulled && !expired[r] -> none_gave_up()
-    :: else
-    fi;
-    if
-    :: pulled && expired[r] -> tell_gave_up()
-    :: else
-    fi
+    if :: pulled && !expired[r] -> none_gave_up() :: else fi;
+    if :: pulled && expired[r] -> tell_gave_up() :: else fi
 }
 
 proctype Rank(byte r) {
@@ -126,10 +119,8 @@ proctype Rank(byte r) {
                 ARRIVED(PEER, ROW_OF(epoch), 1) = epoch;
                 WAIT(HERE(ARRIVED(r, ROW_OF(epoch), 1), epoch));
                 if :: !expired[r] -> stamps[1] = epoch + 1 :: else fi
-            :: else
-            fi
-        :: else
-        fi;
+            :: else fi
+        :: else fi;
         copy_data(out, sum[PEER]);
         copy_stamp(1);
         wait_arrivals(1, true);
@@ -146,11 +137,7 @@ proctype Rank(byte r) {
         :: else -> assert(out == call)
 #endif
         fi;
-#ifdef REDUCE
         sum[r] = 0  /* the caller's tensor, in which the result is */
-#else
-        skip
-#endif
     :: else -> break
     od
 }

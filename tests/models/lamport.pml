@@ -60,12 +60,9 @@ byte written[RANKS * 3];                /* on rank r: words of each segment of s
 proctype Link(byte s, d) {
 end:
     do
-    DELIVER(0, 0)
-    DELIVER(0, 1)
-    DELIVER(1, 0)
-    DELIVER(1, 1)
-    DELIVER(2, 0)
-    DELIVER(2, 1)
+    DELIVER(0, 0) DELIVER(0, 1)
+    DELIVER(1, 0) DELIVER(1, 1)
+    DELIVER(2, 0) DELIVER(2, 1)
     od
 }
 
@@ -121,14 +118,8 @@ proctype Rank(byte r) {
             d = 0; w = 0
         }
         do
-        RECEIVE(0, 0)
-        RECEIVE(0, 1)
-        RECEIVE(1, 0)
-        RECEIVE(1, 1)
-        HEAR(0)
-        HEAR(1)
-        CLEAR(0)
-        CLEAR(1)
+        RECEIVE(0, 0) RECEIVE(0, 1) HEAR(0) CLEAR(0)
+        RECEIVE(1, 0) RECEIVE(1, 1) HEAR(1) CLEAR(1)
         IF_THREE(RECEIVE(2, 0) RECEIVE(2, 1) HEAR(2) CLEAR(2))
         :: missing == 0 && cleared == ALL -> break
         :: missing > 0 && MAY_GIVE_UP(r) -> expired[r] = true; break
@@ -148,10 +139,5 @@ init {
 #endif
     }
     CHOOSE_EARLY;
-    atomic {
-        for (s : 0 .. RANKS - 1) {
-            run Rank(s);
-            for (d : 0 .. RANKS - 1) { if :: s != d -> run Link(s, d) :: else fi }
-        }
-    }
+    RUN_ALL
 }

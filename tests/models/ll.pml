@@ -110,10 +110,5 @@ init {
         if :: carried[s] = 0 :: carried[s] = 1 :: carried[s] = WORDS fi
     }
     CHOOSE_EARLY;
-    atomic {
-        for (s : 0 .. RANKS - 1) {
-            run Rank(s);
-            for (d : 0 .. RANKS - 1) { if :: s != d -> run Link(s, d) :: else fi }
-        }
-    }
+    RUN_ALL
 }

@@ -136,6 +136,37 @@ MODELS = [
         form="REDUCE",
     ),
     Model(
+        "rails",
+        4,
+        4,
+        (
+            "ONE_SLOT",
+            "REUSED_ROW",
+            "RELAXED",
+            "NO_FORWARD_WAIT",
+            "HEARS_RAIL_ONLY",
+            "EARLY SENDS_AFTER_EXPIRY",
+        ),
+        harmless=("EQUAL_FOR_AT_LEAST",),
+        slow=True,
+        slow_mutants=("EARLY SENDS_AFTER_EXPIRY",),
+    ),
+    Model(
+        "sparse",
+        2,
+        4,
+        (
+            "NO_BEGUN",
+            "NO_MEETING",
+            "REUSED_ROW",
+            "SENDS_AFTER_EXPIRY",
+            "STAGE_AFTER_EXPIRY NO_NUMBER",
+        ),
+        harmless=("NO_ENTERED", "STAGE_EARLY", "STAGE_AFTER_EXPIRY", "EQUAL_FOR_AT_LEAST"),
+    ),
+    Model("sparse", 2, 4, ("NO_ENTERED",), form="GATHER"),
+    Model("sparse", 2, 4, ("NO_NUMBER",), form="MISUSE", slow=True),
+    Model(
         "rejoin",
         2,
         2,
@@ -187,7 +218,8 @@ def search(model: Model, mutant: str = "") -> Search:
         source = FOLDER / f"{model.name}.pml"
         made = _run(where, 60, "spin", *macros, "-a", str(source))
         # -a reports syntax errors on stdout, and may write a program all the same
-        assert made.returncode == 0 and "Error" not in made.stdout, made.stdout + made.stderr
+        assert made.returncode == 0, made.stdout + made.stderr
+        assert "Error" not in made.stdout, made.stdout
         options = ["-O2", "-w", "-DSAFETY", "-DCOLLAPSE", f"-DMEMLIM={MEMORY_MB}"]
         built = _run(where, 120, str(compiler()), *options, "-o", "pan", "pan.c")
         assert built.returncode == 0, built.stderr
@@ -208,7 +240,8 @@ def result(report: str, seconds: float) -> Search:
     """Return what the report of a search says."""
     errors = re.search(r"errors: (\d+)", report)
     states = re.search(r"(\d+) states, stored", report)
-    assert errors is not None and states is not None, report
+    assert errors is not None, report
+    assert states is not None, report
     first = re.search(r"^pan:\d+: (.*)$", report, re.M)
     error = ""
     if int(errors[1]):
@@ -235,7 +268,8 @@ def table() -> Iterator[str]:
     for model in MODELS:
         for mutant in ("", *model.harmless):
             found = search(model, mutant)
-            assert found.exhausted and not found.error, f"{model} {mutant}\n{found.report}"
+            assert not found.error, f"{model} {mutant}\n{found.report}"
+            assert found.exhausted, f"{model} {mutant}\n{found.report}"
             if not mutant:
                 line = row(model, found)
         for mutant in model.mutants:

@@ -139,10 +139,5 @@ proctype Rank(byte r) {
 init {
     byte s, d;
     CHOOSE_ANY_EARLY;
-    atomic {
-        for (s : 0 .. RANKS - 1) {
-            run Rank(s);
-            for (d : 0 .. RANKS - 1) { if :: s != d -> run Link(s, d) :: else fi }
-        }
-    }
+    RUN_ALL
 }

@@ -11,10 +11,11 @@
  * written it. A store and its release, or a put and its signal, arrive in one step: bytes that come
  * earlier are as both, with a reader that looks later. A rank reads all segments in one step, with
  * which the call ends and the next one begins: that is as late as it may be. Nothing else is
- * ordered.
+ * ordered. With EARLY rank 0 may give up, and then the others may wait for ever; for what they send
+ * it is the same as if they gave up. Without, nobody gives up.
  *
  * Claims: what is forwarded and read is of this call, unless the rank has given up; nobody waits
- * for ever; a put is complete when its signal row is used again.
+ * for ever, without EARLY; a put is complete when its signal row is used again.
  */
 #include "common.h"
 
@@ -85,6 +86,9 @@ proctype Rank(byte r) {
     byte epoch;
     bool forwarded;
     d_step { begin() };
+#ifdef EARLY
+end:
+#endif
     do
     :: !expired[r] && !forwarded && MAY_FORWARD -> d_step {
         assert(inbox[AT(r, SLOT(epoch), RAIL(r))] == epoch);
@@ -97,7 +101,7 @@ proctype Rank(byte r) {
         :: else -> forwarded = false; epoch = CALLS + 1
         fi }
     :: epoch == CALLS + 1 -> break
-    :: !expired[r] && MAY_GIVE_UP(r) -> expired[r] = true
+    :: !expired[r] && epoch <= CALLS && early == r -> expired[r] = true
     :: expired[r] -> d_step {
         if
         :: ALIVE(r) && epoch < CALLS -> begin()
@@ -107,7 +111,9 @@ proctype Rank(byte r) {
 }
 
 init {
-    CHOOSE_EARLY;
+#ifdef EARLY
+    early = 0;
+#endif
     atomic {
         run Rank(0); run Rank(1); run Rank(2); run Rank(3);
         run Link(0); run Link(1); run Link(2); run Link(3)

@@ -16,7 +16,8 @@
  * ordered.
  *
  * Claims: a rank that finds all lists fit to be used has those of this call, rows of this call, and
- * an `out` of this call until it begins the next one, unless it has given up; nobody waits for ever.
+ * an `out` of this call until it begins the next one, unless it has given up; nobody waits
+ * for ever; a list has arrived when the next one is sent.
  */
 #include "common.h"
 
@@ -28,8 +29,7 @@ byte stage[2];          /* of rank r: call of its rows */
 byte out[2 * 2];        /* on rank r: what rank s reduces */
 byte entered[2];        /* on rank r, by the peer */
 byte arrived[2 * 2 * 2];/* on rank r, in a row and of a phase, by the peer */
-byte sent[2];           /* list on its way to rank r: call and kind; 0: nothing */
-byte sent_kind[2];
+byte sent[2], sent_kind[2]; /* list on its way to rank r; 0: nothing */
 byte rows[2];           /* rows on their way to rank r */
 
 #define LIST(r, kind) list[(r) * KINDS + (kind)]
@@ -68,8 +68,7 @@ inline exchange() {
         :: else
         fi;
         WAIT(HERE(ARRIVED(r, epoch, 0), epoch))
-    :: else
-    fi
+    :: else fi
 }
 
 #ifdef NO_NUMBER /* mutant: a list is known by its kind alone */
@@ -107,10 +106,8 @@ inline reduce() {
 #else
             skip
 #endif
-        :: else
-        fi
-    :: else
-    fi
+        :: else fi
+    :: else fi
 }
 
 proctype Rank(byte r) {

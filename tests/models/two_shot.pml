@@ -11,7 +11,6 @@
  * Abstracted: a part is one chunk and one cell: any of its bytes. A part of call e is 2 e, and its
  * sum 2 e + 1. Thread blocks of a launch are steps in any order.
  * Network: a block's stores arrive before its release, nothing else is ordered.
- *
  * Claims: what is sent, summed and copied is of this call; from the end of the call until the
  * caller begins the next one, `out` has the sums of this call; unless the rank has given up; nobody
  * waits for ever.
@@ -90,8 +89,7 @@ inline store(d, h) {
     :: !(sent & BIT(p)) -> d_step { \
         assert(OUT(r, p) == 2 * epoch); store(p, 0); sent = sent | BIT(p) }
 
-#define CHECK_PART(s) \
-    assert(s == r || inbox[AT(r, SLOT(epoch), 0, s)] == 2 * epoch)
+#define CHECK_PART(s) assert(s == r || inbox[AT(r, SLOT(epoch), 0, s)] == 2 * epoch)
 
 #define SEND_SUM(p) if :: p != r -> store(p, 1) :: else fi
 
@@ -147,10 +145,5 @@ proctype Rank(byte r) {
 init {
     byte s, d;
     CHOOSE_EARLY;
-    atomic {
-        for (s : 0 .. RANKS - 1) {
-            run Rank(s);
-            for (d : 0 .. RANKS - 1) { if :: s != d -> run Link(s, d) :: else fi }
-        }
-    }
+    RUN_ALL
 }
