@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocols' models, their mutants, and how spin checks them.
 
-``python tests/models/models.py --write`` checks all of them and writes the table of
-``docs/correctness.md``. It needs ``spin`` and a C compiler.
+``python tests/models/models.py [NAME...]`` checks the models of these names, or all, and writes their
+lines of the table in ``docs/correctness.md``. It needs ``spin`` and a C compiler.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -261,37 +260,59 @@ def row(model: Model, found: Search) -> str:
     return f"| {name}{form} | {bounds} | {found.states:,} | {mutants} | {harmless} |"
 
 
-def table() -> Iterator[str]:
-    """Check everything, and yield the lines of the table."""
-    yield "| model | ranks | calls | states | mutants that fail | that change nothing |"
-    yield "|---|---|---|---|---|---|"
-    for model in MODELS:
-        for mutant in ("", *model.harmless):
-            found = search(model, mutant)
-            assert not found.error, f"{model} {mutant}\n{found.report}"
-            assert found.exhausted, f"{model} {mutant}\n{found.report}"
-            if not mutant:
-                line = row(model, found)
-        for mutant in model.mutants:
-            assert search(model, mutant).error, f"{model} has no error with {mutant}"
-        print(f"{model}: checked", file=sys.stderr)
-        yield line
+HEADER = """| model | ranks | calls | states | mutants that fail | that change nothing |
+|---|---|---|---|---|---|"""
 
 
-def main(arguments: list[str]) -> int:
-    """Print the table, or write it to the page."""
+def check(model: Model) -> str:
+    """Check a model and all that is said of its macros; return its line of the table."""
+    line = row(model, _without_error(model, ""))
+    for change in model.harmless:
+        _without_error(model, change)
+    for mutant in model.mutants:
+        assert search(model, mutant).error, f"{model} has no error with {mutant}"
+    return line
+
+
+def _without_error(model: Model, change: str) -> Search:
+    found = search(model, change)
+    assert not found.error, f"{model} {change}\n{found.report}"
+    assert found.exhausted, f"{model} {change}\n{found.report}"
+    return found
+
+
+def write(model: Model, line: str) -> None:
+    """Put the line of a model into the table of the page, in the order of :data:`MODELS`."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    present, after = rest.split(END)
+    lines = dict.fromkeys(map(_key, MODELS), "")
+    lines |= {_key_of(old): old for old in present.strip().splitlines()[2:]}
+    lines[_key(model)] = line
+    table = "\n".join([HEADER, *filter(None, lines.values())])
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+
+
+def _key(model: Model) -> str:
+    """Return what begins the line of a model."""
+    return _key_of(row(model, Search("", True, 0, 0.0, "")))
+
+
+def _key_of(line: str) -> str:
+    return line.split(" | ")[0]
+
+
+def main(names: list[str]) -> int:
+    """Check the models with these names, or all, and write the page's table."""
     problem = missing()
     if problem is not None:
         print(problem, file=sys.stderr)
         return 1
-    lines = "\n".join(table())
-    if arguments == ["--write"]:
-        text = PAGE.read_text(encoding="utf-8")
-        before, rest = text.split(BEGIN)
-        after = rest.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n{lines}\n{END}{after}", encoding="utf-8")
-    else:
-        print(lines)
+    for model in MODELS:
+        if not names or model.name in names:
+            line = check(model)
+            write(model, line)
+            print(line, flush=True)
     return 0
 
 
