@@ -32,6 +32,8 @@ _log = logging.getLogger("tdcoll")
 class CallLaunches:
     """The launches of one kind of call, prepared: one epoch, or all epochs of a larger call.
 
+    A :class:`~tdcoll.calls.steps.Step` of calls that need a collective on the way.
+
     Attributes:
         plan: Of the first epoch.
         record: The kind of call, under the collective's name.
@@ -41,6 +43,8 @@ class CallLaunches:
             are those of source and result; or, if peers write to the caller's buffer, of the
             source, nothing and the buffer.
     """
+
+    prepared = True
 
     def __init__(self, algorithm: Algorithm, epochs: list[LaunchSpec]) -> None:
         first = epochs[0]
@@ -73,10 +77,13 @@ class CallLaunches:
         self.run = _in_range(epochs, whole.__call__)
         prepare_steps(first.ctx, first.operation, self.variant, self.steps)
 
-    def __call__(self, *addresses: int) -> None:
-        """Make the call on the current stream. The context has begun the call, see :attr:`run`."""
+    def prepare(self) -> None:
+        """Kernels are compiled and loaded when the launches are made."""
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """Make the call, see :attr:`run`. The context has begun it."""
         self._context.wait_for_loads(self._operation, self.variant)
-        self.run(self._context.current_stream(), *addresses)
+        self.run(stream, *addresses)
 
 
 def _in_range(epochs: list[LaunchSpec], run: Callable[..., None]) -> Callable[..., None]:

@@ -107,9 +107,9 @@ def counted_launches(ctx: CollectiveContext, nbytes: int) -> CallLaunches:
     """Return prepared launches of all-gathers in place whose sizes are counted on the device, for
     other collectives.
 
-    A call, ``launches(segment, segments)``, is one epoch of ``ctx``, which the caller has begun.
-    Afterwards every rank has every segment, up to its count. It uses the default heuristic without
-    LL, which doesn't support counts.
+    A call, ``launches(stream, segment, 0, segments)``, is one epoch of ``ctx``, which the caller has
+    begun. Afterwards every rank has every segment, up to its count. It uses the default heuristic
+    without LL, which doesn't support counts.
 
     Args:
         nbytes: from one segment to the next, a multiple of 16. Segments are in symmetric memory,

@@ -223,7 +223,8 @@ class SparseCall:
         if kind.exchange is not None and not ctx.launch.only_loads:
             address = kind.lists.data_ptr()
             stride = 8 * kind.lists.shape[1]
-            kind.exchange(address + ctx.rank * stride, 0, address)
+            stream = ctx.current_stream()
+            kind.exchange(stream, address + ctx.rank * stride, 0, address)
         if self.algorithm == "gather":
             most = ctx.max_union_rows
             builders = self._arguments["builders"]
