@@ -101,7 +101,7 @@ class NamedStep:
     def __init__(self, step: Step, names: Sequence[str], as_tensors: Collection[str] = ()) -> None:
         self._step = step
         self._names = tuple(names)
-        self._as_tensors = frozenset(as_tensors)
+        self._tensor_places = [i for i, name in enumerate(names) if name in as_tensors]
 
     @property
     def prepared(self) -> bool:
@@ -114,12 +114,9 @@ class NamedStep:
         arguments: list[Any] = []
         for name in self._names:
             tensor = frame[name]
-            if tensor is None:
-                arguments.append(0)
-            elif name in self._as_tensors:
-                arguments.append(tensor)
-            else:
-                arguments.append(tensor.data_ptr())
+            arguments.append(0 if tensor is None else tensor.data_ptr())
+        for place in self._tensor_places:
+            arguments[place] = frame[self._names[place]]
         self._step(stream, *arguments)
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+import functools
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,23 +30,26 @@ class PreparedSteps(PreparedCall):
     """Steps on one :data:`Frame`. Subclasses add them, and :meth:`complete` the call.
 
     A call without steps launches nothing.
-
-    Attributes:
-        temporaries: Shape and dtype of the tensors that each call makes, by name.
     """
 
     complex = False
 
     def __init__(self, ctx: CollectiveContext, name: str) -> None:
-        self.temporaries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.variant = None
         self.record = record_of(name, 0)
         self.launch = self._launch
         self._ctx = ctx
         self._name = name
-        self._device = ctx.device
+        self._temporaries: list[tuple[str, Callable[[], torch.Tensor]]] = []
         self._steps: list[Step] = []
         self._records: list[CallRecord] = []
+
+    def add_temporary(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Add a tensor that each call makes: a result, or what a step leaves for a later one."""
+        # As separate arguments, because PyTorch takes longer to parse a tuple. No sizes: an empty one.
+        sizes: Sequence[Any] = shape or [()]
+        make = functools.partial(torch.empty, *sizes, dtype=dtype, device=self._ctx.device)
+        self._temporaries.append((name, make))
 
     def add_host_step(self, function: Callable[[Frame], None]) -> None:
         """Add work of PyTorch's on the current stream."""
@@ -97,19 +101,22 @@ class PreparedSteps(PreparedCall):
 
         Args:
             variant: See :class:`~tdcoll.calls.operation.PreparedCall`.
-            local: What the compiled kernels depend on, and may differ between ranks.
+            local: Facts that decide the compiled code as well, and may differ between ranks.
         """
         self.variant = variant
         key = (variant, *local) if local else variant
         prepare_steps(self._ctx, self._name, key, self._steps)
         self.record = _joined(self._name, self._records)
         text = f"tdcoll.{self._name}[{algorithm}, {byte_text(nbytes)}]"
-        self.launch = ranged(text, self._launch)
+        launch: Callable[..., None] = self._launch
+        if len(self._steps) == 1:
+            launch = self._steps[0].__call__
+        self.launch = ranged(text, launch)
 
-    def add_temporaries(self, frame: Frame) -> None:
-        """Make the tensors that the steps of one call need."""
-        for name, (shape, dtype) in self.temporaries.items():
-            frame[name] = torch.empty(shape, dtype=dtype, device=self._device)
+    def make_temporaries(self, frame: Frame) -> None:
+        """Make the temporaries of one call."""
+        for name, make in self._temporaries:
+            frame[name] = make()
 
     def _launch(self, stream: int, frame: Frame) -> None:
         for step in self._steps:

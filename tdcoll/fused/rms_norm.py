@@ -125,18 +125,18 @@ class _PreparedNorm(PreparedSteps):
         self._results = ["out", "residual" if options.in_place else "new"]
         parameters = {name: name for name in ("x", "residual", "weight", "new", "out", "scale")}
         parameters["residual"] = "old"
-        self.temporaries["out"] = x.shape, options.out_dtype or x.dtype
+        self.add_temporary("out", x.shape, options.out_dtype or x.dtype)
         if options.in_place:
             parameters["new"] = "old"
         else:
-            self.temporaries["new"] = x.shape, x.dtype
+            self.add_temporary("new", x.shape, x.dtype)
         scaling = arithmetic.NONE
         if options.out_dtype is _FP8:
             self._results.append("scale")
             scaling = arithmetic.GIVEN
             if not scales:
                 scaling = arithmetic.PER_ROW
-                self.temporaries["scale"] = (*x.shape[:-1], 1), torch.float32
+                self.add_temporary("scale", (*x.shape[:-1], 1), torch.float32)
         if not x.numel():
             return
         constants = {
@@ -153,7 +153,7 @@ class _PreparedNorm(PreparedSteps):
         record = None
         if plan.algorithm == COMPOSED:
             facts = Facts.of(ctx, x.nbytes, x.dtype)
-            self.temporaries["summed"] = x.shape, x.dtype
+            self.add_temporary("summed", x.shape, x.dtype)
             self.add_collective(ALL_REDUCE, facts, "x", "summed", KernelOptions(x.dtype, "sum"))
             parameters["x"] = "summed"
         else:
@@ -188,8 +188,8 @@ class _PreparedNorm(PreparedSteps):
             "weight": aligned(weight),
             "scale": scale,
         }
-        self.add_temporaries(frame)
-        return tuple(frame[name] for name in self._results), (frame,)
+        self.make_temporaries(frame)
+        return tuple([frame[name] for name in self._results]), (frame,)
 
 
 def _copy_to_residual(frame: Frame) -> None:

@@ -69,10 +69,10 @@ class PreparedMatmul(PreparedSteps):
         self._result_shape, self._dtype = result
         self._precision = precision
         if "out" not in tensors:
-            self.temporaries["out"] = result
+            self.add_temporary("out", *result)
         x = tensors["x"]
         if options.gathered or (shape.name == GATHER and plan.algorithm == COMPOSED):
-            self.temporaries["gathered"] = (ctx.world_size * x.shape[0], *x.shape[1:]), x.dtype
+            self.add_temporary("gathered", (ctx.world_size * x.shape[0], *x.shape[1:]), x.dtype)
         if not x.numel():
             return
         if plan.algorithm != COMPOSED:
@@ -148,8 +148,8 @@ class PreparedMatmul(PreparedSteps):
         scaled = "x_scale" in tensors
         if scaled:
             rows = self._shape.rows // ctx.world_size
-            self.temporaries["own_scale"] = (rows,), torch.float32
-            self.temporaries["gathered_scale"] = (self._shape.rows,), torch.float32
+            self.add_temporary("own_scale", (rows,), torch.float32)
+            self.add_temporary("gathered_scale", (self._shape.rows,), torch.float32)
             self.add_host_step(_expand_scale)
             self.add_collective(ALL_GATHER, Facts.of(ctx, 4 * rows), "own_scale", "gathered_scale")
         if self._takes_cublas(tensors) and not self._finishes:
@@ -163,7 +163,7 @@ class PreparedMatmul(PreparedSteps):
         shape = self._shape
         dtype = self._dtype
         sizes = (shape.rows, shape.columns)
-        self.temporaries["product"] = sizes, dtype
+        self.add_temporary("product", sizes, dtype)
         if self._takes_cublas(tensors):
             self.add_host_step(_Multiply("x", "product", self._options.depth_first))
         else:
@@ -175,8 +175,8 @@ class PreparedMatmul(PreparedSteps):
             dtype = torch.float32
             parts = "wide"
             sums = "sums"
-            self.temporaries["wide"] = sizes, dtype
-            self.temporaries["sums"] = self._result_shape, dtype
+            self.add_temporary("wide", sizes, dtype)
+            self.add_temporary("sums", self._result_shape, dtype)
             self.add_host_step(_widen)
         segment = collective.segment_bytes(
             shape.rows * shape.columns * dtype.itemsize, self._ctx.world_size
@@ -312,7 +312,7 @@ class PreparedMatmul(PreparedSteps):
                     return None
         frame["x"] = aligned(frame["x"])
         frame["weight"] = aligned(frame["weight"])
-        self.add_temporaries(frame)
+        self.make_temporaries(frame)
         result = frame["out"]
         if self._options.gathered:
             return (result, frame["gathered"]), (frame,)
