@@ -199,7 +199,7 @@ class CollectiveContext(CallChecks):
         try:
             self._make(tuning, _call)
         except Exception:
-            self.take_back()
+            self.undo_creation()
             raise
 
     def _make(self, tuning: Any, call: Mapping[str, Any] | None) -> None:
@@ -251,9 +251,9 @@ class CollectiveContext(CallChecks):
         self.inbox, *zeroed = map(self._allocate, sizes.areas[:5])
         for area in zeroed:
             area.zero_()
-        self.signals, self.ready, self.gave_up, self.flagged = zeroed
+        self.signals, self.ready, self.expired_epochs, self.flagged = zeroed
         if self.stores and self.topology.n_nodes == 1:  # where calls can have copy engines
-            self.monitor.gave_up = self.gave_up
+            self.monitor.expired_epochs = self.expired_epochs
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.device_group = self._device_group()
         if sizes.lamport_bytes:
@@ -271,7 +271,7 @@ class CollectiveContext(CallChecks):
         barrier(self._group)  # no rank may signal or send before the memory of all is ready
         owner.held[id(self)] = self
 
-    def take_back(self) -> None:
+    def undo_creation(self) -> None:
         """Give back what the context has taken, on this rank alone: where it could not be made, for
         whatever reason.
 
@@ -281,7 +281,7 @@ class CollectiveContext(CallChecks):
         self._closed = True
         self._refusal = "the context could not be made"
         for tensor in self._symmetric:
-            self.job.take_back(tensor)
+            self.job.undo_allocation(tensor)
         self._symmetric.clear()
         self.job.held.pop(id(self), None)
         self.job.held.pop(id(self.monitor), None)
@@ -292,7 +292,7 @@ class CollectiveContext(CallChecks):
         return Group(
             arrived=self.signals,
             entered=self.ready,
-            gave_up=self.gave_up,
+            expired_epochs=self.expired_epochs,
             control=self.control,
             monitor=self.monitor.words,
             deltas=torch.tensor(deltas, dtype=torch.int64, device=self.device),

@@ -122,7 +122,7 @@ class _Pass:
                     queue.stream.wait_event(event)
                 return self._reduce(self._gradients)
 
-            self.task = QueuedCall(make, queue.stream, give_up=self.sums.give_up)
+            self.task = QueuedCall(make, queue.stream, abort=self.sums.abort)
             queue.submit(self.task)
 
     def reduce(self) -> list[torch.Tensor]:

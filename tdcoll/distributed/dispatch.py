@@ -420,7 +420,9 @@ class Dispatcher:
                 # the kernels.
                 if stream is not None:
                     record_streams(call.touched, stream)
-                task = QueuedCall(lambda: self._run(kind, call, key), stream, give_up=self._give_up)
+                task = QueuedCall(
+                    lambda: self._run(kind, call, key), stream, abort=self._abort_calls
+                )
                 queue.submit(task)
                 return TaskWork(task)
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -455,10 +457,10 @@ class Dispatcher:
         for handler in self.handlers.values():
             handler.check()
 
-    def _give_up(self) -> None:
+    def _abort_calls(self) -> None:
         """End the waits of this group's kernels: the process ends."""
         for handler in self.handlers.values():
-            handler.give_up()
+            handler.abort()
 
     @contextlib.contextmanager
     def _waiting(self, kind: str, timeout_s: float | None) -> Iterator[None]:

@@ -179,7 +179,7 @@ class Handler(ABC):
         """Raise :class:`~tdcoll.CollectiveTimeout` if a wait of finished kernels has expired."""
         return  # it may have no kernels of its own
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """End the waits of its kernels. A process that ends calls this, from any thread."""
         return
 
@@ -376,7 +376,7 @@ class Dense(Handler):
     def check(self) -> None:
         self.implicit.check()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         self.implicit.abort()
 
     def close(self) -> None:

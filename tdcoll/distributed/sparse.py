@@ -189,7 +189,7 @@ class SparseAllReduce(Handler):
         if self.context is not None:
             self.context.monitor.raise_if_expired()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         if self.context is not None:
             self.context.monitor.abort()
 

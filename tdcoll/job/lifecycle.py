@@ -488,16 +488,16 @@ def finalize() -> None:
                 context.close()
             leaving.exchange(range(leaving.world_size), "finalize")
     except BaseException:
-        leaving.heap.abandon()
+        leaving.heap.abort()
         raise
     finally:
         _options = None
         runtime.install(None)
         leaving.closed = True
         watch.stop()
-    last_words.gave_up = leaving.failed
+    last_words.aborted = leaving.failed
     if leaving.failed:
-        leaving.heap.abandon()
+        leaving.heap.abort()
         return
     leaving.held.clear()
     leaving.heap.close()

@@ -306,9 +306,9 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.agree(owners, "free: offset of the tensor", offset)
-        self.take_back(tensor)
+        self.undo_allocation(tensor)
 
-    def take_back(self, tensor: torch.Tensor) -> None:
+    def undo_allocation(self, tensor: torch.Tensor) -> None:
         """Undo :meth:`allocate` on this rank alone, if the memory was never used and never will
         be."""
         if tensor.nbytes:
@@ -409,7 +409,7 @@ def _in_child() -> None:
         _runtime = None
         _inherited.closed = True
         _inherited.forked_from = parent
-        _inherited.heap.abandon()
+        _inherited.heap.abort()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -111,7 +111,7 @@ class SymmetricHeap(Protocol):
     def close(self) -> None:
         """Give the block back. Collective; no PE may touch symmetric memory afterwards."""
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Let this process join another job when this one has failed. Local; peers may still write
         to the block."""
 

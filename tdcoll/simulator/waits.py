@@ -67,7 +67,7 @@ class Monitor:
         write_word(at, waited_ns >> c.NOTICE_SHIFT.value | (peer & 0xFFFF_FFFF) << 32)
         write_word(at + 8, epoch)
 
-    def give_up(self, peer: int, signal: int, expected: int, seen: int, epoch: int) -> None:
+    def expire(self, peer: int, signal: int, expected: int, seen: int, epoch: int) -> None:
         """Set the aborted word and write the record, unless another wait did so first."""
         if self.aborted:
             return
@@ -273,7 +273,7 @@ def _wait(
             left = np.flatnonzero(~content)
     if monitor is not None and left.size:
         peer, index = threads[left[0]]
-        monitor.give_up(
+        monitor.expire(
             peer, index, expected, number(seen[left[0]]), expected if epoch is None else epoch
         )
         scheduler.notify(("monitor", monitor.address))

@@ -38,7 +38,7 @@ OF_THIS_GPU = {
         f"primitives.group.{name}"
         for name in ("begin_epoch", "begin_even_epoch", "still_alive", "this_epoch")
     ),
-    "primitives.stores.tell_gave_up",
+    "primitives.stores.signal_expired",
     "workers.language_checks.put_by_another",
     "workers.stores_and_waits_checks.sum_of_late_parts",
     *(

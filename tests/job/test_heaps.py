@@ -235,9 +235,9 @@ def test_who_has_memory_does_not_wait_for_who_has_none(memory: _Memory) -> None:
 
 def test_memory_of_a_failed_job_stays(memory: _Memory) -> None:
     heap = _heap(3, 1)
-    heap.abandon()
-    assert heap in torch_memory._abandoned
-    torch_memory._abandoned.remove(heap)
+    heap.abort()
+    assert heap in torch_memory._aborted_heaps
+    torch_memory._aborted_heaps.remove(heap)
 
 
 DEVICE = torch.device("cuda", 0)
@@ -384,7 +384,7 @@ def test_an_nvshmem_that_runs_is_used_and_left_running(library: Library) -> None
 
 
 def test_a_heap_that_is_abandoned_launches_nothing_until_the_next(library: Library) -> None:
-    heap().abandon()
+    heap().abort()
     assert jit._module_init is None
     assert ("finalize",) not in library.calls  # collective, and a peer may be gone
     heap()

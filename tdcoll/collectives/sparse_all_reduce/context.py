@@ -159,7 +159,7 @@ class SparseContext(CollectiveContext):
                 Capacities(self.topology, rows, row_bytes, union, self.grow, bool(limits))
             )
         except Exception:
-            self.take_back()
+            self.undo_creation()
             raise
 
     def _make_area(self, capacities: Capacities) -> None:
@@ -206,7 +206,7 @@ class SparseContext(CollectiveContext):
             """Where ids are matched."""
             barrier(pes)  # nobody may store to the area of a rank that could not make use of it
         except Exception:  # before anybody uses it
-            owner.take_back(self._symmetric.pop())
+            owner.undo_allocation(self._symmetric.pop())
             raise
 
     # ------------------------------------------------------------------ facts
