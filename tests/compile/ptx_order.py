@@ -43,7 +43,7 @@ OF_THIS_GPU = {
     "workers.stores_and_waits_checks.sum_of_late_parts",
     *(
         f"index_match.kernels.{name}"
-        for name in ("_read_header", "_read_ids", "mark", "number_leaders")
+        for name in ("_read_header", "_read_ids", "flag", "assign_leader_ids")
     ),
     *(
         f"sparse_all_reduce.kernels_{name}"

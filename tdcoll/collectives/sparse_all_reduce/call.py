@@ -213,9 +213,9 @@ class SparseCall:
         combining = self._combining_blocks(with_rows)
         self.launch(
             kernels_values.pack,
-            before + blocks + ctx.directory.wipers + combining.total,
+            before + blocks + ctx.directory.clearers + combining.total,
             REGISTERS,
-            unsorted=unsorted, ids=ids, totals=totals, before=before, blocks=blocks, wipers=ctx.directory.wipers,
+            unsorted=unsorted, ids=ids, totals=totals, before=before, blocks=blocks, clearers=ctx.directory.clearers,
             row_bytes=kind.layout.row_bytes if with_rows else 0,
             SORT_BLOCK=_PLACED_BLOCK if self.places else 0, BEHIND=with_rows, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK,
             **self._combining_arguments(combining),
