@@ -41,7 +41,7 @@ from tdcoll.calls.budget import StreamOrder, least_blocks
 from tdcoll.calls.checks import CallChecks, Debug, compare, exchangeable
 from tdcoll.calls.monitor import WaitMonitor
 from tdcoll.calls.sizes import Area, context_sizes
-from tdcoll.calls.tuning import Table, given
+from tdcoll.calls.tuning import Table, source
 from tdcoll.job.memory import barrier
 from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
@@ -175,7 +175,7 @@ class CollectiveContext(CallChecks):
         self.chunks = chunks
         if max_blocks is not None:
             self.max_blocks = max_blocks
-        self.early = max_blocks is None
+        self.allow_pdl = max_blocks is None
         """Whether a launch may begin before the launch ahead of it has ended
         (:mod:`tdcoll.calls.kernel_launch`)."""
         self.stores: bool
@@ -214,12 +214,12 @@ class CollectiveContext(CallChecks):
         table = Table(())
         problem = None
         try:
-            table = given.read(tuning)
+            table = source.read(tuning)
         except Exception as error:  # of any kind, because the other ranks wait for it
             problem = error
         mates = [self._group[rank] for rank in self.topology.members[self.topology.node]]
         accessible = all(owner.heap.peer_base(pe) != 0 for pe in mates)
-        names = given.architectures(self.device)
+        names = source.architectures(self.device)
         mine = exchangeable(call or {}), accessible, names
         purpose = (
             "arguments of CollectiveContext"
@@ -269,7 +269,7 @@ class CollectiveContext(CallChecks):
                 self.device_lamport = self._device_lamport(sizes.areas[5])
         self.lamport_bytes = sizes.lamport_bytes
         barrier(self._group)  # no rank may signal or send before the memory of all is ready
-        owner.held[id(self)] = self
+        owner.kept_alive[id(self)] = self
 
     def undo_creation(self) -> None:
         """Give back what the context has taken, on this rank alone: where it could not be made, for
@@ -283,8 +283,8 @@ class CollectiveContext(CallChecks):
         for tensor in self._symmetric:
             self.job.undo_allocation(tensor)
         self._symmetric.clear()
-        self.job.held.pop(id(self), None)
-        self.job.held.pop(id(self.monitor), None)
+        self.job.kept_alive.pop(id(self), None)
+        self.job.kept_alive.pop(id(self.monitor), None)
 
     def _device_group(self) -> Group:
         heap = self.job.heap
@@ -359,8 +359,8 @@ class CollectiveContext(CallChecks):
             self.job.release(tensor)
         self._symmetric.clear()
         self.tables.clear()
-        self.job.held.pop(id(self))
-        self.job.held.pop(id(self.monitor))
+        self.job.kept_alive.pop(id(self))
+        self.job.kept_alive.pop(id(self.monitor))
 
     def __enter__(self) -> Self:
         return self

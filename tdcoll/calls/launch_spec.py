@@ -133,15 +133,15 @@ def epoch_step(algorithm: Algorithm, spec: LaunchSpec) -> tuple[Step, set[Hashab
     changing = ["source", "out"]
     if spec.lands_in_caller_buffer:
         changing.append("inbox.base")
-    early = spec.ctx.early and algorithm.early(spec.facts)
-    variant.add((kernel.__name__, spec.plan.num_warps, early))
+    allow_pdl = spec.ctx.allow_pdl and algorithm.allow_pdl(spec.facts)
+    variant.add((kernel.__name__, spec.plan.num_warps, allow_pdl))
     launch = KernelLaunch(
         kernel,
         spec.plan.blocks,
         arguments,
         changing,
         num_warps=spec.plan.num_warps,
-        early=early,
+        allow_pdl=allow_pdl,
         maxnreg=SHARED_REGISTERS if shares_gpu(spec.facts) else None,
     )
     return launch, variant

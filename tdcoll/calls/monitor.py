@@ -98,7 +98,7 @@ class WaitMonitor:
         """int64 ``[world]``: what peers tell if they give up while copies are queued; None if there
         can be none."""
         # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
-        self.job.held[id(self)] = self
+        self.job.kept_alive[id(self)] = self
         self.calls: CallLog | None = None
         """Those of the context whose monitor this is."""
         self._notices = self._host[c.RECORD_NOTICES.value :].reshape(2, c.NOTICES.value, 2)
@@ -191,7 +191,7 @@ class WaitMonitor:
     @property
     def open(self) -> bool:
         """True until its context or the job is closed. Kernels may use it as long as that."""
-        return not self.job.closed and id(self) in self.job.held
+        return not self.job.closed and id(self) in self.job.kept_alive
 
     def check(self) -> None:
         """Wait for the current stream, and raise if a wait in one of its kernels has expired.

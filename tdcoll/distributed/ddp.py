@@ -36,8 +36,8 @@ _making = threading.Lock()
 contexts."""
 
 
-def _group(given: Any) -> Any:
-    group = dist.group.WORLD if given is None else given
+def _group(requested: Any) -> Any:
+    group = dist.group.WORLD if requested is None else requested
     if group is None:
         raise ValueError(
             "there is no default process group; call init_process_group first, or pass a group"
@@ -111,7 +111,7 @@ class _Pass:
         """Let the queue's thread make the call beside the backward pass. If the process group has
         to make it, :meth:`reduce` does, since the backward pass makes other calls of the group."""
         queue = self.sums.queue
-        if self.sums.refuse(Call(self._gradients, self._gradients, "mean")) is None:
+        if self.sums.why_unsupported(Call(self._gradients, self._gradients, "mean")) is None:
             events = [stream.record_event() for stream in self._streams.values()]
             if queue.stream is not None:
                 # a reducer may be dropped before it waits
@@ -150,7 +150,7 @@ class _Pass:
     def _reduce(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the mean of each, on the current stream."""
         call = Call(gradients, gradients, "mean")
-        why = self.sums.refuse(call)
+        why = self.sums.why_unsupported(call)
         if why is None:
             why = self.sums.prepare(call)
             if why is None:
@@ -165,7 +165,7 @@ class _Pass:
         together: list[int] = []
         means = list(gradients)
         for place, gradient in enumerate(gradients):
-            if self.sums.refuse(Call([gradient], [gradient], "mean")) is None:
+            if self.sums.why_unsupported(Call([gradient], [gradient], "mean")) is None:
                 together.append(place)
         if len(together) == len(gradients):  # They are refused together only.
             together = []
@@ -300,10 +300,10 @@ class _Table:
         self.name = name
         self.parameter = parameter
         self.hook: Any = None
-        self.taken: Any = None
+        self.gradient: Any = None
         """This rank's gradient; None until it is there."""
         self.stream: Any = None
-        """On a GPU: the stream of ``taken``."""
+        """On a GPU: the stream of ``gradient``."""
 
     def watch(self, take: Callable[[Any], None]) -> None:
         """Call ``take`` with this table whenever a backward pass has left a gradient, also if it is
@@ -435,16 +435,16 @@ class SparseGradientReducer:
         if not self._synchronising:
             return
         self._refuse_after_the_job()
-        if table.taken is not None:
+        if table.gradient is not None:
             raise RuntimeError(
                 f"SparseGradientReducer: a second backward pass reached {table.name} before finish(); call finish() "
                 "after each, or accumulate in `with reducer.no_sync():`"
             )
         self._hold(table)
         for other in self._tables:
-            if other.taken is None and other.frozen:
+            if other.gradient is None and other.frozen:
                 self._hold(other)
-        if all(other.taken is not None for other in self._tables):
+        if all(other.gradient is not None for other in self._tables):
             self._begin().submit()  # the backward pass may have more to do than these tables
 
     def _hold(self, table: _Table) -> None:
@@ -456,17 +456,17 @@ class SparseGradientReducer:
                 f"SparseGradientReducer: the gradient of {table.name} is {gradient.layout}: a table that is also used "
                 "in another way than by lookups with sparse=True has a dense gradient, which DDP reduces"
             )
-        table.taken = table.empty() if gradient is None else gradient
+        table.gradient = table.empty() if gradient is None else gradient
         if not table.frozen:
             table.parameter.grad = None
-        table.stream = _stream_of(table.taken)
+        table.stream = _stream_of(table.gradient)
 
     def _begin(self) -> _Pass:
         """Return the call of this step: tables in the same order on all ranks, whatever order
         gradients come in."""
         self._pass = made = _Pass(self._group)
         for table in self._tables:
-            made.add(table.taken, table.stream)
+            made.add(table.gradient, table.stream)
         return made
 
     def finish(self) -> None:
@@ -485,7 +485,7 @@ class SparseGradientReducer:
             raise RuntimeError("SparseGradientReducer: finish() inside of no_sync()")
         self._refuse_after_the_job()
         for table in self._tables:
-            if table.taken is None:
+            if table.gradient is None:
                 self._hold(table)
         try:
             means = (self._pass or self._begin()).reduce()
@@ -495,7 +495,7 @@ class SparseGradientReducer:
         finally:
             self._pass = None
             for table in self._tables:
-                table.taken = table.stream = None
+                table.gradient = table.stream = None
 
     def _refuse_after_the_job(self) -> None:
         if self._sums.members.job.closed:

@@ -63,22 +63,22 @@ _log = logging.getLogger("tdcoll")
 
 _Tensor = torch.Tensor
 
-_MOST_KNOWN = 4096
+_MOST_REMEMBERED = 4096
 """Calls of different sizes that a group remembers at a time."""
 
 
-class _Known(NamedTuple):
+class _RememberedCall(NamedTuple):
     """A call that a group remembers.
 
     Attributes:
-        counted: the kind, the implementation that handled it, and the reason: the key of
+        count_key: the kind, the implementation that handled it, and the reason: the key of
             ``counts``.
         prepared: repeats such calls; None if the fallback backend makes them.
         context, handler: of the repeated calls.
         fallback: makes them there, see :meth:`~.fallback.Fallback.single`.
     """
 
-    counted: tuple[str, str, str]
+    count_key: tuple[str, str, str]
     prepared: PreparedCall | None
     context: CollectiveContext | None
     handler: Dense | None
@@ -104,7 +104,7 @@ class Dispatcher:
         self._closed = self.coalescing = self.hooked = False
         self.hooks = Hooks()
         self.counts: dict[tuple[str, str, str], int] = {}
-        self._known: dict[Hashable, _Known] = {}
+        self._remembered: dict[Hashable, _RememberedCall] = {}
         self.device: torch.device | None = None
         self.handlers: dict[str, Handler] = {}
         self._on_cpu = self._whole = False
@@ -159,7 +159,11 @@ class Dispatcher:
         """Return why tdcoll never handles calls of a kind; None if it may."""
         if kind not in self.agreed.kinds:
             return self.agreed.reason or f"configured kinds: {self.agreed.options.handles}"
-        return "one rank" if len(self.ranks) == 1 and not self.handlers[kind].alone else None
+        return (
+            "one rank"
+            if len(self.ranks) == 1 and not self.handlers[kind].handles_one_rank
+            else None
+        )
 
     def _unsupported(self, kind: str, call: Call) -> str | None:
         """Return why tdcoll never handles such calls; None if it may."""
@@ -176,7 +180,7 @@ class Dispatcher:
                 f"{kind}: the tensor is on {device}, and tdcoll has this rank's memory on {own}; call "
                 'torch.cuda.set_device(LOCAL_RANK) before init_process_group("tdcoll")'
             )
-        return self.handlers[kind].refuse(call)
+        return self.handlers[kind].why_unsupported(call)
 
     def compares(self, kind: str, call: Call) -> bool:
         """Return whether the ranks compare a call like this one: in debug mode, of a kind that
@@ -284,15 +288,16 @@ class Dispatcher:
         work = self.fallback.make(call)
         if key is not None and why is unsupported:  # an obstacle may go away
             self._remember(
-                key, _Known((kind, backend, why), None, None, None, self.fallback.single(call))
+                key,
+                _RememberedCall((kind, backend, why), None, None, None, self.fallback.single(call)),
             )
         return work
 
-    def _remember(self, key: Hashable | None, known: _Known) -> None:
+    def _remember(self, key: Hashable | None, remembered: _RememberedCall) -> None:
         if key is not None:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = known
+            if len(self._remembered) >= _MOST_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[key] = remembered
 
     def call_one(
         self,
@@ -328,32 +333,36 @@ class Dispatcher:
             if out is not tensor:
                 key = key, out.dtype, out.layout, out.numel()
                 nested = nested or out.is_nested
-            known = None if nested else self._known.get(key)
+            remembered = None if nested else self._remembered.get(key)
         except (RuntimeError, TypeError):  # a symbolic number is no key
-            key = known = None
-        if known is not None:
-            if known.prepared is None:
-                self.counts[known.counted] += 1
-                single = known.fallback
+            key = remembered = None
+        if remembered is not None:
+            if remembered.prepared is None:
+                self.counts[remembered.count_key] += 1
+                single = remembered.fallback
                 if single is not None and _takes_as_they_are(out, tensor):
                     return single(out, tensor, opts)  # Fallback.make does the same in more time
                 return self.fallback.make(Call([out], [tensor], op, method=method, opts=opts))
             own = opts.timeout != UNSET_TIMEOUT
-            work = None if own else self._again(known, out, tensor, opts.asyncOp)
+            work = None if own else self._repeat_call(remembered, out, tensor, opts.asyncOp)
             if work is not None:
-                self.counts[known.counted] += 1
+                self.counts[remembered.count_key] += 1
                 return work
         return self.call(Call([out], [tensor], op, method=method, opts=opts), key)
 
-    def _again(
-        self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool
+    def _repeat_call(
+        self,
+        remembered: _RememberedCall,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        asynchronous: bool,
     ) -> Any:
         """Repeat an earlier call of a dense kind; return its work, or None if something has changed
         since."""
         job = self.job
-        context = known.context
-        handler = known.handler
-        prepared = known.prepared
+        context = remembered.context
+        handler = remembered.handler
+        prepared = remembered.prepared
         assert context is not None
         assert handler is not None
         assert prepared is not None
@@ -448,7 +457,10 @@ class Dispatcher:
                     self._check()  # of all kinds: a barrier has no context of its own
         if call.prepared is not None and isinstance(handler, Dense):
             self._remember(
-                key, _Known((kind, "tdcoll", ""), call.prepared, handler.implicit.context, handler)
+                key,
+                _RememberedCall(
+                    (kind, "tdcoll", ""), call.prepared, handler.implicit.context, handler
+                ),
             )
         return result
 
@@ -470,7 +482,7 @@ class Dispatcher:
         assert job is not None
         control = self.handlers[kind].queue.control
         limit_s = self._wait_s if timeout_s is None else timeout_s
-        with backend_errors, job.through(control, limit_s, self.agreed.agreed_name):
+        with backend_errors, job.with_control_plane(control, limit_s, self.agreed.agreed_name):
             yield
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -546,10 +558,10 @@ class Dispatcher:
 
         It ends when the default group or the last group of all ranks ends.
         """
-        counted = self._whole
+        is_whole = self._whole
         self._whole = False
-        job.groups -= counted
-        return counted and job.of_backend and (self.agreed.default or not job.groups)
+        job.groups -= is_whole
+        return is_whole and job.of_backend and (self.agreed.default or not job.groups)
 
 
 def own_timeout(call: Call) -> float | None:

@@ -56,7 +56,7 @@ class SparseAllReduce(Handler):
     """
 
     kind = "sparse_all_reduce"
-    alone = True
+    handles_one_rank = True
     waits = True
 
     def __init__(self, members: GroupInfo, queue: Queue) -> None:
@@ -69,7 +69,7 @@ class SparseAllReduce(Handler):
         self._most: int | None = None
         """Tensors of one call, if the heap had no room for a longer list; the same on all ranks."""
 
-    def refuse(self, call: Call) -> str | None:
+    def why_unsupported(self, call: Call) -> str | None:
         for tensor in call.inputs:
             if tensor.dtype not in DTYPES:
                 return f"{tensor.dtype} is not among the dtypes of tdcoll's sums"
@@ -114,7 +114,7 @@ class SparseAllReduce(Handler):
             self.queue.drain()
         job = self.members.job
         ranks = self.members.ranks
-        with self._in_use, job.through(self.queue.control):
+        with self._in_use, job.with_control_plane(self.queue.control):
             if self.context is not None:
                 return
             self._budget.take(self.kind)
@@ -156,7 +156,10 @@ class SparseAllReduce(Handler):
                 ranks.
         """
         made: list[torch.Tensor] = []
-        with self._in_use, self.members.job.through(self.queue.control):  # the context may grow
+        with (
+            self._in_use,
+            self.members.job.with_control_plane(self.queue.control),
+        ):  # the context may grow
             assert self.context is not None
             while len(made) < len(tensors):
                 some = list(tensors[len(made) :][: self._most])

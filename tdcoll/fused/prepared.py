@@ -46,7 +46,8 @@ class PreparedSteps(PreparedCall):
 
     def add_temporary(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Add a tensor that each call makes: a result, or what a step leaves for a later one."""
-        # As separate arguments, because PyTorch takes longer to parse a tuple. No sizes: an empty one.
+        # Separate arguments, because PyTorch takes longer to parse a tuple; if there is none, an
+        # empty tuple.
         sizes: Sequence[Any] = shape or [()]
         make = functools.partial(torch.empty, *sizes, dtype=dtype, device=self._ctx.device)
         self._temporaries.append((name, make))
@@ -88,7 +89,7 @@ class PreparedSteps(PreparedCall):
             options: See :class:`~tdcoll.calls.kernel_launch.KernelLaunch`.
         """
         launch = KernelLaunch(
-            kernel, blocks, arguments, tuple(parameters), early=self._ctx.early, **options
+            kernel, blocks, arguments, tuple(parameters), allow_pdl=self._ctx.allow_pdl, **options
         )
         self._steps.append(NamedStep(launch, tuple(parameters.values()), as_tensors))
         if record is not None:

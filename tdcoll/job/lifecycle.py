@@ -499,7 +499,7 @@ def finalize() -> None:
     if leaving.failed:
         leaving.heap.abort()
         return
-    leaving.held.clear()
+    leaving.kept_alive.clear()
     leaving.heap.close()
     # one rank's process holds the store: it goes when no other needs it
     with contextlib.suppress(TdcollError):

@@ -63,20 +63,20 @@ def _operator(name: str) -> Any:
         schema = "(Tensor x, int root=0, str group='') -> Tensor"
     defaults["group"] = ""
 
-    def options_and_group(*given: Any) -> tuple[CollectiveOptions, str]:
+    def options_and_group(*args: Any) -> tuple[CollectiveOptions, str]:
         # PyTorch leaves out arguments that equal their defaults
-        named = {**defaults, **dict(zip(defaults, given, strict=False))}
+        named = {**defaults, **dict(zip(defaults, args, strict=False))}
         group = named.pop("group")
         return CollectiveOptions(**named), group
 
-    def call(x: torch.Tensor, *given: Any) -> torch.Tensor:
-        options, group = options_and_group(*given)
+    def call(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        options, group = options_and_group(*args)
         x = x.detach().contiguous()  # the operator has the derivative
         result: torch.Tensor = run(operation, (x,), options, named_group(group))
         return result
 
-    def shaped(x: torch.Tensor, *given: Any) -> torch.Tensor:
-        world = world_of(options_and_group(*given)[1])
+    def shaped(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        world = world_of(options_and_group(*args)[1])
         shapes = spec.results(x.shape, world)
         if not shapes:
             raise ValueError(

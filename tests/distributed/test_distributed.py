@@ -346,8 +346,8 @@ def test_no_call_goes_on_to_c_plus_plus_with_the_gil_held() -> None:
 def test_sizes_that_are_served() -> None:
     """Those of each collective's spec, if nothing is said."""
     for name in COLLECTIVES:
-        assert spec_of(name).handled(2) == spec_of(name).handled_bytes
-        assert spec_of(name).handled(4) == (1 if "reduce" in name else 4) << 20
+        assert spec_of(name).backend_limit(2) == spec_of(name).backend_limits.two_ranks
+        assert spec_of(name).backend_limit(4) == (1 if "reduce" in name else 4) << 20
 
 
 def test_every_kind_of_call_is_explained(alone) -> None:

@@ -188,7 +188,7 @@ def test_what_is_documented_fits_into_the_default_heap() -> None:
     documented = {"max_rows_per_rank": 20_000, "max_row_bytes": 4 * 512}
     assert tdcoll.memory_plan({"rows": documented}, world_size=8).total + (8 << 20) < heap
     for spec in map(spec_of, COLLECTIVES):
-        assert 0 < 2 * 8 * spec.inbox(spec.handled(8), 8, heap) <= heap // 8
+        assert 0 < 2 * 8 * spec.inbox(spec.backend_limit(8), 8, heap) <= heap // 8
 
 
 # ---------------------------------------------------------------------- ranks that cannot make one job

@@ -34,7 +34,7 @@ from tdcoll.calls.plan import (
 from tdcoll.calls.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_gather.policy import blocks_of_puts, default, epoch
-from tdcoll.collectives.exchange.spec import algorithms, early
+from tdcoll.collectives.exchange.spec import algorithms, allow_pdl
 from tdcoll.primitives.puts import Routes
 
 
@@ -67,8 +67,8 @@ SPEC = Collective(
             kernel=lambda facts: kernels_ring.all_gather_ring,
             blocks=per_segment,
             epoch=epoch,
-            early=early,
-            differs=lambda topology: topology.world_size > 2,  # from direct stores
+            allow_pdl=allow_pdl,
+            distinct_on=lambda topology: topology.world_size > 2,  # from direct stores
         ),
         Algorithm(
             "1d",

@@ -9,7 +9,7 @@ from typing import Any
 from tdcoll.calls.collective import CollectiveOperation
 from tdcoll.calls.launch_spec import LaunchSpec, routes_beside_stores
 from tdcoll.calls.plan import cut_chunks, half, inbox_epoch, needs_puts
-from tdcoll.calls.spec import WORLD, Algorithm, Collective
+from tdcoll.calls.spec import WORLD, Algorithm, BackendLimits, Collective
 from tdcoll.collectives.all_to_all import kernels_puts
 from tdcoll.collectives.all_to_all.policy import blocks_of_puts, default
 from tdcoll.collectives.exchange.spec import algorithms
@@ -41,7 +41,7 @@ SPEC = Collective(
     torch="all_to_all_single",
     capacity=lambda segment, world: 2 * segment,  # half is to put from
     adjoint="all_to_all",
-    handled_bytes=4 << 20,
+    backend_limits=BackendLimits(two_ranks=4 << 20),
 )
 
 OPERATION = CollectiveOperation(SPEC)

@@ -22,7 +22,7 @@ from tdcoll.calls.plan import (
     needs_words,
     per_segment,
 )
-from tdcoll.calls.spec import Algorithm, Collective
+from tdcoll.calls.spec import Algorithm, BackendLimits, Collective
 from tdcoll.collectives.broadcast import kernels
 from tdcoll.collectives.broadcast.policy import blocks_of_puts, default
 
@@ -91,7 +91,8 @@ SPEC = Collective(
     capacity=lambda segment, world: segment,
     adjoint="all_reduce",
     rooted=True,
-    handled_bytes=4 << 20,  # not measured: NCCL's root sends large messages once
+    # Not measured: NCCL's root sends large messages once.
+    backend_limits=BackendLimits(two_ranks=4 << 20),
 )
 
 OPERATION = CollectiveOperation(SPEC)

@@ -26,7 +26,7 @@ _EARLY_BYTES = 2 << 20
 per rank takes 18.0 us instead of 16.9, and one of 64 MB 202 us instead of 190."""
 
 
-def early(facts: Facts) -> bool:
+def allow_pdl(facts: Facts) -> bool:
     """Return whether launches may begin before the one ahead of them has ended."""
     return not (facts.in_place and facts.nbytes > _EARLY_BYTES)
 
@@ -73,7 +73,7 @@ def algorithms(one_segment: bool) -> tuple[Algorithm, ...]:
                 "COUNTED": spec.options.device_counted,
             },
             epoch=epoch,
-            early=early,
+            allow_pdl=allow_pdl,
         ),
         Algorithm(
             "loop",
@@ -87,7 +87,7 @@ def algorithms(one_segment: bool) -> tuple[Algorithm, ...]:
                 "WORDS": 16 * 32 * spec.plan.num_warps,  # 64 bytes for each thread
             },
             epoch=epoch,
-            early=early,
+            allow_pdl=allow_pdl,
             works_with_any_grid=True,
         ),
         Algorithm(

@@ -21,7 +21,7 @@ from tdcoll.calls.plan import (
     needs_stores,
     summing_blocks,
 )
-from tdcoll.calls.spec import WORLD, Algorithm, Collective
+from tdcoll.calls.spec import WORLD, Algorithm, BackendLimits, Collective
 from tdcoll.collectives.reduce_scatter import (
     kernels_direct,
     kernels_loop,
@@ -97,7 +97,7 @@ SPEC = Collective(
     capacity=lambda segment, world: 2 * segment,  # half is to put from
     adjoint="all_gather",
     reduces=True,
-    handled_bytes_of_more=1 << 20,
+    backend_limits=BackendLimits(more_ranks=1 << 20),
 )
 
 OPERATION = CollectiveOperation(SPEC)

@@ -31,7 +31,7 @@ from tdcoll.collectives.sparse_all_reduce import (
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.kind import SparseKind, rows_in
 from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, REGISTERS
-from tdcoll.collectives.sparse_all_reduce.rows import Joined
+from tdcoll.collectives.sparse_all_reduce.rows import JoinedRows
 from tdcoll.primitives.reduce import ACCUMULATORS
 
 _IDS_BLOCK = 1024
@@ -104,7 +104,12 @@ class SparseCall:
     """
 
     def __init__(
-        self, ctx: SparseContext, rows: Joined, op: str, algorithm: str, aligned: bool | None = None
+        self,
+        ctx: SparseContext,
+        rows: JoinedRows,
+        op: str,
+        algorithm: str,
+        aligned: bool | None = None,
     ) -> None:
         self.ctx = ctx
         self.rows = rows

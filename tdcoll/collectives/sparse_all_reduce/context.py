@@ -132,7 +132,7 @@ class SparseContext(CollectiveContext):
             words = STATUS_WORDS.value
             cuda = device.type == "cuda"
             self.last_algorithm = ""
-            self.launch = LaunchCache(early=self.early)
+            self.launch = LaunchCache(allow_pdl=self.allow_pdl)
             self.group = FlatTuple(self.device_group)
             self.nodes = FlatTuple(nodes_of(self.topology, device))
             """The ranks, the epoch and the signals, for kernels; who is where."""

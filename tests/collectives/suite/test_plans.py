@@ -156,9 +156,9 @@ def test_plans_cover_the_data_and_can_be_launched(
 def test_auto_takes_what_can_be_had(nbytes: int, nodes: Nodes, facts: Any) -> None:
     for spec in SPECS:
         known = make_facts(nbytes, topology_of(nodes), **facts)
-        had = [how.name for how in spec.algorithms if how.supports(known) is None]
-        if had:
-            assert spec.choose(known).algorithm in had
+        supported = [how.name for how in spec.algorithms if how.supports(known) is None]
+        if supported:
+            assert spec.choose(known).algorithm in supported
         else:
             with pytest.raises(ValueError, match=f"^{spec.name} needs"):
                 spec.choose(known)

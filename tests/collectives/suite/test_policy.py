@@ -224,15 +224,15 @@ def test_copies_are_whole_and_not_for_several_nodes() -> None:
 
 
 def test_budgets_limit_what_the_backend_handles() -> None:
-    assert [REDUCE.handled_with(n, 2) for n in (64, 30, 29, 13, 12)] == [
+    assert [REDUCE.backend_limit(2, n) for n in (64, 30, 29, 13, 12)] == [
         16 * M,
         16 * M,
         4 * M,
         4 * M,
         M,
     ]
-    assert [GATHER.handled_with(n, 8) for n in (64, 12)] == [4 * M, M]
-    assert [spec.handled_with(64, 4) for spec in (REDUCE, SCATTER, ALL)] == [M, M, 4 * M]
+    assert [GATHER.backend_limit(8, n) for n in (64, 12)] == [4 * M, M]
+    assert [spec.backend_limit(4, 64) for spec in (REDUCE, SCATTER, ALL)] == [M, M, 4 * M]
 
 
 SIZES_OF_CHUNKS = [
