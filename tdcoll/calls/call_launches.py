@@ -21,10 +21,11 @@ from tdcoll.calls.launch_spec import (
     epoch_step,
     refuse_capture,
 )
-from tdcoll.calls.plan import LAMPORT_WORD_BYTES, Facts, Plan
+from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.spec import Algorithm, Collective
 from tdcoll.calls.steps import AtOffset, Step, StepSequence
 from tdcoll.calls.tuning import Section
+from tdcoll.calls.words import LAMPORT_WORD_BYTES
 
 _log = logging.getLogger("tdcoll")
 

@@ -19,18 +19,10 @@ from tdcoll.base import capture
 from tdcoll.base.limits import SHARED_REGISTERS
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.kernel_launch import KernelLaunch
-from tdcoll.calls.plan import (
-    LAMPORT_WORD_BYTES,
-    LL_WORD_BYTES,
-    Facts,
-    Landing,
-    Plan,
-    Words,
-    per_chunk,
-    shares_gpu,
-)
+from tdcoll.calls.plan import Facts, Landing, Plan, shares_gpu
 from tdcoll.calls.spec import Algorithm
 from tdcoll.calls.steps import Step
+from tdcoll.calls.words import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Words, per_chunk
 from tdcoll.primitives.group import Inbox
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype

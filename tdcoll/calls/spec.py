@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tdcoll.base.errors import ContextError
 from tdcoll.base.limits import inbox_bytes
-from tdcoll.calls.plan import MOST_EPOCHS, Facts, Landing, Payload, Plan, shares_gpu
+from tdcoll.calls.plan import MOST_EPOCHS, Facts, Landing, Plan, shares_gpu
 from tdcoll.calls.tuning import Entry, Section
+from tdcoll.calls.words import Payload
 
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology

@@ -22,7 +22,8 @@ import torch
 from torch import fx
 
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.collective import CollectiveOptions, derivative, operation_of
+from tdcoll.calls.collective import CollectiveOptions, operation_of, spec_of
+from tdcoll.calls.gradient import derivative
 from tdcoll.calls.run import run
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
@@ -89,7 +90,9 @@ def _operator(name: str) -> Any:
             made: torch.Tensor = operators[name](grad, *([op] if op else []), ctx.group)
             return made
 
-        made = derivative(spec, grad, ctx.options, topology_of(ctx.group), call_adjoint)
+        adjoint = spec_of(spec.adjoint)
+        topology = topology_of(ctx.group)
+        made = derivative(spec, adjoint, grad, ctx.options, topology, call_adjoint)
         return made, *ctx.others
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -11,18 +11,16 @@ import triton
 from tdcoll.calls.collective import CollectiveOperation
 from tdcoll.calls.launch_spec import LaunchSpec, routes_beside_stores
 from tdcoll.calls.plan import (
-    LL_WORD_BYTES,
     Facts,
     cut_chunks,
     cut_loop,
-    cut_words,
     loop_blocks,
     needs_puts,
     needs_stores,
-    needs_words,
     per_segment,
 )
 from tdcoll.calls.spec import Algorithm, BackendLimits, Collective
+from tdcoll.calls.words import LL_WORD_BYTES, cut_words, needs_words
 from tdcoll.collectives.broadcast import kernels
 from tdcoll.collectives.broadcast.policy import blocks_of_puts, default
 

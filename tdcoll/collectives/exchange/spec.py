@@ -6,19 +6,17 @@ from __future__ import annotations
 from tdcoll.calls import copies
 from tdcoll.calls.launch_spec import LaunchSpec
 from tdcoll.calls.plan import (
-    LL_WORD_BYTES,
     Facts,
     cut_chunks,
     cut_copies,
     cut_loop,
-    cut_words,
     inbox_epoch,
     loop_blocks,
     needs_stores,
-    needs_words,
     per_segment,
 )
 from tdcoll.calls.spec import Algorithm
+from tdcoll.calls.words import LL_WORD_BYTES, cut_words, needs_words
 from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
 
 _EARLY_BYTES = 2 << 20

@@ -22,17 +22,10 @@ from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, lamport_bytes
 from tdcoll.calls import plan as plans
 from tdcoll.calls import spec as specs
 from tdcoll.calls.collective import spec_of
-from tdcoll.calls.plan import (
-    CHUNK_ALIGNMENT,
-    LL_MOST_WORDS,
-    MOST_EPOCHS,
-    TARGET_CHUNK_BYTES,
-    Facts,
-    Plan,
-    power,
-)
+from tdcoll.calls.plan import CHUNK_ALIGNMENT, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts, Plan
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import Entry, Section
+from tdcoll.calls.words import LL_MOST_WORDS, power
 from tdcoll.collectives.all_reduce.policy import part_bytes
 from tdcoll.runtime.topology import Topology
 

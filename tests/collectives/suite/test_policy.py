@@ -16,9 +16,10 @@ import tdcoll
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS, lamport_bytes
 from tdcoll.calls.call_launches import launches_of
 from tdcoll.calls.collective import spec_of
-from tdcoll.calls.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Plan
+from tdcoll.calls.plan import CHUNK_ALIGNMENT, TARGET_CHUNK_BYTES, Plan
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import Entry, Section
+from tdcoll.calls.words import LL_BLOCK
 from tdcoll.testing import World
 
 from .algorithm_cases import Nodes, topology_of
