@@ -27,18 +27,12 @@ from tdcoll.fused.operation import (
     requires_gradient,
     tensors_overlap,
 )
-from tdcoll.fused.policy import COMPOSED, NAME, ONE_SHOT, TWO_SHOT, NormRows, choose
+from tdcoll.fused.policy import COMPOSED, NAME, ONE_SHOT, NormRows, choose
 from tdcoll.fused.prepared import Frame, PreparedSteps
 from tdcoll.primitives.reduce import triton_dtype
 
 _FP8 = torch.float8_e4m3fn
 _REGISTERS = 128  # of a thread, if a thread block has the most warps, 16
-
-_KERNELS = {
-    ONE_SHOT: kernels.norm_rows_one_shot,
-    TWO_SHOT: kernels.norm_rows_two_shot,
-    COMPOSED: kernels.norm_rows,
-}
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of rows that can be reduced and normalized."""
@@ -152,17 +146,21 @@ class _PreparedNorm(PreparedSteps):
         arguments: dict[str, Any] = {"eps": eps_bits, **constants}
         record = None
         if plan.algorithm == COMPOSED:
+            kernel = kernels.norm_rows
             facts = Facts.of(ctx, x.nbytes, x.dtype)
             self.add_temporary("summed", x.shape, x.dtype)
             self.add_collective(ALL_REDUCE, facts, "x", "summed", KernelOptions(x.dtype, "sum"))
             parameters["x"] = "summed"
         else:
+            kernel = kernels.norm_rows_two_shot
+            if plan.algorithm == ONE_SHOT:
+                kernel = kernels.norm_rows_one_shot
             record = record_of(NAME, 0, 1)
             arguments["rows"] = _rows_of(x).rows
             arguments["inbox"] = ctx.device_lamport
             arguments["g"] = ctx.device_group
         self.add_kernel(
-            _KERNELS[plan.algorithm],
+            kernel,
             plan.blocks,
             arguments,
             parameters,
