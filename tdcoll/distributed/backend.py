@@ -24,30 +24,22 @@ from torch._C._distributed_c10d import (
     ProcessGroup,
     ReduceScatterOptions,
 )
-from torch.distributed.device_mesh import DeviceMesh
 
 from tdcoll import runtime
-from tdcoll.base import arguments, capture
+from tdcoll.base import capture
 from tdcoll.base.forks import refuse_inherited_group
 from tdcoll.base.torch_internals import batch_messages_of, never_compiled
 from tdcoll.distributed import methods
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, plain
 from tdcoll.distributed.dispatch import Dispatcher
-from tdcoll.distributed.fallback import Fallback, add_backends, sparse_sum_by_gather
+from tdcoll.distributed.fallback import Fallback, add_backends
 from tdcoll.distributed.forked import replaced_in_children, watch
 from tdcoll.distributed.methods import Method
 from tdcoll.distributed.options import Options
-from tdcoll.distributed.sparse import refuse_wrong
-from tdcoll.distributed.work import FallbackWork, backend_errors, completed
-from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
+from tdcoll.distributed.sparse import SPARSE_ALL_REDUCE, refuse_wrong
+from tdcoll.distributed.work import FallbackWork, backend_errors
 from tdcoll.runtime.control import generation, keep
-
-
-def _operation(opts: Any) -> str:
-    """Return tdcoll's name of the operation in a call's options, or torch's name if tdcoll does not
-    have it."""
-    return NAMES_BY_HASH.get(hash(opts.reduceOp)) or str(operation_name(opts.reduceOp))
 
 
 def create(group_options: Any, pg_options: Any) -> TdcollProcessGroup:
@@ -336,8 +328,10 @@ class TdcollProcessGroup(ProcessGroup):
         if type(tensor) is not torch.Tensor:
             tensor = plain(tensor)
         if tensor.is_sparse:
-            return self._sparse(tensor, _operation(opts), opts)
-        return self.dispatcher.call_one(methods.ALL_REDUCE, tensor, tensor, _operation(opts), opts)
+            return self._sparse(tensor, methods.reduction_of(opts), opts)
+        return self.dispatcher.call_one(
+            methods.ALL_REDUCE, tensor, tensor, methods.reduction_of(opts), opts
+        )
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce each element of several dense tensors over the ranks, in place."""
@@ -352,7 +346,9 @@ class TdcollProcessGroup(ProcessGroup):
             "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
             "tdcoll.sparse_all_reduce_padded",
         )  # fmt: skip
-        return self.dispatcher.call(Call([tensor], [tensor], op, method=_SPARSE, opts=opts))
+        return self.dispatcher.call(
+            Call([tensor], [tensor], op, method=SPARSE_ALL_REDUCE, opts=opts)
+        )
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
@@ -360,7 +356,7 @@ class TdcollProcessGroup(ProcessGroup):
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         opts = ReduceScatterOptions() if opts is None else opts
         return self.dispatcher.call_one(
-            methods.REDUCE_SCATTER_SINGLE, output, input, _operation(opts), opts
+            methods.REDUCE_SCATTER_SINGLE, output, input, methods.reduction_of(opts), opts
         )
 
     _reduce_scatter_base: Any = reduce_scatter_single
@@ -468,7 +464,7 @@ class TdcollProcessGroup(ProcessGroup):
         opts = None if method.options is None else method.options_of(args, named)
         outs = [plain(out) for out in outs]
         inputs = outs if method.in_place else [plain(tensor) for tensor in inputs]
-        op = _operation(opts) if method.reduces else None
+        op = methods.reduction_of(opts) if method.reduces else None
         return self.dispatcher.call(Call(outs, inputs, op, method=method, opts=opts))
 
     # ------------------------------------------------------------------ barrier
@@ -492,51 +488,5 @@ def _in_lists(one: Any, pieces: Any) -> tuple[list[torch.Tensor], list[torch.Ten
     return list(one), list(pieces[0]) if pieces else []
 
 
-def _start_sparse(group: Any, outs: methods.Tensors, inputs: methods.Tensors, opts: Any) -> Any:
-    """Neither gloo, which has no means, nor NCCL has all of them: all rows go to all ranks."""
-    op = _operation(opts)
-    tensor = outs[0]
-    if op not in ("sum", "mean"):
-        return group.allreduce([tensor], opts)
-    tensor.data = sparse_sum_by_gather(group, tensor, op)
-    return completed([tensor])
-
-
-_SPARSE = dataclasses.replace(
-    methods.ALL_REDUCE,
-    start=_start_sparse,
-    operator=methods.ALL_REDUCE.start,
-    kind="sparse_all_reduce",
-    reduces=False,  # gloo and NCCL get dense tensors that are only moved
-)
-
 never_compiled(TdcollProcessGroup)
 replaced_in_children(TdcollProcessGroup)
-
-
-def explain(group: Any = None) -> str:
-    """Return a text for people: the backend of each kind of call of a process group, the reasons,
-    and numbers of calls.
-
-    >>> torch.distributed.init_process_group("tdcoll")
-    >>> print(tdcoll.distributed.explain())
-
-    Args:
-        group: a process group, or a ``DeviceMesh`` of one dimension; the default group if None.
-
-    Raises:
-        TypeError: ``group`` is neither.
-        ValueError: there is no default group, or this process is not in ``group``.
-    """
-    group = dist.group.WORLD if group is None else group
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()  # which says what to do if there are several dimensions
-    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "explain needs a process group of this process, made by torch.distributed.init_process_group"
-        )
-    arguments.instance("group", group, dist.ProcessGroup, "a process group, a DeviceMesh or None")
-    if isinstance(group, TdcollProcessGroup):
-        heading = f"process group {group.group_name}: backend tdcoll, rank {group.rank()} of {group.size()}"
-        return "\n".join([heading, *group.dispatcher.describe()])
-    return f"process group {group.group_name}: backend {dist.get_backend(group)}; tdcoll handles none of its calls"

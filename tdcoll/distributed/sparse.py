@@ -4,6 +4,7 @@ for DDP's hook."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +18,12 @@ from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
+from tdcoll.distributed import methods
 from tdcoll.distributed.call import Call
+from tdcoll.distributed.fallback import sparse_sum_by_gather
 from tdcoll.distributed.handlers import GroupInfo, Handler
 from tdcoll.distributed.queues import Queue
+from tdcoll.distributed.work import completed
 
 
 def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
@@ -46,6 +50,26 @@ def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
         raise TypeError(
             f"all_reduce: AVG of a sparse tensor needs a floating-point dtype, got {tensor.dtype}"
         )
+
+
+def _start_by_gather(group: Any, outs: methods.Tensors, inputs: methods.Tensors, opts: Any) -> Any:
+    """Neither gloo, which has no means, nor NCCL has all of them: all rows go to all ranks."""
+    op = methods.reduction_of(opts)
+    tensor = outs[0]
+    if op not in ("sum", "mean"):
+        return group.allreduce([tensor], opts)
+    tensor.data = sparse_sum_by_gather(group, tensor, op)
+    return completed([tensor])
+
+
+SPARSE_ALL_REDUCE = dataclasses.replace(
+    methods.ALL_REDUCE,
+    start=_start_by_gather,
+    operator=methods.ALL_REDUCE.start,
+    kind="sparse_all_reduce",
+    reduces=False,  # gloo and NCCL get dense tensors that are only moved
+)
+"""The method of a call whose tensor is sparse."""
 
 
 class SparseAllReduce(Handler):

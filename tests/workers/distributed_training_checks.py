@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.distributed import SparseGradientReducer, explain, sparse_hook
+from tdcoll.distributed import SparseGradientReducer, explain, sparse_hook, sparse_pass
 from tdcoll.distributed import ddp as hooks
 from tdcoll.distributed.sparse import SparseAllReduce
 
@@ -274,13 +274,13 @@ def ddp_hook_with_a_static_graph() -> None:
 @check
 def ddp_hook_with_a_gradient_that_is_refused() -> None:
     """It goes through the process group, and the others by one call."""
-    gathered = hooks._Pass(other_group())
+    gathered = sparse_pass.Pass(other_group())
     one = torch.sparse_coo_tensor([[0]], [[1.0]], (2, 1), device=device(), check_invariants=False)
     refused = torch.sparse_coo_tensor(
         [[0], [rank()]], [1.0], (1, world()), device=device(), check_invariants=False
     )
     for gradient in (one, refused, one.clone()):
-        gathered.add(gradient, hooks._stream_of(gradient))
+        gathered.add(gradient, sparse_pass.stream_of(gradient))
     share = torch.full((), 1 / world()).item()
     for growing in (True, False):
         before = exchanges()
