@@ -24,6 +24,7 @@ from tdcoll.base.errors import TdcollError
 from tdcoll.calls.implicit import on
 from tdcoll.distributed.options import Options
 from tdcoll.job import lifecycle
+from tdcoll.job.settings import heap_of
 from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import bitcode_path
 from tdcoll.runtime.control import StoreControlPlane, require_equal
@@ -50,7 +51,7 @@ def _obstacle(size: int) -> str | None:
         return None
     if not torch.cuda.is_available():
         return "no GPU, and not the simulator (TRITON_INTERPRET=1 when the process starts)"
-    if lifecycle.heap_of() == "torch":
+    if heap_of() == "torch":
         return None
     try:
         bitcode_path()

@@ -33,7 +33,7 @@ from tdcoll.distributed.fallback import add_backends
 from tdcoll.distributed.options import HANDLES, KINDS
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.work import as_backend_error
-from tdcoll.job import lifecycle
+from tdcoll.job import lifecycle, settings
 from tdcoll.spec.constants import RECORD_VALID
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -207,7 +207,7 @@ def test_device_of_a_rank(
 
 
 def test_a_heap_of_pytorchs_needs_no_nvshmem(monkeypatch) -> None:
-    for module in (agreement, lifecycle):
+    for module in (agreement, settings):
         monkeypatch.setattr(module, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(agreement, "bitcode_path", lambda: "libnvshmem_device.bc")
