@@ -8,19 +8,16 @@ from typing import Any
 
 import triton
 
+from tdcoll.calls.algorithms import by_ll, by_loop, by_puts, loop_words
 from tdcoll.calls.collective import CollectiveOperation
 from tdcoll.calls.launch_spec import LaunchSpec, routes_beside_stores
 from tdcoll.calls.plan import (
     Facts,
     cut_chunks,
-    cut_loop,
-    loop_blocks,
-    needs_puts,
     needs_stores,
     per_segment,
 )
 from tdcoll.calls.spec import Algorithm, BackendLimits, Collective
-from tdcoll.calls.words import LL_WORD_BYTES, cut_words, needs_words
 from tdcoll.collectives.broadcast import kernels
 from tdcoll.collectives.broadcast.policy import blocks_of_puts, default
 
@@ -34,8 +31,7 @@ def _stores(spec: LaunchSpec) -> dict[str, Any]:
 
 
 def _loop(spec: LaunchSpec) -> dict[str, Any]:
-    # 64 bytes for each thread
-    return {**_stores(spec), "WORDS": 16 * 32 * spec.plan.num_warps}
+    return {**_stores(spec), "WORDS": loop_words(spec)}
 
 
 def _puts(spec: LaunchSpec) -> dict[str, Any]:
@@ -46,15 +42,7 @@ SPEC = Collective(
     name="broadcast",
     segments=(1, 1),
     algorithms=(
-        Algorithm(
-            "ll",
-            supports=needs_words,
-            cut=partial(cut_words, algorithm="ll"),
-            kernel=lambda facts: kernels.broadcast_ll,
-            blocks=per_segment,
-            values=lambda spec: {"BLOCK": spec.plan.chunk // LL_WORD_BYTES},
-            words=(LL_WORD_BYTES,),
-        ),
+        by_ll(lambda facts: kernels.broadcast_ll),
         Algorithm(
             "direct",
             supports=needs_stores,
@@ -64,25 +52,8 @@ SPEC = Collective(
             values=_stores,
             epoch=_epoch,
         ),
-        Algorithm(
-            "loop",
-            supports=needs_stores,
-            cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
-            kernel=lambda facts: kernels.broadcast_loop,
-            blocks=loop_blocks,
-            values=_loop,
-            epoch=_epoch,
-            works_with_any_grid=True,
-        ),
-        Algorithm(
-            "1d",
-            supports=needs_puts,
-            cut=partial(cut_chunks, algorithm="1d"),
-            kernel=lambda facts: kernels.broadcast_puts,
-            blocks=blocks_of_puts,
-            values=_puts,
-            epoch=_epoch,
-        ),
+        by_loop(lambda facts: kernels.broadcast_loop, _loop, _epoch),
+        by_puts(lambda facts: kernels.broadcast_puts, blocks_of_puts, _puts, _epoch),
     ),
     default=default,
     torch="broadcast",

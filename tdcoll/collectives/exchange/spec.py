@@ -4,19 +4,17 @@
 from __future__ import annotations
 
 from tdcoll.calls import copies
+from tdcoll.calls.algorithms import by_ll, by_loop, loop_words
 from tdcoll.calls.launch_spec import LaunchSpec
 from tdcoll.calls.plan import (
     Facts,
     cut_chunks,
     cut_copies,
-    cut_loop,
     inbox_epoch,
-    loop_blocks,
     needs_stores,
     per_segment,
 )
 from tdcoll.calls.spec import Algorithm
-from tdcoll.calls.words import LL_WORD_BYTES, cut_words, needs_words
 from tdcoll.collectives.exchange import kernels_direct, kernels_ll, kernels_loop
 
 _EARLY_BYTES = 2 << 20
@@ -47,17 +45,9 @@ def algorithms(one_segment: bool) -> tuple[Algorithm, ...]:
         return 0 if one_segment else spec.segment_stride
 
     return (
-        Algorithm(
-            "ll",
-            supports=needs_words,
-            cut=lambda facts, entry: cut_words(facts, entry, "ll"),
-            kernel=lambda facts: kernels_ll.exchange_ll,
-            blocks=per_segment,
-            values=lambda spec: {
-                "source_stride": source_stride(spec),
-                "BLOCK": spec.plan.chunk // LL_WORD_BYTES,
-            },
-            words=(LL_WORD_BYTES,),
+        by_ll(
+            lambda facts: kernels_ll.exchange_ll,
+            lambda spec: {"source_stride": source_stride(spec)},
         ),
         Algorithm(
             "direct",
@@ -73,20 +63,15 @@ def algorithms(one_segment: bool) -> tuple[Algorithm, ...]:
             epoch=epoch,
             allow_pdl=allow_pdl,
         ),
-        Algorithm(
-            "loop",
-            supports=needs_stores,
-            cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
-            kernel=lambda facts: kernels_loop.exchange_loop,
-            blocks=loop_blocks,
-            values=lambda spec: {
+        by_loop(
+            lambda facts: kernels_loop.exchange_loop,
+            lambda spec: {
                 "source_stride": source_stride(spec),
                 "ONE_SEGMENT": one_segment,
-                "WORDS": 16 * 32 * spec.plan.num_warps,  # 64 bytes for each thread
+                "WORDS": loop_words(spec),
             },
-            epoch=epoch,
+            epoch,
             allow_pdl=allow_pdl,
-            works_with_any_grid=True,
         ),
         Algorithm(
             "ce",
