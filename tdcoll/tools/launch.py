@@ -213,7 +213,7 @@ def _planned(parsed: argparse.Namespace) -> tuple[Job, list[str]]:
     # the static rendezvous: torchrun's node ranks are the ones given, not the order of arrival
     if meeting_point:
         meeting = ["--node-rank", str(node_rank), "--master-addr", host, "--master-port", str(port)]
-        limit = _MEETING_S if given.timeout is None else math.ceil(given.timeout)
+        limit = _MEETING_S if parsed.timeout is None else math.ceil(parsed.timeout)
         meeting += ["--rdzv-conf", f"give_up={limit},timeout={limit + _SLACK_S}"]
     else:  # a free port of its own, on the loopback interface: jobs on one host do not meet
         meeting = [
