@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of a process group, made by whoever handles them (:mod:`.selection`): tdcoll's kernels
-or the fallback backend."""
+"""The calls of a process group: makes each with tdcoll's kernels or the fallback backend, as
+:mod:`.selection` chooses."""
 
 from __future__ import annotations
 
