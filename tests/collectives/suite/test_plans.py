@@ -21,6 +21,7 @@ import tdcoll
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, lamport_bytes
 from tdcoll.calls import plan as plans
 from tdcoll.calls import spec as specs
+from tdcoll.calls import words as word_plans
 from tdcoll.calls.collective import spec_of
 from tdcoll.calls.plan import CHUNK_ALIGNMENT, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts, Plan
 from tdcoll.calls.spec import Collective
@@ -161,6 +162,7 @@ def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
     """But for the number of thread blocks, of which each rank has what its own node needs."""
     modules = [
         plans,
+        word_plans,
         specs,
         *(import_module(f"tdcoll.collectives.{spec.name}.policy") for spec in SPECS),
     ]
@@ -170,6 +172,7 @@ def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
         "tdcoll.calls.tuning",
         "tdcoll.calls",
         "tdcoll.calls.plan",
+        "tdcoll.calls.words",
         "tdcoll.runtime.topology",
     }
     for module in modules:
