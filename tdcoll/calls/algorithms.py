@@ -81,7 +81,7 @@ def loop_words(spec: LaunchSpec) -> int:
 def by_puts(
     kernel: _Kernel, blocks: Callable[[Facts, Plan], int], values: _Values, epoch: _Epoch
 ) -> Algorithm:
-    """Return ``1d``, which puts each rank's chunks to all others."""
+    """Return ``1d``, which puts each rank's chunks to all others, if the heap has puts."""
     return Algorithm(
         "1d",
         supports=needs_puts,

@@ -23,7 +23,8 @@ class ResultWithGradient(torch.autograd.Function):
     The collective is not called in here, because in the simulator's ``World`` other ranks would see
     this rank's grad mode.
 
-    ``operation.backward(request, grad)`` returns the gradient of the request's tensor.
+    When the backward pass comes here, ``operation.backward(request, grad)`` returns the gradient of
+    the request's tensor.
     """
 
     @staticmethod

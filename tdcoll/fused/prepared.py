@@ -23,13 +23,13 @@ from tdcoll.calls.steps import HostStep, NamedStep, Step
 
 Frame = dict[str, Any]
 """The tensors of a call by name: those of the request, results, and what steps leave for each
-other. None stands for one that the call doesn't have."""
+other. If the call doesn't have a tensor, it is None."""
 
 
 class PreparedSteps(PreparedCall):
     """Steps on one :data:`Frame`. Subclasses add them, and :meth:`complete` the call.
 
-    A call without steps launches nothing.
+    If a call has no steps, it launches nothing.
     """
 
     complex = False
