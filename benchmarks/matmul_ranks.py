@@ -44,7 +44,7 @@ class Heap:
         words = self.memory[2 * world * capacity :][:signal_bytes].view(torch.int64)
         self.signals = words[: 2 * CHUNKS * world].view(2, CHUNKS, world)
         self.entered = words[2 * CHUNKS * world :][:world]
-        self.gave_up = words[2 * CHUNKS * world + world :][:world]
+        self.expired_epochs = words[2 * CHUNKS * world + world :][:world]
         self.lamport = self.memory[2 * world * capacity + signal_bytes :]
         self.lamport.view(torch.int32).fill_(SENTINEL.value)
         self.control = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -56,7 +56,14 @@ class Heap:
     def group(self, deltas: torch.Tensor) -> Group:
         """Return the group that kernels get, of ranks whose memory lies ``deltas`` bytes from this
         one's."""
-        words = (self.signals, self.entered, self.gave_up, self.control, self.monitor, deltas)
+        words = (
+            self.signals,
+            self.entered,
+            self.expired_epochs,
+            self.control,
+            self.monitor,
+            deltas,
+        )
         return Group(*words, self.rank, tl.constexpr(CHUNKS), tl.constexpr(self.world))
 
     def device_inbox(self, deltas: torch.Tensor) -> Inbox:

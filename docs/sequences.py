@@ -305,7 +305,7 @@ def _calls(rank: int, spans: Sequence[dict[str, Any]], launches: int) -> list[Ev
             waits = [
                 one
                 for one in spans
-                if re.match(r"wait (?!.*gave_up)", one["name"]) and begin <= one["ts"] <= end
+                if re.match(r"wait (?!.*expired_epochs)", one["name"]) and begin <= one["ts"] <= end
             ]
             if waits:
                 found.append(

@@ -15,6 +15,7 @@ WORKERS = Path(__file__).with_name("workers")
 _PARTS = (
     "_order",
     "",
+    "_sparse",
     "_forms",
     "_averages",
     "_works",
@@ -22,6 +23,7 @@ _PARTS = (
     "_tensors",
     "_groups",
     "_training",
+    "_reducer",
 )
 DISTRIBUTED = " ".join(f"distributed{part}" for part in _PARTS)
 """The scripts of the backend, in the order of their job."""

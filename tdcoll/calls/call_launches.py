@@ -21,16 +21,19 @@ from tdcoll.calls.launch_spec import (
     epoch_step,
     refuse_capture,
 )
-from tdcoll.calls.plan import LAMPORT_WORD_BYTES, Facts, Plan
+from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.spec import Algorithm, Collective
 from tdcoll.calls.steps import AtOffset, Step, StepSequence
 from tdcoll.calls.tuning import Section
+from tdcoll.calls.words import LAMPORT_WORD_BYTES
 
 _log = logging.getLogger("tdcoll")
 
 
 class CallLaunches:
     """The launches of one kind of call, prepared: one epoch, or all epochs of a larger call.
+
+    A :class:`~tdcoll.calls.steps.Step` of calls that need a collective on the way.
 
     Attributes:
         plan: Of the first epoch.
@@ -42,6 +45,8 @@ class CallLaunches:
             source, nothing and the buffer. With an epilogue, the result's address follows once
             more, and then the epilogue's tensors.
     """
+
+    prepared = True
 
     def __init__(self, algorithm: Algorithm, epochs: list[LaunchSpec]) -> None:
         first = epochs[0]
@@ -78,10 +83,13 @@ class CallLaunches:
         form = (self.variant, first.options.epilogue)
         prepare_steps(first.ctx, first.operation, form, self.steps)
 
-    def __call__(self, *addresses: int) -> None:
-        """Make the call on the current stream. The context has begun the call, see :attr:`run`."""
+    def prepare(self) -> None:
+        """Kernels are compiled and loaded when the launches are made."""
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """Make the call, see :attr:`run`. The context has begun it."""
         self._context.wait_for_loads(self._operation, self.variant)
-        self.run(self._context.current_stream(), *addresses)
+        self.run(stream, *addresses)
 
 
 def _in_range(epochs: list[LaunchSpec], run: Callable[..., None]) -> Callable[..., None]:

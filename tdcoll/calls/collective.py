@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -13,10 +13,10 @@ import torch
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.call_log import record_of
-from tdcoll.base.torch_internals import never_compiled
 from tdcoll.calls.call_launches import CallLaunches, launches_of
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.explain import Explanation, explain_call
+from tdcoll.calls.gradient import ResultWithGradient, derivative
 from tdcoll.calls.implicit import PlannedContext, implicit_context
 from tdcoll.calls.launch_spec import KernelOptions
 from tdcoll.calls.operation import Bound, Operation, PreparedCall, Request
@@ -32,7 +32,6 @@ from tdcoll.calls.tensors import (
     strided_bytes,
 )
 from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
-from tdcoll.runtime.topology import Topology
 
 
 class CollectiveOptions(NamedTuple):
@@ -258,7 +257,7 @@ class CollectiveOperation(Operation):
         tensor = request.tensors[0]
         plain = request._replace(tensors=(tensor.detach(),), gradient=True)
         _, made = make_call(self, plain)
-        result: torch.Tensor = _WithGradient.apply(tensor, made, self, request)
+        result: torch.Tensor = ResultWithGradient.apply(tensor, made, self, request)
         return result
 
     def backward(self, request: Request, grad: torch.Tensor) -> torch.Tensor:
@@ -275,7 +274,8 @@ class CollectiveOperation(Operation):
             topology = job.topology(job.ranks_of(request.group))
         else:
             topology = request.ctx.topology
-        return derivative(self.spec, grad, request.options, topology, call_adjoint)
+        adjoint = spec_of(self.spec.adjoint)
+        return derivative(self.spec, adjoint, grad, request.options, topology, call_adjoint)
 
 
 def _names(request: Request) -> tuple[str, ...]:
@@ -477,72 +477,3 @@ class _IntoSymmetricOut(_IntoTensor):
         if own.data_ptr() != tensor.data_ptr():
             own.copy_(tensor.detach().view(-1))
         self._launch_in_place(stream, *frame)
-
-
-# ---------------------------------------------------------------------- gradients
-
-
-@never_compiled  # a backward pass may begin within a compiled function
-class _WithGradient(torch.autograd.Function):
-    """The node of the autograd graph for a result that has been computed from a tensor.
-
-    The collective is not called in here, because in the simulator's ``World`` other ranks would see
-    this rank's grad mode.
-    """
-
-    @staticmethod
-    def forward(
-        node: Any,
-        tensor: torch.Tensor,
-        result: torch.Tensor,
-        operation: CollectiveOperation,
-        request: Request,
-    ) -> torch.Tensor:
-        node.mark_dirty(result)  # the result itself is returned, no view of it
-        node.shape = tensor.shape
-        node.operation = operation
-        node.request = request._replace(tensors=())  # which would keep them alive
-        return result
-
-    @staticmethod
-    def backward(node: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        plain = grad.resolve_conj().resolve_neg().contiguous()
-        return node.operation.backward(node.request, plain).view(node.shape), None, None, None
-
-
-def derivative(
-    spec: Collective,
-    grad: torch.Tensor,
-    options: CollectiveOptions,
-    topology: Topology,
-    call: Callable[[str, torch.Tensor, str | None], torch.Tensor],
-) -> torch.Tensor:
-    """Return the gradient of a call's tensor, given the gradient of its result.
-
-    Args:
-        grad: Contiguous.
-        options: Of the call.
-        topology: Of the group.
-        call: ``(name, gradient, op) -> result``: calls the adjoint collective of this name.
-
-    Raises:
-        ValueError: The reduction has no derivative.
-    """
-    adjoint = spec_of(spec.adjoint)
-    op = operation_name(options.op) if spec.reduces else "sum"
-    if op not in ("sum", "mean"):
-        raise ValueError(
-            "op must be 'sum' or 'mean' where a gradient goes back through "
-            f"tdcoll.{spec.name}; got {op!r}. Pass tensor.detach(), or make the call under "
-            "torch.no_grad(), if no gradient is wanted"
-        )
-    if not adjoint.reduces:
-        given = grad / topology.world_size if op == "mean" else grad
-        return call(adjoint.name, given, None)
-    if grad.is_complex():
-        made = torch.view_as_complex(call(adjoint.name, torch.view_as_real(grad), op))
-    else:
-        made = call(adjoint.name, grad, op)
-    if spec.rooted and topology.rank != options.root:
-        return made.zero_()
-    return made

@@ -41,7 +41,7 @@ from tdcoll.calls.budget import StreamOrder, least_blocks
 from tdcoll.calls.checks import CallChecks, Debug, compare, exchangeable
 from tdcoll.calls.monitor import WaitMonitor
 from tdcoll.calls.sizes import Area, context_sizes
-from tdcoll.calls.tuning import Table, given
+from tdcoll.calls.tuning import Table, source
 from tdcoll.job.memory import barrier
 from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
@@ -175,7 +175,7 @@ class CollectiveContext(CallChecks):
         self.chunks = chunks
         if max_blocks is not None:
             self.max_blocks = max_blocks
-        self.early = max_blocks is None
+        self.allow_pdl = max_blocks is None
         """Whether a launch may begin before the launch ahead of it has ended
         (:mod:`tdcoll.calls.kernel_launch`)."""
         self.stores: bool
@@ -199,7 +199,7 @@ class CollectiveContext(CallChecks):
         try:
             self._make(tuning, _call)
         except Exception:
-            self.take_back()
+            self.undo_creation()
             raise
 
     def _make(self, tuning: Any, call: Mapping[str, Any] | None) -> None:
@@ -214,12 +214,12 @@ class CollectiveContext(CallChecks):
         table = Table(())
         problem = None
         try:
-            table = given.read(tuning)
+            table = source.read(tuning)
         except Exception as error:  # of any kind, because the other ranks wait for it
             problem = error
         mates = [self._group[rank] for rank in self.topology.members[self.topology.node]]
         accessible = all(owner.heap.peer_base(pe) != 0 for pe in mates)
-        names = given.architectures(self.device)
+        names = source.architectures(self.device)
         mine = exchangeable(call or {}), accessible, names
         purpose = (
             "arguments of CollectiveContext"
@@ -251,9 +251,9 @@ class CollectiveContext(CallChecks):
         self.inbox, *zeroed = map(self._allocate, sizes.areas[:5])
         for area in zeroed:
             area.zero_()
-        self.signals, self.ready, self.gave_up, self.flagged = zeroed
+        self.signals, self.ready, self.expired_epochs, self.flagged = zeroed
         if self.stores and self.topology.n_nodes == 1:  # where calls can have copy engines
-            self.monitor.gave_up = self.gave_up
+            self.monitor.expired_epochs = self.expired_epochs
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.device_group = self._device_group()
         if sizes.lamport_bytes:
@@ -269,9 +269,9 @@ class CollectiveContext(CallChecks):
                 self.device_lamport = self._device_lamport(sizes.areas[5])
         self.lamport_bytes = sizes.lamport_bytes
         barrier(self._group)  # no rank may signal or send before the memory of all is ready
-        owner.held[id(self)] = self
+        owner.kept_alive[id(self)] = self
 
-    def take_back(self) -> None:
+    def undo_creation(self) -> None:
         """Give back what the context has taken, on this rank alone: where it could not be made, for
         whatever reason.
 
@@ -281,10 +281,10 @@ class CollectiveContext(CallChecks):
         self._closed = True
         self._refusal = "the context could not be made"
         for tensor in self._symmetric:
-            self.job.take_back(tensor)
+            self.job.undo_allocation(tensor)
         self._symmetric.clear()
-        self.job.held.pop(id(self), None)
-        self.job.held.pop(id(self.monitor), None)
+        self.job.kept_alive.pop(id(self), None)
+        self.job.kept_alive.pop(id(self.monitor), None)
 
     def _device_group(self) -> Group:
         heap = self.job.heap
@@ -292,7 +292,7 @@ class CollectiveContext(CallChecks):
         return Group(
             arrived=self.signals,
             entered=self.ready,
-            gave_up=self.gave_up,
+            expired_epochs=self.expired_epochs,
             control=self.control,
             monitor=self.monitor.words,
             deltas=torch.tensor(deltas, dtype=torch.int64, device=self.device),
@@ -359,8 +359,8 @@ class CollectiveContext(CallChecks):
             self.job.release(tensor)
         self._symmetric.clear()
         self.tables.clear()
-        self.job.held.pop(id(self))
-        self.job.held.pop(id(self.monitor))
+        self.job.kept_alive.pop(id(self))
+        self.job.kept_alive.pop(id(self.monitor))
 
     def __enter__(self) -> Self:
         return self

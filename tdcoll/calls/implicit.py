@@ -24,7 +24,7 @@ from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.sizes import ContextSizes, context_sizes
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tensors import strided_bytes
-from tdcoll.calls.tuning import Table, given
+from tdcoll.calls.tuning import Table, source
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.topology import Topology
 
@@ -349,8 +349,8 @@ def planned_context(
     sizes = sizes_for(
         spec, nbytes, topology, job.heap.nbytes, job.arena.info.free, old, stores, chunks
     )
-    architectures = given.architectures(job.device)
-    table = given.read(None).of(architectures, topology.ranks_per_node, topology.n_nodes)
+    architectures = source.architectures(job.device)
+    table = source.read(None).of(architectures, topology.ranks_per_node, topology.n_nodes)
     return PlannedContext(
         job, topology, sizes.capacity, sizes.ll_bytes, sizes.lamport_bytes, stores, table, chunks
     )

@@ -285,8 +285,8 @@ class KernelLaunch:
             in their order, are brought fastest.
         num_warps: Warps of each thread block.
         num_stages: Stages of the kernel's pipelined loops. None: Triton's default.
-        early: Whether the launch may begin before the one ahead has ended, if the kernel waits for
-            that.
+        allow_pdl: Whether the launch may begin before the one ahead has ended (programmatic
+            dependent launch), if the kernel waits for that.
         maxnreg: The most registers of a thread. None: ptxas decides, and may spill a little.
 
     Raises:
@@ -303,7 +303,7 @@ class KernelLaunch:
         *,
         num_warps: int = 4,
         num_stages: int | None = None,
-        early: bool = False,
+        allow_pdl: bool = False,
         maxnreg: int | None = None,
     ) -> None:
         by_name = {**dict.fromkeys(changing, 0), **arguments}
@@ -326,7 +326,7 @@ class KernelLaunch:
         if maxnreg is not None:
             self._options["maxnreg"] = maxnreg
         waits_first = getattr(kernel, "begins_in_stream_order", False)
-        if early and waits_first and _supports_early_launches():
+        if allow_pdl and waits_first and _supports_early_launches():
             self._options["launch_pdl"] = True
         self._grid = _grid(blocks)
         self._loaded: _LoadedKernel | None = None
@@ -421,8 +421,8 @@ class LaunchCache:
         only_loads: Whether kernels are compiled and loaded at the moment, and not launched.
     """
 
-    def __init__(self, *, early: bool = False) -> None:
-        self._early = early
+    def __init__(self, *, allow_pdl: bool = False) -> None:
+        self._allow_pdl = allow_pdl
         self._launches: dict[Hashable, KernelLaunch] = {}
         self.only_loads = False
 
@@ -458,7 +458,7 @@ class LaunchCache:
                 by_name,
                 (),
                 num_warps=num_warps,
-                early=self._early,
+                allow_pdl=self._allow_pdl,
                 maxnreg=maxnreg,
             )
             launch.prepare()

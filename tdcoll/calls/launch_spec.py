@@ -20,18 +20,10 @@ from tdcoll.base.limits import SHARED_REGISTERS
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.epilogues import NO_EPILOGUE, Epilogue
 from tdcoll.calls.kernel_launch import KernelLaunch
-from tdcoll.calls.plan import (
-    LAMPORT_WORD_BYTES,
-    LL_WORD_BYTES,
-    Facts,
-    Landing,
-    Plan,
-    Words,
-    per_chunk,
-    shares_gpu,
-)
+from tdcoll.calls.plan import Facts, Landing, Plan, shares_gpu
 from tdcoll.calls.spec import Algorithm
 from tdcoll.calls.steps import Step
+from tdcoll.calls.words import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Words, per_chunk
 from tdcoll.primitives.group import Inbox
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
@@ -155,8 +147,8 @@ def epoch_step(algorithm: Algorithm, spec: LaunchSpec) -> tuple[Step, set[Hashab
     changing = list(spec.options.changing)
     if spec.lands_in_caller_buffer:
         changing.append("inbox.base")
-    early = spec.ctx.early and algorithm.early(spec.facts)
-    variant.add((kernel.__name__, spec.plan.num_warps, early))
+    allow_pdl = spec.ctx.allow_pdl and algorithm.allow_pdl(spec.facts)
+    variant.add((kernel.__name__, spec.plan.num_warps, allow_pdl))
     if spec.options.epilogue is not None:
         variant.add(spec.options.epilogue.compiled_form)
     launch = KernelLaunch(
@@ -165,7 +157,7 @@ def epoch_step(algorithm: Algorithm, spec: LaunchSpec) -> tuple[Step, set[Hashab
         arguments,
         changing,
         num_warps=spec.plan.num_warps,
-        early=early,
+        allow_pdl=allow_pdl,
         maxnreg=SHARED_REGISTERS if shares_gpu(spec.facts) else None,
     )
     return launch, variant

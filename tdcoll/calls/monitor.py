@@ -94,11 +94,11 @@ class WaitMonitor:
         self.failure: str | None = None
         """Why the host has ended the kernels' waits, if it has: what they were to exchange is
         incomplete."""
-        self.gave_up: torch.Tensor | None = None
+        self.expired_epochs: torch.Tensor | None = None
         """int64 ``[world]``: what peers tell if they give up while copies are queued; None if there
         can be none."""
         # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
-        self.job.held[id(self)] = self
+        self.job.kept_alive[id(self)] = self
         self.calls: CallLog | None = None
         """Those of the context whose monitor this is."""
         self._notices = self._host[c.RECORD_NOTICES.value :].reshape(2, c.NOTICES.value, 2)
@@ -162,7 +162,7 @@ class WaitMonitor:
                 since = now
                 self._changed[lamport, place] = notice, now
             if any(notice) and now - since < _ALIVE_S:
-                numbered = notice[1] != c.GAVE_UP.value and peer != c.OWN_GRID.value
+                numbered = notice[1] != c.EXPIRED.value and peer != c.OWN_GRID.value
                 yield watch.PendingWait(
                     peer if peer >= 0 else None, notice[1] if numbered else None, lamport, waited_s
                 )
@@ -191,7 +191,7 @@ class WaitMonitor:
     @property
     def open(self) -> bool:
         """True until its context or the job is closed. Kernels may use it as long as that."""
-        return not self.job.closed and id(self) in self.job.held
+        return not self.job.closed and id(self) in self.job.kept_alive
 
     def check(self) -> None:
         """Wait for the current stream, and raise if a wait in one of its kernels has expired.
@@ -211,10 +211,10 @@ class WaitMonitor:
         kernels of other algorithms have read since, and such kernels don't look themselves
         (:mod:`tdcoll.primitives.copies`). The context is of no more use then.
         """
-        if self.gave_up is not None and not self.expired and self.failure is None:
+        if self.expired_epochs is not None and not self.expired and self.failure is None:
             told = [
                 (peer, word)
-                for peer, word in enumerate(self.gave_up.tolist())
+                for peer, word in enumerate(self.expired_epochs.tolist())
                 if word and peer != self._rank
             ]
             if told:
@@ -229,8 +229,8 @@ class WaitMonitor:
             (c.RECORD_RANK, self._rank),
             (c.RECORD_PEER, peer),
             (c.RECORD_SIGNAL, -1),
-            (c.RECORD_EPOCH, word - c.GAVE_UP.value),
-            (c.RECORD_EXPECTED, c.GAVE_UP.value),
+            (c.RECORD_EPOCH, word - c.EXPIRED.value),
+            (c.RECORD_EXPECTED, c.EXPIRED.value),
             (c.RECORD_SEEN, word),
             (c.RECORD_VALID, 1),
         ):
@@ -253,9 +253,9 @@ class WaitMonitor:
             peer, signal = (
                 words[place.value] if words[place.value] >= 0 else None for place in _TOLD
             )
-            if words[c.RECORD_EXPECTED.value] == c.GAVE_UP.value:  # stores.none_gave_up
+            if words[c.RECORD_EXPECTED.value] == c.EXPIRED.value:  # stores.no_peer_expired
                 raise CollectiveTimeout(
-                    rank=rank, peer=peer, epoch=seen - c.GAVE_UP.value, timeout_s=self.timeout_s
+                    rank=rank, peer=peer, epoch=seen - c.EXPIRED.value, timeout_s=self.timeout_s
                 )
             raise CollectiveTimeout(
                 rank=rank,

@@ -60,7 +60,7 @@ class ContextSizes:
             Area("inbox", (2, world, self.capacity), torch.uint8),
             Area("signals", (2, self.chunks, world), torch.int64),
             Area("ready", (world,), torch.int64),
-            Area("gave_up", (world,), torch.int64),
+            Area("expired_epochs", (world,), torch.int64),
             Area("flagged", (2, world, words, 2), torch.int64),
             Area("lamport", (3, world, -(-self.lamport_bytes // 16) * 4), torch.int32),
             *self.more,

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tdcoll.base.errors import ContextError
 from tdcoll.base.limits import inbox_bytes
-from tdcoll.calls.plan import MOST_EPOCHS, Facts, Landing, Payload, Plan, shares_gpu
+from tdcoll.calls.plan import MOST_EPOCHS, Facts, Landing, Plan, shares_gpu
 from tdcoll.calls.tuning import Entry, Section
+from tdcoll.calls.words import Payload
 
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
@@ -72,14 +73,14 @@ class Algorithm:
         payload: what the chunks of a call are cut from.
         epoch: bytes of a segment in each epoch; the last may be shorter. ``cut`` and ``payload``
             are of the first.
-        early: whether launches may begin before the one ahead of them has ended (programmatic
+        allow_pdl: whether launches may begin before the one ahead of them has ended (programmatic
             dependent launch).
         works_with_any_grid: whether any number of thread blocks works, with the same bits; a plan
             then says how many.
         copies: makes the steps of a call by copy engines, of a
             :class:`~tdcoll.calls.launch_spec.LaunchSpec`.
-        differs: whether it does anything on these ranks that no other algorithm does, and needs to
-            be measured.
+        distinct_on: whether it does anything on these ranks that no other algorithm does, and needs
+            to be measured.
     """
 
     name: str
@@ -93,10 +94,27 @@ class Algorithm:
         facts.nbytes, blocks=facts.topology.world_size
     )
     epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
-    early: Callable[[Facts], bool] = lambda facts: True
+    allow_pdl: Callable[[Facts], bool] = lambda facts: True
     works_with_any_grid: bool = False
     copies: Callable[[Any], Any] | None = None
-    differs: Callable[[Topology], bool] = lambda topology: True
+    distinct_on: Callable[[Topology], bool] = lambda topology: True
+
+
+class BackendLimits(NamedTuple):
+    """The largest segments, in bytes, that the backend for ``torch.distributed`` handles by
+    default: up to there, a call takes no longer than NCCL's (``benchmarks/backend_calls.py``
+    measures it).
+
+    Attributes:
+        two_ranks: Measured on 2 GPUs.
+        more_ranks: For more ranks, measured on 4 GPUs.
+    """
+
+    two_ranks: int = 16 << 20
+    more_ranks: int = 4 << 20
+
+
+DEFAULT_LIMITS = BackendLimits()
 
 
 @dataclass(frozen=True)
@@ -118,10 +136,7 @@ class Collective:
             matters.
         rooted: whether one rank's tensor goes to all ranks: calls then have a root.
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
-        handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed``
-            handles by default: up to there, calls of 2 GPUs take no longer than NCCL's
-            (``benchmarks/backend_calls.py`` measures it). That of broadcasts is not measured.
-        handled_bytes_of_more: the same for more than 2 ranks, by measurements on 4 GPUs.
+        backend_limits: what the backend for ``torch.distributed`` handles by default.
     """
 
     name: str
@@ -134,8 +149,7 @@ class Collective:
     reduces: bool = False
     rooted: bool = False
     in_place: bool = False
-    handled_bytes: int = 16 << 20
-    handled_bytes_of_more: int = 4 << 20
+    backend_limits: BackendLimits = DEFAULT_LIMITS
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,17 +160,19 @@ class Collective:
         """Return the algorithm of this name."""
         return next(algorithm for algorithm in self.algorithms if algorithm.name == name)
 
-    def handled(self, world: int) -> int:
-        """Return the largest segment that the backend handles by default with so many ranks."""
-        return (
-            min(self.handled_bytes, self.handled_bytes_of_more) if world > 2 else self.handled_bytes
-        )
+    def backend_limit(self, world: int, blocks: int | None = None) -> int:
+        """Return the largest segment, in bytes, that the backend handles by default.
 
-    def handled_with(self, blocks: int, world: int) -> int:
-        """Return the largest segment that the backend handles by default with so many thread blocks
-        and ranks."""
-        limits = [nbytes for least, nbytes in FEW_BLOCKS if blocks < least]
-        return min([self.handled(world), *limits])
+        Args:
+            blocks: The thread blocks of the group's contexts; None: no budget.
+        """
+        limits = [self.backend_limits.two_ranks]
+        if world > 2:
+            limits.append(self.backend_limits.more_ranks)
+        for fewest, nbytes in FEW_BLOCKS:
+            if blocks is not None and blocks < fewest:
+                limits.append(nbytes)
+        return min(limits)
 
     # ------------------------------------------------------------------ shapes
 

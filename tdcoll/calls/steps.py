@@ -2,15 +2,17 @@
 """Steps of a call: what the host queues on a stream, one after the other.
 
 A step is called with the handle of the stream, which is the current one, and the *frame* of the
-call (:class:`~tdcoll.calls.operation.Bound`): addresses, and tensors for steps of the host. A
-:class:`~tdcoll.calls.kernel_launch.KernelLaunch` is a step, and most calls have no other. Copies by
+call (:class:`~tdcoll.calls.operation.Bound`): addresses, and tensors for steps of the host; or one
+dictionary of tensors by name, in which steps leave results for each other (:class:`NamedStep`). A
+:class:`~tdcoll.calls.kernel_launch.KernelLaunch` is a step, and most calls have no other. So is a
+collective within a call (:class:`~tdcoll.calls.call_launches.CallLaunches`). Copies by
 copy engines (:mod:`tdcoll.calls.copies`) fork from the stream where they stand in a sequence, so
 the step before them may be their producer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -88,6 +90,37 @@ class WithPlaces:
 
     def __call__(self, stream: int, *frame: Any) -> None:
         self._step(stream, *[frame[place] for place in self._places])
+
+
+class NamedStep:
+    """A step of a call whose frame is one dictionary of tensors by name.
+
+    Args:
+        step: Takes the addresses of these tensors; 0 for a tensor that is None.
+        names: The tensors, in the step's order.
+        as_tensors: Names of tensors that the step takes as they are.
+    """
+
+    def __init__(self, step: Step, names: Sequence[str], as_tensors: Collection[str] = ()) -> None:
+        self._step = step
+        self._names = tuple(names)
+        self._tensor_places = [i for i, name in enumerate(names) if name in as_tensors]
+
+    @property
+    def prepared(self) -> bool:
+        return self._step.prepared
+
+    def prepare(self) -> None:
+        self._step.prepare()
+
+    def __call__(self, stream: int, frame: Mapping[str, Any]) -> None:
+        arguments: list[Any] = []
+        for name in self._names:
+            tensor = frame[name]
+            arguments.append(0 if tensor is None else tensor.data_ptr())
+        for place in self._tensor_places:
+            arguments[place] = frame[self._names[place]]
+        self._step(stream, *arguments)
 
 
 class HostStep:

@@ -7,9 +7,10 @@ any backend.
 """
 
 from tdcoll.base.torch_internals import breaks_graphs
-from tdcoll.distributed.backend import TdcollProcessGroup, explain
+from tdcoll.distributed.backend import TdcollProcessGroup
 from tdcoll.distributed.clip import clip_grad_norm_
-from tdcoll.distributed.ddp import SparseGradientReducer, sparse_hook
+from tdcoll.distributed.ddp import sparse_hook
+from tdcoll.distributed.description import explain
 from tdcoll.distributed.functions import (
     all_gather_into_tensor,
     all_reduce,
@@ -17,6 +18,7 @@ from tdcoll.distributed.functions import (
     reduce_scatter_tensor,
 )
 from tdcoll.distributed.options import Options
+from tdcoll.distributed.sparse_reducer import SparseGradientReducer
 from tdcoll.distributed.work import BackendTimeout
 
 __all__ = [

@@ -24,6 +24,7 @@ from tdcoll.base.errors import TdcollError
 from tdcoll.calls.implicit import on
 from tdcoll.distributed.options import Options
 from tdcoll.job import lifecycle
+from tdcoll.job.settings import heap_of
 from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import bitcode_path
 from tdcoll.runtime.control import StoreControlPlane, require_equal
@@ -50,7 +51,7 @@ def _obstacle(size: int) -> str | None:
         return None
     if not torch.cuda.is_available():
         return "no GPU, and not the simulator (TRITON_INTERPRET=1 when the process starts)"
-    if lifecycle.heap_of() == "torch":
+    if heap_of() == "torch":
         return None
     try:
         bitcode_path()
@@ -111,12 +112,12 @@ class Agreement:
         require_equal(given, self._everyone, "the options of backend tdcoll")
         self.agreed_name = f"group {names[0]}"
         self.token = tokens[0]
-        self._give_up(obstacles)
+        self._handle_nothing(obstacles)
         if self.kinds and runtime.current_or_none() is None:  # then these are all ranks
             self._join(store)
         self.job = runtime.current_or_none() if self.kinds else None
 
-    def _give_up(self, obstacles: Sequence[str | None]) -> None:
+    def _handle_nothing(self, obstacles: Sequence[str | None]) -> None:
         """If there is any obstacle, handle nothing and log it; the same on all ranks."""
         found = {rank: obstacle for rank, obstacle in enumerate(obstacles) if obstacle is not None}
         if found:
@@ -138,7 +139,7 @@ class Agreement:
             runtime.current().of_backend = True
         except TdcollError as error:
             obstacle = str(error)
-        self._give_up(self._control.all_gather(self._everyone, "joined", obstacle))
+        self._handle_nothing(self._control.all_gather(self._everyone, "joined", obstacle))
         if obstacle is None and not self.kinds:  # some have joined and others could not
             runtime.current().failed = True
             tdcoll.finalize()  # forgets the job, and doesn't wait

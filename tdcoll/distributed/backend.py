@@ -24,33 +24,25 @@ from torch._C._distributed_c10d import (
     ProcessGroup,
     ReduceScatterOptions,
 )
-from torch.distributed.device_mesh import DeviceMesh
 
 from tdcoll import runtime
-from tdcoll.base import arguments, capture
+from tdcoll.base import capture
 from tdcoll.base.forks import refuse_inherited_group
 from tdcoll.base.torch_internals import batch_messages_of, never_compiled
 from tdcoll.distributed import methods
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, plain
 from tdcoll.distributed.dispatch import Dispatcher
-from tdcoll.distributed.fallback import Fallback, add_backends, sparse_sum_by_gather
+from tdcoll.distributed.fallback import Fallback, add_backends
 from tdcoll.distributed.forked import replaced_in_children, watch
 from tdcoll.distributed.methods import Method
 from tdcoll.distributed.options import Options
-from tdcoll.distributed.sparse import refuse_wrong
-from tdcoll.distributed.work import FallbackWork, backend_errors, completed
-from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
+from tdcoll.distributed.sparse import SPARSE_ALL_REDUCE, refuse_wrong
+from tdcoll.distributed.work import FallbackWork, backend_errors
 from tdcoll.runtime.control import generation, keep
 
 
-def _operation(opts: Any) -> str:
-    """Return tdcoll's name of the operation in a call's options, or torch's name if tdcoll does not
-    have it."""
-    return NAMES_BY_HASH.get(hash(opts.reduceOp)) or str(operation_name(opts.reduceOp))
-
-
-def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
+def create(group_options: Any, pg_options: Any) -> TdcollProcessGroup:
     """Make a process group of backend ``"tdcoll"``, for ``torch.distributed``. Collective over its
     ranks.
 
@@ -62,21 +54,21 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
     """
     if torch.cuda.is_available() and dist.is_nccl_available():  # gloo has no batches
         batch_messages_of(TdcollProcessGroup)
-    ranks = list(given.global_ranks_in_group)
+    ranks = list(group_options.global_ranks_in_group)
     options = Options.of(pg_options)
     if ranks:
         refuse_inherited_group("new_group")
-    store = _meeting_place(given.store, ranks)
+    store = _meeting_place(group_options.store, ranks)
     # none before PyTorch 2.14
-    device = getattr(getattr(given, "process_group", None), "bound_device_id", None)
+    device = getattr(getattr(group_options, "process_group", None), "bound_device_id", None)
     with backend_errors, runtime.failing_with_the_store():
         return TdcollProcessGroup(
             store,
-            given.group_rank,
-            given.group_size,
+            group_options.group_rank,
+            group_options.group_size,
             ranks,
-            given.timeout,
-            given.group_id,
+            group_options.timeout,
+            group_options.group_id,
             options,
             device=device,
         )
@@ -299,25 +291,25 @@ class TdcollProcessGroup(ProcessGroup):
 
     allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
 
-    def allgather(self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+    def allgather(self, output_tensors: Any, input_tensors: Any, *args: Any, **named: Any) -> Any:  # type: ignore[override]
         """``[n_rank, ...] of every rank -> a list of all of them``; of one input."""
         if isinstance(input_tensors, torch.Tensor):
             output_tensors = [output_tensors]
             input_tensors = [input_tensors]
         if len(input_tensors) == len(output_tensors) == 1:
-            return self._call(methods.ALL_GATHER, output_tensors[0], input_tensors, given, named)
-        return self._lists(output_tensors, input_tensors, False, given, named)
+            return self._call(methods.ALL_GATHER, output_tensors[0], input_tensors, args, named)
+        return self._lists(output_tensors, input_tensors, False, args, named)
 
     def allgather_coalesced(
-        self, output_lists: Any, input_list: Any, *given: Any, **named: Any
+        self, output_lists: Any, input_list: Any, *args: Any, **named: Any
     ) -> Any:
-        return self._lists(output_lists, input_list, True, given, named)
+        return self._lists(output_lists, input_list, True, args, named)
 
-    def _lists(self, outputs: Any, inputs: Any, coalesced: bool, given: Any, named: Any) -> Any:
+    def _lists(self, outputs: Any, inputs: Any, coalesced: bool, args: Any, named: Any) -> Any:
         """Gather several tensors into lists, by the fallback backend."""
         method = methods.all_gather_lists([len(pieces) for pieces in outputs], coalesced)
         return self._call(
-            method, [piece for pieces in outputs for piece in pieces], inputs, given, named
+            method, [piece for pieces in outputs for piece in pieces], inputs, args, named
         )
 
     # ------------------------------------------------------------------ reductions
@@ -336,8 +328,10 @@ class TdcollProcessGroup(ProcessGroup):
         if type(tensor) is not torch.Tensor:
             tensor = plain(tensor)
         if tensor.is_sparse:
-            return self._sparse(tensor, _operation(opts), opts)
-        return self.dispatcher.call_one(methods.ALL_REDUCE, tensor, tensor, _operation(opts), opts)
+            return self._sparse(tensor, methods.reduction_of(opts), opts)
+        return self.dispatcher.call_one(
+            methods.ALL_REDUCE, tensor, tensor, methods.reduction_of(opts), opts
+        )
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce each element of several dense tensors over the ranks, in place."""
@@ -352,7 +346,9 @@ class TdcollProcessGroup(ProcessGroup):
             "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
             "tdcoll.sparse_all_reduce_padded",
         )  # fmt: skip
-        return self.dispatcher.call(Call([tensor], [tensor], op, method=_SPARSE, opts=opts))
+        return self.dispatcher.call(
+            Call([tensor], [tensor], op, method=SPARSE_ALL_REDUCE, opts=opts)
+        )
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
@@ -360,7 +356,7 @@ class TdcollProcessGroup(ProcessGroup):
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         opts = ReduceScatterOptions() if opts is None else opts
         return self.dispatcher.call_one(
-            methods.REDUCE_SCATTER_SINGLE, output, input, _operation(opts), opts
+            methods.REDUCE_SCATTER_SINGLE, output, input, methods.reduction_of(opts), opts
         )
 
     _reduce_scatter_base: Any = reduce_scatter_single
@@ -376,16 +372,16 @@ class TdcollProcessGroup(ProcessGroup):
     reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
     def reduce_scatter(  # type: ignore[override]
-        self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any
+        self, output_tensors: Any, input_tensors: Any, *args: Any, **named: Any
     ) -> Any:
         """``a list with [n_rank, ...] for every rank -> [n_rank, ...]``, reduced."""
         output_tensors, input_tensors = _in_lists(output_tensors, input_tensors)
-        return self._call(methods.REDUCE_SCATTER, output_tensors, input_tensors, given, named)
+        return self._call(methods.REDUCE_SCATTER, output_tensors, input_tensors, args, named)
 
-    def reduce(self, tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+    def reduce(self, tensors: Any, *args: Any, **named: Any) -> Any:  # type: ignore[override]
         """Reduce each element over the ranks, to one of them."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        return self._call(methods.REDUCE, tensors, tensors, given, named)
+        return self._call(methods.REDUCE, tensors, tensors, args, named)
 
     # ------------------------------------------------------------------ all-to-all
 
@@ -395,12 +391,12 @@ class TdcollProcessGroup(ProcessGroup):
         input: torch.Tensor,
         output_split_sizes: Any,
         input_split_sizes: Any,
-        *given: Any,
+        *args: Any,
         **named: Any,
     ) -> Any:
         """``[world * n, ...] -> [world * n, ...]``. Falls back if there are split sizes, because
         ranks' may differ."""
-        opts = methods.ALL_TO_ALL_SINGLE.options_of(given, named)
+        opts = methods.ALL_TO_ALL_SINGLE.options_of(args, named)
         if not output_split_sizes and not input_split_sizes:
             return self.dispatcher.call_one(methods.ALL_TO_ALL_SINGLE, output, input, None, opts)
         method = methods.all_to_all_single(output_split_sizes or (), input_split_sizes or ())
@@ -409,16 +405,16 @@ class TdcollProcessGroup(ProcessGroup):
 
     alltoall_base: Any = all_to_all_single
 
-    def alltoall(self, output_tensor: Any, input_tensor: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+    def alltoall(self, output_tensor: Any, input_tensor: Any, *args: Any, **named: Any) -> Any:  # type: ignore[override]
         """``a list with [n, ...] for every rank -> a list with [m, ...] of every rank``."""
-        return self._call(methods.ALL_TO_ALL, output_tensor, input_tensor, given, named)
+        return self._call(methods.ALL_TO_ALL, output_tensor, input_tensor, args, named)
 
     # ------------------------------------------------------------------ one rank with the others
 
-    def broadcast(self, tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+    def broadcast(self, tensors: Any, *args: Any, **named: Any) -> Any:  # type: ignore[override]
         """Give all ranks the values of one of them."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        opts = methods.BROADCAST.options_of(given, named)
+        opts = methods.BROADCAST.options_of(args, named)
         if len(tensors) != 1:
             return self._call(methods.BROADCAST, tensors, tensors, (opts,))
         tensor = tensors[0]
@@ -426,15 +422,15 @@ class TdcollProcessGroup(ProcessGroup):
             methods.BROADCAST, tensor, tensor, None, opts, root=opts.rootRank
         )
 
-    def gather(self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+    def gather(self, output_tensors: Any, input_tensors: Any, *args: Any, **named: Any) -> Any:  # type: ignore[override]
         """``[n, ...] of every rank -> a list of all of them``, on one rank."""
         input_tensors, output_tensors = _in_lists(input_tensors, output_tensors)
-        return self._call(methods.GATHER, output_tensors, input_tensors, given, named)
+        return self._call(methods.GATHER, output_tensors, input_tensors, args, named)
 
-    def gather_single(self, output: Any, input: torch.Tensor, *given: Any, **named: Any) -> Any:
+    def gather_single(self, output: Any, input: torch.Tensor, *args: Any, **named: Any) -> Any:
         """``[n, ...] of every rank -> [world * n, ...]``, on one rank; PyTorch has it from 2.14
         on."""
-        opts = methods.GATHER.options_of(given, named)
+        opts = methods.GATHER.options_of(args, named)
         pieces: Any = []
         if opts.rootRank == self._rank:
             stacked = output.shape == (self._size, *input.shape)
@@ -445,10 +441,10 @@ class TdcollProcessGroup(ProcessGroup):
 
     gather_into_tensor = gather_single
 
-    def scatter(self, output_tensors: Any, input_tensors: Any, *given: Any, **named: Any) -> Any:  # type: ignore[override]
+    def scatter(self, output_tensors: Any, input_tensors: Any, *args: Any, **named: Any) -> Any:  # type: ignore[override]
         """``a list with [n, ...] for every rank``, of one rank, ``-> [n, ...]``."""
         output_tensors, input_tensors = _in_lists(output_tensors, input_tensors)
-        return self._call(methods.SCATTER, output_tensors, input_tensors, given, named)
+        return self._call(methods.SCATTER, output_tensors, input_tensors, args, named)
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Any:
         return self._call(methods.message("send", dstRank, tag), [], tensors)
@@ -462,13 +458,13 @@ class TdcollProcessGroup(ProcessGroup):
     recvAnysource = recv_anysource  # as C++ calls it
 
     def _call(
-        self, method: Method, outs: Any, inputs: Any, given: Any = (), named: Any = None
+        self, method: Method, outs: Any, inputs: Any, args: Any = (), named: Any = None
     ) -> Any:
         """Make a call of several tensors, of none, or of a method that tdcoll never handles."""
-        opts = None if method.options is None else method.options_of(given, named)
+        opts = None if method.options is None else method.options_of(args, named)
         outs = [plain(out) for out in outs]
         inputs = outs if method.in_place else [plain(tensor) for tensor in inputs]
-        op = _operation(opts) if method.reduces else None
+        op = methods.reduction_of(opts) if method.reduces else None
         return self.dispatcher.call(Call(outs, inputs, op, method=method, opts=opts))
 
     # ------------------------------------------------------------------ barrier
@@ -492,51 +488,5 @@ def _in_lists(one: Any, pieces: Any) -> tuple[list[torch.Tensor], list[torch.Ten
     return list(one), list(pieces[0]) if pieces else []
 
 
-def _start_sparse(group: Any, outs: methods.Tensors, inputs: methods.Tensors, opts: Any) -> Any:
-    """Neither gloo, which has no means, nor NCCL has all of them: all rows go to all ranks."""
-    op = _operation(opts)
-    tensor = outs[0]
-    if op not in ("sum", "mean"):
-        return group.allreduce([tensor], opts)
-    tensor.data = sparse_sum_by_gather(group, tensor, op)
-    return completed([tensor])
-
-
-_SPARSE = dataclasses.replace(
-    methods.ALL_REDUCE,
-    start=_start_sparse,
-    operator=methods.ALL_REDUCE.start,
-    kind="sparse_all_reduce",
-    reduces=False,  # gloo and NCCL get dense tensors that are only moved
-)
-
 never_compiled(TdcollProcessGroup)
 replaced_in_children(TdcollProcessGroup)
-
-
-def explain(group: Any = None) -> str:
-    """Return a text for people: the backend of each kind of call of a process group, the reasons,
-    and numbers of calls.
-
-    >>> torch.distributed.init_process_group("tdcoll")
-    >>> print(tdcoll.distributed.explain())
-
-    Args:
-        group: a process group, or a ``DeviceMesh`` of one dimension; the default group if None.
-
-    Raises:
-        TypeError: ``group`` is neither.
-        ValueError: there is no default group, or this process is not in ``group``.
-    """
-    group = dist.group.WORLD if group is None else group
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()  # which says what to do if there are several dimensions
-    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "explain needs a process group of this process, made by torch.distributed.init_process_group"
-        )
-    arguments.instance("group", group, dist.ProcessGroup, "a process group, a DeviceMesh or None")
-    if isinstance(group, TdcollProcessGroup):
-        heading = f"process group {group.group_name}: backend tdcoll, rank {group.rank()} of {group.size()}"
-        return "\n".join([heading, *group.dispatcher.describe()])
-    return f"process group {group.group_name}: backend {dist.get_backend(group)}; tdcoll handles none of its calls"

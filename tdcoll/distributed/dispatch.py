@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide whether tdcoll's kernels or the fallback backend handle a call of a process group, and
-make the call there.
-
-The decision uses only facts that are the same on all ranks: the kind of call, device type, dtype,
-sizes, and what the ranks agreed on when they made the group. If this rank alone knows something
-(its input isn't contiguous, or overlaps the output), that costs a copy and never changes the
-decision.
-"""
+"""The calls of a process group: makes each with tdcoll's kernels or the fallback backend, as
+:mod:`.selection` chooses."""
 
 from __future__ import annotations
 
@@ -24,9 +18,6 @@ import tdcoll
 from tdcoll.base import arguments
 from tdcoll.base.capture import capturing
 from tdcoll.base.errors import CollectiveTimeout, TdcollError
-from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.budget import Budget
-from tdcoll.calls.collective import operation_of
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.implicit import on
 from tdcoll.calls.operation import PreparedCall
@@ -34,7 +25,7 @@ from tdcoll.calls.run import repeat_call
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, has_no_values, is_plain, plain
 from tdcoll.distributed.fallback import Fallback
-from tdcoll.distributed.handlers import Barrier, Dense, GroupInfo, Handler
+from tdcoll.distributed.handlers import Dense, Handler
 from tdcoll.distributed.methods import BARRIER, UNSET_TIMEOUT, Method
 from tdcoll.distributed.observers import (
     Hooks,
@@ -44,9 +35,8 @@ from tdcoll.distributed.observers import (
     registers_works,
     watched,
 )
-from tdcoll.distributed.options import KINDS
-from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
-from tdcoll.distributed.sparse import SparseAllReduce
+from tdcoll.distributed.queues import QueuedCall, TaskWork
+from tdcoll.distributed.selection import Selection
 from tdcoll.distributed.work import (
     CompletedWork,
     StreamWork,
@@ -63,143 +53,40 @@ _log = logging.getLogger("tdcoll")
 
 _Tensor = torch.Tensor
 
-_MOST_KNOWN = 4096
+_MOST_REMEMBERED = 4096
 """Calls of different sizes that a group remembers at a time."""
 
 
-class _Known(NamedTuple):
+class _RememberedCall(NamedTuple):
     """A call that a group remembers.
 
     Attributes:
-        counted: the kind, the implementation that handled it, and the reason: the key of
+        count_key: the kind, the implementation that handled it, and the reason: the key of
             ``counts``.
         prepared: repeats such calls; None if the fallback backend makes them.
         context, handler: of the repeated calls.
         fallback: makes them there, see :meth:`~.fallback.Fallback.single`.
     """
 
-    counted: tuple[str, str, str]
+    count_key: tuple[str, str, str]
     prepared: PreparedCall | None
     context: CollectiveContext | None
     handler: Dense | None
     fallback: Callable[[torch.Tensor, torch.Tensor, Any], Any] | None = None
 
 
-class Dispatcher:
+class Dispatcher(Selection):
     """Makes the calls of one process group.
 
     Attributes:
-        handlers: for each kind of call; empty without a job.
-        device: of tdcoll's memory; None if there is no job.
-        coalescing: whether calls belong to a block that the fallback backend launches as one.
         hooks: called around each call, if there are any (``hooked``).
-        counts: calls so far, by kind, implementation, and reason.
     """
 
     def __init__(self, agreed: Agreement, fallback: Fallback) -> None:
-        self.agreed = agreed
-        self.fallback = fallback
-        self.job = agreed.job
-        self.ranks = agreed.ranks
-        self._closed = self.coalescing = self.hooked = False
+        super().__init__(agreed, fallback)
+        self.hooked = False
         self.hooks = Hooks()
-        self.counts: dict[tuple[str, str, str], int] = {}
-        self._known: dict[Hashable, _Known] = {}
-        self.device: torch.device | None = None
-        self.handlers: dict[str, Handler] = {}
-        self._on_cpu = self._whole = False
-        job = self.job
-        if job is not None:
-            self.device = job.device
-            self._on_cpu = job.device.type == "cpu"
-            self._whole = len(self.ranks) == job.world_size
-            job.groups += self._whole
-            self._wait_s = job.timeout_s if agreed.timeout_s is None else agreed.timeout_s
-            members = GroupInfo(job, self.ranks, self._wait_s, agreed.options)
-            self.budget = Budget(job, self.ranks, agreed.options.blocks)
-            queue = Queue(job.control.part(agreed.token))
-            # Debug mode compares the order of all calls.
-            of_sparse = Queue(job.control.part(f"{agreed.token}/{SparseAllReduce.kind}"))
-            sparse = SparseAllReduce(members, queue if members.debug is True else of_sparse)
-            dense = {
-                kind: Dense(members, queue, operation_of(kind), self.budget) for kind in COLLECTIVES
-            }
-            gathers = next(handler for handler in dense.values() if not handler.spec.reduces)
-            self.handlers = {**dense, sparse.kind: sparse, Barrier.kind: Barrier(members, gathers)}
-        elif agreed.options.kinds and agreed.rank == 0:
-            text = "backend tdcoll: %s handles all calls of group %s: %s"
-            _log.warning(text, fallback, agreed.name, agreed.reason)
-
-    # ------------------------------------------------------------------ who handles a call
-
-    def handled_by(self, kind: str) -> tuple[str, str]:
-        """Return which backend handles calls of a kind now, and its limits or the reason, as
-        text."""
-        why = self._never(kind) or self._obstacle() or self.handlers[kind].problem
-        return (
-            ("tdcoll", self.handlers[kind].describe()) if why is None else ("fallback backend", why)
-        )
-
-    def describe(self) -> Iterator[str]:
-        """Yield lines for people: the backend of each kind of call, the reasons, and the calls so
-        far."""
-        job = self.job
-        if job is not None:
-            where = "simulator" if job.simulated else str(self.device)
-            yield f"  ranks: {job.topology(self.ranks).describe()}, symmetric memory: {where}"
-        yield f"  fallback backend: {self.fallback}"
-        for kind in KINDS:
-            by, why = self.handled_by(kind)
-            yield f"  {kind}: {by}; {why}"
-        yield "  everything else: fallback backend, and not counted"
-        for (kind, by, why), count in self.counts.items():
-            yield f"  calls so far: {count} {kind} by {by}" + (f" ({why})" if why else "")
-
-    def _never(self, kind: str) -> str | None:
-        """Return why tdcoll never handles calls of a kind; None if it may."""
-        if kind not in self.agreed.kinds:
-            return self.agreed.reason or f"configured kinds: {self.agreed.options.handles}"
-        return "one rank" if len(self.ranks) == 1 and not self.handlers[kind].alone else None
-
-    def _unsupported(self, kind: str, call: Call) -> str | None:
-        """Return why tdcoll never handles such calls; None if it may."""
-        why = self._never(kind)
-        if why is not None:
-            return why
-        own = self.device
-        device = call.device
-        assert own is not None
-        if call.inputs and device.type != own.type:
-            return f"a {device.type.upper()} tensor, and tdcoll's memory is on {own.type.upper()}"
-        if device.type == "cuda" and device != own and call.inputs:
-            raise ValueError(
-                f"{kind}: the tensor is on {device}, and tdcoll has this rank's memory on {own}; call "
-                'torch.cuda.set_device(LOCAL_RANK) before init_process_group("tdcoll")'
-            )
-        return self.handlers[kind].refuse(call)
-
-    def compares(self, kind: str, call: Call) -> bool:
-        """Return whether the ranks compare a call like this one: in debug mode, of a kind that
-        tdcoll may handle."""
-        handler = self.handlers.get(kind)
-        own = self.device
-        if (
-            handler is None
-            or kind not in self.agreed.kinds
-            or handler.members.debug is not True
-            or own is None
-        ):
-            return False
-        return len(self.ranks) > 1 and (not call.inputs or call.device.type == own.type)
-
-    def _obstacle(self) -> str | None:
-        """Return why tdcoll can't handle any call now; None if it can."""
-        job = self.job
-        if job is None:
-            return self.agreed.reason
-        if job.closed or self._closed:
-            return "tdcoll.finalize() was called" if job.closed else "the group is shut down"
-        return "inside a coalescing block of the fallback backend" if self.coalescing else None
+        self._remembered: dict[Hashable, _RememberedCall] = {}
 
     def _prepare(self, kind: str, call: Call, asynchronous: bool) -> str | None:
         """Prepare tdcoll for a call, behind the outstanding ones if it needs that; return why it
@@ -229,20 +116,6 @@ class Dispatcher:
         """Return when no call of any kind is outstanding."""
         for handler in self.handlers.values():
             handler.queue.drain()
-
-    def count(self, kind: str, by: str, why: str) -> None:
-        """Count a call; log the first of its kind."""
-        key = (kind, by, why)
-        count = self.counts.get(key, 0)
-        self.counts[key] = count + 1
-        if count == 0 and self.agreed.rank == 0:
-            _log.info(
-                "backend tdcoll: %s handles %s of group %s%s",
-                by,
-                kind,
-                self.agreed.name,
-                f" ({why})" if why else "",
-            )
 
     # ------------------------------------------------------------------ calls
 
@@ -284,15 +157,16 @@ class Dispatcher:
         work = self.fallback.make(call)
         if key is not None and why is unsupported:  # an obstacle may go away
             self._remember(
-                key, _Known((kind, backend, why), None, None, None, self.fallback.single(call))
+                key,
+                _RememberedCall((kind, backend, why), None, None, None, self.fallback.single(call)),
             )
         return work
 
-    def _remember(self, key: Hashable | None, known: _Known) -> None:
+    def _remember(self, key: Hashable | None, remembered: _RememberedCall) -> None:
         if key is not None:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = known
+            if len(self._remembered) >= _MOST_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[key] = remembered
 
     def call_one(
         self,
@@ -328,32 +202,36 @@ class Dispatcher:
             if out is not tensor:
                 key = key, out.dtype, out.layout, out.numel()
                 nested = nested or out.is_nested
-            known = None if nested else self._known.get(key)
+            remembered = None if nested else self._remembered.get(key)
         except (RuntimeError, TypeError):  # a symbolic number is no key
-            key = known = None
-        if known is not None:
-            if known.prepared is None:
-                self.counts[known.counted] += 1
-                single = known.fallback
+            key = remembered = None
+        if remembered is not None:
+            if remembered.prepared is None:
+                self.counts[remembered.count_key] += 1
+                single = remembered.fallback
                 if single is not None and _takes_as_they_are(out, tensor):
                     return single(out, tensor, opts)  # Fallback.make does the same in more time
                 return self.fallback.make(Call([out], [tensor], op, method=method, opts=opts))
             own = opts.timeout != UNSET_TIMEOUT
-            work = None if own else self._again(known, out, tensor, opts.asyncOp)
+            work = None if own else self._repeat_call(remembered, out, tensor, opts.asyncOp)
             if work is not None:
-                self.counts[known.counted] += 1
+                self.counts[remembered.count_key] += 1
                 return work
         return self.call(Call([out], [tensor], op, method=method, opts=opts), key)
 
-    def _again(
-        self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool
+    def _repeat_call(
+        self,
+        remembered: _RememberedCall,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        asynchronous: bool,
     ) -> Any:
         """Repeat an earlier call of a dense kind; return its work, or None if something has changed
         since."""
         job = self.job
-        context = known.context
-        handler = known.handler
-        prepared = known.prepared
+        context = remembered.context
+        handler = remembered.handler
+        prepared = remembered.prepared
         assert context is not None
         assert handler is not None
         assert prepared is not None
@@ -420,7 +298,9 @@ class Dispatcher:
                 # the kernels.
                 if stream is not None:
                     record_streams(call.touched, stream)
-                task = QueuedCall(lambda: self._run(kind, call, key), stream, give_up=self._give_up)
+                task = QueuedCall(
+                    lambda: self._run(kind, call, key), stream, abort=self._abort_calls
+                )
                 queue.submit(task)
                 return TaskWork(task)
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -446,7 +326,10 @@ class Dispatcher:
                     self._check()  # of all kinds: a barrier has no context of its own
         if call.prepared is not None and isinstance(handler, Dense):
             self._remember(
-                key, _Known((kind, "tdcoll", ""), call.prepared, handler.implicit.context, handler)
+                key,
+                _RememberedCall(
+                    (kind, "tdcoll", ""), call.prepared, handler.implicit.context, handler
+                ),
             )
         return result
 
@@ -455,10 +338,10 @@ class Dispatcher:
         for handler in self.handlers.values():
             handler.check()
 
-    def _give_up(self) -> None:
+    def _abort_calls(self) -> None:
         """End the waits of this group's kernels: the process ends."""
         for handler in self.handlers.values():
-            handler.give_up()
+            handler.abort()
 
     @contextlib.contextmanager
     def _waiting(self, kind: str, timeout_s: float | None) -> Iterator[None]:
@@ -468,7 +351,7 @@ class Dispatcher:
         assert job is not None
         control = self.handlers[kind].queue.control
         limit_s = self._wait_s if timeout_s is None else timeout_s
-        with backend_errors, job.through(control, limit_s, self.agreed.agreed_name):
+        with backend_errors, job.with_control_plane(control, limit_s, self.agreed.agreed_name):
             yield
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -544,10 +427,10 @@ class Dispatcher:
 
         It ends when the default group or the last group of all ranks ends.
         """
-        counted = self._whole
+        is_whole = self._whole
         self._whole = False
-        job.groups -= counted
-        return counted and job.of_backend and (self.agreed.default or not job.groups)
+        job.groups -= is_whole
+        return is_whole and job.of_backend and (self.agreed.default or not job.groups)
 
 
 def own_timeout(call: Call) -> float | None:

@@ -227,7 +227,7 @@ def _nccl(
     timeout: timedelta,
     name: str,
     ranks: list[int],
-    given: Any,
+    nccl_options: Any,
     split: bool,
     tell: Callable[[timedelta], None],
     device: torch.device | None,
@@ -243,7 +243,7 @@ def _nccl(
     Args:
         plain: the group of the fallback backend. It is bound to this rank's GPU if NCCL is to
             connect at once.
-        given: ``ProcessGroupNCCL.Options``, or None.
+        nccl_options: ``ProcessGroupNCCL.Options``, or None.
     """
     c10d: Any = dist.distributed_c10d
     # Ranks outside of a new group split the default group's communicator if it is bound to a
@@ -253,10 +253,12 @@ def _nccl(
         if split and ranks and dist.is_initialized()
         else None
     )
-    options = copy.deepcopy(given) if given is not None else dist.ProcessGroupNCCL.Options()
+    options = (
+        copy.deepcopy(nccl_options) if nccl_options is not None else dist.ProcessGroupNCCL.Options()
+    )
     options._timeout = timeout
     # split_group passes the options of another group
-    if getattr(given, "split_from", None) is not None:
+    if getattr(nccl_options, "split_from", None) is not None:
         options.split_from = None
     store = dist.PrefixStore("nccl/", store)
     creator = _creator_of_nccl()

@@ -77,7 +77,7 @@ def watch(group: Any) -> None:
 
 
 def _refusing(name: str) -> Callable[..., Any]:
-    def refuse(self: Any, *given: Any, **named: Any) -> Any:
+    def refuse(self: Any, *args: Any, **named: Any) -> Any:
         raise NotInitializedError(
             f"{name}: this process was forked from rank {self.rank()} of process group {self.group_name}, and shares "
             "that rank's connections. Make the call in the rank; docs/distributed.md#forked-children says what a child "

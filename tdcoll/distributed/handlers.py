@@ -70,7 +70,7 @@ class Handler(ABC):
 
     Attributes:
         kind: its name, in options and messages.
-        alone: whether it handles groups of one rank, too.
+        handles_one_rank: whether it handles groups of one rank, too.
         waits: whether a call waits on the host, so that a queue has to make asynchronous ones.
         blocks: whether ``wait()`` of an asynchronous call waits on the host.
         problem: why it has no context and can't get one, the same on all ranks; None if it may have
@@ -79,7 +79,7 @@ class Handler(ABC):
     """
 
     kind: str
-    alone: ClassVar[bool] = False
+    handles_one_rank: ClassVar[bool] = False
     waits: ClassVar[bool] = False
     blocks: ClassVar[bool] = False
 
@@ -89,7 +89,7 @@ class Handler(ABC):
         self.problem: str | None = None
         self.compared = ComparedKinds()
 
-    def refuse(self, call: Call) -> str | None:
+    def why_unsupported(self, call: Call) -> str | None:
         """Return why this call cannot be handled, or None if it can, from facts that are the same
         on all ranks."""
         return None
@@ -179,7 +179,7 @@ class Handler(ABC):
         """Raise :class:`~tdcoll.CollectiveTimeout` if a wait of finished kernels has expired."""
         return  # it may have no kernels of its own
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """End the waits of its kernels. A process that ends calls this, from any thread."""
         return
 
@@ -199,8 +199,9 @@ class Dense(Handler):
         self.spec = spec = operation.spec
         self.kind = spec.name
         self._budget = budget
-        given = members.options.max_bytes_per_rank
-        self._most = spec.handled(len(members.ranks)) if given is None else given
+        self._most = spec.backend_limit(len(members.ranks))
+        if members.options.max_bytes_per_rank is not None:
+            self._most = members.options.max_bytes_per_rank
         self.implicit = ImplicitContext(
             members.job,
             members.ranks,
@@ -218,7 +219,7 @@ class Dense(Handler):
         allow."""
         if not self._budget.blocks or self.members.options.max_bytes_per_rank is not None:
             return self._most
-        return self.spec.handled_with(self._budget.blocks, len(self.members.ranks))
+        return self.spec.backend_limit(len(self.members.ranks), self._budget.blocks)
 
     def _inbox(self, segment: int) -> int:
         """Return the bytes per rank that a context needs for a call."""
@@ -242,7 +243,7 @@ class Dense(Handler):
             facts["root"] = call.root
         return facts
 
-    def refuse(self, call: Call) -> str | None:
+    def why_unsupported(self, call: Call) -> str | None:
         if any(tensor.layout != torch.strided for tensor in call.touched):
             return "not strided"
         if self.spec.reduces:
@@ -376,7 +377,7 @@ class Dense(Handler):
     def check(self) -> None:
         self.implicit.check()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         self.implicit.abort()
 
     def close(self) -> None:

@@ -29,6 +29,8 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
+from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
+
 Tensors = Sequence[torch.Tensor]
 
 Start = Callable[[Any, Tensors, Tensors, Any], Any]
@@ -70,17 +72,17 @@ class Method:
     sizes: tuple[list[int], list[int]] = ([], [])
     operator: Start | None = None
 
-    def options_of(self, given: Sequence[Any], named: Mapping[str, Any] | None = None) -> Any:
+    def options_of(self, args: Sequence[Any], named: Mapping[str, Any] | None = None) -> Any:
         """Return the options of a call, which the caller passes as an object, one by one or not."""
         named = named or {}
-        first = named.get("opts", given[0] if given else None)
+        first = named.get("opts", args[0] if args else None)
         if type(first) is self.options:
             return first
         if hasattr(first, "asyncOp"):  # of another collective
             return options_like(first, self.options)
         made = self.options()
         spelled = {"op": "reduceOp", "root": "rootRank"}
-        passed = dict(zip(self.fields, given, strict=False))
+        passed = dict(zip(self.fields, args, strict=False))
         passed.update((spelled.get(name, name), value) for name, value in named.items())
         for name, value in passed.items():
             if value is not None:
@@ -88,14 +90,20 @@ class Method:
         return made
 
 
-def options_like(given: Any, kind: Any = None, **changed: Any) -> Any:
-    """Return options of class ``kind``, or of the same class, with ``given``'s values or others."""
-    made = (type(given) if kind is None else kind)()
+def reduction_of(opts: Any) -> str:
+    """Return tdcoll's name of the operation in a call's options, or torch's name if tdcoll does not
+    have it."""
+    return NAMES_BY_HASH.get(hash(opts.reduceOp)) or str(operation_name(opts.reduceOp))
+
+
+def options_like(template: Any, kind: Any = None, **changed: Any) -> Any:
+    """Return options of class ``kind``, or of the same class, with ``template``'s values or others."""
+    made = (type(template) if kind is None else kind)()
     for name in _FIELDS:
         if name in changed:
             setattr(made, name, changed[name])
-        elif hasattr(made, name) and hasattr(given, name):
-            value = getattr(given, name)
+        elif hasattr(made, name) and hasattr(template, name):
+            value = getattr(template, name)
             if value is not None:
                 setattr(made, name, value)
     return made

@@ -46,14 +46,14 @@ class _InPlaceOfKernel(TorchDispatchMode):
         return False  # `never_compiled` does it, without an import that takes seconds
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, given: Any = (), named: Any = None
+        self, function: Any, types: Any, args: Any = (), named: Any = None
     ) -> Any:
         if function.namespace != "c10d":
-            return function(*given, **(named or {}))  # such as the tensor of a barrier
+            return function(*args, **(named or {}))  # such as the tensor of a barrier
         self.work = self._make()
         boxed = self.work.boxed()
         # Operators return the tensors that they write, which are their first argument, and a work.
-        return boxed if len(function._schema.returns) == 1 else (given[0], boxed)
+        return boxed if len(function._schema.returns) == 1 else (args[0], boxed)
 
 
 def inside_operator(group: Any, call: Call, make: Callable[[], Any]) -> Any:

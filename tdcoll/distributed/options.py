@@ -95,15 +95,16 @@ class Options:
         return _kinds(str(self.handles), "handles")
 
     @classmethod
-    def of(cls, given: Any) -> Options:
+    def of(cls, pg_options: Any) -> Options:
         """Convert ``pg_options``: None, :class:`Options`, or options of NCCL, which go to the
         fallback backend."""
-        if given is None:
+        if pg_options is None:
             return cls()
-        if isinstance(given, cls):
-            return given
-        if type(given).__module__.startswith("torch"):
-            return cls(nccl=given)
+        if isinstance(pg_options, cls):
+            return pg_options
+        if type(pg_options).__module__.startswith("torch"):
+            return cls(nccl=pg_options)
         raise TypeError(
-            f"pg_options must be tdcoll.distributed.Options or ProcessGroupNCCL.Options, got {type(given).__name__}"
+            "pg_options must be tdcoll.distributed.Options or ProcessGroupNCCL.Options, got "
+            f"{type(pg_options).__name__}"
         )

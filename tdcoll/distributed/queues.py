@@ -66,7 +66,7 @@ class QueuedCall:
         make: makes the call; its result is that of the work, a list of tensors.
         stream: CUDA stream that it is made on, behind the present work of the calling stream; None
             without a GPU.
-        give_up: ends the waits of its kernels, so that the call fails soon; from another thread.
+        abort: ends the waits of its kernels, so that the call fails soon; from another thread.
 
     Attributes:
         queue: that makes it; None if the caller does.
@@ -83,11 +83,11 @@ class QueuedCall:
         make: Callable[[], list[Any]],
         stream: Any = None,
         *,
-        give_up: Callable[[], None] = lambda: None,
+        abort: Callable[[], None] = lambda: None,
     ) -> None:
         self._make: Callable[[], list[Any]] | None = make
         self.stream = stream
-        self.give_up = give_up
+        self.abort = abort
         self._before = (
             None if stream is None else torch.cuda.current_stream(stream.device).record_event()
         )
@@ -188,7 +188,7 @@ class Queue:
         self._changed = threading.Condition()
         self._tasks: deque[QueuedCall] = deque()
         self._current: QueuedCall | None = None
-        self._giving_up = False
+        self._aborting = False
         _queues.add(self)
 
     def submit(self, task: QueuedCall) -> None:
@@ -262,12 +262,12 @@ class Queue:
         finally:
             torch._C._cuda_setStream(current.stream_id, current.device_index, current.device_type)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Stop waiting for missing ranks, in this task and in those behind it."""
-        self._giving_up = True
+        self._aborting = True
         current = self._current
         if current is not None:
-            current.give_up()
+            current.abort()
 
     def _run(self) -> None:
         while True:
@@ -280,8 +280,8 @@ class Queue:
                         self.thread = None
                         return
                 self._current = self._tasks.popleft()
-            if self._giving_up:
-                self._current.give_up()
+            if self._aborting:
+                self._current.abort()
             try:
                 self._current.run()
             except (
@@ -346,7 +346,7 @@ def _end_the_calls_at_exit() -> None:
             queues = list(_queues)
             deadline = time.monotonic() + _LAST_S
             for queue in queues if given_up else ():
-                queue.give_up()
+                queue.abort()
             for queue in queues:
                 queue.drain(max(0.0, deadline - time.monotonic()))
 

@@ -4,6 +4,7 @@ for DDP's hook."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +18,12 @@ from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.op import sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
+from tdcoll.distributed import methods
 from tdcoll.distributed.call import Call
+from tdcoll.distributed.fallback import sparse_sum_by_gather
 from tdcoll.distributed.handlers import GroupInfo, Handler
 from tdcoll.distributed.queues import Queue
+from tdcoll.distributed.work import completed
 
 
 def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
@@ -48,6 +52,26 @@ def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
         )
 
 
+def _start_by_gather(group: Any, outs: methods.Tensors, inputs: methods.Tensors, opts: Any) -> Any:
+    """Neither gloo, which has no means, nor NCCL has all of them: all rows go to all ranks."""
+    op = methods.reduction_of(opts)
+    tensor = outs[0]
+    if op not in ("sum", "mean"):
+        return group.allreduce([tensor], opts)
+    tensor.data = sparse_sum_by_gather(group, tensor, op)
+    return completed([tensor])
+
+
+SPARSE_ALL_REDUCE = dataclasses.replace(
+    methods.ALL_REDUCE,
+    start=_start_by_gather,
+    operator=methods.ALL_REDUCE.start,
+    kind="sparse_all_reduce",
+    reduces=False,  # gloo and NCCL get dense tensors that are only moved
+)
+"""The method of a call whose tensor is sparse."""
+
+
 class SparseAllReduce(Handler):
     """All-reduces of COO tensors, each of which becomes the sum or the mean.
 
@@ -56,7 +80,7 @@ class SparseAllReduce(Handler):
     """
 
     kind = "sparse_all_reduce"
-    alone = True
+    handles_one_rank = True
     waits = True
 
     def __init__(self, members: GroupInfo, queue: Queue) -> None:
@@ -69,7 +93,7 @@ class SparseAllReduce(Handler):
         self._most: int | None = None
         """Tensors of one call, if the heap had no room for a longer list; the same on all ranks."""
 
-    def refuse(self, call: Call) -> str | None:
+    def why_unsupported(self, call: Call) -> str | None:
         for tensor in call.inputs:
             if tensor.dtype not in DTYPES:
                 return f"{tensor.dtype} is not among the dtypes of tdcoll's sums"
@@ -114,7 +138,7 @@ class SparseAllReduce(Handler):
             self.queue.drain()
         job = self.members.job
         ranks = self.members.ranks
-        with self._in_use, job.through(self.queue.control):
+        with self._in_use, job.with_control_plane(self.queue.control):
             if self.context is not None:
                 return
             self._budget.take(self.kind)
@@ -156,7 +180,10 @@ class SparseAllReduce(Handler):
                 ranks.
         """
         made: list[torch.Tensor] = []
-        with self._in_use, self.members.job.through(self.queue.control):  # the context may grow
+        with (
+            self._in_use,
+            self.members.job.with_control_plane(self.queue.control),
+        ):  # the context may grow
             assert self.context is not None
             while len(made) < len(tensors):
                 some = list(tensors[len(made) :][: self._most])
@@ -189,7 +216,7 @@ class SparseAllReduce(Handler):
         if self.context is not None:
             self.context.monitor.raise_if_expired()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         if self.context is not None:
             self.context.monitor.abort()
 

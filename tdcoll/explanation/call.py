@@ -183,15 +183,17 @@ def _norm(
 
 
 def _sparse(
-    given: Any, dtype: torch.dtype, group: runtime.Group, ctx: Any, algorithm: str
+    tensor_or_shape: Any, dtype: torch.dtype, group: runtime.Group, ctx: Any, algorithm: str
 ) -> Explanation:
     """Explain a sparse all-reduce, on its context, that of the group, or the one that the group
     would get."""
     tensors: list[torch.Tensor] = []
-    if isinstance(given, torch.Tensor):
-        tensors = [given]
-    elif isinstance(given, (list, tuple)) and all(isinstance(one, torch.Tensor) for one in given):
-        tensors = list(given)
+    if isinstance(tensor_or_shape, torch.Tensor):
+        tensors = [tensor_or_shape]
+    elif isinstance(tensor_or_shape, (list, tuple)) and all(
+        isinstance(one, torch.Tensor) for one in tensor_or_shape
+    ):
+        tensors = list(tensor_or_shape)
     sizes: list[tuple[int, int]] = []
     for one in tensors:
         if one.layout != torch.sparse_coo:
@@ -200,7 +202,7 @@ def _sparse(
             )
         sizes.append((one._nnz(), one.shape[one.sparse_dim() :].numel() * one.element_size()))
     if not sizes:
-        shape = (*arguments.shape("tensor", given), 0)
+        shape = (*arguments.shape("tensor", tensor_or_shape), 0)
         sizes = [(shape[0], torch.Size(shape[1:-1]).numel() * dtype.itemsize)]
     rows = sum(count for count, _ in sizes)
     row_bytes = max(nbytes for _, nbytes in sizes)

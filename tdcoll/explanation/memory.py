@@ -136,8 +136,8 @@ def memory_plan(
     )
     made = []
     used = 0
-    for name, given in contexts.items():
-        sizes = _sizes(name, given, topology, heap, heap - used)
+    for name, limits in contexts.items():
+        sizes = _sizes(name, limits, topology, heap, heap - used)
         used += sizes.heap_bytes
         parts = {"inbox": 0, "signals": 0, "flagged": 0, "lamport": 0, "sparse": 0}
         for area in sizes.areas:
@@ -146,30 +146,30 @@ def memory_plan(
     return MemoryPlan(world_size, nodes, heap, tuple(made))
 
 
-def _sizes(name: str, given: Any, topology: Topology, heap: int, free: int) -> ContextSizes:
+def _sizes(name: str, limits: Any, topology: Topology, heap: int, free: int) -> ContextSizes:
     """Return the sizes of one context."""
-    if not isinstance(given, Mapping):
+    if not isinstance(limits, Mapping):
         if name not in (*COLLECTIVES, FUSED):
             raise ValueError(
                 f"contexts[{name!r}] must be a dict of sizes (of sparse rows {', '.join(_SPARSE_ARGUMENTS)}), unless "
-                f"the name is one of {', '.join(COLLECTIVES)}, {FUSED}; got {given!r}"
+                f"the name is one of {', '.join(COLLECTIVES)}, {FUSED}; got {limits!r}"
             )
-        nbytes = arguments.byte_count(f"contexts[{name!r}]", given)
+        nbytes = arguments.byte_count(f"contexts[{name!r}]", limits)
         spec = spec_of("all_reduce" if name == FUSED else name)
         world = topology.world_size
         return sizes_for(
             spec, spec.inbox(spec.segment_bytes(nbytes, world), world, heap), topology, heap, free
         )
-    sparse = "max_rows_per_rank" in given
+    sparse = "max_rows_per_rank" in limits
     allowed = _SPARSE_ARGUMENTS if sparse else _ARGUMENTS
-    for argument, value in given.items():
+    for argument, value in limits.items():
         if argument not in allowed:
             raise ValueError(
                 f"contexts[{name!r}] must have no sizes but {', '.join(allowed)}; got {argument!r}"
             )
         arguments.whole(f"contexts[{name!r}][{argument!r}]", value, 0)
     if sparse:
-        if "max_row_bytes" not in given:
+        if "max_row_bytes" not in limits:
             raise ValueError(f"contexts[{name!r}] must have max_row_bytes with max_rows_per_rank")
-        return sparse_sizes(topology, heap, **given)
-    return context_sizes(topology, heap, free=free, **given)
+        return sparse_sizes(topology, heap, **limits)
+    return context_sizes(topology, heap, free=free, **limits)

@@ -18,7 +18,7 @@ from tdcoll.calls.explain import Explanation
 from tdcoll.calls.implicit import implicit_context
 from tdcoll.calls.operation import Operation, Request
 from tdcoll.calls.spec import Collective
-from tdcoll.calls.tensors import overlap, strided_bytes
+from tdcoll.calls.tensors import check_tensor, overlap, strided_bytes
 
 _log = logging.getLogger("tdcoll")
 
@@ -88,6 +88,20 @@ class FusedOperation(Operation):
         """Log how such calls are made, on rank 0."""
         if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s", self.explain(request, ctx).line)
+
+
+def check_scale(name: str, scale: Any, device: torch.device, counts: Sequence[int]) -> None:
+    """Raise unless kernels on ``device`` can take ``scale``, and it has one of these numbers of
+    elements of fp32."""
+    check_tensor(name, scale, device)
+    if scale.dtype is torch.float32 and scale.numel() in counts:
+        return
+    allowed = " or ".join(dict.fromkeys(map(str, counts)))
+    noun = "element" if allowed == "1" else "elements"
+    raise ValueError(
+        f"{name} must be torch.float32 of {allowed} {noun}; got {scale.dtype} of shape "
+        f"{list(scale.shape)}"
+    )
 
 
 def tensors_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:

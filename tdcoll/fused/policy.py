@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tdcoll.calls.explain import UNSUPPORTED, Explanation
-from tdcoll.calls.plan import LAMPORT_WORD_BYTES as WORD
-from tdcoll.calls.plan import Facts, Plan, most_warps, needs_stores, power
+from tdcoll.calls.plan import Facts, Plan, most_warps, needs_stores
 from tdcoll.calls.spec import DEFAULT, REQUESTED
+from tdcoll.calls.words import LAMPORT_WORD_BYTES as WORD
+from tdcoll.calls.words import power
 
 NAME = "all_reduce_rms_norm"
 

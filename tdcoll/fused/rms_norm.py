@@ -10,31 +10,25 @@ import torch
 import triton
 
 from tdcoll.base import arguments
-from tdcoll.base.arguments import byte_text
 from tdcoll.base.call_log import record_of
-from tdcoll.base.ranges import ranged
-from tdcoll.calls.call_launches import CallLaunches, launches_of, prepare_steps
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.explain import Explanation
-from tdcoll.calls.kernel_launch import KernelLaunch
 from tdcoll.calls.launch_spec import KernelOptions
 from tdcoll.calls.operation import Bound, PreparedCall, Request
 from tdcoll.calls.plan import Facts, Plan
 from tdcoll.calls.tensors import check_fits, check_tensor
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
-from tdcoll.fused import kernels
+from tdcoll.fused import kernels, policy
 from tdcoll.fused import kernels_rows as arithmetic
-from tdcoll.fused.operation import FusedOperation, aligned, requires_gradient, tensors_overlap
-from tdcoll.fused.policy import (
-    COMPOSED,
-    MOST_HIDDEN,
-    NAME,
-    ONE_SHOT,
-    NormRows,
-    choose,
-    explain_rows,
-    takes,
+from tdcoll.fused.operation import (
+    FusedOperation,
+    aligned,
+    check_scale,
+    requires_gradient,
+    tensors_overlap,
 )
+from tdcoll.fused.policy import COMPOSED, NAME, ONE_SHOT, NormRows, choose
+from tdcoll.fused.prepared import Frame, PreparedSteps
 from tdcoll.primitives.reduce import triton_dtype
 
 _FP8 = torch.float8_e4m3fn
@@ -77,17 +71,14 @@ class _AllReduceRmsNorm(FusedOperation):
         for scale in scales:
             if out_dtype is not _FP8:
                 raise ValueError(f"scale is for out_dtype={_FP8}; got out_dtype={out_dtype}")
-            check_tensor("scale", scale, ctx.device)
-            if scale.numel() != 1 or scale.dtype is not torch.float32:
-                raise ValueError(
-                    f"scale must be one torch.float32; got {scale.dtype} of shape "
-                    f"{list(scale.shape)}"
-                )
+            check_scale("scale", scale, ctx.device, (1,))
         arguments.instance("algorithm", algorithm, (str, Plan), "a str")
 
     def explain(self, request: Request, ctx: Any) -> Explanation:
         x = request.tensors[0]
-        return explain_rows(_rows_of(x), Facts.of(ctx, 0, x.dtype), request.options.algorithm)
+        return policy.explain_rows(
+            _rows_of(x), Facts.of(ctx, 0, x.dtype), request.options.algorithm
+        )
 
     def prepare(self, request: Request, ctx: Any) -> PreparedCall:
         self.log_plan(request, ctx)
@@ -105,9 +96,9 @@ def check_rows(name: str, x: Any, device: torch.device) -> None:
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} must be of float16, bfloat16 or float32; got {x.dtype}")
     hidden = x.shape[-1] if x.dim() else 0
-    if not takes(hidden, x.element_size()):
+    if not policy.takes(hidden, x.element_size()):
         raise ValueError(
-            f"{name} must have rows of at most {MOST_HIDDEN} elements, a multiple of "
+            f"{name} must have rows of at most {policy.MOST_HIDDEN} elements, a multiple of "
             f"{16 // x.element_size()} of {x.dtype}; got shape {list(x.shape)}"
         )
 
@@ -117,39 +108,31 @@ def _rows_of(x: torch.Tensor) -> NormRows:
     return NormRows(x.numel() // hidden, hidden, x.itemsize)
 
 
-class _PreparedNorm(PreparedCall):
+class _PreparedNorm(PreparedSteps):
     """One kernel, or an all-reduce and a kernel if the plan is composed."""
 
-    complex = False
-
     def __init__(self, request: Request, ctx: CollectiveContext, plan: Plan) -> None:
+        super().__init__(ctx, NAME)
         x, _, weight, *scales = request.tensors
-        self._options: NormOptions = request.options
-        self._ctx = ctx
-        self._scale_is_made = self._options.out_dtype is _FP8 and not scales
-        self._all_reduce: CallLaunches | None = None
-        self.variant = None
-        if not x.numel():
-            self.record = record_of(NAME, 0)
-            self.launch = _launch_nothing
-            return
-        self.record = record_of(NAME, 0, 1)
-        if plan.algorithm == COMPOSED:
-            facts = Facts.of(ctx, x.nbytes, x.dtype)
-            self._all_reduce = launches_of(
-                ALL_REDUCE, ctx, facts, options=KernelOptions(x.dtype, "sum")
-            )
-            _, *counts = self._all_reduce.record
-            self.record = record_of(NAME, *counts)
-        self._kernel = self._kernel_launch(x, weight, plan)
-        self.launch = ranged(
-            f"tdcoll.{NAME}[{plan.algorithm}, {byte_text(x.nbytes)}]", self._launch
-        )
-
-    def _kernel_launch(self, x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> KernelLaunch:
+        options: NormOptions = request.options
+        self._in_place = options.in_place
+        self._results = ["out", "residual" if options.in_place else "new"]
+        parameters = {name: name for name in ("x", "residual", "weight", "new", "out", "scale")}
+        parameters["residual"] = "old"
+        self.add_temporary("out", x.shape, options.out_dtype or x.dtype)
+        if options.in_place:
+            parameters["new"] = "old"
+        else:
+            self.add_temporary("new", x.shape, x.dtype)
         scaling = arithmetic.NONE
-        if self._options.out_dtype is _FP8:
-            scaling = arithmetic.PER_ROW if self._scale_is_made else arithmetic.GIVEN
+        if options.out_dtype is _FP8:
+            self._results.append("scale")
+            scaling = arithmetic.GIVEN
+            if not scales:
+                scaling = arithmetic.PER_ROW
+                self.add_temporary("scale", (*x.shape[:-1], 1), torch.float32)
+        if not x.numel():
+            return
         constants = {
             "HIDDEN": x.shape[-1],
             "DTYPE": triton_dtype(x.dtype),
@@ -159,73 +142,55 @@ class _PreparedNorm(PreparedCall):
             "ROOM": triton.next_power_of_2(plan.chunks),
             "BLOCK": plan.chunk // 16,
         }
-        (eps_bits,) = struct.unpack("<i", struct.pack("<f", self._options.eps))
-        given: dict[str, Any] = {"eps": eps_bits, **constants}
-        kernel = kernels.norm_rows
-        if plan.algorithm != COMPOSED:
+        (eps_bits,) = struct.unpack("<i", struct.pack("<f", options.eps))
+        arguments: dict[str, Any] = {"eps": eps_bits, **constants}
+        record = None
+        if plan.algorithm == COMPOSED:
+            kernel = kernels.norm_rows
+            facts = Facts.of(ctx, x.nbytes, x.dtype)
+            self.add_temporary("summed", x.shape, x.dtype)
+            self.add_collective(ALL_REDUCE, facts, "x", "summed", KernelOptions(x.dtype, "sum"))
+            parameters["x"] = "summed"
+        else:
             kernel = kernels.norm_rows_two_shot
             if plan.algorithm == ONE_SHOT:
                 kernel = kernels.norm_rows_one_shot
-            given |= {
-                "rows": _rows_of(x).rows,
-                "inbox": self._ctx.device_lamport,
-                "g": self._ctx.device_group,
-            }
-        launch = KernelLaunch(
+            record = record_of(NAME, 0, 1)
+            arguments["rows"] = _rows_of(x).rows
+            arguments["inbox"] = ctx.device_lamport
+            arguments["g"] = ctx.device_group
+        self.add_kernel(
             kernel,
             plan.blocks,
-            given,
-            ("x", "residual", "weight", "new", "out", "scale"),
+            arguments,
+            parameters,
+            record,
             num_warps=plan.num_warps,
             maxnreg=_REGISTERS,
-            early=self._ctx.early,
         )
-        self.variant = (NAME, plan.algorithm, *constants.values(), plan.num_warps)
-        prepare_steps(self._ctx, NAME, self.variant, [launch])
-        return launch
+        if options.in_place:
+            self.add_host_step(_copy_to_residual)
+        variant = (NAME, plan.algorithm, *constants.values(), plan.num_warps)
+        self.complete(plan.algorithm, x.nbytes, variant)
 
     def bind(self, x: Any, residual: Any, weight: Any, scale: Any = None) -> Bound | None:
         if requires_gradient(x, residual, weight):
             return None
-        in_place = self._options.in_place
-        if in_place and tensors_overlap(x, residual):
+        if self._in_place and tensors_overlap(x, residual):
             return None
-        out_dtype = self._options.out_dtype
-        old = aligned(residual)
-        new = old if in_place else torch.empty_like(x)
-        if out_dtype is None:
-            out = torch.empty_like(x)
-        else:
-            out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-        if self._scale_is_made:
-            scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-        summed = None if self._all_reduce is None else torch.empty_like(x)
-        result = residual if in_place else new
-        results = (out, result) if out_dtype is not _FP8 else (out, result, scale)
         # Tensors rather than addresses, because the copies have to live until the launch.
-        return results, (aligned(x), old, aligned(weight), new, out, scale, summed, result)
-
-    def _launch(
-        self,
-        stream: int,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        new: torch.Tensor,
-        out: torch.Tensor,
-        scale: torch.Tensor | None,
-        summed: torch.Tensor | None,
-        result: torch.Tensor,
-    ) -> None:
-        if self._all_reduce is not None and summed is not None:
-            self._all_reduce(x.data_ptr(), summed.data_ptr())
-            x = summed
-        tensors = (x, residual, weight, new, out)
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        self._kernel(stream, *addresses, 0 if scale is None else scale.data_ptr())
-        if result is not new:  # the residual of a call in place was at an odd address
-            result.copy_(new)
+        frame = {
+            "x": aligned(x),
+            "residual": residual,
+            "old": aligned(residual),
+            "weight": aligned(weight),
+            "scale": scale,
+        }
+        self.make_temporaries(frame)
+        return tuple([frame[name] for name in self._results]), (frame,)
 
 
-def _launch_nothing(stream: int, *tensors: Any) -> None:
-    """There are no rows."""
+def _copy_to_residual(frame: Frame) -> None:
+    """Finish a call in place whose residual was copied, because its address is odd."""
+    if frame["residual"] is not frame["old"]:
+        frame["residual"].copy_(frame["old"])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout
 
-gave_up = False
+aborted = False
 """Whether a wait had expired in the job that this process has left last."""
 
 _LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|gloo/transport/", re.IGNORECASE)
@@ -93,7 +93,7 @@ def noticed(error: BaseException) -> bool:
 
 def _has_given_up() -> bool:
     job = runtime.current_or_none()
-    return gave_up if job is None else job.failed
+    return aborted if job is None else job.failed
 
 
 def _write(file: str, error: str, noticed: bool) -> None:

@@ -5,11 +5,10 @@ collective."""
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tdcoll import runtime
-from tdcoll.base import arguments, environment
+from tdcoll.base import arguments
 from tdcoll.base.errors import (
     AlreadyInitializedError,
     CollectiveTimeout,
@@ -26,6 +25,7 @@ from tdcoll.base.errors import (
 from tdcoll.base.forks import refuse_inherited_group
 from tdcoll.base.torch_internals import name_groups_anew, watch_ddp
 from tdcoll.job import admission, last_words
+from tdcoll.job.settings import JobSettings, asks_to_share_gpus, heap_of
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import watch
 from tdcoll.runtime.control import (
@@ -41,80 +41,10 @@ from tdcoll.runtime.topology import emulated_node
 
 _log = logging.getLogger("tdcoll")
 
-DEFAULT_TIMEOUT_S = 30.0
 _FAREWELL_S = 5.0
 """How long ranks that are done wait for each other."""
 
-_HEAPS = ("auto", "nvshmem", "torch")
-
-
-def heap_of(heap: str | None = None) -> str:
-    """Return ``"nvshmem"`` or ``"torch"``: the heap that is asked for, or the one that ``"auto"``
-    means here."""
-    name = "heap" if heap is not None else "TDCOLL_HEAP"
-    asked = heap if heap is not None else os.environ.get(name) or "auto"
-    arguments.instance(name, asked, str, "a string")
-    if asked not in _HEAPS:
-        raise ValueError(f"{name} must be one of {', '.join(_HEAPS)}; got {asked!r}")
-    if asked != "auto":
-        return asked
-    bindings = importlib.util.find_spec("nvshmem")
-    # What tdcoll.compat puts in their place lies in no folder.
-    has_nvshmem = bindings is not None and bindings.submodule_search_locations
-    return "nvshmem" if INTERPRETED or has_nvshmem else "torch"
-
-
-def _asks_to_share_gpus() -> bool:
-    return os.environ.get("TDCOLL_SHARE_GPUS", "0") not in ("", "0")
-
-
-@dataclass(frozen=True)
-class _JobOptions:
-    """What ``initialize`` was asked for; must agree over the ranks."""
-
-    heap_bytes: int
-    timeout_s: float
-    emulate_nodes: int
-    share_gpus: bool = False
-    heap: str = "nvshmem"
-
-    @classmethod
-    def read(
-        cls,
-        heap_bytes: int | str | None,
-        timeout_s: float | None,
-        emulate_nodes: int | None = None,
-        share_gpus: bool | None = None,
-        heap: str | None = None,
-    ) -> _JobOptions:
-        environment.warn_of_unknown()
-        env = os.environ
-        if heap_bytes is None:
-            heap_bytes = environment.heap_bytes(INTERPRETED)
-        if timeout_s is None:
-            try:
-                timeout_s = float(env.get("TDCOLL_TIMEOUT_S", "") or DEFAULT_TIMEOUT_S)
-            except ValueError:
-                text = env["TDCOLL_TIMEOUT_S"]
-                raise ValueError(
-                    f"TDCOLL_TIMEOUT_S must be a number of seconds, got {text!r}"
-                ) from None
-            arguments.seconds("TDCOLL_TIMEOUT_S", timeout_s)
-        if emulate_nodes is None:
-            text = env.get("TDCOLL_EMULATE_NODES", "") or "1"
-            emulate_nodes = arguments.parse_whole(text, "TDCOLL_EMULATE_NODES", 1)
-        if share_gpus is None:
-            share_gpus = _asks_to_share_gpus()
-        return cls(
-            arguments.byte_count("heap_bytes", heap_bytes),
-            arguments.seconds("timeout_s", timeout_s),
-            arguments.whole("emulate_nodes", emulate_nodes, 1),
-            bool(share_gpus),
-            heap_of(heap),
-        )
-
-
-_options: _JobOptions | None = None
+_options: JobSettings | None = None
 """Those of the job that this process has joined."""
 _own_group: Any = None
 """The default process group, if tdcoll made it: it stays when a job has failed, and goes with the
@@ -137,7 +67,7 @@ def is_initialized() -> bool:
 def may_share_gpus() -> bool:
     """Return whether ranks may share GPUs: in this process's job, else in one that it would join
     now."""
-    share_gpus = _options.share_gpus if _options is not None else _asks_to_share_gpus()
+    share_gpus = _options.share_gpus if _options is not None else asks_to_share_gpus()
     return share_gpus and not INTERPRETED
 
 
@@ -220,7 +150,7 @@ def initialize(
             f"initialize: {job.why_closed}. To join another job, call tdcoll.finalize() first, which forgets this one"
         )
     refuse_inherited_group("initialize")
-    options = _JobOptions.read(heap_bytes, timeout_s, emulate_nodes, share_gpus, heap)
+    options = JobSettings.read(heap_bytes, timeout_s, emulate_nodes, share_gpus, heap)
     _be_ready()
     with watch.joining(*_place(), options.timeout_s):
         _initialize(options)
@@ -241,7 +171,7 @@ def _place() -> tuple[int, int, str]:
     return rank, world_size, f"meeting at {where}"
 
 
-def _initialize(options: _JobOptions) -> None:
+def _initialize(options: JobSettings) -> None:
     """Meet the other ranks, with a process group that is made if there is none, and join."""
     global _own_group
     makes_group = not dist.is_initialized()
@@ -278,7 +208,7 @@ def join(
         store: of ``torch.distributed``, the same for all ranks, and of this generation alone.
         rank, world_size: what the default process group will say.
     """
-    options = _JobOptions.read(heap_bytes, timeout_s)
+    options = JobSettings.read(heap_bytes, timeout_s)
     _be_ready()
     with watch.joining(rank, world_size, "by the store of the process group", options.timeout_s):
         _install(options, _connection(store, rank, options.timeout_s), rank, world_size)
@@ -302,7 +232,7 @@ def _connection(store: Any, rank: int, timeout_s: float) -> Any:
     return ask(lambda: another_connection(store), rank, "initialize", timeout_s)
 
 
-def _install(options: _JobOptions, store: Any, rank: int, world_size: int) -> None:
+def _install(options: JobSettings, store: Any, rank: int, world_size: int) -> None:
     global _options
     control = StoreControlPlane(dist.PrefixStore("job", store), rank, options.timeout_s)
     runtime.install(_join(options, control, dist.PrefixStore("heap", store), rank, world_size))
@@ -340,7 +270,7 @@ def _refuse_other_job(existing: runtime.Runtime, asked: dict[str, Any]) -> None:
             )
 
 
-def _make_process_group(options: _JobOptions) -> tuple[Any, int, int]:
+def _make_process_group(options: JobSettings) -> tuple[Any, int, int]:
     """Make the default process group. Return its store, which is of this generation alone, its rank
     and its size."""
     # With share_gpus always gloo, also where ranks do not really share: whether another host's do
@@ -398,7 +328,7 @@ def _rendezvous(timeout_s: float) -> tuple[Any, int, int]:
 
 
 def _join(
-    options: _JobOptions, control: StoreControlPlane, heap_store: Any, rank: int, world_size: int
+    options: JobSettings, control: StoreControlPlane, heap_store: Any, rank: int, world_size: int
 ) -> runtime.Runtime:
     everyone = range(world_size)
     own = (asdict(options), admission.node_name(), admission.gpu_name(), admission.software())
@@ -488,18 +418,18 @@ def finalize() -> None:
                 context.close()
             leaving.exchange(range(leaving.world_size), "finalize")
     except BaseException:
-        leaving.heap.abandon()
+        leaving.heap.abort()
         raise
     finally:
         _options = None
         runtime.install(None)
         leaving.closed = True
         watch.stop()
-    last_words.gave_up = leaving.failed
+    last_words.aborted = leaving.failed
     if leaving.failed:
-        leaving.heap.abandon()
+        leaving.heap.abort()
         return
-    leaving.held.clear()
+    leaving.kept_alive.clear()
     leaving.heap.close()
     # one rank's process holds the store: it goes when no other needs it
     with contextlib.suppress(TdcollError):

@@ -134,7 +134,7 @@ class NvshmemHeap(CudaHeap):
         if self._owns_library:
             self._bindings.hostlib_finalize()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Keep NVSHMEM and the block for another heap here, because NVSHMEM stops on all PEs or on
         none."""
         set_module_init(None)

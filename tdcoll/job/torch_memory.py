@@ -22,7 +22,7 @@ from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane
 
 _numbers = itertools.count()
-_abandoned: list[Any] = []
+_aborted_heaps: list[Any] = []
 """Heaps of failed jobs, kept because peers may still write to them."""
 
 
@@ -130,6 +130,6 @@ class TorchHeap(CudaHeap):
         self._handle = None
         del self._bytes
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Keep the memory, because peers may write to it."""
-        _abandoned.append(self)
+        _aborted_heaps.append(self)

@@ -22,7 +22,8 @@ import torch
 from torch import fx
 
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.calls.collective import CollectiveOptions, derivative, operation_of
+from tdcoll.calls.collective import CollectiveOptions, operation_of, spec_of
+from tdcoll.calls.gradient import derivative
 from tdcoll.calls.run import run
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
@@ -63,20 +64,20 @@ def _operator(name: str) -> Any:
         schema = "(Tensor x, int root=0, str group='') -> Tensor"
     defaults["group"] = ""
 
-    def options_and_group(*given: Any) -> tuple[CollectiveOptions, str]:
+    def options_and_group(*args: Any) -> tuple[CollectiveOptions, str]:
         # PyTorch leaves out arguments that equal their defaults
-        named = {**defaults, **dict(zip(defaults, given, strict=False))}
+        named = {**defaults, **dict(zip(defaults, args, strict=False))}
         group = named.pop("group")
         return CollectiveOptions(**named), group
 
-    def call(x: torch.Tensor, *given: Any) -> torch.Tensor:
-        options, group = options_and_group(*given)
+    def call(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        options, group = options_and_group(*args)
         x = x.detach().contiguous()  # the operator has the derivative
         result: torch.Tensor = run(operation, (x,), options, named_group(group))
         return result
 
-    def shaped(x: torch.Tensor, *given: Any) -> torch.Tensor:
-        world = world_of(options_and_group(*given)[1])
+    def shaped(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        world = world_of(options_and_group(*args)[1])
         shapes = spec.results(x.shape, world)
         if not shapes:
             raise ValueError(
@@ -89,7 +90,9 @@ def _operator(name: str) -> Any:
             made: torch.Tensor = operators[name](grad, *([op] if op else []), ctx.group)
             return made
 
-        made = derivative(spec, grad, ctx.options, topology_of(ctx.group), call_adjoint)
+        adjoint = spec_of(spec.adjoint)
+        topology = topology_of(ctx.group)
+        made = derivative(spec, adjoint, grad, ctx.options, topology, call_adjoint)
         return made, *ctx.others
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

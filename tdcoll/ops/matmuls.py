@@ -58,38 +58,50 @@ def all_gather_matmul(
     return made, x.new_empty(0)
 
 
-@torch.library.custom_op("tdcoll::matmul_reduce_scatter", mutates_args=())
-def matmul_reduce_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    depth_first: bool = False,
-    group: str = "",
-) -> torch.Tensor:
-    """``[world * n, ..., depth], [columns, depth] -> [n, ..., columns]``.
+def _reduction(function: Any, scatters: bool) -> Any:
+    """Make the operator of a matmul and a reduction, and the shape of its result.
 
-    See :func:`tdcoll.fused.matmul_reduce_scatter`.
+    Args:
+        function: Of :mod:`tdcoll.fused.matmul.op`, which has the operator's name.
+        scatters: Whether a rank gets its share of the rows only.
     """
-    x, weight, bias = _plain(x, weight, bias)
-    return op.matmul_reduce_scatter(
-        x, weight, bias=bias, depth_first=depth_first, group=named_group(group)
-    )
+
+    def call(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        depth_first: bool = False,
+        group: str = "",
+    ) -> torch.Tensor:
+        x, weight, bias = _plain(x, weight, bias)
+        made: torch.Tensor = function(
+            x, weight, bias=bias, depth_first=depth_first, group=named_group(group)
+        )
+        return made
+
+    def shaped(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        depth_first: bool = False,
+        group: str = "",
+    ) -> torch.Tensor:
+        first = x.shape[0]
+        if scatters:
+            first = first // world_of(group)
+        return x.new_empty((first, *x.shape[1:-1], columns_of(weight, depth_first)))
+
+    call.__doc__ = f"See :func:`tdcoll.fused.{function.__name__}`."
+    operator = torch.library.custom_op(f"tdcoll::{function.__name__}", mutates_args=())(call)
+    operator.register_fake(shaped)
+    return operator
 
 
-@torch.library.custom_op("tdcoll::matmul_all_reduce", mutates_args=())
-def matmul_all_reduce(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    depth_first: bool = False,
-    group: str = "",
-) -> torch.Tensor:
-    """``[n, ..., depth], [columns, depth] -> [n, ..., columns]``. See
-    :func:`tdcoll.fused.matmul_all_reduce`."""
-    x, weight, bias = _plain(x, weight, bias)
-    return op.matmul_all_reduce(
-        x, weight, bias=bias, depth_first=depth_first, group=named_group(group)
-    )
+matmul_reduce_scatter = _reduction(op.matmul_reduce_scatter, scatters=True)
+"""``[world * n, ..., depth], [columns, depth] -> [n, ..., columns]``."""
+
+matmul_all_reduce = _reduction(op.matmul_all_reduce, scatters=False)
+"""``[n, ..., depth], [columns, depth] -> [n, ..., columns]``."""
 
 
 # ---------------------------------------------------------------------- shapes
@@ -107,30 +119,6 @@ def _(
     first = x.shape[0] * world_of(group)
     result = x.new_empty((first, *x.shape[1:-1], columns_of(weight, depth_first)))
     return result, x.new_empty((first, *x.shape[1:]) if keep_gathered else (0,))
-
-
-@matmul_reduce_scatter.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    depth_first: bool = False,
-    group: str = "",
-) -> torch.Tensor:
-    return x.new_empty(
-        (x.shape[0] // world_of(group), *x.shape[1:-1], columns_of(weight, depth_first))
-    )
-
-
-@matmul_all_reduce.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    depth_first: bool = False,
-    group: str = "",
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], columns_of(weight, depth_first)))
 
 
 # ---------------------------------------------------------------------- derivatives

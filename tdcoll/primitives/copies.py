@@ -25,7 +25,7 @@ last thread block does for them what ``enter`` does for the first hop.
 
 Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by ``enter``.
 ``arrived[0, hop, s]`` is written by the copy of rank s's stamp, and polled by ``wait_arrivals``.
-``gave_up[s]`` is set by ``enter`` or ``wait_arrivals`` of rank s. If the sums are pulled,
+``expired_epochs[s]`` is set by ``enter`` or ``wait_arrivals`` of rank s. If the sums are pulled,
 ``arrived[0, 1, s]`` is set twice: to the epoch by ``sum_copies`` of rank s when its sum is there,
 which is polled by ``sum_copies``, and then to one more by the stamp. (The next call in this slot
 has an even epoch, which is larger.)
@@ -114,7 +114,7 @@ def enter(g, stamps, summed, WORLD_POW2: tl.constexpr):
     if entered != 0:
         tl.store(stamps, epoch)
     else:
-        stores.tell_gave_up(g, epoch)
+        stores.signal_expired(g, epoch)
 
 
 @jit
@@ -136,15 +136,15 @@ def wait_arrivals(g, hop: tl.int32, PULLED: tl.constexpr, WORLD_POW2: tl.constex
     )
     if PULLED:
         if heard != 0:
-            heard = stores.none_gave_up(g, WORLD_POW2)
+            heard = stores.no_peer_expired(g, WORLD_POW2)
         if heard == 0:
-            stores.tell_gave_up(g, epoch)
+            stores.signal_expired(g, epoch)
 
 
 @jit
 def check_peers_alive(g, WORLD_POW2: tl.constexpr):
     """Find out whether a peer has given up, when the inbox has been read. One thread block."""
-    stores.none_gave_up(g, WORLD_POW2)
+    stores.no_peer_expired(g, WORLD_POW2)
 
 
 @jit
@@ -195,7 +195,7 @@ def sum_copies(
             OP,
             TILE,
         )
-        if stores.none_gave_up(g, WORLD_POW2) != 0:
+        if stores.no_peer_expired(g, WORLD_POW2) != 0:
             if leaves_last(summed, workers):
                 if PULLED:
                     sums = row(g, epoch, 1)

@@ -9,9 +9,9 @@ and counts it. The epoch selects one of two *slots* of signals and memory, which
 Signals are named by their role. ``arrived[slot, chunk, r]`` is set to the epoch by the rank that
 delivers chunk ``chunk_index`` of rank r here, and polled here. ``entered[r]`` is set to the epoch
 by rank r when it has begun a call in which peers write to memory of the caller's, and polled here
-before that memory of rank r is written. ``gave_up[r]`` is set by rank r, once and for all, if it
-gives up while copies are queued, and checked here when what they may overwrite has been read; see
-:mod:`tdcoll.primitives.stores`.
+before that memory of rank r is written. ``expired_epochs[r]`` is set by rank r, once and for all,
+if it gives up while copies are queued, and checked here when what they may overwrite has been read;
+see :mod:`tdcoll.primitives.stores`.
 """
 
 from collections.abc import Iterable
@@ -39,8 +39,8 @@ class Group(NamedTuple):
     Attributes:
         arrived: int64 ``[2, chunks, world]``, symmetric.
         entered: int64 ``[world]``, symmetric.
-        gave_up: int64 ``[world]``, symmetric: 0, or ``GAVE_UP`` plus the epoch in which that rank
-            gave up.
+        expired_epochs: int64 ``[world]``, symmetric: 0, or ``EXPIRED`` plus the epoch in which that
+            rank gave up.
         control: int64 ``[1]``: the epoch.
         monitor: int64 ``[4]``: deadline of waits.
         deltas: int64 ``[world]``: from an address in the context's memory to the same on each
@@ -51,7 +51,7 @@ class Group(NamedTuple):
 
     arrived: Any
     entered: Any
-    gave_up: Any
+    expired_epochs: Any
     control: Any
     monitor: Any
     deltas: Any

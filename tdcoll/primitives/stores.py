@@ -10,9 +10,9 @@ device code is not needed.
 (:mod:`tdcoll.primitives.copies`) can't hold back copies behind a wait that has expired. They may
 overwrite an inbox that a late peer still reads. Therefore:
 
-- The rank that gives up calls :func:`tell_gave_up` before its launch ends; once, because it enters
+- The rank that gives up calls :func:`signal_expired` before its launch ends; once, because it enters
   no later call.
-- A reader calls :func:`none_gave_up` after its loads. If a peer has given up, the reader counts as
+- A reader calls :func:`no_peer_expired` after its loads. If a peer has given up, the reader counts as
   expired as well, because its numbers may be wrong, and the next call or check on its host raises,
   naming that peer.
 
@@ -123,21 +123,21 @@ def may_write(g, inbox, peer, epoch):
 
 
 @jit
-def tell_gave_up(g, epoch):
+def signal_expired(g, epoch):
     """Tell all peers that this rank has timed out in call ``epoch``, and that its queued copies run
     all the same.
 
     A rank tells once, because peers may have left when the next launch runs.
     """
-    mine = g.gave_up + g.rank
+    mine = g.expired_epochs + g.rank
     if tdl.block_and(tdl.ld(mine, "gpu", "relaxed") == 0) != 0:
-        release_to_all(g, mine, epoch + tdl.GAVE_UP)
+        release_to_all(g, mine, epoch + tdl.EXPIRED)
         if tdl.tid(0) == 0:
-            tdl.st_release(mine, epoch + tdl.GAVE_UP, "sys")  # when the peers have it
+            tdl.st_release(mine, epoch + tdl.EXPIRED, "sys")  # when the peers have it
 
 
 @jit
-def none_gave_up(g, WORLD_POW2: tl.constexpr):
+def no_peer_expired(g, WORLD_POW2: tl.constexpr):
     """Return 1 if no peer had given up when the block's earlier loads were done; otherwise 0, and
     the monitor has the peer.
 
@@ -148,5 +148,5 @@ def none_gave_up(g, WORLD_POW2: tl.constexpr):
     """
     tdl.syncthreads()
     return tdl.wait_signals(
-        g.gave_up, g.world, g.rank, tdl.CMP_LT, tdl.GAVE_UP, g.monitor, WORLD_POW2
+        g.expired_epochs, g.world, g.rank, tdl.CMP_LT, tdl.EXPIRED, g.monitor, WORLD_POW2
     )

@@ -78,7 +78,7 @@ class Runtime:
     arena: Arena = field(init=False)
     contexts: dict[Any, Any] = field(init=False, default_factory=dict)
     """Contexts that tdcoll made for the drop-in calls; closed by ``finalize``."""
-    held: dict[int, Any] = field(init=False, default_factory=dict)
+    kept_alive: dict[int, Any] = field(init=False, default_factory=dict)
     """Open contexts and monitors, by id, kept until ``finalize`` because kernels and graphs may
     still use them."""
     monitors: WeakValueDictionary[int, Any] = field(init=False, default_factory=WeakValueDictionary)
@@ -208,7 +208,7 @@ class Runtime:
             self.exchanging.pop(threading.get_ident(), None)
 
     @contextlib.contextmanager
-    def through(
+    def with_control_plane(
         self, control: ControlPlane, timeout_s: float | None = None, who: str = ""
     ) -> Iterator[None]:
         """Let exchanges that this thread makes inside go through ``control``, a part of the job's
@@ -263,11 +263,11 @@ class Runtime:
         place, all have it; otherwise they move to the lowest place that is free on all, which one
         of them may find taken, and propose again.
         """
-        held = self.arena.hold(nbytes, ranks) if nbytes else None
+        offset = self.arena.hold(nbytes, ranks) if nbytes else None
         try:
             while True:
                 answers = self.exchange(
-                    ranks, f"allocate {name}", (nbytes, held, self.arena.free(held))
+                    ranks, f"allocate {name}", (nbytes, offset, self.arena.free(offset))
                 )
                 if any(theirs != nbytes for theirs, _, _ in answers):
                     sizes = ", ".join(
@@ -277,18 +277,18 @@ class Runtime:
                         f"all ranks must ask for the same number of bytes of {name}; got {sizes}"
                     )
                 if nbytes == 0 or (
-                    held is not None and all(theirs == held for _, theirs, _ in answers)
+                    offset is not None and all(theirs == offset for _, theirs, _ in answers)
                 ):
-                    return held
+                    return offset
                 wanted = agree([free for _, _, free in answers], nbytes, self.heap.nbytes)
-                moved = self.arena.hold(nbytes, ranks, held, wanted)
+                moved = self.arena.hold(nbytes, ranks, offset, wanted)
                 # if two allocations want each other's places, one of them pauses for longer
                 if moved != wanted:
                     time.sleep(random.uniform(0, _PAUSE_S))
-                held = moved
+                offset = moved
         except BaseException:
-            if held is not None:
-                self.arena.release(held)
+            if offset is not None:
+                self.arena.release(offset)
             raise
 
     def release(self, tensor: torch.Tensor) -> None:
@@ -306,9 +306,9 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.agree(owners, "free: offset of the tensor", offset)
-        self.take_back(tensor)
+        self.undo_allocation(tensor)
 
-    def take_back(self, tensor: torch.Tensor) -> None:
+    def undo_allocation(self, tensor: torch.Tensor) -> None:
         """Undo :meth:`allocate` on this rank alone, if the memory was never used and never will
         be."""
         if tensor.nbytes:
@@ -409,7 +409,7 @@ def _in_child() -> None:
         _runtime = None
         _inherited.closed = True
         _inherited.forked_from = parent
-        _inherited.heap.abandon()
+        _inherited.heap.abort()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -203,15 +203,15 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
 
     def asking() -> dict[int, str]:
         """Return the tokens of the ranks that ask now."""
-        found = {other: its for other, (its, gave_up) in asked().items() if gave_up is None}
+        found = {other: its for other, (its, expired_at) in asked().items() if expired_at is None}
         return {other: its for other, its in found.items() if not store.check([answer(its)])}
 
     def too_late() -> CollectiveTimeout:
         """Name the ranks that never came, but none that waited beside this rank and gave up."""
         here = {
             other
-            for other, (_, gave_up) in asked().items()
-            if gave_up is not None and gave_up >= began
+            for other, (_, expired_at) in asked().items()
+            if expired_at is not None and expired_at >= began
         }
         here |= {*asking()}
         return missing_ranks(

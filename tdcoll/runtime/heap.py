@@ -111,7 +111,7 @@ class SymmetricHeap(Protocol):
     def close(self) -> None:
         """Give the block back. Collective; no PE may touch symmetric memory afterwards."""
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Let this process join another job when this one has failed. Local; peers may still write
         to the block."""
 
@@ -151,36 +151,42 @@ class Arena:
         total, largest = _sizes(free)
         return HeapInfo(self.nbytes, self.nbytes - total, total, largest, allocations)
 
-    def free(self, held: int | None = None) -> list[tuple[int, int]]:
-        """Return the free intervals ``(begin, end)``, as if the allocation at ``held`` were not
+    def free(self, current_offset: int | None = None) -> list[tuple[int, int]]:
+        """Return the free intervals ``(begin, end)``, as if the allocation at ``current_offset`` were not
         there."""
         with self._lock:
-            return self._gaps(held)
+            return self._gaps(current_offset)
 
-    def _gaps(self, held: int | None = None) -> list[tuple[int, int]]:
+    def _gaps(self, current_offset: int | None = None) -> list[tuple[int, int]]:
         taken = sorted(
-            (begin, begin + size) for begin, (size, _) in self._used.items() if begin != held
+            (begin, begin + size)
+            for begin, (size, _) in self._used.items()
+            if begin != current_offset
         )
         ends = [0, *(end for _, end in taken)]
         begins = [*(begin for begin, _ in taken), self.nbytes]
         return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
 
     def hold(
-        self, nbytes: int, owners: Sequence[int], held: int | None = None, wanted: int | None = None
+        self,
+        nbytes: int,
+        owners: Sequence[int],
+        current_offset: int | None = None,
+        wanted: int | None = None,
     ) -> int | None:
         """Take ``nbytes`` for the ranks ``owners``: at the first free place, or at ``wanted``
-        instead of the allocation at ``held``. Return the allocation's offset: as it was if
+        instead of the allocation at ``current_offset``. Return the allocation's offset: as it was if
         ``wanted`` is not free, None if there is none."""
         size = self.padded(nbytes)
         with self._lock:
-            free = self._gaps(held)
+            free = self._gaps(current_offset)
             at = wanted
             if at is None:
                 at = next((begin for begin, end in free if end - begin >= size), None)
             if at is None or not _fits(at, size, free):
-                return held
-            if held is not None:
-                del self._used[held]
+                return current_offset
+            if current_offset is not None:
+                del self._used[current_offset]
             self._used[at] = size, tuple(owners)
             return at
 

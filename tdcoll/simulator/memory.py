@@ -249,5 +249,5 @@ class MemoryView:
     def close(self) -> None:
         """Do nothing, because the buffer is freed with the last tensor that views it."""
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Do nothing, because there is nothing to leave behind."""

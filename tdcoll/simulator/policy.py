@@ -50,7 +50,7 @@ class Policy:
         """Return whether a straggler goes before other tasks, and before messages, this time."""
         return False
 
-    def gives_up_now(self) -> bool:
+    def expires_now(self) -> bool:
         """Return whether a kernel's wait expires now, although its message may be on its way."""
         return False
 
@@ -80,7 +80,7 @@ class RandomPolicy(Policy):
     ) -> None:
         self._random = random.Random(seed)
         self._patience = random.Random(f"patience {seed}")
-        self.gives_up_rate = self._patience.choice((0.001, 0.005, 0.02)) if impatient else 0.0
+        self.expiry_rate = self._patience.choice((0.001, 0.005, 0.02)) if impatient else 0.0
         # always draw the same numbers, because fixing one habit must not change the others
         which = int(self._random.random() * n_pes)
         self.rate = (0.1, 0.3, 0.6)[int(self._random.random() * 3)]
@@ -127,15 +127,15 @@ class RandomPolicy(Policy):
     def slow_now(self) -> bool:
         return self._random.random() < 0.02
 
-    def gives_up_now(self) -> bool:
-        return self.gives_up_rate > 0 and self._patience.random() < self.gives_up_rate
+    def expires_now(self) -> bool:
+        return self.expiry_rate > 0 and self._patience.random() < self.expiry_rate
 
     def describe(self) -> str:
         habits = {
             "late data": self.late_data,
             f"pe{self.slow_pe} slow": self.slow_pe is not None,
             "some programs slow": self.slow_share,
-            "impatient": self.gives_up_rate,
+            "impatient": self.expiry_rate,
         }
         return ", ".join(
             [f"delivery rate {self.rate}", *(habit for habit, has in habits.items() if has)]

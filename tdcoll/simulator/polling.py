@@ -125,7 +125,7 @@ class PollingScheduler:
             came = ready()
         task.wait = None
         if not came and timeout_ns is None:
-            raise self._gave_up(task, describe)
+            raise self._timeout(task, describe)
         return came
 
     def poll(self, key: Hashable, describe: Callable[[], str]) -> None:
@@ -134,7 +134,7 @@ class PollingScheduler:
         if count_poll(task, key, self.progress) == 0:
             self._spinning_since[task] = now
         elif now - self._spinning_since[task] > self._timeout_ns:
-            raise self._gave_up(task, describe)
+            raise self._timeout(task, describe)
         self._switch.suspend(task)
 
     def notify(self, key: Hashable) -> None:
@@ -151,7 +151,7 @@ class PollingScheduler:
     def _over(self, wait: Wait) -> bool:
         return wait.deadline_ns is not None and self.now_ns >= wait.deadline_ns
 
-    def _gave_up(self, task: Task, describe: Callable[[], str]) -> CollectiveTimeout:
+    def _timeout(self, task: Task, describe: Callable[[], str]) -> CollectiveTimeout:
         return CollectiveTimeout(
             f"in {task.name}, which {describe()}", rank=task.pe, timeout_s=self._timeout_ns / 1e9
         )

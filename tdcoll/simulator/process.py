@@ -90,9 +90,9 @@ class ProcessHeap(MemoryView):
         try:
             self._control.all_gather(self._everyone, "close the symmetric heap", None)
         finally:
-            self.abandon()
+            self.abort()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Remove the hooks. Idempotent."""
         self._hooks.remove()
 

@@ -226,7 +226,7 @@ class Scheduler:
 
     def _step(self) -> bool:
         """One resumed task or one delivered message; False when all is done."""
-        if self.policy.gives_up_now():
+        if self.policy.expires_now():
             waits = [item for item in self._deadlines() if item[0].is_program]
             if waits:
                 task, wait, deadline = self.policy.take(waits)  # although it might be satisfied yet

@@ -67,7 +67,7 @@ class Monitor:
         write_word(at, waited_ns >> c.NOTICE_SHIFT.value | (peer & 0xFFFF_FFFF) << 32)
         write_word(at + 8, epoch)
 
-    def give_up(self, peer: int, signal: int, expected: int, seen: int, epoch: int) -> None:
+    def expire(self, peer: int, signal: int, expected: int, seen: int, epoch: int) -> None:
         """Set the aborted word and write the record, unless another wait did so first."""
         if self.aborted:
             return
@@ -112,7 +112,7 @@ def signals(
 
 
 def word(
-    machine: Machine, address: int, kind: Any, compare: int, value: int, **given: Any
+    machine: Machine, address: int, kind: Any, compare: int, value: int, **wait_options: Any
 ) -> tuple[Array, Array]:
     """Wait until an integer of the numpy type ``kind``, which may lie in any memory, compares true
     with ``value``."""
@@ -136,7 +136,7 @@ def word(
         read=read,
         true=lambda seen: true(seen, kind.type(value)),
         expected=value,
-        **given,
+        **wait_options,
     )
 
 
@@ -153,7 +153,9 @@ def holds(machine: Machine, address: int, compare: int, value: int) -> bool:
     return bool(true(read_word(address), value))
 
 
-def flagged(machine: Machine, addresses: Array, flag: int, **given: Any) -> tuple[Array, Array]:
+def flagged(
+    machine: Machine, addresses: Array, flag: int, **wait_options: Any
+) -> tuple[Array, Array]:
     """Wait until the last of the four 32-bit parts of every word is ``flag``. The values are ``[n,
     4]`` uint32."""
     return _wait(
@@ -165,12 +167,12 @@ def flagged(machine: Machine, addresses: Array, flag: int, **given: Any) -> tupl
         number=lambda parts: int(parts[3]),
         nbytes=16,
         expected=flag,
-        **given,
+        **wait_options,
     )
 
 
 def words(
-    machine: Machine, addresses: Array, absent: int, call: int, **given: Any
+    machine: Machine, addresses: Array, absent: int, call: int, **wait_options: Any
 ) -> tuple[Array, Array]:
     """Wait until no 32-bit part of a word is ``absent``. Values are ``[n, 4]`` uint32; ``call`` is
     for the record."""
@@ -184,7 +186,7 @@ def words(
         nbytes=16,
         expected=4,
         epoch=call,
-        **given,
+        **wait_options,
     )
 
 
@@ -273,7 +275,7 @@ def _wait(
             left = np.flatnonzero(~content)
     if monitor is not None and left.size:
         peer, index = threads[left[0]]
-        monitor.give_up(
+        monitor.expire(
             peer, index, expected, number(seen[left[0]]), expected if epoch is None else epoch
         )
         scheduler.notify(("monitor", monitor.address))

@@ -88,11 +88,11 @@ class _View(MemoryView):
         self._world = world
         self._side_streams = WeakValueDictionary[int, SimulatedSideStream]()
 
-    def stream_wait(self, *given: Any) -> None:
-        self._world._in_order(partial(super().stream_wait, *given))
+    def stream_wait(self, *args: Any) -> None:
+        self._world._in_order(partial(super().stream_wait, *args))
 
-    def stream_write(self, *given: Any) -> None:
-        self._world._in_order(partial(super().stream_write, *given))
+    def stream_write(self, *args: Any) -> None:
+        self._world._in_order(partial(super().stream_write, *args))
 
     def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
         carry_out = partial(copy, self._world._machine, dest, source, nbytes)

@@ -20,7 +20,7 @@ SIGNAL_ADD = NVSHMEM_SIGNAL_ADD = tl.constexpr(10)
 
 # A rank that gives up tells its peers this plus the epoch, which is more than any epoch. See
 # tdcoll.primitives.stores.
-GAVE_UP = tl.constexpr(1 << 62)
+EXPIRED = tl.constexpr(1 << 62)
 
 # The peer of a wait in a barrier of the grid: the other thread blocks of the launch, in its record
 # and notices.

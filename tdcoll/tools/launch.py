@@ -116,16 +116,16 @@ def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll ru
         )
     parser.add_argument("--setenv", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    given = parser.parse_args(words)
-    if given.program[:1] == ["--"]:
-        del given.program[0]
+    parsed = parser.parse_args(words)
+    if parsed.program[:1] == ["--"]:
+        del parsed.program[0]
     try:
-        if given.setenv:
+        if parsed.setenv:
             nnodes = _whole("TDCOLL_NNODES", os.environ.get("TDCOLL_NNODES") or "1", 1)
             job = prepare(os.environ, one_host=nnodes == 1)
             print(_exports({**job.variables, "TDCOLL_PYTHON": job.python}))
             return 0
-        job, command = _planned(given)
+        job, command = _planned(parsed)
     except ValueError as error:
         say(str(error))
         return 2
@@ -134,7 +134,7 @@ def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll ru
         # for each other.
         job.variables["OMP_NUM_THREADS"] = "1"
     command = [job.python, "-m", *command]
-    if given.dry_run:
+    if parsed.dry_run:
         print(_exports(job.variables), shlex.join(command), sep="\n")
         return 0
     # signals go directly to torchrun, and its exit status stays
@@ -150,45 +150,45 @@ def _exports(variables: Mapping[str, str]) -> str:
     )
 
 
-def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
+def _planned(parsed: argparse.Namespace) -> tuple[Job, list[str]]:
     """Return the job's environment and what Python runs; ``ValueError`` if an option or variable of
     SLURM is wrong."""
-    if not given.program:
+    if not parsed.program:
         raise ValueError("program: expected script.py or -m module, got nothing (see --help)")
-    name, *rest = given.program
+    name, *rest = parsed.program
     variables = dict(os.environ)
-    if given.simulate:
+    if parsed.simulate:
         variables["TRITON_INTERPRET"] = "1"
-    if given.timeout is not None:
-        variables["TDCOLL_TIMEOUT_S"] = str(arguments.seconds("--timeout", given.timeout))
-    if IN_CHECKOUT and not given.m and name == "tests":
+    if parsed.timeout is not None:
+        variables["TDCOLL_TIMEOUT_S"] = str(arguments.seconds("--timeout", parsed.timeout))
+    if IN_CHECKOUT and not parsed.m and name == "tests":
         for option in ("--share-gpus", *_VALUES):
-            if option != "--timeout" and getattr(given, option[2:].replace("-", "_")):
+            if option != "--timeout" and getattr(parsed, option[2:].replace("-", "_")):
                 raise ValueError(
                     f"{option}: expected only with a script or module, got it with tests"
                 )
-        job = prepare(variables, modules=_TEST_MODULES, dry_run=given.dry_run)
+        job = prepare(variables, modules=_TEST_MODULES, dry_run=parsed.dry_run)
         os.chdir(ROOT)
         # GPU tests take the whole machine. The user's own -n comes after this one, and wins.
         spread = job.simulated and not {"--pdb", "--trace", "-s", "--capture=no", "no:xdist"} & set(
             rest
         )
         return job, ["pytest", *(_SPREAD if spread else ()), *rest]
-    if not given.m and not Path(name).is_file():
+    if not parsed.m and not Path(name).is_file():
         raise ValueError(f"script: expected a Python file, got '{name}', which is none")
 
-    nproc = _whole("--nproc", given.nproc, 1)
-    emulate_nodes = _whole("--emulate-nodes", given.emulate_nodes, 1)
-    nnodes, node_rank, meeting_point = _hosts(given)
-    if given.share_gpus:
+    nproc = _whole("--nproc", parsed.nproc, 1)
+    emulate_nodes = _whole("--emulate-nodes", parsed.emulate_nodes, 1)
+    nnodes, node_rank, meeting_point = _hosts(parsed)
+    if parsed.share_gpus:
         variables["TDCOLL_SHARE_GPUS"] = "1"
     if emulate_nodes:
         variables["TDCOLL_EMULATE_NODES"] = str(emulate_nodes)
     host, port = meeting_point or ("localhost", 0)
     one_host = nnodes == 1 or host.startswith("127.") or host in ("localhost", "::1")
-    job = prepare(variables, one_host=one_host, dry_run=given.dry_run)
+    job = prepare(variables, one_host=one_host, dry_run=parsed.dry_run)
     nproc = nproc or (4 if job.simulated else job.gpus)
-    if given.share_gpus and job.simulated:
+    if parsed.share_gpus and job.simulated:
         raise ValueError(
             "--share-gpus: expected GPUs, got the simulator, in which processes have none to share"
         )
@@ -213,7 +213,7 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
     # the static rendezvous: torchrun's node ranks are the ones given, not the order of arrival
     if meeting_point:
         meeting = ["--node-rank", str(node_rank), "--master-addr", host, "--master-port", str(port)]
-        limit = _MEETING_S if given.timeout is None else math.ceil(given.timeout)
+        limit = _MEETING_S if parsed.timeout is None else math.ceil(parsed.timeout)
         meeting += ["--rdzv-conf", f"give_up={limit},timeout={limit + _SLACK_S}"]
     else:  # a free port of its own, on the loopback interface: jobs on one host do not meet
         meeting = [
@@ -232,26 +232,26 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
         str(nnodes),
         *meeting,
     ]
-    if given.monitor_interval is not None:
-        interval = arguments.seconds("--monitor-interval", given.monitor_interval)
+    if parsed.monitor_interval is not None:
+        interval = arguments.seconds("--monitor-interval", parsed.monitor_interval)
         command += ["--monitor-interval", str(interval)]
     # Words after -- are not torchrun's. It knows -m as a flag.
-    return job, [*command, *["-m"] * given.m, "--", name, *rest]
+    return job, [*command, *["-m"] * parsed.m, "--", name, *rest]
 
 
 def _whole(name: str, text: str | None, least: int) -> int | None:
     return None if text is None else arguments.parse_whole(text, name, least)
 
 
-def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]:
+def _hosts(parsed: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]:
     """Return the number of hosts, this one's, and their meeting place, from options or SLURM's
     variables."""
     slurm = {
         name: value for name, value in os.environ.items() if name.startswith("SLURM_") and value
     }
-    nnodes = _whole("--nnodes", given.nnodes, 1)
-    node_rank = _whole("--node-rank", given.node_rank, 0)
-    rdzv = given.rdzv
+    nnodes = _whole("--nnodes", parsed.nnodes, 1)
+    node_rank = _whole("--node-rank", parsed.node_rank, 0)
+    rdzv = parsed.rdzv
     in_step = "SLURM_STEP_NUM_NODES" in slurm
     if nnodes is None and in_step:
         nnodes = _whole("SLURM_STEP_NUM_NODES", slurm["SLURM_STEP_NUM_NODES"], 1)

@@ -71,7 +71,7 @@ def say(text: str) -> None:
 
 
 def prepare(
-    given: Mapping[str, str],
+    environment: Mapping[str, str],
     *,
     one_host: bool = True,
     modules: Sequence[str] = (),
@@ -82,7 +82,7 @@ def prepare(
     stderr.
 
     Args:
-        given: the environment so far. The user's values stay. ``TDCOLL_SETENV`` lists the defaults
+        environment: the environment so far. The user's values stay. ``TDCOLL_SETENV`` lists the defaults
             of an earlier call, which are set again, or removed if they no longer hold.
         one_host: whether all ranks are on this host.
         modules: that the Python needs besides tdcoll's own requirements.
@@ -92,7 +92,7 @@ def prepare(
     Raises:
         SystemExit: no Python has the modules, and ``.venv`` cannot be made.
     """
-    variables = dict(given)
+    variables = dict(environment)
     for name, _, value in (
         word.partition("=") for word in variables.pop("TDCOLL_SETENV", "").split()
     ):

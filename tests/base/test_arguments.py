@@ -177,12 +177,12 @@ def test_every_case_is_refused_and_takes_nothing() -> None:
 
     def host(pe: int) -> None:
         given = Given()
-        taken, held = tdcoll.heap_info(), list(runtime.current().held)
+        taken, held = tdcoll.heap_info(), list(runtime.current().kept_alive)
         for call, error, text in CASES:
             with pytest.raises(error) as raised:
                 call(given)
             assert str(raised.value).startswith(text), f"{raised.value} should be {text}"
-            assert (tdcoll.heap_info(), list(runtime.current().held)) == (taken, held), text
+            assert (tdcoll.heap_info(), list(runtime.current().kept_alive)) == (taken, held), text
 
     World(1).run(host)
     assert len(CASES) > 50

@@ -142,7 +142,7 @@ def _on_two_streams(loading: Loading) -> None:
         def stream(number: int, call: Callable[[Any], torch.Tensor]) -> Callable[[], None]:
             def run() -> None:
                 world.pause(40 * (number ^ pe))
-                with owner.through(owner.control.part(f"stream {number}")):
+                with owner.with_control_plane(owner.control.part(f"stream {number}")):
                     for _ in range(3):
                         assert call(made[number]).sum() == 8
                 made[number].check()

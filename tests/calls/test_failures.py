@@ -212,7 +212,7 @@ def test_graphs_do_nothing_after_an_interrupted_call(monkeypatch: pytest.MonkeyP
             tdcoll.all_reduce(other, ctx=ctx, out=out, algorithm="direct")
         except KeyboardInterrupt:
             interrupted.now = False
-            captured(given.data_ptr(), out.data_ptr())  # as by a replay
+            captured(ctx.current_stream(), given.data_ptr(), out.data_ptr())  # as by a replay
             return "interrupted"
         try:
             ctx.check()

@@ -26,7 +26,7 @@ ROOT = Path(tdcoll.__file__).parent
 KERNEL_PARTS = ("simulator/", "language/", "primitives/", "spec/")
 """Where a kernel runs, or a language function is checked."""
 
-PURE = ("calls/plan.py", "calls/spec.py", "calls/explain.py", "calls/tuning/")
+PURE = ("calls/plan.py", "calls/words.py", "calls/spec.py", "calls/explain.py", "calls/tuning/")
 """Decisions about plans, which import neither torch nor triton."""
 
 

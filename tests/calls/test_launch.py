@@ -208,12 +208,12 @@ def test_launches_are_early_if_everything_allows_it(
     )
     kernel.begins_in_stream_order = missing != "the wait"  # type: ignore[attr-defined]
     allowed, expected = missing != "the owner's permission", missing is None
-    KernelLaunch(kernel, 1, ARGUMENTS, ("number", "pair.near"), early=allowed)(STREAM, 16, 32)
+    KernelLaunch(kernel, 1, ARGUMENTS, ("number", "pair.near"), allow_pdl=allowed)(STREAM, 16, 32)
     if hooked:
         assert kernel.by_triton_early == expected
     else:  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         assert driver.launches[0]["attributes"] == ([(6, 1)] if expected else [])
-    launch = LaunchCache(early=allowed)
+    launch = LaunchCache(allow_pdl=allowed)
     launch(kernel, 1, (TENSOR, True, 7, FlatTuple(PAIR)), (64,))
     if hooked:
         assert kernel.by_triton_early == expected

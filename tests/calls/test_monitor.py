@@ -221,8 +221,8 @@ def test_an_error_that_nobody_raises_is_printed_at_exit_and_found_by_check(pe: i
 def test_a_peer_that_has_given_up_is_named_without_an_epoch(pe: int) -> None:
     signals, ok = words()
     monitor = tdcoll.WaitMonitor()
-    signals[0] = tdl.GAVE_UP.value + 3
-    wait_once[(1,)](signals, monitor, ok, 0, tdl.GAVE_UP.value, 1, 0, tdl.CMP_LT)
+    signals[0] = tdl.EXPIRED.value + 3
+    wait_once[(1,)](signals, monitor, ok, 0, tdl.EXPIRED.value, 1, 0, tdl.CMP_LT)
     assert int(ok) == 0
     waits = list(monitor.waits())
     assert [(wait.peer, wait.epoch, wait.lamport) for wait in waits] == [(1, None, False)]

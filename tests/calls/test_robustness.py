@@ -61,14 +61,14 @@ def test_a_context_that_does_not_fit_takes_nothing(pe: int, fits: str) -> None:
     with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
         tdcoll.CollectiveContext(max_bytes_per_rank=per_rank)
     assert tdcoll.heap_info().used == 0
-    assert not runtime.current().held
+    assert not runtime.current().kept_alive
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
         assert tdcoll.all_gather(data(pe, 1), ctx=ctx).tolist() == [1000] * 16 + [1001] * 16
 
 
 def _nothing_is_taken() -> None:
     assert tdcoll.heap_info().used == 0
-    assert not runtime.current().held
+    assert not runtime.current().kept_alive
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_in_place_of_no_bytes_in_debug_mode(pe: int) -> None:
 def test_contexts_outlive_their_variables(pe: int) -> None:
     """A kernel or a graph may still use the memory of a context that nobody refers to."""
     ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
-    held = runtime.current().held
+    held = runtime.current().kept_alive
     assert ctx in held.values()
     assert ctx.monitor in held.values()
     ctx.close()

@@ -214,7 +214,7 @@ class Deserted:
 
     def __init__(self, calls: Calls) -> None:
         self.calls, world, first = calls, sum(calls.nodes), calls.nodes[0]
-        self.late_ones, self.gives_up = sorted({1, first if first < world else world - 1}), 0
+        self.late_ones, self.expired_rank = sorted({1, first if first < world else world - 1}), 0
 
     def __call__(self, world: World) -> None:
         self.monitors: dict[int, tdcoll.WaitMonitor] = {}
@@ -231,7 +231,7 @@ class Deserted:
                 tensor.fill_(LOST)
             if call and pe == late:
                 world.pause(100)
-                monitor = self.monitors[self.gives_up]
+                monitor = self.monitors[self.expired_rank]
                 monitor.abort()
                 world.scheduler.notify(("monitor", monitor.words.data_ptr()))
                 world.pause(100)
@@ -239,7 +239,7 @@ class Deserted:
                 assert untouched, f"rank {pe} is written to before its call"
             source.copy_(given(pe, call, source))
             made = calls.operation.call(source, out, ctx, calls.algorithm, call)
-            if self.monitors[pe].expired or (pe == self.gives_up and call):
+            if self.monitors[pe].expired or (pe == self.expired_rank and call):
                 return
             calls.check(ctx, call, calls.operation.results(made, out), source)
 
@@ -350,7 +350,7 @@ SPOILED = [
     # check() finds who has given up, even if no kernel looks.
     if calls.operation.name in COLLECTIVES
     for what, change in (
-        ("who gives up does not tell", dropped("primitives.copies.enter", "stores.tell_gave_up")),
+        ("who gives up does not tell", dropped("primitives.copies.enter", "stores.signal_expired")),
         ("the stamp of who gives up", Change("primitives.copies.enter", "entered != 0", "epoch > 0")),
     )
 ]  # fmt: skip

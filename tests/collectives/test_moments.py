@@ -208,7 +208,7 @@ def words_of_a_rank_that_has_given_up() -> list[int]:
 def test_a_rank_tells_once_that_it_has_given_up(tmp_path: Path) -> None:
     """Its peers may have left when the next launches run."""
     assert words_of_a_rank_that_has_given_up() == [2, 0, 0]
-    with installed([dropped("stores.tell_gave_up", "tdl.st_release")], tmp_path):
+    with installed([dropped("stores.signal_expired", "tdl.st_release")], tmp_path):
         assert words_of_a_rank_that_has_given_up() == [2, 2, 2]
 
 
@@ -298,16 +298,16 @@ if hops[-1].copy_out:
 """
 HEARS = "self._hear(stream)"
 JOINS = f"_join(forked, stream)\n{HEARS}"
-NO_PEER_GAVE_UP = "stores.none_gave_up(g, WORLD_POW2) != 0"
+NO_PEER_EXPIRED = "stores.no_peer_expired(g, WORLD_POW2) != 0"
 GOES_ON = "({call} | 1)"
 """Whatever the wait says."""
 
 MUTANTS = [
     # ------------------------------------------------------------------ enter, and what it says
-    _mutant("who gives up does not tell", dropped(ENTER, "stores.tell_gave_up"), LATE_TO_GATHER),
+    _mutant("who gives up does not tell", dropped(ENTER, "stores.signal_expired"), LATE_TO_GATHER),
     _mutant(
         "the stamp of who gives up is good",
-        Inserted(ENTER, "stores.tell_gave_up", "tl.store(stamps, epoch)"), LATE_TO_GATHER,
+        Inserted(ENTER, "stores.signal_expired", "tl.store(stamps, epoch)"), LATE_TO_GATHER,
     ),
     _mutant(
         "the stamp is good before all have entered",
@@ -321,10 +321,10 @@ MUTANTS = [
     _mutant("a call goes on for whom not all have entered", Call(ENTER, "tdl.wait_signals", GOES_ON), LATE_TO_GATHER),
     _mutant(
         "who gives up tells an epoch only",
-        Argument("stores.tell_gave_up", "release_to_all", "epoch + tdl.GAVE_UP", "epoch"), LATE_TO_GATHER,
+        Argument("stores.signal_expired", "release_to_all", "epoch + tdl.EXPIRED", "epoch"), LATE_TO_GATHER,
     ),
     # ------------------------------------------------------------------ looks
-    _mutant("nobody looks behind a copy", Call(LOOK, "stores.none_gave_up", "1"), LATE_TO_GATHER),
+    _mutant("nobody looks behind a copy", Call(LOOK, "stores.no_peer_expired", "1"), LATE_TO_GATHER),
     _mutant("look is not launched", Change(STEPS, LOOKS, "pass"), LATE_TO_GATHER),
     _mutant(
         "look comes before the data is taken",
@@ -332,20 +332,20 @@ MUTANTS = [
     ),
     _mutant(
         "a look is for a word that nobody writes",
-        Argument("stores.none_gave_up", "tdl.wait_signals", "tdl.GAVE_UP", "2 * tdl.GAVE_UP"), LATE_TO_GATHER,
+        Argument("stores.no_peer_expired", "tdl.wait_signals", "tdl.EXPIRED", "2 * tdl.EXPIRED"), LATE_TO_GATHER,
     ),
-    _mutant("nobody looks behind a sum", Call(SUM, "stores.none_gave_up", "1"), LATE_TO_SCATTER),
+    _mutant("nobody looks behind a sum", Call(SUM, "stores.no_peer_expired", "1"), LATE_TO_SCATTER),
     Mutant(
         "a sum looks before its data is read",
         (
-            Change(SUM, NO_PEER_GAVE_UP, "looked != 0"),
+            Change(SUM, NO_PEER_EXPIRED, "looked != 0"),
             SUM_STALLS,
-            Inserted(SUM, "tl.program_id", "looked = stores.none_gave_up(g, WORLD_POW2)"),
+            Inserted(SUM, "tl.program_id", "looked = stores.no_peer_expired(g, WORLD_POW2)"),
         ),
         r"call 1: \d+ wrong numbers", SUMS, where(SCATTER), seeds=1,
     ),
-    _mutant("who has pulled does not look", Call(HEAR, "stores.none_gave_up", "1"), LATE_TO_PULL),
-    _mutant("who gives up does not tell those who pull", dropped(HEAR, "stores.tell_gave_up"), LATE_TO_PULL),
+    _mutant("who has pulled does not look", Call(HEAR, "stores.no_peer_expired", "1"), LATE_TO_PULL),
+    _mutant("who gives up does not tell those who pull", dropped(HEAR, "stores.signal_expired"), LATE_TO_PULL),
     # ------------------------------------------------------------------ sums, and what they say
     _mutant("a sum that was ended is made", Call(SUM, "still_alive", "1"), FAILS_OTHERS_LATE),
     _mutant("the sums have the stamp of the parts", Change(SEND_STAMP, f"{STAMPS} + 8 * hop", STAMPS), FAILS),
@@ -355,7 +355,7 @@ MUTANTS = [
     ),
     _mutant(
         "the stamp of sums is good though a peer has given up",
-        Change(SUM, NO_PEER_GAVE_UP, "stores.none_gave_up(g, WORLD_POW2) >= 0"), LATE_TO_REDUCE,
+        Change(SUM, NO_PEER_EXPIRED, "stores.no_peer_expired(g, WORLD_POW2) >= 0"), LATE_TO_REDUCE,
     ),
     _mutant("sums are pulled before they are there", no_wait(SUM, "tdl.wait_signals"), LATE_TO_PULL_SUMS),
     _mutant("sums are pulled that have not come", Call(SUM, "tdl.wait_signals", GOES_ON), LATE_TO_PULL_SUMS),

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 
-from ptx_order import Block, _flows, blocks_of
+from ptx_blocks import Block, flows_of
+from ptx_order import blocks_of
 
 DIVERGENT = "a barrier stands in a branch that only some threads of the block may take"
 BARRIER = re.compile(r"\bbar\.sync\b|\bbarrier\.cta\b")
@@ -65,7 +66,7 @@ def divergence(ptx: str) -> list[str]:
     """
     blocks = blocks_of(ptx)
     flows = {
-        label: [_flows(text) for text in block.texts if "%" in text]
+        label: [flows_of(text) for text in block.texts if "%" in text]
         for label, block in blocks.items()
     }
     places = {label: 1 << place for place, label in enumerate(blocks)}

@@ -17,7 +17,7 @@ tests the word ``tma_policy`` of its device state before all of them, and leaves
 change while a kernel runs. Second, a block also needs shared memory that it has registered by
 ``nvshmemx_give_smem``, which the device language does not have. The rules use only the first
 reason, because PTX shows it: they assume that the word is 0, and look at the part of a kernel that
-can still be reached (:func:`_without_tma`). An asynchronous copy that does not stand behind that
+can still be reached (:func:`ptx_blocks.without_tma`). An asynchronous copy that does not stand behind that
 test is reported like any other.
 """
 
@@ -30,6 +30,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ptx_blocks import Block, without_tma
+
 from tdcoll.spec.functions import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,12 +40,12 @@ OF_THIS_GPU = {
         f"primitives.group.{name}"
         for name in ("begin_epoch", "begin_even_epoch", "still_alive", "this_epoch")
     ),
-    "primitives.stores.tell_gave_up",
+    "primitives.stores.signal_expired",
     "workers.language_checks.put_by_another",
     "workers.stores_and_waits_checks.sum_of_late_parts",
     *(
         f"index_match.kernels.{name}"
-        for name in ("_read_header", "_read_ids", "mark", "number_leaders")
+        for name in ("_read_header", "_read_ids", "flag", "assign_leader_ids")
     ),
     *(
         f"sparse_all_reduce.kernels_{name}"
@@ -152,27 +154,6 @@ NARROW = "an access has a scope narrower than the system, where a peer may be at
 ASYNCHRONOUS = (
     "an asynchronous copy is in a kernel that releases, and its completion is not looked at here"
 )
-
-
-TMA_POLICY = {(3, 7): 776, (3, 8): 776}
-"""Offset of ``tma_policy`` in NVSHMEM's device state, in bytes, by NVSHMEM's version: that which
-``device_host/nvshmem_types.h`` of the wheels 3.7.2 and 3.8.0 gives. Versions that are not here have
-no such argument."""
-_VERSION = re.compile(r"nvshmemi_device_lib_version_d\[12\] = \{(\d+), 0, 0, 0, (\d+)\b")
-_STATE = re.compile(r"ld\.const\.[bsu]32\s+(%r\d+), \[nvshmemi_device_state_d\+(\d+)\];")
-_MOVED = re.compile(r"mov\.[bsu]32\s+(%r\d+), (-?\d+|%r\d+);")
-_COMPARED = re.compile(r"setp\.(eq|ne)\.[bsu]32\s+(%p\d+), (%r\d+), (-?\d+);")
-_NEGATED = re.compile(r"not\.pred\s+(%p\d+), (%p\d+);")
-_CONDITION = re.compile(r"@(!?)(%p\d+) bra(?:\.uni)?\s+\$L__BB")
-
-
-class Block(NamedTuple):
-    """A basic block: its instructions, its events in order, each a set of kinds, and the labels
-    that may follow."""
-
-    texts: list[str]
-    events: list[frozenset[str]]
-    following: list[str]
 
 
 class Instruction(NamedTuple):
@@ -307,7 +288,7 @@ def _kinds(instruction: Instruction) -> frozenset[str]:
 def blocks_of(ptx: str) -> dict[str, Block]:
     """The kernel's basic blocks by label, but for those that are reached only if NVSHMEM may use
     TMA."""
-    return _without_tma(ptx, _all_blocks(ptx))
+    return without_tma(ptx, _all_blocks(ptx))
 
 
 def _all_blocks(ptx: str) -> dict[str, Block]:
@@ -345,66 +326,6 @@ def _all_blocks(ptx: str) -> dict[str, Block]:
             block.events.append(kinds)
     blocks[label] = block
     return blocks
-
-
-def _without_tma(ptx: str, blocks: dict[str, Block]) -> dict[str, Block]:
-    """Return the blocks that a kernel can reach if the word ``tma_policy`` of NVSHMEM's device
-    state is 0."""
-    version = _VERSION.search(ptx)
-    offset = TMA_POLICY.get((int(version[1]), int(version[2]))) if version else None
-    if offset is None:
-        return blocks
-    begin: dict[str, dict[str, int]] = {"begin": {}}
-    """Registers and predicates with a known value at the beginning of a block that can be
-    reached."""
-    following: dict[str, list[str]] = {}
-    pending = ["begin"]
-    while pending:
-        label = pending.pop()
-        block = blocks[label]
-        known = _known_after(block.texts, begin[label], offset)
-        following[label] = block.following
-        condition = _CONDITION.match(block.texts[-1]) if block.texts else None
-        if condition and condition[2] in known:
-            taken = known[condition[2]] != (condition[1] == "!")
-            following[label] = block.following[:1] if taken else block.following[1:]
-        for after in following[label]:
-            before = begin.get(after)
-            # Where paths meet, only what they agree on is known.
-            both = known if before is None else dict(before.items() & known.items())
-            if both != before:
-                begin[after] = both
-                pending.append(after)
-    return {
-        label: blocks[label]._replace(following=following[label])
-        for label in blocks
-        if label in following
-    }
-
-
-def _known_after(texts: list[str], known: dict[str, int], offset: int) -> dict[str, int]:
-    """Return the registers and predicates with a known value after some instructions, if
-    ``tma_policy`` is 0."""
-    known = dict(known)
-    for text in texts:
-        if "%" not in text:
-            continue
-        value: int | None = None
-        loaded, moved = _STATE.match(text), _MOVED.match(text)
-        compared, negated = _COMPARED.match(text), _NEGATED.match(text)
-        if loaded and int(loaded[2]) == offset:
-            value = 0
-        elif moved:
-            value = known.get(moved[2]) if moved[2].startswith("%") else int(moved[2])
-        elif compared and compared[3] in known:
-            value = (known[compared[3]] == int(compared[4])) == (compared[1] == "eq")
-        elif negated and negated[2] in known:
-            value = not known[negated[2]]
-        for register in _flows(text)[0]:
-            known.pop(register, None)
-            if value is not None:
-                known[register] = int(value)
-    return known
 
 
 def _reaches(
@@ -482,38 +403,3 @@ def problems(ptx: str) -> list[str]:
         ):
             found.append(meaning)
     return found
-
-
-SOURCES = re.compile(r"%(?:tid|laneid|warpid)\b")
-AGREED = re.compile(r"\bbar(?:rier\.cta)?\.red\.")
-# Loads at GPU scope are those of the epoch, which does not change before all threads have read it.
-RACING = re.compile(
-    r"\bld\.(?:acquire|relaxed\.sys|volatile)\b|\batom\.|\bbra POLL\b|\bactivemask\b"
-)
-NO_RESULT = re.compile(r"(?:@!?%\w+ )?(?:st|red|bra|bar|membar|fence|ret|exit|call|brx)\b")
-REGISTER = re.compile(r"%[a-z]+\d+\b")
-RESULTS = re.compile(r"(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^,]+)")
-
-
-@cache
-def _flows(text: str) -> tuple[list[str], list[str], bool]:
-    """Registers that an instruction or inline asm writes and reads, and whether its result is
-    divergent in any case."""
-    lines = [line for line in re.split(r"[;\n]", text.removeprefix("asm ")) if line.strip()]
-    written, read = [], []
-    for line in lines:
-        line = line.strip(" \t{}")
-        names = REGISTER.findall(line)
-        if names and not NO_RESULT.match(line) and (match := RESULTS.match(line)):
-            results = REGISTER.findall(match[1])
-            written += results
-            read += [
-                name
-                for name in names
-                if name not in results or names.count(name) > 1 or line.startswith("@")
-            ]
-        else:
-            read += names
-    if AGREED.search(text):
-        read = []
-    return written, read, bool(SOURCES.search(text) or RACING.search(text))

@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ptx_divergence
-import ptx_order
 import pytest
 from tiers import slow_tier
 
@@ -370,29 +368,6 @@ def test_kernels_of_the_signal_benchmark(compiled) -> None:
         assert min(kernel["release_sys"], kernel["globaltimer"]) >= 1, kernel
 
 
-def test_order_that_protocols_rely_on_is_in_the_ptx(compiled) -> None:
-    """The simulator cannot see it: block barriers before releases, puts and epochs, waits that
-    acquire, and scopes."""
-    kernels = compiled["order"]
-    assert len(kernels) > 50
-    assert [k for k in kernels if k["problems"]] == []
-    # GPU scope is where it is meant to be, and nowhere else.
-    sites = {site for kernel in kernels for site in kernel["of_this_gpu"]}
-    assert (
-        sites <= ptx_order.OF_THIS_GPU if compiled["arch"] != 90 else sites == ptx_order.OF_THIS_GPU
-    )
-    of = {
-        name: [k for k in kernels if k["kernel"] == name]
-        for name in ("exchange_direct", "all_gather_ring", "reduce")
-    }
-    for kernel in of["exchange_direct"] + of["all_gather_ring"]:
-        assert (
-            min(kernel[kind] for kind in ("store", "release", "barrier", "control", "add", "wait"))
-            > 0
-        ), kernel
-    assert all(kernel["control"] and kernel["add"] and kernel["wait"] for kernel in of["reduce"])
-
-
 def test_every_device_function_compiles(hopper) -> None:
     kernels = {k["kernel"] for k in hopper["language"]}
     assert {
@@ -425,45 +400,6 @@ def test_only_kernels_that_need_nvshmem_link_it(hopper) -> None:
     }
 
 
-def test_kernels_that_are_launched_early_wait_before_anything_else_and_no_others_are(
-    compiled,
-) -> None:
-    """All but those that put: whatever a launch does comes after the launch before it."""
-    kernels = [k for k in compiled["order"] if str(k["module"]).startswith("tdcoll.collectives.")]
-    early = {k["kernel"] for k in kernels if k["launched_early"]}
-    others = {k["kernel"] for k in kernels if not k["launched_early"]}
-    assert early.isdisjoint(others)
-    assert others == PUTS - {"reduce_nodes_of_single"} - (
-        ONLY_FOR_90 if compiled["arch"] != 90 else set()
-    )
-    assert len(early) > 15
-    for kernel in kernels:
-        assert kernel["waits_first"] is (True if kernel["launched_early"] else None), kernel
-
-
-@pytest.mark.parametrize(
-    ("body", "verdict"),
-    [
-        ("{wait}\nld.global.b32 %r1, [%rd1];", True),
-        ("ld.param.b64 %rd1, [p];\n{wait}\nst.global.b32 [%rd1], %r1;", True),
-        ("ld.global.b32 %r1, [%rd1];\n{wait}", False),
-        (
-            "// begin inline asm\nst.relaxed.sys.global.b128 [%rd1], wide;\n// end inline asm\n{wait}",
-            False,
-        ),
-        ("@%p1 bra $L__BB0_2;\n{wait}\n$L__BB0_2:\nret;", False),
-        ("griddepcontrol.launch_dependents; griddepcontrol.wait;", False),
-        ("ld.global.b32 %r1, [%rd1];", None),
-    ],
-)
-def test_what_comes_before_the_wait_is_seen_in_ptx(body: str, verdict: bool | None) -> None:
-    asm = "// begin inline asm\ngriddepcontrol.wait; griddepcontrol.launch_dependents;\n// end inline asm"
-    assert (
-        ptx_order.early(f".entry kernel()\n{{\n{body.format(wait=asm)}\n}}\n// -- End function")
-        is verdict
-    )
-
-
 @pytest.mark.slow
 def test_the_part_of_nvshmem_that_kernels_link_makes_the_same_kernels(tmp_path_factory) -> None:
     ptx = compiled_for(100, tmp_path_factory)["library"]
@@ -488,79 +424,4 @@ def test_kernels_of_tutorials(hopper) -> None:
         "two_shot",
         "my_all_gather_matmul",
         "my_matmul",
-    ]
-
-
-def test_loads_stay_behind_their_waits(compiled) -> None:
-    report = compiled["loops"]
-    assert report["problems"] == []
-    checked = {tuple(what) for what in report["checked"]}
-    assert {
-        (wait, form, arch, num_stages)
-        for wait in ("plain", "token")
-        for arch in ((90,) if compiled["arch"] == 90 else (80, 90))
-        for num_stages in ((3,) if compiled["arch"] == 90 else (1, 2, 3, 4))
-        for form in ("load", "descriptor", "stream")
-        if form != "stream" or num_stages > 1
-    } <= checked
-    assert {(name,) for name, function in FUNCTIONS.items() if function.acquires} <= checked
-
-
-def test_loops_without_the_protection_are_found(compiled) -> None:
-    assert len(compiled["loops"]["controls"]) == (6 if compiled["arch"] == 90 else 12)
-    for name, problem in compiled["loops"]["controls"].items():
-        assert problem is not None, name
-        assert problem.startswith("TTGIR has ['async', 'for'"), (
-            "a load ahead of the loop, before any wait"
-        )
-
-
-# ---------------------------------------------------------------------- words, by tests/language/kernels_of_words.py
-
-LOCAL_WORDS = {"count_by_threads", "rounds", "move_words", "part_of_flagged"}
-"""Kernels without anything of NVSHMEM's."""
-
-ALLOWED = {
-    # The compiler has copied the wait between two ifs into both branches. Each thread passes one
-    # copy of its barrier, which needn't be the same one for all, since it isn't `.aligned` (PTX
-    # ISA, barrier).
-    "values": {ptx_divergence.DIVERGENT},
-    "count_by_threads": {ptx_order.NARROW},  # words of this GPU
-    "rounds": {ptx_order.NARROW},
-}
-"""What :mod:`ptx_order` says of kernels that are no protocols, and why that is right there."""
-
-
-def test_which_kernels_of_words_are_compiled(compiled) -> None:
-    words = compiled["words"]
-    assert len(words) == (7 if compiled["arch"] == 90 else len(LOCAL_WORDS))
-    for kernel in words:
-        assert set(kernel["problems"]) <= ALLOWED.get(kernel["kernel"], set()), kernel
-        assert kernel["needs"] == (kernel["kernel"] not in LOCAL_WORDS), kernel
-        if not kernel["needs"]:
-            assert kernel["spilled_bytes"] == 0, kernel
-
-
-@pytest.mark.parametrize(
-    ("kernel", "instructions"),
-    [
-        ("count_by_threads", {"add by the thread": 1, "swap by the thread": 1}),
-        ("wait_here_and_there", {"narrow wait": 1, "wide wait": 1, "signed": 1}),
-        ("ask", {"look": 2}),
-        ("rounds", {"arrive": 2, "wide wait": 2}),  # unrolled
-        ("move_words", {"load": 4, "store": 4}),  # 1024 words by 256 threads
-    ],
-)
-def test_instructions(compiled, kernel: str, instructions: dict[str, int]) -> None:
-    found = [one for one in compiled["words"] if one["kernel"] == kernel]
-    assert found or compiled["arch"] != 90  # others have fewer of these kernels
-    for one in found:
-        assert {what: one[what] for what in instructions} == instructions, one
-
-
-def test_a_flagged_word_is_loaded_whole_where_only_part_of_it_is_used(compiled) -> None:
-    """Else the flag could be newer than the data. ptxas divides a relaxed load of 128 bits into
-    those that are used."""
-    assert [one["widths"] for one in compiled["words"] if one["kernel"] == "part_of_flagged"] == [
-        [".128"]
     ]

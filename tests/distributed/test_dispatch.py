@@ -332,7 +332,7 @@ def test_shapes_that_cannot_be_remembered(monkeypatch) -> None:
 def test_few_calls_are_remembered(monkeypatch) -> None:
     asked: list[Any] = []
     dispatcher = dispatcher_that_asks(monkeypatch, asked, [])
-    monkeypatch.setattr("tdcoll.distributed.dispatch._MOST_KNOWN", 2)
+    monkeypatch.setattr("tdcoll.distributed.dispatch._MOST_REMEMBERED", 2)
     for n in (9, 10, 9, 10, 11, 9):  # 11 makes it forget the others
         call_one(dispatcher, torch.empty(n), torch.empty(n))
     assert [shape for (shape,), *_ in asked] == [9, 10, 11, 9]

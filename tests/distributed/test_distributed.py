@@ -33,7 +33,7 @@ from tdcoll.distributed.fallback import add_backends
 from tdcoll.distributed.options import HANDLES, KINDS
 from tdcoll.distributed.queues import Queue, QueuedCall, TaskWork
 from tdcoll.distributed.work import as_backend_error
-from tdcoll.job import lifecycle
+from tdcoll.job import lifecycle, settings
 from tdcoll.spec.constants import RECORD_VALID
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -207,7 +207,7 @@ def test_device_of_a_rank(
 
 
 def test_a_heap_of_pytorchs_needs_no_nvshmem(monkeypatch) -> None:
-    for module in (agreement, lifecycle):
+    for module in (agreement, settings):
         monkeypatch.setattr(module, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(agreement, "bitcode_path", lambda: "libnvshmem_device.bc")
@@ -346,8 +346,8 @@ def test_no_call_goes_on_to_c_plus_plus_with_the_gil_held() -> None:
 def test_sizes_that_are_served() -> None:
     """Those of each collective's spec, if nothing is said."""
     for name in COLLECTIVES:
-        assert spec_of(name).handled(2) == spec_of(name).handled_bytes
-        assert spec_of(name).handled(4) == (1 if "reduce" in name else 4) << 20
+        assert spec_of(name).backend_limit(2) == spec_of(name).backend_limits.two_ranks
+        assert spec_of(name).backend_limit(4) == (1 if "reduce" in name else 4) << 20
 
 
 def test_every_kind_of_call_is_explained(alone) -> None:

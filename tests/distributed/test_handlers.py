@@ -253,7 +253,7 @@ def test_one_thread_at_a_time_uses_the_context(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(sparse, "sparse_all_reduce", reduce)
     job: Any = SimpleNamespace(
-        through=lambda control: contextlib.nullcontext(), simulated=False, rank=0
+        with_control_plane=lambda control: contextlib.nullcontext(), simulated=False, rank=0
     )
     queue = Queue(SimpleNamespace())  # type: ignore[arg-type]
     sums = SparseAllReduce(GroupInfo(job, (0,), 1.0, Options()), queue)

@@ -53,13 +53,23 @@ def _no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(
     plain: Any = None,
-    given: Any = None,
+    nccl_options: Any = None,
     split: bool = False,
     ranks: tuple[int, ...] = (0, 5),
     device=None,
 ) -> Any:
     return fallback._nccl(
-        plain, dist.HashStore(), 1, 2, TIMEOUT, "child", list(ranks), given, split, print, device
+        plain,
+        dist.HashStore(),
+        1,
+        2,
+        TIMEOUT,
+        "child",
+        list(ranks),
+        nccl_options,
+        split,
+        print,
+        device,
     )
 
 
@@ -115,16 +125,16 @@ def test_a_parents_options_do_not_say_where_nccl_splits(
 ) -> None:
     """torch.distributed.split_group passes them, and the parent may itself have been split off
     another group."""
-    given = SimpleNamespace(
+    nccl_options = SimpleNamespace(
         split_from="the default group's communicator", is_high_priority_stream=True
     )
     if not by_function:
         monkeypatch.setattr(fallback, "_creator_of_nccl", lambda: None)
-    made = make(given=given)
+    made = make(nccl_options=nccl_options)
     options = created[0][1] if by_function else made.options
     assert options.split_from is None
     assert options.is_high_priority_stream
-    assert given.split_from is not None
+    assert nccl_options.split_from is not None
 
 
 def test_pytorchs_function_gets_what_pytorch_gives_it(created: list[Any]) -> None:

@@ -145,7 +145,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"scale": torch.ones(2), "out_dtype": FP8},
         ValueError,
-        r"scale must be one torch.float32; got .* of shape \[2\]",
+        r"scale must be torch.float32 of 1 element; got .* of shape \[2\]",
     ),
     *(
         (

@@ -22,7 +22,7 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll.base.errors import AlreadyInitializedError, HeapExhaustedError, TdcollError
 from tdcoll.calls import plan
-from tdcoll.job import lifecycle, nvshmem, torch_memory
+from tdcoll.job import nvshmem, settings, torch_memory
 from tdcoll.job.nvshmem import NvshmemHeap
 from tdcoll.language import jit
 from tdcoll.testing import World
@@ -32,17 +32,17 @@ def test_auto_is_nvshmem_where_its_bindings_are_and_else_pytorch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TDCOLL_HEAP", raising=False)
-    assert lifecycle.heap_of(None) == "nvshmem"  # the simulator has all of it
-    monkeypatch.setattr(lifecycle, "INTERPRETED", False)
+    assert settings.heap_of(None) == "nvshmem"  # the simulator has all of it
+    monkeypatch.setattr(settings, "INTERPRETED", False)
     installed, stand_in = ModuleSpec("nvshmem", None), ModuleSpec("nvshmem", None, is_package=True)
     installed.submodule_search_locations = ["site-packages/nvshmem"]
     for found, wanted in ((installed, "nvshmem"), (stand_in, "torch"), (None, "torch")):
         monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
-        assert lifecycle.heap_of(None) == lifecycle.heap_of("auto") == wanted
-        assert lifecycle.heap_of("torch") == "torch"
+        assert settings.heap_of(None) == settings.heap_of("auto") == wanted
+        assert settings.heap_of("torch") == "torch"
     monkeypatch.setenv("TDCOLL_HEAP", "nvshmem")
-    assert lifecycle.heap_of(None) == "nvshmem"
-    assert lifecycle.heap_of("auto") == "torch"
+    assert settings.heap_of(None) == "nvshmem"
+    assert settings.heap_of("auto") == "torch"
 
 
 def test_a_wrong_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,9 +235,9 @@ def test_who_has_memory_does_not_wait_for_who_has_none(memory: _Memory) -> None:
 
 def test_memory_of_a_failed_job_stays(memory: _Memory) -> None:
     heap = _heap(3, 1)
-    heap.abandon()
-    assert heap in torch_memory._abandoned
-    torch_memory._abandoned.remove(heap)
+    heap.abort()
+    assert heap in torch_memory._aborted_heaps
+    torch_memory._aborted_heaps.remove(heap)
 
 
 DEVICE = torch.device("cuda", 0)
@@ -384,7 +384,7 @@ def test_an_nvshmem_that_runs_is_used_and_left_running(library: Library) -> None
 
 
 def test_a_heap_that_is_abandoned_launches_nothing_until_the_next(library: Library) -> None:
-    heap().abandon()
+    heap().abort()
     assert jit._module_init is None
     assert ("finalize",) not in library.calls  # collective, and a peer may be gone
     heap()

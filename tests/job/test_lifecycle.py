@@ -25,7 +25,7 @@ from tdcoll.base.arguments import parse_bytes
 from tdcoll.base.errors import TdcollError
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.collective import spec_of
-from tdcoll.job import admission, lifecycle
+from tdcoll.job import admission, lifecycle, settings
 
 INITIALIZE = """
 import sys, tdcoll
@@ -164,7 +164,7 @@ def test_a_variable_that_is_misspelt(
     monkeypatch.setenv("TDCOLL_TIMOUT_S", "3")
     environment.warn_of_unknown.cache_clear()
     for _ in range(2):
-        lifecycle._JobOptions.read(None, None)
+        settings.JobSettings.read(None, None)
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("tdcoll", "WARNING")
     assert (
@@ -176,9 +176,9 @@ def test_a_variable_that_is_misspelt(
 def test_the_default_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVSHMEM_SYMMETRIC_SIZE", raising=False)
     for interpreted, nbytes in ((True, 64 << 20), (False, 384 << 20)):
-        monkeypatch.setattr(lifecycle, "INTERPRETED", interpreted)
-        assert lifecycle._JobOptions.read(None, None).heap_bytes == nbytes
-    assert lifecycle._JobOptions.read("2M", 1, 1).heap_bytes == 2 << 20
+        monkeypatch.setattr(settings, "INTERPRETED", interpreted)
+        assert settings.JobSettings.read(None, None).heap_bytes == nbytes
+    assert settings.JobSettings.read("2M", 1, 1).heap_bytes == 2 << 20
 
 
 def test_what_is_documented_fits_into_the_default_heap() -> None:
@@ -188,19 +188,19 @@ def test_what_is_documented_fits_into_the_default_heap() -> None:
     documented = {"max_rows_per_rank": 20_000, "max_row_bytes": 4 * 512}
     assert tdcoll.memory_plan({"rows": documented}, world_size=8).total + (8 << 20) < heap
     for spec in map(spec_of, COLLECTIVES):
-        assert 0 < 2 * 8 * spec.inbox(spec.handled(8), 8, heap) <= heap // 8
+        assert 0 < 2 * 8 * spec.inbox(spec.backend_limit(8), 8, heap) <= heap // 8
 
 
 # ---------------------------------------------------------------------- ranks that cannot make one job
 
 
 def test_ranks_with_other_settings() -> None:
-    other = lifecycle._JobOptions(1 << 20, 30.0, 1, share_gpus=True)
+    other = settings.JobSettings(1 << 20, 30.0, 1, share_gpus=True)
     control: Any = SimpleNamespace(
         all_gather=lambda ranks, tag, mine: [mine, (dataclasses.asdict(other), *mine[1:])]
     )
     with pytest.raises(tdcoll.RankMismatchError) as raised:
-        lifecycle._join(lifecycle._JobOptions(1 << 21, 30.0, 1), control, None, 0, 2)
+        lifecycle._join(settings.JobSettings(1 << 21, 30.0, 1), control, None, 0, 2)
     assert str(raised.value) == (
         "the settings of tdcoll.initialize() must be the same on all ranks; they differ in heap_bytes "
         "(rank 0: 2097152, rank 1: 1048576), share_gpus (rank 0: False, rank 1: True)"
@@ -213,7 +213,7 @@ def join_beside(monkeypatch: pytest.MonkeyPatch, other: Callable[[Any], Any]) ->
     control: Any = SimpleNamespace(all_gather=lambda ranks, tag, mine: [mine, other(mine)])
     monkeypatch.setattr(admission, "kernels_digest", lambda: "0a1b2c3d")
     with pytest.raises(tdcoll.RankMismatchError) as raised:
-        lifecycle._join(lifecycle._JobOptions(1 << 21, 30.0, 1), control, None, 0, 2)
+        lifecycle._join(settings.JobSettings(1 << 21, 30.0, 1), control, None, 0, 2)
     return str(raised.value)
 
 
@@ -257,7 +257,7 @@ def test_ranks_that_may_share_a_gpu(
 ) -> None:
     if variable is not None:
         monkeypatch.setenv("TDCOLL_SHARE_GPUS", variable)
-    assert lifecycle._JobOptions.read(None, None, None, argument).share_gpus == shares
+    assert settings.JobSettings.read(None, None, None, argument).share_gpus == shares
     ranks = (("here", B), ("here", A), ("here", A))
     if shares:
         refuse(*ranks, share_gpus=True)
@@ -310,7 +310,7 @@ def test_device_and_process_group_on_gpus(
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
     monkeypatch.setenv("LOCAL_RANK", "5")
-    lifecycle._make_process_group(lifecycle._JobOptions(1, 1.0, 1, share_gpus))
+    lifecycle._make_process_group(settings.JobSettings(1, 1.0, 1, share_gpus))
     assert (devices, backends) == ([device], [backend])
 
 
@@ -319,7 +319,7 @@ def test_whether_gpus_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not lifecycle.may_share_gpus(), "the simulator has none"
     monkeypatch.setattr(lifecycle, "INTERPRETED", False)
     assert lifecycle.may_share_gpus()
-    options = lifecycle._JobOptions(heap_bytes=1, timeout_s=1.0, emulate_nodes=1, share_gpus=False)
+    options = settings.JobSettings(heap_bytes=1, timeout_s=1.0, emulate_nodes=1, share_gpus=False)
     monkeypatch.setattr(lifecycle, "_options", options)
     assert not lifecycle.may_share_gpus(), "the job's setting holds"
 

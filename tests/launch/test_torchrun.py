@@ -33,7 +33,7 @@ PEER = "CollectiveTimeout: rank 0 waited 3 s for peer 1: signal 4 had to reach 1
 TOLD = "CollectiveTimeout: rank 0 waited 3 s for peer 1: signal 4 had to reach 12"
 
 
-def gave_up(error: str = PEER) -> dict[str, Any]:
+def timed_out(error: str = PEER) -> dict[str, Any]:
     return {"error": error, "noticed": True, "time": 20.0}
 
 
@@ -41,12 +41,12 @@ def failed(error: str, time: float = 1.0) -> dict[str, Any]:
     return {"error": error, "noticed": False, "time": time}
 
 
-NOTICED = (1, gave_up())
+NOTICED = (1, timed_out())
 # By rank: the exit status, what was written down, and whether the process was running until
 # torchrun ended it.
 CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
     "killed, and the others were still running": (
-        {1: (KILLED,), 0: (TERM, None, True), 2: (TERM, gave_up(), True)},
+        {1: (KILLED,), 0: (TERM, None, True), 2: (TERM, timed_out(), True)},
         [
             "died: rank 1 (SIGKILL)",
             f"only noticed: rank 2 ({TOLD})",
@@ -72,13 +72,13 @@ CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
     "an exception": (
         {
             0: NOTICED,
-            1: (1, gave_up("CollectiveTimeout: rank 1 waited")),
+            1: (1, timed_out("CollectiveTimeout: rank 1 waited")),
             2: (1, failed("ValueError: no such\n row")),
         },
         ["failed: rank 2 (ValueError: no such row)", f"only noticed: ranks 0, 1 ({TOLD})"],
     ),
     "aborted while it left after an error": (
-        {0: (-signal.SIGABRT, gave_up()), 1: (SEGV,)},
+        {0: (-signal.SIGABRT, timed_out()), 1: (SEGV,)},
         ["died: rank 1 (SIGSEGV)", f"only noticed: rank 0 ({TOLD})"],
     ),
     "without a word": ({4: (3,)}, ["ended: rank 4 (exit status 3)"]),
@@ -122,12 +122,12 @@ def test_a_line_that_was_cut_off_is_left_out() -> None:
     """Each process writes a line break before its words, so that what was cut off spoils no other
     words."""
     lines = [
-        json.dumps({"pid": 6, **gave_up("of before")}),
+        json.dumps({"pid": 6, **timed_out("of before")}),
         '{"pid": 7, "error": "\xff',
-        json.dumps({"pid": 6, **gave_up()}),
+        json.dumps({"pid": 6, **timed_out()}),
     ]
     written = b"".join(b"\n" + line.encode("latin-1") for line in lines)
-    assert _read(io.BytesIO(written)) == {6: {"pid": 6, **gave_up()}}
+    assert _read(io.BytesIO(written)) == {6: {"pid": 6, **timed_out()}}
     assert _read(io.BytesIO(b"")) == {}
 
 
@@ -194,7 +194,7 @@ def watching(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Simple
     monkeypatch.setenv("TDCOLL_LAST_WORDS", str(file))
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: None)
     monkeypatch.setattr(atexit, "register", leave.append)
-    monkeypatch.setattr(last_words, "gave_up", False)
+    monkeypatch.setattr(last_words, "aborted", False)
     last_words.watch.__wrapped__()
 
     def written() -> tuple[str, bool] | None:
@@ -230,7 +230,7 @@ def test_a_timeout_that_was_caught_is_noticed_at_the_exit(
 ) -> None:
     watching.leave()
     assert watching.written() is None
-    runtime.install(SimpleNamespace(failed=True, heap=SimpleNamespace(abandon=lambda: None)))  # type: ignore[arg-type]
+    runtime.install(SimpleNamespace(failed=True, heap=SimpleNamespace(abort=lambda: None)))  # type: ignore[arg-type]
     if left:
         monkeypatch.setattr(lifecycle, "_options", object())
         lifecycle.finalize()

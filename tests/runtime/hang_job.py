@@ -31,9 +31,9 @@ def late(phase: str, rank: int) -> None:
     """Begin a phase, for which ``rank`` is late."""
     (FOLDER / f"{RANK}.{phase}").touch()
     if rank == RANK:
-        give_up = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not (FOLDER / phase).exists():
-            assert time.monotonic() < give_up, f"the test did not end phase {phase}"
+            assert time.monotonic() < deadline, f"the test did not end phase {phase}"
             time.sleep(0.02)
 
 

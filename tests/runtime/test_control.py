@@ -347,7 +347,7 @@ def test_threads_that_allocate_beside_each_other(
         ) -> None:
             job = jobs[rank]
             go.wait()
-            with job.through(job.control.part(f"{seed} {thread}")):
+            with job.with_control_plane(job.control.part(f"{seed} {thread}")):
                 for i, size in enumerate(sizes[thread]):
                     first = job.offset_of(
                         job.allocate((size,), torch.uint8, name=f"{thread} {i}"), "tensor"
@@ -403,7 +403,10 @@ def test_what_exchanges_are_given_ends_with_the_block() -> None:
         return SimpleNamespace(all_gather=gather)
 
     (job,) = jobs_of([plane("job")], ALIGNMENT)
-    with job.through(plane("part"), 2.0, "group 1"), job.through(plane("inner part")):
+    with (
+        job.with_control_plane(plane("part"), 2.0, "group 1"),
+        job.with_control_plane(plane("inner part")),
+    ):
         job.exchange([0], "inside")
     job.exchange([0], "outside")
     assert calls == [("inner part", "inside (group 1)", 2.0), ("job", "outside", None)]
@@ -416,7 +419,7 @@ def test_threads_take_no_more_blocks_than_there_are(planes: list[StoreControlPla
 
     def body(at: tuple[int, int]) -> tuple[int, str]:
         rank, thread = at
-        with jobs[rank].through(jobs[rank].control.part(f"blocks {thread}")):
+        with jobs[rank].with_control_plane(jobs[rank].control.part(f"blocks {thread}")):
             try:
                 budgets.append(budget := Budget(jobs[rank], [0, 1], 64))
                 budget.take("test")

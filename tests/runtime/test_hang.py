@@ -39,9 +39,9 @@ class Job:
         return (self.folder / "log").read_text()
 
     def until(self, true: Callable[[], object], what: str) -> None:
-        give_up = time.monotonic() + MOST_S
+        deadline = time.monotonic() + MOST_S
         while not true():
-            assert time.monotonic() < give_up, f"{what} did not come:\n{self.printed}"
+            assert time.monotonic() < deadline, f"{what} did not come:\n{self.printed}"
             time.sleep(0.05)
 
     def begun(self, phase: str) -> None:

@@ -21,6 +21,15 @@ from tdcoll.testing import World, first_failure
 Case = Callable[[World], None]
 
 
+def launch(kernel: Any, *arguments: Any) -> None:
+    """Launch a kernel of one block in a world of its own."""
+    World(1).run(lambda pe: kernel[(1,)](*arguments, num_warps=2))
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
 @jit
 def call(arguments, FUNCTION: tl.constexpr):
     FUNCTION(*arguments)

@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "compile"))
 
 import compile_kernels
 import compiling
-from compile_kernels import ALL_REDUCE, COPIES, FUSED, REDUCE_SCATTER, SPARSE
+import compiling_sparse
+from compile_kernels import ALL_REDUCE, COPIES, FUSED, REDUCE_SCATTER
 from compiling import ORDER, WORLD, tuples
 
 
@@ -27,6 +28,7 @@ def kernels(arch: int) -> dict[str, dict[str, int]]:
     only_ptx = functools.partial(compiling.compile_for, assembled=False)
     compiling.compile_for = only_ptx
     compile_kernels.compile_for = only_ptx
+    compiling_sparse.compile_for = only_ptx
     for kernel, constants, _ in REDUCE_SCATTER:
         compile_kernels.compile_reduction(kernel, constants, WORLD, arch)
     for kernel, constants, world, _ in ALL_REDUCE:
@@ -34,8 +36,8 @@ def kernels(arch: int) -> dict[str, dict[str, int]]:
     for kernel, constants, warps in COPIES:
         types = tuples() | {"stamps": "*i64", "summed": "*i32"}
         compiling.record(kernel, arch, constants, types, {}, num_warps=warps)
-    for name, constants, rows, _ in SPARSE:
-        compile_kernels.compile_sparse(name, arch, constants, rows)
+    for name, constants, rows, _ in compiling_sparse.SPARSE:
+        compiling_sparse.compile_sparse(name, arch, constants, rows)
     for rows, hidden, world, _, more in FUSED:
         compile_kernels.compile_fused(rows, hidden, world, arch, more)
     return {

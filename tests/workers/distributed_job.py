@@ -13,6 +13,7 @@ from harness import run
 PARTS = (
     "order_",
     "",
+    "sparse_",
     "forms_",
     "averages_",
     "works_",
@@ -20,6 +21,7 @@ PARTS = (
     "tensors_",
     "groups_",
     "training_",
+    "reducer_",
 )
 
 for part in PARTS:

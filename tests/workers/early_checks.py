@@ -87,7 +87,7 @@ def step(
 def launches_are_early() -> str:
     """Launches are early where the GPU and Triton can; never in the simulator."""
     with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
-        expect(ctx.early, "a context of the usual kind")
+        expect(ctx.allow_pdl, "a context of the usual kind")
         tdcoll.all_reduce(torch.ones(4, device=device()), ctx=ctx)
         made = [made for made in ctx.cache.values() if isinstance(made, CallLaunches)]
         expect(made, "nothing was launched")
@@ -99,7 +99,7 @@ def launches_are_early() -> str:
             expect(first._loaded.config.n_attributes == 1, "the driver is not asked for it")
         ctx.check()
     with tdcoll.CollectiveContext(max_bytes_per_rank=1024, max_blocks=64) as ctx:
-        expect(not ctx.early, "a context with a budget of thread blocks")
+        expect(not ctx.allow_pdl, "a context with a budget of thread blocks")
     return "early" if early else "as usual"
 
 

@@ -36,8 +36,8 @@ def a_long_wait_says_so() -> str:
         return [line for line in lines if "all_gather, call 2 of" in line]
 
     def ask() -> None:
-        give_up = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < give_up and not (
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline and not (
             said() and any("call 2 of" in answer for answer in answers)
         ):
             time.sleep(0.2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from tdcoll.calls import plan as plans
 from tdcoll.calls.plan import Facts, Plan
+from tdcoll.calls.words import needs_words
 
 
 def epoch(facts: Facts) -> int:
@@ -49,7 +50,7 @@ def default(facts: Facts) -> str:
         and plans.prefers_loops(facts, facts.nbytes)
     ):
         return "ce"
-    chosen = plans.node_default(facts, facts.nbytes, plans.needs_words)
+    chosen = plans.node_default(facts, facts.nbytes, needs_words)
     if chosen == "direct" and large and not facts.in_place and facts.puts:
         return "1d"
     return chosen or ("2d" if plans.needs_rails(facts) is None else "1d")

@@ -34,7 +34,7 @@ from tdcoll.calls.plan import (
 from tdcoll.calls.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_gather.policy import blocks_of_puts, default, epoch
-from tdcoll.collectives.exchange.spec import algorithms, early
+from tdcoll.collectives.exchange.spec import algorithms, allow_pdl
 from tdcoll.primitives.puts import Routes
 
 
@@ -67,8 +67,8 @@ SPEC = Collective(
             kernel=lambda facts: kernels_ring.all_gather_ring,
             blocks=per_segment,
             epoch=epoch,
-            early=early,
-            differs=lambda topology: topology.world_size > 2,  # from direct stores
+            allow_pdl=allow_pdl,
+            distinct_on=lambda topology: topology.world_size > 2,  # from direct stores
         ),
         Algorithm(
             "1d",
@@ -107,9 +107,9 @@ def counted_launches(ctx: CollectiveContext, nbytes: int) -> CallLaunches:
     """Return prepared launches of all-gathers in place whose sizes are counted on the device, for
     other collectives.
 
-    A call, ``launches(segment, segments)``, is one epoch of ``ctx``, which the caller has begun.
-    Afterwards every rank has every segment, up to its count. It uses the default heuristic without
-    LL, which doesn't support counts.
+    A call, ``launches(stream, segment, 0, segments)``, is one epoch of ``ctx``, which the caller has
+    begun. Afterwards every rank has every segment, up to its count. It uses the default heuristic
+    without LL, which doesn't support counts.
 
     Args:
         nbytes: from one segment to the next, a multiple of 16. Segments are in symmetric memory,

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from tdcoll.calls.plan import (
     CHUNK_ALIGNMENT,
     Facts,
-    Payload,
     Plan,
-    Words,
     cut_chunks,
     cut_copies,
     cut_loop,
@@ -23,6 +21,7 @@ from tdcoll.calls.plan import (
     shares_gpu,
 )
 from tdcoll.calls.tuning import Entry
+from tdcoll.calls.words import Payload, Words
 
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology

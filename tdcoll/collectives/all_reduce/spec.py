@@ -27,7 +27,7 @@ from tdcoll.calls.plan import (
     needs_stores,
     summing_blocks,
 )
-from tdcoll.calls.spec import Algorithm, Collective
+from tdcoll.calls.spec import Algorithm, BackendLimits, Collective
 from tdcoll.collectives.all_reduce import (
     kernels_direct,
     kernels_loop,
@@ -162,7 +162,7 @@ SPEC = Collective(
     ),
     adjoint="all_reduce",
     reduces=True,
-    handled_bytes_of_more=1 << 20,
+    backend_limits=BackendLimits(more_ranks=1 << 20),
 )
 
 OPERATION = CollectiveOperation(SPEC)

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
+from tdcoll.calls.algorithms import by_puts
 from tdcoll.calls.collective import CollectiveOperation
 from tdcoll.calls.launch_spec import LaunchSpec, routes_beside_stores
-from tdcoll.calls.plan import cut_chunks, half, inbox_epoch, needs_puts
-from tdcoll.calls.spec import WORLD, Algorithm, Collective
+from tdcoll.calls.plan import half, inbox_epoch
+from tdcoll.calls.spec import WORLD, BackendLimits, Collective
 from tdcoll.collectives.all_to_all import kernels_puts
 from tdcoll.collectives.all_to_all.policy import blocks_of_puts, default
 from tdcoll.collectives.exchange.spec import algorithms
@@ -27,21 +27,13 @@ SPEC = Collective(
     segments=(WORLD, WORLD),
     algorithms=(
         *algorithms(one_segment=False),
-        Algorithm(
-            "1d",
-            supports=needs_puts,
-            cut=partial(cut_chunks, algorithm="1d"),
-            kernel=lambda facts: kernels_puts.all_to_all_puts,
-            blocks=blocks_of_puts,
-            values=_puts,
-            epoch=inbox_epoch,
-        ),
+        by_puts(lambda facts: kernels_puts.all_to_all_puts, blocks_of_puts, _puts, inbox_epoch),
     ),
     default=default,
     torch="all_to_all_single",
     capacity=lambda segment, world: 2 * segment,  # half is to put from
     adjoint="all_to_all",
-    handled_bytes=4 << 20,
+    backend_limits=BackendLimits(two_ranks=4 << 20),
 )
 
 OPERATION = CollectiveOperation(SPEC)

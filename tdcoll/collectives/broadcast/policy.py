@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from tdcoll.calls.plan import Facts, Plan, needs_words, node_default
+from tdcoll.calls.plan import Facts, Plan, node_default
+from tdcoll.calls.words import needs_words
 
 
 def blocks_of_puts(facts: Facts, plan: Plan) -> int:

@@ -8,21 +8,16 @@ from typing import Any
 
 import triton
 
+from tdcoll.calls.algorithms import by_ll, by_loop, by_puts, loop_words
 from tdcoll.calls.collective import CollectiveOperation
 from tdcoll.calls.launch_spec import LaunchSpec, routes_beside_stores
 from tdcoll.calls.plan import (
-    LL_WORD_BYTES,
     Facts,
     cut_chunks,
-    cut_loop,
-    cut_words,
-    loop_blocks,
-    needs_puts,
     needs_stores,
-    needs_words,
     per_segment,
 )
-from tdcoll.calls.spec import Algorithm, Collective
+from tdcoll.calls.spec import Algorithm, BackendLimits, Collective
 from tdcoll.collectives.broadcast import kernels
 from tdcoll.collectives.broadcast.policy import blocks_of_puts, default
 
@@ -36,8 +31,7 @@ def _stores(spec: LaunchSpec) -> dict[str, Any]:
 
 
 def _loop(spec: LaunchSpec) -> dict[str, Any]:
-    # 64 bytes for each thread
-    return {**_stores(spec), "WORDS": 16 * 32 * spec.plan.num_warps}
+    return {**_stores(spec), "WORDS": loop_words(spec)}
 
 
 def _puts(spec: LaunchSpec) -> dict[str, Any]:
@@ -48,15 +42,7 @@ SPEC = Collective(
     name="broadcast",
     segments=(1, 1),
     algorithms=(
-        Algorithm(
-            "ll",
-            supports=needs_words,
-            cut=partial(cut_words, algorithm="ll"),
-            kernel=lambda facts: kernels.broadcast_ll,
-            blocks=per_segment,
-            values=lambda spec: {"BLOCK": spec.plan.chunk // LL_WORD_BYTES},
-            words=(LL_WORD_BYTES,),
-        ),
+        by_ll(lambda facts: kernels.broadcast_ll),
         Algorithm(
             "direct",
             supports=needs_stores,
@@ -66,32 +52,16 @@ SPEC = Collective(
             values=_stores,
             epoch=_epoch,
         ),
-        Algorithm(
-            "loop",
-            supports=needs_stores,
-            cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
-            kernel=lambda facts: kernels.broadcast_loop,
-            blocks=loop_blocks,
-            values=_loop,
-            epoch=_epoch,
-            works_with_any_grid=True,
-        ),
-        Algorithm(
-            "1d",
-            supports=needs_puts,
-            cut=partial(cut_chunks, algorithm="1d"),
-            kernel=lambda facts: kernels.broadcast_puts,
-            blocks=blocks_of_puts,
-            values=_puts,
-            epoch=_epoch,
-        ),
+        by_loop(lambda facts: kernels.broadcast_loop, _loop, _epoch),
+        by_puts(lambda facts: kernels.broadcast_puts, blocks_of_puts, _puts, _epoch),
     ),
     default=default,
     torch="broadcast",
     capacity=lambda segment, world: segment,
     adjoint="all_reduce",
     rooted=True,
-    handled_bytes=4 << 20,  # not measured: NCCL's root sends large messages once
+    # Not measured: NCCL's root sends large messages once.
+    backend_limits=BackendLimits(two_ranks=4 << 20),
 )
 
 OPERATION = CollectiveOperation(SPEC)

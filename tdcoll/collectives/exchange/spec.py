@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 from tdcoll.calls import copies
+from tdcoll.calls.algorithms import by_ll, by_loop, loop_words
 from tdcoll.calls.launch_spec import LaunchSpec
 from tdcoll.calls.plan import (
-    LL_WORD_BYTES,
     Facts,
     cut_chunks,
     cut_copies,
-    cut_loop,
-    cut_words,
     inbox_epoch,
-    loop_blocks,
     needs_stores,
-    needs_words,
     per_segment,
 )
 from tdcoll.calls.spec import Algorithm
@@ -26,7 +22,7 @@ _EARLY_BYTES = 2 << 20
 per rank takes 18.0 us instead of 16.9, and one of 64 MB 202 us instead of 190."""
 
 
-def early(facts: Facts) -> bool:
+def allow_pdl(facts: Facts) -> bool:
     """Return whether launches may begin before the one ahead of them has ended."""
     return not (facts.in_place and facts.nbytes > _EARLY_BYTES)
 
@@ -49,17 +45,9 @@ def algorithms(one_segment: bool) -> tuple[Algorithm, ...]:
         return 0 if one_segment else spec.segment_stride
 
     return (
-        Algorithm(
-            "ll",
-            supports=needs_words,
-            cut=lambda facts, entry: cut_words(facts, entry, "ll"),
-            kernel=lambda facts: kernels_ll.exchange_ll,
-            blocks=per_segment,
-            values=lambda spec: {
-                "source_stride": source_stride(spec),
-                "BLOCK": spec.plan.chunk // LL_WORD_BYTES,
-            },
-            words=(LL_WORD_BYTES,),
+        by_ll(
+            lambda facts: kernels_ll.exchange_ll,
+            lambda spec: {"source_stride": source_stride(spec)},
         ),
         Algorithm(
             "direct",
@@ -73,22 +61,17 @@ def algorithms(one_segment: bool) -> tuple[Algorithm, ...]:
                 "COUNTED": spec.options.device_counted,
             },
             epoch=epoch,
-            early=early,
+            allow_pdl=allow_pdl,
         ),
-        Algorithm(
-            "loop",
-            supports=needs_stores,
-            cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
-            kernel=lambda facts: kernels_loop.exchange_loop,
-            blocks=loop_blocks,
-            values=lambda spec: {
+        by_loop(
+            lambda facts: kernels_loop.exchange_loop,
+            lambda spec: {
                 "source_stride": source_stride(spec),
                 "ONE_SEGMENT": one_segment,
-                "WORDS": 16 * 32 * spec.plan.num_warps,  # 64 bytes for each thread
+                "WORDS": loop_words(spec),
             },
-            epoch=epoch,
-            early=early,
-            works_with_any_grid=True,
+            epoch,
+            allow_pdl=allow_pdl,
         ),
         Algorithm(
             "ce",

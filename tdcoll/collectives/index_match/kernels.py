@@ -16,23 +16,23 @@ Two kinds of directory answer the same questions (:func:`find`, :func:`find_in_u
                               Place of an id in the union = sum over p of leaders[p, ids of list p below it].
                               Lists, and the union, are searched by bisection: log2(n) loads.
 
-Two launches of the caller's on one stream: one calls :func:`wipe`, the other :func:`build`.
+Two launches of the caller's on one stream: one calls :func:`clear`, the other :func:`build`.
 Programs of a phase of *build* wait until all of the phase before are done, which have lower numbers
 (:func:`tdcoll.primitives.group.wait_until_done`), and nothing else orders them. Later programs of
 that launch may use the directory after :func:`wait_until_built`::
 
-    bitmap   wipe -> mark -> unite -> number                                -> place_firsts, if wanted
-    search   wipe -> find_leaders -> number_leaders -> place_leaders        -> place_firsts, if wanted
+    bitmap   clear -> flag -> union -> assign_ids                           -> place_firsts, if wanted
+    search   clear -> find_leaders -> assign_leader_ids -> place_leaders    -> place_firsts, if wanted
 
-    wipe            zeroes status, progress, and entries[0 .. W-1] or, for search, union
-    mark            one 64-bit atomic or per id: its bit, with its place in the high half if it is the word's first id.
-                    Ids of one word may come from different programs, in any order: no two of them set the same bit.
-    unite           bits of row W = or over the W rows; ids per block of words -> totals
-    number          high halves of row W = exclusive prefix sum of the words' ids; union; U -> status
-    find_leaders    leaders within a block of ids (bisection of all earlier lists) -> totals
-    number_leaders  adds the totals of earlier blocks; U += leaders of the list
-    place_leaders   union[place of each leader] = its id
-    place_firsts    copies status, and finds how many ids of the union are below each of some: places[...]
+    clear              zeroes status, progress, and entries[0 .. W-1] or, for search, union
+    flag               one 64-bit atomic or per id: its bit, with its place in the high half if it is first in the word.
+                       Ids of one word may come from different programs, in any order: no two of them set the same bit.
+    union              bits of row W = or over the W rows; ids per block of words -> totals
+    assign_ids         high halves of row W = exclusive prefix sum of the words' ids; union; U -> status
+    find_leaders       leaders within a block of ids (bisection of all earlier lists) -> totals
+    assign_leader_ids  adds the totals of earlier blocks; U += leaders of the list
+    place_leaders      union[place of each leader] = its id
+    place_firsts       copies status, and finds how many ids of the union are below each of some: places[...]
 
 A bitmap is built by a few passes over its W + 1 rows and one atomic for each id. A search takes W
 log2(n) loads for each id, and no memory that depends on the number of rows. See
@@ -230,8 +230,8 @@ def below(ids, index):
 
 
 @jit
-def wipe(program, index, BLOCK: tl.constexpr):
-    """Zero what :func:`build` wants zeroed. Thread blocks: ``Directory.wipers``, for blocks of
+def clear(program, index, BLOCK: tl.constexpr):
+    """Zero what :func:`build` wants zeroed. Thread blocks: ``Directory.clearers``, for blocks of
     ``BLOCK`` words."""
     i = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     target = index.entries
@@ -286,7 +286,7 @@ def _sum_before(index, totals, count):
 
 
 @jit
-def mark(program, programs, q, index, signature):
+def flag(program, programs, q, index, signature):
     """Rows 0 .. W-1 of ``entries``, which are zero before. Thread blocks: any number for each list
     ``q``, int64."""
     if program == 0:
@@ -302,7 +302,7 @@ def mark(program, programs, q, index, signature):
 
 
 @jit
-def unite(program, index):
+def union(program, index):
     """Low halves of row W, and ``totals``: how many ids each block of words has. One program for
     each."""
     w = tl.cast(program, tl.int64) * index.block + tl.arange(0, index.block)
@@ -316,9 +316,9 @@ def unite(program, index):
 
 
 @jit
-def number(block, blocks, index):
+def assign_ids(block, blocks, index):
     """High halves of row W, the union's first ``max_union`` ids, and U. Thread blocks as for
-    :func:`unite`."""
+    :func:`union`."""
     offset = _sum_before(index, index.totals, block)
     w = tl.cast(block, tl.int64) * index.block + tl.arange(0, index.block)
     inside = w < index.words
@@ -353,7 +353,7 @@ def _leaders_of(index, q):
 @jit
 def find_leaders(program, programs, q, index, signature):
     """``leaders``, counted from the start of each block, and ``totals``. Thread blocks as for
-    :func:`mark`."""
+    :func:`flag`."""
     if program == 0:
         _read_header(q, index, signature)
     n = list_size(index, q)
@@ -370,9 +370,9 @@ def find_leaders(program, programs, q, index, signature):
 
 
 @jit
-def number_leaders(program, programs, q, index):
+def assign_leader_ids(program, programs, q, index):
     """``leaders``, counted from the start of each list, 0 .. n_q; U. Thread blocks as for
-    :func:`mark`."""
+    :func:`flag`."""
     n = list_size(index, q)
     row = _leaders_of(index, q)
     totals = index.totals + q * (index.capacity // index.block + 1)
@@ -387,7 +387,7 @@ def number_leaders(program, programs, q, index):
 
 @jit
 def place_leaders(program, programs, q, index):
-    """The union's first ``max_union`` ids. Thread blocks as for :func:`mark`."""
+    """The union's first ``max_union`` ids. Thread blocks as for :func:`flag`."""
     n = list_size(index, q)
     row = _leaders_of(index, q)
     for start in tl.range(program * index.block, n, programs * index.block):
@@ -427,7 +427,7 @@ def wait_until_built(index):
 
 @jit
 def build(program, index, firsts, count, places, signature, FIRSTS: tl.constexpr):
-    """All phases but *wipe*, by the first programs of a launch: ``Directory.builders``, and one for
+    """All phases but *clear*, by the first programs of a launch: ``Directory.builders``, and one for
     *place_firsts*.
 
     Args:
@@ -442,15 +442,15 @@ def build(program, index, firsts, count, places, signature, FIRSTS: tl.constexpr
         if index.search:
             find_leaders(program % per_list, per_list, q, index, signature)
         else:
-            mark(program % per_list, per_list, q, index, signature)
+            flag(program % per_list, per_list, q, index, signature)
         signal_done(index.progress)
     elif program < first + later:
         wait_until_done(index.progress, first)
         own = program - first
         if index.search:
-            number_leaders(own % per_list, per_list, (own // per_list).to(tl.int64), index)
+            assign_leader_ids(own % per_list, per_list, (own // per_list).to(tl.int64), index)
         else:
-            unite(own, index)
+            union(own, index)
         signal_done(index.progress + 1)
     elif program < first + 2 * later:
         wait_until_done(index.progress + 1, later)
@@ -458,7 +458,7 @@ def build(program, index, firsts, count, places, signature, FIRSTS: tl.constexpr
         if index.search:
             place_leaders(own % per_list, per_list, (own // per_list).to(tl.int64), index)
         else:
-            number(own, later, index)
+            assign_ids(own, later, index)
         signal_done(index.progress + 2)
     elif FIRSTS > 0:
         wait_until_built(index)

@@ -43,7 +43,7 @@ class Directory:
 
     Attributes:
         search, entries, words: as in :class:`~.kernels.Index`, for the rows of :meth:`prepare`.
-        wipers, builders: programs of ``kernels.wipe`` and ``kernels.build`` for these rows.
+        clearers, builders: programs of ``kernels.clear`` and ``kernels.build`` for these rows.
         union: int64 ``[max_union]``: the first min(U, max_union) ids of the union, ascending; the
             rest is unspecified.
         status: int64 ``[STATUS_WORDS]``; the same bits on all ranks that have the same lists. Where
@@ -101,7 +101,7 @@ class Directory:
         self._totals = self._memory("totals", totals, torch.int32, num_rows)
         per_list = min(per_list, max(1, _MAX_BLOCKS // self.world))
         self._grid = per_list, per_list * self.world if self.search else totals
-        self.wipers = -(-cleared // CLEAR_BLOCK)
+        self.clearers = -(-cleared // CLEAR_BLOCK)
         self.builders = per_list * self.world + 2 * self._grid[1]
         self.num_rows = num_rows
 
@@ -126,7 +126,7 @@ class Directory:
         return self._scratch[name][:size]
 
     def index(self, lists: torch.Tensor) -> FlatTuple:
-        """Return the directory of ``lists`` as kernels see it, which ``kernels.wipe`` and
+        """Return the directory of ``lists`` as kernels see it, which ``kernels.clear`` and
         ``kernels.build`` make valid.
 
         Args:

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from tdcoll.calls.plan import Facts, Plan, Words, node_default
+from tdcoll.calls.plan import Facts, Plan, node_default
+from tdcoll.calls.words import Words
 
 WORDS = Words("ll", 1)
 

@@ -8,21 +8,19 @@ from functools import partial
 from typing import Any
 
 from tdcoll.calls import copies
+from tdcoll.calls.algorithms import by_loop, by_puts
 from tdcoll.calls.collective import CollectiveOperation
 from tdcoll.calls.collective_epilogue import EpilogueOperation
 from tdcoll.calls.launch_spec import LaunchSpec, by_words, device_table, routes_beside_stores, tiles
 from tdcoll.calls.plan import (
     cut_chunks,
     cut_copies,
-    cut_loop,
     half,
     inbox_epoch,
-    loop_blocks,
-    needs_puts,
     needs_stores,
     summing_blocks,
 )
-from tdcoll.calls.spec import WORLD, Algorithm, Collective
+from tdcoll.calls.spec import WORLD, Algorithm, BackendLimits, Collective
 from tdcoll.collectives.reduce_scatter import (
     kernels_direct,
     kernels_loop,
@@ -37,10 +35,15 @@ def _sums(call: LaunchSpec) -> dict[str, Any]:
     return {**tiles(call), "reducers": reducers(call.facts, call.plan)}
 
 
-def _tables(call: LaunchSpec) -> dict[str, Any]:
+def _puts(call: LaunchSpec) -> dict[str, Any]:
     ctx = call.ctx
     nodes = device_table(ctx, "reduce_scatter", "nodes", lambda: nodes_of(ctx.topology, ctx.device))
-    return {"routes": routes_beside_stores(ctx, "reduce_scatter"), "nodes": nodes}
+    return {
+        **_sums(call),
+        "routes": routes_beside_stores(ctx, "reduce_scatter"),
+        "nodes": nodes,
+        "outbox": half(ctx.capacity),
+    }
 
 
 def _copies(spec: LaunchSpec) -> copies.CopySequence:
@@ -63,16 +66,7 @@ SPEC = Collective(
             values=_sums,
             epoch=inbox_epoch,
         ),
-        Algorithm(
-            "loop",
-            supports=needs_stores,
-            cut=lambda facts, entry: cut_loop(facts, entry, facts.nbytes),
-            kernel=lambda facts: kernels_loop.reduce_scatter_loop,
-            blocks=loop_blocks,
-            values=tiles,
-            epoch=inbox_epoch,
-            works_with_any_grid=True,
-        ),
+        by_loop(lambda facts: kernels_loop.reduce_scatter_loop, tiles, inbox_epoch),
         Algorithm(
             "ce",
             supports=needs_stores,
@@ -83,22 +77,14 @@ SPEC = Collective(
             works_with_any_grid=True,
             copies=_copies,
         ),
-        Algorithm(
-            "1d",
-            supports=needs_puts,
-            cut=partial(cut_chunks, algorithm="1d"),
-            kernel=lambda facts: kernels_puts.reduce_scatter_puts,
-            blocks=blocks,
-            values=lambda call: {**_sums(call), **_tables(call), "outbox": half(call.ctx.capacity)},
-            epoch=inbox_epoch,
-        ),
+        by_puts(lambda facts: kernels_puts.reduce_scatter_puts, blocks, _puts, inbox_epoch),
     ),
     default=default,
     torch="reduce_scatter_tensor",
     capacity=lambda segment, world: 2 * segment,  # half is to put from
     adjoint="all_gather",
     reduces=True,
-    handled_bytes_of_more=1 << 20,
+    backend_limits=BackendLimits(more_ranks=1 << 20),
 )
 
 OPERATION = CollectiveOperation(SPEC)

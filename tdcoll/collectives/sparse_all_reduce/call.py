@@ -31,7 +31,7 @@ from tdcoll.collectives.sparse_all_reduce import (
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.kind import SparseKind, rows_in
 from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, REGISTERS
-from tdcoll.collectives.sparse_all_reduce.rows import Joined
+from tdcoll.collectives.sparse_all_reduce.rows import JoinedRows
 from tdcoll.primitives.reduce import ACCUMULATORS
 
 _IDS_BLOCK = 1024
@@ -104,7 +104,12 @@ class SparseCall:
     """
 
     def __init__(
-        self, ctx: SparseContext, rows: Joined, op: str, algorithm: str, aligned: bool | None = None
+        self,
+        ctx: SparseContext,
+        rows: JoinedRows,
+        op: str,
+        algorithm: str,
+        aligned: bool | None = None,
     ) -> None:
         self.ctx = ctx
         self.rows = rows
@@ -213,9 +218,9 @@ class SparseCall:
         combining = self._combining_blocks(with_rows)
         self.launch(
             kernels_values.pack,
-            before + blocks + ctx.directory.wipers + combining.total,
+            before + blocks + ctx.directory.clearers + combining.total,
             REGISTERS,
-            unsorted=unsorted, ids=ids, totals=totals, before=before, blocks=blocks, wipers=ctx.directory.wipers,
+            unsorted=unsorted, ids=ids, totals=totals, before=before, blocks=blocks, clearers=ctx.directory.clearers,
             row_bytes=kind.layout.row_bytes if with_rows else 0,
             SORT_BLOCK=_PLACED_BLOCK if self.places else 0, BEHIND=with_rows, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK,
             **self._combining_arguments(combining),
@@ -223,7 +228,8 @@ class SparseCall:
         if kind.exchange is not None and not ctx.launch.only_loads:
             address = kind.lists.data_ptr()
             stride = 8 * kind.lists.shape[1]
-            kind.exchange(address + ctx.rank * stride, 0, address)
+            stream = ctx.current_stream()
+            kind.exchange(stream, address + ctx.rank * stride, 0, address)
         if self.algorithm == "gather":
             most = ctx.max_union_rows
             builders = self._arguments["builders"]

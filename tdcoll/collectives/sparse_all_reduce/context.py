@@ -132,7 +132,7 @@ class SparseContext(CollectiveContext):
             words = STATUS_WORDS.value
             cuda = device.type == "cuda"
             self.last_algorithm = ""
-            self.launch = LaunchCache(early=self.early)
+            self.launch = LaunchCache(allow_pdl=self.allow_pdl)
             self.group = FlatTuple(self.device_group)
             self.nodes = FlatTuple(nodes_of(self.topology, device))
             """The ranks, the epoch and the signals, for kernels; who is where."""
@@ -159,7 +159,7 @@ class SparseContext(CollectiveContext):
                 Capacities(self.topology, rows, row_bytes, union, self.grow, bool(limits))
             )
         except Exception:
-            self.take_back()
+            self.undo_creation()
             raise
 
     def _make_area(self, capacities: Capacities) -> None:
@@ -206,7 +206,7 @@ class SparseContext(CollectiveContext):
             """Where ids are matched."""
             barrier(pes)  # nobody may store to the area of a rank that could not make use of it
         except Exception:  # before anybody uses it
-            owner.take_back(self._symmetric.pop())
+            owner.undo_allocation(self._symmetric.pop())
             raise
 
     # ------------------------------------------------------------------ facts

@@ -252,7 +252,7 @@ def _leave(packed, programs):
 @jit(do_not_specialize_on_alignment=lists.ANY_ALIGNMENT)
 def pack(
     unsorted, ids, order, totals, begins, source, partial, index, memory, tables, g, before: tl.int32, blocks: tl.int32,
-    wipers: tl.int32, combiners: tl.int32, adders: tl.int32, at_a_time: tl.int32, n: tl.int32, signature: tl.int64,
+    clearers: tl.int32, combiners: tl.int32, adders: tl.int32, at_a_time: tl.int32, n: tl.int32, signature: tl.int64,
     row_bytes: tl.int64, row_elements,
     SORT_BLOCK: tl.constexpr, REPEATED: tl.constexpr, BEHIND: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
     ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
@@ -265,7 +265,7 @@ def pack(
     ``before``    with ``REPEATED``: of *place_ids* if ``SORT_BLOCK`` > 0, for so many ids each;
                   else of *count_first*, as many as ``blocks``. Otherwise none
     ``blocks``    of *write_list* (``REPEATED``) or *copy_list*, for ``BLOCK`` ids each; one with ``SORT_BLOCK``
-    ``wipers``    of ``index_match.kernels.wipe``
+    ``clearers``  of ``index_match.kernels.clear``
     the others    with ``BEHIND`` those of :func:`combine_all`, otherwise none
     ============  ======================================================================================
 
@@ -282,8 +282,8 @@ def pack(
     program = tl.program_id(0)
     packed = memory.counters + lists.PACKED
     block = program - before
-    combiner = block - blocks - wipers
-    values = tl.num_programs(0) - before - blocks - wipers
+    combiner = block - blocks - clearers
+    values = tl.num_programs(0) - before - blocks - clearers
     if block < 0:
         if SORT_BLOCK:
             lists.place_ids(program, unsorted, ids, order, n, SORT_BLOCK)
@@ -303,7 +303,7 @@ def pack(
         if REPEATED or BEHIND:
             _leave(packed, blocks + values)
     elif combiner < 0:
-        match.wipe(block - blocks, index, CLEAR)
+        match.clear(block - blocks, index, CLEAR)
     elif BEHIND:
         wait_until_done(packed + 1, blocks)
         combine_all(

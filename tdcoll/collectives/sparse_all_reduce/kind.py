@@ -20,7 +20,7 @@ from tdcoll.collectives.sparse_all_reduce import kernels_tables
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.layout import TableLayout
 from tdcoll.collectives.sparse_all_reduce.policy import choose, tiles
-from tdcoll.collectives.sparse_all_reduce.rows import Joined
+from tdcoll.collectives.sparse_all_reduce.rows import JoinedRows
 from tdcoll.primitives.reduce import OPERATIONS, accumulator
 
 _log = logging.getLogger("tdcoll")
@@ -64,7 +64,7 @@ class SparseKind:
     """
 
     def __init__(
-        self, ctx: SparseContext, rows: Joined, op: str, algorithm: str, aligned: bool
+        self, ctx: SparseContext, rows: JoinedRows, op: str, algorithm: str, aligned: bool
     ) -> None:
         dtype = rows.dtype
         layout = TableLayout.of(rows.tables, dtype)
@@ -98,7 +98,7 @@ class SparseKind:
                 ctx.max_row_bytes,
             )
 
-    def _device_tables(self, ctx: SparseContext, rows: Joined) -> _DeviceTables:
+    def _device_tables(self, ctx: SparseContext, rows: JoinedRows) -> _DeviceTables:
         if rows.single:
             unread = ctx.no_indices
             status = ctx.directory.status
@@ -112,7 +112,7 @@ class SparseKind:
         made: _DeviceTables = device_table(ctx, "sparse_all_reduce_padded", key, new_tables)
         return made
 
-    def _kernel_arguments(self, ctx: SparseContext, rows: Joined, op: str) -> dict[str, Any]:
+    def _kernel_arguments(self, ctx: SparseContext, rows: JoinedRows, op: str) -> dict[str, Any]:
         layout = self.layout
         on_device = self.on_device
         single = rows.single

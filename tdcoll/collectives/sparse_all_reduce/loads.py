@@ -17,7 +17,7 @@ import torch
 from tdcoll.calls.launch_spec import refuse_capture
 from tdcoll.collectives.sparse_all_reduce.call import SparseCall
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
-from tdcoll.collectives.sparse_all_reduce.rows import Joined
+from tdcoll.collectives.sparse_all_reduce.rows import JoinedRows
 
 _SORTED = (2048, 4096, 4097, 1 << 17)
 """Numbers of ids that PyTorch sorts by different kernels: up to the first two by one each, few
@@ -28,7 +28,7 @@ _INDEXED = (1, 1024)
 
 
 def load(
-    ctx: SparseContext, operation: str, rows: Joined, op: str, algorithm: str, padded: bool
+    ctx: SparseContext, operation: str, rows: JoinedRows, op: str, algorithm: str, padded: bool
 ) -> None:
     """Compile and load the kernels of all calls of this kind, PyTorch's among them; launch none
     that a peer notices.
@@ -54,7 +54,7 @@ def load(
 
 
 def wait_for_loads(
-    ctx: SparseContext, operation: str, rows: Joined, op: str, algorithm: str, padded: bool
+    ctx: SparseContext, operation: str, rows: JoinedRows, op: str, algorithm: str, padded: bool
 ) -> None:  # fmt: skip
     """Wait, if contexts are in flight together, until all ranks have loaded the kernels of such
     calls. Collective, once for each kind, and again when the context has grown, because it may take
@@ -73,6 +73,6 @@ def wait_for_loads(
         ctx.cached(("sparse", "agreed", *kind), once)
 
 
-def _kind(rows: Joined, op: str, algorithm: str, padded: bool) -> tuple[object, ...]:
+def _kind(rows: JoinedRows, op: str, algorithm: str, padded: bool) -> tuple[object, ...]:
     """Return what calls of one kind have in common; the same on all ranks."""
     return rows.order, rows.tables, rows.dtype, op, algorithm, padded

@@ -27,7 +27,7 @@ from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.loads import load, wait_for_loads
 from tdcoll.collectives.sparse_all_reduce.policy import FEWEST_ROWS
 from tdcoll.collectives.sparse_all_reduce.rows import (
-    Joined,
+    JoinedRows,
     Rows,
     joined,
     rows_of_pair,
@@ -145,7 +145,7 @@ class _SparseOperation(Operation):
             self._check_memory(rows, ctx)
         return _PreparedSparse(self, ctx, calls, options)
 
-    def _check_memory(self, rows: Joined, ctx: SparseContext) -> None:
+    def _check_memory(self, rows: JoinedRows, ctx: SparseContext) -> None:
         begin = ctx.area.data_ptr()
         end = begin + ctx.area.nbytes
         if rows.n and any(begin <= address < end for address in (*rows.ids, *rows.values)):
@@ -164,7 +164,7 @@ class _PreparedSparse(PreparedCall):
         self,
         operation: _SparseOperation,
         ctx: SparseContext,
-        calls: list[Joined],
+        calls: list[JoinedRows],
         options: SparseOptions,
     ) -> None:
         self.record = operation.name  # its epochs are unknown
@@ -182,10 +182,10 @@ class _PreparedSparse(PreparedCall):
             for rows in calls:
                 load(ctx, operation.name, rows, self._op, self._algorithm, operation.padded)
 
-    def _call_of(self, rows: Joined) -> SparseCall:
+    def _call_of(self, rows: JoinedRows) -> SparseCall:
         return SparseCall(self._ctx, rows, self._op, self._algorithm)
 
-    def _wait_for_loads(self, rows: Joined) -> None:
+    def _wait_for_loads(self, rows: JoinedRows) -> None:
         operation = self._operation
         wait_for_loads(self._ctx, operation.name, rows, self._op, self._algorithm, operation.padded)
 

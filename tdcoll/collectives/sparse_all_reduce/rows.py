@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     coalesced: bool
 
 
-class Joined:
+class JoinedRows:
     """One rank's part of a call: tensors of one dtype, whose tables follow each other in one space
     of ids.
 
@@ -74,13 +74,13 @@ class Joined:
             )
 
 
-def joined(given: Sequence[Rows]) -> list[Joined]:
+def joined(given: Sequence[Rows]) -> list[JoinedRows]:
     """The calls of several tensors: for each dtype those of it, in the order in which dtypes and
     shapes appear."""
     kinds: dict[torch.dtype, dict[torch.Size, list[int]]] = {}
     for place, part in enumerate(given):
         kinds.setdefault(part.values.dtype, {}).setdefault(part.table[1], []).append(place)
-    return [Joined(given, tuple(chain(*shapes.values()))) for shapes in kinds.values()]
+    return [JoinedRows(given, tuple(chain(*shapes.values()))) for shapes in kinds.values()]
 
 
 def rows_of_tensor(tensor: Any, device: torch.device, name: str = "tensor") -> Rows:

@@ -375,4 +375,4 @@ def all_gather_matmul(
             WORDS,
         )
     if COPIED:
-        stores.none_gave_up(g, WORLD_POW2)
+        stores.no_peer_expired(g, WORLD_POW2)

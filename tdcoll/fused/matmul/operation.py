@@ -25,7 +25,7 @@ from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
 from tdcoll.fused.matmul import policy
 from tdcoll.fused.matmul.policy import ALGORITHMS, GATHER, REDUCE, SCATTER, MatmulPlan, MatmulShape
 from tdcoll.fused.matmul.prepared import PreparedMatmul
-from tdcoll.fused.operation import FusedOperation, tensors_overlap
+from tdcoll.fused.operation import FusedOperation, check_scale, tensors_overlap
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -205,15 +205,7 @@ class MatmulOperation(FusedOperation):
                     f"{name} is for operands of fp8, which need it; got x of {x.dtype}"
                 )
             if name in tensors:
-                check_tensor(name, tensors[name], ctx.device)
-                if tensors[name].dtype is not torch.float32 or tensors[name].numel() not in (
-                    1,
-                    count,
-                ):
-                    raise ValueError(
-                        f"{name} must be torch.float32 of 1 or {count} elements; got {tensors[name].dtype} of shape "
-                        f"{list(tensors[name].shape)}"
-                    )
+                check_scale(name, tensors[name], ctx.device, (1, count))
         if "out" in tensors:
             out = tensors["out"]
             check_fits(

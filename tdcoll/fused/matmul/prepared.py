@@ -7,23 +7,17 @@ and *temporaries*, which the steps leave for each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tdcoll.base.arguments import byte_text
 from tdcoll.base.call_log import CallRecord, record_of
-from tdcoll.base.ranges import ranged
-from tdcoll.calls.call_launches import launches_of, prepare_steps
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.epilogues import join_extra
-from tdcoll.calls.kernel_launch import KernelLaunch
-from tdcoll.calls.launch_spec import NO_OPTIONS, KernelOptions
-from tdcoll.calls.operation import Bound, PreparedCall
+from tdcoll.calls.launch_spec import KernelOptions
+from tdcoll.calls.operation import Bound
 from tdcoll.calls.plan import Facts
 from tdcoll.calls.spec import Collective
-from tdcoll.calls.steps import HostStep, Step
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 from tdcoll.fused.matmul import (
     kernels_all_reduce,
@@ -44,27 +38,12 @@ from tdcoll.fused.matmul.policy import (
     is_whole,
 )
 from tdcoll.fused.operation import aligned, requires_gradient, tensors_overlap
+from tdcoll.fused.prepared import PreparedSteps
 from tdcoll.primitives.epilogue import identity
 from tdcoll.primitives.group import Inbox
 
 
-class NamedStep:
-    """A step that takes the addresses of tensors with these names, and an epilogue's tensors as
-    they are."""
-
-    def __init__(self, step: Step, names: Sequence[str]) -> None:
-        self._step = step
-        self._names = tuple(names)
-
-    def __call__(self, stream: int, tensors: dict[str, Any]) -> None:
-        values = [
-            tensors[name] if name.startswith("extra.") else tensors[name].data_ptr()
-            for name in self._names
-        ]
-        self._step(stream, *values)
-
-
-class PreparedMatmul(PreparedCall):
+class PreparedMatmul(PreparedSteps):
     """See the module.
 
     Args:
@@ -72,8 +51,6 @@ class PreparedMatmul(PreparedCall):
         options: :class:`~tdcoll.fused.matmul.operation.MatmulOptions`.
         precision: Of fp32 operands.
     """
-
-    complex = False
 
     def __init__(
         self,
@@ -86,26 +63,18 @@ class PreparedMatmul(PreparedCall):
         result: tuple[tuple[int, ...], torch.dtype],
         precision: str,
     ) -> None:
-        self._ctx = ctx
+        super().__init__(ctx, shape.name)
         self._options = options
         self._shape = shape
         self._plan = plan
         self._result_shape, self._dtype = result
         self._precision = precision
-        self._device = ctx.device
-        self._temporaries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._records: list[CallRecord] = []
-        self._steps: list[Any] = []
-        self._kernels: list[KernelLaunch] = []
-        self.variant = None
         if "out" not in tensors:
-            self._temporaries["out"] = result
+            self.add_temporary("out", *result)
         x = tensors["x"]
         if options.gathered or (shape.name == GATHER and plan.algorithm == COMPOSED):
-            self._temporaries["gathered"] = (ctx.world_size * x.shape[0], *x.shape[1:]), x.dtype
+            self.add_temporary("gathered", (ctx.world_size * x.shape[0], *x.shape[1:]), x.dtype)
         if not x.numel():
-            self.record = record_of(shape.name, 0)
-            self.launch = _launch_nothing
             return
         if plan.algorithm != COMPOSED:
             self._add_fused(tensors)
@@ -114,7 +83,7 @@ class PreparedMatmul(PreparedCall):
         else:
             self._add_matmul_and_reduction(tensors, collective)
         epilogue = options.epilogue
-        self.variant = (
+        variant = (
             shape,
             plan,
             options.depth_first,
@@ -130,13 +99,8 @@ class PreparedMatmul(PreparedCall):
         )
         # Alignment and numbers of the epilogue may differ between ranks.
         aligned_tensors = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors.values())
-        prepare_steps(
-            ctx, shape.name, (self.variant, aligned_tensors, repr(options.extra)), self._kernels
-        )
-        self.record = _joined(shape.name, self._records)
-        self.launch = ranged(
-            f"tdcoll.{shape.name}[{plan.algorithm}, {byte_text(shape.nbytes)}]", self._launch
-        )
+        local = (aligned_tensors, repr(options.extra))
+        self.complete(plan.algorithm, shape.nbytes, variant, local)
 
     # ------------------------------------------------------------------ steps
 
@@ -173,26 +137,24 @@ class PreparedMatmul(PreparedCall):
             blocks, arguments = launches.reduce(
                 operands, plan.cut, group, ctx.device_lamport, workers=workers, two_shot=two_shot
             )
-        by_lamport = self._shape.name == REDUCE
-        self._records.append(
-            record_of(self._shape.name, 0 if by_lamport else 1, 1 if by_lamport else 0)
-        )
-        self._add_kernel(
-            kernel, blocks, arguments, self._parameters(tensors, "x", "out", keeps=plan.keepers > 0)
-        )
+        record = record_of(self._shape.name)
+        if self._shape.name == REDUCE:
+            record = record_of(self._shape.name, 0, 1)
+        parameters = self._parameters(tensors, "x", "out", keeps=plan.keepers > 0)
+        self._add_kernel(kernel, blocks, arguments, parameters, record)
 
     def _add_gather_and_matmul(self, tensors: dict[str, torch.Tensor]) -> None:
         ctx = self._ctx
-        self._add_collective(ALL_GATHER, Facts.of(ctx, tensors["x"].nbytes), "x", "gathered")
+        self.add_collective(ALL_GATHER, Facts.of(ctx, tensors["x"].nbytes), "x", "gathered")
         scaled = "x_scale" in tensors
         if scaled:
             rows = self._shape.rows // ctx.world_size
-            self._temporaries["own_scale"] = (rows,), torch.float32
-            self._temporaries["gathered_scale"] = (self._shape.rows,), torch.float32
-            self._steps.append(HostStep(_expand_scale))
-            self._add_collective(ALL_GATHER, Facts.of(ctx, 4 * rows), "own_scale", "gathered_scale")
+            self.add_temporary("own_scale", (rows,), torch.float32)
+            self.add_temporary("gathered_scale", (self._shape.rows,), torch.float32)
+            self.add_host_step(_expand_scale)
+            self.add_collective(ALL_GATHER, Facts.of(ctx, 4 * rows), "own_scale", "gathered_scale")
         if self._takes_cublas(tensors) and not self._finishes:
-            self._steps.append(HostStep(_Multiply("gathered", "out", self._options.depth_first)))
+            self.add_host_step(_Multiply("gathered", "out", self._options.depth_first))
             return
         self._add_local_matmul(tensors, "gathered", "out")
 
@@ -202,9 +164,9 @@ class PreparedMatmul(PreparedCall):
         shape = self._shape
         dtype = self._dtype
         sizes = (shape.rows, shape.columns)
-        self._temporaries["product"] = sizes, dtype
+        self.add_temporary("product", sizes, dtype)
         if self._takes_cublas(tensors):
-            self._steps.append(HostStep(_Multiply("x", "product", self._options.depth_first)))
+            self.add_host_step(_Multiply("x", "product", self._options.depth_first))
         else:
             self._add_local_matmul(tensors, "x", "product")
         parts = "product"
@@ -214,14 +176,14 @@ class PreparedMatmul(PreparedCall):
             dtype = torch.float32
             parts = "wide"
             sums = "sums"
-            self._temporaries["wide"] = sizes, dtype
-            self._temporaries["sums"] = self._result_shape, dtype
-            self._steps.append(HostStep(_widen))
+            self.add_temporary("wide", sizes, dtype)
+            self.add_temporary("sums", self._result_shape, dtype)
+            self.add_host_step(_widen)
         segment = collective.segment_bytes(
             shape.rows * shape.columns * dtype.itemsize, self._ctx.world_size
         )
         facts = Facts.of(self._ctx, segment, dtype)
-        self._add_collective(collective, facts, parts, sums, KernelOptions(dtype, "sum"))
+        self.add_collective(collective, facts, parts, sums, KernelOptions(dtype, "sum"))
         if self._finishes:
             rows = torch.Size(self._result_shape[:-1]).numel()
             blocks, arguments = launches.finish(self._operands(tensors, "x", "out"), rows)
@@ -239,18 +201,6 @@ class PreparedMatmul(PreparedCall):
     def _takes_cublas(self, tensors: dict[str, torch.Tensor]) -> bool:
         same_dtype = self._dtype is tensors["x"].dtype
         return same_dtype and not self._options.batch_invariant
-
-    def _add_collective(
-        self,
-        collective: Collective,
-        facts: Facts,
-        source: str,
-        out: str,
-        options: KernelOptions = NO_OPTIONS,
-    ) -> None:
-        calls = launches_of(collective, self._ctx, facts, options=options)
-        self._records.append(calls.record)
-        self._steps.append(NamedStep(HostStep(calls), (source, out)))
 
     def _add_local_matmul(self, tensors: dict[str, torch.Tensor], source: str, out: str) -> None:
         """Add a matmul; with bias and epilogue if its result is the call's."""
@@ -272,6 +222,7 @@ class PreparedMatmul(PreparedCall):
         blocks: int,
         arguments: dict[str, Any],
         parameters: dict[str, str],
+        record: CallRecord | None = None,
         num_warps: int | None = None,
     ) -> None:
         """Add the launch of a kernel.
@@ -283,11 +234,9 @@ class PreparedMatmul(PreparedCall):
         if num_warps is not None:
             options = {"num_warps": num_warps}
         fixed = {name: value for name, value in arguments.items() if name not in parameters}
-        launch = KernelLaunch(
-            kernel, blocks, fixed, tuple(parameters), early=self._ctx.early, **options
-        )
-        self._kernels.append(launch)
-        self._steps.append(NamedStep(launch, tuple(parameters.values())))
+        # Triton sees what an epilogue reads as tensors, because their dtypes are its own.
+        extra = [name for name in parameters.values() if name.startswith("extra.")]
+        self.add_kernel(kernel, blocks, fixed, parameters, record, extra, **options)
 
     def _operands(self, tensors: dict[str, torch.Tensor], source: str, out: str) -> Operands:
         """Return what a kernel multiplies. Tensors that a launch brings count by shape, dtype and
@@ -349,16 +298,11 @@ class PreparedMatmul(PreparedCall):
                     return None
         frame["x"] = aligned(frame["x"])
         frame["weight"] = aligned(frame["weight"])
-        for name, (shape, dtype) in self._temporaries.items():
-            frame[name] = torch.empty(shape, dtype=dtype, device=self._device)
+        self.make_temporaries(frame)
         result = frame["out"]
         if self._options.gathered:
             return (result, frame["gathered"]), (frame,)
         return result, (frame,)
-
-    def _launch(self, stream: int, tensors: dict[str, torch.Tensor]) -> None:
-        for step in self._steps:
-            step(stream, tensors)
 
 
 class _Multiply:
@@ -386,18 +330,3 @@ def _expand_scale(tensors: dict[str, torch.Tensor]) -> None:
 def _widen(tensors: dict[str, torch.Tensor]) -> None:
     """Copy rounded parts to fp32."""
     tensors["wide"].copy_(tensors["product"])
-
-
-def _joined(name: str, records: Sequence[CallRecord]) -> CallRecord | str:
-    """Return the record of a call that is made of others; its name if their epochs are of two
-    kinds."""
-    kinds = {record.even for record in records if record.epochs}
-    if len(kinds) > 1:
-        return name
-    epochs = sum(record.epochs for record in records)
-    lamport = sum(record.lamport for record in records)
-    return record_of(name, epochs=epochs, lamport=lamport, even=True in kinds)
-
-
-def _launch_nothing(stream: int, tensors: dict[str, torch.Tensor]) -> None:
-    """There are no rows."""

@@ -128,12 +128,12 @@ def run(timeout_s: float) -> str:
     import tdcoll
     from tdcoll import runtime
     from tdcoll.distributed import Options
-    from tdcoll.job import lifecycle
+    from tdcoll.job.settings import JobSettings
 
     torch.set_num_threads(1)
     _say(stage="values of variables")
     # a job of yours reads them, even if this one has its own deadline
-    lifecycle._JobOptions.read(None, None)
+    JobSettings.read(None, None)
     Options()
     _say(stage="tdcoll.initialize")
     tdcoll.initialize(timeout_s=timeout_s)

@@ -202,7 +202,7 @@ class Tuner:
         if self.names is not None:
             names = tuple(name for name in self.names if name in names)
         for name in names:
-            if not self._spec.algorithm(name).differs(self.topology):
+            if not self._spec.algorithm(name).distinct_on(self.topology):
                 continue
             for variation in [{}, *self._variations(name, nbytes)]:
                 candidate = Candidate(name, in_place, **variation)

@@ -13,7 +13,7 @@ import triton
 
 import tdcoll
 from tdcoll.calls.tuning import Section, Table
-from tdcoll.calls.tuning.given import architectures
+from tdcoll.calls.tuning.source import architectures
 from tdcoll.tools.measure.provenance import command_line
 from tdcoll.tools.measure.results import write_whole
 from tdcoll.tools.options import JobParser

@@ -92,7 +92,7 @@ def directory_of(
 
 @tdcoll.jit
 def clear(index, BLOCK: tl.constexpr):
-    kernels.wipe(tl.program_id(0), index, BLOCK)
+    kernels.clear(tl.program_id(0), index, BLOCK)
 
 
 @tdcoll.jit
@@ -103,7 +103,7 @@ def build_only(index, signature: tl.int64):
 def cleared_and_built(directory: Directory, packed: torch.Tensor) -> None:
     """Two launches, which are parts of the caller's in real calls."""
     index = directory.index(packed).whole
-    clear[(directory.wipers,)](index, op.CLEAR_BLOCK)
+    clear[(directory.clearers,)](index, op.CLEAR_BLOCK)
     build_only[(directory.builders,)](index, SIGNATURE)
 
 

@@ -161,7 +161,7 @@ def test_capacities_that_are_none(
     with pytest.raises(error, match=text):
         make(**wrong)
     assert tdcoll.heap_info() == before
-    assert not runtime.current().held
+    assert not runtime.current().kept_alive
 
 
 @on_ranks(N)
@@ -179,7 +179,7 @@ def test_capacities_are_compared_and_a_context_that_does_not_fit_takes_nothing(p
     with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
         make(max_row_bytes=before.total // 16)
     assert tdcoll.heap_info() == before
-    assert not runtime.current().held
+    assert not runtime.current().kept_alive
     with make() as ctx:
         reduce_and_compare(ctx)
 

@@ -220,7 +220,7 @@ def on_two_streams(loading: Loading, calls: Sequence[Call], **options: Any) -> N
 
         def stream(number: int) -> Callable[[], None]:
             def run() -> None:
-                with owner.through(owner.control.part(f"stream {number}")):
+                with owner.with_control_plane(owner.control.part(f"stream {number}")):
                     for call in calls:
                         world.pause(300 * (number ^ pe))
                         call(made[number], pe)

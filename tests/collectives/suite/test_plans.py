@@ -21,18 +21,12 @@ import tdcoll
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, lamport_bytes
 from tdcoll.calls import plan as plans
 from tdcoll.calls import spec as specs
+from tdcoll.calls import words as word_plans
 from tdcoll.calls.collective import spec_of
-from tdcoll.calls.plan import (
-    CHUNK_ALIGNMENT,
-    LL_MOST_WORDS,
-    MOST_EPOCHS,
-    TARGET_CHUNK_BYTES,
-    Facts,
-    Plan,
-    power,
-)
+from tdcoll.calls.plan import CHUNK_ALIGNMENT, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts, Plan
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import Entry, Section
+from tdcoll.calls.words import LL_MOST_WORDS, power
 from tdcoll.collectives.all_reduce.policy import part_bytes
 from tdcoll.runtime.topology import Topology
 
@@ -156,9 +150,9 @@ def test_plans_cover_the_data_and_can_be_launched(
 def test_auto_takes_what_can_be_had(nbytes: int, nodes: Nodes, facts: Any) -> None:
     for spec in SPECS:
         known = make_facts(nbytes, topology_of(nodes), **facts)
-        had = [how.name for how in spec.algorithms if how.supports(known) is None]
-        if had:
-            assert spec.choose(known).algorithm in had
+        supported = [how.name for how in spec.algorithms if how.supports(known) is None]
+        if supported:
+            assert spec.choose(known).algorithm in supported
         else:
             with pytest.raises(ValueError, match=f"^{spec.name} needs"):
                 spec.choose(known)
@@ -168,6 +162,7 @@ def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
     """But for the number of thread blocks, of which each rank has what its own node needs."""
     modules = [
         plans,
+        word_plans,
         specs,
         *(import_module(f"tdcoll.collectives.{spec.name}.policy") for spec in SPECS),
     ]
@@ -177,6 +172,7 @@ def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
         "tdcoll.calls.tuning",
         "tdcoll.calls",
         "tdcoll.calls.plan",
+        "tdcoll.calls.words",
         "tdcoll.runtime.topology",
     }
     for module in modules:

@@ -16,9 +16,10 @@ import tdcoll
 from tdcoll.base.limits import MAX_BLOCKS, MAX_CHUNKS, SHARED_WARPS, lamport_bytes
 from tdcoll.calls.call_launches import launches_of
 from tdcoll.calls.collective import spec_of
-from tdcoll.calls.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Plan
+from tdcoll.calls.plan import CHUNK_ALIGNMENT, TARGET_CHUNK_BYTES, Plan
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import Entry, Section
+from tdcoll.calls.words import LL_BLOCK
 from tdcoll.testing import World
 
 from .algorithm_cases import Nodes, topology_of
@@ -224,15 +225,15 @@ def test_copies_are_whole_and_not_for_several_nodes() -> None:
 
 
 def test_budgets_limit_what_the_backend_handles() -> None:
-    assert [REDUCE.handled_with(n, 2) for n in (64, 30, 29, 13, 12)] == [
+    assert [REDUCE.backend_limit(2, n) for n in (64, 30, 29, 13, 12)] == [
         16 * M,
         16 * M,
         4 * M,
         4 * M,
         M,
     ]
-    assert [GATHER.handled_with(n, 8) for n in (64, 12)] == [4 * M, M]
-    assert [spec.handled_with(64, 4) for spec in (REDUCE, SCATTER, ALL)] == [M, M, 4 * M]
+    assert [GATHER.backend_limit(8, n) for n in (64, 12)] == [4 * M, M]
+    assert [spec.backend_limit(4, 64) for spec in (REDUCE, SCATTER, ALL)] == [M, M, 4 * M]
 
 
 SIZES_OF_CHUNKS = [

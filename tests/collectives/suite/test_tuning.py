@@ -20,7 +20,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.calls.collective import spec_of
 from tdcoll.calls.plan import Plan
-from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table, given, shipped
+from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table, shipped, source
 from tdcoll.testing import World
 
 from .algorithm_cases import Nodes, topology_of
@@ -430,7 +430,7 @@ def test_a_rank_whose_table_cannot_be_read_tells_the_others(
             raise MemoryError("t.json: no")
         return Table(())
 
-    monkeypatch.setattr(given, "shipped", load)
+    monkeypatch.setattr(source, "shipped", load)
     assert refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8)) == [
         "RankMismatchError: CollectiveContext: rank 1 cannot make this call: t.json: no",
         "MemoryError: t.json: no",
@@ -460,7 +460,7 @@ def test_gpus_of_several_kinds_go_by_the_default(monkeypatch: pytest.MonkeyPatch
     table = table_of(Entry(2048, "1d", chunks=4))
     names = {0: ("an old GPU", SIMULATOR)}
     monkeypatch.setattr(
-        given, "architectures", lambda device: names.get(runtime.current().rank, (SIMULATOR,))
+        source, "architectures", lambda device: names.get(runtime.current().rank, (SIMULATOR,))
     )
     assert gathered(table) == [0] * 4
     names.clear()

@@ -144,7 +144,7 @@ GATHERS = (
     _mutant(
         "nobody looks who has given up",
         Gather(**FEW, copied=True, patient=False, looks=True),
-        dropped(GATHER, "stores.none_gave_up"),
+        dropped(GATHER, "stores.no_peer_expired"),
         n_pes=2,
         **EARLY,
     ),

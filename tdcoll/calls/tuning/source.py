@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuning table that a context is given, and the names of its GPU in tables."""
+"""The tuning table of a context, and the names of its GPU in tables."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def architectures(device: torch.device) -> tuple[str, ...]:
     return torch.cuda.get_device_name(device), f"sm_{major}{minor}"
 
 
-def read(given: Any) -> Table:
-    """Return a table, or that of a file; if ``given`` is None, that of ``TDCOLL_TUNING``, otherwise
+def read(tuning: Any) -> Table:
+    """Return a table, or that of a file; if ``tuning`` is None, that of ``TDCOLL_TUNING``, otherwise
     tdcoll's own."""
-    if isinstance(given, Table):
-        return given
+    if isinstance(tuning, Table):
+        return tuning
     name = "tuning"
-    if given is None:
+    if tuning is None:
         name = _VARIABLE
-        given = os.environ.get(_VARIABLE)
-        if not given:
+        tuning = os.environ.get(_VARIABLE)
+        if not tuning:
             return shipped()
     arguments.instance(
-        name, given, (str, os.PathLike), "a tuning table (Table), the path of its file, or None"
+        name, tuning, (str, os.PathLike), "a tuning table (Table), the path of its file, or None"
     )
     try:
-        return Table.load(given)
+        return Table.load(tuning)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
