@@ -240,7 +240,7 @@ def test_a_report_has_no_epoch_of_a_kernel_without_a_context(pe: int) -> None:
     signals, ok = words()
     monitor, asked = tdcoll.WaitMonitor(), object.__new__(watch._Watch)
     wait_once[(1,)](signals, monitor, ok, 0, 3 << 20, 1, 0, tdl.CMP_GE)
-    asked._job = monitor.job
+    asked.job = monitor.job
     what = f"a kernel has waited 30 s for rank 1, whose signal has to reach {3 << 20}"
     assert asked._report()["lines"][:2] == [what, "a wait has expired"]
 
