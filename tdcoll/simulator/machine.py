@@ -20,6 +20,7 @@ from tdcoll.simulator.bounds import Bounds, origin_of
 from tdcoll.simulator.memory import NULL_PAGE, Memory
 from tdcoll.simulator.network import Network
 from tdcoll.simulator.polling import PollingScheduler
+from tdcoll.simulator.races import Races
 from tdcoll.simulator.scheduler import Scheduler
 from tdcoll.simulator.tasks import GridLaunch, Task
 from tdcoll.simulator.trace import Trace, slice_of
@@ -53,6 +54,7 @@ class Machine:
 
     Attributes:
         network: weak delivery, or None.
+        races: what follows the order of accesses, or None.
         unseen: what other PEs do not see yet of a PE's stores to its own memory.
     """
 
@@ -75,6 +77,7 @@ class Machine:
         self.arrivals = arrivals
         self.check_overflow = check_overflow
         self.network: Network | None = None
+        self.races: Races | None = None
         self.bounds = Bounds(memory)
         self.unseen = Unseen()
         self.counts = [Counts() for _ in self.node_ids]
