@@ -23,7 +23,8 @@ nothing orders.
 - *Stores through descriptors* come before nothing until the block has called
   ``wait_descriptor_stores``, and then a barrier.
 - *Copies* by copy engines are events behind what their stream has done and before what it does next;
-  a stream's write of a word is a release and its wait an acquire, at system scope.
+  a stream's write of a word, or its copy of one, is a release and its wait an acquire, at system
+  scope.
 - *Barriers* of all PEs, and exchanges of the hosts.
 
 **What is looked at.** Loads, stores and atomics of kernels, transfers and copies, in symmetric
@@ -373,9 +374,10 @@ class Races:
         thread.event = 0
         self._sent[actor.task.pe].append((event, pe, own))
         place = kernel_place()
+        told = None if actor.task.is_program else Carried(actor.task.pe, known | own, known | own, {})
         writes, reads = (
             self._shadow.add(
-                Access(own, actor.task.name, f"{what} {way} it", place, message=True)
+                Access(own, actor.task.name, f"{what} {way} it", place, carried=told, message=True)
             )
             for way in ("to", "from")
         )
