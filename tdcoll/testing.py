@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll.simulator.machine import Counts
+from tdcoll.simulator.races import DataRace
 from tdcoll.simulator.scheduler import Blocked, Deadlock
 from tdcoll.simulator.trace import Trace
 from tdcoll.simulator.world import World
@@ -34,6 +35,7 @@ from tdcoll.simulator.world import World
 __all__ = [
     "Blocked",
     "Counts",
+    "DataRace",
     "Deadlock",
     "ExplorationFailed",
     "Failure",

@@ -103,6 +103,9 @@ class Thread:
             self.ordered[pe] = self.ordered.get(pe, 0) | clock
 
 
+NOTHING = Carried(0, 0, 0, NOTHING_LOST)
+
+
 class Actor(Thread):
     """A task: a host, a stream, or a block, whose threads may act for themselves.
 

@@ -41,6 +41,8 @@ class HostAccesses(TorchDispatchMode):
         task = self._scheduler.current
         if task is not None and not task.is_program:
             self._look(func, args, named)
+            if func is torch.ops.aten._local_scalar_dense.default:  # a GPU waits for the value
+                self._races.synchronize()
         return func(*args, **named)
 
     def _look(self, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:

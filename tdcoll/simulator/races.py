@@ -10,8 +10,11 @@ nothing orders.
   others behind the next one. Accesses of one block are no races of each other.
 - *Launches.* What the launching stream has done comes before each program, and all that the
   programs have done, but not their puts, before what the stream does next. Both are fences at system
-  scope. A host that queues comes before what it queues; :meth:`.Stream.join` and ``synchronize`` are
-  edges, as events are.
+  scope. A host comes before what it queues. What its *own stream* does (all launches, copies and
+  operators of PyTorch outside of :meth:`.World.stream`) comes before its later exchanges only if it
+  has waited for it, by ``tdcoll.barrier()``, ``free`` or by reading a value, although a launch in
+  the simulator ends before the host goes on. :meth:`.Stream.join` and ``synchronize`` are edges, as
+  events are.
 - *Release and acquire*, as PTX has them (Lustig, Sahasrabuddhe and Giroux, ASPLOS 2019). A release
   carries all that its thread knows, at GPU scope for tasks of its own PE only. A relaxed store carries
   what its thread knew at its last fence. A relaxed load makes known what it has seen only at the next
@@ -107,23 +110,32 @@ class Races:
         """Begin another run, which all earlier ones happen before."""
         self._events = Events()
         self._shadow = Shadow()
-        self._actors: dict[Task, Actor] = {}
-        self._sent: list[list[tuple[int, int, int]]] = [[] for _ in range(self._memory.n_pes)]
+        self._actors: dict[Task, Actor] = {}  # of programs and streams
+        n_pes = self._memory.n_pes
+        own_streams = (Task(-1, f"pe{pe} host", pe, lambda: None) for pe in range(n_pes))
+        self._own_streams = [Actor(stream, 0) for stream in own_streams]
+        self._hosts = [0] * n_pes
+        """What happens before the next exchange of each host."""
+        self._sent: list[list[tuple[int, int, int]]] = [[] for _ in range(n_pes)]
         self._meetings: dict[Hashable, int] = {}
 
     # ------------------------------------------------------------------ tasks
 
     @property
     def _actor(self) -> Actor:
+        """Return what acts now: a program, a stream, or for a host its own stream."""
         task = self._scheduler.current
         assert task is not None
-        return self._actor_of(task)
-
-    def _actor_of(self, task: Task) -> Actor:
         found = self._actors.get(task)
         if found is None:
-            found = self._actors[task] = Actor(task, 0)
+            found = self._own_streams[task.pe]
+            found.learn(found, self._hosts[task.pe])
         return found
+
+    def synchronize(self) -> None:
+        """The running host has waited for its own stream."""
+        stream = self._actor
+        self._hosts[stream.task.pe] |= stream.known
 
     def _now(self) -> tuple[Actor, Thread]:
         actor = self._actor
@@ -137,31 +149,38 @@ class Races:
         return Carried(actor.task.pe, actor.known, actor.known, dict(actor.lost))
 
     def start(self, task: Task, past: Carried) -> None:
-        """A task begins behind ``past``."""
+        """A program or a stream begins behind ``past``."""
         self._actors[task] = Actor(task, past.local, past.lost)
 
     def ended(self, tasks: Sequence[Task]) -> None:
         """The running task has waited for the end of these programs."""
         for task in tasks:
-            self.join(self._actor_of(task).end())
-            self._actors.pop(task, None)
+            actor = self._actors.pop(task, None)
+            if actor is not None:  # not killed before it began
+                self.join(actor.end())
 
     def join(self, past: Carried) -> None:
         """Let ``past`` happen before what the running task does next."""
         actor, thread = self._now()
         actor.acquire(thread, past)
 
-    def arrive(self, key: Hashable, *, stores: bool = True) -> None:
-        """Arrive at a meeting of several tasks."""
+    def arrive(self, key: Hashable) -> None:
+        """The running program or host arrives at a meeting of several."""
         actor, thread = self._now()
-        clock = actor.released(thread)
-        thread.event = 0
+        if actor.task.is_program:
+            clock = actor.released(thread)
+            thread.event = 0
+        else:
+            clock = self._hosts[actor.task.pe]
         self._meetings[key] = self._meetings.get(key, 0) | clock
 
     def depart(self, key: Hashable) -> None:
-        """Leave a meeting, at which all have arrived."""
+        """It leaves the meeting, at which all have arrived."""
         actor, thread = self._now()
-        actor.learn(thread, self._meetings[key])
+        if actor.task.is_program:
+            actor.learn(thread, self._meetings[key])
+        else:
+            self._hosts[actor.task.pe] |= self._meetings[key]
 
     # ------------------------------------------------------------------ order
 
@@ -461,15 +480,20 @@ def _remedies(before: Access, access: Access, written: bool, actor: Actor | None
         threads = [actor, *actor.lanes.values()]
         if any(event & thread.known for thread in threads):
             return [LANE]
-        if any(event & thread.pending for thread in threads):
-            return [NO_ACQUIRE]
         reasons = [reason for reason, clock in actor.lost.items() if event & clock]
         if reasons:
             return reasons[:1]
+        if any(event & thread.pending for thread in threads):
+            return [NO_ACQUIRE]
     if before.message and written:
         return [
             "a wait for the signal of that put (putmem_signal), or for one that a fence() puts behind it",
             "quiet() of its sender, and then a signal or a barrier",
+        ]
+    if access.message and before.who == access.who:
+        return [
+            "syncthreads() between what the block stores and the put that reads it",
+            "quiet() before the source of an nbi put is written again",
         ]
     if before.message:
         return ["quiet() before the source of an nbi put is written again"]

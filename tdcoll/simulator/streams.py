@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tdcoll.base.errors import TdcollError
+from tdcoll.simulator.clocks import NOTHING
 from tdcoll.simulator.machine import Machine, machine
 from tdcoll.simulator.polling import PollingScheduler
 from tdcoll.simulator.scheduler import Scheduler
@@ -51,7 +52,10 @@ class Stream:
         self._queued += 1
         self._queue.append(self._after_now(operation))
         if len(self._queue) == 1:
-            self._scheduler.spawn(f"pe{self._pe} {self._name}", self._pe, self._run)
+            task = self._scheduler.spawn(f"pe{self._pe} {self._name}", self._pe, self._run)
+            races = machine().races
+            if races is not None:
+                races.start(task, NOTHING)
 
     def _after_now(self, operation: Callable[[], Any]) -> Callable[[], Any]:
         """Return an operation that comes behind all that the host has done, for the races."""

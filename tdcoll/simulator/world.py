@@ -58,6 +58,8 @@ class _Control:
         values[self._pe] = encode(tag, value)
         races = world._machine.races
         if races is not None:
+            if tag == "barrier" or tag.startswith("free:"):  # which wait for the GPU first
+                races.synchronize()
             races.arrive(key)
         world.scheduler.notify(key)
 
