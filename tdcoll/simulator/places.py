@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -19,7 +20,7 @@ _FOLDERS = (
     Path(triton.__file__).parent,
     Path(torch.__file__).parent,
 )
-_INSIDE = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
+_INSIDE = (*(f"{folder}{os.sep}" for folder in _FOLDERS), contextlib.__file__)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ from tdcoll.simulator.scheduler import Scheduler
 from tdcoll.simulator.shadow import Access, Array, Conflict, Shadow, runs_of
 from tdcoll.simulator.tasks import Task
 
+PUT_TOO_EARLY = "syncthreads() between what the block stores and the put that reads it"
 _HEAP = 0
 """The address space of symmetric memory; ordinary memory of PE k is k + 1."""
 
@@ -440,9 +441,14 @@ class Races:
         actor, thread = self._now()
         actor.learn(thread, message.event)
 
-    def forget(self, begin: int, nbytes: int) -> None:
-        """Symmetric bytes have another owner."""
-        self._shadow.forget(_HEAP, begin, begin + nbytes)
+    def forget_symmetric(self, begin: int, end: int) -> None:
+        """Symmetric bytes ``[begin, end)`` are free."""
+        self._shadow.forget(_HEAP, begin, end)
+
+    def forget_ordinary(self, begin: int, end: int) -> None:
+        """Ordinary bytes ``[begin, end)`` belong to another tensor than before."""
+        for pe in range(self._memory.n_pes):
+            self._shadow.forget(pe + 1, begin, end)
 
     # ------------------------------------------------------------------ reports
 
@@ -477,6 +483,8 @@ def _remedies(before: Access, access: Access, written: bool, actor: Actor | None
     """Return what would order two accesses."""
     event = before.event
     if actor is not None:
+        if event & actor.own:
+            return [PUT_TOO_EARLY]
         threads = [actor, *actor.lanes.values()]
         if any(event & thread.known for thread in threads):
             return [LANE]
@@ -492,7 +500,7 @@ def _remedies(before: Access, access: Access, written: bool, actor: Actor | None
         ]
     if access.message and before.who == access.who:
         return [
-            "syncthreads() between what the block stores and the put that reads it",
+            PUT_TOO_EARLY,
             "quiet() before the source of an nbi put is written again",
         ]
     if before.message:

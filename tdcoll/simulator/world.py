@@ -123,11 +123,12 @@ class _View(MemoryView):
 
         self._world._in_order(write)
 
-    def label(self, offset: int, nbytes: int, *given: Any) -> None:
-        super().label(offset, nbytes, *given)
+    def unlabel(self, offset: int) -> None:
         races = self._world._machine.races
-        if races is not None:
-            races.forget(self.base + offset, nbytes)
+        freed = self._world.memory.allocations[self.pe].at(offset)
+        if races is not None and freed is not None:
+            races.forget_symmetric(self.base + freed.begin, self.base + freed.end)
+        super().unlabel(offset)
 
     def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
         carry_out = partial(copy, self._world._machine, dest, source, nbytes)
@@ -284,6 +285,7 @@ class World:
         )
         if races:
             self._machine.races = Races(self.memory, self.scheduler)
+            self._machine.bounds.forget = self._machine.races.forget_ordinary
         self._exchanges: dict[Any, dict[int, bytes]] = {}
         self._dead: set[int] = set()
         self._launches: list[list[GridLaunch]] = []
