@@ -17,11 +17,15 @@ from typing import Any
 
 from tdcoll.simulator.tasks import Task
 
-NO_BARRIER = "syncthreads() between these accesses of the block and the release by one of its threads"
+NO_BARRIER = (
+    "syncthreads() between these accesses of the block and the release by one of its threads"
+)
 NARROW = 'scope "sys" for both the release and the acquire: "gpu" orders nothing for another PE'
 NO_RELEASE = "a fence() (a quiet(), a release) between that access and the signal"
 NO_ACQUIRE = 'an acquire: the load that saw the signal is relaxed (ld_acquire(..., "sys"), a wait, or a fence)'
-DESCRIPTOR = "wait_descriptor_stores() and then syncthreads(): stores through descriptors are asynchronous"
+DESCRIPTOR = (
+    "wait_descriptor_stores() and then syncthreads(): stores through descriptors are asynchronous"
+)
 LANE = "syncthreads() behind the wait: only the thread that waited has the order"
 
 

@@ -17,8 +17,21 @@ from tdcoll.simulator.scheduler import Scheduler
 _address_of = torch._C.TensorBase.data_ptr
 """Not the one that :class:`.interpreter.Installed` puts in its place, which takes notes."""
 
-_OF_SHAPES_ONLY = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-_OF_SHAPES_ONLY += ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+_OF_SHAPES_ONLY = frozenset(
+    [
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty_strided",
+    ]
+)
 
 
 class HostAccesses(TorchDispatchMode):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,12 +85,16 @@ class PointerAccess:
         races = self._machine.races
         if races is not None:
             races.load(addresses[mask], nbytes, origin, relaxed=polls)
-        if not symmetric or self._machine.network is None:
+        if not symmetric:
             return nullcontext()
         touched = addresses[mask]
         pe = self._machine.program.pe
         begin = int(touched.min())
         end = int(touched.max()) + nbytes
+        if not polls and self._machine.memory.owns(begin):
+            self._machine.show_load(begin, end)
+        if self._machine.network is None:
+            return nullcontext()
         return self._machine.unseen.as_seen_by(pe, begin, end)
 
     def before_load(self, addresses: Array, mask: Array, *, polls: bool, symmetric: bool) -> None:
@@ -173,7 +176,13 @@ class PointerAccess:
             else:
                 for run in runs:
                     self._store(
-                        network, pe, int(addresses[run[0]]), values[run].tobytes(), unit, landed, kind
+                        network,
+                        pe,
+                        int(addresses[run[0]]),
+                        values[run].tobytes(),
+                        unit,
+                        landed,
+                        kind,
                     )
         here: Array = mask & (pes == program.pe)
         landed(addresses[here], unit)
@@ -235,6 +244,8 @@ class PointerAccess:
             network.flush_stores(program, (source, source + nbytes))
         if machine.races is not None:
             machine.races.load(np.array([source], np.uint64), nbytes, origin_of(source))
+        if machine.memory.owns(source):
+            machine.show_load(source, source + nbytes)
         with machine.unseen.as_seen_by(program.pe, source, source + nbytes):
             data = ctypes.string_at(source, nbytes)
         there = self._pe_of(dest)

@@ -46,9 +46,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from tdcoll.base.errors import TdcollError
 from tdcoll.simulator.bounds import Origin, Storage
@@ -82,7 +79,9 @@ class DataRace(TdcollError):
         self.bytes = bytes
         self.accesses = accesses
         self.remedies = tuple(remedies)
-        ordered = "\n  ".join(("would be ordered by " + remedies[0], *("or by " + r for r in remedies[1:])))
+        ordered = "\n  ".join(
+            ("would be ordered by " + remedies[0], *("or by " + r for r in remedies[1:]))
+        )
         super().__init__(
             f"data race on {bytes}: nothing orders\n  {accesses[0]}, and\n  {accesses[1]};\n  {ordered}"
         )
@@ -243,9 +242,7 @@ class Races:
 
     # ------------------------------------------------------------------ accesses of kernels
 
-    def load(
-        self, addresses: Array, nbytes: int, origin: Origin, *, relaxed: bool = False
-    ) -> None:
+    def load(self, addresses: Array, nbytes: int, origin: Origin, *, relaxed: bool = False) -> None:
         """The running program loads elements of ``nbytes`` bytes; ``relaxed`` if it looks for what
         others write."""
         actor, thread = self._now()
@@ -257,7 +254,9 @@ class Races:
         access = self._access(actor, thread, "loads it", origin)
         known = thread.known | actor.own
         for begin, end in runs_of(addresses, nbytes):
-            self._note(self._shadow.read(self._space(begin), begin, end, access, known), access, actor)
+            self._note(
+                self._shadow.read(self._space(begin), begin, end, access, known), access, actor
+            )
 
     @contextmanager
     def stores_in_order(self, order: str, *, system: bool) -> Iterator[None]:
@@ -332,7 +331,9 @@ class Races:
                 else:
                     actor.see(thread, before.carried)
         for begin, end in runs_of(addresses, nbytes):
-            self._note(self._shadow.write(self._space(begin), begin, end, access, known), access, actor)
+            self._note(
+                self._shadow.write(self._space(begin), begin, end, access, known), access, actor
+            )
         thread.event = 0
 
     def _access(
@@ -394,7 +395,9 @@ class Races:
         thread.event = 0
         self._sent[actor.task.pe].append((event, pe, own))
         place = kernel_place()
-        told = None if actor.task.is_program else Carried(actor.task.pe, known | own, known | own, {})
+        told = (
+            None if actor.task.is_program else Carried(actor.task.pe, known | own, known | own, {})
+        )
         writes, reads = (
             self._shadow.add(
                 Access(own, actor.task.name, f"{what} {way} it", place, carried=told, message=True)
@@ -430,11 +433,18 @@ class Races:
                     carried = before.carried.joined(carried)
         place = message.writes.place
         access = self._shadow.add(
-            Access(message.event, message.writes.who, "sets it as a signal", place, "", True, carried, True)
+            Access(
+                message.event,
+                message.writes.who,
+                "sets it as a signal",
+                place,
+                "",
+                True,
+                carried,
+                True,
+            )
         )
-        self._note(
-            self._shadow.write(space, address, address + 8, access, message.known), access
-        )
+        self._note(self._shadow.write(space, address, address + 8, access, message.known), access)
 
     def arrived(self, message: Message) -> None:
         """The running task knows that a message has arrived."""
@@ -469,9 +479,13 @@ class Races:
             bytes = f"pe{pe}.{self._memory.describe_range(begin, end - begin)}"
         else:
             name = access.name or before.name
-            bytes = f"{end - begin} bytes of `{name}`" if name else f"{end - begin} bytes at {begin:#x}"
+            bytes = (
+                f"{end - begin} bytes of `{name}`" if name else f"{end - begin} bytes at {begin:#x}"
+            )
         raise DataRace(
-            bytes, (_described(before), _described(access)), _remedies(before, access, written, actor)
+            bytes,
+            (_described(before), _described(access)),
+            _remedies(before, access, written, actor),
         )
 
 

@@ -98,7 +98,9 @@ class Shadow:
             found.update(dict.fromkeys(_distinct(writes)))
         return [self._accesses[number] for number in found if number]
 
-    def write(self, space: int, begin: int, end: int, access: Access, known: int) -> Conflict | None:
+    def write(
+        self, space: int, begin: int, end: int, access: Access, known: int
+    ) -> Conflict | None:
         """Note a write, before which ``known`` happens; return an access with which it is a race."""
         for at, writes, reads in self._parts(space, begin, end):
             for number in _distinct(writes):

@@ -206,8 +206,8 @@ def atomic(
     remote = machine.on(pe, address)
     update = partial(PointerAccess(machine).change_word, program.pe, remote, kind, change)
     if not fetches:
-        update = _announcing(machine, remote, pe, update)
-        _send(machine, pe, "signal", signal=update, is_flag=True)
+        announced = _announcing(machine, remote, pe, update)
+        _send(machine, pe, "signal", signal=announced, is_flag=True)
         machine.scheduler.turn()
         return None
     if network is not None:

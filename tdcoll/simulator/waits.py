@@ -231,8 +231,9 @@ def _wait(
 ) -> tuple[Array, Array]:
     """A thread polls ``nbytes`` bytes at each address until what it reads is ``true``.
 
-    Words that it ``takes`` are data themselves, and order nothing else. Threads look again when ``enough`` of them would be content. In reports stands ``condition``,
-    and in them and in the record the ``number`` that is made of what a thread sees.
+    Words that it ``takes`` are data themselves, and order nothing else. Threads look again when
+    ``enough`` of them would be content. In reports stands ``condition``, and in them and in the
+    record the ``number`` that is made of what a thread sees.
     """
     scheduler = machine.scheduler
     describe = machine.memory.describe

@@ -70,9 +70,7 @@ def ring(inbox, out, mine, arrived, monitor, WORLD: tl.constexpr, SLOTS: tl.cons
     for step in range(WORLD - 1):
         landing = inbox + step % SLOTS * 32
         signal = arrived + step
-        tdl.putmem_signal_block(
-            landing, source, 256, signal, 1, tdl.SIGNAL_SET, (rank + 1) % WORLD
-        )
+        tdl.putmem_signal_block(landing, source, 256, signal, 1, tdl.SIGNAL_SET, (rank + 1) % WORLD)
         tdl.wait_signal(signal, tdl.CMP_GE, 1, monitor, (rank + WORLD - 1) % WORLD, step)
         tl.store(out + step * 32 + index, tl.load(landing + index))
         tdl.syncthreads()

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import protocols
@@ -17,7 +19,7 @@ from test_negative_controls import CAUGHT, CLEAN
 
 import tdcoll
 from tdcoll.simulator import clocks
-from tdcoll.testing import DataRace, World
+from tdcoll.testing import DataRace, World, replay
 
 
 def race_in(wanted: Case, n_pes: int = 2, **options: Any) -> DataRace | None:
@@ -133,7 +135,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("made", "fault", "named", "remedy"), FAULTS, ids=lambda value: value if isinstance(value, str) else ""
+    ("made", "fault", "named", "remedy"),
+    FAULTS,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_fault_is_named_with_both_lines(
     made: Callable[[str], Case], fault: str, named: set[str], remedy: str
@@ -158,7 +162,10 @@ def test_a_broadcast_without_acknowledgement_is_a_race() -> None:
     race = race_in(broadcasts(ack=False), 4)
     assert race is not None
     assert re.fullmatch(r"pe[123]\.buffer\[\d+:\d+\]", race.bytes)
-    assert "tdl.putmem_signal_block(buffer, buffer, nbytes, arrived, call, tdl.SIGNAL_SET, peer)" in lines(race)
+    assert (
+        "tdl.putmem_signal_block(buffer, buffer, nbytes, arrived, call, tdl.SIGNAL_SET, peer)"
+        in lines(race)
+    )
     assert race_in(broadcasts(ack=True), 4) is None
 
 
@@ -168,6 +175,16 @@ def test_words_that_announce_themselves_need_a_second_slot() -> None:
     assert race.bytes.startswith("pe1.words")
     assert any("wait_flagged" in line for line in lines(race)), race
     assert race_in(announced("none")) is None
+
+
+def test_the_timeline_shows_who_loads_what(tmp_path: Path) -> None:
+    path = tmp_path / "loads.json"
+    replay(handed_over("none"), 0, n_pes=2, trace=path)
+    events = json.loads(path.read_text())["traceEvents"]
+    loads = [event for event in events if event["name"].startswith("load ")]
+    assert [event["name"] for event in loads] == ["load pe1.box[0:32]"]
+    assert loads[0]["pid"] == 1
+    assert re.fullmatch(r"\S*racing\.py:\d+", loads[0]["args"]["at"])
 
 
 @pytest.mark.parametrize("steps", CLEAN, ids=str)
