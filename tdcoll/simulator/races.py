@@ -38,7 +38,8 @@ announce themselves, are declared by the function that polls them (``wait_flagge
 the order of that. A plain store that a wait sees counts as a relaxed one.
 
 Accesses of hosts to symmetric memory by PyTorch's operators count as well (:mod:`.hosts`), but not
-those that leave PyTorch (``numpy()``, ``tolist()``).
+those that leave PyTorch (``numpy()``, ``tolist()``). When a wait has expired or a PE was killed, no
+more races are reported in that run.
 """
 
 from __future__ import annotations
@@ -118,6 +119,12 @@ class Races:
         """What happens before the next exchange of each host."""
         self._sent: list[list[tuple[int, int, int]]] = [[] for _ in range(n_pes)]
         self._meetings: dict[Hashable, int] = {}
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Report nothing more in this run: a wait has expired, or a PE has died, so that its results
+        are of no use and it has the order of nothing that it waited for."""
+        self._stopped = True
 
     # ------------------------------------------------------------------ tasks
 
@@ -471,7 +478,7 @@ class Races:
         return _HEAP if self._memory.owns(address) else message.carried.pe + 1
 
     def _note(self, conflict: Conflict | None, access: Access, actor: Actor | None = None) -> None:
-        if conflict is None:
+        if conflict is None or self._stopped:
             return
         begin, end, before, written = conflict
         if self._memory.owns(begin):
@@ -517,7 +524,7 @@ def _remedies(before: Access, access: Access, written: bool, actor: Actor | None
             PUT_TOO_EARLY,
             "quiet() before the source of an nbi put is written again",
         ]
-    if before.message:
+    if before.message and before.what.startswith("puts"):
         return ["quiet() before the source of an nbi put is written again"]
     if not written:
         return [

@@ -293,6 +293,8 @@ def _wait(
                 learn = machine.races.take if takes else machine.races.acquire
                 learn(addresses[left[content[left]]], nbytes)
             left = np.flatnonzero(~content)
+    if left.size and machine.races is not None:
+        machine.races.stop()
     if monitor is not None and left.size:
         peer, index = threads[left[0]]
         monitor.give_up(

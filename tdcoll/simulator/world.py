@@ -400,6 +400,8 @@ class World:
         self._doomed.pop(pe, None)
         self._dead.add(pe)
         self.scheduler.expire = True
+        if self._machine.races is not None:
+            self._machine.races.stop()
         if self._machine.network is not None:
             self._machine.network.drop(pe)
         self.scheduler.kill(pe)
