@@ -50,7 +50,7 @@ from dataclasses import dataclass
 
 from tdcoll.base.errors import TdcollError
 from tdcoll.simulator.bounds import Origin, Storage
-from tdcoll.simulator.clocks import LANE, NO_ACQUIRE, Actor, Carried, Events, Thread
+from tdcoll.simulator.clocks import DESCRIPTOR, LANE, NO_ACQUIRE, Actor, Carried, Events, Thread
 from tdcoll.simulator.memory import Memory
 from tdcoll.simulator.places import kernel_place
 from tdcoll.simulator.scheduler import Scheduler
@@ -58,6 +58,10 @@ from tdcoll.simulator.shadow import Access, Array, Conflict, Shadow, runs_of
 from tdcoll.simulator.tasks import Task
 
 PUT_TOO_EARLY = "syncthreads() between what the block stores and the put that reads it"
+GETS = "gets"
+_UNFENCED = -1
+"""In the place of a message's PE, if fences do not order it."""
+BY_DESCRIPTOR = "stores to it by a descriptor"
 _HEAP = 0
 """The address space of symmetric memory; ordinary memory of PE k is k + 1."""
 
@@ -105,11 +109,11 @@ class Races:
     def __init__(self, memory: Memory, scheduler: Scheduler) -> None:
         self._memory = memory
         self._scheduler = scheduler
+        self._events = Events()  # of all runs, because streams may outlive one
         self.begin()
 
     def begin(self) -> None:
         """Begin another run, which all earlier ones happen before."""
-        self._events = Events()
         self._shadow = Shadow()
         self._actors: dict[Task, Actor] = {}  # of programs and streams
         n_pes = self._memory.n_pes
@@ -288,9 +292,7 @@ class Races:
             actor.own |= event
             actor.asynchronous |= event
             who = actor.task.name
-            access = self._shadow.add(
-                Access(event, who, "stores to it by a descriptor", kernel_place())
-            )
+            access = self._shadow.add(Access(event, who, BY_DESCRIPTOR, kernel_place()))
             known |= event
         else:
             access = self._access(actor, thread, "stores to it", origin, order, system)
@@ -400,7 +402,9 @@ class Races:
         carried = Carried(carried.pe, carried.local, carried.system, lost)
         actor.sent |= own
         thread.event = 0
-        self._sent[actor.task.pe].append((event, pe, own))
+        if actor.task.is_program:
+            fenced = _UNFENCED if what == GETS else pe
+            self._sent[actor.task.pe].append((event, fenced, own))
         place = kernel_place()
         told = (
             None if actor.task.is_program else Carried(actor.task.pe, known | own, known | own, {})
@@ -514,6 +518,8 @@ def _remedies(before: Access, access: Access, written: bool, actor: Actor | None
             return reasons[:1]
         if any(event & thread.pending for thread in threads):
             return [NO_ACQUIRE]
+    if before.what == BY_DESCRIPTOR:
+        return [DESCRIPTOR]
     if before.message and written:
         return [
             "a wait for the signal of that put (putmem_signal), or for one that a fence() puts behind it",

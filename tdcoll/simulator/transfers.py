@@ -16,7 +16,7 @@ from tdcoll.simulator.memory import write_word
 from tdcoll.simulator.network import Transfer
 from tdcoll.simulator.places import kernel_place
 from tdcoll.simulator.pointers import PointerAccess, replace_word
-from tdcoll.simulator.races import RELAXED, Message
+from tdcoll.simulator.races import GETS, RELAXED, Message
 from tdcoll.spec import constants as c
 
 _SIGNAL_ADD = c.SIGNAL_ADD.value
@@ -133,7 +133,7 @@ def get(machine: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: 
         ctypes.memmove(to, data, length)
 
     races = machine.races
-    message = None if races is None else races.message("gets", pe)
+    message = None if races is None else races.message(GETS, pe)
     operation = _send(
         machine, pe, "get", dest, remote, nbytes, done=done, move=fetch, message=message
     )
