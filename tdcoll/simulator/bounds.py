@@ -142,7 +142,7 @@ class Bounds:
 
     @property
     def forget(self) -> Callable[[int, int], None] | None:
-        """What is called with first and last address of ordinary memory that has another tensor
+        """The function that gets begin and end of ordinary memory that has another tensor
         than before."""
         return self._storages.forget
 

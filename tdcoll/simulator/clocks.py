@@ -46,7 +46,7 @@ class Events:
 
 @dataclass(slots=True, frozen=True)
 class Carried:
-    """What a written word tells those who read it.
+    """The clocks that a written word gives to those who read it.
 
     Attributes:
         pe: of the writer.
@@ -82,7 +82,7 @@ class Carried:
 
 @dataclass(slots=True, eq=False)
 class Thread:
-    """What one thread of a block, or a block as a whole, has the order of.
+    """The order that one thread of a block, or a block as a whole, has.
 
     Attributes:
         known: clock of what happens before its next access, its own earlier ones included.

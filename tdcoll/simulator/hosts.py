@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hosts read and write in symmetric memory by PyTorch, for :mod:`.races`."""
+"""Accesses of hosts to symmetric memory by PyTorch, for :mod:`.races`."""
 
 from __future__ import annotations
 

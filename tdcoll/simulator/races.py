@@ -2,15 +2,15 @@
 """Data races, found in any schedule: two accesses to the same bytes, one of them a write, that
 nothing orders.
 
-**What happens before what.** The order is that of clocks (:mod:`.clocks`), and these are its edges:
+**Happens-before.** The order is that of clocks (:mod:`.clocks`), and these are its edges:
 
 - *Program order* of a task. The threads of a block have an order among each other only by a barrier:
   one that releases alone, or a put, carries what the block did before its last ``syncthreads`` (or
   wait, which ends with one), and what one thread has acquired in a branch on ``tid`` is known to the
   others behind the next one. Accesses of one block are no races of each other.
-- *Launches.* What the launching stream has done comes before each program, and all that the
+- *Launches.* The launching stream's past comes before each program, and all that the
   programs have done, but not their puts, before what the stream does next. Both are fences at system
-  scope. A host comes before what it queues. What its *own stream* does (all launches, copies and
+  scope. A host comes before what it queues. Its *own stream* (all launches, copies and
   operators of PyTorch outside of :meth:`.World.stream`) comes before its later exchanges only if it
   has waited for it, by ``tdcoll.barrier()``, ``free`` or by reading a value, although a launch in
   the simulator ends before the host goes on. :meth:`.Stream.join` and ``synchronize`` are edges, as
@@ -30,7 +30,7 @@ nothing orders.
   scope.
 - *Barriers* of all PEs, and exchanges of the hosts.
 
-**What is looked at.** Loads, stores and atomics of kernels, transfers and copies, in symmetric
+**Accesses.** Loads, stores and atomics of kernels, transfers and copies, in symmetric
 memory and in ordinary memory. Signals, stores with an order and atomics are *strong*: two of them
 are never a race, but one of them and an access to data are. Words that carry their own flag, or
 announce themselves, are declared by the function that polls them (``wait_flagged``,
@@ -120,7 +120,7 @@ class Races:
         own_streams = (Task(-1, f"pe{pe} host", pe, lambda: None) for pe in range(n_pes))
         self._own_streams = [Actor(stream, 0) for stream in own_streams]
         self._hosts = [0] * n_pes
-        """What happens before the next exchange of each host."""
+        """Clocks that happen before the next exchange of each host."""
         self._sent: list[list[tuple[int, int, int]]] = [[] for _ in range(n_pes)]
         self._meetings: dict[Hashable, int] = {}
         self._stopped = False

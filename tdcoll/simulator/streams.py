@@ -45,7 +45,7 @@ class Stream:
         self._queue: deque[Callable[[], Any]] = deque()
         self._queued = self._done = 0
         self._pasts: list[Any] = [None]
-        """What happens before all that waits for so many operations (:mod:`.races`)."""
+        """Clocks that happen before all that waits for so many operations (:mod:`.races`)."""
 
     def queue(self, operation: Callable[[], Any]) -> None:
         """Carry out ``operation`` after all operations queued before. Returns at once."""
