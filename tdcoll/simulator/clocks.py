@@ -169,7 +169,7 @@ class Actor(Thread):
             self.barred |= clock
 
     def barrier(self) -> None:
-        """All threads have the order of what each has."""
+        """All threads get the order of each, because a barrier releases and acquires for all."""
         for lane in self.lanes.values():
             self.known |= lane.known
             self.pending |= lane.pending
@@ -186,7 +186,7 @@ class Actor(Thread):
         thread.event = 0
 
     def release(self, thread: Thread, *, system: bool) -> Carried:
-        """Return what a release carries."""
+        """Return what a release carries, for other PEs only if it is at ``system`` scope."""
         clock = self.released(thread)
         everything = self.known | self.own
         lost = {NO_BARRIER: everything & ~clock}
@@ -196,7 +196,8 @@ class Actor(Thread):
         return Carried(self.task.pe, clock, clock if system else thread.fenced, lost)
 
     def relaxed(self, thread: Thread) -> Carried:
-        """Return what a relaxed store carries: the last fence."""
+        """Return what a relaxed store carries: the last fence, because the store itself orders
+        nothing."""
         lost = {NO_RELEASE: (self.known | self.own) & ~thread.fenced}
         return Carried(self.task.pe, thread.fenced, thread.fenced, lost)
 
@@ -209,7 +210,7 @@ class Actor(Thread):
             self.lost[NARROW] = self.lost.get(NARROW, 0) | carried.system & ~clock
 
     def see(self, thread: Thread, carried: Carried) -> None:
-        """A relaxed load has read a word that carries this."""
+        """A relaxed load has read a word that carries this, known only when a fence follows."""
         thread.pending |= carried.seen_from(self.task.pe, system=True)
         self._lose(carried)
 

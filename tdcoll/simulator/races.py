@@ -113,7 +113,7 @@ class Races:
         self.begin()
 
     def begin(self) -> None:
-        """Begin another run, which all earlier ones happen before."""
+        """Begin another run, when all earlier ones are over."""
         self._shadow = Shadow()
         self._actors: dict[Task, Actor] = {}  # of programs and streams
         n_pes = self._memory.n_pes
@@ -144,7 +144,7 @@ class Races:
         return found
 
     def synchronize(self) -> None:
-        """The running host has waited for its own stream."""
+        """Called when the running host has waited for its own stream."""
         stream = self._actor
         self._hosts[stream.task.pe] |= stream.known
 
@@ -164,7 +164,7 @@ class Races:
         self._actors[task] = Actor(task, past.local, past.lost)
 
     def ended(self, tasks: Sequence[Task]) -> None:
-        """The running task has waited for the end of these programs."""
+        """Called when the running task has waited for the end of these programs."""
         for task in tasks:
             actor = self._actors.pop(task, None)
             if actor is not None:  # not killed before it began
@@ -186,7 +186,7 @@ class Races:
         self._meetings[key] = self._meetings.get(key, 0) | clock
 
     def depart(self, key: Hashable) -> None:
-        """It leaves the meeting, at which all have arrived."""
+        """It leaves the meeting when all have arrived."""
         actor, thread = self._now()
         if actor.task.is_program:
             actor.learn(thread, self._meetings[key])
@@ -196,7 +196,7 @@ class Races:
     # ------------------------------------------------------------------ order
 
     def barrier(self) -> None:
-        """A barrier of the block's threads."""
+        """Called when the block's threads have met in a barrier."""
         actor, thread = self._now()
         if thread is actor:
             actor.barrier()
@@ -211,7 +211,7 @@ class Races:
         actor.fence(thread)
 
     def quiet(self) -> None:
-        """All earlier messages of the PE have arrived."""
+        """Called when all earlier messages of the PE have arrived."""
         actor, thread = self._now()
         known = actor.known | actor.own if thread is actor else thread.known
         for event, _, message in self._sent[actor.task.pe]:
@@ -220,7 +220,7 @@ class Races:
         actor.fence(thread)
 
     def complete_descriptor_stores(self) -> None:
-        """The running program's stores by descriptors have been made, by its threads."""
+        """Called when the running program's stores by descriptors are complete."""
         actor, thread = self._now()
         thread.known |= actor.asynchronous
         actor.asynchronous = 0
@@ -233,7 +233,7 @@ class Races:
                 actor.acquire(thread, before.carried, system=system)
 
     def take(self, addresses: Array, nbytes: int) -> None:
-        """Words that announce themselves have been seen by a poll, and are taken."""
+        """Called when a poll has seen words that announce themselves, and takes them."""
         actor, thread = self._now()
         for before in self._written(addresses, nbytes):
             actor.learn(thread, before.event)
@@ -435,7 +435,7 @@ class Races:
         )
 
     def signalled(self, message: Message, address: int, *, adds: bool) -> None:
-        """The signal of a message arrives."""
+        """Called when the signal of a message arrives."""
         carried = message.carried
         space = self._of_message(message, address)
         if adds:
@@ -458,16 +458,16 @@ class Races:
         self._note(self._shadow.write(space, address, address + 8, access, message.known), access)
 
     def arrived(self, message: Message) -> None:
-        """The running task knows that a message has arrived."""
+        """Called when the running task knows that a message has arrived."""
         actor, thread = self._now()
         actor.learn(thread, message.event)
 
     def forget_symmetric(self, begin: int, end: int) -> None:
-        """Symmetric bytes ``[begin, end)`` are free."""
+        """Called when symmetric bytes ``[begin, end)`` are freed."""
         self._shadow.forget(_HEAP, begin, end)
 
     def forget_ordinary(self, begin: int, end: int) -> None:
-        """Ordinary bytes ``[begin, end)`` belong to another tensor than before."""
+        """Called when ordinary bytes ``[begin, end)`` belong to another tensor than before."""
         for pe in range(self._memory.n_pes):
             self._shadow.forget(pe + 1, begin, end)
 
