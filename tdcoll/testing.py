@@ -15,6 +15,9 @@ exactly that again, with a timeline if requested::
     explore(case, n_pes=4, seeds=200)
     replay(case, 17, n_pes=4, trace="seed17.json")
 
+With ``races=True`` a run also fails, with a :class:`DataRace`, if nothing orders two accesses to the
+same bytes, even if the bytes were right.
+
 Set ``TRITON_INTERPRET=1`` before triton is first imported. ``docs/simulator.md`` describes the
 model.
 """
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll.simulator.machine import Counts
+from tdcoll.simulator.race_report import DataRace
 from tdcoll.simulator.scheduler import Blocked, Deadlock
 from tdcoll.simulator.trace import Trace
 from tdcoll.simulator.world import World
@@ -34,6 +38,7 @@ from tdcoll.simulator.world import World
 __all__ = [
     "Blocked",
     "Counts",
+    "DataRace",
     "Deadlock",
     "ExplorationFailed",
     "Failure",

@@ -161,15 +161,17 @@ if INTERPRETED:  # by functions of Triton alone, because index matching needs no
 
     @jit
     def signal_done(word):
+        tl.debug_barrier()
         tl.atomic_add(word, 1, sem="release", scope="gpu")
 
     @jit
     def wait_until_done(word, programs):
-        while tl.load(word, volatile=True) < programs:
+        while tl.atomic_add(word, 0, sem="acquire", scope="gpu") < programs:
             pass
 
     @jit
     def leaves_last(word, programs):
+        tl.debug_barrier()
         return tl.atomic_add(word, 1, sem="acq_rel", scope="gpu") == programs - 1
 
 else:

@@ -8,6 +8,8 @@ From the bottom up:
 - :mod:`.scheduler` runs tasks (hosts and programs) one at a time, and finds deadlocks;
 - :mod:`.memory` is the symmetric heap of all PEs; :mod:`.network` delivers messages late and out of
   order;
+- :mod:`.races` follows which access comes before which, with :mod:`.clocks`, :mod:`.shadow` and
+  :mod:`.hosts`, if that is wanted;
 - :mod:`.machine` is all of these together; :mod:`.trace` records a timeline of it;
 - :mod:`.transfers`, :mod:`.pointers` and :mod:`.waits` are the operations of programs on it;
 - :mod:`.interpreter` hooks it into Triton's interpreter: :mod:`.launcher` for launches,

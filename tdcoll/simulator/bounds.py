@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import threading
 from bisect import bisect_right, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,11 +71,14 @@ class _Storages:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, StorageWeakRef]] = {}  # begin -> end, and whether it lives
         self._begins: list[int] = []  # sorted
+        self.forget: Callable[[int, int], None] | None = None
+        """Called with the bytes of a storage that was not known."""
         self._most = 1024  # entries before those of dead storages go
         self._lock = threading.RLock()  # threads of the host ask tensors for their addresses
 
-    def remember(self, tensor: torch.Tensor) -> None:
-        """Take note that the running program knows an address of ``tensor``."""
+    def remember(self, tensor: torch.Tensor, *, again: bool = False) -> None:
+        """Take note that the running program knows an address of ``tensor``; ``again`` if it may
+        have been known before."""
         try:
             storage = tensor.untyped_storage()
             begin = storage.data_ptr()
@@ -89,6 +93,8 @@ class _Storages:
                 elif known[0] == begin + nbytes and not known[1].expired():
                     return
                 self._seen[begin] = begin + nbytes, StorageWeakRef(storage)
+                if self.forget is not None and not again:
+                    self.forget(begin, begin + nbytes)
                 if len(self._begins) > self._most:  # the dead are forgotten
                     self._seen = {
                         begin: entry
@@ -124,7 +130,7 @@ class _Storages:
         self._begins.clear()
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor):
-                self.remember(thing)
+                self.remember(thing, again=True)
 
 
 class Bounds:
@@ -133,6 +139,16 @@ class Bounds:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._storages = _Storages()
+
+    @property
+    def forget(self) -> Callable[[int, int], None] | None:
+        """The function that gets begin and end of ordinary memory that has another tensor
+        than before."""
+        return self._storages.forget
+
+    @forget.setter
+    def forget(self, called: Callable[[int, int], None]) -> None:
+        self._storages.forget = called
 
     def of_tensor(self, tensor: torch.Tensor, name: str) -> Origin:
         """Return the origin of a kernel's argument ``name``."""

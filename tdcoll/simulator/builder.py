@@ -11,8 +11,8 @@ done here (:mod:`.floats`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,19 @@ from tdcoll.simulator.floats import (
 from tdcoll.simulator.machine import machine
 from tdcoll.simulator.memory import NULL_PAGE
 from tdcoll.simulator.pointers import pointers, replace_word, store_now
+from tdcoll.simulator.races import ACQUIRE, BOTH, RELAXED, RELEASE
 from tdcoll.simulator.shortcuts import block_type
 
 StockBuilder = type(triton_interpreter.interpreter_builder)
 _SEMANTIC = triton_interpreter._ir.MEM_SEMANTIC
 _SYSTEM = triton_interpreter._ir.MEM_SYNC_SCOPE.SYSTEM
 _RELEASES = (_SEMANTIC.RELEASE, _SEMANTIC.ACQUIRE_RELEASE)
+_ORDERS = {
+    _SEMANTIC.RELAXED: RELAXED,
+    _SEMANTIC.ACQUIRE: ACQUIRE,
+    _SEMANTIC.RELEASE: RELEASE,
+    _SEMANTIC.ACQUIRE_RELEASE: BOTH,
+}
 _BITS = "HB"
 """Codes of the numpy types that hold the bits of bf16 and fp8."""
 _MOVING = "addptr ashr bitcast broadcast expand_dims gather idiv int_to_ptr ptr_to_int reshape trans unsplat"
@@ -103,14 +110,27 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
     # triton >= 3.9
     def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> None:
         self._release(sem, scope)
-        super().create_atomic_store(ptr, val, mask, sem, scope)
+        with pointers().in_order(_ORDERS[sem], system=scope == _SYSTEM):
+            super().create_atomic_store(ptr, val, mask, sem, scope)
 
-    def _atomic(self, ptr: Any, wanted: Any, sem: Any, scope: Any) -> AbstractContextManager[None]:
+    def create_barrier(self) -> None:
+        races = machine().races
+        if races is not None:
+            races.barrier()
+
+    @contextmanager
+    def _atomic(self, ptr: Any, wanted: Any, sem: Any, scope: Any) -> Iterator[None]:
         addresses = _flat(ptr)
         nbytes = _itemsize(ptr)
         symmetric = pointers().check(addresses, wanted, nbytes, ptr.origin, "store to")
         self._release(sem, scope)
-        return pointers().atomic(addresses, wanted, nbytes, symmetric=symmetric)
+        with pointers().atomic(addresses, wanted, nbytes, symmetric=symmetric):
+            yield
+        races = machine().races
+        if races is not None:
+            races.change(
+                addresses[wanted], nbytes, ptr.origin, _ORDERS[sem], system=scope == _SYSTEM
+            )
 
     def _release(self, sem: Any, scope: Any) -> None:
         if sem in _RELEASES:
@@ -240,11 +260,12 @@ def _store(ptrs: Any, value: Any, mask: Any, kind: str) -> None:
     shape, access = ptrs.data.shape, pointers()
     addresses, wanted = _flat(ptrs), _flat_mask(mask, shape)
     values = np.ascontiguousarray(np.broadcast_to(value.data, shape)).reshape(-1)
-    if access.check(addresses, wanted, _itemsize(ptrs), ptrs.origin, "store to"):
-        store_now(addresses, values, access.store_weakly(addresses, values, wanted, kind))
+    symmetric = access.check(addresses, wanted, _itemsize(ptrs), ptrs.origin, "store to")
+    here = access.store_weakly(addresses, values, wanted, kind, ptrs.origin)
+    store_now(addresses, values, here)
+    if symmetric:
         access.stored(addresses, wanted)
     else:
-        store_now(addresses, values, wanted)
         machine().scheduler.progress += 1
 
 

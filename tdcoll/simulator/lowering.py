@@ -255,6 +255,8 @@ def syncthreads(running):
         raise ValueError(
             "syncthreads() inside a branch on tid(): threads that do not take it would wait for ever"
         )
+    if running.races is not None:
+        running.races.barrier()
 
 
 # ---------------------------------------------------------------------- loads and stores with an order
@@ -265,7 +267,12 @@ def ld(running, ptr, scope, semantic):
     choice("scope", scope, ("gpu", "sys"))
     choice("semantic", semantic, ("relaxed", "acquire"))
     integer_pointee("ld", ptr)
-    return tl.load(ptr, volatile=True, _semantic=triton_interpreter.interpreter_semantic)
+    value = tl.load(ptr, volatile=True, _semantic=triton_interpreter.interpreter_semantic)
+    if running.races is not None and getattr(semantic, "value", semantic) == "acquire":
+        addresses = ptr.handle.data.reshape(-1)
+        system = getattr(scope, "value", scope) == "sys"
+        running.races.acquire(addresses, value.dtype.primitive_bitwidth // 8, system=system)
+    return value
 
 
 @blocks
@@ -280,7 +287,8 @@ def st(running, ptr, val, scope, semantic):
     integer_pointee("st", ptr)
     if release:
         transfers.release(running, system=system)
-    tl.store(ptr, val, _semantic=triton_interpreter.interpreter_semantic)
+    with pointers().in_order("release" if release else "relaxed", system=system):
+        tl.store(ptr, val, _semantic=triton_interpreter.interpreter_semantic)
 
 
 @blocks

@@ -105,9 +105,14 @@ def grid_barrier(running, counter, monitor):
     kind = np.dtype(np.int64)
     pointers().check_bytes(counter, 8, origin_of(counter), "store to")
     x, y, z = running.program.grid_dim
+    if running.races is not None:
+        running.races.barrier()
     share = (1 << 32) - (x * y * z - 1) if running.program.grid_idx == (0, 0, 0) else 1
     transfers.release(running, system=False)
     before = pointers().change_word(running.program.pe, counter, kind, lambda old: old + share)
+    if running.races is not None:
+        places = np.array([counter], np.uint64)
+        running.races.change(places, 8, origin_of(counter), "acq_rel", system=False)
     thread = (c.OWN_GRID.value, -1)
     wanted = ((int(before) >> 32) + 1) << 32
     _, came = waits.word(

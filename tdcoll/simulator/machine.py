@@ -19,7 +19,9 @@ from tdcoll.base.errors import NotInitializedError, TdcollError
 from tdcoll.simulator.bounds import Bounds, origin_of
 from tdcoll.simulator.memory import NULL_PAGE, Memory
 from tdcoll.simulator.network import Network
+from tdcoll.simulator.places import kernel_place
 from tdcoll.simulator.polling import PollingScheduler
+from tdcoll.simulator.races import Races
 from tdcoll.simulator.scheduler import Scheduler
 from tdcoll.simulator.tasks import GridLaunch, Task
 from tdcoll.simulator.trace import Trace, slice_of
@@ -53,6 +55,7 @@ class Machine:
 
     Attributes:
         network: weak delivery, or None.
+        races: what follows the order of accesses, or None.
         unseen: what other PEs do not see yet of a PE's stores to its own memory.
     """
 
@@ -75,6 +78,7 @@ class Machine:
         self.arrivals = arrivals
         self.check_overflow = check_overflow
         self.network: Network | None = None
+        self.races: Races | None = None
         self.bounds = Bounds(memory)
         self.unseen = Unseen()
         self.counts = [Counts() for _ in self.node_ids]
@@ -172,6 +176,16 @@ class Machine:
         """A slice of the running program's row of the timeline, if there is one."""
         program = self.program
         return slice_of(self.trace, program.pe, program.track, name)
+
+    def show_load(self, begin: int, end: int) -> None:
+        """Put a load of the running program from symmetric bytes ``[begin, end)`` on the timeline,
+        if there is one."""
+        if self.trace is not None:
+            memory = self.memory
+            program = self.program
+            whose = f"pe{memory.pe_of(begin)}.{memory.describe_range(begin, end - begin)}"
+            place = kernel_place().note().strip(" ()")
+            self.trace.load(program.pe, program.track, f"load {whose}", {"at": place})
 
     def span(
         self, what: str, pe: int, nbytes: int, to: int, source: int = 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -10,14 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (
     *(_PACKAGE / name for name in ("runtime", "simulator", "language", "spec")),
     Path(triton.__file__).parent,
+    Path(torch.__file__).parent,
 )
-_INSIDE = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
+_INSIDE = (*(f"{folder}{os.sep}" for folder in _FOLDERS), contextlib.__file__)
 
 
 @dataclass(frozen=True)

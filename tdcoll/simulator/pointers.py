@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,8 @@ from tdcoll.simulator.network import STORES, Network
 from tdcoll.simulator.places import kernel_place
 
 Array = np.ndarray[Any, Any]
+
+Landed = Callable[[Array, int], None]
 
 _QUIET_LOADS = 64
 """Loads of ordinary memory in a row, until one is a schedule point."""
@@ -81,12 +82,19 @@ class PointerAccess:
         :meth:`before_load`."""
         symmetric = self.check(addresses, mask, nbytes, origin, "load from")
         self.before_load(addresses, mask, polls=polls, symmetric=symmetric)
-        if not symmetric or self._machine.network is None:
+        races = self._machine.races
+        if races is not None:
+            races.load(addresses[mask], nbytes, origin, relaxed=polls)
+        if not symmetric:
             return nullcontext()
         touched = addresses[mask]
         pe = self._machine.program.pe
         begin = int(touched.min())
         end = int(touched.max()) + nbytes
+        if not polls and self._machine.memory.owns(begin):
+            self._machine.show_load(begin, end)
+        if self._machine.network is None:
+            return nullcontext()
         return self._machine.unseen.as_seen_by(pe, begin, end)
 
     def before_load(self, addresses: Array, mask: Array, *, polls: bool, symmetric: bool) -> None:
@@ -135,16 +143,23 @@ class PointerAccess:
         scheduler.turn()
 
     def store_weakly(
-        self, addresses: Array, values: Array, mask: Array, kind: str = "store"
+        self,
+        addresses: Array,
+        values: Array,
+        mask: Array,
+        kind: str = "store",
+        origin: Origin = None,
     ) -> Array:
         """Send the elements on other PEs through the network; return the mask of those that the
         caller has to store.
 
-        ``kind``: ``"store"`` or ``"descriptor store"``.
+        ``kind``: ``"store"`` or ``"descriptor store"``. ``origin``: of the pointers.
         """
         inside = self._symmetric(addresses, mask)
         network = self._machine.network
+        landed = self._landed(origin, by_descriptor=kind == "descriptor store")
         if inside is None or network is None:
+            landed(addresses[mask], values.itemsize)
             return mask
         program = self._machine.program
         unit = values.itemsize
@@ -161,9 +176,28 @@ class PointerAccess:
             else:
                 for run in runs:
                     self._store(
-                        network, pe, int(addresses[run[0]]), values[run].tobytes(), unit, kind
+                        network,
+                        pe,
+                        int(addresses[run[0]]),
+                        values[run].tobytes(),
+                        unit,
+                        landed,
+                        kind,
                     )
-        return mask & (pes == program.pe)
+        here: Array = mask & (pes == program.pe)
+        landed(addresses[here], unit)
+        return here
+
+    def in_order(self, order: str, *, system: bool) -> AbstractContextManager[None]:
+        """Let the program's stores inside have this order, for :mod:`.races`."""
+        races = self._machine.races
+        return nullcontext() if races is None else races.stores_in_order(order, system=system)
+
+    def _landed(self, origin: Origin, *, by_descriptor: bool = False) -> Landed:
+        """Return what is called with addresses and size of the elements of a store that have
+        landed."""
+        races = self._machine.races
+        return _nothing if races is None else races.storing(origin, by_descriptor=by_descriptor)
 
     def store_words(self, addresses: Array, words: Array, mask: Array, *, whole: bool) -> None:
         """Store 128-bit words, ``[n, 4]`` uint32: ``whole``, or in parts that arrive one by one. A
@@ -172,12 +206,17 @@ class PointerAccess:
         Other processes see a whole word's upper half after its lower one, or with it (because x86
         orders stores).
         """
+        races = self._machine.races
+        if races is not None:
+            races.apart()
         if not whole:
             places = (addresses[:, None] + np.arange(0, 16, 4, dtype=np.uint64)).reshape(-1)
             wanted = np.repeat(mask, 4)
             values = words.reshape(-1)
             _interpreter.store(places, values, self.store_weakly(places, values, wanted))
             self.stored(places, wanted)
+            if races is not None:
+                races.apart()
             return
         here = np.flatnonzero(self.store_weakly(addresses, words.view("V16").reshape(-1), mask))
         halves = words.view(np.uint64)[here]
@@ -186,6 +225,8 @@ class PointerAccess:
             places = addresses[here] + np.uint64(8 * half)
             _interpreter.store(places, np.ascontiguousarray(halves[:, half]), present)
         self.stored(addresses, mask)
+        if races is not None:
+            races.apart()
 
     def copy(self, dest: int, source: int, nbytes: int) -> None:
         """Copy bytes by loads and stores."""
@@ -201,12 +242,18 @@ class PointerAccess:
         machine.scheduler.turn()
         if network is not None and self._pe_of(source) not in (None, program.pe):
             network.flush_stores(program, (source, source + nbytes))
+        if machine.races is not None:
+            machine.races.load(np.array([source], np.uint64), nbytes, origin_of(source))
+        if machine.memory.owns(source):
+            machine.show_load(source, source + nbytes)
         with machine.unseen.as_seen_by(program.pe, source, source + nbytes):
             data = ctypes.string_at(source, nbytes)
         there = self._pe_of(dest)
+        landed = self._landed(origin_of(dest))
         if network is not None and there not in (None, program.pe):
-            self._store(network, there, dest, data, 1)
+            self._store(network, there, dest, data, 1, landed)
         else:
+            landed(np.array([dest], np.uint64), nbytes)
             if network is not None and there is not None:
                 self._store_here(network, [(dest, nbytes)], 1)
             ctypes.memmove(dest, data, nbytes)
@@ -214,7 +261,14 @@ class PointerAccess:
         machine.scheduler.turn()
 
     def _store(
-        self, network: Network, pe: int, dest: int, data: bytes, unit: int, kind: str = "store"
+        self,
+        network: Network,
+        pe: int,
+        dest: int,
+        data: bytes,
+        unit: int,
+        landed: Landed,
+        kind: str = "store",
     ) -> None:
         machine = self._machine
         program = self._machine.program
@@ -222,7 +276,11 @@ class PointerAccess:
         counts.stores += 1
         counts.store_bytes += len(data)
         pieces = network.cut(dest, data, len(data), unit)
-        move = partial(machine.unseen.write_from, program.pe)
+
+        def move(to: int, piece: bytes, length: int) -> None:
+            landed(np.array([to], np.uint64), length)
+            machine.unseen.write_from(program.pe, to, piece, length)
+
         done = machine.span("store", pe, len(data), dest)
         is_flag = kind == "store" and len(data) <= max(8, unit)
         network.issue(program, pe, kind, pieces, done=done, move=move, is_flag=is_flag)
@@ -310,6 +368,10 @@ class PointerAccess:
         memory = self._machine.memory
         inside = mask & ((addresses - np.uint64(memory.base)) < np.uint64(memory.total))
         return inside if inside.any() else None
+
+
+def _nothing(addresses: Array, nbytes: int) -> None:
+    pass
 
 
 def pointers() -> PointerAccess:

@@ -24,7 +24,7 @@ from tdcoll.base.errors import TdcollError
 from tdcoll.simulator.network import Network
 from tdcoll.simulator.places import place_of
 from tdcoll.simulator.policy import Policy
-from tdcoll.simulator.tasks import Task, TaskKilled, Wait, count_poll, make_switch
+from tdcoll.simulator.tasks import Greenlets, Task, TaskKilled, Wait, count_poll, make_switch
 
 SUSPECT_POLLS = 3
 """So many fruitless polls in a row make a task a suspected spinner: messages go first."""
@@ -107,6 +107,11 @@ class Scheduler:
         self._live: dict[Task, None] = {}
         self._waiters: dict[Hashable, list[Task]] = {}
         self._switch = make_switch(backend)
+
+    @property
+    def switches_in_one_thread(self) -> bool:
+        """Whether all tasks share one thread of the system."""
+        return isinstance(self._switch, Greenlets)
 
     def renew(self, network: Network | None) -> None:
         """Begin another run, for tasks of the calling thread, with ``network`` for their

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tdcoll.base.errors import TdcollError
-from tdcoll.simulator.machine import Machine
+from tdcoll.simulator.clocks import NOTHING
+from tdcoll.simulator.machine import Machine, machine
 from tdcoll.simulator.polling import PollingScheduler
 from tdcoll.simulator.scheduler import Scheduler
 from tdcoll.simulator.tasks import Task
@@ -43,13 +44,34 @@ class Stream:
         self._name = name
         self._queue: deque[Callable[[], Any]] = deque()
         self._queued = self._done = 0
+        self._pasts: list[Any] = [None]
+        """Clocks that happen before all that waits for so many operations (:mod:`.races`)."""
 
     def queue(self, operation: Callable[[], Any]) -> None:
         """Carry out ``operation`` after all operations queued before. Returns at once."""
         self._queued += 1
-        self._queue.append(operation)
+        self._queue.append(self._after_now(operation))
         if len(self._queue) == 1:
-            self._scheduler.spawn(f"pe{self._pe} {self._name}", self._pe, self._run)
+            task = self._scheduler.spawn(f"pe{self._pe} {self._name}", self._pe, self._run)
+            races = machine().races
+            if races is not None:
+                races.start(task, NOTHING)
+
+    def _after_now(self, operation: Callable[[], Any]) -> Callable[[], Any]:
+        """Return an operation that comes behind all that the host has done, for the races."""
+        races = machine().races
+        if races is None:
+            return operation
+        past = races.fork()
+
+        def ordered() -> None:
+            races.join(past)
+            if self._pasts[-1] is not None:
+                races.join(self._pasts[-1])
+            operation()
+            self._pasts.append(races.fork())
+
+        return ordered
 
     def join(self, other: Stream) -> None:
         """Let later operations wait for those queued on ``other`` so far, as for an event."""
@@ -79,6 +101,9 @@ class Stream:
             return f"waits for {self._name}, which has done {self._done} of {number} operations"
 
         self._scheduler.wait(lambda: self._done >= number, describe, [self])
+        races = machine().races
+        if races is not None and number:
+            races.join(self._pasts[number])
 
 
 class SimulatedSideStream(Stream):
@@ -109,8 +134,13 @@ def copy(machine: Machine, dest: int, source: int, nbytes: int) -> None:
     network = machine.network
     scheduler = machine.scheduler
     task = host_of(scheduler)
+    races = machine.races
+    to = memory.pe_of(dest) if memory.owns(dest) else task.pe
+    message = None if races is None else races.message("copies", to)
 
     def move(to: int, at: int, length: int) -> None:
+        if races is not None and message is not None:
+            races.moved(message, to, at, length)
         for what, begin in (("read", at), ("write", to)):  # its tensors may be gone by now
             problem = machine.bounds.problem(begin, begin + length, None, task.pe)
             if problem is not None:
@@ -121,13 +151,16 @@ def copy(machine: Machine, dest: int, source: int, nbytes: int) -> None:
 
     if network is None:
         move(dest, source, nbytes)
+        if races is not None and message is not None:
+            races.arrived(message)
         scheduler.notify_words(dest, nbytes)
         scheduler.turn()
         return
     unit = next(unit for unit in (8, 4, 1) if dest % unit == nbytes % unit == 0)
     pieces = network.cut(dest, source, nbytes, unit)
-    to = memory.pe_of(dest) if memory.owns(dest) else task.pe
     done = machine.span("copy", to, nbytes, dest, source)
     operation = network.issue(task, to, "copy", pieces, done=done, move=move, is_flag=nbytes <= 8)
     what = f"waits for a copy of {nbytes} bytes to {memory.describe(dest)}"
     scheduler.wait(lambda: operation.arrived, lambda: what, [("arrived", task.pe)])
+    if races is not None and message is not None:
+        races.arrived(message)

@@ -95,6 +95,7 @@ class GridLaunch:
         first_track: its row of the timeline; those of its programs follow.
         tasks: programs that have started.
         done: how many of them have ended.
+        past: what happens before them, if that is known (:mod:`.races`).
     """
 
     kernel: str
@@ -104,6 +105,7 @@ class GridLaunch:
     first_track: int = HOST_TRACK
     tasks: list[Task] = field(default_factory=list)
     done: int = 0
+    past: Any = None
 
     @property
     def total(self) -> int:
@@ -167,7 +169,7 @@ def count_poll(task: Task, key: Hashable, progress: int) -> int:
     return task.polls
 
 
-class _Greenlets:
+class Greenlets:
     """Tasks as greenlets of the thread that makes this object."""
 
     def __init__(self) -> None:
@@ -239,7 +241,7 @@ class _Threads:
             self.resume(task)
 
 
-Switch = _Greenlets | _Threads
+Switch = Greenlets | _Threads
 
 
 def make_switch(backend: str | None) -> Switch:
@@ -248,4 +250,4 @@ def make_switch(backend: str | None) -> Switch:
     kinds = ("thread",) if greenlet is None else ("greenlet", "thread")
     if backend not in (None, *kinds):
         raise ValueError(f"backend must be one of {kinds}, got {backend!r}")
-    return _Threads() if (backend or kinds[0]) == "thread" else _Greenlets()
+    return _Threads() if (backend or kinds[0]) == "thread" else Greenlets()

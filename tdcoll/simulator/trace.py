@@ -4,7 +4,8 @@
 
 One process per PE. Row 0 is the host with its launches, row ``k + 1`` is program ``k`` of each
 launch with its waits. Transfers are spans of their own, from the call to the arrival of the last
-byte; signals are marks on the PE that they arrive at. One unit of time is a scheduler step.
+byte; loads of symmetric memory are marks on their program's row, and signals on the PE that they
+arrive at. One unit of time is a scheduler step.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class Trace:
         this = {"cat": "transfer", "id": f"{pe}.{self._transfers}"}
         self._add("b", pe, track, name, args=details, **this)
         return lambda: self._add("e", pe, track, name, **this)
+
+    def load(self, pe: int, track: int, name: str, details: dict[str, Any]) -> None:
+        """Record a load as a mark on the row of its program."""
+        self._add("i", pe, track, name, s="t", args=details)
 
     def instant(self, pe: int, name: str, details: dict[str, Any]) -> None:
         """Record a mark on the PE's row of signals."""

@@ -16,6 +16,7 @@ from tdcoll.simulator.memory import write_word
 from tdcoll.simulator.network import Transfer
 from tdcoll.simulator.places import kernel_place
 from tdcoll.simulator.pointers import PointerAccess, replace_word
+from tdcoll.simulator.races import GETS, RELAXED, Message
 from tdcoll.spec import constants as c
 
 _SIGNAL_ADD = c.SIGNAL_ADD.value
@@ -33,6 +34,7 @@ def _send(
     done: Callable[[], None] | None = None,
     move: Callable[[int, Any, int], Any] | None = None,
     is_flag: bool = False,
+    message: Message | None = None,
 ) -> Transfer | None:
     """Give a message of the running program to the network, or without one deliver it. See
     :class:`Transfer`."""
@@ -43,12 +45,12 @@ def _send(
         pieces = (
             [(dest, source, nbytes)] if is_flag and nbytes else network.cut(dest, source, nbytes)
         )
-        move = move or partial(machine.unseen.write_from, program.pe)
+        move = _noted(machine, message, move or partial(machine.unseen.write_from, program.pe))
         return network.issue(
             program, pe, kind, pieces, signal=signal, done=done, move=move, is_flag=is_flag
         )
     if nbytes:
-        ctypes.memmove(dest, source, nbytes)
+        _noted(machine, message, ctypes.memmove)(dest, source, nbytes)
         scheduler.notify_words(dest, nbytes)
     if signal is not None:
         if nbytes:
@@ -57,6 +59,21 @@ def _send(
     if done is not None:
         done()
     return None
+
+
+def _noted(
+    machine: Machine, message: Message | None, move: Callable[[int, Any, int], Any]
+) -> Callable[[int, Any, int], Any]:
+    """Return a ``move`` that shows what it does to the races."""
+    if machine.races is None or message is None:
+        return move
+    races = machine.races
+
+    def noted(dest: int, source: Any, nbytes: int) -> None:
+        races.moved(message, dest, source, nbytes)
+        move(dest, source, nbytes)
+
+    return noted
 
 
 def put(
@@ -80,12 +97,27 @@ def put(
     counts.put_bytes += nbytes
     if not machine.accessible(pe):
         counts.inter_node_bytes += nbytes
-    update = None if signal is None else _update(machine, pe, *signal)
     is_word = isinstance(source, bytes)
     address = 0 if isinstance(source, bytes) else source
+    message = None
+    if machine.races is not None:
+        read = None if nbi or is_word else (address, nbytes)
+        message = machine.races.message("puts", pe, read=read)
+    update = None if signal is None else _update(machine, message, pe, *signal)
     done = machine.span("put" if signal is None else "put+signal", pe, nbytes, remote, address)
     payload = source if nbi or is_word else ctypes.string_at(address, nbytes)
-    _send(machine, pe, "put", remote, payload, nbytes, signal=update, done=done, is_flag=is_word)
+    _send(
+        machine,
+        pe,
+        "put",
+        remote,
+        payload,
+        nbytes,
+        signal=update,
+        done=done,
+        is_flag=is_word,
+        message=message,
+    )
     machine.scheduler.turn()
 
 
@@ -100,22 +132,29 @@ def get(machine: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: 
             data = ctypes.string_at(source, length)
         ctypes.memmove(to, data, length)
 
-    operation = _send(machine, pe, "get", dest, remote, nbytes, done=done, move=fetch)
+    races = machine.races
+    message = None if races is None else races.message(GETS, pe)
+    operation = _send(
+        machine, pe, "get", dest, remote, nbytes, done=done, move=fetch, message=message
+    )
     if nbi or operation is None:
         machine.scheduler.turn()
     else:
         what = f"waits for a get of {nbytes} bytes from pe{pe}"
         machine.scheduler.wait(lambda: operation.arrived, lambda: what, [("arrived", program.pe)])
+    if races is not None and message is not None and not nbi:
+        races.arrived(message)
 
 
 def signal(machine: Machine, address: int, value: int, operation: int, pe: int) -> None:
     """Update a signal of ``pe``."""
-    _send(machine, pe, "signal", signal=_update(machine, pe, address, value, operation))
+    message = None if machine.races is None else machine.races.message("signals", pe)
+    _send(machine, pe, "signal", signal=_update(machine, message, pe, address, value, operation))
     machine.scheduler.turn()
 
 
 def _update(
-    machine: Machine, pe: int, address: int, value: int, operation: int
+    machine: Machine, message: Message | None, pe: int, address: int, value: int, operation: int
 ) -> Callable[[], None]:
     """Return the update of ``pe``'s signal, to be called when it arrives."""
     program = machine.program
@@ -133,6 +172,8 @@ def _update(
                 )
             else:
                 write_word(remote, value)
+        if machine.races is not None and message is not None:
+            machine.races.signalled(message, remote, adds=operation == _SIGNAL_ADD)
         machine.scheduler.notify(remote)
         if machine.trace is not None:
             sign = "+=" if operation == _SIGNAL_ADD else "="
@@ -165,19 +206,41 @@ def atomic(
     remote = machine.on(pe, address)
     update = partial(PointerAccess(machine).change_word, program.pe, remote, kind, change)
     if not fetches:
-        _send(machine, pe, "signal", signal=update, is_flag=True)
+        announced = _announcing(machine, remote, pe, update)
+        _send(machine, pe, "signal", signal=announced, is_flag=True)
         machine.scheduler.turn()
         return None
     if network is not None:
         network.flush_fenced(program.pe, pe)
     before = update()
+    if machine.races is not None:
+        places = np.array([remote], np.uint64)
+        machine.races.change(places, kind.itemsize, None, RELAXED, system=True)
     # maybe in a loop
     machine.scheduler.poll(remote, lambda: f"asks for {machine.memory.describe(remote)}")
     return before
 
 
+def _announcing(
+    machine: Machine, address: int, pe: int, update: Callable[[], Any]
+) -> Callable[[], Any]:
+    """Return an ``update`` of a word of ``pe`` that is a signal to the races."""
+    if machine.races is None:
+        return update
+    races = machine.races
+    message = races.message("adds by an atomic", pe)
+
+    def changed() -> None:
+        update()
+        races.signalled(message, address, adds=True)
+
+    return changed
+
+
 def fence(machine: Machine) -> None:
     """Order the PE's messages to each PE before and after this."""
+    if machine.races is not None:
+        machine.races.fence()
     program = machine.program
     network = machine.network
     if network is not None:
@@ -194,6 +257,7 @@ def quiet(machine: Machine) -> None:
     network = machine.network
     if network is None:
         machine.scheduler.turn()
+        _completed(machine)
         return
     network.flush_released(program.pe)
     sent = network.outstanding(program)
@@ -204,6 +268,12 @@ def quiet(machine: Machine) -> None:
         ),
         [("arrived", program.pe)],
     )
+    _completed(machine)
+
+
+def _completed(machine: Machine) -> None:
+    if machine.races is not None:
+        machine.races.quiet()
 
 
 def release(machine: Machine, *, system: bool = True) -> None:
@@ -231,6 +301,8 @@ def complete_descriptor_stores(machine: Machine) -> None:
     begun."""
     if machine.network is not None:
         machine.network.complete_descriptor_stores(machine.program)
+    if machine.races is not None:
+        machine.races.complete_descriptor_stores()
     machine.scheduler.turn()
 
 
@@ -243,6 +315,10 @@ def barrier(machine: Machine, name: str) -> None:
     scheduler = machine.scheduler
     arrivals[pe] += 1
     generation = arrivals[pe]
+    races = machine.races
+    if races is not None:
+        races.barrier()
+        races.arrive((name, generation))
     place = kernel_place()
     scheduler.notify(("barrier", name))
 
@@ -252,3 +328,6 @@ def barrier(machine: Machine, name: str) -> None:
 
     with machine.slice(name):
         scheduler.wait(lambda: min(arrivals) >= generation, describe, [("barrier", name)])
+    if races is not None:
+        races.depart((name, generation))
+        races.barrier()

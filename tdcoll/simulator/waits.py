@@ -96,7 +96,7 @@ def signals(
 ) -> tuple[Array, Array]:
     """Wait until all signals compare true with ``value``. Without ``monitor``, wait for ever."""
     sign, true = _COMPARE[compare]
-    return _wait(
+    found = _wait(
         machine,
         np.array(addresses, np.uint64),
         f"{sign} {value}",
@@ -109,6 +109,15 @@ def signals(
         threads=threads,
         expected=value,
     )
+    if monitor is not None:
+        _barrier(machine)
+    return found
+
+
+def _barrier(machine: Machine) -> None:
+    """A wait with a deadline ends with a barrier of the block."""
+    if machine.races is not None:
+        machine.races.barrier()
 
 
 def word(
@@ -129,15 +138,18 @@ def word(
                 addresses, np.ones(1, bool), np.zeros(1, kind), kind
             )
 
-    return _wait(
+    found = _wait(
         machine,
         at,
         f"{sign} {value}",
         read=read,
         true=lambda seen: true(seen, kind.type(value)),
         expected=value,
+        nbytes=nbytes,
         **wait_options,
     )
+    _barrier(machine)
+    return found
 
 
 def holds(machine: Machine, address: int, compare: int, value: int) -> bool:
@@ -150,6 +162,9 @@ def holds(machine: Machine, address: int, compare: int, value: int) -> bool:
             f"asks for {memory.describe(address)} {sign} {value}, is {read_word(address)}{place.note()}"
         ),
     )
+    if machine.races is not None:
+        machine.races.acquire(np.array([address], np.uint64), 8)
+        machine.races.barrier()
     return bool(true(read_word(address), value))
 
 
@@ -166,6 +181,7 @@ def flagged(
         true=lambda parts: parts[:, 3] == flag,
         number=lambda parts: int(parts[3]),
         nbytes=16,
+        takes=True,
         expected=flag,
         **wait_options,
     )
@@ -184,6 +200,7 @@ def words(
         true=lambda parts: (parts != absent).all(axis=1),
         number=lambda parts: int(np.count_nonzero(parts != absent)),
         nbytes=16,
+        takes=True,
         expected=4,
         epoch=call,
         **wait_options,
@@ -208,6 +225,7 @@ def _wait(
     number: Callable[[Any], int] = int,
     enough: Callable[[Array], Any] = np.all,
     nbytes: int = 8,
+    takes: bool = False,
     monitor: Monitor | None,
     threads: Threads,
     expected: int,
@@ -215,8 +233,9 @@ def _wait(
 ) -> tuple[Array, Array]:
     """A thread polls ``nbytes`` bytes at each address until what it reads is ``true``.
 
-    Threads look again when ``enough`` of them would be content. In reports stands ``condition``,
-    and in them and in the record the ``number`` that is made of what a thread sees.
+    Words that it ``takes`` are data themselves, and order nothing else. Threads look again when
+    ``enough`` of them would be content. In reports stands ``condition``, and in them and in the
+    record the ``number`` that is made of what a thread sees.
     """
     scheduler = machine.scheduler
     describe = machine.memory.describe
@@ -272,7 +291,12 @@ def _wait(
             in_time = scheduler.wait(ready, missing, keys, timeout_ns) and not over()
             seen[left] = read(addresses[left])
             content[left] = true(seen[left])
+            if machine.races is not None:
+                learn = machine.races.take if takes else machine.races.acquire
+                learn(addresses[left[content[left]]], nbytes)
             left = np.flatnonzero(~content)
+    if left.size and machine.races is not None:
+        machine.races.stop()
     if monitor is not None and left.size:
         peer, index = threads[left[0]]
         monitor.expire(

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
+
+import numpy as np
 
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.errors import RankMismatchError, TdcollError
 from tdcoll.runtime.control import elsewhere, missing_ranks
 from tdcoll.runtime.store import decode, encode
+from tdcoll.simulator.hosts import HostAccesses
 from tdcoll.simulator.interpreter import Installed
 from tdcoll.simulator.machine import BARRIERS, Counts, Machine
 from tdcoll.simulator.memory import Memory, MemoryView, aligned
 from tdcoll.simulator.network import STORES, Network
 from tdcoll.simulator.policy import Policy, RandomPolicy
+from tdcoll.simulator.races import Races
 from tdcoll.simulator.scheduler import Scheduler
 from tdcoll.simulator.streams import SimulatedSideStream, Stream, copy, host_of
 from tdcoll.simulator.tasks import GridLaunch, Task
@@ -51,6 +56,11 @@ class _Control:
         key = ("control", self._name, group, number)
         values = world._exchanges.setdefault(key, {})
         values[self._pe] = encode(tag, value)
+        races = world._machine.races
+        if races is not None:
+            if tag == "barrier" or tag.startswith("free:"):  # which wait for the GPU first
+                races.synchronize()
+            races.arrive(key)
         world.scheduler.notify(key)
 
         def missing() -> list[int]:
@@ -66,6 +76,8 @@ class _Control:
         )
         if missing():
             raise missing_ranks(self._pe, tag, missing(), timeout_s)
+        if races is not None:
+            races.depart(key)
         world._exchanges.pop((*key[:-1], number - 2), None)  # all have read it
         answers = [decode(values[rank], f"PE {rank}") for rank in group]
         others = {rank: seen for rank, (seen, _) in zip(group, answers, strict=True) if seen != tag}
@@ -88,11 +100,35 @@ class _View(MemoryView):
         self._world = world
         self._side_streams = WeakValueDictionary[int, SimulatedSideStream]()
 
-    def stream_wait(self, *args: Any) -> None:
-        self._world._in_order(partial(super().stream_wait, *args))
+    def stream_wait(self, stream: int, address: int, bits: int, *args: Any) -> None:
+        waits = partial(super().stream_wait, stream, address, bits, *args)
 
-    def stream_write(self, *args: Any) -> None:
-        self._world._in_order(partial(super().stream_write, *args))
+        def wait() -> None:
+            waits()
+            races = self._world._machine.races
+            if races is not None:
+                races.acquire(np.array([address], np.uint64), bits // 8)
+
+        self._world._in_order(wait)
+
+    def stream_write(self, stream: int, address: int, bits: int, value: int) -> None:
+        writes = partial(super().stream_write, stream, address, bits, value)
+
+        def write() -> None:
+            races = self._world._machine.races
+            if races is not None:
+                with races.stores_in_order("release", system=True):
+                    races.storing(None)(np.array([address], np.uint64), bits // 8)
+            writes()
+
+        self._world._in_order(write)
+
+    def unlabel(self, offset: int) -> None:
+        races = self._world._machine.races
+        freed = self._world.memory.allocations[self.pe].at(offset)
+        if races is not None and freed is not None:
+            races.forget_symmetric(self.base + freed.begin, self.base + freed.end)
+        super().unlabel(offset)
 
     def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
         carry_out = partial(copy, self._world._machine, dest, source, nbytes)
@@ -147,6 +183,8 @@ class World:
         timeout_s: deadline of waits inside kernels and of host-side exchanges, in virtual seconds.
         backend: ``"greenlet"`` or ``"thread"``; if None, greenlets if installed.
         trace: record a timeline; see :attr:`trace`.
+        races: raise a :class:`~tdcoll.testing.DataRace` when two accesses to the same bytes, one of
+            them a write, have no order (:mod:`.races`), whatever the schedule.
         check_overflow: raise if a 32-bit integer overflows in a kernel or ``tl.device_assert``
             fails; twice as slow.
         max_steps: if a run takes more, it ends as a deadlock.
@@ -181,6 +219,7 @@ class World:
         timeout_s: float = 30.0,
         backend: str | None = None,
         trace: bool = False,
+        races: bool = False,
         check_overflow: bool = False,
         max_steps: int = 10_000_000,
         spin_limit: int = 1000,
@@ -244,6 +283,9 @@ class World:
             trace=self.trace,
             check_overflow=check_overflow,
         )
+        if races:
+            self._machine.races = Races(self.memory, self.scheduler)
+            self._machine.bounds.forget = self._machine.races.forget_ordinary
         self._exchanges: dict[Any, dict[int, bytes]] = {}
         self._dead: set[int] = set()
         self._launches: list[list[GridLaunch]] = []
@@ -275,14 +317,19 @@ class World:
         results: list[Result | None] = [None] * self.n_pes
 
         def store_result(pe: int) -> None:
-            results[pe] = host(pe)
+            with self._host_accesses() if by_threads else nullcontext():
+                results[pe] = host(pe)
 
         scheduler = self.scheduler
+        by_threads = not scheduler.switches_in_one_thread
         network = (
             Network(self._policy, scheduler.notify_words, scheduler.notify) if self._weak else None
         )
         scheduler.renew(network)
+        by_threads = not scheduler.switches_in_one_thread
         self._machine.network = network
+        if self._machine.races is not None:
+            self._machine.races.begin()
         self._launches = [[] for _ in range(self.n_pes)]
         for pe in sorted(set(range(self.n_pes)) - self._dead):
             scheduler.spawn(f"pe{pe} host", pe, partial(store_result, pe))
@@ -295,11 +342,17 @@ class World:
 
         runtime.install_resolver(runtime_of_task)
         try:
-            scheduler.run()
+            with self._host_accesses():
+                scheduler.run()
         finally:
             runtime.install_resolver(previous)
             hooks.remove()
         return results
+
+    def _host_accesses(self) -> AbstractContextManager[Any]:
+        """Show the races what hosts do in this thread."""
+        races = self._machine.races
+        return nullcontext() if races is None else HostAccesses(self.memory, self.scheduler, races)
 
     def stream(self) -> Stream:
         """Return a new stream of the calling PE. ``with stream:`` queues launches, copies, waits
@@ -347,6 +400,8 @@ class World:
         self._doomed.pop(pe, None)
         self._dead.add(pe)
         self.scheduler.expire = True
+        if self._machine.races is not None:
+            self._machine.races.stop()
         if self._machine.network is not None:
             self._machine.network.drop(pe)
         self.scheduler.kill(pe)
@@ -399,6 +454,8 @@ class World:
         launches = self._launches[pe]
         if launches:
             launch.first_track = launches[-1].first_track + 1 + launches[-1].total
+        if machine.races is not None:
+            launch.past = machine.races.fork()
         if launch.total:
             launches.append(launch)
             self._start_programs(pe)
@@ -407,6 +464,8 @@ class World:
         for task in launch.tasks:
             if machine.network is not None:
                 machine.network.flush_stores(task, kinds=STORES)
+        if machine.races is not None:
+            machine.races.ended(launch.tasks)
 
     def _start_programs(self, pe: int) -> None:
         """Start as many programs as fit, in the order in which a GPU does."""
@@ -420,6 +479,8 @@ class World:
                     return
                 launch.start(pe, self.scheduler.spawn, self.trace, partial(self._ended, pe, launch))
                 running += 1
+                if self._machine.races is not None and launch.past is not None:
+                    self._machine.races.start(launch.tasks[-1], launch.past)
 
     def _ended(self, pe: int, launch: GridLaunch) -> None:
         """Take note that one of the launch's programs has ended."""

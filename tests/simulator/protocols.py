@@ -312,6 +312,7 @@ def clear_and_notify(box, told, answered, monitor, STEPS: tl.constexpr, REPLY: t
             tl.atomic_add(theirs + index, seven, sem="relaxed", scope="sys")
         elif REPLY == "put":
             tl.store(box + index, seven)
+            tdl.syncthreads()
             tdl.putmem_block(box, box, 16, 0)
         elif tdl.tid(0) == 0:
             tdl.signal_op(box, 7, tdl.SIGNAL_ADD, 0)
@@ -335,6 +336,7 @@ def last_one_notifies(
     place, index = tl.program_id(0), tl.arange(0, 4)
     if tdl.my_pe() == 0:
         tl.store((tdl.remote_ptr(mine, 1) if PUSH else mine) + place, 7)
+        tdl.syncthreads()
         if tl.atomic_add(counter, 1, sem=STEPS.count, scope="gpu") == tl.num_programs(0) - 1:
             order(STEPS.order)
             notify(signal, 1, 1, STEPS.notify)

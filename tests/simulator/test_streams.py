@@ -176,6 +176,7 @@ def fill(source, flag, scope=""):
     """Device code: 64 values for a peer, and then a flag, if that has a ``scope``."""
     tl.store(source + tl.arange(0, 64), tl.arange(0, 64) + 1)
     if scope:
+        tdl.syncthreads()
         tdl.st_release(flag, 1, scope)
 
 
