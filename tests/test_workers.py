@@ -22,7 +22,7 @@ NODES = ("--emulate-nodes", "2")
     ("names", "ranks", "nodes"),
     [
         ("copies", 2, ()),
-        (DISTRIBUTED, 2, ()),
+        slow_tier(DISTRIBUTED, 2, ()),
         slow_tier(DISTRIBUTED, 3, ()),
         slow_tier("drop_ins", 2, ()),
         slow_tier("dense", 4, NODES),

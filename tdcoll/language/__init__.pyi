@@ -20,7 +20,7 @@ CMP_GT: tl.constexpr
 CMP_LE: tl.constexpr
 CMP_LT: tl.constexpr
 CMP_NE: tl.constexpr
-GAVE_UP: tl.constexpr
+EXPIRED: tl.constexpr
 MONITOR_ABORTED: tl.constexpr
 MONITOR_RANK: tl.constexpr
 MONITOR_RECORD: tl.constexpr

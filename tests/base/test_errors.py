@@ -16,7 +16,7 @@ import pytest
 import tdcoll
 from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.distributed.work import BackendTimeout, as_backend_error
-from tdcoll.testing import Blocked, Deadlock, ExplorationFailed, Failure
+from tdcoll.testing import Blocked, DataRace, Deadlock, ExplorationFailed, Failure
 
 PACKAGE = Path(tdcoll.__file__).parent
 
@@ -54,6 +54,7 @@ MADE_OF_MORE: dict[type[BaseException], Callable[[], BaseException]] = {
     ExplorationFailed: lambda: ExplorationFailed(
         Failure(3, ValueError("wrong"), "wrong in pe1", {"n_pes": 2})
     ),
+    DataRace: lambda: DataRace("pe1.box[0:32]", ("one stores", "one loads"), ["a barrier"]),
 }
 
 

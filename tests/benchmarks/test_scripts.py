@@ -230,6 +230,7 @@ class FakeClock:
         return us
 
 
+@pytest.mark.slow
 def test_every_own_call_is_made(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     dist = SimpleNamespace(get_world_size=lambda: 2, get_rank=lambda: runtime.current().rank)
     event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, seconds=0.0)

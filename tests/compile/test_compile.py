@@ -48,7 +48,8 @@ def compiled_for(
         ]
         drivers.append(["pipelined_loops.py", *["--few"] * (arch == 90)])
         drivers.append(["compiling_matmuls.py", str(arch)])
-        drivers.append(["compiling_epilogues.py", str(arch), *more])
+        if registers:
+            drivers.append(["compiling_epilogues.py", str(arch), *more])
         jobs = [  # at once: pytest's other worker most likely waits for them, too
             subprocess.Popen(
                 [sys.executable, str(HERE / script), *part],
@@ -82,6 +83,19 @@ def compiled(
     """What comes out for one architecture."""
     arch, registers = request.param
     return compiled_for(arch, tmp_path_factory, registers)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[slow_tier((90, True)), slow_tier((100, True))],
+    ids=lambda given: f"sm_{given[0]}-registers",
+)
+def assembled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What comes out for one architecture, with kernels that link NVSHMEM assembled, and with
+    epilogues."""
+    return compiled_for(request.param[0], tmp_path_factory, registers=True)
 
 
 @pytest.fixture(scope="module")
@@ -162,13 +176,13 @@ def test_which_kernels_need_nvshmem_and_wait(compiled) -> None:
         assert (kernel.get("globaltimer", 0) > 0) == (name not in LOCAL), kernel
 
 
-def test_epilogues(compiled) -> None:
+def test_epilogues(assembled) -> None:
     """Every reduction compiles with an epilogue. It has the waits and signals that it has without
     one, because the compiler repeats waits whose results it needs twice, and the epilogue is in its
     code, once for each element."""
-    pairs = compiled["epilogues"]
+    pairs = assembled["epilogues"]
     names = {with_epilogue["kernel"] for with_epilogue, _ in pairs}
-    reductions = {k["kernel"] for k in kernels_of(compiled, "reduce_scatter", "all_reduce")}
+    reductions = {k["kernel"] for k in kernels_of(assembled, "reduce_scatter", "all_reduce")}
     assert names == {*reductions, "sum_copies"}
     for with_epilogue, without in pairs:
         for counted in ("globaltimer", "acquire_sys", "release_sys", "sent", "needs", "links"):

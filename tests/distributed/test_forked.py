@@ -14,7 +14,7 @@ from tiers import slow_tier
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.mark.parametrize("what", ["own", "backend", slow_tier("beside"), slow_tier("workers")])
+@pytest.mark.parametrize("what", ["own", *map(slow_tier, ("backend", "beside", "workers"))])
 def test_children_get_errors_and_leave_the_rank_alone(launch: Launch, what: str) -> None:
     done = launch("--simulate", "--nproc", "2", str(WORKERS / "forked_job.py"), what, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
