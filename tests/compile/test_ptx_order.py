@@ -162,6 +162,18 @@ CHOICE = (
 )
 
 
+def over_lanes(*address: str) -> tuple[str, ...]:
+    """A sum over the lanes of each warp of words at ``address``, and a branch on it."""
+    return (
+        "mov.u32 %r1, %tid.x;",
+        "shl.b32 %r4, %r1, 2;",
+        *address,
+        "ld.shared.b32 %r6, [%r5];",
+        "redux.sync.add.s32 %r7, %r6, %r9;",
+        "setp.eq.s32 %p1, %r7, 0;",
+    )
+
+
 @pytest.mark.parametrize(
     ("lines", "seen"),
     [
@@ -177,6 +189,13 @@ CHOICE = (
         ((THREAD, *CHOICE, *(line.replace("_1", "_2") for line in INSIDE)), True),
         ((PROGRAM, *CHOICE, *(line.replace("_1", "_2") for line in INSIDE)), False),
         ((THREAD, "$L__BB0_1:", BARRIER, "@%p1 bra $L__BB0_1;"), True),
+        ((*over_lanes("and.b32 %r5, %r4, 28;"), *INSIDE), False),
+        ((*over_lanes("and.b32 %r5, %r1, 31;"), *INSIDE), False),
+        ((*over_lanes("mov.u32 %r5, %laneid;"), *INSIDE), False),
+        ((*over_lanes("and.b32 %r5, %r4, 252;"), *INSIDE), True),
+        ((*over_lanes("and.b32 %r5, %r1, 63;"), *INSIDE), True),
+        ((*over_lanes("mov.u32 %r5, %r1;"), *INSIDE), True),
+        ((*over_lanes("and.b32 %r5, %r4, 28;", "add.s32 %r5, %r5, %r1;"), *INSIDE), True),
     ],
 )
 def test_barriers_that_some_threads_do_not_reach_are_seen(
