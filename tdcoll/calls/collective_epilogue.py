@@ -15,13 +15,16 @@ from tdcoll.calls.epilogues import (
     Epilogue,
     check_epilogue,
     describe_epilogue,
+    describe_extra,
+    identity_of,
     is_aligned,
     join_extra,
     split_extra,
+    types_of,
 )
 from tdcoll.calls.operation import Bound, Operation, PreparedCall, Request
 from tdcoll.calls.run import run
-from tdcoll.calls.tensors import check_tensor, overlap
+from tdcoll.calls.tensors import check_readable, overlap
 
 
 class EpilogueOptions(NamedTuple):
@@ -61,8 +64,7 @@ class EpilogueOperation(Operation):
         extra = options.extra
         read = [(tensor.dtype, is_aligned(tensor)) for tensor in tensors[options.n_tensors :]]
         # Hashing a Triton function is slow. The prepared call keeps it, so its id stays its own.
-        # Numbers count by their text, because 1 == 1.0 == True and 0.0 == -0.0.
-        return (plain, id(options.epilogue), type(extra), repr(extra), options.fields, *read)
+        return (plain, id(options.epilogue), identity_of(extra), options.fields, *read)
 
     def check_early(self, request: Request) -> None:
         self._reduction.check_early(_plain(request))
@@ -81,16 +83,17 @@ class EpilogueOperation(Operation):
         width = _width(() if is_nested else getattr(tensor, "shape", ()))
         described = f"{describe_epilogue(options.epilogue)} for rows of {width}"
         if options.extra is not None:
-            described = f"{described}, extra of {', '.join(_types(request))}"
+            types = types_of(options.extra, request.tensors[options.n_tensors :])
+            described = f"{described}, extra of {', '.join(types)}"
             if not self._reduction.spec.scatters:  # the result is the same on all ranks
-                described = f"{described}: {options.extra!r}"
+                described = f"{described}: {describe_extra(options.extra)}"
         # One fact, because the ranks that have no epilogue have one, too.
         facts["epilogue"] = described
         return facts
 
     def check(self, request: Request, ctx: Any) -> None:
         options: EpilogueOptions = request.options
-        check_epilogue(options.epilogue)
+        check_epilogue(options.epilogue, options.extra)
         plain = _plain(request)
         own_names = request.names or ("tensor", "out")
         names = (*own_names[: options.n_tensors], *options.fields)
@@ -104,7 +107,7 @@ class EpilogueOperation(Operation):
         for name, tensor in zip(names, request.tensors, strict=True):
             if name not in options.fields:
                 continue
-            check_tensor(name, tensor, ctx.device)
+            check_readable(name, tensor, ctx.device)
             if options.n_tensors == 2 and _overlap(plain.tensors[1], tensor):
                 raise ValueError(
                     f"{own_names[1]} must not overlap {name}, which is read while "
@@ -121,8 +124,8 @@ class EpilogueOperation(Operation):
             options.epilogue,
             join_extra(options.extra, dict(zip(options.fields, extra_tensors, strict=True))),
             options.fields,
-            _types(request),
-            (type(options.extra), repr(options.extra), *map(is_aligned, extra_tensors)),
+            types_of(options.extra, extra_tensors),
+            (identity_of(options.extra), *map(is_aligned, extra_tensors)),
             width=max(1, _width(shape)),
             narrow=torch.Size(shape).numel() < 1 << 31,
         )
@@ -142,14 +145,6 @@ def _plain(request: Request) -> Request:
 def _width(shape: Sequence[int]) -> int:
     """Return the elements of a row of a tensor: its last dimension."""
     return shape[-1] if shape else 1
-
-
-def _types(request: Request) -> tuple[str, ...]:
-    """Return the types of an epilogue's tuple and its fields, and dtypes of tensors."""
-    options: EpilogueOptions = request.options
-    values = () if options.extra is None else (options.extra, *options.extra)
-    names = [type(value).__name__ for value in values]
-    return (*names, *(str(tensor.dtype) for tensor in request.tensors[options.n_tensors :]))
 
 
 def _overlap(out: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -199,7 +194,7 @@ def run_with_epilogue(
         tensors, options, group, ctx, names: Of the reduction, as for :func:`~.run.run`.
         epilogue, extra: As the caller passed them.
     """
-    extra, read = split_extra(epilogue, extra)
+    extra, read = split_extra(extra)
     more = EpilogueOptions(options, len(tensors), epilogue, extra, tuple(read))
     result: torch.Tensor = run(operation, (*tensors, *read.values()), more, group, ctx, names)
     return result

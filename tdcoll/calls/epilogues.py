@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -19,34 +19,76 @@ _VALUES = (torch.Tensor, int, float, tl.constexpr, type(None))
 """Types of the fields of ``extra``."""
 
 
-def check_epilogue(epilogue: Any) -> None:
-    """Raise unless ``epilogue`` is None or a function of Triton's."""
-    if epilogue is not None and not hasattr(epilogue, "fn"):
-        raise TypeError(f"epilogue must be a function of triton.jit or None; got {epilogue!r}")
-
-
-def split_extra(epilogue: Any, extra: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return an epilogue's tuple in two parts: the tuple with None in place of its tensors, and the
-    tensors by their names, ``extra.FIELD``.
+def check_epilogue(epilogue: Any, extra: Any) -> None:
+    """Raise unless these are an epilogue and its tuple, as :func:`split_extra` returns it.
 
     Raises:
-        TypeError: ``extra`` is given without an epilogue, or is no NamedTuple of tensors and
-            numbers.
+        TypeError: ``epilogue`` is no function of Triton's, or ``extra`` is no NamedTuple of tensors
+            and numbers, or is there without an epilogue.
     """
+    if epilogue is not None and not isinstance(getattr(epilogue, "fn", None), FunctionType):
+        raise TypeError(f"epilogue must be a function of triton.jit or None; got {epilogue!r}")
     if extra is None:
-        return None, {}
+        return
     if epilogue is None or not hasattr(extra, "_fields"):
         raise TypeError(f"extra must be a NamedTuple for an epilogue, or None; got {extra!r}")
-    fields = dict(zip(extra._fields, extra, strict=True))
-    for name, value in fields.items():
+    for name, value in zip(extra._fields, extra, strict=True):
         if not isinstance(value, _VALUES):
             raise TypeError(
                 f"extra.{name} must be a tensor, a number, a tl.constexpr or None; got {value!r}"
             )
+
+
+def split_extra(extra: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return an epilogue's tuple in two parts: the tuple with None in place of its tensors, and the
+    tensors by their names, ``extra.FIELD``. Anything else is returned as it is: ranks compare what
+    they pass before one of them refuses it.
+    """
+    if not hasattr(extra, "_fields"):
+        return extra, {}
+    fields = dict(zip(extra._fields, extra, strict=True))
     found = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
     if found:
         extra = extra._replace(**dict.fromkeys(found))
     return extra, {f"extra.{name}": tensor for name, tensor in found.items()}
+
+
+def _identity(value: Any) -> Hashable:
+    """Return what tells a field's value apart from all others. Numbers count by type and text,
+    because 1 == 1.0 == True and 0.0 == -0.0; functions count by themselves, because several may have
+    one name. Those that use it keep the value, so an id stays its own."""
+    if isinstance(value, tl.constexpr):
+        return (tl.constexpr, _identity(value.value))
+    if value is None or isinstance(value, (int, float, str)):
+        return (type(value), repr(value))
+    return (type(value), id(value))
+
+
+def identity_of(extra: Any) -> Hashable:
+    """Return what tells a tuple without its tensors apart from all others."""
+    if not hasattr(extra, "_fields"):
+        return _identity(extra)
+    return (type(extra), *map(_identity, extra))
+
+
+def describe_extra(extra: Any) -> str:
+    """Return the type and the numbers of a tuple without its tensors, for ranks to compare."""
+    if not hasattr(extra, "_fields"):
+        return repr(extra) if isinstance(extra, _VALUES) else type(extra).__name__
+    fields = []
+    for name, value in zip(extra._fields, extra, strict=True):
+        plain = getattr(value, "value", value) if isinstance(value, tl.constexpr) else value
+        text = repr(plain) if isinstance(plain, (int, float, str)) else describe_epilogue(plain)
+        fields.append(f"{name}={'constexpr ' * (plain is not value)}{text}")
+    return f"{type(extra).__name__}({', '.join(fields)})"
+
+
+def types_of(extra: Any, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    """Return the names of the types of an epilogue's tuple and its fields, and the dtypes of its
+    tensors."""
+    values = (extra, *extra) if hasattr(extra, "_fields") else (extra,)
+    names = [type(value).__name__ for value in values]
+    return (*names, *(str(getattr(tensor, "dtype", None)) for tensor in tensors))
 
 
 def join_extra(extra: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -74,14 +116,22 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 
 def describe_epilogue(epilogue: Any) -> str:
-    """Return an epilogue's name and a digest of its code, for ranks to compare; the text of a value
-    if it is no function, because checks have yet to refuse it."""
-    if not hasattr(epilogue, "fn"):
-        return repr(epilogue)
-    code = epilogue.fn.__code__
-    constants = [one for one in code.co_consts if not isinstance(one, CodeType)]
-    text = repr((code.co_code, constants, code.co_names))
-    return f"{epilogue.__name__} ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+    """Return the name of a function of Triton's and a digest of its code, for ranks to compare; of
+    anything else its type, or that it is None.
+
+    Compiled, the digest is Triton's own, which has all that the function calls. Interpreted, it is
+    that of the function alone.
+    """
+    function = getattr(epilogue, "fn", None)
+    if not isinstance(function, FunctionType):
+        return "None" if epilogue is None else type(epilogue).__name__
+    digest = getattr(epilogue, "cache_key", None)
+    if not isinstance(digest, str):
+        code = function.__code__
+        constants = [one for one in code.co_consts if not isinstance(one, CodeType)]
+        text = repr((code.co_code, constants, code.co_names))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{function.__name__} ({digest[:8]})"
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,11 @@ _SIZES_OF_LAUNCHERS = (
     "WORLD_SIZE",
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
-    "PMIX_SIZE",
     "MV2_COMM_WORLD_SIZE",
     "SLURM_STEP_NUM_TASKS",
 )
-"""Variables by which a launcher tells a process how many it has started. Slurm's is that of ``srun``,
-because ``SLURM_NTASKS`` is set in the shell of an allocation, too."""
+"""Variables by which a launcher tells a process how many it has started: torchrun, Open MPI, MPICH
+and Slurm by PMI, MVAPICH, and ``srun``. ``SLURM_NTASKS`` is set in the shell of an allocation, too."""
 
 
 @functools.cache

@@ -5,8 +5,8 @@ Kernels that wait leave notices in memory of the host (:mod:`tdcoll.calls.monito
 thread of the process looks at those of all monitors of its job twice a second. It makes no call of
 CUDA, so it goes on while the main thread waits for the GPU. (A thread that holds Python's global
 lock keeps it from running, for example one that launches while the GPU's queue of launches is
-full.) The thread starts when the process joins a job, or fails to, and ends with
-:func:`tdcoll.finalize`; a simulated :class:`~tdcoll.testing.World` has none, and a forked child
+full.) The thread starts when the process begins to join a job, and ends with
+:func:`tdcoll.finalize`, or when joining fails; a simulated :class:`~tdcoll.testing.World` has none, and a forked child
 begins without one.
 
 Those who ask come to a socket in Linux's abstract namespace, whose name holds user, process and PID
@@ -290,8 +290,9 @@ def joining(rank: int, world_size: int, where: str, timeout_s: float) -> Iterato
         where: the ranks meet, in words.
     """
     job = Joining(rank, world_size)
-    waits = (time.monotonic(), f"initialize, {where}", range(world_size), timeout_s)
-    job.exchanging[0] = waits
+    if world_size > 1:
+        waits = (time.monotonic(), f"initialize, {where}", range(world_size), timeout_s)
+        job.exchanging[0] = waits
     start(job)
     try:
         yield

@@ -17,6 +17,16 @@ from tdcoll.simulator.scheduler import Scheduler
 _address_of = torch._C.TensorBase.data_ptr
 """Not the one that :class:`.interpreter.Installed` puts in its place, which takes notes."""
 
+_WAIT_FOR_VALUES = frozenset(
+    [
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.equal.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.nonzero.default,
+    ]
+)
+"""Operators for which the host waits on GPUs, because it needs a value or a number of elements."""
+
 _OF_SHAPES_ONLY = frozenset(
     [
         "empty_like",
@@ -54,7 +64,7 @@ class HostAccesses(TorchDispatchMode):
         task = self._scheduler.current
         if task is not None and not task.is_program:
             self._look(func, args, named)
-            if func is torch.ops.aten._local_scalar_dense.default:  # a GPU waits for the value
+            if func in _WAIT_FOR_VALUES:
                 self._races.synchronize()
         return func(*args, **named)
 

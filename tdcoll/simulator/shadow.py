@@ -2,9 +2,10 @@
 """Who wrote each byte last, and who has read it since, for :mod:`.races`.
 
 As in FastTrack (Flanagan and Freund, 2009), one access stands for all writes of a byte, because the
-others happen before it or were a race already. Of reads, those stay that do not happen before a
-later one. Bytes have numbers of accesses, and of sets of them, in arrays, so a block of elements is
-looked at at once.
+others happen before it or were a race already. Strong writes, which are no race with each other, are
+an exception: of several without an order only the last one is known, so a race of an access with an
+earlier one is missed. Of reads, those stay that do not happen before a later one. Bytes have numbers
+of accesses, and of sets of them, in arrays, so a block of elements is looked at at once.
 """
 
 from __future__ import annotations
@@ -87,14 +88,14 @@ class Shadow:
 
     def forget(self, space: int, begin: int, end: int) -> None:
         """Forget all accesses of these bytes."""
-        for _, writes, reads in self._parts(space, begin, end):
+        for _, writes, reads in self._parts(space, begin, end, present=True):
             writes[:] = 0
             reads[:] = 0
 
     def last_writes(self, space: int, begin: int, end: int) -> list[Access]:
         """Return the last writes of these bytes."""
         found: dict[int, None] = {}
-        for _, writes, _ in self._parts(space, begin, end):
+        for _, writes, _ in self._parts(space, begin, end, present=True):
             found.update(dict.fromkeys(_distinct(writes)))
         return [self._accesses[number] for number in found if number]
 
@@ -146,18 +147,22 @@ class Shadow:
             self._sets.append(kept)
         return found
 
-    def _parts(self, space: int, begin: int, end: int) -> Iterator[tuple[int, Array, Array]]:
-        """Yield first address, writes and reads of the bytes of each chunk."""
+    def _parts(
+        self, space: int, begin: int, end: int, *, present: bool = False
+    ) -> Iterator[tuple[int, Array, Array]]:
+        """Yield first address, writes and reads of the bytes of each chunk; ``present``: of those
+        that have had accesses."""
         while begin < end:
             number = begin >> _BITS
             key = space, number
             chunk = self._chunks.get(key)
-            if chunk is None:
+            if chunk is None and not present:
                 chunk = np.zeros(_CHUNK, np.int32), np.zeros(_CHUNK, np.int32)
                 self._chunks[key] = chunk
             first = begin & (_CHUNK - 1)
             last = min(end - (number << _BITS), _CHUNK)
-            yield begin, chunk[0][first:last], chunk[1][first:last]
+            if chunk is not None:
+                yield begin, chunk[0][first:last], chunk[1][first:last]
             begin = (number << _BITS) + last
 
 

@@ -184,7 +184,7 @@ class World:
         backend: ``"greenlet"`` or ``"thread"``; if None, greenlets if installed.
         trace: record a timeline; see :attr:`trace`.
         races: raise a :class:`~tdcoll.testing.DataRace` when two accesses to the same bytes, one of
-            them a write, have no order (:mod:`.races`), whatever the schedule.
+            them a write, have no order (:mod:`.races`), also in a schedule in which the results are right.
         check_overflow: raise if a 32-bit integer overflows in a kernel or ``tl.device_assert``
             fails; twice as slow.
         max_steps: if a run takes more, it ends as a deadlock.
@@ -326,7 +326,6 @@ class World:
             Network(self._policy, scheduler.notify_words, scheduler.notify) if self._weak else None
         )
         scheduler.renew(network)
-        by_threads = not scheduler.switches_in_one_thread
         self._machine.network = network
         if self._machine.races is not None:
             self._machine.races.begin()

@@ -22,9 +22,9 @@ that are still running :data:`PATIENCE_S` later are killed: torchrun alone would
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -134,21 +134,18 @@ class Meeting:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Meeting | None:
-        """Return what torchrun's options say; None if the job has one host, or meets otherwise."""
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--nnodes", type=int, default=1)
-        parser.add_argument("--node-rank", type=int, default=0)
-        parser.add_argument("--master-addr")
-        parser.add_argument("--master-port", type=int)
-        parser.add_argument("--rdzv-conf", default="")
-        own = words[: words.index("--")] if "--" in words else words
-        found, _ = parser.parse_known_args(own)
-        timeout = re.search(rf"\b{GIVE_UP}=(\d+)", found.rdzv_conf)
-        if found.nnodes < 2 or found.master_addr is None or timeout is None:
+        """Return what torchrun's options say, as :mod:`tdcoll.tools.launch` writes them; None if
+        the job has one host, or they are others."""
+        own = list(words[: words.index("--")]) if "--" in words else []
+        given = dict(itertools.pairwise(own))
+        timeout = re.search(rf"\b{GIVE_UP}=(\d+)", given.get("--rdzv-conf", ""))
+        if timeout is None or "--master-addr" not in given:
             return None
-        return cls(
-            found.master_addr, found.master_port, found.node_rank, found.nnodes, int(timeout[1])
-        )
+        nnodes = int(given["--nnodes"])
+        if nnodes < 2:
+            return None
+        host, port = given["--master-addr"], int(given["--master-port"])
+        return cls(host, port, int(given["--node-rank"]), nnodes, int(timeout[1]))
 
     def whom(self) -> str:
         """Return whom this host waits for, in words."""

@@ -283,6 +283,17 @@ WRONG: list[Any] = [
         "tensor must be an ordinary tensor; got a nested one",
     ),
     ({"extra": Residual([X], 8)}, TypeError, r"extra\.base must be a tensor, a number, a tl"),
+    ({"extra": 3}, TypeError, "extra must be a NamedTuple for an epilogue, or None; got 3"),
+    (
+        {"extra": Residual(X.to(torch.complex64), 8)},
+        TypeError,
+        r"extra\.base must be of a dtype that Triton has; got torch.complex64",
+    ),
+    (
+        {"epilogue": triton.autotune([triton.Config({})], [])(add_residual)},
+        TypeError,
+        "epilogue must be a function of triton.jit or None; got <triton",
+    ),
     ({"extra": Residual(X.T, 8)}, ValueError, r"extra\.base must be contiguous"),
     ({"extra": Residual(X.to("meta"), 8)}, ValueError, r"extra\.base must be on cpu"),
     (
@@ -391,5 +402,48 @@ def test_an_explicit_algorithm_that_does_not_support_a_call() -> None:
     def host(pe: int) -> None:
         with pytest.raises(ValueError, match="algorithm='2d' needs"):
             tdcoll.all_reduce(X, epilogue=relu, algorithm="2d")
+
+    run(host)
+
+
+class Choice(NamedTuple):
+    """What :func:`choose` chooses by: a constant."""
+
+    n: Any
+
+
+@triton.jit
+def choose(sums, rows, columns, inside, extra):
+    if extra.n == 1:
+        result = sums * 10
+    else:
+        result = sums
+    return result
+
+
+def test_constants_of_one_text_are_told_apart() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(debug=False) as ctx:
+            for n, factor in ((1, 10), ("1", 1), (1, 10), (True, 10), ("1", 1)):
+                extra = Choice(tl.constexpr(n))
+                got = tdcoll.all_reduce(torch.ones(4), epilogue=choose, extra=extra, ctx=ctx)
+                assert (got == 2 * factor).all(), (n, got)
+
+    run(host)
+
+
+@pytest.mark.parametrize("wrong", [Residual([X], 8), 3, (X, 8)], ids=str)
+@EACH
+def test_a_wrong_tuple_of_one_rank_is_no_wait_of_the_others(name: str, wrong: Any) -> None:
+    """Ranks compare before one refuses."""
+
+    def host(pe: int) -> None:
+        call = getattr(tdcoll, name)
+        with tdcoll.CollectiveContext(debug=True) as ctx:
+            extra = wrong if pe == 1 else Residual(torch.zeros(4, 8), 8)
+            with pytest.raises((TypeError, RankMismatchError), match="extra"):
+                call(X, epilogue=add_residual, extra=extra, ctx=ctx)
+            call(X, epilogue=add_residual, extra=Residual(torch.zeros(4, 8), 8), ctx=ctx)
+            ctx.check()
 
     run(host)

@@ -26,7 +26,7 @@ from tdcoll import runtime
 from tdcoll.base.errors import CollectiveTimeout, TdcollError
 from tdcoll.job import last_words, lifecycle
 from tdcoll.tools import torchrun
-from tdcoll.tools.torchrun import Meeting, _read, summary
+from tdcoll.tools.torchrun import GIVE_UP, Meeting, _read, summary
 
 KILLED, SEGV, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM
 PEER = "CollectiveTimeout: rank 0 waited 3 s for peer 1: signal 4 had to reach 12. The peer has died, hangs, or more."
@@ -259,7 +259,14 @@ def meeting(node_rank: int, host: str = "127.0.0.1", give_up: int = 40) -> Meeti
 
 
 @pytest.mark.parametrize(
-    "words", ["--nnodes 1 --master-addr a", "--nnodes 2 --rdzv-endpoint localhost:0", "-- x.py"]
+    "words",
+    [
+        f"--nnodes 1 --node-rank 0 --master-addr a --master-port 1 --rdzv-conf {GIVE_UP}=3 -- x.py",
+        "--nnodes 2 --rdzv-endpoint localhost:0 -- x.py",
+        "-- x.py",
+        "--nnodes 1:4 x.py --node-rank x",
+        "--nnodes 1:4 --rdzv-conf timeout=3 -- x.py",
+    ],
 )
 def test_jobs_of_which_no_host_waits(words: str) -> None:
     assert Meeting.of(words.split()) is None

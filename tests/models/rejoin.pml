@@ -12,11 +12,11 @@
  * more. Stores to a peer may arrive at any later time.
  *
  * Claims: nothing of an earlier generation is found in a new one: neither keys nor data; a token
- * that rank 0 finds is of a rank that asks now; both ranks get through ROUNDS jobs, and nobody
+ * that rank 0 finds is of a rank that asks now; both ranks get through CALLS jobs, and nobody
  * waits for ever.
  */
-#ifndef ROUNDS
-#define ROUNDS 2
+#ifndef CALLS
+#define CALLS 2
 #endif
 #define BUDGET 2
 #define TOKENS 16
@@ -141,6 +141,6 @@ init {
     byte i;
     d_step {
         for (i : 0 .. TOKENS * 2 - 1) { memory[i] = JUNK }
-        left[0] = ROUNDS; left[1] = ROUNDS; i = 0 }
+        left[0] = CALLS; left[1] = CALLS; i = 0 }
     atomic { run Rank(0); run Rank(1); run Link(0); run Link(1) }
 }

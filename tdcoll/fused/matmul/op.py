@@ -230,7 +230,7 @@ def _run(
     """
     tensors = {"x": x, "weight": weight}
     tensors |= {key: tensor for key, tensor in named.items() if tensor is not None}
-    extra, read = split_extra(options.epilogue, options.extra)
+    extra, read = split_extra(options.extra)
     tensors |= read
     options = options._replace(names=tuple(tensors), extra=extra)
     return run(OPERATIONS[name], tuple(tensors.values()), options, group, ctx)

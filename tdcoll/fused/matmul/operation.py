@@ -12,7 +12,13 @@ import torch
 from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.epilogues import check_epilogue, describe_epilogue
+from tdcoll.calls.epilogues import (
+    check_epilogue,
+    describe_epilogue,
+    describe_extra,
+    identity_of,
+    types_of,
+)
 from tdcoll.calls.explain import Explanation
 from tdcoll.calls.implicit import ContextSize, PlannedContext, implicit_context, planned_context
 from tdcoll.calls.operation import PreparedCall, Request
@@ -92,12 +98,10 @@ class MatmulOperation(FusedOperation):
     def key(self, tensors: tuple[Any, ...], options: MatmulOptions, ctx: Any) -> Hashable:
         epilogue = options.epilogue
         # Hashing a Triton function is slow. The prepared call keeps it, so its id stays its own.
-        plain = options._replace(
-            epilogue=None if epilogue is None else (id(epilogue), epilogue.__name__)
-        )
+        plain = options._replace(epilogue=id(epilogue), extra=None)
         # Compiled code depends on whether the result, and what an epilogue reads, is aligned.
         aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors[2:])
-        numbers = repr(options.extra)  # 1 == 1.0 == True, and 0.0 == -0.0
+        numbers = identity_of(options.extra)
         precision = precision_of(tensors[0].dtype)
         return (super().key(tensors, plain, ctx), aligned, numbers, precision)
 
@@ -107,7 +111,13 @@ class MatmulOperation(FusedOperation):
         shape = facts.pop("shape")
         facts["shape of x (pad the shorter shards)"] = shape
         facts["shape of weight"] = str(tuple(getattr(weight, "shape", ())))
-        facts["epilogue"] = describe_epilogue(request.options.epilogue)
+        options: MatmulOptions = request.options
+        facts["epilogue"] = describe_epilogue(options.epilogue)
+        named = zip(options.names, request.tensors, strict=True)
+        read = [tensor for name, tensor in named if name.startswith("extra.")]
+        facts["types of extra"] = str(types_of(options.extra, read))
+        if self.name == REDUCE:  # the result is the same on all ranks
+            facts["numbers of extra"] = describe_extra(options.extra)
         others = [
             name
             for name in request.options.names[2:]
@@ -300,7 +310,7 @@ def check_operands(request: Request) -> None:
     options: MatmulOptions = request.options
     for name in ("depth_first", "gathered", "batch_invariant"):
         arguments.instance(name, getattr(options, name), bool, "a bool")
-    check_epilogue(options.epilogue)
+    check_epilogue(options.epilogue, options.extra)
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.is_nested:
             raise ValueError(f"{name} must be an ordinary tensor; got a nested one")

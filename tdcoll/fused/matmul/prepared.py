@@ -13,7 +13,7 @@ import torch
 
 from tdcoll.base.call_log import CallRecord, record_of
 from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.epilogues import join_extra
+from tdcoll.calls.epilogues import identity_of, join_extra
 from tdcoll.calls.launch_spec import KernelOptions
 from tdcoll.calls.operation import Bound
 from tdcoll.calls.plan import Facts
@@ -99,7 +99,7 @@ class PreparedMatmul(PreparedSteps):
         )
         # Alignment and numbers of the epilogue may differ between ranks.
         aligned_tensors = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors.values())
-        local = (aligned_tensors, repr(options.extra))
+        local = (aligned_tensors, identity_of(options.extra))
         self.complete(plan.algorithm, shape.nbytes, variant, local)
 
     # ------------------------------------------------------------------ steps
