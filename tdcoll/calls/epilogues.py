@@ -119,8 +119,8 @@ def describe_epilogue(epilogue: Any) -> str:
     """Return the name of a function of Triton's and a digest of its code, for ranks to compare; of
     anything else its type, or that it is None.
 
-    Compiled, the digest is Triton's own, which has all that the function calls. Interpreted, it is
-    that of the function alone.
+    Compiled, the digest is Triton's own, which has all that the function calls. Interpreted, it
+    covers the function alone.
     """
     function = getattr(epilogue, "fn", None)
     if not isinstance(function, FunctionType):

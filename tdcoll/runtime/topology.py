@@ -90,3 +90,18 @@ def emulated_node(local_rank: int, local_world_size: int, n_nodes: int) -> int:
             f"emulate_nodes must be between 1 and the {local_world_size} rank(s) of this host, got {n_nodes}"
         )
     return local_rank * n_nodes // local_world_size
+
+
+def nodes_of(n_pes: int, ranks_per_node: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return the node of each PE."""
+    if ranks_per_node is None:
+        return (0,) * n_pes
+    if isinstance(ranks_per_node, int):
+        if ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node must be at least 1, got {ranks_per_node}")
+        return tuple(pe // ranks_per_node for pe in range(n_pes))
+    if sum(ranks_per_node) != n_pes or min(ranks_per_node) < 1:
+        raise ValueError(
+            f"ranks_per_node must be positive and add up to {n_pes}, got {list(ranks_per_node)}"
+        )
+    return tuple(node for node, ranks in enumerate(ranks_per_node) for _ in range(ranks))

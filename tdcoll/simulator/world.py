@@ -22,6 +22,7 @@ from tdcoll.base import arguments
 from tdcoll.base.errors import RankMismatchError, TdcollError
 from tdcoll.runtime.control import elsewhere, missing_ranks
 from tdcoll.runtime.store import decode, encode
+from tdcoll.runtime.topology import nodes_of
 from tdcoll.simulator.hosts import HostAccesses
 from tdcoll.simulator.interpreter import Installed
 from tdcoll.simulator.machine import BARRIERS, Counts, Machine
@@ -260,7 +261,7 @@ class World:
                 impatient=on_timeout == "early",
             )
         )
-        self.node_ids = _nodes(n_pes, ranks_per_node)
+        self.node_ids = nodes_of(n_pes, ranks_per_node)
 
         block = aligned(arguments.byte_count("heap_bytes", heap_bytes))
         buffer = memoryview(mmap.mmap(-1, block * n_pes))  # zeros that cost nothing until touched
@@ -487,18 +488,3 @@ class World:
             self._launches[pe].remove(launch)
             self.scheduler.notify(launch)
         self._start_programs(pe)
-
-
-def _nodes(n_pes: int, ranks_per_node: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return the node of each PE."""
-    if ranks_per_node is None:
-        return (0,) * n_pes
-    if isinstance(ranks_per_node, int):
-        if ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node must be at least 1, got {ranks_per_node}")
-        return tuple(pe // ranks_per_node for pe in range(n_pes))
-    if sum(ranks_per_node) != n_pes or min(ranks_per_node) < 1:
-        raise ValueError(
-            f"ranks_per_node must be positive and add up to {n_pes}, got {list(ranks_per_node)}"
-        )
-    return tuple(node for node, ranks in enumerate(ranks_per_node) for _ in range(ranks))

@@ -31,7 +31,7 @@ from tdcoll.tools.measure.results import Columns, Row, fact
 from tdcoll.tools.options import JobParser, comma_list, new_file, one_of, size_steps, whole
 from tdcoll.tools.setenv import COMMAND
 from tdcoll.tools.tune.tuner import CHUNK_COUNTS, WARP_COUNTS, Candidate, Tuner
-from tdcoll.tools.tune.writing import read_output, save_sections, source_of
+from tdcoll.tools.tune.writing import read_output, saving, source_of
 
 _DESCRIPTION = (
     "Measures which algorithm of a collective is the fastest on this machine, and writes a table "
@@ -230,16 +230,7 @@ class Tune(Benchmark):
 
     def measure(self, show: Show) -> list[Row]:
         """Write the table after every size. Collective."""
-        rows: list[Row] = []
-        owner = self.ranks.owner
-
-        def show_and_save(found: Sequence[Row]) -> None:
-            show(found)
-            rows.extend(found)
-            if owner.rank == 0 and not owner.simulated:
-                save_sections(self.options.output, self.ranks.device, partial(self._sections, rows))
-
-        return super().measure(show_and_save)
+        return super().measure(saving(show, self.options.output, self.ranks, self._sections))
 
     def _sections(self, rows: Sequence[Row], architecture: str) -> list[Section]:
         """Return the sections that follow from ``rows``."""

@@ -35,7 +35,7 @@ from tdcoll.tools.measure.results import Columns, Row, fact
 from tdcoll.tools.options import JobParser, comma_list, new_file, one_of, whole
 from tdcoll.tools.setenv import COMMAND
 from tdcoll.tools.tune.tuner import pick
-from tdcoll.tools.tune.writing import read_output, save_sections, source_of
+from tdcoll.tools.tune.writing import read_output, saving, source_of
 
 _TILES = {
     GATHER: (
@@ -323,16 +323,7 @@ class TuneMatmul(Benchmark):
 
     def measure(self, show: Show) -> list[Row]:
         """Write the table after every size. Collective."""
-        rows: list[Row] = []
-        owner = self.ranks.owner
-
-        def show_and_save(found: Sequence[Row]) -> None:
-            show(found)
-            rows.extend(found)
-            if owner.rank == 0 and not owner.simulated:
-                save_sections(self.options.output, self.ranks.device, partial(self._sections, rows))
-
-        return super().measure(show_and_save)
+        return super().measure(saving(show, self.options.output, self.ranks, self._sections))
 
     def _sections(self, rows: Sequence[Row], architecture: str) -> list[Section]:
         found = []

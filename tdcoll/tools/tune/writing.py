@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import triton
 import tdcoll
 from tdcoll.calls.tuning import Section, Table
 from tdcoll.calls.tuning.source import architectures
+from tdcoll.tools.measure.benchmark import Show
 from tdcoll.tools.measure.provenance import command_line
-from tdcoll.tools.measure.results import write_whole
+from tdcoll.tools.measure.results import Row, write_whole
 from tdcoll.tools.options import JobParser
 
 
@@ -45,6 +47,31 @@ def source_of(name: str, arguments: Sequence[str], owner: Any) -> str:
     return (
         f"{today}, {versions}: {command_line(name, arguments, owner.world_size, owner.simulated)}"
     )
+
+
+def saving(
+    show: Show,
+    output: Path,
+    ranks: Any,
+    sections: Callable[[Sequence[Row], str], Sequence[Section]],
+) -> Show:
+    """Return what shows rows, and then puts the sections of all rows so far into the table. Only
+    rank 0 writes, and none in the simulator.
+
+    Args:
+        ranks: Of the measurement.
+        sections: From rows and the name of the GPU.
+    """
+    rows: list[Row] = []
+    owner = ranks.owner
+
+    def show_and_save(found: Sequence[Row]) -> None:
+        show(found)
+        rows.extend(found)
+        if owner.rank == 0 and not owner.simulated:
+            save_sections(output, ranks.device, partial(sections, rows))
+
+    return show_and_save
 
 
 def save_sections(
