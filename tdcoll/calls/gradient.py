@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of dense collectives: that of a call's tensor is the adjoint collective of that of its
-result."""
+"""Gradients of dense collectives: the adjoint collective turns the gradient of a call's result into
+the gradient of its tensor."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a call is cut into words that need no signal (:mod:`tdcoll.primitives.ll`,
-:mod:`tdcoll.primitives.lamport`): pure functions, as those of :mod:`.plan`."""
+:mod:`tdcoll.primitives.lamport`). The functions are pure, as in :mod:`.plan`."""
 
 from __future__ import annotations
 

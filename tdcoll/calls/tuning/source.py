@@ -23,8 +23,8 @@ def architectures(device: torch.device) -> tuple[str, ...]:
 
 
 def read(tuning: Any) -> Table:
-    """Return a table, or that of a file; if ``tuning`` is None, that of ``TDCOLL_TUNING``, otherwise
-    tdcoll's own."""
+    """Return a table, or read one from a file. If ``tuning`` is None, ``TDCOLL_TUNING`` names the
+    file; without it, tdcoll's own table is used."""
     if isinstance(tuning, Table):
         return tuning
     name = "tuning"
