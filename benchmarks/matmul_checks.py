@@ -13,34 +13,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 
+from benchmarks.kernels_matmul import Residual, add_residual
 from benchmarks.matmul_ranks import Heap, Launch, Report, compile_all, connected
 from tdcoll.fused.matmul import launches
 from tdcoll.fused.matmul.kernels_all_reduce import matmul_all_reduce
 from tdcoll.fused.matmul.kernels_gather import all_gather_matmul
 from tdcoll.fused.matmul.kernels_scatter import matmul_reduce_scatter
 from tdcoll.fused.matmul.launches import Cut, Operands
-from tdcoll.language.jit import jit
 
 SIGNALLED = 1 << 40
 FP8 = torch.float8_e4m3fn
 HALF_OF_THE_GPU = 66
 """Thread blocks of one of two ranks that share the GPU."""
-
-
-class Residual(NamedTuple):
-    """What :func:`add_residual` adds: ``[rows, columns]``, and the elements of a row."""
-
-    base: Any
-    stride: tl.int64
-
-
-@jit
-def add_residual(sums: Any, rows: Any, columns: Any, inside: Any, extra: Any) -> Any:
-    """An epilogue: twice the sum plus a residual."""
-    residual = tl.load(extra.base + rows * extra.stride + columns, mask=inside, other=0.0)
-    return 2.0 * sums + residual.to(tl.float32)
 
 
 def whole(*shape: int, dtype: torch.dtype = torch.bfloat16, most: int = 4) -> torch.Tensor:

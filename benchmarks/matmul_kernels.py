@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks import matmul_checks
+from benchmarks.kernels_matmul import alone
 from benchmarks.matmul_ranks import Heap, Launch, Report, compile_all, connected, verdict
 from benchmarks.matmul_timing import (
     BF16,
@@ -56,8 +56,6 @@ from tdcoll.fused.matmul.kernels_all_reduce import matmul_all_reduce
 from tdcoll.fused.matmul.kernels_gather import all_gather_matmul
 from tdcoll.fused.matmul.kernels_scatter import matmul_reduce_scatter
 from tdcoll.fused.matmul.launches import Cut
-from tdcoll.fused.matmul.product import matrix, place, product
-from tdcoll.language.jit import jit
 
 # ---------------------------------------------------------------------- predictions
 
@@ -86,33 +84,6 @@ def predict(report: Report) -> None:
 
 
 # ---------------------------------------------------------------------- a matmul alone
-
-
-@jit
-def alone(
-    x: Any, weights: Any, out: Any, shape: Any, weight: Any, tile: Any, HOST: tl.constexpr
-) -> None:
-    """A persistent matmul; ``x`` and ``weights`` are descriptors, or addresses of ``[rows, depth]``
-    and ``[columns, depth]``."""
-    if HOST:
-        left = x
-        right = weights
-    else:
-        left = matrix(x, shape.rows, shape.depth, tl.bfloat16, tile.rows, tile.depth)
-        right = matrix(weights, shape.columns, shape.depth, tl.bfloat16, tile.columns, tile.depth)
-    row_tiles = tl.cdiv(shape.rows, tile.rows)
-    column_tiles = tl.cdiv(shape.columns, tile.columns)
-    width = tl.cast(shape.columns, tl.int64) // 8 * 8
-    for number in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
-        row, column = place(number, row_tiles, column_tiles, tile)
-        sums = product(left, right, row, column, shape, weight, tile, tl.bfloat16, "ieee")
-        rows = (row + tl.arange(0, tile.rows)).to(tl.int64)[:, None]
-        columns = (column + tl.arange(0, tile.columns)).to(tl.int64)[None, :]
-        tl.store(
-            out + rows * width + columns,
-            sums.to(tl.bfloat16),
-            mask=(rows < shape.rows) & (columns < width),
-        )
 
 
 def time_alone(report: Report) -> None:

@@ -274,6 +274,36 @@ def test_no_file_is_too_long(tmp_path: Path) -> None:
     assert too_long(tmp_path) == ["tests/docs/of_511.py"]
 
 
+def names_that_triton_looks_up(source: str) -> set[str]:
+    """Annotations in kernels that aren't Triton's: Triton evaluates them when it compiles, and
+    finds no other global."""
+    annotations = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and any(
+            re.fullmatch(r"(\w+\.)?jit(\(.*\))?", ast.unparse(decorator))
+            for decorator in node.decorator_list
+        ):
+            arguments = [*node.args.args, *node.args.kwonlyargs]
+            given = [node.returns, *(argument.annotation for argument in arguments)]
+            annotations |= {ast.unparse(annotation) for annotation in given if annotation}
+    return {name for name in annotations if not name.startswith(("tl.", "triton."))}
+
+
+def test_kernels_are_annotated_with_nothing_but_tritons_types() -> None:
+    assert names_that_triton_looks_up("@jit\ndef f(x: Any, n: tl.int64): pass") == {"Any"}
+    assert names_that_triton_looks_up("@tdcoll.jit(a=1)\ndef f(x) -> None: pass") == {"None"}
+    files = [
+        file
+        for folder in ("tdcoll", "benchmarks", "tutorials", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
+    found = {
+        str(file.relative_to(ROOT)): names_that_triton_looks_up(file.read_text("utf-8"))
+        for file in files
+    }
+    assert {file: names for file, names in found.items() if names} == {}
+
+
 def test_no_two_classes_have_the_same_name() -> None:
     """A reader who meets a name knows where it comes from."""
     trees = [

@@ -81,6 +81,22 @@ def error_of(check: Callable[[], None]) -> BaseException | None:
     return None
 
 
+def error_of_fallback(work: Any) -> Exception | None:
+    """Return the error of a complete work of the fallback backend; None if it has none or isn't
+    complete.
+
+    ``work.exception()`` isn't asked: in PyTorch 2.11 it raises TypeError, because its result has no
+    Python type there.
+    """
+    if not work.is_completed() or work.is_success():
+        return None
+    try:
+        work.wait()
+    except Exception as error:
+        return error
+    return None
+
+
 @never_compiled
 class Work(dist.Work):
     """The methods that ``torch.distributed.Work`` documents, for calls that write ``tensors`` on
@@ -307,7 +323,7 @@ class FallbackWork(AsynchronousWork):
         return self._complete
 
     def exception(self) -> Any:
-        return next(filter(None, (work.exception() for work in self._works)), None)
+        return next(filter(None, map(error_of_fallback, self._works)), None)
 
     def result(self) -> list[Any]:
         if not self.is_completed():

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from tdcoll.base import torch_internals
-from tdcoll.distributed.work import CompletedWork
+from tdcoll.distributed.work import CompletedWork, FallbackWork
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,3 +158,33 @@ def test_wrappers_are_found_without_a_walk(monkeypatch) -> None:
     wrappers.clear()
     assert living(model) == set()
     assert failed in torch_internals._ddp
+
+
+class OldWork:
+    """A work of the fallback backend as PyTorch 2.11 has it: its error can't be asked for."""
+
+    def __init__(self, error: Exception | None, complete: bool = True) -> None:
+        self.error = error
+        self.complete = complete
+
+    def is_completed(self) -> bool:
+        return self.complete
+
+    def is_success(self) -> bool:
+        return self.error is None
+
+    def exception(self) -> None:
+        raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_works_of_the_fallback_backend_have_their_errors_in_every_pytorch() -> None:
+    wrong = RuntimeError("connection closed by peer")
+    assert FallbackWork([OldWork(None), OldWork(None)], None, []).exception() is None
+    assert FallbackWork([OldWork(None), OldWork(wrong)], None, []).exception() is wrong
+    assert FallbackWork([OldWork(wrong, complete=False)], None, []).exception() is None
+    assert FallbackWork([OldWork(None)], None, []).is_success()
+    assert not FallbackWork([OldWork(wrong)], None, []).is_success()
