@@ -95,12 +95,12 @@ WRONG: list[tuple[type[Benchmark], str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("benchmark", "arguments", "message"), WRONG)
+@pytest.mark.parametrize(("bench", "arguments", "message"), WRONG)
 def test_a_wrong_command_line_ends_with_status_2(
-    benchmark: type[Benchmark], arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+    bench: type[Benchmark], arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        benchmark.parse(arguments.split())
+        bench.parse(arguments.split())
     # Older versions of click have other quotes in one message.
     assert message in capsys.readouterr().err.replace(
         "No such option: --blokcs", "No such option '--blokcs'"

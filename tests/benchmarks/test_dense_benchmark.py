@@ -85,13 +85,13 @@ def test_facts_of_rows_and_calls_that_are_not_supported(rows_of: Callable[..., l
     assert {row.median_us for row in rows} == {None}
 
 
-@pytest.mark.parametrize("benchmark", [REDUCE, SCATTER])
-def test_every_algorithm_on_one_node(benchmark: Any, rows_of: Callable[..., list[Any]]) -> None:
+@pytest.mark.parametrize("bench", [REDUCE, SCATTER])
+def test_every_algorithm_on_one_node(bench: Any, rows_of: Callable[..., list[Any]]) -> None:
     """With a mean of three, too, which baselines round in other places."""
-    names = [name for name in benchmark.call.spec.names if name != "2d"]
-    if benchmark is REDUCE:
+    names = [name for name in bench.call.spec.names if name != "2d"]
+    if bench is REDUCE:
         names += ["symmetric", "in-place"]
-    rows = rows_of(benchmark, f"-b 252 -e 252 --algorithms {','.join(names)} --op mean", 3)
+    rows = rows_of(bench, f"-b 252 -e 252 --algorithms {','.join(names)} --op mean", 3)
     *ours, baseline = rows
     assert [row.check for row in ours] == ["ok"] * len(names)
     assert baseline.check == "not run"
@@ -101,11 +101,11 @@ def test_every_algorithm_on_one_node(benchmark: Any, rows_of: Callable[..., list
 
 
 @pytest.mark.parametrize("mistake", ["an element", "the call before"])
-@pytest.mark.parametrize("benchmark", [GATHER, REDUCE, SCATTER])
+@pytest.mark.parametrize("bench", [GATHER, REDUCE, SCATTER])
 def test_wrong_results_are_rows_that_say_so(
-    benchmark: Any, mistake: str, monkeypatch: pytest.MonkeyPatch, rows_of: Any
+    bench: Any, mistake: str, monkeypatch: pytest.MonkeyPatch, rows_of: Any
 ) -> None:
-    real = getattr(tdcoll, benchmark.name)
+    real = getattr(tdcoll, bench.name)
     last_results: dict[int, torch.Tensor] = {}
 
     def careless(
@@ -119,24 +119,24 @@ def test_wrong_results_are_rows_that_say_so(
             out[-1] += 1
         return out
 
-    monkeypatch.setattr(tdcoll, benchmark.name, careless)
-    (row,) = rows_of(benchmark, "-b 64 -e 64 --algorithms direct --peers=", 2)
+    monkeypatch.setattr(tdcoll, bench.name, careless)
+    (row,) = rows_of(bench, "-b 64 -e 64 --algorithms direct --peers=", 2)
     assert row.check == "WRONG"
     if mistake == "an element":
-        last = benchmark.call.sizes(64, 2)[1] // 4 - 1
+        last = bench.call.sizes(64, 2)[1] // 4 - 1
         text = f"rank 1: 1 wrong element(s), first: call 0, element {last}: expected "
     else:
         text = "first: call 1, element "
     assert text in row.note
 
 
-@pytest.mark.parametrize("benchmark", [GATHER, REDUCE, SCATTER])
+@pytest.mark.parametrize("bench", [GATHER, REDUCE, SCATTER])
 def test_the_measuring_path(
-    benchmark: Any, clock: Any, measured: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bench: Any, clock: Any, measured: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Consecutive calls take different inputs; rank 1 is the slowest, and the skew says by how
     much."""
-    real = getattr(tdcoll, benchmark.name)
+    real = getattr(tdcoll, bench.name)
     inputs: list[int] = []
 
     def timed(tensor: torch.Tensor, *op: Any, **named: Any) -> torch.Tensor:
@@ -146,8 +146,8 @@ def test_the_measuring_path(
             inputs.append(tensor.data_ptr())
         return real(tensor, *op, **named)
 
-    monkeypatch.setattr(tdcoll, benchmark.name, timed)
-    rows = measured(benchmark, "-b 64 -e 64 --algorithms direct --both")
+    monkeypatch.setattr(tdcoll, bench.name, timed)
+    rows = measured(bench, "-b 64 -e 64 --algorithms direct --both")
     assert [(row.algorithm, row.launch, row.check) for row in rows] == [
         ("direct", "graph", "ok"),
         ("direct", "eager", "ok"),
@@ -160,7 +160,7 @@ def test_the_measuring_path(
     assert len(set(inputs)) == 3
     assert all(one != following for one, following in itertools.pairwise(inputs))
     head = {
-        "benchmark": benchmark.name,
+        "benchmark": bench.name,
         "command": "x",
         "started": "2031-02-03",
         "provenance": {},
@@ -218,11 +218,11 @@ def test_baselines_without_gpus_say_why(name: str) -> None:
         BASELINES[name].make(shared_buffers(), CPU, lambda buffers: None)
 
 
-@pytest.mark.parametrize("benchmark", [REDUCE, SCATTER])
-def test_baselines_that_only_add_say_so(benchmark: Any, measured: Callable[..., list[Any]]) -> None:
-    names = [name for name, baseline in BASELINES.items() if baseline.collective == benchmark.name]
+@pytest.mark.parametrize("bench", [REDUCE, SCATTER])
+def test_baselines_that_only_add_say_so(bench: Any, measured: Callable[..., list[Any]]) -> None:
+    names = [name for name, baseline in BASELINES.items() if baseline.collective == bench.name]
     options = f"-b 64 -e 64 --op max --algorithms= --peers {','.join(names)}"
-    rows = measured(benchmark, options)
+    rows = measured(bench, options)
     assert [row.algorithm for row in rows] == names
     assert {(row.check, row.note) for row in rows} == {
         ("not run", "has sums only, and --op is max")
