@@ -285,6 +285,8 @@ def test_hosts_and_nodes_need_puts() -> None:
 def test_settings_for_one_host_are_refused_on_several(
     monkeypatch: pytest.MonkeyPatch, assignment: str
 ) -> None:
+    for name in ("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "NVSHMEM_REMOTE_TRANSPORT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(*assignment.split("="))
     refuse(("GROUP_RANK=0", A), ("GROUP_RANK=1", B))
     with pytest.raises(
