@@ -243,20 +243,21 @@ class TdcollProcessGroup(ProcessGroup):
 
     def end_coalescing(self, device: torch.device) -> Any:
         fallback = self.dispatcher.fallback
-        finishes = fallback.block
+        calls = fallback.block
         fallback.block = None
         try:
             work = self._plain._end_coalescing(device)
         finally:
             self.dispatcher.coalescing = False
-        if not finishes:
+        if not calls:
             return work
 
         def finish() -> None:
-            for each in finishes:
-                each()
+            for write, _ in calls:
+                write()
 
-        return FallbackWork([] if work is None else [work], finish, [])
+        values = [value for _, result in calls for value in result]
+        return FallbackWork([] if work is None else [work], finish, values, device)
 
     # PyTorch's Python code calls these, and its C++ code those without underscores, from 2.15 on.
     _start_coalescing: Any = start_coalescing

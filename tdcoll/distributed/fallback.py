@@ -37,14 +37,14 @@ class Fallback:
 
     Attributes:
         group: a process group with gloo and NCCL, without tdcoll's methods.
-        block: writes the results of calls in a block of coalesced calls, at its end; None outside
-            of blocks.
+        block: for each call in a block of coalesced calls, what writes its results at the block's
+            end, and its value; None outside of blocks.
     """
 
     def __init__(self, group: Any, names: dict[str, str]) -> None:
         self.group = group
         self._names = names
-        self.block: list[Callable[[], None]] | None = None
+        self.block: list[tuple[Callable[[], None], list[Any]]] | None = None
 
     def name(self, device: torch.device) -> str:
         """Return the name of the backend for a device's tensors."""
@@ -116,10 +116,10 @@ class Fallback:
             fitted.write_back()
 
         if self.block is not None:
-            self.block.append(finish)
+            self.block.append((finish, started.result))
             return next(iter(started.works), None)
         if call.opts is None or call.opts.asyncOp:
-            return FallbackWork(started.works, finish, started.result)
+            return FallbackWork(started.works, finish, started.result, call.device)
         for work in started.works:
             work.wait()
         finish()

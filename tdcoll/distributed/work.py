@@ -285,12 +285,18 @@ class FallbackWork(AsynchronousWork):
         works: of the backend; the call is complete when all of them are.
         finish: writes the results; None if the backend does.
         result: the value of the work and of its future.
+        device: of the tensors.
     """
 
     def __init__(
-        self, works: Sequence[Any], finish: Callable[[], None] | None, result: list[Any]
+        self,
+        works: Sequence[Any],
+        finish: Callable[[], None] | None,
+        result: list[Any],
+        device: torch.device,
     ) -> None:
         super().__init__()
+        self._device = device
         self._works = list(works)
         self._finish = finish
         self._result = result
@@ -337,16 +343,29 @@ class FallbackWork(AsynchronousWork):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        futures = [work.get_future() for work in self._works]
-        together = torch.futures.collect_all(futures)
+        """Return a future whose value is ordered on the stream of the one that waits for it.
 
-        def value(done: Any) -> list[Any]:
-            for each in done.value():
-                each.value()  # which raises the error of a call that has failed
-            self._write()
-            return self._result
+        The future of gloo's works isn't: it is complete when a copy to the GPU has been queued on a
+        stream of gloo's, and only ``synchronize()`` lets the current stream wait for that.
+        """
+        on_gpu = self._device.type == "cuda"
+        future: Any = torch.futures.Future(devices=[self._device] if on_gpu else None)
 
-        return together.then(value)
+        def complete(done: Any) -> None:
+            try:
+                for each in done.value():
+                    each.value()  # which raises the error of a call that has failed
+                for work in self._works:
+                    work.synchronize()  # wait() would wait for this thread: gloo calls it before
+                self._write()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(self._result)  # on a GPU its event is recorded now
+
+        together = torch.futures.collect_all([work.get_future() for work in self._works])
+        together.add_done_callback(complete)
+        return future
 
 
 def not_complete() -> RuntimeError:

@@ -161,11 +161,13 @@ def test_wrappers_are_found_without_a_walk(monkeypatch) -> None:
 
 
 class OldWork:
-    """A work of the fallback backend as PyTorch 2.11 has it: its error can't be asked for."""
+    """A work of the fallback backend as PyTorch 2.11 has it: its error can't be asked for, and only
+    ``synchronize`` orders the current stream behind it when its future is complete."""
 
     def __init__(self, error: Exception | None, complete: bool = True) -> None:
         self.error = error
         self.complete = complete
+        self.ordered = 0
 
     def is_completed(self) -> bool:
         return self.complete
@@ -176,15 +178,50 @@ class OldWork:
     def exception(self) -> None:
         raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
 
+    def synchronize(self) -> None:
+        self.ordered += 1
+
     def wait(self) -> None:
         if self.error is not None:
             raise self.error
 
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        if self.error is None:
+            future.set_result([])
+        else:
+            future.set_exception(self.error)
+        return future
+
+
+def fallback_work(*works: OldWork, finish: Any = None, result: Any = ()) -> FallbackWork:
+    return FallbackWork(works, finish, list(result), torch.device("cpu"))
+
 
 def test_works_of_the_fallback_backend_have_their_errors_in_every_pytorch() -> None:
     wrong = RuntimeError("connection closed by peer")
-    assert FallbackWork([OldWork(None), OldWork(None)], None, []).exception() is None
-    assert FallbackWork([OldWork(None), OldWork(wrong)], None, []).exception() is wrong
-    assert FallbackWork([OldWork(wrong, complete=False)], None, []).exception() is None
-    assert FallbackWork([OldWork(None)], None, []).is_success()
-    assert not FallbackWork([OldWork(wrong)], None, []).is_success()
+    assert fallback_work(OldWork(None), OldWork(None)).exception() is None
+    assert fallback_work(OldWork(None), OldWork(wrong)).exception() is wrong
+    assert fallback_work(OldWork(wrong, complete=False)).exception() is None
+    assert fallback_work(OldWork(None)).is_success()
+    assert not fallback_work(OldWork(wrong)).is_success()
+
+
+def test_futures_of_the_fallback_backend_write_behind_its_works() -> None:
+    """A future of gloo's is complete before its copies to the GPU are."""
+    works = OldWork(None), OldWork(None)
+    ordered: list[list[int]] = []
+    tensor = torch.ones(1)
+    work = fallback_work(
+        *works, finish=lambda: ordered.append([each.ordered for each in works]), result=[tensor]
+    )
+    assert work.get_future().wait() == [tensor]
+    assert ordered == [[1, 1]]
+    assert work.wait()
+    assert len(ordered) == 1
+
+
+def test_futures_of_the_fallback_backend_raise_what_went_wrong() -> None:
+    wrong = RuntimeError("connection closed by peer")
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        fallback_work(OldWork(wrong)).get_future().wait()

@@ -162,7 +162,13 @@ def applies(case: Case, form: Form, ranks: int) -> bool:
         return False
     if case.name == "a message around" and ranks == 1:
         return False
-    return not (
+    return not unsendable(case)
+
+
+def unsendable(case: Case) -> bool:
+    """Whether only the fallback backend makes this call, and can't: where ranks share GPUs it is
+    gloo, which sends no GPU memory."""
+    return (
         device().type == "cuda" and shared() and not case.kind and not case.name.startswith("all_")
     )
 
@@ -270,7 +276,8 @@ def every_form_of_every_call() -> str:
             run(case, form, group, ranks, some[next(turn) % len(some)])
             made[case.name] += 1
             made[form.name] += 1
-    expect(all(made[each.name] > 0 for each in [*CASES, *FORMS]), f"some are never made: {made}")
+    wanted = [each.name for each in (*CASES, *FORMS) if each in FORMS or not unsendable(each)]
+    expect(all(made[name] > 0 for name in wanted), f"some are never made: {made}")
     for kind, count in before.items():
         expect(handled(kind) - count >= len(FORMS) - 3, f"{kind}: {explain()}")
         expect(sum(by_fallback(kind, few).values()) >= len(FORMS) - 5, explain(few))
