@@ -438,7 +438,23 @@ def _checked_interpreted(function: Any) -> Any:
             raise
 
     function.run = breaks_graphs(run, f"kernel {name}")
+    function.__class__ = _interpreted_class(function.__class__)
     return function
+
+
+@functools.cache
+def _interpreted_class(base: type) -> type:
+    """Return a subclass of Triton's interpreted functions, whose error says why they can't be
+    compiled."""
+
+    def cache_key(self: Any) -> str:
+        raise AttributeError(
+            f"kernel {self.__name__} is interpreted, and can't be compiled: TRITON_INTERPRET=1 was "
+            f"set when its module {self.fn.__module__} was imported. Import it in a process "
+            "without that variable, and without a module that sets it"
+        )
+
+    return type(base.__name__, (base,), {"cache_key": property(cache_key)})
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:

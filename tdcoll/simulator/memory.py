@@ -32,6 +32,11 @@ def read_word(address: int) -> int:
     return ctypes.c_uint64.from_address(address).value
 
 
+def signed(word: int) -> int:
+    """Return an unsigned 64-bit word as a report shows it: signals are int64 to their users."""
+    return word - (1 << 64) if word >> 63 else word
+
+
 def write_word(address: int, value: int) -> None:
     """Write a 64-bit word at any address of this process; as one store if the address is
     aligned."""

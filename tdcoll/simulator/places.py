@@ -20,7 +20,9 @@ _FOLDERS = (
     Path(triton.__file__).parent,
     Path(torch.__file__).parent,
 )
-_INSIDE = (*(f"{folder}{os.sep}" for folder in _FOLDERS), contextlib.__file__)
+_GENERATED = "<string>"
+"""Code that Python generates, such as the methods of dataclasses."""
+_INSIDE = (*(f"{folder}{os.sep}" for folder in _FOLDERS), contextlib.__file__, _GENERATED)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll import runtime
 from tdcoll.simulator.machine import Machine
-from tdcoll.simulator.memory import read_word, write_word
+from tdcoll.simulator.memory import read_word, signed, write_word
 from tdcoll.simulator.places import kernel_place
 from tdcoll.simulator.pointers import PointerAccess
 from tdcoll.spec import constants as c
@@ -99,9 +99,10 @@ def signals(
     found = _wait(
         machine,
         np.array(addresses, np.uint64),
-        f"{sign} {value}",
+        f"{sign} {signed(value)}",
         read=machine.memory.words,
         true=lambda seen: true(seen, np.uint64(value)),
+        number=lambda seen: signed(int(seen)),
         # Each thread polls its own signal until it has seen the value. Signals that only grow are
         # polled together.
         enough=np.all if compare in _GROWING else np.any,
@@ -159,7 +160,8 @@ def holds(machine: Machine, address: int, compare: int, value: int) -> bool:
     machine.scheduler.poll(
         address,
         lambda: (
-            f"asks for {memory.describe(address)} {sign} {value}, is {read_word(address)}{place.note()}"
+            f"asks for {memory.describe(address)} {sign} {signed(value)}, "
+            f"is {signed(read_word(address))}{place.note()}"
         ),
     )
     if machine.races is not None:

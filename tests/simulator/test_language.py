@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import protocols
 import pytest
 import torch
@@ -14,7 +16,7 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.language.jit import jit
-from tdcoll.testing import explore
+from tdcoll.testing import Deadlock, World, explore
 
 PUT, SET = tdl.putmem_block, tdl.SIGNAL_SET
 
@@ -275,3 +277,37 @@ def test_monitor_of_another_job_or_freed_is_refused():
         ValueError, match=r"monitor must be the words of an open tdcoll\.WaitMonitor of this job"
     ):
         on_rows(lambda rows, _: device(wait_once, rows, 0, words[0], words[0]))
+
+
+# ---------------------------------------------------------------------- reports
+
+
+@jit
+def wait_for_debts(signal, monitor):
+    tdl.signal_block(signal, -5, tdl.SIGNAL_SET, 1 - tdl.my_pe())
+    tdl.wait_signal(signal, tdl.CMP_EQ, -7, monitor, 1 - tdl.my_pe(), 0)
+
+
+def test_memory_that_is_no_monitor_is_reported_at_the_kernels_line():
+    def host(pe):
+        signal = tdcoll.zeros(1, torch.int64, name="debt")
+        wait_for_debts[(1,)](signal, torch.zeros(16, dtype=torch.int64))
+
+    with pytest.raises(ValueError, match="monitor must be the words of an open") as raised:
+        World(2).run(host)
+    (note,) = [note for note in raised.value.__notes__ if "wait_for_debts" in note]
+    assert re.search(r"\(\S*test_language\.py:\d+\)$", note), note
+
+
+def test_signals_are_reported_with_their_sign():
+    def host(pe):
+        signal = tdcoll.zeros(1, torch.int64, name="debt")
+        wait_for_debts[(1,)](signal, tdcoll.WaitMonitor())
+
+    with pytest.raises(Deadlock, match=r"waits for pe0\.debt\[0\] == -7, is -5 \("):
+        World(2).run(host)
+
+
+def test_interpreted_kernels_say_why_they_cannot_be_compiled():
+    with pytest.raises(AttributeError, match="TRITON_INTERPRET=1 was set when its module"):
+        _ = wait_for_debts.cache_key
