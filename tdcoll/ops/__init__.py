@@ -28,6 +28,7 @@ from tdcoll.calls.run import run
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
 from tdcoll.fused.rms_norm import DTYPES
+from tdcoll.ops.fusion_report import FusionReport, LeftAsItIs
 from tdcoll.ops.groups import group_name, named_group, topology_of, world_of
 from tdcoll.ops.layers import parallelize
 from tdcoll.ops.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -188,6 +189,8 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
     ``total += residual`` is fused, ``residual += total`` is not. As for the operator, the residual
     has to be the same on all ranks. The new residual keeps its bits; the norm is rounded once.
 
+    Logs at level INFO what was replaced, and which of these patterns were left, with the reason.
+
     Args:
         module: as ``torch.compile`` gives it to a backend; it is changed.
 
@@ -195,34 +198,42 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
         ``module``.
     """
     graph = module.graph
-    nodes = list(graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    for norm in nodes:
-        found = _found(norm)
-        if found is None:
-            continue
-        add, reduce, residual, weight, eps = found
-        between = [node for node in nodes[place[reduce] + 1 : place[norm]] if node is not add]
-        # The inputs of the three move to the place of the addition.
-        if place.get(weight, len(nodes)) > place[add] or any(
-            node.op.startswith("call") for node in between
-        ):
-            continue
-        x = reduce.args[0]
-        group = reduce.args[2] if len(reduce.args) > 2 else ""
-        with graph.inserting_before(add):
-            target = torch.ops.tdcoll.all_reduce_rms_norm.default
-            both = graph.call_function(target, (x, residual, weight, eps, group))
-            normalized, new = (graph.call_function(operator.getitem, (both, i)) for i in (0, 1))
-        for old, made in ((norm, normalized), (add, new)):
-            made.meta = dict(old.meta)
-            old.replace_all_uses_with(made)
-        for old in (norm, add, reduce):
-            graph.erase_node(old)
-    fuse_matmuls(graph)  # behind the norms, which save more
+    report = FusionReport()
+    _fuse_norms(graph, report)
+    fuse_matmuls(graph, report)  # behind the norms, which save more
+    report.log()
     graph.lint()
     module.recompile()
     return module
+
+
+def _fuse_norms(graph: fx.Graph, report: FusionReport) -> None:
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    for norm in nodes:
+        with report.looking_for("rms_norm(all_reduce + residual)", norm):
+            found = _found(norm)
+            if found is None:
+                continue
+            add, reduce, residual, weight, eps = found
+            between = [node for node in nodes[place[reduce] + 1 : place[norm]] if node is not add]
+            # The inputs of the three move to the place of the addition.
+            if place.get(weight, len(nodes)) > place[add]:
+                raise LeftAsItIs("the weight is computed behind the addition")
+            if any(node.op.startswith("call") for node in between):
+                raise LeftAsItIs("something else is computed between the all-reduce and the norm")
+            x = reduce.args[0]
+            group = reduce.args[2] if len(reduce.args) > 2 else ""
+            with graph.inserting_before(add):
+                target = torch.ops.tdcoll.all_reduce_rms_norm.default
+                both = graph.call_function(target, (x, residual, weight, eps, group))
+                normalized, new = (graph.call_function(operator.getitem, (both, i)) for i in (0, 1))
+            for old, made in ((norm, normalized), (add, new)):
+                made.meta = dict(old.meta)
+                old.replace_all_uses_with(made)
+            for old in (norm, add, reduce):
+                graph.erase_node(old)
+            report.fused["all_reduce_rms_norm"] += 1
 
 
 def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
@@ -231,7 +242,11 @@ def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
 
 def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | None:
     """Return ``(add, all-reduce, residual, weight, eps)`` of a norm that can be fused; None of any
-    other node."""
+    other node.
+
+    Raises:
+        LeftAsItIs: It is the norm of an all-reduce and a residual, and can't be fused.
+    """
     if norm.op != "call_function" or norm.target not in _NORMS:
         return None
     add, shape, weight = (
@@ -239,39 +254,25 @@ def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | 
     )
     if not isinstance(add, fx.Node) or add.op != "call_function" or add.target not in _ADDS:
         return None
-    if len(add.args) != 2 or add.kwargs.get("alpha", 1) != 1 or "out" in add.kwargs:
-        return None
     addends = [node for node in add.args if isinstance(node, fx.Node)]
-    reduces = [
-        n for n in addends if n.op == "call_function" and n.target in _REDUCES and len(n.users) == 1
-    ]
-    if len(addends) != 2 or not reduces or addends[0] is addends[1] or reduces[0].kwargs:
+    reduces = [node for node in addends if node.op == "call_function" and node.target in _REDUCES]
+    if not reduces:
         return None
-    reduce = reduces[0]
+    if len(add.args) != 2 or len(addends) != 2 or addends[0] is addends[1]:
+        raise LeftAsItIs("the residual is no other tensor")
+    if add.kwargs.get("alpha", 1) != 1 or "out" in add.kwargs:
+        raise LeftAsItIs("the addition has alpha or out")
+    free = [reduce for reduce in reduces if len(reduce.users) == 1]
+    if not free:
+        raise LeftAsItIs("the sum of the ranks has another use")
+    reduce = free[0]
+    if reduce.kwargs or reduce.args[1:2] not in ((), ("sum",)):
+        raise LeftAsItIs("the all-reduce is no sum, or has arguments by keyword")
     # the old residual becomes the new one
     if add.target is operator.iadd and add.args[0] is not reduce:
-        return None
-    if reduce.args[1:2] not in ((), ("sum",)):
-        return None
+        raise LeftAsItIs("the addition writes over the residual")
     residual = addends[1] if addends[0] is reduce else addends[0]
-    summed = seen(reduce)
-    old = seen(residual)
-    gain = seen(weight)
-    if summed is None or old is None or gain is None or len(shape) != 1:
-        return None
-    if (
-        summed.shape != old.shape
-        or not summed.dtype == old.dtype == gain.dtype
-        or summed.shape[-1] != shape[0]
-    ):
-        return None
-    hidden = summed.shape[-1]
-    if (
-        summed.dtype not in DTYPES
-        or not isinstance(hidden, int)
-        or not takes(hidden, summed.dtype.itemsize)
-    ):
-        return None
+    _check_norm(seen(reduce), seen(residual), seen(weight), shape)
     eps = _argument(norm, 3, "eps")
     return (
         add,
@@ -282,8 +283,33 @@ def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | 
     )
 
 
+def _check_norm(
+    summed: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    shape: Sequence[int],
+) -> None:
+    """Raise unless the operator takes the tensors of a norm over ``shape``."""
+    if weight is None:
+        raise LeftAsItIs("the norm has no weight")
+    if summed is None or residual is None:
+        raise LeftAsItIs("the graph has no example of the norm's operands")
+    hidden = summed.shape[-1]
+    if len(shape) != 1 or hidden != shape[0]:
+        raise LeftAsItIs(f"the norm is over {list(shape)}, and not over the last dimension")
+    if summed.shape != residual.shape:
+        raise LeftAsItIs(f"shapes are {list(summed.shape)} and {list(residual.shape)}")
+    if not summed.dtype == residual.dtype == weight.dtype:
+        raise LeftAsItIs(f"dtypes are {summed.dtype}, {residual.dtype} and {weight.dtype}")
+    takes_rows = isinstance(hidden, int) and takes(hidden, summed.dtype.itemsize)
+    if summed.dtype not in DTYPES or not takes_rows:
+        raise LeftAsItIs(f"kernels take no rows of {hidden} elements of {summed.dtype}")
+
+
 def _fuse_behind_autograd(graph: fx.Graph) -> None:
-    fuse_matmuls(graph, functional=True)
+    report = FusionReport()
+    fuse_matmuls(graph, report, functional=True)
+    report.log()
 
 
 def fusing(

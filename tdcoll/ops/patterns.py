@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from tdcoll.fused.matmul.operation import RESULTS
+from tdcoll.ops.fusion_report import FusionReport, LeftAsItIs
 from tdcoll.ops.matmuls import can_multiply
 
 _tdcoll = torch.ops.tdcoll
@@ -227,17 +228,20 @@ def _product(node: fx.Node) -> _Product | None:
     return _Product(operands[0], stored, None, False, (node, weight))
 
 
-def _can_replace(product: _Product) -> bool:
-    """Return whether the operators take a matmul's operands."""
+def _check_operands(product: _Product) -> None:
+    """Raise unless the operators take a matmul's operands."""
     x, weight = seen(product.x), seen(product.weight)
-    if x is None or weight is None or x.dtype not in RESULTS or weight.dtype != x.dtype:
-        return False
+    if x is None or weight is None:
+        raise LeftAsItIs("the graph has no example of the matmul's operands")
+    if x.dtype not in RESULTS or weight.dtype != x.dtype:
+        raise LeftAsItIs(f"operands are of {x.dtype} and {weight.dtype}")
     sizes = [*x.shape, *weight.shape]
     if weight.dim() != 2 or x.dim() < 2 or not all(isinstance(size, int) for size in sizes):
-        return False
+        raise LeftAsItIs(f"operands have shapes {list(x.shape)} and {list(weight.shape)}")
     depth = x.shape[-1]
     columns = weight.shape[1 if product.depth_first else 0]
-    return can_multiply(x.itemsize, depth, columns, product.depth_first)
+    if not can_multiply(x.itemsize, depth, columns, product.depth_first):
+        raise LeftAsItIs(f"kernels take no rows of {depth} and {columns} elements")
 
 
 def _nothing_between(first: fx.Node, last: fx.Node, own: set[fx.Node]) -> bool:
@@ -274,7 +278,7 @@ def _replace(old: fx.Node, new: fx.Node, own: tuple[fx.Node, ...]) -> None:
 def _fuse_gather(node: fx.Node, functional: bool) -> bool:
     """Replace a matmul of gathered rows."""
     product = _product(node)
-    if product is None or not _can_replace(product):
+    if product is None:
         return False
     source, views = _through_views(product.x)
     move = _move(source) if functional else None
@@ -282,17 +286,21 @@ def _fuse_gather(node: fx.Node, functional: bool) -> bool:
         source = move.source
         views = (*views, *move.nodes)
     gather = _collective(source, "all_gather")
-    if gather is None or seen(gather.source) is None or seen(gather.source).dim() < 2:  # type: ignore[union-attr]
+    if gather is None:
         return False
+    _check_operands(product)
+    shard = seen(gather.source)
+    if shard is None or shard.dim() < 2:
+        raise LeftAsItIs("what is gathered has no rows")
     own = (*product.nodes, *views, *reversed(gather.nodes))
     if not functional and not _nothing_between(gather.nodes[0], node, set(own)):
-        return False
+        raise LeftAsItIs("something else is computed between the all-gather and the matmul")
     # If all operands are there when the rows are gathered, later uses of these needn't gather.
     place = node
     if functional and _stand_before((product.weight, product.bias), gather.result):
         place = gather.result.next
     if move is not None and (place is node or not _is_of_ranks(move, gather)):
-        return False
+        raise LeftAsItIs("the gathered parts are moved in another way than DTensor does")
     graph = node.graph
     kept = any(user not in (*views, node) for user in gather.result.users) or any(
         user not in own for view in views for user in view.users
@@ -362,21 +370,24 @@ def _fuse_reduction(node: fx.Node, kind: str, target: Any, functional: bool) -> 
     if functional and kind == "reduce_scatter" and not views:
         move = _move(source)
     if move is not None:
+        source, views = _through_views(move.source)
+    product = _product(source)
+    if product is None:
+        return False
+    if move is not None:
         *joined, split = move.nodes
         used_once = len(split.users) == move.parts and all(len(one.users) == 1 for one in joined)
         if not used_once or not _is_of_ranks(move, collective):
-            return False
-        source, views = _through_views(move.source)
-    product = _product(source)
-    # The bias would be added once for each rank.
-    if product is None or product.bias is not None or not _can_replace(product):
-        return False
+            raise LeftAsItIs("the product's parts are moved in another way than DTensor does")
+    if product.bias is not None:
+        raise LeftAsItIs("its bias would be added once for each rank")
+    _check_operands(product)
     moved = () if move is None else move.nodes
     if any(len(link.users) != 1 for link in (source, *views) if link not in moved):
-        return False
+        raise LeftAsItIs("the product has another use")
     example = seen(collective.source)
     if example is None or example.dim() < 2:
-        return False
+        raise LeftAsItIs("the product has no rows")
     graph = node.graph
     # At the place of the matmul, where its operands have not been written to yet.
     with graph.inserting_before(source):
@@ -394,20 +405,31 @@ def _fuse_reduction(node: fx.Node, kind: str, target: Any, functional: bool) -> 
     return True
 
 
-def fuse_matmuls(graph: fx.Graph, *, functional: bool = False) -> int:
+def fuse_matmuls(
+    graph: fx.Graph, report: FusionReport | None = None, *, functional: bool = False
+) -> int:
     """Replace the patterns of the module in a graph; return how many.
 
     Args:
+        report: Notes them, and the patterns that are left.
         functional: Nothing in the graph writes in place.
     """
-    count = 0
+    if report is None:
+        report = FusionReport()
+    before = report.fused.total()
     for node in list(graph.nodes):
         if node.op != "call_function" or node._erased:
             continue
-        found = _fuse_gather(node, functional)
+        with report.looking_for("linear(all_gather)", node):
+            if _fuse_gather(node, functional):
+                report.fused["all_gather_matmul"] += 1
+                continue
         for kind, target in _REDUCTIONS.items():
-            found = found or _fuse_reduction(node, kind, target, functional)
-        count += found
+            with report.looking_for(f"{kind}(linear)", node):
+                if _fuse_reduction(node, kind, target, functional):
+                    report.fused[f"matmul_{kind}"] += 1
+                    break
+    count = report.fused.total() - before
     if count:
         graph.lint()
     return count

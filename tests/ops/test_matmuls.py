@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -168,16 +170,43 @@ def odd_depth(x: torch.Tensor) -> torch.Tensor:
     return tdc.all_gather(x[..., :31].contiguous()) @ W1[:, :31].t()
 
 
+BETWEEN = (
+    "linear(all_gather) at {}: something else is computed between the all-gather and the matmul"
+)
+
+
 @pytest.mark.parametrize(
-    "function",
-    [biased_parts, largest, product_is_used, gathered_is_changed, source_is_changed, odd_depth],
+    ("function", "left"),
+    [
+        (biased_parts, "all_reduce(linear) at {}: its bias would be added once for each rank"),
+        (largest, ""),
+        (product_is_used, "all_reduce(linear) at {}: the product has another use"),
+        (gathered_is_changed, BETWEEN),
+        (source_is_changed, BETWEEN),
+        (odd_depth, "linear(all_gather) at {}: kernels take no rows of 31 and"),
+    ],
 )
 @on(1)
-def test_what_is_not_the_same_is_not_fused(pe: int, function: Callable[..., Any]) -> None:
+def test_what_is_not_the_same_is_not_fused(
+    pe: int, function: Callable[..., Any], left: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says what was left, and why."""
+    caplog.set_level(logging.INFO, "tdcoll")
     x = given(5, 4, 32)
     results, n_fused, _ = compiled(function, x)
     assert n_fused == 0
     assert torch.equal(results, function(x.clone()))
+    lines = [line for line in caplog.messages if line.startswith("tdcoll.ops: ")]
+    pattern = "tdcoll.ops: fused nothing; left " + re.escape(left).replace(r"\{\}", r"\w+")
+    assert [bool(re.match(pattern, line)) for line in lines] == [True] * bool(left), lines
+
+
+@on(1)
+def test_the_log_counts_what_is_fused(pe: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tdcoll")
+    compiled(mlp, given(5, 4, 32))
+    (line,) = [line for line in caplog.messages if line.startswith("tdcoll.ops: ")]
+    assert line == "tdcoll.ops: fused 1 x all_gather_matmul, 1 x matmul_reduce_scatter"
 
 
 @on(1)

@@ -6,6 +6,7 @@ dispatcher."""
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import pytest
@@ -153,22 +154,28 @@ def changed_after_the_addition(x: torch.Tensor, residual: torch.Tensor) -> torch
 
 
 @pytest.mark.parametrize(
-    ("layer", "wanted"),
+    ("layer", "wanted", "said"),
     [
-        (onto_the_sum, 1),
-        (onto_the_residual, 0),
-        (changed_after_the_sum, 0),
-        (changed_after_the_addition, 0),
+        (onto_the_sum, 1, "fused 1 x all_reduce_rms_norm"),
+        (onto_the_residual, 0, ": the addition writes over the residual"),
+        (changed_after_the_sum, 0, ": something else is computed between the all-reduce and"),
+        (changed_after_the_addition, 0, ": something else is computed between the all-reduce and"),
     ],
 )
 @on(1)
-def test_writes_in_place_are_kept(pe: int, layer: Any, wanted: int) -> None:
+def test_writes_in_place_are_kept(
+    pe: int, layer: Any, wanted: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says why nothing was fused."""
+    caplog.set_level(logging.INFO, "tdcoll")
     tensors = given(1, 3, 64), given(2, 3, 64)
     results, after, n = fused(layer, *tensors)
     assert n == wanted
     torch.testing.assert_close(results, layer(*tensors))
     for got, want in zip(after, tensors, strict=True):
         assert torch.equal(got, want)
+    (line,) = [line for line in caplog.messages if line.startswith("tdcoll.ops: ")]
+    assert said in line
 
 
 @on(1)
