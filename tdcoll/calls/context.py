@@ -355,8 +355,9 @@ class CollectiveContext(CallChecks):
             self.monitor.raise_if_expired()
         if self.job.failed:
             return
-        for tensor in reversed(self._symmetric):
-            self.job.release(tensor)
+        with self.job.during(f"{type(self).__name__}.close"):
+            for tensor in reversed(self._symmetric):
+                self.job.release(tensor)
         self._symmetric.clear()
         self.tables.clear()
         self.job.kept_alive.pop(id(self))

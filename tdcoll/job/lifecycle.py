@@ -150,8 +150,8 @@ def initialize(
             f"initialize: {job.why_closed}. To join another job, call tdcoll.finalize() first, which forgets this one"
         )
     refuse_inherited_group("initialize")
-    options = JobSettings.read(heap_bytes, timeout_s, emulate_nodes, share_gpus, heap)
     _be_ready()
+    options = JobSettings.read(heap_bytes, timeout_s, emulate_nodes, share_gpus, heap)
     with watch.joining(*_place(), options.timeout_s):
         _initialize(options)
 
@@ -208,8 +208,8 @@ def join(
         store: of ``torch.distributed``, the same for all ranks, and of this generation alone.
         rank, world_size: what the default process group will say.
     """
-    options = JobSettings.read(heap_bytes, timeout_s)
     _be_ready()
+    options = JobSettings.read(heap_bytes, timeout_s)
     with watch.joining(rank, world_size, "by the store of the process group", options.timeout_s):
         _install(options, _connection(store, rank, options.timeout_s), rank, world_size)
 
@@ -414,9 +414,10 @@ def finalize() -> None:
     leaving = runtime.current()
     try:
         if not leaving.failed:
-            for context in list(leaving.contexts.values()):
-                context.close()
-            leaving.exchange(range(leaving.world_size), "finalize")
+            with leaving.during("finalize"):
+                for context in list(leaving.contexts.values()):
+                    context.close()
+                leaving.exchange(range(leaving.world_size), "all contexts are closed")
     except BaseException:
         leaving.heap.abort()
         raise

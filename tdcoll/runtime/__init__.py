@@ -195,6 +195,8 @@ class Runtime:
         control = given.get("control", self.control)
         timeout_s = given.get("timeout_s")
         who = given.get("who", "")
+        if "during" in given:
+            tag = f"{given['during']} ({tag})"
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         self.exchanging[threading.get_ident()] = time.monotonic(), tag, ranks, limit_s
         try:
@@ -233,6 +235,19 @@ class Runtime:
         finally:
             given.clear()
             given.update(before)
+
+    @contextlib.contextmanager
+    def during(self, operation: str) -> Iterator[None]:
+        """Let exchanges that this thread makes inside name ``operation``, which the user has called.
+        The outermost one counts."""
+        given = vars(self._given)
+        outermost = "during" not in given
+        given.setdefault("during", operation)
+        try:
+            yield
+        finally:
+            if outermost:
+                del given["during"]
 
     def agree(self, ranks: Sequence[int], what: str, value: Any) -> None:
         """Raise :class:`RankMismatchError` on every rank of ``ranks`` unless all of them pass the

@@ -52,6 +52,10 @@ GIVE_UP = "give_up"
 has to be larger: what it says then is a page of C++ frames, and it tries twice."""
 
 _LONGEST = 240
+"""Characters of a sentence in the last lines."""
+_LONGEST_WITH_ADVICE = 400
+_MOST_WAITS = 4
+"""Lines about ranks that waited."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -72,7 +76,9 @@ def summary(
     for rank, (pid, status) in sorted(exits.items()):
         said = words.get(pid)
         if said is not None:  # also of a rank that was still leaving when torchrun ended it
-            how, why = ("noticed", "") if said["noticed"] else ("failed", _shortened(said["error"]))
+            how, why = (
+                ("noticed", "") if said["noticed"] else ("failed", _with_advice(said["error"]))
+            )
         elif pid in ended:  # whatever its status: a handler of the signal may exit as it likes
             how = "still running, ended by torchrun"
             why = ""
@@ -98,11 +104,12 @@ def summary(
         lines = [
             "no rank of this host died or failed by itself; if there are other hosts, see what they printed"
         ]
-    noticed = groups.get(("noticed", ""))
-    if noticed:
-        lines.append(
-            f"{giving_up}: {ranks_text(noticed)} ({_shortened(of_first(noticed)['error'])})"
-        )
+    waits = _waits(groups.get(("noticed", ""), []), exits, words)
+    for ranks, sentence in waits[:_MOST_WAITS]:
+        lines.append(f"{giving_up}: {ranks_text(ranks)} ({sentence})")
+    others = sorted(rank for ranks, _ in waits[_MOST_WAITS:] for rank in ranks)
+    if others:
+        lines.append(f"{giving_up}, for others: {ranks_text(others)}")
     return lines + [
         f"{how}: {ranks_text(ranks)}"
         for (how, _), ranks in groups.items()
@@ -110,10 +117,36 @@ def summary(
     ]
 
 
-def _shortened(error: str) -> str:
+def _first_sentence(error: str) -> str:
     """The first sentence of an error, on one line."""
     text = " ".join(error.split()).split(". ")[0].rstrip(".")
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _with_advice(error: str) -> str:
+    """The first sentences of an error, on one line: as many as fit, since advice comes last."""
+    text = _first_sentence(error)
+    for sentence in " ".join(error.split()).split(". ")[1:]:
+        if text.endswith("...") or len(text) + len(sentence) > _LONGEST_WITH_ADVICE:
+            break
+        text = f"{text}. {sentence.rstrip('.')}"
+    return text
+
+
+def _waits(
+    noticed: Sequence[int], exits: Mapping[int, tuple[int, int]], words: Mapping[int, Any]
+) -> list[tuple[list[int], str]]:
+    """Return ``(ranks, what one of them said)`` of ranks that waited for the same, most ranks
+    first.
+
+    If a rank left out a call, the others wait for it in that call, and it waits for them elsewhere.
+    """
+    groups: dict[str, tuple[list[int], str]] = {}
+    for rank in noticed:
+        sentence = _first_sentence(words[exits[rank][0]]["error"])
+        for_whom = re.sub(r"rank \d+ waited [\d.]+ s |: signal .*", "", sentence)
+        groups.setdefault(for_whom, ([], sentence))[0].append(rank)
+    return sorted(groups.values(), key=lambda group: -len(group[0]))
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,9 @@ def test_close_is_collective() -> None:
             ctx.close()
 
     with pytest.raises(
-        Deadlock, match=r"pe0 host waits in 'free: offset of the tensor' for rank\(s\) \[1\]"
+        Deadlock,
+        match=r"pe0 host waits in 'CollectiveContext.close \(free: offset of the tensor\)' for "
+        r"rank\(s\) \[1\]",
     ):
         World(N).run(host)
 

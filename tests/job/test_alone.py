@@ -216,7 +216,7 @@ def test_the_process_that_serves_the_store_leaves_when_all_do() -> None:
 
     runtime.current().control = SimpleNamespace(all_gather=gather)  # type: ignore[assignment]
     tdcoll.finalize()
-    assert tags == ["finalize", "leave"]
+    assert tags == ["finalize (all contexts are closed)", "leave"]
 
 
 def test_nodes_are_named_by_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

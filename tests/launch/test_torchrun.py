@@ -30,6 +30,10 @@ from tdcoll.tools.torchrun import GIVE_UP, Meeting, _read, summary
 
 KILLED, SEGV, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM
 PEER = "CollectiveTimeout: rank 0 waited 3 s for peer 1: signal 4 had to reach 12. The peer has died, hangs, or more."
+NO_RANK = (
+    "no rank of this host died or failed by itself; if there are other hosts, see what they printed"
+)
+IN_FINALIZE = "CollectiveTimeout: rank {} waited 5 s in 'finalize' for rank(s)"
 TOLD = "CollectiveTimeout: rank 0 waited 3 s for peer 1: signal 4 had to reach 12"
 
 
@@ -60,7 +64,7 @@ CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
     "one that hung did not even end on SIGTERM": (
         {0: NOTICED, 1: (KILLED, None, True)},
         [
-            "no rank of this host died or failed by itself; if there are other hosts, see what they printed",
+            NO_RANK,
             f"gave up waiting: rank 0 ({TOLD})",
             "still running, ended by torchrun: rank 1",
         ],
@@ -75,7 +79,38 @@ CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
             1: (1, timed_out("CollectiveTimeout: rank 1 waited")),
             2: (1, failed("ValueError: no such\n row")),
         },
-        ["failed: rank 2 (ValueError: no such row)", f"only noticed: ranks 0, 1 ({TOLD})"],
+        [
+            "failed: rank 2 (ValueError: no such row)",
+            f"only noticed: rank 0 ({TOLD})",
+            "only noticed: rank 1 (CollectiveTimeout: rank 1 waited)",
+        ],
+    ),
+    "a rank that left out a call waits elsewhere": (
+        {
+            0: NOTICED,
+            1: (1, timed_out(f"{IN_FINALIZE.format(1)} [0, 2], which died")),
+            2: (1, timed_out(PEER.replace("rank 0", "rank 2").replace("12", "14"))),
+        },
+        [
+            NO_RANK,
+            f"gave up waiting: ranks 0, 2 ({TOLD})",
+            f"gave up waiting: rank 1 ({IN_FINALIZE.format(1)} [0, 2], which died)",
+        ],
+    ),
+    "each waits for another": (
+        {rank: (1, timed_out(f"{IN_FINALIZE.format(rank)} [{rank + 1}]")) for rank in range(7)},
+        [
+            NO_RANK,
+            *(
+                f"gave up waiting: rank {rank} ({IN_FINALIZE.format(rank)} [{rank + 1}])"
+                for rank in range(4)
+            ),
+            "gave up waiting, for others: ranks 4-6",
+        ],
+    ),
+    "what to do about it": (
+        {0: (1, failed("HeapExhaustedError: no room. Raise NVSHMEM_SYMMETRIC_SIZE. Or this."))},
+        ["failed: rank 0 (HeapExhaustedError: no room. Raise NVSHMEM_SYMMETRIC_SIZE. Or this)"],
     ),
     "aborted while it left after an error": (
         {0: (-signal.SIGABRT, timed_out()), 1: (SEGV,)},
@@ -116,6 +151,16 @@ def test_who_died_and_who_noticed(case: str) -> None:
         summary({rank: (100 + rank, ended[0]) for rank, ended in ranks.items()}, said, running)
         == lines
     )
+
+
+def test_settings_that_are_wrong_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason stands in the last lines, and not far above them."""
+    watched: list[bool] = []
+    monkeypatch.setattr(last_words, "watch", lambda: watched.append(True))
+    monkeypatch.setenv("TDCOLL_TIMEOUT_S", "abc")
+    with pytest.raises(ValueError, match="TDCOLL_TIMEOUT_S must be a number"):
+        lifecycle.initialize()
+    assert watched
 
 
 def test_a_line_that_was_cut_off_is_left_out() -> None:
