@@ -7,7 +7,9 @@ A page says where a file's tables go::
     <!-- /report -->
     <!-- report: all-gather-4xH200 brief -->   one table, of few sizes and columns
     <!-- /report -->
-    <!-- report: all-gather-4xH200 losses -->  a list of the sizes at which a baseline is faster
+    <!-- report: all-gather-4xH200,all-reduce-4xH200 losses -->    the sizes at which a baseline
+    <!-- /report -->                                               is faster, of one or more files
+    <!-- report: all-gather-4xH200,all-reduce-4xH200 standing -->  a line for each of their tables
     <!-- /report -->
     ![...](results/all-gather-4xH200.png)      a picture of the same file
 
@@ -24,15 +26,12 @@ from benchmarks.plots import plot
 from benchmarks.registry import load_result
 from tdcoll.tools.measure.results import write_whole
 
-_WRITERS = {
-    "": tables.markdown,
-    " brief": tables.brief_markdown,
-    " losses": tables.losses,
-}
+_OF_ONE_FILE = {"": tables.markdown, " brief": tables.brief_markdown}
+_OF_SEVERAL = {" losses": tables.losses, " standing": tables.standing}
 """What a marker's last word requests."""
 
 _BLOCK = re.compile(
-    r"^(<!-- report: (\S+)( brief| losses)? -->\n)(.*?)^<!-- /report -->$", re.M | re.S
+    r"^(<!-- report: (\S+)( brief| losses| standing)? -->\n)(.*?)^<!-- /report -->$", re.M | re.S
 )
 _PICTURE = re.compile(r"\]\((?:docs/)?results/((?:[\w.-]+/)*[\w.-]+)\.png\)")
 
@@ -55,8 +54,12 @@ def pages(root: Path) -> dict[Path, str]:
 
     def block(found: re.Match[str]) -> str:
         marker, name, kind = found[1], found[2], found[3] or ""
-        head, rows = load_result(root / f"docs/results/{name}.json")
-        return f"{marker}{_WRITERS[kind](head, rows)}<!-- /report -->"
+        if kind in _OF_SEVERAL:
+            files = [root / f"docs/results/{each}.json" for each in name.split(",")]
+            made = _OF_SEVERAL[kind]([load_result(file) for file in files])
+        else:
+            made = _OF_ONE_FILE[kind](*load_result(root / f"docs/results/{name}.json"))
+        return f"{marker}{made}<!-- /report -->"
 
     filled = {}
     for page, text in _documents(root).items():

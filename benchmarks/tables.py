@@ -241,20 +241,40 @@ class ResultTable:
             lines.append(f"- {label_name(label)}{place}: {text}")
         return lines
 
-    def losses(self) -> list[str]:
-        """Return a line for each label of tdcoll's with the sizes at which a baseline is faster."""
+    def losses(self) -> list[tuple[str, ...]]:
+        """Return ``(calls, sizes, by how much longer, fastest baselines)`` for each label of
+        tdcoll's that a baseline beats at some size."""
         right = [row for row in self.rows if row.check == "ok" and not row.peer]
-        lines = []
+        found = []
         for label in self.layout.labels(right):
-            found = []
-            for size, ratio in (self.times[label] / self.fastest).items():
-                if ratio > 1:
-                    percent = 100 * ratio - 100
-                    rival = label_name(self.fastest_labels[size])
-                    found.append(f"{', '.join(self.sizes[size])} (by {percent:.1f}%, {rival})")
-            if found:
-                lines.append(f"- {self.caption()}, {label_name(label)}: {', '.join(found)}.")
-        return lines
+            slower = self.times[label] / self.fastest
+            lost = slower[slower > 1].index
+            if lost.empty:
+                continue
+            percents = [f"{100 * slower[size] - 100:.1f}" for size in lost]
+            rivals = dict.fromkeys(label_name(self.fastest_labels[size]) for size in lost)
+            found.append(
+                (
+                    f"{self.caption()}, {label_name(label)}",
+                    ", ".join(", ".join(self.sizes[size]) for size in lost),
+                    f"{', '.join(percents)}%",
+                    ", ".join(rivals),
+                )
+            )
+        return found
+
+    def standing(self) -> tuple[str, ...]:
+        """Return ``(calls, sizes, ratios, at how many sizes tdcoll is ahead)`` of ``"auto"``."""
+        right = [row for row in self.rows if row.check == "ok" and not row.peer]
+        label = self.layout.labels(right)[0]
+        ratios = self.speedup(label).dropna()
+        first, last = (", ".join(self.sizes[ratios.index[place]]) for place in (0, -1))
+        return (
+            self.caption(),
+            f"{first} to {last}",
+            f"{ratios.min():.2f} to {ratios.max():.2f}",
+            f"{int((ratios >= 1).sum())} of {len(ratios)}",
+        )
 
 
 def _evenly(texts: Sequence[str], count: int) -> list[str]:
@@ -368,17 +388,39 @@ def brief_markdown(head: dict[str, Any], rows: Sequence[Row]) -> str:
     return f"{text}\n\n{explanation}\n" if explanation else f"{text}\n"
 
 
-def losses(head: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Return a line for each column of tdcoll's that loses.
+Results = Sequence[tuple[dict[str, Any], Sequence[Row]]]
+"""Heads and rows of files."""
+
+
+def _compared(results: Results) -> list[ResultTable]:
+    return [table for head, rows in results for table in tables(head, rows) if table.baselines]
+
+
+def _grid_of(headings: Sequence[str], lines: Sequence[tuple[str, ...]]) -> str:
+    columns = [
+        Column(heading, [line[place] for line in lines], "right" if place else "left")
+        for place, heading in enumerate(headings)
+    ]
+    return grid(columns) + "\n"
+
+
+def losses(results: Results) -> str:
+    """Return a table with a line for each column of tdcoll's that loses.
 
     It has the sizes at which a baseline is faster, and by how much.
     """
-    compared = [table for table in tables(head, rows) if table.baselines]
+    compared = _compared(results)
     lines = [line for table in compared for line in table.losses()]
-    if not lines:
-        launches = dict.fromkeys(launch_name(table.rows[0]) for table in compared)
-        layout = registry.layout(head["benchmark"])
-        parts = [layout.title, machine_name(head, rows[0]), " and ".join(launches)]
-        where = ", ".join(part for part in parts if part)
-        lines = [f"- {where}: tdcoll loses at no size."]
-    return "\n".join(lines) + "\n"
+    if lines:
+        headings = ("calls", "sizes that lose", "tdcoll's time is longer by", "fastest baseline")
+        return _grid_of(headings, lines)
+    captions = "; ".join(table.caption() for table in compared)
+    return f"tdcoll loses at no size: {captions}.\n"
+
+
+def standing(results: Results) -> str:
+    """Return a table with a line for each table of the files: how ``"auto"`` compares with the
+    fastest baseline."""
+    lines = [table.standing() for table in _compared(results)]
+    headings = ("calls", "sizes", "fastest baseline / tdcoll", "tdcoll isn't slower at")
+    return _grid_of(headings, lines)

@@ -147,13 +147,18 @@ def test_slower_times_are_marked_and_listed() -> None:
     text = tables.markdown(head(), rows)
     assert ["1 KB", "4.00 †", "6.00 WRONG", "0.80", "–"] in cells(text)
     assert "† slower than the fastest baseline." in text
-    line = (
-        "- All-gather, 8 × NVIDIA Test on 1 node, CUDA graphs, tdcoll: 1 KB (by 25.0%, fcollect).\n"
-    )
-    assert tables.losses(head(), rows) == line
+    lost = tables.losses([(head(), rows)])
+    calls = "All-gather, 8 × NVIDIA Test on 1 node, CUDA graphs"
+    assert cells(lost)[-1] == [f"{calls}, tdcoll", "1 KB", "25.0%", "fcollect"]
+    assert cells(tables.standing([(head(), rows)]))[-1] == [
+        calls,
+        "1 KB to 1 KB",
+        "0.80 to 0.80",
+        "0 of 1",
+    ]
     rows[0] = row(1024, "auto", 3.2)
-    line = "- All-gather, 8 × NVIDIA Test on 1 node, CUDA graphs: tdcoll loses at no size.\n"
-    assert tables.losses(head(), rows) == line
+    assert tables.losses([(head(), rows)]) == f"tdcoll loses at no size: {calls}.\n"
+    assert cells(tables.standing([(head(), rows)]))[-1][-1] == "1 of 1"
 
 
 def test_a_note_of_many_sizes_counts_them_but_wrong_ones_are_all_named() -> None:
@@ -232,15 +237,16 @@ def test_pages_get_the_tables_between_their_markers(tmp_path: Path) -> None:
     readme = checkout(tmp_path, "before\n<!-- report: a -->\nold\n<!-- /report -->\nafter\n")
     other = tmp_path / "docs/other.md"
     marker = "<!-- report: a{} -->\n{}<!-- /report -->\n"
-    other.write_text(f"{marker.format(' brief', '')}{marker.format(' losses', '')}plain\n")
+    twice = "<!-- report: a,a{} -->\n{}<!-- /report -->\n"
+    other.write_text(f"{marker.format(' brief', '')}{twice.format(' losses', '')}plain\n")
     whole = tables.markdown(head(), example())
     brief = tables.brief_markdown(head(), example())
-    losses = tables.losses(head(), example())
+    losses = tables.losses([(head(), example())] * 2)
     assert len({whole, brief, losses}) == 3
     for _ in range(2):  # the second time changes nothing
         assert main(["--write", str(tmp_path)]) == 0
         assert readme.read_text() == f"before\n{marker.format('', whole)}after\n"
-        expected = f"{marker.format(' brief', brief)}{marker.format(' losses', losses)}plain\n"
+        expected = f"{marker.format(' brief', brief)}{twice.format(' losses', losses)}plain\n"
         assert other.read_text() == expected
 
 
