@@ -47,9 +47,11 @@ default_role = "code"
 html_theme = "furo"
 html_title = f"tdcoll {version}"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 
 myst_heading_anchors = 4  # the anchors of GitHub, which shows the same pages
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

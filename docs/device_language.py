@@ -2,7 +2,7 @@
 """Print the device language: ``python docs/device_language.py`` has the tables of
 ``docs/language.md``.
 
-With ``--full`` the table of ``docs/functions.md``, with ``--stubs`` what type checkers read:
+With ``--full`` the list of ``docs/functions.md``, with ``--stubs`` what type checkers read:
 ``language/__init__.pyi``.
 """
 
@@ -54,14 +54,14 @@ def overview() -> str:
     return "\n\n".join(parts)
 
 
-def table() -> str:
-    """Return the table of ``docs/functions.md``: each function's signature, what it stands for, and
+def definitions() -> str:
+    """Return the list of ``docs/functions.md``: each function's signature, what it stands for, and
     its meaning."""
-    lines = ["| in a kernel | stands for | meaning |", "|---|---|---|"]
-    for function in FUNCTIONS.values():
-        cells = (f"`{function.signature}`", f"`{function.prototype}`", function.doc)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
+    entries = [
+        f"`{function.signature}`\n: Stands for `{function.prototype}`. {function.doc}"
+        for function in FUNCTIONS.values()
+    ]
+    return "\n\n".join(entries)
 
 
 _STUBS = '''# SPDX-License-Identifier: Apache-2.0
@@ -134,7 +134,7 @@ def main() -> None:
         "--stubs", action="store_true", help="for type checkers, instead of tables for docs"
     )
     options = parser.parse_args()
-    print(stubs() if options.stubs else f"{table() if options.full else overview()}\n", end="")
+    print(stubs() if options.stubs else f"{definitions() if options.full else overview()}\n", end="")
 
 
 if __name__ == "__main__":

@@ -260,7 +260,7 @@ def test_every_result_is_on_a_page():
     ("page", "made", "command"),
     [
         ("language", "overview", "python docs/device_language.py"),
-        ("functions", "table", "python docs/device_language.py --full"),
+        ("functions", "definitions", "python docs/device_language.py --full"),
     ],
 )
 def test_generated_tables_are_up_to_date(page, made, command):
