@@ -58,7 +58,7 @@ def definitions() -> str:
     """Return the list of ``docs/functions.md``: each function's signature, what it stands for, and
     its meaning."""
     entries = [
-        f"`{function.signature}`\n: Stands for `{function.prototype}`. {function.doc}"
+        f"`{function.signature}`\n: `{function.prototype}`\n: {function.doc}"
         for function in FUNCTIONS.values()
     ]
     return "\n\n".join(entries)
