@@ -27,7 +27,7 @@ def clip_grad_norm_(
     them are sparse.
 
     torch's function refuses sparse gradients, such as those of ``nn.Embedding(sparse=True)``,
-    before PyTorch 2.15. Later it refuses those without rows for some orders, and ignores missing
+    before PyTorch 2.14. Later it refuses those without rows for some orders, and ignores missing
     rows for negative orders. It refuses DTensors beside other tensors or DTensors of another mesh.
     This function takes all of them together, and treats a sparse gradient as the dense tensor that
     it represents: if a row occurs twice, it is summed before it counts, and missing rows are zero.
