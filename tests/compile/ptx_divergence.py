@@ -63,49 +63,84 @@ TID = re.compile(r"mov\.[bsu]32\s+(%r\d+), %tid\.x;")
 LANE = re.compile(r"mov\.[bsu]32\s+(%r\d+), %laneid;")
 SHIFT = re.compile(r"shl\.b32\s+(%r\d+), (%r\d+), (\d+);")
 MASK = re.compile(r"and\.b32\s+(%r\d+), (%r\d+), (\d+);")
-LANE_BITS = 5
+EXCHANGE = re.compile(r"shfl\.sync\.bfly\.b32\s+(%r\d+), (%r\d+), (1|2|4|8|16), 31, -1;")
+COMMUTES = re.compile(r"(?:add|min|max|and|or|xor)\.\w+\s+(%r\d+), (%r\d+), (%r\d+);")
+ALL_LANES = 31
 OVER_WARP = "redux.sync"
 
 
-def _lane_values(blocks: dict[str, Block], flows: Flows, divergent: set[str]) -> set[str]:
-    """Divergent registers whose values depend on the thread's number in its warp alone, so that all
-    warps have the same ones.
+class _LaneBits:
+    """Values that depend on some bits of a thread's lane alone, so that all warps have the same.
 
-    They are made of the low bits of a thread's number. Triton 3.9 lets every warp add up what all
-    warps have left in shared memory: each lane loads a part, and ``redux.sync`` adds the parts of
-    the lanes.
+    They are made of the low bits of a thread's number. Triton lets every warp add up what all warps
+    have left in shared memory: each lane loads a part, and the lanes' parts are added. Triton 3.9
+    adds them by ``redux.sync``. Triton 3.8 exchanges them with the lane whose number differs in one
+    bit, and adds both; the sum doesn't depend on that bit. A value that depends on no bit any more
+    is the same in all threads.
     """
-    texts = [text for block in blocks.values() for text in block.texts if "%" in text]
-    written = [name for of_block in flows.values() for names, _, _ in of_block for name in names]
-    repeated = {name for name in written if written.count(name) > 1}
-    shifts: dict[str, int] = {}
-    """How far the thread's number is shifted to the left, by register. One that is written more
-    than once never counts."""
-    found: set[str] = set()
-    for text, (names, read, always) in zip(
-        texts, (flow for of_block in flows.values() for flow in of_block), strict=True
-    ):
-        if not repeated.isdisjoint(names):
-            continue
-        made: list[str] = []
+
+    def __init__(self, divergent: set[str], repeated: set[str]) -> None:
+        self.bits: dict[str, int] = {}
+        self._divergent = divergent
+        self._repeated = repeated
+        """Registers that are written more than once, which never count."""
+        self._shifts: dict[str, int] = {}
+        """How far the thread's number is shifted to the left, by register."""
+        self._partners: dict[str, tuple[str, int]] = {}
+        """The value that a value is of another lane, and the bit in which that lane differs."""
+
+    def learn(self, text: str, names: list[str], read: list[str], always: bool) -> None:
+        """Learn what an instruction makes."""
+        if not self._repeated.isdisjoint(names):
+            return
         tid = TID.search(text)
         lane = LANE.search(text)
         shift = SHIFT.search(text)
         mask = MASK.search(text)
         if tid:
-            shifts[tid[1]] = 0
+            self._shifts[tid[1]] = 0
         elif lane:
-            made = [lane[1]]
-        elif shift and shift[2] in shifts:
-            shifts[shift[1]] = shifts[shift[2]] + int(shift[3])
-        elif mask and mask[2] in shifts:
-            if int(mask[3]) >> (LANE_BITS + shifts[mask[2]]) == 0:
-                made = [mask[1]]
-        elif not always and OVER_WARP not in text:
-            if all(name in found or name not in divergent for name in read):
-                made = names
-        found.update(name for name in made if name in divergent)
-    return found
+            self.bits[lane[1]] = ALL_LANES
+        elif shift and shift[2] in self._shifts:
+            self._shifts[shift[1]] = self._shifts[shift[2]] + int(shift[3])
+        elif mask and mask[2] in self._shifts:
+            kept = int(mask[3]) >> self._shifts[mask[2]]
+            if kept <= ALL_LANES:
+                self.bits[mask[1]] = kept
+        elif not always and all(name in self.bits or name not in self._divergent for name in read):
+            self._combine(text, names, read)
+
+    def _combine(self, text: str, names: list[str], read: list[str]) -> None:
+        bits = 0
+        for name in read:
+            bits |= self.bits.get(name, 0)
+        exchange = EXCHANGE.search(text)
+        both = COMMUTES.search(text)
+        if OVER_WARP in text:
+            bits = 0
+        elif exchange:
+            self._partners[exchange[1]] = exchange[2], int(exchange[3])
+        elif "shfl" in text:
+            return
+        elif both:
+            for mine, theirs in ((both[2], both[3]), (both[3], both[2])):
+                partner, bit = self._partners.get(theirs, ("", 0))
+                if partner == mine:
+                    bits &= ~bit
+        for name in names:
+            self.bits[name] = bits
+
+
+def _alike(blocks: dict[str, Block], flows: Flows, divergent: set[str]) -> set[str]:
+    """Registers that all threads have alike, although they are made of what differs between
+    lanes."""
+    written = [name for of_block in flows.values() for names, _, _ in of_block for name in names]
+    lanes = _LaneBits(divergent, {name for name in written if written.count(name) > 1})
+    for label, block in blocks.items():
+        texts = [text for text in block.texts if "%" in text]
+        for text, flow in zip(texts, flows[label], strict=True):
+            lanes.learn(text, *flow)
+    return {name for name, bits in lanes.bits.items() if bits == 0 and name in divergent}
 
 
 def _decided_by_threads(
@@ -147,8 +182,8 @@ def divergence(ptx: str) -> list[str]:
     A value is *divergent* if the threads of a block may have different ones. It was made of a
     thread's number, loaded from a divergent address, or loaded while others may store there, as in
     a polling loop. A barrier that makes the threads agree (``barrier.red``) returns a value that
-    isn't divergent, and so does a reduction over the lanes of each warp (``redux.sync``) if all
-    warps have the same values. No barrier may stand between a divergent branch and the place where
+    isn't divergent, and so does a reduction over the lanes of each warp if all warps have the same
+    values (:class:`_LaneBits`). No barrier may stand between a divergent branch and the place where
     all paths from that branch meet again.
     """
     blocks = blocks_of(ptx)
@@ -159,15 +194,12 @@ def divergence(ptx: str) -> list[str]:
     places = {label: 1 << place for place, label in enumerate(blocks)}
     through = _met_again(blocks, places)
     decided, ever = _decided_by_threads(blocks, flows, places, through)
-    if decided and OVER_WARP in ptx:
-        lanes = _lane_values(blocks, flows, ever)
-        for label, block in blocks.items():
-            texts = [text for text in block.texts if "%" in text]
+    alike = _alike(blocks, flows, ever) if decided else set()
+    if alike:
+        for label, of_block in flows.items():
             flows[label] = [
-                (names, [name for name in read if name not in lanes], always)
-                if OVER_WARP in text
-                else (names, read, always)
-                for text, (names, read, always) in zip(texts, flows[label], strict=True)
+                (names, [] if alike.issuperset(names) else read, always)
+                for names, read, always in of_block
             ]
         decided, _ = _decided_by_threads(blocks, flows, places, through)
     found = any(BARRIER.search(text) for label in decided for text in blocks[label].texts)

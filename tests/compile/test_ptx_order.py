@@ -174,9 +174,26 @@ def over_lanes(*address: str) -> tuple[str, ...]:
     )
 
 
+def exchanged(mask: int, *bits: int, sums: str = "add.s32") -> tuple[str, ...]:
+    """A sum that lanes make by exchanges with those that differ in one of ``bits``, of words whose
+    address has the bits ``mask`` of the thread's number, and a branch on it."""
+    lines = ["mov.u32 %r1, %tid.x;", f"and.b32 %r10, %r1, {mask};", "ld.shared.b32 %r11, [%r10];"]
+    for place, bit in enumerate(bits):
+        part, partner, both = (f"%r{11 + 2 * place + i}" for i in range(3))
+        lines.append(f"shfl.sync.bfly.b32 {partner}, {part}, {bit}, 31, -1;")
+        lines.append(f"{sums} {both}, {part}, {partner};")
+    return (*lines, f"setp.eq.s32 %p1, %r{11 + 2 * len(bits)}, 0;")
+
+
 @pytest.mark.parametrize(
     ("lines", "seen"),
     [
+        ((*exchanged(7, 4, 2, 1), *INSIDE), False),
+        ((*exchanged(31, 16, 8, 4, 2, 1), *INSIDE), False),
+        ((*exchanged(7, 4, 2), *INSIDE), True),
+        ((*exchanged(7, 4, 4, 1), *INSIDE), True),
+        ((*exchanged(63, 16, 8, 4, 2, 1), *INSIDE), True),
+        ((*exchanged(7, 4, 2, 1, sums="sub.s32"), *INSIDE), True),
         ((THREAD, *INSIDE), True),
         ((THREAD, *AFTER), False),
         ((PROGRAM, *INSIDE), False),
