@@ -58,6 +58,22 @@ def identity(sums, rows, columns, inside, extra):
     return sums
 
 
+class Factor(NamedTuple):
+    """The tuple of :func:`times_factor`.
+
+    Attributes:
+        factor: What the sums are multiplied by.
+    """
+
+    factor: float
+
+
+@jit
+def times_factor(sums, rows, columns, inside, extra):
+    """The epilogue that multiplies sums by a number, in fp32. ``extra`` is a :class:`Factor`."""
+    return sums * extra.factor
+
+
 @jit
 def result_of(sum, world, address, index, inside, epilogue, DTYPE: tl.constexpr, OP: tl.constexpr):
     """Return elements of a dense reduction as they are stored: the ``sum`` of all ranks' parts,
