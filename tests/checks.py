@@ -33,6 +33,8 @@ def program_of(names: str) -> list[str]:
     """Script and arguments of a job that runs the checks of these scripts."""
     if names == DISTRIBUTED:
         return [str(WORKERS / "distributed_job.py")]
+    if names == "fsdp":
+        return [str(WORKERS / "fsdp_job.py")]
     return [str(WORKERS / "checks_job.py"), names.replace(" ", ",")]
 
 
