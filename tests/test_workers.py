@@ -24,6 +24,7 @@ NODES = ("--emulate-nodes", "2")
         ("copies", 2, ()),
         slow_tier(DISTRIBUTED, 2, ()),
         slow_tier(DISTRIBUTED, 3, ()),
+        slow_tier("fsdp", 2, ()),
         slow_tier("drop_ins", 2, ()),
         slow_tier("dense", 4, NODES),
         slow_tier("fused", 3, NODES),

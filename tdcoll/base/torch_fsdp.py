@@ -135,7 +135,7 @@ def groups_of_state(state: Any) -> list[Any]:
 def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
     """Return the parameter groups of a model that are sharded, in the order of its modules."""
     found = [
-        ParameterGroup(name or type(model).__name__, group)
+        ParameterGroup(name or "(root)", group)
         for state, name in states_of(model).items()
         for group in groups_of_state(state)
     ]

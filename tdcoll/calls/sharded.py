@@ -56,9 +56,10 @@ GATHER = CallPolicy(inbox_bytes=256 << 10, lamport_bytes=0, blocks=0, copies_fro
 """All-gathers. Large ones land in the caller's buffer, so the inbox is only for small ones. They
 need next to no thread blocks."""
 
-SCATTER = CallPolicy(inbox_bytes=64 << 20, lamport_bytes=64 << 10, blocks=32, copies_from=512 << 10)
-"""Reduce-scatters. Copies of 64 MiB are as fast as larger ones, and an inbox has two slots of that
-for each rank. The thread blocks sum what copy engines have brought."""
+SCATTER = CallPolicy(inbox_bytes=32 << 20, lamport_bytes=64 << 10, blocks=32, copies_from=512 << 10)
+"""Reduce-scatters. On 2 H200s a copy engine moves 376 GB/s by copies of 32 MiB and 355 by copies of
+16, and an inbox has two slots of that for each rank. The thread blocks sum what copy engines have
+brought."""
 
 
 def gather_sizes(topology: Topology, gathered_bytes: int, buffers: int) -> ContextSizes:
@@ -80,9 +81,13 @@ def scatter_sizes(topology: Topology, scattered_bytes: int) -> ContextSizes:
     Args:
         scattered_bytes: Of the largest result of a reduce-scatter.
     """
-    # Where ranks have to put, half of the inbox is to put from.
-    slots = 2 if topology.n_nodes > 1 else 1
-    return _context(topology, SCATTER, slots * scattered_bytes)
+    return _context(topology, SCATTER, scattered_inbox(scattered_bytes, topology.n_nodes))
+
+
+def scattered_inbox(scattered_bytes: int, nodes: int) -> int:
+    """Return the inbox that reduce-scatters of ``scattered_bytes`` per rank use, in bytes per
+    rank: between nodes twice as much, because they put from half of it."""
+    return scattered_bytes * (2 if nodes > 1 else 1)
 
 
 def _context(topology: Topology, policy: CallPolicy, nbytes: int) -> ContextSizes:

@@ -33,7 +33,14 @@ from tdcoll.calls.budget import Budget, least_blocks
 from tdcoll.calls.checks import compare
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.implicit import on
-from tdcoll.calls.sharded import GATHER, SCATTER, CallPolicy, context_arguments, padded
+from tdcoll.calls.sharded import (
+    GATHER,
+    SCATTER,
+    CallPolicy,
+    context_arguments,
+    padded,
+    scattered_inbox,
+)
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
 from tdcoll.distributed.fsdp_calls import AllGather, Channels, ReduceScatter, Ring, Scatter
@@ -227,8 +234,7 @@ class FsdpCommunication:
         self._buffers.append(buffers)
         self._channels.rings[ranks] = Ring(gathers, buffers, all_gather)
         if part.scattered_bytes:
-            nodes = self._job.topology(ranks).n_nodes
-            nbytes = part.scattered_bytes * (2 if nodes > 1 else 1)
+            nbytes = scattered_inbox(part.scattered_bytes, part.nodes)
             scatters = self._context("reduce_scatter", ranks, SCATTER, nbytes)
             self._channels.scatters[ranks] = Scatter(scatters, reduce_scatter)
 

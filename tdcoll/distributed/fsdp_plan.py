@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from tdcoll import runtime
 from tdcoll.base import arguments
 from tdcoll.base.arguments import byte_text
 from tdcoll.base.torch_fsdp import ParameterGroup, parameter_groups, results_at_a_time, states_of
@@ -27,6 +28,7 @@ class GroupPlan:
         gathered_bytes: Bytes of the largest result of an all-gather.
         scattered_bytes: Bytes of the largest result of a reduce-scatter; 0 if there is none.
         buffers: Results of all-gathers that are held at a time.
+        nodes: Nodes that the ranks are on.
     """
 
     ranks: tuple[int, ...]
@@ -34,13 +36,14 @@ class GroupPlan:
     gathered_bytes: int
     scattered_bytes: int
     buffers: int
+    nodes: int
 
     @property
     def heap_bytes(self) -> int:
-        """Bytes that it takes of each rank's symmetric heap, if the ranks are on one node; on
-        several nodes a little less."""
+        """Bytes that it takes of each rank's symmetric heap."""
         world = len(self.ranks)
-        topology = Topology.of(0, range(world), [0] * world)
+        nodes = [rank * self.nodes // world for rank in range(world)]
+        topology = Topology.of(0, range(world), nodes)
         total = gather_sizes(topology, self.gathered_bytes, self.buffers).heap_bytes
         if self.scattered_bytes:
             total += scatter_sizes(topology, self.scattered_bytes).heap_bytes
@@ -85,7 +88,8 @@ class FsdpPlan:
 def plan(model: nn.Module, *, buffers: int | None = None) -> FsdpPlan:
     """Return the symmetric memory that :func:`tdcoll.distributed.fsdp.use` will take. Local.
 
-    It needs no job of tdcoll's, so you can compute the size of the heap before you join:
+    It needs no job of tdcoll's, so you can compute the size of the heap before you join. It then
+    assumes that the ranks are on one node.
 
     >>> tdcoll.initialize(heap_bytes=fsdp.plan(model).heap_bytes + (64 << 20))  # doctest: +SKIP
 
@@ -129,9 +133,10 @@ def plan_of(groups: Sequence[ParameterGroup], buffers: int) -> FsdpPlan:
             gathered.setdefault(ranks, []).append(group.gathered_bytes)
         ranks = tuple(dist.get_process_group_ranks(group.scatter_group))
         scattered.setdefault(ranks, []).append(group.scattered_bytes)
-    return FsdpPlan(
-        tuple(
-            GroupPlan(ranks, len(sizes), max(sizes), max(scattered.get(ranks, [0])), buffers)
-            for ranks, sizes in gathered.items()
-        )
-    )
+    job = runtime.current_or_none()
+    plans = []
+    for ranks, sizes in gathered.items():
+        nodes = 1 if job is None else job.topology(ranks).n_nodes
+        largest = max(scattered.get(ranks, [0]))
+        plans.append(GroupPlan(ranks, len(sizes), max(sizes), largest, buffers, nodes))
+    return FsdpPlan(tuple(plans))

@@ -12,12 +12,14 @@ from tdcoll.base.arguments import byte_text
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls.collective import spec_of
 from tdcoll.calls.implicit import sizes_for
+from tdcoll.calls.sharded import BUFFERS, gather_sizes, scatter_sizes
 from tdcoll.calls.sizes import ContextSizes, context_sizes
 from tdcoll.collectives.sparse_all_reduce.context import sparse_sizes
 from tdcoll.fused.policy import NAME as FUSED
 from tdcoll.runtime.topology import Topology
 
 _SPARSE_ARGUMENTS = ("max_rows_per_rank", "max_row_bytes", "max_union_rows")
+_SHARDED_ARGUMENTS = ("gathered_bytes", "scattered_bytes", "buffers")
 _ARGUMENTS = ("max_bytes_per_rank", "chunks", "flagged_bytes", "lamport_bytes")
 
 
@@ -32,6 +34,7 @@ class ContextMemory:
         ll: words of the LL protocol.
         lamport: words of the Lamport protocol.
         rows: lists, results and stage of a sparse all-reduce.
+        buffers: parameters that FSDP2 gathers.
     """
 
     name: str
@@ -40,11 +43,12 @@ class ContextMemory:
     ll: int
     lamport: int
     rows: int
+    buffers: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.inbox + self.signals + self.ll + self.lamport + self.rows
+        return self.inbox + self.signals + self.ll + self.lamport + self.rows + self.buffers
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,11 @@ class MemoryPlan:
         return self.total <= self.heap_bytes
 
     def __str__(self) -> str:
-        rows = [["context", "inbox", "signals", "LL", "Lamport", "rows", "total"]]
+        rows = [["context", "inbox", "signals", "LL", "Lamport", "rows", "buffers", "total"]]
         rows += [
             [c.name, *map(byte_text, (*list(vars(c).values())[1:], c.total))] for c in self.contexts
         ]
-        rows.append(["total", "", "", "", "", "", byte_text(self.total)])
+        rows.append(["total", *[""] * (len(rows[0]) - 2), byte_text(self.total)])
         first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
         lines = [f"symmetric memory of each of {self.world_size} ranks on {self.nodes} node(s)"]
         lines += [
@@ -112,8 +116,11 @@ def memory_plan(
             - the sizes that :class:`~tdcoll.CollectiveContext` is made with:
               ``max_bytes_per_rank``, ``chunks``, ``flagged_bytes``, ``lamport_bytes``; those that
               are left out have their defaults;
-            - or those of :class:`~tdcoll.SparseContext`: ``max_rows_per_rank``, ``max_row_bytes``,
-              ``max_union_rows``.
+            - those of :class:`~tdcoll.SparseContext`: ``max_rows_per_rank``, ``max_row_bytes``,
+              ``max_union_rows``;
+            - or those of :func:`tdcoll.distributed.fsdp.use`: ``gathered_bytes``, of the parameters
+              of the largest module, and ``scattered_bytes``, of its largest gradient on a rank;
+              and ``buffers``, 2 if it is left out.
         world_size: ranks of the job, all of them in every context. For subgroups, such as those of
             a 2 x 2 mesh, make a plan for each group of a rank with its size, and add the totals.
         nodes: that the ranks are on, in blocks of (nearly) the same size.
@@ -137,21 +144,58 @@ def memory_plan(
     made = []
     used = 0
     for name, limits in contexts.items():
-        sizes = _sizes(name, limits, topology, heap, heap - used)
-        used += sizes.heap_bytes
-        parts = {"inbox": 0, "signals": 0, "flagged": 0, "lamport": 0, "sparse": 0}
-        for area in sizes.areas:
-            parts[area.name if area.name in parts else "signals"] += area.heap_bytes
-        made.append(ContextMemory(name, *parts.values()))
+        for part, sizes in _sizes(name, limits, topology, heap, heap - used).items():
+            used += sizes.heap_bytes
+            made.append(_memory_of(part, sizes))
     return MemoryPlan(world_size, nodes, heap, tuple(made))
 
 
-def _sizes(name: str, limits: Any, topology: Topology, heap: int, free: int) -> ContextSizes:
+def _memory_of(name: str, sizes: ContextSizes) -> ContextMemory:
+    parts = {"inbox": 0, "signals": 0, "flagged": 0, "lamport": 0, "sparse": 0, "buffers": 0}
+    for area in sizes.areas:
+        parts[area.name if area.name in parts else "signals"] += area.heap_bytes
+    return ContextMemory(name, *parts.values())
+
+
+def _sizes(
+    name: str, limits: Any, topology: Topology, heap: int, free: int
+) -> dict[str, ContextSizes]:
+    """Return the sizes of the contexts of one entry, by their names."""
+    if isinstance(limits, Mapping) and "gathered_bytes" in limits:
+        return _sharded_sizes(name, limits, topology)
+    return {name: _context_sizes(name, limits, topology, heap, free)}
+
+
+def _sharded_sizes(
+    name: str, limits: Mapping[str, int], topology: Topology
+) -> dict[str, ContextSizes]:
+    """Return the sizes of the contexts of an FSDP2 model."""
+    _check_limits(name, limits, _SHARDED_ARGUMENTS)
+    buffers = arguments.whole(f"contexts[{name!r}]['buffers']", limits.get("buffers", BUFFERS), 2)
+    made = {f"{name}: all-gathers": gather_sizes(topology, limits["gathered_bytes"], buffers)}
+    if limits.get("scattered_bytes"):
+        made[f"{name}: reduce-scatters"] = scatter_sizes(topology, limits["scattered_bytes"])
+    return made
+
+
+def _check_limits(name: str, limits: Mapping[str, int], allowed: tuple[str, ...]) -> None:
+    for argument, value in limits.items():
+        if argument not in allowed:
+            raise ValueError(
+                f"contexts[{name!r}] must have no sizes but {', '.join(allowed)}; got {argument!r}"
+            )
+        arguments.whole(f"contexts[{name!r}][{argument!r}]", value, 0)
+
+
+def _context_sizes(
+    name: str, limits: Any, topology: Topology, heap: int, free: int
+) -> ContextSizes:
     """Return the sizes of one context."""
     if not isinstance(limits, Mapping):
         if name not in (*COLLECTIVES, FUSED):
             raise ValueError(
-                f"contexts[{name!r}] must be a dict of sizes (of sparse rows {', '.join(_SPARSE_ARGUMENTS)}), unless "
+                f"contexts[{name!r}] must be a dict of sizes (of sparse rows {', '.join(_SPARSE_ARGUMENTS)}; of FSDP2 "
+                f"{', '.join(_SHARDED_ARGUMENTS)}), unless "
                 f"the name is one of {', '.join(COLLECTIVES)}, {FUSED}; got {limits!r}"
             )
         nbytes = arguments.byte_count(f"contexts[{name!r}]", limits)
@@ -161,13 +205,7 @@ def _sizes(name: str, limits: Any, topology: Topology, heap: int, free: int) -> 
             spec, spec.inbox(spec.segment_bytes(nbytes, world), world, heap), topology, heap, free
         )
     sparse = "max_rows_per_rank" in limits
-    allowed = _SPARSE_ARGUMENTS if sparse else _ARGUMENTS
-    for argument, value in limits.items():
-        if argument not in allowed:
-            raise ValueError(
-                f"contexts[{name!r}] must have no sizes but {', '.join(allowed)}; got {argument!r}"
-            )
-        arguments.whole(f"contexts[{name!r}][{argument!r}]", value, 0)
+    _check_limits(name, limits, _SPARSE_ARGUMENTS if sparse else _ARGUMENTS)
     if sparse:
         if "max_row_bytes" not in limits:
             raise ValueError(f"contexts[{name!r}] must have max_row_bytes with max_rows_per_rank")

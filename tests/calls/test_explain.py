@@ -314,7 +314,16 @@ def test_the_table() -> None:
     assert plan.heap_bytes == environment.DEFAULT_HEAP_BYTES
     title, head, first, second, total, fits = str(plan).splitlines()
     assert title == "symmetric memory of each of 8 ranks on 1 node(s)"
-    assert head.split() == ["context", "inbox", "signals", "LL", "Lamport", "rows", "total"]
+    assert head.split() == [
+        "context",
+        "inbox",
+        "signals",
+        "LL",
+        "Lamport",
+        "rows",
+        "buffers",
+        "total",
+    ]
     assert first.split()[:3] == ["all_reduce", "48", "MiB"]
     assert (second.split()[0], total.split()[0]) == ("all_gather", "total")
     assert fits == "fits into a heap of 384 MiB"

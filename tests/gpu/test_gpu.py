@@ -71,7 +71,7 @@ JOBS = [  # scripts, nodes, ranks
     *((("dense",), 1, (1, 2, 3, 4, 8)), (("dense",), 2, (2, 3, 4, 5, 8))),
     *((SPARSE, 1, (1, 2, 3, 4, 6, 8)), (SPARSE, 2, (2, 3, 4, 5, 8))),
     *((("early", "fused", "operators"), 1, (1, 2, 4, 8)), (("fused", "operators"), 2, (4,))),
-    (("dtensor",), 1, (2, 4)),
+    (("dtensor", "fsdp"), 1, (2, 4)),
     *(((DISTRIBUTED,), 1, (2, 4, 8)), (("hang",), 1, (2, 4))),
 ]
 

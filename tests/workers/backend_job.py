@@ -17,14 +17,14 @@ from tdcoll.distributed import Options
 SINGLE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def join(blocks: int = 64) -> None:
+def join(blocks: int = 64, timeout_s: float = 60) -> None:
     """Begin a job with backend "tdcoll". ``blocks``: thread blocks of the default group's
-    launches."""
+    launches; ``timeout_s``: its deadline."""
     warnings.simplefilter("ignore")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group(
-        "tdcoll", timeout=timedelta(seconds=60), pg_options=Options(blocks=blocks)
+        "tdcoll", timeout=timedelta(seconds=timeout_s), pg_options=Options(blocks=blocks)
     )
 
 

@@ -5,6 +5,7 @@ have the losses of the backend, to the bit, in every form of FSDP2."""
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -46,8 +47,16 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+@functools.cache
 def whole_mesh() -> DeviceMesh:
     return init_device_mesh(device().type, (world(),))
+
+
+@functools.cache
+def hybrid_mesh(replicas: int) -> DeviceMesh:
+    """Each mesh has groups of its own, whose contexts take thread blocks."""
+    shape = (replicas, world() // replicas)
+    return init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def build(checkpointed: bool = False, blocks: int = 2, **arguments: Any) -> nn.Module:
@@ -181,14 +190,10 @@ def fsdp_hybrid_sharding() -> None:
             loss.backward()
         return loss
 
-    def mesh(replicas: int) -> DeviceMesh:
-        shape = (replicas, world() // replicas)
-        return init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard"))
-
     replicas = 2 if world() == 4 else 1
-    compare(lambda: build(mesh=mesh(replicas)))
-    compare(lambda: build(mesh=mesh(replicas)), accumulated)
-    calls = compare(lambda: build(mesh=mesh(world())))  # each shard has one rank
+    compare(lambda: build(mesh=hybrid_mesh(replicas)))
+    compare(lambda: build(mesh=hybrid_mesh(replicas)), accumulated)
+    calls = compare(lambda: build(mesh=hybrid_mesh(world())))  # each shard has one rank
     expect(calls == {"all_gather": 0, "reduce_scatter": 0}, f"{calls}")
 
 
@@ -284,9 +289,11 @@ def fsdp_state_dicts() -> None:
     communication = fsdp.use(model)
     train(model, steps=2)
     state = copy.deepcopy(model.state_dict())
+    group = dist.new_group(backend="gloo")  # which has every call of objects
     folder = [tempfile.mkdtemp() if rank() == 0 else ""]
-    dist.broadcast_object_list(folder, 0)
-    dcp.save({"model": state}, checkpoint_id=str(Path(folder[0], "checkpoint")))
+    dist.broadcast_object_list(folder, 0, group)
+    place = str(Path(folder[0], "checkpoint"))
+    dcp.save({"model": state}, checkpoint_id=place, process_group=group)
     wanted = train(model, steps=3)
     communication.close()
     for used in (False, True):
@@ -294,7 +301,7 @@ def fsdp_state_dicts() -> None:
         again = fsdp.use(other) if used else None
         train(other, steps=1)  # so that it differs
         loaded = {"model": other.state_dict()}
-        dcp.load(loaded, checkpoint_id=str(Path(folder[0], "checkpoint")))
+        dcp.load(loaded, checkpoint_id=place, process_group=group)
         other.load_state_dict(loaded["model"])
         for got, one in zip(train(other, steps=3), wanted, strict=True):
             same(got, one, f"after loading, used: {used}")
