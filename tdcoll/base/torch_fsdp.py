@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tdcoll needs of FSDP2's internals, because its public interface neither lists what a model
+"""Internals of FSDP2 that tdcoll needs, because its public interface neither lists what a model
 communicates nor takes a collective for each parameter group. A test checks that they exist."""
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def use(
             one sum for large ones.
 
     Returns:
-        What was made, to be closed if the model is to go on with FSDP2's own collectives.
+        The communication of the model. Close it if the model is to go on with FSDP2's own
+        collectives.
 
     Raises:
         TypeError, ValueError: An argument is not as described, or a module has collectives that
@@ -172,7 +173,7 @@ class FsdpCommunication:
     is left by an exception.
 
     Attributes:
-        plan: What it takes of the symmetric heap.
+        plan: Its share of the symmetric heap.
     """
 
     def __init__(

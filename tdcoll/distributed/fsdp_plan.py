@@ -51,7 +51,7 @@ class GroupPlan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What :func:`tdcoll.memory_plan` takes for it."""
+        """The sizes as :func:`tdcoll.memory_plan` takes them."""
         return {
             "gathered_bytes": self.gathered_bytes,
             "scattered_bytes": self.scattered_bytes,
@@ -61,7 +61,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class FsdpPlan:
-    """What the communication of a model takes of each rank's symmetric heap. ``str()`` says it.
+    """The share that a model's communication takes of each rank's symmetric heap. ``str()`` says it.
 
     Attributes:
         groups: One entry for each set of ranks; none if every mesh has one rank.

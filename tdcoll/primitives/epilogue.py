@@ -62,7 +62,7 @@ class Factor(NamedTuple):
     """The tuple of :func:`times_factor`.
 
     Attributes:
-        factor: What the sums are multiplied by.
+        factor: The number that multiplies sums.
     """
 
     factor: float
