@@ -145,9 +145,9 @@ def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
 def results_at_a_time(model: nn.Module) -> int:
     """Return how many results of all-gathers FSDP2 holds at a time.
 
-    It holds one while it copies parameters out of it, and those that it has prefetched: one module
-    ahead, or the modules that ``set_modules_to_forward_prefetch`` and its counterpart for the
-    backward pass name.
+    It holds one when it copies parameters out of it, and those that it has prefetched: one module
+    ahead, or more if ``set_modules_to_forward_prefetch`` or its counterpart for the backward pass
+    was called.
     """
     prefetched = [1]
     for state in states_of(model):

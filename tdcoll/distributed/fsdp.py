@@ -68,9 +68,9 @@ def use(
     works with any backend of the meshes' groups, and needs ``tdcoll.initialize()`` or backend
     ``tdcoll``. The all-reduces of a 2D mesh (HSDP) go on through their group.
 
-    Sums have the bits of :func:`tdcoll.reduce_scatter`, as those of backend ``tdcoll``. Where
-    ``set_gradient_divide_factor`` makes FSDP2 multiply gradients before it adds them, tdcoll
-    multiplies the sum in fp32.
+    Sums have the bits of :func:`tdcoll.reduce_scatter`, as those of backend ``tdcoll``. If
+    ``set_gradient_divide_factor`` has FSDP2 multiply gradients before it adds them, tdcoll
+    multiplies the sum instead, in fp32.
 
     >>> fsdp.use(model)  # doctest: +SKIP
 

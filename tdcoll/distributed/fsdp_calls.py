@@ -113,7 +113,7 @@ class Ring:
         return self._buffers[self.calls % len(self._buffers)]
 
     def takes(self, nbytes: int) -> bool:
-        """Return whether the buffers are large enough, which is the same on all ranks."""
+        """Return whether the buffers are large enough. All ranks agree, because FSDP2 pads shards."""
         return nbytes <= self._nbytes
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -203,7 +203,7 @@ class Scatter:
         self._algorithm = algorithm
 
     def takes(self, dtype: torch.dtype, op: Any) -> bool:
-        """Return whether there are kernels for such a reduction, which is the same on all ranks."""
+        """Return whether there are kernels for such a reduction."""
         name = operation(op)
         if name == PREMULTIPLIED:
             return dtype in (torch.float32, torch.bfloat16)
@@ -212,7 +212,7 @@ class Scatter:
     def reduce(self, out: torch.Tensor, tensor: torch.Tensor, op: Any) -> None:
         """Reduce-scatter ``tensor`` into ``out`` on the current stream.
 
-        ``PREMUL_SUM`` multiplies the sum rather than its terms, in fp32, and rounds once.
+        ``PREMUL_SUM`` multiplies the sum instead of its terms, in fp32, and rounds once.
 
         Raises:
             Those of :func:`tdcoll.reduce_scatter`.
@@ -285,7 +285,7 @@ class AllGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """``[n] -> [world * n]``: gather in place, since ``input_tensor`` lies in
+        """``[n] -> [world * n]``: gather in place, because ``input_tensor`` lies in
         ``output_tensor``."""
         ring = self._channels.rings.get(self._channels.ranks_of(group))
         if ring is None or not ring.takes(output_tensor.nbytes):

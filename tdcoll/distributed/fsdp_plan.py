@@ -88,8 +88,8 @@ class FsdpPlan:
 def plan(model: nn.Module, *, buffers: int | None = None) -> FsdpPlan:
     """Return the symmetric memory that :func:`tdcoll.distributed.fsdp.use` will take. Local.
 
-    It needs no job of tdcoll's, so you can compute the size of the heap before you join. It then
-    assumes that the ranks are on one node.
+    It needs no job of tdcoll's, so you can compute the size of the heap before you join. If
+    there is none, the ranks are assumed to be on one node.
 
     >>> tdcoll.initialize(heap_bytes=fsdp.plan(model).heap_bytes + (64 << 20))  # doctest: +SKIP
 
