@@ -12,10 +12,13 @@ two steps of a pair share the process, the clocks of the GPU and the host's cach
 from a barrier until the slowest rank's GPU is idle.
 
 The ratio is the median over the pairs, with its quartiles in brackets. The column "alone" has the
-step without communication, for workloads that make sense without it. Losses of the two backends
-must be equal within the dtype's rounding, since they add in different orders; those of one backend,
-trained again, must be equal to the bit. Where there is no GPU, "gloo" is the baseline and tdcoll
-runs in the simulator with tiny models: this shows that the script works, and its times say nothing.
+step without communication, for workloads that make sense without it. Workloads ``fsdp-symmetric-*``
+have FSDP2's buffers in symmetric memory (``tdcoll.distributed.fsdp``), and their names have width,
+layers and tokens; where PyTorch has NCCL's symmetric memory for FSDP2, a third step has that.
+Losses of the two backends must be equal within the dtype's rounding, since they add in different
+orders; those of one backend, trained again, must be equal to the bit. Where there is no GPU, "gloo"
+is the baseline and tdcoll runs in the simulator with tiny models: this shows that the script works,
+and its times say nothing.
 """
 
 from __future__ import annotations
@@ -38,22 +41,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tdcoll
 import tdcoll.distributed
-from benchmarks import parsing
-
-Step = Callable[[], torch.Tensor]
-"""Makes one step; returns the loss."""
-
-Group = dist.ProcessGroup | None
-"""None for a step without communication."""
-
+from benchmarks import parsing, training_fsdp
+from benchmarks.training_fsdp import Group, Mlp, Step, device, faster
 
 # ---------------------------------------------------------------------- workloads
-
-
-def device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def blocks(width: int, number: int = 8) -> nn.Sequential:
@@ -86,11 +77,6 @@ def trained(model: nn.Module, call: Callable[..., torch.Tensor], batch: torch.Te
     return step
 
 
-def faster(model: nn.Module, small: bool) -> Any:
-    """Compile a model; a small one without Inductor, which needs a C++ compiler on a CPU."""
-    return torch.compile(model, backend="aot_eager" if small else "inductor")
-
-
 def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
     return DeviceMesh.from_group(group, device().type)
 
@@ -117,17 +103,6 @@ def fsdp(group: dist.ProcessGroup, width: int, compiled: bool, small: bool) -> S
 def ddp(group: Group, width: int, compiled: bool, small: bool) -> Step:
     model = parallel(blocks(width, 2 if small else 8), group)
     return trained(model, faster(model, small) if compiled else model, sequences(width, small))
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(x)))
-        return x + y
 
 
 def tensor_parallel(group: dist.ProcessGroup, width: int, compiled: bool, small: bool) -> Step:
@@ -247,8 +222,9 @@ WORKLOADS: dict[str, Callable[..., Step]] = {
     "dlrm-4x500k": _sparse(4, 500_000, 64, 4),
     "dlrm-8x1m": _sparse(8, 1_000_000, 128, 10),
     "pipeline-256": _dense(pipeline, 256),
+    **training_fsdp.WORKLOADS,
 }
-ALONE = ("ddp", "dlrm")
+ALONE = ("ddp", "dlrm", "fsdp-symmetric")
 """Beginnings of the names of workloads that can go without communication."""
 
 
@@ -323,20 +299,25 @@ def run(
     compared: dict[str, Step] = {backend: make(group, small) for backend, group in groups.items()}
     if name.startswith(ALONE):
         compared["alone"] = make(None, small)
+    if name in training_fsdp.WORKLOADS and training_fsdp.has_nccl_memory():
+        compared["nccl memory"] = make(groups["baseline"], small, nccl_memory=True)
     found = in_turns(compared, warm_up, steps)
     del compared
+    training_fsdp.close()
     repeat = {}
     for backend, group in groups.items():
         step = make(group, small)
         losses = found[backend]["losses"][: warm_up + 1]
         repeat[backend] = [float(step()) for _ in losses] == losses
         del step
+        training_fsdp.close()
     torch._dynamo.reset()
     gc.collect()  # DDP and FSDP have circles, and the next workload needs the memory
     row: dict[str, Any] = {"workload": name, **compare(found["tdcoll"], found["baseline"])}
     row["losses_repeat"] = repeat
-    if "alone" in found:
-        row["alone_ms"] = statistics.median(found["alone"]["ms"])
+    for other in ("alone", "nccl memory"):
+        if other in found:
+            row[f"{other.replace(' ', '_')}_ms"] = statistics.median(found[other]["ms"])
     return {**row, "steps": found}
 
 
@@ -345,12 +326,21 @@ def line(row: dict[str, Any]) -> str:
     alone = f"{row['alone_ms']:9.3f}" if "alone_ms" in row else " " * 9
     spread = f"[{row['ratio_lower_quartile']:.3f}, {row['ratio_upper_quartile']:.3f}]"
     text = (
-        f"{row['workload']:30s} {row['baseline_ms']:9.3f} {row['tdcoll_ms']:9.3f} {alone}  "
+        f"{row['workload']:36s} {row['baseline_ms']:9.3f} {row['tdcoll_ms']:9.3f} {alone}  "
         f"{row['ratio']:.3f} {spread} {row['losses_differ_by']:.1e}"
     )
+    if "nccl_memory_ms" in row:
+        text += f", NCCL's symmetric memory {row['nccl_memory_ms']:.3f}"
     if not row["losses_repeat"]["tdcoll"]:
         text += ", DIFFER WHEN REPEATED"
     return text
+
+
+def _options(workloads: list[str]) -> tdcoll.distributed.Options:
+    """Return options with a heap for the largest workload."""
+    symmetric = training_fsdp.WORKLOADS.keys() & set(workloads)
+    large = torch.cuda.is_available() and symmetric
+    return tdcoll.distributed.Options(heap_bytes=training_fsdp.HEAP_BYTES if large else None)
 
 
 @click.command(help=__doc__, context_settings={"show_default": True, "max_content_width": 100})
@@ -376,12 +366,12 @@ def main(workloads: list[str], warm_up: int, steps: int, small: bool, file: Path
     dist.init_process_group(backend)
     groups = {
         "baseline": dist.new_group(backend=backend),
-        "tdcoll": dist.new_group(backend="tdcoll"),
+        "tdcoll": dist.new_group(backend="tdcoll", pg_options=_options(workloads)),
     }
     is_first = dist.get_rank() == 0
     rows = []
     if is_first:
-        headings = f"{'ms per step':30s} {backend:>9s} {'tdcoll':>9s} {'alone':>9s}"
+        headings = f"{'ms per step':36s} {backend:>9s} {'tdcoll':>9s} {'alone':>9s}"
         print(f"{headings}  ratio                losses differ by")
     for name in workloads:
         row = run(name, groups, warm_up=warm_up, steps=steps, small=small or not on_gpus)

@@ -81,7 +81,7 @@ def test_workloads_have_the_same_losses_on_both_backends(tmp_path: Path, launch:
     for row in found["rows"]:
         assert row["losses_differ_by"] < 1e-5, row
         assert row["losses_repeat"] == {"baseline": True, "tdcoll": True}, row
-        assert ("alone_ms" in row) == row["workload"].startswith(("ddp", "dlrm"))
+        assert ("alone_ms" in row) == row["workload"].startswith(training.ALONE)
     for kind in ("all_gather", "all_reduce", "reduce_scatter"):  # the hook's calls are its own
         assert f" {kind} by tdcoll" in found["explain"], found["explain"]
 
