@@ -18,11 +18,12 @@ from tdcoll.testing import World, first_failure
 from tdcoll.tools.measure import timing
 
 helpers = load("helpers")
-NOTIFY, ALL_GATHER, ALL_REDUCE, MATMUL = (
+NOTIFY, ALL_GATHER, ALL_REDUCE, MATMUL, FSDP2 = (
     load("01-notify-and-wait"),
     load("02-all-gather"),
     load("05-all-reduce"),
     load("06-all-gather-matmul"),
+    load("07-fsdp2-beside-matmuls"),
 )
 WITH_RULES = [NOTIFY, ALL_GATHER, ALL_REDUCE, MATMUL]
 
@@ -36,6 +37,7 @@ def name(value):
 GATHERED = ["all_gather_", "all_gather_into_tensor", "time"]
 REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
 MULTIPLIED = ["my all-gather + matmul", "MLP", "time"]
+TRAINED = ["plan", "bytes", "order", "losses", "time"]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,7 @@ MULTIPLIED = ["my all-gather + matmul", "MLP", "time"]
         slow_tier(ALL_REDUCE, 3, 2, ["3 rank(s) on 2 node(s) (2 + 1)", *REDUCED]),
         (MATMUL, 2, 1, ["2 rank(s) on 1 node(s)", *MULTIPLIED]),
         slow_tier(MATMUL, 4, 2, ["4 rank(s) on 2 node(s) (2 + 2)", *MULTIPLIED]),
+        slow_tier(FSDP2, 3, 1, ["3 rank(s) on 1 node(s)", *TRAINED]),
     ],
     ids=name,
 )
@@ -293,3 +296,31 @@ def test_times_have_a_lower_bound_and_are_drawn(monkeypatch, tmp_path, capsys):
         "      4096                10.8      20.0",
     ]
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------------- FSDP2
+
+
+def test_the_bytes_and_times_of_a_step():
+    """Of two weights, of which the second has rows that three ranks don't divide."""
+    weights = [torch.zeros(6, 5), torch.zeros(4, 8, dtype=torch.bfloat16)]
+    once = 2 * (2 * 5 * 4 + 2 * 8 * 2)
+    assert FSDP2.sent_bytes(weights, 3) == (2 * once, once)
+    assert FSDP2.sent_bytes(weights, 1) == (0, 0)
+    weights = [torch.zeros(1 << 10, 1 << 10, dtype=torch.bfloat16)]
+    link, compute = FSDP2.predicted_ms(weights, 1100, 2)
+    assert link == pytest.approx(compute, rel=0.02)  # as the text says
+
+
+def test_losses_that_differ_are_named():
+    losses = torch.tensor([1.0, 2.0])
+    FSDP2.check_equal("one and other", losses, losses.clone())
+    with pytest.raises(AssertionError, match=r"^one and other: losses differ by 0\.5: "):
+        FSDP2.check_equal("one and other", losses, torch.tensor([1.0, 2.5]))
+
+
+def test_the_times_of_a_step_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "step.png"
+    FSDP2.draw({"compute alone": 2.0, "NCCL": 3.0, "symmetric": 1.9}, (1.0, 2.0), plot)
+    assert plot.stat().st_size > 1000
