@@ -33,6 +33,7 @@ from tdcoll.calls.budget import Budget, least_blocks
 from tdcoll.calls.checks import compare
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.implicit import on
+from tdcoll.calls.plan import Facts, Landing
 from tdcoll.calls.sharded import (
     GATHER,
     SCATTER,
@@ -41,6 +42,7 @@ from tdcoll.calls.sharded import (
     padded,
     scattered_inbox,
 )
+from tdcoll.calls.spec import Collective
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
 from tdcoll.distributed.fsdp_calls import AllGather, Channels, ReduceScatter, Ring, Scatter
@@ -153,6 +155,15 @@ def _check_collectives(group: ParameterGroup) -> None:
     )
 
 
+def _check_algorithm(name: str, wanted: str, spec: Collective, facts: Facts) -> None:
+    """Raise on all ranks unless an algorithm supports the largest call."""
+    if wanted == "auto":
+        return
+    problem = spec.algorithm(wanted).supports(facts)
+    if problem is not None:
+        raise ValueError(f"{name}={wanted!r} {problem}{facts.topology.describe()}. Use 'auto'")
+
+
 def _facts_of(
     groups: Sequence[ParameterGroup], channels: Channels, ranks: tuple[int, ...]
 ) -> dict[str, str]:
@@ -228,7 +239,10 @@ class FsdpCommunication:
         """Make contexts and buffers of one set of ranks. Collective."""
         ranks = part.ranks
         shape = (part.buffers, padded(part.gathered_bytes))
-        gathers = self._context("all_gather", ranks, GATHER, part.gathered_bytes // len(ranks))
+        nbytes = part.gathered_bytes // len(ranks)
+        gathers = self._context("all_gather", ranks, GATHER, nbytes)
+        facts = Facts.of(gathers, nbytes, landing=Landing.CALLER_BUFFER)
+        _check_algorithm("all_gather", all_gather, ALL_GATHER, facts)
         buffers = self._job.allocate(
             shape, torch.uint8, group=ranks, name="gathered parameters of FSDP2"
         )
@@ -237,6 +251,8 @@ class FsdpCommunication:
         if part.scattered_bytes:
             nbytes = scattered_inbox(part.scattered_bytes, part.nodes)
             scatters = self._context("reduce_scatter", ranks, SCATTER, nbytes)
+            facts = Facts.of(scatters, part.scattered_bytes)
+            _check_algorithm("reduce_scatter", reduce_scatter, REDUCE_SCATTER, facts)
             self._channels.scatters[ranks] = Scatter(scatters, reduce_scatter)
 
     def _context(

@@ -71,6 +71,11 @@ def build(checkpointed: bool = False, blocks: int = 2, **arguments: Any) -> nn.M
     return model
 
 
+def copy_engines() -> str:
+    """Their algorithm, where they are supported. By default they have large calls only."""
+    return "ce" if tdcoll.topology().n_nodes == 1 else "auto"
+
+
 def batch(step: int, micro: int = 0) -> torch.Tensor:
     torch.manual_seed(100 * step + 10 * micro + rank())
     return torch.randn(4, WIDTH).to(device())
@@ -130,7 +135,10 @@ def fsdp_algorithms() -> None:
     """A step gathers three groups of parameters, and again the two that it has resharded."""
     calls = compare(build)
     expect(calls == {"all_gather": 5 * STEPS, "reduce_scatter": 3 * STEPS}, f"{calls}")
-    for gather, scatter in (("ce", "ce"), ("loop", "loop"), ("direct", "direct")):
+    pairs = [("ce", "ce"), ("loop", "loop"), ("direct", "direct")]
+    if tdcoll.topology().n_nodes > 1:
+        pairs = [("1d", "1d"), ("2d", "auto")]
+    for gather, scatter in pairs:
         compare(build, all_gather=gather, reduce_scatter=scatter)
 
 
@@ -144,7 +152,7 @@ def fsdp_mixed_precision() -> None:
         (None, half),
     ):
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        calls = compare(lambda policy=policy: build(mp_policy=policy), all_gather="ce")
+        calls = compare(lambda policy=policy: build(mp_policy=policy), all_gather=copy_engines())
         expect(calls["reduce_scatter"] == 3 * STEPS, f"{policy}: {calls}")
 
 
@@ -175,7 +183,7 @@ def fsdp_resharding() -> None:
         ranks = [group.ranks for group in fsdp.plan(model).groups]
         pair = (0, 1) if rank() < 2 else (2, 3)
         expect(ranks == [(0, 1, 2, 3), pair], f"{ranks}")
-        calls = compare(lambda: build(reshard_after_forward=2), all_gather="ce")
+        calls = compare(lambda: build(reshard_after_forward=2), all_gather=copy_engines())
         expect(calls["all_gather"] == 6 * STEPS, f"{calls}")  # the root is resharded as well
 
 
@@ -376,6 +384,10 @@ def fsdp_wrong_use() -> None:
     expect_raises((AssertionError, ValueError), lambda: fully_shard(model, mesh=whole_mesh()))
     expect_raises(ValueError, lambda: fsdp.use(build(), reduce_scatter="ring"), "reduce_scatter")
     expect_raises(ValueError, lambda: fsdp.use(build(), buffers=1), "buffers must be at least 2")
+    before = tdcoll.heap_info(), runtime.current().blocks_taken
+    other = "2d" if tdcoll.topology().n_nodes == 1 else "ce"
+    expect_raises(ValueError, lambda: fsdp.use(build(), all_gather=other), f"all_gather='{other}' ")
+    expect((tdcoll.heap_info(), runtime.current().blocks_taken) == before, "something is left")
 
 
 @check
